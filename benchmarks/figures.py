@@ -23,6 +23,7 @@ from benchmarks.drawing.style import STYLE
 from benchmarks.harness import RESULTS
 from benchmarks.report import (
     FAMILIES,
+    SHARED_STEPS,
     STEPS,
     kernels_markdown,
     longest_markdown,
@@ -34,11 +35,12 @@ from benchmarks.report import (
 
 DOCS = Path(__file__).parent.parent / "docs"
 FLOOR, SCALING, CONVERGENCE = "benchmarks-floor.svg", "benchmarks-scaling.svg", "convergence.svg"
-STEP_FIGURES = {family: f"benchmarks-{family}.svg" for family in STEPS}
+ALL_STEPS = STEPS | SHARED_STEPS
+STEP_FIGURES = {family: f"benchmarks-{family.replace('_', '-')}.svg" for family in ALL_STEPS}
 ALTERNATIVES = {
     FLOOR: "Time of every task over the time of its matrix products",
     SCALING: "Time and memory of the cross entropy against tokens and vocabulary",
-    **{STEP_FIGURES[family]: f"{title}: tokens a second, and memory" for family, title in STEPS.items()},
+    **{STEP_FIGURES[family]: f"{title}: tokens a second, and memory" for family, title in ALL_STEPS.items()},
     CONVERGENCE: "Loss of fused and of stock training, step by step, and their difference, for four families",
 }
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
@@ -84,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     args = parse.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     runs = {family: run for family in FAMILIES if (run := newest(args.results, family))}
-    steps = {family: run for family in STEPS if (run := newest(args.results, family))}
+    steps = {family: run for family in ALL_STEPS if (run := newest(args.results, family))}
     sweep = newest(args.results, "sweep")
     path = newest_file(args.results, "convergence")
     convergence = curves.load(path) if path else None
@@ -95,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
         if sweep:
             figures[SCALING] = draw_scaling(sweep)
         for family, run in steps.items():
-            figures[STEP_FIGURES[family]] = draw_steps(run, STEPS[family])
+            figures[STEP_FIGURES[family]] = draw_steps(run, ALL_STEPS[family])
         if convergence:
             figures[CONVERGENCE] = draw_convergence(convergence)
         for name, figure in figures.items():
@@ -109,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
             parts += ["## Base kernels", KERNEL_NOTE, kernels_markdown(kernels)]
         for family, run in steps.items():
             figure = drawn_as_markdown([drawn[STEP_FIGURES[family]]], args.table.parent)
-            parts += [f"## {STEPS[family]}", STEP_NOTE, *figure, steps_markdown(run)]
+            parts += [f"## {ALL_STEPS[family]}", STEP_NOTE, *figure, steps_markdown(run)]
             if longest := newest(args.results, f"{family}_longest"):
                 parts += ["The longest sequences that fit, in tokens:", longest_markdown(longest)]
         write_between(args.table, "\n\n".join(parts))

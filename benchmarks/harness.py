@@ -35,6 +35,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 RESULTS = Path(__file__).parent / "results"
 OURS = "liger_chunked"
+OURS_SHARED = f"{OURS}, share_prefix=auto"
 BASELINE = "eager"
 STOCK = "stock"  # a model or a trainer as its own library builds it
 

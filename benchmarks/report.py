@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import BASELINE, OURS, STOCK
+from benchmarks.harness import BASELINE, OURS, OURS_SHARED, STOCK
 
 FAMILIES = {
     "cross_entropy": "Cross entropy",
@@ -17,6 +17,7 @@ FAMILIES = {
     "policy": "Policy",
 }
 STEPS = {"sft": "SFT steps of Hugging Face models", "trainers": "Steps of TRL's trainers"}
+SHARED_STEPS = {"trainers_shared": "Steps of TRL's trainers with shared prompts"}
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,7 @@ def kernels_markdown(run: Run) -> str:
 _STEP_COLUMNS = {
     STOCK: "stock",
     OURS: "liger_chunked",
+    OURS_SHARED: "liger_chunked, shared prompts",
     "liger-kernel": "Liger-Kernel",
     "liger-kernel layers": "stock, Liger-Kernel's layers",
 }
@@ -219,8 +221,9 @@ def contenders(run: Run) -> list[str]:
 
 
 def steps_markdown(run: Run) -> str:
-    names = contenders(run)
-    others = [name for name in names if name != OURS]
+    names = [name for name in contenders(run) if name != OURS_SHARED]
+    shares = OURS_SHARED in contenders(run)
+    others = [name for name in names if name != OURS or shares]
     columns = [_STEP_COLUMNS[name] for name in names] + [f"over {_STEP_COLUMNS[name]}" for name in others]
     lines = [f"| task | {' | '.join(columns)} | loss, gradient apart |", "|---|" + "---|" * (len(columns) + 1)]
     for task, rows in run.cells.items():
@@ -228,7 +231,7 @@ def steps_markdown(run: Run) -> str:
         for ours in (name for name in rows if name.startswith(OURS)):
             setting = ours.removeprefix(OURS).lstrip(", ")
             cells = [_step_cell(rows.get(ours if name == OURS else name)) for name in names]
-            cells += [_over(measured.get(ours), measured.get(name)) for name in others]
+            cells += ["" if name == ours else _over(measured.get(ours), measured.get(name)) for name in others]
             cells.append(_apart(measured.get(ours), measured.get(STOCK)))
             lines.append(f"| {f'… `{setting}`' if setting else _spaced(task)} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", run.source])

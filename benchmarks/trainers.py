@@ -56,7 +56,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
 from benchmarks import models
-from benchmarks.harness import DEVICE, OURS, STOCK, Table
+from benchmarks.harness import DEVICE, OURS, OURS_SHARED, STOCK, Table
 from benchmarks.steps import TrainingStep, allocated_mib, compare, parts, steps_parser
 from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearKTOLoss
 from liger_chunked.integrations import trl as integration
@@ -65,7 +65,6 @@ from liger_chunked.integrations.trl.base import SharedPromptsMixin
 MODELS = ["llama-3.2-1b", "qwen2.5-0.5b"]
 LAYERS = "liger-kernel layers"
 OURS_WITH_LOSS = f"{OURS}, loss="
-OURS_SHARED = f"{OURS}, share_prefix=auto"
 GRID = 1024  # tokens: step of the search for the longest sequences
 TEACHERS = {"qwen2.5-0.5b": "qwen2.5-1.5b"}  # others: the student's shape
 REFERENCE_NOISE = 0.1  # relative to the standard deviation of the policy's weights

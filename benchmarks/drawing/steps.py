@@ -38,7 +38,7 @@ def draw_steps(run: Run, title: str) -> Figure:
                 memory.barh(y, resident, alpha=0.35, **bar)
                 memory.barh(y, peak - resident, left=resident, **bar)
                 memory.annotate(f"{peak:.1f}", (peak, y), (3, 0), **_IN_POINTS)
-    speed.set_yticks(range(len(tasks)), [task.rpartition(" ")[0] + "\n" + task.rpartition(" ")[2] for task in tasks])
+    speed.set_yticks(range(len(tasks)), [_in_lines(task) for task in tasks])
     speed.invert_yaxis()
     speed.set_title("tokens a second; bars: of the fastest")
     memory.set_title("peak memory, GiB; pale: between steps")
@@ -49,10 +49,21 @@ def draw_steps(run: Run, title: str) -> Figure:
         axes.spines[["top", "right", "bottom"]].set_visible(False)
     figure.text(0.012, 1 - 0.1 / height, title, **TITLE)
     figure.text(0.012, 1 - 0.34 / height, run.title, color=SECOND, va="top")
-    for i, name in enumerate(reversed(names)):
-        place = (0.95 - 0.19 * i, 1 - 0.34 / height)
-        figure.text(*place, LOOKS[name].label, color=LOOKS[name].colour, ha="right", va="top", weight="bold")
+    right = 0.95
+    for look in (LOOKS[name] for name in reversed(names)):
+        place = (right, 1 - 0.34 / height)
+        figure.text(*place, look.label, color=look.colour, ha="right", va="top", weight="bold")
+        right -= 0.02 + 0.0085 * len(look.label)  # width of a bold letter
     return figure
+
+
+def _in_lines(task: str) -> str:
+    """
+    >>> _in_lines("DPO llama-3.2-1b prompt 1024 2 a prompt 16x1536")
+    'DPO llama-3.2-1b\\nprompt 1024 2 a prompt\\n16x1536'
+    """
+    *words, shape = task.split(" ")
+    return "\n".join(filter(None, [" ".join(words[:2]), " ".join(words[2:]), shape]))
 
 
 _IN_POINTS: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 7}

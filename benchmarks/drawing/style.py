@@ -37,6 +37,7 @@ class Look:
 
 LOOKS = {
     "liger_chunked": Look("liger_chunked", "#0072B2", "o"),
+    "liger_chunked, share_prefix=auto": Look("shared prompts", "#3B94C7", "X"),
     "stock": Look("stock", "#555555", "s"),
     "liger-kernel layers": Look("stock, Liger's layers", "#D55E00", "^"),
     "liger_chunked, 1792-token chunks": Look("1792-token chunks", "#0072B2", "o", filled=False),
