@@ -231,6 +231,8 @@ def test_labels_do_not_overlap() -> None:
 
 STEPS = {"sft": ["tiny-llama:1:16", "tiny-qwen2:1:16"], "trainers": ["KTO:tiny-qwen2:2:16", "GRPO:tiny-llama:2:16"]}
 
+SHARED_STEPS = ["--share", "ORPO:tiny-llama:4:16:8"]
+
 
 @pytest.fixture(scope="module")
 def whole_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -238,14 +240,14 @@ def whole_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from benchmarks import sft, trainers
 
     folder = tmp_path_factory.mktemp("steps")
-    for module, shapes in ((sft, STEPS["sft"]), (trainers, STEPS["trainers"])):
+    for module, shapes in ((sft, STEPS["sft"]), (trainers, STEPS["trainers"]), (trainers, SHARED_STEPS)):
         module.main([*shapes, "--repeats", "1", "--out", str(folder)])
     return folder
 
 
 @pytest.mark.parametrize("family", STEPS)
 def test_steps_of_models(whole_steps: Path, family: str) -> None:
-    (path,) = whole_steps.glob(f"{family}-cpu-*.json")
+    (path,) = whole_steps.glob(f"{family}-cpu-*.json")  # not those of trainers_shared
     content = json.loads(path.read_text())
     assert len(content["tasks"]) == len(STEPS[family])
     for task in content["tasks"]:
@@ -339,7 +341,17 @@ def test_figures_and_tables_of_steps(whole_steps: Path, tmp_path: Path) -> None:
     assert "| tiny-llama 1 × 16 |" in text and "| KTO tiny-qwen2 2 × 16 |" in text
     assert " · 3.0 · 2.0 |" in text
     tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]
-    assert [len({line.count("|") for line in lines}) for lines in tables] == [1, 1]
+    assert [len({line.count("|") for line in lines}) for lines in tables] == [1, 1, 1]
+    assert "| over liger_chunked |" in text and "| … `share_prefix=auto` |" in text
+
+
+def test_steps_with_shared_prompts(whole_steps: Path) -> None:
+    (path,) = whole_steps.glob("trainers_shared-cpu-*.json")
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    assert list(rows)[:2] == [harness.STOCK, harness.OURS] and harness.OURS_SHARED in rows
+    for name in (harness.OURS, harness.OURS_SHARED):
+        assert rows[name]["loss"] == pytest.approx(rows[harness.STOCK]["loss"], rel=1e-5)
+        assert rows[name]["grad_norm"] == pytest.approx(rows[harness.STOCK]["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize("module", [figures, style, report, same_bits, steps])
