@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # torch comes first and pinned: an unpinned one would bring several gigabytes of CUDA packages to a CPU machine.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: test test-all coverage lint demo bench bench-models figures gpu clean
+.PHONY: test test-all coverage lint docs demo bench bench-models figures gpu clean
 
 # Neighbouring tests share models, imports and results: worksteal keeps them in one process.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
@@ -31,6 +31,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The site, in .site. Every warning is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/align.py
@@ -64,9 +68,13 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(INSTALL) --editable ".[dev]"
 	touch $@
 
+$(VENV)/.docs: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(INSTALL) --editable ".[docs]"
+	touch $@
+
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(INSTALL) --editable ".[demo]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) .demo build *.egg-info
+	rm -rf $(VENV) .demo .site build *.egg-info
