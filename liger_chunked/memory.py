@@ -180,6 +180,15 @@ def estimate_memory(
     return counted.most
 
 
+@_ordinary_autograd()
+def count_bytes(step: Callable[[], object]) -> MemoryEstimate:
+    """Return the bytes of new tensors at the peak of a step on meta tensors."""
+    counted = _Bytes()
+    with counted:
+        step()
+    return counted.most
+
+
 Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 
 _ALLOCATE: dict[Part, tuple[Any, ...]] = {

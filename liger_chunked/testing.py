@@ -49,6 +49,19 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+class Sizes(NamedTuple):
+    """Of a random batch."""
+
+    sequences: int = 12  # with fewer, sorting could pass by chance
+    length: int = 7
+    hidden: int = 5
+    vocab: int = 23
+    teacher_hidden: int = 8
+
+
+_SMALL = Sizes()
+
+
 class LossReport(NamedTuple):
     """A result of `check_loss`.
 
@@ -105,16 +118,16 @@ def check_loss(
     name = type(loss).__name__
     if adapted := [x for x, value in (batch or {}).items() if isinstance(value, AdaptedWeight)]:
         raise TypeError(f"check_loss compares full logits: {adapted[0]} must be a tensor, got an AdaptedWeight")
-    given = _in_float64(_random_batch(loss, seed) if batch is None else batch)
+    given = _in_float64(random_batch(loss, seed) if batch is None else batch)
     watched = _with_budget(loss, None)
     if method is not None:
         setattr(watched, method, _Watched(name, method, getattr(loss, method)))
     difference_of = _Comparison(tolerance)
 
-    whole = _evaluate(watched, given)
+    whole = evaluate(watched, given)
     if not all(x.isfinite().all() for x in whole.values()):
         raise AssertionError(f"{name} is not finite on this batch: its loss is {whole['loss'].item():g}")
-    if difference_of(_evaluate(watched, given), whole):
+    if difference_of(evaluate(watched, given), whole):
         raise AssertionError(
             f"{name} gives two results for the same call: {method or 'it'} must not be random or keep state"
         )
@@ -122,7 +135,7 @@ def check_loss(
     for budget in budgets:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="logits_budget=", category=UserWarning)
-            cut = _evaluate(_with_budget(watched, budget), given)
+            cut = evaluate(_with_budget(watched, budget), given)
         if found := difference_of(cut, whole):
             raise AssertionError(
                 f"{name} gives another loss where a small logits_budget cuts the batch: {found} with {budget} bytes, "
@@ -131,18 +144,18 @@ def check_loss(
     if isinstance(loss, LigerFusedLinearPolicyBase) and loss.scope == "token":
         by_sequence: Any = copy.copy(watched)
         by_sequence.scope = "sequence"
-        if found := difference_of(whole, _evaluate(by_sequence, given)):
+        if found := difference_of(whole, evaluate(by_sequence, given)):
             raise AssertionError(
                 f"{name} gives another loss where policy_loss gets whole sequences: {found}. {_advice(loss)}"
             )
-    padded = _evaluate(watched, _padded(given, options.ignore_index))
+    padded = evaluate(watched, _padded(given, options.ignore_index))
     padded["input"] = padded["input"][tuple(slice(0, n) for n in given["input"].shape)]
     if found := difference_of(padded, whole):
         raise AssertionError(
             f"{name} depends on padding: {found} with two more ignored positions. Sum over mask, and divide by "
             "lengths, not by a size of the tensors"
         )
-    full = _evaluate_full(loss, given)
+    full = evaluate_full(loss, given)
     if found := difference_of(whole, full):
         raise AssertionError(f"{name} differs from autograd over full logits: {found}")
     error = max(_relative(whole[key], full[key]) for key in full)
@@ -253,17 +266,24 @@ def _gradients(value: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"loss": value.detach(), **dict(zip(leaves, gradients, strict=True))}
 
 
-def _evaluate(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
+def evaluate(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Return the loss and the gradients of weight, input and bias, by name."""
     given, leaves = _leaves(batch)
     result = loss(**given)
     value = result[0] if isinstance(result, tuple) else result
     return _gradients(value.sum(), leaves)
 
 
-def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
+def evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Do so through full logits and autograd."""
     given, leaves = _leaves(batch)
+    return _gradients(full_loss(loss, given), leaves)
+
+
+def full_loss(loss: nn.Module, batch: Batch) -> Tensor:
+    """Return the loss of the full logits of all tokens with a target."""
     if isinstance(loss, LigerFusedLinearDistillationBase):
-        return _gradients(_full_distillation(loss, **given), leaves)
+        return _full_distillation(loss, **batch)
     own: Any = _with_budget(loss, None)
     if isinstance(own, LigerFusedLinearCrossEntropyLoss) and own.reduction == "none":
         own.reduction = "sum"
@@ -291,8 +311,8 @@ def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
         return value, layout.join([TokenStats(*(None if f is None else f.detach() for f in dense))])
 
     own._fuse = full
-    result = own(**given)
-    return _gradients(result[0] if isinstance(result, tuple) else result, leaves)
+    result = own(**batch)
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _transform(options: LogitOptions) -> dict[str, Any]:
@@ -317,7 +337,7 @@ def _full_distillation(
         raise ValueError("check_loss needs a batch with teacher_weight and teacher_input: it compares full logits")
     student = logits(weight, input, bias, **_transform(loss.options))
     teacher = logits(teacher_weight, teacher_input, teacher_bias, **_transform(loss.teacher_options))
-    counts = torch.ones(input.shape[:-1], dtype=torch.bool) if mask is None else mask
+    counts = torch.ones(input.shape[:-1], dtype=torch.bool, device=input.device) if mask is None else mask
     if target is not None:
         counts = counts & (target != loss.options.ignore_index)
     n_items = counts.sum().clamp(min=1) if num_items is None else num_items
@@ -389,8 +409,8 @@ def _padded(batch: Batch, ignore_index: int) -> Batch:
     return padded
 
 
-def _random_batch(loss: nn.Module, seed: int) -> Batch:
-    """Return a call with twelve sequences: with fewer, sorting could pass by chance."""
+def random_batch(loss: nn.Module, seed: int, sizes: Sizes = _SMALL) -> Batch:
+    """Return arguments of a call, in float64."""
     any_loss: Any = loss
     options: LogitOptions = any_loss.options
     generator = torch.Generator().manual_seed(seed)
@@ -398,10 +418,11 @@ def _random_batch(loss: nn.Module, seed: int) -> Batch:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    n, length, hidden = 12, 7, 5
+    n, length, hidden, vocab_size, teacher_hidden = sizes
     class_weight = getattr(loss, "ce_weight", None)
-    vocab_size = 23 if class_weight is None else class_weight.shape[0]
-    batch: Batch = {"weight": normal(vocab_size, hidden), "input": normal(n, length, hidden)}
+    vocab_size = vocab_size if class_weight is None else class_weight.shape[0]
+    # Logits have the same variance at any size.
+    batch: Batch = {"weight": normal(vocab_size, hidden) * (5 / hidden) ** 0.5, "input": normal(n, length, hidden)}
     batch["bias"] = normal(vocab_size)
     lengths = torch.randint(2, length + 1, (n,), generator=generator)
     lengths[0] = length
@@ -410,7 +431,10 @@ def _random_batch(loss: nn.Module, seed: int) -> Batch:
     if isinstance(loss, LigerFusedLinearCrossEntropyLoss):
         return batch
     if isinstance(loss, LigerFusedLinearDistillationBase):
-        return batch | {"teacher_weight": normal(vocab_size, 8), "teacher_input": normal(n, length, 8)}
+        return batch | {
+            "teacher_weight": normal(vocab_size, teacher_hidden) * (8 / teacher_hidden) ** 0.5,
+            "teacher_input": normal(n, length, teacher_hidden),
+        }
     logps = token_stats(
         batch["weight"], batch["input"], batch["target"], batch["bias"], ignore_index=options.ignore_index,
         **_transform(options),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,10 +23,11 @@ def logits(
     """Return the transformed logits (..., V): the product in the inputs' dtype, the rest in float32 or float64."""
     z = F.linear(input, weight, bias)
     z = z if z.dtype == torch.float64 else z.float()
-    z = logit_scale * z
+    if logit_scale != 1:
+        z = logit_scale * z
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    return z / temperature
+    return z if temperature == 1 else z / temperature
 
 
 def token_stats(
@@ -47,20 +50,22 @@ def token_stats(
     (torch.Size([2, 3]), -1)
     """
     z = logits(weight, input, bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature)
-    log_p = z.log_softmax(-1)
-    p = log_p.exp()
     valid = target != ignore_index
     y = target.long().where(valid, 0)
-    stats = {
-        "logps": log_p.gather(-1, y[..., None])[..., 0],
-        "lse": z.logsumexp(-1),
-        # p log p is 0 at p = 0, not NaN.
-        "entropy": -(p * log_p.masked_fill(p == 0, 0)).sum(-1),
-        "mean_logits": z.mean(-1),
-        "argmax": z.argmax(-1),
-        "is_top1": z.argmax(-1) == y,
-        "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
+    log_p = z.log_softmax(-1)
+
+    def entropy() -> Tensor:
+        p = log_p.exp()
+        return -(p * log_p.masked_fill(p == 0, 0)).sum(-1)  # p log p is 0 at p = 0, not NaN
+
+    stats: dict[str, Callable[[], Tensor]] = {
+        "logps": lambda: log_p.gather(-1, y[..., None])[..., 0],
+        "lse": lambda: z.logsumexp(-1),
+        "entropy": entropy,
+        "mean_logits": lambda: z.mean(-1),
+        "argmax": lambda: z.argmax(-1),
+        "is_top1": lambda: z.argmax(-1) == y,
+        "log_sum_sq_probs": lambda: (2 * log_p).logsumexp(-1),
     }
-    return {
-        name: torch.where(valid, stats[name], -1 if name == "argmax" else 0).to(stats[name].dtype) for name in outputs
-    }
+    values = {name: stats[name]() for name in outputs}
+    return {name: torch.where(valid, x, -1 if name == "argmax" else 0).to(x.dtype) for name, x in values.items()}

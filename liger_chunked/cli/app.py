@@ -1,0 +1,204 @@
+"""The commands. Typer reads their arguments from the functions below."""
+
+from __future__ import annotations
+
+import enum
+import platform
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+import liger_chunked as library
+from liger_chunked.cli import bench as benchmark
+from liger_chunked.cli import check as self_test
+from liger_chunked.cli import memory as sizes
+from liger_chunked.cli.losses import LOSSES
+from liger_chunked.kernels.backend import WIDE_TILES, use_triton
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+INTEGRATIONS = ("transformers", "trl", "peft", "accelerate")
+
+# Typer takes choices as enums.
+Loss = enum.Enum("Loss", {name: name for name in LOSSES}, type=str)  # type: ignore[misc]
+Dtype = enum.Enum("Dtype", {name: name for name in DTYPES}, type=str)  # type: ignore[misc]
+
+app = typer.Typer(
+    name="liger-chunked",
+    help="What runs here, how much memory a loss takes, which models are served, and how fast and exact it is.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def run(arguments: Sequence[str]) -> int:
+    try:
+        status = app(list(arguments), standalone_mode=False)
+    except typer.Abort:
+        return 130
+    except Exception as error:
+        if isinstance(error, (ValueError, TypeError)):
+            print(f"liger-chunked: error: {error}", file=sys.stderr)
+        elif hasattr(error, "format_message"):  # of the command line
+            print(f"liger-chunked: error: {error.format_message()}", file=sys.stderr)
+        else:
+            raise
+        return 2
+    return status if isinstance(status, int) else 0
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _device() -> tuple[torch.device, str]:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu"), "cpu"
+    if accelerator.type != "cuda":
+        return accelerator, str(accelerator)
+    properties = torch.cuda.get_device_properties(accelerator)
+    return accelerator, f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+
+
+def facts() -> dict[str, str]:
+    """Return versions, the device, the kernels that run on it, and the installed frameworks.
+
+    `wide_tiles` lists the major compute capabilities that use the fused epilogue (`LIGER_CHUNKED_WIDE_TILES`).
+    """
+    device, name = _device()
+    return {
+        "liger_chunked": library.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "device": name,
+        "kernels": "Triton" if use_triton(torch.empty(0, device=device)) else "torch",
+        "wide_tiles": ", ".join(map(str, WIDE_TILES)) or "none",
+        **{package: _version(package) for package in INTEGRATIONS},
+    }
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(library.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="and exit")] = False,
+) -> None: ...
+
+
+@app.command()
+def env() -> None:
+    """Versions, device, kernels, frameworks."""
+    for name, value in facts().items():
+        print(f"{name:14s} {value}")
+
+
+@app.command()
+def memory(
+    loss: Annotated[Loss, typer.Argument(help="a distillation loss also needs --teacher-…", show_default=False)],
+    shape: Annotated[str, typer.Option(help="of the target: sequences x length, as 8x2048, or tokens", metavar="BxT")],
+    model: Annotated[str | None, typer.Option(help="a config.json, its folder, or a class of transformers")] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="default: the model's")] = None,
+    hidden_size: Annotated[int | None, typer.Option(help="default: the model's")] = None,
+    valid: Annotated[str | None, typer.Option(help="tokens with a target: in total, or per sequence: 512,700")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="of weight and hidden states")] = Dtype["bfloat16"],
+    autocast: Annotated[Dtype | None, typer.Option(help="the dtype of torch.autocast")] = None,
+    bias: Annotated[bool, typer.Option("--bias", help="the head has a bias")] = False,
+    frozen_head: Annotated[bool, typer.Option("--frozen-head", help="as under PEFT")] = False,
+    frozen_input: Annotated[bool, typer.Option("--frozen-input", help="hidden states need no gradient")] = False,
+    lora_rank: Annotated[int | None, typer.Option(help="of an adapter on the head")] = None,
+    ref_hidden_size: Annotated[int | None, typer.Option(help="a reference given as hidden states")] = None,
+    teacher_hidden_size: Annotated[int | None, typer.Option(help="a teacher given as hidden states")] = None,
+    teacher_top_k: Annotated[int | None, typer.Option(help="a teacher given as log-probabilities")] = None,
+    logits_budget: Annotated[str | None, typer.Option(help="bytes, or with a unit: 256MiB; default: automatic")] = None,
+    capability: Annotated[str | None, typer.Option(help="of the GPU: 9.0 is Hopper; default: this machine's")] = None,
+    free: Annotated[str | None, typer.Option(help="memory for this step, as 20GiB: also print what fits")] = None,
+) -> None:
+    """Peak memory of a loss, forward and backward above its inputs, fused and eager."""
+    case = sizes.Case(
+        loss=loss.value,
+        shape=sizes.parse_shape(shape),
+        settings={
+            **sizes.model_sizes(model, vocab_size, hidden_size),
+            "valid": None if valid is None else sizes.parse_valid(valid),
+            "dtype": DTYPES[dtype.value],
+            "autocast": None if autocast is None else DTYPES[autocast.value],
+            "bias": bias,
+            "trainable_head": not frozen_head,
+            "trainable_input": not frozen_input,
+            "lora_rank": lora_rank,
+            "ref_hidden_size": ref_hidden_size,
+            "teacher_hidden_size": teacher_hidden_size,
+            "teacher_top_k": teacher_top_k,
+            "logits_budget": logits_budget,
+            "capability": None if capability is None else sizes.parse_capability(capability),
+        },
+    )
+    sizes.show(case, None if free is None else sizes.parse_bytes(free))
+
+
+@app.command()
+def models(
+    classes: Annotated[
+        list[str] | None, typer.Argument(help="names, or patterns such as 'Qwen*'; default: all")
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="as the page docs/supported-models.md")] = False,
+) -> None:
+    """Heads and layers that are served of each class of transformers."""
+    if find_spec("transformers") is None:
+        raise ValueError("models needs transformers: pip install 'liger_chunked[transformers]'")
+    survey = import_module("liger_chunked.integrations.transformers.survey")
+    names = survey.class_names(classes or [])
+    for line in [survey.page(names)] if markdown else survey.lines(names):
+        print(line, flush=True)
+
+
+@app.command()
+def bench(
+    losses: Annotated[
+        list[Loss] | None, typer.Argument(help="default: cross-entropy, dpo, grpo, jsd", show_default=False)
+    ] = None,
+    shape: Annotated[str | None, typer.Option(help="sequences x length; default: by the device", metavar="BxT")] = None,
+    model: Annotated[str | None, typer.Option(help="a config.json, its folder, or a class of transformers")] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="default: by the device")] = None,
+    hidden_size: Annotated[int | None, typer.Option(help="default: by the device")] = None,
+    logits_budget: Annotated[str | None, typer.Option(help="bytes, or with a unit: 256MiB; default: automatic")] = None,
+    figure: Annotated[Path | None, typer.Option(help="draw this file, .svg or .png; needs matplotlib")] = None,
+) -> None:
+    """Time and memory of losses on this machine, beside eager code."""
+    names = [loss.value for loss in losses or []] or ["cross-entropy", "dpo", "grpo", "jsd"]
+    default = benchmark.default_sizes()
+    chosen = sizes.model_sizes(
+        model,
+        vocab_size or (None if model else default["vocab_size"]),
+        hidden_size or (None if model else default["hidden_size"]),
+    )
+    batch = sizes.parse_shape(shape) if shape else default["shape"]
+    if len(batch) != 2:
+        raise ValueError(f"--shape must have sequences and a length, as 8x2048, got {shape!r}")
+    if "token-stats" in names:
+        raise ValueError("token-stats is no loss: measure grpo, which reads the same statistics")
+    benchmark.show(benchmark.measure(names, batch, **chosen, logits_budget=logits_budget), figure)
+
+
+@app.command()
+def check(
+    seed: Annotated[int, typer.Option(help="of the random batches")] = 0,
+) -> int:
+    """Compare every loss and base kernel on this machine's device with float64."""
+    return self_test.show(seed)

@@ -1,0 +1,213 @@
+"""Time and memory of losses on this machine, beside eager code: full logits, in float32 for the softmax."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_chunked.cli import tables
+from liger_chunked.cli.losses import LOSSES
+from liger_chunked.testing import Sizes, full_loss, random_batch
+
+FUSED, EAGER, FLOOR = "liger_chunked", "eager", "matrix products"
+_SECONDS = 0.4  # of each measurement
+
+
+@dataclass(frozen=True)
+class Row:
+    """`mib` above the inputs, gradients included; None on a CPU or without a result. `failure`: why there is none."""
+
+    loss: str
+    name: str
+    ms: float | None
+    mib: float | None
+    failure: str = ""
+
+
+def default_sizes() -> dict[str, Any]:
+    if torch.cuda.is_available():
+        return {"shape": (4, 2048), "vocab_size": 128256, "hidden_size": 2048}
+    return {"shape": (4, 64), "vocab_size": 8192, "hidden_size": 256}
+
+
+def measure(
+    names: Sequence[str], shape: tuple[int, ...], *, vocab_size: int, hidden_size: int, logits_budget: str | None
+) -> Iterator[Row]:
+    """Yield three rows for each loss: the time of its matrix products, ours, and eager code."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    for name in names:
+        loss: Any = LOSSES[name]()
+        options = {} if logits_budget is None else {"logits_budget": logits_budget}
+        fused: Any = type(loss)(**options)
+        batch = _batch(loss, Sizes(shape[0], shape[1], hidden_size, vocab_size, hidden_size), device, dtype)
+        leaves = [batch[key].requires_grad_() for key in ("weight", "input")]
+
+        def fused_step(batch: dict[str, Tensor] = batch, fused: Any = fused) -> Tensor:
+            result = fused(**batch)
+            return result[0] if isinstance(result, tuple) else result
+
+        def eager_step(batch: dict[str, Tensor] = batch, loss: Any = loss) -> Tensor:
+            return full_loss(loss, batch)
+
+        yield Row(name, FLOOR, _floor(batch, loss.options.ignore_index), None)
+        yield _row(name, FUSED, fused_step, leaves)
+        yield _row(name, EAGER, eager_step, leaves)
+
+
+def _batch(loss: Any, sizes: Sizes, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Return a batch on the device. Its reference and old log-probabilities are random: only their size matters."""
+    small = random_batch(loss, 0, sizes._replace(sequences=2, length=2, hidden=1, vocab=2, teacher_hidden=1))
+    generator = torch.Generator(device).manual_seed(0)
+    n, length, hidden, vocab, teacher_hidden = sizes
+    shapes = {
+        "weight": (vocab, hidden),
+        "input": (n, length, hidden),
+        "teacher_weight": (vocab, teacher_hidden),
+        "teacher_input": (n, length, teacher_hidden),
+        "old_logps": (n, length),
+        "ref_logps": (n, length),
+        "advantages": (n,),
+    }
+    batch: dict[str, Any] = {}
+    for key in small.keys() - {"bias"}:
+        if key == "target":
+            batch[key] = torch.randint(vocab, (n, length), generator=generator, device=device)
+        elif key == "preference_labels":
+            batch[key] = torch.arange(n, device=device) % 2 == 0
+        elif key in shapes:
+            x = torch.randn(shapes[key], generator=generator, device=device)
+            is_large = key.endswith(("weight", "input"))
+            batch[key] = (x / x.shape[-1] ** 0.5 if key.endswith("weight") else x).to(dtype if is_large else x.dtype)
+        else:
+            batch[key] = small[key]
+    return batch
+
+
+def _row(loss: str, name: str, step: Callable[[], Tensor], leaves: list[Tensor]) -> Row:
+    def run() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        step().backward()
+
+    try:
+        run()  # compiles kernels
+        return Row(loss, name, _ms(run), _peak(run, leaves))
+    except torch.OutOfMemoryError:
+        return Row(loss, name, None, None, "out of memory")
+    finally:
+        for leaf in leaves:
+            leaf.grad = None
+
+
+def _floor(batch: dict[str, Any], ignore_index: int) -> float:
+    """Return the time of the head's three products, and of the teacher's one, on all tokens with a target."""
+    n = int((batch["target"] != ignore_index).sum())
+    total = 0.0
+    for weight, products in ((batch["weight"], 3), (batch.get("teacher_weight"), 1)):
+        if weight is None:
+            continue
+        rows = min(n, 8192)
+        weight = weight.detach()
+        x = torch.randn(rows, weight.shape[1], device=weight.device, dtype=weight.dtype)
+        z = torch.empty(rows, weight.shape[0], device=weight.device, dtype=weight.dtype)
+        logits = lambda x=x, weight=weight, z=z: torch.mm(x, weight.t(), out=z)  # noqa: E731
+        if products == 1:
+            total += _ms(logits) * n / rows
+            continue
+        dx, dw = torch.empty_like(x), torch.empty_like(weight)
+
+        def run(x: Tensor = x, z: Tensor = z, dx: Tensor = dx, dw: Tensor = dw, weight: Tensor = weight) -> None:
+            torch.mm(x, weight.t(), out=z)
+            torch.mm(z, weight, out=dx)
+            torch.mm(z.t(), x, out=dw)
+
+        total += _ms(run) * n / rows
+    return total
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _ms(run: Callable[[], object]) -> float:
+    """Return the median of repeated runs."""
+    times: list[float] = []
+    end = time.perf_counter() + _SECONDS
+    while len(times) < 3 or (time.perf_counter() < end and len(times) < 200):
+        _synchronize()
+        begin = time.perf_counter()
+        run()
+        _synchronize()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return sorted(times)[len(times) // 2]
+
+
+def _peak(run: Callable[[], object], leaves: list[Tensor]) -> float | None:
+    if not torch.cuda.is_available():
+        return None
+    for leaf in leaves:
+        leaf.grad = None
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    _synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def show(rows: Iterator[Row], figure: Path | None) -> None:
+    from rich.progress import Progress, SpinnerColumn, TextColumn
+
+    done: list[Row] = []
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), console=tables.console(), transient=True
+    ) as progress:
+        task = progress.add_task("measuring", total=None)
+        for row in rows:
+            done.append(row)
+            progress.update(task, description=f"measured {row.loss}: {row.name}")
+    floors = {row.loss: row.ms for row in done if row.name == FLOOR}
+    shown = []
+    for row in done:
+        floor = floors[row.loss]
+        ratio = "" if row.ms is None or not floor else f"{row.ms / floor:.2f}"
+        time_ = row.failure if row.ms is None else f"{row.ms:.2f}"
+        shown.append([row.loss, row.name, time_, ratio, "" if row.mib is None else f"{row.mib:.0f}"])
+    tables.show("Forward and backward", ["loss", "", "ms", "x matrix products", "MiB above the inputs"], shown)
+    if figure is not None:
+        _draw(done, figure)
+        print(f"drew {figure}")
+
+
+def _draw(rows: Sequence[Row], path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ValueError("--figure needs matplotlib: pip install matplotlib") from None
+    losses = list(dict.fromkeys(row.loss for row in rows))
+    names, colours = [FLOOR, FUSED, EAGER], ["#8b949e", "#0072B2", "#555555"]
+    drawing = Figure(figsize=(7, 0.6 + 0.6 * len(losses)), layout="constrained")
+    axes = drawing.subplots()
+    for i, (name, colour) in enumerate(zip(names, colours, strict=True)):
+        times = {row.loss: row.ms for row in rows if row.name == name}
+        axes.barh(
+            [j + 0.27 * (i - 1) for j in range(len(losses))],
+            [times[x] or 0 for x in losses],
+            0.25,
+            color=colour,
+            label=name,
+        )
+    axes.set_yticks(range(len(losses)), losses)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms, forward and backward")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    drawing.savefig(path)

@@ -1,0 +1,202 @@
+"""Memory of a loss, fused and eager."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import liger_chunked as library
+from liger_chunked.cli import tables
+from liger_chunked.cli.losses import DISTILLATION, LOSSES, PAIRS
+from liger_chunked.memory import count_bytes
+from liger_chunked.types import MemoryEstimate, budget_bytes
+
+_MOST = 1 << 19  # tokens: the search for a batch ends here, because an estimate goes through all chunks
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """
+    >>> parse_shape("8x2048"), parse_shape("16384")
+    ((8, 2048), (16384,))
+    """
+    sizes = text.split("x")
+    if len(sizes) > 2 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise ValueError(f"--shape must be like 8x2048 or 16384, got {text!r}")
+    return tuple(map(int, sizes))
+
+
+def parse_valid(text: str) -> int | list[int]:
+    """
+    >>> parse_valid("700"), parse_valid("512,300")
+    (700, [512, 300])
+    """
+    counts = text.split(",")
+    if not all(count.isdecimal() for count in counts):
+        raise ValueError(f"--valid must be like 700 or 512,300, got {text!r}")
+    return int(text) if len(counts) == 1 else [int(count) for count in counts]
+
+
+def parse_capability(text: str) -> tuple[int, int]:
+    """
+    >>> parse_capability("9.0")
+    (9, 0)
+    """
+    if not re.fullmatch(r"\d+\.\d+", text):
+        raise ValueError(f"--capability must be like 9.0, got {text!r}")
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+def parse_bytes(text: str) -> int:
+    n = budget_bytes(text)
+    assert n is not None
+    return n
+
+
+def model_sizes(model: str | None, vocab_size: int | None, hidden_size: int | None) -> dict[str, int]:
+    """Return the sizes of a head: the given ones, others of the model's config."""
+    found = {} if model is None else _config(model)
+    found = found.get("text_config") or found
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab_size or found.get("vocab_size"),
+        "hidden_size": hidden_size
+        or next((found[n] for n in ("hidden_size", "n_embd", "d_model") if n in found), None),
+    }
+    for name, size in sizes.items():
+        if not isinstance(size, int):
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is missing: pass it, or --model with a config that has {name}")
+    return sizes
+
+
+def _config(model: str) -> dict[str, Any]:
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        return json.loads(path.read_text())
+    if find_spec("transformers") is None:
+        raise ValueError(f"--model {model}: no such file, and a class needs pip install 'liger_chunked[transformers]'")
+    config_class = getattr(getattr(import_module("transformers"), model, None), "config_class", None)
+    if config_class is None:
+        raise ValueError(f"--model must be a config.json, its folder, or a class of transformers, got {model!r}")
+    return config_class().to_dict()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss by name, the target's shape, and the other arguments of `estimate_memory`."""
+
+    loss: str
+    shape: tuple[int, ...]
+    settings: dict[str, Any]
+
+    def fused(self) -> MemoryEstimate:
+        return library.estimate_memory(LOSSES[self.loss](), shape=self.shape, **self.settings)
+
+    def eager(self) -> MemoryEstimate:
+        """Return what full logits take: the product in the head's dtype, the loss in float32."""
+        get = self.settings.get
+        valid = get("valid")
+        counts = [prod(self.shape)] if valid is None else [valid] if isinstance(valid, int) else valid
+        n, vocab_size, dtype = sum(counts), self.settings["vocab_size"], get("autocast") or get("dtype")
+
+        def given(*shape: int, trainable: bool = False, dtype: Any = dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta").requires_grad_(trainable)
+
+        def head(hidden_size: int, trains_head: bool = False, trains_input: bool = False) -> list[Tensor]:
+            bias = [given(vocab_size, trainable=trains_head)] if get("bias") else []
+            weight = given(vocab_size, hidden_size, trainable=trains_head)
+            return [given(n, hidden_size, trainable=trains_input), weight, *bias]
+
+        own = head(self.settings["hidden_size"], get("trainable_head", True), get("trainable_input", True))
+        ref, teacher = (size and head(size) for size in (get("ref_hidden_size"), get("teacher_hidden_size")))
+        rank, top_k = get("lora_rank"), get("teacher_top_k") or 0
+        shapes = ((rank, own[1].shape[1]), (vocab_size, rank))
+        adapter = rank and [given(*shape, trainable=True, dtype=torch.float32) for shape in shapes]
+        target = given(n, dtype=torch.int64)
+
+        def logits(given: list[Tensor]) -> Tensor:
+            return F.linear(*given).float()
+
+        def student() -> Tensor:
+            return logits(own) + F.linear(F.linear(own[0].float(), adapter[0]), adapter[1]) if adapter else logits(own)
+
+        def distilled() -> Tensor:
+            z = student()
+            if not teacher:
+                return z.log_softmax(-1).gather(-1, given(n, top_k, dtype=torch.int64)).sum(-1)
+            with torch.no_grad():
+                of_teacher = logits(teacher)
+            loss: Any = LOSSES[self.loss]()
+            return loss.divergence(z, of_teacher) + _logps(z, target)
+
+        def step() -> None:
+            if ref:
+                with torch.no_grad():
+                    _logps(logits(ref), target)
+            value = distilled() if self.loss in DISTILLATION else _logps(student(), target)
+            if value.requires_grad:
+                value.sum().backward()
+
+        return count_bytes(step)
+
+
+def _logps(z: Tensor, target: Tensor) -> Tensor:
+    return -F.cross_entropy(z, target, reduction="none")
+
+
+def show(case: Case, free: int | None) -> None:
+    estimates = {"fused": case.fused, "eager": case.eager}
+    rows = []
+    for name, estimate in estimates.items():
+        found = estimate()
+        parts = asdict(found).values() if name == "fused" else [None] * 5
+        rows.append([name, _mib(found.peak), *("" if n is None else _mib(n) for n in parts)])
+    title = f"{case.loss}, {' x '.join(map(str, case.shape))} tokens: MiB above the inputs"
+    names = ["logits", "weight_grad", "input_grad", "hidden", "other"]
+    tables.show(title, ["", "peak", *names], rows)
+    if free is None:
+        return
+    unit = "tokens" if len(case.shape) == 1 else f"sequences of {case.shape[1]}"
+    rows = []
+    for name, of in (("fused", Case.fused), ("eager", Case.eager)):
+        n = largest(case, free, of)
+        rows.append([name, f"{n}" if n * prod(case.shape[1:]) < _MOST // 2 else f"{n} or more"])
+    tables.show(f"What fits in {free / 2**30:.1f} GiB", ["", unit], rows)
+
+
+def _mib(n: int) -> str:
+    return f"{n / 2**20:.0f}"
+
+
+def largest(case: Case, free: int, estimate: Callable[[Case], MemoryEstimate]) -> int:
+    """Return the most sequences, or tokens, whose step takes at most `free` bytes. Pairs are two sequences."""
+    if case.settings.get("valid") is not None:
+        raise ValueError("--free is for batches whose tokens all have a target: leave out --valid")
+    step = 2 if case.loss in PAIRS else 1
+
+    def fits(n: int) -> bool:
+        return estimate(replace(case, shape=(n * step, *case.shape[1:]))).peak <= free
+
+    most = 0
+    tokens = step * prod(case.shape[1:])
+    while fits(2 * most or 1):
+        most = 2 * most or 1
+        if 2 * most * tokens > _MOST:
+            return most * step
+    low, high = most, 2 * most or 1  # `low` fits, `high` does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * step

@@ -1,0 +1,22 @@
+"""Tables in a terminal, and as wide as they need to be elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+
+def console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 160, soft_wrap=False)
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
