@@ -30,6 +30,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --strict --follow-imports=silent tests/typed_calls.py
 	$(BIN)/lint-imports
 
 # The site, in .site. Every warning is an error.

@@ -6,6 +6,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from liger_chunked.engine import linear_token_stats, shifted
+    from liger_chunked.integrations.transformers import (
+        AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM,
+    )
+    from liger_chunked.integrations.transformers import (
+        AutoLigerKernelForImageTextToText as AutoLigerKernelForImageTextToText,
+    )
+    from liger_chunked.integrations.transformers import (
+        apply_liger_kernel as apply_liger_kernel,
+    )
+    from liger_chunked.integrations.transformers import (
+        attach_head as attach_head,
+    )
+    from liger_chunked.integrations.transformers import (
+        detach_head as detach_head,
+    )
+    from liger_chunked.integrations.transformers import (
+        logit_options as logit_options,
+    )
+    from liger_chunked.integrations.transformers import (
+        register_layer as register_layer,
+    )
+    from liger_chunked.integrations.transformers import (
+        revert_liger_kernel as revert_liger_kernel,
+    )
+    from liger_chunked.integrations.transformers import (
+        run_head as run_head,
+    )
     from liger_chunked.kernels import (
         liger_cross_entropy,
         liger_geglu,

@@ -26,6 +26,11 @@ def failed_to_bind(error: TypeError) -> bool:
     return error.__traceback__.tb_next is None
 
 
+def typed_like(forward: Function) -> Callable[[Callable[..., Any]], Function]:
+    """Give `__call__` the type of `forward`; nn.Module's is Callable[..., Any]."""
+    return lambda _: forward
+
+
 class LossType(ABCMeta):
     @property
     def __signature__(cls) -> inspect.Signature:

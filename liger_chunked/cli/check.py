@@ -103,7 +103,9 @@ def frozen_head(device: torch.device, seed: int) -> Iterator[Result]:
         return F.cross_entropy(z if z.dtype == torch.float64 else z.float(), target)
 
     def fused(weight: Tensor, x: Tensor) -> Tensor:
-        return library.LigerFusedLinearCrossEntropyLoss()(weight, x, target)
+        value = library.LigerFusedLinearCrossEntropyLoss()(weight, x, target)
+        assert isinstance(value, Tensor)
+        return value
 
     dtype = torch.bfloat16
     yield _compared(

@@ -214,7 +214,7 @@ class LigerFusedLinearKTOLoss(nn.Module):
         chunk_size: int = 1,
     ) -> None:
         super().__init__()
-        self.loss = losses.LigerFusedLinearKTOLoss(
+        self.loss: Any = losses.LigerFusedLinearKTOLoss(
             ignore_index=ignore_index, beta=beta, use_ref_model=use_ref_model, average_log_prob=average_log_prob
         )
 
@@ -309,7 +309,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         self.beta = beta
         self.use_ref_model = use_ref_model
         self.reduction = REDUCTIONS[kind["reduction"]]
-        self.loss = losses.LigerFusedLinearGRPOLoss.from_loss_type(
+        self.loss: Any = losses.LigerFusedLinearGRPOLoss.from_loss_type(
             loss_type,
             beta=beta if use_ref_model else 0.0,
             importance_level=importance_sampling_level,

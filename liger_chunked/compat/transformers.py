@@ -226,7 +226,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         if reduction == "none":
             refuse("return_token_accuracy", return_token_accuracy, "the accuracy is one number for all tokens")
         self.returns_output = return_z_loss or return_token_accuracy or return_predicted_tokens
-        self.loss = losses.LigerFusedLinearCrossEntropyLoss(
+        self.loss: Any = losses.LigerFusedLinearCrossEntropyLoss(
             ce_weight=ce_weight,
             ignore_index=ignore_index,
             lse_square_scale=lse_square_scale,

@@ -5,7 +5,7 @@ Bytes: forward 2, backward 3 times `x`; 4 each with a residual.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -214,6 +214,16 @@ class _RMSNorm(torch.autograd.Function):
         return dx if needs_x else None, dw if needs_dw else None, dx if needs_residual else None, None
 
 
+@overload
+def liger_rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float = ..., *, offset: float = ..., casting: Casting = ...,
+    residual: None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def liger_rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float = ..., *, offset: float = ..., casting: Casting = ...,
+    residual: Tensor,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def liger_rms_norm(
     x: Tensor,
     weight: Tensor | None,

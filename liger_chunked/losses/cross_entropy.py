@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.calls import entry_point
+from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
     Group,
     Layout,
@@ -264,6 +264,11 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return loss
         return loss, self._metrics(stats, target, layout, z_loss, split)
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _token_weights(self, token_weights: Tensor | None, target: Tensor, weight: Weight) -> Tensor | None:
         if token_weights is None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.calls import entry_point
+from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
     ByAutograd,
     ClosedForm,
@@ -156,6 +156,11 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         soft_loss = divergence.sum() / n_items
         hard_loss = torch.zeros_like(soft_loss) if logps is None else -logps.sum() / n_items
         return loss, DistillationMetrics(soft_loss, hard_loss)
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _layout(
         self,

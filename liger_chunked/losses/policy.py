@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.calls import entry_point
+from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import Group, check_projection, check_target, count, lay_out, sequences_of, whole
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.reference_model import Reference, reference_logps
@@ -351,6 +351,11 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
 
         loss, stats = self._fuse(head, input, layout, objective)
         return loss, self._metrics(batch().rollouts(stats, slice(None)))
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _objective(
         self, batch: RolloutBatch, rollouts: Rollouts, index: slice | Tensor, num_items: float | Tensor | None

@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.calls import entry_point
+from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
     Group,
     Layout,
@@ -258,6 +258,11 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         loss, stats = self._fuse(head, input, layout, objective)
         logps = torch.cat(list(summed.values())) if len(summed) > 1 else summed[0]
         return loss, self._metrics(batch, logps, stats)
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _union(self, target: Tensor, nll_target: Tensor, input: Tensor, head: LossHead) -> Tensor:
         if not self.compute_nll_loss:

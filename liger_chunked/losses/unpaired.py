@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.calls import entry_point
+from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
     Group,
     Layout,
@@ -191,6 +191,11 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
         loss, stats = self._fuse(head, input, layout, objective)
         return loss, self._metrics(batch, stats)
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _batch(
         self,

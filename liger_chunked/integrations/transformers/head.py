@@ -217,7 +217,10 @@ class _CrossEntropy:
             return_token_accuracy=self.token_accuracy,
         )
         result = loss(head.weight, input.hidden_states, input.target, head.bias, num_items=input.num_items_in_batch)
-        return (result[0], result[1].token_accuracy) if self.token_accuracy else (result, None)
+        if isinstance(result, Tensor):
+            return result, None
+        value, metrics = result
+        return value, metrics.token_accuracy
 
 
 _CHECKED = "_liger_checked_heads"

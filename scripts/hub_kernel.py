@@ -1,0 +1,122 @@
+"""Write the losses and kernels as a repository of the Hugging Face kernel hub: python scripts/hub_kernel.py FOLDER
+
+`kernels.get_kernel` imports a package from a path, under a name of its own, and maybe two versions in one process. So
+the copy imports relatively, needs torch and triton alone, and its operators have a namespace of their own. It leaves
+out the integrations, `compat` and the shell commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "liger_chunked"
+LEFT_OUT = ("integrations", "compat", "cli", "__main__.py")
+NAMESPACE = "liger_chunked::"
+
+
+def sources() -> dict[Path, str]:
+    """Return the text of each module, by its path in the package."""
+    paths = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+    return {path: (PACKAGE / path).read_text() for path in paths if path.parts[0] not in LEFT_OUT}
+
+
+def relative(path: Path, text: str) -> str:
+    """Make a module's imports of the package relative.
+
+    >>> relative(Path("engine/plan.py"), "from liger_chunked.types import Head\\nfrom liger_chunked import eager")
+    'from ..types import Head\\nfrom .. import eager'
+    """
+    dots = "." * len(path.parts)
+    lines = text.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import) and any(name.name.split(".")[0] == "liger_chunked" for name in node.names):
+            raise ValueError(f"{path}, line {node.lineno}: only `from liger_chunked... import` can be made relative")
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.level == 0
+            and (node.module or "").split(".")[0] == "liger_chunked"
+        ):
+            module = (node.module or "").removeprefix("liger_chunked").removeprefix(".")
+            line = lines[node.lineno - 1]
+            lines[node.lineno - 1] = line.replace(f"from {node.module} import", f"from {dots}{module} import", 1)
+    return "".join(lines)
+
+
+def write(folder: Path) -> list[Path]:
+    """Write the repository and return the folders of its variants, which differ in their metadata alone."""
+    texts = {path: relative(path, text) for path, text in sources().items()}
+    digest = hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:12]
+    version = re.search(r'__version__ = "(\d+)', texts[Path("__init__.py")])
+    assert version is not None
+    variants = []
+    for backend in ("cuda", "cpu"):
+        variant = folder / "build" / f"torch-{backend}"
+        if variant.exists():
+            shutil.rmtree(variant)
+        for path, text in texts.items():
+            target = variant / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text.replace(NAMESPACE, f"liger_chunked_{backend}_{digest}::"))
+        # Older versions of `kernels` look for a folder of the repository's name.
+        (variant / "liger_chunked").mkdir()
+        (variant / "liger_chunked" / "__init__.py").write_text(_OLD_LAYOUT)
+        metadata = {
+            "id": f"_liger_chunked_{backend}_{digest}",
+            "name": "liger-chunked",
+            "version": int(version[1]),
+            "license": "Apache-2.0",
+            "python-depends": [],
+            "backend": {"type": backend},
+        }
+        (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+        variants.append(variant)
+    shutil.copy(PACKAGE.parent / "LICENSE", folder / "LICENSE")
+    (folder / "README.md").write_text(_CARD)
+    return variants
+
+
+_OLD_LAYOUT = '''"""The package one folder up, for older versions of `kernels`."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+_path = Path(__file__).parent.parent / "__init__.py"
+_spec = importlib.util.spec_from_file_location(f"{__name__}_flat", _path)
+_module = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = _module
+_spec.loader.exec_module(_module)
+
+
+def __getattr__(name):
+    return getattr(_module, name)
+'''
+
+_CARD = """---
+library_name: kernels
+license: apache-2.0
+---
+
+# liger-chunked
+
+Losses for LLM post-training: `lm_head` and loss fused, chunk by chunk, without the full logits.
+
+```python
+from kernels import get_kernel
+
+liger_chunked = get_kernel("<publisher>/liger-chunked")
+loss, metrics = liger_chunked.LigerFusedLinearDPOLoss(beta=0.1)(weight, hidden, target, ref_logps=ref_logps)
+```
+"""
+
+if __name__ == "__main__":
+    parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parse.add_argument("folder", type=Path)
+    for variant in write(parse.parse_args().folder):
+        print(f"wrote {variant}")
