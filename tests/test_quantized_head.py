@@ -355,7 +355,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "torchao int4": (
         lambda: with_weight(Int4Tensor.of(WEIGHT)),
-        rf"whose weight is a .*Int4Tensor: .* its format is none of bitsandbytes' Linear4bit and torchao's.*{LEAVE_OUT}",
+        rf"whose weight is a .*Int4Tensor: .* its format is none of bitsandbytes' Linear4bit and .*{LEAVE_OUT}",
     ),
     "trainable": (
         lambda: with_weight(Int8Tensor.of(WEIGHT), requires_grad=True),
