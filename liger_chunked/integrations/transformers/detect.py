@@ -165,8 +165,8 @@ def _head_refusal(module: nn.Module) -> str:
     adapters = {
         "LoraLayer": "low-rank term, unless it is PEFT's LoRA on a torch.nn.Linear. Take lm_head out of "
         "target_modules; to train it anyway, name it in modules_to_save",
-        "TrainableTokensWrapper": "rows of trainable_token_indices. Untie the head from the embeddings "
-        "(tie_word_embeddings=False), or train both whole (modules_to_save)",
+        "TrainableTokensWrapper": "rows of trainable_token_indices. Take lm_head out of trainable_token_indices, "
+        "untie it from the embeddings (tie_word_embeddings=False), or train both whole (modules_to_save)",
         "BaseTunerLayer": "adapter. Take lm_head out of the adapter's target_modules",
     }
     base = getattr(module, "base_layer", None)
