@@ -69,6 +69,12 @@ class TorchAOBaseTensor(Tensor):
         return self.qdata * self.scale
 
     @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is nn.functional.linear and isinstance(args[1], cls):
+            return nn.functional.linear(args[0], args[1].dequantize(), *args[2:])
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is aten.detach.default:
             (x,) = args
