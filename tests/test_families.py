@@ -26,6 +26,7 @@ from liger_chunked.integrations.transformers import (
     overrides,
     register_layer,
     revert_liger_kernel,
+    source,
     verify,
 )
 from liger_chunked.integrations.transformers.layers import Layer
@@ -270,6 +271,26 @@ def test_code_that_cannot_be_read():
 exec("def helper(x):\n    return x", helpers := {})
 helper = helpers["helper"]
 helper.__module__ = None
+
+
+def even(x, n):
+    return x if n == 0 else odd(x, n - 1) + even(x, n - 2) + odd(x, 1)
+
+
+def odd(x, n):
+    return x if n == 1 else even(x, n - 1) + odd(x, n - 2) + even(x, 0)
+
+
+class Recursive(nn.Module):
+    def forward(self, x):
+        return even(x, 4)
+
+
+def test_functions_that_call_each_other():
+    """bitsandbytes has such functions, and reading each call anew takes more steps than there are seconds."""
+    assert overrides.binding_of(Recursive) is None
+    text, _ = source.source_of(Recursive.forward, Recursive)
+    assert text.count("function ") == 3  # `even`, and the two places where it names `odd`
 
 
 def test_a_class_of_ones_own_with_stock_code():

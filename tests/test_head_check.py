@@ -647,7 +647,7 @@ def test_adapters_on_the_head(kind):
     config, reason = {
         "trainable_tokens": (
             lambda: peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices={"lm_head": [3, 4]}),
-            "would ignore the rows of trainable_token_indices. Untie",
+            "would ignore the rows of trainable_token_indices. Take lm_head out of",
         ),
         "ia3": (
             lambda: peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -151,13 +152,20 @@ def test_bfloat16_error_is_that_of_peft(row, chunks, device):
 PEFT_WARNINGS = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
-def peft_model(targets: Iterable[str] = ("q_proj", "lm_head"), second: bool = False, **lora: Any) -> Any:
+def peft_model(
+    targets: Iterable[str] = ("q_proj", "lm_head"),
+    second: bool = False,
+    sizes: dict[str, int] | None = None,
+    **lora: Any,
+) -> Any:
     """Return a tiny Llama in float64 with nonzero adapters, in training mode."""
     peft = pytest.importorskip("peft")
     zoo = pytest.importorskip("model_zoo")
     torch.manual_seed(0)
     config = {"r": 3, "lora_alpha": 6, "target_modules": list(targets), "init_lora_weights": False, **lora}
-    model = peft.get_peft_model(zoo.BY_ID["llama"].build(), peft.LoraConfig(**config))
+    tiny = zoo.BY_ID["llama"]
+    tiny = dataclasses.replace(tiny, config={**tiny.config, **(sizes or {})})
+    model = peft.get_peft_model(tiny.build(), peft.LoraConfig(**config))
     if second:
         model.add_adapter("other", peft.LoraConfig(**{**config, "r": 2, "lora_alpha": 5}))
         model.base_model.set_adapter(["default", "other"])
@@ -253,14 +261,15 @@ def test_peft_sft(kind, budget):
 
 
 @PEFT_WARNINGS
+@pytest.mark.parametrize("budget", [None, 3 * 8 * 64], ids=["one-chunk", "chunks"])
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_peft_dpo_with_a_disabled_adapter_as_reference(kind):
+def test_peft_dpo_with_a_disabled_adapter_as_reference(kind, budget):
     from liger_chunked import attach_head
 
     def fused(model: Any, batch: dict[str, Tensor]) -> Tensor:
         with torch.no_grad(), model.disable_adapter():
             ref_logps = model(**batch, head_fn=logps_of)
-        return model(**batch, head_fn=functools.partial(dpo, budget=None, ref_logps=ref_logps))
+        return model(**batch, head_fn=functools.partial(dpo, budget=budget, ref_logps=ref_logps))
 
     model, batch = peft_model(**ADAPTERS[kind]), labelled()
     attach_head(model)
@@ -554,6 +563,52 @@ def test_products_of_a_frozen_weight(row, frozen_input, tokens):
     of_up = 3 * 2 * n * RANK * COST.vocab  # logits, du, dup
     of_down = (2 + (not frozen_input)) * 2 * total * RANK * COST.hidden  # u, its gradient, and dX
     assert found == without + of_up + of_down
+
+
+@PEFT_WARNINGS
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize("loss", ["sft", "dpo"])
+def test_products_and_largest_tensor_of_a_peft_model(loss):
+    """The policy: two products with the frozen weight, and those of rank r. The reference: one product, no adapter."""
+    from liger_chunked import attach_head
+
+    vocab, hidden, rank = 2503, 32, 3
+    model, batch = peft_model(sizes={"vocab_size": vocab}), labelled()
+    attach_head(model)
+    n, total = int((next_tokens(batch["labels"]) != -100).sum()), batch["labels"].numel()
+    budget = 8 * vocab * n // (1 if loss == "dpo" else 3)  # DPO: a pair over the budget costs one more product
+
+    def statistics(head: Any, input: Any) -> Tensor:
+        stats = linear_token_stats(head.weight, input.hidden_states, input.target, head.bias, logits_budget=budget)
+        assert stats.logps is not None
+        return stats.logps.sum(1)
+
+    def step(reference: Any, policy: Any) -> None:
+        ref_logps = None
+        if loss == "dpo":
+            with torch.no_grad(), model.disable_adapter():
+                ref_logps = model(**batch, head_fn=reference)
+        value = model(**batch, head_fn=functools.partial(policy, ref_logps=ref_logps))
+        value.backward()
+
+    def fused(head: Any, input: Any, ref_logps: Tensor | None) -> Tensor:
+        return sft(head, input, budget) if ref_logps is None else dpo(head, input, budget, ref_logps)
+
+    def sums(head: Any, input: Any, ref_logps: Tensor | None = None) -> Tensor:
+        return input.hidden_states.sum()
+
+    in_place = {torch.ops.aten.addmm_: lambda _, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
+    counts = []
+    memory = Memory()
+    memory.expect(*model.parameters(), *model.buffers(), *batch.values())
+    for arguments in ((sums, sums), (statistics, fused)):
+        with FlopCounterMode(display=False, custom_mapping=in_place) as counter, memory:
+            step(*arguments)
+        counts.append(counter.get_total_flops())
+    of_head = 2 * n * hidden * vocab * (3 if loss == "dpo" else 2)
+    of_adapter = 3 * 2 * n * rank * vocab + 3 * 2 * total * rank * hidden
+    assert counts[1] - counts[0] == of_head + of_adapter
+    assert memory.largest == budget
 
 
 @pytest.mark.ordinary_memory

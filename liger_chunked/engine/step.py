@@ -205,7 +205,7 @@ class GradientInForward(torch.autograd.Function):
             given = (input, weight, bias, u, up)
             ctx.shapes = [None if x is None else x.shape for x in given]
             ctx.dtypes = [None if x is None else x.dtype for x in given]
-            ctx.save_for_backward(input, weight, bias)  # for error messages only
+            ctx.save_for_backward(loss)  # so that torch raises if the graph was freed
         present = tuple(f for f in stats if f is not None)
         ctx.mark_non_differentiable(*present)
         return loss, *present

@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 
+from liger_chunked.integrations.transformers import quantized
+
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside wrappers (DDP, PEFT), or raise a TypeError."""
@@ -48,10 +50,10 @@ def nested_of(model: PreTrainedModel) -> PreTrainedModel | None:
 
 @dataclass(frozen=True)
 class Projection:
-    """A Linear inside `lm_head`, maybe in a LoRA layer of PEFT with `adapters` in use."""
+    """A Linear inside `lm_head`, maybe quantized, maybe in a LoRA layer of PEFT with `adapters` in use."""
 
     linear: nn.Linear
-    layer: Any = None  # peft.tuners.lora.layer.Linear
+    layer: Any = None  # a class of `_LORA`
     adapters: tuple[str, ...] = ()
 
     @property
@@ -67,7 +69,7 @@ class Projection:
         return [
             (self.layer, self.layer),
             (self.layer.base_layer, self.linear),
-            *((module, _linear_in(module, parametrized=True)) for module in of_adapters),
+            *((module, _linear_in(module, of_adapter=True)) for module in of_adapters),
         ]
 
 
@@ -103,26 +105,39 @@ def _projections_in(module: nn.Module) -> Iterator[Projection]:
         raise ValueError(_head_refusal(module))
 
 
-def _is_linear(module: nn.Module, parametrized: bool = False) -> TypeGuard[nn.Linear]:
+def _is_linear(module: nn.Module, of_adapter: bool = False) -> TypeGuard[nn.Linear]:
+    """Return whether `module.weight`, dequantized, has the product of a module; of an adapter, it may be computed."""
+    if quantized.is_4bit(module):
+        if not of_adapter and quantized.refusal(module) is None:
+            return True
+        raise ValueError(_head_refusal(module))
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return False
-    if is_parametrized(module) and not parametrized:
+    if is_parametrized(module):
+        if of_adapter:
+            return True
+        raise ValueError(_head_refusal(module))
+    if quantized.is_quantized(module) and (of_adapter or quantized.refusal(module) is not None):
         raise ValueError(_head_refusal(module))
     return True
 
 
-def _linear_in(module: Any, parametrized: bool = False) -> nn.Linear:
-    if _is_linear(module, parametrized):
+def _linear_in(module: Any, of_adapter: bool = False) -> nn.Linear:
+    if _is_linear(module, of_adapter):
         return module
     children = list(module.children())
     if "FullyShardedDataParallel" in _base_names(module) and len(children) == 1:
-        return _linear_in(children[0], parametrized)
+        return _linear_in(children[0], of_adapter)
     raise ValueError(_head_refusal(module))
 
 
+# PEFT's layers that compute LoRA in the same way.
+_LORA = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
+
+
 def _is_lora(module: nn.Module) -> TypeGuard[Any]:
-    lora: Any = sys.modules.get("peft.tuners.lora.layer")
-    return lora is not None and isinstance(module, lora.Linear) and type(module).forward is lora.Linear.forward
+    classes = [getattr(sys.modules.get(name), kind, None) for name, kind in _LORA]
+    return any(isinstance(module, cls) and type(module).forward is cls.forward for cls in classes if cls is not None)
 
 
 def _adapters_in_use(layer: Any) -> tuple[str, ...]:
@@ -150,11 +165,13 @@ def _head_refusal(module: nn.Module) -> str:
     adapters = {
         "LoraLayer": "low-rank term, unless it is PEFT's LoRA on a torch.nn.Linear. Take lm_head out of "
         "target_modules; to train it anyway, name it in modules_to_save",
-        "TrainableTokensWrapper": "rows of trainable_token_indices. Untie the head from the embeddings "
-        "(tie_word_embeddings=False), or train both whole (modules_to_save)",
+        "TrainableTokensWrapper": "rows of trainable_token_indices. Take lm_head out of trainable_token_indices, "
+        "untie it from the embeddings (tie_word_embeddings=False), or train both whole (modules_to_save)",
         "BaseTunerLayer": "adapter. Take lm_head out of the adapter's target_modules",
     }
-    quantized = any("quant" in base.__module__ or "bitsandbytes" in base.__module__ for base in type(module).__mro__)
+    base = getattr(module, "base_layer", None)
+    if "LoraLayer" in names and isinstance(base, nn.Module) and _is_quantized(base):
+        return _head_refusal(base)
     if adapter := next((name for name in adapters if name in names), None):
         reason = f"{ignored} {adapters[adapter]}"
     elif is_parametrized(module):
@@ -162,10 +179,11 @@ def _head_refusal(module: nn.Module) -> str:
             ", which is parametrized: a fused loss reads a weight that is a plain parameter. Call "
             "torch.nn.utils.parametrize.remove_parametrizations on lm_head first"
         )
-    elif isinstance(module, nn.Linear) or quantized:
+    elif isinstance(module, nn.Linear) or _is_quantized(module):
+        why = quantized.refusal(module) if quantized.is_quantized(module) else None
         reason = (
-            ": a fused loss needs a weight in floating point, multiplied by torch.nn.Linear.forward. Leave lm_head out "
-            "of quantization (llm_int8_skip_modules, modules_to_not_convert), or make it a torch.nn.Linear"
+            f"{why or ': a fused loss needs a weight in floating point, multiplied by torch.nn.Linear.forward'}. Leave "
+            "lm_head out of quantization (llm_int8_skip_modules, modules_to_not_convert), or make it a torch.nn.Linear"
         )
     else:
         reason = (
@@ -173,6 +191,11 @@ def _head_refusal(module: nn.Module) -> str:
             "model's own forward"
         )
     return f"lm_head is computed by {type(module).__module__}.{type(module).__name__}{reason}"
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    known = any("quant" in base.__module__ or "bitsandbytes" in base.__module__ for base in type(module).__mro__)
+    return known or quantized.is_quantized(module)
 
 
 # An instance's forward; accelerate's hooks move it to `_old_forward`.

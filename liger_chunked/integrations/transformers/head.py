@@ -28,7 +28,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput, can_return_tuple
 
 from liger_chunked.dtensor import any_dtensor, distributed_like, sharded_on_rows
-from liger_chunked.integrations.transformers import detect, head_check
+from liger_chunked.integrations.transformers import detect, head_check, quantized
 from liger_chunked.integrations.transformers.detect import STOCK, Projection, foreign_code, forward_slot
 from liger_chunked.integrations.transformers.head_check import HeadFacts
 from liger_chunked.integrations.transformers.layers import causal_lm_loss
@@ -422,30 +422,34 @@ def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
 
 
 def _is_bare(lm_head: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Return whether only `nn.Linear.forward` would run."""
-    if type(lm_head) is not nn.Linear:
+    """Return whether only `nn.Linear.forward` would run, on a weight that is not quantized."""
+    if type(lm_head) is not nn.Linear or quantized.is_quantized(lm_head):
         return False
     hooks = (lm_head._forward_pre_hooks, lm_head._forward_hooks, lm_head._backward_pre_hooks, lm_head._backward_hooks)
     return not any(hooks) and "forward" not in lm_head.__dict__
 
 
 def _at_projection(projection: Projection, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
-    head = _head_of(projection)
+    linear = projection.linear
+    weight, bias = _fit(linear.weight), _fit(linear.bias)
+    if dequantizes := quantized.is_quantized(linear):
+        weight = quantized.dequantized(linear, weight, hidden_states.dtype)
+        bias = None if bias is None else bias.to(weight.dtype)
+    head = _head_of(projection, weight, bias)
     if isinstance(hidden_states, DTensor):
         whole = all(placement.is_replicate() for placement in hidden_states.placements)
         if whole or not any_dtensor([head.weight]):
             hidden_states = hidden_states.full_tensor()
     device, dtype = head.weight.device, hidden_states.dtype
     if dtype != head.weight.dtype and not torch.is_autocast_enabled(device.type):
-        # For a float32 head on a bfloat16 backbone; the loss rejects the reverse.
-        dtype = torch.promote_types(dtype, head.weight.dtype)
+        # For a float32 head on a bfloat16 backbone; the loss rejects the reverse. A quantized head casts its input.
+        dtype = head.weight.dtype if dequantizes else torch.promote_types(dtype, head.weight.dtype)
     return head_fn(head, replace(input, hidden_states=hidden_states.to(device, dtype)))
 
 
-def _head_of(projection: Projection) -> Head:
-    """Return the head; its parts are DTensors sharded on rows, or plain and whole."""
-    linear, layer, adapters = projection.linear, projection.layer, projection.adapters
-    weight, bias = _fit(linear.weight), _fit(linear.bias)
+def _head_of(projection: Projection, weight: Any, bias: Any) -> Head:
+    """Return the head with its adapters; its parts are DTensors sharded on rows, or plain and whole."""
+    layer, adapters = projection.layer, projection.adapters
     if not adapters:
         return Head(weight, bias)
     ups = [_whole(layer.lora_B[name].weight) for name in adapters]

@@ -31,10 +31,11 @@ def source_of(function: Any, cls: Any = None) -> Source | None:
     return _read(function, cls)[0]
 
 
-def _read(function: Any, cls: Any) -> tuple[Source | None, list[Lookup]]:
+def _read(function: Any, cls: Any, within: tuple[Any, ...] = ()) -> tuple[Source | None, list[Lookup]]:
+    """Read a function that `within` refer to, each to the next."""
     known = _SOURCES.get((function, cls))
     if known is None or any(look(*arguments) is not found for look, arguments, found in known[1]):
-        reader, result = _Reader(cls), None
+        reader, result = _Reader(cls, (*within, function)), None
         with contextlib.suppress(OSError, TypeError, ValueError, SyntaxError, RecursionError):
             result = reader.read(function), tuple(reader.attributes)
         known = _SOURCES[function, cls] = result, reader.lookups
@@ -56,8 +57,8 @@ _ABSENT = object()
 
 
 class _Reader:
-    def __init__(self, cls: type | None) -> None:
-        self.cls = cls
+    def __init__(self, cls: type | None, reading: tuple[Any, ...]) -> None:
+        self.cls, self.reading = cls, reading
         self.attributes: dict[str, int] = {}
         self.lookups: list[Lookup] = []
 
@@ -130,8 +131,9 @@ class _Renamed(ast.NodeTransformer):
             if first in self.cells:
                 raise ValueError(f"{first} has no value yet")
             return None
-        if _has_text(value):
-            text, lookups = _read(getattr(value, STOCK, value), None)
+        function = getattr(value, STOCK, value) if _has_text(value) else None
+        if function is not None and function not in self.reader.reading:  # functions may call each other
+            text, lookups = _read(function, None, self.reader.reading)
             self.reader.lookups += lookups
             if text:
                 return f"function {text[0]}"

@@ -1,0 +1,203 @@
+"""Losses whose reference is the policy without its adapter: the values and gradients of the formulas on logits.
+
+The oracle's reference is the model as it was before PEFT.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import peft
+from model_zoo import BY_ID
+from table import relative_error
+from test_lora_head import PEFT_WARNINGS, gradients_of, labelled, next_tokens
+from torch import Tensor
+
+from liger_chunked import (
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearKTOLoss,
+    attach_head,
+    linear_token_stats,
+)
+
+pytestmark = [PEFT_WARNINGS]
+
+HEAD = ("q_proj", "lm_head")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An adapter, and a change of the model before each step."""
+
+    lora: dict[str, Any]
+    tied: bool = False
+    second: bool = False
+    change: Callable[[Any], None] = lambda model: None
+
+
+CASES = {
+    "backbone": Case({"target_modules": ["q_proj"]}),
+    "head": Case({"target_modules": ["lm_head"]}),
+    "both": Case({"target_modules": HEAD}),
+    "rslora": Case({"target_modules": HEAD, "use_rslora": True}),
+    "bias": Case({"target_modules": HEAD, "lora_bias": True}),
+    "tied head": Case({"target_modules": HEAD}, tied=True),
+    "tied embeddings": Case({"target_modules": ["q_proj", "embed_tokens"]}, tied=True),
+    "both of tied": Case({"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}, tied=True),
+    "saved head": Case({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "saved head, tied": Case({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, tied=True),
+    "saved embeddings": Case({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, tied=True),
+    "both saved, tied": Case(
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, tied=True
+    ),
+    "tokens": Case({"target_modules": HEAD, "trainable_token_indices": [3, 5, 9]}),
+    "second of two": Case({"target_modules": HEAD}, second=True, change=lambda m: m.set_adapter("other")),
+    "first of two": Case({"target_modules": HEAD}, second=True, change=lambda m: m.set_adapter("default")),
+    "two at once": Case(
+        {"target_modules": HEAD}, second=True, change=lambda m: m.base_model.set_adapter(["default", "other"])
+    ),
+    "second of two saved heads": Case(
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        second=True,
+        change=lambda m: m.set_adapter("other"),
+    ),
+    "merged": Case({"target_modules": HEAD}, change=lambda m: m.merge_adapter()),
+}
+
+
+def models(case: Case) -> tuple[Any, Any]:
+    """Return a model with random adapters, and the model before PEFT."""
+    tiny = BY_ID["llama"]
+    tiny = dataclasses.replace(tiny, config={**tiny.config, "tie_word_embeddings": case.tied})
+    base = tiny.build().double()
+    original = copy.deepcopy(base)
+    config = {"r": 3, "lora_alpha": 6, **case.lora}
+    model = peft.get_peft_model(base, peft.LoraConfig(**config))
+    if case.second:
+        model.add_adapter("other", peft.LoraConfig(**config))
+    model.double().train()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens_delta")):
+                p.add_(0.1 * torch.randn_like(p))
+    return model, original
+
+
+def logps_on_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """(B, T) log-probabilities, zero where ignored."""
+    target = next_tokens(batch["labels"])
+    logps = model(input_ids=batch["input_ids"]).logits.log_softmax(-1)
+    return logps.gather(-1, target.clamp(min=0)[..., None])[..., 0] * (target != -100)
+
+
+def logps_of(head: Any, input: Any) -> Tensor:
+    logps = linear_token_stats(head.weight, input.hidden_states, input.target, head.bias).logps
+    assert logps is not None
+    return logps
+
+
+BETA, KL = 0.3, 0.2
+DESIRABLE = torch.tensor([True, False, False, True])
+ADVANTAGES = torch.tensor([0.7, -1.1, 0.4, 2.0], dtype=torch.float64)
+
+
+def dpo(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
+    chosen, rejected = (logps - ref_logps).sum(1).chunk(2)
+    return -F.logsigmoid(BETA * (chosen - rejected)).mean()
+
+
+def kto(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
+    sign = torch.where(DESIRABLE, 1.0, -1.0).double()
+    return (1 - torch.sigmoid(BETA * sign * ((logps - ref_logps).sum(1) - KL))).mean()
+
+
+def grpo(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
+    ratio, log_ratio = (logps - logps.detach()).exp(), ref_logps - logps
+    kl = ratio * (log_ratio.exp() - log_ratio - 1)  # with the default correction
+    per_token = BETA * kl - ADVANTAGES[:, None] * ratio
+    return ((per_token * mask).sum(1) / mask.sum(1)).mean()
+
+
+def fused(head: Any, input: Any, name: str, ref_logps: Tensor, budget: int | None) -> Tensor:
+    arguments = (head.weight, input.hidden_states, input.target)
+    options: Any = {"beta": BETA, "logits_budget": budget}
+    if name == "dpo":
+        loss = LigerFusedLinearDPOLoss(**options)(*arguments, bias=head.bias, ref_logps=ref_logps)
+    elif name == "kto":
+        kl = torch.tensor(KL, dtype=torch.float64)
+        loss = LigerFusedLinearKTOLoss(**options)(*arguments, DESIRABLE, bias=head.bias, ref_logps=ref_logps, kl=kl)
+    else:
+        module = LigerFusedLinearGRPOLoss(**options, reduction="grpo")
+        loss = module(*arguments, ADVANTAGES, bias=head.bias, ref_logps=ref_logps)
+    return loss[0]
+
+
+FORMULAS = {"dpo": dpo, "kto": kto, "grpo": grpo}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("loss", FORMULAS)
+def test_the_reference_is_the_model_before_peft(name, loss):
+    case, batch = CASES[name], labelled()
+    model, original = models(case)
+    mask = next_tokens(batch["labels"]) != -100
+    budget = 5 * 8 * 131 if loss == "grpo" else None
+
+    case.change(model)
+    policy = logps_on_logits(model, batch)
+    with torch.no_grad():
+        expected_reference = logps_on_logits(original, batch)
+        assert (policy - expected_reference).abs().max() > 1e-2, "the adapter changes nothing"
+
+    attach_head(model)
+    with torch.no_grad(), model.disable_adapter():
+        ref_logps = model(**batch, head_fn=logps_of)
+    assert relative_error(ref_logps, expected_reference) < 1e-9
+    found = model(**batch, head_fn=functools.partial(fused, name=loss, ref_logps=ref_logps, budget=budget))
+    ours = gradients_of(model, found)
+
+    # `disable_adapter` has unmerged the adapters: the oracle's gradient needs that too.
+    expected = FORMULAS[loss](logps_on_logits(model, batch), expected_reference, mask)
+    assert relative_error(expected.detach(), FORMULAS[loss](policy, expected_reference, mask).detach()) < 1e-9
+    assert relative_error(found.detach(), expected.detach()) < 1e-9
+    theirs = gradients_of(model, expected)
+    assert theirs and ours.keys() == theirs.keys()
+    for parameter, gradient in theirs.items():
+        assert relative_error(ours[parameter], gradient) < 1e-9, parameter
+
+
+def test_another_adapter_as_reference():
+    """As TRL's adapter "ref"."""
+    model, _ = models(Case({"target_modules": HEAD}, second=True))
+    batch = labelled()
+    model.set_adapter("other")
+    with torch.no_grad():
+        expected = logps_on_logits(model, batch)
+        attach_head(model)
+        assert relative_error(model(**batch, head_fn=logps_of), expected) < 1e-9
+    model.set_adapter("default")
+    policy = logps_on_logits(model, batch).detach()
+    assert (policy - expected).abs().max() > 1e-2
+    assert relative_error(model(**batch, head_fn=logps_of).detach(), policy) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("tied", "tokens"), [(True, [3, 5]), (False, {"lm_head": [3, 5]})], ids=["tied", "of the head"]
+)
+def test_trained_tokens_of_the_head_are_refused(tied, tokens):
+    model, _ = models(Case({"target_modules": ["q_proj"], "trainable_token_indices": tokens}, tied=tied))
+    with pytest.raises(ValueError, match=r"TrainableTokensWrapper: .* Take lm_head out of trainable_token_indices"):
+        attach_head(model)
