@@ -102,7 +102,7 @@ def kto(
     losses = []
     for r, desirable in zip(logratios, preference_labels.tolist(), strict=True):
         if desirable:
-            losses.append(desirable_weight * torch.sigmoid(beta * (z - r)))  # 1 - sigmoid(x), near 1 too
+            losses.append(desirable_weight * torch.sigmoid(beta * (z - r)))
         else:
             losses.append(undesirable_weight * torch.sigmoid(beta * (r - z)))
     if example_weights is not None:
