@@ -544,6 +544,38 @@ def test_float16_with_a_loss_scale(row, scale, device):
         assert relative_error(value, expected) <= bound, name
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "primitive"])
+def test_100_steps_in_slices_of_bfloat16(fused):
+    """Rounding errors that add up over steps and slices would move the weights further than eager code does."""
+    vocab, hidden, n = 2503, 16, 24
+    generator = torch.Generator().manual_seed(0)
+    start = [0.5 * torch.randn(vocab, hidden, generator=generator) for _ in range(2)]
+    ids = [torch.randint(vocab, (n,), generator=generator) for _ in range(4)]
+
+    def by_slices(weight, input, target):
+        if fused:
+            return LigerFusedLinearCrossEntropyLoss(logits_budget=2 * 10 * vocab)(weight, input, target)
+        return -linear_token_stats(weight, input, target, logits_budget=2 * 10 * vocab).logps.mean()
+
+    def trained(loss, dtype):
+        embedding, head = ((x.double() if dtype == torch.float64 else x.clone()).requires_grad_() for x in start)
+        optimizer = torch.optim.SGD([embedding, head], lr=0.5)
+        for i in range(100):
+            x = ids[i % len(ids)]
+            value = loss(head.to(dtype), embedding[x].to(dtype), (x + 1) % vocab)
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+        return {"loss": value.detach(), "embedding": embedding.detach(), "head": head.detach()}
+
+    exact = trained(eager.cross_entropy, torch.float64)
+    naive, ours = trained(eager.cross_entropy, torch.bfloat16), trained(by_slices, torch.bfloat16)
+    assert exact["loss"] < 0.7 * math.log(vocab)
+    for name in exact:
+        bound = max(1.1 * relative_error(naive[name], exact[name]), torch.finfo(torch.bfloat16).eps / n**0.5)
+        assert relative_error(ours[name], exact[name]) <= bound, name
+
+
 # Pairs
 
 

@@ -197,7 +197,7 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(row: Row, around: Callab
 
 
 @pytest.mark.ordinary_memory
-@some_rows
+@pytest.mark.parametrize("row", rows("ce", "dpo-sigmoid", "grpo-kl", "jsd", "stats-all"), ids=repr)
 def test_memory_is_flat_over_50_steps(row: Row) -> None:
     """Of tensors and of Python's objects, with another length in each step."""
     batches = [row.sample(SMALL._replace(length=length), seed=0) for length in range(3, 8)]
@@ -246,7 +246,7 @@ class Interrupted:
 
 
 @pytest.mark.ordinary_memory
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @by_row
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError], ids=lambda error: error.__name__)
 @pytest.mark.parametrize("tokens_in_budget", [9, 5], ids=["chunks", "slices"])
