@@ -3,8 +3,9 @@
     python tests/soak.py --cases 3000 --seed 0     # on the CPU; --device cuda; --minutes 10 stops earlier
     python tests/soak.py --case 1234               # one case again, with its errors
 
-A case draws a loss and its options, sizes, ignored tokens, a layout, a dtype, a logits budget, frozen parts, an adapter on
-the head, an upstream gradient. Loss and gradients are compared with `liger_chunked.eager` on the same numbers in float64:
+A case draws a loss and its options, sizes, ignored tokens, a layout, a dtype, a logits budget, frozen parts, an
+adapter on the head, an upstream gradient. Loss and gradients are compared with `liger_chunked.eager` on the same
+numbers in float64:
 
     error <= 1.1 * eager + FLOOR[dtype] * norm + ROUNDINGS[dtype] * moved + SATURATED * operands
 
@@ -133,9 +134,7 @@ def reference_free(draw: Draw) -> Row:
     name = draw.choice(["ORPO", "CPO", "SimPO"])
     settings: dict[str, Any] = {"beta": some(draw, 0.05, 2), "nll_target": draw.random() < 0.3}
     if name == "ORPO":
-        return table._reference_free(
-            name, table.LigerFusedLinearORPOLoss, eager.orpo, **settings, **transform(draw)
-        )
+        return table._reference_free(name, table.LigerFusedLinearORPOLoss, eager.orpo, **settings, **transform(draw))
     if name == "CPO":
         kind = draw.choice(table.CPO_LOSS_TYPES)
         settings |= {"loss_type": kind, "cpo_alpha": draw.uniform(0.1, 2)}
@@ -250,7 +249,9 @@ def policy(draw: Draw) -> Row:
             "kl_estimator": draw.choice(["k1", "k2", "k3", "abs"]),
             "use_bias_correction_kl": draw.random() < 0.5,
         }
-    return table._grpo(COVARIANCE if surrogate.endswith("_cov") else "policy", sample=sample, **settings, **transform(draw))
+    return table._grpo(
+        COVARIANCE if surrogate.endswith("_cov") else "policy", sample=sample, **settings, **transform(draw)
+    )
 
 
 def statistics(draw: Draw) -> Row:
@@ -386,9 +387,7 @@ def run_case(case: Case, device: str = "cpu") -> Outcome:
     valid = int((batch["target"] != case.ignore_index).sum())
 
     def results(loss: Callable[..., Tensor], batch: Batch, head: Callable[..., Any], **options: Any) -> Batch:
-        return evaluate(
-            lambda b: loss(with_weights(b, head), **names, **options), batch, case.trainable, case.upstream
-        )
+        return evaluate(lambda b: loss(with_weights(b, head), **names, **options), batch, case.trainable, case.upstream)
 
     def exactly(batch: Batch) -> Batch:
         if valid and not (found := results(row.oracle, batch, dense))["loss"].isnan():

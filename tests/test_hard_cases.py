@@ -401,7 +401,9 @@ def test_vocabularies_of_models(vocab):
     batch["target"][0, 0] = vocab - 1
     exact = evaluate(lambda batch: eager.cross_entropy(**batch), batch)
     for budget in (None, 8 * 2 * vocab, 8 * 65536):
-        ours = evaluate(lambda batch, budget=budget: LigerFusedLinearCrossEntropyLoss(logits_budget=budget)(**batch), batch)
+        ours = evaluate(
+            lambda batch, budget=budget: LigerFusedLinearCrossEntropyLoss(logits_budget=budget)(**batch), batch
+        )
         assert_same(ours, exact)
 
 

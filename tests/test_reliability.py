@@ -13,7 +13,7 @@ import torch
 TESTS = Path(__file__).parent
 PAGE = (TESTS.parent / "docs" / "reliability.md").read_text()
 NAMED = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
-CASES = 26 + 6  # and the rows of interruptions have no number
+CASES = 32  # the rows of interruptions have no number
 
 
 def functions(file: str) -> set[str]:
@@ -21,15 +21,19 @@ def functions(file: str) -> set[str]:
 
 
 def rows() -> list[str]:
-    """Return the rows of the tables, without their headers."""
-    return [line for line in PAGE.splitlines() if line.startswith("|") and not re.match(r"\|( \|)? case \||\|-", line)]
+    """Return the rows of the tables of cases, without their headers."""
+    return [
+        line
+        for line in PAGE.partition("## What only")[0].splitlines()
+        if line.startswith("|") and not re.match(r"\|( \|)? case \||\|-", line)
+    ]
 
 
 def test_each_named_test_exists():
     named = NAMED.findall(PAGE)
     assert len(named) > 100
     assert [f"{file}::{name}" for file, name in named if name not in functions(file)] == []
-    assert "test_" not in NAMED.sub("", PAGE.split("## One process")[1].split("## Soak test")[0])
+    assert "test_" not in NAMED.sub("", PAGE.partition("## One process")[2].partition("## What only")[0])
 
 
 def test_each_case_names_a_test():
@@ -45,14 +49,17 @@ def test_what_needs_a_gpu_is_marked():
             code = (TESTS / file).read_text()
             marks = code.partition(f"\ndef {name}(")[0].rpartition("\n\n\n")[2]
             whole_file = re.search(r"^pytestmark = .*?^\]", code, re.MULTILINE | re.DOTALL)
-            assert "gpu" in marks or "device" in code.partition(f"def {name}(")[2][:80] or (
-                whole_file and "mark.gpu" in whole_file[0]
+            assert (
+                "gpu" in marks
+                or "device" in code.partition(f"def {name}(")[2][:80]
+                or (whole_file and "mark.gpu" in whole_file[0])
             ), name
 
 
 def test_a_short_soak(capsys):
-    assert soak.main(["--cases", "60", "--seed", "7"]) == 0, capsys.readouterr().out
-    assert "60 cases on cpu" in capsys.readouterr().out
+    failed = soak.main(["--cases", "40", "--seed", "7"])
+    out = capsys.readouterr().out
+    assert not failed and "40 cases on cpu" in out, out
 
 
 @pytest.mark.gpu

@@ -141,14 +141,13 @@ def data_times_sequences(rank: int, folder: str) -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     half, lengths = slice(3 * (rank // 2), 3 * (rank // 2) + 3), (3, 5)
     rows = {row.id: row for row in ROWS}
-    batch = rows["ce-smoothing"].sample(SIZES, 0)
-    batch["target"][4:] = -100  # the halves have different numbers of tokens
-    n = int((batch["target"] != -100).sum())
-    policy = rows["dapo"].sample(SIZES, 0)
-    for loss, batch, n in (
-        (LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1), batch, n),
-        (LigerFusedLinearGRPOLoss(reduction="dapo"), policy, int((policy["target"] != -100).sum())),
+    for loss, row in (
+        (LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1), "ce-smoothing"),
+        (LigerFusedLinearGRPOLoss(reduction="dapo"), "dapo"),
     ):
+        batch = rows[row].sample(SIZES, 0)
+        batch["target"][4:] = -100  # the halves have different numbers of tokens
+        n = int((batch["target"] != -100).sum())
 
         def value(given: Batch, loss: Any = loss) -> Tensor:
             returned = loss(**given)

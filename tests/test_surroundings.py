@@ -25,9 +25,8 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import liger_chunked as lc
-from liger_chunked.engine import gradients, head
+from liger_chunked.engine import gradients, head, stats
 from liger_chunked.engine import hooks as engine_hooks
-from liger_chunked.engine import stats
 from liger_chunked.engine import step as engine_step
 from liger_chunked.losses.base import FusedLoss
 
