@@ -422,7 +422,9 @@ def fused(case: Case, batch: Batch, results: Callable[..., Batch]) -> Batch:
         if case.keep is None:
             return results(case.row.ours, batch, adapted, logits_budget=case.budget)
         keep = case.keep.to(batch["input"].device)
-        found = results(case.row.ours, packed(batch, keep), adapted, logits_budget=case.budget)
+        factors = {name: x for name, x in batch.items() if name.endswith(("down", "up"))}  # not of tokens
+        given = packed({name: x for name, x in batch.items() if name not in factors}, keep) | factors
+        found = results(case.row.ours, given, adapted, logits_budget=case.budget)
     if "input" in found:
         rows = found["input"]
         found["input"] = rows.new_zeros(batch["input"].shape).masked_scatter(keep[..., None], rows)
