@@ -161,6 +161,32 @@ def test_offsets_past_31_bits(budget):
     assert -stats.logps[part].sum().item() == pytest.approx(last.item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("budget", [None, 12 * GEMMA * 2], ids=["auto", "slices"])
+def test_weights_past_31_bits(budget):
+    """262144 x 8200 is 2.15e9 weights: the last rows of the head and of its gradient have offsets beyond 32 bits."""
+    hidden = 8200
+    assert GEMMA * hidden > 2**31
+    weight, input, target = sample(21, hidden, GEMMA)
+    target[:7] = torch.arange(GEMMA - 7, GEMMA, device="cuda")
+    last = slice(GEMMA - 2048, GEMMA)
+    with torch.no_grad():
+        log_p = (input @ weight.t()).float().log_softmax(-1)
+        valid = target != -100
+        naive = -log_p.gather(1, target.clamp(min=0)[:, None])[valid].mean()
+        g = log_p.exp().scatter_add_(1, target.clamp(min=0)[:, None], -torch.ones_like(log_p[:, :1]))
+        g = g.mul_(valid[:, None]) / valid.sum()
+    for loss in (
+        lambda w, x: LigerFusedLinearCrossEntropyLoss(logits_budget=budget)(w, x, target),
+        lambda w, x: -linear_token_stats(w, x, target, logits_budget=budget).logps.sum() / valid.sum(),
+    ):
+        value, dw, dx = gradients(loss, weight, input)
+        assert value.item() == pytest.approx(naive.item(), rel=1e-3)  # logits rounded to bfloat16
+        # Both round logits and gradient to bfloat16.
+        assert relative_error(dw[last], g[:, last].double().t() @ input.double()) < torch.finfo(torch.bfloat16).eps
+        assert relative_error(dx, (g @ weight.float()).double()) < torch.finfo(torch.bfloat16).eps
+        del dw, dx
+
+
 def test_more_rows_than_a_launch_grid_is_wide():
     weight, input, target = sample(70000, 64, 1009)
     ours = gradients(lambda w, x: LigerFusedLinearCrossEntropyLoss()(w, x, target), weight, input)

@@ -8,11 +8,35 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from table import PARAMETERS, ROWS, SMALL, Sizes, evaluate, moved, n_valid, pairs, relative_error, rows_like, tokens
+from table import (
+    PARAMETERS,
+    ROWS,
+    SMALL,
+    Sizes,
+    evaluate,
+    moved,
+    n_valid,
+    pairs,
+    relative_error,
+    rollouts,
+    rows_like,
+    students,
+    tokens,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_chunked import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, eager, linear_token_stats
+from liger_chunked import (
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLDivLoss,
+    LigerFusedLinearORPOLoss,
+    eager,
+    linear_token_stats,
+)
 from liger_chunked.engine import step
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
@@ -181,6 +205,27 @@ def test_in_place_on_the_loss(row):
     assert_same(evaluate(scaled, batch), {name: 0.25 * value for name, value in exact.items()})
 
 
+@pytest.mark.parametrize("budget", [None, SEVERAL_CHUNKS], ids=["one-chunk", "several"])
+def test_in_place_on_losses_per_token(budget):
+    batch = tokens(SMALL, seed=0)
+    factors = torch.linspace(-2, 2, batch["target"].numel(), dtype=torch.float64).view(batch["target"].shape)
+
+    def in_place(losses: Tensor) -> Tensor:
+        losses *= factors
+        losses[0] = 0
+        return losses.sum()
+
+    def ours(batch):
+        return in_place(LigerFusedLinearCrossEntropyLoss(reduction="none", logits_budget=budget)(**batch))
+
+    def statistics(batch):
+        return -in_place(linear_token_stats(**batch, logits_budget=budget).logps)
+
+    exact = evaluate(lambda batch: in_place(eager.cross_entropy(**batch, reduction="none")), batch)
+    assert_same(evaluate(ours, batch), exact)
+    assert_same(evaluate(statistics, batch), exact)
+
+
 @pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize("budget", [None, SEVERAL_CHUNKS], ids=["one-chunk", "several"])
@@ -331,6 +376,37 @@ def test_tokens_in_one_dimension(row):
     assert_same(evaluate(row.ours, flat), evaluate(row.oracle, flat))
 
 
+@pytest.mark.parametrize("row", [row for row in ROWS if row.scope != "token"], ids=repr)
+def test_side_of_the_padding(row):
+    """Sequences moved to the right end of their rows, as a tokenizer with left padding has them."""
+    batch = row.sample(SMALL, seed=0)
+    last = ((batch["target"] != -100) * torch.arange(1, SMALL.length + 1)).amax(1)
+    moves = (torch.arange(SMALL.length) - (SMALL.length - last)[:, None]) % SMALL.length
+
+    def to_the_right(name, x):
+        of_tokens = x.ndim > 1 and x.shape[:2] == batch["target"].shape and not name.endswith("weight")
+        return torch.stack([x[i, moves[i]] for i in range(len(x))]) if of_tokens else x
+
+    left = {name: to_the_right(name, x) for name, x in batch.items()}
+    assert (left["target"][:, -1] != -100).all() and (left["target"] == -100).any()
+    exact = evaluate(row.ours, batch)
+    exact["input"] = to_the_right("input", exact["input"])
+    assert_same(evaluate(row.ours, left), exact)
+
+
+@pytest.mark.parametrize("vocab", [151665, 151936, 152064, 262144])
+def test_vocabularies_of_models(vocab):
+    """On a CPU, in one slice and in several."""
+    batch = tokens(Sizes(sequences=1, length=3, hidden=4, vocab=vocab, ignored=False), seed=0)
+    batch["target"][0, 0] = vocab - 1
+    exact = evaluate(lambda batch: eager.cross_entropy(**batch), batch)
+    for budget in (None, 8 * 2 * vocab, 8 * 65536):
+        ours = evaluate(
+            lambda batch, budget=budget: LigerFusedLinearCrossEntropyLoss(logits_budget=budget)(**batch), batch
+        )
+        assert_same(ours, exact)
+
+
 # Numbers
 
 
@@ -470,6 +546,38 @@ def test_float16_with_a_loss_scale(row, scale, device):
         assert relative_error(value, expected) <= bound, name
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "primitive"])
+def test_100_steps_in_slices_of_bfloat16(fused):
+    """Rounding errors that add up over steps and slices would move the weights further than eager code does."""
+    vocab, hidden, n = 2503, 16, 24
+    generator = torch.Generator().manual_seed(0)
+    start = [0.5 * torch.randn(vocab, hidden, generator=generator) for _ in range(2)]
+    ids = [torch.randint(vocab, (n,), generator=generator) for _ in range(4)]
+
+    def by_slices(weight, input, target):
+        if fused:
+            return LigerFusedLinearCrossEntropyLoss(logits_budget=2 * 10 * vocab)(weight, input, target)
+        return -linear_token_stats(weight, input, target, logits_budget=2 * 10 * vocab).logps.mean()
+
+    def trained(loss, dtype):
+        embedding, head = ((x.double() if dtype == torch.float64 else x.clone()).requires_grad_() for x in start)
+        optimizer = torch.optim.SGD([embedding, head], lr=0.5)
+        for i in range(100):
+            x = ids[i % len(ids)]
+            value = loss(head.to(dtype), embedding[x].to(dtype), (x + 1) % vocab)
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+        return {"loss": value.detach(), "embedding": embedding.detach(), "head": head.detach()}
+
+    exact = trained(eager.cross_entropy, torch.float64)
+    naive, ours = trained(eager.cross_entropy, torch.bfloat16), trained(by_slices, torch.bfloat16)
+    assert exact["loss"] < 0.7 * math.log(vocab)
+    for name in exact:
+        bound = max(1.1 * relative_error(naive[name], exact[name]), torch.finfo(torch.bfloat16).eps / n**0.5)
+        assert relative_error(ours[name], exact[name]) <= bound, name
+
+
 # Pairs
 
 
@@ -551,17 +659,58 @@ def test_cross_entropy_metrics(reduction, device):
     assert metrics.token_accuracy.item() == pytest.approx(stats["is_top1"].sum().item() / n_valid(batch))
 
 
-def test_micro_batches_with_num_items_add_up_to_the_batch():
-    batch = tokens(SMALL, seed=0)
-    whole = evaluate(lambda batch: LigerFusedLinearCrossEntropyLoss()(**batch), batch)
-    count = torch.tensor(n_valid(batch))
-    total = sum(
-        LigerFusedLinearCrossEntropyLoss()(
-            batch["weight"], batch["input"][part], batch["target"][part], batch["bias"], num_items=count
-        )
-        for part in (slice(0, 1), slice(1, 5), slice(5, 6))
-    )
-    torch.testing.assert_close(total, whole["loss"], rtol=EXACT, atol=0)
+ACCUMULATED = {
+    "ce": (LigerFusedLinearCrossEntropyLoss(), tokens),
+    "ce-everything": (LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1, lse_square_scale=0.01), tokens),
+    "jsd": (LigerFusedLinearJSDLoss(), students),
+    "dapo": (LigerFusedLinearGRPOLoss(reduction="dapo", entropy_coef=0.1), rollouts),
+}
+
+
+@pytest.mark.parametrize("count", [int, float, torch.tensor, None], ids=["int", "float", "tensor", "none"])
+@pytest.mark.parametrize("name", ACCUMULATED)
+def test_micro_batches_add_up_to_the_batch(name, count):
+    """Loss and gradients. Without `num_items`, the mean of a micro-batch times its share of the tokens."""
+    loss, sample = ACCUMULATED[name]
+    batch = sample(SMALL, seed=0)
+    batch["target"][1:3] = -100  # a micro-batch without tokens
+
+    def whole(batch):
+        returned = loss(**batch)
+        return returned[0] if isinstance(returned, tuple) else returned
+
+    def accumulated(batch):
+        total, n = 0.0, n_valid(batch)
+        for part in (slice(0, 1), slice(1, 3), slice(3, 6)):
+            micro = {name: x if name.endswith(("weight", "bias")) else x[part] for name, x in batch.items()}
+            if count is None:
+                total = total + whole(micro) * n_valid(micro) / n
+            else:
+                total = total + whole({**micro, "num_items": count(n)})
+        return total
+
+    assert_same(evaluate(accumulated, batch), evaluate(whole, batch))
+
+
+def test_every_mean_is_over_the_tokens_with_a_target():
+    """The mean of the cross entropy, the hard loss of distillation, the NLL terms and dapo divide by one number."""
+    batch = pairs(SMALL, seed=0, ref=None)
+    chosen = SMALL.sequences // 2
+    nll = eager.cross_entropy(batch["weight"], batch["input"][:chosen], batch["target"][:chosen], batch["bias"])
+    dpo = LigerFusedLinearDPOLoss(compute_nll_loss=True, use_ref_model=False)
+    for loss in (dpo, LigerFusedLinearORPOLoss(), LigerFusedLinearCPOLoss()):
+        torch.testing.assert_close(loss(**batch)[1].nll_loss, nll, rtol=EXACT, atol=0)
+
+    mean = eager.cross_entropy(**batch)
+    teacher = {"teacher_weight": batch["weight"], "teacher_input": batch["input"]}
+    torch.testing.assert_close(LigerFusedLinearKLDivLoss()(**batch, **teacher)[1].hard_loss, mean, rtol=EXACT, atol=0)
+    minus_logps = -linear_token_stats(**batch).logps
+    torch.testing.assert_close(minus_logps.sum() / n_valid(batch), mean, rtol=EXACT, atol=0)
+    ones = torch.ones(SMALL.sequences, dtype=torch.float64)
+    once = {"vespo_k_pos": 0.0, "vespo_lambda_pos": 1e-12}  # a weight of 1
+    policy = LigerFusedLinearGRPOLoss(surrogate="vespo", reduction="dapo", **once)
+    torch.testing.assert_close(policy(**batch, advantages=ones)[0], mean, rtol=1e-9, atol=0)
+    torch.testing.assert_close(LigerFusedLinearCrossEntropyLoss()(**batch), mean, rtol=EXACT, atol=0)
 
 
 def test_argmax_of_no_tokens_is_an_index(device):

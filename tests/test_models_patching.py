@@ -139,6 +139,27 @@ def test_functional_call():
     )
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("added", [5, -7])
+def test_resized_embeddings(name, added):
+    """Untied and tied. The loss follows the new head, and the new targets."""
+    tiny = BY_ID[name]
+    stock, model = tiny.build().train(), patched(name).train()
+    attach_head(model)
+    arguments = labelled(tiny)
+    for m in (stock, model):
+        torch.manual_seed(0)
+        m.resize_token_embeddings(m.config.vocab_size + added, mean_resizing=False)
+    vocab = model.lm_head.weight.shape[0]
+    ids = arguments["input_ids"].clamp(max=vocab - 1)
+    ids[:, -1] = vocab - 1
+    arguments |= {"input_ids": ids, "labels": ids.where(arguments["labels"] != -100, -100)}
+    ours = step(model, arguments)
+    assert ours[0].logits is None
+    assert_same_step(ours, step(stock, arguments))
+    assert model(**arguments, head_fn=lambda head, input: head.weight.shape[0]) == vocab
+
+
 def test_a_shallow_copy_is_reverted_alone():
     """Only the fused loss belongs to the copy. It shares its layers with the original."""
     model, arguments = patched().train(), labelled(BY_ID["llama"])

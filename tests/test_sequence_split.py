@@ -135,6 +135,41 @@ def test_with_split_vocabulary(tmp_path: Path, fresh_process: FreshProcesses) ->
     fresh_process.spawn(with_split_vocabulary, 4, str(tmp_path))
 
 
+def data_times_sequences(rank: int, folder: str) -> None:
+    """Two halves of a batch, each on two ranks that split its sequences. Gradients are averaged over all four ranks."""
+    initialize(rank, "4", folder)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half, lengths = slice(3 * (rank // 2), 3 * (rank // 2) + 3), (3, 5)
+    rows = {row.id: row for row in ROWS}
+    for loss, row in (
+        (LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1), "ce-smoothing"),
+        (LigerFusedLinearGRPOLoss(reduction="dapo"), "dapo"),
+    ):
+        batch = rows[row].sample(SIZES, 0)
+        batch["target"][4:] = -100  # the halves have different numbers of tokens
+        n = int((batch["target"] != -100).sum())
+
+        def value(given: Batch, loss: Any = loss) -> Tensor:
+            returned = loss(**given)
+            return returned[0] if isinstance(returned, tuple) else returned
+
+        whole = evaluate(value, batch)
+        of_half = {name: x if name in HEADS else x[half] for name, x in batch.items()}
+        given = {**cut(of_half, lengths, rank % 2), "sequence_group": groups[rank // 2], "num_items": n}
+        # As docs/distributed.md says: times the ranks, because the gradients are averaged over them.
+        ours = evaluate(value, given, upstream=4.0)
+        assert relative_error(summed(ours["loss"]) / 2, whole["loss"]) < 1e-9  # both ranks of a half have its loss
+        for name in ("weight", "bias"):
+            assert relative_error(summed(ours[name]) / 4, whole[name]) < 1e-9, name
+        part = whole["input"][half][:, own(lengths, rank % 2)]
+        assert relative_error(ours["input"] / 4, part) < 1e-9
+    dist.destroy_process_group()
+
+
+def test_data_times_sequences(tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    fresh_process.spawn(data_times_sequences, 4, str(tmp_path))
+
+
 def results(rank: int, folder: str) -> None:
     """Metrics are of whole sequences; products are of this rank's tokens; errors reach all ranks."""
     initialize(rank, "2", folder)

@@ -25,8 +25,8 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import liger_chunked as lc
+from liger_chunked.engine import gradients, head, stats
 from liger_chunked.engine import hooks as engine_hooks
-from liger_chunked.engine import stats
 from liger_chunked.engine import step as engine_step
 from liger_chunked.losses.base import FusedLoss
 
@@ -193,6 +193,101 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(row: Row, around: Callab
     finally:
         gc.enable()
     assert alive[0] == alive[1]
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize("row", rows("ce", "dpo-sigmoid", "grpo-kl", "jsd", "stats-all"), ids=repr)
+def test_memory_is_flat_over_50_steps(row: Row) -> None:
+    """Of tensors and of Python's objects, with another length in each step."""
+    batches = [row.sample(SMALL._replace(length=length), seed=0) for length in range(3, 8)]
+    memory = Memory()
+    alive, objects = [], []
+    with memory:
+        for i in range(1, 51):
+            evaluate(partial(row.ours, logits_budget=SEVERAL_CHUNKS), batches[i % len(batches)])
+            if i % 10 == 0:
+                gc.collect()
+                alive.append(memory.alive)
+                objects.append(len(gc.get_objects()))
+    assert len(set(alive)) == 1, alive
+    # One object that is kept in each step would add 30.
+    assert objects[-1] - objects[1] < 30, objects
+
+
+# Interruptions
+
+
+class Interrupted:
+    """Raises an error in one of the matrix products of a step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.products, self.fatal, self.error = 0, -1, KeyboardInterrupt
+        monkeypatch.setattr(head.HeadPass, "project", self.watched(head.HeadPass.project))
+        monkeypatch.setattr(gradients, "accumulate", self.watched(gradients.accumulate))
+
+    def watched(self, product: Callable[..., Any]) -> Callable[..., Any]:
+        def watching(*args: Any, **kwargs: Any) -> Any:
+            result = product(*args, **kwargs)
+            if self.products == self.fatal:
+                raise self.error
+            self.products += 1
+            return result
+
+        return watching
+
+    def run(self, call: Callable[[], Any], fatal: int, error: type[BaseException]) -> None:
+        self.products, self.fatal, self.error = 0, fatal, error
+        try:
+            with pytest.raises(error):
+                call()
+        finally:
+            self.fatal = -1
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.sampled(0.25)
+@by_row
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError], ids=lambda error: error.__name__)
+@pytest.mark.parametrize("tokens_in_budget", [9, 5], ids=["chunks", "slices"])
+def test_a_step_after_an_interrupted_one(
+    row: Row, error: type[BaseException], tokens_in_budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step fails in its first, middle or last product. It leaves no tensor and no gradient behind."""
+    sizes = SMALL if tokens_in_budget == 9 else SMALL._replace(vocab=2503)
+    batch = row.sample(sizes, seed=0)
+    call = partial(row.ours, logits_budget=8 * sizes.vocab * tokens_in_budget)
+    interrupted = Interrupted(monkeypatch)
+    expected = evaluate(call, batch)
+    products = interrupted.products
+    assert products > 3
+    leaves, memory = leaves_of(batch), Memory()
+    memory.expect(*batch.values(), *leaves.values())
+    with memory:
+        evaluate(call, batch)
+    constants = memory.alive
+    for fatal in (0, products // 2, products - 1):
+        with memory:
+            interrupted.run(lambda: call({**batch, **leaves}).backward(), fatal, error)
+        gc.collect()
+        assert memory.alive == constants
+        assert all(leaf.grad is None for leaf in leaves.values())
+        assert torch.is_grad_enabled()
+        assert_equal(evaluate(call, batch), expected)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if not row.fused], ids=repr)
+def test_a_backward_after_an_interrupted_one(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph of the forward is still right."""
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    call = partial(row.ours, logits_budget=SEVERAL_CHUNKS)
+    expected = evaluate(call, batch)
+    interrupted = Interrupted(monkeypatch)
+    loss = call({**batch, **leaves})
+    wanted = list(leaves.values())
+    interrupted.run(lambda: torch.autograd.grad(loss, wanted, retain_graph=True), 2, KeyboardInterrupt)
+    for name, gradient in zip(leaves, torch.autograd.grad(loss, wanted), strict=True):
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14, msg=name)
 
 
 # Checkpoints

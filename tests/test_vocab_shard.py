@@ -39,6 +39,7 @@ LAYOUTS = {
         "uneven": [(5, 0), (18, 0)],
         "padded": [(16, 0), (7, 9)],
         "all-padding": [(23, 0), (0, 4)],
+        "padding-of-both": [(23, 2), (0, 4)],
     },
     4: {"even": [(6, 0), (6, 0), (6, 0), (5, 1)], "uneven": [(1, 0), (13, 0), (9, 2), (0, 3)]},
 }
@@ -373,6 +374,9 @@ def contracts(rank: int, folder: str) -> None:
     for made, message in refusals.values():
         with pytest.raises(ValueError, match=message):
             loss(weight[own], input, target, vocab_shard=made())
+    # The whole head on each rank would count each column once per rank.
+    with pytest.raises(ValueError, match=r"vocab_shard.start of rank 1 is 0, expected 640"):
+        loss(weight, input, target, vocab_shard=VocabShard(None, 0, vocab))
     with pytest.raises(
         ValueError, match=r"input must be the same on all ranks .* FSDP"
     ):  # a shard of FSDP, and its batch

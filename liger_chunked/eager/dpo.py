@@ -85,9 +85,9 @@ def _pair_loss(loss_type: str, pair: _Pair, beta: float, epsilon: float, tau: fl
         case "sppo_hard":  # equation 4.7 with win probabilities 1 and 0
             return (chosen - 1 / (2 * beta)) ** 2 + (rejected + 1 / (2 * beta)) ** 2
         case "apo_zero":  # equation 7
-            return 1 - torch.sigmoid(reward_chosen) + torch.sigmoid(reward_rejected)
+            return torch.sigmoid(-reward_chosen) + torch.sigmoid(reward_rejected)
         case "apo_down":  # equation 8
-            return torch.sigmoid(reward_chosen) + 1 - torch.sigmoid(margin)
+            return torch.sigmoid(reward_chosen) + torch.sigmoid(-margin)
         case "discopop":  # equation 5
             gate = torch.sigmoid(margin / tau)
             return (1 - gate) * _logistic(margin, 1.0) + gate * torch.exp(-margin)

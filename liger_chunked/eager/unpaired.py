@@ -102,9 +102,9 @@ def kto(
     losses = []
     for r, desirable in zip(logratios, preference_labels.tolist(), strict=True):
         if desirable:
-            losses.append(desirable_weight - desirable_weight * torch.sigmoid(beta * (r - z)))
+            losses.append(desirable_weight * torch.sigmoid(beta * (z - r)))
         else:
-            losses.append(undesirable_weight - undesirable_weight * torch.sigmoid(beta * (z - r)))
+            losses.append(undesirable_weight * torch.sigmoid(beta * (r - z)))
     if example_weights is not None:
         losses = [factor * loss for factor, loss in zip(example_weights, losses, strict=True)]
     return _mean(losses, target, ignore_index, 0.0 * logratios.sum())

@@ -118,8 +118,10 @@ class _LinearTokenStats(torch.autograd.Function):
         ctx.returned = _returned(plan)
         ctx.plan, ctx.head_pass = (_holding(plan), None) if hooks_active() else (plan, head_pass)
         differentiable = (*DIFFERENTIABLE, "candidate_logps")
-        ctx.mark_non_differentiable(*(getattr(dense, name) for name in ctx.returned if name not in differentiable))
-        return tuple(getattr(dense, name) for name in ctx.returned)
+        # Copies of views: autograd refuses `logps *= mask` on a view that a Function returns.
+        returned = {name: x.clone() if x._is_view() else x for name, x in dense._asdict().items() if x is not None}
+        ctx.mark_non_differentiable(*(returned[name] for name in ctx.returned if name not in differentiable))
+        return tuple(returned[name] for name in ctx.returned)
 
     @staticmethod
     @first_derivative
