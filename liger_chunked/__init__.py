@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from liger_chunked.memory import estimate_memory
     from liger_chunked.modules import (
+        ChunkedLMHead,
         LigerCrossEntropyLoss,
         LigerGEGLUMLP,
         LigerJSD,
@@ -74,6 +75,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdaptedWeight",
+    "ChunkedLMHead",
     "CrossEntropyMetrics",
     "DistillationMetrics",
     "Examples",
