@@ -72,6 +72,12 @@ LOSSES: dict[str, tuple[Any, Callable[..., Any], Callable[[], Batch], dict[str, 
         lambda: students(SMALL, 0),
         {"weight_soft_loss": 0.9},
     ),
+    "on_policy_distillation": (
+        lc.LigerFusedLinearOnPolicyDistillationLoss,
+        functional.on_policy_distillation_loss,
+        lambda: students(SMALL, 0),
+        {"kl_coef": 0.5, "teacher_options": lc.LogitOptions(softcap=3.0)},
+    ),
 }
 CASES = pytest.mark.parametrize("case", LOSSES)
 

@@ -124,6 +124,7 @@ LOSSES = [
         lc.LigerFusedLinearGRPOLoss(beta=0.1, reduction="dapo"),
         lambda: with_sides(rollouts(SMALL, 0, ref="tokens"), num_items=count),
     ),
+    Call("on-policy-distillation", lc.LigerFusedLinearOnPolicyDistillationLoss(), lambda: students(SMALL, 0)),
     Call("kl", lc.LigerFusedLinearKLDivLoss(), lambda: students(SMALL, 0)),
     Call("kl-top_k", lc.LigerFusedLinearKLDivLoss(), top_k),
     Call("jsd", lc.LigerFusedLinearJSDLoss(), lambda: students(SMALL, 0)),

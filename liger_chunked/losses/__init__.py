@@ -17,6 +17,7 @@ from liger_chunked.losses.grpo import LigerFusedLinearGRPOLoss
 from liger_chunked.losses.jsd import LigerFusedLinearJSDLoss
 from liger_chunked.losses.kl import LigerFusedLinearKLDivLoss
 from liger_chunked.losses.kto import LigerFusedLinearKTOLoss
+from liger_chunked.losses.on_policy import LigerFusedLinearOnPolicyDistillationLoss
 from liger_chunked.losses.orpo import LigerFusedLinearORPOLoss
 from liger_chunked.losses.policy import LigerFusedLinearPolicyBase
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
@@ -37,6 +38,7 @@ __all__ = [
     "LigerFusedLinearKLDivLoss",
     "LigerFusedLinearKTOLoss",
     "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearOnPolicyDistillationLoss",
     "LigerFusedLinearPolicyBase",
     "LigerFusedLinearPreferenceBase",
     "LigerFusedLinearSimPOLoss",
