@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         LigerFusedLinearUnpairedPreferenceBase,
         adaptive_entropy_coef,
         rollout_importance_weights,
+        with_sampled_token,
     )
     from liger_chunked.memory import estimate_memory
     from liger_chunked.modules import (
@@ -134,6 +135,7 @@ __all__ = [
     "linear_token_stats",
     "rollout_importance_weights",
     "shifted",
+    "with_sampled_token",
 ]
 
 # Every name is imported on first use, and Triton and transformers with it.

@@ -12,7 +12,13 @@ import torch
 from table import SMALL, relative_error, rollouts, students
 from torch import Tensor
 
-from liger_chunked import LigerFusedLinearOnPolicyDistillationLoss, LogitOptions, linear_token_stats
+from liger_chunked import (
+    LigerFusedLinearKLDivLoss,
+    LigerFusedLinearOnPolicyDistillationLoss,
+    LogitOptions,
+    linear_token_stats,
+    with_sampled_token,
+)
 
 BOUND = 1e-9  # float64: a few thousand additions round to less
 
@@ -127,3 +133,74 @@ def test_refusals() -> None:
     ):
         with pytest.raises(error, match=message):
             make(**settings)  # type: ignore[arg-type]
+
+
+# Top-k and sampled token
+
+
+class WithoutTail(LigerFusedLinearKLDivLoss):
+    """Distributions over the support alone, as TRL's `loss_add_tail=False`."""
+
+    def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        return super().divergence(student_logits[:, :-1], teacher_logits[:, :-1])
+
+
+def over_the_support(
+    z: Tensor, log_q: Tensor, ids: Tensor, target: Tensor, tail: bool, reverse: bool = True
+) -> tuple[Tensor, int]:
+    """The mean divergence over sets of ids and all others, token by token; and how many sampled tokens were added."""
+    losses, added = [], 0
+    for row, q, top, y in zip(z, log_q, ids.tolist(), target.tolist(), strict=True):
+        if y == -100:
+            continue
+        support = sorted({*top, y})
+        added += y not in top
+        p, q = row.softmax(-1)[support], q.exp()[support]
+        if tail:
+            p, q = (torch.cat([x, 1 - x.sum()[None]]) for x in (p, q))
+        p, q = p / p.sum(), q / q.sum()
+        losses.append((p * (p / q).log()).sum() if reverse else (q * (q / p).log()).sum())
+    return torch.stack(losses).mean(), added
+
+
+@pytest.mark.parametrize("tail", [True, False], ids=["tail", "without-tail"])
+@pytest.mark.parametrize("whose", ["teacher", "student"])
+@pytest.mark.parametrize("reverse", [True, False], ids=["reverse", "forward"])
+def test_top_k_and_sampled_token(whose: str, tail: bool, reverse: bool) -> None:
+    """The teacher's log-probabilities come from one pass without logits, for the ids of either model."""
+    given = students(SMALL, 0)
+    v, target, options = SMALL.vocab, given["target"], {"temperature": 1.3}
+    teacher = {name: given.pop(f"teacher_{name}") for name in ("weight", "input", "bias")}
+    log_q = ((teacher["input"] @ teacher["weight"].T + teacher["bias"]) / 1.3).log_softmax(-1)
+    weight = given["weight"].requires_grad_()
+    z = (given["input"] @ weight.T + given["bias"]) / 1.3
+    ids = (log_q if whose == "teacher" else z.detach()).topk(5, -1).indices
+
+    stats = linear_token_stats(**teacher, target=target, candidates=ids, **options)
+    assert stats.logps is not None and stats.candidate_logps is not None
+    logps, support = with_sampled_token(stats.candidate_logps, ids, target, stats.logps)
+    assert logps.shape == support.shape == (*target.shape, 6)
+    loss_fn = (LigerFusedLinearKLDivLoss if tail else WithoutTail)(
+        reverse=reverse, weight_hard_loss=0.0, weight_soft_loss=1.0, logits_budget=8 * v * 5, **options
+    )
+    loss, _ = loss_fn(**given, teacher_logps=logps, teacher_ids=support)
+    flat = [x.flatten(0, 1) for x in (z, log_q, ids)]
+    exact, added = over_the_support(*flat, target.flatten(), tail, reverse)
+    assert 0 < added < int((target != -100).sum())  # both cases occur
+    assert relative_error(loss.detach(), exact.detach()) < BOUND
+    found, expected = (torch.autograd.grad(x, weight)[0] for x in (loss, exact))
+    assert relative_error(found, expected) < BOUND
+
+
+def test_refusals_of_with_sampled_token() -> None:
+    logps, ids, target = torch.zeros(2, 3, 4), torch.zeros(2, 3, 4, dtype=torch.long), torch.zeros(2, 3).long()
+    refused: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+        ((ids, ids, target, logps[..., 0]), TypeError, "teacher_logps must be a floating-point tensor, got .*int64"),
+        ((logps, ids, target, None), TypeError, "target_logps must be a floating-point tensor, got NoneType"),
+        ((logps[0], ids, target, logps[..., 0]), ValueError, r"must be \(2, 3, 'k'\), k values for each of target"),
+        ((logps, ids[..., 1:], target, logps[..., 0]), ValueError, r"got \(2, 3, 4\) and \(2, 3, 3\)"),
+        ((logps, ids, target, logps), ValueError, r"target_logps must be \(2, 3\), as target is, got \(2, 3, 4\)"),
+    ]
+    for arguments, error, message in refused:
+        with pytest.raises(error, match=message):
+            with_sampled_token(*arguments)

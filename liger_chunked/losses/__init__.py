@@ -17,7 +17,7 @@ from liger_chunked.losses.grpo import LigerFusedLinearGRPOLoss
 from liger_chunked.losses.jsd import LigerFusedLinearJSDLoss
 from liger_chunked.losses.kl import LigerFusedLinearKLDivLoss
 from liger_chunked.losses.kto import LigerFusedLinearKTOLoss
-from liger_chunked.losses.on_policy import LigerFusedLinearOnPolicyDistillationLoss
+from liger_chunked.losses.on_policy import LigerFusedLinearOnPolicyDistillationLoss, with_sampled_token
 from liger_chunked.losses.orpo import LigerFusedLinearORPOLoss
 from liger_chunked.losses.policy import LigerFusedLinearPolicyBase
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
@@ -46,4 +46,5 @@ __all__ = [
     "LigerFusedLinearUnpairedPreferenceBase",
     "adaptive_entropy_coef",
     "rollout_importance_weights",
+    "with_sampled_token",
 ]

@@ -1,4 +1,4 @@
-"""On-policy distillation from sampled tokens."""
+"""On-policy distillation: from sampled tokens, or from these and a top-k."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from liger_chunked.types import (
     Weight,
     accumulation_dtype,
     check_number,
+    described,
     shown,
 )
 
@@ -235,3 +236,47 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
     def extra_repr(self) -> str:
         own = f", teacher_options={self.teacher_options}" if self._transforms_teacher else ""
         return f"{self.options}{own}"
+
+
+@torch.no_grad()
+def with_sampled_token(
+    teacher_logps: Tensor, teacher_ids: Tensor, target: Tensor, target_logps: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return a teacher's top-k with the sampled token added, as `teacher_logps` and `teacher_ids` of a loss.
+
+    A divergence over these k + 2 bins counts what the student sampled outside of the k, which may be the teacher's most
+    likely tokens, or the student's.
+
+    Args:
+        teacher_logps, teacher_ids: (..., k), log-probabilities under the teacher in nats, -inf if missing, and ids.
+        target: (...) sampled tokens; negative ids are ignored.
+        target_logps: (...) under the teacher.
+
+    Returns:
+        (..., k + 1) each, with -inf for a sampled token that is among the k.
+
+    Raises:
+        ValueError: shapes or devices do not match.
+
+    >>> logps, ids = torch.tensor([[0.5, 0.2]]).log(), torch.tensor([[3, 1]])
+    >>> logps, ids = with_sampled_token(logps, ids, torch.tensor([4]), torch.tensor([0.1]).log())
+    >>> logps.exp(), ids
+    (tensor([[0.5000, 0.2000, 0.1000]]), tensor([[3, 1, 4]]))
+    """
+    for name, x in (("teacher_logps", teacher_logps), ("target_logps", target_logps)):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point tensor, got {described(x)}")
+    shape = (*target.shape, "k")
+    if teacher_logps.shape[:-1] != target.shape or teacher_ids.shape != teacher_logps.shape:
+        raise ValueError(
+            f"teacher_logps and teacher_ids must be {shape}, k values for each of target, got "
+            f"{tuple(teacher_logps.shape)} and {tuple(teacher_ids.shape)}"
+        )
+    if target_logps.shape != target.shape:
+        raise ValueError(f"target_logps must be {tuple(target.shape)}, as target is, got {tuple(target_logps.shape)}")
+    if len({x.device for x in (teacher_logps, teacher_ids, target, target_logps)}) > 1:
+        raise ValueError("teacher_logps, teacher_ids, target and target_logps must be on one device")
+    sampled = target[..., None].to(teacher_ids.dtype)
+    among = ((teacher_ids == sampled) & (teacher_logps > -math.inf)).any(-1, keepdim=True)
+    added = target_logps[..., None].to(teacher_logps.dtype).masked_fill(among, -math.inf)
+    return torch.cat([teacher_logps, added], -1), torch.cat([teacher_ids, sampled.clamp(min=0)], -1)
