@@ -44,6 +44,7 @@ __all__ = [
     "orpo_loss",
     "simpo_loss",
     "tvd_loss",
+    "uld_loss",
 ]
 
 
@@ -1000,4 +1001,60 @@ def on_policy_distillation_loss(
         vocab_shard=vocab_shard,
         cu_seqlens=cu_seqlens,
         sequence_group=sequence_group,
+    )
+
+
+@entry_point
+def uld_loss(
+    weight: Weight,
+    hidden: Tensor,
+    teacher_weight: Weight,
+    teacher_input: Tensor,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    scale: Tensor | None = None,
+    teacher_scale: Tensor | None = None,
+    mask: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    vocab_shard: VocabShard | None = None,
+    teacher_options: LogitOptions | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    logits_budget: int | float | str | None = None,
+) -> tuple[Tensor, DistillationMetrics]:
+    """Compute the Wasserstein-1 distance between the sorted probabilities of student and teacher, the mean over rows.
+
+    See `LigerFusedLinearULDLoss`. `hidden` and `teacher_input` are (B, T, H) or (N, H); H and vocabulary may differ.
+
+    >>> import torch
+    >>> weight, hidden = torch.randn(11, 4), torch.randn(3, 4)
+    >>> teacher_weight, teacher_hidden = torch.randn(17, 6), torch.randn(3, 6)
+    >>> loss, metrics = uld_loss(weight, hidden, teacher_weight, teacher_hidden, temperature=2.0)
+    >>> bool(0 <= loss <= 2)
+    True
+    """
+    loss = once(
+        losses.LigerFusedLinearULDLoss,
+        teacher_options=teacher_options,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        logits_budget=logits_budget,
+    )
+    return loss(
+        weight,
+        hidden,
+        teacher_weight,
+        teacher_input,
+        bias,
+        teacher_bias,
+        scale=scale,
+        teacher_scale=teacher_scale,
+        mask=mask,
+        num_items=num_items,
+        vocab_shard=vocab_shard,
     )

@@ -24,6 +24,7 @@ from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.rollout_control import adaptive_entropy_coef, rollout_importance_weights
 from liger_chunked.losses.simpo import LigerFusedLinearSimPOLoss
 from liger_chunked.losses.tvd import LigerFusedLinearTVDLoss
+from liger_chunked.losses.uld import LigerFusedLinearULDLoss
 from liger_chunked.losses.unpaired import LigerFusedLinearUnpairedPreferenceBase
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "LigerFusedLinearPreferenceBase",
     "LigerFusedLinearSimPOLoss",
     "LigerFusedLinearTVDLoss",
+    "LigerFusedLinearULDLoss",
     "LigerFusedLinearUnpairedPreferenceBase",
     "adaptive_entropy_coef",
     "rollout_importance_weights",
