@@ -104,6 +104,13 @@ def test_copies() -> None:
         assert torch.equal(same(**given)[0], before)
 
 
+def test_a_copy_with_other_options_takes_a_top_k() -> None:
+    given = students(SMALL, 0, top_k=3)
+    loss = LigerFusedLinearKLDivLoss()
+    loss.options = replace(loss.options, softcap=3.0)
+    assert torch.equal(loss(**given)[0], LigerFusedLinearKLDivLoss(softcap=3.0)(**given)[0])
+
+
 def test_refusals() -> None:
     given = sample()
     target, logps = given["target"], torch.zeros(given["target"].shape)
