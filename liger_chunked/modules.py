@@ -383,8 +383,8 @@ def _check_plain_linear(linear: Any) -> None:
         raise TypeError(f"linear must be an nn.Linear, got a {kind.__module__}.{kind.__qualname__}{own}: {advice}")
     weight = linear.weight
     plain = any_dtensor([weight]) or type(weight) in (nn.Parameter, Tensor)
-    if not plain or not weight.is_floating_point() or weight.ndim != 2:
-        raise TypeError(f"linear.weight must be a plain floating-point matrix, got {described(weight)}: dequantize it")
+    if not plain or not weight.is_floating_point():
+        raise TypeError(f"linear.weight must be a plain floating-point tensor, got {described(weight)}: dequantize it")
     hooked = [name for name in _HOOKS if getattr(linear, name)]
     if hooked:
         raise ValueError(f"linear must have no hooks, which the new head would lose, got {', '.join(hooked)}")

@@ -176,7 +176,7 @@ def test_refuses_odd_heads() -> None:
         (Quantized(H, V), TypeError, "must be an nn.Linear, got a .*Quantized: dequantize a quantized head, merge"),
         (parametrized, TypeError, "got a .*ParametrizedLinear"),
         (wrapped, TypeError, "with a forward of its own"),
-        (integer, TypeError, r"weight must be a plain floating-point matrix, got \(23, 8\) int8 on cpu: dequantize"),
+        (integer, TypeError, r"weight must be a plain floating-point tensor, got \(23, 8\) int8 on cpu: dequantize"),
         (hooked, ValueError, "must have no hooks, which the new head would lose, got _forward_hooks"),
     ]
     for module, error, message in refused:
