@@ -58,17 +58,21 @@ if TYPE_CHECKING:
         LigerFusedLinearJSDLoss,
         LigerFusedLinearKLDivLoss,
         LigerFusedLinearKTOLoss,
+        LigerFusedLinearOnPolicyDistillationLoss,
         LigerFusedLinearORPOLoss,
         LigerFusedLinearPolicyBase,
         LigerFusedLinearPreferenceBase,
         LigerFusedLinearSimPOLoss,
         LigerFusedLinearTVDLoss,
+        LigerFusedLinearULDLoss,
         LigerFusedLinearUnpairedPreferenceBase,
         adaptive_entropy_coef,
         rollout_importance_weights,
+        with_sampled_token,
     )
     from liger_chunked.memory import estimate_memory
     from liger_chunked.modules import (
+        ChunkedLMHead,
         LigerCrossEntropyLoss,
         LigerGEGLUMLP,
         LigerJSD,
@@ -101,6 +105,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdaptedWeight",
+    "ChunkedLMHead",
     "CrossEntropyMetrics",
     "DistillationMetrics",
     "Examples",
@@ -116,10 +121,12 @@ __all__ = [
     "LigerFusedLinearKLDivLoss",
     "LigerFusedLinearKTOLoss",
     "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearOnPolicyDistillationLoss",
     "LigerFusedLinearPolicyBase",
     "LigerFusedLinearPreferenceBase",
     "LigerFusedLinearSimPOLoss",
     "LigerFusedLinearTVDLoss",
+    "LigerFusedLinearULDLoss",
     "LigerFusedLinearUnpairedPreferenceBase",
     "LigerGEGLUMLP",
     "LigerJSD",
@@ -157,6 +164,7 @@ __all__ = [
     "linear_token_stats",
     "rollout_importance_weights",
     "shifted",
+    "with_sampled_token",
 ]
 
 # Every name is imported on first use, and Triton and transformers with it.

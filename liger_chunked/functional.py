@@ -8,6 +8,7 @@ The class and its `forward` document the arguments, results and errors; they say
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -39,9 +40,11 @@ __all__ = [
     "kl_div_loss",
     "kto_loss",
     "linear_token_stats",
+    "on_policy_distillation_loss",
     "orpo_loss",
     "simpo_loss",
     "tvd_loss",
+    "uld_loss",
 ]
 
 
@@ -923,4 +926,135 @@ def cosine_similarity_loss(
         num_items=num_items,
         vocab_shard=vocab_shard,
         sequence_group=sequence_group,
+    )
+
+
+@entry_point
+def on_policy_distillation_loss(
+    weight: Weight,
+    hidden: Tensor,
+    teacher_weight: Weight | None = None,
+    teacher_input: Tensor | None = None,
+    target: Tensor | None = None,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    teacher_logps: Tensor | None = None,
+    advantages: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    old_logps: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    vocab_shard: VocabShard | None = None,
+    cu_seqlens: Tensor | None = None,
+    sequence_group: ProcessGroup | None = None,
+    kl_coef: float = 1.0,
+    epsilon_low: float = math.inf,
+    epsilon_high: float = math.inf,
+    reduction: str = "token-mean",
+    max_completion_length: int | None = None,
+    teacher_options: LogitOptions | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    logits_budget: int | float | str | None = None,
+) -> tuple[Tensor, PolicyMetrics]:
+    """Compute the reverse KL to a teacher from sampled tokens, with the gradient of a policy loss.
+
+    See `LigerFusedLinearOnPolicyDistillationLoss`. `hidden` and `teacher_input` are (B, T, H); H may differ.
+
+    >>> import torch
+    >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
+    >>> loss, metrics = on_policy_distillation_loss(weight, hidden, target=target, teacher_logps=torch.zeros(2, 3))
+    >>> bool(torch.isclose(loss, metrics.kl))
+    True
+    """
+    loss = once(
+        losses.LigerFusedLinearOnPolicyDistillationLoss,
+        kl_coef=kl_coef,
+        epsilon_low=epsilon_low,
+        epsilon_high=epsilon_high,
+        reduction=reduction,
+        max_completion_length=max_completion_length,
+        teacher_options=teacher_options,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        logits_budget=logits_budget,
+    )
+    return loss(
+        weight,
+        hidden,
+        teacher_weight,
+        teacher_input,
+        target,
+        bias,
+        teacher_bias,
+        teacher_logps=teacher_logps,
+        advantages=advantages,
+        attention_mask=attention_mask,
+        old_logps=old_logps,
+        importance_weights=importance_weights,
+        num_items=num_items,
+        vocab_shard=vocab_shard,
+        cu_seqlens=cu_seqlens,
+        sequence_group=sequence_group,
+    )
+
+
+@entry_point
+def uld_loss(
+    weight: Weight,
+    hidden: Tensor,
+    teacher_weight: Weight,
+    teacher_input: Tensor,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    scale: Tensor | None = None,
+    teacher_scale: Tensor | None = None,
+    mask: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    vocab_shard: VocabShard | None = None,
+    teacher_options: LogitOptions | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    logits_budget: int | float | str | None = None,
+) -> tuple[Tensor, DistillationMetrics]:
+    """Compute the Wasserstein-1 distance between the sorted probabilities of student and teacher, the mean over rows.
+
+    See `LigerFusedLinearULDLoss`. `hidden` and `teacher_input` are (B, T, H) or (N, H); H and vocabulary may differ.
+
+    >>> import torch
+    >>> weight, hidden = torch.randn(11, 4), torch.randn(3, 4)
+    >>> teacher_weight, teacher_hidden = torch.randn(17, 6), torch.randn(3, 6)
+    >>> loss, metrics = uld_loss(weight, hidden, teacher_weight, teacher_hidden, temperature=2.0)
+    >>> bool(0 <= loss <= 2)
+    True
+    """
+    loss = once(
+        losses.LigerFusedLinearULDLoss,
+        teacher_options=teacher_options,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        logits_budget=logits_budget,
+    )
+    return loss(
+        weight,
+        hidden,
+        teacher_weight,
+        teacher_input,
+        bias,
+        teacher_bias,
+        scale=scale,
+        teacher_scale=teacher_scale,
+        mask=mask,
+        num_items=num_items,
+        vocab_shard=vocab_shard,
     )

@@ -1,14 +1,20 @@
-"""The base kernels as modules, with the parameter names of those that they replace."""
+"""The base kernels and a head as modules, with the parameter names of those that they replace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
+from typing_extensions import Self
 
+from liger_chunked.dtensor import any_dtensor
+from liger_chunked.engine import linear_token_stats
 from liger_chunked.kernels.cross_entropy import liger_cross_entropy
 from liger_chunked.kernels.glu import liger_geglu, liger_swiglu
 from liger_chunked.kernels.layer_norm import liger_layer_norm
@@ -19,7 +25,7 @@ from liger_chunked.kernels.logits_divergence import (
 )
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
 from liger_chunked.kernels.rms_norm import Casting, liger_rms_norm
-from liger_chunked.types import shown
+from liger_chunked.types import LogitOptions, described, shown
 
 _SILU = ("silu", "swish")
 _GELU: dict[str, Literal["tanh", "none"]] = {
@@ -295,3 +301,129 @@ class LigerTVDWithLogitsLoss(_DivergenceWithLogits):
             ignore_index=ignore_index,
             inplace=inplace,
         )
+
+
+# Each temperature adds a pass, and a gradient of weight.
+_MOST_TEMPERATURES = 16
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class ChunkedLMHead(nn.Linear):
+    """An `nn.Linear` that returns log-probabilities and entropies if it gets labels, without all logits in memory.
+
+    It runs in its own forward, so hooks of FSDP, DDP and ZeRO apply. Without labels, it is the `nn.Linear`.
+
+    Args:
+        in_features, out_features, bias, device, dtype: of `nn.Linear`.
+        ignore_index, softcap, logit_scale, logits_budget: see `LogitOptions`. Not applied to logits.
+
+    >>> head = ChunkedLMHead(4, 11)
+    >>> stats = head(torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]]), temperature=0.7)
+    >>> stats["logps"].shape, stats["entropy"][1, 2].item()
+    (torch.Size([2, 3]), 0.0)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        ignore_index: int = -100,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        logits_budget: int | float | str | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.options = LogitOptions(
+            ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, logits_budget=logits_budget
+        )
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
+        """Return a head with the parameters of `linear`: the same objects, so ties hold. `options` as for the class.
+
+        Convert before FSDP or an adapter wraps the model.
+
+        Raises:
+            TypeError: `linear` may compute something else, such as a quantized or adapted projection.
+            ValueError: `linear` has hooks, which the new head would lose.
+        """
+        _check_plain_linear(linear)
+        head = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **options)
+        head.weight, head.bias = linear.weight, linear.bias
+        return head.train(linear.training)
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None, temperature: float | Tensor = 1.0) -> Any:
+        """Return {"logps": ..., "entropy": ...} in the labels' shape, differentiable; logits without labels.
+
+        Args:
+            hidden: (B, T, H) or (N, H).
+            labels: (B, T) or (N,) ids that `hidden` predicts: shift them first. Ignored tokens have 0.
+            temperature: a number, or a tensor of one value or of the labels' shape, with at most 16 distinct values at
+                tokens that count. Each value takes a pass over its tokens.
+        """
+        if labels is None:
+            return super().forward(hidden)
+        logps, entropy = logps_and_entropy(self, hidden, labels, temperature, self.options)
+        return {"logps": logps, "entropy": entropy}
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.options}"
+
+
+def _check_plain_linear(linear: Any) -> None:
+    """Raise TypeError or ValueError unless `linear` is nothing but `x @ weight.T + bias`."""
+    kind = type(linear)
+    if kind not in (nn.Linear, ChunkedLMHead) or "forward" in vars(linear):
+        advice = "dequantize a quantized head, merge an adapter, and convert the head before FSDP or hooks wrap it"
+        own = ", with a forward of its own" if kind in (nn.Linear, ChunkedLMHead) else ""
+        raise TypeError(f"linear must be an nn.Linear, got a {kind.__module__}.{kind.__qualname__}{own}: {advice}")
+    weight = linear.weight
+    plain = any_dtensor([weight]) or type(weight) in (nn.Parameter, Tensor)
+    if not plain or not weight.is_floating_point():
+        raise TypeError(f"linear.weight must be a plain floating-point tensor, got {described(weight)}: dequantize it")
+    hooked = [name for name in _HOOKS if getattr(linear, name)]
+    if hooked:
+        raise ValueError(f"linear must have no hooks, which the new head would lose, got {', '.join(hooked)}")
+
+
+def logps_and_entropy(
+    head: nn.Linear, hidden: Tensor, labels: Tensor, temperature: float | Tensor, options: LogitOptions
+) -> tuple[Tensor, Tensor]:
+    """Return statistics of `labels` at temperatures as in `ChunkedLMHead.forward`, not at that of `options`."""
+    parts = []
+    for value, own in _by_temperature(labels, temperature, options.ignore_index):
+        at_value = asdict(options) | {"temperature": value}
+        stats = linear_token_stats(head.weight, hidden, own, head.bias, outputs=("logps", "entropy"), **at_value)
+        assert stats.logps is not None and stats.entropy is not None
+        parts.append((stats.logps, stats.entropy))
+    logps, entropy = (functools.reduce(operator.add, values) for values in zip(*parts, strict=True))
+    return logps, entropy
+
+
+def _by_temperature(labels: Tensor, temperature: float | Tensor, ignore_index: int) -> Iterator[tuple[float, Tensor]]:
+    """Yield each temperature, and the labels with the tokens of others ignored."""
+    if not isinstance(temperature, Tensor):
+        yield temperature, labels
+        return
+    if not temperature.is_floating_point():
+        raise TypeError(f"temperature must be a number or a floating-point tensor, got {described(temperature)}")
+    if temperature.numel() == 1:
+        yield temperature.item(), labels
+        return
+    if temperature.shape != labels.shape or temperature.device != labels.device:
+        raise ValueError(
+            f"temperature must be a number, or one value for each of labels {described(labels)}, got "
+            f"{described(temperature)}"
+        )
+    values = temperature.detach()[labels != ignore_index].unique().tolist() or [1.0]
+    if len(values) > _MOST_TEMPERATURES:
+        raise ValueError(
+            f"temperature must have at most {_MOST_TEMPERATURES} distinct values at tokens that count, each of which "
+            f"takes a pass, got {len(values)}"
+        )
+    for value in values:
+        yield value, labels if len(values) == 1 else labels.masked_fill(temperature != value, ignore_index)

@@ -23,6 +23,7 @@ from liger_chunked import (
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKLDivLoss,
     LigerFusedLinearKTOLoss,
+    LigerFusedLinearOnPolicyDistillationLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
     LigerFusedLinearTVDLoss,
@@ -458,6 +459,53 @@ def _grpo(
     )
 
 
+def _on_policy(
+    id: str,
+    *,
+    teacher: str = "states",
+    sample: dict[str, Any] | None = None,
+    stops_gradients: bool = False,
+    kl_coef: float = 1.0,
+    reduction: str = "token-mean",
+    **settings: Any,
+) -> Row:
+    """`settings` are the module's other arguments, transform included; the oracle is GRPO with the advantages."""
+    transform = {name: settings.pop(name) for name in _TRANSFORM if name in settings}
+
+    def ours(batch: Batch, **options: Any) -> Tensor:
+        return LigerFusedLinearOnPolicyDistillationLoss(
+            kl_coef=kl_coef, reduction=reduction, **settings, **transform | options
+        )(**batch)[0]
+
+    def oracle(batch: Batch, **options: Any) -> Tensor:
+        batch, own = dict(batch), transform | options
+
+        def logps(prefix: str) -> Tensor:
+            tensors = {name: batch.get(prefix + name) for name in ("weight", "input", "bias")}
+            return eager.token_stats(**tensors, target=batch["target"], outputs=("logps",), **own)["logps"].detach()
+
+        given = batch.pop("teacher_logps", None)
+        of_teacher = logps("teacher_") if given is None else given
+        batch = {name: x for name, x in batch.items() if not name.startswith("teacher_")}
+        advantages = kl_coef * (of_teacher - batch.get("old_logps", logps("")))
+        others = batch.pop("advantages", None)
+        if others is not None:
+            advantages = advantages + (others if others.ndim == 2 else others[:, None])
+        bounds = {name: settings.get(name, float("inf")) for name in ("epsilon_low", "epsilon_high")}
+        return eager.grpo(**batch, advantages=advantages, reduction=reduction, **bounds, **own)[0]
+
+    def draw(sizes: Sizes, seed: int) -> Batch:
+        batch = rollouts(sizes, seed, ref="tokens", transform=transform, **sample or {})
+        if not (sample or {}).get("advantages"):
+            del batch["advantages"]
+        ref_logps = batch.pop("ref_logps")
+        if teacher == "logps":
+            return batch | {"teacher_logps": ref_logps}
+        return batch | _head(sizes, torch.Generator().manual_seed(seed + 1000), prefix="teacher_")
+
+    return Row(id, ours, oracle, draw, "sequence", stops_gradients=stops_gradients)
+
+
 def _statistics(id: str, outputs: tuple[str, ...], **settings: Any) -> Row:
     """An objective that mixes `outputs` with per-token coefficients, so that each token gets different gradients."""
 
@@ -792,6 +840,24 @@ POLICY = [
     ),
 ]
 
+ON_POLICY = [
+    _on_policy("on-policy-distillation", sample={"old": False}, stops_gradients=True),
+    _on_policy(
+        "on-policy-distillation-old-clipped",
+        epsilon_low=0.1,
+        epsilon_high=0.2,
+        reduction="grpo",
+        sample={"advantages": "tokens"},
+    ),
+    _on_policy(
+        "on-policy-distillation-logps-advantages",
+        teacher="logps",
+        kl_coef=0.3,
+        sample={"advantages": "sequences", "weights": "tokens"},
+    ),
+    _on_policy("on-policy-distillation-softcap-scale-temperature", **_TRANSFORM),
+]
+
 STATISTICS = [
     _statistics("stats-logps", ("logps",)),
     _statistics("stats-entropy", ("entropy",)),
@@ -799,7 +865,18 @@ STATISTICS = [
     _statistics("stats-any-order-transformed", ("mean_logits", "entropy", "logps"), **_TRANSFORM),
 ]
 
-ROWS = [*CROSS_ENTROPY, *SFT_KIN, *DPO, *DPO_VARIANTS, *REFERENCE_FREE, *UNPAIRED, *DISTILLATION, *POLICY, *STATISTICS]
+ROWS = [
+    *CROSS_ENTROPY,
+    *SFT_KIN,
+    *DPO,
+    *DPO_VARIANTS,
+    *REFERENCE_FREE,
+    *UNPAIRED,
+    *DISTILLATION,
+    *POLICY,
+    *ON_POLICY,
+    *STATISTICS,
+]
 
 
 def rows(*ids: str) -> list[Row]:

@@ -28,6 +28,11 @@ def labelled(**point: float) -> Callable[[], Batch]:
     return lambda: examples(SMALL, seed=0, ref="tokens") | point  # type: ignore[return-value]
 
 
+def two_vocabularies() -> Batch:
+    batch = students(SMALL, 0, padding=4)
+    return {name: x for name, x in batch.items() if name != "target"}
+
+
 # name: (class, function, a batch, settings that are no defaults)
 LOSSES: dict[str, tuple[Any, Callable[..., Any], Callable[[], Batch], dict[str, Any]]] = {
     "cross_entropy": (
@@ -71,6 +76,13 @@ LOSSES: dict[str, tuple[Any, Callable[..., Any], Callable[[], Batch], dict[str, 
         functional.cosine_similarity_loss,
         lambda: students(SMALL, 0),
         {"weight_soft_loss": 0.9},
+    ),
+    "uld": (lc.LigerFusedLinearULDLoss, functional.uld_loss, two_vocabularies, {"temperature": 2.0}),
+    "on_policy_distillation": (
+        lc.LigerFusedLinearOnPolicyDistillationLoss,
+        functional.on_policy_distillation_loss,
+        lambda: students(SMALL, 0),
+        {"kl_coef": 0.5, "teacher_options": lc.LogitOptions(softcap=3.0)},
     ),
 }
 CASES = pytest.mark.parametrize("case", LOSSES)

@@ -6,6 +6,7 @@ compared too. torchtitan is replaced by a stub where it is not installed.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import sys
@@ -446,15 +447,18 @@ def test_megatron_passes_these_arguments() -> None:
 # `set_lm_head` if the loss is a ChunkedLossWrapper, and `loss(pred, labels, global_valid_tokens, **inputs)`. Labels
 # are shifted already, -100 is ignored. Under "spmd_types" (distributed/spmd_types.py) parameters are plain rows, and
 # pred is R on "tp": its gradient is the rank's share.
+class Module(ModuleType):
+    """A stub of a framework's module."""
+
+    def __init__(self, name: str, **contents: Any) -> None:
+        super().__init__(name)
+        vars(self).update(contents)
+        sys.modules[name] = self
+
+
 def stub_torchtitan() -> None:
     """Put the few names that the adapter needs in the place of torchtitan."""
     backend, meshes = ["spmd_types"], []
-
-    class Module(ModuleType):
-        def __init__(self, name: str, **contents: Any) -> None:
-            super().__init__(name)
-            vars(self).update(contents)
-            sys.modules[name] = self
 
     class BaseLoss(ABC):  # noqa: B024
         @dataclass(kw_only=True, slots=True)
@@ -602,6 +606,258 @@ def eager_ce(model: Any, case: Case) -> Tensor:
 
 
 test_torchtitan = run(torchtitan_worker)
+
+
+# torchtune, commit bd2a0fc of 2026-04-23 (0.7.0), torchtune/modules/loss/loss_types.py, transformer.py, tied_linear.py
+# and recipes/full_finetune_distributed.py: `set_model_output(model)` after FSDP, `loss(outputs, labels)` after the
+# model's forward with `skip_output_layer`, a mean over tokens. FSDP wraps the root with reshard_after_forward=False.
+def stub_torchtune() -> None:
+    for name in ("torchtune", "torchtune.modules"):
+        Module(name)
+    Module("torchtune.modules.loss", SFTLoss=type("SFTLoss", (ABC,), {}))
+
+
+class TunedDecoder(nn.Module):
+    def __init__(self, weight: Tensor, tied: bool) -> None:
+        super().__init__()
+        self.skip_output_layer = False
+        self.norm = nn.LayerNorm(H, dtype=torch.float64)
+        self.tok_embeddings = nn.Embedding(V, H, dtype=torch.float64)
+        self.tok_embeddings.weight = nn.Parameter(weight.clone())
+        self.output: Any = SimpleNamespace(tied_module=self.tok_embeddings) if tied else titan_head(weight.clone())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        assert self.skip_output_layer
+        return self.norm(self.tok_embeddings(ids))
+
+
+def torchtune_worker(rank: int, folder: str) -> None:
+    stub_torchtune()
+    from liger_chunked.integrations.torchtune import FusedLinearCrossEntropyLoss
+
+    initialize(rank, folder)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    case = make_case(rank, WORLD)
+    ids, own = case.target.roll(1, 1).clamp(min=0), slice(0, 2) if rank == 0 else slice(2, 3)
+    with pytest.raises(ValueError, match="call set_model_output"):
+        FusedLinearCrossEntropyLoss()(case.hidden, case.target)
+    with pytest.raises(ValueError, match="tensor_parallel_dim must be 1"):
+        FusedLinearCrossEntropyLoss().patch_tp_plan({})
+    for tied, own_group in ((False, False), (False, True), (True, False)):
+        single, model = TunedDecoder(case.weight, tied), TunedDecoder(case.weight, tied)
+        single.skip_output_layer = True
+        if own_group:
+            fully_shard(model.output, mesh=mesh)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        loss = FusedLinearCrossEntropyLoss(logits_budget="1KiB").apply_compile_strategy()
+        loss.set_model_output(model)
+        for _ in range(2):  # the second step finds FSDP's hooks as the first left them
+            model.zero_grad()
+            found = loss(model(ids[own]), case.target[own])
+            found.backward()
+        weight = single.tok_embeddings.weight if tied else single.output.weight
+        means = [
+            nn.functional.cross_entropy((single(ids[part]) @ weight.T).flatten(0, 1), case.target[part].flatten())
+            for part in (slice(0, 2), slice(2, 3))
+        ]
+        check(found, means[rank].detach(), "loss")
+        (sum(means) / WORLD).backward()  # type: ignore[union-attr]
+        for (name, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
+            assert isinstance(p.grad, DTensor) and q.grad is not None
+            check(p.grad.full_tensor(), q.grad, name)
+    assert FusedLinearCrossEntropyLoss.forward.__code__.co_varnames[:3] == ("self", "outputs", "targets")
+    dist.destroy_process_group()
+
+
+test_torchtune = run(torchtune_worker)
+
+
+# slime, commit 624b824 of 2026-08-21 (0.3.1), slime/backends/megatron_utils: model.py calls GPTModel without labels,
+# and passes its float32 result (1, T, V) to `get_log_probs_and_entropy` of loss.py; actor.py imports that name too. A
+# critic's output layer is an nn.Linear (model_provider.py).
+def stub_slime() -> Any:
+    class ColumnParallelLinear(nn.Linear):
+        def forward(self, hidden: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
+            raise AssertionError("logits")
+
+    class GPTModel(nn.Module):
+        def __init__(self, head: nn.Module, hidden: Tensor) -> None:
+            super().__init__()
+            self.output_layer, self.hidden = head, hidden
+
+        def forward(self, input_ids: Tensor, position_ids: Any = None, attention_mask: Any = None, **_: Any) -> Tensor:
+            logits, _ = self.output_layer(self.hidden.transpose(0, 1), weight=None, runtime_gather_output=None)
+            return logits.transpose(0, 1).contiguous()
+
+    for name in ("megatron", "megatron.core.models", "slime", "slime.backends"):
+        Module(name)
+    state = Module("megatron.core.parallel_state", get_context_parallel_world_size=lambda: 1)
+    Module("megatron.core", parallel_state=state)
+    Module("megatron.core.models.gpt", GPTModel=GPTModel)
+    Module("megatron.core.tensor_parallel", ColumnParallelLinear=ColumnParallelLinear)
+    parts = {name: Module(f"slime.backends.megatron_utils.{name}") for name in ("actor", "loss")}
+    Module("slime.backends.megatron_utils", **parts)
+    return SimpleNamespace(state=state, model=GPTModel, head=ColumnParallelLinear, **parts)
+
+
+def slime_worker(rank: int, folder: str) -> None:
+    stub = stub_slime()
+    from liger_chunked.integrations import slime
+
+    group = initialize(rank, folder)
+    case = make_case(rank, WORLD)
+    args = SimpleNamespace(rollout_temperature=0.7)
+    slime.install(args)
+    for sequence_parallel in (False, True):
+        # One row of three sequences: of the lengths 12, 10 and 8, with responses of 5, 10 - 1 and 3 tokens.
+        totals, responses = [12, 10, 8], [5, 9, 3]
+        tokens = case.target.clamp(min=0).view(1, -1)
+        head = stub.head(H, V // WORLD, bias=False, dtype=torch.float64)
+        head.weight = nn.Parameter(case.weight[case.own].clone())
+        head.tp_group, head.sequence_parallel = group, sequence_parallel
+        half = slice(rank * B * S // 2, (rank + 1) * B * S // 2) if sequence_parallel else slice(None)
+        hidden = case.hidden.view(1, -1, H)[:, half].clone().requires_grad_()
+        model = stub.model(head, hidden)
+        given = {"args": args, "unconcat_tokens": list(tokens[0].split(totals)), "non_loss_data": True}
+        given |= {"total_lengths": totals, "response_lengths": responses, "with_entropy": True}
+        _, found = stub.loss.get_log_probs_and_entropy(model(tokens), **given)
+        assert stub.actor.get_log_probs_and_entropy is stub.loss.get_log_probs_and_entropy
+        assert "forward" not in vars(head)
+
+        weight, whole = case.weight.clone().requires_grad_(), case.hidden.clone().requires_grad_()
+        log_p = (whole.view(-1, H) @ weight.T / 0.7).log_softmax(-1).split(totals)
+        exact: list[list[Tensor]] = [[], []]
+        for p, ids, n in zip(log_p, given["unconcat_tokens"], responses, strict=True):
+            exact[0].append(p[-n - 1 : -1].gather(1, ids[-n:, None])[:, 0])
+            exact[1].append(-(p.exp() * p).sum(-1)[-n - 1 : -1])
+        for x, e in zip(found["log_probs"] + found["entropy"], exact[0] + exact[1], strict=True):
+            check(x, e.detach(), "statistics")
+        torch.cat(found["log_probs"] + found["entropy"]).square().sum().backward()
+        torch.cat(exact[0] + exact[1]).square().sum().backward()
+        assert weight.grad is not None and whole.grad is not None
+        check(head.weight.grad, weight.grad[case.own], "dW")
+        check(hidden.grad, whole.grad.view(1, -1, H)[:, half], "dX")
+
+    class Critic(nn.Linear):
+        def forward(self, hidden: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
+            return super().forward(hidden), None
+
+    assert stub.model(Critic(H, 1, dtype=torch.float64), whole)(tokens).shape == (B, S, 1)
+    with pytest.raises(ValueError, match="top-p replay must be off"):
+        slime.of_responses(model(tokens), **given, top_p_token_ids=[[1]])
+    with pytest.raises(ValueError, match="enable_mtp_training must be off"):
+        slime.install(SimpleNamespace(enable_mtp_training=True))
+    stub.state.get_context_parallel_world_size = lambda: 2
+    with pytest.raises(ValueError, match="context_parallel_size must be 1"):
+        slime.install(args)
+    dist.destroy_process_group()
+
+
+test_slime = run(slime_worker)
+
+
+# OpenRLHF, commit 3c3be62 of 2026-08-13 (0.11.0), openrlhf/models/actor.py: log-probabilities at the temperature,
+# entropies at temperature 1, both without the last position. The stub computes them from logits, as the original does.
+def stub_openrlhf() -> Any:
+    def unpad_and_slice_tensor(sequences: Tensor, attention_mask: Tensor, ring_attn_group: Any) -> Any:
+        indices = attention_mask.flatten().nonzero()[:, 0]
+        positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        rows = [x.flatten()[indices][None] for x in (sequences, positions, sequences.roll(-1, 1))]
+        return *rows, 0, indices
+
+    def gather_and_pad_tensor(x: Tensor, group: Any, padding: int, indices: Tensor, batch: int, length: int) -> Tensor:
+        return x.new_zeros(batch * length).index_copy(0, indices, x[0]).view(batch, length)
+
+    class Actor(nn.Module):
+        def __init__(self, model: nn.Module, packing_samples: bool = False, temperature: float = 1.0) -> None:
+            super().__init__()
+            self.model, self.packing_samples, self.temperature = model, packing_samples, temperature
+
+        def forward(
+            self,
+            sequences: Tensor,
+            action_mask: Any = None,
+            attention_mask: Any = None,
+            return_output: bool = False,
+            allgather_logits: bool = False,
+            return_logprobs: bool = False,
+            ring_attn_group: Any = None,
+            packed_seq_lens: Any = None,
+            return_entropy: bool = False,
+            **mm_inputs: Any,
+        ) -> Any:
+            ids, mask, target = sequences, attention_mask, sequences.roll(-1, 1)
+            positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+            if self.packing_samples:
+                ids, positions, target, _, indices = unpad_and_slice_tensor(sequences, attention_mask, None)
+                mask = None
+            output = self.model(ids, attention_mask=mask, position_ids=positions)
+            if action_mask is None and not return_logprobs:
+                return output
+            log_p = output.logits.log_softmax(-1)
+            entropy = -(log_p.exp() * log_p).sum(-1)
+            logps = (output.logits / self.temperature).log_softmax(-1).gather(-1, target[..., None])[..., 0]
+            if self.packing_samples:
+                logps, entropy = (
+                    gather_and_pad_tensor(x, None, 0, indices, *sequences.shape) for x in (logps, entropy)
+                )
+            output.entropy = entropy[:, :-1] if return_entropy else None
+            logps = logps[:, :-1]
+            if action_mask is not None:
+                logps = logps[:, -action_mask.shape[1] :] * action_mask
+            return (logps, output) if return_output else logps
+
+    Module("openrlhf")
+    actor = Module(
+        "openrlhf.models.actor",
+        Actor=Actor,
+        unpad_and_slice_tensor=unpad_and_slice_tensor,
+        gather_and_pad_tensor=gather_and_pad_tensor,
+    )
+    Module("openrlhf.models", actor=actor, Actor=Actor)
+    return Actor
+
+
+@pytest.fixture
+def openrlhf() -> Iterator[Any]:
+    before = set(sys.modules)
+    yield stub_openrlhf()
+    for name in set(sys.modules) - before:
+        if name.startswith("openrlhf") or name == "liger_chunked.integrations.openrlhf":
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("packing_samples", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_openrlhf(openrlhf: Any, packing_samples: bool, temperature: float) -> None:
+    pytest.importorskip("transformers")
+    from tiny_models import build
+
+    from liger_chunked.integrations.openrlhf import FusedActor
+
+    model = build("Gemma2ForCausalLM").double().eval()  # its logits have a softcap
+    model.config.use_cache = False  # as OpenRLHF sets it
+    generator = torch.Generator().manual_seed(0)
+    sequences = torch.randint(10, 90, (2, S), generator=generator)
+    mask = torch.ones_like(sequences)
+    mask[0, 9:] = mask[1, 8:] = 0
+    action_mask = mask[:, -4:].bool()
+    ours = FusedActor(copy.deepcopy(model), packing_samples=packing_samples, temperature=temperature)
+    stock = openrlhf(model, packing_samples=packing_samples, temperature=temperature)
+    results = []
+    for actor in (ours, stock):
+        logps, output = actor(sequences, action_mask, mask, return_output=True, return_entropy=True)
+        assert (output.logits is None) == (actor is ours)
+        entropy = output.entropy * mask[:, 1:] * mask[:, :-1]
+        torch.autograd.backward([logps, entropy], [torch.linspace(-1, 1, 4).expand(2, 4).double(), entropy.detach()])
+        results.append([logps.detach(), entropy.detach(), *(p.grad for p in actor.parameters())])
+        with torch.no_grad():
+            results[-1] += [actor(sequences, action_mask, mask), actor(sequences, None, mask, return_logprobs=True)]
+    counted = [mask[:, 1:] * mask[:, :-1]]
+    for i, (x, e) in enumerate(zip(*results, strict=True)):
+        last = counted[0] if i == len(results[0]) - 1 else 1
+        assert relative_error(x * last, e * last) < 1e-6  # Gemma's RMSNorm is in float32
+    assert ours(sequences, None, mask, return_output=True).logits is not None
 
 
 # cut_cross_entropy, commit d42911f of 2025-06-26: linear_cross_entropy.py, torch_compile.py, vocab_parallel/utils.py.

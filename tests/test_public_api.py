@@ -26,6 +26,7 @@ MODULES = (
     "liger_chunked.integrations.cut_cross_entropy",
     "liger_chunked.integrations.megatron",
     "liger_chunked.integrations.nemo_rl",
+    "liger_chunked.integrations.prime_rl",
     "liger_chunked.integrations.skyrl",
     "liger_chunked.integrations.transformers",
     "liger_chunked.integrations.trl",

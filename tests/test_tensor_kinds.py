@@ -88,6 +88,12 @@ def top_k() -> Batch:
     return with_sides(students(SMALL, 0, top_k=3), mask=lambda target: target != 5)
 
 
+def two_vocabularies() -> Batch:
+    batch = students(SMALL, 0, padding=4)
+    sides = {name: batch["target"].abs().double() / 100 for name in ("scale", "teacher_scale")}
+    return {name: x for name, x in batch.items() if name != "target"} | sides
+
+
 LOSSES = [
     Call("linear_token_stats", lc.linear_token_stats, lambda: tokens(SMALL, 0)),
     Call(
@@ -124,6 +130,8 @@ LOSSES = [
         lc.LigerFusedLinearGRPOLoss(beta=0.1, reduction="dapo"),
         lambda: with_sides(rollouts(SMALL, 0, ref="tokens"), num_items=count),
     ),
+    Call("on-policy-distillation", lc.LigerFusedLinearOnPolicyDistillationLoss(), lambda: students(SMALL, 0)),
+    Call("uld", lc.LigerFusedLinearULDLoss(), two_vocabularies),
     Call("kl", lc.LigerFusedLinearKLDivLoss(), lambda: students(SMALL, 0)),
     Call("kl-top_k", lc.LigerFusedLinearKLDivLoss(), top_k),
     Call("jsd", lc.LigerFusedLinearJSDLoss(), lambda: students(SMALL, 0)),

@@ -4,7 +4,7 @@ batch, plan                      which tokens count; how they are cut
 step                             the loop over chunks, and its autograd Function
 head, epilogue, distillation     the passes that `step` drives: plain logits, fused epilogue, student and teacher
 gradients                        accumulators of dX, dW and db
-divergences, top_k               divergences of a tile of logits
+divergences, top_k, ranked       divergences of a tile of logits
 stats                            linear_token_stats
 packed                           sequences without padding
 shard, scattered, sequence       a vocabulary, hidden states, or sequences split over ranks
@@ -22,6 +22,7 @@ from liger_chunked.engine.checks import (
 from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_loss, distillation_step
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
+from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.sequence import SequenceSplit, check_group
 from liger_chunked.engine.stats import linear_token_stats, token_stats
 from liger_chunked.engine.step import LinearObjective, NegativeLogLikelihood, Objective, fused_loss
@@ -38,6 +39,7 @@ __all__ = [
     "NegativeLogLikelihood",
     "Objective",
     "Packing",
+    "Ranked",
     "SequenceSplit",
     "Sequences",
     "Teacher",

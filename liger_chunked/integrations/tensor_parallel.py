@@ -1,13 +1,16 @@
-"""Helpers for tensor-parallel frameworks, whose ranks hold equally many rows of the vocabulary."""
+"""Helpers of adapters. In tensor-parallel frameworks, ranks hold equally many rows of the vocabulary."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_chunked.types import VocabShard, described
+
+T = TypeVar("T")
 
 
 def even_shard(
@@ -44,3 +47,16 @@ def budget_of(tokens: int | None, weight: Tensor) -> int | None:
     if tokens < 1:
         raise ValueError(f"chunk_size must be a positive number of tokens or None, got {tokens}")
     return tokens * weight.shape[0] * weight.itemsize
+
+
+def call_in_forward(module: nn.Module, fn: Callable[..., T], *args: Any) -> T:
+    """Return `fn(*args)`, called as the forward of `module`, whose hooks run: FSDP gathers the parameters."""
+    own = vars(module).get("forward")
+    module.forward = fn
+    try:
+        return module(*args)
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
 
 from liger_chunked.functional import cross_entropy_loss
-from liger_chunked.integrations.tensor_parallel import even_shard
+from liger_chunked.integrations.tensor_parallel import call_in_forward, even_shard
 from liger_chunked.types import VocabShard
 
 __all__ = ["FusedLinearCrossEntropyLoss"]
@@ -60,7 +59,7 @@ class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
         if pred.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("the loss reads numbers on the host: set training.disable_cuda_graphs")
         with spmd.local():
-            loss = _call_in_forward(self.lm_head, self._sum_of_tokens, pred, labels)
+            loss = call_in_forward(self.lm_head, self._sum_of_tokens, pred, labels)
             if global_valid_tokens is not None:
                 loss = loss / global_valid_tokens
         if spmd.is_type_checking():
@@ -89,15 +88,3 @@ class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
             return even_shard(weight, group, "partial")
         rows = -(-vocab_size // dist.get_world_size(group))  # as torch.chunk cuts
         return VocabShard(group, min(vocab_size, rows * dist.get_rank(group)), vocab_size, input_grad="partial")
-
-
-def _call_in_forward(module: nn.Module, fn: Callable[..., Tensor], *args: Tensor) -> Tensor:
-    own = vars(module).get("forward")
-    module.forward = fn
-    try:
-        return module(*args)
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own

@@ -17,12 +17,14 @@ from liger_chunked.losses.grpo import LigerFusedLinearGRPOLoss
 from liger_chunked.losses.jsd import LigerFusedLinearJSDLoss
 from liger_chunked.losses.kl import LigerFusedLinearKLDivLoss
 from liger_chunked.losses.kto import LigerFusedLinearKTOLoss
+from liger_chunked.losses.on_policy import LigerFusedLinearOnPolicyDistillationLoss, with_sampled_token
 from liger_chunked.losses.orpo import LigerFusedLinearORPOLoss
 from liger_chunked.losses.policy import LigerFusedLinearPolicyBase
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.rollout_control import adaptive_entropy_coef, rollout_importance_weights
 from liger_chunked.losses.simpo import LigerFusedLinearSimPOLoss
 from liger_chunked.losses.tvd import LigerFusedLinearTVDLoss
+from liger_chunked.losses.uld import LigerFusedLinearULDLoss
 from liger_chunked.losses.unpaired import LigerFusedLinearUnpairedPreferenceBase
 
 __all__ = [
@@ -37,11 +39,14 @@ __all__ = [
     "LigerFusedLinearKLDivLoss",
     "LigerFusedLinearKTOLoss",
     "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearOnPolicyDistillationLoss",
     "LigerFusedLinearPolicyBase",
     "LigerFusedLinearPreferenceBase",
     "LigerFusedLinearSimPOLoss",
     "LigerFusedLinearTVDLoss",
+    "LigerFusedLinearULDLoss",
     "LigerFusedLinearUnpairedPreferenceBase",
     "adaptive_entropy_coef",
     "rollout_importance_weights",
+    "with_sampled_token",
 ]

@@ -92,6 +92,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         self.weight_soft_loss = weight_soft_loss
         self.options = LogitOptions.of(type(self), options)
         self.teacher_options = self.options if teacher_options is None else teacher_options
+        self._transforms_teacher = teacher_options is not None
         if teacher_options is not None:
             plain = LogitOptions()
             for name in ("ignore_index", "logits_budget"):
@@ -242,14 +243,14 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
                 f"{type(self).__name__} needs the teacher's logits, got teacher_logps: set of_distributions = True "
                 "if the divergence depends only on the softmax of its arguments"
             )
-        if self.teacher_options is not self.options:
+        if self._transforms_teacher:
             raise ValueError("teacher_options are for teacher_input, got teacher_logps, which have no transform")
         logps, ids = _top_k(head, layout, given)
         return TopK(self.divergence, self.options, logps, ids, head.shard)
 
     def extra_repr(self) -> str:
         weights = f"weight_hard_loss={self.weight_hard_loss}, weight_soft_loss={self.weight_soft_loss}"
-        own = "" if self.teacher_options is self.options else f", teacher_options={self.teacher_options}"
+        own = f", teacher_options={self.teacher_options}" if self._transforms_teacher else ""
         return f"{weights}, {self.options}{own}"
 
 

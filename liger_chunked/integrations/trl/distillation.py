@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.transformers.head import with_transform
+from liger_chunked.integrations.trl import across_tokenizers
 from liger_chunked.integrations.trl.base import (
     HEAD_BUDGET,
     LigerTrainerMixin,
@@ -162,8 +164,8 @@ class GKDMixin(TeacherMixin):
 class GOLDMixin(TeacherMixin):
     """TRL's `GOLDTrainer` without logits.
 
-    With another tokenizer (`use_uld_loss`), TRL's code runs, with logits: it sorts whole rows. Else `loss` may be a
-    `LigerFusedLinearDistillationBase`.
+    With another tokenizer (`use_uld_loss`), the distance of sorted probabilities is computed chunk by chunk. With
+    `uld_use_hybrid_loss`, TRL's code runs, with logits. Else `loss` may be a `LigerFusedLinearDistillationBase`.
     """
 
     replaced_fields: ClassVar = {"beta": "beta", "temperature": "options.temperature"}
@@ -185,8 +187,55 @@ class GOLDMixin(TeacherMixin):
         num_items_in_batch: int | Tensor | None = None,
     ) -> Any:
         if self._across_tokenizers:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            if not across_tokenizers.is_served(self.uld_loss_fn):
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return self._distance(model, inputs, return_outputs)
         model_inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         model_inputs |= self._get_model_forward_kwargs(inputs)
         step = self._distil(model, model_inputs, inputs["labels"], self.temperature, num_items_in_batch)
         return with_outputs(step.loss, model, model_inputs, return_outputs)
+
+    def _distance(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        uld, teacher = self.uld_loss_fn, self.teacher_model
+        texts = inputs["original_completion_text"]
+        of_teacher: dict[str, Tensor] = {}
+        if self._teacher_processor is None:
+            ids, labels, mask, offsets = gold_trainer().build_teacher_inputs_from_texts(
+                self.teacher_tokenizer,
+                inputs["original_prompt_text"],
+                texts,
+                use_extended_uld=uld.use_extended_uld,
+            )
+        else:
+            ids, labels, mask, offsets, of_teacher = self._build_teacher_vlm_inputs(
+                texts, inputs["_raw_images"], inputs["_raw_prompts"]
+            )
+        own = inputs.get("byte_offsets")
+        if uld.use_extended_uld and own is None:
+            raise ValueError("inputs must include byte_offsets with use_extended_uld=True: use TRL's data collator")
+        aligned = across_tokenizers.align(
+            uld,
+            across_tokenizers.Side(inputs["labels"], inputs["input_ids"], own),
+            across_tokenizers.Side(labels, ids, offsets),
+        )
+        model_inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        model_inputs |= self._get_model_forward_kwargs(inputs)
+        device, with_gradient, losses = self.accelerator.device, torch.is_grad_enabled(), []
+
+        def in_teacher(teacher_head: Head, teacher_input: HeadInput) -> None:
+            def in_student(head: Head, input: HeadInput) -> Tensor:
+                sides = (head, input), (teacher_head, teacher_input)
+                return across_tokenizers.distance(uld, aligned, *sides, self.logits_budget)
+
+            with torch.set_grad_enabled(with_gradient):
+                # Hooks of the teacher would treat a returned loss as its output.
+                losses.append(model(**model_inputs, labels=inputs["labels"], head_fn=in_student))
+
+        teacher.eval()
+        with torch.no_grad():
+            teacher(input_ids=ids.to(device), attention_mask=mask.to(device), **of_teacher, head_fn=in_teacher)
+        return with_outputs(losses[0], model, model_inputs, return_outputs)
+
+
+def gold_trainer() -> Any:
+    return importlib.import_module("trl.experimental.gold.gold_trainer")  # only with a trainer of this kind

@@ -1,0 +1,282 @@
+"""On-policy distillation: from sampled tokens, or from these and a top-k."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from liger_chunked.calls import entry_point
+from liger_chunked.engine import check_projection, check_target, linear_token_stats
+from liger_chunked.losses.base import FusedLoss
+from liger_chunked.losses.policy import Clipped, LigerFusedLinearPolicyBase
+from liger_chunked.losses.settings import check_finite
+from liger_chunked.types import (
+    LogitOptions,
+    LogitOptionsDict,
+    LossHead,
+    PolicyMetrics,
+    ProcessGroup,
+    Rollouts,
+    VocabShard,
+    Weight,
+    accumulation_dtype,
+    check_number,
+    described,
+    shown,
+)
+
+
+class _SampledReverseKL(LigerFusedLinearPolicyBase):
+    """The policy gradient of the advantages that the class below defines; the teacher is the reference."""
+
+    scope = "token"
+
+    def __init__(
+        self,
+        kl_coef: float,
+        epsilon_low: float,
+        epsilon_high: float,
+        reduction: str,
+        max_completion_length: int | None,
+    ) -> None:
+        bounded = math.isfinite(epsilon_low) or math.isfinite(epsilon_high)
+        super().__init__(
+            reduction=reduction,
+            max_completion_length=max_completion_length,
+            kl_estimator="k1",  # of the metric
+            use_bias_correction_kl=False,
+            clipped=self._clipped if bounded else None,
+        )
+        self.kl_coef = kl_coef
+        self.epsilon_low = epsilon_low
+        self.epsilon_high = epsilon_high
+        self.clips_low = math.isfinite(epsilon_low)
+
+    def _advantages(self, r: Rollouts) -> Tensor:
+        assert r.ref_logps is not None
+        return r.advantages + self.kl_coef * (r.ref_logps - r.old_logps)
+
+    def policy_loss(self, rollouts: Rollouts) -> Tensor:
+        advantages = self._advantages(rollouts)
+        bounded = rollouts.ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
+        return -torch.minimum(rollouts.ratio * advantages, bounded * advantages)
+
+    def _clipped(self, r: Rollouts) -> Clipped:
+        advantages = self._advantages(r)
+        low = (r.ratio < 1 - self.epsilon_low) & (advantages < 0) if self.clips_low else None
+        return Clipped(low=low, high=(r.ratio > 1 + self.epsilon_high) & (advantages > 0))
+
+
+class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
+    """Reverse KL to a teacher, estimated from the student's sampled tokens, by policy gradient, fused.
+
+    With sampled token `y`, student `p`, sampler `p_old`, and teacher `q`, a token's advantage and cost are
+
+        A = advantages + kl_coef * (log q(y) - log p_old(y))
+        cost = -min(r A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A),    r = p(y) / p_old(y)
+
+    On-policy, the gradient is an unbiased estimate of that of `KL(p || q)` at the sampled prefixes, without the effect
+    of a token on later prefixes (a discount of 0): Thinking Machines, "On-Policy Distillation", 2025
+    (https://thinkingmachines.ai/blog/on-policy-distillation). MiniLLM (https://arxiv.org/abs/2306.08543) also counts
+    that effect. GKD (https://arxiv.org/abs/2306.13649) takes the whole distributions on sampled tokens:
+    `LigerFusedLinearKLDivLoss(reverse=True)`.
+
+    The metric `kl` is the mean of `log p(y) - log q(y)`.
+
+    Args:
+        kl_coef: weight of the teacher's signal beside other `advantages`.
+        epsilon_low, epsilon_high: infinity is no bound.
+        reduction, max_completion_length: see `LigerFusedLinearPolicyBase`.
+        teacher_options: the teacher's `softcap`, `logit_scale` and `temperature`, if different.
+        **options: see `LogitOptions`; use the sampler's `temperature`.
+
+    >>> import torch
+    >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, -100], [3, 4, 5]])
+    >>> teacher_weight, teacher_input = torch.randn(13, 6), torch.randn(2, 3, 6)  # padded beyond 11
+    >>> loss, metrics = LigerFusedLinearOnPolicyDistillationLoss()(weight, input, teacher_weight, teacher_input, target)
+    >>> bool(torch.isclose(loss, metrics.kl))       # on-policy, r is 1
+    True
+    """
+
+    def __init__(
+        self,
+        *,
+        kl_coef: float = 1.0,
+        epsilon_low: float = math.inf,
+        epsilon_high: float = math.inf,
+        reduction: str = "token-mean",
+        max_completion_length: int | None = None,
+        teacher_options: LogitOptions | None = None,
+        **options: Unpack[LogitOptionsDict],
+    ) -> None:
+        super().__init__()
+        check_finite("kl_coef", kl_coef, minimum=0)
+        for name, value in (("epsilon_low", epsilon_low), ("epsilon_high", epsilon_high)):
+            check_number(name, value)
+            if not value >= 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        self.options = LogitOptions.of(type(self), options)
+        self.teacher_options = self.options if teacher_options is None else teacher_options
+        self._transforms_teacher = teacher_options is not None
+        self._policy = _SampledReverseKL(kl_coef, epsilon_low, epsilon_high, reduction, max_completion_length)
+
+    @entry_point
+    def forward(
+        self,
+        weight: Weight,
+        input: Tensor,
+        teacher_weight: Weight | None = None,
+        teacher_input: Tensor | None = None,
+        target: Tensor | None = None,
+        bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+        *,
+        teacher_logps: Tensor | None = None,
+        advantages: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        old_logps: Tensor | None = None,
+        importance_weights: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+        vocab_shard: VocabShard | None = None,
+        cu_seqlens: Tensor | None = None,
+        sequence_group: ProcessGroup | None = None,
+    ) -> tuple[Tensor, PolicyMetrics]:
+        """Compute the loss and its metrics.
+
+        Args:
+            weight, input, bias, attention_mask, old_logps, importance_weights, num_items, vocab_shard, cu_seqlens,
+                sequence_group: as in `LigerFusedLinearPolicyBase.forward`.
+            target: the sampled tokens, (B, T). Required.
+            teacher_weight, teacher_input, teacher_bias: as in `LigerFusedLinearDistillationBase.forward`.
+            teacher_logps: instead, (B, T) in nats, of the sampled tokens.
+            advantages: of rewards, (B,), (B, 1) or (B, T); None: 0.
+
+        Raises:
+            ValueError: no target, or not one teacher.
+        """
+        head = LossHead(weight, bias, vocab_shard)
+        check_projection(head, input)
+        if target is None:
+            raise ValueError("target must be the sampled tokens, got None")
+        check_target(target, input, head=head)
+        states = {"teacher_weight": teacher_weight, "teacher_input": teacher_input, "teacher_bias": teacher_bias}
+        given = [name for name, x in states.items() if x is not None]
+        if teacher_logps is not None and given:
+            raise ValueError(f"the teacher is given twice: as teacher_logps and as {', '.join(given)}")
+        if teacher_logps is None:
+            if teacher_weight is None or teacher_input is None:
+                raise ValueError(
+                    f"{type(self).__name__} needs a teacher: pass teacher_weight and teacher_input, or teacher_logps, "
+                    f"got {', '.join(given) or 'none'}"
+                )
+            teacher = LossHead(teacher_weight, teacher_bias, vocab_shard)
+            teacher_logps = self._teacher_logps(head, teacher, teacher_input, target)
+        elif self._transforms_teacher:
+            raise ValueError("teacher_options are for teacher_input, got teacher_logps, which have no transform")
+        elif not isinstance(teacher_logps, Tensor) or teacher_logps.shape != target.shape:
+            got = tuple(teacher_logps.shape) if isinstance(teacher_logps, Tensor) else shown(teacher_logps)
+            raise ValueError(f"teacher_logps must be {tuple(target.shape)}, one value a token, got {got}")
+        if advantages is None:
+            advantages = torch.zeros(target.shape, dtype=accumulation_dtype(weight.dtype), device=target.device)
+        policy = copy.copy(self._policy)
+        policy.options = self.options
+        return policy(
+            weight,
+            input,
+            target,
+            advantages,
+            bias,
+            attention_mask=attention_mask,
+            old_logps=old_logps,
+            ref_logps=teacher_logps,
+            importance_weights=importance_weights,
+            num_items=num_items,
+            vocab_shard=vocab_shard,
+            cu_seqlens=cu_seqlens,
+            sequence_group=sequence_group,
+        )
+
+    @torch.no_grad()
+    def _teacher_logps(self, head: LossHead, teacher: LossHead, teacher_input: Tensor, target: Tensor) -> Tensor:
+        check_projection(teacher, teacher_input, "teacher_")
+        if teacher.token_shape(teacher_input) != target.shape or teacher_input.device != target.device:
+            raise ValueError(
+                f"teacher_input must be {(*target.shape, 'H_teacher')} on {target.device}, as target "
+                f"{tuple(target.shape)} is, got {tuple(teacher_input.shape)} on {teacher_input.device}"
+            )
+        columns, rows = head.columns, teacher.weight.shape[0]
+        if rows < columns:
+            raise ValueError(
+                f"teacher_weight must have at least the {columns} rows of weight {tuple(head.weight.shape)}, got "
+                f"{tuple(teacher.weight.shape)}"
+            )
+        weight, bias = teacher.weight, teacher.bias
+        if rows > columns:
+            weight, bias = weight[:columns], None if bias is None else bias[:columns]
+        options, transform = self.options, self.teacher_options
+        logps = linear_token_stats(
+            weight,
+            teacher_input,
+            target,
+            bias,
+            softcap=transform.softcap,
+            logit_scale=transform.logit_scale,
+            temperature=transform.temperature,
+            ignore_index=options.ignore_index,
+            logits_budget=options.logits_budget,
+            vocab_shard=teacher.shard,
+        ).logps
+        assert logps is not None
+        return logps
+
+    def extra_repr(self) -> str:
+        own = f", teacher_options={self.teacher_options}" if self._transforms_teacher else ""
+        return f"{self.options}{own}"
+
+
+@torch.no_grad()
+def with_sampled_token(
+    teacher_logps: Tensor, teacher_ids: Tensor, target: Tensor, target_logps: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return a teacher's top-k with the sampled token added, as `teacher_logps` and `teacher_ids` of a loss.
+
+    A divergence over these k + 2 bins counts what the student sampled outside of the k, which may be the teacher's most
+    likely tokens, or the student's.
+
+    Args:
+        teacher_logps, teacher_ids: (..., k), log-probabilities under the teacher in nats, -inf if missing, and ids.
+        target: (...) sampled tokens; negative ids are ignored.
+        target_logps: (...) under the teacher.
+
+    Returns:
+        (..., k + 1) each, with -inf for a sampled token that is among the k.
+
+    Raises:
+        ValueError: shapes or devices do not match.
+
+    >>> logps, ids = torch.tensor([[0.5, 0.2]]).log(), torch.tensor([[3, 1]])
+    >>> logps, ids = with_sampled_token(logps, ids, torch.tensor([4]), torch.tensor([0.1]).log())
+    >>> logps.exp(), ids
+    (tensor([[0.5000, 0.2000, 0.1000]]), tensor([[3, 1, 4]]))
+    """
+    for name, x in (("teacher_logps", teacher_logps), ("target_logps", target_logps)):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point tensor, got {described(x)}")
+    shape = (*target.shape, "k")
+    if teacher_logps.shape[:-1] != target.shape or teacher_ids.shape != teacher_logps.shape:
+        raise ValueError(
+            f"teacher_logps and teacher_ids must be {shape}, k values for each of target, got "
+            f"{tuple(teacher_logps.shape)} and {tuple(teacher_ids.shape)}"
+        )
+    if target_logps.shape != target.shape:
+        raise ValueError(f"target_logps must be {tuple(target.shape)}, as target is, got {tuple(target_logps.shape)}")
+    if len({x.device for x in (teacher_logps, teacher_ids, target, target_logps)}) > 1:
+        raise ValueError("teacher_logps, teacher_ids, target and target_logps must be on one device")
+    sampled = target[..., None].to(teacher_ids.dtype)
+    among = ((teacher_ids == sampled) & (teacher_logps > -math.inf)).any(-1, keepdim=True)
+    added = target_logps[..., None].to(teacher_logps.dtype).masked_fill(among, -math.inf)
+    return torch.cat([teacher_logps, added], -1), torch.cat([teacher_ids, sampled.clamp(min=0)], -1)

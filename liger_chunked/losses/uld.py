@@ -1,0 +1,161 @@
+"""Universal logit distillation, for a teacher with another tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from liger_chunked.calls import entry_point
+from liger_chunked.engine import (
+    LossWeights,
+    Ranked,
+    Teacher,
+    check_projection,
+    compute_dtype,
+    distillation_loss,
+    distillation_step,
+    lay_out,
+    lay_out_every,
+)
+from liger_chunked.losses.base import FusedLoss
+from liger_chunked.losses.settings import checked_items
+from liger_chunked.types import (
+    DistillationMetrics,
+    LogitOptions,
+    LogitOptionsDict,
+    LossHead,
+    VocabShard,
+    Weight,
+    accumulation_dtype,
+    described,
+)
+
+
+class LigerFusedLinearULDLoss(FusedLoss):
+    """Universal logit distillation (Boizard et al. 2024, https://arxiv.org/abs/2402.12030, equation 3), fused.
+
+    The Wasserstein-1 distance between the sorted probabilities of student and teacher, whose vocabularies may differ in
+    size and tokens. With probabilities `p` and `q`, sorted in descending order and padded with zeros, a token costs
+
+        sum(|scale * p - teacher_scale * q|)
+
+    Rows of `input` and `teacher_input` are aligned: pass the hidden states of the positions to compare. The scales are
+    for a text that is several tokens of one tokenizer, and one of the other: the product of the probabilities of the
+    others, as TRL's `GOLDTrainer` merges them. The loss is the mean over rows.
+
+    Sorting takes whole rows, in chunks of rows: the logits of neither model are in memory at once.
+
+    Args:
+        teacher_options: the teacher's `softcap`, `logit_scale` and `temperature`, if different.
+        **options: see `LogitOptions`. `ignore_index` is not used; the budget covers both models' logits.
+
+    >>> import torch
+    >>> weight, input = torch.randn(11, 4), torch.randn(3, 4)
+    >>> teacher_weight, teacher_input = torch.randn(17, 6), torch.randn(3, 6)
+    >>> loss, metrics = LigerFusedLinearULDLoss()(weight, input, teacher_weight, teacher_input)
+    >>> p = (input @ weight.T).softmax(-1).sort(descending=True).values
+    >>> q = (teacher_input @ teacher_weight.T).softmax(-1).sort(descending=True).values
+    >>> expected = (torch.nn.functional.pad(p, (0, 6)) - q).abs().sum(-1).mean()
+    >>> bool(torch.isclose(loss, expected))
+    True
+    """
+
+    def __init__(self, *, teacher_options: LogitOptions | None = None, **options: Unpack[LogitOptionsDict]) -> None:
+        super().__init__()
+        self.options = LogitOptions.of(type(self), options)
+        self.teacher_options = self.options if teacher_options is None else teacher_options
+
+    @entry_point
+    def forward(
+        self,
+        weight: Weight,
+        input: Tensor,
+        teacher_weight: Weight,
+        teacher_input: Tensor,
+        bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+        *,
+        scale: Tensor | None = None,
+        teacher_scale: Tensor | None = None,
+        mask: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+        vocab_shard: VocabShard | None = None,
+    ) -> tuple[Tensor, DistillationMetrics]:
+        """Compute the loss and its metrics.
+
+        Args:
+            weight, input, bias: (V, H), (N, H) or (B, T, H), (V,).
+            teacher_weight, teacher_input, teacher_bias: (V_teacher, H_teacher) and so on, for as many rows.
+            scale, teacher_scale: (N,) or (B, T), at least 0; None: 1. `scale` may have a gradient.
+            mask: (N,) or (B, T) bool, False at rows to ignore.
+            num_items: divisor of the sum; None: the rows that count.
+            vocab_shard: refused.
+
+        Raises:
+            ValueError: rows or shapes do not match, or a split vocabulary.
+        """
+        if vocab_shard is not None:
+            raise ValueError(f"{type(self).__name__} sorts whole rows of logits, got vocab_shard: gather the weights")
+        head, teacher_head = LossHead(weight, bias), LossHead(teacher_weight, teacher_bias)
+        check_projection(head, input)
+        check_projection(teacher_head, teacher_input, "teacher_")
+        rows = tuple(input.shape[:-1])
+        if tuple(teacher_input.shape[:-1]) != rows or teacher_input.device != input.device:
+            raise ValueError(
+                f"teacher_input must be {(*rows, 'H_teacher')} on {input.device}, a row for each of input, got "
+                f"{described(teacher_input)}"
+            )
+        layout = lay_out_every(rows)
+        if mask is not None:
+            _check_rows("mask", mask, rows, input, mask.dtype == torch.bool if isinstance(mask, Tensor) else False)
+            layout = lay_out(mask.long() - 1, "token", -1, head.vocab_size)
+        every = slice(0, layout.n_valid)
+        dtype = compute_dtype(head, input)
+
+        def side(name: str, x: Tensor | None) -> Tensor | None:
+            if x is None:
+                return None
+            _check_rows(name, x, rows, input, isinstance(x, Tensor) and x.is_floating_point())
+            return layout.input_rows(x.reshape(-1, 1), every)[:, 0]
+
+        own, of_teacher = side("scale", scale), side("teacher_scale", teacher_scale)
+        route = Ranked(
+            self.options,
+            self.teacher_options,
+            teacher_weight.shape[0] / weight.shape[0],
+            None if own is None else own.detach(),
+            None if of_teacher is None else of_teacher.detach(),
+        )
+        n_items: float | Tensor = max(1, layout.n_valid)
+        if num_items is not None:
+            n_items = checked_items(num_items, input, accumulation_dtype(weight.dtype))
+        teacher = Teacher.of(
+            LossHead(teacher_weight.detach(), None if teacher_bias is None else teacher_bias.detach()),
+            teacher_input.detach(),
+            self.teacher_options,
+        )
+        weights = LossWeights(1.0 / n_items, None)
+        step = distillation_step(head, dtype, teacher, layout, weights, route, self.options, has_target=False)
+        loss, (distance, by_scale) = distillation_loss(step, head, input)
+        if own is not None and own.requires_grad and by_scale is not None:
+            # Zero, with the gradient by the scale.
+            loss = loss + (by_scale * (own - own.detach())).sum().to(loss.dtype) / n_items
+        soft_loss = distance.sum() / n_items
+        return loss, DistillationMetrics(soft_loss, torch.zeros_like(soft_loss))
+
+    def extra_repr(self) -> str:
+        own = "" if self.teacher_options is self.options else f", teacher_options={self.teacher_options}"
+        return f"{self.options}{own}"
+
+
+def _check_rows(name: str, x: Any, rows: tuple[int, ...], input: Tensor, right_dtype: bool) -> None:
+    expected = "bool" if name == "mask" else "floating-point"
+    if not right_dtype:
+        raise TypeError(f"{name} must be a {expected} tensor, got {described(x)}")
+    if tuple(x.shape) != rows or x.device != input.device:
+        raise ValueError(
+            f"{name} must be {rows} on {input.device}, one value for each row of input, got {described(x)}"
+        )

@@ -1,0 +1,213 @@
+"""On-policy distillation: what its estimates estimate, metrics, refusals. The table has the values and gradients."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from table import SMALL, relative_error, rollouts, students
+from torch import Tensor
+
+from liger_chunked import (
+    LigerFusedLinearKLDivLoss,
+    LigerFusedLinearOnPolicyDistillationLoss,
+    LogitOptions,
+    linear_token_stats,
+    with_sampled_token,
+)
+
+BOUND = 1e-9  # float64: a few thousand additions round to less
+
+
+def sample(seed: int = 0) -> dict[str, Tensor]:
+    return students(SMALL, seed, padding=4)
+
+
+def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
+    """The gradients of all tokens of the vocabulary, weighted with their probabilities, at one prefix each."""
+    generator = torch.Generator().manual_seed(0)
+    v, prefixes = 7, 3
+    weight, teacher_weight = (torch.randn(v, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    x, t = (torch.randn(prefixes, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    weight.requires_grad_()
+    log_p, log_q = (x @ weight.T / 0.7).log_softmax(-1), (t @ teacher_weight.T / 0.7).log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    (exact,) = torch.autograd.grad(kl, weight)
+
+    inputs = [h[:, None].expand(prefixes, v, 4) for h in (x, t)]
+    ids = torch.arange(v).expand(prefixes, v)
+    loss, metrics = LigerFusedLinearOnPolicyDistillationLoss(temperature=0.7)(
+        weight,
+        inputs[0],
+        teacher_weight,
+        inputs[1],
+        ids,
+        importance_weights=log_p.detach().exp(),
+        num_items=prefixes,
+    )
+    (found,) = torch.autograd.grad(loss, weight)
+    assert relative_error(found, exact) < BOUND
+    assert relative_error(loss.detach(), kl.detach()) < BOUND
+    assert relative_error(metrics.kl, (log_p - log_q).mean().detach()) < BOUND
+
+
+def test_a_teacher_in_either_form() -> None:
+    given = sample()
+    options: dict[str, Any] = {"softcap": 3.0, "logit_scale": 0.7, "temperature": 1.3}
+    own = LogitOptions(**options)
+    from_states = LigerFusedLinearOnPolicyDistillationLoss(temperature=1.3, teacher_options=own)(**given)
+    teacher = {name: given.pop(f"teacher_{name}") for name in ("weight", "input", "bias")}
+    v = SMALL.vocab
+    teacher = {"weight": teacher["weight"][:v], "input": teacher["input"], "bias": teacher["bias"][:v]}
+    logps = linear_token_stats(**teacher, target=given["target"], **options).logps
+    assert logps is not None
+    for loss in (LigerFusedLinearOnPolicyDistillationLoss(temperature=1.3, logits_budget=8 * v * 5),):
+        found = loss(**given, teacher_logps=logps)
+        for x, e in zip(found, from_states, strict=True):
+            if isinstance(e, Tensor):
+                assert relative_error(x, e) < BOUND
+
+
+def test_metrics() -> None:
+    given = rollouts(SMALL, 0, ref="tokens")
+    given["teacher_logps"] = given.pop("ref_logps")
+    counts = given["target"] != -100
+    tensors = {name: given[name] for name in ("weight", "input", "target", "bias")}
+    logps = linear_token_stats(**tensors).logps
+    assert logps is not None
+    bounded = LigerFusedLinearOnPolicyDistillationLoss(epsilon_low=0.1, epsilon_high=0.2, kl_coef=0.5)
+    _, metrics = bounded(**given)
+    a = given["advantages"][:, None] + 0.5 * (given["teacher_logps"] - given["old_logps"])
+    ratio = (logps - given["old_logps"]).exp()
+    low, high = ((ratio < 0.9) & (a < 0))[counts].double().mean(), ((ratio > 1.2) & (a > 0))[counts].double().mean()
+    assert low > 0 and high > 0  # or the next lines would compare zeros
+    assert metrics.clip_ratio_low == pytest.approx(low) and metrics.clip_ratio_high == pytest.approx(high)
+    assert metrics.kl == pytest.approx((logps - given["teacher_logps"])[counts].mean())
+    _, metrics = LigerFusedLinearOnPolicyDistillationLoss()(**given)
+    assert metrics.clip_ratio is None
+
+
+def test_copies() -> None:
+    """A copy with other options, as `HeadInput.loss` makes, uses them, and leaves the original alone."""
+    given = sample()
+    loss = LigerFusedLinearOnPolicyDistillationLoss(epsilon_low=0.2)
+    before = loss(**given)[0]
+    other = copy.copy(loss)
+    other.options = replace(loss.options, softcap=3.0)
+    exact = LigerFusedLinearOnPolicyDistillationLoss(softcap=3.0, teacher_options=LogitOptions())(**given)[0]
+    assert torch.equal(other(**given)[0], exact) and not torch.equal(exact, before)
+    for same in (loss, copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+        assert torch.equal(same(**given)[0], before)
+
+
+def test_a_copy_with_other_options_takes_a_top_k() -> None:
+    given = students(SMALL, 0, top_k=3)
+    loss = LigerFusedLinearKLDivLoss()
+    loss.options = replace(loss.options, softcap=3.0)
+    assert torch.equal(loss(**given)[0], LigerFusedLinearKLDivLoss(softcap=3.0)(**given)[0])
+
+
+def test_refusals() -> None:
+    given = sample()
+    target, logps = given["target"], torch.zeros(given["target"].shape)
+    none = {"teacher_weight": None, "teacher_input": None, "teacher_bias": None}
+    make = LigerFusedLinearOnPolicyDistillationLoss
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"target": None}, "target must be the sampled tokens, got None"),
+        (none, "needs a teacher: pass teacher_weight and teacher_input, or teacher_logps, got none"),
+        (none | {"teacher_weight": given["teacher_weight"]}, "got teacher_weight"),
+        ({"teacher_logps": logps}, "given twice: as teacher_logps and as teacher_weight, teacher_input, teacher_bias"),
+        (none | {"teacher_logps": logps[0]}, r"teacher_logps must be \(6, 7\), one value a token, got \(7,\)"),
+        ({"teacher_weight": given["teacher_weight"][:9], "teacher_bias": None}, "must have at least the 23 rows"),
+        ({"teacher_input": given["teacher_input"][:2]}, r"teacher_input must be \(6, 7, 'H_teacher'\)"),
+        ({"advantages": torch.zeros(3)}, "advantages must be"),
+    ]
+    for changes, message in refused:
+        with pytest.raises(ValueError, match=message):
+            make()(**given | changes)
+    with pytest.raises(ValueError, match="teacher_options are for teacher_input, got teacher_logps"):
+        make(teacher_options=LogitOptions())(**given | none | {"teacher_logps": logps, "target": target})
+    for settings, error, message in (
+        ({"kl_coef": -1.0}, ValueError, "kl_coef"),
+        ({"epsilon_low": -0.1}, ValueError, "epsilon_low must not be negative, got -0.1"),
+        ({"epsilon_high": None}, TypeError, "epsilon_high must be a number"),
+        ({"reduction": "mean"}, ValueError, "unknown reduction 'mean'"),
+        ({"beta": 0.1}, TypeError, "beta"),
+    ):
+        with pytest.raises(error, match=message):
+            make(**settings)  # type: ignore[arg-type]
+
+
+# Top-k and sampled token
+
+
+class WithoutTail(LigerFusedLinearKLDivLoss):
+    """Distributions over the support alone, as TRL's `loss_add_tail=False`."""
+
+    def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        return super().divergence(student_logits[:, :-1], teacher_logits[:, :-1])
+
+
+def over_the_support(
+    z: Tensor, log_q: Tensor, ids: Tensor, target: Tensor, tail: bool, reverse: bool = True
+) -> tuple[Tensor, int]:
+    """The mean divergence over sets of ids and all others, token by token; and how many sampled tokens were added."""
+    losses, added = [], 0
+    for row, q, top, y in zip(z, log_q, ids.tolist(), target.tolist(), strict=True):
+        if y == -100:
+            continue
+        support = sorted({*top, y})
+        added += y not in top
+        p, q = row.softmax(-1)[support], q.exp()[support]
+        if tail:
+            p, q = (torch.cat([x, 1 - x.sum()[None]]) for x in (p, q))
+        p, q = p / p.sum(), q / q.sum()
+        losses.append((p * (p / q).log()).sum() if reverse else (q * (q / p).log()).sum())
+    return torch.stack(losses).mean(), added
+
+
+@pytest.mark.parametrize("tail", [True, False], ids=["tail", "without-tail"])
+@pytest.mark.parametrize("whose", ["teacher", "student"])
+@pytest.mark.parametrize("reverse", [True, False], ids=["reverse", "forward"])
+def test_top_k_and_sampled_token(whose: str, tail: bool, reverse: bool) -> None:
+    """The teacher's log-probabilities come from one pass without logits, for the ids of either model."""
+    given = students(SMALL, 0)
+    v, target, options = SMALL.vocab, given["target"], {"temperature": 1.3}
+    teacher = {name: given.pop(f"teacher_{name}") for name in ("weight", "input", "bias")}
+    log_q = ((teacher["input"] @ teacher["weight"].T + teacher["bias"]) / 1.3).log_softmax(-1)
+    weight = given["weight"].requires_grad_()
+    z = (given["input"] @ weight.T + given["bias"]) / 1.3
+    ids = (log_q if whose == "teacher" else z.detach()).topk(5, -1).indices
+
+    stats = linear_token_stats(**teacher, target=target, candidates=ids, **options)
+    assert stats.logps is not None and stats.candidate_logps is not None
+    logps, support = with_sampled_token(stats.candidate_logps, ids, target, stats.logps)
+    assert logps.shape == support.shape == (*target.shape, 6)
+    loss_fn = (LigerFusedLinearKLDivLoss if tail else WithoutTail)(
+        reverse=reverse, weight_hard_loss=0.0, weight_soft_loss=1.0, logits_budget=8 * v * 5, **options
+    )
+    loss, _ = loss_fn(**given, teacher_logps=logps, teacher_ids=support)
+    flat = [x.flatten(0, 1) for x in (z, log_q, ids)]
+    exact, added = over_the_support(*flat, target.flatten(), tail, reverse)
+    assert 0 < added < int((target != -100).sum())  # both cases occur
+    assert relative_error(loss.detach(), exact.detach()) < BOUND
+    found, expected = (torch.autograd.grad(x, weight)[0] for x in (loss, exact))
+    assert relative_error(found, expected) < BOUND
+
+
+def test_refusals_of_with_sampled_token() -> None:
+    logps, ids, target = torch.zeros(2, 3, 4), torch.zeros(2, 3, 4, dtype=torch.long), torch.zeros(2, 3).long()
+    refused: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+        ((ids, ids, target, logps[..., 0]), TypeError, "teacher_logps must be a floating-point tensor, got .*int64"),
+        ((logps, ids, target, None), TypeError, "target_logps must be a floating-point tensor, got NoneType"),
+        ((logps[0], ids, target, logps[..., 0]), ValueError, r"must be \(2, 3, 'k'\), k values for each of target"),
+        ((logps, ids[..., 1:], target, logps[..., 0]), ValueError, r"got \(2, 3, 4\) and \(2, 3, 3\)"),
+        ((logps, ids, target, logps), ValueError, r"target_logps must be \(2, 3\), as target is, got \(2, 3, 4\)"),
+    ]
+    for arguments, error, message in refused:
+        with pytest.raises(error, match=message):
+            with_sampled_token(*arguments)
