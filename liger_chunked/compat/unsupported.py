@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from torch import Tensor
 
 from liger_chunked.types import shown
@@ -35,3 +37,15 @@ MISSING: dict[str, str] = {
 def refuse(name: str, value: object, reason: str) -> None:
     if isinstance(value, Tensor) or value:
         raise NotImplementedError(f"{name}={shown(value)} is not supported: {reason}")
+
+
+def missing(module: str, name: str) -> NoReturn:
+    """Refuse a name of a module.
+
+    Raises:
+        ImportError: Liger-Kernel has the name. The message of an AttributeError is lost in `from ... import`.
+        AttributeError: Liger-Kernel has no such name.
+    """
+    if name in MISSING:
+        raise ImportError(f"{name} is not supported: {MISSING[name]}")
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")

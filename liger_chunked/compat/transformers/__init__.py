@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from liger_chunked import kernels, losses, modules
 from liger_chunked.compat.chunked_loss import check_same_vocabulary
-from liger_chunked.compat.unsupported import MISSING, refuse
+from liger_chunked.compat.unsupported import missing, refuse
 from liger_chunked.kernels.rms_norm import Casting
 from liger_chunked.modules import LigerGEGLUMLP, LigerJSD, LigerSwiGLUMLP, LigerTVDLoss
 from liger_chunked.types import shown
@@ -57,15 +57,24 @@ def _initial(init_fn: str, hidden_size: int) -> nn.Parameter:
     return nn.Parameter(_INITIAL[init_fn](hidden_size))
 
 
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama"
+) -> Tensor:
+    """Return the RMSNorm; with `casting_mode="none"`, in PyTorch and in the input's dtype throughout."""
+    if casting_mode in _CASTINGS:
+        return kernels.liger_rms_norm(x, weight, eps, offset=offset, casting=_CASTINGS[casting_mode])
+    if casting_mode != "none":
+        raise ValueError(f"casting_mode must be one of {[*_CASTINGS, 'none']}, got {shown(casting_mode)}")
+    y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+    return y if weight is None else y * (offset + weight)
+
+
 class LigerRMSNorm(nn.Module):
     """RMSNorm, with a weight if `elementwise_affine`; see `liger_chunked.liger_rms_norm`.
 
     Args:
-        casting_mode: "llama" or "gemma".
+        casting_mode: "llama", "gemma", or "none", which computes in the input's dtype.
         init_fn: "ones" or "zeros".
-
-    Raises:
-        NotImplementedError: `casting_mode` is "none", which computes in the input's dtype.
     """
 
     weight: nn.Parameter | None
@@ -82,23 +91,19 @@ class LigerRMSNorm(nn.Module):
         elementwise_affine: bool = True,
     ) -> None:
         super().__init__()
-        if casting_mode == "none":
-            refuse("casting_mode", casting_mode, "the mean square is always taken in float32")
-        if casting_mode not in _CASTINGS:
-            raise ValueError(f"casting_mode must be one of {list(_CASTINGS)}, got {shown(casting_mode)}")
+        if casting_mode not in (*_CASTINGS, "none"):
+            raise ValueError(f"casting_mode must be one of {[*_CASTINGS, 'none']}, got {shown(casting_mode)}")
         self.register_parameter("weight", _initial(init_fn, hidden_size) if elementwise_affine else None)
         self.variance_epsilon = eps
         self.offset = offset
-        self.casting = _CASTINGS[casting_mode]
+        self.casting_mode = casting_mode
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return kernels.liger_rms_norm(
-            hidden_states, self.weight, self.variance_epsilon, offset=self.offset, casting=self.casting
-        )
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode)
 
     def extra_repr(self) -> str:
         shape = None if self.weight is None else tuple(self.weight.shape)
-        return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting={self.casting!r}"
+        return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
 
 
 class LigerLayerNorm(nn.Module):
@@ -392,9 +397,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_INTEGRATION), name)
     if name.startswith(_APPLY):
         return _family_function(name)
-    if name in MISSING:  # the message of an AttributeError is lost in `from ... import`
-        raise ImportError(f"{name} is not supported: {MISSING[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return missing(__name__, name)
 
 
 def __dir__() -> list[str]:

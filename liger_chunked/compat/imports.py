@@ -1,0 +1,111 @@
+"""Lets `import liger_kernel` resolve to `liger_chunked.compat`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, spec_from_loader
+from types import ModuleType
+from typing import Any
+
+_ROOT = "liger_kernel"
+_HERE = "liger_chunked.compat"
+_LOSSES = (f"{_HERE}.chunked_loss", f"{_HERE}.chunked_loss.functional")
+_LAYERS = (f"{_HERE}.transformers", f"{_HERE}.transformers.functional", f"{_HERE}.ops")
+# Liger-Kernel's modules, and those of `compat` that have their names.
+_SERVED: dict[str, tuple[str, ...]] = {
+    _ROOT: (_HERE,),
+    f"{_ROOT}.chunked_loss": (f"{_HERE}.chunked_loss",),
+    f"{_ROOT}.chunked_loss.functional": (f"{_HERE}.chunked_loss.functional",),
+    f"{_ROOT}.transformers": (f"{_HERE}.transformers",),
+    f"{_ROOT}.transformers.functional": (f"{_HERE}.transformers.functional",),
+    f"{_ROOT}.ops": (f"{_HERE}.ops",),
+    **{
+        f"{_ROOT}.chunked_loss.{loss}_loss": _LOSSES
+        for loss in ("cosine_similarity", "cpo", "dpo", "grpo", "jsd", "kto", "orpo", "simpo")
+    },
+    **{
+        f"{_ROOT}.transformers.{name}": _LAYERS
+        for name in (
+            "auto_model", "cross_entropy", "fused_linear_cross_entropy", "fused_linear_jsd", "geglu", "jsd", "kl_div",
+            "layer_norm", "monkey_patch", "rms_norm", "rope", "swiglu", "trainer_integration", "tvd",
+        )
+    },
+    **{
+        f"{_ROOT}.ops.{name}": (f"{_HERE}.ops",)
+        for name in (
+            "cross_entropy", "fused_linear_cross_entropy", "fused_linear_jsd", "geglu", "jsd", "kl_div", "layer_norm",
+            "rms_norm", "rope", "swiglu", "tvd",
+        )
+    },
+}  # fmt: skip
+
+
+class _Finder(MetaPathFinder, Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in _SERVED:
+            return spec_from_loader(fullname, self, is_package=True)
+        if fullname.startswith(f"{_ROOT}."):
+            raise ModuleNotFoundError(
+                f"{fullname} is not served: liger_chunked.compat stands for liger_kernel and has "
+                f"{', '.join(name for name in _SERVED if name.count('.') <= 1)}; see docs/migration.md",
+                name=fullname,
+            )
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        served = [import_module(name) for name in _SERVED[module.__name__]]
+
+        def lookup(name: str) -> Any:
+            for source in served[:-1]:
+                if name in vars(source):
+                    return getattr(source, name)
+            # The last one refuses a missing name in words.
+            return getattr(served[-1], name)
+
+        module.__doc__ = served[0].__doc__
+        vars(module)["__getattr__"] = lookup
+        vars(module)["__dir__"] = lambda: sorted({name for source in served for name in dir(source)})
+
+
+_finder = _Finder()
+
+
+def _imported() -> list[str]:
+    return [name for name in sys.modules if name == _ROOT or name.startswith(f"{_ROOT}.")]
+
+
+def install(*, force: bool = False) -> None:
+    """Let every `import liger_kernel` from now on resolve to `liger_chunked.compat`.
+
+    Args:
+        force: also where Liger-Kernel is installed.
+
+    Raises:
+        RuntimeError: Liger-Kernel is installed and `force` is False, or it is already imported.
+    """
+    if _finder in sys.meta_path:
+        return
+    if _imported():
+        raise RuntimeError("liger_kernel is already imported: call liger_chunked.compat.install() before its import")
+    if not force and find_spec(_ROOT) is not None:
+        raise RuntimeError(
+            "Liger-Kernel is installed: uninstall it, or call liger_chunked.compat.install(force=True) to hide it"
+        )
+    sys.meta_path.insert(0, _finder)
+
+
+def uninstall() -> None:
+    """Undo `install`. Modules that were imported meanwhile keep the names that they took."""
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+        for name in _imported():
+            del sys.modules[name]
