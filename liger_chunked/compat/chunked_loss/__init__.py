@@ -5,6 +5,8 @@ docs/migration.md lists the differences of all losses. Errors are those of `lige
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +15,11 @@ from torch import Tensor, nn
 
 from liger_chunked import losses
 from liger_chunked.compat.unsupported import refuse
+from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses.formulas import log_odds, logistic
 from liger_chunked.losses.grpo import LOSS_TYPES, SURROGATES
-from liger_chunked.losses.policy import REDUCTIONS
-from liger_chunked.types import PreferenceMetrics, UnpairedPreferenceMetrics, shown
+from liger_chunked.losses.policy import REDUCTIONS, Clipped
+from liger_chunked.types import PreferenceMetrics, Rollouts, accumulation_dtype, shown
 
 __all__ = [
     "LigerFusedLinearCPOLoss",
@@ -46,8 +49,26 @@ class PairMetrics(NamedTuple):
     rejected_rewards: Tensor
 
 
-def _as_liger_kernel(loss: Tensor, metrics: PreferenceMetrics) -> tuple[Tensor, PairMetrics]:
-    return loss, PairMetrics(*metrics[: len(PairMetrics._fields)])
+@torch.no_grad()
+def _logits_sums(weight: Tensor, input: Tensor, bias: Tensor | None) -> Tensor:
+    """Return each sequence's sum of logits (n,), over every token, without logits: `sum_t h_t @ sum_v W_v`."""
+    dtype = accumulation_dtype(weight.dtype)
+    sums = input.sum(1, dtype=dtype) @ weight.sum(0, dtype=dtype)
+    return sums if bias is None else sums + input.shape[1] * bias.sum(dtype=dtype)
+
+
+def _as_liger_kernel(
+    result: tuple[Tensor, PreferenceMetrics], weight: Tensor, input: Tensor, bias: Tensor | None
+) -> tuple[Tensor, PairMetrics]:
+    """Return the loss and Liger-Kernel's metrics, whose means of logits cover ignored tokens."""
+    loss, metrics = result
+    pairs = input.shape[0] // 2
+    chosen, rejected = _logits_sums(weight, input, bias).split((pairs, pairs))
+    logits = max(1, pairs * input.shape[1]) * weight.shape[0]
+    pair = PairMetrics(*metrics[: len(PairMetrics._fields)])
+    return loss, pair._replace(
+        chosen_logits_mean=chosen.sum() / logits, rejected_logits_mean=rejected.sum() / logits
+    )
 
 
 class LigerFusedLinearDPOLoss(nn.Module):
@@ -74,6 +95,7 @@ class LigerFusedLinearDPOLoss(nn.Module):
         super().__init__()
         if loss_type == "sigmoid":
             refuse("label_smoothing", label_smoothing, "Liger-Kernel's loss_type 'sigmoid' does not read it")
+        self.use_ref_model = use_ref_model
         tau: dict[str, Any] = {"discopop_tau": discopop_tau} if loss_type == "discopop" else {}
         self.loss = losses.LigerFusedLinearDPOLoss(
             ignore_index=ignore_index,
@@ -96,15 +118,16 @@ class LigerFusedLinearDPOLoss(nn.Module):
         ref_weight: Tensor | None = None,
         ref_bias: Tensor | None = None,
     ) -> tuple[Tensor, PairMetrics]:
-        return _as_liger_kernel(*self.loss(lin_weight, _input, target, bias, ref_input, ref_weight, ref_bias))
+        reference = (ref_input, ref_weight, ref_bias) if self.use_ref_model else ()
+        return _as_liger_kernel(
+            self.loss(lin_weight, _input, target, bias, *reference), lin_weight, _input, bias
+        )
 
 
 class LigerFusedLinearORPOLoss(nn.Module):
     """`losses.LigerFusedLinearORPOLoss`.
 
-    Raises:
-        ValueError: `nll_target` without `compute_nll_loss`, or different from `target` where neither is ignored.
-            Liger-Kernel reads only its chosen half.
+    The chosen half of `nll_target` may differ from `target`: its NLL is then another pass over the chosen sequences.
     """
 
     def __init__(
@@ -116,8 +139,12 @@ class LigerFusedLinearORPOLoss(nn.Module):
         chunk_size: int = 1,
     ) -> None:
         super().__init__()
+        self.ignore_index = ignore_index
         self.loss = losses.LigerFusedLinearORPOLoss(ignore_index=ignore_index, beta=beta)
         self.loss.compute_nll_loss = compute_nll_loss
+        self.preference = losses.LigerFusedLinearORPOLoss(ignore_index=ignore_index, beta=beta)
+        self.preference.compute_nll_loss = False
+        self.nll = losses.LigerFusedLinearCrossEntropyLoss(ignore_index=ignore_index)
 
     def forward(
         self,
@@ -131,7 +158,24 @@ class LigerFusedLinearORPOLoss(nn.Module):
 
         `d` is `log odds(chosen) - log odds(rejected)`.
         """
-        loss, metrics = _as_liger_kernel(*self.loss(lin_weight, _input, target, bias, nll_target=nll_target))
+        pairs = target.shape[0] // 2
+        apart = None  # the NLL's own target, where `target` has another token
+        if nll_target is not None and self.loss.compute_nll_loss:
+            chosen, nll_chosen = target[:pairs], nll_target[:pairs]
+            both = (chosen != self.ignore_index) & (nll_chosen != self.ignore_index)
+            if bool((both & (chosen != nll_chosen)).any()):
+                apart = nll_chosen
+            nll_target = torch.cat([nll_chosen, torch.full_like(target[pairs:], self.ignore_index)])
+        else:
+            nll_target = None
+        if apart is None:
+            result = self.loss(lin_weight, _input, target, bias, nll_target=nll_target)
+        else:
+            result = self.preference(lin_weight, _input, target, bias)
+        loss, metrics = _as_liger_kernel(result, lin_weight, _input, bias)
+        if apart is not None:
+            nll = self.nll(lin_weight, _input[:pairs], apart, bias)
+            loss, metrics = loss + nll, metrics._replace(nll_loss=nll.detach())
         difference = log_odds(metrics.chosen_logps) - log_odds(metrics.rejected_logps)
         return loss, (*metrics, -logistic(difference).mean(), difference.mean())
 
@@ -165,7 +209,7 @@ class LigerFusedLinearCPOLoss(nn.Module):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, PairMetrics]:
-        return _as_liger_kernel(*self.loss(lin_weight, _input, target, bias))
+        return _as_liger_kernel(self.loss(lin_weight, _input, target, bias), lin_weight, _input, bias)
 
 
 class LigerFusedLinearSimPOLoss(nn.Module):
@@ -194,11 +238,11 @@ class LigerFusedLinearSimPOLoss(nn.Module):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, PairMetrics]:
-        return _as_liger_kernel(*self.loss(lin_weight, _input, target, bias))
+        return _as_liger_kernel(self.loss(lin_weight, _input, target, bias), lin_weight, _input, bias)
 
 
 class LigerFusedLinearKTOLoss(nn.Module):
-    """`losses.LigerFusedLinearKTOLoss`. `kl` is 0 by default, and at least 0.
+    """`losses.LigerFusedLinearKTOLoss`. `kl` is 0 by default, and may be negative.
 
     Raises:
         NotImplementedError: in forward, if `kl` has several values.
@@ -217,6 +261,8 @@ class LigerFusedLinearKTOLoss(nn.Module):
         self.loss = losses.LigerFusedLinearKTOLoss(
             ignore_index=ignore_index, beta=beta, use_ref_model=use_ref_model, average_log_prob=average_log_prob
         )
+        self.loss.reference_point = "delta"  # which is not clamped
+        self.use_ref_model = use_ref_model
 
     def forward(
         self,
@@ -230,33 +276,26 @@ class LigerFusedLinearKTOLoss(nn.Module):
         ref_bias: Tensor | None = None,
         kl: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return `(loss, sums)` of log-probabilities, logits and rewards, each chosen before rejected."""
+        """Return `(loss, sums)` of log-probabilities, logits and rewards, each chosen before rejected.
+
+        The sums of logits cover ignored tokens.
+        """
         if isinstance(kl, Tensor) and kl.numel() != 1:
             raise NotImplementedError(f"kl of shape {tuple(kl.shape)} is not supported: it is one value for the batch")
-        loss, metrics = self.loss(
-            lin_weight,
-            _input,
-            target,
-            preference_labels,
-            bias,
-            ref_input,
-            ref_weight,
-            ref_bias,
-            kl=0.0 if kl is None else kl,
+        reference = (ref_input, ref_weight, ref_bias) if self.use_ref_model else ()
+        loss, m = self.loss(
+            lin_weight, _input, target, preference_labels, bias, *reference, delta=0.0 if kl is None else kl
         )
-        return loss, _sums(metrics, vocab_size=lin_weight.shape[0])
-
-
-def _sums(metrics: UnpairedPreferenceMetrics, vocab_size: int) -> tuple[Tensor, ...]:
-    m = metrics
-    return (
-        m.chosen_logps * m.chosen_count,
-        m.rejected_logps * m.rejected_count,
-        m.chosen_logits_mean * m.chosen_tokens * vocab_size,
-        m.rejected_logits_mean * m.rejected_tokens * vocab_size,
-        m.chosen_rewards * m.chosen_count,
-        m.rejected_rewards * m.rejected_count,
-    )
+        assert preference_labels is not None
+        desirable, logits = preference_labels.bool(), _logits_sums(lin_weight, _input, bias)
+        return loss, (
+            m.chosen_logps * m.chosen_count,
+            m.rejected_logps * m.rejected_count,
+            torch.where(desirable, logits, 0).sum(),
+            torch.where(desirable, 0, logits).sum(),
+            m.chosen_rewards * m.chosen_count,
+            m.rejected_rewards * m.rejected_count,
+        )
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
@@ -265,8 +304,6 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     Across ranks, `dapo`, `cispo` and `vespo` divide by the mean number of tokens per rank. Unlike Liger-Kernel:
 
     - Without `use_ref_model` the KL is 0; Liger-Kernel uses the policy as reference.
-    - Sequence and trajectory level work with every loss type.
-    - `luspo` ignores padding.
     """
 
     def __init__(
@@ -308,16 +345,19 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         read = SURROGATES[kind["surrogate"]].reads
         self.beta = beta
         self.use_ref_model = use_ref_model
+        self.loss_type = loss_type
+        self.settings = settings
         self.reduction = REDUCTIONS[kind["reduction"]]
         self.loss = losses.LigerFusedLinearGRPOLoss.from_loss_type(
             loss_type,
             beta=beta if use_ref_model else 0.0,
             importance_level=importance_sampling_level,
             max_completion_length=max_completion_length if self.reduction.needs_length else None,
-            temperature=temperature,
+            temperature=float(temperature),
             use_bias_correction_kl=use_bias_correction_kl,
             **{name: value for name, value in settings.items() if name in read},
         )
+        self.loss.clipped = _by_token(self.loss.clipped)
 
     def forward(
         self,
@@ -335,35 +375,107 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return `(loss, (kl, clip_ratio))`, without `kl` if `beta` is 0.
+        """Return `(loss, (kl, clip_ratio))`, without `kl` if `beta` is 0. Both are means over tokens.
 
-        `clip_ratio` counts sequences at sequence level; Liger-Kernel weights them by length.
+        A reference is not read without `use_ref_model`; of two, `ref_per_token_logps` is read.
+
+        Raises:
+            ValueError: `importance_sampling_level="sequence"` with `cispo`, `sapo` or `vespo`.
         """
-        reference = {
-            "ref_logps": ref_per_token_logps,
-            "ref_input": ref_input,
-            "ref_weight": ref_weight,
-            "ref_bias": ref_bias,
-        }
-        unread = [name for name, value in reference.items() if value is not None]
-        if unread and not self.use_ref_model:
-            raise ValueError(f"use_ref_model=False takes no reference, got {', '.join(unread)}")
-        loss, metrics = self.loss(
-            lin_weight,
-            _input,
-            selected_token_ids,
-            advantages,
-            bias,
-            attention_mask=attention_mask,
-            old_logps=old_per_token_logps,
-            importance_weights=vllm_is_ratio,
-            num_items=_items_per_rank(attention_mask, num_items_in_batch) if self.reduction.counts_items else None,
-            **reference,
-        )
-        zero = torch.zeros_like(metrics.entropy)
-        clip_ratio = zero if metrics.clip_ratio is None else metrics.clip_ratio
-        kl = zero if metrics.kl is None else metrics.kl
+        if self.loss.importance_level == "sequence" and self.loss_type in ("cispo", "sapo", "vespo"):
+            raise ValueError(
+                f"Sequence-level importance sampling is not supported for loss_type={self.loss_type!r}: use "
+                'importance_sampling_level="token", or liger_chunked.LigerFusedLinearGRPOLoss'
+            )
+        reference: dict[str, Tensor | None] = {}
+        if self.use_ref_model and ref_per_token_logps is not None:
+            if ref_input is not None:
+                warnings.warn("ref_per_token_logps is read, ref_input is not", UserWarning, stacklevel=2)
+            reference = {"ref_logps": ref_per_token_logps}
+        elif self.use_ref_model:
+            reference = {"ref_input": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias}
+        if self.loss_type == "luspo":
+            head = (lin_weight, _input, selected_token_ids, bias)
+            loss, kl, clip_ratio = self._luspo(
+                head, attention_mask, advantages, old_per_token_logps, vllm_is_ratio, **reference
+            )
+        else:
+            loss, metrics = self.loss(
+                lin_weight,
+                _input,
+                selected_token_ids,
+                advantages,
+                bias,
+                attention_mask=attention_mask,
+                old_logps=old_per_token_logps,
+                importance_weights=vllm_is_ratio,
+                num_items=_items_per_rank(attention_mask, num_items_in_batch) if self.reduction.counts_items else None,
+                **reference,
+            )
+            zero = torch.zeros_like(metrics.entropy)
+            clip_ratio = zero if metrics.clip_ratio is None else metrics.clip_ratio
+            kl = zero if metrics.kl is None else metrics.kl
         return loss, ((kl, clip_ratio) if self.beta else (clip_ratio,))
+
+    def _luspo(
+        self,
+        head: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        attention_mask: Tensor,
+        advantages: Tensor,
+        old_logps: Tensor | None,
+        importance_weights: Tensor | None,
+        ref_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss, KL and clip ratio.
+
+        The loss is the mean over all (B, T) of a sequence's length times the token's loss. It reads ignored tokens:
+
+            loss_bt = -min(min(r, delta) A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta k3_bt
+        """
+        weight, input, token_ids, bias = head
+        temperature, settings = self.loss.options.temperature, self.settings
+        logps = linear_token_stats(weight, input, token_ids, bias, temperature=temperature).logps
+        assert logps is not None
+        if ref_input is not None and ref_weight is not None:
+            with torch.no_grad():
+                ref_logps = linear_token_stats(
+                    ref_weight, ref_input, token_ids, ref_bias, temperature=temperature
+                ).logps
+        mask = attention_mask.to(logps.dtype)
+        lengths = mask.sum(-1, keepdim=True)
+        log_ratio = logps - (logps if old_logps is None else old_logps).detach()
+        if self.loss.importance_level == "sequence":
+            log_ratio = (log_ratio * mask).sum(-1, keepdim=True) / lengths.clamp(min=1)
+        ratio, advantages = log_ratio.exp(), advantages[:, None]
+        low, high = 1 - settings["epsilon_low"], 1 + settings["epsilon_high"]
+        bounded = ratio if settings["delta"] is None else ratio.clamp(max=settings["delta"])
+        cost = -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)
+        if importance_weights is not None:
+            cost = cost * (importance_weights[:, None] if importance_weights.ndim == 1 else importance_weights)
+        kl = torch.zeros_like(logps)
+        if self.beta and ref_logps is not None:
+            difference = ref_logps.detach() - logps
+            kl = torch.expm1(difference) - difference
+            kl = kl * ratio if self.loss.use_bias_correction_kl else kl
+            cost = cost + self.beta * kl
+        clipped = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
+        tokens = mask.sum().clamp(min=1)
+        return (cost * lengths).mean(), (kl * mask).sum().detach() / tokens, (clipped * mask).sum() / tokens
+
+
+def _by_token(clipped: Callable[[Rollouts], Clipped] | None) -> Callable[[Rollouts], Clipped] | None:
+    """Count a clipped sequence's tokens."""
+    if clipped is None:
+        return None
+
+    def by_token(rollouts: Rollouts) -> Clipped:
+        low, high = clipped(rollouts)
+        return Clipped(None if low is None else low.expand_as(rollouts.mask), high.expand_as(rollouts.mask))
+
+    return by_token
 
 
 def _items_per_rank(attention_mask: Tensor, num_items: float | Tensor | None) -> float | Tensor | None:
