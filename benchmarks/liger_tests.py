@@ -3,6 +3,7 @@
 python -m benchmarks.liger_tests PATH                        PATH: a checkout of Liger-Kernel, with its test/ directory
 python -m benchmarks.liger_tests PATH --only chunked_loss/test_dpo_loss.py transformers/test_rope.py
 python -m benchmarks.liger_tests PATH --report FILE          also write each failure and its reason
+python -m benchmarks.liger_tests PATH --largest 5e6          without the largest shapes
 
 The tests are those of the losses, norms, rotary embeddings and gated MLPs. Names that `compat` refuses raise where a
 test uses them. Nothing is copied: the tests run from the checkout.
@@ -11,12 +12,17 @@ test uses them. Nothing is copied: the tests run from the checkout.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import inspect
+import math
 import os
 import re
 import sys
+import time
 import types
 from collections import Counter
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +41,24 @@ FILES = (
         ).split()
     ),
 )
+
+
+def _of_this_transformers(
+    version: str, before: Callable[..., Any], after: Callable[..., Any], **arguments: Any
+) -> Any:
+    """Call what is meant for `version` of transformers and later, without arguments that the newest ones dropped."""
+    known = inspect.signature(after).parameters
+    keywords = {name: value for name, value in (arguments.get("after_kwargs") or {}).items() if name in known}
+    return after(*arguments.get("after_args", ()), **keywords)
+
+
 # The tests ask for these; they are no part of the losses and layers.
 _HELPERS: dict[str, dict[str, Any]] = {
     "liger_kernel.utils": {
         "infer_device": lambda: "cpu",
         "infer_comm_backend": lambda: "gloo",
         "is_npu_available": lambda: False,
-        "transformers_version_dispatch": lambda version, before, after, before_args=(), after_args=(): after(
-            *after_args
-        ),
+        "transformers_version_dispatch": _of_this_transformers,
     },
     "liger_kernel.ops.utils": {"is_hip": lambda: False},
 }
@@ -71,7 +86,7 @@ def _serve_missing_names(tests: Path) -> None:
         if module in _HELPERS:
             continue
         try:
-            source = __import__(module, fromlist=[name])
+            source = import_module(module)
         except ImportError:
             sys.modules[module] = source = types.ModuleType(module)
         try:
@@ -80,10 +95,25 @@ def _serve_missing_names(tests: Path) -> None:
             setattr(source, name, _refused(module, name))
 
 
+def _elements(item: Any) -> int:
+    """Return how many logits a test has, or values of a layer."""
+    sizes = getattr(item, "callspec", None)
+    return math.prod(x for name, x in sizes.params.items() if name in _SIZES and isinstance(x, int)) if sizes else 0
+
+
+_SIZES = ("B", "T", "V", "bsz", "seq_len", "hidden_size", "bs", "sl", "hd")
+
+
 class _Results:
-    def __init__(self) -> None:
+    def __init__(self, largest: float) -> None:
+        self.largest = largest
         self.outcomes: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
+
+    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
+        large = [item for item in items if _elements(item) > self.largest]
+        self.outcomes.update({item.nodeid: "too large" for item in large})
+        items[:] = [item for item in items if _elements(item) <= self.largest]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
@@ -97,23 +127,21 @@ class _Results:
             self.outcomes[report.nodeid] = "failed"
             self.reasons[report.nodeid] = f"does not load: {str(report.longrepr).strip().splitlines()[-1]}"[:160]
 
+    def counts(self, file: str = "") -> str:
+        """Describe the outcomes of one file, or of all."""
+        kinds = Counter(outcome for node, outcome in self.outcomes.items() if node.startswith(file))
+        run = kinds["passed"] + kinds["failed"]
+        return (
+            f"{kinds['passed']} of {run} passed, {kinds['failed']} failed ({kinds['failed'] / max(1, run):.1%}), "
+            f"{kinds['skipped']} skipped by themselves, {kinds['too large']} too large"
+        )
 
-def _without_digits(reason: str) -> str:
-    return re.sub(r"[\d.]+(e[-+]?\d+)?", "#", reason)
-
-
-def _print(results: _Results, show: Callable[[str], None]) -> None:
-    files = Counter((node.split("::")[0], outcome) for node, outcome in results.outcomes.items())
-    for file in sorted({file for file, _ in files}):
-        counts = ", ".join(f"{files[file, kind]} {kind}" for kind in ("passed", "failed", "skipped"))
-        show(f"{file}: {counts}")
-    total = Counter(results.outcomes.values())
-    run = total["passed"] + total["failed"]
-    show(f"all: {total['passed']} of {run} passed ({total['failed'] / max(1, run):.1%} failed, {total['skipped']} skipped)")
-    for (file, reason), count in Counter(
-        (node.split("::")[0], _without_digits(reason)) for node, reason in results.reasons.items()
-    ).most_common():
-        show(f"{count:5d}  {file}: {reason}")
+    def failures(self) -> list[str]:
+        """Describe the reasons, most frequent first."""
+        reasons = Counter(
+            (node.split("[")[0], re.sub(r"\b[\d.]+(e[-+]?\d+)?\b", "#", why)) for node, why in self.reasons.items()
+        )
+        return [f"{count:5d}  {test}: {why}" for (test, why), count in reasons.most_common()]
 
 
 def main() -> None:
@@ -121,6 +149,8 @@ def main() -> None:
     parser.add_argument("path", type=Path, help="a checkout of Liger-Kernel")
     parser.add_argument("--only", nargs="+", default=FILES, metavar="FILE", help="test files, relative to test/")
     parser.add_argument("--select", default="", metavar="EXPRESSION", help="pytest's -k")
+    parser.add_argument("--largest", type=float, default=math.inf, help="leave out tests of more logits than this")
+    parser.add_argument("--bfloat16", action="store_true", help="also tests that Liger-Kernel skips off a GPU")
     parser.add_argument("--report", type=Path, help="write every failure to this file")
     arguments = parser.parse_args()
     tests = (arguments.path / "test").resolve()
@@ -133,22 +163,21 @@ def main() -> None:
     _serve_missing_names(tests)
     os.chdir(tests.parent)
     sys.path.insert(0, str(tests.parent))
-    results = _Results()
     # Files skip their largest shapes on a device with little memory.
     vars(torch.cpu)["get_device_properties"] = lambda index: types.SimpleNamespace(total_memory=0)
-    options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "-W", "ignore"]
-    options.append(f"--rootdir={tests.parent}")
-    if arguments.select:
-        options += ["-k", arguments.select]
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads())
-    sys.stdout.flush()
-    with open(os.devnull, "w") as nowhere:
-        stdout, sys.stdout = sys.stdout, nowhere
-        try:
-            pytest.main([*options, *(str(tests / file) for file in arguments.only)], plugins=[results])
-        finally:
-            sys.stdout = stdout
-    _print(results, print)
+    if arguments.bfloat16:
+        vars(import_module("test.utils"))["supports_bfloat16"] = lambda: True
+    results = _Results(arguments.largest)
+    # The tests of DTensor are expected to fail on fewer than eight GPUs.
+    select = f"not dtensor and ({arguments.select})" if arguments.select else "not dtensor"
+    options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", f"--rootdir={tests.parent}", "-k", select]
+    for file in arguments.only:
+        start = time.perf_counter()
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            pytest.main([*options, str(tests / file)], plugins=[results])
+        print(f"{file}: {results.counts(f'test/{file}')}, {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"all: {results.counts()}")
+    print("\n".join(results.failures()))
     if arguments.report:
         lines = [f"{node}  {reason}" for node, reason in sorted(results.reasons.items())]
         arguments.report.write_text("\n".join([*lines, ""]))

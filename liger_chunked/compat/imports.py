@@ -65,11 +65,13 @@ class _Finder(MetaPathFinder, Loader):
         served = [import_module(name) for name in _SERVED[module.__name__]]
 
         def lookup(name: str) -> Any:
-            for source in served[:-1]:
-                if name in vars(source):
+            unknown = []
+            for source in served:
+                try:
                     return getattr(source, name)
-            # The last one refuses a missing name in words.
-            return getattr(served[-1], name)
+                except AttributeError as error:
+                    unknown.append(error)
+            raise unknown[0]
 
         module.__doc__ = served[0].__doc__
         vars(module)["__getattr__"] = lookup

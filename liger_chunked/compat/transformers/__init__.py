@@ -4,7 +4,7 @@ Differences that docs/migration.md does not list:
 
 - Inputs are never overwritten, and gradients accumulate in float32. Constructors raise ValueError for invalid options.
 - Losses are float32 for any input dtype, and 0 instead of NaN over no tokens.
-- `LigerGEGLUMLP` uses its config's gelu. Both gated MLPs have biases if the config sets `mlp_bias`.
+- `LigerSwiGLUMLP` has biases if its config sets `mlp_bias`.
 - `liger_rotary_pos_emb` reads `position_ids` and `unsqueeze_dim`.
 - `apply_liger_kernel_to_<family>` also exists, by keyword, for other families. All switches are on but
   `cross_entropy`; Liger-Kernel skips glm4's rotary embedding and granite's fused cross entropy. `layer_norm=True`
@@ -26,27 +26,52 @@ from torch import Tensor, nn
 
 from liger_chunked import kernels, losses, modules
 from liger_chunked.compat.chunked_loss import check_same_vocabulary
+from liger_chunked.compat.transformers.mlp import (
+    LigerBlockSparseTop2MLP,
+    LigerExperts,
+    LigerFalconH1SwiGLUMLP,
+    LigerGEGLUMLP,
+    LigerGEGLUMLPForGemma4,
+    LigerPhi3SwiGLUMLP,
+)
 from liger_chunked.compat.unsupported import missing, refuse
+from liger_chunked.kernels.logits_stats import row_stats
 from liger_chunked.kernels.rms_norm import Casting
-from liger_chunked.modules import LigerGEGLUMLP, LigerJSD, LigerSwiGLUMLP, LigerTVDLoss
-from liger_chunked.types import shown
+from liger_chunked.modules import LigerJSD, LigerSwiGLUMLP, LigerTVDLoss
+from liger_chunked.types import LogitOptions, shown
 
 __all__ = [
     "CrossEntropyOutput",
+    "LigerBlockSparseTop2MLP",
     "LigerCrossEntropyLoss",
+    "LigerExperts",
+    "LigerFalconH1SwiGLUMLP",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearJSD",
     "LigerGEGLUMLP",
+    "LigerGEGLUMLPForGemma4",
     "LigerJSD",
     "LigerKLDIVLoss",
     "LigerLayerNorm",
+    "LigerPhi3SwiGLUMLP",
+    "LigerQwen3MoeSwiGLUMLP",
     "LigerRMSNorm",
+    "LigerRMSNormForGemma",
+    "LigerRMSNormForGemma2",
+    "LigerRMSNormForGemma3",
+    "LigerRMSNormForGemma4",
+    "LigerRMSNormForGlm4",
+    "LigerRMSNormForMuseGlimmer",
+    "LigerRMSNormForMuseGlimmerTextCentered",
+    "LigerRMSNormForOlmo2",
+    "LigerRMSNormForQwen3Next",
     "LigerSwiGLUMLP",
     "LigerTVDLoss",
     "is_transformers_available",
     "liger_rotary_pos_emb",
 ]
 
+LigerQwen3MoeSwiGLUMLP = LigerSwiGLUMLP
 _CASTINGS: dict[str, Casting] = {"llama": "llama", "gemma": "gemma"}
 _INITIAL: dict[str, Callable[[int], Tensor]] = {"ones": torch.ones, "zeros": torch.zeros}
 
@@ -106,6 +131,50 @@ class LigerRMSNorm(nn.Module):
         return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
 
 
+class LigerRMSNormForGemma(LigerRMSNorm):
+    """`LigerRMSNorm` with Gemma's defaults."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "zeros",
+        in_place: bool = True,
+        row_mode: bool | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
+
+
+LigerRMSNormForGemma2 = LigerRMSNormForQwen3Next = LigerRMSNormForMuseGlimmerTextCentered = LigerRMSNormForGemma
+LigerRMSNormForGlm4 = LigerRMSNormForOlmo2 = LigerRMSNorm
+
+
+class LigerRMSNormForGemma3(LigerRMSNormForGemma):
+    def __init__(self, dim: int, eps: float = 1e-6, *args: Any, **kwargs: Any) -> None:
+        super().__init__(dim, eps, *args, **kwargs)
+
+
+class LigerRMSNormForGemma4(LigerRMSNorm):
+    """RMSNorm in float32, with a weight if `with_scale`."""
+
+    def __init__(
+        self,
+        dim: int | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "ones",
+        in_place: bool = False,
+        with_scale: bool = True,
+    ) -> None:
+        super().__init__(dim, eps, offset, casting_mode, init_fn, elementwise_affine=with_scale)  # type: ignore[arg-type]
+
+
+LigerRMSNormForMuseGlimmer = LigerRMSNormForGemma4
+
+
 class LigerLayerNorm(nn.Module):
     """LayerNorm; see `liger_chunked.liger_layer_norm`.
 
@@ -157,12 +226,16 @@ def liger_rotary_pos_emb(
     return kernels.liger_rotary_pos_emb(q, k, cos, sin, position_ids, unsqueeze_dim)
 
 
-class LigerCrossEntropyLoss(nn.Module):
-    """`liger_chunked.LigerCrossEntropyLoss`, which does not overwrite the logits.
+@dataclass(frozen=True)
+class CrossEntropyOutput:
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
 
-    Raises:
-        NotImplementedError: a `return_...` flag is set.
-    """
+
+class LigerCrossEntropyLoss(nn.Module):
+    """`liger_chunked.LigerCrossEntropyLoss`, which does not overwrite the logits."""
 
     def __init__(
         self,
@@ -177,10 +250,9 @@ class LigerCrossEntropyLoss(nn.Module):
         return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__()
-        reason = "only LigerFusedLinearCrossEntropyLoss returns more than the loss"
-        refuse("return_z_loss", return_z_loss, reason)
-        refuse("return_token_accuracy", return_token_accuracy, reason)
-        refuse("return_predicted_tokens", return_predicted_tokens, reason)
+        self.return_z_loss = return_z_loss
+        self.return_token_accuracy = return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
         self.loss = modules.LigerCrossEntropyLoss(
             weight,
             ignore_index=ignore_index,
@@ -190,16 +262,31 @@ class LigerCrossEntropyLoss(nn.Module):
             softcap=softcap,
         )
 
-    def forward(self, _input: Tensor, target: Tensor) -> Tensor:
-        return self.loss(_input, target)
+    def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
+        """Return the loss, or a `CrossEntropyOutput` if a `return_...` flag is set."""
+        loss = self.loss(_input, target)
+        if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
+            return loss
+        z_loss, accuracy, predicted = self._metrics(_input.detach(), target)
+        return CrossEntropyOutput(
+            loss,
+            z_loss if self.return_z_loss else None,
+            accuracy if self.return_token_accuracy else None,
+            predicted if self.return_predicted_tokens else None,
+        )
 
-
-@dataclass(frozen=True)
-class CrossEntropyOutput:
-    loss: Tensor
-    z_loss: Tensor | None = None
-    token_accuracy: Tensor | None = None
-    predicted_tokens: Tensor | None = None
+    def _metrics(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        options, mean = LogitOptions(softcap=self.loss.softcap), self.loss.reduction == "mean"
+        valid = target != self.loss.ignore_index
+        stats = row_stats(logits, target.where(valid, 0).long(), options, ("lse", "argmax"))[1]
+        assert stats.lse is not None and stats.argmax is not None
+        z_loss = (self.loss.lse_square_scale * stats.lse.square()).where(valid, 0.0)
+        predicted = stats.argmax.where(valid, -1)
+        correct = (predicted == target).where(valid, False).to(stats.lse.dtype)
+        if self.loss.reduction == "none":
+            return z_loss, correct, predicted
+        n = valid.sum().clamp(min=1)
+        return z_loss.sum() / (n if mean else 1), correct.sum() / n, predicted
 
 
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
@@ -207,7 +294,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 
     Raises:
         NotImplementedError: `use_token_scaling` with `label_smoothing` or `lse_square_scale`, which Liger-Kernel
-            scales too, or `return_token_accuracy` with the reduction "none".
+            scales too.
     """
 
     def __init__(
@@ -228,9 +315,12 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         if use_token_scaling:
             refuse("label_smoothing", label_smoothing, "use_token_scaling scales the cross entropy alone")
             refuse("lse_square_scale", lse_square_scale, "use_token_scaling scales the cross entropy alone")
-        if reduction == "none":
-            refuse("return_token_accuracy", return_token_accuracy, "the accuracy is one number for all tokens")
+        self.ignore_index = ignore_index
+        self.return_token_accuracy = return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
         self.returns_output = return_z_loss or return_token_accuracy or return_predicted_tokens
+        # "none" has an accuracy for each token, from the predictions.
+        self.accuracy_by_token = return_token_accuracy and reduction == "none"
         self.loss = losses.LigerFusedLinearCrossEntropyLoss(
             ce_weight=ce_weight,
             ignore_index=ignore_index,
@@ -240,8 +330,8 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             softcap=softcap,
             dft=use_token_scaling,
             return_z_loss=return_z_loss,
-            return_token_accuracy=return_token_accuracy,
-            return_predicted_tokens=return_predicted_tokens,
+            return_token_accuracy=return_token_accuracy and not self.accuracy_by_token,
+            return_predicted_tokens=return_predicted_tokens or self.accuracy_by_token,
         )
 
     def forward(
@@ -250,8 +340,10 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         result = self.loss(lin_weight, _input, target, bias)
         if not self.returns_output:
             return result
-        loss, metrics = result
-        return CrossEntropyOutput(loss, *metrics)
+        loss, (z_loss, accuracy, predicted) = result
+        if self.accuracy_by_token:
+            accuracy = ((predicted == target) & (target != self.ignore_index)).to(loss.dtype)
+        return CrossEntropyOutput(loss, z_loss, accuracy, predicted if self.return_predicted_tokens else None)
 
 
 class LigerFusedLinearJSD(nn.Module):
@@ -293,11 +385,7 @@ _EPS = 1e-10
 
 
 class LigerKLDIVLoss(nn.Module):
-    """`liger_chunked.LigerKLDIVLoss`, where `0 log 0` is 0 without `eps`.
-
-    Raises:
-        NotImplementedError: `eps` is not 1e-10, or the deprecated `size_average` or `reduce` is set.
-    """
+    """`liger_chunked.LigerKLDIVLoss`, where `0 log 0` is 0; another `eps` is the least target in `log`, in PyTorch."""
 
     def __init__(
         self,
@@ -308,15 +396,17 @@ class LigerKLDIVLoss(nn.Module):
         log_target: bool = False,
     ) -> None:
         super().__init__()
-        legacy = {"size_average": size_average, "reduce": reduce}
-        if given := {name: value for name, value in legacy.items() if value is not None}:
-            raise NotImplementedError(f"{given} is not supported: pass reduction")
-        if eps != _EPS:
-            raise NotImplementedError(f"eps={eps} is not supported: 0 log 0 is 0")
+        # The deprecated pair, if given, chooses the reduction.
+        reduction = nn.KLDivLoss(size_average, reduce, reduction).reduction  # type: ignore[assignment]
+        self.eps = eps
         self.loss = modules.LigerKLDIVLoss(reduction, log_target)
 
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
-        return self.loss(y_pred, y_true)
+        if self.eps == _EPS or self.loss.log_target:
+            return self.loss(y_pred, y_true)
+        terms = y_true * (y_true.clamp(min=self.eps).log() - y_pred)
+        totals = {"none": lambda: terms, "mean": terms.mean, "sum": terms.sum}
+        return totals.get(self.loss.reduction, lambda: terms.sum() / terms.shape[0])()
 
 
 _INTEGRATION = "liger_chunked.integrations.transformers"
