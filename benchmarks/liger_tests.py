@@ -28,8 +28,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from liger_chunked import compat
+from liger_chunked import compat, linear_token_stats
 
 FILES = (
     *(f"chunked_loss/test_{name}_loss.py" for name in "cosine cpo dpo grpo jsd kto orpo simpo".split()),
@@ -43,13 +44,42 @@ FILES = (
 )
 
 
-def _of_this_transformers(
-    version: str, before: Callable[..., Any], after: Callable[..., Any], **arguments: Any
-) -> Any:
+def _of_this_transformers(version: str, before: Callable[..., Any], after: Callable[..., Any], **arguments: Any) -> Any:
     """Call what is meant for `version` of transformers and later, without arguments that the newest ones dropped."""
     known = inspect.signature(after).parameters
     keywords = {name: value for name, value in (arguments.get("after_kwargs") or {}).items() if name in known}
     return after(*arguments.get("after_args", ()), **keywords)
+
+
+class _PolicyReference:
+    """What the tests' own GRPO asks of Liger-Kernel's base class."""
+
+    @staticmethod
+    def _compute_dapo_normalizer(attention_mask: Tensor) -> Tensor:
+        return attention_mask.sum().clamp(min=1)
+
+    @staticmethod
+    def chunk_forward(input: Tensor, weight: Tensor, token_ids: Tensor, **options: Any) -> Tensor | None:
+        return linear_token_stats(weight, input, token_ids, **options).logps
+
+
+def _vespo_weights(
+    advantages: Tensor,
+    log_ratio_per_token: Tensor,
+    mask: Tensor,
+    importance_sampling_ratio: Tensor | None,
+    k_pos: float,
+    lambda_pos: float,
+    k_neg: float,
+    lambda_neg: float,
+) -> Tensor:
+    """Return VESPO's `phi(w) = w^k e^(lambda (1 - w))` (2602.10693), (B, 1)."""
+    log_w = (log_ratio_per_token * mask).sum(-1, keepdim=True)
+    if importance_sampling_ratio is not None:
+        log_w = log_w + importance_sampling_ratio.log().sum(-1, keepdim=True)
+    positive = advantages[:, None] >= 0
+    k, rate = torch.where(positive, k_pos, k_neg), torch.where(positive, lambda_pos, lambda_neg)
+    return (rate + k * log_w - rate * log_w.exp()).exp().detach()
 
 
 # The tests ask for these; they are no part of the losses and layers.
@@ -61,6 +91,7 @@ _HELPERS: dict[str, dict[str, Any]] = {
         "transformers_version_dispatch": _of_this_transformers,
     },
     "liger_kernel.ops.utils": {"is_hip": lambda: False},
+    "liger_kernel.chunked_loss.fused_linear_ppo": {"LigerFusedLinearPPOBase": _PolicyReference},
 }
 
 
@@ -160,6 +191,7 @@ def main() -> None:
     for module, names in _HELPERS.items():
         sys.modules[module] = types.ModuleType(module)
         vars(sys.modules[module]).update(names)
+    vars(import_module("liger_kernel.chunked_loss.grpo_loss"))["get_gamma_weights"] = _vespo_weights
     _serve_missing_names(tests)
     os.chdir(tests.parent)
     sys.path.insert(0, str(tests.parent))

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_chunked import losses
-from liger_chunked.compat.unsupported import refuse
+from liger_chunked.compat.settings import Loss
 from liger_chunked.engine import linear_token_stats
+from liger_chunked.losses import dpo
 from liger_chunked.losses.formulas import log_odds, logistic
 from liger_chunked.losses.grpo import LOSS_TYPES, SURROGATES
 from liger_chunked.losses.policy import REDUCTIONS, Clipped
@@ -66,16 +68,17 @@ def _as_liger_kernel(
     chosen, rejected = _logits_sums(weight, input, bias).split((pairs, pairs))
     logits = max(1, pairs * input.shape[1]) * weight.shape[0]
     pair = PairMetrics(*metrics[: len(PairMetrics._fields)])
-    return loss, pair._replace(
-        chosen_logits_mean=chosen.sum() / logits, rejected_logits_mean=rejected.sum() / logits
-    )
+    return loss, pair._replace(chosen_logits_mean=chosen.sum() / logits, rejected_logits_mean=rejected.sum() / logits)
 
 
-class LigerFusedLinearDPOLoss(nn.Module):
+# Liger-Kernel's loss types that do not read `label_smoothing`.
+_LIGER_DPO = ("sigmoid", "hinge", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop")
+
+
+class LigerFusedLinearDPOLoss(Loss):
     """`losses.LigerFusedLinearDPOLoss`, with all its loss types. Unread settings have no effect.
 
-    Raises:
-        NotImplementedError: `label_smoothing` with "sigmoid", which Liger-Kernel ignores.
+    As in Liger-Kernel, only "exo_pair" and "robust" read `label_smoothing`; others warn.
     """
 
     def __init__(
@@ -93,9 +96,15 @@ class LigerFusedLinearDPOLoss(nn.Module):
         discopop_tau: float = 0.05,
     ) -> None:
         super().__init__()
-        if loss_type == "sigmoid":
-            refuse("label_smoothing", label_smoothing, "Liger-Kernel's loss_type 'sigmoid' does not read it")
-        self.use_ref_model = use_ref_model
+        if loss_type not in dpo.LOSS_TYPES:
+            raise ValueError(f"Unsupported loss_type {shown(loss_type)}, expected one of {sorted(dpo.LOSS_TYPES)}")
+        if loss_type == "exo_pair" and label_smoothing <= 0:
+            raise ValueError(f"label_smoothing must be > 0 for loss_type='exo_pair', got {label_smoothing}")
+        if loss_type == "robust" and not 0 <= label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing must lie in [0.0, 0.5) for loss_type='robust', got {label_smoothing}")
+        if loss_type in _LIGER_DPO and label_smoothing:
+            warnings.warn(f"loss_type={loss_type!r} does not read label_smoothing", UserWarning, stacklevel=2)
+            label_smoothing = 0.0
         tau: dict[str, Any] = {"discopop_tau": discopop_tau} if loss_type == "discopop" else {}
         self.loss = losses.LigerFusedLinearDPOLoss(
             ignore_index=ignore_index,
@@ -119,12 +128,10 @@ class LigerFusedLinearDPOLoss(nn.Module):
         ref_bias: Tensor | None = None,
     ) -> tuple[Tensor, PairMetrics]:
         reference = (ref_input, ref_weight, ref_bias) if self.use_ref_model else ()
-        return _as_liger_kernel(
-            self.loss(lin_weight, _input, target, bias, *reference), lin_weight, _input, bias
-        )
+        return _as_liger_kernel(self.loss(lin_weight, _input, target, bias, *reference), lin_weight, _input, bias)
 
 
-class LigerFusedLinearORPOLoss(nn.Module):
+class LigerFusedLinearORPOLoss(Loss):
     """`losses.LigerFusedLinearORPOLoss`.
 
     The chosen half of `nll_target` may differ from `target`: its NLL is then another pass over the chosen sequences.
@@ -139,7 +146,6 @@ class LigerFusedLinearORPOLoss(nn.Module):
         chunk_size: int = 1,
     ) -> None:
         super().__init__()
-        self.ignore_index = ignore_index
         self.loss = losses.LigerFusedLinearORPOLoss(ignore_index=ignore_index, beta=beta)
         self.loss.compute_nll_loss = compute_nll_loss
         self.preference = losses.LigerFusedLinearORPOLoss(ignore_index=ignore_index, beta=beta)
@@ -180,7 +186,7 @@ class LigerFusedLinearORPOLoss(nn.Module):
         return loss, (*metrics, -logistic(difference).mean(), difference.mean())
 
 
-class LigerFusedLinearCPOLoss(nn.Module):
+class LigerFusedLinearCPOLoss(Loss):
     """`losses.LigerFusedLinearCPOLoss`; without `alpha`, the metric `nll_loss` is 0."""
 
     def __init__(
@@ -212,7 +218,7 @@ class LigerFusedLinearCPOLoss(nn.Module):
         return _as_liger_kernel(self.loss(lin_weight, _input, target, bias), lin_weight, _input, bias)
 
 
-class LigerFusedLinearSimPOLoss(nn.Module):
+class LigerFusedLinearSimPOLoss(Loss):
     """`losses.LigerFusedLinearSimPOLoss`, with the NLL term by default."""
 
     def __init__(
@@ -241,7 +247,7 @@ class LigerFusedLinearSimPOLoss(nn.Module):
         return _as_liger_kernel(self.loss(lin_weight, _input, target, bias), lin_weight, _input, bias)
 
 
-class LigerFusedLinearKTOLoss(nn.Module):
+class LigerFusedLinearKTOLoss(Loss):
     """`losses.LigerFusedLinearKTOLoss`. `kl` is 0 by default, and may be negative.
 
     Raises:
@@ -262,7 +268,6 @@ class LigerFusedLinearKTOLoss(nn.Module):
             ignore_index=ignore_index, beta=beta, use_ref_model=use_ref_model, average_log_prob=average_log_prob
         )
         self.loss.reference_point = "delta"  # which is not clamped
-        self.use_ref_model = use_ref_model
 
     def forward(
         self,
@@ -298,7 +303,7 @@ class LigerFusedLinearKTOLoss(nn.Module):
         )
 
 
-class LigerFusedLinearGRPOLoss(nn.Module):
+class LigerFusedLinearGRPOLoss(Loss):
     """`losses.LigerFusedLinearGRPOLoss`. Unread settings have no effect.
 
     Across ranks, `dapo`, `cispo` and `vespo` divide by the mean number of tokens per rank. Unlike Liger-Kernel:
@@ -343,10 +348,6 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             raise ValueError(f"unknown loss_type {shown(loss_type)}, expected one of {sorted(LOSS_TYPES)}")
         kind = LOSS_TYPES[loss_type]
         read = SURROGATES[kind["surrogate"]].reads
-        self.beta = beta
-        self.use_ref_model = use_ref_model
-        self.loss_type = loss_type
-        self.settings = settings
         self.reduction = REDUCTIONS[kind["reduction"]]
         self.loss = losses.LigerFusedLinearGRPOLoss.from_loss_type(
             loss_type,
@@ -382,7 +383,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         Raises:
             ValueError: `importance_sampling_level="sequence"` with `cispo`, `sapo` or `vespo`.
         """
-        if self.loss.importance_level == "sequence" and self.loss_type in ("cispo", "sapo", "vespo"):
+        if self.importance_sampling_level == "sequence" and self.loss_type in ("cispo", "sapo", "vespo"):
             raise ValueError(
                 f"Sequence-level importance sampling is not supported for loss_type={self.loss_type!r}: use "
                 'importance_sampling_level="token", or liger_chunked.LigerFusedLinearGRPOLoss'
@@ -436,7 +437,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             loss_bt = -min(min(r, delta) A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta k3_bt
         """
         weight, input, token_ids, bias = head
-        temperature, settings = self.loss.options.temperature, self.settings
+        temperature = self.loss.options.temperature
         logps = linear_token_stats(weight, input, token_ids, bias, temperature=temperature).logps
         assert logps is not None
         if ref_input is not None and ref_weight is not None:
@@ -447,11 +448,11 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         mask = attention_mask.to(logps.dtype)
         lengths = mask.sum(-1, keepdim=True)
         log_ratio = logps - (logps if old_logps is None else old_logps).detach()
-        if self.loss.importance_level == "sequence":
+        if self.importance_sampling_level == "sequence":
             log_ratio = (log_ratio * mask).sum(-1, keepdim=True) / lengths.clamp(min=1)
         ratio, advantages = log_ratio.exp(), advantages[:, None]
-        low, high = 1 - settings["epsilon_low"], 1 + settings["epsilon_high"]
-        bounded = ratio if settings["delta"] is None else ratio.clamp(max=settings["delta"])
+        low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
+        bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
         cost = -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)
         if importance_weights is not None:
             cost = cost * (importance_weights[:, None] if importance_weights.ndim == 1 else importance_weights)
@@ -459,7 +460,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         if self.beta and ref_logps is not None:
             difference = ref_logps.detach() - logps
             kl = torch.expm1(difference) - difference
-            kl = kl * ratio if self.loss.use_bias_correction_kl else kl
+            kl = kl * ratio if self.use_bias_correction_kl else kl
             cost = cost + self.beta * kl
         clipped = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
         tokens = mask.sum().clamp(min=1)
@@ -487,16 +488,21 @@ def _items_per_rank(attention_mask: Tensor, num_items: float | Tensor | None) ->
     return num_items / dist.get_world_size()
 
 
-class _Distillation(nn.Module):
-    """Base of the distillation losses; `scale` multiplies the reported soft loss."""
+class _Distillation(Loss):
+    """Base of the distillation losses; `scale` multiplies the reported soft loss.
 
-    def __init__(
-        self, loss: losses.LigerFusedLinearDistillationBase, scale: float, return_soft_hard_loss: bool
-    ) -> None:
-        super().__init__()
-        self.loss = loss
-        self.scale = scale
-        self.return_soft_hard_loss = return_soft_hard_loss
+    A teacher may have the larger vocabulary: the student's logits of these tokens are 0 in the soft loss.
+    """
+
+    scale = 1.0
+    ignore_index: int
+    weight_hard_loss: float
+    return_soft_hard_loss: bool
+
+    def _build(self, kind: Callable[..., nn.Module], weight_hard_loss: float, **settings: Any) -> None:
+        self.loss = kind(weight_hard_loss=weight_hard_loss, **settings)
+        self.soft = kind(weight_hard_loss=0.0, **settings)
+        self.hard = losses.LigerFusedLinearCrossEntropyLoss(ignore_index=settings["ignore_index"])
 
     def forward(
         self,
@@ -508,24 +514,19 @@ class _Distillation(nn.Module):
         student_bias: Tensor | None = None,
         teacher_bias: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, or `(loss, soft_loss, hard_loss)` with unweighted terms.
-
-        Raises:
-            NotImplementedError: the teacher has a larger vocabulary, whose logits Liger-Kernel pads with 0.
-        """
-        check_same_vocabulary(student_weight, teacher_weight)
-        loss, metrics = self.loss(
-            student_weight, student_input, teacher_weight, teacher_input, true_labels, student_bias, teacher_bias
-        )
-        return (loss, self.scale * metrics.soft_loss, metrics.hard_loss) if self.return_soft_hard_loss else loss
-
-
-def check_same_vocabulary(student_weight: Tensor, teacher_weight: Tensor) -> None:
-    if teacher_weight.shape[0] > student_weight.shape[0]:
-        raise NotImplementedError(
-            f"teacher_weight {tuple(teacher_weight.shape)} with more rows than student_weight "
-            f"{tuple(student_weight.shape)} is not supported: cut teacher_weight and teacher_bias, or use liger_chunked"
-        )
+        """Return the loss, or `(loss, soft_loss, hard_loss)` with unweighted terms."""
+        teacher = (teacher_weight, teacher_input, true_labels)
+        added = teacher_weight.shape[0] - student_weight.shape[0]
+        if added <= 0:
+            loss, metrics = self.loss(student_weight, student_input, *teacher, student_bias, teacher_bias)
+            hard = metrics.hard_loss
+        else:
+            hard = self.hard(student_weight, student_input, true_labels, student_bias)
+            weight = F.pad(student_weight, (0, 0, 0, added))
+            bias = None if student_bias is None else F.pad(student_bias, (0, added))
+            soft, metrics = self.soft(weight, student_input, *teacher, bias, teacher_bias)
+            loss = soft + self.weight_hard_loss * hard
+        return (loss, self.scale * metrics.soft_loss, hard.detach()) if self.return_soft_hard_loss else loss
 
 
 class LigerFusedLinearJSDLoss(_Distillation):
@@ -542,14 +543,15 @@ class LigerFusedLinearJSDLoss(_Distillation):
         chunk_size: int = 1024,
         return_soft_hard_loss: bool = False,
     ) -> None:
-        loss = losses.LigerFusedLinearJSDLoss(
-            weight_hard_loss=weight_hard_loss,
+        super().__init__()
+        self._build(
+            losses.LigerFusedLinearJSDLoss,
+            weight_hard_loss,
             weight_soft_loss=weight_soft_loss,
             beta=beta,
             ignore_index=ignore_index,
             temperature=temperature,
         )
-        super().__init__(loss, 1.0, return_soft_hard_loss)
 
 
 class LigerFusedLinearCosineSimilarityLoss(_Distillation):
@@ -566,10 +568,12 @@ class LigerFusedLinearCosineSimilarityLoss(_Distillation):
         chunk_size: int = 1024,
         return_soft_hard_loss: bool = False,
     ) -> None:
-        loss = losses.LigerFusedLinearCosineSimilarityLoss(
-            weight_hard_loss=weight_hard_loss,
+        super().__init__()
+        self.scale = beta
+        self._build(
+            losses.LigerFusedLinearCosineSimilarityLoss,
+            weight_hard_loss,
             weight_soft_loss=weight_soft_loss * beta,
             ignore_index=ignore_index,
             temperature=temperature,
         )
-        super().__init__(loss, beta, return_soft_hard_loss)

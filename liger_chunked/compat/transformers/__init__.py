@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_chunked import kernels, losses, modules
-from liger_chunked.compat.chunked_loss import check_same_vocabulary
+from liger_chunked.compat.settings import Loss
 from liger_chunked.compat.transformers.mlp import (
     LigerBlockSparseTop2MLP,
     LigerExperts,
@@ -234,7 +234,7 @@ class CrossEntropyOutput:
     predicted_tokens: Tensor | None = None
 
 
-class LigerCrossEntropyLoss(nn.Module):
+class LigerCrossEntropyLoss(Loss):
     """`liger_chunked.LigerCrossEntropyLoss`, which does not overwrite the logits."""
 
     def __init__(
@@ -250,9 +250,6 @@ class LigerCrossEntropyLoss(nn.Module):
         return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__()
-        self.return_z_loss = return_z_loss
-        self.return_token_accuracy = return_token_accuracy
-        self.return_predicted_tokens = return_predicted_tokens
         self.loss = modules.LigerCrossEntropyLoss(
             weight,
             ignore_index=ignore_index,
@@ -276,20 +273,19 @@ class LigerCrossEntropyLoss(nn.Module):
         )
 
     def _metrics(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        options, mean = LogitOptions(softcap=self.loss.softcap), self.loss.reduction == "mean"
-        valid = target != self.loss.ignore_index
+        options, valid = LogitOptions(softcap=self.softcap), target != self.ignore_index
         stats = row_stats(logits, target.where(valid, 0).long(), options, ("lse", "argmax"))[1]
         assert stats.lse is not None and stats.argmax is not None
-        z_loss = (self.loss.lse_square_scale * stats.lse.square()).where(valid, 0.0)
+        z_loss = (self.lse_square_scale * stats.lse.square()).where(valid, 0.0)
         predicted = stats.argmax.where(valid, -1)
         correct = (predicted == target).where(valid, False).to(stats.lse.dtype)
-        if self.loss.reduction == "none":
+        if self.reduction == "none":
             return z_loss, correct, predicted
         n = valid.sum().clamp(min=1)
-        return z_loss.sum() / (n if mean else 1), correct.sum() / n, predicted
+        return z_loss.sum() / (n if self.reduction == "mean" else 1), correct.sum() / n, predicted
 
 
-class LigerFusedLinearCrossEntropyLoss(nn.Module):
+class LigerFusedLinearCrossEntropyLoss(Loss):
     """`losses.LigerFusedLinearCrossEntropyLoss`; `use_token_scaling` is `dft`.
 
     Raises:
@@ -315,9 +311,6 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         if use_token_scaling:
             refuse("label_smoothing", label_smoothing, "use_token_scaling scales the cross entropy alone")
             refuse("lse_square_scale", lse_square_scale, "use_token_scaling scales the cross entropy alone")
-        self.ignore_index = ignore_index
-        self.return_token_accuracy = return_token_accuracy
-        self.return_predicted_tokens = return_predicted_tokens
         self.returns_output = return_z_loss or return_token_accuracy or return_predicted_tokens
         # "none" has an accuracy for each token, from the predictions.
         self.accuracy_by_token = return_token_accuracy and reduction == "none"
@@ -346,7 +339,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         return CrossEntropyOutput(loss, z_loss, accuracy, predicted if self.return_predicted_tokens else None)
 
 
-class LigerFusedLinearJSD(nn.Module):
+class LigerFusedLinearJSD(Loss):
     """`losses.LigerFusedLinearJSDLoss` without a hard loss.
 
     Raises:
@@ -361,7 +354,6 @@ class LigerFusedLinearJSD(nn.Module):
         accum_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.ignore_index = ignore_index
         self.loss = losses.LigerFusedLinearJSDLoss(
             beta=jsd_beta, temperature=temperature, weight_hard_loss=0.0, weight_soft_loss=1.0
         )
@@ -375,7 +367,11 @@ class LigerFusedLinearJSD(nn.Module):
         shift_labels: Tensor | None = None,
     ) -> Tensor:
         """Return the mean over tokens not labelled `ignore_index`."""
-        check_same_vocabulary(student_weight, teacher_weight)
+        if teacher_weight.shape[0] > student_weight.shape[0]:
+            raise NotImplementedError(
+                f"teacher_weight {tuple(teacher_weight.shape)} with more rows than student_weight "
+                f"{tuple(student_weight.shape)} is not supported: cut teacher_weight, or use LigerFusedLinearJSDLoss"
+            )
         mask = None if shift_labels is None else shift_labels != self.ignore_index
         loss, _ = self.loss(student_weight, student_input, teacher_weight, teacher_input, mask=mask)
         return loss
@@ -384,7 +380,7 @@ class LigerFusedLinearJSD(nn.Module):
 _EPS = 1e-10
 
 
-class LigerKLDIVLoss(nn.Module):
+class LigerKLDIVLoss(Loss):
     """`liger_chunked.LigerKLDIVLoss`, where `0 log 0` is 0; another `eps` is the least target in `log`, in PyTorch."""
 
     def __init__(
@@ -398,15 +394,19 @@ class LigerKLDIVLoss(nn.Module):
         super().__init__()
         # The deprecated pair, if given, chooses the reduction.
         reduction = nn.KLDivLoss(size_average, reduce, reduction).reduction  # type: ignore[assignment]
-        self.eps = eps
         self.loss = modules.LigerKLDIVLoss(reduction, log_target)
 
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
-        if self.eps == _EPS or self.loss.log_target:
+        if self.eps == _EPS or self.log_target:
             return self.loss(y_pred, y_true)
         terms = y_true * (y_true.clamp(min=self.eps).log() - y_pred)
-        totals = {"none": lambda: terms, "mean": terms.mean, "sum": terms.sum}
-        return totals.get(self.loss.reduction, lambda: terms.sum() / terms.shape[0])()
+        if self.loss.reduction == "none":
+            return terms
+        return (
+            terms.mean()
+            if self.loss.reduction == "mean"
+            else terms.sum() / (terms.shape[0] if self.loss.reduction == "batchmean" else 1)
+        )
 
 
 _INTEGRATION = "liger_chunked.integrations.transformers"

@@ -21,7 +21,7 @@ def liger_cross_entropy(
     size_average: bool | None = None,
     ignore_index: int = -100,
     reduce: bool | None = None,
-    reduction: str = "mean",
+    reduction: Any = "mean",
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
@@ -53,7 +53,7 @@ def liger_fused_linear_cross_entropy(
     ignore_index: int = -100,
     lse_square_scale: float = 0.0,
     label_smoothing: float = 0.0,
-    reduction: str = "mean",
+    reduction: Any = "mean",
     softcap: float | None = None,
     return_z_loss: bool = False,
     accum_dtype: torch.dtype | None = None,
@@ -104,7 +104,7 @@ def liger_kl_div(
     target: Tensor,
     size_average: bool = True,
     reduce: bool = True,
-    reduction: str = "mean",
+    reduction: Any = "mean",
     log_target: bool = False,
     eps: float = 1e-10,
 ) -> Tensor:
@@ -116,7 +116,7 @@ def liger_tvd(
     input: Tensor,
     target: Tensor,
     shift_labels: Tensor | None = None,
-    reduction: str = "mean",
+    reduction: Any = "mean",
     ignore_index: int = -100,
 ) -> Tensor:
     return modules.LigerTVDLoss(reduction, ignore_index)(input, target, shift_labels)
