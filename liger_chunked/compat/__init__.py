@@ -12,6 +12,13 @@ the result raise NotImplementedError. docs/migration.md and the modules list the
 
 from __future__ import annotations
 
+from typing import Any
+
 from liger_chunked.compat.imports import install, uninstall
+from liger_chunked.compat.unsupported import missing
 
 __all__ = ["install", "uninstall"]
+
+
+def __getattr__(name: str) -> Any:
+    return missing(__name__, name)

@@ -15,33 +15,40 @@ _ROOT = "liger_kernel"
 _HERE = "liger_chunked.compat"
 _LOSSES = (f"{_HERE}.chunked_loss", f"{_HERE}.chunked_loss.functional")
 _LAYERS = (f"{_HERE}.transformers", f"{_HERE}.transformers.functional", f"{_HERE}.ops")
-# Liger-Kernel's modules, and those of `compat` that have their names.
+_OPS = (f"{_HERE}.ops",)
+# Liger-Kernel's modules, and those of `compat` that have their names or refuse them in words.
 _SERVED: dict[str, tuple[str, ...]] = {
-    _ROOT: (_HERE,),
-    f"{_ROOT}.chunked_loss": (f"{_HERE}.chunked_loss",),
-    f"{_ROOT}.chunked_loss.functional": (f"{_HERE}.chunked_loss.functional",),
-    f"{_ROOT}.transformers": (f"{_HERE}.transformers",),
-    f"{_ROOT}.transformers.functional": (f"{_HERE}.transformers.functional",),
-    f"{_ROOT}.ops": (f"{_HERE}.ops",),
+    "": (_HERE,),
+    "chunked_loss": _LOSSES[:1],
+    "chunked_loss.functional": _LOSSES[1:],
+    "transformers": _LAYERS[:1],
+    "transformers.functional": _LAYERS[1:],
+    "ops": _OPS,
     **{
-        f"{_ROOT}.chunked_loss.{loss}_loss": _LOSSES
-        for loss in ("cosine_similarity", "cpo", "dpo", "grpo", "jsd", "kto", "orpo", "simpo")
+        f"chunked_loss.{name}": _LOSSES
+        for name in """
+            cosine_similarity_loss cpo_loss dpo_loss fused_linear_distillation fused_linear_ppo
+            fused_linear_preference fused_linear_unpaired_preference grpo_loss jsd_loss kto_loss orpo_loss simpo_loss
+        """.split()
     },
     **{
-        f"{_ROOT}.transformers.{name}": _LAYERS
-        for name in (
-            "auto_model", "cross_entropy", "fused_linear_cross_entropy", "fused_linear_jsd", "geglu", "jsd", "kl_div",
-            "layer_norm", "monkey_patch", "rms_norm", "rope", "swiglu", "trainer_integration", "tvd",
-        )
+        f"transformers.{name}": _LAYERS
+        for name in """
+            auto_model cross_entropy dyt fused_add_rms_norm fused_ce_tvd fused_linear_cross_entropy fused_linear_jsd
+            fused_linear_kl_div geglu group_norm grpo_loss jsd kl_div layer_norm llama4_rope mhc mlp
+            modulated_rms_norm monkey_patch multi_token_attention poly_norm qwen2vl_mrope relu_squared rms_norm rope
+            softmax sparsemax swiglu tiled_mlp trainer_integration tvd vocab_parallel_cross_entropy
+        """.split()
     },
     **{
-        f"{_ROOT}.ops.{name}": (f"{_HERE}.ops",)
-        for name in (
-            "cross_entropy", "fused_linear_cross_entropy", "fused_linear_jsd", "geglu", "jsd", "kl_div", "layer_norm",
-            "rms_norm", "rope", "swiglu", "tvd",
-        )
+        f"ops.{name}": _OPS
+        for name in """
+            cross_entropy fused_add_rms_norm fused_linear_cross_entropy fused_linear_jsd geglu grpo_loss jsd kl_div
+            layer_norm rms_norm rope swiglu tvd
+        """.split()
     },
-}  # fmt: skip
+}
+_SERVED = {f"{_ROOT}.{name}".removesuffix("."): served for name, served in _SERVED.items()}
 
 
 class _Finder(MetaPathFinder, Loader):

@@ -117,6 +117,14 @@ def _rms_norm(*args: Any) -> Tensor:
     return functional.liger_rms_norm(*args[:6])
 
 
+def _fused_add_rms_norm(*args: Any) -> tuple[Tensor, Tensor]:
+    return functional.liger_fused_add_rms_norm(*args[:7])
+
+
+def _fused_gate_up(y: Tensor, in_place: bool = False) -> Tensor:
+    return kernels.liger_swiglu(y)
+
+
 def _silu_mul(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
     gate = a if gate_multiplier == 1.0 else a * gate_multiplier
     product = kernels.liger_swiglu(gate, b)
@@ -125,6 +133,8 @@ def _silu_mul(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplie
 
 _APPLY: dict[str, Callable[..., Any]] = {
     "LigerCrossEntropyFunction": _cross_entropy,
+    "LigerFusedAddRMSNormFunction": _fused_add_rms_norm,
+    "LigerFusedGateUpSiLUMulFunction": _fused_gate_up,
     "LigerFusedLinearCrossEntropyFunction": _fused_linear_cross_entropy,
     "LigerFusedLinearJSDFunction": _fused_linear_jsd,
     "LigerGELUMulFunction": functional.liger_geglu,

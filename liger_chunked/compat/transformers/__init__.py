@@ -3,7 +3,7 @@
 Differences that docs/migration.md does not list:
 
 - Inputs are never overwritten, and gradients accumulate in float32. Constructors raise ValueError for invalid options.
-- Losses are float32 for any input dtype, and 0 instead of NaN over no tokens.
+- Losses are 0 instead of NaN over no tokens.
 - `LigerSwiGLUMLP` has biases if its config sets `mlp_bias`.
 - `liger_rotary_pos_emb` reads `position_ids` and `unsqueeze_dim`.
 - `apply_liger_kernel_to_<family>` also exists, by keyword, for other families. All switches are on but
@@ -37,7 +37,7 @@ from liger_chunked.compat.transformers.mlp import (
 from liger_chunked.compat.unsupported import missing, refuse
 from liger_chunked.kernels.logits_stats import row_stats
 from liger_chunked.kernels.rms_norm import Casting
-from liger_chunked.modules import LigerJSD, LigerSwiGLUMLP, LigerTVDLoss
+from liger_chunked.modules import LigerSwiGLUMLP, Reduction
 from liger_chunked.types import LogitOptions, shown
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "LigerCrossEntropyLoss",
     "LigerExperts",
     "LigerFalconH1SwiGLUMLP",
+    "LigerFusedAddRMSNorm",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearJSD",
     "LigerGEGLUMLP",
@@ -66,12 +67,13 @@ __all__ = [
     "LigerRMSNormForOlmo2",
     "LigerRMSNormForQwen3Next",
     "LigerSwiGLUMLP",
+    "LigerSwiGLUMLPForMuseGlimmer",
     "LigerTVDLoss",
     "is_transformers_available",
     "liger_rotary_pos_emb",
 ]
 
-LigerQwen3MoeSwiGLUMLP = LigerSwiGLUMLP
+LigerQwen3MoeSwiGLUMLP = LigerSwiGLUMLPForMuseGlimmer = LigerSwiGLUMLP
 _CASTINGS: dict[str, Casting] = {"llama": "llama", "gemma": "gemma"}
 _INITIAL: dict[str, Callable[[int], Tensor]] = {"ones": torch.ones, "zeros": torch.zeros}
 
@@ -92,6 +94,22 @@ def rms_norm(
         raise ValueError(f"casting_mode must be one of {[*_CASTINGS, 'none']}, got {shown(casting_mode)}")
     y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
     return y if weight is None else y * (offset + weight)
+
+
+def fused_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+) -> tuple[Tensor, Tensor]:
+    """Return the RMSNorm of `x + residual`, and the sum."""
+    if casting_mode in _CASTINGS:
+        casting = _CASTINGS[casting_mode]
+        return kernels.liger_rms_norm(x, weight, eps, offset=offset, casting=casting, residual=residual)
+    total = x + residual
+    return rms_norm(total, weight, eps, offset, casting_mode), total
 
 
 class LigerRMSNorm(nn.Module):
@@ -129,6 +147,26 @@ class LigerRMSNorm(nn.Module):
     def extra_repr(self) -> str:
         shape = None if self.weight is None else tuple(self.weight.shape)
         return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
+
+
+class LigerFusedAddRMSNorm(LigerRMSNorm):
+    """Return `(norm of the sum, sum)` of hidden states and a residual."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = False,
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return fused_add_rms_norm(
+            hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode
+        )
 
 
 class LigerRMSNormForGemma(LigerRMSNorm):
@@ -235,7 +273,7 @@ class CrossEntropyOutput:
 
 
 class LigerCrossEntropyLoss(Loss):
-    """`liger_chunked.LigerCrossEntropyLoss`, which does not overwrite the logits."""
+    """`liger_chunked.LigerCrossEntropyLoss`, in the dtype of the logits, which are not overwritten."""
 
     def __init__(
         self,
@@ -261,7 +299,7 @@ class LigerCrossEntropyLoss(Loss):
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
         """Return the loss, or a `CrossEntropyOutput` if a `return_...` flag is set."""
-        loss = self.loss(_input, target)
+        loss = self.loss(_input, target).to(_input.dtype)
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return loss
         z_loss, accuracy, predicted = self._metrics(_input.detach(), target)
@@ -377,6 +415,37 @@ class LigerFusedLinearJSD(Loss):
         return loss
 
 
+def _of_one_dtype(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both in the wider dtype, the teacher detached."""
+    dtype = torch.promote_types(student.dtype, teacher.dtype)
+    return student.to(dtype), teacher.detach().to(dtype)
+
+
+class LigerJSD(Loss):
+    """`liger_chunked.LigerJSD`, in the dtype of `log_q`."""
+
+    def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
+        super().__init__()
+
+    def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        loss = kernels.liger_jsd(
+            *_of_one_dtype(log_q, log_p), shift_labels, beta=self.beta, ignore_index=self.ignore_index
+        )
+        return loss.to(log_q.dtype)
+
+
+class LigerTVDLoss(Loss):
+    """`liger_chunked.LigerTVDLoss`."""
+
+    def __init__(self, reduction: Reduction = "batchmean", ignore_index: int = -100) -> None:
+        super().__init__()
+
+    def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        return kernels.liger_tvd(
+            *_of_one_dtype(p, q), shift_labels, reduction=self.reduction, ignore_index=self.ignore_index
+        )
+
+
 _EPS = 1e-10
 
 
@@ -388,25 +457,22 @@ class LigerKLDIVLoss(Loss):
         eps: float = _EPS,
         size_average: bool | None = None,
         reduce: bool | None = None,
-        reduction: Literal["none", "sum", "mean", "batchmean"] = "mean",
+        reduction: Reduction = "mean",
         log_target: bool = False,
     ) -> None:
         super().__init__()
         # The deprecated pair, if given, chooses the reduction.
-        reduction = nn.KLDivLoss(size_average, reduce, reduction).reduction  # type: ignore[assignment]
-        self.loss = modules.LigerKLDIVLoss(reduction, log_target)
+        self.chosen: Any = nn.KLDivLoss(size_average, reduce, reduction).reduction
 
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
+        y_pred, y_true = _of_one_dtype(y_pred, y_true)
         if self.eps == _EPS or self.log_target:
-            return self.loss(y_pred, y_true)
+            return kernels.liger_kl_div(y_pred, y_true, reduction=self.chosen, log_target=self.log_target)
         terms = y_true * (y_true.clamp(min=self.eps).log() - y_pred)
-        if self.loss.reduction == "none":
+        if self.chosen == "none":
             return terms
-        return (
-            terms.mean()
-            if self.loss.reduction == "mean"
-            else terms.sum() / (terms.shape[0] if self.loss.reduction == "batchmean" else 1)
-        )
+        divisors = {"mean": terms.numel(), "batchmean": terms.shape[0], "sum": 1}
+        return terms.sum() / divisors[self.chosen]
 
 
 _INTEGRATION = "liger_chunked.integrations.transformers"

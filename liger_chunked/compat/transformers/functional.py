@@ -132,6 +132,18 @@ def liger_rms_norm(
     return modules.rms_norm(X, W, eps, offset, casting_mode)
 
 
+def liger_fused_add_rms_norm(
+    X: Tensor,
+    R: Tensor,
+    W: Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+) -> tuple[Tensor, Tensor]:
+    return modules.fused_add_rms_norm(X, R, W, eps, offset, casting_mode)
+
+
 liger_rope = modules.liger_rotary_pos_emb
 
 
