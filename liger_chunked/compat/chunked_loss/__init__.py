@@ -489,12 +489,12 @@ def _items_per_rank(attention_mask: Tensor, num_items: float | Tensor | None) ->
 
 
 class _Distillation(Loss):
-    """Base of the distillation losses; `scale` multiplies the reported soft loss.
+    """Base of the distillation losses; `_scale` multiplies the reported soft loss.
 
     A teacher may have the larger vocabulary: the student's logits of these tokens are 0 in the soft loss.
     """
 
-    scale = 1.0
+    _scale = 1.0
     ignore_index: int
     weight_hard_loss: float
     return_soft_hard_loss: bool
@@ -526,7 +526,7 @@ class _Distillation(Loss):
             bias = None if student_bias is None else F.pad(student_bias, (0, added))
             soft, metrics = self.soft(weight, student_input, *teacher, bias, teacher_bias)
             loss = soft + self.weight_hard_loss * hard
-        return (loss, self.scale * metrics.soft_loss, hard.detach()) if self.return_soft_hard_loss else loss
+        return (loss, self._scale * metrics.soft_loss, hard.detach()) if self.return_soft_hard_loss else loss
 
 
 class LigerFusedLinearJSDLoss(_Distillation):
@@ -569,7 +569,7 @@ class LigerFusedLinearCosineSimilarityLoss(_Distillation):
         return_soft_hard_loss: bool = False,
     ) -> None:
         super().__init__()
-        self.scale = beta
+        self._scale = beta
         self._build(
             losses.LigerFusedLinearCosineSimilarityLoss,
             weight_hard_loss,

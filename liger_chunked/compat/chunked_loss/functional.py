@@ -11,6 +11,25 @@ from torch import nn
 from liger_chunked.compat import chunked_loss as modules
 from liger_chunked.compat.unsupported import missing
 
+__all__ = [
+    "LigerFusedLinearCPOFunction",
+    "LigerFusedLinearCosineSimilarityFunction",
+    "LigerFusedLinearDPOFunction",
+    "LigerFusedLinearGRPOFunction",
+    "LigerFusedLinearJSDFunction",
+    "LigerFusedLinearKTOFunction",
+    "LigerFusedLinearORPOFunction",
+    "LigerFusedLinearSimPOFunction",
+    "liger_fused_linear_cosine",
+    "liger_fused_linear_cpo",
+    "liger_fused_linear_dpo",
+    "liger_fused_linear_grpo",
+    "liger_fused_linear_jsd",
+    "liger_fused_linear_kto",
+    "liger_fused_linear_orpo",
+    "liger_fused_linear_simpo",
+]
+
 _PAIR = "_input lin_weight target bias"
 _REF = "ref_input ref_weight ref_bias"
 _STUDENT = "student_input student_weight teacher_input teacher_weight true_labels student_bias teacher_bias"

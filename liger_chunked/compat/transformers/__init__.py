@@ -50,22 +50,14 @@ __all__ = [
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearJSD",
     "LigerGEGLUMLP",
-    "LigerGEGLUMLPForGemma4",
     "LigerJSD",
     "LigerKLDIVLoss",
     "LigerLayerNorm",
     "LigerPhi3SwiGLUMLP",
     "LigerQwen3MoeSwiGLUMLP",
     "LigerRMSNorm",
-    "LigerRMSNormForGemma",
-    "LigerRMSNormForGemma2",
-    "LigerRMSNormForGemma3",
-    "LigerRMSNormForGemma4",
-    "LigerRMSNormForGlm4",
     "LigerRMSNormForMuseGlimmer",
     "LigerRMSNormForMuseGlimmerTextCentered",
-    "LigerRMSNormForOlmo2",
-    "LigerRMSNormForQwen3Next",
     "LigerSwiGLUMLP",
     "LigerSwiGLUMLPForMuseGlimmer",
     "LigerTVDLoss",
@@ -179,7 +171,7 @@ class LigerRMSNormForGemma(LigerRMSNorm):
         offset: float = 1.0,
         casting_mode: str = "gemma",
         init_fn: str = "zeros",
-        in_place: bool = True,
+        in_place: bool = False,
         row_mode: bool | None = None,
     ) -> None:
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
@@ -189,9 +181,19 @@ LigerRMSNormForGemma2 = LigerRMSNormForQwen3Next = LigerRMSNormForMuseGlimmerTex
 LigerRMSNormForGlm4 = LigerRMSNormForOlmo2 = LigerRMSNorm
 
 
-class LigerRMSNormForGemma3(LigerRMSNormForGemma):
-    def __init__(self, dim: int, eps: float = 1e-6, *args: Any, **kwargs: Any) -> None:
-        super().__init__(dim, eps, *args, **kwargs)
+class LigerRMSNormForGemma3(LigerRMSNorm):
+    """`LigerRMSNormForGemma`, whose first argument is `dim`."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "zeros",
+        in_place: bool = False,
+    ) -> None:
+        super().__init__(dim, eps, offset, casting_mode, init_fn)
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):

@@ -11,6 +11,22 @@ from liger_chunked import kernels
 from liger_chunked.compat import transformers as modules
 from liger_chunked.compat.unsupported import missing
 
+__all__ = [
+    "CrossEntropyOutput",
+    "liger_cross_entropy",
+    "liger_fused_add_rms_norm",
+    "liger_fused_linear_cross_entropy",
+    "liger_fused_linear_jsd",
+    "liger_geglu",
+    "liger_jsd",
+    "liger_kl_div",
+    "liger_layer_norm",
+    "liger_rms_norm",
+    "liger_rope",
+    "liger_swiglu",
+    "liger_tvd",
+]
+
 CrossEntropyOutput = modules.CrossEntropyOutput
 
 
