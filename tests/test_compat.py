@@ -5,10 +5,16 @@ Its chunked losses are plain PyTorch and run on a CPU. Its kernels need a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import math
 import re
-from collections.abc import Callable
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +28,10 @@ from table import SMALL, Batch, evaluate, examples, moved, pairs, relative_error
 from torch import Tensor, nn
 
 import liger_chunked as lc
-from liger_chunked import eager
-from liger_chunked.compat import chunked_loss, transformers
+from liger_chunked import compat, eager
+from liger_chunked.compat import chunked_loss, ops, transformers
+from liger_chunked.compat.chunked_loss import functional as chunked_functional
+from liger_chunked.compat.transformers import functional
 from liger_chunked.compat.unsupported import MISSING
 
 MODULES = {"chunked_loss": chunked_loss, "transformers": transformers}
@@ -111,6 +119,20 @@ def orpo_without_nll(batch: Batch) -> Tensor:
     return eager.orpo(**batch, beta=0.2) - nll
 
 
+def with_another_nll_target() -> Batch:
+    """Every token differs; the rejected half is not read."""
+    batch = with_nll_target()
+    other = (batch["nll_target"] + 1) % SMALL.vocab
+    return batch | {"nll_target": other.where(batch["nll_target"] != -100, 5)}
+
+
+def orpo_with_its_own_nll(batch: Batch) -> Tensor:
+    batch = dict(batch)
+    target, pairs = batch.pop("nll_target"), SMALL.sequences // 2
+    logits = batch["input"][:pairs] @ batch["weight"].T + batch["bias"]
+    return orpo_without_nll(batch) + F.cross_entropy(logits.flatten(0, 1), target[:pairs].flatten())
+
+
 UNPAIRED = ("input", "weight", "target", "bias", "preference_labels", "ref_input", "ref_weight", "ref_bias", "kl")
 
 
@@ -128,6 +150,14 @@ def kto(id: str, kl: float | None, ref: str | None, **settings: Any) -> Case:
         lambda batch: eager.kto(**{"kl": 0.0, **batch}, **known),
         settings,
     )
+
+
+def kto_without_clamp(batch: Batch) -> Tensor:
+    logps = (batch["input"] @ batch["weight"].T + batch["bias"]).log_softmax(-1)
+    mask = batch["target"] != -100
+    ratios = logps.gather(-1, batch["target"].where(mask, 0)[..., None])[..., 0].where(mask, 0.0).sum(1)
+    sign = batch["preference_labels"].double() * 2 - 1
+    return torch.sigmoid(-0.1 * sign * (ratios - batch["kl"].detach())).mean()
 
 
 # Policy
@@ -173,6 +203,36 @@ def grpo(
         return eager.grpo(target=batch.pop("selected_token_ids"), **batch, **oracle)[0]
 
     return Case(f"grpo-{id}", "LigerFusedLinearGRPOLoss", ROLLOUT, batch, expected, settings, peer=peer)
+
+
+def all_token_luspo(
+    batch: Batch,
+    beta: float = 0.04,
+    importance_sampling_level: str = "token",
+    delta: float = math.inf,
+    temperature: float = 1.0,
+    use_ref_model: bool = True,
+    use_bias_correction_kl: bool = False,
+) -> Tensor:
+    """The mean over all tokens, ignored ones too, of the token's loss times its sequence's length."""
+    logits = (batch["input"] @ batch["weight"].T + batch["bias"]) / temperature
+    logps = logits.log_softmax(-1).gather(-1, batch["selected_token_ids"][..., None])[..., 0]
+    mask, advantages = batch["attention_mask"].double(), batch["advantages"][:, None]
+    lengths = mask.sum(1, keepdim=True)
+    log_ratio = logps - batch["old_logps"]
+    if importance_sampling_level == "sequence":
+        log_ratio = (log_ratio * mask).sum(1, keepdim=True) / lengths.clamp(min=1)
+    ratio = log_ratio.exp()
+    cost = -torch.min(ratio.clamp(max=delta) * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    if use_ref_model:
+        d = batch["ref_logps"] - logps
+        cost = cost + beta * (d.exp() - d - 1) * (ratio if use_bias_correction_kl else 1)
+    return (cost * lengths).mean()
+
+
+def luspo(id: str, **settings: Any) -> Case:
+    made = grpo(f"luspo-{id}", {}, {"ref": "tokens"}, loss_type="luspo", **settings)
+    return dataclasses.replace(made, oracle=lambda batch: all_token_luspo(batch, **settings))
 
 
 ALONE: dict[str, Any] = {"use_ref_model": False}
@@ -261,6 +321,14 @@ CASES = [
         orpo_without_nll,
         {"beta": 0.2, "compute_nll_loss": False},
     ),
+    Case(
+        "orpo-other-nll-target",
+        "LigerFusedLinearORPOLoss",
+        (*HEAD, "nll_target"),
+        with_another_nll_target,
+        orpo_with_its_own_nll,
+        {"beta": 0.2},
+    ),
     cpo("defaults", {}),
     cpo(
         "settings",
@@ -289,6 +357,13 @@ CASES = [
     kto("defaults", None, None),
     kto("reference", 0.4, "states", use_ref_model=True, beta=0.3),
     kto("average", 0.1, "states", use_ref_model=True, average_log_prob=True),
+    Case(
+        "kto-negative-kl",
+        "LigerFusedLinearKTOLoss",
+        UNPAIRED,
+        lambda: examples(SMALL, seed=4, ref=None) | {"kl": torch.tensor([-3.0], dtype=torch.float64)},
+        kto_without_clamp,
+    ),
     grpo(
         "defaults",
         {**DAPO, "beta": 0.04, "use_bias_correction_kl": False},
@@ -345,15 +420,9 @@ CASES = [
         epsilon_high=0.02,
         **ALONE,
     ),
-    grpo(
-        "luspo",
-        {"reduction": "luspo", "importance_level": "sequence"},
-        loss_type="luspo",
-        importance_sampling_level="sequence",
-        **ALONE,
-    ),
-    # Liger-Kernel includes padding in this sum.
-    grpo("luspo-token", {"reduction": "luspo"}, peer=False, loss_type="luspo", **ALONE),
+    luspo("sequence", importance_sampling_level="sequence", **ALONE),
+    luspo("token", delta=1.1, **ALONE),
+    luspo("kl", importance_sampling_level="sequence", beta=0.05, use_bias_correction_kl=True, temperature=0.8),
     distillation("jsd", "LigerFusedLinearJSDLoss", {}),
     distillation(
         "jsd-settings",
@@ -408,7 +477,7 @@ def test_matches_the_oracle(case: Case) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", [case for case in CASES if case.peer], ids=str)
 def test_matches_liger_kernel(case: Case, device: str) -> None:
-    """Loss, gradients and other outputs agree, except the logits of padding."""
+    """Loss, gradients and other outputs agree."""
     module = peer(case.module)
     batch = moved(case.sample(), torch.float32, device)
     settings = {"compiled": False, "chunk_size": 2}
@@ -421,12 +490,8 @@ def test_matches_liger_kernel(case: Case, device: str) -> None:
         return
     ours_beside, theirs_beside = (report[1] for report in reports)
     assert len(ours_beside) == len(theirs_beside)
-    logits_of_padding = () if case.name == "LigerFusedLinearGRPOLoss" else (2, 3)
-    # Ours is a share of sequences. Liger-Kernel weights them by their lengths.
-    clip_ratio = (1,) if case.settings.get("importance_sampling_level") == "sequence" else ()
     for i, (x, y) in enumerate(zip(ours_beside, theirs_beside, strict=True)):
-        if i not in (*logits_of_padding, *clip_ratio):
-            torch.testing.assert_close(x.float(), y.float(), rtol=1e-4, atol=1e-5, msg=f"metric {i}: {x} {y}")
+        torch.testing.assert_close(x.float(), y.float(), rtol=1e-4, atol=1e-5, msg=f"metric {i}: {x} {y}")
 
 
 @pytest.mark.ordinary_memory
@@ -446,11 +511,11 @@ def test_signatures_are_liger_kernels(module: str, name: str) -> None:
         assert parameters(ours)[0] == parameters(theirs)[0]
         assert parameters(ours)[1:] == parameters(nn.KLDivLoss)
         return
-    if name == "LigerGEGLUMLP":
+    if name == "LigerSwiGLUMLPForMuseGlimmer":  # the same class as LigerSwiGLUMLP
         assert parameters(ours)[0] == parameters(theirs)[0]
     else:
         assert parameters(ours) == parameters(theirs)
-    if inspect.isclass(ours) and name not in ("LigerSwiGLUMLP", "LigerGEGLUMLP"):
+    if inspect.isclass(ours) and "SwiGLUMLP" not in name:
         assert parameters(ours.forward) == parameters(theirs.forward)
 
 
@@ -486,8 +551,7 @@ def test_kto_reports_sums() -> None:
     _, sums = loss(*(batch.get(name) for name in UNPAIRED))
     head = {name: batch[name] for name in HEAD}
     logps = eager.token_stats(**head)["logps"].sum(-1)
-    valid = batch["target"] != -100
-    logits = torch.where(valid[..., None], batch["input"] @ batch["weight"].T + batch["bias"], 0.0).sum((1, 2))
+    logits = (batch["input"] @ batch["weight"].T + batch["bias"]).sum((1, 2))
     expected = [x[side].sum() for x in (logps, logits, 0.3 * logps) for side in (labels, ~labels)]
     torch.testing.assert_close([x.double() for x in sums], expected, rtol=1e-5, atol=1e-6)
 
@@ -546,26 +610,18 @@ def test_ranks_share_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Unsupported arguments
 
-RETURNS = ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")
 WIDER = {"teacher_weight": torch.zeros(SMALL.vocab + 1, SMALL.ref_hidden, dtype=torch.float64), "teacher_bias": None}
 REFUSED = {
-    "dpo-smoothing": (lambda: chunked_loss.LigerFusedLinearDPOLoss(label_smoothing=0.1), "label_smoothing=0.1"),
     "kto-kl": (
         lambda: kto("", None, None).run(
             chunked_loss, examples(SMALL, seed=0, ref=None) | {"kl": torch.zeros(SMALL.sequences)}
         ),
         r"kl of shape \(6,\)",
     ),
-    **{
-        f"{case.name}-vocabulary": (
-            lambda case=case: case.run(MODULES[case.module], flat_students() | WIDER),
-            "teacher_weight .* with more rows than student_weight",
-        )
-        for case in CASES
-        if case.id in ("jsd", "cosine", "fused-jsd")
-    },
-    "rms-casting": (lambda: transformers.LigerRMSNorm(8, casting_mode="none"), "casting_mode='none'"),
-    **{name: (lambda name=name: transformers.LigerCrossEntropyLoss(**{name: True}), name) for name in RETURNS},
+    "fused-jsd-vocabulary": (
+        lambda: next(case for case in CASES if case.id == "fused-jsd").run(transformers, flat_students() | WIDER),
+        "teacher_weight .* with more rows than student_weight",
+    ),
     **{
         f"scaling-{name}": (
             lambda name=name: transformers.LigerFusedLinearCrossEntropyLoss(use_token_scaling=True, **{name: 0.1}),
@@ -573,12 +629,6 @@ REFUSED = {
         )
         for name in ("label_smoothing", "lse_square_scale")
     },
-    "accuracy-none": (
-        lambda: transformers.LigerFusedLinearCrossEntropyLoss(reduction="none", return_token_accuracy=True),
-        "return_token_accuracy",
-    ),
-    "kl-eps": (lambda: transformers.LigerKLDIVLoss(1e-6), "eps=1e-06"),
-    "kl-average": (lambda: transformers.LigerKLDIVLoss(size_average=False), "size_average"),
 }
 
 
@@ -591,14 +641,21 @@ def test_refuses_what_it_would_have_to_ignore(name: str) -> None:
 
 BAD = {
     "dpo-missing": (lambda: dpo("", ref=None).run(chunked_loss, pairs(SMALL, seed=0, ref=None)), "needs a reference"),
-    "dpo-unread": (
-        lambda: dpo("", use_ref_model=False).run(chunked_loss, pairs(SMALL, seed=0)),
-        "use_ref_model=False takes no reference",
+    "dpo-type": (lambda: chunked_loss.LigerFusedLinearDPOLoss(loss_type="spin"), "Unsupported loss_type 'spin'"),
+    "dpo-exo": (lambda: chunked_loss.LigerFusedLinearDPOLoss(loss_type="exo_pair"), "label_smoothing must be > 0"),
+    "dpo-robust": (
+        lambda: chunked_loss.LigerFusedLinearDPOLoss(loss_type="robust", label_smoothing=0.5),
+        r"must lie in \[0.0, 0.5\)",
     ),
-    "grpo-unread": (
-        lambda: grpo("", {}, {"ref": "tokens"}, **ALONE).run(chunked_loss, grpo("", {}, {"ref": "tokens"}).sample()),
-        "use_ref_model=False takes no reference, got ref_logps",
-    ),
+    **{
+        f"grpo-{name}-sequence": (
+            lambda name=name: grpo("", {}, loss_type=name, importance_sampling_level="sequence", **ALONE).run(
+                chunked_loss, grpo("", {}).sample()
+            ),
+            "Sequence-level importance sampling is not supported",
+        )
+        for name in ("cispo", "sapo", "vespo")
+    },
     "grpo-type": (lambda: chunked_loss.LigerFusedLinearGRPOLoss(loss_type="ppo"), "unknown loss_type 'ppo'"),
     "rms-casting": (lambda: transformers.LigerRMSNorm(8, casting_mode="bert"), "casting_mode must be one of"),
     "rms-init": (lambda: transformers.LigerRMSNorm(8, init_fn="normal"), "init_fn must be one of"),
@@ -618,7 +675,308 @@ def test_bad_input(name: str) -> None:
         make()
 
 
+# What Liger-Kernel accepts
+
+
+@pytest.mark.parametrize("name", ["DPO", "ORPO", "CPO", "SimPO"])
+def test_means_of_logits_cover_ignored_tokens(name: str) -> None:
+    batch = pairs(SMALL, seed=3, ref=None)
+    settings = {"use_ref_model": False} if name == "DPO" else {}
+    loss = getattr(chunked_loss, f"LigerFusedLinear{name}Loss")(**settings)
+    _, metrics = loss(*(batch[key] for key in HEAD))
+    means = (batch["input"] @ batch["weight"].T + batch["bias"]).unflatten(0, (2, -1)).mean((1, 2, 3))
+    torch.testing.assert_close(torch.stack(metrics[2:4]).double(), means, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO", "GRPO"])
+def test_reference_that_is_not_read(kind: str) -> None:
+    make, sample = {
+        "DPO": (dpo("", use_ref_model=False), pairs(SMALL, seed=0)),
+        "KTO": (kto("", None, None), examples(SMALL, seed=0, ref="states")),
+        "GRPO": (grpo("", {}, **ALONE), grpo("", {}, {"ref": "states"}).sample()),
+    }[kind]
+    without = {name: None if name.startswith("ref_") else x for name, x in sample.items()}
+    assert torch.equal(first(make.run(chunked_loss, sample)), first(make.run(chunked_loss, without)))
+
+
+def test_grpo_reads_the_first_of_two_references() -> None:
+    case = grpo("", {}, {"ref": "tokens"})
+    batch = case.sample()
+    states = grpo("", {}, {"ref": "states"}).sample()
+    both = batch | {name: states[name] for name in ("ref_input", "ref_weight", "ref_bias")}
+    with pytest.warns(UserWarning, match="ref_per_token_logps is read, ref_input is not"):
+        loss = first(case.run(chunked_loss, both))
+    assert torch.equal(loss, first(case.run(chunked_loss, batch)))
+
+
+def test_clip_ratio_counts_tokens() -> None:
+    case = grpo("", {}, loss_type="grpo", importance_sampling_level="sequence", epsilon_low=1e-3, epsilon_high=1e-3)
+    batch = case.sample()
+    _, (_, clip_ratio) = case.run(chunked_loss, batch | {"ref_logps": batch["old_logps"]})
+    mask, advantages = batch["attention_mask"].double(), batch["advantages"]
+    logps = (batch["input"] @ batch["weight"].T + batch["bias"]).log_softmax(-1)
+    logps = logps.gather(-1, batch["selected_token_ids"][..., None])[..., 0]
+    ratio = (((logps - batch["old_logps"]) * mask).sum(1) / mask.sum(1).clamp(min=1)).exp()
+    clipped = ((ratio < 1 - 1e-3) & (advantages < 0)) | ((ratio > 1 + 1e-3) & (advantages > 0))
+    torch.testing.assert_close(clip_ratio.double(), (clipped[:, None] * mask).sum() / mask.sum())
+    assert 0 < clip_ratio < 1
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "hinge"])
+def test_dpo_label_smoothing_that_is_not_read(kind: str) -> None:
+    with pytest.warns(UserWarning, match="does not read label_smoothing"):
+        smoothed = dpo("", loss_type=kind, label_smoothing=0.2)
+        loss = first(smoothed.run(chunked_loss, smoothed.sample()))
+    assert torch.equal(loss, first(dpo("", loss_type=kind).run(chunked_loss, smoothed.sample())))
+
+
+@pytest.mark.parametrize("name", ["jsd", "cosine"])
+def test_larger_teacher_vocabulary(name: str) -> None:
+    """The student's logits of the teacher's other tokens are 0 in the soft loss, and absent from the hard one."""
+    case = next(case for case in CASES if case.id == name)
+    batch = flat_students()
+    generator = torch.Generator().manual_seed(0)
+    more = torch.randn(3, SMALL.ref_hidden, generator=generator, dtype=torch.float64)
+    batch["teacher_weight"] = torch.cat([batch["teacher_weight"], more])
+    batch["teacher_bias"] = F.pad(batch["teacher_bias"], (0, 3), value=0.3)
+
+    def oracle(batch: Batch) -> Tensor:
+        logits = batch["input"] @ batch["weight"].T + batch["bias"]
+        teacher = batch["teacher_input"] @ batch["teacher_weight"].T + batch["teacher_bias"]
+        hard, valid = F.cross_entropy(logits, batch["target"]), batch["target"] != -100
+        logits = F.pad(logits, (0, 3))
+        if name == "cosine":
+            soft = 0.5 * (1 - F.cosine_similarity(logits, teacher.detach(), dim=-1))
+        else:
+            q, p = logits.softmax(-1), teacher.detach().softmax(-1)
+            m = (p + q) / 2
+            soft = ((p * (p / m).log() + q * (q / m).log()) / 2).sum(-1)
+        return 0.5 * hard + 0.5 * soft[valid].mean()
+
+    ours = evaluate(lambda b: first(case.run(chunked_loss, b)), batch)
+    # Both are in float64.
+    torch.testing.assert_close(ours, evaluate(oracle, batch), rtol=1e-9, atol=1e-11)
+
+
+def test_settings_are_attributes() -> None:
+    loss = chunked_loss.LigerFusedLinearGRPOLoss(0.1, loss_type="bnpo")
+    assert (loss.beta, loss.loss_type, loss.chunk_size, loss.temperature) == (0.1, "bnpo", 1, 1.0)
+    with pytest.raises(AttributeError, match=r"LigerFusedLinearGRPOLoss.beta cannot be set: build a new"):
+        loss.beta = 0.2
+    assert transformers.LigerKLDIVLoss(1e-6).eps == 1e-6
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy_metrics(reduction: str) -> None:
+    logits = torch.randn(6, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    target = torch.tensor([0, 3, -100, 10, 2, 2])
+    target[1] = logits[1].argmax()
+    loss = transformers.LigerCrossEntropyLoss(
+        lse_square_scale=0.1, reduction=reduction, softcap=2.0, return_z_loss=True, return_token_accuracy=True,
+        return_predicted_tokens=True,
+    )  # fmt: skip
+    output = loss(logits, target)
+    valid = target != -100
+    z = torch.where(valid, 0.1 * (2.0 * torch.tanh(logits / 2.0)).logsumexp(-1) ** 2, 0.0)
+    plain = F.cross_entropy(2.0 * torch.tanh(logits / 2.0), target, reduction=reduction)
+    correct = ((logits.argmax(-1) == target) & valid).double()
+    if reduction != "none":
+        z, correct = z.sum() / (5 if reduction == "mean" else 1), correct.sum() / 5
+    torch.testing.assert_close(output.z_loss, z)
+    torch.testing.assert_close(output.loss, plain + z)
+    torch.testing.assert_close(output.token_accuracy, correct)
+    assert torch.equal(output.predicted_tokens, logits.argmax(-1).where(valid, -1))
+    assert loss(logits.bfloat16(), target).loss.dtype == torch.bfloat16
+
+
+def test_accuracy_of_each_token() -> None:
+    batch = tokens(SMALL, seed=7)
+    loss = transformers.LigerFusedLinearCrossEntropyLoss(reduction="none", return_token_accuracy=True)
+    output = loss(*(batch[name] for name in HEAD))
+    correct = (batch["input"] @ batch["weight"].T + batch["bias"]).argmax(-1) == batch["target"]
+    assert torch.equal(output.token_accuracy, correct.to(output.loss.dtype)) and output.predicted_tokens is None
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
+def test_kl_div_eps(reduction: Any) -> None:
+    log_q, p = torch.randn(3, 7).double().log_softmax(-1), torch.randn(3, 7).double().softmax(-1)
+    terms = p * (p.clamp(min=0.2).log() - log_q)
+    expected = {"none": terms, "sum": terms.sum(), "mean": terms.mean(), "batchmean": terms.sum() / 3}[reduction]
+    torch.testing.assert_close(transformers.LigerKLDIVLoss(0.2, reduction=reduction)(log_q, p), expected)
+
+
+def test_kl_div_legacy_reduction() -> None:
+    log_q, p = torch.randn(3, 7).log_softmax(-1), torch.randn(3, 7).softmax(-1)
+    with pytest.warns(UserWarning, match="size_average and reduce"):
+        loss = transformers.LigerKLDIVLoss(size_average=False)
+    torch.testing.assert_close(loss(log_q, p), F.kl_div(log_q, p, reduction="sum"))
+
+
+def test_divergences_take_teachers_as_they_are() -> None:
+    """Another dtype, and gradients that nobody reads."""
+    log_q = torch.randn(4, 9).log_softmax(-1).half().requires_grad_()
+    log_p = torch.randn(4, 9, requires_grad=True).log_softmax(-1)
+    jsd = transformers.LigerJSD()(log_q, log_p)
+    kl = transformers.LigerKLDIVLoss(reduction="batchmean")(log_q, log_p.exp())
+    tvd = transformers.LigerTVDLoss()(log_q, log_p.exp())
+    assert jsd.dtype == torch.float16 and kl.dtype == tvd.dtype == torch.float32
+    q, p = log_q.float(), log_p.detach()
+    torch.testing.assert_close(kl, F.kl_div(q, p.exp(), reduction="batchmean"))
+    torch.testing.assert_close(tvd, (q - p.exp()).abs().sum(-1).mean() / 2)
+    m = (q.exp() + p.exp()) / 2
+    expected = (
+        F.kl_div(m.log(), p.exp(), reduction="batchmean") + F.kl_div(m.log(), q.exp(), reduction="batchmean")
+    ) / 2
+    torch.testing.assert_close(jsd.float(), expected, rtol=1e-3, atol=0)  # rounded to half: 5e-4
+    (jsd + kl + tvd).backward()
+    assert log_q.grad.dtype == torch.float16
+
+
+# Functions
+
+
+def test_functions_by_position() -> None:
+    batch = pairs(SMALL, seed=1)
+    states = [batch[name] for name in ("input", "weight", "target", "bias", "ref_input", "ref_weight", "ref_bias")]
+    loss, metrics = chunked_functional.liger_fused_linear_dpo(*states, -100, 0.2)
+    expected, _ = chunked_loss.LigerFusedLinearDPOLoss(beta=0.2)(*(batch[name] for name in PAIR))
+    assert torch.equal(loss, expected) and len(metrics) == 7
+    again, _ = chunked_functional.LigerFusedLinearDPOFunction.apply(*states, -100, 0.2)
+    assert torch.equal(again, expected)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        chunked_functional.liger_fused_linear_dpo(*[None] * 19)
+
+
+def test_functions_have_their_own_defaults() -> None:
+    batch = pairs(SMALL, seed=1, ref=None)
+    states = [batch[name] for name in ("input", "weight", "target", "bias")]
+    head = [batch[name] for name in HEAD]
+    loss, _ = chunked_functional.liger_fused_linear_simpo(*states)
+    assert torch.equal(loss, chunked_loss.LigerFusedLinearSimPOLoss(compute_nll_loss=False)(*head)[0])
+    with pytest.raises(ValueError, match="needs a reference"):
+        chunked_functional.liger_fused_linear_kto(*states[:3], examples(SMALL, seed=4)["preference_labels"])
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["orpo", "dpo", "cpo", "simpo", "kto", "grpo", "jsd", "cosine"])
+def test_functions_signatures_are_liger_kernels(name: str) -> None:
+    theirs = vars(peer("chunked_loss.functional"))[f"liger_fused_linear_{name}"].__self__.forward
+    ours = inspect.signature(getattr(chunked_functional, f"liger_fused_linear_{name}"))
+    expected = {
+        p.name: p.default for p in inspect.signature(theirs).parameters.values() if p.name not in ("cls", "ctx")
+    }
+    assert list(ours.parameters) == list(expected)
+    # No default in Liger-Kernel.
+    differ = {n for n, p in ours.parameters.items() if p.default != expected[n]}
+    assert differ <= {"student_bias", "teacher_bias", "preference_labels"}
+
+
+def test_layer_functions() -> None:
+    x, y, w = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    torch.testing.assert_close(functional.liger_rms_norm(x, w, 1e-5), F.rms_norm(x, (8,), w, 1e-5))
+    torch.testing.assert_close(ops.LigerRMSNormFunction.apply(x, w, 1e-5, 1.0), F.rms_norm(x, (8,), w + 1, 1e-5))
+    norm, total = ops.LigerFusedAddRMSNormFunction.apply(x, y, w, 1e-5)
+    torch.testing.assert_close((norm, total), (F.rms_norm(x + y, (8,), w, 1e-5), x + y))
+    torch.testing.assert_close(functional.liger_layer_norm(x, w, y[0], 1e-5), F.layer_norm(x, (8,), w, y[0], 1e-5))
+    torch.testing.assert_close(functional.liger_swiglu(x, y), F.silu(x) * y)
+    torch.testing.assert_close(ops.LigerSiLUMulFunction.apply(x, y, 2.0, 0.5), F.silu(2 * x) * y / 2)
+    torch.testing.assert_close(ops.LigerFusedGateUpSiLUMulFunction.apply(torch.cat([x, y], -1)), F.silu(x) * y)
+    torch.testing.assert_close(ops.LigerGELUMulFunction.apply(x, y), F.gelu(x, approximate="tanh") * y)
+    target = torch.tensor([1, -100, 3])
+    loss, *rest = ops.LigerCrossEntropyFunction.apply(x, target, None)
+    torch.testing.assert_close(loss, F.cross_entropy(x, target))
+    assert rest == [None] * 3
+    loss, *_ = ops.LigerFusedLinearCrossEntropyFunction.apply(x, torch.eye(8), target)
+    torch.testing.assert_close(loss, F.cross_entropy(x, target))
+    p, q = x.softmax(-1), y.softmax(-1)
+    torch.testing.assert_close(functional.liger_tvd(p, q), (p - q).abs().mean() / 2)
+    torch.testing.assert_close(functional.liger_kl_div(p.log(), q), (q * (q / p).log()).mean())
+    jsd = functional.liger_jsd(p.log(), q.log(), beta=0.0)
+    torch.testing.assert_close(jsd, F.kl_div(p.log(), q, reduction="batchmean"))
+    fused = functional.liger_fused_linear_jsd(x, torch.eye(8), y, torch.eye(8), jsd_beta=0.0)
+    torch.testing.assert_close(fused, jsd)
+
+
 # Layers
+
+
+def test_rms_norm_in_the_dtype_of_the_input() -> None:
+    x, norm = torch.randn(3, 8).bfloat16(), transformers.LigerRMSNorm(8, casting_mode="none").bfloat16()
+    nn.init.normal_(norm.weight)
+    expected = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * norm.weight
+    assert torch.equal(norm(x), expected)
+
+
+def test_norms_of_models() -> None:
+    x = torch.randn(3, 8)
+    for name in ("Gemma", "Gemma2", "Gemma3", "Qwen3Next", "MuseGlimmerTextCentered"):
+        norm = getattr(transformers, f"LigerRMSNormFor{name}")(8)
+        assert not norm.weight.any()
+        torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), eps=1e-6))
+    for name in ("Gemma4", "MuseGlimmer"):
+        norm = getattr(transformers, f"LigerRMSNormFor{name}")(dim=8, with_scale=False)
+        assert norm.weight is None
+        torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), eps=1e-6))
+
+
+def test_fused_add_rms_norm() -> None:
+    x, residual, norm = torch.randn(3, 8), torch.randn(3, 8), transformers.LigerFusedAddRMSNorm(8)
+    torch.testing.assert_close(norm(x, residual), (F.rms_norm(x + residual, (8,), eps=1e-6), x + residual))
+    _, total = functional.liger_fused_add_rms_norm(x, residual, norm.weight, 1e-6, 0.0, "none")
+    torch.testing.assert_close(total, x + residual)
+
+
+MLP_CONFIG = SimpleNamespace(
+    hidden_size=4, intermediate_size=6, hidden_act="silu", mlp_multipliers=[0.5, 3.0], num_local_experts=3
+)
+
+
+@pytest.mark.parametrize("name", ["Phi3", "BlockSparse", "FalconH1", "Experts", "GEGLU"])
+def test_gated_mlps(name: str) -> None:
+    x = torch.randn(5, 4)
+    if name == "Phi3":
+        mlp = transformers.LigerPhi3SwiGLUMLP(MLP_CONFIG)
+        gate, up = mlp.gate_up_proj(x).chunk(2, -1)
+        expected = mlp.down_proj(F.silu(gate) * up)
+    elif name == "BlockSparse":
+        mlp = transformers.LigerBlockSparseTop2MLP(MLP_CONFIG)
+        expected = mlp.w2(F.silu(mlp.w1(x)) * mlp.w3(x))
+    elif name == "FalconH1":
+        mlp = transformers.LigerFalconH1SwiGLUMLP(MLP_CONFIG)
+        expected = 3 * mlp.down_proj(F.silu(mlp.gate_proj(x) / 2) * mlp.up_proj(x))
+    elif name == "GEGLU":  # the gelu of tanh, whatever the config names
+        mlp = transformers.LigerGEGLUMLP(MLP_CONFIG)
+        expected = mlp.down_proj(F.gelu(mlp.gate_proj(x), approximate="tanh") * mlp.up_proj(x))
+    else:
+        mlp = transformers.LigerExperts(MLP_CONFIG)
+        nn.init.normal_(mlp.gate_up_proj), nn.init.normal_(mlp.down_proj)
+        index, weights = torch.tensor([[0, 2], [2, 0], [0, 2], [2, 0], [0, 2]]), torch.rand(5, 2)
+        expected = torch.stack([
+            sum(
+                w * (F.silu((h := mlp.gate_up_proj[e] @ x[t])[:6]) * h[6:]) @ mlp.down_proj[e].T
+                for e, w in zip(index[t], weights[t], strict=True)
+            )
+            for t in range(5)
+        ])  # fmt: skip
+        torch.testing.assert_close(mlp(x[None], index[None], weights[None]), expected[None])
+        return
+    torch.testing.assert_close(mlp(x), expected)
+
+
+@pytest.mark.parametrize(("layer", "width"), [(None, 6), (1, 6), (2, 12)])
+def test_gemma4_mlp_is_wider_where_layers_share(layer: int | None, width: int) -> None:
+    config = SimpleNamespace(
+        hidden_size=4, intermediate_size=6, num_hidden_layers=4, num_kv_shared_layers=2, use_double_wide_mlp=True
+    )
+    mlp = transformers.LigerGEGLUMLPForGemma4(config, layer)
+    assert mlp.intermediate_size == mlp.gate_proj.out_features == mlp.down_proj.in_features == width
+
+
+def test_gated_mlps_check_the_activation() -> None:
+    config = SimpleNamespace(hidden_size=4, intermediate_size=6, hidden_act="relu")
+    with pytest.raises(ValueError, match="hidden_act must be silu or swish, got 'relu'"):
+        transformers.LigerPhi3SwiGLUMLP(config)
 
 
 @pytest.mark.parametrize(("casting", "offset", "init_fn"), [("llama", 0.0, "ones"), ("gemma", 1.0, "zeros")])
@@ -712,33 +1070,159 @@ glm4v_moe gpt_oss granite hunyuan_v1_dense hunyuan_v1_moe internvl llama llama4 
 muse_glimmer nemotron olmo2 olmo3 paligemma phi3 pixtral qwen2 qwen2_5_vl qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe
 qwen3_next qwen3_vl qwen3_vl_moe smollm3 smolvlm
 """.split()
-OFFERED = """
-AutoLigerKernelForCausalLM LigerCrossEntropyLoss LigerFusedLinearCrossEntropyLoss LigerFusedLinearJSD LigerGEGLUMLP
-LigerJSD LigerKLDIVLoss LigerLayerNorm LigerRMSNorm LigerSwiGLUMLP LigerTVDLoss _apply_liger_kernel
-_apply_liger_kernel_to_instance is_transformers_available liger_rotary_pos_emb
-""".split()
-NOT_OFFERED = """
-LigerBlockSparseTop2MLP LigerDyT LigerExperts LigerFalconH1MLP LigerFalconH1SwiGLUMLP LigerFusedAddRMSNorm
-LigerFusedCETVDLoss LigerFusedLinearKLDivLoss LigerMHC LigerMLP LigerModulatedRMSNorm LigerMultiTokenAttention
-LigerPhi3SwiGLUMLP LigerPolyNorm LigerQwen3MoeSwiGLUMLP LigerRMSNormForMuseGlimmer
-LigerRMSNormForMuseGlimmerTextCentered LigerReLUSquared LigerSoftmax LigerSparsemax LigerSwiGLUMLPForMuseGlimmer
-LigerTiledGEGLUMLP LigerTiledSwiGLUMLP LigerVocabParallelCrossEntropy liger_llama4_text_rotary_pos_emb
-liger_llama4_vision_rotary_pos_emb
-""".split()
+# The names that users import from Liger-Kernel 0.8.5, by module, except `apply_liger_kernel_to_<family>`.
+EXPORTED = {
+    "liger_kernel": "available_backends available_impls get_backend get_impl set_backend set_impl",
+    "liger_kernel.chunked_loss": """
+        LigerFusedLinearCPOLoss LigerFusedLinearCosineSimilarityLoss LigerFusedLinearDPOLoss LigerFusedLinearGRPOLoss
+        LigerFusedLinearJSDLoss LigerFusedLinearKTOLoss LigerFusedLinearORPOLoss LigerFusedLinearSimPOLoss
+    """,
+    "liger_kernel.chunked_loss.functional": """
+        LigerFusedLinearCPOFunction LigerFusedLinearCosineSimilarityFunction LigerFusedLinearDPOFunction
+        LigerFusedLinearGRPOFunction LigerFusedLinearJSDFunction LigerFusedLinearKTOFunction
+        LigerFusedLinearORPOFunction LigerFusedLinearSimPOFunction liger_fused_linear_cosine liger_fused_linear_cpo
+        liger_fused_linear_dpo liger_fused_linear_grpo liger_fused_linear_jsd liger_fused_linear_kto
+        liger_fused_linear_orpo liger_fused_linear_simpo
+    """,
+    "liger_kernel.chunked_loss.fused_linear_preference": "LigerFusedLinearPreferenceBase",
+    "liger_kernel.chunked_loss.fused_linear_unpaired_preference": "LigerFusedLinearUnpairedPreferenceBase",
+    "liger_kernel.chunked_loss.fused_linear_ppo": "LigerFusedLinearPPOBase",
+    "liger_kernel.chunked_loss.fused_linear_distillation": "LigerFusedLinearDistillationBase",
+    "liger_kernel.chunked_loss.dpo_loss": "LigerFusedLinearDPOFunction LigerFusedLinearDPOLoss",
+    "liger_kernel.transformers": """
+        AutoLigerKernelForCausalLM LigerBlockSparseTop2MLP LigerCrossEntropyLoss LigerDyT LigerExperts
+        LigerFalconH1MLP LigerFalconH1SwiGLUMLP LigerFusedAddRMSNorm LigerFusedCETVDLoss
+        LigerFusedLinearCrossEntropyLoss LigerFusedLinearJSD LigerFusedLinearKLDivLoss LigerGEGLUMLP LigerJSD
+        LigerKLDIVLoss LigerLayerNorm LigerMHC LigerMLP LigerModulatedRMSNorm LigerMultiTokenAttention
+        LigerPhi3SwiGLUMLP LigerPolyNorm LigerQwen3MoeSwiGLUMLP LigerRMSNorm LigerRMSNormForMuseGlimmer
+        LigerRMSNormForMuseGlimmerTextCentered LigerReLUSquared LigerSoftmax LigerSparsemax LigerSwiGLUMLP
+        LigerSwiGLUMLPForMuseGlimmer LigerTVDLoss LigerTiledGEGLUMLP LigerTiledSwiGLUMLP
+        LigerVocabParallelCrossEntropy _apply_liger_kernel _apply_liger_kernel_to_instance is_transformers_available
+        liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb liger_rotary_pos_emb
+    """,
+    "liger_kernel.transformers.functional": """
+        CrossEntropyOutput liger_attn_res liger_cross_entropy liger_dyt liger_fused_add_rms_norm
+        liger_fused_linear_cross_entropy liger_fused_linear_jsd liger_fused_linear_kl_div
+        liger_fused_linear_scaled_cross_entropy_tp liger_fused_neighborhood_attention liger_geglu liger_group_norm
+        liger_jsd liger_kl_div liger_layer_norm liger_mhc_apply liger_mhc_coeffs liger_mhc_forward
+        liger_mhc_post_res liger_mhc_pre liger_modulated_rms_norm liger_multi_token_attention liger_poly_norm
+        liger_qwen2vl_mrope liger_relu_squared liger_rms_norm liger_rope liger_softmax liger_sparsemax liger_swiglu
+        liger_tvd
+    """,
+    "liger_kernel.ops": """
+        GrpoLossFunction LigerAttnResFunction LigerCrossEntropyFunction LigerDyTFunction LigerEmbeddingFunction
+        LigerFusedAddRMSNormFunction LigerFusedCETVDFunction LigerFusedGateUpSiLUMulFunction
+        LigerFusedLinearCrossEntropyFunction LigerFusedLinearJSDFunction LigerFusedLinearKLDivFunction
+        LigerFusedLinearScaledCrossEntropyFunction LigerFusedLinearScaledCrossEntropyTPFunction LigerFusedMoEFunction
+        LigerFusedNeighborhoodAttentionFunction LigerGELUMulFunction LigerGroupNormFunction LigerJSDFunction
+        LigerKLDivLossFunction LigerLayerNormFunction LigerLlama4RopeFunction LigerMHCCoeffsFunction
+        LigerMHCPostResFunction LigerMHCPreFunction LigerMLPFunction LigerModulatedRMSNormFunction
+        LigerMultiTokenAttentionFunction LigerPolyNormFunction LigerQwen2VLMRopeFunction LigerRMSNormFunction
+        LigerReLUSquaredFunction LigerRopeFunction LigerSiLUMulFunction LigerSoftmaxFunction LigerSparsemaxFunction
+        LigerTVDLossFunction LigerTiledMLPFunction LigerVocabParallelCEFunction apply_tiled_mlp
+        cross_entropy_backward cross_entropy_forward geglu_backward geglu_forward layer_norm_backward
+        layer_norm_forward rms_norm_backward rms_norm_forward rope_backward rope_forward swiglu_backward
+        swiglu_forward
+    """,
+    "liger_kernel.transformers.rms_norm": """
+        LigerRMSNorm LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 LigerRMSNormForGemma4
+        LigerRMSNormForGlm4 LigerRMSNormForOlmo2 LigerRMSNormForQwen3Next
+    """,
+    "liger_kernel.transformers.geglu": "LigerGEGLUMLP LigerGEGLUMLPForGemma4",
+    "liger_kernel.transformers.rope": "liger_rotary_pos_emb liger_rotary_pos_emb_gpt_oss liger_rotary_pos_emb_vision",
+    "liger_kernel.transformers.grpo_loss": "triton_grpo_loss fused_selective_log_softmax",
+    "liger_kernel.transformers.monkey_patch": "MODEL_TYPE_TO_APPLY_LIGER_FN apply_liger_kernel_to_llama",
+    "liger_kernel.transformers.trainer_integration": "_apply_liger_kernel",
+    "liger_kernel.ops.rms_norm": "LigerRMSNormFunction",
+}
 
 
-def test_every_name_of_liger_kernel_is_offered_or_refused() -> None:
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]:
+        monkeypatch.delitem(sys.modules, name)
+    compat.install(force=True)
+    yield
+    compat.uninstall()
+
+
+def test_every_name_of_liger_kernel_is_served_or_refused(installed: None) -> None:
     pytest.importorskip("transformers")
-    assert sorted(transformers.ORDERS) == FAMILIES and sorted(MISSING) == NOT_OFFERED
-    for name in OFFERED:
-        assert callable(getattr(transformers, name)), name
+    assert sorted(transformers.ORDERS) == FAMILIES
     assert {f"apply_liger_kernel_to_{family}" for family in FAMILIES} <= set(dir(transformers))
-    for name, advice in MISSING.items():
-        with pytest.raises(ImportError, match=f"{name} is not supported: .*liger_") as refusal:
-            exec(f"from {transformers.__name__} import {name}")
-        assert advice in str(refusal.value)
+    served = 0
+    for module, names in EXPORTED.items():
+        for name in names.split():
+            if name not in MISSING:
+                assert callable(getattr(import_module(module), name)), name
+                served += 1
+                continue
+            with pytest.raises(ImportError, match=f"{name} is not supported: ") as refusal:
+                exec(f"from {module} import {name}")
+            assert MISSING[name] in str(refusal.value)
+    assert served > 80
+    for advice in set(MISSING.values()):
         used = re.findall(r"liger_chunked\.(\w+)(?:\.(\w+))?", advice)
         assert all(hasattr(getattr(lc, first), second or "__doc__") for first, second in used), advice
+
+
+def test_install(fresh_process: Any) -> None:
+    code = """
+        import sys
+        from liger_chunked import compat
+        sys.path = [path for path in sys.path if not __import__("os").path.isdir(path + "/liger_kernel")]
+        compat.install()
+        compat.install()
+        from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
+        from liger_kernel.chunked_loss.dpo_loss import LigerFusedLinearDPOFunction
+        from liger_kernel.transformers.functional import liger_rms_norm
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+        import liger_kernel.transformers.rms_norm as rms_norm
+        import liger_kernel
+        assert LigerFusedLinearDPOLoss is compat.chunked_loss.LigerFusedLinearDPOLoss
+        assert rms_norm.LigerRMSNorm is liger_kernel.transformers.LigerRMSNorm
+        assert "LigerRMSNorm" in dir(rms_norm)
+        try:
+            import liger_kernel.megatron
+        except ModuleNotFoundError as error:
+            assert "liger_kernel.megatron is not served" in str(error) and error.name == "liger_kernel.megatron"
+        else:
+            raise AssertionError
+        compat.uninstall()
+        assert not [name for name in sys.modules if name.startswith("liger_kernel")]
+        try:
+            import liger_kernel
+        except ModuleNotFoundError:
+            pass
+        else:
+            raise AssertionError
+    """
+    fresh_process.run(textwrap.dedent(code))
+
+
+def test_install_refuses_an_installed_liger_kernel(fresh_process: Any, tmp_path: Path) -> None:
+    (tmp_path / "liger_kernel").mkdir()
+    (tmp_path / "liger_kernel" / "__init__.py").write_text("theirs = True")
+    code = f"""
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        from liger_chunked import compat
+        def refused(message, **options):
+            try:
+                compat.install(**options)
+            except RuntimeError as error:
+                assert message in str(error), error
+            else:
+                raise AssertionError(message)
+        refused("Liger-Kernel is installed")
+        import liger_kernel
+        refused("already imported", force=True)
+        del sys.modules["liger_kernel"]
+        compat.install(force=True)
+        import liger_kernel
+        assert not hasattr(liger_kernel, "theirs")
+    """
+    fresh_process.run(textwrap.dedent(code))
 
 
 def test_unknown_names() -> None:

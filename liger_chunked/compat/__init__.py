@@ -3,7 +3,22 @@
     import liger_kernel.chunked_loss, liger_kernel.transformers                     # before
     import liger_chunked.compat.chunked_loss, liger_chunked.compat.transformers     # after
 
+`install()` serves imports of `liger_kernel` itself, where Liger-Kernel is not installed.
+
 The computation is this library's. Arguments that only tune kernels have no effect. Unsupported ones that would change
 the result raise NotImplementedError. docs/migration.md and the modules list the differences. New code should use
 `liger_chunked`.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+from liger_chunked.compat.imports import install, uninstall
+from liger_chunked.compat.unsupported import missing
+
+__all__ = ["install", "uninstall"]
+
+
+def __getattr__(name: str) -> Any:
+    return missing(__name__, name)

@@ -3,8 +3,8 @@
 Differences that docs/migration.md does not list:
 
 - Inputs are never overwritten, and gradients accumulate in float32. Constructors raise ValueError for invalid options.
-- Losses are float32 for any input dtype, and 0 instead of NaN over no tokens.
-- `LigerGEGLUMLP` uses its config's gelu. Both gated MLPs have biases if the config sets `mlp_bias`.
+- Losses are 0 instead of NaN over no tokens.
+- `LigerSwiGLUMLP` has biases if its config sets `mlp_bias`.
 - `liger_rotary_pos_emb` reads `position_ids` and `unsqueeze_dim`.
 - `apply_liger_kernel_to_<family>` also exists, by keyword, for other families. All switches are on but
   `cross_entropy`; Liger-Kernel skips glm4's rotary embedding and granite's fused cross entropy. `layer_norm=True`
@@ -25,28 +25,55 @@ import torch
 from torch import Tensor, nn
 
 from liger_chunked import kernels, losses, modules
-from liger_chunked.compat.chunked_loss import check_same_vocabulary
-from liger_chunked.compat.unsupported import MISSING, refuse
+from liger_chunked.compat.settings import Loss
+from liger_chunked.compat.transformers.mlp import (
+    LigerBlockSparseTop2MLP,
+    LigerExperts,
+    LigerFalconH1SwiGLUMLP,
+    LigerGEGLUMLP,
+    LigerGEGLUMLPForGemma4,
+    LigerPhi3SwiGLUMLP,
+)
+from liger_chunked.compat.unsupported import missing, refuse
+from liger_chunked.kernels.logits_stats import row_stats
 from liger_chunked.kernels.rms_norm import Casting
-from liger_chunked.modules import LigerGEGLUMLP, LigerJSD, LigerSwiGLUMLP, LigerTVDLoss
-from liger_chunked.types import shown
+from liger_chunked.modules import LigerSwiGLUMLP, Reduction
+from liger_chunked.types import LogitOptions, shown
 
 __all__ = [
     "CrossEntropyOutput",
+    "LigerBlockSparseTop2MLP",
     "LigerCrossEntropyLoss",
+    "LigerExperts",
+    "LigerFalconH1SwiGLUMLP",
+    "LigerFusedAddRMSNorm",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearJSD",
     "LigerGEGLUMLP",
+    "LigerGEGLUMLPForGemma4",
     "LigerJSD",
     "LigerKLDIVLoss",
     "LigerLayerNorm",
+    "LigerPhi3SwiGLUMLP",
+    "LigerQwen3MoeSwiGLUMLP",
     "LigerRMSNorm",
+    "LigerRMSNormForGemma",
+    "LigerRMSNormForGemma2",
+    "LigerRMSNormForGemma3",
+    "LigerRMSNormForGemma4",
+    "LigerRMSNormForGlm4",
+    "LigerRMSNormForMuseGlimmer",
+    "LigerRMSNormForMuseGlimmerTextCentered",
+    "LigerRMSNormForOlmo2",
+    "LigerRMSNormForQwen3Next",
     "LigerSwiGLUMLP",
+    "LigerSwiGLUMLPForMuseGlimmer",
     "LigerTVDLoss",
     "is_transformers_available",
     "liger_rotary_pos_emb",
 ]
 
+LigerQwen3MoeSwiGLUMLP = LigerSwiGLUMLPForMuseGlimmer = LigerSwiGLUMLP
 _CASTINGS: dict[str, Casting] = {"llama": "llama", "gemma": "gemma"}
 _INITIAL: dict[str, Callable[[int], Tensor]] = {"ones": torch.ones, "zeros": torch.zeros}
 
@@ -57,15 +84,40 @@ def _initial(init_fn: str, hidden_size: int) -> nn.Parameter:
     return nn.Parameter(_INITIAL[init_fn](hidden_size))
 
 
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama"
+) -> Tensor:
+    """Return the RMSNorm; with `casting_mode="none"`, in PyTorch and in the input's dtype throughout."""
+    if casting_mode in _CASTINGS:
+        return kernels.liger_rms_norm(x, weight, eps, offset=offset, casting=_CASTINGS[casting_mode])
+    if casting_mode != "none":
+        raise ValueError(f"casting_mode must be one of {[*_CASTINGS, 'none']}, got {shown(casting_mode)}")
+    y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+    return y if weight is None else y * (offset + weight)
+
+
+def fused_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+) -> tuple[Tensor, Tensor]:
+    """Return the RMSNorm of `x + residual`, and the sum."""
+    if casting_mode in _CASTINGS:
+        casting = _CASTINGS[casting_mode]
+        return kernels.liger_rms_norm(x, weight, eps, offset=offset, casting=casting, residual=residual)
+    total = x + residual
+    return rms_norm(total, weight, eps, offset, casting_mode), total
+
+
 class LigerRMSNorm(nn.Module):
     """RMSNorm, with a weight if `elementwise_affine`; see `liger_chunked.liger_rms_norm`.
 
     Args:
-        casting_mode: "llama" or "gemma".
+        casting_mode: "llama", "gemma", or "none", which computes in the input's dtype.
         init_fn: "ones" or "zeros".
-
-    Raises:
-        NotImplementedError: `casting_mode` is "none", which computes in the input's dtype.
     """
 
     weight: nn.Parameter | None
@@ -82,23 +134,93 @@ class LigerRMSNorm(nn.Module):
         elementwise_affine: bool = True,
     ) -> None:
         super().__init__()
-        if casting_mode == "none":
-            refuse("casting_mode", casting_mode, "the mean square is always taken in float32")
-        if casting_mode not in _CASTINGS:
-            raise ValueError(f"casting_mode must be one of {list(_CASTINGS)}, got {shown(casting_mode)}")
+        if casting_mode not in (*_CASTINGS, "none"):
+            raise ValueError(f"casting_mode must be one of {[*_CASTINGS, 'none']}, got {shown(casting_mode)}")
         self.register_parameter("weight", _initial(init_fn, hidden_size) if elementwise_affine else None)
         self.variance_epsilon = eps
         self.offset = offset
-        self.casting = _CASTINGS[casting_mode]
+        self.casting_mode = casting_mode
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return kernels.liger_rms_norm(
-            hidden_states, self.weight, self.variance_epsilon, offset=self.offset, casting=self.casting
-        )
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode)
 
     def extra_repr(self) -> str:
         shape = None if self.weight is None else tuple(self.weight.shape)
-        return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting={self.casting!r}"
+        return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
+
+
+class LigerFusedAddRMSNorm(LigerRMSNorm):
+    """Return `(norm of the sum, sum)` of hidden states and a residual."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = False,
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return fused_add_rms_norm(
+            hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode
+        )
+
+
+class LigerRMSNormForGemma(LigerRMSNorm):
+    """`LigerRMSNorm` with Gemma's defaults."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "zeros",
+        in_place: bool = False,
+        row_mode: bool | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
+
+
+LigerRMSNormForGemma2 = LigerRMSNormForQwen3Next = LigerRMSNormForMuseGlimmerTextCentered = LigerRMSNormForGemma
+LigerRMSNormForGlm4 = LigerRMSNormForOlmo2 = LigerRMSNorm
+
+
+class LigerRMSNormForGemma3(LigerRMSNorm):
+    """`LigerRMSNormForGemma`, whose first argument is `dim`."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "zeros",
+        in_place: bool = False,
+    ) -> None:
+        super().__init__(dim, eps, offset, casting_mode, init_fn)
+
+
+class LigerRMSNormForGemma4(LigerRMSNorm):
+    """RMSNorm in float32, with a weight if `with_scale`."""
+
+    def __init__(
+        self,
+        dim: int | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "ones",
+        in_place: bool = False,
+        with_scale: bool = True,
+    ) -> None:
+        super().__init__(dim, eps, offset, casting_mode, init_fn, elementwise_affine=with_scale)  # type: ignore[arg-type]
+
+
+LigerRMSNormForMuseGlimmer = LigerRMSNormForGemma4
 
 
 class LigerLayerNorm(nn.Module):
@@ -152,12 +274,16 @@ def liger_rotary_pos_emb(
     return kernels.liger_rotary_pos_emb(q, k, cos, sin, position_ids, unsqueeze_dim)
 
 
-class LigerCrossEntropyLoss(nn.Module):
-    """`liger_chunked.LigerCrossEntropyLoss`, which does not overwrite the logits.
+@dataclass(frozen=True)
+class CrossEntropyOutput:
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
 
-    Raises:
-        NotImplementedError: a `return_...` flag is set.
-    """
+
+class LigerCrossEntropyLoss(Loss):
+    """`liger_chunked.LigerCrossEntropyLoss`, in the dtype of the logits, which are not overwritten."""
 
     def __init__(
         self,
@@ -172,10 +298,6 @@ class LigerCrossEntropyLoss(nn.Module):
         return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__()
-        reason = "only LigerFusedLinearCrossEntropyLoss returns more than the loss"
-        refuse("return_z_loss", return_z_loss, reason)
-        refuse("return_token_accuracy", return_token_accuracy, reason)
-        refuse("return_predicted_tokens", return_predicted_tokens, reason)
         self.loss = modules.LigerCrossEntropyLoss(
             weight,
             ignore_index=ignore_index,
@@ -185,24 +307,38 @@ class LigerCrossEntropyLoss(nn.Module):
             softcap=softcap,
         )
 
-    def forward(self, _input: Tensor, target: Tensor) -> Tensor:
-        return self.loss(_input, target)
+    def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
+        """Return the loss, or a `CrossEntropyOutput` if a `return_...` flag is set."""
+        loss = self.loss(_input, target).to(_input.dtype)
+        if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
+            return loss
+        z_loss, accuracy, predicted = self._metrics(_input.detach(), target)
+        return CrossEntropyOutput(
+            loss,
+            z_loss if self.return_z_loss else None,
+            accuracy if self.return_token_accuracy else None,
+            predicted if self.return_predicted_tokens else None,
+        )
+
+    def _metrics(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        options, valid = LogitOptions(softcap=self.softcap), target != self.ignore_index
+        stats = row_stats(logits, target.where(valid, 0).long(), options, ("lse", "argmax"))[1]
+        assert stats.lse is not None and stats.argmax is not None
+        z_loss = (self.lse_square_scale * stats.lse.square()).where(valid, 0.0)
+        predicted = stats.argmax.where(valid, -1)
+        correct = (predicted == target).where(valid, False).to(stats.lse.dtype)
+        if self.reduction == "none":
+            return z_loss, correct, predicted
+        n = valid.sum().clamp(min=1)
+        return z_loss.sum() / (n if self.reduction == "mean" else 1), correct.sum() / n, predicted
 
 
-@dataclass(frozen=True)
-class CrossEntropyOutput:
-    loss: Tensor
-    z_loss: Tensor | None = None
-    token_accuracy: Tensor | None = None
-    predicted_tokens: Tensor | None = None
-
-
-class LigerFusedLinearCrossEntropyLoss(nn.Module):
+class LigerFusedLinearCrossEntropyLoss(Loss):
     """`losses.LigerFusedLinearCrossEntropyLoss`; `use_token_scaling` is `dft`.
 
     Raises:
         NotImplementedError: `use_token_scaling` with `label_smoothing` or `lse_square_scale`, which Liger-Kernel
-            scales too, or `return_token_accuracy` with the reduction "none".
+            scales too.
     """
 
     def __init__(
@@ -223,9 +359,9 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         if use_token_scaling:
             refuse("label_smoothing", label_smoothing, "use_token_scaling scales the cross entropy alone")
             refuse("lse_square_scale", lse_square_scale, "use_token_scaling scales the cross entropy alone")
-        if reduction == "none":
-            refuse("return_token_accuracy", return_token_accuracy, "the accuracy is one number for all tokens")
         self.returns_output = return_z_loss or return_token_accuracy or return_predicted_tokens
+        # "none" has an accuracy for each token, from the predictions.
+        self.accuracy_by_token = return_token_accuracy and reduction == "none"
         self.loss: Any = losses.LigerFusedLinearCrossEntropyLoss(
             ce_weight=ce_weight,
             ignore_index=ignore_index,
@@ -235,8 +371,8 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             softcap=softcap,
             dft=use_token_scaling,
             return_z_loss=return_z_loss,
-            return_token_accuracy=return_token_accuracy,
-            return_predicted_tokens=return_predicted_tokens,
+            return_token_accuracy=return_token_accuracy and not self.accuracy_by_token,
+            return_predicted_tokens=return_predicted_tokens or self.accuracy_by_token,
         )
 
     def forward(
@@ -245,11 +381,13 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         result = self.loss(lin_weight, _input, target, bias)
         if not self.returns_output:
             return result
-        loss, metrics = result
-        return CrossEntropyOutput(loss, *metrics)
+        loss, (z_loss, accuracy, predicted) = result
+        if self.accuracy_by_token:
+            accuracy = ((predicted == target) & (target != self.ignore_index)).to(loss.dtype)
+        return CrossEntropyOutput(loss, z_loss, accuracy, predicted if self.return_predicted_tokens else None)
 
 
-class LigerFusedLinearJSD(nn.Module):
+class LigerFusedLinearJSD(Loss):
     """`losses.LigerFusedLinearJSDLoss` without a hard loss.
 
     Raises:
@@ -264,7 +402,6 @@ class LigerFusedLinearJSD(nn.Module):
         accum_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.ignore_index = ignore_index
         self.loss = losses.LigerFusedLinearJSDLoss(
             beta=jsd_beta, temperature=temperature, weight_hard_loss=0.0, weight_soft_loss=1.0
         )
@@ -278,40 +415,74 @@ class LigerFusedLinearJSD(nn.Module):
         shift_labels: Tensor | None = None,
     ) -> Tensor:
         """Return the mean over tokens not labelled `ignore_index`."""
-        check_same_vocabulary(student_weight, teacher_weight)
+        if teacher_weight.shape[0] > student_weight.shape[0]:
+            raise NotImplementedError(
+                f"teacher_weight {tuple(teacher_weight.shape)} with more rows than student_weight "
+                f"{tuple(student_weight.shape)} is not supported: cut teacher_weight, or use LigerFusedLinearJSDLoss"
+            )
         mask = None if shift_labels is None else shift_labels != self.ignore_index
         loss, _ = self.loss(student_weight, student_input, teacher_weight, teacher_input, mask=mask)
         return loss
 
 
+def _of_one_dtype(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both in the wider dtype, the teacher detached."""
+    dtype = torch.promote_types(student.dtype, teacher.dtype)
+    return student.to(dtype), teacher.detach().to(dtype)
+
+
+class LigerJSD(Loss):
+    """`liger_chunked.LigerJSD`, in the dtype of `log_q`."""
+
+    def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
+        super().__init__()
+
+    def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        loss = kernels.liger_jsd(
+            *_of_one_dtype(log_q, log_p), shift_labels, beta=self.beta, ignore_index=self.ignore_index
+        )
+        return loss.to(log_q.dtype)
+
+
+class LigerTVDLoss(Loss):
+    """`liger_chunked.LigerTVDLoss`."""
+
+    def __init__(self, reduction: Reduction = "batchmean", ignore_index: int = -100) -> None:
+        super().__init__()
+
+    def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        return kernels.liger_tvd(
+            *_of_one_dtype(p, q), shift_labels, reduction=self.reduction, ignore_index=self.ignore_index
+        )
+
+
 _EPS = 1e-10
 
 
-class LigerKLDIVLoss(nn.Module):
-    """`liger_chunked.LigerKLDIVLoss`, where `0 log 0` is 0 without `eps`.
-
-    Raises:
-        NotImplementedError: `eps` is not 1e-10, or the deprecated `size_average` or `reduce` is set.
-    """
+class LigerKLDIVLoss(Loss):
+    """`liger_chunked.LigerKLDIVLoss`, where `0 log 0` is 0; another `eps` is the least target in `log`, in PyTorch."""
 
     def __init__(
         self,
         eps: float = _EPS,
         size_average: bool | None = None,
         reduce: bool | None = None,
-        reduction: Literal["none", "sum", "mean", "batchmean"] = "mean",
+        reduction: Reduction = "mean",
         log_target: bool = False,
     ) -> None:
         super().__init__()
-        legacy = {"size_average": size_average, "reduce": reduce}
-        if given := {name: value for name, value in legacy.items() if value is not None}:
-            raise NotImplementedError(f"{given} is not supported: pass reduction")
-        if eps != _EPS:
-            raise NotImplementedError(f"eps={eps} is not supported: 0 log 0 is 0")
-        self.loss = modules.LigerKLDIVLoss(reduction, log_target)
+        # The deprecated pair, if given, chooses the reduction.
+        self.chosen: Any = nn.KLDivLoss(size_average, reduce, reduction).reduction
 
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
-        return self.loss(y_pred, y_true)
+        y_pred, y_true = _of_one_dtype(y_pred, y_true)
+        if self.eps == _EPS or self.log_target:
+            return kernels.liger_kl_div(y_pred, y_true, reduction=self.chosen, log_target=self.log_target)
+        terms = y_true * (y_true.clamp(min=self.eps).log() - y_pred)
+        if self.chosen == "none":
+            return terms
+        divisors = {"mean": terms.numel(), "batchmean": terms.shape[0], "sum": 1}
+        return terms.sum() / divisors[self.chosen]
 
 
 _INTEGRATION = "liger_chunked.integrations.transformers"
@@ -392,9 +563,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_INTEGRATION), name)
     if name.startswith(_APPLY):
         return _family_function(name)
-    if name in MISSING:  # the message of an AttributeError is lost in `from ... import`
-        raise ImportError(f"{name} is not supported: {MISSING[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return missing(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,114 @@
+"""The gated MLPs of `liger_kernel.transformers` 0.8.5, beside `LigerSwiGLUMLP`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from liger_chunked.kernels import liger_geglu, liger_swiglu
+from liger_chunked.types import shown
+
+
+def _check_silu(config: Any) -> None:
+    if config.hidden_act not in ("silu", "swish"):
+        raise ValueError(f"hidden_act must be silu or swish, got {shown(config.hidden_act)}")
+
+
+class LigerGEGLUMLP(nn.Module):
+    """`down_proj(gelu(gate_proj(x)) * up_proj(x))`, with the gelu of tanh whatever the config names, without biases."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self._build(config, config.intermediate_size)
+
+    def _build(self, config: Any, intermediate_size: int) -> None:
+        self.hidden_size, self.intermediate_size = config.hidden_size, intermediate_size
+        self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(liger_geglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
+    """`LigerGEGLUMLP`, twice as wide in layers that share keys and values if `config.use_double_wide_mlp`."""
+
+    def __init__(self, config: Any, layer_idx: int | None = None) -> None:
+        nn.Module.__init__(self)
+        shared = getattr(config, "num_kv_shared_layers", 0) or 0
+        first = getattr(config, "num_hidden_layers", 0) - shared
+        wide = getattr(config, "use_double_wide_mlp", False) and layer_idx is not None and 0 < shared
+        self._build(config, config.intermediate_size * (2 if wide and layer_idx >= first else 1))  # type: ignore[operator]
+
+
+class LigerPhi3SwiGLUMLP(nn.Module):
+    """The SwiGLU MLP of Phi-3, whose `gate_up_proj` makes both halves."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        _check_silu(config)
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(liger_swiglu(self.gate_up_proj(x)))
+
+
+class LigerBlockSparseTop2MLP(nn.Module):
+    """One expert of an early Mixtral: `w2(silu(w1(x)) * w3(x))`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        _check_silu(config)
+        self.w1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.w2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(liger_swiglu(self.w1(x), self.w3(x)))
+
+
+class LigerFalconH1SwiGLUMLP(nn.Module):
+    """`down_proj(silu(g * gate_proj(x)) * up_proj(x) * d)` with `g, d = config.mlp_multipliers`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        _check_silu(config)
+        bias = getattr(config, "mlp_bias", False)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
+        self.gate_multiplier, self.down_multiplier = (float(x) for x in config.mlp_multipliers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate_proj(x) * self.gate_multiplier
+        return self.down_proj(liger_swiglu(gate, self.up_proj(x)) * self.down_multiplier)
+
+
+class LigerExperts(nn.Module):
+    """SwiGLU experts with 3-D parameters, one after the other; `apply_liger_kernel` serves a model's own faster."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        _check_silu(config)
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        self.num_experts = next(getattr(config, name) for name in names if hasattr(config, name))
+        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * width, config.hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, config.hidden_size, width))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts; index and weights are (..., K)."""
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
+        y = torch.zeros_like(x)
+        for expert in index.unique().tolist():
+            token, k = (index == expert).nonzero(as_tuple=True)
+            product = liger_swiglu(F.linear(x[token], self.gate_up_proj[expert]))
+            part = F.linear(product, self.down_proj[expert]) * weights[token, k, None]
+            y = y.index_add(0, token, part.to(y.dtype))
+        return y.view_as(hidden_states)
