@@ -844,6 +844,7 @@ ON_POLICY = [
     _on_policy("on-policy-distillation", sample={"old": False}, stops_gradients=True),
     _on_policy(
         "on-policy-distillation-old-clipped",
+        kl_coef=3.0,
         epsilon_low=0.1,
         epsilon_high=0.2,
         reduction="grpo",
