@@ -78,6 +78,8 @@ class Layout:
     length: int = 1  # rows of the input, such as a sequence, that `scatter_rows` splits evenly over ranks
     row_of: Tensor | None = None  # the input's row of each entry of the flattened target; None: the same
     split: SplitLayout | None = None  # this rank's part, if ranks split sequences
+    # (n_valid,) float32, which divides each token's logits; that of `LogitOptions` is then 1
+    temperature: Tensor | None = None
 
     def local(self, whole_batch: bool = False) -> Layout:
         """Return the layout of the tokens that this rank computes. `whole_batch`: the objective needs all groups."""
@@ -253,6 +255,16 @@ def _lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, n
         stacked=group == "pair" and n_groups > 1,
         length=target.shape[-1],
     )
+
+
+def at_temperature(layout: Layout, temperature: Tensor) -> Layout:
+    """Return the layout of a target with a `temperature` like the target. Waits for the device."""
+    flat = temperature.contiguous().view(-1)
+    own = flat if layout.slots is None else flat[layout.slots]
+    low, high = torch.stack(own.aminmax()).tolist() if own.numel() else (1.0, 1.0)
+    if not 0 < low <= high < math.inf:  # NaN too
+        raise ValueError(f"temperature must be positive and finite at each token that counts, got {low:g} to {high:g}")
+    return dataclasses.replace(layout, temperature=own)
 
 
 def lay_out_every(shape: Sequence[int], split: SequenceSplit | None = None) -> Layout:
