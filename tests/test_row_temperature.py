@@ -9,11 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from fresh_process import FreshProcesses
-from table import relative_error
+from table import SMALL, relative_error, rollouts
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from liger_chunked import AdaptedWeight, VocabShard, linear_token_stats
+from liger_chunked import (
+    AdaptedWeight,
+    LigerFusedLinearGRPOLoss,
+    VocabShard,
+    eager,
+    functional,
+    linear_token_stats,
+)
+from liger_chunked.engine import at_temperature, lay_out
+from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.types import OUTPUTS
 
@@ -188,8 +197,8 @@ def test_bfloat16(transform: dict[str, Any], device: str, path: str) -> None:
                 squared.setdefault(name, [0.0, 0.0])[i] += relative_error(found[name].double(), expected) ** 2
     # The interpreter truncates: an error of up to one unit, not half of one, and no zero mean.
     factor = 1.1 * (8**0.5 if INTERPRETED else 1)
-    for name, (own, eager) in squared.items():
-        assert own**0.5 <= factor * eager**0.5, (name, own, eager)
+    for name, (own, stock) in squared.items():
+        assert own**0.5 <= factor * stock**0.5, (name, own, stock)
 
 
 @pytest.mark.triton
@@ -318,3 +327,151 @@ def of_ranks(rank: int, world: str, folder: str) -> None:
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 def test_vocabulary_split_over_ranks(tmp_path: Path, fresh_process: FreshProcesses) -> None:
     fresh_process.spawn(of_ranks, 2, "2", str(tmp_path))
+
+
+# Policy losses
+
+
+def completions(seed: int = 0) -> dict[str, Any]:
+    """Return a batch of GRPO without a bias, with states of a reference, and two temperatures' rollouts."""
+    sample = rollouts(SMALL._replace(length=8), seed, ref="states")
+    del sample["bias"], sample["ref_bias"]
+    counts = sample["target"] != -100
+    temperature = 0.4 + 1.5 * torch.rand(counts.shape, generator=torch.Generator().manual_seed(seed + 7))
+    return sample | {"temperature": temperature.where(counts, torch.nan)}
+
+
+def exact_grpo(temperature: Tensor, input: Tensor, ref_input: Tensor, **rest: Any) -> Tensor:
+    """Without bias and softcap, a temperature divides the hidden states."""
+    divisor = temperature.nan_to_num(1.0)[..., None]
+    return eager.grpo(input=input / divisor, ref_input=ref_input / divisor, **rest)[0]
+
+
+def loss_and_gradients(function: Any, given: dict[str, Any], **settings: Any) -> dict[str, Tensor]:
+    leaves = {name: given[name].clone().requires_grad_() for name in ("weight", "input")}
+    loss = function(**(given | leaves), **settings)
+    loss.backward()
+    return {"loss": loss.detach()} | {name: x.grad for name, x in leaves.items() if x.grad is not None}
+
+
+def grpo(logits_budget: int | None = None, **given: Any) -> Tensor:
+    settings = {name: given.pop(name) for name in tuple(given) if name in GRPO}
+    return LigerFusedLinearGRPOLoss(logits_budget=logits_budget, **settings)(**given)[0]
+
+
+GRPO = ("beta", "importance_level", "entropy_coef", "reduction", "top_entropy_quantile", "surrogate")
+LEVELS: dict[str, dict[str, Any]] = {
+    "token": {"beta": 0.1, "entropy_coef": 0.02},
+    "sequence": {"beta": 0.1, "importance_level": "sequence"},
+    "batch": {"beta": 0.1, "entropy_coef": 0.02, "top_entropy_quantile": 0.4},
+}
+
+
+@pytest.mark.parametrize("budget", [None, 8 * 23 * 9], ids=["one-chunk", "chunks"])
+@pytest.mark.parametrize("settings", LEVELS.values(), ids=LEVELS)
+def test_grpo(settings: dict[str, Any], budget: int | None) -> None:
+    given = completions()
+    exact = loss_and_gradients(exact_grpo, given, **settings)
+    assert_close(loss_and_gradients(grpo, given, logits_budget=budget, **settings), exact, BOUND)
+    functions = (
+        lambda **rest: functional.grpo_loss(hidden=rest.pop("input"), **rest)[0],
+        lambda weight, input, target, advantages, **rest: LigerFusedLinearGRPOLoss(
+            weight, input, target, advantages, **rest
+        )[0],
+    )
+    for function in functions:
+        assert_close(loss_and_gradients(function, given, logits_budget=budget, **settings), exact, BOUND)
+
+
+def test_grpo_without_padding() -> None:
+    given = completions()
+    exact = loss_and_gradients(exact_grpo, given, beta=0.1)
+    lengths = torch.tensor([8, 5, 0, 8, 3, 8])
+    inside = torch.arange(8) < lengths[:, None]
+    given["target"] = given["target"].where(inside, -100)
+    exact = loss_and_gradients(exact_grpo, given, beta=0.1)
+    places = ("input", "ref_input", "target", "temperature", "old_logps")
+    packed = given | {name: given[name][inside] for name in places}
+    packed["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    for budget in (None, 8 * 23 * 9):
+        found = loss_and_gradients(grpo, packed, beta=0.1, logits_budget=budget)
+        assert_close(found, exact | {"input": exact["input"][inside]}, BOUND)
+
+
+@pytest.mark.triton
+def test_grpo_leaves_the_fused_epilogue(by_epilogue: None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The epilogue has one temperature."""
+    monkeypatch.setattr("liger_chunked.engine.epilogue.SMALLEST", 0)
+    given = {
+        name: x.to(device, torch.bfloat16 if name in ("weight", "input", "ref_weight", "ref_input") else None)
+        for name, x in completions().items()
+    }
+    # Descriptors need rows of 16 bytes.
+    for name in ("weight", "input", "ref_weight", "ref_input"):
+        given[name] = torch.nn.functional.pad(given[name], (0, -given[name].shape[-1] % 8)).contiguous()
+    ran = []
+    start = EpiloguePass.statistics
+    monkeypatch.setattr(EpiloguePass, "statistics", lambda *args: ran.append(True) or start(*args))
+    found = loss_and_gradients(grpo, given, beta=0.1)
+    assert not ran
+    doubles = {name: x.double() if x.dtype == torch.bfloat16 else x for name, x in given.items()}
+    # bfloat16 logits and gradients: an error of 2**-8 each, truncated in the interpreter.
+    assert_close(found, loss_and_gradients(exact_grpo, doubles, beta=0.1), 0.05)
+    grpo(**{name: x for name, x in given.items() if name != "temperature"}, beta=0.1)
+    assert ran
+
+
+def test_grpo_refuses() -> None:
+    given = completions()
+    good = given.pop("temperature")
+    refused: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (good.double(), {}, TypeError, r"a number or a float32 tensor, got \(6, 8\) float64"),
+        (good[:, 0], {}, ValueError, r"\(6, 8\) on cpu, one value for each target, got \(6,\) float32"),
+        (-good, {}, ValueError, "positive and finite at each token that counts"),
+        (good, {"temperature": 0.7}, ValueError, "given twice: to the constructor, 0.7, and to the call, a tensor"),
+        (0.7, {}, TypeError, "takes a number as temperature in its constructor, and a float32 tensor in its call"),
+    ]
+    for value, settings, error, message in refused:
+        with pytest.raises(error, match=message):
+            LigerFusedLinearGRPOLoss(beta=0.1, **settings)(**given, temperature=value)
+
+
+def of_policy_ranks(rank: int, world: str, folder: str) -> None:
+    """Ranks split the sequences, or the vocabulary, or the vocabulary and the hidden states."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=int(world))
+    given = completions()
+    heads, states = ("weight", "ref_weight"), ("input", "ref_input")
+    rows, positions = ((slice(0, 9), slice(0, 3)), (slice(9, 23), slice(3, 8)))[rank]
+    for settings in LEVELS.values():
+        exact = loss_and_gradients(exact_grpo, given, **settings)
+        for budget in (None, 8 * 23 * 9):
+            own = given | {name: given[name][:, positions] for name in (*states, "target", "temperature", "old_logps")}
+            group = {"sequence_group": dist.group.WORLD}
+            found = loss_and_gradients(grpo, own | group, logits_budget=budget, **settings)
+            dist.all_reduce(found["weight"])
+            assert_close(found, exact | {"input": exact["input"][:, positions]}, BOUND)
+            for input_grad, part in (("all_reduce", slice(None)), ("reduce_scatter", slice(rank * 4, rank * 4 + 4))):
+                own = given | {name: given[name][rows] for name in heads}
+                own |= {name: given[name][:, part] for name in states}
+                shard = {"vocab_shard": VocabShard(None, rows.start, 23, input_grad=input_grad)}  # type: ignore[arg-type]
+                found = loss_and_gradients(grpo, own | shard, logits_budget=budget, **settings)
+                expected = exact | {"weight": exact["weight"][rows], "input": exact["input"][:, part]}
+                assert_close(found, expected, BOUND)
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+def test_grpo_over_ranks(tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    fresh_process.spawn(of_policy_ranks, 2, "2", str(tmp_path))
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_temperature_moves_with_its_target(ignored: bool) -> None:
+    """Also in the order of pairs, which no loss with temperatures has."""
+    target = torch.arange(24).view(4, 6)
+    if ignored:
+        target[1, 2:] = target[2, :3] = -100
+    layout = at_temperature(lay_out(target, "pair", -100, 24), target.float() + 1)
+    for order in (layout, layout.by_group()):
+        assert torch.equal(order.temperature, order.target.float() + 1)  # type: ignore[arg-type]
+    assert not torch.equal(layout.by_group().target, layout.target)
