@@ -212,13 +212,16 @@ def own_options(loss: type, options: Options, known: Collection[str]) -> Options
 
 
 def split(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split keywords into the constructor's, which take precedence, and the call's, or raise TypeError."""
+    """Split keywords into the constructor's and the call's, or raise TypeError.
+
+    A name in both is the constructor's, unless its value is a tensor.
+    """
     constructor, call = of_constructor(cls), of_call(cls)
     settings: dict[str, Any] = {}
     data: dict[str, Any] = {}
     neither: list[str] = []
     for name, value in given.items():
-        if name in constructor.names:
+        if name in constructor.names and not (name in call.names and isinstance(value, Tensor)):
             settings[name] = value
         elif name in call.names:
             data[name] = value

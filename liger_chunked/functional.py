@@ -569,6 +569,7 @@ def grpo_loss(
     ref_bias: Tensor | None = None,
     importance_weights: Tensor | None = None,
     num_items: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     vocab_shard: VocabShard | None = None,
     cu_seqlens: Tensor | None = None,
     sequence_group: ProcessGroup | None = None,
@@ -600,12 +601,12 @@ def grpo_loss(
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
 ) -> tuple[Tensor, PolicyMetrics]:
     """Compute the GRPO loss of sampled completions, or a variant by `surrogate` and `reduction`.
 
-    See `LigerFusedLinearGRPOLoss`. `hidden` is (B, T, H), `target` (B, T), `advantages` (B,), (B, 1) or (B, T).
+    See `LigerFusedLinearGRPOLoss`. `hidden` is (B, T, H), `target` (B, T), `advantages` (B,), (B, 1) or (B, T);
+    `temperature` may be a float32 tensor (B, T).
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # two completions of up to three tokens
@@ -614,6 +615,7 @@ def grpo_loss(
     >>> metrics.clip_ratio.item()        # on-policy
     0.0
     """
+    per_token = temperature if isinstance(temperature, Tensor) else None
     loss = once(
         losses.LigerFusedLinearGRPOLoss,
         beta=beta,
@@ -644,7 +646,7 @@ def grpo_loss(
         ignore_index=ignore_index,
         softcap=softcap,
         logit_scale=logit_scale,
-        temperature=temperature,
+        temperature=1.0 if per_token is not None else temperature,
         logits_budget=logits_budget,
     )
     return loss(
@@ -661,6 +663,7 @@ def grpo_loss(
         ref_bias=ref_bias,
         importance_weights=importance_weights,
         num_items=num_items,
+        temperature=per_token,
         vocab_shard=vocab_shard,
         cu_seqlens=cu_seqlens,
         sequence_group=sequence_group,

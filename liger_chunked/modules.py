@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -303,8 +301,6 @@ class LigerTVDWithLogitsLoss(_DivergenceWithLogits):
         )
 
 
-# Each temperature adds a pass, and a gradient of weight.
-_MOST_TEMPERATURES = 16
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -362,8 +358,7 @@ class ChunkedLMHead(nn.Linear):
         Args:
             hidden: (B, T, H) or (N, H).
             labels: (B, T) or (N,) ids that `hidden` predicts: shift them first. Ignored tokens have 0.
-            temperature: a number, or a tensor of one value or of the labels' shape, with at most 16 distinct values at
-                tokens that count. Each value takes a pass over its tokens.
+            temperature: a number, or a tensor of one value or of the labels' shape.
         """
         if labels is None:
             return super().forward(hidden)
@@ -394,36 +389,9 @@ def logps_and_entropy(
     head: nn.Linear, hidden: Tensor, labels: Tensor, temperature: float | Tensor, options: LogitOptions
 ) -> tuple[Tensor, Tensor]:
     """Return statistics of `labels` at temperatures as in `ChunkedLMHead.forward`, not at that of `options`."""
-    parts = []
-    for value, own in _by_temperature(labels, temperature, options.ignore_index):
-        at_value = asdict(options) | {"temperature": value}
-        stats = linear_token_stats(head.weight, hidden, own, head.bias, outputs=("logps", "entropy"), **at_value)
-        assert stats.logps is not None and stats.entropy is not None
-        parts.append((stats.logps, stats.entropy))
-    logps, entropy = (functools.reduce(operator.add, values) for values in zip(*parts, strict=True))
-    return logps, entropy
-
-
-def _by_temperature(labels: Tensor, temperature: float | Tensor, ignore_index: int) -> Iterator[tuple[float, Tensor]]:
-    """Yield each temperature, and the labels with the tokens of others ignored."""
-    if not isinstance(temperature, Tensor):
-        yield temperature, labels
-        return
-    if not temperature.is_floating_point():
-        raise TypeError(f"temperature must be a number or a floating-point tensor, got {described(temperature)}")
-    if temperature.numel() == 1:
-        yield temperature.item(), labels
-        return
-    if temperature.shape != labels.shape or temperature.device != labels.device:
-        raise ValueError(
-            f"temperature must be a number, or one value for each of labels {described(labels)}, got "
-            f"{described(temperature)}"
-        )
-    values = temperature.detach()[labels != ignore_index].unique().tolist() or [1.0]
-    if len(values) > _MOST_TEMPERATURES:
-        raise ValueError(
-            f"temperature must have at most {_MOST_TEMPERATURES} distinct values at tokens that count, each of which "
-            f"takes a pass, got {len(values)}"
-        )
-    for value in values:
-        yield value, labels if len(values) == 1 else labels.masked_fill(temperature != value, ignore_index)
+    if isinstance(temperature, Tensor) and temperature.is_floating_point():
+        temperature = temperature.item() if temperature.numel() == 1 else temperature.float()
+    settings = asdict(options) | {"temperature": temperature}
+    stats = linear_token_stats(head.weight, hidden, labels, head.bias, outputs=("logps", "entropy"), **settings)
+    assert stats.logps is not None and stats.entropy is not None
+    return stats.logps, stats.entropy

@@ -224,7 +224,9 @@ def expected_parameters(cls: Any) -> dict[str, tuple[Any, Any, Any]]:
                 expected.setdefault(name, (p.kind, p.default, hints[name]))
     types = get_type_hints(LogitOptionsDict)
     for name, type_ in types.items():
-        expected[name] = (inspect.Parameter.KEYWORD_ONLY, getattr(lc.LogitOptions(), name), type_)
+        # A number goes to the constructor, a tensor to the call.
+        both = type_ | Tensor if name in forward else type_
+        expected[name] = (inspect.Parameter.KEYWORD_ONLY, getattr(lc.LogitOptions(), name), both)
     expected["hidden"] = expected.pop("input")
     return expected
 

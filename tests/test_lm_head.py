@@ -99,7 +99,6 @@ def test_without_labels_it_is_the_linear() -> None:
 
 
 def test_temperatures_add_no_matrix_product() -> None:
-    """Tokens of another temperature are ignored tokens, which are not computed."""
     hidden, labels, temperature = tokens()
     head, counts = ChunkedLMHead.from_linear(linear()), []
     for value in (1.0, temperature):
@@ -122,7 +121,7 @@ def test_no_logits_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with memory:
         stats = head(hidden, labels, temperature)
         (stats["logps"] + 0.1 * stats["entropy"]).sum().backward()
-    # The float32 accumulator of the weight's gradient. The logits of one temperature take twice this.
+    # The float32 accumulator of the weight's gradient.
     assert memory.largest <= 4 * v * h
 
 
@@ -190,10 +189,9 @@ def test_refuses_temperatures() -> None:
     hidden, labels, temperature = tokens()
     head = ChunkedLMHead.from_linear(linear())
     refused: list[tuple[Any, type[Exception], str]] = [
-        (temperature[0], ValueError, r"one value for each of labels \(3, 10\) int64 on cpu, got \(10,\) float32"),
-        (temperature.long(), TypeError, "temperature must be a number or a floating-point tensor"),
-        (torch.rand(B, T) + 1, ValueError, "at most 16 distinct values at tokens that count, .* got 23"),
-        (temperature - 0.6, ValueError, "temperature must be positive, got 0.0"),
+        (temperature[0], ValueError, r"\(3, 10\) on cpu, one value for each target, got \(10,\) float32"),
+        (temperature.long(), TypeError, "temperature must be a number or a float32 tensor"),
+        (temperature - 0.6, ValueError, "temperature must be positive and finite at each token that counts, got 0"),
         ("1", TypeError, "temperature must be a number"),
     ]
     for value, error, message in refused:

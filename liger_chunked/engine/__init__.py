@@ -10,10 +10,11 @@ packed                           sequences without padding
 shard, scattered, sequence       a vocabulary, hidden states, or sequences split over ranks
 """
 
-from liger_chunked.engine.batch import Group, Layout, along, lay_out, lay_out_every
+from liger_chunked.engine.batch import Group, Layout, along, at_temperature, lay_out, lay_out_every
 from liger_chunked.engine.checks import (
     check_projection,
     check_target,
+    check_temperature,
     check_top_k,
     check_values,
     compute_dtype,
@@ -45,9 +46,11 @@ __all__ = [
     "Teacher",
     "TopK",
     "along",
+    "at_temperature",
     "check_group",
     "check_projection",
     "check_target",
+    "check_temperature",
     "check_top_k",
     "check_values",
     "compute_dtype",

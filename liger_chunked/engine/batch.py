@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from liger_chunked.kernels import survey
 from liger_chunked.types import TokenStats
 
 Group = Literal["token", "sequence", "pair"]
+AnyLayout = TypeVar("AnyLayout", bound="Layout")
 
 
 def along(x: Tensor, part: slice | Tensor) -> Tensor:
@@ -78,6 +79,8 @@ class Layout:
     length: int = 1  # rows of the input, such as a sequence, that `scatter_rows` splits evenly over ranks
     row_of: Tensor | None = None  # the input's row of each entry of the flattened target; None: the same
     split: SplitLayout | None = None  # this rank's part, if ranks split sequences
+    # (n_valid,) float32, which divides each token's logits; that of `LogitOptions` is then 1
+    temperature: Tensor | None = None
 
     def local(self, whole_batch: bool = False) -> Layout:
         """Return the layout of the tokens that this rank computes. `whole_batch`: the objective needs all groups."""
@@ -160,14 +163,18 @@ class Layout:
         n_positions = self.mask.numel()
         # Dense (i, s, t) is the target's row s * n_pairs + i.
         rows = self._unflatten(torch.arange(n_positions, device=self.target.device), self.shape[0]).reshape(-1)
-        slots, target = None, self.target
+        slots = None
         if self.slots is not None:
             slots = torch.nonzero_static(self.mask.reshape(-1), size=self.n_valid).view(-1)
             rows = rows[slots]
-            target = target.new_zeros(n_positions).scatter_(0, self.slots, target)
-        target = target[rows]
+
+        def reordered(x: Tensor) -> Tensor:
+            return (x if self.slots is None else x.new_zeros(n_positions).scatter_(0, self.slots, x))[rows]
+
+        target = reordered(self.target)
+        temperature = None if self.temperature is None else reordered(self.temperature)
         rows = rows if self.row_of is None else self.row_of[rows]
-        return dataclasses.replace(self, target=target, rows=rows, slots=slots, stacked=False)
+        return dataclasses.replace(self, target=target, rows=rows, slots=slots, stacked=False, temperature=temperature)
 
     def join(self, parts: list[Any]) -> Any:
         """Join the chunks' NamedTuples; statistics become dense."""
@@ -253,6 +260,17 @@ def _lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, n
         stacked=group == "pair" and n_groups > 1,
         length=target.shape[-1],
     )
+
+
+def at_temperature(layout: AnyLayout, temperature: Tensor) -> AnyLayout:
+    """Return the layout of a target with a `temperature` like the target given to `lay_out`. Waits for the device."""
+    flat = temperature.contiguous().view(-1)
+    own = flat if layout.slots is None else flat[layout.slots]
+    low, high = torch.stack(own.aminmax()).tolist() if own.numel() else (1.0, 1.0)
+    if not 0 < low <= high < math.inf:  # NaN too
+        raise ValueError(f"temperature must be positive and finite at each token that counts, got {low:g} to {high:g}")
+    split = None if layout.split is None else at_temperature(layout.split, temperature[..., layout.split.ranks.own])
+    return dataclasses.replace(layout, temperature=own, split=split)
 
 
 def lay_out_every(shape: Sequence[int], split: SequenceSplit | None = None) -> Layout:

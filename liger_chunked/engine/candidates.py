@@ -39,10 +39,13 @@ class Candidates:
         found = logits.gather(1, columns.clamp(0, logits.shape[1] - 1))
         along(self.logits, tile.rows).copy_(torch.where(inside, found, along(self.logits, tile.rows)))
 
-    def logps(self, maximum: Tensor, sum_exp: Tensor, options: LogitOptions) -> Tensor:
+    def logps(
+        self, maximum: Tensor, sum_exp: Tensor, options: LogitOptions, temperature: Tensor | None = None
+    ) -> Tensor:
         """Return log-probabilities (n, K)."""
         z = self.logits.to(accumulation_dtype(self.logits.dtype))
-        z = transform(z, options.logit_scale, options.softcap, options.temperature)
+        of_rows = options.temperature if temperature is None else temperature[:, None]
+        z = transform(z, options.logit_scale, options.softcap, of_rows)
         return z - (maximum + sum_exp.log())[:, None]
 
     def gradient(
@@ -71,8 +74,11 @@ class Candidates:
         raw = logits.gather(1, columns).to(accumulation_dtype(logits.dtype))
         matches = inside & (along(self.ids, tile.rows) == target[:, None])
         position = torch.where(matches.any(1), matches.int().argmax(1), -1)
-        _, slope = transform_and_slope(raw, options.logit_scale, options.softcap, options.temperature)
-        direct = upstream * (options.logit_scale / options.temperature)
+        temperature: float | Tensor = options.temperature
+        if cotangents.temperature is not None:
+            temperature = cotangents.temperature[:, None].to(raw.dtype)
+        _, slope = transform_and_slope(raw, options.logit_scale, options.softcap, temperature)
+        direct = upstream * (options.logit_scale / temperature)
         direct = direct if slope is None else direct * slope
         values = logits_grad_(raw.clone(), position, cotangents, options, vocab_size) + direct
         values = values.masked_fill_(raw == -math.inf, 0.0)

@@ -235,6 +235,19 @@ def check_target(
         _check_same_targets(head.shard, target, name)
 
 
+def check_temperature(temperature: Tensor, target: Tensor) -> None:
+    """Check the shape and dtype of a temperature per token; `at_temperature` checks the values."""
+    if temperature.dtype != torch.float32:
+        raise TypeError(f"temperature must be a number or a float32 tensor, got {described(temperature)}")
+    if temperature.shape != target.shape or temperature.device != target.device:
+        raise ValueError(
+            f"temperature must be a number, or {tuple(target.shape)} on {target.device}, one value for each target, "
+            f"got {described(temperature)}"
+        )
+    if temperature.requires_grad:
+        raise ValueError("temperature gets no gradient: detach it")
+
+
 _SAME_TARGETS: set[Any] = set()  # groups
 
 

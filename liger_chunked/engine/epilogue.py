@@ -132,7 +132,7 @@ class EpiloguePass:
         return self.head.weight.sum(0, dtype=torch.float32)
 
     def statistics(self, tokens: Tokens) -> TokenStats:
-        x, target, _, tiles, _ = tokens
+        x, target, _, tiles, *_ = tokens
         assert len(tiles) == 1
         x = x if _fits_descriptor(x) else x.clone(memory_format=torch.contiguous_format)
         out = None if self._buffer is None else self._buffer[: x.shape[0], : self.vocab_size]

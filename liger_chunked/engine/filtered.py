@@ -52,15 +52,19 @@ class SamplingFilter:
             raise ValueError(f"a filter needs whole rows of logits, got {given} and vocab_shard")
         return None if top_k is None and top_p == 1 else cls(top_k, None if top_p == 1 else top_p)
 
-    def smallest_kept(self, logits: Tensor, options: LogitOptions) -> Tensor:
+    def smallest_kept(self, logits: Tensor, options: LogitOptions, temperature: Tensor | None = None) -> Tensor:
         """Return (n,), the smallest logit that each row of untransformed logits (n, V) keeps."""
         k = logits.shape[1] if self.top_k is None else min(self.top_k, logits.shape[1])
         if self.top_p is None:
             return logits.topk(k).values[:, -1]
         found = []
-        for block in logits.split(max(1, SORT_BLOCK // k)):
+        size, wide = max(1, SORT_BLOCK // k), accumulation_dtype(logits.dtype)
+        for i, block in enumerate(logits.split(size)):
             largest = block.sort(descending=True).values if self.top_k is None else block.topk(k).values
-            z = largest.to(accumulation_dtype(logits.dtype)) * (options.logit_scale / options.temperature)
+            of_rows: float | Tensor = options.temperature
+            if temperature is not None:
+                of_rows = temperature[i * size : (i + 1) * size, None].to(wide)
+            z = largest.to(wide) * (options.logit_scale / of_rows)
             # From the smallest: a sum from the largest reaches 1 too early.
             left = z.softmax(-1).flip(-1).cumsum(-1).flip(-1)
             n_kept = (left > 1 - self.top_p).sum(-1, keepdim=True).clamp(min=1)
@@ -74,12 +78,13 @@ class FilteredPass(HeadPass):
 
     filter: SamplingFilter = SamplingFilter()
     _measures: bool = field(default=False, init=False, repr=False)
+    _temperature: Tensor | None = field(default=None, init=False, repr=False)  # of the chunk's rows
 
     def statistics(self, tokens: Tokens) -> TokenStats:
         self.smallest_kept = tokens.x.new_empty(tokens.x.shape[0])
-        self._measures = True
+        self._measures, self._temperature = True, tokens.temperature
         stats = super().statistics(tokens)
-        self._measures = False
+        self._measures, self._temperature = False, None
         return stats
 
     def project(self, x: Tensor, tile: Tile, u: Tensor | None = None) -> Tensor:
@@ -87,7 +92,8 @@ class FilteredPass(HeadPass):
         assert self.smallest_kept is not None
         kept = along(self.smallest_kept, tile.rows)
         if self._measures:
-            kept.copy_(self.filter.smallest_kept(logits, self.options))
+            temperature = None if self._temperature is None else along(self._temperature, tile.rows)
+            kept.copy_(self.filter.smallest_kept(logits, self.options, temperature))
         return logits.masked_fill_(logits < kept[:, None], -math.inf)
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:

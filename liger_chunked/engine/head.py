@@ -36,6 +36,7 @@ class Tokens(NamedTuple):
     rows: slice  # in the layout
     tiles: list[Tile]
     u: Tensor | None = None  # (n, r), an adapter's `down(x)` in the products' dtype
+    temperature: Tensor | None = None  # (n,), see `Layout`
 
 
 class Pass(Protocol):
@@ -126,7 +127,9 @@ class HeadPass:
         partial, stats = self._reduce(tokens)
         if stats.logps is not None and tokens.x.dtype in (torch.bfloat16, torch.float16):
             self.logps_grad_scale = self._unround(stats.logps, tokens, partial)
-        self.normalisers = LogitsCotangents(max=partial.max, sum_exp=partial.sum_exp, entropy_value=stats.entropy)
+        self.normalisers = LogitsCotangents(
+            max=partial.max, sum_exp=partial.sum_exp, entropy_value=stats.entropy, temperature=tokens.temperature
+        )
         return stats
 
     def _measure(self, x: Tensor, tile: Tile, u: Tensor | None) -> Tensor:
@@ -138,19 +141,20 @@ class HeadPass:
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
         """Correct `logps` for rounding; return the factor of its gradient."""
-        x, target, _, _, u = tokens
-        return unround_logps_(logps, x, self.head, target, partial.max, partial.sum_exp, self.options, u)
+        x, target, _, _, u, temperature = tokens
+        return unround_logps_(logps, x, self.head, target, partial.max, partial.sum_exp, self.options, u, temperature)
 
     def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats]:
-        x, target, _, tiles, u = tokens
+        x, target, _, tiles, u, temperature = tokens
         if len(tiles) == 1:
-            return row_stats(self._measure(x, tiles[0], u), target, self.options, self.outputs, self.class_weight)
+            logits = self._measure(x, tiles[0], u)
+            return row_stats(logits, target, self.options, self.outputs, self.class_weight, temperature)
         partial = self._partial(tokens)
         return partial, finish(partial, target, self.vocab_size, self.outputs)
 
     def _partial(self, tokens: Tokens) -> PartialStats:
         """Return the statistics of this rank's rows of the head."""
-        x, target, _, tiles, u = tokens
+        x, target, _, tiles, u, temperature = tokens
         by_rows: dict[int, PartialStats] = {}
         for tile in tiles:
             part = logits_stats(
@@ -160,6 +164,7 @@ class HeadPass:
                 outputs=self.outputs,
                 vocab_start=self.vocab_start + tile.vocab.start,
                 class_weight=self._class_weight(tile),
+                temperature=None if temperature is None else along(temperature, tile.rows),
             )
             earlier = by_rows.get(tile.rows.start)
             by_rows[tile.rows.start] = part if earlier is None else merge(earlier, part)
@@ -169,7 +174,7 @@ class HeadPass:
 
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         assert self.grads is not None and self.normalisers is not None
-        x, target, rows, tiles, u = tokens
+        x, target, rows, tiles, u, _ = tokens
         gradients = gradients or {"logps": torch.zeros_like(self.normalisers.max)}
         if self.logps_grad_scale is not None and "logps" in gradients:
             gradients = gradients | {"logps": gradients["logps"] * self.logps_grad_scale}

@@ -79,7 +79,9 @@ class Plan:
             return found, [tiles(_length(chunk), head.columns, elements) for chunk in found]
 
         def served(tiles: list[list[Tile]]) -> bool:
-            return wide_tiles and epilogue.serves(head, dtype, options, class_weight, outputs, differentiates, tiles)
+            if not wide_tiles or layout.temperature is not None:
+                return False
+            return epilogue.serves(head, dtype, options, class_weight, outputs, differentiates, tiles)
 
         lengths = layout.cut_lengths
         chosen = cut(layout.n_valid if lengths is None else sum(lengths))

@@ -93,5 +93,6 @@ def scatter_rows(layout: Layout, chunks: list[Chunk], shard: VocabShard | None) 
     before = itertools.accumulate((of_ranks[rank] for of_ranks in by_chunk.values()), initial=0)
     starts = dict(zip(by_chunk, before, strict=False))
     slots = order if layout.slots is None else layout.slots[order]
-    reordered = replace(layout, target=layout.target[order], rows=rows, slots=slots)
+    temperature = None if layout.temperature is None else layout.temperature[order]
+    reordered = replace(layout, target=layout.target[order], rows=rows, slots=slots, temperature=temperature)
     return reordered, ScatteredRows(shard, by_chunk, own, starts, order)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from liger_chunked.calls import entry_point
 from liger_chunked.engine.adapter import apply_down
-from liger_chunked.engine.batch import Layout, lay_out
+from liger_chunked.engine.batch import Layout, at_temperature, lay_out
 from liger_chunked.engine.candidates import Candidates, check_candidates
-from liger_chunked.engine.checks import check_projection, check_target, compute_dtype
+from liger_chunked.engine.checks import check_projection, check_target, check_temperature, compute_dtype
 from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.engine.gradients import HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass, Tokens
@@ -41,7 +41,7 @@ def _tokens(plan: Plan, input: Tensor, u: Tensor | None) -> Tokens:
     x = plan.input_rows(input.reshape(-1, input.shape[-1]), rows)
     if u is not None:
         u = plan.input_rows(u.reshape(-1, u.shape[-1]), rows)
-    return Tokens(x, plan.layout.target, rows, plan.tiles[0], u)
+    return Tokens(x, plan.layout.target, rows, plan.tiles[0], u, plan.layout.temperature)
 
 
 def _make_pass(plan: Plan, given: HeadTensors) -> HeadPass:
@@ -57,7 +57,7 @@ def _statistics(plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None)
         return head_pass, dense
     assert head_pass.normalisers is not None
     maximum, sum_exp, *_ = head_pass.normalisers
-    of_ids = head_pass.candidates.logps(maximum, sum_exp, plan.options)
+    of_ids = head_pass.candidates.logps(maximum, sum_exp, plan.options, plan.layout.temperature)
     if plan.layout.slots is not None:
         places = of_ids.new_zeros(plan.layout.mask.numel(), of_ids.shape[1])
         of_ids = places.index_copy_(0, plan.layout.slots, of_ids)
@@ -67,7 +67,8 @@ def _statistics(plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None)
 def _tensors_of(plan: Plan) -> tuple[Tensor | None, ...]:
     """Return the plan's tensors for autograd to save, so that it detects changes by the caller."""
     layout = plan.layout
-    return tuple(map(_savable, (layout.target, layout.rows, layout.slots, plan.class_weight, plan.candidates)))
+    of_layout = layout.target, layout.rows, layout.slots, layout.temperature
+    return tuple(map(_savable, (*of_layout, plan.class_weight, plan.candidates)))
 
 
 def _holding(
@@ -75,10 +76,12 @@ def _holding(
     target: Any = None,
     rows: Any = None,
     slots: Any = None,
+    temperature: Tensor | None = None,
     class_weight: Tensor | None = None,
     candidates: Tensor | None = None,
 ) -> Plan:
-    layout = replace(plan.layout, target=target, rows=rows, slots=slots, mask=None)  # type: ignore[arg-type]
+    of_layout = {"target": target, "rows": rows, "slots": slots, "temperature": temperature}
+    layout = replace(plan.layout, **of_layout, mask=None)  # type: ignore[arg-type]
     return replace(plan, layout=layout, class_weight=class_weight, candidates=candidates)
 
 
@@ -110,8 +113,8 @@ class _LinearTokenStats(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         head_pass, dense = _statistics(plan, HeadTensors(weight, bias, up, plan.shard), input, u)
         assert head_pass.normalisers is not None
-        maximum, sum_exp, *_, entropy = head_pass.normalisers
-        of_tokens = maximum, sum_exp, entropy, head_pass.logps_grad_scale, head_pass.smallest_kept
+        found = head_pass.normalisers
+        of_tokens = found.max, found.sum_exp, found.entropy_value, head_pass.logps_grad_scale, head_pass.smallest_kept
         ctx.save_for_backward(input, weight, bias, u, up, *of_tokens, *_tensors_of(plan))
         head_pass.normalisers = head_pass.logps_grad_scale = head_pass.smallest_kept = None
         head_pass.candidates = None
@@ -135,7 +138,9 @@ class _LinearTokenStats(torch.autograd.Function):
         head_pass, ctx.head_pass = ctx.head_pass or _make_pass(plan, given), None
         if plan.candidates is not None:
             head_pass.candidates = Candidates(plan.candidates)
-        head_pass.normalisers = LogitsCotangents(max=maximum, sum_exp=sum_exp, entropy_value=entropy)
+        head_pass.normalisers = LogitsCotangents(
+            max=maximum, sum_exp=sum_exp, entropy_value=entropy, temperature=layout.temperature
+        )
         head_pass.logps_grad_scale, head_pass.smallest_kept = logps_grad_scale, smallest_kept
 
         def compact(name: str, g: Tensor) -> Tensor:
@@ -202,7 +207,7 @@ def linear_token_stats(
     outputs: tuple[str, ...] = ("logps",),
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     candidates: Tensor | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -224,7 +229,8 @@ def linear_token_stats(
         target: (B, T) or (N,) token ids that `input` predicts (shift labels, see `shifted`).
         bias: (V,) or None.
         outputs: the `TokenStats` fields to compute.
-        softcap, logit_scale, temperature, ignore_index, logits_budget: see `LogitOptions`.
+        softcap, logit_scale, ignore_index, logits_budget: see `LogitOptions`.
+        temperature: a number, or a float32 tensor like `target`, whose values at ignored tokens do not matter.
         candidates: (..., K) distinct ids for each target, to return their `candidate_logps` too.
         top_k, top_p: keep the `top_k` largest logits, and of these the fewest whose probabilities sum to `top_p`, as a
             sampler does after the temperature. The others are -inf; logits equal to the smallest kept stay. A dropped
@@ -243,11 +249,12 @@ def linear_token_stats(
     >>> stats.logps.shape, stats.logps[1, 2].item()
     (torch.Size([2, 3]), 0.0)
     """
+    per_token = temperature if isinstance(temperature, Tensor) else None
     options = LogitOptions(
         ignore_index=ignore_index,
         softcap=softcap,
         logit_scale=logit_scale,
-        temperature=temperature,
+        temperature=1.0 if isinstance(temperature, Tensor) else temperature,
         logits_budget=logits_budget,
     )
     outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
@@ -258,7 +265,11 @@ def linear_token_stats(
     head = LossHead(weight, bias, vocab_shard)
     check_projection(head, input)
     check_target(target, input, head=head)
+    if per_token is not None:
+        check_temperature(per_token, target)
     layout = lay_out(target.long(), "token", ignore_index, head.vocab_size)
+    if per_token is not None:
+        layout = at_temperature(layout, per_token)
     filter = SamplingFilter.of(top_k, top_p, options, outputs, vocab_shard is not None)
     ids = None if candidates is None else check_candidates(candidates, target, head.vocab_size)
     stats = token_stats(head, input, layout, outputs, options, filter=filter, candidates=ids)

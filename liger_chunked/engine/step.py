@@ -104,7 +104,10 @@ class Step:
             for chunk, tiles in zip(plan.chunks, plan.tiles, strict=True):
                 x = plan.input_rows(flat, chunk.rows)
                 chunk_u = None if flat_u is None else plan.input_rows(flat_u, chunk.rows)
-                tokens = Tokens(x, along(layout.target, chunk.rows), chunk.rows, tiles, chunk_u)
+                target, temperature = along(layout.target, chunk.rows), layout.temperature
+                if temperature is not None:
+                    temperature = along(temperature, chunk.rows)
+                tokens = Tokens(x, target, chunk.rows, tiles, chunk_u, temperature)
                 values = head_pass.statistics(tokens)
                 share: Tensor | None = None
                 gradients: dict[str, Tensor] = {}

@@ -44,6 +44,7 @@ class LogitsCotangents(NamedTuple):
     entropy: Tensor | None = None
     mean_logits: Tensor | None = None
     entropy_value: Tensor | None = None
+    temperature: Tensor | None = None  # float32, instead of that of `LogitOptions`, which is then 1
 
     def at(self, rows: slice | tuple[slice, None]) -> LogitsCotangents:
         optional = (None if field is None else field[rows] for field in self[2:])
@@ -53,7 +54,7 @@ class LogitsCotangents(NamedTuple):
 @Kernel
 def _logits_grad_kernel(
     logits_ptr, grad_ptr, target_ptr, class_weight_ptr,
-    max_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, mean_logits_ptr, entropy_value_ptr,
+    max_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, mean_logits_ptr, entropy_value_ptr, temperature_ptr,
     logits_stride, grad_stride, vocab_start, n_rows, n_cols, inv_vocab, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
@@ -62,6 +63,8 @@ def _logits_grad_kernel(
         return
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols
+    if temperature_ptr is not None:
+        inv_temperature = reciprocal(tl.load(temperature_ptr + row))
     z = load_block(logits_ptr + row * logits_stride, cols, n_cols, False)
     z, tanh_z = transform_and_tanh(z, scale, softcap, inv_temperature)
     centred = z - tl.load(max_ptr + row)
@@ -121,7 +124,8 @@ def _logits_grad_torch_(
     for rows in row_blocks(logits):
         z = logits[rows].to(accumulation_dtype(logits.dtype), copy=True)
         row = cotangents.at((rows, None))
-        z, slope = transform_and_slope(z, options.logit_scale, options.softcap, options.temperature)
+        temperature = options.temperature if row.temperature is None else row.temperature.to(z.dtype)
+        z, slope = transform_and_slope(z, options.logit_scale, options.softcap, temperature)
         centred = z.sub_(row.max)
         p = centred.exp().div_(row.sum_exp)
 
@@ -141,7 +145,7 @@ def _logits_grad_torch_(
         if row.mean_logits is not None:
             per_class = row.mean_logits / vocab_size
             grad.add_(per_class if class_weight is None else per_class * class_weight)
-        grad.mul_(options.logit_scale / options.temperature)
+        grad.mul_(options.logit_scale / temperature)
         if slope is not None:
             grad.mul_(slope)
         out[rows].copy_(grad)

@@ -17,6 +17,7 @@ from liger_chunked.kernels.backend import (
     block_size,
     exp,
     jit,
+    reciprocal,
     row_blocks,
     tl,
     use_triton,
@@ -71,7 +72,7 @@ def _add_block(
 
 @Kernel
 def _logits_stats_kernel(
-    logits_ptr, target_ptr, class_weight_ptr,
+    logits_ptr, target_ptr, class_weight_ptr, temperature_ptr,
     max_ptr, sum_exp_ptr, target_logit_ptr, sum_exp_z_ptr, sum_z_ptr, sum_exp_sq_ptr, argmax_ptr, lse_ptr,
     logits_stride, vocab_start, n_cols, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISE: tl.constexpr, FINISH: tl.constexpr,
@@ -80,6 +81,8 @@ def _logits_stats_kernel(
     # above it is swept again.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
+    if temperature_ptr is not None:
+        inv_temperature = reciprocal(tl.load(temperature_ptr + row))
     lanes = tl.arange(0, BLOCK)
     whole_blocks = n_cols // BLOCK * BLOCK
     z = transform_block(load_block(row_ptr, lanes, n_cols, False), scale, softcap, inv_temperature)
@@ -172,7 +175,7 @@ def _wanted(outputs: tuple[str, ...]) -> dict[str, bool]:
 
 def _logits_stats_triton(
     logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], vocab_start: int,
-    class_weight: Tensor | None, whole: bool,
+    class_weight: Tensor | None, temperature: Tensor | None, whole: bool,
 ) -> tuple[PartialStats, Tensor | None]:  # fmt: skip
     """Return sums; for `whole` rows, finished values and the lse."""
     n, n_cols = logits.shape
@@ -199,7 +202,7 @@ def _logits_stats_triton(
         flags = block, tuned.loads_in_flight, logits.dtype == torch.float32, whole
         _logits_stats_kernel(
             (n, 1, 1),
-            (logits, target, class_weight, *stats, lse),
+            (logits, target, class_weight, temperature, *stats, lse),
             (logits.stride(0), vocab_start, n_cols, *factors, *flags),
             num_warps,
         )
@@ -208,14 +211,15 @@ def _logits_stats_triton(
 
 def _logits_stats_torch(
     logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], vocab_start: int,
-    class_weight: Tensor | None,
+    class_weight: Tensor | None, temperature: Tensor | None,
 ) -> PartialStats:  # fmt: skip
     n_cols = logits.shape[1]
     wanted = _wanted(outputs)
     parts = []
     for rows in row_blocks(logits):
         z = logits[rows].to(accumulation_dtype(logits.dtype), copy=True)
-        z = transform(z, options.logit_scale, options.softcap, options.temperature)
+        of_rows = options.temperature if temperature is None else temperature[rows, None]
+        z = transform(z, options.logit_scale, options.softcap, of_rows)
         local = target[rows] - vocab_start
         target_logit = z.gather(1, local.clamp(0, n_cols - 1)[:, None])[:, 0]
         target_logit = target_logit.masked_fill((local < 0) | (local >= n_cols), -math.inf)
@@ -256,6 +260,7 @@ def logits_stats(
     outputs: tuple[str, ...],
     vocab_start: int = 0,
     class_weight: Tensor | None = None,
+    temperature: Tensor | None = None,
 ) -> PartialStats:
     """Return a tile's statistics for `outputs`, fields of `TokenStats`.
 
@@ -263,22 +268,31 @@ def logits_stats(
         logits: (N, C), columns `vocab_start : vocab_start + C` before the transform; rows contiguous.
         target: (N,) int64, in the whole vocabulary.
         class_weight: (C,) weights for `mean_logits`, in the accumulation dtype.
+        temperature: (N,) float32, instead of that of `options`, which is then 1.
     """
     if logits.shape[1] == 0:
         return _of_no_columns(logits, outputs)
     if use_triton(logits):
-        return _logits_stats_triton(logits, target, options, outputs, vocab_start, class_weight, whole=False)[0]
-    return _logits_stats_torch(logits, target, options, outputs, vocab_start, class_weight)
+        stats, _ = _logits_stats_triton(
+            logits, target, options, outputs, vocab_start, class_weight, temperature, whole=False
+        )
+        return stats
+    return _logits_stats_torch(logits, target, options, outputs, vocab_start, class_weight, temperature)
 
 
 def row_stats(
-    logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], class_weight: Tensor | None = None
+    logits: Tensor,
+    target: Tensor,
+    options: LogitOptions,
+    outputs: tuple[str, ...],
+    class_weight: Tensor | None = None,
+    temperature: Tensor | None = None,
 ) -> tuple[PartialStats, TokenStats]:
     """Return `max` and `sum_exp`, maybe more, and `TokenStats` of whole rows."""
     if not use_triton(logits):
-        partial = _logits_stats_torch(logits, target, options, outputs, 0, class_weight)
+        partial = _logits_stats_torch(logits, target, options, outputs, 0, class_weight, temperature)
         return partial, finish(partial, target, logits.shape[1], outputs)
-    stored, lse = _logits_stats_triton(logits, target, options, outputs, 0, class_weight, whole=True)
+    stored, lse = _logits_stats_triton(logits, target, options, outputs, 0, class_weight, temperature, whole=True)
     stats = TokenStats(
         logps=stored.target_logit,
         lse=lse,

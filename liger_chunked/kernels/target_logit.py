@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_chunked.kernels.backend import (
     block_size,
     jit,
+    reciprocal,
     row_blocks,
     tl,
     use_triton,
@@ -45,7 +46,7 @@ def _log1p(x):
 
 @Kernel
 def _move_kernel(
-    logps_ptr, grad_scale_ptr, x_ptr, w_ptr, bias_ptr, low_rank_ptr, target_ptr, max_ptr, sum_exp_ptr,
+    logps_ptr, grad_scale_ptr, x_ptr, w_ptr, bias_ptr, low_rank_ptr, target_ptr, max_ptr, sum_exp_ptr, temperature_ptr,
     x_stride, w_stride, hidden, scale, softcap, inv_temperature, FARTHEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -60,6 +61,8 @@ def _move_kernel(
         z += tl.load(bias_ptr + target).to(tl.float32)
     if low_rank_ptr is not None:
         z += tl.load(low_rank_ptr + row)
+    if temperature_ptr is not None:
+        inv_temperature = reciprocal(tl.load(temperature_ptr + row))
     z = transform_block(z, scale, softcap, inv_temperature)
     logp = tl.load(logps_ptr + row)
     moved = (z - tl.load(max_ptr + row)) - tl.log(tl.load(sum_exp_ptr + row)) - logp
@@ -77,7 +80,7 @@ def _move_kernel(
 
 def _move_triton(
     logps: Tensor, x: Tensor, head: HeadTensors, target: Tensor, maximum: Tensor, sum_exp: Tensor,
-    options: LogitOptions, low_rank: Tensor | None,
+    options: LogitOptions, low_rank: Tensor | None, temperature: Tensor | None,
 ) -> Tensor:  # fmt: skip
     n, hidden = x.shape
     grad_scale = torch.empty_like(logps)
@@ -88,7 +91,7 @@ def _move_triton(
     sizes = x.stride(0), head.weight.stride(0), hidden
     _move_kernel(
         (n, 1, 1),
-        (logps, grad_scale, x, head.weight, bias, low_rank, target, maximum, sum_exp),
+        (logps, grad_scale, x, head.weight, bias, low_rank, target, maximum, sum_exp, temperature),
         (*sizes, *transform_arguments(options).values(), _FARTHEST, block_size(hidden, most)),
         num_warps,
     )
@@ -97,7 +100,7 @@ def _move_triton(
 
 def _move_torch(
     logps: Tensor, x: Tensor, head: HeadTensors, target: Tensor, maximum: Tensor, sum_exp: Tensor,
-    options: LogitOptions, low_rank: Tensor | None,
+    options: LogitOptions, low_rank: Tensor | None, temperature: Tensor | None,
 ) -> Tensor:  # fmt: skip
     wide = accumulation_dtype(x.dtype)
     grad_scale = torch.empty_like(logps)
@@ -108,7 +111,8 @@ def _move_torch(
             z = z + head.bias[target[rows]]
         if low_rank is not None:
             z = z + low_rank[rows]
-        z = transform(z, options.logit_scale, options.softcap, options.temperature)
+        of_rows = options.temperature if temperature is None else temperature[rows]
+        z = transform(z, options.logit_scale, options.softcap, of_rows)
         logp = logps[rows]
         moved = (z - maximum[rows]) - sum_exp[rows].log() - logp
         left = -torch.expm1(logp)
@@ -128,10 +132,11 @@ def unround_logps_(
     sum_exp: Tensor,
     options: LogitOptions,
     u: Tensor | None = None,
+    temperature: Tensor | None = None,
 ) -> Tensor:
     """Correct `logps` (N,), in the accumulation dtype, in place. Return `(1 - p')/(1 - p)`, a factor of its gradient.
 
-    `x` is (N, H), `u` (N, r); `maximum` and `sum_exp` are of the rounded logits.
+    `x` is (N, H), `u` (N, r); `maximum` and `sum_exp` are of the rounded logits; `temperature` as in `logits_stats`.
     """
     side_by_side = all(a.stride(-1) == 1 or a.shape[-1] == 1 for a in (x, head.weight))
     compute = _move_triton if use_triton(logps) and side_by_side else _move_torch
@@ -139,4 +144,4 @@ def unround_logps_(
     if u is not None:
         assert head.up is not None
         low_rank = head.up[target].to(logps.dtype).mul_(u).sum(1)
-    return compute(logps, x, head, target, maximum, sum_exp, options, low_rank)
+    return compute(logps, x, head, target, maximum, sum_exp, options, low_rank, temperature)

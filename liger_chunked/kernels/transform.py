@@ -10,7 +10,7 @@ from liger_chunked.types import LogitOptions
 
 
 def transform_and_slope(
-    z: Tensor, logit_scale: float, softcap: float | None, temperature: float, needs_slope: bool = True
+    z: Tensor, logit_scale: float, softcap: float | None, temperature: float | Tensor, needs_slope: bool = True
 ) -> tuple[Tensor, Tensor | None]:
     """Return transformed logits, and the softcap's derivative or None; autograd can follow."""
     slope = None
@@ -21,12 +21,12 @@ def transform_and_slope(
         if needs_slope:
             slope = 1.0 - tanh_z.square()
         z = tanh_z * softcap
-    if temperature != 1.0:
+    if isinstance(temperature, Tensor) or temperature != 1.0:
         z = z / temperature
     return z, slope
 
 
-def transform(z: Tensor, logit_scale: float, softcap: float | None, temperature: float) -> Tensor:
+def transform(z: Tensor, logit_scale: float, softcap: float | None, temperature: float | Tensor) -> Tensor:
     return transform_and_slope(z, logit_scale, softcap, temperature, needs_slope=False)[0]
 
 

@@ -12,7 +12,17 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.calls import entry_point, typed_like
-from liger_chunked.engine import Group, check_projection, check_target, count, lay_out, sequences_of, whole
+from liger_chunked.engine import (
+    Group,
+    at_temperature,
+    check_projection,
+    check_target,
+    check_temperature,
+    count,
+    lay_out,
+    sequences_of,
+    whole,
+)
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.reference_model import Reference, reference_logps
 from liger_chunked.losses.rollouts import (
@@ -290,6 +300,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         ref_bias: Tensor | None = None,
         importance_weights: Tensor | None = None,
         num_items: float | Tensor | None = None,
+        temperature: Tensor | None = None,
         vocab_shard: VocabShard | None = None,
         cu_seqlens: Tensor | None = None,
         sequence_group: ProcessGroup | None = None,
@@ -306,6 +317,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             num_items: divisor of `dapo`: the valid tokens of all steps that accumulate gradients. If ranks average
                 gradients, pass all ranks' tokens divided by the number of ranks. With other reductions, divide the loss
                 by the number of steps.
+            temperature: float32 (B, T), of each token, instead of that of `options`; of the reference too.
 
         Raises:
             ValueError: a reference is missing.
@@ -321,6 +333,18 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         for name, x in (("old_logps", old_logps), ("ref_logps", ref_logps), ("attention_mask", attention_mask)):
             if x is not None:
                 check_side(name, x, target)
+        if temperature is not None:
+            if not isinstance(temperature, Tensor):
+                raise TypeError(
+                    f"{type(self).__name__} takes a number as temperature in its constructor, and a float32 tensor in "
+                    f"its call, got {shown(temperature)}"
+                )
+            check_temperature(temperature, target)
+            if self.options.temperature != 1.0:
+                raise ValueError(
+                    f"temperature is given twice: to the constructor, {self.options.temperature}, and to the call, "
+                    f"{shown(temperature)}"
+                )
         if attention_mask is not None:
             if attention_mask.is_floating_point() and not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
                 # An additive mask would be read as its opposite.
@@ -330,6 +354,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         ignore_index = self.options.ignore_index
         whole_target = whole(target.long(), sequences, ignore_index)
         layout = lay_out(whole_target, self._group, ignore_index, head.vocab_size, sequences=sequences)
+        if temperature is not None:
+            layout = at_temperature(layout, whole(temperature, sequences, 1.0))
         arrange = Arrangement(layout, whole_target, accumulation_dtype(weight.dtype))
         items = self._num_items(num_items, arrange)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
