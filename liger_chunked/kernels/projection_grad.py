@@ -95,9 +95,9 @@ def row_factors(
 
 
 @jit
-def _write_gradient(
-    z, cols, grad_desc, first_row, first_col, local, centre, others, at_target, slope, every, scale,
-    MASKED: tl.constexpr, ENTROPY: tl.constexpr, MEAN: tl.constexpr,
+def _gradient(
+    z, cols, local, has_target, centre, others, at_target, slope, every, scale,
+    ENTROPY: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
     centred = tl.fma(z, scale, -centre[:, None])
     e = tl.exp2(centred)
@@ -108,28 +108,9 @@ def _write_gradient(
         grad = e * others[:, None]
     if MEAN:
         grad += every[:, None]
-    if MASKED:
+    if has_target:  # other tiles need no mask
         grad = tl.where(cols[None, :] == local[:, None], at_target[:, None], grad)
-    grad_desc.store([first_row, first_col], grad.to(tl.bfloat16))
-
-
-@jit
-def _write_gradients(
-    acc, grad_desc, first_row, first_col, local, centre, others, at_target, slope, every, scale,
-    ROWS: tl.constexpr, COLS: tl.constexpr, MASKED: tl.constexpr, ENTROPY: tl.constexpr, MEAN: tl.constexpr,
-):  # fmt: skip
-    """Write half tiles, to leave shared memory for loads."""
-    half: tl.constexpr = COLS // 2
-    left, right = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, half)), (0, 2, 1)))
-    cols = first_col + tl.arange(0, half)
-    _write_gradient(
-        left, cols, grad_desc, first_row, first_col, local, centre, others, at_target, slope, every, scale,
-        MASKED, ENTROPY, MEAN,
-    )  # fmt: skip
-    _write_gradient(
-        right, cols + half, grad_desc, first_row, first_col + half, local, centre, others, at_target, slope, every,
-        scale, MASKED, ENTROPY, MEAN,
-    )  # fmt: skip
+    return grad.to(tl.bfloat16)
 
 
 @Kernel
@@ -162,18 +143,21 @@ def _project_grad_kernel(
             slope = tl.load(slope_ptr + rows, mask=inside, other=0.0)
         if every_ptr is not None:
             every = tl.load(every_ptr + rows, mask=inside, other=0.0)
-        # Other tiles need no mask; columns outside are not stored.
-        targets = tl.max(((local >= first_col) & (local < first_col + COLS)).to(tl.int32), axis=0)
-        if targets != 0:
-            _write_gradients(
-                acc, grad_desc, first_row, first_col, local, centre, others, at_target, slope, every, scale * LOG2_E,
-                ROWS, COLS, True, slope_ptr is not None, every_ptr is not None,
-            )  # fmt: skip
-        else:
-            _write_gradients(
-                acc, grad_desc, first_row, first_col, local, centre, others, at_target, slope, every, scale * LOG2_E,
-                ROWS, COLS, False, slope_ptr is not None, every_ptr is not None,
-            )  # fmt: skip
+        has_target = tl.max(((local >= first_col) & (local < first_col + COLS)).to(tl.int32), axis=0) != 0
+        # Half tiles leave shared memory for loads. Columns outside are not stored.
+        half: tl.constexpr = COLS // 2
+        left, right = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, half)), (0, 2, 1)))
+        cols = first_col + tl.arange(0, half)
+        left = _gradient(
+            left, cols, local, has_target, centre, others, at_target, slope, every, scale * LOG2_E,
+            slope_ptr is not None, every_ptr is not None,
+        )  # fmt: skip
+        grad_desc.store([first_row, first_col], left)
+        right = _gradient(
+            right, cols + half, local, has_target, centre, others, at_target, slope, every, scale * LOG2_E,
+            slope_ptr is not None, every_ptr is not None,
+        )  # fmt: skip
+        grad_desc.store([first_row, first_col + half], right)
 
 
 def project_grad(
