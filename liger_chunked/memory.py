@@ -24,7 +24,7 @@ from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.hooks import isolated
 from liger_chunked.engine.plan import Plan, logit_bytes
-from liger_chunked.engine.stats import run_statistics
+from liger_chunked.engine.stats import needs_grad, run_statistics
 from liger_chunked.engine.step import Step, run_step
 from liger_chunked.kernels.backend import has_wide_tiles, wide_tiles
 from liger_chunked.losses import (
@@ -158,7 +158,7 @@ def estimate_memory(
         teacher = Teacher(tensors, states, LogitOptions(), autocast or dtype)
     with counted:
         if reference is not None:
-            _run_statistics(model, *reference, options)
+            _run_statistics(model, *reference, options, capability)
         if isinstance(loss, LigerFusedLinearDistillationBase):
             step = _distillation(loss, model, head, options, teacher, teacher_top_k)
             _differentiate(run_step(step, head, input)[0], head, input)
@@ -176,7 +176,7 @@ def estimate_memory(
             objective = functools.partial(_sum, plan.differentiates)
             _differentiate(run_step(Step(plan, objective, plan.make_pass), head, input)[0], head, input)
         else:
-            _run_statistics(model, head, input, options)
+            _run_statistics(model, head, input, options, capability)
     return counted.most
 
 
@@ -288,8 +288,18 @@ def _differentiate(loss: Tensor, head: LossHead, input: Tensor) -> None:
         torch.autograd.grad(loss, trainable)
 
 
-def _run_statistics(model: _Model, head: LossHead, input: Tensor, options: LogitOptions) -> None:
-    plan = Plan.of_statistics(head, model.layout, model.compute_dtype, outputs=("logps",), options=options)
+def _run_statistics(
+    model: _Model, head: LossHead, input: Tensor, options: LogitOptions, capability: tuple[int, int] | None
+) -> None:
+    plan = Plan.of_statistics(
+        head,
+        model.layout,
+        model.compute_dtype,
+        outputs=("logps",),
+        options=options,
+        needs_grad=needs_grad(head, input),
+        wide_tiles=_wide_tiles(capability),
+    )
     stats = run_statistics(plan, head, input)
     assert stats.logps is not None
     _differentiate(stats.logps.sum(), head, input)

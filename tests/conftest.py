@@ -22,7 +22,7 @@ import pytest
 import torch
 from fresh_process import FreshProcesses
 
-from liger_chunked.engine import step
+from liger_chunked.engine import stats, step
 from liger_chunked.kernels import backend
 
 
@@ -159,4 +159,5 @@ def by_epilogue(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("no torch path: runs with TRITON_INTERPRET=1")
     if device == "cuda" and not backend.has_wide_tiles(torch.device("cuda")):
         pytest.skip("no tensor memory accelerator")
-    monkeypatch.setattr(step, "has_wide_tiles", lambda device: True)
+    for module in (step, stats):
+        monkeypatch.setattr(module, "has_wide_tiles", lambda device: True)

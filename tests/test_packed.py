@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from table import ROWS, SMALL, Batch, Row, evaluate, relative_error
 from torch import Tensor
 
@@ -34,7 +35,7 @@ def packed(batch: Batch, keep: Tensor) -> dict[str, Any]:
         of_tokens = name not in (*HEADS, *ELSEWHERE) and x.shape[:2] == keep.shape
         return x[keep] if of_tokens else x
 
-    ends = torch.cat([torch.zeros(1, dtype=torch.long), keep.sum(1).cumsum(0)])
+    ends = F.pad(keep.sum(1).cumsum(0), (1, 0))
     return {name: rows(name, x) for name, x in batch.items()} | {"cu_seqlens": ends.int()}
 
 

@@ -31,6 +31,13 @@ def along(x: Tensor, part: slice | Tensor) -> Tensor:
     return x if isinstance(part, slice) and part.start == 0 and part.stop == x.shape[0] else x[part]
 
 
+def joined(parts: Sequence[Any]) -> Any:
+    """Join NamedTuples of rows' values."""
+    if len(parts) == 1:
+        return parts[0]
+    return parts[0]._make(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True))
+
+
 class Chunk(NamedTuple):
     """Consecutive `groups`, and the `rows` of their tokens in the layout."""
 
@@ -178,9 +185,7 @@ class Layout:
 
     def join(self, parts: list[Any]) -> Any:
         """Join the chunks' NamedTuples; statistics become dense."""
-        values = parts[0]
-        if len(parts) > 1:
-            values = values._make(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True))
+        values = joined(parts)
         if self.group_lengths is not None or not isinstance(values, TokenStats):
             return values
         return self.scatter_stats({name: f for name, f in values._asdict().items() if f is not None})

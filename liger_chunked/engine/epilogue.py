@@ -1,9 +1,9 @@
-"""Run a chunk with the fused epilogue, for losses whose gradient reaches only logps and lse."""
+"""Run a chunk with the fused epilogue: losses whose gradient reaches only logps and lse, and statistics."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.batch import Tile, along, largest
+from liger_chunked.engine.batch import Tile, along, joined, largest, row_blocks
 from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.engine.head import Tokens
 from liger_chunked.engine.side_stream import SideStream
@@ -20,9 +20,20 @@ from liger_chunked.kernels import (
     RowScales,
     add_target_rows_of_weight,
     project_exp,
+    project_grad,
+    row_factors,
     scale_rows,
 )
-from liger_chunked.kernels.tuning.hopper import FEWEST_TOKENS, LARGE, PRODUCT, SMALLEST, WIDEST, WIDEST_CUT
+from liger_chunked.kernels.tuning.hopper import (
+    FEWEST_TILES,
+    FEWEST_TOKENS,
+    LARGE,
+    PRODUCT,
+    SMALLEST,
+    WIDEST,
+    WIDEST_CUT,
+    Tiling,
+)
 from liger_chunked.types import AdaptedWeight, HeadTensors, LogitOptions, LossHead, TokenStats
 
 # Tensor descriptors need rows aligned to 16 bytes.
@@ -36,6 +47,15 @@ def _fits_descriptor(x: Tensor) -> bool:
     return x.is_contiguous() and x.data_ptr() % _DESCRIPTOR_BYTES == 0
 
 
+def _for_descriptor(x: Tensor) -> Tensor:
+    return x if _fits_descriptor(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _padded(columns: int) -> int:
+    """Return a row stride that descriptors can have."""
+    return -(-columns // _DESCRIPTOR_ELEMENTS) * _DESCRIPTOR_ELEMENTS
+
+
 def serves(
     head: LossHead,
     dtype: torch.dtype,
@@ -46,6 +66,37 @@ def serves(
     chunks: list[list[Tile]],
 ) -> bool:
     """Whether `EpiloguePass` can replace `HeadPass`, and is faster."""
+    return (
+        _computes(head, dtype, options, class_weight, outputs)
+        and set(EpiloguePass.differentiable).issuperset(differentiates)
+        and all(len(tiles) == 1 for tiles in chunks)
+        and max(map(largest, chunks)) * head.weight.shape[1] >= SMALLEST
+    )
+
+
+def serves_statistics(
+    head: LossHead,
+    dtype: torch.dtype,
+    options: LogitOptions,
+    class_weight: Tensor | None,
+    outputs: tuple[str, ...],
+    tiles: list[Tile],
+    needs_grad: bool,
+) -> bool:
+    """Whether `StatisticsPass` can replace `HeadPass`, and is faster.
+
+    With a backward, it needs four products, and `HeadPass` 3 + (tiles - 1)/tiles.
+    """
+    return (
+        _computes(head, dtype, options, class_weight, outputs)
+        and len(tiles) > (FEWEST_TILES - 1 if needs_grad else 0)
+        and sum(largest([tile]) for tile in tiles) * head.weight.shape[1] >= SMALLEST
+    )
+
+
+def _computes(
+    head: LossHead, dtype: torch.dtype, options: LogitOptions, class_weight: Tensor | None, outputs: tuple[str, ...]
+) -> bool:
     if isinstance(head.weight, AdaptedWeight) or head.shard is not None:
         return False
     hidden_size = head.weight.shape[1]
@@ -59,10 +110,7 @@ def serves(
         and options.logits_dtype is None
         and class_weight is None
         and _COMPUTABLE.issuperset(outputs)
-        and set(EpiloguePass.differentiable).issuperset(differentiates)
-        and all(len(tiles) == 1 for tiles in chunks)
         and hidden_size <= WIDEST
-        and max(map(largest, chunks)) * hidden_size >= SMALLEST
         and hidden_size % _DESCRIPTOR_ELEMENTS == 0
         and fits
     )
@@ -121,8 +169,7 @@ class EpiloguePass:
 
     def reserve(self, elements: int) -> None:
         if self.grads is not None:
-            row_stride = -(-self.vocab_size // _DESCRIPTOR_ELEMENTS) * _DESCRIPTOR_ELEMENTS
-            self._buffer = self.head.weight.new_empty(elements // self.vocab_size, row_stride)
+            self._buffer = self.head.weight.new_empty(elements // self.vocab_size, _padded(self.vocab_size))
 
     def release(self) -> None:
         self._buffer = self._held = None
@@ -135,7 +182,7 @@ class EpiloguePass:
     def statistics(self, tokens: Tokens) -> TokenStats:
         x, target, _, tiles, *_ = tokens
         assert len(tiles) == 1
-        x = x if _fits_descriptor(x) else x.clone(memory_format=torch.contiguous_format)
+        x = _for_descriptor(x)
         out = None if self._buffer is None else self._buffer[: x.shape[0], : self.vocab_size]
         weight_sum = self._weight_sum if "mean_logits" in self.outputs else None
         exponentials, stats = project_exp(x, self.head.weight, target, weight_sum, out, self._scale, self.outputs)
@@ -178,3 +225,81 @@ class EpiloguePass:
                 RowScales(*(along(s, block) for s in scales)),
                 out=along(dx, block),
             )
+
+
+@dataclass
+class StatisticsPass:
+    """Statistics with the fused epilogue, whose backward comes later and projects again: four products, no logits.
+
+    The second projection knows the rows' sums and upstream gradients, so its epilogue writes the gradient of all four
+    statistics.
+
+    Bytes: in the forward, partial sums, which may take as much as the gradient's tile; in the backward, this tile.
+    """
+
+    head: HeadTensors
+    options: LogitOptions
+    outputs: tuple[str, ...]
+    tile_size: int  # most logits of a tile
+    grads: HeadGradients | None = None
+    candidates: None = None
+    _rows: Exponentials | None = field(default=None, init=False, repr=False)  # without `values`
+    _entropy: Tensor | None = field(default=None, init=False, repr=False)
+
+    @property
+    def _scale(self) -> float:
+        return self.options.logit_scale / self.options.temperature
+
+    def statistics(self, tokens: Tokens) -> TokenStats:
+        x, target, *_ = tokens
+        x, weight = _for_descriptor(x), self.head.weight
+        weight_sum = weight.sum(0, dtype=torch.float32) if "mean_logits" in self.outputs else None
+        tiling = Tiling.of(x.shape[1])
+        partial_sums = -(-weight.shape[0] // tiling.cols) * (1 + ("entropy" in self.outputs))
+        # Whole row blocks, of float32 sums within a tile of bfloat16.
+        most = max(1, self.tile_size // (2 * partial_sums * tiling.rows)) * tiling.rows
+        found = []
+        for start in range(0, x.shape[0], most):
+            block = slice(start, min(start + most, x.shape[0]))
+            found.append(
+                project_exp(along(x, block), weight, along(target, block), weight_sum, None, self._scale, self.outputs)
+            )
+        rows, stats = map(joined, zip(*found, strict=True))
+        self._rows, self._entropy = rows, stats.entropy
+        return stats
+
+    def keep(self) -> tuple[Tensor | None, ...]:
+        assert self._rows is not None
+        kept = (*self._rows[1:], self._entropy)
+        self._rows = self._entropy = None
+        return kept
+
+    def restore(self, kept: Sequence[Tensor | None], temperature: Tensor | None) -> None:
+        assert temperature is None
+        *rows, self._entropy = kept
+        self._rows = Exponentials(None, *rows)  # type: ignore[arg-type]
+
+    def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
+        x, target, rows, tiles, *_ = tokens
+        assert self.grads is not None and self._rows is not None
+        x, weight = _for_descriptor(x), self.head.weight
+        factors = row_factors(self._rows, self._entropy, gradients, self._scale, weight.shape[0])
+        dx = self.grads.open_input(x, rows, len(tiles) == row_blocks(tiles))
+        sizes = [(t.rows.stop - t.rows.start, _padded(t.vocab.stop - t.vocab.start)) for t in tiles]
+        buffer = x.new_empty(max(n * columns for n, columns in sizes))
+        for tile, (n, columns) in zip(reversed(tiles), reversed(sizes), strict=True):
+            out = along(buffer, slice(0, n * columns)).view(n, columns)[:, : tile.vocab.stop - tile.vocab.start]
+            dz = project_grad(
+                along(x, tile.rows),
+                along(weight, tile.vocab),
+                along(target, tile.rows),
+                factors.at(tile.rows),
+                out,
+                self._scale,
+                tile.vocab.start,
+            )
+            self.grads.add(tile, dz, x, weight, dx)
+        self.grads.close_chunk(dx, rows)
+
+    def release(self) -> None:
+        """It holds no logits."""

@@ -7,6 +7,7 @@ backward     for each tile, last first: project again unless in memory,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -184,6 +185,19 @@ class HeadPass:
         if by_rows:
             return concatenate(list(by_rows.values()))
         return logits_stats(x.new_empty(0, 1), target[:0], self.options, self.outputs)
+
+    def keep(self) -> tuple[Tensor | None, ...]:
+        """Return what a later `backward` needs of `statistics` beside logits, and drop it."""
+        assert self.normalisers is not None
+        found = self.normalisers
+        kept = found.max, found.sum_exp, found.entropy_value, self.logps_grad_scale, self.smallest_kept
+        self.normalisers = self.logps_grad_scale = self.smallest_kept = self.candidates = None
+        return kept
+
+    def restore(self, kept: Sequence[Tensor | None], temperature: Tensor | None) -> None:
+        maximum, sum_exp, entropy, self.logps_grad_scale, self.smallest_kept = kept
+        assert maximum is not None and sum_exp is not None
+        self.normalisers = LogitsCotangents(maximum, sum_exp, entropy_value=entropy, temperature=temperature)
 
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         assert self.grads is not None and self.normalisers is not None

@@ -49,7 +49,7 @@ class Plan:
     differentiates: tuple[str, ...] = ()
     class_weight: Tensor | None = None
     shard: VocabShard | None = None
-    by_epilogue: bool = False  # `EpiloguePass` runs the step, if `make_pass` allows it
+    by_epilogue: bool = False  # `EpiloguePass` runs the step, if `make_pass` allows it, or `StatisticsPass`
     filter: SamplingFilter | None = None
     candidates: Tensor | None = None  # (n_valid, K) ids
     scattered: ScatteredRows | None = None  # if ranks of a split vocabulary split hidden states too
@@ -119,6 +119,8 @@ class Plan:
         class_weight: Tensor | None = None,
         filter: SamplingFilter | None = None,
         candidates: Tensor | None = None,
+        needs_grad: bool = True,
+        wide_tiles: bool = False,
     ) -> Plan:
         """Plan a forward whose backward comes later. `candidates` (N, K) are of all tokens."""
         of_logit = logit_bytes(options, dtype)
@@ -131,6 +133,11 @@ class Plan:
             cut = [Tile(rows, slice(0, head.columns)) for rows in whole_rows]
         every = slice(0, layout.n_valid)
         chunks = [Chunk(every, every)]
+        by_epilogue = (
+            wide_tiles
+            and filter is candidates is layout.temperature is None
+            and epilogue.serves_statistics(head, dtype, options, class_weight, outputs, cut, needs_grad)
+        )
         layout, scattered = scatter_rows(layout, chunks, head.shard)
         if candidates is not None and layout.slots is not None:
             candidates = candidates[layout.slots]
@@ -147,6 +154,7 @@ class Plan:
             class_weight=class_weight,
             shard=head.shard,
             filter=filter,
+            by_epilogue=by_epilogue,
         )
 
     @classmethod

@@ -13,14 +13,14 @@ from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.batch import Layout, at_temperature, lay_out
 from liger_chunked.engine.candidates import Candidates, check_candidates
 from liger_chunked.engine.checks import check_projection, check_target, check_temperature, compute_dtype
+from liger_chunked.engine.epilogue import StatisticsPass
 from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.engine.gradients import HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.engine.hooks import hooks_active
 from liger_chunked.engine.plan import Plan
 from liger_chunked.engine.precision import gemms
-from liger_chunked.kernels import LogitsCotangents
-from liger_chunked.kernels.backend import first_derivative
+from liger_chunked.kernels.backend import first_derivative, has_wide_tiles
 from liger_chunked.types import (
     DIFFERENTIABLE,
     OUTPUTS,
@@ -44,18 +44,24 @@ def _tokens(plan: Plan, input: Tensor, u: Tensor | None) -> Tokens:
     return Tokens(x, plan.layout.target, rows, plan.tiles[0], u, plan.layout.temperature)
 
 
-def _make_pass(plan: Plan, given: HeadTensors) -> HeadPass:
-    return plan.make_head_pass(given.to(plan.dtype), None)
+StatsPass = HeadPass | StatisticsPass
 
 
-def _statistics(plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None) -> tuple[HeadPass, TokenStats]:
+def _make_pass(plan: Plan, given: HeadTensors) -> StatsPass:
+    head = given.to(plan.dtype)
+    if plan.by_epilogue:
+        return StatisticsPass(head, plan.options, plan.outputs, plan.largest_tile)
+    return plan.make_head_pass(head, None)
+
+
+def _statistics(plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None) -> tuple[StatsPass, TokenStats]:
     head_pass = _make_pass(plan, given)
     with gemms(input.device, plan.dtype):
         stats = head_pass.statistics(_tokens(plan, input, u))
     dense = plan.layout.scatter_stats({name: getattr(stats, name) for name in plan.outputs})
     if head_pass.candidates is None:
         return head_pass, dense
-    assert head_pass.normalisers is not None
+    assert isinstance(head_pass, HeadPass) and head_pass.normalisers is not None
     maximum, sum_exp, *_ = head_pass.normalisers
     of_ids = head_pass.candidates.logps(maximum, sum_exp, plan.options, plan.layout.temperature)
     if plan.layout.slots is not None:
@@ -112,12 +118,9 @@ class _LinearTokenStats(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         head_pass, dense = _statistics(plan, HeadTensors(weight, bias, up, plan.shard), input, u)
-        assert head_pass.normalisers is not None
-        found = head_pass.normalisers
-        of_tokens = found.max, found.sum_exp, found.entropy_value, head_pass.logps_grad_scale, head_pass.smallest_kept
-        ctx.save_for_backward(input, weight, bias, u, up, *of_tokens, *_tensors_of(plan))
-        head_pass.normalisers = head_pass.logps_grad_scale = head_pass.smallest_kept = None
-        head_pass.candidates = None
+        kept = head_pass.keep()
+        ctx.n_kept = len(kept)
+        ctx.save_for_backward(input, weight, bias, u, up, *kept, *_tensors_of(plan))
         ctx.returned = _returned(plan)
         ctx.plan, ctx.head_pass = (_holding(plan), None) if hooks_active() else (plan, head_pass)
         differentiable = (*DIFFERENTIABLE, "candidate_logps")
@@ -131,17 +134,13 @@ class _LinearTokenStats(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(g is None for g in upstream):
             return (None,) * 6
-        input, weight, bias, u, up, maximum, sum_exp, entropy, *rest = ctx.saved_tensors
-        logps_grad_scale, smallest_kept, *plan_tensors = rest
-        plan = _holding(ctx.plan, *plan_tensors)
+        input, weight, bias, u, up, *rest = ctx.saved_tensors
+        plan = _holding(ctx.plan, *rest[ctx.n_kept :])
         layout, given = plan.layout, HeadTensors(weight, bias, up, plan.shard)
         head_pass, ctx.head_pass = ctx.head_pass or _make_pass(plan, given), None
-        if plan.candidates is not None:
+        if isinstance(head_pass, HeadPass) and plan.candidates is not None:
             head_pass.candidates = Candidates(plan.candidates)
-        head_pass.normalisers = LogitsCotangents(
-            max=maximum, sum_exp=sum_exp, entropy_value=entropy, temperature=layout.temperature
-        )
-        head_pass.logps_grad_scale, head_pass.smallest_kept = logps_grad_scale, smallest_kept
+        head_pass.restore(rest[: ctx.n_kept], layout.temperature)
 
         def compact(name: str, g: Tensor) -> Tensor:
             g = g if name == "candidate_logps" else g.reshape(-1)
@@ -182,8 +181,17 @@ def token_stats(
         class_weight=class_weight,
         filter=filter,
         candidates=candidates,
+        needs_grad=needs_grad(head, input),
+        wide_tiles=has_wide_tiles(input.device),
     )
     return run_statistics(plan, head, input)
+
+
+def needs_grad(head: LossHead, input: Tensor) -> bool:
+    weight = head.weight
+    of_weight = (weight.weight, weight.up) if isinstance(weight, AdaptedWeight) else (weight,)
+    given = (input, head.bias, *of_weight)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
 
 def run_statistics(plan: Plan, head: LossHead, input: Tensor) -> TokenStats:

@@ -1,7 +1,7 @@
 """One operation per file: a Triton kernel, a torch path, a function that picks one.
 
 a head's logits     logits_stats.py, logits_grad.py, target_logit.py
-fused epilogue      projection.py, target_rows.py
+fused epilogue      projection.py, projection_grad.py, target_rows.py
 two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
 base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
                     pointwise_divergence.py
@@ -23,6 +23,7 @@ from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_
 from liger_chunked.kernels.logits_stats import PartialStats, finish, logits_stats, merge, row_stats
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
 from liger_chunked.kernels.projection import Exponentials, project_exp
+from liger_chunked.kernels.projection_grad import RowFactors, project_grad, row_factors
 from liger_chunked.kernels.rms_norm import liger_rms_norm
 from liger_chunked.kernels.rope import liger_rotary_pos_emb
 from liger_chunked.kernels.scale import scale_
@@ -41,6 +42,7 @@ __all__ = [
     "Exponentials",
     "LogitsCotangents",
     "PartialStats",
+    "RowFactors",
     "RowScales",
     "add_target_rows_",
     "add_target_rows_of_weight",
@@ -64,6 +66,8 @@ __all__ = [
     "merge",
     "occurrences",
     "project_exp",
+    "project_grad",
+    "row_factors",
     "row_stats",
     "scale_",
     "scale_rows",

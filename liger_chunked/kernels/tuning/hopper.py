@@ -38,6 +38,7 @@ class Tiling(NamedTuple):
 # Kernels next to the fused product: "Launch sizes"
 REDUCED = 16, 256  # rows and partial sums at a time
 REDUCE_WARPS = 8
+GRADIENT_ROWS = 256  # rows of a program that prepares factors
 SORTED = 16, 256  # tokens that a program sorts, and compares at a time
 MOST_SORTED = 1 << 15  # tokens of a chunk; torch sorts more
 TARGET_RUN = 8  # tokens of one target added at a time
@@ -48,6 +49,7 @@ TARGET_WARPS = 4  # for sorting and adding
 WIDEST = 3072  # largest H; above, storing logits is faster
 SMALLEST = 1 << 37  # multiplications of a product; below, the host is the bottleneck
 FEWEST_TOKENS = 3584  # mean tokens per chunk, to split a step that fits one
+FEWEST_TILES = 3  # of statistics with a backward; fewer keep more logits than the epilogue saves time
 LARGE = 1 << 39  # multiplications of a product per chunk
 WIDEST_CUT = 2048  # its largest H
 PRODUCT = 1 << 22  # least elements of a product of dX, to fill the GPU: "Parts of a step"

@@ -1,0 +1,216 @@
+"""The head's product with a fused epilogue that writes the gradient of the statistics, never logits.
+
+    z = scale x W^T                                                float32, in registers
+    dz[n, v] = E (others - slope log2 E) + every,  v != y[n]       bfloat16;  E = exp(z[n, v] - c[n])
+    dz[n, y[n]] = target
+
+The factors of rows follow from `project_exp` and the upstream gradients; `logits_grad.py` has the formula.
+
+FLOPs: 2 N C H. Bytes: dz, x, W.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_chunked.kernels.backend import TensorDescriptor, jit, processors, tl
+from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.projection import LOG2_E, LOG_2, Exponentials, _product
+from liger_chunked.kernels.tuning.hopper import GRADIENT_ROWS, Tiling
+
+
+class RowFactors(NamedTuple):
+    """Factors of rows, (N,) float32 each, or None."""
+
+    centre: Tensor
+    others: Tensor
+    target: Tensor
+    slope: Tensor | None  # of the entropy
+    every: Tensor | None  # of the mean logit
+
+    def at(self, rows: slice) -> RowFactors:
+        slope, every = (None if f is None else f[rows] for f in (self.slope, self.every))
+        return RowFactors(self.centre[rows], self.others[rows], self.target[rows], slope, every)
+
+
+@Kernel
+def _row_factors_kernel(
+    centre_ptr, rest_ptr, target_exp_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, mean_logits_ptr,
+    entropy_value_ptr, others_ptr, target_ptr, slope_ptr, every_ptr, n_rows, scale, scale_over_vocab,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < n_rows
+    sum_exp = tl.load(sum_exp_ptr + rows, mask=inside, other=1.0)
+    target_exp = tl.load(target_exp_ptr + rows, mask=inside, other=1.0)
+    p = target_exp / sum_exp
+    others = tl.zeros([BLOCK], tl.float32)
+    target = tl.zeros([BLOCK], tl.float32)
+    if logps_ptr is not None:
+        g = tl.load(logps_ptr + rows, mask=inside, other=0.0) * scale
+        others -= g
+        target += g * (tl.load(rest_ptr + rows, mask=inside, other=0.0) / sum_exp)
+    if lse_ptr is not None:
+        g = tl.load(lse_ptr + rows, mask=inside, other=0.0) * scale
+        others += g
+        target += g * p
+    if entropy_ptr is not None:
+        # -g p (log p + entropy), with log p = log E - log sum
+        g = tl.load(entropy_ptr + rows, mask=inside, other=0.0) * scale
+        shift = tl.load(entropy_value_ptr + rows, mask=inside, other=0.0) - tl.log(sum_exp)
+        others -= g * shift
+        target -= tl.where(p == 0.0, 0.0, g * p * (tl.log(target_exp) + shift))
+        tl.store(slope_ptr + rows, g * LOG_2 / sum_exp, mask=inside)
+    if mean_logits_ptr is not None:
+        g = tl.load(mean_logits_ptr + rows, mask=inside, other=0.0) * scale_over_vocab
+        target += g
+        tl.store(every_ptr + rows, g, mask=inside)
+    tl.store(others_ptr + rows, others / sum_exp, mask=inside)
+    tl.store(target_ptr + rows, target, mask=inside)
+
+
+def row_factors(
+    exponentials: Exponentials, entropy_value: Tensor | None, gradients: dict[str, Tensor], scale: float, vocab: int
+) -> RowFactors:
+    """Return the factors for upstream `gradients` of "logps", "lse", "entropy" and "mean_logits"."""
+    centre = exponentials.centre
+    n = centre.shape[0]
+
+    def wanted(name: str) -> Tensor | None:
+        return torch.empty_like(centre) if name in gradients else None
+
+    others, target = torch.empty_like(centre), torch.empty_like(centre)
+    factors = RowFactors(centre, others, target, wanted("entropy"), wanted("mean_logits"))
+    upstream = tuple(map(gradients.get, ("logps", "lse", "entropy", "mean_logits")))
+    _row_factors_kernel(
+        (-(-n // GRADIENT_ROWS), 1, 1),
+        (*exponentials[1:], *upstream, entropy_value, *factors[1:]),
+        (n, scale, scale / vocab, GRADIENT_ROWS),
+        num_warps=4,
+    )
+    return factors
+
+
+@jit
+def _write_gradient(
+    z, cols, grad_desc, first_row, first_col, local, centre, others, at_target, slope, every, scale,
+    MASKED: tl.constexpr, ENTROPY: tl.constexpr, MEAN: tl.constexpr,
+):  # fmt: skip
+    centred = tl.fma(z, scale, -centre[:, None])
+    e = tl.exp2(centred)
+    if ENTROPY:
+        # 0 * -inf would be NaN.
+        grad = e * (others[:, None] - slope[:, None] * tl.maximum(centred, -1e30))
+    else:
+        grad = e * others[:, None]
+    if MEAN:
+        grad += every[:, None]
+    if MASKED:
+        grad = tl.where(cols[None, :] == local[:, None], at_target[:, None], grad)
+    grad_desc.store([first_row, first_col], grad.to(tl.bfloat16))
+
+
+@jit
+def _write_gradients(
+    acc, grad_desc, first_row, first_col, local, centre, others, at_target, slope, every, scale,
+    ROWS: tl.constexpr, COLS: tl.constexpr, MASKED: tl.constexpr, ENTROPY: tl.constexpr, MEAN: tl.constexpr,
+):  # fmt: skip
+    """Write half tiles, to leave shared memory for loads."""
+    half: tl.constexpr = COLS // 2
+    left, right = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, half)), (0, 2, 1)))
+    cols = first_col + tl.arange(0, half)
+    _write_gradient(
+        left, cols, grad_desc, first_row, first_col, local, centre, others, at_target, slope, every, scale,
+        MASKED, ENTROPY, MEAN,
+    )  # fmt: skip
+    _write_gradient(
+        right, cols + half, grad_desc, first_row, first_col + half, local, centre, others, at_target, slope, every,
+        scale, MASKED, ENTROPY, MEAN,
+    )  # fmt: skip
+
+
+@Kernel
+def _project_grad_kernel(
+    x_desc, w_desc, grad_desc, target_ptr, centre_ptr, others_ptr, at_target_ptr, slope_ptr, every_ptr,
+    n_rows, n_cols, hidden, vocab_start, scale,
+    ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    # One loop over tiles and H: a tile's epilogue overlaps the next loads.
+    row_blocks = tl.cdiv(n_rows, ROWS)
+    col_blocks = tl.cdiv(n_cols, COLS)
+    group_size = GROUP * col_blocks
+    for block in tl.range(tl.program_id(0), row_blocks * col_blocks, PROGRAMS, flatten=True):
+        first = block // group_size * GROUP
+        height = min(row_blocks - first, GROUP)
+        row_block = first + block % group_size % height
+        col_block = block % group_size // height
+        acc = _product(x_desc, w_desc, row_block, col_block, hidden, ROWS, COLS, INNER)
+        first_row = row_block * ROWS
+        first_col = col_block * COLS
+        rows = first_row + tl.arange(0, ROWS)
+        inside = rows < n_rows
+        local = (tl.load(target_ptr + rows, mask=inside, other=-1) - vocab_start).to(tl.int32)
+        centre = tl.load(centre_ptr + rows, mask=inside, other=0.0) * LOG2_E
+        others = tl.load(others_ptr + rows, mask=inside, other=0.0)
+        at_target = tl.load(at_target_ptr + rows, mask=inside, other=0.0)
+        slope = others
+        every = others
+        if slope_ptr is not None:
+            slope = tl.load(slope_ptr + rows, mask=inside, other=0.0)
+        if every_ptr is not None:
+            every = tl.load(every_ptr + rows, mask=inside, other=0.0)
+        # Other tiles need no mask; columns outside are not stored.
+        targets = tl.max(((local >= first_col) & (local < first_col + COLS)).to(tl.int32), axis=0)
+        if targets != 0:
+            _write_gradients(
+                acc, grad_desc, first_row, first_col, local, centre, others, at_target, slope, every, scale * LOG2_E,
+                ROWS, COLS, True, slope_ptr is not None, every_ptr is not None,
+            )  # fmt: skip
+        else:
+            _write_gradients(
+                acc, grad_desc, first_row, first_col, local, centre, others, at_target, slope, every, scale * LOG2_E,
+                ROWS, COLS, False, slope_ptr is not None, every_ptr is not None,
+            )  # fmt: skip
+
+
+def project_grad(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    factors: RowFactors,
+    out: Tensor,
+    scale: float,
+    vocab_start: int = 0,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """Write the gradient of a tile's logits to `out`, and return it.
+
+    Args:
+        x, weight: (N, H) and (C, H) bfloat16, contiguous, 16-byte aligned; H a multiple of 8.
+        target: (N,) int64, in the whole vocabulary, whose ids `vocab_start : vocab_start + C` are those of `weight`.
+        out: (N, C) bfloat16, its row stride a multiple of 8.
+        scale: not zero.
+    """
+    n, hidden = x.shape
+    n_cols = weight.shape[0]
+    if x.is_meta:  # descriptors need memory
+        return out
+    tiling = tiling or Tiling.of(hidden)
+    blocks = -(-n // tiling.rows) * -(-n_cols // tiling.cols)
+    programs = min(tiling.programs * processors(x.device), blocks)
+    _project_grad_kernel(
+        (programs, 1, 1),
+        (target, *factors),
+        (n, n_cols, hidden, vocab_start, scale, tiling.rows, tiling.cols, tiling.inner, tiling.group, programs),
+        tiling.num_warps,
+        tiling.stages,
+        (
+            TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inner]),
+            TensorDescriptor.from_tensor(weight, [tiling.cols, tiling.inner]),
+            TensorDescriptor.from_tensor(out, [tiling.rows, tiling.cols // 2]),
+        ),
+    )
+    return out

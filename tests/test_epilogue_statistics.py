@@ -1,0 +1,181 @@
+"""`linear_token_stats` with the fused epilogue: values, gradients, and when that path is used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from table import Batch, moved
+from test_epilogue import BATCHES, HIDDEN, VOCAB, assert_error_is_that_of_eager_code, tokens
+from torch import Tensor
+
+from liger_chunked import LogitOptions, eager, estimate_memory, linear_token_stats
+from liger_chunked.engine import epilogue
+from liger_chunked.engine.batch import Tile
+from liger_chunked.engine.epilogue import StatisticsPass, serves_statistics
+from liger_chunked.types import LossHead
+
+ALL = ("logps", "lse", "entropy", "mean_logits")
+# 36 tokens in tiles: five slices of the vocabulary, or blocks of 13 tokens and two slices
+BUDGETS = {"slices": 2 * 36 * 128, "blocks": 2 * 13 * 512}
+TRANSFORM = {"temperature": 1.7, "logit_scale": -0.6}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let small steps use the fused epilogue too."""
+    monkeypatch.setattr(epilogue, "SMALLEST", 0)
+
+
+@pytest.fixture
+def passes(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record the tiles of each pass that uses the fused epilogue."""
+    tiles = []
+    statistics = StatisticsPass.statistics
+
+    def watch(self, tokens):
+        tiles.append(len(tokens.tiles))
+        return statistics(self, tokens)
+
+    monkeypatch.setattr(StatisticsPass, "statistics", watch)
+    return tiles
+
+
+def weighted(stats: dict[str, Tensor], wanted: tuple[str, ...], target: Tensor) -> Tensor:
+    """Return a scalar with another upstream gradient for each token and statistic."""
+    generator = torch.Generator().manual_seed(5)
+    upstream = torch.randn(len(ALL), *target.shape, generator=generator, dtype=torch.float64)
+    total = sum((stats[n].double() * upstream[ALL.index(n)].to(target.device)).sum() for n in wanted)
+    assert isinstance(total, Tensor)
+    return total
+
+
+def compare(batch: Batch, device: str, wanted: tuple[str, ...], outputs: tuple[str, ...] = ALL, **options) -> None:
+    budget = options.pop("logits_budget", BUDGETS["slices"])
+
+    def ours(batch: Batch) -> Tensor:
+        stats = linear_token_stats(**batch, outputs=outputs, logits_budget=budget, **options)
+        return weighted(stats._asdict(), wanted, batch["target"])
+
+    def oracle(batch: Batch) -> Tensor:
+        return weighted(eager.token_stats(**batch, outputs=outputs, **options), wanted, batch["target"])
+
+    assert_error_is_that_of_eager_code(ours, oracle, batch, device=device)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("wanted", [("logps",), ALL], ids=["logps", "all"])
+def test_gradients(kind, wanted, device, passes):
+    compare(BATCHES[kind](tokens()), device, wanted)
+    assert passes and passes[0] >= 3
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("wanted", [("lse",), ("entropy",), ("mean_logits",), ("logps", "entropy")], ids="-".join)
+def test_each_statistic(wanted, device, passes):
+    compare(tokens(1), device, wanted, **TRANSFORM)
+    assert passes
+
+
+@pytest.mark.triton
+def test_blocks_of_rows(device, passes):
+    compare(tokens(2), device, ALL, logits_budget=BUDGETS["blocks"])
+    assert passes == [4]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("kind", BATCHES)
+def test_values(kind, device, passes):
+    """The logits are never rounded: errors are those of float32, in bfloat16 too."""
+    batch = moved(BATCHES[kind](tokens(3)), torch.bfloat16, device)
+    with torch.no_grad():
+        found = linear_token_stats(**batch, outputs=ALL)
+    exact = eager.token_stats(**moved(batch, torch.float64), outputs=ALL)
+    valid = batch["target"] != -100
+    for name in ALL:
+        value = getattr(found, name)
+        assert value.dtype == torch.float32 and not value[~valid].any()
+        # Sums of 603 terms, and differences of numbers of about 16 for targets near certainty.
+        torch.testing.assert_close(value[valid].double(), exact[name][valid], rtol=3e-5, atol=3e-6)
+    assert passes == [1]
+
+
+@pytest.mark.triton
+def test_two_tiles_keep_their_logits(device, passes):
+    """With a backward, up to two tiles: `HeadPass` keeps the last one's logits, and computes less."""
+    batch = moved(tokens(), torch.bfloat16, device)
+    batch["input"].requires_grad_()
+    linear_token_stats(**batch).logps.sum().backward()
+    assert not passes
+    with torch.no_grad():
+        linear_token_stats(**batch)
+    assert passes == [1]
+
+
+@pytest.mark.triton
+def test_a_value_has_the_same_bits_in_any_batch(device, passes):
+    if device == "cpu":
+        pytest.skip("the interpreter's products follow their shape")
+    batch = moved(tokens(4, n=300), torch.bfloat16, device)
+    every = linear_token_stats(**batch, outputs=ALL)
+    picked = torch.tensor([299, 7, 130, 7, 128, 0], device=device)
+    for part in (picked, picked[:1], torch.arange(17, 216, device=device)):
+        some = {**batch, "input": batch["input"][part], "target": batch["target"][part]}
+        found = linear_token_stats(**some, outputs=ALL)
+        for name in ALL:
+            assert torch.equal(getattr(found, name), getattr(every, name)[part]), name
+    assert passes == [1] * 4
+
+
+@pytest.mark.triton
+def test_backward_is_repeatable_and_follows_hooks(device, passes):
+    batch = moved(tokens(5), torch.bfloat16, device)
+    leaves = [batch[name].requires_grad_() for name in ("weight", "input")]
+
+    def gradients() -> tuple[Tensor, ...]:
+        stats = linear_token_stats(**batch, outputs=("logps", "entropy"), logits_budget=BUDGETS["slices"])
+        return torch.autograd.grad(stats.logps.sum() + 0.3 * stats.entropy.square().sum(), leaves)
+
+    first = gradients()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+        hooked = gradients()
+    for a, b, c in zip(first, gradients(), hooked, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    assert len(passes) == 3
+
+
+REFUSED = {
+    "bias": {"bias": torch.zeros(VOCAB)},
+    "softcap": {"options": LogitOptions(softcap=30.0)},
+    "argmax": {"outputs": ("logps", "argmax")},
+    "class-weight": {"class_weight": torch.ones(VOCAB)},
+    "float32": {"dtype": torch.float32},
+    "two-tiles": {"tiles": 2},
+}
+
+
+@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
+def test_serves_not(change):
+    def served(
+        bias=None,
+        options=LogitOptions(),  # noqa: B008
+        outputs=ALL,
+        class_weight=None,
+        dtype=torch.bfloat16,
+        tiles=3,
+    ):
+        head = LossHead(torch.zeros(VOCAB, HIDDEN, dtype=dtype), bias)
+        cut = [Tile(slice(0, 8), slice(128 * i, 128 * (i + 1))) for i in range(tiles)]
+        return serves_statistics(head, dtype, options, class_weight, outputs, cut, needs_grad=True)
+
+    assert served() and not served(**change)
+
+
+def test_estimate():
+    """Partial sums and the gradient's tile: no logits in the forward, one tile in the backward."""
+    batch = {"vocab_size": 65536, "hidden_size": 1024, "shape": (16384,), "capability": (9, 0)}
+    forward = estimate_memory(linear_token_stats, **batch, trainable_head=False, trainable_input=False)
+    # 65536/128 float32 sums, and a few values, for each token
+    assert 16384 * 512 * 4 <= forward.peak < 16384 * 4 * (512 + 32)
+    step = estimate_memory(linear_token_stats, **batch, logits_budget="256MiB")
+    assert step.logits == 0 and step.peak < (256 << 20) + 2 * 65536 * 1024 + 16384 * 1024 * 6 + (8 << 20)
