@@ -152,6 +152,8 @@ def test_leaves_the_fused_epilogue(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = [[Tile(slice(0, 8), slice(0, 16))]]
     for options, served in ((LogitOptions(), True), (LogitOptions(**WIDE), False)):
         assert epilogue.serves(head, torch.bfloat16, options, None, ("logps",), ("logps",), tiles) == served
+        of_statistics = head, torch.bfloat16, options, None, ("logps",), tiles[0], False
+        assert epilogue.serves_statistics(*of_statistics) == served
 
 
 def test_the_budget_holds(monkeypatch: pytest.MonkeyPatch) -> None:
