@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from liger_chunked import losses
@@ -74,6 +75,7 @@ def cross_entropy_loss(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
     """Compute the cross entropy of `lm_head` logits against token ids: `mean(logsumexp(z) - z[target])`.
 
@@ -102,6 +104,7 @@ def cross_entropy_loss(
         logit_scale=logit_scale,
         temperature=temperature,
         logits_budget=logits_budget,
+        logits_dtype=logits_dtype,
     )
     return loss(
         weight,
@@ -149,6 +152,7 @@ def dpo_loss(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the DPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected))` of log-ratios in nats.
 
@@ -182,6 +186,7 @@ def dpo_loss(
         logit_scale=logit_scale,
         temperature=temperature,
         logits_budget=logits_budget,
+        logits_dtype=logits_dtype,
     )
     return loss(
         weight,
@@ -220,6 +225,7 @@ def orpo_loss(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the ORPO loss of preference pairs: `nll - beta * log sigmoid(log odds(chosen) - log odds(rejected))`.
 
@@ -240,6 +246,7 @@ def orpo_loss(
         logit_scale=logit_scale,
         temperature=temperature,
         logits_budget=logits_budget,
+        logits_dtype=logits_dtype,
     )
     return loss(
         weight,
@@ -283,6 +290,7 @@ def cpo_loss(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the CPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected)) + cpo_alpha * nll`.
 
@@ -309,6 +317,7 @@ def cpo_loss(
         logit_scale=logit_scale,
         temperature=temperature,
         logits_budget=logits_budget,
+        logits_dtype=logits_dtype,
     )
     return loss(
         weight,
@@ -352,6 +361,7 @@ def simpo_loss(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the SimPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected) - gamma)`, by token means.
 
@@ -378,6 +388,7 @@ def simpo_loss(
         logit_scale=logit_scale,
         temperature=temperature,
         logits_budget=logits_budget,
+        logits_dtype=logits_dtype,
     )
     return loss(
         weight,
@@ -428,6 +439,7 @@ def kto_loss(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
     """Compute the KTO loss of labelled sequences: `1 - sigmoid(beta * (log-ratio - kl))`, with the sign of the label.
 
@@ -453,6 +465,7 @@ def kto_loss(
         logit_scale=logit_scale,
         temperature=temperature,
         logits_budget=logits_budget,
+        logits_dtype=logits_dtype,
     )
     return loss(
         weight,
@@ -507,6 +520,7 @@ def bco_loss(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
     """Compute the BCO loss of labelled sequences: `-log sigmoid(reward - delta)`, with the sign of the label.
 
@@ -529,6 +543,7 @@ def bco_loss(
         logit_scale=logit_scale,
         temperature=temperature,
         logits_budget=logits_budget,
+        logits_dtype=logits_dtype,
     )
     return loss(
         weight,
@@ -602,6 +617,7 @@ def grpo_loss(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     logits_budget: int | float | str | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, PolicyMetrics]:
     """Compute the GRPO loss of sampled completions, or a variant by `surrogate` and `reduction`.
 
@@ -648,6 +664,7 @@ def grpo_loss(
         logit_scale=logit_scale,
         temperature=1.0 if per_token is not None else temperature,
         logits_budget=logits_budget,
+        logits_dtype=logits_dtype,
     )
     return loss(
         weight,
@@ -696,6 +713,7 @@ def kl_div_loss(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute `KL(teacher || student)`, or `KL(student || teacher)` with `reverse`, in nats per token.
 
@@ -720,6 +738,7 @@ def kl_div_loss(
         logit_scale=logit_scale,
         temperature=temperature,
         logits_budget=logits_budget,
+        logits_dtype=logits_dtype,
     )
     return loss(
         weight,
@@ -763,6 +782,7 @@ def jsd_loss(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute the generalized Jensen-Shannon divergence of teacher and student, in nats per token.
 
@@ -786,6 +806,7 @@ def jsd_loss(
         logit_scale=logit_scale,
         temperature=temperature,
         logits_budget=logits_budget,
+        logits_dtype=logits_dtype,
     )
     return loss(
         weight,
@@ -828,6 +849,7 @@ def tvd_loss(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute the total variation distance of teacher and student, `sum(|p - q|) / 2` per token.
 
@@ -850,6 +872,7 @@ def tvd_loss(
         logit_scale=logit_scale,
         temperature=temperature,
         logits_budget=logits_budget,
+        logits_dtype=logits_dtype,
     )
     return loss(
         weight,
@@ -892,6 +915,7 @@ def cosine_similarity_loss(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute the cosine distance of the student's logits and the teacher's, `1 - cos` per token.
 
@@ -914,6 +938,7 @@ def cosine_similarity_loss(
         logit_scale=logit_scale,
         temperature=temperature,
         logits_budget=logits_budget,
+        logits_dtype=logits_dtype,
     )
     return loss(
         weight,
@@ -962,6 +987,7 @@ def on_policy_distillation_loss(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, PolicyMetrics]:
     """Compute the reverse KL to a teacher from sampled tokens, with the gradient of a policy loss.
 
@@ -986,6 +1012,7 @@ def on_policy_distillation_loss(
         logit_scale=logit_scale,
         temperature=temperature,
         logits_budget=logits_budget,
+        logits_dtype=logits_dtype,
     )
     return loss(
         weight,
@@ -1027,6 +1054,7 @@ def uld_loss(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute the Wasserstein-1 distance between the sorted probabilities of student and teacher, the mean over rows.
 
@@ -1047,6 +1075,7 @@ def uld_loss(
         logit_scale=logit_scale,
         temperature=temperature,
         logits_budget=logits_budget,
+        logits_dtype=logits_dtype,
     )
     return loss(
         weight,

@@ -23,7 +23,7 @@ from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.hooks import isolated
-from liger_chunked.engine.plan import Plan
+from liger_chunked.engine.plan import Plan, logit_bytes
 from liger_chunked.engine.stats import needs_grad, run_statistics
 from liger_chunked.engine.step import Step, run_step
 from liger_chunked.kernels.backend import has_wide_tiles, wide_tiles
@@ -192,7 +192,7 @@ def count_bytes(step: Callable[[], object]) -> MemoryEstimate:
 Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 
 _ALLOCATE: dict[Part, tuple[Any, ...]] = {
-    "logits": (HeadPass.reserve, EpiloguePass.reserve),
+    "logits": (HeadPass.reserve, HeadPass._gradient, EpiloguePass.reserve),
     "weight_grad": (
         HeadGradients.__init__, HeadGradients._weight_gradient, HeadGradients.add, HeadGradients.add_exponentials,
     ),
@@ -333,11 +333,12 @@ def _check_pieces(options: LogitOptions, n_valid: int, vocab_size: int, dtype: t
     if budget is None:
         return
     assert isinstance(budget, int)
-    pieces = n_valid * vocab_size * dtype.itemsize // budget
+    row = vocab_size * logit_bytes(options, dtype)
+    pieces = n_valid * row // budget
     if pieces > _MOST_PIECES:
         raise ValueError(
             f"logits_budget={budget} bytes cuts this step into about {pieces} pieces, and an estimate goes through at "
-            f"most {_MOST_PIECES}: one row of logits takes {vocab_size * dtype.itemsize} bytes. Pass a larger budget, "
+            f"most {_MOST_PIECES}: one row of logits takes {row} bytes. Pass a larger budget, "
             "such as '256MiB'"
         )
 

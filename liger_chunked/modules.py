@@ -311,7 +311,7 @@ class ChunkedLMHead(nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: of `nn.Linear`.
-        ignore_index, softcap, logit_scale, logits_budget: see `LogitOptions`. Not applied to logits.
+        ignore_index, softcap, logit_scale, logits_budget, logits_dtype: see `LogitOptions`. Not applied to logits.
 
     >>> head = ChunkedLMHead(4, 11)
     >>> stats = head(torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]]), temperature=0.7)
@@ -331,10 +331,15 @@ class ChunkedLMHead(nn.Linear):
         softcap: float | None = None,
         logit_scale: float = 1.0,
         logits_budget: int | float | str | None = None,
+        logits_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.options = LogitOptions(
-            ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, logits_budget=logits_budget
+            ignore_index=ignore_index,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            logits_budget=logits_budget,
+            logits_dtype=logits_dtype,
         )
 
     @classmethod

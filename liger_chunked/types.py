@@ -236,6 +236,7 @@ class LogitOptionsDict(TypedDict, total=False):
     logit_scale: float
     temperature: float
     logits_budget: int | float | str | None
+    logits_dtype: torch.dtype | None
 
 
 def described(x: Any) -> str:
@@ -335,6 +336,8 @@ class LogitOptions:
         softcap: Gemma's `final_logit_softcapping`.
         logit_scale: Cohere's `logit_scale`, Granite's `1 / logits_scaling`.
         logits_budget: most bytes of logits in memory, see `budget_bytes`; None: automatic.
+        logits_dtype: torch.float32 keeps the float32 sums of 16-bit products; None rounds them to the products' dtype.
+            Logits take 6 bytes instead of 2: these, and their rounded gradient. Not in distillation.
     """
 
     ignore_index: int = -100
@@ -342,6 +345,7 @@ class LogitOptions:
     logit_scale: float = 1.0
     temperature: float = 1.0
     logits_budget: int | float | str | None = None
+    logits_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         check_number("ignore_index", self.ignore_index, whole=True)
@@ -357,6 +361,8 @@ class LogitOptions:
             raise ValueError(f"logit_scale must be finite, got {self.logit_scale}")
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature must be positive, got {self.temperature}")
+        if self.logits_dtype not in (None, torch.float32):
+            raise ValueError(f"logits_dtype must be torch.float32 or None, got {shown(self.logits_dtype)}")
 
     @classmethod
     def of(cls, loss: type, options: LogitOptionsDict) -> LogitOptions:

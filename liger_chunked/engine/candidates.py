@@ -23,8 +23,8 @@ class Candidates:
     ids: Tensor
     logits: Tensor = field(init=False, repr=False)
 
-    def start(self, like: Tensor) -> None:
-        self.logits = torch.zeros(self.ids.shape, dtype=like.dtype, device=like.device)
+    def start(self, like: Tensor, dtype: torch.dtype) -> None:
+        self.logits = torch.zeros(self.ids.shape, dtype=dtype, device=like.device)
 
     def _columns(self, tile: Tile, vocab_start: int) -> tuple[Tensor, Tensor]:
         """Return each id's column of the tile, and whether it is inside."""
@@ -82,10 +82,10 @@ class Candidates:
         direct = direct if slope is None else direct * slope
         values = logits_grad_(raw.clone(), position, cotangents, options, vocab_size) + direct
         values = values.masked_fill_(raw == -math.inf, 0.0)
-        values = torch.where(inside, values, values.gather(1, first)).to(logits.dtype)
+        values = torch.where(inside, values, values.gather(1, first))
 
         def write(dz: Tensor) -> None:
-            dz.scatter_(1, columns, torch.where(any_inside, values, dz.gather(1, columns)))
+            dz.scatter_(1, columns, torch.where(any_inside, values.to(dz.dtype), dz.gather(1, columns)))
 
         return write
 

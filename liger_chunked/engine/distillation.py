@@ -177,6 +177,9 @@ def distillation_step(
     has_target: bool,
 ) -> Step:
     """Plan a step. The budget covers both models' logits."""
+    wide = options.logits_dtype or (None if teacher is None else teacher.options.logits_dtype)
+    if wide is not None:
+        raise ValueError(f"distillation rounds logits to the products' dtype, got logits_dtype={wide}")
     teacher_dtype = None if teacher is None else teacher.dtype
     plan = Plan.of_distillation(
         head,

@@ -107,6 +107,7 @@ def _computes(
         and head.bias is None
         and options.softcap is None
         and options.logit_scale != 0
+        and options.logits_dtype is None
         and class_weight is None
         and _COMPUTABLE.issuperset(outputs)
         and hidden_size <= WIDEST

@@ -81,7 +81,7 @@ class FilteredPass(HeadPass):
     _temperature: Tensor | None = field(default=None, init=False, repr=False)  # of the chunk's rows
 
     def statistics(self, tokens: Tokens) -> TokenStats:
-        self.smallest_kept = tokens.x.new_empty(tokens.x.shape[0])
+        self.smallest_kept = tokens.x.new_empty(tokens.x.shape[0], dtype=self.logits_dtype)
         self._measures, self._temperature = True, tokens.temperature
         stats = super().statistics(tokens)
         self._measures, self._temperature = False, None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from liger_chunked.engine.batch import Tile, along, row_blocks
 from liger_chunked.engine.candidates import Candidates
-from liger_chunked.engine.gradients import HeadGradients
+from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.kernels import (
     LogitsCotangents,
     PartialStats,
@@ -74,6 +74,7 @@ class HeadPass:
     smallest_kept: Tensor | None = field(default=None, repr=False)  # (n,) logit, if a sampling filter drops some
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Tensor | None = field(default=None, init=False, repr=False)  # logits of the last tile
+    _rounded: Tensor | None = field(default=None, init=False, repr=False)  # gradient of wide logits
 
     @property
     def columns(self) -> int:
@@ -89,12 +90,17 @@ class HeadPass:
         """The id of the head's first row."""
         return 0
 
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """That of the products, unless the options have another."""
+        return self.options.logits_dtype or self.head.weight.dtype
+
     def reserve(self, elements: int) -> None:
         if self._buffer is None or self._buffer.numel() < elements:
-            self._buffer = self.head.weight.new_empty(elements)
+            self._buffer = self.head.weight.new_empty(elements, dtype=self.logits_dtype)
 
     def release(self) -> None:
-        self._buffer = self._held = None
+        self._buffer = self._held = self._rounded = None
 
     def project(self, x: Tensor, tile: Tile, u: Tensor | None = None) -> Tensor:
         """Return a tile's untransformed logits (rows, columns) in the buffer."""
@@ -106,6 +112,13 @@ class HeadPass:
             # The smaller term first: the buffer rounds it less.
             assert self.head.up is not None
             first, matrix = along(u, tile.rows), along(self.head.up, tile.vocab)
+        if logits.dtype != x.dtype:
+            accumulate(logits, first, matrix.t(), first=True)
+            if self.head.bias is not None:
+                logits += along(self.head.bias, tile.vocab)
+            if u is not None:
+                accumulate(logits, x, weight.t(), first=False)
+            return logits
         if self.head.bias is None:
             torch.mm(first, matrix.t(), out=logits)
         else:
@@ -124,9 +137,9 @@ class HeadPass:
     def statistics(self, tokens: Tokens) -> TokenStats:
         """Return statistics, with `logps` corrected for rounding."""
         if self.candidates is not None:
-            self.candidates.start(tokens.x)
+            self.candidates.start(tokens.x, self.logits_dtype)
         partial, stats = self._reduce(tokens)
-        if stats.logps is not None and tokens.x.dtype in (torch.bfloat16, torch.float16):
+        if stats.logps is not None and self.logits_dtype in (torch.bfloat16, torch.float16):
             self.logps_grad_scale = self._unround(stats.logps, tokens, partial)
         self.normalisers = LogitsCotangents(
             max=partial.max, sum_exp=partial.sum_exp, entropy_value=stats.entropy, temperature=tokens.temperature
@@ -215,7 +228,13 @@ class HeadPass:
         self.grads.close_chunk(dx, rows)
 
     def _gradient(self, logits: Tensor, target: Tensor, tile: Tile, cotangents: LogitsCotangents) -> Tensor:
-        """Overwrite a tile's logits with their gradient."""
+        """Return the gradient of a tile's logits, in their memory unless they are wider than the products."""
+        out = None
+        if logits.dtype != self.head.weight.dtype:
+            assert self._buffer is not None
+            if self._rounded is None:
+                self._rounded = self.head.weight.new_empty(self._buffer.numel())
+            out = along(self._rounded, slice(0, logits.numel())).view(logits.shape)
         return logits_grad_(
             logits=logits,
             target=target,
@@ -224,4 +243,5 @@ class HeadPass:
             vocab_size=self.vocab_size,
             vocab_start=self.vocab_start + tile.vocab.start,
             class_weight=self._class_weight(tile),
+            out=out,
         )

@@ -71,10 +71,11 @@ class Plan:
         """Plan a step of chunks, each with forward and backward."""
         vocab_size, hidden_size = head.even_shape
         differentiates = tuple(name for name in differentiates if name in outputs)
-        warn_of_few_rows(options, vocab_size, dtype.itemsize, layout.n_valid)
+        of_logit = logit_bytes(options, dtype)
+        warn_of_few_rows(options, vocab_size, of_logit, layout.n_valid)
 
         def cut(n_valid: int) -> tuple[list[Chunk], list[list[Tile]]]:
-            elements = budget_elements(options, head.even_shape, dtype, n_valid)
+            elements = budget_elements(options, head.even_shape, dtype, n_valid, of_logit)
             found = chunks(layout, vocab_size, elements, whole_batch)
             return found, [tiles(_length(chunk), head.columns, elements) for chunk in found]
 
@@ -122,8 +123,9 @@ class Plan:
         wide_tiles: bool = False,
     ) -> Plan:
         """Plan a forward whose backward comes later. `candidates` (N, K) are of all tokens."""
-        warn_of_few_rows(options, head.even_shape[0], dtype.itemsize, layout.n_valid)
-        elements = budget_elements(options, head.even_shape, dtype)
+        of_logit = logit_bytes(options, dtype)
+        warn_of_few_rows(options, head.even_shape[0], of_logit, layout.n_valid)
+        elements = budget_elements(options, head.even_shape, dtype, bytes_per_logit=of_logit)
         if filter is None:
             cut = tiles(layout.n_valid, head.columns, elements)
         else:
@@ -237,6 +239,16 @@ class Plan:
 
 def _length(chunk: Chunk) -> int:
     return chunk.rows.stop - chunk.rows.start
+
+
+def logit_bytes(options: LogitOptions, dtype: torch.dtype) -> int:
+    """Return the bytes of a logit, and of its gradient unless that replaces it."""
+    if options.logits_dtype in (None, dtype):
+        return dtype.itemsize
+    if dtype == torch.float64:
+        raise ValueError(f"logits_dtype must be None for products in {dtype}, got {options.logits_dtype}")
+    assert options.logits_dtype is not None
+    return options.logits_dtype.itemsize + dtype.itemsize
 
 
 def budget_elements(

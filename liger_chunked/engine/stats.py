@@ -221,6 +221,7 @@ def linear_token_stats(
     top_p: float | None = None,
     ignore_index: int = -100,
     logits_budget: int | float | str | None = None,
+    logits_dtype: torch.dtype | None = None,
     vocab_shard: VocabShard | None = None,
 ) -> TokenStats:
     """Return differentiable statistics of tokens' logits, without all logits in memory.
@@ -237,7 +238,7 @@ def linear_token_stats(
         target: (B, T) or (N,) token ids that `input` predicts (shift labels, see `shifted`).
         bias: (V,) or None.
         outputs: the `TokenStats` fields to compute.
-        softcap, logit_scale, ignore_index, logits_budget: see `LogitOptions`.
+        softcap, logit_scale, ignore_index, logits_budget, logits_dtype: see `LogitOptions`.
         temperature: a number, or a float32 tensor like `target`, whose values at ignored tokens do not matter.
         candidates: (..., K) distinct ids for each target, to return their `candidate_logps` too.
         top_k, top_p: keep the `top_k` largest logits, and of these the fewest whose probabilities sum to `top_p`, as a
@@ -264,6 +265,7 @@ def linear_token_stats(
         logit_scale=logit_scale,
         temperature=1.0 if isinstance(temperature, Tensor) else temperature,
         logits_budget=logits_budget,
+        logits_dtype=logits_dtype,
     )
     outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     unknown = [name for name in outputs if name not in OUTPUTS]

@@ -95,7 +95,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         self._transforms_teacher = teacher_options is not None
         if teacher_options is not None:
             plain = LogitOptions()
-            for name in ("ignore_index", "logits_budget"):
+            for name in ("ignore_index", "logits_budget", "logits_dtype"):
                 if getattr(teacher_options, name) != getattr(plain, name):
                     raise ValueError(f"{name} belongs to the loss, not to teacher_options, got {teacher_options}")
 

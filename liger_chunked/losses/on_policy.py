@@ -228,6 +228,7 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
             temperature=transform.temperature,
             ignore_index=options.ignore_index,
             logits_budget=options.logits_budget,
+            logits_dtype=transform.logits_dtype,
             vocab_shard=teacher.shard,
         ).logps
         assert logps is not None
