@@ -8,8 +8,8 @@ python scripts/install_check.py FOLDER --python python3.13 --resolve         wit
 An environment per Python and extra gets what pip chooses, and runs forward and backward of losses; with
 `transformers`, a patched model; with `trl`, a step of a trainer; with `cli`, the commands. On Linux, PyPI's torch
 brings gigabytes of CUDA packages along: for a CPU build, set pip's index or `PIP_FIND_LINKS`, and `--torch`.
-`--resolve` installs the wheel alone, compiles its files, imports the package, and lets pip choose all versions without installing them: it
-shows that a Python is allowed and that versions exist, not that they work.
+`--resolve` installs the wheel alone, compiles its files, imports the package, and lets pip choose all versions without
+installing them: it shows that a Python is allowed and that versions exist, not that they work.
 
 FOLDER keeps the archives, the environments' logs, and `summary.md`.
 """
