@@ -72,7 +72,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig
-from liger_chunked.integrations.trl import LigerDPOTrainer, LigerGRPOTrainer, LigerSFTTrainer
+from liger_chunked.integrations.trl import LigerDPOTrainer
 words = {w: i for i, w in enumerate(["<pad>", "<eos>", "<unk>", "a", "b", "c", "d"])}
 tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
 tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -85,7 +85,8 @@ with tempfile.TemporaryDirectory() as folder:
     args = DPOConfig(output_dir=folder, max_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True,
                      bf16=False, save_strategy="no")
     trainer = LigerDPOTrainer(
-        model=LlamaForCausalLM(config), args=args, train_dataset=data, processing_class=tokenizer)
+        model=LlamaForCausalLM(config), ref_model=LlamaForCausalLM(config), args=args, train_dataset=data,
+        processing_class=tokenizer)
     assert trainer.train().training_loss > 0
 """
 USES = {"": [LOSSES], "transformers": [LOSSES, MODEL], "trl": [LOSSES, MODEL, TRAINER], "cli": [LOSSES]}
