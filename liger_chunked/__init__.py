@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from liger_chunked.engine import linear_token_stats, shifted
+    from liger_chunked.first_step import warmup
     from liger_chunked.integrations.transformers import (
         AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM,
     )
@@ -164,12 +165,13 @@ __all__ = [
     "linear_token_stats",
     "rollout_importance_weights",
     "shifted",
+    "warmup",
     "with_sampled_token",
 ]
 
 # Every name is imported on first use, and Triton and transformers with it.
-_MODULES = ("engine", "functional", "kernels", "losses", "memory", "modules", "testing", "types")
-_HOMES = ("types", "engine", "losses", "kernels", "modules", "memory")
+_MODULES = ("engine", "first_step", "functional", "kernels", "losses", "memory", "modules", "testing", "types")
+_HOMES = ("types", "engine", "losses", "kernels", "modules", "memory", "first_step")
 _OF_TRANSFORMERS = (
     "AutoLigerKernelForCausalLM",
     "AutoLigerKernelForImageTextToText",

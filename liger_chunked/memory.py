@@ -56,7 +56,7 @@ _HOPPER = (9, 0)
 
 
 @contextmanager
-def _ordinary_autograd() -> Iterator[None]:
+def ordinary_autograd() -> Iterator[None]:
     with (
         _disable_current_modes(),
         torch.inference_mode(False),
@@ -67,7 +67,7 @@ def _ordinary_autograd() -> Iterator[None]:
         yield
 
 
-@_ordinary_autograd()
+@ordinary_autograd()
 def estimate_memory(
     loss: Loss,
     *,
@@ -127,25 +127,17 @@ def estimate_memory(
     >>> print(estimate_memory(LigerFusedLinearCrossEntropyLoss(), **batch, capability=(9, 0)))
     1781 MiB: logits 1187, weight_grad 519, input_grad 56, other 19
     """
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, got {shown(dtype)}")
-    sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "lora_rank": lora_rank,
-             "ref_hidden_size": ref_hidden_size, "teacher_hidden_size": teacher_hidden_size,
-             "teacher_top_k": teacher_top_k}  # fmt: skip
-    for argument, size in sizes.items():
-        check_number(argument, size, whole=True, optional=True)
-        if size is not None and size < 1:
-            raise ValueError(f"{argument} must be positive, got {size}")
-    if not isinstance(shape, Sequence) or not all(isinstance(n, int) for n in shape):
-        raise TypeError(f"shape must be a tuple of ints, the target's, got {shown(shape)}")
+    check_sizes(dtype, shape, vocab_size=vocab_size, hidden_size=hidden_size, lora_rank=lora_rank,
+                ref_hidden_size=ref_hidden_size, teacher_hidden_size=teacher_hidden_size,
+                teacher_top_k=teacher_top_k)  # fmt: skip
     if capability is not None and not (isinstance(capability, tuple) and len(capability) == 2):
         raise TypeError(f"capability must be two ints, (9, 0) for Hopper, got {shown(capability)}")
-    group, options = _read(loss, ref_hidden_size, teacher_hidden_size, teacher_top_k)
+    group, options = read_loss(loss, ref_hidden_size, teacher_hidden_size, teacher_top_k)
     if logits_budget is not None:
         options = dataclasses.replace(options, logits_budget=logits_budget)
     counted = _Bytes()
     with counted:
-        layout = _layout(group, tuple(shape), valid)
+        layout = meta_layout(group, tuple(shape), valid)
     _check_pieces(options, layout.n_valid, vocab_size, autocast or dtype)
     model = _Model(vocab_size, layout, dtype, autocast or dtype, bias)
     head, input = counted.given(*model.inputs(hidden_size, trainable_head, trainable_input, lora_rank))
@@ -180,7 +172,7 @@ def estimate_memory(
     return counted.most
 
 
-@_ordinary_autograd()
+@ordinary_autograd()
 def count_bytes(step: Callable[[], object]) -> MemoryEstimate:
     """Return the bytes of new tensors at the peak of a step on meta tensors."""
     counted = _Bytes()
@@ -358,7 +350,19 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _read(
+def check_sizes(dtype: torch.dtype, shape: Sequence[int], **sizes: int | None) -> None:
+    """Check `dtype`, `shape` and positive sizes, arguments of `estimate_memory`."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {shown(dtype)}")
+    for argument, size in sizes.items():
+        check_number(argument, size, whole=True, optional=True)
+        if size is not None and size < 1:
+            raise ValueError(f"{argument} must be positive, got {size}")
+    if not isinstance(shape, Sequence) or not all(isinstance(n, int) for n in shape):
+        raise TypeError(f"shape must be a tuple of ints, the target's, got {shown(shape)}")
+
+
+def read_loss(
     loss: Loss, ref_hidden_size: int | None, teacher_hidden_size: int | None, teacher_top_k: int | None
 ) -> tuple[Group, LogitOptions]:
     if isinstance(loss, (LigerFusedLinearDistillationBase, StatsLoss)):
@@ -385,14 +389,14 @@ def _read(
     return group, options
 
 
-def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | None) -> Layout:
+def meta_layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | None) -> Layout:
     n_sequences, length = (shape if len(shape) == 2 else (1, *shape)) if shape else (0, 0)
     if len(shape) not in (1, 2) or (group != "token" and len(shape) != 2) or min(shape) < 1:
         expected = "(B, T) or (N,)" if group == "token" else "(B, T)"
         raise ValueError(f"shape must be {expected}, of positive sizes, for this loss, got {shape}")
     if group == "pair" and n_sequences % 2:
         raise ValueError(f"shape must stack as many chosen as rejected sequences, got an odd {n_sequences} in {shape}")
-    lengths = _lengths(valid, n_sequences, length)
+    lengths = valid_lengths(valid, n_sequences, length)
     per_group = {"token": n_sequences, "sequence": 1, "pair": 2}[group]
     n_groups = n_sequences // per_group
     # A pair's sequences are n_groups rows apart.
@@ -413,7 +417,7 @@ def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | N
     )
 
 
-def _lengths(valid: int | Sequence[int] | None, n_sequences: int, length: int) -> list[int]:
+def valid_lengths(valid: int | Sequence[int] | None, n_sequences: int, length: int) -> list[int]:
     """Return each sequence's valid tokens, spreading one count evenly."""
     if valid is None:
         return [length] * n_sequences
