@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from liger_chunked.engine import Group, Layout, LossWeights, Teacher, TopK, linear_token_stats
 from liger_chunked.engine.distillation import distillation_step
 from liger_chunked.engine.divergences import Route
-from liger_chunked.engine.epilogue import EpiloguePass
+from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.hooks import isolated

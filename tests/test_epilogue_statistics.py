@@ -172,10 +172,11 @@ def test_serves_not(change):
 
 
 def test_estimate():
-    """Partial sums and the gradient's tile: no logits in the forward, one tile in the backward."""
+    """Partial sums in the forward, a tile of the gradient in the backward."""
     batch = {"vocab_size": 65536, "hidden_size": 1024, "shape": (16384,), "capability": (9, 0)}
     forward = estimate_memory(linear_token_stats, **batch, trainable_head=False, trainable_input=False)
     # 65536/128 float32 sums, and a few values, for each token
     assert 16384 * 512 * 4 <= forward.peak < 16384 * 4 * (512 + 32)
     step = estimate_memory(linear_token_stats, **batch, logits_budget="256MiB")
-    assert step.logits == 0 and step.peak < (256 << 20) + 2 * 65536 * 1024 + 16384 * 1024 * 6 + (8 << 20)
+    assert 128 << 20 < step.logits <= 256 << 20
+    assert step.peak < (256 << 20) + 2 * 65536 * 1024 + 16384 * 1024 * 6 + (8 << 20)

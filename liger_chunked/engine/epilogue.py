@@ -68,6 +68,7 @@ def serves(
     """Whether `EpiloguePass` can replace `HeadPass`, and is faster."""
     return (
         _computes(head, dtype, options, class_weight, outputs)
+        and head.weight.shape[1] <= WIDEST
         and set(EpiloguePass.differentiable).issuperset(differentiates)
         and all(len(tiles) == 1 for tiles in chunks)
         and max(map(largest, chunks)) * head.weight.shape[1] >= SMALLEST
@@ -83,13 +84,12 @@ def serves_statistics(
     tiles: list[Tile],
     needs_grad: bool,
 ) -> bool:
-    """Whether `StatisticsPass` can replace `HeadPass`, and is faster.
-
-    With a backward, it needs four products, and `HeadPass` 3 + (tiles - 1)/tiles.
+    """Whether `StatisticsPass` can replace `HeadPass`, and is faster: always without a backward. With one, it computes
+    four products, and `HeadPass` 3 + (tiles - 1)/tiles.
     """
     return (
         _computes(head, dtype, options, class_weight, outputs)
-        and len(tiles) > (FEWEST_TILES - 1 if needs_grad else 0)
+        and (not needs_grad or (len(tiles) >= FEWEST_TILES and head.weight.shape[1] <= WIDEST))
         and sum(largest([tile]) for tile in tiles) * head.weight.shape[1] >= SMALLEST
     )
 
@@ -107,10 +107,8 @@ def _computes(
         and head.bias is None
         and options.softcap is None
         and options.logit_scale != 0
-        and options.logits_dtype is None
         and class_weight is None
         and _COMPUTABLE.issuperset(outputs)
-        and hidden_size <= WIDEST
         and hidden_size % _DESCRIPTOR_ELEMENTS == 0
         and fits
     )
@@ -138,7 +136,7 @@ class EpiloguePass:
     (`kernels/target_rows.py`).
 
     The pass needs bfloat16, the precision of E, and a float32 dW or none, because the target's rows cannot be added to
-    a rounded one.
+    a rounded one. It rounds no logits, whatever `logits_dtype` is.
 
     dX and dW overlap on two streams. dW is enqueued first, but after small kernels, so that dX, whose tiles take long,
     starts first (docs/tuning.md).
@@ -285,10 +283,11 @@ class StatisticsPass:
         x, weight = _for_descriptor(x), self.head.weight
         factors = row_factors(self._rows, self._entropy, gradients, self._scale, weight.shape[0])
         dx = self.grads.open_input(x, rows, len(tiles) == row_blocks(tiles))
-        sizes = [(t.rows.stop - t.rows.start, _padded(t.vocab.stop - t.vocab.start)) for t in tiles]
-        buffer = x.new_empty(max(n * columns for n, columns in sizes))
-        for tile, (n, columns) in zip(reversed(tiles), reversed(sizes), strict=True):
-            out = along(buffer, slice(0, n * columns)).view(n, columns)[:, : tile.vocab.stop - tile.vocab.start]
+        buffer = self._buffer(tiles)
+        for tile in reversed(tiles):
+            n, columns = _extent(tile)
+            stride = _padded(columns)
+            out = along(buffer, slice(0, n * stride)).view(n, stride)[:, :columns]
             dz = project_grad(
                 along(x, tile.rows),
                 along(weight, tile.vocab),
@@ -301,5 +300,14 @@ class StatisticsPass:
             self.grads.add(tile, dz, x, weight, dx)
         self.grads.close_chunk(dx, rows)
 
+    def _buffer(self, tiles: list[Tile]) -> Tensor:
+        """Return memory for the gradient of any tile."""
+        extents = map(_extent, tiles)
+        return self.head.weight.new_empty(max(n * _padded(columns) for n, columns in extents))
+
     def release(self) -> None:
         """It holds no logits."""
+
+
+def _extent(tile: Tile) -> tuple[int, int]:
+    return tile.rows.stop - tile.rows.start, tile.vocab.stop - tile.vocab.start

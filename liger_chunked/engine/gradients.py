@@ -57,8 +57,8 @@ class Needs(NamedTuple):
 class HeadGradients:
     """dX, dW and db of one step, and du and dup of an adapter.
 
-    dW is float32. It has the weight's dtype if that is the products' dtype, not float16, and each element sums at most
-    one product (`n_contributions`).
+    dW is float32. It has the weight's dtype if that is the products' dtype, not float16, and each element is written at
+    most once (`n_contributions`).
 
     In float16, gradients of a mean over many tokens would underflow, so statistics' gradients are divided by `unit`, a
     power of two near the largest so far. dX and dW stay float32 until multiplied by the upstream gradient.
@@ -95,6 +95,7 @@ class HeadGradients:
         self._create_weight = torch.empty if n_contributions and not head.is_padded else torch.zeros
         self._input: Tensor | None = None
         self._weight: Tensor | None = None
+        self._slice: Tensor | None = None  # float32, of a rounded dW: sums the blocks of rows
         self._bias: Tensor | None = None
         if needs.bias:
             assert head.bias is not None
@@ -164,12 +165,24 @@ class HeadGradients:
                 self._start_sum(dx)
         d_weight = self._weight_gradient()
         if d_weight is not None:
-            first = rows.stop == x.shape[0] and self._nothing_yet
-            accumulate(along(d_weight, vocab), dz.t(), along(x, rows), first=first)
+            self._add_weight(along(d_weight, vocab), rows, dz, x)
         if self._bias is not None:
             along(self._bias, vocab).add_(_column_sums(dz, self._wide))
         if self._low_rank is not None and self._chunk is not None:
             self._low_rank.add(tile, dz, *self._chunk)
+
+    def _add_weight(self, out: Tensor, rows: slice, dz: Tensor, x: Tensor) -> None:
+        opens, closes = rows.stop == x.shape[0], rows.start == 0
+        if out.dtype == self._wide or (opens and closes):
+            accumulate(out, dz.t(), along(x, rows), first=opens and self._nothing_yet)
+            return
+        if opens:
+            self._slice = torch.empty(out.shape, dtype=self._wide, device=out.device)
+        assert self._slice is not None
+        accumulate(self._slice, dz.t(), along(x, rows), first=opens)
+        if closes:
+            out.copy_(self._slice)
+            self._slice = None
 
     def _start_sum(self, dx: Tensor) -> None:
         """Sum the ranks' shares of dX while dW is computed."""

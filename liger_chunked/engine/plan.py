@@ -7,6 +7,7 @@ once.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ class Plan:
         warn_of_few_rows(options, head.even_shape[0], of_logit, layout.n_valid)
         elements = budget_elements(options, head.even_shape, dtype, bytes_per_logit=of_logit)
         if filter is None:
-            cut = tiles(layout.n_valid, head.columns, elements)
+            cut = tiles(layout.n_valid, head.columns, elements, square=True)
         else:
             whole_rows = pieces(0, layout.n_valid, max(1, elements // head.columns))
             cut = [Tile(rows, slice(0, head.columns)) for rows in whole_rows]
@@ -148,7 +149,7 @@ class Plan:
             chunks=chunks,
             tiles=[cut],
             dtype=dtype,
-            n_contributions=row_blocks(cut),
+            n_contributions=min(1, len(cut)),
             options=options,
             outputs=outputs,
             class_weight=class_weight,
@@ -370,16 +371,24 @@ def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = F
     return result
 
 
-def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
-    """Cut a chunk into tiles within `elements` logits: along the vocabulary, then rows if slices get narrow."""
+def tiles(n_rows: int, vocab_size: int, elements: int, square: bool = False) -> list[Tile]:
+    """Cut a chunk into tiles within `elements` logits: along the vocabulary, then rows if slices get narrow.
+
+    A slice of C columns reads and writes dX once more, and a block of R rows dW: bytes follow 1/C + 1/R. `square` tiles
+    move the fewest. They need a dW that sums the blocks of a slice apart.
+    """
     if n_rows == 0:
         return []
     if vocab_size == 0:  # a rank that holds only padding
         return [Tile(slice(0, n_rows), slice(0, 0))]
     columns = elements // n_rows
     rows = n_rows
+    side = math.isqrt(elements)
     if columns >= vocab_size:
         columns = vocab_size
+    elif square and MIN_TILE_COLUMNS <= side < n_rows // 2:
+        columns = _even(vocab_size, side)
+        rows = _even(n_rows, elements // columns)
     elif columns < min(MIN_TILE_COLUMNS, vocab_size):
         columns = min(MIN_TILE_COLUMNS, vocab_size, elements)
         rows = min(n_rows, max(1, elements // columns))

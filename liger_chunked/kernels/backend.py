@@ -292,6 +292,13 @@ def reciprocal(x):
 
 
 @jit
+def log1p(x):
+    # Corrects the rounding of 1 + x.
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
+
+
+@jit
 def tanh(x):
     # The interpreter has no libdevice. 1 - 2/(1 + exp(2x)) cancels near 0.
     s = x * x

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import TensorDescriptor, block_size, factor, jit, processors, tl
+from liger_chunked.kernels.backend import TensorDescriptor, block_size, factor, jit, log1p, processors, tl
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.transform import load_block
 from liger_chunked.kernels.tuning import TUNING
@@ -225,8 +225,9 @@ def _reduce_kernel(
     tl.store(target_exp_ptr + rows, e, mask=inside)
     tl.store(sum_exp_ptr + rows, sum_exp, mask=inside)
     if logps_ptr is not None:
-        # Unlike target_logit - lse, exact for large logits.
-        tl.store(logps_ptr + rows, below - log_sum, mask=inside)
+        # Exact for large logits, unlike target_logit - lse, and near certainty.
+        others = rest / tl.where(e == 0.0, 1.0, e)
+        tl.store(logps_ptr + rows, tl.where(others < e, -log1p(others), below - log_sum), mask=inside)
     if lse_ptr is not None:
         tl.store(lse_ptr + rows, centre + log_sum, mask=inside)
     if entropy_ptr is not None:

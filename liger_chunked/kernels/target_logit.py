@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_chunked.kernels.backend import (
     block_size,
     jit,
+    log1p,
     reciprocal,
     row_blocks,
     tl,
@@ -35,13 +36,6 @@ def _one_minus_exp(x):
     # The series has a relative error of 1e-8.
     series = -x * (1.0 + x * (0.5 + x * (0.16666667 + x * 0.041666667)))
     return tl.where(x > -0.03, series, 1.0 - tl.exp(x))
-
-
-@jit
-def _log1p(x):
-    # Corrects the rounding of 1 + x.
-    u = 1.0 + x
-    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
 
 @Kernel
@@ -70,7 +64,7 @@ def _move_kernel(
     odds = logp - tl.log(left) + moved
     # exact = log sigmoid(odds), exactly_left = sigmoid(-odds)
     small = tl.exp(-tl.abs(odds))
-    exact = tl.minimum(odds, 0.0) - _log1p(small)
+    exact = tl.minimum(odds, 0.0) - log1p(small)
     exactly_left = tl.where(odds > 0.0, small, 1.0) / (1.0 + small)
     # Skips infinities, NaN, and rows of p = 1.
     moves = (tl.abs(moved) <= FARTHEST) & (left > 0.0)
