@@ -154,12 +154,11 @@ class _Results:
         self.reasons: dict[str, str] = {}
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        chance = random.Random(0)
-        for item in items:
-            if _elements(item) > self.largest:
-                self.outcomes[item.nodeid] = "too large"
-            elif _elements(item) > _SMALL and chance.random() >= self.sample:
-                self.outcomes[item.nodeid] = "not sampled"
+        sizes = {item.nodeid: _elements(item) for item in items}
+        self.outcomes |= {node: "too large" for node, size in sizes.items() if size > self.largest}
+        large = [node for node, size in sizes.items() if _SMALL < size <= self.largest]
+        left_out = int(len(large) * (1 - self.sample))
+        self.outcomes |= {node: "not sampled" for node in random.Random(0).sample(large, left_out)}
         items[:] = [item for item in items if item.nodeid not in self.outcomes]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
