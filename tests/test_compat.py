@@ -1154,7 +1154,8 @@ def test_every_name_of_liger_kernel_is_served_or_refused(installed: None) -> Non
     for module, names in EXPORTED.items():
         for name in names.split():
             if name not in MISSING:
-                assert callable(getattr(import_module(module), name)), name
+                served_as = getattr(import_module(module), name)
+                assert callable(served_as) or isinstance(served_as, dict), name
                 served += 1
                 continue
             with pytest.raises(ImportError, match=f"{name} is not supported: ") as refusal:
@@ -1318,6 +1319,20 @@ def test_apply_by_model_type(model_type: str) -> None:
     assert set(transformers._apply_liger_kernel_to_instance(model, rope=False, swiglu=False).replaced) == {
         "rms_norm", "fused_linear_cross_entropy",
     }  # fmt: skip
+
+
+def test_functions_by_model_type(installed: None) -> None:
+    pytest.importorskip("transformers")
+    functions = import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
+    assert functions is import_module("liger_kernel.transformers.auto_model").MODEL_TYPE_TO_APPLY_LIGER_FN
+    inner = {"llama4_text": "llama4", "mllama_text_model": "mllama", "qwen2_5_vl_text": "qwen2_5_vl", "qwen3": "qwen3"}
+    for model_type, family in inner.items():
+        assert functions[model_type].__name__ == f"apply_liger_kernel_to_{family}"
+        assert tuple(inspect.signature(functions[model_type]).parameters) == transformers.ORDERS[family]
+    assert "t5" not in functions
+    model = llama()
+    replaced = functions[model.config.model_type](rope=False, model=model).replaced
+    assert set(replaced) == {"fused_linear_cross_entropy", "rms_norm", "swiglu"}
 
 
 # Liger-Kernel's own kernels
