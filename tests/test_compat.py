@@ -786,7 +786,22 @@ def test_cross_entropy_metrics(reduction: str) -> None:
     torch.testing.assert_close(output.loss, plain + z)
     torch.testing.assert_close(output.token_accuracy, correct)
     assert torch.equal(output.predicted_tokens, logits.argmax(-1).where(valid, -1))
-    assert loss(logits.bfloat16(), target).loss.dtype == torch.bfloat16
+    # Both are rounded once, from float32.
+    rounded = loss(logits.bfloat16(), target)
+    exact = loss(logits.bfloat16().double(), target)
+    assert torch.equal(rounded.loss, exact.loss.bfloat16()) and torch.equal(rounded.z_loss, exact.z_loss.bfloat16())
+
+
+def test_fused_z_loss_has_the_dtype_of_the_input() -> None:
+    batch = {name: x.bfloat16() if x.is_floating_point() else x for name, x in tokens(SMALL, seed=7).items()}
+    logits = batch["input"].double() @ batch["weight"].double().T + batch["bias"].double()
+    valid = batch["target"] != -100
+    z = (0.1 * logits.logsumexp(-1).square())[valid].mean()
+    loss = transformers.LigerFusedLinearCrossEntropyLoss(lse_square_scale=0.1, return_z_loss=True)
+    output = loss(*(batch[name] for name in HEAD))
+    assert output.loss.dtype == torch.float32
+    # bfloat16 keeps 8 bits: of the logits, and of the mean.
+    torch.testing.assert_close(output.z_loss, z.bfloat16(), rtol=2**-7, atol=0)
 
 
 def test_accuracy_of_each_token() -> None:

@@ -316,7 +316,7 @@ class LigerCrossEntropyLoss(Loss):
         z_loss, accuracy, predicted = self._metrics(_input.detach(), target)
         return CrossEntropyOutput(
             loss,
-            z_loss if self.return_z_loss else None,
+            z_loss.to(_input.dtype) if self.return_z_loss else None,
             accuracy if self.return_token_accuracy else None,
             predicted if self.return_predicted_tokens else None,
         )
@@ -385,6 +385,7 @@ class LigerFusedLinearCrossEntropyLoss(Loss):
         loss, (z_loss, accuracy, predicted) = result
         if self.accuracy_by_token:
             accuracy = ((predicted == target) & (target != self.ignore_index)).to(loss.dtype)
+        z_loss = None if z_loss is None else z_loss.to(_input.dtype)
         return CrossEntropyOutput(loss, z_loss, accuracy, predicted if self.return_predicted_tokens else None)
 
 
