@@ -3,7 +3,9 @@
 python -m benchmarks.liger_tests PATH                        PATH: a checkout of Liger-Kernel, with its test/ directory
 python -m benchmarks.liger_tests PATH --only chunked_loss/test_dpo_loss.py transformers/test_rope.py
 python -m benchmarks.liger_tests PATH --report FILE          also write each failure and its reason
-python -m benchmarks.liger_tests PATH --largest 5e6          without the largest shapes
+python -m benchmarks.liger_tests PATH --largest 2e8          without the largest shapes
+python -m benchmarks.liger_tests PATH --sample 0.1           of the tests with more than 1e6 logits, one in ten
+python -m benchmarks.liger_tests PATH --json FILE            write the counts
 
 The tests are those of the losses, norms, rotary embeddings and gated MLPs. Names that `compat` refuses raise where a
 test uses them. Nothing is copied: the tests run from the checkout.
@@ -14,8 +16,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
+import json
 import math
 import os
+import random
 import re
 import sys
 import time
@@ -30,6 +34,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.before_after import commit_of
+from benchmarks.harness import environment
 from liger_chunked import compat, linear_token_stats
 
 FILES = (
@@ -37,8 +43,8 @@ FILES = (
     *(
         f"transformers/test_{name}.py"
         for name in (
-            "rms_norm layer_norm cross_entropy fused_linear_cross_entropy jsd fused_linear_jsd kl_div tvd rope swiglu "
-            "geglu"
+            "transformers rms_norm fused_add_rms_norm layer_norm cross_entropy fused_linear_cross_entropy jsd "
+            "fused_linear_jsd kl_div tvd rope swiglu geglu"
         ).split()
     ),
 )
@@ -135,16 +141,25 @@ def _elements(item: Any) -> int:
 _SIZES = ("B", "T", "V", "bsz", "seq_len", "hidden_size", "bs", "sl", "hd")
 
 
+_SMALL = 1e6  # logits; smaller tests take milliseconds
+
+
 class _Results:
-    def __init__(self, largest: float) -> None:
+    """Outcomes of tests: "passed", "failed", "skipped", "too large" or "not sampled"."""
+
+    def __init__(self, largest: float, sample: float) -> None:
         self.largest = largest
+        self.sample = sample
         self.outcomes: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        large = [item for item in items if _elements(item) > self.largest]
-        self.outcomes.update({item.nodeid: "too large" for item in large})
-        items[:] = [item for item in items if _elements(item) <= self.largest]
+        sizes = {item.nodeid: _elements(item) for item in items}
+        self.outcomes |= {node: "too large" for node, size in sizes.items() if size > self.largest}
+        large = [node for node, size in sizes.items() if _SMALL < size <= self.largest]
+        left_out = int(len(large) * (1 - self.sample))
+        self.outcomes |= {node: "not sampled" for node in random.Random(0).sample(large, left_out)}
+        items[:] = [item for item in items if item.nodeid not in self.outcomes]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
@@ -158,13 +173,17 @@ class _Results:
             self.outcomes[report.nodeid] = "failed"
             self.reasons[report.nodeid] = f"does not load: {str(report.longrepr).strip().splitlines()[-1]}"[:160]
 
-    def counts(self, file: str = "") -> str:
-        """Describe the outcomes of one file, or of all."""
-        kinds = Counter(outcome for node, outcome in self.outcomes.items() if node.startswith(file))
+    def counts(self, file: str = "") -> Counter[str]:
+        """Count the outcomes of one file, or of all."""
+        return Counter(outcome for node, outcome in self.outcomes.items() if node.startswith(file))
+
+    def shown(self, file: str = "") -> str:
+        kinds = self.counts(file)
         run = kinds["passed"] + kinds["failed"]
         return (
             f"{kinds['passed']} of {run} passed, {kinds['failed']} failed ({kinds['failed'] / max(1, run):.1%}), "
-            f"{kinds['skipped']} skipped by themselves, {kinds['too large']} too large"
+            f"{kinds['skipped']} skipped by themselves, {kinds['too large']} too large, "
+            f"{kinds['not sampled']} not sampled"
         )
 
     def failures(self) -> list[str]:
@@ -181,9 +200,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=FILES, metavar="FILE", help="test files, relative to test/")
     parser.add_argument("--select", default="", metavar="EXPRESSION", help="pytest's -k")
     parser.add_argument("--largest", type=float, default=math.inf, help="leave out tests of more logits than this")
+    parser.add_argument("--sample", type=float, default=1.0, help="of the tests of more than 1e6 logits, this share")
     parser.add_argument("--bfloat16", action="store_true", help="also tests that Liger-Kernel skips off a GPU")
     parser.add_argument("--report", type=Path, help="write every failure to this file")
+    parser.add_argument("--json", type=Path, help="write the counts and reasons to this file")
     arguments = parser.parse_args()
+    begin = time.perf_counter()
     tests = (arguments.path / "test").resolve()
     if not tests.is_dir():
         parser.error(f"{arguments.path} has no directory test/")
@@ -199,7 +221,7 @@ def main() -> None:
     vars(torch.cpu)["get_device_properties"] = lambda index: types.SimpleNamespace(total_memory=0)
     if arguments.bfloat16:
         vars(import_module("test.utils"))["supports_bfloat16"] = lambda: True
-    results = _Results(arguments.largest)
+    results = _Results(arguments.largest, arguments.sample)
     # The tests of DTensor are expected to fail on fewer than eight GPUs.
     select = f"not dtensor and ({arguments.select})" if arguments.select else "not dtensor"
     options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", f"--rootdir={tests.parent}", "-k", select]
@@ -207,12 +229,25 @@ def main() -> None:
         start = time.perf_counter()
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             pytest.main([*options, str(tests / file)], plugins=[results])
-        print(f"{file}: {results.counts(f'test/{file}')}, {time.perf_counter() - start:.0f} s", flush=True)
-    print(f"all: {results.counts()}")
+        print(f"{file}: {results.shown(f'test/{file}')}, {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"all: {results.shown()}")
     print("\n".join(results.failures()))
     if arguments.report:
         lines = [f"{node}  {reason}" for node, reason in sorted(results.reasons.items())]
         arguments.report.write_text("\n".join([*lines, ""]))
+    if arguments.json:
+        options = {
+            name: str(value) for name, value in vars(arguments).items() if name in ("select", "largest", "sample")
+        }
+        found = {
+            "family": "liger_tests",
+            "environment": {**environment("cpu"), "seconds": round(time.perf_counter() - begin, 1)},
+            "settings": {**options, "bfloat16": arguments.bfloat16, "liger_kernel": commit_of(arguments.path)},
+            "all": results.counts(),
+            "files": {file: results.counts(f"test/{file}") for file in arguments.only},
+            "failures": results.failures(),
+        }
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

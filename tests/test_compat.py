@@ -494,6 +494,16 @@ def test_matches_liger_kernel(case: Case, device: str) -> None:
         torch.testing.assert_close(x.float(), y.float(), rtol=1e-4, atol=1e-5, msg=f"metric {i}: {x} {y}")
 
 
+# Names that Liger-Kernel's package does not export.
+_MODULE_OF = {
+    "LigerGEGLUMLPForGemma4": "transformers.geglu",
+    **{
+        f"LigerRMSNormFor{model}": "transformers.rms_norm"
+        for model in ("Gemma", "Gemma2", "Gemma3", "Gemma4", "Glm4", "Olmo2", "Qwen3Next")
+    },
+}
+
+
 @pytest.mark.ordinary_memory
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
@@ -501,7 +511,7 @@ def test_matches_liger_kernel(case: Case, device: str) -> None:
     [(module, name) for module, ours in MODULES.items() for name in ours.__all__ if name != "CrossEntropyOutput"],
 )
 def test_signatures_are_liger_kernels(module: str, name: str) -> None:
-    ours, theirs = getattr(MODULES[module], name), getattr(peer(module), name)
+    ours, theirs = getattr(MODULES[module], name), getattr(peer(_MODULE_OF.get(name, module)), name)
 
     def parameters(function: Any) -> list[tuple[str, Any]]:
         listed = list(inspect.signature(function).parameters.values())
@@ -786,7 +796,22 @@ def test_cross_entropy_metrics(reduction: str) -> None:
     torch.testing.assert_close(output.loss, plain + z)
     torch.testing.assert_close(output.token_accuracy, correct)
     assert torch.equal(output.predicted_tokens, logits.argmax(-1).where(valid, -1))
-    assert loss(logits.bfloat16(), target).loss.dtype == torch.bfloat16
+    # Both are rounded once, from float32.
+    rounded = loss(logits.bfloat16(), target)
+    exact = loss(logits.bfloat16().double(), target)
+    assert torch.equal(rounded.loss, exact.loss.bfloat16()) and torch.equal(rounded.z_loss, exact.z_loss.bfloat16())
+
+
+def test_fused_z_loss_has_the_dtype_of_the_input() -> None:
+    batch = {name: x.bfloat16() if x.is_floating_point() else x for name, x in tokens(SMALL, seed=7).items()}
+    logits = batch["input"].double() @ batch["weight"].double().T + batch["bias"].double()
+    valid = batch["target"] != -100
+    z = (0.1 * logits.logsumexp(-1).square())[valid].mean()
+    loss = transformers.LigerFusedLinearCrossEntropyLoss(lse_square_scale=0.1, return_z_loss=True)
+    output = loss(*(batch[name] for name in HEAD))
+    assert output.loss.dtype == torch.float32
+    # bfloat16 keeps 8 bits: of the logits, and of the mean.
+    torch.testing.assert_close(output.z_loss, z.bfloat16(), rtol=2**-7, atol=0)
 
 
 def test_accuracy_of_each_token() -> None:
@@ -1154,7 +1179,8 @@ def test_every_name_of_liger_kernel_is_served_or_refused(installed: None) -> Non
     for module, names in EXPORTED.items():
         for name in names.split():
             if name not in MISSING:
-                assert callable(getattr(import_module(module), name)), name
+                served_as = getattr(import_module(module), name)
+                assert callable(served_as) or isinstance(served_as, dict), name
                 served += 1
                 continue
             with pytest.raises(ImportError, match=f"{name} is not supported: ") as refusal:
@@ -1318,6 +1344,20 @@ def test_apply_by_model_type(model_type: str) -> None:
     assert set(transformers._apply_liger_kernel_to_instance(model, rope=False, swiglu=False).replaced) == {
         "rms_norm", "fused_linear_cross_entropy",
     }  # fmt: skip
+
+
+def test_functions_by_model_type(installed: None) -> None:
+    pytest.importorskip("transformers")
+    functions = import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
+    assert functions is import_module("liger_kernel.transformers.auto_model").MODEL_TYPE_TO_APPLY_LIGER_FN
+    inner = {"llama4_text": "llama4", "mllama_text_model": "mllama", "qwen2_5_vl_text": "qwen2_5_vl", "qwen3": "qwen3"}
+    for model_type, family in inner.items():
+        assert functions[model_type].__name__ == f"apply_liger_kernel_to_{family}"
+        assert tuple(inspect.signature(functions[model_type]).parameters) == transformers.ORDERS[family]
+    assert "t5" not in functions
+    model = llama()
+    replaced = functions[model.config.model_type](rope=False, model=model).replaced
+    assert set(replaced) == {"fused_linear_cross_entropy", "rms_norm", "swiglu"}
 
 
 # Liger-Kernel's own kernels

@@ -36,7 +36,7 @@ _ADVICE: dict[str, str] = {
         swiglu_backward swiglu_forward
     """,
     "liger_chunked.apply_liger_kernel(model) serves the layers of a model without such a name": """
-        LigerFusedMoEFunction LigerQwen2VLMRopeFunction liger_qwen2vl_mrope MODEL_TYPE_TO_APPLY_LIGER_FN
+        LigerFusedMoEFunction LigerQwen2VLMRopeFunction liger_qwen2vl_mrope
         liger_rotary_pos_emb_gpt_oss liger_rotary_pos_emb_vision liger_multimodal_rotary_pos_emb
     """,
     "use liger_chunked.LigerFusedLinearTVDLoss, which takes the head's weight instead of logits": """

@@ -13,6 +13,7 @@ Differences that docs/migration.md does not list:
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -315,7 +316,7 @@ class LigerCrossEntropyLoss(Loss):
         z_loss, accuracy, predicted = self._metrics(_input.detach(), target)
         return CrossEntropyOutput(
             loss,
-            z_loss if self.return_z_loss else None,
+            z_loss.to(_input.dtype) if self.return_z_loss else None,
             accuracy if self.return_token_accuracy else None,
             predicted if self.return_predicted_tokens else None,
         )
@@ -384,6 +385,7 @@ class LigerFusedLinearCrossEntropyLoss(Loss):
         loss, (z_loss, accuracy, predicted) = result
         if self.accuracy_by_token:
             accuracy = ((predicted == target) & (target != self.ignore_index)).to(loss.dtype)
+        z_loss = None if z_loss is None else z_loss.to(_input.dtype)
         return CrossEntropyOutput(loss, z_loss, accuracy, predicted if self.return_predicted_tokens else None)
 
 
@@ -507,6 +509,14 @@ _FAMILIES: dict[tuple[str, ...], str] = {
 }
 _PASSED_ON = ("internvl", "llava", "nemotron", "smolvlm")  # take any switch, as for the language model inside
 ORDERS = {family: order for order, families in _FAMILIES.items() for family in families.split()}
+# Types of the language models inside others.
+_INNER = {
+    "mllama_text_model": "mllama",
+    **{
+        f"{family}_text": family
+        for family in "llama4 qwen2_vl qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe".split()
+    },
+}
 
 
 def _positional(apply: Callable[..., Any], family: str) -> Callable[..., Any]:
@@ -558,7 +568,21 @@ def _family_function(name: str) -> Callable[..., Any]:
     return _positional(apply, family) if family in ORDERS else apply
 
 
+@functools.cache
+def _functions_by_type() -> dict[str, Callable[..., Any]]:
+    """Return the functions of the families that the installed transformers has, by `config.model_type`."""
+    functions = {}
+    for model_type, family in {**{family: family for family in ORDERS}, **_INNER}.items():
+        try:
+            functions[model_type] = _family_function(f"{_APPLY}{family}")
+        except ImportError:
+            continue
+    return functions
+
+
 def __getattr__(name: str) -> Any:
+    if name == "MODEL_TYPE_TO_APPLY_LIGER_FN":
+        return _functions_by_type()
     if name in ("AutoLigerKernelForCausalLM", "AutoLigerKernelForImageTextToText"):
         return getattr(import_module(_INTEGRATION), name)
     if name.startswith(_APPLY):
