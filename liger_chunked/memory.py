@@ -184,7 +184,7 @@ def count_bytes(step: Callable[[], object]) -> MemoryEstimate:
 Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 
 _ALLOCATE: dict[Part, tuple[Any, ...]] = {
-    "logits": (HeadPass.reserve, HeadPass._gradient, EpiloguePass.reserve),
+    "logits": (HeadPass.reserve, HeadPass._gradient, EpiloguePass.reserve, StatisticsPass._buffer),
     "weight_grad": (
         HeadGradients.__init__, HeadGradients._weight_gradient, HeadGradients.add, HeadGradients.add_exponentials,
     ),

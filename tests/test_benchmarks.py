@@ -26,6 +26,7 @@ from benchmarks import (
     same_bits,
     steps,
     sweep,
+    token_stats,
 )
 from benchmarks.drawing import floor, style
 
@@ -35,6 +36,7 @@ FAMILIES = {
     "distillation": distillation,
     "policy": policy,
     "sweep": sweep,
+    "token_stats": token_stats,
 }
 # Compiling takes seconds, and a peer's speed on a CPU says nothing about this library.
 pytestmark = [
