@@ -75,7 +75,7 @@ def test_rows(results: Path, family: str) -> None:
         assert row["failure"] is None, row
         assert row["ms"] > 0
         assert row["times_floor"] == pytest.approx(row["ms"] / content["tasks"][row["task"]]["floor_ms"], rel=0.02)
-        if family != "sweep":
+        if family != "sweep" and "forward" not in row["task"]:
             # The float64 gradients belong to the loss that our code and eager code compute.
             assert row["errors"].keys() == {"input", "weight"}
             assert max(row["errors"].values()) < 1e-4, row
