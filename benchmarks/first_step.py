@@ -119,7 +119,8 @@ def _ms(run: Callable[[], object]) -> float:
 
 
 def _fill(row: FirstStepRow, name: str, cache: str, warm: bool) -> None:
-    context = get_context("forkserver")
+    # A fork cannot use CUDA if its parent has asked for the device.
+    context = get_context("forkserver" if DEVICE == "cpu" else "spawn")
     # Imports are not part of a step, and take seconds.
     context.set_forkserver_preload(["torch", "triton", "liger_chunked.losses", "benchmarks.harness"])
     with ProcessPoolExecutor(1, context) as pool:

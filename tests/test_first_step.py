@@ -229,7 +229,7 @@ for lengths in ([length] * 8, [length - 5 * i for i in range(8)], [length - 16 *
     ignored = torch.arange(length, device="cuda") >= torch.tensor(lengths, device="cuda")[:, None]
     evaluate(loss, batch | {"target": batch["target"].masked_fill(ignored, -100)})
 assert not compiled, compiled
-assert allocated < 64 << 20, allocated  # cuBLAS's workspaces
+assert allocated < 65 << 20, allocated  # two streams' workspaces of cuBLAS, 32 MiB each, and cached scalars
 """
 
 
