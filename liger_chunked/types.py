@@ -639,6 +639,10 @@ class MemoryEstimate:
         return f"{self.peak / 2**20:.0f} MiB" + (f": {listed}" if listed else "")
 
 
+_ACCUMULATION = {torch.float64: torch.float64}
+_FLOAT32 = torch.float32
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of statistics: float32, or float64 for float64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return _ACCUMULATION.get(dtype, _FLOAT32)

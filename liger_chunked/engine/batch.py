@@ -65,7 +65,7 @@ def largest(tiles: list[Tile]) -> int:
     return (rows.stop - rows.start) * (vocab.stop - vocab.start)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # frozen, it would take twice as long to make
 class Layout:
     """The order of tokens, and their places in the input and in the dense layout.
 
@@ -159,6 +159,8 @@ class Layout:
         return self._unflatten(values, self.shape[0])
 
     def _unflatten(self, flat: Tensor, n_groups: int) -> Tensor:
+        if len(self.shape) == 1:
+            return flat
         if self.stacked:
             return flat.view(self.shape[1], n_groups, self.shape[2]).transpose(0, 1)
         return flat.view(n_groups, *self.shape[1:])
@@ -292,7 +294,7 @@ def _lay_out_every(n: int, length: int) -> Layout:
     return Layout((n,), target, None, None, mask, lengths=None, side_lengths=None, group_lengths=None, length=length)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SplitLayout(Layout):
     """This rank's tokens of sequences split over ranks.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -41,26 +41,35 @@ class Refused:
 
 
 # cuBLAS may add parts of a long sum in the product's dtype, and accumulate in float16. TF32 is the user's choice.
-_OF_DTYPE = {
+_OF_DTYPE: dict[torch.dtype | None, tuple[Refused, ...]] = {
     torch.bfloat16: (Refused("allow_bf16_reduced_precision_reduction"),),
     torch.float16: (Refused("allow_fp16_reduced_precision_reduction"), Refused("allow_fp16_accumulation")),
 }
 
 
 @functools.cache
-def refused(dtypes: tuple[torch.dtype, ...]) -> tuple[Refused, ...]:
+def refused(dtypes: tuple[torch.dtype | None, ...]) -> tuple[Refused, ...]:
     """Return the settings to switch off for these dtypes."""
     return tuple(permission for dtype in dict.fromkeys(dtypes) for permission in _OF_DTYPE.get(dtype, ()))
 
 
-@contextmanager
-def gemms(device: torch.device, *dtypes: torch.dtype) -> Iterator[None]:
+def gemms(device: torch.device, *dtypes: torch.dtype | None) -> AbstractContextManager[None]:
     """Run a block on `device`, without autocast; products in `dtypes` accumulate in float32."""
-    autocast = autocasts(device.type)
+    permissions, autocast = refused(dtypes), autocasts(device.type)
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    if not (permissions or autocast or elsewhere):
+        return _NOTHING_TO_CHANGE
+    return _changed(device, permissions, autocast, elsewhere)
+
+
+_NOTHING_TO_CHANGE = nullcontext()
+
+
+@contextmanager
+def _changed(device: torch.device, permissions: tuple[Refused, ...], autocast: bool, elsewhere: bool) -> Iterator[None]:
     entered: list[Refused] = []
     try:
-        for permission in refused(dtypes):
+        for permission in permissions:
             permission.enter()
             entered.append(permission)
         with (

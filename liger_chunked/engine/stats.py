@@ -124,8 +124,14 @@ class _LinearTokenStats(torch.autograd.Function):
         ctx.returned = _returned(plan)
         ctx.plan, ctx.head_pass = (_holding(plan), None) if hooks_active() else (plan, head_pass)
         differentiable = (*DIFFERENTIABLE, "candidate_logps")
-        # Copies of views: autograd refuses `logps *= mask` on a view that a Function returns.
-        returned = {name: x.clone() if x._is_view() else x for name, x in dense._asdict().items() if x is not None}
+        # Copies of views, because autograd refuses `logps *= mask` on a view that a Function returns, and of what
+        # the backward reads.
+        saved = {id(x) for x in kept}
+        returned = {
+            name: x.clone() if x._is_view() or id(x) in saved else x
+            for name, x in zip(dense._fields, dense, strict=True)
+            if x is not None
+        }
         ctx.mark_non_differentiable(*(returned[name] for name in ctx.returned if name not in differentiable))
         return tuple(returned[name] for name in ctx.returned)
 
@@ -135,7 +141,7 @@ class _LinearTokenStats(torch.autograd.Function):
         if all(g is None for g in upstream):
             return (None,) * 6
         input, weight, bias, u, up, *rest = ctx.saved_tensors
-        plan = _holding(ctx.plan, *rest[ctx.n_kept :])
+        plan = ctx.plan if ctx.head_pass is not None else _holding(ctx.plan, *rest[ctx.n_kept :])
         layout, given = plan.layout, HeadTensors(weight, bias, up, plan.shard)
         head_pass, ctx.head_pass = ctx.head_pass or _make_pass(plan, given), None
         if isinstance(head_pass, HeadPass) and plan.candidates is not None:
@@ -283,8 +289,9 @@ def linear_token_stats(
     filter = SamplingFilter.of(top_k, top_p, options, outputs, vocab_shard is not None)
     ids = None if candidates is None else check_candidates(candidates, target, head.vocab_size)
     stats = token_stats(head, input, layout, outputs, options, filter=filter, candidates=ids)
-    shaped = {name: None if x is None else x.view(target.shape) for name, x in zip(OUTPUTS, stats, strict=False)}
-    of_ids = stats.candidate_logps
-    if candidates is not None and of_ids is not None:
-        of_ids = of_ids.view(candidates.shape)
-    return TokenStats(**shaped, candidate_logps=of_ids)
+    if target.ndim > 1:
+        shaped = [None if x is None else x.view(target.shape) for x in stats[: len(OUTPUTS)]]
+        stats = TokenStats(*shaped, stats.candidate_logps)
+    if candidates is not None and stats.candidate_logps is not None:
+        stats = stats._replace(candidate_logps=stats.candidate_logps.view(candidates.shape))
+    return stats

@@ -90,7 +90,7 @@ class Step:
         plan, layout, objective = self.plan, self.plan.layout, self.objective
         flat, flat_u = input.reshape(-1, input.shape[-1]), None if u is None else u.reshape(-1, u.shape[-1])
         grads = None
-        if any(needs):
+        if True in needs:
             grads = HeadGradients(
                 layout, flat, head, plan.dtype, needs, plan.n_contributions, flat_u, scattered=plan.scattered
             )
@@ -100,7 +100,7 @@ class Step:
         loss: Tensor | None = None
         has_gradient = isinstance(objective, LinearObjective)
         assert not has_gradient or layout.group_lengths is None  # values stay in token order
-        with gemms(input.device, *(dtype for dtype in (plan.dtype, self.teacher_dtype) if dtype is not None)):
+        with gemms(input.device, plan.dtype, self.teacher_dtype):
             for chunk, tiles in zip(plan.chunks, plan.tiles, strict=True):
                 x = plan.input_rows(flat, chunk.rows)
                 chunk_u = None if flat_u is None else plan.input_rows(flat_u, chunk.rows)
@@ -183,6 +183,9 @@ def _graph_is_retained() -> bool:
 _keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 
 
+_NOTHING_NEEDED = Needs(False, False)
+
+
 class GradientInForward(torch.autograd.Function):
     """`apply(input, weight, bias, u, up, step, is_grad_enabled())`: the loss, then the statistics that are not None.
 
@@ -201,15 +204,13 @@ class GradientInForward(torch.autograd.Function):
         with_gradient: bool,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        needs = Needs(*(need and with_gradient for need in ctx.needs_input_grad[:5]))
+        needs = Needs(*ctx.needs_input_grad[:5]) if with_gradient else _NOTHING_NEEDED
         with isolated():
             loss, stats, ctx.gradients = step.run(input, HeadTensors(weight, bias, up, step.plan.shard), u, needs)
-        if any(needs):
-            given = (input, weight, bias, u, up)
-            ctx.shapes = [None if x is None else x.shape for x in given]
-            ctx.dtypes = [None if x is None else x.dtype for x in given]
+        if True in needs:
+            ctx.like = [None if x is None else (x.shape, x.dtype) for x in (input, weight, bias, u, up)]
             ctx.save_for_backward(loss)  # so that torch raises if the graph was freed
-        present = tuple(f for f in stats if f is not None)
+        present = [f for f in stats if f is not None]
         ctx.mark_non_differentiable(*present)
         return loss, *present
 
@@ -226,8 +227,7 @@ class GradientInForward(torch.autograd.Function):
         else:
             ctx.gradients = None
         scale_([g for g in gradients if g is not None], upstream)
-        like = zip(gradients, ctx.shapes, ctx.dtypes, strict=True)
-        scaled = (None if g is None else g.view(shape).to(dtype) for g, shape, dtype in like)
+        scaled = [None if g is None else g.view(like[0]).to(like[1]) for g, like in zip(gradients, ctx.like)]  # noqa: B905
         return *scaled, None, None
 
 
