@@ -83,15 +83,18 @@ def serves_statistics(
     outputs: tuple[str, ...],
     tiles: list[Tile],
     needs_grad: bool,
+    at_any_size: bool = False,
 ) -> bool:
     """Whether `StatisticsPass` can replace `HeadPass`, and is faster: always without a backward. With one, it computes
     four products, and `HeadPass` 3 + (tiles - 1)/tiles.
     """
-    return (
-        _computes(head, dtype, options, class_weight, outputs)
-        and (not needs_grad or (len(tiles) >= FEWEST_TILES and head.weight.shape[1] <= WIDEST))
-        and sum(largest([tile]) for tile in tiles) * head.weight.shape[1] >= SMALLEST
-    )
+    if not _computes(head, dtype, options, class_weight, outputs):
+        return False
+    if at_any_size:
+        return bool(tiles)
+    return (not needs_grad or (len(tiles) >= FEWEST_TILES and head.weight.shape[1] <= WIDEST)) and sum(
+        largest([tile]) for tile in tiles
+    ) * head.weight.shape[1] >= SMALLEST
 
 
 def _computes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -176,6 +176,7 @@ def token_stats(
     class_weight: Tensor | None = None,
     filter: SamplingFilter | None = None,
     candidates: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> TokenStats:
     """`linear_token_stats` of checked inputs, in the dense layout; `class_weight` weighs `mean_logits`."""
     plan = Plan.of_statistics(
@@ -189,6 +190,7 @@ def token_stats(
         candidates=candidates,
         needs_grad=needs_grad(head, input),
         wide_tiles=has_wide_tiles(input.device),
+        batch_invariant=batch_invariant,
     )
     return run_statistics(plan, head, input)
 
@@ -228,6 +230,7 @@ def linear_token_stats(
     ignore_index: int = -100,
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
+    deterministic: Literal["batch"] | None = None,
     vocab_shard: VocabShard | None = None,
 ) -> TokenStats:
     """Return differentiable statistics of tokens' logits, without all logits in memory.
@@ -250,6 +253,10 @@ def linear_token_stats(
         top_k, top_p: keep the `top_k` largest logits, and of these the fewest whose probabilities sum to `top_p`, as a
             sampler does after the temperature. The others are -inf; logits equal to the smallest kept stay. A dropped
             target has `logps` -inf. Sorts the logits without `top_k`.
+        deterministic: "batch" gives a token's values the same bits in any batch, at any place and with any budget, as
+            for a policy whose sampler uses this function too. On a GPU the fused epilogue computes them, which needs
+            Hopper, bfloat16, and none of bias, softcap, candidates or temperatures of tokens; on a CPU, one token at a
+            time. Gradients follow the batch. Results are repeatable without it too.
         vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
 
     Returns:
@@ -278,6 +285,12 @@ def linear_token_stats(
     if unknown or not outputs or len(set(outputs)) < len(outputs):
         given = ", ".join(map(shown, outputs))
         raise ValueError(f"outputs must name distinct fields of TokenStats {OUTPUTS}, got ({given})")
+    if deterministic not in (None, "batch"):
+        raise ValueError(f'deterministic must be "batch" or None, got {shown(deterministic)}')
+    if deterministic is not None:
+        for name, x in (("vocab_shard", vocab_shard), ("top_k", top_k), ("top_p", top_p)):
+            if x is not None:
+                raise ValueError(f'deterministic="batch" does not take {name}, got {shown(x)}')
     head = LossHead(weight, bias, vocab_shard)
     check_projection(head, input)
     check_target(target, input, head=head)
@@ -288,10 +301,13 @@ def linear_token_stats(
         layout = at_temperature(layout, per_token)
     filter = SamplingFilter.of(top_k, top_p, options, outputs, vocab_shard is not None)
     ids = None if candidates is None else check_candidates(candidates, target, head.vocab_size)
-    stats = token_stats(head, input, layout, outputs, options, filter=filter, candidates=ids)
+    batch_invariant = deterministic is not None
+    stats = token_stats(
+        head, input, layout, outputs, options, filter=filter, candidates=ids, batch_invariant=batch_invariant
+    )
     if target.ndim > 1:
         shaped = [None if x is None else x.view(target.shape) for x in stats[: len(OUTPUTS)]]
-        stats = TokenStats(*shaped, stats.candidate_logps)
+        stats = TokenStats(*shaped)._replace(candidate_logps=stats.candidate_logps)
     if candidates is not None and stats.candidate_logps is not None:
         stats = stats._replace(candidate_logps=stats.candidate_logps.view(candidates.shape))
     return stats
