@@ -73,8 +73,7 @@ def _statistics(plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None)
 def _tensors_of(plan: Plan) -> tuple[Tensor | None, ...]:
     """Return the plan's tensors for autograd to save, so that it detects changes by the caller."""
     layout = plan.layout
-    of_layout = layout.target, layout.rows, layout.slots, layout.temperature
-    return tuple(map(_savable, (*of_layout, plan.class_weight, plan.candidates)))
+    return layout.target, layout.rows, layout.slots, layout.temperature, plan.class_weight, plan.candidates
 
 
 def _holding(
@@ -120,9 +119,14 @@ class _LinearTokenStats(torch.autograd.Function):
         head_pass, dense = _statistics(plan, HeadTensors(weight, bias, up, plan.shard), input, u)
         kept = head_pass.keep()
         ctx.n_kept = len(kept)
-        ctx.save_for_backward(input, weight, bias, u, up, *kept, *_tensors_of(plan))
+        of_plan = _tensors_of(plan)
+        savable = [_savable(x) for x in of_plan]
+        ctx.save_for_backward(input, weight, bias, u, up, *kept, *savable)
         ctx.returned = _returned(plan)
-        ctx.plan, ctx.head_pass = (_holding(plan), None) if hooks_active() else (plan, head_pass)
+        hooked = hooks_active()
+        ctx.head_pass = None if hooked else head_pass
+        copied = any(x is not y for x, y in zip(savable, of_plan, strict=True))
+        ctx.plan = _holding(plan) if hooked or copied else plan
         differentiable = (*DIFFERENTIABLE, "candidate_logps")
         # Copies of views, because autograd refuses `logps *= mask` on a view that a Function returns, and of what
         # the backward reads.
@@ -141,7 +145,7 @@ class _LinearTokenStats(torch.autograd.Function):
         if all(g is None for g in upstream):
             return (None,) * 6
         input, weight, bias, u, up, *rest = ctx.saved_tensors
-        plan = ctx.plan if ctx.head_pass is not None else _holding(ctx.plan, *rest[ctx.n_kept :])
+        plan = _holding(ctx.plan, *rest[ctx.n_kept :]) if ctx.plan.layout.mask is None else ctx.plan
         layout, given = plan.layout, HeadTensors(weight, bias, up, plan.shard)
         head_pass, ctx.head_pass = ctx.head_pass or _make_pass(plan, given), None
         if isinstance(head_pass, HeadPass) and plan.candidates is not None:
