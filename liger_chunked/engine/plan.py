@@ -129,30 +129,35 @@ class Plan:
         """Plan a forward whose backward comes later. `candidates` (N, K) are of all tokens."""
         of_logit = logit_bytes(options, dtype)
         warn_of_few_rows(options, head.even_shape[0], of_logit, layout.n_valid)
-        elements = budget_elements(options, head.even_shape, dtype, bytes_per_logit=of_logit)
-        if filter is None:
-            cut = tiles(layout.n_valid, head.columns, elements, square=True)
-        else:
-            whole_rows = pieces(0, layout.n_valid, max(1, elements // head.columns))
-            cut = [Tile(rows, slice(0, head.columns)) for rows in whole_rows]
-        every = slice(0, layout.n_valid)
-        chunks = [Chunk(every, every)]
-        by_epilogue = (
-            wide_tiles
-            and filter is candidates is layout.temperature is None
-            and epilogue.serves_statistics(
+        n_valid, columns = layout.n_valid, head.columns
+
+        def elements(bytes_per_logit: int) -> int:
+            return budget_elements(options, head.even_shape, dtype, bytes_per_logit=bytes_per_logit)
+
+        by_epilogue = by_token = False
+        if wide_tiles and filter is candidates is layout.temperature is None:
+            cut = tiles(n_valid, columns, elements(dtype.itemsize), square=True)  # of gradients, never of logits
+            by_epilogue = epilogue.serves_statistics(
                 head, dtype, options, class_weight, outputs, cut, needs_grad, at_any_size=batch_invariant
             )
-        )
-        by_token = batch_invariant and not by_epilogue and layout.n_valid > 0
-        if by_token:
-            if layout.target.device.type != "cpu":
+        if by_epilogue:
+            pass
+        elif filter is not None:
+            whole_rows = pieces(0, n_valid, max(1, elements(of_logit) // columns))
+            cut = [Tile(rows, slice(0, columns)) for rows in whole_rows]
+        elif batch_invariant:
+            by_token = True
+            cut = [Tile(slice(i, i + 1), slice(0, columns)) for i in range(n_valid)]
+            if cut and layout.target.device.type != "cpu":
                 raise ValueError(
                     'deterministic="batch" on a GPU needs Hopper, bfloat16, contiguous weights with H a multiple of 8, '
                     'outputs among "logps", "lse", "entropy" and "mean_logits", and no bias, adapter, softcap, '
                     "candidates or temperature of tokens; got another call"
                 )
-            cut = [Tile(slice(i, i + 1), slice(0, head.columns)) for i in range(layout.n_valid)]
+        else:
+            cut = tiles(n_valid, columns, elements(of_logit), square=True)
+        every = slice(0, n_valid)
+        chunks = [Chunk(every, every)]
         layout, scattered = scatter_rows(layout, chunks, head.shard)
         if candidates is not None and layout.slots is not None:
             candidates = candidates[layout.slots]
