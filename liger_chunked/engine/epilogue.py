@@ -52,7 +52,7 @@ def _for_descriptor(x: Tensor) -> Tensor:
 
 
 def _padded(columns: int) -> int:
-    """Return a row stride that descriptors can have."""
+    """Return a row stride for descriptors."""
     return -(-columns // _DESCRIPTOR_ELEMENTS) * _DESCRIPTOR_ELEMENTS
 
 
@@ -84,8 +84,9 @@ def serves_statistics(
     tiles: list[Tile],
     needs_grad: bool,
 ) -> bool:
-    """Whether `StatisticsPass` can replace `HeadPass`, and is faster: always without a backward. With one, it computes
-    four products, and `HeadPass` 3 + (tiles - 1)/tiles.
+    """Whether `StatisticsPass` can replace `HeadPass`, and is faster: always without a backward.
+
+    With one, it computes four products, and `HeadPass` 3 + (tiles - 1)/tiles.
     """
     return (
         _computes(head, dtype, options, class_weight, outputs)
@@ -143,7 +144,7 @@ class EpiloguePass:
 
     Bytes for a chunk of n tokens, beyond the step's gradients and cuBLAS's workspaces, which no estimate counts:
 
-        E              2 n V         the buffer; none without a backward
+        E              2 n V         none without a backward
         row sums                     see `kernels/projection.py`
         s x            2 n H         during backward, in the memory of dX if there is one
         E W            4 n H         while dX is formed; at most 32 MiB
@@ -229,10 +230,9 @@ class EpiloguePass:
 class StatisticsPass:
     """Statistics with the fused epilogue, whose backward comes later and projects again: four products, no logits.
 
-    The second projection knows the rows' sums and upstream gradients, so its epilogue writes the gradient of all four
-    statistics.
+    The second projection knows the rows' sums and upstream gradients, so its epilogue writes the gradient.
 
-    Bytes: in the forward, partial sums, which may take as much as the gradient's tile; in the backward, this tile.
+    Bytes: in the forward, partial sums, at most those of the gradient's tile; in the backward, this tile.
     """
 
     head: HeadTensors
@@ -301,7 +301,7 @@ class StatisticsPass:
         self.grads.close_chunk(dx, rows)
 
     def _buffer(self, tiles: list[Tile]) -> Tensor:
-        """Return memory for the gradient of any tile."""
+        """Return memory for any tile's gradient."""
         extents = map(_extent, tiles)
         return self.head.weight.new_empty(max(n * _padded(columns) for n, columns in extents))
 

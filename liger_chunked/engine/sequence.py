@@ -34,8 +34,6 @@ def check_group(group: Any) -> None:
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """How many positions each rank has, in rank order."""
-
     group: Any
     batch: int  # sequences
     lengths: tuple[int, ...]  # positions of each rank
@@ -57,12 +55,10 @@ class SequenceSplit:
 
     @property
     def length(self) -> int:
-        """Positions of a whole sequence."""
         return sum(self.lengths)
 
     @property
     def own(self) -> slice:
-        """This rank's positions."""
         rank = dist.get_rank(self.group)
         start = sum(self.lengths[:rank])
         return slice(start, start + self.lengths[rank])
@@ -86,7 +82,6 @@ class SequenceSplit:
         return self._join(list(gather_tensor(padded, self.group).unbind()))
 
     def whole_values(self, values: Values) -> Values:
-        """Gather the fields of a NamedTuple by one collective."""
         padded = values._make(None if f is None else self._pad(f) for f in values)
         parts = gather(padded, self.group)
         return values._make(None if f[0] is None else self._join(list(f)) for f in zip(*parts, strict=True))
@@ -96,6 +91,6 @@ class SequenceSplit:
         return gather_tensor(x, self.group).sum(0)
 
     def slots(self, own: Tensor) -> Tensor:
-        """Convert indices into this rank's flattened (B, T_r) to indices into the flattened (B, T)."""
+        """Convert indices into (B, T_r) to indices into (B, T)."""
         length = max(1, self.own_length)
         return own.div(length, rounding_mode="floor") * self.length + self.own.start + own % length

@@ -32,12 +32,9 @@ class OutputProcessor:
               output_processor_context={"outputs": ("logps", "entropy"), "temperature": 0.7})
 
     Labels are shifted already. Those of -100, or where `loss_mask` is zero, are ignored. Each rank holds equally many
-    rows of the head. MuP's output multiplier is passed as
-    `logit_scale`, which modules take in their constructor only.
+    rows of the head. MuP's output multiplier is passed as `logit_scale`, which modules take in their constructor only.
 
-    Raises:
-        ValueError: no labels, or a head that is not plain rows of the vocabulary.
-        TypeError: the context is no dict.
+    Raises ValueError without labels, or if the head is not plain rows of the vocabulary.
     """
 
     def __init__(self, fn: Callable[..., Any] | None = None, *, vocab_size: int | None = None) -> None:

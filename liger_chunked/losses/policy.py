@@ -93,7 +93,6 @@ REDUCTIONS: Mapping[str, _Reduction] = {
     "dr_grpo": _Reduction(_dr_grpo, needs_length=True),
     "dapo": _Reduction(_dapo, counts_items=True),
     "luspo": _Reduction(_luspo),
-    # verl's names
     "seq-mean-token-mean": _Reduction(_grpo),
     "seq-mean-token-sum": _Reduction(_luspo),
     "seq-mean-token-sum-norm": _Reduction(_dr_grpo, needs_length=True),
@@ -118,7 +117,6 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "k2": _k2,
     "k3": _k3,
     "abs": torch.abs,
-    # verl's names
     "kl": _k1,
     "mse": _k2,
     "low_var_kl": _k3,
@@ -319,8 +317,6 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 by the number of steps.
             temperature: float32 (B, T), of each token, instead of that of `options`; of the reference too.
 
-        Raises:
-            ValueError: a reference is missing.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
