@@ -5,9 +5,8 @@
 
 `install()` serves imports of `liger_kernel` itself, where Liger-Kernel is not installed.
 
-The computation is this library's. Arguments that only tune kernels have no effect. Unsupported ones that would change
-the result raise NotImplementedError. docs/migration.md and the modules list the differences. New code should use
-`liger_chunked`.
+Arguments that only tune kernels have no effect. Unsupported ones that would change the result raise
+NotImplementedError. docs/migration.md and the modules list the differences. New code should use `liger_chunked`.
 """
 
 from __future__ import annotations

@@ -264,9 +264,6 @@ def liger_rotary_pos_emb(
     """Apply `liger_chunked.liger_rotary_pos_emb` to the first `rotary_dim` columns of a head.
 
     The default is the columns of `cos`. Otherwise `cos` and `sin` need only `rotary_dim // 2` columns.
-
-    Raises:
-        ValueError: `rotary_dim` is odd or more than twice the columns of `cos`, or shapes do not fit.
     """
     if rotary_dim is not None:
         if rotary_dim % 2 or not 0 < rotary_dim <= 2 * cos.shape[-1]:
@@ -309,7 +306,6 @@ class LigerCrossEntropyLoss(Loss):
         )
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
-        """Return the loss, or a `CrossEntropyOutput` if a `return_...` flag is set."""
         loss = self.loss(_input, target).to(_input.dtype)
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return loss
@@ -337,9 +333,7 @@ class LigerCrossEntropyLoss(Loss):
 class LigerFusedLinearCrossEntropyLoss(Loss):
     """`losses.LigerFusedLinearCrossEntropyLoss`; `use_token_scaling` is `dft`.
 
-    Raises:
-        NotImplementedError: `use_token_scaling` with `label_smoothing` or `lse_square_scale`, which Liger-Kernel
-            scales too.
+    It excludes `label_smoothing` and `lse_square_scale`, which Liger-Kernel scales too.
     """
 
     def __init__(
@@ -390,11 +384,7 @@ class LigerFusedLinearCrossEntropyLoss(Loss):
 
 
 class LigerFusedLinearJSD(Loss):
-    """`losses.LigerFusedLinearJSDLoss` without a hard loss.
-
-    Raises:
-        NotImplementedError: in forward, for a larger teacher vocabulary.
-    """
+    """`losses.LigerFusedLinearJSDLoss` without a hard loss. The teacher's vocabulary must not be larger."""
 
     def __init__(
         self,
@@ -428,7 +418,6 @@ class LigerFusedLinearJSD(Loss):
 
 
 def _of_one_dtype(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both in the wider dtype, the teacher detached."""
     dtype = torch.promote_types(student.dtype, teacher.dtype)
     return student.to(dtype), teacher.detach().to(dtype)
 
@@ -570,7 +559,7 @@ def _family_function(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _functions_by_type() -> dict[str, Callable[..., Any]]:
-    """Return the functions of the families that the installed transformers has, by `config.model_type`."""
+    """Return the installed families' functions, by `config.model_type`."""
     functions = {}
     for model_type, family in {**{family: family for family in ORDERS}, **_INNER}.items():
         try:
