@@ -270,7 +270,7 @@ def evaluate(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The same through full logits and autograd."""
+    """Return the loss and gradients, by full logits and autograd."""
     given, leaves = _leaves(batch)
     return _gradients(full_loss(loss, given), leaves)
 

@@ -1,9 +1,6 @@
 """Select and order the tokens that have a target.
 
-token    a position with a target; others reach no matrix product
-group    a token, a sequence or a pair, which an objective cannot split
-chunk    whole groups that the objective sees at once, within the budget
-tile     rows of a chunk times a slice of the vocabulary: the logits in memory at once
+docs/how-it-works.md explains groups, chunks and tiles.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """Run chunks of student and teacher.
 
-    project the student's chunk
-    for tile in chunk:                  whole rows: a divergence needs all of them
-        project the teacher             the budget holds chunk and tile
-        divergences, log-probabilities
-        student logits -> gradient, in place
-    dX, dW
-
-The loss is linear in these values, so its gradients are known in advance.
+For each tile of a student's chunk, project the teacher. A divergence needs whole rows, and the budget holds chunk and
+tile. The loss is linear in the divergences, so its gradients are known in advance.
 """
 
 from __future__ import annotations

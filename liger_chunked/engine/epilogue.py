@@ -52,7 +52,6 @@ def _for_descriptor(x: Tensor) -> Tensor:
 
 
 def _padded(columns: int) -> int:
-    """Return a row stride for descriptors."""
     return -(-columns // _DESCRIPTOR_ELEMENTS) * _DESCRIPTOR_ELEMENTS
 
 
@@ -139,8 +138,8 @@ class EpiloguePass:
     The pass needs bfloat16, the precision of E, and a float32 dW or none, because the target's rows cannot be added to
     a rounded one. It rounds no logits, whatever `logits_dtype` is.
 
-    dX and dW overlap on two streams. dW is enqueued first, but after small kernels, so that dX, whose tiles take long,
-    starts first (docs/tuning.md).
+    dX and dW overlap on two streams (docs/tuning.md). dW is enqueued first, but after small kernels, so that dX, whose
+    tiles take long, starts first.
 
     Bytes for a chunk of n tokens, beyond the step's gradients and cuBLAS's workspaces, which no estimate counts:
 
@@ -301,7 +300,6 @@ class StatisticsPass:
         self.grads.close_chunk(dx, rows)
 
     def _buffer(self, tiles: list[Tile]) -> Tensor:
-        """Return memory for any tile's gradient."""
         extents = map(_extent, tiles)
         return self.head.weight.new_empty(max(n * _padded(columns) for n, columns in extents))
 

@@ -185,7 +185,6 @@ class HeadGradients:
             self._slice = None
 
     def _start_sum(self, dx: Tensor) -> None:
-        """Sum the ranks' dX while dW is computed."""
         if self._scattered is not None:
             self._sum, self._summed = self._scattered.start_reduce(dx, self._chunk_rows)
         elif self._shard is not None and self._shard.input_grad == "all_reduce":

@@ -1,9 +1,4 @@
-"""Compute a loss with its gradients in the forward.
-
-    for chunk in plan:
-        project, reduce to values per token       statistics, or divergences from a teacher
-        loss, g = autograd on the objective       on a few numbers per token; a linear objective needs none
-        logits -> gradient in place, dX, dW       while the logits are in memory
+"""Compute a loss with its gradients in the forward, chunk by chunk (docs/how-it-works.md).
 
 Backward multiplies by the upstream gradient, on a copy if the graph is retained.
 """
@@ -53,7 +48,7 @@ class LinearObjective:
     """A loss linear in the values: gradients need no autograd."""
 
     def loss(self, values: Any) -> Tensor:
-        """Return the batch's loss () in float64."""
+        """Return the batch's loss (), float64."""
         raise NotImplementedError
 
     def gradients(self, values: Any) -> dict[str, Tensor]:

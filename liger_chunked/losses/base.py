@@ -69,7 +69,7 @@ class StatsLoss(FusedLoss):
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        """Those that the gradient may reach."""
+        """The statistics that the gradient may reach."""
         raise NotImplementedError
 
     def _fuse(

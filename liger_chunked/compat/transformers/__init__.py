@@ -105,7 +105,6 @@ def fused_add_rms_norm(
     offset: float = 0.0,
     casting_mode: str = "llama",
 ) -> tuple[Tensor, Tensor]:
-    """Return the RMSNorm of `x + residual`, and the sum."""
     if casting_mode in _CASTINGS:
         casting = _CASTINGS[casting_mode]
         return kernels.liger_rms_norm(x, weight, eps, offset=offset, casting=casting, residual=residual)

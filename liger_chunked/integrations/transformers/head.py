@@ -199,8 +199,6 @@ def _without_logits(
 
 @dataclass(frozen=True)
 class _CrossEntropy:
-    """A patched model's head_fn."""
-
     logits_budget: int | None
     token_accuracy: bool
 

@@ -1,9 +1,6 @@
-"""Compute once a prefix that sequences share, such as a prompt in GRPO or DPO.
+"""Compute once a prefix that sequences share, such as a prompt in GRPO or DPO (docs/shared_prefix.md).
 
-    batch = share_batch(model, input_ids, attention_mask)
-    loss = model(**batch.inputs, labels=labels, head_fn=batch.head_fn(loss_of))      # after attach_head(model)
-
-The model's own forward runs on a trie (`trie.py`), so wrappers, adapters, hooks and gradient checkpointing work.
+The model's own forward runs on a trie, so wrappers, adapters, hooks and gradient checkpointing work.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""Pack a padded batch as a trie of tokens, to compute shared prefixes once.
+"""Pack a padded batch as a trie of tokens (docs/shared_prefix.md).
 
-Nodes are laid out depth first. Token q attends to token k, an ancestor of q or q itself, where
-
-    k <= q < end[k]            end[k]: the index behind the last descendant of k
-
-Its position is its depth.
+Nodes are laid out depth first. Token q attends to k where `k <= q < end[k]`, the index behind k's last descendant.
 """
 
 from __future__ import annotations
@@ -303,7 +299,6 @@ class _Path:
         self._depth = 0
 
     def enter(self, n: int) -> slice:
-        """Add `n` nodes to the sequence."""
         part = slice(self.place, self.place + n)
         self._parts.append(part)
         self._depth += n

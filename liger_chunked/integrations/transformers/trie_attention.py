@@ -1,11 +1,8 @@
 """Masks and attention for packed tries.
 
-transformers passes a 4-D mask, or a dict of one per layer type, unchanged to the attention layers:
-
-- a dense mask, for SDPA and eager attention: on a CPU and for short rows
-- a `TrieMask`, for FlexAttention, which skips invisible blocks
-
-The mask decides which attention runs, not the config, so that checkpointing recomputes a layer alike.
+transformers passes a 4-D mask unchanged to the attention layers: a dense one, for SDPA and eager attention, or a
+`TrieMask`, for FlexAttention. The mask decides which attention runs, not the config, so that checkpointing recomputes
+a layer alike.
 """
 
 from __future__ import annotations

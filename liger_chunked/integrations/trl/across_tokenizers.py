@@ -125,7 +125,6 @@ def distance(
     teacher: tuple[Head, HeadInput],
     logits_budget: int | None,
 ) -> Tensor:
-    """Return TRL's `ULDLoss`."""
     (head, input), (teacher_head, teacher_input) = student, teacher
     loss = input.hidden_states.sum() * 0.0
     if uld.distillation_weight:

@@ -177,8 +177,6 @@ def fused_output(
 
 
 class Step(NamedTuple):
-    """A loss; `target` is (B, T)."""
-
     loss: Tensor
     metrics: Any
     target: Tensor
