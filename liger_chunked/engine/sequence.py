@@ -1,11 +1,7 @@
 """Sequences split over ranks (context parallelism, https://arxiv.org/abs/2310.01889).
 
-A rank projects only the hidden states of its positions. Ranks gather small tensors to whole sequences:
-
-before the step    targets, masks, log-probabilities of old policy and reference
-in each chunk      token statistics, so that all ranks evaluate the same objective
-
-A rank gets the dX of its positions, and its share of dW.
+A rank projects only the hidden states of its positions. Ranks gather other tensors before the step, and statistics in
+each chunk, so that all evaluate the same objective. A rank gets the dX of its positions, and its share of dW.
 """
 
 from __future__ import annotations

@@ -157,16 +157,15 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
 
         loss = sum over the valid tokens of (weight * cost + beta * kl) / denominator - entropy_coef * mean(entropy)
 
-    | reduction | denominator | loss |
-    |---|---|---|
-    | `grpo` | `B * length` | mean over the sequences of the mean over their tokens (2402.03300) |
-    | `bnpo` | valid tokens of the batch | mean over the tokens of the batch |
-    | `dapo` | `num_items`, or else as `bnpo` | mean over the tokens of the accumulated batch (2503.14476) |
-    | `dr_grpo` | `B * max_completion_length` | independent of the lengths (2503.20783) |
-    | `luspo` | `B` | mean over the sequences of the sum over their tokens (2602.05261) |
+    | reduction | verl's name | denominator | loss |
+    |---|---|---|---|
+    | `grpo` | `seq-mean-token-mean` | `B * length` | mean over sequences of the mean over tokens (2402.03300) |
+    | `bnpo` | | valid tokens of the batch | mean over the tokens of the batch |
+    | `dapo` | `token-mean` | `num_items`, or else as `bnpo` | mean over tokens of the accumulated batch (2503.14476) |
+    | `dr_grpo` | `seq-mean-token-sum-norm` | `B * max_completion_length` | independent of the lengths (2503.20783) |
+    | `luspo` | `seq-mean-token-sum` | `B` | mean over the sequences of the sum over their tokens (2602.05261) |
 
-    verl's names are `seq-mean-token-mean` for `grpo`, `token-mean` for `dapo`, `seq-mean-token-sum-norm` for `dr_grpo`
-    and `seq-mean-token-sum` for `luspo`. Sequences without valid tokens add 0, but count in `B`, unlike in verl.
+    Sequences without valid tokens add 0, but count in `B`, unlike in verl.
 
     `weight` is `importance_weights`, or 1. `kl` is in nats (http://joschu.net/blog/kl-approx.html), with
     `d = log pi_ref - log pi`:

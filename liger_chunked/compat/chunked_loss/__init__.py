@@ -1,6 +1,6 @@
 """The signatures of `liger_kernel.chunked_loss` 0.8.5 over the losses of `liger_chunked`.
 
-docs/migration.md lists the differences of all losses. Errors are those of `liger_chunked`.
+docs/migration.md lists the differences. Errors are those of `liger_chunked`.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class LigerFusedLinearSimPOLoss(Loss):
 
 
 class LigerFusedLinearKTOLoss(Loss):
-    """`losses.LigerFusedLinearKTOLoss`. `kl`, one value, is 0 by default, and may be negative."""
+    """`losses.LigerFusedLinearKTOLoss`. `kl` is 0 by default, and may be negative."""
 
     def __init__(
         self,
@@ -302,8 +302,7 @@ class LigerFusedLinearKTOLoss(Loss):
 class LigerFusedLinearGRPOLoss(Loss):
     """`losses.LigerFusedLinearGRPOLoss`. Unread settings have no effect.
 
-    Across ranks, `dapo`, `cispo` and `vespo` divide by the mean number of tokens per rank. Without `use_ref_model` the
-    KL is 0; Liger-Kernel uses the policy as reference.
+    Across ranks, `dapo`, `cispo` and `vespo` divide by the mean number of tokens per rank.
     """
 
     def __init__(

@@ -1,14 +1,6 @@
 """The signatures of `liger_kernel.transformers` 0.8.5 over the kernels and models of `liger_chunked`.
 
-Differences that docs/migration.md does not list:
-
-- Inputs are never overwritten, and gradients accumulate in float32. Constructors raise ValueError for invalid options.
-- Losses are 0 instead of NaN over no tokens.
-- `LigerSwiGLUMLP` has biases if its config sets `mlp_bias`.
-- `liger_rotary_pos_emb` reads `position_ids` and `unsqueeze_dim`.
-- `apply_liger_kernel_to_<family>` also exists, by keyword, for other families. All switches are on but
-  `cross_entropy`; Liger-Kernel skips glm4's rotary embedding and granite's fused cross entropy. `layer_norm=True`
-  without a model is an error.
+docs/migration.md lists the differences.
 """
 
 from __future__ import annotations
@@ -330,10 +322,7 @@ class LigerCrossEntropyLoss(Loss):
 
 
 class LigerFusedLinearCrossEntropyLoss(Loss):
-    """`losses.LigerFusedLinearCrossEntropyLoss`; `use_token_scaling` is `dft`.
-
-    It excludes `label_smoothing` and `lse_square_scale`, which Liger-Kernel scales too.
-    """
+    """`losses.LigerFusedLinearCrossEntropyLoss`; `use_token_scaling` is `dft`."""
 
     def __init__(
         self,
@@ -383,7 +372,7 @@ class LigerFusedLinearCrossEntropyLoss(Loss):
 
 
 class LigerFusedLinearJSD(Loss):
-    """`losses.LigerFusedLinearJSDLoss` without a hard loss. The teacher's vocabulary must not be larger."""
+    """`losses.LigerFusedLinearJSDLoss` without a hard loss."""
 
     def __init__(
         self,
