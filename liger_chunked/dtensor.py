@@ -53,7 +53,7 @@ def localized(arguments: dict[str, Any]) -> dict[str, Any]:
     - Other tensors are gathered.
 
     Raises:
-        TypeError, ValueError: another placement, or a vocabulary of another size.
+        TypeError, ValueError: another placement.
     """
     weight: Any = _matrix(arguments.get("weight"))
     given = arguments.get("vocab_shard")

@@ -54,7 +54,7 @@ class ScatteredRows:
         return torch.cat([part[:n] for part, n in zip(parts.unbind(), counts, strict=True)])
 
     def start_reduce(self, dx: Tensor, rows: slice) -> tuple[dist.Work | None, Tensor]:
-        """Start to sum a chunk's dX over the ranks. Return the collective, and memory for this rank's rows."""
+        """Start to sum a chunk's dX. Return the collective, and memory for this rank's rows."""
         counts = self.counts[_key(rows)]
         longest = max(counts)
         if len(set(counts)) > 1:

@@ -23,10 +23,8 @@ def even_shard(
 ) -> VocabShard | None:
     """Return this rank's shard; None for one rank without padding.
 
-    Args:
-        weight, group, input_grad: this rank's rows, and as in `VocabShard`.
-        rows: the ids that the framework names. ValueError if they are not those of `weight`.
-        vocab_size: None: all rows are in the softmax.
+    `rows` are the ids that the framework names: ValueError if they are not those of `weight`. For the other arguments,
+    see `VocabShard`.
     """
     n, ranks = weight.shape[0], dist.get_world_size(group)
     start = dist.get_rank(group) * n
@@ -41,7 +39,7 @@ def even_shard(
 
 
 def budget_of(tokens: int | None, weight: Tensor) -> int | None:
-    """Return the bytes of `tokens` rows of logits; None: automatic."""
+    """Return the bytes of `tokens` rows of logits."""
     if tokens is None:
         return None
     if tokens < 1:

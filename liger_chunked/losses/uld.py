@@ -48,9 +48,7 @@ class LigerFusedLinearULDLoss(FusedLoss):
 
     Sorting takes whole rows, in chunks of rows: the logits of neither model are in memory at once.
 
-    Args:
-        teacher_options: the teacher's `softcap`, `logit_scale` and `temperature`, if different.
-        **options: see `LogitOptions`. `ignore_index` is not used; the budget covers both models' logits.
+    Options: see `LigerFusedLinearDistillationBase`. `ignore_index` is not used.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(3, 4)
@@ -93,9 +91,6 @@ class LigerFusedLinearULDLoss(FusedLoss):
             mask: (N,) or (B, T) bool, False at rows to ignore.
             num_items: divisor of the sum; None: the rows that count.
             vocab_shard: refused.
-
-        Raises:
-            ValueError: rows or shapes do not match, or a split vocabulary.
         """
         if vocab_shard is not None:
             raise ValueError(f"{type(self).__name__} sorts whole rows of logits, got vocab_shard: gather the weights")

@@ -134,7 +134,7 @@ def _angles(module: nn.Module) -> tuple[Tensor, Tensor] | None:
             cos, sin = (y.float().cpu() for y in rotary(x, ids.to(device), **more))
             if cos.ndim == 3 and cos.shape[:2] == (1, 5):
                 return cos, sin
-    except Exception:  # another part of the model, or on the meta device
+    except Exception:
         pass
     return None
 
@@ -157,7 +157,7 @@ def _rotary_difference(ours: Callable[..., Any], function: Any, cos: Tensor, sin
 
 
 def built(binding: Binding, cls: type[nn.Module], modeling: ModuleType) -> nn.Module:
-    """Build a module on the meta device that the layer supports, or raise Incomparable or Difference."""
+    """Build a module on the meta device that the layer supports."""
     reasons = []
     for config in (*_configs(modeling), None):
         if hasattr(config, "_experts_implementation"):
@@ -190,7 +190,7 @@ def _configs(modeling: ModuleType) -> Iterator[Any]:
     for config_class in dict.fromkeys(cls.config_class for cls in models if cls.config_class is not None):
         try:
             config = config_class()
-        except Exception:  # the config has no defaults
+        except Exception:
             continue
         parts = (getattr(config, part, None) for part in config.sub_configs)
         yield from (config.get_text_config(), config, *(part for part in parts if part is not None))
