@@ -77,7 +77,7 @@ class AdaptedWeight:
             calls it once per tensor of hidden states, with one dropout mask.
 
     Gradients reach `weight`, `up` and the parameters of `down`. With a 16-bit weight, `up` and `down(x)` may be
-    float32: a product of rank 3 r keeps 16 bits of precision. Autocast rounds them. PEFT does both.
+    float32, as in PEFT: a product of rank 3 r keeps 16 bits of precision. Autocast rounds them.
 
     >>> lora_A, lora_B = torch.randn(2, 4), torch.zeros(11, 2)
     >>> weight = AdaptedWeight(torch.randn(11, 4), up=lora_B, down=lambda x: 0.5 * (x @ lora_A.T))
