@@ -36,8 +36,8 @@ class TokenStats(NamedTuple):
 
     - `candidate_logps`: (..., K), `z_c - lse` of the `candidates` of `linear_token_stats`
 
-    The first four and the last are differentiable. Fields have the tokens' shape, or are None if not requested. Floats
-    are float32, or float64 for float64 inputs. With 16-bit hidden states, `logps` uses an unrounded `z_y`.
+    The first four and the last are differentiable. The others have the tokens' shape. Fields not requested are None.
+    Floats are float32, or float64 for float64 inputs. With 16-bit hidden states, `logps` uses an unrounded `z_y`.
     """
 
     logps: Tensor | None = None

@@ -88,6 +88,7 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
     Args:
         kl_coef: weight of the teacher's signal beside other `advantages`.
         epsilon_low, epsilon_high: infinity is no bound.
+        reduction, max_completion_length: see `LigerFusedLinearPolicyBase`.
         teacher_options: see `LigerFusedLinearDistillationBase`.
         **options: see `LogitOptions`; use the sampler's `temperature`.
 

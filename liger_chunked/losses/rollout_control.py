@@ -43,8 +43,8 @@ def rollout_importance_weights(
     | `sequence_truncate`, `sequence_mask` | product of `w` over the sequence | the bound, 0 |
     | `geometric_truncate`, `geometric_mask` | geometric mean of `w` over the sequence | the bound, 0 |
 
-    Modes and defaults are TRL's, which has no geometric mean. Multiply weights to combine verl's `rollout_is` and
-    `rollout_rs`.
+    Modes and defaults are those of TRL, which has no geometric mean. Multiply weights to combine verl's
+    `rollout_is` and `rollout_rs`.
 
     Args:
         old_logps: (B, T) in nats, of the training engine.
