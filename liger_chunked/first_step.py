@@ -42,10 +42,10 @@ def warmup(
 ) -> None:
     """Compile the Triton kernels of `loss`, so that the first step need not: seconds, unless Triton's cache has them.
 
-    Runs three steps on random tensors of these sizes, and of numbers of tokens for which Triton compiles variants. Call
-    it on each rank before training, after `torch.cuda.set_device`. Meanwhile it takes the memory of the inputs and of
-    `estimate_memory`. No gradient, random state or tensor of yours changes. Kernels of a patched model's layers are not
-    compiled.
+    Runs three steps on random tensors of these sizes. Their numbers of tokens differ, because Triton compiles variants.
+    Call it on each rank before training, after `torch.cuda.set_device`. It needs the memory of the inputs and of
+    `estimate_memory`, and frees it. No gradient, random state or tensor of yours changes. Kernels of a patched model's
+    layers are not compiled.
 
     Args:
         loss, vocab_size, hidden_size, shape, valid, dtype, autocast, bias, trainable_head, trainable_input, lora_rank,

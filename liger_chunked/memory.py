@@ -93,12 +93,10 @@ def estimate_memory(
 
     Args:
         loss: a loss, also your own, or `linear_token_stats`.
-        vocab_size, hidden_size: the weight's.
         shape: of the target, (B, T) or (N,).
         valid: tokens with a target, of the batch or each sequence; None: all.
         dtype: of weight, bias and hidden states.
         autocast: its dtype, if on.
-        bias: whether heads have one.
         trainable_head, trainable_input: whether they need a gradient. If neither does, only a forward runs.
         lora_rank: r of a trainable float32 adapter on the head (`AdaptedWeight`).
         ref_hidden_size: the reference's; None if you pass `ref_logps`.

@@ -64,8 +64,8 @@ class LossReport(NamedTuple):
     """A result of `check_loss`.
 
     - `error`: the largest relative difference from full logits
-    - `budgets`: compared, in bytes
-    - `tokens`: valid ones
+    - `budgets`: the budgets that were compared, in bytes
+    - `tokens`: valid tokens
     """
 
     loss: float

@@ -36,8 +36,8 @@ class TokenStats(NamedTuple):
 
     - `candidate_logps`: (..., K), `z_c - lse` of the `candidates` of `linear_token_stats`
 
-    The first four and the last are differentiable. Fields have the tokens' shape, or are None if not requested. Floats
-    are float32, or float64 for float64 inputs. With 16-bit hidden states, `logps` uses an unrounded `z_y`.
+    The first four and the last are differentiable. The others have the tokens' shape. Fields not requested are None.
+    Floats are float32, or float64 for float64 inputs. With 16-bit hidden states, `logps` uses an unrounded `z_y`.
     """
 
     logps: Tensor | None = None
@@ -77,7 +77,7 @@ class AdaptedWeight:
             calls it once per tensor of hidden states, with one dropout mask.
 
     Gradients reach `weight`, `up` and the parameters of `down`. With a 16-bit weight, `up` and `down(x)` may be
-    float32: a product of rank 3 r keeps 16 bits of precision. Autocast rounds them. PEFT does both.
+    float32, as in PEFT: a product of rank 3 r keeps 16 bits of precision. Autocast rounds them.
 
     >>> lora_A, lora_B = torch.randn(2, 4), torch.zeros(11, 2)
     >>> weight = AdaptedWeight(torch.randn(11, 4), up=lora_B, down=lambda x: 0.5 * (x @ lora_A.T))

@@ -42,7 +42,7 @@ class Chunk(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """`rows` of the chunk, and `vocab` columns."""
+    """`rows` of the chunk, and columns `vocab` of its logits."""
 
     rows: slice
     vocab: slice

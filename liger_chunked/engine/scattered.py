@@ -1,7 +1,6 @@
 """Hidden states split over the ranks of a split vocabulary (sequence parallelism, https://arxiv.org/abs/2205.05198).
 
-Every rank projects every token. A chunk's hidden states are gathered before its product, and its dX is reduced and
-scattered while dW is computed. No rank holds the hidden states of the whole batch.
+A chunk's hidden states are gathered before its product. Its dX is reduced and scattered while dW is computed.
 """
 
 from __future__ import annotations

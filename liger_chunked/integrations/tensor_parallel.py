@@ -39,7 +39,7 @@ def even_shard(
 
 
 def budget_of(tokens: int | None, weight: Tensor) -> int | None:
-    """Return the bytes of `tokens` rows of logits."""
+    """Return the bytes of `tokens` rows of logits; None: automatic."""
     if tokens is None:
         return None
     if tokens < 1:

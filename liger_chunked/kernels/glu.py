@@ -252,7 +252,8 @@ def liger_geglu(
 ) -> Tensor:
     """Return `F.gelu(gate, approximate=approximate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
 
-    `approximate` is "tanh" (`gelu_pytorch_tanh`, Gemma) or "none", the error function. Others: see `liger_swiglu`.
+    `approximate` is "tanh" (`gelu_pytorch_tanh`, Gemma) or "none", the error function. For the rest, see
+    `liger_swiglu`.
     """
     if approximate not in _GELU:
         raise ValueError(f"approximate must be one of {tuple(_GELU)}, got {shown(approximate)}")

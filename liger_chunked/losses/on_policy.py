@@ -79,17 +79,16 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         A = advantages + kl_coef * (log q(y) - log p_old(y))
         cost = -min(r A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A),    r = p(y) / p_old(y)
 
-    On-policy, the gradient is an unbiased estimate of that of `KL(p || q)` at the sampled prefixes, without the effect
-    of a token on later prefixes (a discount of 0): Thinking Machines, "On-Policy Distillation", 2025
-    (https://thinkingmachines.ai/blog/on-policy-distillation). MiniLLM (https://arxiv.org/abs/2306.08543) also counts
-    that effect. GKD (https://arxiv.org/abs/2306.13649) takes the whole distributions on sampled tokens:
-    `LigerFusedLinearKLDivLoss(reverse=True)`.
+    On-policy, the gradient is an unbiased estimate of that of `KL(p || q)` at the sampled prefixes, with a discount of
+    0: Thinking Machines, "On-Policy Distillation", 2025 (https://thinkingmachines.ai/blog/on-policy-distillation).
+    docs/losses.md compares it with MiniLLM and GKD.
 
     The metric `kl` is the mean of `log p(y) - log q(y)`.
 
     Args:
         kl_coef: weight of the teacher's signal beside other `advantages`.
         epsilon_low, epsilon_high: infinity is no bound.
+        reduction, max_completion_length: see `LigerFusedLinearPolicyBase`.
         teacher_options: see `LigerFusedLinearDistillationBase`.
         **options: see `LogitOptions`; use the sampler's `temperature`.
 
@@ -241,8 +240,7 @@ def with_sampled_token(
 ) -> tuple[Tensor, Tensor]:
     """Return a teacher's top-k with the sampled token added, as `teacher_logps` and `teacher_ids` of a loss.
 
-    A divergence over these k + 2 bins also counts what the student sampled outside of the k tokens, which may be the
-    teacher's or the student's most likely ones.
+    A divergence over these k + 2 bins also counts what the student sampled outside of the k tokens.
 
     Args:
         teacher_logps, teacher_ids: (..., k), log-probabilities under the teacher in nats, -inf if missing, and ids.

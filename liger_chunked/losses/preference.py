@@ -103,7 +103,7 @@ def _tail_weights(mask: Tensor, lengths: Tensor, tail: float, dtype: torch.dtype
 class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     """Mean of a subclass's `preference_loss` over pairs; see `docs/writing-a-loss.md`.
 
-    Pairs without valid tokens add 0, but count in the mean. A single empty sequence has probability 1, as in TRL.
+    Pairs without valid tokens add 0, but count in the mean. If only one sequence is empty, it has probability 1.
 
     Args:
         beta: scale of the rewards, not negative.

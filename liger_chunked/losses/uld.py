@@ -42,9 +42,8 @@ class LigerFusedLinearULDLoss(FusedLoss):
 
         sum(|scale * p - teacher_scale * q|)
 
-    Rows of `input` and `teacher_input` are aligned: pass the hidden states of the positions to compare. The scales are
-    for a text that is several tokens of one tokenizer, and one of the other: the product of the probabilities of the
-    others, as TRL's `GOLDTrainer` merges them. The loss is the mean over rows.
+    The loss is the mean over rows. docs/losses.md says how to align the rows of `input` and `teacher_input`, and what
+    the scales are for.
 
     Sorting takes whole rows, in chunks of rows: the logits of neither model are in memory at once.
 

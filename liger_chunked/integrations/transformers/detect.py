@@ -131,7 +131,7 @@ def _linear_in(module: Any, of_adapter: bool = False) -> nn.Linear:
     raise ValueError(_head_refusal(module))
 
 
-# PEFT's layers that compute LoRA alike.
+# PEFT's layers that compute LoRA in the same way.
 _LORA = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
 
 

@@ -47,7 +47,7 @@ class HeadInput:
 
     - `hidden_states` (B, T, H): those that `logits_to_keep` selects
     - `options`: transform of the logits, and ignored label
-    - `outputs`: the backbone's
+    - `outputs`: the backbone's output
     - `labels`, `shift_labels` (B, T), `num_items_in_batch`: arguments of `model.forward`
     - `aux_loss` (), `aux_loss_coef`: the load-balancing loss and its weight
     """

@@ -1,6 +1,7 @@
 """Pack a padded batch as a trie of tokens (docs/shared_prefix.md).
 
-Nodes are laid out depth first. Token q attends to k where `k <= q < end[k]`, the index behind k's last descendant.
+Nodes are laid out depth first. Token q attends to k where `k <= q < end[k]`. The index behind the last descendant
+of k is `end[k]`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class PackedTrie:
 
     @property
     def saved(self) -> float:
-        """The share of tokens that is not computed. Filler is computed."""
+        """The share of tokens that is not computed; filler counts as computed."""
         return 1 - self.input_ids.numel() / max(self.tokens, 1)
 
 

@@ -81,7 +81,6 @@ _ROTATED: dict[Any, str | None] = {}
 
 
 def rotary_difference(ours: Callable[..., Any], function: Any, rotary: Iterable[nn.Module]) -> str | None:
-    """Return how our function differs on the angles of `rotary` modules."""
     modules = {type(module): module for module in rotary}
     key = (ours, function, source_of(function), frozenset(modules))
     if key not in _ROTATED:
@@ -134,7 +133,7 @@ def _angles(module: nn.Module) -> tuple[Tensor, Tensor] | None:
             cos, sin = (y.float().cpu() for y in rotary(x, ids.to(device), **more))
             if cos.ndim == 3 and cos.shape[:2] == (1, 5):
                 return cos, sin
-    except Exception:
+    except Exception:  # another part of the model, or on the meta device
         pass
     return None
 
@@ -190,7 +189,7 @@ def _configs(modeling: ModuleType) -> Iterator[Any]:
     for config_class in dict.fromkeys(cls.config_class for cls in models if cls.config_class is not None):
         try:
             config = config_class()
-        except Exception:
+        except Exception:  # the config has no defaults
             continue
         parts = (getattr(config, part, None) for part in config.sub_configs)
         yield from (config.get_text_config(), config, *(part for part in parts if part is not None))

@@ -198,7 +198,7 @@ def loss_step(
 
 
 def apply_loss(head: Head, input: HeadInput, *, loss: nn.Module, length: int | None = None, **arguments: Any) -> Step:
-    """A `head_fn` of `loss` on the last `length` positions that predict a token."""
+    """A `head_fn` of `loss`, with the model's logits transform, on the last `length` positions that predict a token."""
     positions = slice(None) if length is None else slice(-length - 1, -1)
     target = input.target[:, positions]
     hidden_states = input.hidden_states[:, positions]
