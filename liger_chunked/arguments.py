@@ -157,7 +157,7 @@ def _read_keywords(cls: type, method: str) -> Arguments:
 
 
 def _typed_options(function: Callable[..., Any], name: str) -> tuple[str, ...]:
-    """Return the keys of `**name: Unpack[TypedDict]`, if it is typed."""
+    """Return the keys of `**name: Unpack[TypedDict]`."""
     if "Unpack" not in str(function.__annotations__.get(name, "")):
         return ()
     try:
@@ -212,7 +212,7 @@ def own_options(loss: type, options: Options, known: Collection[str]) -> Options
 
 
 def split(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split keywords into the constructor's and the call's, or raise TypeError.
+    """Split keywords into the constructor's and the call's.
 
     A name in both is the constructor's, unless its value is a tensor.
     """

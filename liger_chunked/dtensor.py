@@ -46,14 +46,10 @@ def distributed_like(weight: Any, x: Tensor) -> Any:
 def localized(arguments: dict[str, Any]) -> dict[str, Any]:
     """Replace DTensors by plain tensors. Gradients come back as DTensors of the same placement.
 
-    - A weight sharded on dim 0 of one mesh dimension is a `VocabShard`. Other weights and biases are sharded alike, or
-      plain and whole, and then cut.
-    - Hidden states are replicated, or sharded over that mesh dimension. If all are sharded on the sequence, evenly,
-      each chunk is gathered; on the batch, or with an adapter, the whole.
-    - Other tensors are gathered.
+    docs/distributed.md says how tensors may be sharded. A weight sharded on dim 0 becomes a `VocabShard`.
 
     Raises:
-        TypeError, ValueError: another placement, or a vocabulary of another size.
+        TypeError, ValueError: another placement.
     """
     weight: Any = _matrix(arguments.get("weight"))
     given = arguments.get("vocab_shard")

@@ -42,20 +42,16 @@ def warmup(
 ) -> None:
     """Compile the Triton kernels of `loss`, so that the first step need not: seconds, unless Triton's cache has them.
 
-    Runs three steps on random tensors of these sizes, because the sizes decide which kernels run. They differ in the
-    number of tokens, for which Triton compiles variants. Call it on each rank before training, after
-    `torch.cuda.set_device`. It costs three steps of time, and for that long the memory of the inputs and of
-    `estimate_memory`. Then all memory is free again. No gradient, random state or tensor of yours changes. Kernels of a
-    patched model's layers are not compiled.
+    Runs three steps on random tensors of these sizes. Their numbers of tokens differ, because Triton compiles variants.
+    Call it on each rank before training, after `torch.cuda.set_device`. It needs the memory of the inputs and of
+    `estimate_memory`, and frees it. No gradient, random state or tensor of yours changes. Kernels of a patched model's
+    layers are not compiled.
 
     Args:
         loss, vocab_size, hidden_size, shape, valid, dtype, autocast, bias, trainable_head, trainable_input, lora_rank,
             ref_hidden_size, teacher_hidden_size, teacher_top_k: as in `estimate_memory`, of a typical step.
         device: of the tensors; None for the current accelerator, else the CPU, which has nothing to compile.
         arguments: others of the loss's call, such as `outputs` of `linear_token_stats`.
-
-    Raises:
-        TypeError, ValueError: as `estimate_memory` and the loss.
 
     >>> from liger_chunked import LigerFusedLinearDPOLoss
     >>> sizes = {"vocab_size": 512, "hidden_size": 64, "shape": (4, 32), "dtype": torch.float32}
@@ -112,7 +108,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _variants(valid: int | Sequence[int] | None, shape: tuple[int, ...]) -> Iterator[list[int]]:
-    """Yield the valid tokens of each sequence: multiples of 16, then an odd first sequence, then an odd last one too.
+    """Yield each sequence's valid tokens: multiples of 16, then an odd first sequence, then an odd last one too.
 
     An odd sequence also moves the addresses of what comes after it.
     """
@@ -153,7 +149,6 @@ class _Random:
     def head(
         self, vocab_size: int, hidden_size: int, trainable: bool, lora_rank: int | None, bias: bool
     ) -> tuple[dict[str, Any], list[Tensor]]:
-        """Return weight and bias by name, and the tensors that may need a gradient."""
         weight = self.weight(vocab_size, hidden_size).requires_grad_(trainable)
         head: dict[str, Any] = {"weight": weight}
         leaves = [weight]
@@ -168,7 +163,6 @@ class _Random:
         return head, leaves
 
     def top_k(self, vocab_size: int, k: int, *shape: int) -> dict[str, Tensor]:
-        """Return the distinct ids and the log-probabilities of a teacher's top-k."""
         first = self.ids(vocab_size, *shape, 1)
         ids = (first + torch.arange(k, device=self.device)) % vocab_size
         # Their probabilities sum to less than 1.
@@ -177,7 +171,6 @@ class _Random:
 
 
 def _of_family(loss: Any, random: _Random, shape: tuple[int, ...], has_ref_head: bool) -> dict[str, Any]:
-    """Return the other tensors that the loss takes."""
     given: dict[str, Any] = {}
     is_policy = isinstance(loss, LigerFusedLinearPolicyBase)
     is_unpaired = isinstance(loss, LigerFusedLinearUnpairedPreferenceBase)

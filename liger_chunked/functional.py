@@ -229,7 +229,7 @@ def orpo_loss(
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the ORPO loss of preference pairs: `nll - beta * log sigmoid(log odds(chosen) - log odds(rejected))`.
 
-    See `LigerFusedLinearORPOLoss`. `hidden` is (2 n, T, H), `target` (2 n, T), chosen sequences first.
+    See `LigerFusedLinearORPOLoss`. Shapes are as in `dpo_loss`.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # one pair of three tokens
@@ -294,7 +294,7 @@ def cpo_loss(
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the CPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected)) + cpo_alpha * nll`.
 
-    See `LigerFusedLinearCPOLoss`. `hidden` is (2 n, T, H), `target` (2 n, T), chosen sequences first.
+    See `LigerFusedLinearCPOLoss`. Shapes are as in `dpo_loss`.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # one pair of three tokens
@@ -365,7 +365,7 @@ def simpo_loss(
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the SimPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected) - gamma)`, by token means.
 
-    See `LigerFusedLinearSimPOLoss`. `hidden` is (2 n, T, H), `target` (2 n, T), chosen sequences first.
+    See `LigerFusedLinearSimPOLoss`. Shapes are as in `dpo_loss`.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # one pair of three tokens
@@ -524,7 +524,7 @@ def bco_loss(
 ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
     """Compute the BCO loss of labelled sequences: `-log sigmoid(reward - delta)`, with the sign of the label.
 
-    See `LigerFusedLinearBCOLoss`. `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool.
+    See `LigerFusedLinearBCOLoss`. Shapes are as in `kto_loss`.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # a desirable and an undesirable sequence
@@ -786,7 +786,7 @@ def jsd_loss(
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute the generalized Jensen-Shannon divergence of teacher and student, in nats per token.
 
-    See `LigerFusedLinearJSDLoss`. `hidden` and `teacher_input` are (B, T, H) or (N, H); H may differ.
+    See `LigerFusedLinearJSDLoss`. Shapes are as in `kl_div_loss`.
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -853,7 +853,7 @@ def tvd_loss(
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute the total variation distance of teacher and student, `sum(|p - q|) / 2` per token.
 
-    See `LigerFusedLinearTVDLoss`. `hidden` and `teacher_input` are (B, T, H) or (N, H); H may differ.
+    See `LigerFusedLinearTVDLoss`. Shapes are as in `kl_div_loss`.
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -919,7 +919,7 @@ def cosine_similarity_loss(
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute the cosine distance of the student's logits and the teacher's, `1 - cos` per token.
 
-    See `LigerFusedLinearCosineSimilarityLoss`. `hidden` and `teacher_input` are (B, T, H) or (N, H); H may differ.
+    See `LigerFusedLinearCosineSimilarityLoss`. Shapes are as in `kl_div_loss`.
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])

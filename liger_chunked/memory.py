@@ -49,8 +49,7 @@ from liger_chunked.types import (
 Loss = nn.Module | Callable[..., Any]
 
 _PREFERENCE = (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase)
-# Most pieces; each takes milliseconds.
-_MOST_PIECES = 1 << 16
+_MOST_PIECES = 1 << 16  # each takes milliseconds
 # Assumed without a GPU.
 _HOPPER = (9, 0)
 
@@ -94,25 +93,18 @@ def estimate_memory(
 
     Args:
         loss: a loss, also your own, or `linear_token_stats`.
-        vocab_size, hidden_size: the weight's.
         shape: of the target, (B, T) or (N,).
         valid: tokens with a target, of the batch or each sequence; None: all.
         dtype: of weight, bias and hidden states.
         autocast: its dtype, if on.
-        bias: whether heads have one.
         trainable_head, trainable_input: whether they need a gradient. If neither does, only a forward runs.
-        lora_rank: r of a trainable float32 adapter on the head (`AdaptedWeight`), or None.
+        lora_rank: r of a trainable float32 adapter on the head (`AdaptedWeight`).
         ref_hidden_size: the reference's; None if you pass `ref_logps`.
         teacher_hidden_size: the teacher's.
         teacher_top_k: entries per token of `teacher_logps`.
         logits_budget: replaces the loss's.
         capability: the GPU's, which decides whether the fused epilogue runs; None for this machine's, else Hopper's,
             (9, 0).
-
-    Raises:
-        TypeError: a wrong type of loss, dtype, size or shape.
-        ValueError: no valid batch, a reference or teacher that is missing or not taken, or too many pieces.
-
     >>> from liger_chunked import LigerFusedLinearDPOLoss
     >>> batch = {"vocab_size": 128256, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}
     >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, ref_hidden_size=4096))
@@ -351,7 +343,6 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
 
 
 def check_sizes(dtype: torch.dtype, shape: Sequence[int], **sizes: int | None) -> None:
-    """Check `dtype`, `shape` and positive sizes, arguments of `estimate_memory`."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, got {shown(dtype)}")
     for argument, size in sizes.items():

@@ -38,8 +38,6 @@ class LigerRMSNorm(nn.Module):
     """RMSNorm with a weight; see `liger_rms_norm`.
 
     Args:
-        hidden_size: size of the last dimension.
-        eps: added to the mean square.
         offset: added to the weight, initially `1 - offset`; Gemma uses 1.
     """
 
@@ -51,7 +49,6 @@ class LigerRMSNorm(nn.Module):
         self.casting: Casting = casting
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """Return the norm of `x`, or the norm of `x + residual` and this sum."""
         return liger_rms_norm(
             x, self.weight, self.variance_epsilon, offset=self.offset, casting=self.casting, residual=residual
         )
@@ -111,11 +108,8 @@ class LigerSwiGLUMLP(_GatedMLP):
     """`down_proj(silu(gate_proj(x)) * up_proj(x))`, with the parameters of `LlamaMLP`.
 
     Args:
-        config: has `hidden_size`, `intermediate_size`, `hidden_act`, and optionally `mlp_bias`.
+        config: has `hidden_size`, `intermediate_size`, `hidden_act` (silu), and optionally `mlp_bias`.
         intermediate_size: overrides the configuration's.
-
-    Raises:
-        ValueError: the activation is not silu.
     """
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
@@ -129,11 +123,7 @@ class LigerSwiGLUMLP(_GatedMLP):
 class LigerGEGLUMLP(_GatedMLP):
     """`down_proj(gelu(gate_proj(x)) * up_proj(x))`, with the parameters of `GemmaMLP`.
 
-    Args:
-        config: as in `LigerSwiGLUMLP`; `hidden_activation` may replace `hidden_act`.
-
-    Raises:
-        ValueError: the activation is not a gelu.
+    `config` is as in `LigerSwiGLUMLP`, with a gelu; `hidden_activation` may replace `hidden_act`.
     """
 
     def __init__(self, config: Any) -> None:
@@ -375,7 +365,7 @@ class ChunkedLMHead(nn.Linear):
 
 
 def _check_plain_linear(linear: Any) -> None:
-    """Raise TypeError or ValueError unless `linear` is nothing but `x @ weight.T + bias`."""
+    """Check that `linear` is nothing but `x @ weight.T + bias`."""
     kind = type(linear)
     if kind not in (nn.Linear, ChunkedLMHead) or "forward" in vars(linear):
         advice = "dequantize a quantized head, merge an adapter, and convert the head before FSDP or hooks wrap it"

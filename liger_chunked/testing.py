@@ -50,8 +50,6 @@ def __getattr__(name: str) -> Any:
 
 
 class Sizes(NamedTuple):
-    """Of a random batch."""
-
     sequences: int = 12  # with fewer, sorting could pass by chance
     length: int = 7
     hidden: int = 5
@@ -97,8 +95,6 @@ def check_loss(
 
     Raises:
         AssertionError: a check fails; the message says what to change.
-        TypeError: `loss` is no instance of a loss.
-        ValueError: a teacher given as log-probabilities has no full logits.
 
     >>> from liger_chunked import LigerFusedLinearPreferenceBase
     >>> class Centred(LigerFusedLinearPreferenceBase):
@@ -267,7 +263,6 @@ def _gradients(value: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def evaluate(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return the loss and the gradients of weight, input and bias, by name."""
     given, leaves = _leaves(batch)
     result = loss(**given)
     value = result[0] if isinstance(result, tuple) else result
@@ -275,7 +270,7 @@ def evaluate(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Do so through full logits and autograd."""
+    """Return the loss and gradients, by full logits and autograd."""
     given, leaves = _leaves(batch)
     return _gradients(full_loss(loss, given), leaves)
 
@@ -410,7 +405,7 @@ def _padded(batch: Batch, ignore_index: int) -> Batch:
 
 
 def random_batch(loss: nn.Module, seed: int, sizes: Sizes = _SMALL) -> Batch:
-    """Return arguments of a call, in float64."""
+    """Return float64 arguments of a call."""
     any_loss: Any = loss
     options: LogitOptions = any_loss.options
     generator = torch.Generator().manual_seed(seed)

@@ -36,9 +36,8 @@ class TokenStats(NamedTuple):
 
     - `candidate_logps`: (..., K), `z_c - lse` of the `candidates` of `linear_token_stats`
 
-    The first four and the last are differentiable. Other fields have the tokens' shape, or are None if not requested.
-    Floats are float32, or float64 for float64 inputs. With 16-bit hidden states, `logps` uses an unrounded `z_y`
-    (`kernels/target_logit.py`).
+    The first four and the last are differentiable. The others have the tokens' shape. Fields not requested are None.
+    Floats are float32, or float64 for float64 inputs. With 16-bit hidden states, `logps` uses an unrounded `z_y`.
     """
 
     logps: Tensor | None = None
@@ -78,7 +77,7 @@ class AdaptedWeight:
             calls it once per tensor of hidden states, with one dropout mask.
 
     Gradients reach `weight`, `up` and the parameters of `down`. With a 16-bit weight, `up` and `down(x)` may be
-    float32, as in PEFT: a product of rank 3 r keeps 16 bits of precision. Autocast rounds them, as in PEFT.
+    float32, as in PEFT: a product of rank 3 r keeps 16 bits of precision. Autocast rounds them.
 
     >>> lora_A, lora_B = torch.randn(2, 4), torch.zeros(11, 2)
     >>> weight = AdaptedWeight(torch.randn(11, 4), up=lora_B, down=lambda x: 0.5 * (x @ lora_A.T))
@@ -115,11 +114,9 @@ class AdaptedWeight:
         return AdaptedWeight(self.weight[rows], self.up[rows], self.down)
 
     def detach(self) -> AdaptedWeight:
-        """Detach all but `down`."""
         return AdaptedWeight(self.weight.detach(), self.up.detach(), self.down)
 
     def float(self) -> AdaptedWeight:
-        """Return the tensors in float32."""
         return AdaptedWeight(self.weight.float(), self.up.float(), self.down)
 
 
@@ -163,12 +160,11 @@ class VocabShard:
         return torch.distributed.get_world_size(self.group)
 
     def columns(self, rows: int) -> int:
-        """Return how many rows are no padding."""
         return max(0, min(rows, self.vocab_size - self.start))
 
 
 class Head(NamedTuple):
-    """An output projection, `x @ weight.T + bias`: `weight` (V, H) or adapted, `bias` (V,) or None."""
+    """An output projection, `x @ weight.T + bias`."""
 
     weight: Weight
     bias: Tensor | None = None
@@ -205,7 +201,7 @@ class LossHead(NamedTuple):
 
 
 class HeadTensors(NamedTuple):
-    """The tensors of `x @ weight.T + u @ up.T + bias`, where `u` is (N, r), and `up` (V, r) or None."""
+    """The tensors of `x @ weight.T + u @ up.T + bias`: `u` is (N, r), `up` (V, r)."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -229,8 +225,6 @@ class HeadTensors(NamedTuple):
 
 
 class LogitOptionsDict(TypedDict, total=False):
-    """See `LogitOptions`."""
-
     ignore_index: int
     softcap: float | None
     logit_scale: float
@@ -253,7 +247,7 @@ def described(x: Any) -> str:
 
 
 _SCALARS = (numbers.Number, str, bytes, type(None))
-_LONGEST_TEXT = 80  # characters of a string in a message
+_LONGEST_TEXT = 80
 
 
 def shown(value: Any) -> str:
@@ -266,12 +260,11 @@ def shown(value: Any) -> str:
         return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
     if isinstance(value, (list, tuple, set, frozenset, dict)):
         return f"a {kind} of {len(value)}"
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)  # NumPy arrays have both
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     return f"a {kind}" if shape is None or dtype is None else f"a {kind} {tuple(shape)} {dtype}"
 
 
 def check_number(name: str, value: Any, *, whole: bool = False, optional: bool = False) -> None:
-    """Raise TypeError unless a number, with `whole` an integer."""
     kind = numbers.Integral if whole else numbers.Real
     if not (isinstance(value, kind) or (optional and value is None)):
         expected = ("an int" if whole else "a number") + (" or None" if optional else "")
@@ -279,7 +272,6 @@ def check_number(name: str, value: Any, *, whole: bool = False, optional: bool =
         raise TypeError(f"{name} must be {expected}, got {shown(value)}{of_type}")
 
 
-# Bytes per unit.
 _UNITS = {"b": 1} | {
     f"{prefix}{unit}": base**power
     for unit, base in (("b", 1000), ("ib", 1024))
@@ -337,7 +329,7 @@ class LogitOptions:
         logit_scale: Cohere's `logit_scale`, Granite's `1 / logits_scaling`.
         logits_budget: most bytes of logits in memory, see `budget_bytes`; None: automatic.
         logits_dtype: torch.float32 keeps the float32 sums of 16-bit products; None rounds them to the products' dtype.
-            Logits take 6 bytes instead of 2: these, and their rounded gradient. Not in distillation.
+            Logits and their rounded gradient then take 6 bytes instead of 2. Not in distillation.
     """
 
     ignore_index: int = -100
@@ -366,7 +358,6 @@ class LogitOptions:
 
     @classmethod
     def of(cls, loss: type, options: LogitOptionsDict) -> LogitOptions:
-        """Build the options from keywords."""
         return cls(**own_options(loss, options, LogitOptionsDict.__annotations__))
 
 
@@ -381,7 +372,7 @@ class Pairs:
       with `average_log_prob`, weighted with `ld_alpha`; float64
     - `ref_logps` (n, 2): the same under the reference, without gradient; zeros without one
     - `lengths` (n, 2): valid tokens, at least 1
-    - `mask` (n, 2, T): True at the valid tokens
+    - `mask` (n, 2, T): True at valid tokens
     - `token_stats` (n, 2, T): zero at ignored tokens
     - `batch_size`: pairs
     - `batch_lengths` (2,): valid tokens of chosen and of rejected sequences, at least 1
@@ -412,7 +403,7 @@ class Examples:
     """`n` labelled sequences, the input of an unpaired loss. `T` and `batch_...` as in `Pairs`.
 
     - `logps`, `ref_logps`, `lengths` (n,), `mask`, `token_stats` (n, T): as in `Pairs`, without `ld_alpha`
-    - `desirable` (n,): True if desirable
+    - `desirable` (n,): bool
     - `reference_point` (): the call's `kl` in nats or `delta` in rewards, or zero, as the loss declares; without
       gradient
     - `batch_size`: sequences
@@ -442,7 +433,7 @@ class Examples:
 
     @property
     def signs(self) -> Tensor:
-        """(n,) 1 for a desirable sequence, else -1."""
+        """(n,): 1 if desirable, else -1."""
         return 2 * self.desirable.to(self.logps.dtype) - 1
 
 
@@ -455,10 +446,10 @@ class Rollouts:
 
     - `logps` (n, T): log-probabilities under the policy, in nats
     - `old_logps` (n, T): under the sampling policy, without gradient; defaults to `logps`
-    - `ref_logps` (n, T): under the reference, without gradient; None without one
+    - `ref_logps` (n, T): under the reference, without gradient
     - `log_ratio`: of the importance level, (n, T), or float64 (n, 1) per sequence
     - `advantages` (n, T), or (n, 1) per sequence
-    - `importance_weights` (n, T), or (n, 1) per sequence, or None: correct for a sampler unlike the old policy
+    - `importance_weights` (n, T) or (n, 1): correct for a sampler unlike the old policy
     - `entropy` (n, T): of the policy, in nats
     - `mask` (n, T), `lengths` (n, 1): as in `Pairs`
     - `batch_size`: sequences
@@ -487,7 +478,7 @@ class PreferenceMetrics(NamedTuple):
     """Metrics of a paired loss, detached.
 
     - `chosen_logps`, `rejected_logps` (n,): `Pairs.logps`
-    - `chosen_logits_mean`, `rejected_logits_mean` (): mean over vocabulary and valid tokens
+    - `chosen_logits_mean`, `rejected_logits_mean` (): over vocabulary and valid tokens
     - `nll_loss` (): nats per valid chosen token; zero without an NLL term
     - `chosen_rewards`, `rejected_rewards` (n,): `beta * (logps - ref_logps)`, with the loss's `reward_shape`
     """
@@ -520,8 +511,8 @@ class UnpairedPreferenceMetrics(NamedTuple):
     - `chosen_logits_mean`, `rejected_logits_mean` (): as in `PreferenceMetrics`
     - `chosen_rewards`, `rejected_rewards` (): mean of `beta * (logps - ref_logps)`
     - `reference_point` (): of `Examples`
-    - `chosen_count`, `rejected_count` (): sequences, int64
-    - `chosen_tokens`, `rejected_tokens` (): valid tokens, int64
+    - `chosen_count`, `rejected_count` (): sequences
+    - `chosen_tokens`, `rejected_tokens` (): valid tokens
     """
 
     chosen_logps: Tensor
@@ -633,7 +624,6 @@ class MemoryEstimate:
         return self.logits + self.weight_grad + self.input_grad + self.hidden + self.other
 
     def __str__(self) -> str:
-        """Format in MiB, without zeros."""
         parts = {name: round(n / 2**20) for name, n in asdict(self).items()}
         listed = ", ".join(f"{name} {mib}" for name, mib in parts.items() if mib)
         return f"{self.peak / 2**20:.0f} MiB" + (f": {listed}" if listed else "")

@@ -24,6 +24,7 @@ from benchmarks import (
     preference,
     report,
     same_bits,
+    sampler_gap,
     steps,
     sweep,
     token_stats,
@@ -89,6 +90,13 @@ def test_first_steps_run_in_fresh_processes(tmp_path: Path) -> None:
         assert row["failure"] is None, row
         assert min(row["ms"], row["second_ms"]) > 0
         assert (row["warmup_ms"] is not None) == (row["name"] == first_step.WARMED)
+
+
+def test_float32_logits_close_the_heads_part_of_the_gap(tmp_path: Path) -> None:
+    content = json.loads(sampler_gap.main(["--out", str(tmp_path), "--steps", "2"]).read_text())
+    for run, part in zip(content["runs"], (0.3, 1e-3), strict=True):
+        ours, eager = run["means"].values()
+        assert ours["of_head"] < part * eager["of_head"], run
 
 
 def test_token_oracle() -> None:

@@ -72,7 +72,7 @@ def _device() -> tuple[torch.device, str]:
 
 
 def facts() -> dict[str, str]:
-    """Return versions, the device, the kernels that run on it, and the installed frameworks.
+    """Return what `env` prints.
 
     `wide_tiles` lists the major compute capabilities that use the fused epilogue (`LIGER_CHUNKED_WIDE_TILES`).
     """

@@ -68,7 +68,6 @@ def _doubled(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def losses(device: torch.device, seed: int) -> Iterator[Result]:
-    """Compare every loss, with several chunks."""
     on_gpu = device.type == "cuda"
     sizes = Sizes(12, 64, 512, 32003, 768) if on_gpu else Sizes(12, 7, 16, 301, 24)
     for name, make in LOSSES.items():
@@ -190,7 +189,6 @@ def results(device: torch.device, seed: int) -> Iterator[Result]:
 
 
 def show(seed: int) -> int:
-    """Print a table; return 1 if a result is wrong."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     done = list(results(device, seed))
     rows = [

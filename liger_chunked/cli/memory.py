@@ -65,7 +65,7 @@ def parse_bytes(text: str) -> int:
 
 
 def model_sizes(model: str | None, vocab_size: int | None, hidden_size: int | None) -> dict[str, int]:
-    """Return the sizes of a head: the given ones, others of the model's config."""
+    """Return the sizes of a head, by default the model's."""
     found = {} if model is None else _config(model)
     found = found.get("text_config") or found
     sizes: dict[str, Any] = {
@@ -95,7 +95,7 @@ def _config(model: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """A loss by name, the target's shape, and the other arguments of `estimate_memory`."""
+    """A loss by name, the target's shape, and other arguments of `estimate_memory`."""
 
     loss: str
     shape: tuple[int, ...]

@@ -1,13 +1,9 @@
-"""Liger-Kernel 0.8.5's names and signatures: users change only their imports.
-
-    import liger_kernel.chunked_loss, liger_kernel.transformers                     # before
-    import liger_chunked.compat.chunked_loss, liger_chunked.compat.transformers     # after
+"""Liger-Kernel 0.8.5's names and signatures: users change only their imports (docs/migration.md).
 
 `install()` serves imports of `liger_kernel` itself, where Liger-Kernel is not installed.
 
-The computation is this library's. Arguments that only tune kernels have no effect. Unsupported ones that would change
-the result raise NotImplementedError. docs/migration.md and the modules list the differences. New code should use
-`liger_chunked`.
+Arguments that only tune kernels have no effect. Unsupported ones that would change the result raise
+NotImplementedError. New code should use `liger_chunked`.
 """
 
 from __future__ import annotations

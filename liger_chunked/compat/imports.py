@@ -95,11 +95,7 @@ def _imported() -> list[str]:
 def install(*, force: bool = False) -> None:
     """Let every `import liger_kernel` from now on resolve to `liger_chunked.compat`.
 
-    Args:
-        force: also where Liger-Kernel is installed.
-
-    Raises:
-        RuntimeError: Liger-Kernel is installed and `force` is False, or it is already imported.
+    Raises RuntimeError if Liger-Kernel is already imported, or installed and `force` is False.
     """
     if _finder in sys.meta_path:
         return
@@ -113,7 +109,7 @@ def install(*, force: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`. Modules that were imported meanwhile keep the names that they took."""
+    """Undo `install`. Modules imported meanwhile keep their names."""
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
         for name in _imported():

@@ -57,7 +57,6 @@ def _covariances(logps: Tensor, advantages: Tensor, valid: Tensor) -> Tensor:
 
 
 def _largest(values: Tensor, candidates: Tensor, count: int) -> Tensor:
-    """Return True at the `count` candidates with the largest values."""
     places = [tuple(place) for place in candidates.nonzero().tolist()]
     places.sort(key=lambda place: -float(values[place]))
     chosen = torch.zeros_like(candidates)

@@ -6,7 +6,6 @@ head, epilogue, distillation     the passes that `step` drives: plain logits, fu
 gradients                        accumulators of dX, dW and db
 divergences, top_k, ranked       divergences of a tile of logits
 stats                            linear_token_stats
-packed                           sequences without padding
 shard, scattered, sequence       a vocabulary, hidden states, or sequences split over ranks
 """
 

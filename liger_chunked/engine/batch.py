@@ -1,9 +1,6 @@
 """Select and order the tokens that have a target.
 
-token    a position with a target; others reach no matrix product
-group    a token, a sequence or a pair, which an objective cannot split
-chunk    whole groups that the objective sees at once, within the budget
-tile     rows of a chunk times a slice of the vocabulary: the logits in memory at once
+docs/how-it-works.md explains groups, chunks and tiles.
 """
 
 from __future__ import annotations
@@ -32,14 +29,13 @@ def along(x: Tensor, part: slice | Tensor) -> Tensor:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Join NamedTuples of rows' values."""
     if len(parts) == 1:
         return parts[0]
     return parts[0]._make(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True))
 
 
 class Chunk(NamedTuple):
-    """Consecutive `groups`, and the `rows` of their tokens in the layout."""
+    """Consecutive `groups`, and the `rows` of their tokens."""
 
     rows: slice
     groups: slice
@@ -53,12 +49,11 @@ class Tile(NamedTuple):
 
 
 def row_blocks(tiles: list[Tile]) -> int:
-    """Return how often a chunk adds to dW: once per block of rows."""
+    """Return how often a chunk adds to dW."""
     return sum(tile.vocab.start == 0 for tile in tiles)
 
 
 def largest(tiles: list[Tile]) -> int:
-    """Return the logits of the largest tile, the first."""
     if not tiles:
         return 0
     rows, vocab = tiles[0]
@@ -74,7 +69,7 @@ class Layout:
     """
 
     shape: tuple[int, ...]
-    target: Tensor  # (n_valid,) int64
+    target: Tensor  # (n_valid,)
     rows: Tensor | None  # (n_valid,) in the flattened input; None: all
     slots: Tensor | None  # (n_valid,) in the flattened dense layout; None: all
     mask: Tensor  # dense, True at the valid tokens
@@ -90,7 +85,7 @@ class Layout:
     temperature: Tensor | None = None
 
     def local(self, whole_batch: bool = False) -> Layout:
-        """Return the layout of the tokens that this rank computes. `whole_batch`: the objective needs all groups."""
+        """Return the layout of the tokens that this rank computes."""
         if self.split is None:
             return self
         return dataclasses.replace(self.split, exchanges=True) if whole_batch else self.split
@@ -101,12 +96,11 @@ class Layout:
 
     @property
     def cut_lengths(self) -> Sequence[int] | None:
-        """The lengths of groups that decide where chunks end, equal on all ranks."""
+        """The lengths that decide where chunks end, equal on all ranks."""
         return self.group_lengths
 
     @property
     def divisors(self) -> Tensor:
-        """`lengths`, at least 1."""
         assert self.lengths is not None
         return self.lengths if self.shortest else self.lengths.clamp(min=1)
 
@@ -118,7 +112,6 @@ class Layout:
         return size
 
     def input_rows(self, input: Tensor, rows: slice) -> Tensor:
-        """Return hidden states (len, H) from the flattened input."""
         return along(input, rows) if self.rows is None else input.index_select(0, along(self.rows, rows))
 
     def _slots_in(self, chunk: Chunk) -> Tensor | None:
@@ -137,15 +130,13 @@ class Layout:
         return self._unflatten(values, n_groups)
 
     def dense_values(self, values: Any, chunk: Chunk) -> Any:
-        """Apply `dense` to the fields of a NamedTuple."""
         return values._make(None if f is None else self.dense(f, chunk) for f in values)
 
     def sum_of_shares(self, loss: Tensor) -> Tensor:
-        """Return the loss of all ranks."""
         return loss
 
     def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
-        """Move a chunk's dense values back to (len,)."""
+        """Undo `dense`."""
         if self.group_lengths is not None:
             dense = (dense.transpose(0, 1) if self.stacked else dense).reshape(-1)
             slots = self._slots_in(chunk)
@@ -153,7 +144,6 @@ class Layout:
         return dense.contiguous()
 
     def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
-        """Move all values to the dense layout, with `fill` elsewhere."""
         if self.slots is not None:
             values = values.new_full((self.mask.numel(),), fill).scatter_(0, self.slots, values)
         return self._unflatten(values, self.shape[0])
@@ -217,9 +207,9 @@ def lay_out(
     name: str = "target",
     sequences: Sequences = None,
 ) -> Layout:
-    """Return the layout of a target (B, T), or (N,) for tokens. Raise ValueError for targets out of range.
+    """Return the layout of a target (B, T), or (N,) for tokens. Waits for the device once.
 
-    The target has whole, padded sequences; for pairs, all chosen ones come first. Waits for the device once.
+    The target has whole, padded sequences; for pairs, all chosen ones come first.
     """
     whole = _lay_out(target, group, ignore_index, vocab_size, name)
     if sequences is None:
@@ -270,7 +260,7 @@ def _lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, n
 
 
 def at_temperature(layout: AnyLayout, temperature: Tensor) -> AnyLayout:
-    """Return the layout of a target with a `temperature` like the target given to `lay_out`. Waits for the device."""
+    """Return a layout with `temperature`, like the target of `lay_out`. Waits for the device."""
     flat = temperature.contiguous().view(-1)
     own = flat if layout.slots is None else flat[layout.slots]
     low, high = torch.stack(own.aminmax()).tolist() if own.numel() else (1.0, 1.0)
@@ -281,7 +271,7 @@ def at_temperature(layout: AnyLayout, temperature: Tensor) -> AnyLayout:
 
 
 def lay_out_every(shape: Sequence[int], split: SequenceSplit | None = None) -> Layout:
-    """Return the layout of tokens (B, T) or (N,) on this rank that are all valid. Does not wait for the device."""
+    """Return the layout of valid tokens (B, T) or (N,) on this rank. Does not wait for the device."""
     n, length = math.prod(shape), shape[-1]
     if split is None:
         return _lay_out_every(n, length)
@@ -299,7 +289,7 @@ class SplitLayout(Layout):
     """This rank's tokens of sequences split over ranks.
 
     If `exchanges`, ranks gather dense values with each chunk, and the objective of every rank sees whole groups.
-    Otherwise groups are tokens, and each rank computes its share of the loss.
+    Otherwise groups are tokens, and each rank computes its share.
     """
 
     whole: Layout = field(kw_only=True)
@@ -316,7 +306,6 @@ class SplitLayout(Layout):
         return self.longest
 
     def _gather(self, dense: Any) -> Any:
-        """Gather the ranks' dense values."""
         if not self._of_tokens:
             return self.ranks.whole_values(dense)
         rows = dense._make(None if f is None else f.view(self.ranks.batch, self.ranks.own_length) for f in dense)
@@ -370,7 +359,6 @@ class SplitLayout(Layout):
 
 
 def _split(whole: Layout, own: Layout, ranks: SequenceSplit) -> Layout:
-    """Return `whole` with this rank's part."""
     longest = None
     if own.group_lengths is not None:
         parts = whole.mask.split(list(ranks.lengths), -1)

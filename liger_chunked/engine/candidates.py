@@ -27,7 +27,7 @@ class Candidates:
         self.logits = torch.zeros(self.ids.shape, dtype=dtype, device=like.device)
 
     def _columns(self, tile: Tile, vocab_start: int) -> tuple[Tensor, Tensor]:
-        """Return each id's column of the tile, and whether it is inside."""
+        """Return each id's column, and whether it is inside."""
         columns = along(self.ids, tile.rows) - (vocab_start + tile.vocab.start)
         inside = (columns >= 0) & (columns < tile.vocab.stop - tile.vocab.start)
         return columns, inside
@@ -42,7 +42,6 @@ class Candidates:
     def logps(
         self, maximum: Tensor, sum_exp: Tensor, options: LogitOptions, temperature: Tensor | None = None
     ) -> Tensor:
-        """Return log-probabilities (n, K)."""
         z = self.logits.to(accumulation_dtype(self.logits.dtype))
         of_rows = options.temperature if temperature is None else temperature[:, None]
         z = transform(z, options.logit_scale, options.softcap, of_rows)
@@ -61,8 +60,8 @@ class Candidates:
     ) -> Callable[[Tensor], object]:
         """Return a function that writes the candidates' entries of a tile's gradient.
 
-        The entries are computed here, from the logits, because the tile's kernel overwrites these. It also rounds, so
-        `upstream` (n, K) cannot be added to its result.
+        They are computed here, because the tile's kernel overwrites the logits. It also rounds, so `upstream` (n, K)
+        cannot be added to its result.
         """
         columns, inside = self._columns(tile, vocab_start)
         if not logits.shape[1]:
@@ -91,7 +90,7 @@ class Candidates:
 
 
 def check_candidates(candidates: Any, target: Tensor, vocab_size: int) -> Tensor:
-    """Return (N, K) checked ids. Waits for the device."""
+    """Return checked (N, K) ids. Waits for the device."""
     whole = isinstance(candidates, Tensor) and not (candidates.is_floating_point() or candidates.is_complex())
     if not whole or candidates.dtype == torch.bool:
         raise TypeError(f"candidates must be a tensor of token ids (int64), got {described(candidates)}")

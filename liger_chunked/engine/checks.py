@@ -25,7 +25,7 @@ def autocasts(device: str) -> bool:
 
 
 def compute_dtype(head: LossHead, input: Tensor, prefix: str = "", input_name: str = "input") -> torch.dtype:
-    """Return the products' dtype: autocast's, or the shared one, else raise TypeError."""
+    """Return the products' dtype: autocast's, or the shared one."""
     device, dtype = input.device.type, input.dtype
     autocast = autocasts(device)
     if not autocast and head.weight.dtype == dtype and (head.bias is None or head.bias.dtype == dtype):
@@ -67,7 +67,6 @@ def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
 
 
 def check_values(name: str, values: Any, shape: torch.Size, of: str) -> None:
-    """Check a user's result."""
     if not isinstance(values, Tensor) or values.shape != shape:
         got = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise ValueError(f"{name} must return one value for each of {shape[0]} {of}, got {got}")
@@ -77,7 +76,6 @@ _SWAPPED = ": weight and input look swapped, the order is (weight, input, target
 
 
 def hint_for(x: Any, name: str, ids: bool = False) -> str:
-    """Advise what to pass instead of `x`."""
     if isinstance(x, Tensor):
         if ids:
             return ": no gradient goes to token ids, pass them as .long()" if x.is_floating_point() else ""
@@ -124,7 +122,6 @@ def _check_adapted(weight: AdaptedWeight, name: str) -> None:
 
 
 def check_projection(head: LossHead, input: Tensor, prefix: str = "", input_name: str = "input") -> None:
-    """Check that `input @ weight.T + bias` is defined."""
     weight, bias, own = head.weight, head.bias, "weight"
     if isinstance(weight, AdaptedWeight):
         _check_adapted(weight, f"{prefix}weight")
@@ -180,7 +177,7 @@ _CHECKED: set[tuple[dist.ProcessGroup | None, int, int, int, bool]] = set()
 
 
 def _check_ranks(group: dist.ProcessGroup | None, start: int, rows: int, vocab_size: int, input: Tensor) -> None:
-    """Raise ValueError on all ranks unless their rows cover the vocabulary and they have the same hidden states."""
+    """Check that the ranks' rows cover the vocabulary and that hidden states are the same. All ranks raise."""
     some = input.detach().reshape(-1)[:: max(1, input.numel() // 64)].tolist()
     mine = (start, rows, vocab_size, tuple(input.shape), some)
     parts = [mine] * dist.get_world_size(group)
@@ -216,7 +213,6 @@ def _check_ranks(group: dist.ProcessGroup | None, start: int, rows: int, vocab_s
 def check_target(
     target: Tensor, input: Tensor, name: str = "target", input_name: str = "input", *, head: LossHead | None = None
 ) -> None:
-    """Check that `target` has an integer per row of `input`."""
     check_class_ids(target, name, hint=lambda: hint_for(target, name, ids=True))
     expected = tuple(input.shape[:-1]) if head is None else head.token_shape(input)
     if target.shape != expected:
@@ -236,7 +232,7 @@ def check_target(
 
 
 def check_temperature(temperature: Tensor, target: Tensor) -> None:
-    """Check the shape and dtype of a temperature per token; `at_temperature` checks the values."""
+    """Check shape and dtype; `at_temperature` checks the values."""
     if temperature.dtype != torch.float32:
         raise TypeError(f"temperature must be a number or a float32 tensor, got {described(temperature)}")
     if temperature.shape != target.shape or temperature.device != target.device:
@@ -248,11 +244,11 @@ def check_temperature(temperature: Tensor, target: Tensor) -> None:
         raise ValueError("temperature gets no gradient: detach it")
 
 
-_SAME_TARGETS: set[Any] = set()  # groups
+_SAME_TARGETS: set[Any] = set()
 
 
 def _check_same_targets(shard: VocabShard, target: Tensor, name: str) -> None:
-    """Raise ValueError on all ranks unless their targets are the same. Once for each group."""
+    """Check, once for each group, that its ranks have the same targets. All ranks raise."""
     group = dist.group.WORLD if shard.group is None else shard.group
     if group in _SAME_TARGETS:
         return
@@ -276,10 +272,6 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         hidden: (B, T, H) last hidden states.
         labels: (B, T) token ids.
-
-    Raises:
-        TypeError, ValueError: dtypes, shapes or devices do not match.
-
     >>> hidden, labels = torch.randn(2, 5, 4), torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, -100]])
     >>> input, target = shifted(hidden, labels)
     >>> input.shape, target.tolist()
@@ -299,7 +291,7 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_top_k(logps: Tensor, ids: Tensor, vocab_size: int) -> None:
-    """Check a teacher's top-k: `logps` (N, k), -inf where missing, and `ids` (N, k)."""
+    """Check a teacher's top-k (N, k); `logps` are -inf where missing."""
     not_low, high, twice, positive, empty = survey_top_k(logps, ids).tolist()
     low = ~not_low
     if low < 0 or high >= vocab_size:

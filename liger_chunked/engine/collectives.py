@@ -35,7 +35,7 @@ def gather(values: Values, group: Any) -> list[Values]:
 
 
 def _as_bits(ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterpret token ids as floats: a gather does not change bits."""
+    """Reinterpret ids: a gather does not change bits."""
     return ids.to(torch.int32 if dtype.itemsize == 4 else torch.int64).view(dtype)
 
 

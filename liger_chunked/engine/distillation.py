@@ -1,13 +1,7 @@
 """Run chunks of student and teacher.
 
-    project the student's chunk
-    for tile in chunk:                  whole rows: a divergence needs all of them
-        project the teacher             the budget holds chunk and tile
-        divergences, log-probabilities
-        student logits -> gradient, in place
-    dX, dW
-
-The loss is linear in these values, so its gradients are known in advance.
+For each tile of a student's chunk, project the teacher. A divergence needs whole rows, and the budget holds chunk and
+tile. The loss is linear in the divergences, so its gradients are known in advance.
 """
 
 from __future__ import annotations
@@ -33,16 +27,12 @@ from liger_chunked.types import AdaptedWeight, HeadTensors, LogitOptions, LossHe
 
 
 class Divergences(NamedTuple):
-    """Values (n,) per token."""
-
     divergence: Tensor
     logps: Tensor | None  # of the target, if any
 
 
 @dataclass(frozen=True)
 class LossWeights(LinearObjective):
-    """Weights of the sums of divergences and log-probabilities."""
-
     divergence: float | Tensor
     logps: float | Tensor | None
 
@@ -66,7 +56,7 @@ class Teacher(NamedTuple):
 
     head: HeadTensors
     input: Tensor
-    options: LogitOptions  # its logit transform
+    options: LogitOptions
     dtype: torch.dtype  # of its products
     u: Tensor | None = None  # (..., r), of an adapter
 
@@ -81,7 +71,7 @@ class Teacher(NamedTuple):
 
 @dataclass
 class DistillationPass:
-    """A `Pass` of student and teacher. `teacher` is None if `route` has its log-probabilities."""
+    """A `Pass`. `teacher` is None if `route` has its log-probabilities."""
 
     plan: Plan
     weights: LossWeights
@@ -197,6 +187,6 @@ def distillation_step(
 
 
 def distillation_loss(step: Step, head: LossHead, input: Tensor) -> tuple[Tensor, Divergences]:
-    """Return the differentiable loss () of checked inputs, and the detached values of valid tokens."""
+    """Return the differentiable loss (), and the detached values of valid tokens."""
     loss, values = run_step(step, head, input)
     return loss, Divergences(*values, *[None] * (2 - len(values)))

@@ -44,7 +44,7 @@ class Route(Protocol):
 
 
 def transformed(logits: Tensor, options: LogitOptions) -> Tensor:
-    """Apply the transform of `LogitOptions` without the temperature."""
+    """Apply the transform without the temperature."""
     return transform(logits, options.logit_scale, options.softcap, 1.0)
 
 
@@ -128,7 +128,7 @@ def vector_jacobian(outputs: dict[Tensor, Tensor], leaves: list[Tensor]) -> list
 
 
 def measured_by(function: DivergenceFunction, student: Tensor, teacher: Tensor) -> Tensor:
-    """Return `function` of (n, V) logits; raise ValueError unless it is (n,) with a gradient."""
+    """Return `function(student, teacher)`; check that it is (n,) with a gradient."""
     divergence = function(student, teacher)
     check_values("divergence", divergence, student.shape[:1], "tokens")
     if torch.is_grad_enabled() and student.requires_grad and not divergence.requires_grad:

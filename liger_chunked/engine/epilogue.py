@@ -52,7 +52,6 @@ def _for_descriptor(x: Tensor) -> Tensor:
 
 
 def _padded(columns: int) -> int:
-    """Return a row stride that descriptors can have."""
     return -(-columns // _DESCRIPTOR_ELEMENTS) * _DESCRIPTOR_ELEMENTS
 
 
@@ -83,15 +82,19 @@ def serves_statistics(
     outputs: tuple[str, ...],
     tiles: list[Tile],
     needs_grad: bool,
+    at_any_size: bool = False,
 ) -> bool:
-    """Whether `StatisticsPass` can replace `HeadPass`, and is faster: always without a backward. With one, it computes
-    four products, and `HeadPass` 3 + (tiles - 1)/tiles.
+    """Whether `StatisticsPass` can replace `HeadPass`, and is faster: always without a backward.
+
+    With one, it computes four products, and `HeadPass` 3 + (tiles - 1)/tiles.
     """
-    return (
-        _computes(head, dtype, options, class_weight, outputs)
-        and (not needs_grad or (len(tiles) >= FEWEST_TILES and head.weight.shape[1] <= WIDEST))
-        and sum(largest([tile]) for tile in tiles) * head.weight.shape[1] >= SMALLEST
-    )
+    if not _computes(head, dtype, options, class_weight, outputs):
+        return False
+    if at_any_size:
+        return bool(tiles)
+    return (not needs_grad or (len(tiles) >= FEWEST_TILES and head.weight.shape[1] <= WIDEST)) and sum(
+        largest([tile]) for tile in tiles
+    ) * head.weight.shape[1] >= SMALLEST
 
 
 def _computes(
@@ -138,12 +141,12 @@ class EpiloguePass:
     The pass needs bfloat16, the precision of E, and a float32 dW or none, because the target's rows cannot be added to
     a rounded one. It rounds no logits, whatever `logits_dtype` is.
 
-    dX and dW overlap on two streams. dW is enqueued first, but after small kernels, so that dX, whose tiles take long,
-    starts first (docs/tuning.md).
+    dX and dW overlap on two streams (docs/tuning.md). dW is enqueued first, but after small kernels, so that dX, whose
+    tiles take long, starts first.
 
     Bytes for a chunk of n tokens, beyond the step's gradients and cuBLAS's workspaces, which no estimate counts:
 
-        E              2 n V         the buffer; none without a backward
+        E              2 n V         none without a backward
         row sums                     see `kernels/projection.py`
         s x            2 n H         during backward, in the memory of dX if there is one
         E W            4 n H         while dX is formed; at most 32 MiB
@@ -229,10 +232,9 @@ class EpiloguePass:
 class StatisticsPass:
     """Statistics with the fused epilogue, whose backward comes later and projects again: four products, no logits.
 
-    The second projection knows the rows' sums and upstream gradients, so its epilogue writes the gradient of all four
-    statistics.
+    The second projection knows the rows' sums and upstream gradients, so its epilogue writes the gradient.
 
-    Bytes: in the forward, partial sums, which may take as much as the gradient's tile; in the backward, this tile.
+    Bytes: in the forward, partial sums, at most those of the gradient's tile; in the backward, this tile.
     """
 
     head: HeadTensors
@@ -301,7 +303,6 @@ class StatisticsPass:
         self.grads.close_chunk(dx, rows)
 
     def _buffer(self, tiles: list[Tile]) -> Tensor:
-        """Return memory for the gradient of any tile."""
         extents = map(_extent, tiles)
         return self.head.weight.new_empty(max(n * _padded(columns) for n, columns in extents))
 

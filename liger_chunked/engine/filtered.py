@@ -28,7 +28,6 @@ class SamplingFilter:
     def of(
         cls, top_k: int | None, top_p: float | None, options: LogitOptions, outputs: tuple[str, ...], sharded: bool
     ) -> SamplingFilter | None:
-        """Check the settings."""
         if top_k is None and top_p is None:
             return None
         given = f"top_k={top_k}" if top_p is None else f"top_p={top_p}"
@@ -53,7 +52,7 @@ class SamplingFilter:
         return None if top_k is None and top_p == 1 else cls(top_k, None if top_p == 1 else top_p)
 
     def smallest_kept(self, logits: Tensor, options: LogitOptions, temperature: Tensor | None = None) -> Tensor:
-        """Return (n,), the smallest logit that each row of untransformed logits (n, V) keeps."""
+        """Return (n,), the smallest untransformed logit that each row keeps."""
         k = logits.shape[1] if self.top_k is None else min(self.top_k, logits.shape[1])
         if self.top_p is None:
             return logits.topk(k).values[:, -1]
@@ -78,7 +77,7 @@ class FilteredPass(HeadPass):
 
     filter: SamplingFilter = SamplingFilter()
     _measures: bool = field(default=False, init=False, repr=False)
-    _temperature: Tensor | None = field(default=None, init=False, repr=False)  # of the chunk's rows
+    _temperature: Tensor | None = field(default=None, init=False, repr=False)
 
     def statistics(self, tokens: Tokens) -> TokenStats:
         self.smallest_kept = tokens.x.new_empty(tokens.x.shape[0], dtype=self.logits_dtype)

@@ -35,7 +35,7 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x.sum(0)` in `dtype`; on a GPU, torch's float32 sum would allocate more than the logits."""
+    """Return `x.sum(0)`; on a GPU, torch's float32 sum would allocate more than the logits."""
     if x.device.type == "cuda":
         ones = x.new_ones(1, x.shape[0])
         return torch.mm(ones, x)[0] if x.dtype == dtype else torch.mm(ones, x, out_dtype=dtype)[0]
@@ -104,7 +104,7 @@ class HeadGradients:
         self._shard = head.shard
         self._sum: dist.Work | None = None  # of the open chunk's dX over the ranks
         self._summed: Tensor | None = None  # this rank's part of it, if hidden states are scattered
-        self._chunk_rows = slice(0, 0)  # of the open chunk
+        self._chunk_rows = slice(0, 0)
         self._low_rank: HeadGradients | None = None
         self._chunk: tuple[Tensor, Tensor, Tensor | None] | None = None  # u, up and du of the open chunk
         if u is not None:
@@ -116,7 +116,7 @@ class HeadGradients:
             )
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Divide a chunk's gradients by `unit`. If that must grow, rescale dX, dW and db."""
+        """Divide gradients by `unit`. If that must grow, rescale dX, dW and db."""
         if not self._half:
             return gradients
         largest = torch.stack([g.abs().max() for g in gradients.values()]).max()
@@ -139,7 +139,7 @@ class HeadGradients:
     def open_input(
         self, x: Tensor, chunk_rows: slice, one_slice: bool, u: Tensor | None = None, up: Tensor | None = None
     ) -> Tensor | None:
-        """Return memory for a chunk's dX, in the batch's dX if possible, or None if unneeded."""
+        """Return memory for a chunk's dX, in the batch's if possible, or None if unneeded."""
         if self._low_rank is not None:
             assert u is not None and up is not None
             self._chunk = u, up, self._low_rank.open_input(u, chunk_rows, one_slice)
@@ -156,7 +156,7 @@ class HeadGradients:
         return self._weight_gradient() is not None
 
     def add(self, tile: Tile, dz: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> None:
-        """Add a tile of a chunk to dX, dW and db. Tiles come in reverse order."""
+        """Add a tile to dX, dW and db. Tiles come in reverse order."""
         rows, vocab = tile
         if dx is not None:
             last_slice = vocab.stop == weight.shape[0]
@@ -185,7 +185,6 @@ class HeadGradients:
             self._slice = None
 
     def _start_sum(self, dx: Tensor) -> None:
-        """Sum the ranks' shares of dX while dW is computed."""
         if self._scattered is not None:
             self._sum, self._summed = self._scattered.start_reduce(dx, self._chunk_rows)
         elif self._shard is not None and self._shard.input_grad == "all_reduce":

@@ -43,7 +43,6 @@ class Packing:
 
     @property
     def size(self) -> int:
-        """The number of sequences."""
         return len(self.lengths)
 
     @property
@@ -58,7 +57,7 @@ class Packing:
         return torch.where(places < lengths, self.starts[:, None] + places, -1)
 
     def whole(self, x: Tensor, fill: float = 0) -> Tensor:
-        """Move the rows' values (N,) to (S, T), with `fill` at padding."""
+        """Move values (N,) to (S, T), with `fill` at padding."""
         if not x.numel():
             return x.new_full(self.rows.shape, fill)
         return torch.where(self.rows < 0, fill, x[self.rows.clamp(min=0)])
@@ -88,12 +87,10 @@ def sequences_of(
 
 
 def whole(x: Tensor, sequences: Sequences, fill: float = 0) -> Tensor:
-    """Return values per token of whole, padded sequences, (..., T)."""
     if sequences is None:
         return x
     return sequences.whole(x) if isinstance(sequences, SequenceSplit) else sequences.whole(x, fill)
 
 
 def count(input: Tensor, sequences: Sequences) -> int:
-    """Return the number of sequences."""
     return sequences.size if isinstance(sequences, Packing) else input.shape[0]

@@ -24,6 +24,7 @@ from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.scattered import ScatteredRows, scatter_rows
 from liger_chunked.engine.shard import ShardedPass
+from liger_chunked.engine.token_pass import TokenPass
 from liger_chunked.kernels.tuning.generic import (
     CHUNK_TOKENS,
     FEWEST_TEACHER_TOKENS,
@@ -51,6 +52,7 @@ class Plan:
     class_weight: Tensor | None = None
     shard: VocabShard | None = None
     by_epilogue: bool = False  # `EpiloguePass` runs the step, if `make_pass` allows it, or `StatisticsPass`
+    by_token: bool = False  # products and statistics of one token at a time
     filter: SamplingFilter | None = None
     candidates: Tensor | None = None  # (n_valid, K) ids
     scattered: ScatteredRows | None = None  # if ranks of a split vocabulary split hidden states too
@@ -122,23 +124,40 @@ class Plan:
         candidates: Tensor | None = None,
         needs_grad: bool = True,
         wide_tiles: bool = False,
+        batch_invariant: bool = False,
     ) -> Plan:
         """Plan a forward whose backward comes later. `candidates` (N, K) are of all tokens."""
         of_logit = logit_bytes(options, dtype)
         warn_of_few_rows(options, head.even_shape[0], of_logit, layout.n_valid)
-        elements = budget_elements(options, head.even_shape, dtype, bytes_per_logit=of_logit)
-        if filter is None:
-            cut = tiles(layout.n_valid, head.columns, elements, square=True)
+        n_valid, columns = layout.n_valid, head.columns
+
+        def elements(bytes_per_logit: int) -> int:
+            return budget_elements(options, head.even_shape, dtype, bytes_per_logit=bytes_per_logit)
+
+        by_epilogue = by_token = False
+        if wide_tiles and filter is candidates is layout.temperature is None:
+            cut = tiles(n_valid, columns, elements(dtype.itemsize), square=True)  # of gradients, never of logits
+            by_epilogue = epilogue.serves_statistics(
+                head, dtype, options, class_weight, outputs, cut, needs_grad, at_any_size=batch_invariant
+            )
+        if by_epilogue:
+            pass
+        elif filter is not None:
+            whole_rows = pieces(0, n_valid, max(1, elements(of_logit) // columns))
+            cut = [Tile(rows, slice(0, columns)) for rows in whole_rows]
+        elif batch_invariant:
+            by_token = True
+            cut = [Tile(slice(i, i + 1), slice(0, columns)) for i in range(n_valid)]
+            if cut and layout.target.device.type != "cpu":
+                raise ValueError(
+                    'deterministic="batch" on a GPU needs Hopper, bfloat16, contiguous weights with H a multiple of 8, '
+                    'outputs among "logps", "lse", "entropy" and "mean_logits", and no bias, adapter, softcap, '
+                    "candidates or temperature of tokens; got another call"
+                )
         else:
-            whole_rows = pieces(0, layout.n_valid, max(1, elements // head.columns))
-            cut = [Tile(rows, slice(0, head.columns)) for rows in whole_rows]
-        every = slice(0, layout.n_valid)
+            cut = tiles(n_valid, columns, elements(of_logit), square=True)
+        every = slice(0, n_valid)
         chunks = [Chunk(every, every)]
-        by_epilogue = (
-            wide_tiles
-            and filter is candidates is layout.temperature is None
-            and epilogue.serves_statistics(head, dtype, options, class_weight, outputs, cut, needs_grad)
-        )
         layout, scattered = scatter_rows(layout, chunks, head.shard)
         if candidates is not None and layout.slots is not None:
             candidates = candidates[layout.slots]
@@ -156,6 +175,7 @@ class Plan:
             shard=head.shard,
             filter=filter,
             by_epilogue=by_epilogue,
+            by_token=by_token,
         )
 
     @classmethod
@@ -230,7 +250,7 @@ class Plan:
         if self.filter is not None:
             made = FilteredPass(head, self.options, self.outputs, grads=grads, filter=self.filter)
         else:
-            kind = HeadPass if head.shard is None else ShardedPass
+            kind = TokenPass if self.by_token else HeadPass if head.shard is None else ShardedPass
             made = kind(head, self.options, self.outputs, self.class_weight, grads)
         if self.candidates is not None:
             made.candidates = Candidates(self.candidates)

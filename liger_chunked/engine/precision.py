@@ -49,12 +49,11 @@ _OF_DTYPE: dict[torch.dtype | None, tuple[Refused, ...]] = {
 
 @functools.cache
 def refused(dtypes: tuple[torch.dtype | None, ...]) -> tuple[Refused, ...]:
-    """Return the settings to switch off for these dtypes."""
     return tuple(permission for dtype in dict.fromkeys(dtypes) for permission in _OF_DTYPE.get(dtype, ()))
 
 
 def gemms(device: torch.device, *dtypes: torch.dtype | None) -> AbstractContextManager[None]:
-    """Run a block on `device`, without autocast; products in `dtypes` accumulate in float32."""
+    """Run a block on `device`, without autocast; products accumulate in float32."""
     permissions, autocast = refused(dtypes), autocasts(device.type)
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     if not (permissions or autocast or elsewhere):

@@ -24,7 +24,7 @@ class Ranked:
 
     options: LogitOptions
     teacher_options: LogitOptions
-    ratio: float  # columns of the teacher per column of the student
+    ratio: float  # teacher's columns per student's column
     scale: Tensor | None  # (n_valid,) a, or 1
     teacher_scale: Tensor | None  # (n_valid,) b, or 1
 

@@ -1,7 +1,6 @@
 """Hidden states split over the ranks of a split vocabulary (sequence parallelism, https://arxiv.org/abs/2205.05198).
 
-Every rank projects every token. A chunk's hidden states are gathered before its product, and its dX is reduced and
-scattered while dW is computed. No rank holds the hidden states of the whole batch.
+A chunk's hidden states are gathered before its product. Its dX is reduced and scattered while dW is computed.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class ScatteredRows:
         return torch.cat([part[:n] for part, n in zip(parts.unbind(), counts, strict=True)])
 
     def start_reduce(self, dx: Tensor, rows: slice) -> tuple[dist.Work | None, Tensor]:
-        """Start to sum a chunk's dX over the ranks. Return the collective, and memory for this rank's rows."""
+        """Start to sum a chunk's dX. Return the collective, and memory for this rank's rows."""
         counts = self.counts[_key(rows)]
         longest = max(counts)
         if len(set(counts)) > 1:

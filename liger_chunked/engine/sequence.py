@@ -1,11 +1,7 @@
 """Sequences split over ranks (context parallelism, https://arxiv.org/abs/2310.01889).
 
-A rank projects only the hidden states of its positions. Ranks gather small tensors to whole sequences:
-
-before the step    targets, masks, log-probabilities of old policy and reference
-in each chunk      token statistics, so that all ranks evaluate the same objective
-
-A rank gets the dX of its positions, and its share of dW.
+A rank projects only the hidden states of its positions. Ranks gather other tensors before the step, and statistics in
+each chunk, so that all evaluate the same objective. A rank gets the dX of its positions, and its share of dW.
 """
 
 from __future__ import annotations
@@ -34,8 +30,6 @@ def check_group(group: Any) -> None:
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """How many positions each rank has, in rank order."""
-
     group: Any
     batch: int  # sequences
     lengths: tuple[int, ...]  # positions of each rank
@@ -57,12 +51,10 @@ class SequenceSplit:
 
     @property
     def length(self) -> int:
-        """Positions of a whole sequence."""
         return sum(self.lengths)
 
     @property
     def own(self) -> slice:
-        """This rank's positions."""
         rank = dist.get_rank(self.group)
         start = sum(self.lengths[:rank])
         return slice(start, start + self.lengths[rank])
@@ -86,7 +78,6 @@ class SequenceSplit:
         return self._join(list(gather_tensor(padded, self.group).unbind()))
 
     def whole_values(self, values: Values) -> Values:
-        """Gather the fields of a NamedTuple by one collective."""
         padded = values._make(None if f is None else self._pad(f) for f in values)
         parts = gather(padded, self.group)
         return values._make(None if f[0] is None else self._join(list(f)) for f in zip(*parts, strict=True))
@@ -96,6 +87,6 @@ class SequenceSplit:
         return gather_tensor(x, self.group).sum(0)
 
     def slots(self, own: Tensor) -> Tensor:
-        """Convert indices into this rank's flattened (B, T_r) to indices into the flattened (B, T)."""
+        """Convert indices into (B, T_r) to indices into (B, T)."""
         length = max(1, self.own_length)
         return own.div(length, rounding_mode="floor") * self.length + self.own.start + own % length

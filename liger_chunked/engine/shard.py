@@ -1,9 +1,7 @@
 """A head whose vocabulary is split over ranks (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3).
 
-Each rank computes its rows' logits, like a tile of the vocabulary.
-
-    statistics   the ranks' sums of a chunk are gathered and merged, in rank order: all ranks hold the same bits
-    backward     dX is the sum over ranks, reduced while dW is computed; dW and db belong to the rank
+Each rank computes its rows' logits, like a tile of the vocabulary. The ranks' sums of a chunk are merged in rank order:
+all ranks hold the same bits. dX is summed over the ranks while dW is computed.
 """
 
 from __future__ import annotations

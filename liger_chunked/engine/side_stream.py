@@ -26,8 +26,6 @@ def _other_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class SideStream:
-    """A side stream, joined at the block's end."""
-
     def __init__(self, device: torch.device) -> None:
         self._other = _other_stream(device) if device.type == "cuda" else None
         self._forked = False
@@ -47,7 +45,6 @@ class SideStream:
         return torch.cuda.stream(self._other)
 
     def join(self) -> None:
-        """Make the current stream wait for the side stream."""
         if self._other is not None and self._forked:
             self._forked = False
             torch.cuda.current_stream().wait_stream(self._other)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -73,8 +73,7 @@ def _statistics(plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None)
 def _tensors_of(plan: Plan) -> tuple[Tensor | None, ...]:
     """Return the plan's tensors for autograd to save, so that it detects changes by the caller."""
     layout = plan.layout
-    of_layout = layout.target, layout.rows, layout.slots, layout.temperature
-    return tuple(map(_savable, (*of_layout, plan.class_weight, plan.candidates)))
+    return layout.target, layout.rows, layout.slots, layout.temperature, plan.class_weight, plan.candidates
 
 
 def _holding(
@@ -120,9 +119,14 @@ class _LinearTokenStats(torch.autograd.Function):
         head_pass, dense = _statistics(plan, HeadTensors(weight, bias, up, plan.shard), input, u)
         kept = head_pass.keep()
         ctx.n_kept = len(kept)
-        ctx.save_for_backward(input, weight, bias, u, up, *kept, *_tensors_of(plan))
+        of_plan = _tensors_of(plan)
+        savable = [_savable(x) for x in of_plan]
+        ctx.save_for_backward(input, weight, bias, u, up, *kept, *savable)
         ctx.returned = _returned(plan)
-        ctx.plan, ctx.head_pass = (_holding(plan), None) if hooks_active() else (plan, head_pass)
+        hooked = hooks_active()
+        ctx.head_pass = None if hooked else head_pass
+        copied = any(x is not y for x, y in zip(savable, of_plan, strict=True))
+        ctx.plan = _holding(plan) if hooked or copied else plan
         differentiable = (*DIFFERENTIABLE, "candidate_logps")
         # Copies of views, because autograd refuses `logps *= mask` on a view that a Function returns, and of what
         # the backward reads.
@@ -141,7 +145,7 @@ class _LinearTokenStats(torch.autograd.Function):
         if all(g is None for g in upstream):
             return (None,) * 6
         input, weight, bias, u, up, *rest = ctx.saved_tensors
-        plan = ctx.plan if ctx.head_pass is not None else _holding(ctx.plan, *rest[ctx.n_kept :])
+        plan = _holding(ctx.plan, *rest[ctx.n_kept :]) if ctx.plan.layout.mask is None else ctx.plan
         layout, given = plan.layout, HeadTensors(weight, bias, up, plan.shard)
         head_pass, ctx.head_pass = ctx.head_pass or _make_pass(plan, given), None
         if isinstance(head_pass, HeadPass) and plan.candidates is not None:
@@ -176,6 +180,7 @@ def token_stats(
     class_weight: Tensor | None = None,
     filter: SamplingFilter | None = None,
     candidates: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> TokenStats:
     """`linear_token_stats` of checked inputs, in the dense layout; `class_weight` weighs `mean_logits`."""
     plan = Plan.of_statistics(
@@ -189,6 +194,7 @@ def token_stats(
         candidates=candidates,
         needs_grad=needs_grad(head, input),
         wide_tiles=has_wide_tiles(input.device),
+        batch_invariant=batch_invariant,
     )
     return run_statistics(plan, head, input)
 
@@ -228,6 +234,7 @@ def linear_token_stats(
     ignore_index: int = -100,
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
+    deterministic: Literal["batch"] | None = None,
     vocab_shard: VocabShard | None = None,
 ) -> TokenStats:
     """Return differentiable statistics of tokens' logits, without all logits in memory.
@@ -250,6 +257,10 @@ def linear_token_stats(
         top_k, top_p: keep the `top_k` largest logits, and of these the fewest whose probabilities sum to `top_p`, as a
             sampler does after the temperature. The others are -inf; logits equal to the smallest kept stay. A dropped
             target has `logps` -inf. Sorts the logits without `top_k`.
+        deterministic: "batch" gives a token's values the same bits in any batch, at any place and with any budget, as
+            for a policy whose sampler uses this function too. On a GPU the fused epilogue computes them, which needs
+            Hopper, bfloat16, and none of bias, softcap, candidates or temperatures of tokens; on a CPU, one token at a
+            time. Gradients follow the batch. Results are repeatable without it too.
         vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
 
     Returns:
@@ -278,6 +289,12 @@ def linear_token_stats(
     if unknown or not outputs or len(set(outputs)) < len(outputs):
         given = ", ".join(map(shown, outputs))
         raise ValueError(f"outputs must name distinct fields of TokenStats {OUTPUTS}, got ({given})")
+    if deterministic not in (None, "batch"):
+        raise ValueError(f'deterministic must be "batch" or None, got {shown(deterministic)}')
+    if deterministic is not None:
+        for name, x in (("vocab_shard", vocab_shard), ("top_k", top_k), ("top_p", top_p)):
+            if x is not None:
+                raise ValueError(f'deterministic="batch" does not take {name}, got {shown(x)}')
     head = LossHead(weight, bias, vocab_shard)
     check_projection(head, input)
     check_target(target, input, head=head)
@@ -288,10 +305,13 @@ def linear_token_stats(
         layout = at_temperature(layout, per_token)
     filter = SamplingFilter.of(top_k, top_p, options, outputs, vocab_shard is not None)
     ids = None if candidates is None else check_candidates(candidates, target, head.vocab_size)
-    stats = token_stats(head, input, layout, outputs, options, filter=filter, candidates=ids)
+    batch_invariant = deterministic is not None
+    stats = token_stats(
+        head, input, layout, outputs, options, filter=filter, candidates=ids, batch_invariant=batch_invariant
+    )
     if target.ndim > 1:
         shaped = [None if x is None else x.view(target.shape) for x in stats[: len(OUTPUTS)]]
-        stats = TokenStats(*shaped, stats.candidate_logps)
+        stats = TokenStats(*shaped)._replace(candidate_logps=stats.candidate_logps)
     if candidates is not None and stats.candidate_logps is not None:
         stats = stats._replace(candidate_logps=stats.candidate_logps.view(candidates.shape))
     return stats

@@ -1,9 +1,4 @@
-"""Compute a loss with its gradients in the forward.
-
-    for chunk in plan:
-        project, reduce to values per token       statistics, or divergences from a teacher
-        loss, g = autograd on the objective       on a few numbers per token; a linear objective needs none
-        logits -> gradient in place, dX, dW       while the logits are in memory
+"""Compute a loss with its gradients in the forward, chunk by chunk (docs/how-it-works.md).
 
 Backward multiplies by the upstream gradient, on a copy if the graph is retained.
 """
@@ -53,19 +48,16 @@ class LinearObjective:
     """A loss linear in the values: gradients need no autograd."""
 
     def loss(self, values: Any) -> Tensor:
-        """Return the loss () of the whole batch in float64."""
+        """Return the batch's loss (), float64."""
         raise NotImplementedError
 
     def gradients(self, values: Any) -> dict[str, Tensor]:
-        """Return the gradients of a chunk's values."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class NegativeLogLikelihood(LinearObjective):
-    """`-sum(logps) / items`."""
-
-    items: float | Tensor  # a number, or ()
+    items: float | Tensor
 
     def loss(self, values: TokenStats) -> Tensor:
         assert values.logps is not None
@@ -81,12 +73,11 @@ class Step:
     plan: Plan
     objective: Objective | LinearObjective
     make_pass: Callable[[HeadTensors, HeadGradients | None], Pass]  # the head has the products' dtype
-    teacher_dtype: torch.dtype | None = None  # of the teacher's products
+    teacher_dtype: torch.dtype | None = None
 
     def run(
         self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-        """Return the loss, values per token, and needed gradients."""
         plan, layout, objective = self.plan, self.plan.layout, self.objective
         flat, flat_u = input.reshape(-1, input.shape[-1]), None if u is None else u.reshape(-1, u.shape[-1])
         grads = None
@@ -141,7 +132,6 @@ class Step:
     def _differentiate(
         self, stats: TokenStats, chunk: Chunk, with_gradient: bool
     ) -> tuple[TokenStats, Tensor, dict[str, Tensor]]:
-        """Return a chunk's dense statistics, share of the loss, and gradients."""
         layout, objective = self.plan.layout, cast(Objective, self.objective)
         dense: TokenStats = layout.dense_values(stats, chunk)
         leaves = {name: f for name in DIFFERENTIABLE if with_gradient and (f := getattr(dense, name)) is not None}
@@ -232,7 +222,7 @@ class GradientInForward(torch.autograd.Function):
 
 
 def run_step(step: Step, head: LossHead, input: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the loss (), differentiable, and the detached values per token that are not None."""
+    """Return the differentiable loss (), and the detached values per token that are not None."""
     weight, up, u = head.weight, None, None
     if isinstance(weight, AdaptedWeight):
         weight, up, u = apply_down(weight, input, step.plan.dtype)
@@ -252,10 +242,10 @@ def fused_loss(
     whole_batch: bool = False,
     class_weight: Tensor | None = None,
 ) -> tuple[Tensor, TokenStats]:
-    """Return a loss () of token statistics, differentiable, and the detached dense statistics.
+    """Return a differentiable loss (), and the detached dense statistics.
 
-    `differentiates` are the `outputs` that the gradient may reach. `whole_batch`: the objective needs all groups at
-    once. `class_weight` (V,) weighs `mean_logits`.
+    The gradient reaches only `differentiates`. `whole_batch`: the objective needs all groups at once. `class_weight`
+    (V,) weighs `mean_logits`.
     """
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown:

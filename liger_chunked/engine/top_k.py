@@ -133,7 +133,7 @@ class _Columns:
         return z - largest[:, None], tail, hard_tail if self.is_target is not None else None
 
     def bins(self, z: Tensor, tail: Tensor) -> Tensor:
-        """Return logits (n, k + 1) of the student's bins."""
+        """Return the student's logits (n, k + 1)."""
         k = self.present.shape[1]
         if self.is_target is not None:
             # The tail lacks a target outside the k: add it.
@@ -141,7 +141,7 @@ class _Columns:
         return torch.cat([z[:, :k].masked_fill(~self.present, -torch.inf), tail[:, None]], 1)
 
     def teacher_bins(self, logps: Tensor, student_bins: Tensor) -> Tensor:
-        """Return log-probabilities (n, k + 1) of the teacher's bins.
+        """Return the teacher's log-probabilities (n, k + 1).
 
         The tail is -inf if the k are the whole vocabulary, else at least `log(LEAST_LEFT)`: finite.
         """
@@ -150,12 +150,11 @@ class _Columns:
         return torch.cat([logps, left.masked_fill(nothing, -torch.inf)], 1)
 
     def log_prob_of_target(self, z: Tensor, tail: Tensor | None) -> Tensor:
-        """Return (n,)."""
         assert tail is not None
         return z[:, -1] - self.bins(z, tail).logsumexp(1)
 
     def joined(self, gradient: Tensor) -> Tensor:
-        """Sum the gradients of columns that belong to the same token."""
+        """Sum the gradients of columns of the same token."""
         k = self.present.shape[1]
         entries = gradient[:, :k]
         position = torch.arange(k, device=gradient.device)

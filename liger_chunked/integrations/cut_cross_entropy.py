@@ -39,8 +39,7 @@ def linear_cross_entropy(
 
     Gradients are exact and accumulated in float32: `filter_*`, `accum_*` and `impl` are not used.
 
-    Raises:
-        ValueError: a wrong `shift` or `reduction`, or rows of `c` that are not those of `vocab_parallel_options`.
+    Raises ValueError if the rows of `c` are not those of `vocab_parallel_options`.
     """
     shift = int(shift)
     if not 0 <= shift < targets.shape[-1]:

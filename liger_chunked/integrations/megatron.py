@@ -26,18 +26,12 @@ class OutputProcessor:
             each token, (b, s), as without an output processor.
         vocab_size: size of the vocabulary without padding. None: padded rows are in the softmax, as in Megatron.
 
-    `output_processor_context` may be a dict of more keywords of `fn`:
-
-        model(..., output_processor=OutputProcessor(linear_token_stats),
-              output_processor_context={"outputs": ("logps", "entropy"), "temperature": 0.7})
+    `output_processor_context` may be a dict of more keywords of `fn` (docs/frameworks.md).
 
     Labels are shifted already. Those of -100, or where `loss_mask` is zero, are ignored. Each rank holds equally many
-    rows of the head. MuP's output multiplier is passed as
-    `logit_scale`, which modules take in their constructor only.
+    rows of the head. MuP's output multiplier is passed as `logit_scale`, which modules take in their constructor only.
 
-    Raises:
-        ValueError: no labels, or a head that is not plain rows of the vocabulary.
-        TypeError: the context is no dict.
+    Raises ValueError without labels, or if the head is not plain rows of the vocabulary.
     """
 
     def __init__(self, fn: Callable[..., Any] | None = None, *, vocab_size: int | None = None) -> None:

@@ -37,8 +37,7 @@ class FusedLinearCrossEntropy(LinearCrossEntropy):
     ) -> Tensor:
         """Return the loss of hidden states (B, T, H) and labels (B, T), which are shifted already.
 
-        Raises:
-            ValueError: `num_label_tokens` or `loss_weights` with a reduction that is not "sum".
+        `num_label_tokens` and `loss_weights` need the reduction "sum".
         """
         for name, value in (("num_label_tokens", num_label_tokens), ("loss_weights", loss_weights)):
             if value is not None and self.reduction != "sum":

@@ -23,10 +23,9 @@ class FusedOutputLinear(nn.Linear):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, labels: Tensor | None = None, temperature: float | Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return `logprobs` and `entropy` (B, S), float32. `temperature` is as in `ChunkedLMHead.forward`.
+        """Return `logprobs` and `entropy` (B, S), float32. Both arguments are required.
 
-        Raises:
-            ValueError: no labels or temperature.
+        `temperature` is as in `ChunkedLMHead.forward`.
         """
         if labels is None or temperature is None:
             missing = "labels" if labels is None else "temperature"

@@ -28,11 +28,8 @@ class FusedLinearChunkedDistributedLogprob:
     ) -> Tensor:
         """Return log-probabilities (B, S) from `hidden` (B, S, H), this rank's rows and shifted targets (B, S).
 
-        dX is the rank's share, which Megatron's gather of the sequence sums. `chunk_size` counts positions; None:
-        automatic.
-
-        Raises:
-            ValueError: the vocabulary range is not that of equal shards.
+        dX is the rank's share, which Megatron's gather of the sequence sums. `chunk_size` counts positions. The
+        vocabulary's shards are equal.
         """
         rows = range(vocab_start_index, vocab_end_index)
         tokens = None if chunk_size is None else chunk_size * hidden.shape[0]

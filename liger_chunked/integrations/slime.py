@@ -24,8 +24,7 @@ def install(args: Any) -> None:
 
     `GPTModel` then returns both statistics of each token, (b, s, 2), in place of logits. Critics keep their head.
 
-    Raises:
-        ValueError: context parallelism, multi-token prediction, or replayed top-p.
+    Raises ValueError for context parallelism, multi-token prediction or replayed top-p.
     """
     if parallel_state.get_context_parallel_world_size() > 1:
         raise ValueError("context_parallel_size must be 1: a rank's last token needs the next rank's first label")

@@ -23,10 +23,8 @@ def even_shard(
 ) -> VocabShard | None:
     """Return this rank's shard; None for one rank without padding.
 
-    Args:
-        weight, group, input_grad: this rank's rows, and as in `VocabShard`.
-        rows: the ids that the framework names. ValueError if they are not those of `weight`.
-        vocab_size: None: all rows are in the softmax.
+    `rows` are the ids that the framework names: ValueError if they are not those of `weight`. For the other arguments,
+    see `VocabShard`.
     """
     n, ranks = weight.shape[0], dist.get_world_size(group)
     start = dist.get_rank(group) * n

@@ -28,19 +28,12 @@ class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
     The loss runs inside the forward of `lm_head`, so FSDP gathers the weight and reduces its gradient. With tensor
     parallelism and "spmd_types", the hidden states' gradient is the rank's share, which the backward of the norm sums.
 
-    `compile_config` is not used.
-
-    Raises:
-        ValueError: "full_dtensor" as `spmd_backend`.
-        RuntimeError: under a CUDA graph.
+    `compile_config` is not used. Raises RuntimeError under a CUDA graph.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):
-        """`global_vocab_size` is needed with "spmd_types", unless ranks have equally many rows of the head.
-
-        `logits_budget` is that of `LogitOptions`.
-        """
+        """`global_vocab_size` is needed with "spmd_types", unless ranks have equally many rows of the head."""
 
         global_vocab_size: int | None = None
         logits_budget: int | str | None = None

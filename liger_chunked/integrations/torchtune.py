@@ -19,8 +19,7 @@ class FusedLinearCrossEntropyLoss(SFTLoss, nn.Module):
     It runs inside the forward of the output layer, or of the embedding that a `TiedLinear` names, so FSDP gathers the
     weight.
 
-    Raises:
-        ValueError: tensor parallelism, or no model.
+    Raises ValueError under tensor parallelism.
     """
 
     def __init__(self, ignore_index: int = -100, logits_budget: int | str | None = None) -> None:

@@ -31,9 +31,6 @@ def linear_cross_entropy(
         weight: this rank's rows.
         temperature: see `LogitOptions`.
         dist_process_group: the tensor-parallel group; None: one rank has all rows.
-
-    Raises:
-        ValueError: a `reduction` other than "none".
     """
     if reduction.lower() != "none":
         raise ValueError(f"reduction must be 'none', got {reduction!r}")
@@ -44,8 +41,7 @@ def linear_cross_entropy(
 class FusedLinearForPPO(nn.Module):
     """The tokens' log-probabilities and entropies, as `verl.utils.experimental.torch_functional.FusedLinearForPPO`.
 
-    The entropy is float32, not in the logits' dtype. `chunk_size` counts tokens; None: automatic. `impl_backend` is not
-    used.
+    The entropy is float32, not in the logits' dtype. `chunk_size` counts tokens. `impl_backend` is not used.
     """
 
     def __init__(self, chunk_size: int | None = None, impl_backend: str = "torch") -> None:

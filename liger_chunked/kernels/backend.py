@@ -32,7 +32,7 @@ WIDE_TILES_VARIABLE = "LIGER_CHUNKED_WIDE_TILES"
 
 
 def wide_tiles_setting(text: str | None) -> tuple[int, ...]:
-    """Return major compute capabilities for `project_exp`; raise ValueError for unknown ones.
+    """Return major compute capabilities for `project_exp`.
 
     >>> wide_tiles_setting("9,10")
     (9, 10)

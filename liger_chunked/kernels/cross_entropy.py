@@ -141,7 +141,7 @@ def liger_cross_entropy(
     Args:
         logits: (..., V). Rows without a uniform stride, such as `logits[:, :-1]`, are copied: pad labels instead.
         target: (...) class indices. Invalid ones raise on CPU, and give an infinite loss on GPU.
-        weight: (V,) class weights `w`.
+        weight: (V,) class weights `w`, without gradient.
         reduction: "mean" divides the cross entropy by the sum of `w_y`, the last term (z-loss) by the valid tokens; 0
             without any. "none" returns (...), 0 at ignored tokens.
         softcap, logit_scale: see `LogitOptions`.
@@ -149,10 +149,6 @@ def liger_cross_entropy(
 
     Returns:
         float32, or float64 for float64 logits.
-
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: shapes or devices differ, a value is out of range, or `weight` requires a gradient.
 
     >>> logits, target = torch.randn(4, 7), torch.tensor([1, 6, -100, 0])
     >>> torch.allclose(liger_cross_entropy(logits, target), torch.nn.functional.cross_entropy(logits, target))

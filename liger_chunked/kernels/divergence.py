@@ -48,15 +48,12 @@ class Gather(Protocol):
 
 
 class _Compared(NamedTuple):
-    """Sums (N,) over columns of both rows."""
-
     divergence: Tensor
     slope: Tensor
     other_slope: Tensor
 
 
 def _added(values: Values, gather: Gather | None) -> Values:
-    """Sum over the ranks."""
     if gather is None:
         return values
     columns = zip(*gather(values), strict=True)

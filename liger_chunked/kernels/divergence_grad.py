@@ -134,7 +134,6 @@ def _soft_gradient_torch(
     student: Tensor, teacher: Tensor, stats: DivergenceStats, rows: slice, divergence: Divergence,
     options: LogitOptions, teacher_options: LogitOptions,
 ) -> Tensor:  # fmt: skip
-    """Return `T dD/dz` of some rows."""
     slope = (stats.centre if stats.slope is None else stats.slope)[rows, None]
     if divergence.kind == "cosine":
         assert stats.other_slope is not None

@@ -71,7 +71,6 @@ def _add_block(
     scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     KIND: tl.constexpr, TEACHER: tl.constexpr, HARD: tl.constexpr, WHOLE: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of both rows."""
     z = _load(z_ptr, cols, n_cols, scale, softcap, WHOLE, KIND == "tail")
     top = tl.maximum(top, z)
     z = z - centre
@@ -315,7 +314,7 @@ def _sums_torch(
 
 
 def columns_of(target: Tensor, n_cols: int) -> tuple[Tensor, Tensor]:
-    """Return columns (N, 1) of targets, and which are in the tile."""
+    """Return targets' columns (N, 1), and which are in the tile."""
     return target.clamp(0, n_cols - 1)[:, None], (target >= 0) & (target < n_cols)
 
 

@@ -167,7 +167,6 @@ def _backward_torch(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, grad
 
 
 def _backward_into(grads: Halves, dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> Halves:
-    """Write to `grads`, which may be `gate` and `up`."""
     (_backward_triton if use_triton(gate) else _backward_torch)(dy, gate, up, kind, grads)
     return grads
 
@@ -237,10 +236,6 @@ def liger_swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = Fals
             share memory. Other operations that saved them raise, or under saved-tensor hooks (checkpoints) read
             gradients.
 
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: shapes or devices differ, or a packed size is odd.
-
     >>> gate, up = torch.randn(2, 3, 8).unbind(0)
     >>> torch.equal(liger_swiglu(gate, up), liger_swiglu(torch.cat([gate, up], dim=-1)))
     True
@@ -257,8 +252,8 @@ def liger_geglu(
 ) -> Tensor:
     """Return `F.gelu(gate, approximate=approximate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
 
-    `approximate` is "tanh" (`gelu_pytorch_tanh`, Gemma) or "none", the error function. Other arguments and errors are
-    those of `liger_swiglu`.
+    `approximate` is "tanh" (`gelu_pytorch_tanh`, Gemma) or "none", the error function. For the rest, see
+    `liger_swiglu`.
     """
     if approximate not in _GELU:
         raise ValueError(f"approximate must be one of {tuple(_GELU)}, got {shown(approximate)}")

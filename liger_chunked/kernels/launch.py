@@ -183,7 +183,6 @@ class Kernel:
             self._unproven[key] = variant, compiled
 
     def _prove(self, variant: _Variant, compiled: Any, call: tuple[Any, ...], device: int) -> None:
-        """Compare Triton's launch with a cached one."""
         run, function, options, stream = variant
         grid, tensors, numbers, _, _, descriptors = call
         by_tensor = self._in_order((*tensors, *numbers, *descriptors))

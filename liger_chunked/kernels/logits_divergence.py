@@ -136,10 +136,6 @@ def liger_kl_div_with_logits(
     Returns:
         float32, or float64 for float64 student logits.
 
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: shapes or devices differ, an option is invalid, or the teacher needs a gradient.
-
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)
     >>> expected = torch.nn.functional.kl_div(
     ...     z.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="batchmean"
@@ -168,8 +164,8 @@ def liger_jsd_with_logits(
 
         beta KL(q || m) + (1 - beta) KL(p || m),    m = (1 - beta) p + beta q
 
-    `beta`, in [0, 1], is the teacher's weight: 0 gives `KL(q || p)`, and 1 `KL(p || q)`. Other arguments, dtype and
-    errors are those of `liger_kl_div_with_logits`.
+    `beta`, in [0, 1], is the teacher's weight: 0 gives `KL(q || p)`, and 1 `KL(p || q)`. For other arguments, see
+    `liger_kl_div_with_logits`.
 
     >>> from liger_chunked import liger_jsd
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)
@@ -194,7 +190,7 @@ def liger_tvd_with_logits(
 ) -> Tensor:
     """Return the total variation distance `sum_v |p_v - q_v|/2` of student `p` and teacher `q` per row.
 
-    Arguments, dtype and errors are those of `liger_kl_div_with_logits`.
+    For the arguments, see `liger_kl_div_with_logits`.
 
     >>> from liger_chunked import liger_tvd
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)

@@ -162,7 +162,7 @@ def logits_grad_(
     class_weight: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Write a tile's gradient to `out` or `logits`; return it. Arguments are as in `logits_stats`."""
+    """Write a tile's gradient to `out` or `logits`. Arguments are as in `logits_stats`."""
     compute = _logits_grad_triton_ if use_triton(logits) else _logits_grad_torch_
     out = logits if out is None else out
     if logits.shape[1] == 0:

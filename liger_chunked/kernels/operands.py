@@ -23,7 +23,7 @@ _forward_mode: Any = forward_ad if hasattr(forward_ad, "_current_level") else Si
 
 
 def all_plain(values: Iterable[Any]) -> bool:
-    """Whether the tensors among `values` are plain and dense, outside transforms: nothing to replace or refuse."""
+    """Whether the tensors are plain and dense, outside transforms."""
     if _transforms_are_active() or _forward_mode._current_level >= 0:
         return False
     for x in values:
@@ -38,9 +38,7 @@ def all_plain(values: Iterable[Any]) -> bool:
 def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return arguments with tensors as plain dense `torch.Tensor`, also those of an `AdaptedWeight`.
 
-    Raises:
-        TypeError: a nested, sparse, complex or quantized tensor, or one with `__torch_dispatch__`.
-        NotImplementedError: a `torch.func` transform or forward-mode differentiation is active.
+    Raises NotImplementedError under a `torch.func` transform or forward-mode differentiation.
     """
     if torch.compiler.is_compiling() or all_plain(values):  # the tracer handles tensor types
         return values

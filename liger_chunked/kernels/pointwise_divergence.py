@@ -223,16 +223,12 @@ def liger_kl_div(
 
     Args:
         input: (N, V) log-probabilities.
-        target: (N, V) probabilities, in the dtype of `input`.
+        target: (N, V) probabilities, in the dtype of `input`, without gradient.
         reduction: "batchmean" divides the sum by N, "mean" by N V; "none" returns the (N, V) terms.
         log_target: `target` holds log-probabilities.
 
     Returns:
         float32, or float64 for float64 inputs.
-
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: shapes or devices differ, `reduction` is unknown, or `target` requires a gradient.
     """
     input, target = plain(("input", "target"), (input, target))
     _check(input, "input", target, "target", None, reduction)
@@ -256,7 +252,7 @@ def liger_jsd(
         shift_labels: (N,); rows with the label `ignore_index` are ignored. None uses all rows.
         beta: weight of the teacher, in [0, 1]. 0 gives `KL(p || q)`, and 1 `KL(q || p)`.
 
-    Dtype and errors are those of `liger_kl_div`. Without valid rows, the result is 0.
+    The dtype is as in `liger_kl_div`. Without valid rows, the result is 0.
     """
     log_q, log_p, shift_labels = plain(("log_q", "log_p", "shift_labels"), (log_q, log_p, shift_labels))
     _check(log_q, "log_q", log_p, "log_p", shift_labels, "batchmean")
@@ -282,7 +278,7 @@ def liger_tvd(
         shift_labels, ignore_index: as in `liger_jsd`.
         reduction: as in `liger_kl_div`, over valid rows; ignored terms are 0.
 
-    Dtype and errors are those of `liger_kl_div`.
+    The dtype is as in `liger_kl_div`.
     """
     p, q, shift_labels = plain(("p", "q", "shift_labels"), (p, q, shift_labels))
     _check(p, "p", q, "q", shift_labels, reduction)

@@ -119,7 +119,7 @@ def _project_grad_kernel(
     n_rows, n_cols, hidden, vocab_start, scale,
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    # One loop over tiles and H: a tile's epilogue overlaps the next loads.
+    # As in `project_exp`.
     row_blocks = tl.cdiv(n_rows, ROWS)
     col_blocks = tl.cdiv(n_cols, COLS)
     group_size = GROUP * col_blocks
@@ -170,7 +170,7 @@ def project_grad(
     vocab_start: int = 0,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """Write the gradient of a tile's logits to `out`, and return it.
+    """Write the gradient of a tile's logits to `out`.
 
     Args:
         x, weight: (N, H) and (C, H) bfloat16, contiguous, 16-byte aligned; H a multiple of 8.

@@ -245,10 +245,6 @@ def liger_rms_norm(
             "gemma" and "olmo2" cast the result to the dtype of `x`.
         residual: same shape and dtype as `x`.
 
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: shapes or devices differ, or `casting` is unknown.
-
     >>> x = torch.randn(2, 5, 64)
     >>> torch.allclose(liger_rms_norm(x, torch.ones(64)), torch.nn.functional.rms_norm(x, (64,), eps=1e-6), atol=1e-6)
     True

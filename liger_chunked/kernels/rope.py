@@ -289,18 +289,12 @@ def liger_rotary_pos_emb(
 
     Args:
         q, k: (B, heads, T, D), or (B, T, heads, D) with `unsqueeze_dim=2`, of one dtype.
-        cos, sin: (B or 1, T, R), R <= D. The second half is not read: it repeats the first.
+        cos, sin: (B or 1, T, R), R <= D, without gradient. The second half is not read: it repeats the first.
         position_ids: (B or 1, T) rows of `cos` and `sin`, if these are tables (positions, R).
         unsqueeze_dim: dimension of the heads, 1 or 2.
         interleaved: pairs are neighbouring columns (GLM-4).
-        inplace: overwrite `q` and `k`, which must not share elements. Don't use it on a checkpointed region's inputs:
-            the recompute would rotate them again.
-
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: shapes, dtypes or devices differ, `cos` or `sin` requires a gradient, or `inplace` is impossible.
-        RuntimeError: `inplace` for a result of `split`, `chunk` or `unbind`.
-
+        inplace: overwrite `q` and `k`, which must not share elements or come from `split`, `chunk` or `unbind`. Don't
+            use it on a checkpointed region's inputs: the recompute would rotate them again.
     >>> angle = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.1]).repeat(2)
     >>> q, k = torch.randn(1, 2, 5, 4), torch.randn(1, 1, 5, 4)
     >>> q_rotated, _ = liger_rotary_pos_emb(q, k, angle.cos()[None], angle.sin()[None])

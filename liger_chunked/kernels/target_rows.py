@@ -179,8 +179,6 @@ def _target_rows_kernel(
 
 
 class Occurrences(NamedTuple):
-    """Places of targets, (N,) int32."""
-
     order: Tensor  # tokens sorted by target, stable
     start: Tensor  # first place of the target in `order`
     length: Tensor  # its number of tokens; 0 after the first
@@ -202,7 +200,7 @@ def occurrences(target: Tensor) -> Occurrences:
 
 
 def add_target_rows_(grad: Tensor, target: Tensor, found: Occurrences, scale: Tensor, x: Tensor) -> Tensor:
-    """Add `scale[n] x[n]` to `grad[target[n]]` in a fixed order; return `grad`.
+    """Add `scale[n] x[n]` to `grad[target[n]]` in a fixed order.
 
     `grad` is (V, H) float32, `x` (N, H), `scale` (N,) float32.
     """

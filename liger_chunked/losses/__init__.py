@@ -1,10 +1,6 @@
 """Losses on an `lm_head`: formulas on token statistics, without weights or chunks.
 
-losses     one file each, such as dpo.py
-bases      base.py (all losses), preference.py (pairs), unpaired.py (labels), policy.py (rollouts),
-           distillation.py (a teacher)
-helpers    formulas.py, settings.py, rollouts.py, reference_model.py, reference_point.py (for KTO and BCO),
-           rollout_control.py (what a policy loss's caller computes)
+The bases are base.py, preference.py (pairs), unpaired.py (labels), policy.py (rollouts) and distillation.py.
 """
 
 from liger_chunked.losses.bco import LigerFusedLinearBCOLoss

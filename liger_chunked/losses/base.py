@@ -28,14 +28,12 @@ def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
 class FusedLoss(nn.Module, metaclass=LossType):
     """The base class of all losses.
 
-    `Loss(weight, input, ..., beta=0.2)` is `Loss(beta=0.2)(weight, input, ...)`; mypy, which ignores metaclasses,
-    accepts only the second.
+    `Loss(weight, input, ..., beta=0.2)` is `Loss(beta=0.2)(weight, input, ...)`; mypy accepts only the second.
     """
 
     options: LogitOptions
 
     def _made(self) -> None:
-        """Raise RuntimeError unless the base's constructor ran."""
         if "_parameters" not in vars(self) or not hasattr(self, "options"):
             name = type(self).__name__
             raise RuntimeError(f"{name}.__init__ does not call super().__init__(): call it first, with beta and so on")
@@ -44,7 +42,7 @@ class FusedLoss(nn.Module, metaclass=LossType):
 class StatsLoss(FusedLoss):
     """A loss on token statistics: every loss except distillation. Subclasses override the properties."""
 
-    _scopes: ClassVar[tuple[str, ...]] = ()  # the values that `scope` may have
+    _scopes: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -71,7 +69,7 @@ class StatsLoss(FusedLoss):
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        """The statistics that its gradient may reach."""
+        """The statistics that the gradient may reach."""
         raise NotImplementedError
 
     def _fuse(

@@ -67,8 +67,8 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
 
     A nonzero `alphapo_alpha`, TRL's `alpha`, changes the reward to `beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`,
     or the same of `l'` (AlphaPO, https://arxiv.org/abs/2501.03884). TRL's `alphapo` is `loss_type="simpo"` with
-    `cpo_alpha=0` and an `alphapo_alpha`. `logps` in the metrics are `l` or `l'`. `label_smoothing` is `eps`, refused
-    where unread, as is `simpo_gamma`. `**options`: see `LogitOptions`.
+    `cpo_alpha=0` and an `alphapo_alpha`. `logps` in the metrics are `l` or `l'`. `label_smoothing` is `eps`. Unread
+    options are refused. `**options`: see `LogitOptions`.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -111,7 +111,6 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
 
     @property
     def cpo_alpha(self) -> float:
-        """The base's `alpha`."""
         return self.alpha
 
     @cpo_alpha.setter

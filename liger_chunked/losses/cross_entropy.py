@@ -150,11 +150,9 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         dft: multiply by the constant `p_y` (Dynamic Fine-Tuning, https://arxiv.org/abs/2508.05629). Like the focal
             factor, not in the denominator.
         entropy_weight: weight of the entropy bonus (https://arxiv.org/abs/1701.06548).
-        return_z_loss, return_token_accuracy, return_predicted_tokens: fields of `CrossEntropyMetrics` to return.
         **options: see `LogitOptions`.
 
-    Raises:
-        ValueError: two of smoothing, focal loss and DFT are set.
+    Smoothing, focal loss and DFT exclude each other.
 
     >>> weight, input = torch.randn(11, 4, requires_grad=True), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -223,7 +221,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         """Return the loss, with `CrossEntropyMetrics` if a `return_...` flag is set.
 
         Args:
-            weight, bias: (V, H), or an `AdaptedWeight`, and (V,) or None: the `lm_head`.
+            weight, bias: (V, H), or an `AdaptedWeight`, and (V,): the `lm_head`.
             input: (B, T, H) or (N, H) hidden states.
             target: (B, T) or (N,) token ids that `input` predicts (shift labels, see `shifted`).
             num_items: divisor of "mean": the valid tokens of all steps that accumulate gradients (transformers'

@@ -129,8 +129,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
         Args:
             weight, input, target, bias, num_items, vocab_shard, sequence_group: as in
-                `LigerFusedLinearCrossEntropyLoss.forward`. Ignored tokens count in neither loss. Without a target,
-                there is no hard loss. A shard has the rows of both models.
+                `LigerFusedLinearCrossEntropyLoss.forward`. Without a target, there is no hard loss. A shard has the
+                rows of both models.
             teacher_weight, teacher_input, teacher_bias: with any hidden size. Rows beyond V are ignored, also in the
                 softmax.
             teacher_logps: instead, (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the loss's

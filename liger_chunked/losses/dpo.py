@@ -173,7 +173,7 @@ def _wpo_weights(pairs: Pairs) -> Tensor:
 
 
 class _LossType(NamedTuple):
-    loss: Callable[[Pairs, float, DPOSettings], Tensor]  # (pairs, beta, settings) -> (n,)
+    loss: Callable[[Pairs, float, DPOSettings], Tensor]
     reads: tuple[str, ...] = ()
     whole_batch: bool = False  # sorts the batch
     averages: bool = False  # divides by lengths; refuses average_log_prob
@@ -244,12 +244,12 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     | `js_divergence` | `log(2 t / (1 + t))` |
     | `alpha_divergence` | `(t ** (alpha - 1) - 1) / (alpha - 1)`; alpha 0: forward KL; alpha 1: reverse KL |
 
-    Otherwise, see `LigerFusedLinearPreferenceBase`. Unread options are refused.
+    For other options, see `LigerFusedLinearPreferenceBase`. Unread ones are refused.
 
     Args:
         beta: strength of the KL constraint; IPO's tau.
         loss_type: a name from the table, a callable from `Pairs` to (n,), or a list of these.
-        loss_weights: one per loss type; None for ones.
+        loss_weights: one per loss type.
         label_smoothing, discopop_tau, f_alpha_divergence_coef: `eps`, `tau` and `alpha`.
         compute_nll_loss, alpha: RPO (https://arxiv.org/abs/2404.19733).
         use_ref_model: None warns once without a reference.

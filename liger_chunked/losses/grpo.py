@@ -214,7 +214,6 @@ SURROGATES: Mapping[str, _Surrogate] = {
     "kl_cov": _Surrogate(_kl_cov, reads=("kl_cov_ratio", "ppo_kl_coef"), scope="batch", needs_tokens=True),
 }
 
-# TRL's names.
 LOSS_TYPES: Mapping[str, Mapping[str, str]] = {
     "grpo": {"surrogate": "clip", "reduction": "grpo"},
     "bnpo": {"surrogate": "clip", "reduction": "bnpo"},
@@ -251,9 +250,9 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     with means over the call's tokens. `clip_cov` chooses between `clip_cov_lb` and `clip_cov_ub`, among tokens that
     `clip` does not clip; the paper draws them at random.
 
-    If `old_logps` is None, `r` is 1 with the gradient of `log pi`. For the rest, see `LigerFusedLinearPolicyBase`.
+    If `old_logps` is None, `r` is 1 with the gradient of `log pi`. For other options, see `LigerFusedLinearPolicyBase`.
 
-    TRL's and Liger-Kernel's default reduction is `"dapo"`, which gives long completions more weight. Variants:
+    TRL's and Liger-Kernel's default reduction, `"dapo"`, gives long completions more weight. Variants:
 
     | name | arguments |
     |---|---|

@@ -79,11 +79,9 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         A = advantages + kl_coef * (log q(y) - log p_old(y))
         cost = -min(r A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A),    r = p(y) / p_old(y)
 
-    On-policy, the gradient is an unbiased estimate of that of `KL(p || q)` at the sampled prefixes, without the effect
-    of a token on later prefixes (a discount of 0): Thinking Machines, "On-Policy Distillation", 2025
-    (https://thinkingmachines.ai/blog/on-policy-distillation). MiniLLM (https://arxiv.org/abs/2306.08543) also counts
-    that effect. GKD (https://arxiv.org/abs/2306.13649) takes the whole distributions on sampled tokens:
-    `LigerFusedLinearKLDivLoss(reverse=True)`.
+    On-policy, the gradient is an unbiased estimate of that of `KL(p || q)` at the sampled prefixes, with a discount of
+    0: Thinking Machines, "On-Policy Distillation", 2025 (https://thinkingmachines.ai/blog/on-policy-distillation).
+    docs/losses.md compares it with MiniLLM and GKD.
 
     The metric `kl` is the mean of `log p(y) - log q(y)`.
 
@@ -91,7 +89,7 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         kl_coef: weight of the teacher's signal beside other `advantages`.
         epsilon_low, epsilon_high: infinity is no bound.
         reduction, max_completion_length: see `LigerFusedLinearPolicyBase`.
-        teacher_options: the teacher's `softcap`, `logit_scale` and `temperature`, if different.
+        teacher_options: see `LigerFusedLinearDistillationBase`.
         **options: see `LogitOptions`; use the sampler's `temperature`.
 
     >>> import torch
@@ -154,9 +152,6 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
             teacher_weight, teacher_input, teacher_bias: as in `LigerFusedLinearDistillationBase.forward`.
             teacher_logps: instead, (B, T) in nats, of the sampled tokens.
             advantages: of rewards, (B,), (B, 1) or (B, T); None: 0.
-
-        Raises:
-            ValueError: no target, or not one teacher.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
@@ -245,8 +240,7 @@ def with_sampled_token(
 ) -> tuple[Tensor, Tensor]:
     """Return a teacher's top-k with the sampled token added, as `teacher_logps` and `teacher_ids` of a loss.
 
-    A divergence over these k + 2 bins counts what the student sampled outside of the k, which may be the teacher's most
-    likely tokens, or the student's.
+    A divergence over these k + 2 bins also counts what the student sampled outside of the k tokens.
 
     Args:
         teacher_logps, teacher_ids: (..., k), log-probabilities under the teacher in nats, -inf if missing, and ids.
@@ -255,9 +249,6 @@ def with_sampled_token(
 
     Returns:
         (..., k + 1) each, with -inf for a sampled token that is among the k.
-
-    Raises:
-        ValueError: shapes or devices do not match.
 
     >>> logps, ids = torch.tensor([[0.5, 0.2]]).log(), torch.tensor([[3, 1]])
     >>> logps, ids = with_sampled_token(logps, ids, torch.tensor([4]), torch.tensor([0.1]).log())

@@ -93,7 +93,6 @@ REDUCTIONS: Mapping[str, _Reduction] = {
     "dr_grpo": _Reduction(_dr_grpo, needs_length=True),
     "dapo": _Reduction(_dapo, counts_items=True),
     "luspo": _Reduction(_luspo),
-    # verl's names
     "seq-mean-token-mean": _Reduction(_grpo),
     "seq-mean-token-sum": _Reduction(_luspo),
     "seq-mean-token-sum-norm": _Reduction(_dr_grpo, needs_length=True),
@@ -118,7 +117,6 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "k2": _k2,
     "k3": _k3,
     "abs": torch.abs,
-    # verl's names
     "kl": _k1,
     "mse": _k2,
     "low_var_kl": _k3,
@@ -159,16 +157,15 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
 
         loss = sum over the valid tokens of (weight * cost + beta * kl) / denominator - entropy_coef * mean(entropy)
 
-    | reduction | denominator | loss |
-    |---|---|---|
-    | `grpo` | `B * length` | mean over the sequences of the mean over their tokens (2402.03300) |
-    | `bnpo` | valid tokens of the batch | mean over the tokens of the batch |
-    | `dapo` | `num_items`, or else as `bnpo` | mean over the tokens of the accumulated batch (2503.14476) |
-    | `dr_grpo` | `B * max_completion_length` | independent of the lengths (2503.20783) |
-    | `luspo` | `B` | mean over the sequences of the sum over their tokens (2602.05261) |
+    | reduction | verl's name | denominator | loss |
+    |---|---|---|---|
+    | `grpo` | `seq-mean-token-mean` | `B * length` | mean over sequences of the mean over tokens (2402.03300) |
+    | `bnpo` | | valid tokens of the batch | mean over the tokens of the batch |
+    | `dapo` | `token-mean` | `num_items`, or else as `bnpo` | mean over tokens of the accumulated batch (2503.14476) |
+    | `dr_grpo` | `seq-mean-token-sum-norm` | `B * max_completion_length` | independent of the lengths (2503.20783) |
+    | `luspo` | `seq-mean-token-sum` | `B` | mean over the sequences of the sum over their tokens (2602.05261) |
 
-    verl's names are `seq-mean-token-mean` for `grpo`, `token-mean` for `dapo`, `seq-mean-token-sum-norm` for `dr_grpo`
-    and `seq-mean-token-sum` for `luspo`. Sequences without valid tokens add 0, but count in `B`, unlike in verl.
+    Sequences without valid tokens add 0, but count in `B`, unlike in verl.
 
     `weight` is `importance_weights`, or 1. `kl` is in nats (http://joschu.net/blog/kl-approx.html), with
     `d = log pi_ref - log pi`:
@@ -319,8 +316,6 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 by the number of steps.
             temperature: float32 (B, T), of each token, instead of that of `options`; of the reference too.
 
-        Raises:
-            ValueError: a reference is missing.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)

@@ -87,7 +87,6 @@ class _Batch:
         )
 
     def nll(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
-        """Return the pairs' share of the batch's mean NLL."""
         assert stats.logps is not None
         chosen = stats.logps[:, 0]
         if self.nll_mask is None:
@@ -104,8 +103,7 @@ def _tail_weights(mask: Tensor, lengths: Tensor, tail: float, dtype: torch.dtype
 class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     """Mean of a subclass's `preference_loss` over pairs; see `docs/writing-a-loss.md`.
 
-    Pairs without valid tokens add 0, but count in the mean. If only one sequence is empty, it has probability 1, as in
-    TRL.
+    Pairs without valid tokens add 0, but count in the mean. If only one sequence is empty, it has probability 1.
 
     Args:
         beta: scale of the rewards, not negative.
@@ -154,7 +152,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     @property
     def compute_nll_loss(self) -> bool:
-        """Whether there is an NLL term."""
         return self.alpha != 0 if self._compute_nll_loss is None else self._compute_nll_loss
 
     @compute_nll_loss.setter
@@ -175,7 +172,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         return ("logps", *self.token_outputs)
 
     def reward(self, logratios: Tensor) -> Tensor:
-        """Return the rewards of log-ratios."""
         return self.beta * (logratios if self.reward_shape is None else self.reward_shape(logratios))
 
     @abstractmethod
@@ -212,9 +208,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             nll_target: (2 n, T), of the NLL term; None for `target`.
             cu_seqlens: (2 n + 1,) int32, the rows where sequences start, and N: tensors of tokens are then (N, ...),
                 without padding.
-
-        Raises:
-            ValueError: a reference is missing or refused.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)

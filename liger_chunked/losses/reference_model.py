@@ -14,8 +14,6 @@ from liger_chunked.types import LossHead, Weight, accumulation_dtype
 
 
 class Reference(NamedTuple):
-    """The caller's `ref_...` arguments, None without a reference."""
-
     input: Tensor | None
     weight: Weight | None
     bias: Tensor | None
@@ -33,7 +31,7 @@ def reference_logps(
     required: bool | None,
     infix: str = "",
 ) -> Tensor | None:
-    """Return the reference's dense log-probabilities, detached, or None.
+    """Return the reference's dense log-probabilities, detached.
 
     They are per token, zero at ignored tokens, or per sequence like `ref_logps`. `infix` is for messages, as in
     `ref_{infix}input`. `target` is the caller's.

@@ -27,7 +27,6 @@ class Mismatched(NamedTuple):
 
 
 def as_scalar(name: str, value: object, device: torch.device) -> Tensor:
-    """Return a number or one-element tensor as detached float64 ()."""
     if isinstance(value, Tensor) and value.is_floating_point():
         if value.numel() != 1:
             raise ValueError(f"{name} must be a scalar, got a tensor of shape {tuple(value.shape)}")
@@ -48,7 +47,7 @@ def mismatched_kl(
     average_log_prob: bool,
     sequence_group: ProcessGroup | None,
 ) -> Tensor:
-    """Return KTO's estimate of `KL(pi || pi_ref)`, at least 0, float64 (); zero without completions."""
+    """Return KTO's estimate of `KL(pi || pi_ref)`, at least 0, float64 ()."""
     kl_input, kl_target, ref_kl_input, ref_kl_logps = mismatched
     if kl_input is None or kl_target is None:
         given = [name for name, value in mismatched._asdict().items() if value is not None]
@@ -99,7 +98,7 @@ def reference_point(
     average_log_prob: bool,
     sequence_group: ProcessGroup | None,
 ) -> Tensor:
-    """Return `max(0, kl)`, `delta`, or zero, detached float64 ()."""
+    """Return `max(0, kl)`, `delta`, or zero."""
     estimate = [name for name, value in mismatched._asdict().items() if value is not None]
     given = {"kl": [*(["kl"] if kl is not None else []), *estimate], "delta": ["delta"] if delta is not None else []}
     refused = [name for other, names in given.items() if other != kind for name in names]

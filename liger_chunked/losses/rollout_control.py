@@ -43,8 +43,8 @@ def rollout_importance_weights(
     | `sequence_truncate`, `sequence_mask` | product of `w` over the sequence | the bound, 0 |
     | `geometric_truncate`, `geometric_mask` | geometric mean of `w` over the sequence | the bound, 0 |
 
-    Modes and defaults are those of TRL's `vllm_importance_sampling_mode`, which has no geometric mean. Multiply weights
-    to combine verl's `rollout_is` and `rollout_rs`.
+    Modes and defaults are those of TRL, which has no geometric mean. Multiply weights to combine verl's
+    `rollout_is` and `rollout_rs`.
 
     Args:
         old_logps: (B, T) in nats, of the training engine.
@@ -110,7 +110,7 @@ def adaptive_entropy_coef(
 
         entropy_coef_k = c_k if e_k <= t else 0,  c_(k+1) = c_k + delta if e_k <= t else c_k - delta
 
-    Names and defaults are TRL's, as are the bounds of `c`, and the use of `e` from the last step's metrics.
+    Names and defaults are TRL's.
 
     Args:
         coef: `c_k`; keep the returned one, also in checkpoints.

@@ -45,7 +45,6 @@ def rows(values: Tensor) -> Tensor:
 
 
 def check_side(name: str, x: Tensor, target: Tensor, n: int | None = None) -> None:
-    """Require one value per token, or per sequence of `n`."""
     of_sequences = [] if n is None else [(n,), (n, 1)]
     if not isinstance(x, Tensor) or x.shape not in (target.shape, *of_sequences):
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -80,7 +79,6 @@ class Arrangement:
         return self.layout.mask.view(self.target.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(B, T) becomes (n, T), (B, 1) becomes (n, 1)."""
         if self.layout.group_lengths is not None:
             return x
         return x.expand(self.target.shape).reshape(-1, 1)

@@ -16,7 +16,6 @@ from liger_chunked.types import check_number, shown
 def check_finite(
     name: str, value: Any, *, minimum: float | None = None, maximum: float | None = None, optional: bool = False
 ) -> None:
-    """Raise unless a setting is finite and in [minimum, maximum]."""
     check_number(name, value, optional=optional)
     if value is None:
         return
@@ -40,9 +39,7 @@ def check_positive(name: str, value: Any, *, optional: bool = False) -> None:
 
 class Reader(Protocol):
     @property
-    def reads(self) -> tuple[str, ...]:
-        """Names of settings."""
-        ...
+    def reads(self) -> tuple[str, ...]: ...
 
 
 def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping[str, Reader]) -> None:
@@ -60,7 +57,6 @@ def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:
 
 
 def checked_items(num_items: float | Tensor, like: Tensor, dtype: torch.dtype) -> float | Tensor:
-    """Return the divisor, a number or a tensor () on the device of `like`."""
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
             raise ValueError(f"num_items must be one number, got a tensor {tuple(num_items.shape)}")

@@ -28,7 +28,7 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
 
     Args:
         gamma: TRL's `simpo_gamma`, not its ratio to beta.
-        alpha, compute_nll_loss: add `alpha` times the chosen tokens' NLL (CPO-SimPO).
+        alpha, compute_nll_loss: CPO-SimPO, see `LigerFusedLinearPreferenceBase`.
         label_smoothing: `eps`; refused with "hinge".
         **options: see `LogitOptions`.
 

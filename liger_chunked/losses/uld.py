@@ -42,15 +42,12 @@ class LigerFusedLinearULDLoss(FusedLoss):
 
         sum(|scale * p - teacher_scale * q|)
 
-    Rows of `input` and `teacher_input` are aligned: pass the hidden states of the positions to compare. The scales are
-    for a text that is several tokens of one tokenizer, and one of the other: the product of the probabilities of the
-    others, as TRL's `GOLDTrainer` merges them. The loss is the mean over rows.
+    The loss is the mean over rows. docs/losses.md says how to align the rows of `input` and `teacher_input`, and what
+    the scales are for.
 
     Sorting takes whole rows, in chunks of rows: the logits of neither model are in memory at once.
 
-    Args:
-        teacher_options: the teacher's `softcap`, `logit_scale` and `temperature`, if different.
-        **options: see `LogitOptions`. `ignore_index` is not used; the budget covers both models' logits.
+    Options: see `LigerFusedLinearDistillationBase`. `ignore_index` is not used.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(3, 4)
@@ -93,9 +90,6 @@ class LigerFusedLinearULDLoss(FusedLoss):
             mask: (N,) or (B, T) bool, False at rows to ignore.
             num_items: divisor of the sum; None: the rows that count.
             vocab_shard: refused.
-
-        Raises:
-            ValueError: rows or shapes do not match, or a split vocabulary.
         """
         if vocab_shard is not None:
             raise ValueError(f"{type(self).__name__} sorts whole rows of logits, got vocab_shard: gather the weights")

@@ -49,7 +49,7 @@ class _Batch:
     tokens: Tensor  # (n,), may be 0
     desirable: Tensor  # (n,)
     ref_logps: Tensor  # (n,)
-    weights: Tensor | None  # (n,); None for ones
+    weights: Tensor | None  # (n,)
     reference_point: Tensor  # ()
     average_log_prob: bool
     sides: Tensor  # (2, n) `desirable` and its opposite
@@ -147,9 +147,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             ref_kl_input, ref_kl_logps: their reference.
             delta: in units of rewards; for losses with this reference point.
             example_weights: (n,) factors; the mean divides by n.
-
-        Raises:
-            ValueError: a reference or reference point is missing.
+            example_weights: (n,) factors; the mean divides by n.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)

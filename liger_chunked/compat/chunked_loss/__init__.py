@@ -1,6 +1,6 @@
 """The signatures of `liger_kernel.chunked_loss` 0.8.5 over the losses of `liger_chunked`.
 
-docs/migration.md lists the differences of all losses. Errors are those of `liger_chunked`.
+docs/migration.md lists the differences. Errors are those of `liger_chunked`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _nll_term(compute_nll_loss: bool, alpha: float) -> dict[str, Any]:
 
 
 class PairMetrics(NamedTuple):
-    """Liger-Kernel's paired metrics: the first fields of `PreferenceMetrics`."""
+    """The first fields of `PreferenceMetrics`."""
 
     chosen_logps: Tensor
     rejected_logps: Tensor
@@ -62,7 +62,7 @@ def _logits_sums(weight: Tensor, input: Tensor, bias: Tensor | None) -> Tensor:
 def _as_liger_kernel(
     result: tuple[Tensor, PreferenceMetrics], weight: Tensor, input: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, PairMetrics]:
-    """Return the loss and Liger-Kernel's metrics, whose means of logits cover ignored tokens."""
+    """Return the loss and metrics whose means of logits cover ignored tokens."""
     loss, metrics = result
     pairs = input.shape[0] // 2
     chosen, rejected = _logits_sums(weight, input, bias).split((pairs, pairs))
@@ -248,11 +248,7 @@ class LigerFusedLinearSimPOLoss(Loss):
 
 
 class LigerFusedLinearKTOLoss(Loss):
-    """`losses.LigerFusedLinearKTOLoss`. `kl` is 0 by default, and may be negative.
-
-    Raises:
-        NotImplementedError: in forward, if `kl` has several values.
-    """
+    """`losses.LigerFusedLinearKTOLoss`. `kl` is 0 by default, and may be negative."""
 
     def __init__(
         self,
@@ -306,9 +302,7 @@ class LigerFusedLinearKTOLoss(Loss):
 class LigerFusedLinearGRPOLoss(Loss):
     """`losses.LigerFusedLinearGRPOLoss`. Unread settings have no effect.
 
-    Across ranks, `dapo`, `cispo` and `vespo` divide by the mean number of tokens per rank. Unlike Liger-Kernel:
-
-    - Without `use_ref_model` the KL is 0; Liger-Kernel uses the policy as reference.
+    Across ranks, `dapo`, `cispo` and `vespo` divide by the mean number of tokens per rank.
     """
 
     def __init__(
@@ -379,9 +373,6 @@ class LigerFusedLinearGRPOLoss(Loss):
         """Return `(loss, (kl, clip_ratio))`, without `kl` if `beta` is 0. Both are means over tokens.
 
         A reference is not read without `use_ref_model`; of two, `ref_per_token_logps` is read.
-
-        Raises:
-            ValueError: `importance_sampling_level="sequence"` with `cispo`, `sapo` or `vespo`.
         """
         if self.importance_sampling_level == "sequence" and self.loss_type in ("cispo", "sapo", "vespo"):
             raise ValueError(

@@ -1,14 +1,6 @@
 """The signatures of `liger_kernel.transformers` 0.8.5 over the kernels and models of `liger_chunked`.
 
-Differences that docs/migration.md does not list:
-
-- Inputs are never overwritten, and gradients accumulate in float32. Constructors raise ValueError for invalid options.
-- Losses are 0 instead of NaN over no tokens.
-- `LigerSwiGLUMLP` has biases if its config sets `mlp_bias`.
-- `liger_rotary_pos_emb` reads `position_ids` and `unsqueeze_dim`.
-- `apply_liger_kernel_to_<family>` also exists, by keyword, for other families. All switches are on but
-  `cross_entropy`; Liger-Kernel skips glm4's rotary embedding and granite's fused cross entropy. `layer_norm=True`
-  without a model is an error.
+docs/migration.md lists the differences.
 """
 
 from __future__ import annotations
@@ -105,7 +97,6 @@ def fused_add_rms_norm(
     offset: float = 0.0,
     casting_mode: str = "llama",
 ) -> tuple[Tensor, Tensor]:
-    """Return the RMSNorm of `x + residual`, and the sum."""
     if casting_mode in _CASTINGS:
         casting = _CASTINGS[casting_mode]
         return kernels.liger_rms_norm(x, weight, eps, offset=offset, casting=casting, residual=residual)
@@ -264,9 +255,6 @@ def liger_rotary_pos_emb(
     """Apply `liger_chunked.liger_rotary_pos_emb` to the first `rotary_dim` columns of a head.
 
     The default is the columns of `cos`. Otherwise `cos` and `sin` need only `rotary_dim // 2` columns.
-
-    Raises:
-        ValueError: `rotary_dim` is odd or more than twice the columns of `cos`, or shapes do not fit.
     """
     if rotary_dim is not None:
         if rotary_dim % 2 or not 0 < rotary_dim <= 2 * cos.shape[-1]:
@@ -309,7 +297,6 @@ class LigerCrossEntropyLoss(Loss):
         )
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
-        """Return the loss, or a `CrossEntropyOutput` if a `return_...` flag is set."""
         loss = self.loss(_input, target).to(_input.dtype)
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return loss
@@ -335,12 +322,7 @@ class LigerCrossEntropyLoss(Loss):
 
 
 class LigerFusedLinearCrossEntropyLoss(Loss):
-    """`losses.LigerFusedLinearCrossEntropyLoss`; `use_token_scaling` is `dft`.
-
-    Raises:
-        NotImplementedError: `use_token_scaling` with `label_smoothing` or `lse_square_scale`, which Liger-Kernel
-            scales too.
-    """
+    """`losses.LigerFusedLinearCrossEntropyLoss`; `use_token_scaling` is `dft`."""
 
     def __init__(
         self,
@@ -390,11 +372,7 @@ class LigerFusedLinearCrossEntropyLoss(Loss):
 
 
 class LigerFusedLinearJSD(Loss):
-    """`losses.LigerFusedLinearJSDLoss` without a hard loss.
-
-    Raises:
-        NotImplementedError: in forward, for a larger teacher vocabulary.
-    """
+    """`losses.LigerFusedLinearJSDLoss` without a hard loss."""
 
     def __init__(
         self,
@@ -428,7 +406,6 @@ class LigerFusedLinearJSD(Loss):
 
 
 def _of_one_dtype(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both in the wider dtype, the teacher detached."""
     dtype = torch.promote_types(student.dtype, teacher.dtype)
     return student.to(dtype), teacher.detach().to(dtype)
 
@@ -570,7 +547,7 @@ def _family_function(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _functions_by_type() -> dict[str, Callable[..., Any]]:
-    """Return the functions of the families that the installed transformers has, by `config.model_type`."""
+    """Return the installed families' functions, by `config.model_type`."""
     functions = {}
     for model_type, family in {**{family: family for family in ORDERS}, **_INNER}.items():
         try:

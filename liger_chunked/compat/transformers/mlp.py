@@ -46,7 +46,7 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):
-    """The SwiGLU MLP of Phi-3, whose `gate_up_proj` makes both halves."""
+    """The SwiGLU MLP of Phi-3."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

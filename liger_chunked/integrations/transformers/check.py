@@ -77,8 +77,7 @@ def check_model(
 ) -> ModelReport:
     """Compare a model's loss, gradients and patched layers with the unpatched model's.
 
-    Both run one step in evaluation mode. Errors are distances from a float64 copy, which must fit into memory. The
-    model does not change.
+    Both run one step in evaluation mode. Errors are distances from a float64 copy, which must fit into memory.
 
     Args:
         model: a transformers model, also in PEFT, not quantized, sharded or offloaded.
@@ -88,7 +87,7 @@ def check_model(
 
     Raises:
         AssertionError: something differs.
-        TypeError, ValueError: as `apply_liger_kernel`, or no comparison is possible.
+        TypeError, ValueError: as `apply_liger_kernel`, or the models cannot be compared.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}

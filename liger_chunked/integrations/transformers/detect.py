@@ -20,7 +20,7 @@ from liger_chunked.integrations.transformers import quantized
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside wrappers (DDP, PEFT), or raise a TypeError."""
+    """Return the transformers model inside wrappers (DDP, PEFT)."""
     while not isinstance(model, PreTrainedModel):
         if isinstance(inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None), nn.Module):
             model = inner
@@ -40,7 +40,7 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
 
 
 def nested_of(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return the causal model inside a model without a backbone (Llama 4 for images and text), which has its head."""
+    """Return the causal model inside a model without a backbone (Llama 4 for images and text)."""
     lm_head = model.get_output_embeddings()
     if lm_head is None or model.base_model is not model or getattr(model, "model", None) is not None:
         return None
@@ -50,7 +50,7 @@ def nested_of(model: PreTrainedModel) -> PreTrainedModel | None:
 
 @dataclass(frozen=True)
 class Projection:
-    """A Linear inside `lm_head`, maybe quantized, maybe in a LoRA layer of PEFT with `adapters` in use."""
+    """A Linear inside `lm_head`, maybe quantized, maybe in PEFT's LoRA layer with `adapters` in use."""
 
     linear: nn.Linear
     layer: Any = None  # a class of `_LORA`
@@ -62,7 +62,7 @@ class Projection:
 
     @property
     def entered(self) -> list[tuple[nn.Module, nn.Module]]:
-        """The modules whose hooks gather parameters, outermost first, each with the module that computes."""
+        """The modules whose hooks gather parameters, outermost first, each with the computing module."""
         if self.layer is None:
             return [(self.linear, self.linear)]
         of_adapters = [self.layer.lora_B[name] for name in self.adapters]
@@ -74,7 +74,7 @@ class Projection:
 
 
 def projections(model: PreTrainedModel) -> list[Projection]:
-    """Return the projections of which `lm_head` calls one, or raise a ValueError."""
+    """Return the projections of which `lm_head` calls one."""
     lm_head = model.get_output_embeddings()
     if lm_head is None:
         raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
@@ -260,7 +260,7 @@ _SWITCH = "output_router_logits"
 
 @dataclass(frozen=True)
 class Balance:
-    """How a forward computes the load-balancing loss, or why this is unknown. Defaults: none."""
+    """How a forward computes the load-balancing loss, or why this is unknown."""
 
     asked: Callable[..., Any] = lambda model, output_router_logits: output_router_logits
     loss: Callable[..., Any] = lambda model, outputs, attention_mask: None

@@ -28,7 +28,7 @@ class Found:
 
     layers: list[tuple[str, Any, Binding]] = field(default_factory=list)  # switch, and module or class
     ropes: tuple[tuple[str, str], ...] = ()
-    other_ropes: tuple[tuple[str, str], ...] = ()  # not served
+    other_ropes: tuple[tuple[str, str], ...] = ()
     heads: tuple[str, ...] = ()  # switches
     left: dict[str, str] = field(default_factory=dict)
 
@@ -90,7 +90,6 @@ _VARIANT = "a variant that no kernel computes"
 
 
 def found_in(model: PreTrainedModel, fused: bool = True) -> Found:
-    """Include the head only if `fused`."""
     found = Found()
     used = set()
     for module in model.modules():
@@ -142,7 +141,6 @@ def _head_refusal(model: PreTrainedModel) -> str | None:
 
 
 def found_in_classes(modeling: ModuleType) -> Found:
-    """Return what kernels serve of default configurations."""
     found = Found(heads=overrides.HEAD_SWITCHES if overrides.causal_classes(modeling) else ())
     classes: list[Any] = [x for x in vars(modeling).values() if inspect.isclass(x) and issubclass(x, nn.Module)]
     classes = [cls for cls in classes if cls.__module__.partition(".")[0] != "torch"]

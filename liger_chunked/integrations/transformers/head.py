@@ -48,8 +48,8 @@ class HeadInput:
     - `hidden_states` (B, T, H): those that `logits_to_keep` selects
     - `options`: transform of the logits, and ignored label
     - `outputs`: the backbone's output
-    - `labels`, `shift_labels` (B, T), `num_items_in_batch`: arguments of `model.forward`, or None
-    - `aux_loss` (), `aux_loss_coef`: the load-balancing loss, or None, and its weight in the model's loss
+    - `labels`, `shift_labels` (B, T), `num_items_in_batch`: arguments of `model.forward`
+    - `aux_loss` (), `aux_loss_coef`: the load-balancing loss and its weight
     """
 
     hidden_states: Tensor
@@ -72,9 +72,9 @@ class HeadInput:
         return target.to(self.hidden_states.device)
 
     def loss(self, loss: nn.Module, head: Head, **tensors: Any) -> Any:
-        """Return `loss` of these hidden states and `target`, with the model's softcap and scale.
+        """Return `loss` with the model's softcap and scale; `tensors` are more arguments of its `forward`.
 
-        `tensors` are more arguments of its `forward`. Raises ValueError if the loss has another softcap or scale.
+        Raises ValueError if the loss has another softcap or scale.
 
         >>> def head_fn(head, input):
         ...     return input.loss(LigerFusedLinearCrossEntropyLoss(), head)
@@ -83,12 +83,11 @@ class HeadInput:
         return own(head.weight, self.hidden_states, target=self.target, bias=head.bias, **tensors)
 
 
-# Logit options that the model determines.
 TRANSFORM = ("softcap", "logit_scale")
 
 
 def with_transform(own: LogitOptions, model: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> LogitOptions:
-    """Return a loss's options with the model's, or raise ValueError if they disagree."""
+    """Return a loss's options with the model's; ValueError if they disagree."""
     plain = LogitOptions()
     for name in names:
         given, of_model = getattr(own, name), getattr(model, name)
@@ -98,7 +97,6 @@ def with_transform(own: LogitOptions, model: LogitOptions, names: tuple[str, ...
 
 
 def fitted(loss: nn.Module, options: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> Any:
-    """Return a copy of a loss with the model's transform."""
     own: Any = copy.copy(loss)
     own.options = with_transform(own.options, options, names)
     return own
@@ -138,7 +136,6 @@ def forward(
 
 
 def _serves(model: Any, forward: Any, fusion: Fusion, skip_logits: bool | None, kwargs: dict[str, Any]) -> bool:
-    """Check the head, and whether the loss needs arguments that the backbone does not get."""
     required = fusion.required or bool(skip_logits)
     if not required and vars(model).get(_LEFT):
         return False
@@ -202,8 +199,6 @@ def _without_logits(
 
 @dataclass(frozen=True)
 class _CrossEntropy:
-    """A patched model's head_fn: loss, and accuracy or None."""
-
     logits_budget: int | None
     token_accuracy: bool
 
@@ -271,8 +266,7 @@ def head_facts(
 ) -> HeadFacts:
     """Return the cached facts about the head of `forward`, by default the class's.
 
-    Raises:
-        ValueError: as `check_head`, or, with `causal_loss`, the loss is not causal.
+    Raises ValueError as `check_head`, or, with `causal_loss`, if the loss is not causal.
     """
     if forward is None:
         of_class = type(model).forward
@@ -301,8 +295,7 @@ def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitO
 
     Measured, because some models ignore their config. `logit_scale` includes a factor before `lm_head`.
 
-    Raises:
-        ValueError: the logits are not a scale and softcap of `lm_head(last_hidden_state)`.
+    Raises ValueError unless the logits are a scale and softcap of `lm_head(last_hidden_state)`.
 
     >>> from transformers import GraniteConfig, GraniteForCausalLM
     >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -412,8 +405,7 @@ _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyD
 def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
     """Return `head_fn(head, input)`, computed inside the forward of `lm_head`.
 
-    Raises:
-        ValueError: `lm_head` is more than weight and bias, or a user's hook or forward on it expects logits.
+    Raises ValueError if `lm_head` is more than weight and bias, or a user's hook or forward on it expects logits.
     """
     lm_head = model.get_output_embeddings()
     if _is_bare(lm_head):
@@ -422,7 +414,7 @@ def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
 
 
 def _is_bare(lm_head: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Return whether only `nn.Linear.forward` would run, on a weight that is not quantized."""
+    """Return whether only `nn.Linear.forward` would run, on an unquantized weight."""
     if type(lm_head) is not nn.Linear or quantized.is_quantized(lm_head):
         return False
     hooks = (lm_head._forward_pre_hooks, lm_head._forward_hooks, lm_head._backward_pre_hooks, lm_head._backward_hooks)
@@ -505,7 +497,6 @@ def _run_inside(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> An
             if projection.layer is not None:
                 _check_lora(projection.layer)
             compute = functools.partial(_run_head_fn, projection, input, head_fn)
-            # Nested, so that hooks gather the parameters of all.
             for entered, module in reversed(projection.entered):
                 in_place = functools.partial(_in_place_of, module, compute, head_fn)
                 changes.enter_context(_replaced(module, forward_slot(module), in_place))

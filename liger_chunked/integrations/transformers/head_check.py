@@ -51,13 +51,12 @@ class HeadFacts:
     output: type
     of_forward: tuple[str, ...] = ()  # only the forward takes these, maybe for the loss
     constants: tuple[tuple[str, Any], ...] = ()  # the forward adds these
-    dropped: tuple[str, ...] = ()  # it does not pass these on
+    dropped: tuple[str, ...] = ()
     backbone_takes_labels: bool = False
     nested: bool = False  # the head is in a causal model inside this one
 
 
 def check_head(model: PreTrainedModel, forward: Callable[..., Any]) -> HeadFacts:
-    """Return the facts, or raise a ValueError if the logits are not `transform(lm_head(last_hidden_state))`."""
     trial = _Trial(model, forward)
     with _explained(forward):
         # Small logits show the scale, large ones the softcap.
@@ -85,7 +84,7 @@ def check_head(model: PreTrainedModel, forward: Callable[..., Any]) -> HeadFacts
 
 
 def _read_for_loss(forward: Callable[..., Any]) -> set[str] | None:
-    """Return the names that a forward reads under `if labels`, or None without source."""
+    """Return the names read under `if labels`, or None without source."""
     try:
         nodes = list(ast.walk(parsed(inspect.unwrap(forward))))
     except (OSError, TypeError):
@@ -143,12 +142,10 @@ class _Observed(NamedTuple):
     output: Any
     given: dict[str, Any]  # arguments of the forward
     passed: dict[str, Any]  # arguments of the core: the backbone, or its part that the forward calls
-    expected: dict[str, Any] | None  # arguments of the core in a call of the whole backbone
+    expected: dict[str, Any] | None  # the same, in a call of the whole backbone
 
 
 class _Trial:
-    """Runs one forward of a model on stand-ins."""
-
     def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
         self.model, self.forward = model, forward
         nested = nested_of(model)
@@ -256,8 +253,6 @@ class _Trial:
 
 
 class _Output(BaseModelOutputWithPast):
-    """A backbone's output; any other field is None."""
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

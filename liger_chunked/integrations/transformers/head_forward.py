@@ -109,8 +109,8 @@ def attach_head(model: nn.Module) -> None:
 
     Raises:
         TypeError: `model` contains no transformers model.
-        ValueError: the `lm_head` is more than weight and bias, the logits are not `transform(lm_head(hidden_states))`,
-            or a user has set a forward on this instance.
+        ValueError: the logits are not `transform(lm_head(hidden_states))`, the `lm_head` is more than weight and bias,
+            or this instance has a forward of its own.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -134,10 +134,7 @@ def attach_head(model: nn.Module) -> None:
 
 
 def run_head(model: nn.Module, head_fn: HeadFn, /, **inputs: Any) -> Any:
-    """Return `model(**inputs, head_fn=head_fn)`.
-
-    Raises RuntimeError if the model ignored `head_fn`, as one without `attach_head` does.
-    """
+    """Return `model(**inputs, head_fn=head_fn)`; RuntimeError if the model ignores `head_fn`."""
     called = False
 
     def noted(head: Head, input: HeadInput) -> Any:
@@ -155,5 +152,4 @@ def run_head(model: nn.Module, head_fn: HeadFn, /, **inputs: Any) -> Any:
 
 
 def detach_head(model: nn.Module) -> None:
-    """Undo `attach_head`."""
     _update(inner_model(model), head_fn=False)

@@ -33,7 +33,7 @@ class Layer:
 
     - `switch`: of `apply_liger_kernel`; None for `swiglu` or `geglu`, by the activation, the first attribute
     - `refusal`: returns why `run` cannot serve given attributes, or None
-    - `optional`: attributes that a module may lack; `run` then gets None
+    - `optional`: attributes that may be missing; `run` then gets None
     """
 
     run: Callable[..., Any]

@@ -98,7 +98,6 @@ _REGISTERED: dict[type[nn.Module], Binding] = {nn.LayerNorm: bound(LAYER_NORM, {
 
 @functools.cache
 def _read(path: str, method: str = "") -> source.Source | None:
-    """Return None if this transformers has no such code."""
     family, name = path.split(".")
     stock: Any = getattr(_modeling(family), name, None)
     if stock is None or not method:
@@ -107,7 +106,7 @@ def _read(path: str, method: str = "") -> source.Source | None:
 
 
 def binding_of(cls: Any) -> Binding | None:
-    """Return the layer that equals a class, and the class's attribute names."""
+    """Return the layer that equals a class, with the class's attribute names."""
     for known, binding in _REGISTERED.items():
         if detect.runs_code_of(cls, known, binding.layer.method):
             return binding
@@ -174,7 +173,6 @@ def causal_classes(modeling: ModuleType) -> list[Any]:
 
 
 def family_modeling(name: str) -> ModuleType:
-    """Return the modeling module of a model type or folder, or raise a ValueError."""
     modeling, heads = _modeling(name) or _modeling(model_type_to_module_name(name)), _heads()
     if modeling is None and name in heads:
         modeling = importlib.import_module(getattr(transformers, heads[name]).__module__)

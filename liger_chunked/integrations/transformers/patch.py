@@ -70,12 +70,12 @@ def apply_liger_kernel(
 
     Args:
         model: a transformers model, maybe wrapped.
-        logits_budget: as in `LogitOptions`.
+        logits_budget: see `LogitOptions`.
         **switches: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `cross_entropy`, `fused_linear_cross_entropy`.
             By default, all that the model has, except `cross_entropy`, which excludes the last.
 
     Raises:
-        TypeError: a switch is unknown, or `model` contains no transformers model.
+        TypeError: an unknown switch, or no transformers model.
         ValueError: a switch that is True matches nothing, nothing matches at all, or the model runs hub kernels.
 
     >>> import torch
@@ -172,7 +172,7 @@ def _release(applied: Applied | None) -> None:
 def apply_to_family(name: str, *, logits_budget: int | float | str | None = None, **switches: bool | None) -> Applied:
     """Patch a family's classes, except torch's, and so all its models.
 
-    Unsupported activations raise when they run. Unfit heads train with their own forward, unless
+    Unsupported activations raise when they run. Unfit heads keep their own forward, unless
     `fused_linear_cross_entropy=True`.
     """
     logits_budget = budget_bytes(logits_budget)
@@ -202,7 +202,6 @@ def apply_to_family(name: str, *, logits_budget: int | float | str | None = None
 
 @functools.cache
 def family_function(name: str) -> Callable[..., Applied]:
-    """Return `apply_liger_kernel_to_<name>`, or raise a ValueError."""
     overrides.check_family(name)
 
     def apply(*, model: PreTrainedModel | None = None, **options: Any) -> Applied:
@@ -236,7 +235,6 @@ def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
         **names: the class's names of the layer's attributes, where they differ.
 
     Raises:
-        TypeError: `cls` is no module class, or `layer` no `Layer`.
         ValueError: the layer has no such attribute, or computes something else.
 
     >>> import torch
@@ -277,7 +275,7 @@ class _Patched:
 
 
 class AutoLigerKernelForCausalLM(_Patched, AutoModelForCausalLM):
-    """`AutoModelForCausalLM` with the keywords of `apply_liger_kernel`, which patches its models."""
+    """`AutoModelForCausalLM` with the keywords of `apply_liger_kernel`."""
 
 
 class AutoLigerKernelForImageTextToText(_Patched, AutoModelForImageTextToText):

@@ -112,7 +112,6 @@ def has_our_layer(module: nn.Module) -> bool:
 
 
 def set_patch(module: nn.Module, patch: Patch | None) -> None:
-    """Set the module's only patch; None restores the method."""
     stock = stock_class(type(module))
     _set_class(module, stock if patch is None else patched_class(stock, patch))
 

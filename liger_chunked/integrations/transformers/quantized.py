@@ -43,7 +43,7 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Return why a quantized module has no weight with the same product, or None if it has one."""
+    """Return why a quantized module has no weight with the same product, or None."""
     weight: Any = module._parameters.get("weight")
     if is_4bit(module):
         why = None
@@ -64,7 +64,7 @@ def refusal(module: nn.Module) -> str | None:
 def dequantized(module: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the dequantized `weight` of a module, as its product with hidden states of `dtype` uses it.
 
-    Autocast casts the product, so that the weight keeps its own dtype.
+    The weight keeps its dtype under autocast, which casts the product.
     """
     if is_4bit(module):
         state = getattr(weight, "quant_state", None) or module.quant_state

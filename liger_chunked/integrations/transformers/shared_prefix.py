@@ -1,9 +1,6 @@
-"""Compute once a prefix that sequences share, such as a prompt in GRPO or DPO.
+"""Compute once a prefix that sequences share, such as a prompt in GRPO or DPO (docs/shared_prefix.md).
 
-    batch = share_batch(model, input_ids, attention_mask)
-    loss = model(**batch.inputs, labels=labels, head_fn=batch.head_fn(loss_of))      # after attach_head(model)
-
-The model's own forward runs on a trie (`trie.py`), so wrappers, adapters, hooks and gradient checkpointing work.
+The model's own forward runs on a trie, so wrappers, adapters, hooks and gradient checkpointing work.
 """
 
 from __future__ import annotations
@@ -32,14 +29,12 @@ logger = logging.getLogger(__name__)
 WORTHWHILE = 0.1  # least share of tokens to save
 _DENSE = 1024  # longest row with a dense mask on a GPU
 _SHORT = 256  # tokens of a row that is short enough on a CPU
-_TAKE_DENSE = ("sdpa", "eager")  # implementations
+_TAKE_DENSE = ("sdpa", "eager")
 _ROW = 1 << 16  # longest row for FlexAttention
 
 
 @dataclass(frozen=True)
 class SharedBatch:
-    """A padded batch as a trie."""
-
     trie: PackedTrie
     inputs: dict[str, Any]  # of `model.forward`
 
@@ -48,13 +43,13 @@ class SharedBatch:
 
         Args:
             packed: (R, L, H), computed on `inputs`.
-            logits_to_keep: return only these positions, as `model.forward` would.
+            logits_to_keep: as in `model.forward`.
         """
         index = _kept(self.trie.node[..., None], logits_to_keep)[..., 0]
         return gather_rows(packed.flatten(0, 1), index)
 
     def head_fn(self, head_fn: HeadFn, *, logits_to_keep: int | Tensor = 0) -> HeadFn:
-        """Wrap yours for `model(**batch.inputs, ...)`: it gets the padded batch's hidden states.
+        """Wrap a function for `model(**batch.inputs, ...)`: it gets the padded batch's hidden states.
 
         Pass padded labels to the model, but `logits_to_keep` to this function. `HeadInput.outputs` stays the trie's.
         """
@@ -71,12 +66,12 @@ def share_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
     Positions count tokens without padding, as in `generate`.
 
     Args:
-        model: a transformers model, maybe wrapped (PEFT, DDP, FSDP, DeepSpeed).
+        model: a transformers model, maybe wrapped.
         input_ids: (B, T), padded anywhere.
-        attention_mask: (B, T), 0 at padding; None if there is none.
+        attention_mask: (B, T), 0 at padding.
 
     Raises:
-        ValueError: the model cannot share prefixes; see `why_not_shared`.
+        ValueError: see `why_not_shared`.
     """
     reason = why_not_shared(model)
     if reason is not None:
@@ -86,7 +81,7 @@ def share_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
 
 
 def maybe_share(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> SharedBatch | None:
-    """Merge common prefixes if possible and at least a tenth of the tokens is saved. Logs this once per model."""
+    """Merge common prefixes if the model allows it and a tenth of the tokens is saved. Logs this once per model."""
     inner = inner_model(model)
     reason = why_not_shared(model)
     if reason is None:
@@ -189,7 +184,7 @@ def shared_prefix_hidden_states(model: nn.Module, input_ids: Tensor, attention_m
     Differentiable. For a model with an `lm_head`, use `attach_head(model)`, which also runs wrappers.
 
     Raises:
-        ValueError: the model cannot share prefixes; see `why_not_shared`.
+        ValueError: see `why_not_shared`.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -251,7 +246,6 @@ def _inputs(model: PreTrainedModel, trie: PackedTrie, implementation: str, dense
         return torch.zeros((), dtype=dtype, device=allowed.device).where(allowed, torch.finfo(dtype).min)
 
     masks = {window: mask(window) for window in dict.fromkeys(windows.values())}
-    # Models with one layer type take no dict.
     attention_mask = (
         {kind: masks[window] for kind, window in windows.items()} if len(windows) > 1 else next(iter(masks.values()))
     )
@@ -318,7 +312,6 @@ def _reason_of_wrapper(model: nn.Module) -> str | None:
 
 
 def _reason_now(model: PreTrainedModel) -> str | None:
-    """Return a reason that may change between calls."""
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False) or getattr(model.config, "output_router_logits", False):
         return _ROUTER

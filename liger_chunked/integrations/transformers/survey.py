@@ -154,7 +154,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def config_of(default: PreTrainedConfig, tokens: dict[int, int] | None = None) -> PreTrainedConfig:
-    """Return a small config with the same kinds of layers. `tokens` maps ids to small ones."""
     cls, nested = type(default), tokens is not None
     tokens = {} if tokens is None else tokens
     values = {name: vars(default).get(cls.attribute_map.get(name, name)) for name in cls.__dataclass_fields__}
@@ -237,7 +236,6 @@ def _scaled(parts: Iterable[int], total: int) -> list[int]:
 
 
 def small_model(name: str) -> PreTrainedModel:
-    """Return a model in training mode, on the CPU."""
     cls = getattr(transformers, name)
     config = config_of(cls.config_class())
     config._attn_implementation = "eager"
@@ -247,8 +245,6 @@ def small_model(name: str) -> PreTrainedModel:
 
 
 class Row(NamedTuple):
-    """What the kernels serve of a class."""
-
     name: str
     head: str  # "fused", "logits" or "not built"
     layers: tuple[str, ...]  # switches of `apply_liger_kernel`
@@ -266,8 +262,7 @@ class Row(NamedTuple):
 def class_names(patterns: Sequence[str] = ()) -> list[str]:
     """Return the causal and image-text-to-text classes that match a name or pattern; by default all.
 
-    Raises:
-        ValueError: a pattern matches no class.
+    Raises ValueError for a pattern without a match.
     """
     names = CAUSAL + IMAGE_TEXT
     found: set[str] = set()

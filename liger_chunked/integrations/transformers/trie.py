@@ -1,10 +1,7 @@
-"""Pack a padded batch as a trie of tokens, to compute shared prefixes once.
+"""Pack a padded batch as a trie of tokens (docs/shared_prefix.md).
 
-Nodes are laid out depth first. Token q attends to token k, an ancestor of q or q itself, where
-
-    k <= q < end[k]            end[k]: the index behind the last descendant of k
-
-Its position is its depth.
+Nodes are laid out depth first. Token q attends to k where `k <= q < end[k]`. The index behind the last descendant
+of k is `end[k]`.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ class PackedTrie:
     - `padding`: "between" the tokens of some sequence, else "left" of some, else "right"
     - `trailing`: the most padding behind a last token
 
-    With `with_trailing`, this padding counts too. Nothing attends to it.
+    With `with_trailing`, this padding counts too; nothing attends to it.
     """
 
     input_ids: Tensor
@@ -64,7 +61,7 @@ def pack_trie(
         row_tokens: longest row, unless a tree is larger; None for one row.
         tree_tokens: largest tree. Larger ones are cut at their shallowest branches, and each part has its own copy of
             what they shared. None cuts no tree.
-        multiple: round the rows' length up to a multiple of this.
+        multiple: rows' length is rounded up to a multiple of this.
         with_trailing: also pack padding behind last tokens.
 
     >>> batch = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
@@ -85,7 +82,7 @@ def plan_trie(
     input_ids: Tensor, attention_mask: Tensor | None = None, *, row_tokens: int | None = None,
     tree_tokens: int | None = None, multiple: int = 128, with_trailing: bool = False,
 ) -> TriePlan:  # fmt: skip
-    """Do the part of `pack_trie` that tells what is saved: far less work, if nothing is."""
+    """Do the part of `pack_trie` that tells what is saved."""
     if input_ids.ndim != 2 or not input_ids.numel():
         raise ValueError(f"input_ids must have shape (B, T) with B > 0 and T > 0, got {tuple(input_ids.shape)}")
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
@@ -133,7 +130,7 @@ class TriePlan:
     - `batch` (B, T): its tokens on the host; `places` index each sequence's, `behind` is the place behind its last
     - `trailing`: padding behind each sequence that is packed too
     - `shared`, `fresh`: tokens that each sequence shares with the one before, and others
-    - `rows`: numbers of the sequences in each row, in the order of packing; `row_length`: after rounding
+    - `rows`: numbers of the sequences in each row, in packing order; `row_length`: after rounding
     """
 
     input_ids: Tensor
@@ -152,12 +149,10 @@ class TriePlan:
 
     @property
     def saved(self) -> float:
-        """As of `PackedTrie`."""
         return 1 - len(self.rows) * self.row_length / max(self.tokens, 1)
 
     @property
     def padding(self) -> str:
-        """As of `PackedTrie`."""
         return _side(self.places)
 
     @property
@@ -242,7 +237,6 @@ def _side(places: list[Any]) -> str:
 
 
 def _depth_first_order(sequences: list[_Array]) -> list[int]:
-    """Return the lexicographic order of sequences."""
     # Big-endian bytes sort fast.
     keys = [sequence.astype(">u4").tobytes() for sequence in sequences]
     return sorted(range(len(keys)), key=keys.__getitem__)
@@ -302,11 +296,10 @@ class _Path:
     def __init__(self, ends: _Array) -> None:
         self.place = 0  # of the next node
         self._ends = ends
-        self._parts = [slice(0, 0)]  # consecutive nodes
+        self._parts = [slice(0, 0)]
         self._depth = 0
 
     def enter(self, n: int) -> slice:
-        """Add `n` nodes to the sequence; return their places."""
         part = slice(self.place, self.place + n)
         self._parts.append(part)
         self._depth += n

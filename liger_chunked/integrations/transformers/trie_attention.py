@@ -1,11 +1,8 @@
 """Masks and attention for packed tries.
 
-transformers passes a 4-D mask, or a dict of one per layer type, unchanged to the attention layers:
-
-- a dense mask, for SDPA and eager attention: on a CPU and for short rows
-- a `TrieMask`, for FlexAttention, which skips invisible blocks
-
-The mask decides which attention runs, not the config, so that checkpointing recomputes a layer alike.
+transformers passes a 4-D mask unchanged to the attention layers: a dense one, for SDPA and eager attention, or a
+`TrieMask`, for FlexAttention. The mask decides which attention runs, not the config, so that checkpointing recomputes
+a layer alike.
 """
 
 from __future__ import annotations
@@ -33,9 +30,7 @@ _SERVED = "_liger_serves_tries"  # attribute of a wrapped function
 def dense_mask(end: Tensor, depth: Tensor, window: int | Tensor | None = None) -> Tensor:
     """Return (R, 1, L, L), True where a query may attend to a key.
 
-    Args:
-        end, depth: (R, L), of a `PackedTrie`.
-        window: a query sees keys whose depth is up to `window - 1` less; None for no limit.
+    With a `window`, a query sees keys whose depth is up to `window - 1` less.
     """
     q, k = torch.arange(end.shape[1], device=end.device)[:, None], torch.arange(end.shape[1], device=end.device)
     mask = (k <= q) & (q < end[:, None, :])
@@ -65,9 +60,7 @@ _KINDS = ("kv", "full_kv", "q", "full_q")  # of blocks: those that a mask cuts a
 def trie_mask(end: Tensor, depth: Tensor, window: int | None = None, *, has_windows: bool = False) -> TrieMask:
     """Return a `TrieMask` without building an L x L tensor. L is a multiple of `BLOCK`.
 
-    Args:
-        end, depth, window: as in `dense_mask`.
-        has_windows: whether another layer has a window.
+    `has_windows`: whether another layer has a window.
     """
     n_rows, length = end.shape
     end, depth = end.int(), depth.int()
@@ -112,7 +105,7 @@ def _block_mask_arguments(
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows' numbers of True blocks, and indices, those first.
 
-    Both are contiguous: FlexAttention's backward kernel assumes it, and would read other blocks.
+    Both are contiguous: FlexAttention's backward kernel assumes it.
     """
     order = (~blocks).contiguous().to(torch.int8).argsort(dim=-1, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.int()

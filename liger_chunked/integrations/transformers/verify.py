@@ -81,7 +81,6 @@ _ROTATED: dict[Any, str | None] = {}
 
 
 def rotary_difference(ours: Callable[..., Any], function: Any, rotary: Iterable[nn.Module]) -> str | None:
-    """Return how our function differs on the angles of `rotary` modules."""
     modules = {type(module): module for module in rotary}
     key = (ours, function, source_of(function), frozenset(modules))
     if key not in _ROTATED:
@@ -157,7 +156,7 @@ def _rotary_difference(ours: Callable[..., Any], function: Any, cos: Tensor, sin
 
 
 def built(binding: Binding, cls: type[nn.Module], modeling: ModuleType) -> nn.Module:
-    """Build a module on the meta device that the layer supports, or raise Incomparable or Difference."""
+    """Build a module on the meta device that the layer supports."""
     reasons = []
     for config in (*_configs(modeling), None):
         if hasattr(config, "_experts_implementation"):

@@ -13,7 +13,6 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-# The first release whose trainers use a fused head.
 REQUIRED = {"trl": "1.15", "transformers": "5.17"}
 
 

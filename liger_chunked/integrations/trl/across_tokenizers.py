@@ -42,7 +42,6 @@ class Side:
         self.of_piece: list[int] = []
 
     def add(self, sequence: int, start: int, group: list[int], bayesian: bool) -> None:
-        """Add the piece of the tokens `group`, counted from `start`."""
         first = sequence * self.ids.shape[1] + start - bayesian  # the row that predicts the token at `start`
         base, others = (group[-1], group[:-1]) if bayesian else (group[0], group[1:])
         self.other_rows += [first + k for k in others]
@@ -84,7 +83,6 @@ class Aligned(NamedTuple):
 
 
 def align(uld: Any, student: Side, teacher: Side) -> Aligned:
-    """Return the pieces that TRL's `ULDLoss` compares."""
     bayesian = uld.token_merge_strategy == "bayesian"
     sizes = [uld._get_start_and_size_answers(side.labels) for side in (student, teacher)]
     weights: list[float] = []
@@ -127,7 +125,6 @@ def distance(
     teacher: tuple[Head, HeadInput],
     logits_budget: int | None,
 ) -> Tensor:
-    """Return TRL's `ULDLoss`, from the heads and hidden states of both models."""
     (head, input), (teacher_head, teacher_input) = student, teacher
     loss = input.hidden_states.sum() * 0.0
     if uld.distillation_weight:

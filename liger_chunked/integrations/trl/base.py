@@ -98,10 +98,7 @@ def _forward(
 def head_pass(
     forward: Callable[..., Any], head_fn: HeadFn, share: Callable[..., SharedBatch | None], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return `head_fn(head, input)` for the batch in `args` and `kwargs`.
-
-    If `share` returns a batch, the model runs on that.
-    """
+    """Return `head_fn(head, input)` for the batch in `args` and `kwargs`, or for the one that `share` returns."""
     batch = share(args, kwargs)
     if batch is None:
         return forward(*args, head_fn=head_fn, **kwargs)
@@ -180,8 +177,6 @@ def fused_output(
 
 
 class Step(NamedTuple):
-    """A loss; `target` is (B, T), and `aux_loss` the load-balancing loss."""
-
     loss: Tensor
     metrics: Any
     target: Tensor
@@ -203,10 +198,7 @@ def loss_step(
 
 
 def apply_loss(head: Head, input: HeadInput, *, loss: nn.Module, length: int | None = None, **arguments: Any) -> Step:
-    """A `head_fn` of `loss` with the model's logits transform.
-
-    `length`: use only this many of the last positions that predict a token.
-    """
+    """A `head_fn` of `loss`, with the model's logits transform, on the last `length` positions that predict a token."""
     positions = slice(None) if length is None else slice(-length - 1, -1)
     target = input.target[:, positions]
     hidden_states = input.hidden_states[:, positions]
@@ -253,7 +245,6 @@ class LigerTrainerMixin(_Trainer):
         logits_budget: see `LogitOptions`. None: 512 MiB for heads that replace TRL's, else automatic. Not with `loss`.
 
     Raises:
-        TypeError: wrong loss or budget type.
         ValueError: contradicting arguments, or the config sets `use_liger_kernel`.
         RuntimeError: this TRL release's trainer would build logits.
     """
@@ -401,7 +392,6 @@ def _attribute(x: Any, name: str) -> Any:
 
 
 def _alone(value: Any) -> Any:
-    """Unpack TRL's list of one loss type."""
     return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
 
 
@@ -431,7 +421,7 @@ def chunked_heads(
         with chunked_heads():
             trainer = GRPOTrainer(...)
 
-    The arguments are those of `add_chunked_lm_head`; `logits_budget` is 512 MiB by default.
+    For the arguments, see `add_chunked_lm_head`; `logits_budget` is 512 MiB by default.
     """
     budget = HEAD_BUDGET if logits_budget is None else budget_bytes(logits_budget)
     with_settings = functools.partial(add_chunked_lm_head, logits_budget=budget, share_prefix=share_prefix)

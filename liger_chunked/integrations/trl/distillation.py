@@ -228,7 +228,6 @@ class GOLDMixin(TeacherMixin):
                 return across_tokenizers.distance(uld, aligned, *sides, self.logits_budget)
 
             with torch.set_grad_enabled(with_gradient):
-                # Hooks of the teacher would treat a returned loss as its output.
                 losses.append(model(**model_inputs, labels=inputs["labels"], head_fn=in_student))
 
         teacher.eval()
@@ -238,4 +237,4 @@ class GOLDMixin(TeacherMixin):
 
 
 def gold_trainer() -> Any:
-    return importlib.import_module("trl.experimental.gold.gold_trainer")  # only with a trainer of this kind
+    return importlib.import_module("trl.experimental.gold.gold_trainer")

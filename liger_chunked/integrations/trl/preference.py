@@ -94,7 +94,6 @@ def mean_logits(head: Head, input: HeadInput, logits_budget: int | float | str |
 class ConcatenatedMixin(SharedPromptsMixin):
     loss_kind = LigerFusedLinearPreferenceBase
     models_without_head = ("model",)
-    # TRL's name for the padding token.
     padding_attribute: ClassVar[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

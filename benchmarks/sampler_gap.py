@@ -1,0 +1,129 @@
+"""Compare a policy's log-probabilities with its sampler's, over GRPO on a tiny model.
+
+python -m benchmarks.sampler_gap                100 steps, about a minute on a CPU
+
+The sampler runs in float32. The trainer runs the same weights under bfloat16 autocast, and computes log-probabilities
+of the sampled tokens with `linear_token_stats`, with logits in bfloat16 or in float32 (`logits_dtype`). Rewards count
+tokens of the lower half of the vocabulary. One run trains with each kind of logits. Every step also records the gap of
+eager bfloat16 code on the same hidden states.
+
+- `gap`: mean of |log p_trainer - log p_sampler| over tokens
+- `ratio`: mean of |p_trainer / p_sampler - 1|, the importance ratio's distance from 1
+- `of_head`: mean of |log p_trainer - log p| with `p` in float64 from the trainer's own hidden states: the head's part
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.harness import DEVICE, RESULTS, environment, new_file
+from liger_chunked import LigerFusedLinearGRPOLoss, eager, linear_token_stats
+
+VOCAB, PROMPT, LENGTH, GROUP, PROMPTS = 4096, 8, 24, 8, 4
+LOGITS = {"bfloat16 logits": None, "float32 logits": torch.float32}
+EAGER = "eager, bfloat16 logits"
+
+
+def build() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).to(DEVICE)
+    nn.init.normal_(model.lm_head.weight, std=0.15)  # logits of a standard deviation near 2
+    return model
+
+
+@torch.no_grad()
+def sample(model: LlamaForCausalLM, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return ids (B, PROMPT + LENGTH) and the sampler's log-probabilities (B, LENGTH), in float32."""
+    prompts = torch.randint(VOCAB, (PROMPTS, PROMPT), generator=generator, device=DEVICE)
+    ids = prompts.repeat_interleave(GROUP, 0)
+    for _ in range(LENGTH):
+        p = model(input_ids=ids).logits[:, -1].softmax(-1)
+        ids = torch.cat([ids, torch.multinomial(p, 1, generator=generator)], 1)
+    logps = model(input_ids=ids).logits[:, PROMPT - 1 : -1].log_softmax(-1)
+    return ids, logps.gather(-1, ids[:, PROMPT:, None])[..., 0]
+
+
+def advantages(ids: Tensor) -> Tensor:
+    rewards = (ids[:, PROMPT:] < VOCAB // 2).float().mean(1).view(PROMPTS, GROUP)
+    return ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
+
+
+def run(logits: str, n_steps: int) -> dict[str, Any]:
+    model, generator = build(), torch.Generator(DEVICE).manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    loss = LigerFusedLinearGRPOLoss(logits_dtype=LOGITS[logits])
+    found: dict[str, list[dict[str, float]]] = {logits: [], EAGER: []}
+    rewards = []
+    for _ in range(n_steps):
+        ids, sampled = sample(model, generator)
+        target, scores = ids[:, PROMPT:], advantages(ids)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            states = model.model(input_ids=ids).last_hidden_state[:, PROMPT - 1 : -1]
+        head, states = model.lm_head.weight.bfloat16(), states.bfloat16()
+        ways: dict[str, Callable[[], Tensor | None]] = {
+            logits: lambda: linear_token_stats(head, states, target, logits_dtype=LOGITS[logits]).logps,  # noqa: B023
+            EAGER: lambda: (states @ head.t()).float().log_softmax(-1).gather(-1, target[..., None])[..., 0],  # noqa: B023
+        }
+        with torch.no_grad():
+            exact = eager.token_stats(head.double(), states.double(), target, outputs=("logps",))["logps"]
+            for name, way in ways.items():
+                logps = way()
+                assert logps is not None
+                apart = logps.double() - sampled.double()
+                found[name].append(
+                    {
+                        "gap": float(apart.abs().mean()),
+                        "ratio": float(apart.expm1().abs().mean()),
+                        "of_head": float((logps.double() - exact).abs().mean()),
+                    }
+                )
+        value, _ = loss(head, states, target, scores, old_logps=sampled)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        rewards.append(float((target < VOCAB // 2).float().mean()))
+    means = {
+        name: {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]} for name, steps in found.items()
+    }
+    return {"trains_with": logits, "reward": [rewards[0], rewards[-1]], "means": means}
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parse.add_argument("--steps", type=int, default=100)
+    parse.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
+    args = parse.parse_args(arguments)
+    about = environment()
+    runs = []
+    for logits in LOGITS:
+        runs.append(run(logits, args.steps))
+        print(f"trains with {logits}: reward {runs[-1]['reward'][0]:.3f} to {runs[-1]['reward'][1]:.3f}")
+        for name, means in runs[-1]["means"].items():
+            print(f"  {name:24s} " + "  ".join(f"{key} {value:.3e}" for key, value in means.items()), flush=True)
+    kind = "" if DEVICE == "cuda" else "cpu-"
+    path = new_file(args.out, f"sampler_gap-{kind}{about['date']}")
+    path.write_text(
+        json.dumps({"family": "sampler_gap", "steps": args.steps, "environment": about, "runs": runs}, indent=1)
+    )
+    print(f"wrote {path}")
+    return path
+
+
+if __name__ == "__main__":
+    main()
