@@ -165,12 +165,9 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         if target is None:
             raise ValueError("target must be the sampled tokens, got None")
         check_target(target, input, head=head)
-        total = None
-        if n_valid is not None:
-            total = sum(as_counts(n_valid))
-            if attention_mask is not None:  # also of the teacher's tokens
-                target = masked(target, attention_mask, self.options.ignore_index, n_valid)
-                attention_mask = None
+        if attention_mask is not None:  # here, so that the teacher ignores tokens too
+            target = masked(target, attention_mask, self.options.ignore_index, n_valid)
+        total = None if n_valid is None else sum(as_counts(n_valid))
         states = {"teacher_weight": teacher_weight, "teacher_input": teacher_input, "teacher_bias": teacher_bias}
         given = [name for name, x in states.items() if x is not None]
         if teacher_logps is not None and given:
@@ -198,7 +195,6 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
             target,
             advantages,
             bias,
-            attention_mask=attention_mask,
             old_logps=old_logps,
             ref_logps=teacher_logps,
             importance_weights=importance_weights,
