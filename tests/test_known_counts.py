@@ -1,12 +1,14 @@
 """`n_valid`: the caller knows how many tokens have a target, and nothing waits for the device.
 
-Values have the bits of a call without it. A wrong number raises: on the CPU at once, else by an assertion of the device.
+Values have the bits of a call without it. A wrong number raises: on the CPU at once, on a device by its assertion.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fresh_process import FreshProcesses
-from table import ROWS, SMALL, Batch, Row, evaluate, rows, students, tokens
+from table import ROWS, SMALL, Batch, Row, evaluate, moved, rows, students, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -183,7 +185,7 @@ def test_packed_sequences(row, monkeypatch):
     """`cu_seqlens` are on the CPU, and become arguments of a kernel."""
     batch, cu_seqlens = packed(row.sample(SMALL, 4))
     ends = cu_seqlens.tolist()
-    of_sequences = [int((batch["target"][a:b] != -100).sum()) for a, b in zip(ends, ends[1:], strict=False)]
+    of_sequences = [int((batch["target"][a:b] != -100).sum()) for a, b in itertools.pairwise(ends)]
     given = {**batch, "cu_seqlens": cu_seqlens}
     expected = evaluate(row.ours, given)
     given["n_valid"] = of_sequences
@@ -374,7 +376,7 @@ def test_combinations_that_wait_are_refused():
         with pytest.raises(ValueError, match=rf"{other} is given without {name}: with kl_input, pass both or neither"):
             row.ours({k: x for k, x in given.items() if k != name})
     (row,) = rows("kto-kl")
-    with pytest.raises(ValueError, match="takes no kl_n_valid|given twice: as kl and as kl_n_valid"):
+    with pytest.raises(ValueError, match=r"takes no kl_n_valid|given twice: as kl and as kl_n_valid"):
         row.ours(counted(row, row.sample(SMALL, 0)) | {"kl_n_valid": [1]})
     (row,) = rows("dpo-aot")
     batch = row.sample(SMALL, 0)
@@ -446,3 +448,120 @@ def split_vocabulary(rank: int, world: str, folder: str) -> None:
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 def test_split_vocabulary(fresh_process: FreshProcesses, tmp_path):
     fresh_process.spawn(split_vocabulary, 2, "2", str(tmp_path))
+
+
+on_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+# These rows hold a tensor on the CPU, whose copy waits.
+OF_THE_HOST = {
+    "ce-num_items-tensor-alone",
+    "ce-num_items-tensor",
+    "kto-kl-tensor",
+    "bco-delta-tensor",
+    "jsd-0.1",
+    "cispo",
+}
+
+
+@contextlib.contextmanager
+def synchronizing_raises() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+class TestOnAGpu:
+    pytestmark = on_a_gpu
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
+    @pytest.mark.parametrize("row", [row for row in ROWS if row.id not in OF_THE_HOST], ids=repr)
+    def test_no_loss_synchronizes(self, row, dtype):
+        for budget in (None, 4 * SMALL.vocab * dtype.itemsize):
+            loss, batch = partial(row.ours, logits_budget=budget), moved(row.sample(SMALL, 1), dtype, "cuda")
+            expected, with_counts = evaluate(loss, batch), counted(row, batch)
+            evaluate(loss, with_counts)  # compiles kernels
+            with synchronizing_raises():
+                ours = evaluate(loss, with_counts)
+            same(ours, expected)
+
+    def test_without_counts_a_loss_synchronizes(self):
+        """The test above could fail. The read of `survey` in pinned memory is none that torch detects."""
+        (row,) = rows("kl-top-k")
+        batch = moved(row.sample(SMALL, 1), torch.bfloat16, "cuda")
+        evaluate(row.ours, batch)
+        with synchronizing_raises(), pytest.raises(RuntimeError, match="synchroniz"):
+            evaluate(row.ours, batch)
+
+    def test_packed_sequences_do_not_synchronize(self):
+        for row in rows("dpo-sigmoid", "kto-kl", "gspo"):
+            batch, cu_seqlens = packed(row.sample(SMALL, 4))
+            ends = cu_seqlens.tolist()
+            of_sequences = [int((batch["target"][a:b] != -100).sum()) for a, b in itertools.pairwise(ends)]
+            given: dict[str, Any] = {**moved(batch, torch.bfloat16, "cuda"), "cu_seqlens": cu_seqlens}
+            expected = evaluate(row.ours, given)
+            given["n_valid"] = of_sequences
+            evaluate(row.ours, given)
+            with synchronizing_raises():
+                ours = evaluate(row.ours, given)
+            same(ours, expected)
+
+    @pytest.mark.parametrize("id", ["ce", "ce-smoothing", "dpo-sigmoid", "kto-kl", "grpo", "jsd", "stats-logps"])
+    @pytest.mark.parametrize("budget", [None, 4 * SMALL.vocab * 2], ids=["one", "several"])
+    def test_cuda_graph(self, id, budget):
+        """A graph of forward and backward, replayed with other values and places of as many tokens."""
+        (row,) = rows(id)
+        batch = moved(row.sample(SMALL, 1), torch.bfloat16, "cuda")
+        given = counted(row, batch)
+        names = [name for name in ("weight", "input", "bias") if name in batch]
+        for name in names:
+            batch[name].requires_grad_()
+
+        def step() -> list[Tensor]:
+            loss = row.ours(given, logits_budget=budget)
+            return [loss.detach(), *torch.autograd.grad(loss, [batch[name] for name in names])]
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # compiles kernels, and proves their cached launch
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        for seed in (2, 3):
+            with torch.no_grad():
+                for name in names:
+                    batch[name].copy_(torch.randn_like(batch[name]))
+                valid = batch["target"] != -100
+                places = valid.roll(seed, 1)  # as many tokens in each sequence
+                other = torch.randint_like(batch["target"], SMALL.vocab)
+                batch["target"].copy_(other.where(places, -100))
+            graph.replay()
+            replayed = [x.clone() for x in captured]
+            for ours, expected in zip(replayed, step(), strict=True):
+                assert torch.equal(ours, expected)
+
+    def test_the_device_asserts(self, fresh_process):
+        """In a process of its own, whose CUDA context the assertion ends."""
+        printed = fresh_process.run(WRONG_ON_A_GPU)
+        assert "device-side assert" in printed or "unspecified launch failure" in printed
+
+
+WRONG_ON_A_GPU = """
+import os, torch
+from liger_chunked.functional import cross_entropy_loss
+weight, hidden = torch.randn(64, 16, device="cuda"), torch.randn(8, 16, device="cuda")
+target = torch.arange(8, device="cuda")
+cross_entropy_loss(weight, hidden, target, n_valid=8)
+torch.cuda.synchronize()
+try:
+    cross_entropy_loss(weight, hidden, target, n_valid=7)
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
