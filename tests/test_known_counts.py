@@ -488,7 +488,7 @@ class TestOnAGpu:
             same(ours, expected)
 
     def test_without_counts_a_loss_synchronizes(self):
-        """The test above could fail. The read of `survey` in pinned memory is none that torch detects."""
+        """The test above could fail."""
         (row,) = rows("kl-top-k")
         batch = moved(row.sample(SMALL, 1), torch.bfloat16, "cuda")
         evaluate(row.ours, batch)

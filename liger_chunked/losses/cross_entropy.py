@@ -233,9 +233,8 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             token_weights: factors, like `target`. "mean" without `num_items` divides by their sum (times `ce_weight`
                 for the cross entropy), or 1 if that is 0.
             ce_weight: (V,) replaces the constructor's.
-            n_valid: the number of tokens that have a target. The host then does not wait for the device, which itself
-                asserts this number and the range of targets. Tensors must be on the device; `sequence_group` is
-                refused. See `docs/memory.md`.
+            n_valid: the number of tokens that have a target. The host then waits for nothing, and the device asserts
+                this number and the range of targets: see "Without waiting" in `docs/how-it-works.md`.
             vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`). Loss and metrics are of whole
                 sequences, `predicted_tokens` and `reduction="none"` of this rank's positions.
