@@ -88,19 +88,14 @@ class Waits(TorchDispatchMode):
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
     """Take the path of a device, and collect what waits for it."""
 
-    def quantile(*args: Any) -> Tensor:  # on the CPU alone, torch reads the share
-        with torch.utils._python_dispatch._disable_current_modes():
-            return of_torch(*args)
-
     def tolist(x: Tensor) -> Any:
         waits.found.append("tolist")
         return list_of(x)
 
-    of_torch, list_of = torch.quantile, Tensor.tolist
+    list_of = Tensor.tolist
     with monkeypatch.context() as patch, Waits() as waits:
         patch.setattr("liger_chunked.engine.known.on_host", lambda x: False)
         patch.setattr("liger_chunked.kernels.scale.on_host", lambda x: False)
-        patch.setattr(torch, "quantile", quantile)
         patch.setattr(Tensor, "tolist", tolist)
         yield waits
 
@@ -422,6 +417,24 @@ def test_module_call_with_constructor():
     named = {"ref_logps": batch["ref_logps"], "kl": 0.5}
     once = LigerFusedLinearKTOLoss(*given, **named, beta=0.2, n_valid=counts(batch["target"]))
     assert torch.equal(once[0], LigerFusedLinearKTOLoss(beta=0.2)(*given, **named)[0])
+
+
+@pytest.mark.parametrize("name", [name for name in functional.__all__ if name.endswith("_loss")])
+def test_functions_pass_the_counts_on(name):
+    batch = students(SMALL, 0)
+    given = {"hidden" if k == "input" else k: batch[k] for k in ("weight", "input", "target")}
+    of_teacher = {k: batch[k] for k in ("teacher_weight", "teacher_input")}
+    if name in ("kl_div_loss", "jsd_loss", "tvd_loss", "cosine_similarity_loss", "on_policy_distillation_loss"):
+        given |= of_teacher
+    elif name == "uld_loss":
+        given |= of_teacher
+        del given["target"]
+    elif name in ("kto_loss", "bco_loss"):
+        given |= {"preference_labels": torch.ones(SMALL.sequences, dtype=torch.bool)}
+    elif name == "grpo_loss":
+        given |= {"advantages": torch.ones(SMALL.sequences, dtype=torch.float64)}
+    with pytest.raises(TypeError, match=r"^n_valid must be an? "):
+        getattr(functional, name)(**given, n_valid="counts")
 
 
 def split_vocabulary(rank: int, world: str, folder: str) -> None:
