@@ -5,6 +5,7 @@ step                             the loop over chunks, and its autograd Function
 head, epilogue, distillation     the passes that `step` drives: plain logits, fused epilogue, student and teacher
 gradients                        accumulators of dX, dW and db
 divergences, top_k, ranked       divergences of a tile of logits
+known                            counts that the caller knows
 stats                            linear_token_stats
 shard, scattered, sequence       a vocabulary, hidden states, or sequences split over ranks
 """
@@ -21,6 +22,7 @@ from liger_chunked.engine.checks import (
 )
 from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_loss, distillation_step
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
+from liger_chunked.engine.known import as_counts, assert_later, may_read, sequence_counts, token_count
 from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
 from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.sequence import SequenceSplit, check_group
@@ -45,6 +47,8 @@ __all__ = [
     "Teacher",
     "TopK",
     "along",
+    "as_counts",
+    "assert_later",
     "at_temperature",
     "check_group",
     "check_projection",
@@ -60,9 +64,12 @@ __all__ = [
     "lay_out",
     "lay_out_every",
     "linear_token_stats",
+    "may_read",
     "plain",
+    "sequence_counts",
     "sequences_of",
     "shifted",
+    "token_count",
     "token_stats",
     "whole",
 ]

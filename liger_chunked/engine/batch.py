@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from liger_chunked.engine.known import Counts, assert_later, may_read, on_device
 from liger_chunked.engine.packed import Packing, Sequences
 from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.kernels import survey
@@ -206,12 +207,13 @@ def lay_out(
     vocab_size: int,
     name: str = "target",
     sequences: Sequences = None,
+    n_valid: Counts = None,
 ) -> Layout:
-    """Return the layout of a target (B, T), or (N,) for tokens. Waits for the device once.
+    """Return the layout of a target (B, T), or (N,) for tokens. Waits for the device once, unless it has `n_valid`.
 
     The target has whole, padded sequences; for pairs, all chosen ones come first.
     """
-    whole = _lay_out(target, group, ignore_index, vocab_size, name)
+    whole = _lay_out(target, group, ignore_index, vocab_size, name, n_valid)
     if sequences is None:
         return whole
     if isinstance(sequences, Packing):
@@ -221,28 +223,36 @@ def lay_out(
     return _split(whole, _lay_out(target[..., sequences.own], group, ignore_index, vocab_size, name), sequences)
 
 
-def _lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, name: str) -> Layout:
+def _lay_out(
+    target: Tensor, group: Group, ignore_index: int, vocab_size: int, name: str, n_valid: Counts = None
+) -> Layout:
     target = target.contiguous()
     flat = target.view(-1)
-    found = survey(flat.view(1, -1) if group == "token" else target, ignore_index)
+    by_sequence, reads = group != "token" or isinstance(n_valid, tuple), may_read(target, n_valid)
+    found = survey(target if by_sequence else flat.view(1, -1), ignore_index, reads)
     flat_mask, summary = found.mask.view(-1), found.summary
     mask, lengths, side_lengths = flat_mask, None, None
     if group != "token":
         per_group = 2 if group == "pair" else 1
         mask = flat_mask.view(per_group, target.shape[0] // per_group, target.shape[1]).transpose(0, 1)
-        in_rows = summary[0, :, 0] if summary.shape[2] == 1 else summary[0].sum(-1)
-        lengths = in_rows.view(per_group, -1).t()
+        lengths = _in_rows(summary).view(per_group, -1).t()
         side_lengths = lengths.sum(0) if group == "pair" else None
-    sizes, lows, highs = found.read()  # waits for the device: launch before it
-    counts, low, high = [sum(row) for row in sizes], min(map(min, lows), default=0), max(map(max, highs), default=0)
-    if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"{name} holds {low if low < 0 else high}, expected ignore_index ({ignore_index}) "
-            f"or an index into the vocabulary of weight, 0 to {vocab_size - 1}"
-        )
+    if reads:
+        sizes, lows, highs = found.read()  # waits for the device: launch before it
+        counts, low, high = [sum(row) for row in sizes], min(map(min, lows), default=0), max(map(max, highs), default=0)
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"{name} holds {low if low < 0 else high}, expected ignore_index ({ignore_index}) "
+                f"or an index into the vocabulary of weight, 0 to {vocab_size - 1}"
+            )
+        if n_valid is not None:
+            _check_counts(n_valid, counts, name, ignore_index)
+    else:
+        counts = [n_valid] if isinstance(n_valid, int) else list(n_valid or ())
+        _assert_survey(summary, n_valid, name, vocab_size)
 
-    n_valid, n_groups = sum(counts), mask.shape[0]
-    slots = None if n_valid == flat.numel() else torch.nonzero_static(flat_mask, size=n_valid).view(-1)
+    total, n_groups = sum(counts), mask.shape[0]
+    slots = None if total == flat.numel() else torch.nonzero_static(flat_mask, size=total).view(-1)
     return Layout(
         shape=mask.shape,
         target=flat if slots is None else flat[slots],
@@ -259,20 +269,54 @@ def _lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, n
     )
 
 
-def at_temperature(layout: AnyLayout, temperature: Tensor) -> AnyLayout:
-    """Return a layout with `temperature`, like the target of `lay_out`. Waits for the device."""
+def _in_rows(summary: Tensor) -> Tensor:
+    """Return the valid tokens of each row."""
+    return summary[0, :, 0] if summary.shape[2] == 1 else summary[0].sum(-1)
+
+
+def _check_counts(n_valid: int | tuple[int, ...], counts: list[int], name: str, ignore_index: int) -> None:
+    of = f"the number of tokens of {name} that are not ignore_index ({ignore_index})"
+    if isinstance(n_valid, int):
+        if n_valid != sum(counts):
+            raise ValueError(f"n_valid must be {sum(counts)}, {of}, got {n_valid}")
+        return
+    for i, (given, count) in enumerate(zip(n_valid, counts, strict=True)):
+        if given != count:
+            raise ValueError(f"n_valid[{i}] must be {count}, {of} in sequence {i}, got {given}")
+
+
+def _assert_survey(summary: Tensor, n_valid: Counts, name: str, vocab_size: int) -> None:
+    within = (summary[1] >= 0) & (summary[2] < vocab_size)
+    assert_later(within.all(), f"{name} must be ignore_index or an index into the vocabulary, 0 to {vocab_size - 1}")
+    found = _in_rows(summary)
+    same = found == (on_device(n_valid, summary.device) if isinstance(n_valid, tuple) else n_valid)
+    assert isinstance(same, Tensor)
+    assert_later(same.all(), f"n_valid must count the tokens of {name} that are not ignore_index")
+
+
+def at_temperature(layout: AnyLayout, temperature: Tensor, n_valid: Counts = None) -> AnyLayout:
+    """Return a layout with `temperature`, like the target of `lay_out`. Without `n_valid`, waits for the device."""
     flat = temperature.contiguous().view(-1)
     own = flat if layout.slots is None else flat[layout.slots]
-    low, high = torch.stack(own.aminmax()).tolist() if own.numel() else (1.0, 1.0)
-    if not 0 < low <= high < math.inf:  # NaN too
-        raise ValueError(f"temperature must be positive and finite at each token that counts, got {low:g} to {high:g}")
+    if may_read(own, n_valid):
+        low, high = torch.stack(own.aminmax()).tolist() if own.numel() else (1.0, 1.0)
+        if not 0 < low <= high < math.inf:  # NaN too
+            raise ValueError(
+                f"temperature must be positive and finite at each token that counts, got {low:g} to {high:g}"
+            )
+    else:
+        assert_later(
+            ((own > 0) & (own < math.inf)).all(), "temperature must be positive and finite at each token that counts"
+        )
     split = None if layout.split is None else at_temperature(layout.split, temperature[..., layout.split.ranks.own])
     return dataclasses.replace(layout, temperature=own, split=split)
 
 
-def lay_out_every(shape: Sequence[int], split: SequenceSplit | None = None) -> Layout:
+def lay_out_every(shape: Sequence[int], split: SequenceSplit | None = None, n_valid: int | None = None) -> Layout:
     """Return the layout of valid tokens (B, T) or (N,) on this rank. Does not wait for the device."""
     n, length = math.prod(shape), shape[-1]
+    if n_valid is not None and n_valid != n:
+        raise ValueError(f"n_valid must be {n}, all positions of input, without a target or mask, got {n_valid}")
     if split is None:
         return _lay_out_every(n, length)
     return _split(_lay_out_every(split.batch * split.length, split.length), _lay_out_every(n, length), split)

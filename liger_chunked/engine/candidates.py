@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine.batch import Tile, along
+from liger_chunked.engine.known import Counts, assert_later, may_read
 from liger_chunked.kernels import LogitsCotangents, logits_grad_
 from liger_chunked.kernels.transform import transform, transform_and_slope
 from liger_chunked.types import LogitOptions, accumulation_dtype, described
@@ -89,8 +90,8 @@ class Candidates:
         return write
 
 
-def check_candidates(candidates: Any, target: Tensor, vocab_size: int) -> Tensor:
-    """Return checked (N, K) ids. Waits for the device."""
+def check_candidates(candidates: Any, target: Tensor, vocab_size: int, n_valid: Counts = None) -> Tensor:
+    """Return checked (N, K) ids. Waits for the device, unless it has `n_valid`."""
     whole = isinstance(candidates, Tensor) and not (candidates.is_floating_point() or candidates.is_complex())
     if not whole or candidates.dtype == torch.bool:
         raise TypeError(f"candidates must be a tensor of token ids (int64), got {described(candidates)}")
@@ -100,7 +101,14 @@ def check_candidates(candidates: Any, target: Tensor, vocab_size: int) -> Tensor
             f"{described(candidates)}"
         )
     ids = candidates.reshape(-1, candidates.shape[-1]).long()
-    if ids.numel():
+    if ids.numel() and not may_read(ids, n_valid):
+        assert_later(
+            ((ids >= 0) & (ids < vocab_size)).all(),
+            f"candidates must be indices into the vocabulary of weight, 0 to {vocab_size - 1}",
+        )
+        ordered = ids.sort(-1).values
+        assert_later((ordered[:, 1:] != ordered[:, :-1]).all(), "candidates holds an id twice for one target")
+    elif ids.numel():
         low, high = (int(x) for x in ids.aminmax())
         if low < 0 or high >= vocab_size:
             raise ValueError(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_chunked.engine.known import Counts, assert_later, may_read
 from liger_chunked.kernels import survey_top_k
 from liger_chunked.kernels.operands import check_class_ids, described
 from liger_chunked.types import AdaptedWeight, LossHead, VocabShard
@@ -290,9 +291,18 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return hidden[:, :-1], labels[:, 1:]
 
 
-def check_top_k(logps: Tensor, ids: Tensor, vocab_size: int) -> None:
-    """Check a teacher's top-k (N, k); `logps` are -inf where missing."""
-    not_low, high, twice, positive, empty = survey_top_k(logps, ids).tolist()
+def check_top_k(logps: Tensor, ids: Tensor, vocab_size: int, n_valid: Counts = None) -> None:
+    """Check a teacher's top-k (N, k); `logps` are -inf where missing. Waits for the device, unless it has `n_valid`."""
+    found = survey_top_k(logps, ids)
+    if not may_read(found, n_valid):
+        within = (found[0] < 0) & (found[1] < vocab_size)
+        assert_later(within, f"teacher_ids must be indices into the vocabulary of weight, 0 to {vocab_size - 1}")
+        assert_later(
+            (found[2:] == 0).all(),
+            "teacher_ids holds a token twice, or teacher_logps a positive number, NaN, or only -inf for a row",
+        )
+        return
+    not_low, high, twice, positive, empty = found.tolist()
     low = ~not_low
     if low < 0 or high >= vocab_size:
         raise ValueError(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_chunked.engine.known import on_device
 from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.types import LossHead, ProcessGroup, described
 
@@ -18,15 +19,17 @@ from liger_chunked.types import LossHead, ProcessGroup, described
 class Packing:
     """Maps rows (N,) without padding to padded sequences (S, T), T the longest."""
 
-    starts: Tensor  # (S,) first row
+    ends: Tensor  # (S + 1,) 0, and the row after each sequence
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, cu_seqlens: Any, n_rows: int, device: torch.device) -> Packing:
-        """Check `cu_seqlens`, whose values are copied to the host."""
+    def of(cls, cu_seqlens: Any, n_rows: int, device: torch.device, waits: bool = True) -> Packing:
+        """Check `cu_seqlens`, whose values are copied to the host. Unless `waits`, they must be there."""
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
             got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
             raise TypeError(f"cu_seqlens must be an int32 or int64 tensor, got {got}")
+        if not waits and cu_seqlens.device.type != "cpu":
+            raise ValueError(f"cu_seqlens must be on the CPU with n_valid, got it on {cu_seqlens.device}")
         ends = cu_seqlens.tolist() if cu_seqlens.ndim == 1 else []
         lengths = tuple(stop - start for start, stop in itertools.pairwise(ends))
         if not ends or ends[0] != 0 or ends[-1] != n_rows or min(lengths, default=0) < 0:
@@ -39,7 +42,7 @@ class Packing:
                 f"cu_seqlens has as many sequences as input has rows, {n_rows}, and some are empty: values a token and "
                 "values a sequence would have one shape. Drop the empty ones"
             )
-        return cls(cu_seqlens[:-1].to(device, torch.int64), lengths)
+        return cls(cu_seqlens.to(device, torch.int64) if waits else on_device(ends, device), lengths)
 
     @property
     def size(self) -> int:
@@ -52,9 +55,9 @@ class Packing:
     @functools.cached_property
     def rows(self) -> Tensor:
         """(S, T): the row at each place, -1 at padding."""
-        places = torch.arange(self.longest, device=self.starts.device)
-        lengths = torch.tensor(self.lengths, device=self.starts.device)[:, None]
-        return torch.where(places < lengths, self.starts[:, None] + places, -1)
+        starts, stops = self.ends[:-1, None], self.ends[1:, None]
+        rows = starts + torch.arange(self.longest, device=starts.device)
+        return torch.where(rows < stops, rows, -1)
 
     def whole(self, x: Tensor, fill: float = 0) -> Tensor:
         """Move values (N,) to (S, T), with `fill` at padding."""
@@ -73,6 +76,7 @@ def sequences_of(
     sequence_group: ProcessGroup | None,
     padded: str,
     name: str = "input",
+    n_valid: Any = None,
 ) -> Sequences:
     """Check how hidden states hold sequences; return None for whole, padded ones. `padded` names their shape."""
     if cu_seqlens is None:
@@ -83,7 +87,7 @@ def sequences_of(
         raise ValueError(f"{name} must be (N, H), the rows of all sequences, with cu_seqlens, got {tuple(input.shape)}")
     if sequence_group is not None:
         raise ValueError("cu_seqlens and sequence_group are given: ranks can split padded sequences only")
-    return Packing.of(cu_seqlens, head.token_shape(input)[-1], input.device)
+    return Packing.of(cu_seqlens, head.token_shape(input)[-1], input.device, n_valid is None)
 
 
 def whole(x: Tensor, sequences: Sequences, fill: float = 0) -> Tensor:

@@ -18,6 +18,7 @@ from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.engine.gradients import HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.engine.hooks import hooks_active
+from liger_chunked.engine.known import token_count
 from liger_chunked.engine.plan import Plan
 from liger_chunked.engine.precision import gemms
 from liger_chunked.kernels.backend import first_derivative, has_wide_tiles
@@ -234,6 +235,7 @@ def linear_token_stats(
     ignore_index: int = -100,
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
+    n_valid: int | None = None,
     deterministic: Literal["batch"] | None = None,
     vocab_shard: VocabShard | None = None,
 ) -> TokenStats:
@@ -257,6 +259,7 @@ def linear_token_stats(
         top_k, top_p: keep the `top_k` largest logits, and of these the fewest whose probabilities sum to `top_p`, as a
             sampler does after the temperature. The others are -inf; logits equal to the smallest kept stay. A dropped
             target has `logps` -inf. Sorts the logits without `top_k`.
+        n_valid: see `LigerFusedLinearCrossEntropyLoss.forward`.
         deterministic: "batch" gives a token's values the same bits in any batch, at any place and with any budget, as
             for a policy whose sampler uses this function too. On a GPU the fused epilogue computes them, which needs
             Hopper, bfloat16, and none of bias, softcap, candidates or temperatures of tokens; on a CPU, one token at a
@@ -300,11 +303,13 @@ def linear_token_stats(
     check_target(target, input, head=head)
     if per_token is not None:
         check_temperature(per_token, target)
-    layout = lay_out(target.long(), "token", ignore_index, head.vocab_size)
+    if n_valid is not None:
+        n_valid = token_count(n_valid, target.numel(), shard=vocab_shard)
+    layout = lay_out(target.long(), "token", ignore_index, head.vocab_size, n_valid=n_valid)
     if per_token is not None:
-        layout = at_temperature(layout, per_token)
+        layout = at_temperature(layout, per_token, n_valid)
     filter = SamplingFilter.of(top_k, top_p, options, outputs, vocab_shard is not None)
-    ids = None if candidates is None else check_candidates(candidates, target, head.vocab_size)
+    ids = None if candidates is None else check_candidates(candidates, target, head.vocab_size, n_valid)
     batch_invariant = deterministic is not None
     stats = token_stats(
         head, input, layout, outputs, options, filter=filter, candidates=ids, batch_invariant=batch_invariant

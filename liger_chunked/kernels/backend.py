@@ -72,6 +72,11 @@ def use_triton(x: Tensor) -> bool:
     return x.is_cuda or x.is_xpu or (INTERPRETED and x.is_cpu)
 
 
+def on_host(x: Tensor) -> bool:
+    """Whether the host reads values of `x` without waiting for a device."""
+    return x.device.type == "cpu"
+
+
 def wide_tiles(capability: tuple[int, int]) -> bool:
     return capability[0] in WIDE_TILES
 

@@ -265,7 +265,7 @@ def _second_sweep_triton(
 def log_ratios_torch(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     gap = log_q - log_p
     mostly_teacher = gap > _even(beta)
-    of_student, of_teacher = gap.new_tensor(1.0 - beta), gap.new_tensor(beta)
+    of_student, of_teacher = gap.new_full((), 1.0 - beta), gap.new_full((), beta)
     share = torch.where(mostly_teacher, of_student, of_teacher)
     smaller = torch.where(mostly_teacher, -gap, gap)
     x = smaller.expm1().mul_(share)

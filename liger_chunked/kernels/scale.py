@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from liger_chunked.kernels.backend import jit, tl, use_triton
+from liger_chunked.kernels.backend import jit, on_host, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning import TUNING
 
@@ -54,6 +54,6 @@ def scale_(tensors: Sequence[Tensor], scalar: Tensor) -> None:
             num_warps,
         )
     others = [x for x in tensors if not use_triton(x)]
-    if others and not (scalar.device.type == "cpu" and scalar.item() == 1.0):
+    if others and not (on_host(scalar) and scalar.item() == 1.0):
         for x in others:
             x.mul_(scalar)

@@ -17,7 +17,7 @@ class Survey(NamedTuple):
 
     mask: Tensor  # (R, C) bool
     summary: Tensor  # (3, R, blocks) int64: valid tokens, lowest target, highest
-    on_host: Tensor | None = None  # pinned
+    on_host: Tensor | None = None  # pinned, if on a GPU and to be read
 
     def read(self) -> list[list[list[int]]]:
         """Return the summary; wait for the device."""
@@ -51,7 +51,7 @@ def _survey_kernel(target_ptr, mask_ptr, summary_ptr, on_host_ptr, n_cols, ignor
         _store_summary(on_host_ptr + block, n_blocks, count, lowest, highest)
 
 
-def _survey_triton(target: Tensor, ignore_index: int) -> Survey:
+def _survey_triton(target: Tensor, ignore_index: int, to_read: bool) -> Survey:
     n_rows, n_cols = target.shape
     mask = torch.empty_like(target, dtype=torch.bool)
     most, num_warps = TUNING[target.device].survey
@@ -59,7 +59,9 @@ def _survey_triton(target: Tensor, ignore_index: int) -> Survey:
     shape = 3, n_rows, -(-n_cols // block)
     summary = torch.empty(shape, dtype=torch.int64, device=target.device)
     # Saves a copy: docs/tuning.md.
-    on_host = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True) if target.is_cuda else None
+    on_host = None
+    if to_read and target.is_cuda:
+        on_host = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True)
     grid = n_rows, shape[2], 1
     _survey_kernel(grid, (target, mask, summary, on_host), (n_cols, ignore_index, block), num_warps)
     return Survey(mask, summary, on_host)
@@ -71,11 +73,13 @@ def _survey_torch(target: Tensor, ignore_index: int) -> Survey:
     return Survey(mask, torch.stack([mask.sum(1), low, high])[..., None])
 
 
-def survey(target: Tensor, ignore_index: int) -> Survey:
-    """Survey a target, (R, C) int64 contiguous; ignored tokens count as 0."""
+def survey(target: Tensor, ignore_index: int, to_read: bool = True) -> Survey:
+    """Survey a target, (R, C) int64 contiguous; ignored tokens count as 0. `to_read`: the caller calls `read`."""
     if not target.numel():
         return Survey(torch.empty_like(target, dtype=torch.bool), target.new_zeros(3, target.shape[0], 1))
-    return (_survey_triton if use_triton(target) else _survey_torch)(target, ignore_index)
+    if use_triton(target):
+        return _survey_triton(target, ignore_index, to_read)
+    return _survey_torch(target, ignore_index)
 
 
 @Kernel

@@ -21,6 +21,7 @@ from liger_chunked.engine import (
     check_target,
     lay_out,
     plain,
+    token_count,
     token_stats,
     whole,
 )
@@ -215,6 +216,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         num_items: float | Tensor | None = None,
         token_weights: Tensor | None = None,
         ce_weight: Tensor | None = None,
+        n_valid: int | None = None,
         vocab_shard: VocabShard | None = None,
         sequence_group: ProcessGroup | None = None,
     ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
@@ -229,6 +231,8 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             token_weights: factors, like `target`. "mean" without `num_items` divides by their sum (times `ce_weight`
                 for the cross entropy), or 1 if that is 0.
             ce_weight: (V,) replaces the constructor's.
+            n_valid: the number of tokens that have a target. The host then waits for nothing, and the device asserts
+                this number and the range of targets: see "Without waiting" in `docs/how-it-works.md`.
             vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`). Loss and metrics are of whole
                 sequences, `predicted_tokens` and `reduction="none"` of this rank's positions.
@@ -250,11 +254,15 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             class_weight=_class_weight(self.ce_weight if ce_weight is None else ce_weight, head),
         )
         check_group(sequence_group)
+        if n_valid is not None:
+            n_valid = token_count(n_valid, target.numel(), sequence_group, vocab_shard)
         split = None if self.reduction == "none" else SequenceSplit.of(sequence_group, head, input)
         target = whole(target.long(), split)
         if weights is not None:
             weights = whole(weights, split).reshape(-1)
-        layout = lay_out(target, self._group, self.options.ignore_index, head.vocab_size, sequences=split)
+        layout = lay_out(
+            target, self._group, self.options.ignore_index, head.vocab_size, sequences=split, n_valid=n_valid
+        )
         if self.reduction == "none":
             loss, z_loss, stats = self._per_token(head, input, target, layout, definition, weights)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -28,6 +29,7 @@ from liger_chunked.engine import (
     distillation_step,
     lay_out,
     lay_out_every,
+    token_count,
     whole,
 )
 from liger_chunked.losses.base import FusedLoss
@@ -122,15 +124,16 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         teacher_ids: Tensor | None = None,
         mask: Tensor | None = None,
         num_items: float | Tensor | None = None,
+        n_valid: int | None = None,
         vocab_shard: VocabShard | None = None,
         sequence_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, DistillationMetrics]:
         """Compute the loss and its metrics.
 
         Args:
-            weight, input, target, bias, num_items, vocab_shard, sequence_group: as in
-                `LigerFusedLinearCrossEntropyLoss.forward`. Without a target, there is no hard loss. A shard has the
-                rows of both models.
+            weight, input, target, bias, num_items, n_valid, vocab_shard, sequence_group: as in
+                `LigerFusedLinearCrossEntropyLoss.forward`. Without a target, there is no hard loss. `n_valid` counts
+                tokens that `mask` keeps. A shard has the rows of both models.
             teacher_weight, teacher_input, teacher_bias: with any hidden size. Rows beyond V are ignored, also in the
                 softmax.
             teacher_logps: instead, (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the loss's
@@ -140,11 +143,17 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
-        layout = self._layout(head, input, target, mask, SequenceSplit.of(sequence_group, head, input))
+        if n_valid is not None:
+            n_valid = token_count(n_valid, math.prod(head.token_shape(input)), sequence_group, vocab_shard)
+            if vocab_shard is not None and teacher_ids is not None:
+                raise ValueError("n_valid is given with vocab_shard and teacher_ids: ranks wait to find their own ids")
+        layout = self._layout(head, input, target, mask, SequenceSplit.of(sequence_group, head, input), n_valid)
         given = _Given(teacher_weight, teacher_input, teacher_bias, teacher_logps, teacher_ids)
         teacher = self._teacher(head, input, given)
         route = (
-            self._route_of_top_k(head, layout.local(), given) if teacher is None else self._route_of_logits(vocab_shard)
+            self._route_of_top_k(head, layout.local(), given, n_valid)
+            if teacher is None
+            else self._route_of_logits(vocab_shard)
         )
         n_items: float | Tensor = max(1, layout.n_valid)
         if num_items is not None:
@@ -170,6 +179,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         target: Tensor | None,
         mask: Tensor | None,
         split: SequenceSplit | None,
+        n_valid: int | None,
     ) -> Layout:
         shape = head.token_shape(input)
         if mask is not None:
@@ -183,13 +193,17 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
                 )
         if target is None:
             if mask is None:
-                return lay_out_every(shape, split)
-            return lay_out(whole(mask.long() - 1, split), self._group, -1, head.vocab_size, sequences=split)
+                return lay_out_every(shape, split, n_valid)
+            kept = whole(mask.long() - 1, split)
+            return lay_out(kept, self._group, -1, head.vocab_size, sequences=split, n_valid=n_valid)
         check_target(target, input, head=head)
         target = target.long()
         if mask is not None:
             target = target.where(mask, self.options.ignore_index)
-        return lay_out(whole(target, split), self._group, self.options.ignore_index, head.vocab_size, sequences=split)
+        ignore_index = self.options.ignore_index
+        return lay_out(
+            whole(target, split), self._group, ignore_index, head.vocab_size, sequences=split, n_valid=n_valid
+        )
 
     def _teacher(self, head: LossHead, input: Tensor, given: _Given) -> Teacher | None:
         """Return the teacher's V rows, or None for a top-k."""
@@ -237,7 +251,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             )
         return ByAutograd(self.divergence, self.options, self.teacher_options)
 
-    def _route_of_top_k(self, head: LossHead, layout: Layout, given: _Given) -> TopK:
+    def _route_of_top_k(self, head: LossHead, layout: Layout, given: _Given, n_valid: int | None) -> TopK:
         if not self.of_distributions:
             raise ValueError(
                 f"{type(self).__name__} needs the teacher's logits, got teacher_logps: set of_distributions = True "
@@ -245,7 +259,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             )
         if self._transforms_teacher:
             raise ValueError("teacher_options are for teacher_input, got teacher_logps, which have no transform")
-        logps, ids = _top_k(head, layout, given)
+        logps, ids = _top_k(head, layout, given, n_valid)
         return TopK(self.divergence, self.options, logps, ids, head.shard)
 
     def extra_repr(self) -> str:
@@ -254,7 +268,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         return f"{weights}, {self.options}{own}"
 
 
-def _top_k(head: LossHead, layout: Layout, given: _Given) -> tuple[Tensor, Tensor]:
+def _top_k(head: LossHead, layout: Layout, given: _Given, n_valid: int | None) -> tuple[Tensor, Tensor]:
     """Return the valid tokens' checked top-k, (n_valid, k) each."""
     logps, ids = given.teacher_logps, given.teacher_ids
     device, vocab_size = head.weight.device, head.vocab_size
@@ -280,5 +294,5 @@ def _top_k(head: LossHead, layout: Layout, given: _Given) -> tuple[Tensor, Tenso
     if ids.numel() == 0:
         return logps, ids
 
-    check_top_k(logps, ids, vocab_size)
+    check_top_k(logps, ids, vocab_size, n_valid)
     return logps, ids

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.calls import entry_point
-from liger_chunked.engine import check_projection, check_target, linear_token_stats
+from liger_chunked.engine import as_counts, check_projection, check_target, linear_token_stats
 from liger_chunked.losses.base import FusedLoss
-from liger_chunked.losses.policy import Clipped, LigerFusedLinearPolicyBase
+from liger_chunked.losses.policy import Clipped, LigerFusedLinearPolicyBase, masked
 from liger_chunked.losses.settings import check_finite
 from liger_chunked.types import (
     LogitOptions,
@@ -139,6 +140,7 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         old_logps: Tensor | None = None,
         importance_weights: Tensor | None = None,
         num_items: float | Tensor | None = None,
+        n_valid: Sequence[int] | None = None,
         vocab_shard: VocabShard | None = None,
         cu_seqlens: Tensor | None = None,
         sequence_group: ProcessGroup | None = None,
@@ -146,8 +148,8 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         """Compute the loss and its metrics.
 
         Args:
-            weight, input, bias, attention_mask, old_logps, importance_weights, num_items, vocab_shard, cu_seqlens,
-                sequence_group: as in `LigerFusedLinearPolicyBase.forward`.
+            weight, input, bias, attention_mask, old_logps, importance_weights, num_items, n_valid, vocab_shard,
+                cu_seqlens, sequence_group: as in `LigerFusedLinearPolicyBase.forward`.
             target: the sampled tokens, (B, T). Required.
             teacher_weight, teacher_input, teacher_bias: as in `LigerFusedLinearDistillationBase.forward`.
             teacher_logps: instead, (B, T) in nats, of the sampled tokens.
@@ -158,6 +160,9 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         if target is None:
             raise ValueError("target must be the sampled tokens, got None")
         check_target(target, input, head=head)
+        if attention_mask is not None:  # here, so that the teacher ignores tokens too
+            target = masked(target, attention_mask, self.options.ignore_index, n_valid)
+        total = None if n_valid is None else sum(as_counts(n_valid))
         states = {"teacher_weight": teacher_weight, "teacher_input": teacher_input, "teacher_bias": teacher_bias}
         given = [name for name, x in states.items() if x is not None]
         if teacher_logps is not None and given:
@@ -169,7 +174,7 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
                     f"got {', '.join(given) or 'none'}"
                 )
             teacher = LossHead(teacher_weight, teacher_bias, vocab_shard)
-            teacher_logps = self._teacher_logps(head, teacher, teacher_input, target)
+            teacher_logps = self._teacher_logps(head, teacher, teacher_input, target, total)
         elif self._transforms_teacher:
             raise ValueError("teacher_options are for teacher_input, got teacher_logps, which have no transform")
         elif not isinstance(teacher_logps, Tensor) or teacher_logps.shape != target.shape:
@@ -185,18 +190,20 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
             target,
             advantages,
             bias,
-            attention_mask=attention_mask,
             old_logps=old_logps,
             ref_logps=teacher_logps,
             importance_weights=importance_weights,
             num_items=num_items,
+            n_valid=n_valid,
             vocab_shard=vocab_shard,
             cu_seqlens=cu_seqlens,
             sequence_group=sequence_group,
         )
 
     @torch.no_grad()
-    def _teacher_logps(self, head: LossHead, teacher: LossHead, teacher_input: Tensor, target: Tensor) -> Tensor:
+    def _teacher_logps(
+        self, head: LossHead, teacher: LossHead, teacher_input: Tensor, target: Tensor, n_valid: int | None
+    ) -> Tensor:
         check_projection(teacher, teacher_input, "teacher_")
         if teacher.token_shape(teacher_input) != target.shape or teacher_input.device != target.device:
             raise ValueError(
@@ -224,6 +231,7 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
             ignore_index=options.ignore_index,
             logits_budget=options.logits_budget,
             logits_dtype=transform.logits_dtype,
+            n_valid=n_valid,
             vocab_shard=teacher.shard,
         ).logps
         assert logps is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -14,12 +14,15 @@ from typing_extensions import Unpack
 from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
     Group,
+    assert_later,
     at_temperature,
     check_projection,
     check_target,
     check_temperature,
     count,
     lay_out,
+    may_read,
+    sequence_counts,
     sequences_of,
     whole,
 )
@@ -132,10 +135,11 @@ class Clipped(NamedTuple):
 
 def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
     """Return (n, T), True at the `share` of valid tokens with the highest entropy."""
-    entropy = rollouts.entropy.detach()
-    valid = entropy[rollouts.mask]
-    if valid.numel() == 0:
+    if not rollouts.batch_tokens:
         return rollouts.mask
+    entropy = rollouts.entropy.detach()
+    places = torch.nonzero_static(rollouts.mask.reshape(-1), size=rollouts.batch_tokens).view(-1)
+    valid = entropy.reshape(-1)[places]
     return rollouts.mask & (entropy >= torch.quantile(valid, 1 - share))
 
 
@@ -150,6 +154,20 @@ def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     if values.shape != mask.shape:
         mask = mask.any(-1, keepdim=True)
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def masked(target: Tensor, attention_mask: Tensor, ignore_index: int, n_valid: Any) -> Tensor:
+    """Return a target that is ignored where `attention_mask` is 0."""
+    check_side("attention_mask", attention_mask, target)
+    if attention_mask.is_floating_point():
+        # An additive mask would be read as its opposite.
+        right = ((attention_mask == 0) | (attention_mask == 1)).all()
+        if not may_read(target, n_valid):
+            assert_later(right, "attention_mask must be 0 or 1 at every token")
+        elif not bool(right):
+            low, high = (x.item() for x in attention_mask.aminmax())
+            raise ValueError(f"attention_mask must be 0 or 1 at every token, got {low:g} to {high:g}")
+    return target.masked_fill(attention_mask == 0, ignore_index)
 
 
 class LigerFusedLinearPolicyBase(StatsLoss, ABC):
@@ -298,6 +316,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         importance_weights: Tensor | None = None,
         num_items: float | Tensor | None = None,
         temperature: Tensor | None = None,
+        n_valid: Sequence[int] | None = None,
         vocab_shard: VocabShard | None = None,
         cu_seqlens: Tensor | None = None,
         sequence_group: ProcessGroup | None = None,
@@ -305,8 +324,9 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         """Compute the loss and its metrics.
 
         Args:
-            weight, input, target, bias, ref_input, ref_weight, ref_bias, vocab_shard, cu_seqlens, sequence_group: as in
-                `LigerFusedLinearPreferenceBase.forward`, for (B, T) tokens.
+            weight, input, target, bias, ref_input, ref_weight, ref_bias, n_valid, vocab_shard, cu_seqlens,
+                sequence_group: as in `LigerFusedLinearPreferenceBase.forward`, for (B, T) tokens. `n_valid` counts
+                tokens that `attention_mask` keeps.
             advantages: (B,) or (B, 1) per sequence, or (B, T) per token.
             attention_mask: (B, T), 0 at tokens to ignore, else 1.
             old_logps, ref_logps: (B, T) in nats, under the sampling policy (None on-policy) and the reference.
@@ -320,12 +340,14 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
         check_target(target, input, head=head)
-        sequences = sequences_of(head, input, cu_seqlens, sequence_group, "(B, T, H), one sequence a completion")
+        sequences = sequences_of(
+            head, input, cu_seqlens, sequence_group, "(B, T, H), one sequence a completion", n_valid=n_valid
+        )
         n = count(input, sequences)
         check_side("advantages", advantages, target, n)
         if importance_weights is not None:
             check_side("importance_weights", importance_weights, target, n)
-        for name, x in (("old_logps", old_logps), ("ref_logps", ref_logps), ("attention_mask", attention_mask)):
+        for name, x in (("old_logps", old_logps), ("ref_logps", ref_logps)):
             if x is not None:
                 check_side(name, x, target)
         if temperature is not None:
@@ -340,17 +362,15 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                     f"temperature is given twice: to the constructor, {self.options.temperature}, and to the call, "
                     f"{shown(temperature)}"
                 )
-        if attention_mask is not None:
-            if attention_mask.is_floating_point() and not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-                # An additive mask would be read as its opposite.
-                low, high = (x.item() for x in attention_mask.aminmax())
-                raise ValueError(f"attention_mask must be 0 or 1 at every token, got {low:g} to {high:g}")
-            target = target.masked_fill(attention_mask == 0, self.options.ignore_index)
         ignore_index = self.options.ignore_index
+        if attention_mask is not None:
+            target = masked(target, attention_mask, ignore_index, n_valid)
         whole_target = whole(target.long(), sequences, ignore_index)
-        layout = lay_out(whole_target, self._group, ignore_index, head.vocab_size, sequences=sequences)
+        if n_valid is not None:
+            n_valid = sequence_counts(n_valid, whole_target, sequence_group, vocab_shard)
+        layout = lay_out(whole_target, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid)
         if temperature is not None:
-            layout = at_temperature(layout, whole(temperature, sequences, 1.0))
+            layout = at_temperature(layout, whole(temperature, sequences, 1.0), n_valid)
         arrange = Arrangement(layout, whole_target, accumulation_dtype(weight.dtype))
         items = self._num_items(num_items, arrange)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)

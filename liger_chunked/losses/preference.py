@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -16,11 +16,14 @@ from liger_chunked.engine import (
     Group,
     Layout,
     along,
+    assert_later,
     check_projection,
     check_target,
     check_values,
     count,
     lay_out,
+    may_read,
+    sequence_counts,
     sequences_of,
     whole,
 )
@@ -98,6 +101,16 @@ def _tail_weights(mask: Tensor, lengths: Tensor, tail: float, dtype: torch.dtype
     """Return (n, 2, T): `tail` beyond the pair's shorter length, else 1."""
     in_both = mask.cumsum(-1) <= lengths.amin(-1)[:, None, None]
     return in_both.to(dtype) + (~in_both).to(dtype) * tail
+
+
+_DISAGREE = "nll_target and target must agree on every token that neither of them ignores"
+
+
+def _places(mask: Tensor, lengths: Sequence[int] | None) -> Tensor:
+    """Return where a mask is True, as `lengths` are positive. Waits for the device without them."""
+    if lengths is None:
+        return mask.nonzero().view(-1)
+    return torch.nonzero_static(mask, size=sum(length > 0 for length in lengths)).view(-1)
 
 
 class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
@@ -191,6 +204,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         *,
         ref_logps: Tensor | None = None,
         nll_target: Tensor | None = None,
+        n_valid: Sequence[int] | None = None,
         vocab_shard: VocabShard | None = None,
         cu_seqlens: Tensor | None = None,
         sequence_group: ProcessGroup | None = None,
@@ -206,13 +220,17 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             ref_logps: instead, its log-probabilities in nats: (2 n, T), or (2 n,) like `Pairs.logps` without
                 `ld_alpha`.
             nll_target: (2 n, T), of the NLL term; None for `target`.
+            n_valid: 2 n ints, the number of tokens of each sequence that have a target (or `nll_target`). The host then
+                does not wait for the device, see `LigerFusedLinearCrossEntropyLoss.forward`.
             cu_seqlens: (2 n + 1,) int32, the rows where sequences start, and N: tensors of tokens are then (N, ...),
-                without padding.
+                without padding. With `n_valid`, on the CPU.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
         check_target(target, input, head=head)
-        sequences = sequences_of(head, input, cu_seqlens, sequence_group, "(2 n, T, H), chosen then rejected sequences")
+        sequences = sequences_of(
+            head, input, cu_seqlens, sequence_group, "(2 n, T, H), chosen then rejected sequences", n_valid=n_valid
+        )
         n = count(input, sequences)
         if n % 2:
             raise ValueError(
@@ -220,9 +238,11 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
                 f"{tuple(input.shape)}"
             )
         target, ignore_index = target.long(), self.options.ignore_index
-        union = target if nll_target is None else self._union(target, nll_target, input, head)
+        union = target if nll_target is None else self._union(target, nll_target, input, head, n_valid)
         whole_union = whole(union, sequences, ignore_index)
-        layout = lay_out(whole_union, self._group, ignore_index, head.vocab_size, sequences=sequences)
+        if n_valid is not None:
+            n_valid = sequence_counts(n_valid, whole_union, sequence_group, vocab_shard)
+        layout = lay_out(whole_union, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         ref_logps = reference_logps(reference, self, head, target, layout, sequences, required=self.use_ref_model)
         if nll_target is not None:
@@ -238,7 +258,8 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             nll = self.alpha * batch.nll(stats, index) if self.compute_nll_loss else None
             if self._whole_batch and batch.has_tokens is not None:
                 # A loss that sorts must not see pairs without tokens.
-                index = batch.has_tokens.nonzero().view(-1)
+                lengths = None if nll_target is not None else layout.group_lengths
+                index = _places(batch.has_tokens, lengths)
                 logps, stats = logps[index], TokenStats(*(None if f is None else f[index] for f in stats))
             pairs = batch.pairs(logps, stats, index)
             losses = self.preference_loss(pairs)
@@ -257,14 +278,21 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         @typed_like(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def _union(self, target: Tensor, nll_target: Tensor, input: Tensor, head: LossHead) -> Tensor:
+    def _union(self, target: Tensor, nll_target: Tensor, input: Tensor, head: LossHead, n_valid: Any) -> Tensor:
+        if n_valid is not None and self._whole_batch:
+            raise ValueError(
+                "n_valid and nll_target are given, but a loss of the whole batch must count the pairs of target alone"
+            )
         if not self.compute_nll_loss:
             raise ValueError("nll_target is for the NLL term, but compute_nll_loss is False")
         check_target(nll_target, input, "nll_target", head=head)
         ignore_index = self.options.ignore_index
         in_both = (nll_target != ignore_index) & (target != ignore_index)
-        if bool((in_both & (target != nll_target)).any()):
-            raise ValueError("nll_target and target must agree on every token that neither of them ignores")
+        differ = (in_both & (target != nll_target)).any()
+        if not may_read(target, n_valid):
+            assert_later(~differ, _DISAGREE)
+        elif bool(differ):
+            raise ValueError(_DISAGREE)
         return target.where(target != ignore_index, nll_target.long())
 
     def _batch(

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_chunked.engine import SequenceSplit, check_projection, check_target, lay_out, token_stats, whole
+from liger_chunked.engine import (
+    SequenceSplit,
+    check_projection,
+    check_target,
+    lay_out,
+    sequence_counts,
+    token_stats,
+    whole,
+)
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.formulas import sequence_logps
 from liger_chunked.losses.reference_model import Reference, reference_logps
@@ -24,6 +33,7 @@ class Mismatched(NamedTuple):
     kl_target: Tensor | None
     ref_kl_input: Tensor | None
     ref_kl_logps: Tensor | None
+    kl_n_valid: Sequence[int] | None
 
 
 def as_scalar(name: str, value: object, device: torch.device) -> Tensor:
@@ -46,9 +56,10 @@ def mismatched_kl(
     mismatched: Mismatched,
     average_log_prob: bool,
     sequence_group: ProcessGroup | None,
+    waits: bool,
 ) -> Tensor:
     """Return KTO's estimate of `KL(pi || pi_ref)`, at least 0, float64 ()."""
-    kl_input, kl_target, ref_kl_input, ref_kl_logps = mismatched
+    kl_input, kl_target, ref_kl_input, ref_kl_logps, n_valid = mismatched
     if kl_input is None or kl_target is None:
         given = [name for name, value in mismatched._asdict().items() if value is not None]
         raise ValueError(
@@ -59,10 +70,17 @@ def mismatched_kl(
     check_target(kl_target, kl_input, "kl_target", "kl_input", head=head)
     if kl_input.ndim != 3:
         raise ValueError(f"kl_input must be (m, T, H), a completion a row, got {tuple(kl_input.shape)}")
+    if waits != (n_valid is None):
+        missing, given_name = ("n_valid", "kl_n_valid") if waits else ("kl_n_valid", "n_valid")
+        raise ValueError(f"{given_name} is given without {missing}: with kl_input, pass both or neither")
     target = kl_target.long()
     split = SequenceSplit.of(sequence_group, head, kl_input, "kl_input")
+    target_of_all, ignore_index = whole(target, split), loss.options.ignore_index
+    counts = None
+    if n_valid is not None:
+        counts = sequence_counts(n_valid, target_of_all, sequence_group, head.shard, "kl_n_valid")
     layout = lay_out(
-        whole(target, split), "sequence", loss.options.ignore_index, head.vocab_size, "kl_target", sequences=split
+        target_of_all, "sequence", ignore_index, head.vocab_size, "kl_target", sequences=split, n_valid=counts
     )
     lengths = layout.divisors[:, 0]
     ref_weight, ref_bias = (None, None) if ref_kl_input is None else (reference.weight, reference.bias)
@@ -97,6 +115,7 @@ def reference_point(
     mismatched: Mismatched,
     average_log_prob: bool,
     sequence_group: ProcessGroup | None,
+    waits: bool,
 ) -> Tensor:
     """Return `max(0, kl)`, `delta`, or zero."""
     estimate = [name for name, value in mismatched._asdict().items() if value is not None]
@@ -115,7 +134,7 @@ def reference_point(
             raise ValueError(f"{type(loss).__name__} needs a reference point: pass delta")
         return as_scalar("delta", delta, device)
     if kl is None:
-        return mismatched_kl(loss, head, reference, mismatched, average_log_prob, sequence_group)
+        return mismatched_kl(loss, head, reference, mismatched, average_log_prob, sequence_group, waits)
     if estimate:
         raise ValueError(f"the reference point is given twice: as kl and as {', '.join(estimate)}")
     return as_scalar("kl", kl, device).clamp(min=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from liger_chunked.engine import (
     distillation_step,
     lay_out,
     lay_out_every,
+    token_count,
 )
 from liger_chunked.losses.base import FusedLoss
 from liger_chunked.losses.settings import checked_items
@@ -79,6 +81,7 @@ class LigerFusedLinearULDLoss(FusedLoss):
         teacher_scale: Tensor | None = None,
         mask: Tensor | None = None,
         num_items: float | Tensor | None = None,
+        n_valid: int | None = None,
         vocab_shard: VocabShard | None = None,
     ) -> tuple[Tensor, DistillationMetrics]:
         """Compute the loss and its metrics.
@@ -89,6 +92,7 @@ class LigerFusedLinearULDLoss(FusedLoss):
             scale, teacher_scale: (N,) or (B, T), at least 0; None: 1. `scale` may have a gradient.
             mask: (N,) or (B, T) bool, False at rows to ignore.
             num_items: divisor of the sum; None: the rows that count.
+            n_valid: the number of rows that count, see `LigerFusedLinearCrossEntropyLoss.forward`.
             vocab_shard: refused.
         """
         if vocab_shard is not None:
@@ -102,10 +106,13 @@ class LigerFusedLinearULDLoss(FusedLoss):
                 f"teacher_input must be {(*rows, 'H_teacher')} on {input.device}, a row for each of input, got "
                 f"{described(teacher_input)}"
             )
-        layout = lay_out_every(rows)
-        if mask is not None:
+        if n_valid is not None:
+            n_valid = token_count(n_valid, math.prod(rows))
+        if mask is None:
+            layout = lay_out_every(rows, n_valid=n_valid)
+        else:
             _check_rows("mask", mask, rows, input, mask.dtype == torch.bool if isinstance(mask, Tensor) else False)
-            layout = lay_out(mask.long() - 1, "token", -1, head.vocab_size)
+            layout = lay_out(mask.long() - 1, "token", -1, head.vocab_size, n_valid=n_valid)
         every = slice(0, layout.n_valid)
         dtype = compute_dtype(head, input)
 

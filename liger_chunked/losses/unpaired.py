@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,11 +16,14 @@ from liger_chunked.engine import (
     Group,
     Layout,
     along,
+    assert_later,
     check_projection,
     check_target,
     check_values,
     count,
     lay_out,
+    may_read,
+    sequence_counts,
     sequences_of,
     whole,
 )
@@ -131,6 +135,8 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         ref_kl_logps: Tensor | None = None,
         delta: float | Tensor | None = None,
         example_weights: Tensor | None = None,
+        n_valid: Sequence[int] | None = None,
+        kl_n_valid: Sequence[int] | None = None,
         vocab_shard: VocabShard | None = None,
         cu_seqlens: Tensor | None = None,
         sequence_group: ProcessGroup | None = None,
@@ -147,19 +153,24 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             ref_kl_input, ref_kl_logps: their reference.
             delta: in units of rewards; for losses with this reference point.
             example_weights: (n,) factors; the mean divides by n.
-            example_weights: (n,) factors; the mean divides by n.
+            n_valid, kl_n_valid: for each sequence of `target` and of `kl_target`, the number of its tokens. With
+                `kl_target`, both or neither.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
         check_target(target, input, head=head)
-        sequences = sequences_of(head, input, cu_seqlens, sequence_group, "(n, T, H), a sequence a row")
+        sequences = sequences_of(
+            head, input, cu_seqlens, sequence_group, "(n, T, H), a sequence a row", n_valid=n_valid
+        )
         n = count(input, sequences)
-        preference_labels = _labels(preference_labels, n, input)
+        preference_labels = _labels(preference_labels, n, input, n_valid)
         if example_weights is not None:
             _check_weights(example_weights, n, input)
         target, ignore_index = target.long(), self.options.ignore_index
         whole_target = whole(target, sequences, ignore_index)
-        layout = lay_out(whole_target, self._group, ignore_index, head.vocab_size, sequences=sequences)
+        if n_valid is not None:
+            n_valid = sequence_counts(n_valid, whole_target, sequence_group, vocab_shard)
+        layout = lay_out(whole_target, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         point = reference_point(
             self.reference_point,
@@ -168,9 +179,10 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             reference,
             kl=kl,
             delta=delta,
-            mismatched=Mismatched(kl_input, kl_target, ref_kl_input, ref_kl_logps),
+            mismatched=Mismatched(kl_input, kl_target, ref_kl_input, ref_kl_logps, kl_n_valid),
             average_log_prob=self.average_log_prob,
             sequence_group=sequence_group,
+            waits=n_valid is None,
         )
         logps = reference_logps(reference, self, head, target, layout, sequences, required=self.use_ref_model)
         batch = self._batch(layout, preference_labels, example_weights, point, logps)
@@ -258,7 +270,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         return f"beta={self.beta}, {self.options}"
 
 
-def _labels(labels: Tensor, n: int, input: Tensor) -> Tensor:
+def _labels(labels: Tensor, n: int, input: Tensor, n_valid: Any) -> Tensor:
     of_integers = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.is_complex())
     if not of_integers:
         got = f"{labels.dtype}".removeprefix("torch.") if isinstance(labels, Tensor) else type(labels).__name__
@@ -268,7 +280,9 @@ def _labels(labels: Tensor, n: int, input: Tensor) -> Tensor:
     _check_each("preference_labels", labels, n, input)
     if labels.dtype == torch.bool:
         return labels
-    if bool(((labels != 0) & (labels != 1)).any()):
+    if not may_read(labels, n_valid):
+        assert_later(((labels == 0) | (labels == 1)).all(), "preference_labels must be bool, or integers 0 and 1")
+    elif bool(((labels != 0) & (labels != 1)).any()):
         raise ValueError(
             "preference_labels must be bool, or integers 0 and 1 with 1 for a desirable sequence: got "
             f"{labels.dtype} with another number in it. For labels of -1 and 1 pass preference_labels > 0"

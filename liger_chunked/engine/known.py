@@ -1,0 +1,88 @@
+"""Counts of tokens that the caller knows, so that the host does not wait for the device.
+
+Checks of values are then assertions on the device; on the CPU they raise at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_chunked.kernels.backend import on_host
+from liger_chunked.types import VocabShard, described
+
+# Checked: of all tokens, or of each sequence. None: read from the device.
+Counts = int | tuple[int, ...] | None
+
+
+def may_read(x: Tensor, n_valid: Any) -> bool:
+    """Whether the host may read values of `x`."""
+    return n_valid is None or on_host(x)
+
+
+def assert_later(condition: Tensor, message: str) -> None:
+    """Assert a condition () on its device, which does not wait. A failure ends the process's use of the device."""
+    torch._assert_async(condition, message)
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return int64 numbers as a tensor. They are a kernel's arguments: a copy from the host would wait."""
+    found = torch.zeros(len(numbers), dtype=torch.int64, device=device)
+    if numbers:
+        torch._foreach_add_(list(found.unbind()), list(numbers))
+    return found
+
+
+def token_count(n_valid: Any, total: int, sequence_group: Any = None, shard: VocabShard | None = None) -> int:
+    """Return a checked count of the tokens that have a target, of `total`."""
+    _refuse_waits("n_valid", sequence_group, shard)
+    if not _is_count(n_valid):
+        raise TypeError(f"n_valid must be an int, the number of tokens that have a target, got {described(n_valid)}")
+    if not 0 <= n_valid <= total:
+        raise ValueError(f"n_valid must be 0 to {total}, the positions of input, got {n_valid}")
+    return int(n_valid)
+
+
+def sequence_counts(
+    n_valid: Any,
+    target: Tensor,
+    sequence_group: Any = None,
+    shard: VocabShard | None = None,
+    name: str = "n_valid",
+) -> tuple[int, ...]:
+    """Return checked counts of the tokens that have a target, one for each sequence of `target`, (B, T) padded."""
+    _refuse_waits(name, sequence_group, shard)
+    counts, (n, longest) = as_counts(n_valid, name), target.shape
+    if len(counts) != n or not all(0 <= count <= longest for count in counts):
+        raise ValueError(
+            f"{name} must have {n} counts, one for each sequence, of 0 to {longest} tokens, got {str(n_valid)[:80]}"
+        )
+    return counts
+
+
+def as_counts(n_valid: Any, name: str = "n_valid") -> tuple[int, ...]:
+    """Return the caller's numbers, or raise TypeError."""
+    if not isinstance(n_valid, (list, tuple)) or not all(map(_is_count, n_valid)):
+        raise TypeError(
+            f"{name} must be a list or tuple of ints, for each sequence the number of tokens that have a target, got "
+            f"{described(n_valid)}"
+        )
+    return tuple(map(int, n_valid))
+
+
+def _is_count(x: Any) -> bool:
+    return isinstance(x, Integral) and not isinstance(x, bool)
+
+
+def _refuse_waits(name: str, sequence_group: Any, shard: VocabShard | None) -> None:
+    if sequence_group is not None:
+        raise ValueError(f"{name} and sequence_group are given: ranks that split sequences wait for each other's sizes")
+    if shard is not None and shard.input_grad == "reduce_scatter":
+        raise ValueError(
+            f"{name} and input_grad='reduce_scatter' of vocab_shard are given: ranks that split hidden states wait for "
+            "each rank's tokens"
+        )
