@@ -246,7 +246,7 @@ def described(x: Any) -> str:
     return text if kind in ("Tensor", "Parameter", "Buffer") else f"{text}, a {kind}"
 
 
-_SCALARS = (numbers.Number, str, bytes, type(None))
+_SCALARS = (numbers.Number, str, bytes, type(None), torch.dtype)
 _LONGEST_TEXT = 80
 
 

@@ -47,7 +47,8 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(error, (ValueError, TypeError)):
             print(f"liger-chunked: error: {error}", file=sys.stderr)
         elif hasattr(error, "format_message"):  # of the command line
-            print(f"liger-chunked: error: {error.format_message()}", file=sys.stderr)
+            if message := error.format_message():  # none with the help
+                print(f"liger-chunked: error: {message}", file=sys.stderr)
         else:
             raise
         return 2

@@ -93,6 +93,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         self.weight_hard_loss = weight_hard_loss
         self.weight_soft_loss = weight_soft_loss
         self.options = LogitOptions.of(type(self), options)
+        if (wide := self.options.logits_dtype) is not None:
+            raise ValueError(f"distillation rounds logits to the products' dtype, got logits_dtype={wide}")
         self.teacher_options = self.options if teacher_options is None else teacher_options
         self._transforms_teacher = teacher_options is not None
         if teacher_options is not None:

@@ -269,7 +269,7 @@ def class_names(patterns: Sequence[str] = ()) -> list[str]:
     for pattern in patterns:
         matches = {name for name in names if fnmatch.fnmatchcase(name.lower(), pattern.lower())}
         if not matches:
-            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or [f"{pattern}*"]
+            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or [f"{pattern.rstrip('*')[:3]}*"]
             raise ValueError(
                 f"{pattern!r} matches no causal or image-text-to-text class of transformers "
                 f"{transformers.__version__}, expected a name or a pattern, such as {', '.join(close)}"
