@@ -17,9 +17,10 @@ class TokenPass(HeadPass):
     """
 
     def project(self, x: Tensor, tile: Tile, u: Tensor | None = None) -> Tensor:
-        # Copies, because a product may follow the alignment of its operands.
-        one = None if u is None else along(u, tile.rows).clone()
-        return super().project(along(x, tile.rows).clone(), Tile(slice(0, 1), tile.vocab), one)
+        # Contiguous copies, because a product may follow its operands' alignment and strides.
+        one = None if u is None else along(u, tile.rows).clone(memory_format=torch.contiguous_format)
+        own = along(x, tile.rows).clone(memory_format=torch.contiguous_format)
+        return super().project(own, Tile(slice(0, 1), tile.vocab), one)
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
         factors = []
@@ -27,11 +28,11 @@ class TokenPass(HeadPass):
             rows = tile.rows
             x, target, _, _, u, temperature = tokens
             one = Tokens(
-                x[rows].clone(),
+                x[rows].clone(memory_format=torch.contiguous_format),
                 target[rows],
                 slice(0, 1),
                 [tile],
-                None if u is None else u[rows].clone(),
+                None if u is None else u[rows].clone(memory_format=torch.contiguous_format),
                 None if temperature is None else temperature[rows],
             )
             of_row = partial._replace(max=partial.max[rows], sum_exp=partial.sum_exp[rows])
