@@ -21,6 +21,7 @@ from liger_chunked.engine.hooks import hooks_active
 from liger_chunked.engine.known import token_count
 from liger_chunked.engine.plan import Plan
 from liger_chunked.engine.precision import gemms
+from liger_chunked.engine.step import graph_is_retained
 from liger_chunked.kernels.backend import first_derivative, has_wide_tiles
 from liger_chunked.types import (
     DIFFERENTIABLE,
@@ -149,6 +150,8 @@ class _LinearTokenStats(torch.autograd.Function):
         plan = _holding(ctx.plan, *rest[ctx.n_kept :]) if ctx.plan.layout.mask is None else ctx.plan
         layout, given = plan.layout, HeadTensors(weight, bias, up, plan.shard)
         head_pass, ctx.head_pass = ctx.head_pass or _make_pass(plan, given), None
+        if not graph_is_retained():
+            ctx.plan = None  # its tensors would live as long as a returned value
         if isinstance(head_pass, HeadPass) and plan.candidates is not None:
             head_pass.candidates = Candidates(plan.candidates)
         head_pass.restore(rest[: ctx.n_kept], layout.temperature)

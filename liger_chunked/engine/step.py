@@ -165,7 +165,7 @@ def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.ones((), dtype=dtype, device=device)
 
 
-def _graph_is_retained() -> bool:
+def graph_is_retained() -> bool:
     """Whether another backward may follow; True if unknown."""
     return _keeps_graph is None or _keeps_graph()
 
@@ -212,7 +212,7 @@ class GradientInForward(torch.autograd.Function):
         if ctx.gradients is None:
             _ = ctx.saved_tensors  # raises torch's error if the graph was freed
         gradients = ctx.gradients
-        if _graph_is_retained():
+        if graph_is_retained():
             gradients = tuple(None if g is None else g.clone() for g in gradients)
         else:
             ctx.gradients = None
