@@ -5,7 +5,8 @@
     rest[n] = sum_{v != y} exp(z[n, v] - c[n])            float32, from unrounded terms
 
 `rest` excludes the target: `1 - p_y = rest/sum` does not cancel. The centre `c` is the target's logit, or the row's
-maximum if that is 44 nats higher. Far from the maximum, entropies and their slopes have errors of up to 8e-6, two roundings of 44.
+maximum if that is 44 nats higher. Far from the maximum, entropies and their slopes have errors of up to 8e-6, two
+roundings of 44.
 
 FLOPs: 2 N V H. Bytes: E, x, W, and partial sums: N V/32 per statistic, half at H > 1536.
 """
