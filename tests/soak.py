@@ -268,7 +268,7 @@ KINDS = (cross_entropy, cross_entropy, dpo, dpo, reference_free, unpaired, disti
 
 @dataclass
 class Case:
-    """One drawn case; `description` lists what was drawn."""
+    """One drawn case; `description` lists its settings."""
 
     seed: int
     row: Row

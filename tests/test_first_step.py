@@ -124,7 +124,7 @@ def test_refuses(given: dict[str, Any], error: type[Exception], message: str) ->
 
 @pytest.mark.ordinary_memory
 def test_leaves_nothing_behind() -> None:
-    """Neither tensors, nor gradients of those that the loss holds."""
+    """No tensors, and no gradients of those that the loss holds."""
     class_weight = torch.ones(64, requires_grad=True)
     loss = LigerFusedLinearCrossEntropyLoss(ce_weight=class_weight.detach())
 

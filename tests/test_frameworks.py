@@ -568,7 +568,7 @@ def torchtitan_worker(rank: int, folder: str) -> None:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         loss(SimpleNamespace(is_cuda=True), case.target, valid)
 
-    # FSDP, which shards the norm and the head together: each rank has sequences of its own.
+    # FSDP, which shards the norm and the head together: each rank has other sequences.
     class Decoder(nn.Module):
         def __init__(self) -> None:
             super().__init__()

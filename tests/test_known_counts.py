@@ -140,7 +140,7 @@ def wrong(row: Row, given: dict[str, Any]) -> dict[str, Any]:
 def test_a_wrong_count_raises(row, monkeypatch):
     batch = row.sample(SMALL, 2)
     if row.scope != "token":
-        batch["target"][1, -1] = -100  # room for one more token
+        batch["target"][1, -1] = -100  # one token fewer
     given = wrong(row, counted(row, batch))
     right = counts(batch["target"])
     if row.scope == "token":
@@ -559,7 +559,7 @@ class TestOnAGpu:
                 assert torch.equal(ours, expected)
 
     def test_the_device_asserts(self, fresh_process):
-        """In a process of its own, whose CUDA context the assertion ends."""
+        """In another process, whose CUDA context the assertion ends."""
         printed = fresh_process.run(WRONG_ON_A_GPU)
         assert "device-side assert" in printed or "unspecified launch failure" in printed
 

@@ -255,7 +255,7 @@ def on_two_ranks(rank: int, folder: str) -> None:
     for x, e in zip(found, exact, strict=True):
         assert relative_error(x.full_tensor() if isinstance(x, DTensor) else x, e) < BOUND
 
-    # FSDP: each rank has sequences of its own, and another number of temperatures.
+    # FSDP: each rank has other sequences, and another number of temperatures.
     single = Model(stock.weight)
     stats = oracle(single.norm(hidden.detach()), single.lm_head.weight, None, labels, temperature)
     expected = (stats[0] - 0.1 * stats[1]).sum()

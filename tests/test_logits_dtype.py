@@ -94,7 +94,7 @@ def test_adapter(device: str) -> None:
     a, b = (torch.randn(*shape, generator=generator).to(device).bfloat16() for shape in ((3, 16), (V, 3)))
 
     def adapted(function: Any, up: Tensor, down: Tensor) -> Any:
-        # `down` is linear in a dtype of its own, so that both see the same `u`.
+        # `down` computes in another dtype, so that both see the same `u`.
         def u(x: Tensor) -> Tensor:
             return (x.double() @ down.double().T).bfloat16().to(x.dtype)
 

@@ -297,7 +297,7 @@ def test_parametrized_adapters_are_served(kind, part):
 
 
 class Quantized(torch.nn.Linear):
-    """Stands for the Linears of bitsandbytes, torchao and FP8, which have their own product."""
+    """Imitates the Linears of bitsandbytes, torchao and FP8, which have their own product."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).round()

@@ -47,7 +47,7 @@ aten: Any = torch.ops.aten
 
 
 class TorchAOBaseTensor(Tensor):
-    """Stands for the tensors of torchao: no data of its own, a product of its own."""
+    """Imitates the tensors of torchao, which hold no data and have their own product."""
 
     qdata: Tensor
     scale: Tensor
