@@ -51,7 +51,7 @@ FILES = (
 
 
 def _of_this_transformers(version: str, before: Callable[..., Any], after: Callable[..., Any], **arguments: Any) -> Any:
-    """Call what is meant for `version` of transformers and later, without arguments that the newest ones dropped."""
+    """Call `after`, written for `version` of transformers and later, without the arguments that newer ones removed."""
     known = inspect.signature(after).parameters
     keywords = {name: value for name, value in (arguments.get("after_kwargs") or {}).items() if name in known}
     return after(*arguments.get("after_args", ()), **keywords)
@@ -88,7 +88,7 @@ def _vespo_weights(
     return (rate + k * log_w - rate * log_w.exp()).exp().detach()
 
 
-# The tests ask for these; they are no part of the losses and layers.
+# The tests import these helpers. They are not part of the losses and layers.
 _HELPERS: dict[str, dict[str, Any]] = {
     "liger_kernel.utils": {
         "infer_device": lambda: "cpu",

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import DEVICE, Contenders, Loss, Table, benchmark, gemm_floor, head_weight
-from benchmarks.harness import hidden_states as hidden
+from benchmarks.harness import DEVICE, Contenders, Loss, Table, benchmark, gemm_floor, head_weight, hidden_states
 from benchmarks.oracle import token_gradients
 from benchmarks.peers import trl_token_stats
 from liger_chunked import linear_token_stats
@@ -106,7 +105,7 @@ def forward_alone(build: Callable[[], Loss]) -> Callable[[], Loss]:
 
 
 def measure(table: Table, n: int, h: int, v: int) -> None:
-    x, w = hidden(n, h).requires_grad_(), head_weight(v, h).requires_grad_()
+    x, w = hidden_states(n, h).requires_grad_(), head_weight(v, h).requires_grad_()
     t = torch.randint(v, (n,), device=DEVICE)
     floor, sizes = gemm_floor(n, h, v), {"tokens": n, "hidden": h, "vocabulary": v}
     for entropy in (False, True):

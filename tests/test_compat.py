@@ -491,6 +491,7 @@ def test_matches_liger_kernel(case: Case, device: str) -> None:
     ours_beside, theirs_beside = (report[1] for report in reports)
     assert len(ours_beside) == len(theirs_beside)
     for i, (x, y) in enumerate(zip(ours_beside, theirs_beside, strict=True)):
+        # Both sum in float32, in other orders.
         torch.testing.assert_close(x.float(), y.float(), rtol=1e-4, atol=1e-5, msg=f"metric {i}: {x} {y}")
 
 
@@ -698,6 +699,7 @@ def test_means_of_logits_cover_ignored_tokens(name: str) -> None:
     loss = getattr(chunked_loss, f"LigerFusedLinear{name}Loss")(**settings)
     _, metrics = loss(*(batch[key] for key in HEAD))
     means = (batch["input"] @ batch["weight"].T + batch["bias"]).unflatten(0, (2, -1)).mean((1, 2, 3))
+    # Metrics are float32.
     torch.testing.assert_close(torch.stack(metrics[2:4]).double(), means, rtol=1e-5, atol=1e-6)
 
 

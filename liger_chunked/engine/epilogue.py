@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -55,6 +56,14 @@ def _padded(columns: int) -> int:
     return -(-columns // _DESCRIPTOR_ELEMENTS) * _DESCRIPTOR_ELEMENTS
 
 
+def _extent(tile: Tile) -> tuple[int, int]:
+    return tile.rows.stop - tile.rows.start, tile.vocab.stop - tile.vocab.start
+
+
+def _scale(options: LogitOptions) -> float:
+    return options.logit_scale / options.temperature
+
+
 def serves(
     head: LossHead,
     dtype: torch.dtype,
@@ -92,9 +101,10 @@ def serves_statistics(
         return False
     if at_any_size:
         return bool(tiles)
-    return (not needs_grad or (len(tiles) >= FEWEST_TILES and head.weight.shape[1] <= WIDEST)) and sum(
-        largest([tile]) for tile in tiles
-    ) * head.weight.shape[1] >= SMALLEST
+    hidden_size = head.weight.shape[1]
+    if needs_grad and (len(tiles) < FEWEST_TILES or hidden_size > WIDEST):
+        return False
+    return sum(math.prod(_extent(tile)) for tile in tiles) * hidden_size >= SMALLEST
 
 
 def _computes(
@@ -164,10 +174,6 @@ class EpiloguePass:
     def vocab_size(self) -> int:
         return self.head.weight.shape[0]
 
-    @property
-    def _scale(self) -> float:
-        return self.options.logit_scale / self.options.temperature
-
     def reserve(self, elements: int) -> None:
         if self.grads is not None:
             self._buffer = self.head.weight.new_empty(elements // self.vocab_size, _padded(self.vocab_size))
@@ -186,7 +192,9 @@ class EpiloguePass:
         x = _for_descriptor(x)
         out = None if self._buffer is None else self._buffer[: x.shape[0], : self.vocab_size]
         weight_sum = self._weight_sum if "mean_logits" in self.outputs else None
-        exponentials, stats = project_exp(x, self.head.weight, target, weight_sum, out, self._scale, self.outputs)
+        exponentials, stats = project_exp(
+            x, self.head.weight, target, weight_sum, out, _scale(self.options), self.outputs
+        )
         self._held = None if self.grads is None else exponentials
         return stats
 
@@ -198,7 +206,7 @@ class EpiloguePass:
         dx = self.grads.open_input(x, tokens.rows, one_slice=True)
         # Use the memory of dX, which is written last.
         scaled = (torch.empty_like(x) if dx is None else dx) if self.grads.open_weight() else None
-        scales = scale_rows(x, exponentials, gradients.get("logps"), gradients.get("lse"), self._scale, scaled)
+        scales = scale_rows(x, exponentials, gradients.get("logps"), gradients.get("lse"), _scale(self.options), scaled)
         with SideStream(x.device) as aside:
             if scaled is not None:
                 with aside.stream() if dx is not None else nullcontext():
@@ -246,10 +254,6 @@ class StatisticsPass:
     _rows: Exponentials | None = field(default=None, init=False, repr=False)  # without `values`
     _entropy: Tensor | None = field(default=None, init=False, repr=False)
 
-    @property
-    def _scale(self) -> float:
-        return self.options.logit_scale / self.options.temperature
-
     def statistics(self, tokens: Tokens) -> TokenStats:
         x, target, *_ = tokens
         x, weight = _for_descriptor(x), self.head.weight
@@ -262,7 +266,9 @@ class StatisticsPass:
         for start in range(0, x.shape[0], most):
             block = slice(start, min(start + most, x.shape[0]))
             found.append(
-                project_exp(along(x, block), weight, along(target, block), weight_sum, None, self._scale, self.outputs)
+                project_exp(
+                    along(x, block), weight, along(target, block), weight_sum, None, _scale(self.options), self.outputs
+                )
             )
         rows, stats = map(joined, zip(*found, strict=True))
         self._rows, self._entropy = rows, stats.entropy
@@ -283,7 +289,7 @@ class StatisticsPass:
         x, target, rows, tiles, *_ = tokens
         assert self.grads is not None and self._rows is not None
         x, weight = _for_descriptor(x), self.head.weight
-        factors = row_factors(self._rows, self._entropy, gradients, self._scale, weight.shape[0])
+        factors = row_factors(self._rows, self._entropy, gradients, _scale(self.options), weight.shape[0])
         dx = self.grads.open_input(x, rows, len(tiles) == row_blocks(tiles))
         buffer = self._buffer(tiles)
         for tile in reversed(tiles):
@@ -296,7 +302,7 @@ class StatisticsPass:
                 along(target, tile.rows),
                 factors.at(tile.rows),
                 out,
-                self._scale,
+                _scale(self.options),
                 tile.vocab.start,
             )
             self.grads.add(tile, dz, x, weight, dx)
@@ -308,7 +314,3 @@ class StatisticsPass:
 
     def release(self) -> None:
         """It holds no logits."""
-
-
-def _extent(tile: Tile) -> tuple[int, int]:
-    return tile.rows.stop - tile.rows.start, tile.vocab.stop - tile.vocab.start

@@ -134,19 +134,17 @@ class Plan:
         def elements(bytes_per_logit: int) -> int:
             return budget_elements(options, head.even_shape, dtype, bytes_per_logit=bytes_per_logit)
 
-        by_epilogue = by_token = False
+        by_epilogue = False
         if wide_tiles and filter is candidates is layout.temperature is None:
             cut = tiles(n_valid, columns, elements(dtype.itemsize), square=True)  # of gradients, never of logits
             by_epilogue = epilogue.serves_statistics(
                 head, dtype, options, class_weight, outputs, cut, needs_grad, at_any_size=batch_invariant
             )
-        if by_epilogue:
-            pass
-        elif filter is not None:
+        by_token = batch_invariant and not by_epilogue
+        if filter is not None:
             whole_rows = pieces(0, n_valid, max(1, elements(of_logit) // columns))
             cut = [Tile(rows, slice(0, columns)) for rows in whole_rows]
-        elif batch_invariant:
-            by_token = True
+        elif by_token:
             cut = [Tile(slice(i, i + 1), slice(0, columns)) for i in range(n_valid)]
             if cut and layout.target.device.type != "cpu":
                 raise ValueError(
@@ -154,7 +152,7 @@ class Plan:
                     'outputs among "logps", "lse", "entropy" and "mean_logits", and no bias, adapter, softcap, '
                     "candidates or temperature of tokens; got another call"
                 )
-        else:
+        elif not by_epilogue:
             cut = tiles(n_valid, columns, elements(of_logit), square=True)
         every = slice(0, n_valid)
         chunks = [Chunk(every, every)]

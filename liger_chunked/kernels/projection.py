@@ -52,6 +52,20 @@ def _product(x_desc, w_desc, row_block, col_block, hidden, ROWS: tl.constexpr, C
 
 
 @jit
+def _place(block, row_blocks, group_size, GROUP: tl.constexpr):
+    """Return the row and the column of a block. GROUP row blocks share a column block in turn."""
+    first = block // group_size * GROUP
+    height = min(row_blocks - first, GROUP)
+    return first + block % group_size % height, block % group_size // height
+
+
+@jit
+def _halves(acc, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Split columns: half tiles leave shared memory for loads."""
+    return tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, COLS // 2)), (0, 2, 1)))
+
+
+@jit
 def _write_part(
     z, cols, exp_desc, first_row, first_col, target, centre, n_cols, scale, MASKED: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +90,7 @@ def _write_halves(
 ):  # fmt: skip
     """Write half tiles, to leave shared memory for loads."""
     half: tl.constexpr = COLS // 2
-    left, right = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, half)), (0, 2, 1)))
+    left, right = _halves(acc, ROWS, COLS)
     cols = first_col + tl.arange(0, half)
     rest, moment = _write_part(
         left, cols, exp_desc, first_row, first_col, target, centre, n_cols, scale, MASKED, MOMENT
@@ -128,10 +142,7 @@ def _project_kernel(
     col_blocks = tl.cdiv(n_cols, COLS)
     group_size = GROUP * col_blocks
     for block in tl.range(tl.program_id(0), row_blocks * col_blocks, PROGRAMS, flatten=True):
-        first = block // group_size * GROUP
-        height = min(row_blocks - first, GROUP)
-        row_block = first + block % group_size % height
-        col_block = block % group_size // height
+        row_block, col_block = _place(block, row_blocks, group_size, GROUP)
         acc = _product(x_desc, w_desc, row_block, col_block, hidden, ROWS, COLS, INNER)
         _write_block(
             acc, exp_desc, row_block, col_block, target_ptr, centre_ptr, rest_ptr, moment_ptr,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from liger_chunked.kernels.backend import TensorDescriptor, jit, processors, tl
 from liger_chunked.kernels.launch import Kernel
-from liger_chunked.kernels.projection import LOG2_E, LOG_2, Exponentials, _product
+from liger_chunked.kernels.projection import LOG2_E, LOG_2, Exponentials, _halves, _place, _product
 from liger_chunked.kernels.tuning.hopper import GRADIENT_ROWS, Tiling
 
 
@@ -124,10 +124,7 @@ def _project_grad_kernel(
     col_blocks = tl.cdiv(n_cols, COLS)
     group_size = GROUP * col_blocks
     for block in tl.range(tl.program_id(0), row_blocks * col_blocks, PROGRAMS, flatten=True):
-        first = block // group_size * GROUP
-        height = min(row_blocks - first, GROUP)
-        row_block = first + block % group_size % height
-        col_block = block % group_size // height
+        row_block, col_block = _place(block, row_blocks, group_size, GROUP)
         acc = _product(x_desc, w_desc, row_block, col_block, hidden, ROWS, COLS, INNER)
         first_row = row_block * ROWS
         first_col = col_block * COLS
@@ -144,9 +141,9 @@ def _project_grad_kernel(
         if every_ptr is not None:
             every = tl.load(every_ptr + rows, mask=inside, other=0.0)
         has_target = tl.max(((local >= first_col) & (local < first_col + COLS)).to(tl.int32), axis=0) != 0
-        # Half tiles leave shared memory for loads. Columns outside are not stored.
+        # Columns outside are not stored.
         half: tl.constexpr = COLS // 2
-        left, right = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, half)), (0, 2, 1)))
+        left, right = _halves(acc, ROWS, COLS)
         cols = first_col + tl.arange(0, half)
         left = _gradient(
             left, cols, local, has_target, centre, others, at_target, slope, every, scale * LOG2_E,
