@@ -2,9 +2,11 @@
 
     python -m benchmarks.before_after ../before                     # this checkout against the one in ../before
     python -m benchmarks.before_after ../before --task DPO --rounds 20
+    python -m benchmarks.before_after . --task n_valid              # the same step, without counts and with them
 
 Each checkout runs in its own process. The two processes take turns on the same task, a few steps each, so that both see
-the same clocks and the same temperature of the card. `ratio` is the median over the rounds of after / before.
+the same clocks and the same temperature of the card. `ratio` is the median over the rounds of after / before. In tasks
+with n_valid, only this checkout gets the counts, and with a CUDA graph only this checkout captures its step in one.
 """
 
 from __future__ import annotations
@@ -45,6 +47,31 @@ class Step(NamedTuple):
         loss.backward()
         return loss
 
+    def captured(self) -> Captured:
+        """Return the step as a CUDA graph."""
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                self()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = self()
+        return Captured(graph, loss, self.leaves)
+
+
+class Captured(NamedTuple):
+    """A `Step` whose call replays a graph: it writes the same loss and gradients each time."""
+
+    graph: Any
+    loss: Tensor
+    leaves: tuple[Tensor, ...]
+
+    def __call__(self) -> Tensor:
+        self.graph.replay()
+        return self.loss
+
 
 def _randn(*shape: int, scale: float = 1.0) -> Tensor:
     return (scale * torch.randn(*shape, device=DEVICE)).to(DTYPE)
@@ -54,13 +81,14 @@ def _head(*shape: int, v: int) -> tuple[Tensor, Tensor]:
     return _randn(*shape).requires_grad_(), _randn(v, shape[-1], scale=shape[-1] ** -0.5).requires_grad_()
 
 
-def cross_entropy(n: int, h: int, v: int, **options: Any) -> Step:
+def cross_entropy(n: int, h: int, v: int, *, counts: bool = False, **options: Any) -> Step:
     from liger_chunked import LigerFusedLinearCrossEntropyLoss
 
     x, w = _head(n, h, v=v)
     t = torch.randint(v, (n,), device=DEVICE)
     loss = LigerFusedLinearCrossEntropyLoss(**options)
-    return Step(lambda: loss(w, x, t), (x, w))
+    given = {"n_valid": n} if counts else {}
+    return Step(lambda: loss(w, x, t, **given), (x, w))
 
 
 def token_stats(n: int, h: int, v: int, *, entropy: bool = False, **options: Any) -> Step:
@@ -77,7 +105,17 @@ def token_stats(n: int, h: int, v: int, *, entropy: bool = False, **options: Any
     return Step(loss, (x, w))
 
 
-def preference(name: str, pairs: int, length: int, h: int, v: int, *, prompt: float = 0.0, **options: Any) -> Step:
+def preference(
+    name: str,
+    pairs: int,
+    length: int,
+    h: int,
+    v: int,
+    *,
+    prompt: float = 0.0,
+    counts: bool = False,
+    **options: Any,
+) -> Step:
     import liger_chunked
 
     x, w = _head(2 * pairs, length, h, v=v)
@@ -86,7 +124,8 @@ def preference(name: str, pairs: int, length: int, h: int, v: int, *, prompt: fl
     module = getattr(liger_chunked, f"LigerFusedLinear{name}Loss")(beta=BETA, **options)
     if name == "DPO":
         ref_x, ref_w = x.detach() + 0.1 * _randn(*x.shape), w.detach().clone()
-        return Step(lambda: module(w, x, t, None, ref_x, ref_w)[0], (x, w))
+        given = {"n_valid": [length - int(length * prompt)] * 2 * pairs} if counts else {}
+        return Step(lambda: module(w, x, t, None, ref_x, ref_w, **given)[0], (x, w))
     if name == "KTO":
         desirable = torch.arange(2 * pairs, device=DEVICE) < pairs
         return Step(lambda: module(w, x, t, desirable, kl=0.0)[0], (x, w))
@@ -134,7 +173,6 @@ ON_GPU: Mapping[str, Callable[[], Step]] = {
     ),
     "cross entropy 32768x896x151936": lambda: cross_entropy(32768, 896, 151936),
     "cross entropy 65536x2048x151936": lambda: cross_entropy(65536, 2048, 151936),
-    "cross entropy 4096x1024x32000": lambda: cross_entropy(4096, 1024, 32000),
     "cross entropy, smoothing, z-loss, softcap 8192x2304x256000": lambda: cross_entropy(
         8192, 2304, 256000, label_smoothing=0.1, lse_square_scale=1e-4, softcap=30.0
     ),
@@ -145,7 +183,6 @@ ON_GPU: Mapping[str, Callable[[], Step]] = {
     ),
     "DPO, reference 4x2x2048x4096x128256": lambda: preference("DPO", 4, 2048, 4096, 128256, prompt=0.5),
     "DPO, one pair 1x2x16384x2048x151936": lambda: preference("DPO", 1, 16384, 2048, 151936),
-    "DPO 2x2x512x1024x32000": lambda: preference("DPO", 2, 512, 1024, 32000),
     "ORPO 4x2x2048x4096x128256": lambda: preference("ORPO", 4, 2048, 4096, 128256, prompt=0.5),
     "SimPO 4x2x2048x4096x128256": lambda: preference("SimPO", 4, 2048, 4096, 128256, prompt=0.5),
     "KTO 4x2x2048x4096x128256": lambda: preference(
@@ -158,12 +195,28 @@ ON_GPU: Mapping[str, Callable[[], Step]] = {
     "TVD 8192x(1536, 4096)x151936": lambda: distillation("TVD", 8192, 1536, 4096, 151936),
     "KL, teacher's top 64 8192x1536x151936": lambda: top_k_distillation(8192, 1536, 151936),
 }
+SMALL: Mapping[str, Callable[..., Step]] = {
+    "cross entropy 4096x1024x32000": lambda **given: cross_entropy(4096, 1024, 32000, **given),
+    "DPO 2x2x512x1024x32000": lambda **given: preference("DPO", 2, 512, 1024, 32000, **given),
+}
 ON_CPU: Mapping[str, Callable[[], Step]] = {
     "cross entropy 128x32x1024": lambda: cross_entropy(128, 32, 1024),
     "DPO, reference 2x2x16x32x1024": lambda: preference("DPO", 2, 16, 32, 1024, prompt=0.5),
     "JSD 32x(32, 48)x1024": lambda: distillation("JSD", 32, 32, 48, 1024),
 }
-TASKS = ON_GPU if DEVICE == "cuda" else ON_CPU
+WITH_COUNTS, WITH_GRAPH = ", n_valid", ", n_valid and a CUDA graph"
+TASKS = [*ON_GPU, *SMALL, *(name + how for how in (WITH_COUNTS, WITH_GRAPH) for name in SMALL)]
+if DEVICE == "cpu":
+    TASKS = list(ON_CPU)
+
+
+def build(task: str, plain: bool) -> Step | Captured:
+    """Return a task's step. `plain`: without the counts and the graph that its name has."""
+    name, _, how = task.partition(WITH_COUNTS)
+    if name not in SMALL:
+        return (ON_GPU if DEVICE == "cuda" else ON_CPU)[task]()
+    step = SMALL[name](counts=WITH_COUNTS in task and not plain)
+    return step.captured() if how and not plain else step
 
 
 def digest(tensors: list[Tensor]) -> list[int]:
@@ -180,12 +233,23 @@ def digest(tensors: list[Tensor]) -> list[int]:
     return sums
 
 
+def _peak_mib(step: Step) -> float:
+    for leaf in step.leaves:
+        leaf.grad = None
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    _synchronize()
+    return round((torch.cuda.max_memory_allocated() - before) / MIB, 1)
+
+
 def _synchronize() -> None:
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 
 
-def _median_ms(step: Step, repeats: int) -> float:
+def _median_ms(step: Step | Captured, repeats: int) -> float:
     import time
 
     times = []
@@ -200,7 +264,7 @@ def _median_ms(step: Step, repeats: int) -> float:
 
 def worker() -> None:
     """Answer the requests of the parent process, one JSON object per line."""
-    step: Step | None = None
+    step: Step | Captured | None = None
     for line in sys.stdin:
         request = json.loads(line)
         if "task" in request:
@@ -209,20 +273,14 @@ def worker() -> None:
             if DEVICE == "cuda":
                 torch.cuda.empty_cache()
             torch.manual_seed(0)
-            step = TASKS[request["task"]]()
+            step = build(request["task"], request["plain"])
             loss = step()
             answer: dict[str, Any] = {"imported": sys.modules["liger_chunked"].__file__}
             answer["digest"] = digest([loss, *(x.grad for x in step.leaves if x.grad is not None)])
             del loss
             if DEVICE == "cuda":
-                for leaf in step.leaves:
-                    leaf.grad = None
-                torch.cuda.empty_cache()
-                before = torch.cuda.memory_allocated()
-                torch.cuda.reset_peak_memory_stats()
-                step()
-                _synchronize()
-                answer["mib"] = round((torch.cuda.max_memory_allocated() - before) / MIB, 1)
+                if isinstance(step, Step):
+                    answer["mib"] = _peak_mib(step)
         else:
             assert step is not None
             answer = {"ms": _median_ms(step, request["repeats"])}
@@ -270,7 +328,7 @@ def checkouts(*paths: Path, script: Path = Path(__file__), arguments: Sequence[s
 
 def compare(before: Checkout, after: Checkout, task: str, rounds: int, milliseconds: float) -> dict[str, Any]:
     """Measure both checkouts at one task, alternating every `milliseconds` or so."""
-    built = [checkout.ask(task=task) for checkout in (before, after)]
+    built = [checkout.ask(task=task, plain=checkout is before) for checkout in (before, after)]
     for checkout, answer in zip((before, after), built, strict=True):
         assert Path(answer["imported"]).is_relative_to(checkout.path), answer["imported"]
     estimate = before.ask(repeats=3)["ms"]
@@ -328,7 +386,8 @@ def main() -> None:
                 continue
             row = compare(before, after, task, args.rounds, args.milliseconds)
             rows.append(row)
-            memory = "" if row["before_mib"] is None else f"  {row['before_mib']:.0f} -> {row['after_mib']:.0f} MiB"
+            mib = row["before_mib"], row["after_mib"]
+            memory = "" if None in mib else "  {:.0f} -> {:.0f} MiB".format(*mib)
             bits = "equal" if row["equal_bits"] else "OTHER BITS"
             print(
                 f"{task:62s} {row['before_ms']:9.3f} -> {row['after_ms']:9.3f} ms  x{row['ratio']:.4f}{memory}  {bits}"
