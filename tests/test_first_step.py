@@ -241,5 +241,25 @@ def test_later_steps_compile_nothing(name: str, length: int, fresh_process: Any)
     fresh_process.run(COUNTED, name, str(length))
 
 
+STEP = """
+import sys
+from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
+from liger_chunked.testing import Sizes, evaluate, random_batch
+
+sizes = Sizes(4, 8, 16, 64, 16)
+for loss in (LigerFusedLinearDPOLoss(), LigerFusedLinearGRPOLoss()):
+    batch = random_batch(loss, 0, sizes)
+    before = set(sys.modules)
+    evaluate(loss, batch)
+    imported = {name.partition(".")[0] for name in set(sys.modules) - before}
+    assert imported <= {"liger_chunked"}, imported
+"""
+
+
+def test_a_step_imports_nothing(fresh_process: Any) -> None:
+    """Autograd imports sympy for a given upstream gradient: seconds, if its bytecode is not cached."""
+    fresh_process.run(STEP)
+
+
 def test_is_public() -> None:
     assert "warmup" in liger_chunked.__all__

@@ -5,7 +5,6 @@ Backward multiplies by the upstream gradient, on a copy if the graph is retained
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -143,9 +142,8 @@ class Step:
         if loss.requires_grad:
             # A switch to autograd's thread takes longer.
             with torch.autograd.set_multithreading_enabled(False):
-                gradients = torch.autograd.grad(
-                    loss, list(leaves.values()), _one(loss.dtype, loss.device), allow_unused=True
-                )
+                # With an upstream gradient, torch imports sympy.
+                gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         for leaf in leaves.values():
             leaf.requires_grad_(False)
         reached = {name: g for name, g in zip(leaves, gradients, strict=True) if g is not None}
@@ -157,12 +155,6 @@ class Step:
             )
         by_name = {name: layout.compact(g, chunk) for name, g in reached.items()}
         return dense, loss, by_name
-
-
-@functools.lru_cache(maxsize=64)
-def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return 1, cached: autograd would launch a kernel."""
-    return torch.ones((), dtype=dtype, device=device)
 
 
 def graph_is_retained() -> bool:
