@@ -16,6 +16,7 @@ from liger_chunked import LogitOptions, TokenStats
 from liger_chunked.kernels import (
     LogitsCotangents,
     PartialStats,
+    agrees,
     finish,
     logits_grad_,
     logits_stats,
@@ -408,6 +409,29 @@ def test_survey(shape, ignore_index, device):
         counted = target.masked_fill(~mask, 0)
         assert torch.equal(low.amin(1), counted.amin(1))
         assert torch.equal(high.amax(1), counted.amax(1))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (1, 1), (3, 129), (17, 5), (1, 70_000)], ids=str)
+@pytest.mark.parametrize("by_row", [False, True])
+def test_agreement_with_a_survey(shape, by_row, device):
+    """Rows and blocks of more than one tile of the kernel."""
+    target = torch.arange(shape[0] * shape[1]).view(shape) % 50
+    target[1:] = torch.where(target[1:] < 9, -100, target[1:])
+    counts = (target != -100).sum(1)
+    given = counts.to(device) if by_row else int(counts.sum())
+
+    def found(target: Tensor, given: Tensor | int, vocab_size: int = 50) -> tuple[bool, bool]:
+        within, same = agrees(survey(target.to(device), -100).summary, given, vocab_size)
+        assert within.shape == same.shape == () and within.device == target.to(device).device
+        return bool(within), bool(same)
+
+    assert found(target, given) == (True, True)
+    if target.numel():
+        other = given + torch.eye(shape[0], dtype=torch.int64, device=device)[-1] if by_row else given - 1
+        assert found(target, other) == (True, False)
+        assert found(target, given, vocab_size=int(target.max())) == (False, True)
+        target[-1, -1] = -1
+        assert found(target, survey(target.to(device), -100).summary[0].sum(1) if by_row else given)[0] is False
 
 
 @pytest.mark.sampled(interpreted=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from liger_chunked.engine.known import Counts, assert_later, may_read, on_device
 from liger_chunked.engine.packed import Packing, Sequences
 from liger_chunked.engine.sequence import SequenceSplit
-from liger_chunked.kernels import survey
+from liger_chunked.kernels import agrees, survey
 from liger_chunked.types import TokenStats
 
 Group = Literal["token", "sequence", "pair"]
@@ -248,7 +248,8 @@ def _lay_out(
         if n_valid is not None:
             _check_counts(n_valid, counts, name, ignore_index)
     else:
-        counts = [n_valid] if isinstance(n_valid, int) else list(n_valid or ())
+        assert n_valid is not None
+        counts = [n_valid] if isinstance(n_valid, int) else list(n_valid)
         _assert_survey(summary, n_valid, name, vocab_size)
 
     total, n_groups = sum(counts), mask.shape[0]
@@ -285,13 +286,12 @@ def _check_counts(n_valid: int | tuple[int, ...], counts: list[int], name: str, 
             raise ValueError(f"n_valid[{i}] must be {count}, {of} in sequence {i}, got {given}")
 
 
-def _assert_survey(summary: Tensor, n_valid: Counts, name: str, vocab_size: int) -> None:
-    within = (summary[1] >= 0) & (summary[2] < vocab_size)
-    assert_later(within.all(), f"{name} must be ignore_index or an index into the vocabulary, 0 to {vocab_size - 1}")
-    found = _in_rows(summary)
-    same = found == (on_device(n_valid, summary.device) if isinstance(n_valid, tuple) else n_valid)
-    assert isinstance(same, Tensor)
-    assert_later(same.all(), f"n_valid must count the tokens of {name} that are not ignore_index")
+def _assert_survey(summary: Tensor, n_valid: int | tuple[int, ...], name: str, vocab_size: int) -> None:
+    within, same = agrees(
+        summary, on_device(n_valid, summary.device) if isinstance(n_valid, tuple) else n_valid, vocab_size
+    )
+    assert_later(within, f"{name} must be ignore_index or an index into the vocabulary, 0 to {vocab_size - 1}")
+    assert_later(same, f"n_valid must count the tokens of {name} that are not ignore_index")
 
 
 def at_temperature(layout: AnyLayout, temperature: Tensor, n_valid: Counts = None) -> AnyLayout:

@@ -27,7 +27,7 @@ from liger_chunked.kernels.projection_grad import RowFactors, project_grad, row_
 from liger_chunked.kernels.rms_norm import liger_rms_norm
 from liger_chunked.kernels.rope import liger_rotary_pos_emb
 from liger_chunked.kernels.scale import scale_
-from liger_chunked.kernels.survey import survey, survey_top_k
+from liger_chunked.kernels.survey import agrees, survey, survey_top_k
 from liger_chunked.kernels.target_logit import unround_logps_
 from liger_chunked.kernels.target_rows import (
     RowScales,
@@ -46,6 +46,7 @@ __all__ = [
     "RowScales",
     "add_target_rows_",
     "add_target_rows_of_weight",
+    "agrees",
     "divergence_grad_",
     "divergence_stats",
     "finish",

@@ -10,6 +10,7 @@ from torch import Tensor
 from liger_chunked.kernels.backend import block_size, jit, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning import TUNING
+from liger_chunked.kernels.tuning.generic import AGREES
 
 
 class Survey(NamedTuple):
@@ -80,6 +81,52 @@ def survey(target: Tensor, ignore_index: int, to_read: bool = True) -> Survey:
     if use_triton(target):
         return _survey_triton(target, ignore_index, to_read)
     return _survey_torch(target, ignore_index)
+
+
+@Kernel
+def _agrees_kernel(
+    summary_ptr, counts_ptr, agrees_ptr, n_rows, n_blocks, total, vocab_size, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    within = tl.full((ROWS, BLOCKS), 1, tl.int32)
+    same = tl.full([ROWS], 1, tl.int32)
+    counted = tl.zeros([ROWS], tl.int64)
+    for first in range(0, n_rows, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        counts = tl.zeros([ROWS], tl.int64)
+        for start in range(0, n_blocks, BLOCKS):
+            blocks = start + tl.arange(0, BLOCKS)
+            inside = (rows < n_rows)[:, None] & (blocks < n_blocks)[None, :]
+            places = summary_ptr + rows[:, None] * n_blocks + blocks[None, :]
+            counts += tl.sum(tl.load(places, mask=inside, other=0), axis=1)
+            lowest = tl.load(places + n_rows * n_blocks, mask=inside, other=0)
+            highest = tl.load(places + 2 * n_rows * n_blocks, mask=inside, other=0)
+            within &= ((lowest >= 0) & (highest < vocab_size)).to(tl.int32)
+        if counts_ptr is not None:
+            same &= (counts == tl.load(counts_ptr + rows, mask=rows < n_rows, other=0)).to(tl.int32)
+        counted += counts
+    if counts_ptr is None:
+        same &= (tl.sum(counted, axis=0) == total).to(tl.int32)
+    tl.store(agrees_ptr, tl.min(tl.min(within, axis=1), axis=0) != 0)
+    tl.store(agrees_ptr + 1, tl.min(same, axis=0) != 0)
+
+
+def agrees(summary: Tensor, counts: Tensor | int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return, as bools () on the device, whether targets are below `vocab_size`, and whether there are `counts`.
+
+    `counts` are the valid tokens of each row, (R,) int64, or of all rows.
+    """
+    _, n_rows, n_blocks = summary.shape
+    of_rows, total = (counts, 0) if isinstance(counts, Tensor) else (None, counts)
+    if summary.numel() and use_triton(summary):
+        found = torch.empty(2, dtype=torch.bool, device=summary.device)
+        sizes = n_rows, n_blocks, total, vocab_size
+        _agrees_kernel((1, 1, 1), (summary, of_rows, found), (*sizes, *AGREES), num_warps=4)
+        return found[0], found[1]
+    within = (summary[1] >= 0) & (summary[2] < vocab_size)
+    valid = summary[0].sum() if of_rows is None else summary[0].sum(1)
+    same = valid == counts
+    assert isinstance(same, Tensor)
+    return within.all(), same.all()
 
 
 @Kernel

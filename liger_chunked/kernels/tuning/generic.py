@@ -60,6 +60,7 @@ TORCH_BLOCK = {"cpu": 1 << 18}  # elements of a torch block, for the cache
 TORCH_BLOCK_DEFAULT = 1 << 24  # elsewhere
 UPCAST_BLOCK = 1 << 20  # elements that a CPU upcasts at a time
 SORT_BLOCK = 1 << 24  # logits that a sampling filter sorts at a time
+AGREES = (16, 16)  # rows and blocks of a survey, compared at a time; a launch takes longer
 REMEMBERED = 1 << 10  # variants per kernel, and shapes of norms: "Host time"
 
 # Chunks: "Chunk sizes"
