@@ -57,8 +57,12 @@ PTX = tl is not None and tl.constexpr(torch.version.cuda is not None and not INT
 REACH = 30.0 if tl is None else tl.constexpr(30.0)
 
 
+# Differs from chunk to chunk: Triton compiles one variant for all values.
+NUMBER_OF_TOKENS = "n_tokens"
+
+
 def jit(function: Callable[..., Any]) -> Any:
-    return function if triton is None else triton.jit(function)
+    return function if triton is None else triton.jit(function, do_not_specialize=[NUMBER_OF_TOKENS])
 
 
 def use_triton(x: Tensor) -> bool:

@@ -55,7 +55,8 @@ class Kernel:
     - `*_ptr`: tensors on one device or in pinned memory, or None (not the first), without gaps or repetitions. With a
       parameter `<name>_stride` or `<name>_<dimension>_stride`, only the last dimension must be contiguous.
     - `*_desc`: tensor descriptors or None.
-    - Numbers, also compile-time constants, each of one Python type, because 1 equals 1.0 and True.
+    - Numbers, also compile-time constants, each of one Python type, because 1 equals 1.0 and True. Triton compiles
+      variants for 1 and for multiples of 16, but not of `n_tokens`.
 
     Equal numbers and dtypes, with 16-byte aligned tensors, share a variant. Cached launches use Triton's private
     interface, which a kernel's second equal launch checks. If the check fails, or a hook or
