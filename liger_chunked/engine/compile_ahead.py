@@ -22,7 +22,7 @@ DryRun = Callable[[Plan, Tensor, HeadTensors, Tensor | None, Needs], object]
 
 
 def _applies(input: Tensor) -> bool:
-    return input.is_cuda and not INTERPRETED and not torch.cuda.is_current_stream_capturing()
+    return input.is_cuda and not INTERPRETED
 
 
 def compile_ahead(
@@ -40,7 +40,7 @@ def compile_ahead(
         input.device, input.dtype, weight.dtype, weight.shape, None if u is None else u.shape[-1], head.bias is None,
         plan.class_weight is None, layout.rows is None, layout.temperature is None, len(plan.tiles[0]) > 1,
     )  # fmt: skip
-    if kind in _compiled or not layout.n_valid:
+    if kind in _compiled or not layout.n_valid or (input.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     _compiled.add(kind)
     if plan.shard is not None or plan.filter is not None or plan.candidates is not None or type(layout) is not Layout:
