@@ -91,7 +91,7 @@ def warmup(
 
     run()
     if found.type != "cpu":
-        # Autograd's thread holds a graph, and so its leaves, until it gets another.
+        # Autograd's thread may hold the last gradients until it gets another graph.
         scalar = torch.zeros((), device=found, requires_grad=True)
         torch.autograd.grad(scalar * 1, scalar)
         torch.accelerator.synchronize(found)

@@ -58,6 +58,7 @@ def compiled_together(device: torch.device) -> Iterator[None]:
         META_DEVICE.reset(of_device)
     if AsyncCompileMode is None or not launches:
         return
+    launches.sort(key=lambda launch: not launch[1][-1])  # products, which have descriptors, take longest
     n_threads = min(len(launches), os.cpu_count() or 1)
     with (
         torch.cuda.device(device),
