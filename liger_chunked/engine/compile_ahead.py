@@ -22,7 +22,8 @@ DryRun = Callable[[Plan, Tensor, HeadTensors, Tensor | None, Needs], object]
 
 
 def _applies(input: Tensor) -> bool:
-    return input.is_cuda and not INTERPRETED
+    # AMD's variants depend on sizes of tensors too.
+    return input.is_cuda and torch.version.cuda is not None and not INTERPRETED
 
 
 def compile_ahead(
