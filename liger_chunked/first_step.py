@@ -91,6 +91,9 @@ def warmup(
 
     run()
     if found.type != "cpu":
+        # Autograd's thread may hold the last gradients until it gets another graph.
+        scalar = torch.zeros((), device=found, requires_grad=True)
+        torch.autograd.grad(scalar * 1, scalar)
         torch.accelerator.synchronize(found)
         getattr(torch, found.type).empty_cache()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from liger_chunked import (
     warmup,
 )
 from liger_chunked.cli.losses import DISTILLATION, LOSSES
-from liger_chunked.kernels import backend
+from liger_chunked.engine import compile_ahead
+from liger_chunked.kernels import backend, launch
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.testing import Sizes, evaluate, random_batch
 
@@ -147,6 +149,8 @@ def variant(kernel: Kernel, tensors: Any, numbers: Any, num_warps: int, num_stag
     for name, x in zip(kernel._numbers, numbers, strict=True):
         if "constexpr" in str(parameters[name].annotation):
             key.append((type(x), x))
+        elif name == backend.NUMBER_OF_TOKENS:
+            key.append(x >= 1 << 31)
         elif isinstance(x, bool) or not isinstance(x, int):
             key.append(type(x))
         else:
@@ -205,6 +209,110 @@ def test_every_variant_of_later_steps(name: str, chunks: int, launched: set[Any]
         assert launched <= warm, launched - warm
 
 
+@pytest.fixture
+def collected(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
+    """What dry runs launch, for steps on the CPU too."""
+    found: set[Any] = set()
+    together = compile_ahead.compiled_together
+
+    @contextmanager
+    def watched(device: torch.device) -> Iterator[None]:
+        with together(device):
+            yield
+            launches = launch._collected.get()
+            assert launches
+            found.update(variant(kernel, *call[1:]) for kernel, call in launches)
+
+    monkeypatch.setattr(launch, "AsyncCompileMode", None)
+    monkeypatch.setattr(compile_ahead, "compiled_together", watched)
+    monkeypatch.setattr(compile_ahead, "_applies", lambda x: not x.is_meta)
+    monkeypatch.setattr(compile_ahead, "_compiled", set())
+    return found
+
+
+# Before a step's chunks.
+OF_THE_TARGET = {"_survey_kernel", "_agrees_kernel"}
+
+
+def batch_of(loss: Any, dtype: torch.dtype, whole: bool = False) -> dict[str, Any]:
+    """Return a batch; without ignored tokens, chunks of targets are aligned."""
+    batch = random_batch(loss, 0, Sizes(4, 16, 32, 64, 32))
+    del batch["bias"]
+    if whole:
+        batch["target"] = batch["target"].clamp(min=0)
+
+    def cast(key: str, x: Any) -> Any:
+        if not (isinstance(x, Tensor) and x.is_floating_point()):
+            return x
+        return x.to(dtype if key in ("weight", "input") else torch.float32)
+
+    return {key: cast(key, x) for key, x in batch.items()}
+
+
+@pytest.mark.triton
+@pytest.mark.skipif(not backend.INTERPRETED, reason="records launches: runs with TRITON_INTERPRET=1")
+@pytest.mark.parametrize("name", ["cross-entropy", "dpo", "grpo"])
+@pytest.mark.parametrize("budget", [None, 32 * 64 * 2], ids=["one-chunk", "several"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_dry_run_launches_what_a_step_does(
+    name: str, budget: int | None, dtype: torch.dtype, launched: set[Any], collected: set[Any]
+) -> None:
+    loss: Any = type(LOSSES[name]())(logits_budget=budget)
+    evaluate(loss, batch_of(loss, dtype, whole=budget is not None))
+    assert {key for key in launched if key[0] not in OF_THE_TARGET} == collected
+
+
+@pytest.mark.triton
+@pytest.mark.skipif(not backend.INTERPRETED, reason="records launches: runs with TRITON_INTERPRET=1")
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+def test_a_dry_run_with_the_fused_epilogue(
+    name: str, by_epilogue: None, monkeypatch: pytest.MonkeyPatch, launched: set[Any], collected: set[Any]
+) -> None:
+    monkeypatch.setattr("liger_chunked.engine.epilogue.SMALLEST", 0)
+    loss: Any = type(LOSSES[name]())(logits_budget=32 * 64 * 2)  # several chunks
+    evaluate(loss, batch_of(loss, torch.bfloat16, whole=True))
+    ours = {key for key in launched if key[0] not in OF_THE_TARGET}
+    assert "_project_kernel" in {key[0] for key in ours}
+    assert ours == collected
+
+
+@pytest.mark.triton
+@pytest.mark.skipif(not backend.INTERPRETED, reason="records launches: runs with TRITON_INTERPRET=1")
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_dry_run_of_statistics(
+    fused: bool, trains: bool, by_epilogue: None, monkeypatch: pytest.MonkeyPatch, launched: set[Any], collected: Any
+) -> None:
+    if fused:
+        monkeypatch.setattr("liger_chunked.engine.epilogue.SMALLEST", 0)
+        monkeypatch.setattr("liger_chunked.engine.epilogue.FEWEST_TILES", 1)
+    batch = batch_of(LigerFusedLinearCrossEntropyLoss(), torch.bfloat16)
+    weight = batch["weight"].requires_grad_(trains)
+    found = linear_token_stats(weight, batch["input"], batch["target"], outputs=("logps", "entropy"))
+    if trains:
+        assert found.logps is not None
+        found.logps.sum().backward()
+    ours = {key for key in launched if key[0] not in OF_THE_TARGET}
+    assert ("_project_kernel" in {key[0] for key in ours}) == fused
+    assert ours == collected
+
+
+def test_an_error_of_a_dry_run_is_not_one_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_ahead, "_applies", lambda x: not x.is_meta)
+    monkeypatch.setattr(compile_ahead, "_compiled", set())
+    asked: list[torch.device] = []
+
+    def refuse(device: torch.device) -> Any:
+        asked.append(device)
+        raise RuntimeError("no threads")
+
+    monkeypatch.setattr(compile_ahead, "compiled_together", refuse)
+    loss = LigerFusedLinearCrossEntropyLoss()
+    for _ in range(2):
+        evaluate(loss, batch_of(loss, torch.float32))
+    assert asked == [torch.device("cpu")]  # once for each kind
+
+
 COUNTED = """
 import torch, triton
 from liger_chunked import warmup
@@ -239,6 +347,46 @@ assert allocated < 65 << 20, allocated  # two streams' workspaces of cuBLAS, 32 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "token-stats"])
 def test_later_steps_compile_nothing(name: str, length: int, fresh_process: Any) -> None:
     fresh_process.run(COUNTED, name, str(length))
+
+
+TOGETHER = """
+import sys, torch, triton
+from liger_chunked.cli.bench import _batch
+from liger_chunked.cli.losses import LOSSES
+from liger_chunked.testing import Sizes, evaluate
+
+ahead, late = [], []
+def record(**call):
+    (ahead if call["is_manual_warmup"] else late).append(call["repr"])
+triton.knobs.runtime.jit_cache_hook = record
+name, length = sys.argv[1], int(sys.argv[2])
+loss = LOSSES[name]()
+batch = _batch(loss, Sizes(8, length, 2048, 151936, 2048), "cuda", torch.bfloat16)
+
+def step(ignored):
+    target = batch["target"].clone()
+    target[-1, length - ignored:] = -100  # later chunks start at the same tokens
+    evaluate(loss, batch | {"target": target})
+
+step(16)
+print(f"{len(ahead)} variants ahead, {len(late)} late: {late}")
+assert ahead
+assert all(name.startswith(("_survey_kernel", "_agrees_kernel")) for name in late), late
+ahead.clear(), late.clear()
+step(32)
+step(33)
+assert not ahead and not late, (ahead, late)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(launch.AsyncCompileMode is None, reason="Triton compiles in no threads")
+@pytest.mark.parametrize("length", [256, 2048], ids=["one-chunk", "several"])
+@pytest.mark.parametrize("name", ["cross-entropy", "dpo", "grpo"])
+def test_a_first_step_compiles_at_once(name: str, length: int, fresh_process: Any) -> None:
+    """A step compiles only the survey of the target by itself, and one of an odd number of tokens nothing."""
+    fresh_process.run(TOGETHER, name, str(length))
 
 
 STEP = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -375,6 +375,69 @@ def test_memory_of_launches_ends(kernel: launch.Kernel, monkeypatch: pytest.Monk
         kernel(**{**CALL, "numbers": (rows,)})
     assert kernel.kernel.launched == ["jitted", "jitted", "jitted", "compiled"]
     assert len(kernel.variants) == 1
+
+
+class CompilesAhead:
+    """Replaces a jitted function and Triton's mode of compilation in threads."""
+
+    def __init__(self, fails: tuple[int, ...] = ()) -> None:
+        self.fails = fails
+        self.asked: list[tuple[Any, ...]] = []
+        self.loaded: set[int] = set()
+        self.threads: set[int] = set()
+
+    def mode(self, executor: Any, *, ignore_errors: bool) -> CompilesAhead:
+        assert ignore_errors
+        self.executor, self.futures = executor, []
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        for future in self.futures:
+            future.exception()
+
+    def warmup(self, *arguments: Any, **options: Any) -> None:
+        n = len(self.asked)
+        self.asked.append((arguments, options))
+        self.futures.append(self.executor.submit(lambda: Loads(self, n)))
+
+
+class Loads(NamedTuple):
+    owner: CompilesAhead
+    n: int
+
+    @property
+    def run(self) -> None:
+        self.owner.threads.add(threading.get_ident())
+        if self.n in self.owner.fails:
+            raise RuntimeError("out of resources")
+        self.owner.loaded.add(self.n)
+
+
+def test_launches_on_meta_tensors_compile_in_threads(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = CompilesAhead(fails=(1,))
+    kernel.kernel = compiler
+    monkeypatch.setattr(launch, "AsyncCompileMode", compiler.mode)
+    entered: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
+    x, y = torch.empty(32, device="meta"), torch.empty(32, device="meta", dtype=torch.half)
+    device, seen = torch.device("cuda", 3), []
+    kernel((4, 1, 1), (x, None, y), (32, 1e-6, True, 128), 4)
+    assert not compiler.asked and not launch.is_collected()
+    with launch.compiled_together(device):
+        assert launch.is_collected()
+        seen.append(launch.META_DEVICE.get())
+        for n in (32, 48, 64):
+            kernel((4, 1, 1), (x, None, y), (n, 1e-6, True, 128), 4, 3)
+        assert not compiler.asked
+    arguments = (torch.float32, None, torch.half, 48, 1e-6, True, 128)
+    assert compiler.asked[1] == (arguments, {"grid": (4, 1, 1), "num_warps": 4, "num_stages": 3})
+    assert compiler.loaded == {0, 2}
+    assert threading.get_ident() not in compiler.threads
+    assert entered == [device] * 4 and seen == [device]
+    assert not launch.is_collected()
 
 
 class Compiled:

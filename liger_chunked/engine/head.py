@@ -107,6 +107,8 @@ class HeadPass:
         assert self._buffer is not None
         x, weight = along(x, tile.rows), along(self.head.weight, tile.vocab)
         logits = along(self._buffer, slice(0, x.shape[0] * weight.shape[0])).view(x.shape[0], weight.shape[0])
+        if logits.is_meta:
+            return logits  # a dry run, as in `accumulate`
         first, matrix = x, weight
         if u is not None:
             # The smaller term first: the buffer rounds it less.

@@ -13,6 +13,7 @@ from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.batch import Layout, at_temperature, lay_out
 from liger_chunked.engine.candidates import Candidates, check_candidates
 from liger_chunked.engine.checks import check_projection, check_target, check_temperature, compute_dtype
+from liger_chunked.engine.compile_ahead import compile_ahead
 from liger_chunked.engine.epilogue import StatisticsPass
 from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.engine.gradients import HeadGradients, Needs
@@ -47,6 +48,7 @@ def _tokens(plan: Plan, input: Tensor, u: Tensor | None) -> Tokens:
 
 
 StatsPass = HeadPass | StatisticsPass
+_NOTHING_NEEDED = Needs(False, False)
 
 
 def _make_pass(plan: Plan, given: HeadTensors) -> StatsPass:
@@ -56,7 +58,10 @@ def _make_pass(plan: Plan, given: HeadTensors) -> StatsPass:
     return plan.make_head_pass(head, None)
 
 
-def _statistics(plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None) -> tuple[StatsPass, TokenStats]:
+def _statistics(
+    plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None, needs: Needs = _NOTHING_NEEDED
+) -> tuple[StatsPass, TokenStats]:
+    compile_ahead(_dry_run, plan, input, given, u, needs)
     head_pass = _make_pass(plan, given)
     with gemms(input.device, plan.dtype):
         stats = head_pass.statistics(_tokens(plan, input, u))
@@ -70,6 +75,36 @@ def _statistics(plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None)
         places = of_ids.new_zeros(plan.layout.mask.numel(), of_ids.shape[1])
         of_ids = places.index_copy_(0, plan.layout.slots, of_ids)
     return head_pass, dense._replace(candidate_logps=of_ids)
+
+
+def _run_backward(
+    head_pass: StatsPass,
+    plan: Plan,
+    given: HeadTensors,
+    input: Tensor,
+    u: Tensor | None,
+    needs: Needs,
+    gradients: dict[str, Tensor],
+) -> tuple[Tensor | None, ...]:
+    flat, flat_u = input.reshape(-1, input.shape[-1]), None if u is None else u.reshape(-1, u.shape[-1])
+    grads = head_pass.grads = HeadGradients(
+        plan.layout, flat, given, plan.dtype, needs, plan.n_contributions, flat_u, scattered=plan.scattered
+    )
+    if plan.layout.n_valid:
+        with gemms(input.device, plan.dtype):
+            head_pass.backward(_tokens(plan, input, u), gradients)
+    head_pass.release()
+    return grads.finish()
+
+
+def _dry_run(plan: Plan, input: Tensor, given: HeadTensors, u: Tensor | None, needs: Needs) -> None:
+    """Run forward and backward on meta tensors, as if a loss used log-probabilities alone, if these are computed."""
+    head_pass, stats = _statistics(plan, given, input, u)
+    if True in needs:
+        head_pass.restore(head_pass.keep(), plan.layout.temperature)
+        names = ("logps",) if "logps" in plan.outputs else DIFFERENTIABLE
+        gradients = {name: g for name in names if (g := getattr(stats, name)) is not None}
+        _run_backward(head_pass, plan, given, input, u, needs, gradients)
 
 
 def _tensors_of(plan: Plan) -> tuple[Tensor | None, ...]:
@@ -118,7 +153,8 @@ class _LinearTokenStats(torch.autograd.Function):
         plan: Plan,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        head_pass, dense = _statistics(plan, HeadTensors(weight, bias, up, plan.shard), input, u)
+        needs = Needs(*ctx.needs_input_grad[:5])
+        head_pass, dense = _statistics(plan, HeadTensors(weight, bias, up, plan.shard), input, u, needs)
         kept = head_pass.keep()
         ctx.n_kept = len(kept)
         of_plan = _tensors_of(plan)
@@ -162,16 +198,8 @@ class _LinearTokenStats(torch.autograd.Function):
             return g.to(accumulation_dtype(plan.dtype)).contiguous()
 
         gradients = {name: compact(name, g) for name, g in zip(ctx.returned, upstream, strict=True) if g is not None}
-        flat, needs = input.reshape(-1, input.shape[-1]), Needs(*ctx.needs_input_grad[:5])
-        flat_u = None if u is None else u.reshape(-1, u.shape[-1])
-        grads = head_pass.grads = HeadGradients(
-            layout, flat, given, plan.dtype, needs, plan.n_contributions, flat_u, scattered=plan.scattered
-        )
-        if layout.n_valid:
-            with gemms(input.device, plan.dtype):
-                head_pass.backward(_tokens(plan, input, u), gradients)
-        head_pass.release()
-        found = zip(grads.finish(), (input, weight, bias, u, up), strict=True)
+        grads = _run_backward(head_pass, plan, given, input, u, Needs(*ctx.needs_input_grad[:5]), gradients)
+        found = zip(grads, (input, weight, bias, u, up), strict=True)
         return *(None if g is None else g.view(x.shape).to(x.dtype) for g, x in found), None
 
 

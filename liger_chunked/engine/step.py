@@ -15,6 +15,7 @@ from torch import Tensor
 from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.batch import Chunk, Layout, along
 from liger_chunked.engine.checks import check_graph, compute_dtype
+from liger_chunked.engine.compile_ahead import compile_ahead
 from liger_chunked.engine.gradients import HeadGradients, Needs
 from liger_chunked.engine.head import Pass, Tokens
 from liger_chunked.engine.hooks import isolated
@@ -78,6 +79,8 @@ class Step:
         self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
         plan, layout, objective = self.plan, self.plan.layout, self.objective
+        if self.make_pass == plan.make_pass:
+            compile_ahead(_dry_run, plan, input, head, u, needs)
         flat, flat_u = input.reshape(-1, input.shape[-1]), None if u is None else u.reshape(-1, u.shape[-1])
         grads = None
         if True in needs:
@@ -155,6 +158,24 @@ class Step:
             )
         by_name = {name: layout.compact(g, chunk) for name, g in reached.items()}
         return dense, loss, by_name
+
+
+class _EveryStatistic(LinearObjective):
+    """Any loss of a plan's statistics, for a dry run."""
+
+    def __init__(self, differentiates: tuple[str, ...]) -> None:
+        self.differentiates = differentiates
+
+    def loss(self, values: TokenStats) -> Tensor:
+        return next(f for f in values if f is not None).sum()
+
+    def gradients(self, values: TokenStats) -> dict[str, Tensor]:
+        return {name: torch.empty_like(getattr(values, name)) for name in self.differentiates}
+
+
+def _dry_run(plan: Plan, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs) -> None:
+    loss, _, grads = Step(plan, _EveryStatistic(plan.differentiates), plan.make_pass).run(input, head, u, needs)
+    scale_([g for g in grads if g is not None], loss)
 
 
 def graph_is_retained() -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.operands import plain
+from liger_chunked.kernels.tuning import META_DEVICE
 from liger_chunked.kernels.tuning.generic import TORCH_BLOCK, TORCH_BLOCK_DEFAULT
 
 try:
@@ -57,8 +58,12 @@ PTX = tl is not None and tl.constexpr(torch.version.cuda is not None and not INT
 REACH = 30.0 if tl is None else tl.constexpr(30.0)
 
 
+# Differs from chunk to chunk: Triton compiles one variant for all values.
+NUMBER_OF_TOKENS = "n_tokens"
+
+
 def jit(function: Callable[..., Any]) -> Any:
-    return function if triton is None else triton.jit(function)
+    return function if triton is None else triton.jit(function, do_not_specialize=[NUMBER_OF_TOKENS])
 
 
 def use_triton(x: Tensor) -> bool:
@@ -222,8 +227,12 @@ def block_size(n: int, most: int) -> int:
     return most if n >= most else 1 << (n - 1).bit_length()
 
 
-@functools.cache
 def processors(device: torch.device) -> int:
+    return _processors(META_DEVICE.get(device) if device.type == "meta" else device)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     if device.type == "xpu":

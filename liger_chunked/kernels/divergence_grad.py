@@ -38,12 +38,12 @@ def _divergence_grad_kernel(
     z_ptr, z_stride, t_ptr, t_stride, dz_ptr, dz_stride, target_ptr, g_divergence_ptr, g_logps_ptr,
     centre_ptr, sum_exp_ptr, log_sum_ptr, hard_sum_exp_ptr, teacher_centre_ptr, teacher_sum_exp_ptr,
     teacher_log_sum_ptr, slope_ptr, other_slope_ptr,
-    n_rows, n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
+    n_tokens, n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     beta, one_minus_beta, even, on_student, on_ratio,
     KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
 ):  # fmt: skip
     row = grid_row()
-    if row >= n_rows:
+    if row >= n_tokens:
         return
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols
@@ -123,7 +123,7 @@ def _divergence_grad_triton_(
             target_ptr=target,
             g_divergence_ptr=g_divergence.contiguous(),
             g_logps_ptr=None if g_logps is None else g_logps.contiguous(),
-            n_rows=n,
+            n_tokens=n,
             **mixture_arguments(divergence or Divergence("tvd"), student.dtype),
             KIND="tail" if divergence is None else divergence.kind,
         )

@@ -5,13 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import INTERPRETED, TensorDescriptor, has_own_memory, jit
+from liger_chunked.kernels.tuning import META_DEVICE
 from liger_chunked.kernels.tuning.generic import REMEMBERED
 from liger_chunked.types import described
 
@@ -20,6 +26,10 @@ try:
     from triton.runtime import driver
 except ImportError:
     hooks = driver = None
+try:
+    from triton import AsyncCompileMode
+except ImportError:
+    AsyncCompileMode = None
 
 # A query would initialize CUDA on import.
 _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
@@ -28,6 +38,57 @@ _REMEMBERS = torch.version.cuda is not None and not INTERPRETED and hooks is not
 _MOST_REMEMBERED = REMEMBERED
 # Run function, handle, launch options, getter of a current stream.
 _Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
+
+
+_collected: ContextVar[list[tuple[Kernel, tuple[Any, ...]]] | None] = ContextVar("_collected", default=None)
+
+
+@contextmanager
+def compiled_together(device: torch.device) -> Iterator[None]:
+    """Compile the kernels that the block launches on meta tensors, in threads: they stand for tensors on `device`.
+
+    A kernel that does not compile raises at its launch.
+    """
+    launches: list[tuple[Kernel, tuple[Any, ...]]] = []
+    token, of_device = _collected.set(launches), META_DEVICE.set(device)
+    try:
+        yield
+    finally:
+        _collected.reset(token)
+        META_DEVICE.reset(of_device)
+    if AsyncCompileMode is None or not launches:
+        return
+    launches.sort(key=lambda launch: not launch[1][-1])  # products, which have descriptors, take longest
+    n_threads = min(len(launches), os.cpu_count() or 1)
+    with (
+        torch.cuda.device(device),
+        ThreadPoolExecutor(n_threads) as threads,
+        AsyncCompileMode(_Compiler(threads, device), ignore_errors=True),
+    ):
+        for kernel, call in launches:
+            kernel._compile(*call)
+
+
+def is_collected() -> bool:
+    """Whether launches on meta tensors are for `compiled_together`."""
+    return _collected.get() is not None
+
+
+@dataclass(frozen=True)
+class _Compiler:
+    """An executor that also loads what it compiles."""
+
+    threads: ThreadPoolExecutor
+    device: torch.device
+
+    def submit(self, compile: Callable[[], Any]) -> Future[Any]:
+        def run() -> Any:
+            with torch.cuda.device(self.device):
+                compiled = compile()
+                _ = compiled.run  # builds the launcher with gcc
+                return compiled
+
+        return self.threads.submit(run)
 
 
 def _readable(x: Tensor, strided: bool) -> bool:
@@ -55,7 +116,8 @@ class Kernel:
     - `*_ptr`: tensors on one device or in pinned memory, or None (not the first), without gaps or repetitions. With a
       parameter `<name>_stride` or `<name>_<dimension>_stride`, only the last dimension must be contiguous.
     - `*_desc`: tensor descriptors or None.
-    - Numbers, also compile-time constants, each of one Python type, because 1 equals 1.0 and True.
+    - Numbers, also compile-time constants, each of one Python type, because 1 equals 1.0 and True. Triton compiles
+      variants for 1 and for multiples of 16, but not of `n_tokens`.
 
     Equal numbers and dtypes, with 16-byte aligned tensors, share a variant. Cached launches use Triton's private
     interface, which a kernel's second equal launch checks. If the check fails, or a hook or
@@ -106,9 +168,12 @@ class Kernel:
         num_stages: int | None = None,
         descriptors: tuple[TensorDescriptor | None, ...] = (),
     ) -> None:
-        if tensors[0].is_meta:  # type: ignore[union-attr]
-            return
         call = grid, tensors, numbers, num_warps, num_stages, descriptors
+        if tensors[0].is_meta:  # type: ignore[union-attr]
+            launches = _collected.get()
+            if launches is not None:
+                launches.append((self, call))
+            return
         device = tensors[0].get_device()  # type: ignore[union-attr]
         if _HAS_CURRENT_DEVICE and device != torch.cuda.current_device():
             with torch.cuda.device(device):
@@ -229,5 +294,23 @@ class Kernel:
                 raise ValueError(f"{name} has no memory that a kernel could read: {described(x)}")
             if not _readable(x, strided):
                 raise ValueError(f"{name} has strides {x.stride()}, which the kernel does not support")
-        options = {"num_warps": num_warps} if num_stages is None else {"num_warps": num_warps, "num_stages": num_stages}
+        options = _options(num_warps, num_stages)
         return self.kernel[grid](*self._in_order((*tensors, *numbers, *descriptors)), **options)
+
+    def _compile(
+        self,
+        grid: tuple[int, int, int],
+        tensors: Sequence[Tensor | None],
+        numbers: tuple[Any, ...],
+        num_warps: int,
+        num_stages: int | None,
+        descriptors: tuple[TensorDescriptor | None, ...],
+    ) -> None:
+        """Compile the variant of a launch on meta tensors; a dtype stands for an aligned tensor."""
+        dtypes = (None if x is None else x.dtype for x in tensors)
+        arguments = self._in_order((*dtypes, *numbers, *descriptors))
+        self.kernel.warmup(*arguments, grid=grid, **_options(num_warps, num_stages))
+
+
+def _options(num_warps: int, num_stages: int | None) -> dict[str, int]:
+    return {"num_warps": num_warps} if num_stages is None else {"num_warps": num_warps, "num_stages": num_stages}

@@ -55,11 +55,11 @@ class LogitsCotangents(NamedTuple):
 def _logits_grad_kernel(
     logits_ptr, grad_ptr, target_ptr, class_weight_ptr,
     max_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, mean_logits_ptr, entropy_value_ptr, temperature_ptr,
-    logits_stride, grad_stride, vocab_start, n_rows, n_cols, inv_vocab, scale, softcap, inv_temperature,
+    logits_stride, grad_stride, vocab_start, n_tokens, n_cols, inv_vocab, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     row = grid_row()
-    if row >= n_rows:
+    if row >= n_tokens:
         return
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import TensorDescriptor, block_size, factor, jit, log1p, processors, tl
-from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.launch import Kernel, is_collected
 from liger_chunked.kernels.transform import load_block
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.kernels.tuning.hopper import REDUCE_WARPS, REDUCED, Tiling
@@ -104,13 +104,13 @@ def _write_halves(
 @jit
 def _write_block(
     acc, exp_desc, row_block, col_block, target_ptr, centre_ptr, rest_ptr, moment_ptr,
-    n_rows, n_cols, scale, ROWS: tl.constexpr, COLS: tl.constexpr,
+    n_tokens, part_stride, n_cols, scale, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     first_row = row_block * ROWS
     first_col = col_block * COLS
     rows = first_row + tl.arange(0, ROWS)
-    inside = rows < n_rows
-    part = col_block * n_rows + rows  # 128 times fewer than logits: fits 32 bits
+    inside = rows < n_tokens
+    part = col_block * part_stride + rows  # 128 times fewer than logits: fits 32 bits
     target = tl.load(target_ptr + rows, mask=inside, other=-1).to(tl.int32)
     centre = tl.load(centre_ptr + rows, mask=inside, other=0.0) * LOG2_E
     scale = scale * LOG2_E
@@ -126,19 +126,18 @@ def _write_block(
             acc, exp_desc, first_row, first_col, target, centre, n_cols, scale,
             ROWS, COLS, False, moment_ptr is not None,
         )  # fmt: skip
-    tl.store(rest_ptr + part, rest, mask=inside)
+    tl.store(rest_ptr + part, rest)
     if moment_ptr is not None:
-        tl.store(moment_ptr + part, moment, mask=inside)
+        tl.store(moment_ptr + part, moment)
 
 
 @Kernel
 def _project_kernel(
-    x_desc, w_desc, exp_desc, target_ptr, centre_ptr, rest_ptr, moment_ptr, n_rows, n_cols, hidden, scale,
-    ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    x_desc, w_desc, exp_desc, target_ptr, centre_ptr, rest_ptr, moment_ptr, n_tokens, part_stride, n_cols, hidden,
+    scale, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     # One loop over tiles and H: a tile's epilogue overlaps the next loads.
-    row_blocks = tl.cdiv(n_rows, ROWS)
+    row_blocks = tl.cdiv(n_tokens, ROWS)
     col_blocks = tl.cdiv(n_cols, COLS)
     group_size = GROUP * col_blocks
     for block in tl.range(tl.program_id(0), row_blocks * col_blocks, PROGRAMS, flatten=True):
@@ -146,27 +145,27 @@ def _project_kernel(
         acc = _product(x_desc, w_desc, row_block, col_block, hidden, ROWS, COLS, INNER)
         _write_block(
             acc, exp_desc, row_block, col_block, target_ptr, centre_ptr, rest_ptr, moment_ptr,
-            n_rows, n_cols, scale, ROWS, COLS,
+            n_tokens, part_stride, n_cols, scale, ROWS, COLS,
         )  # fmt: skip
 
 
 @jit
-def _out_of_reach(sum_exp_ptr, rows, n_rows):
+def _out_of_reach(sum_exp_ptr, rows, n_tokens):
     """Return 1 for NaN or rows far above their centre."""
-    sum_exp = tl.load(sum_exp_ptr + rows, mask=rows < n_rows, other=1.0)
+    sum_exp = tl.load(sum_exp_ptr + rows, mask=rows < n_tokens, other=1.0)
     return tl.where(sum_exp <= LARGEST_SUM, 0, 1)
 
 
 @Kernel
 def _rescue_kernel(
-    x_desc, w_desc, exp_desc, target_ptr, centre_ptr, rest_ptr, moment_ptr, n_rows, n_cols, hidden, scale,
-    sum_exp_ptr,
+    x_desc, w_desc, exp_desc, target_ptr, centre_ptr, rest_ptr, moment_ptr, n_tokens, part_stride, n_cols, hidden,
+    scale, sum_exp_ptr,
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, RAISE: tl.constexpr,
 ):  # fmt: skip
     # RAISE lost rows' centres to maxima, or write their blocks again.
     row_block = tl.program_id(0)
     rows = row_block * ROWS + tl.arange(0, ROWS)
-    lost = _out_of_reach(sum_exp_ptr, rows, n_rows)
+    lost = _out_of_reach(sum_exp_ptr, rows, n_tokens)
     if tl.max(lost, axis=0) == 0:
         return
     for col_block in tl.range(tl.program_id(1), tl.cdiv(n_cols, COLS), tl.num_programs(1)):
@@ -179,7 +178,7 @@ def _rescue_kernel(
         else:
             _write_block(
                 acc, exp_desc, row_block, col_block, target_ptr, centre_ptr, rest_ptr, moment_ptr,
-                n_rows, n_cols, scale, ROWS, COLS,
+                n_tokens, part_stride, n_cols, scale, ROWS, COLS,
             )  # fmt: skip
 
 
@@ -207,30 +206,31 @@ def _centre_kernel(
 
 
 @jit
-def _sum_parts(part_ptr, rows, n_rows, n_parts, ROWS: tl.constexpr, PARTS: tl.constexpr):
+def _sum_parts(part_ptr, rows, part_stride, n_parts, ROWS: tl.constexpr, PARTS: tl.constexpr):
     total = tl.zeros((PARTS, ROWS), tl.float32)
     for start in range(0, n_parts, PARTS):
         part = start + tl.arange(0, PARTS)
-        mask = (part < n_parts)[:, None] & (rows < n_rows)[None, :]
-        total += tl.load(part_ptr + part[:, None] * n_rows + rows[None, :], mask=mask, other=0.0)
+        total += tl.load(
+            part_ptr + part[:, None] * part_stride + rows[None, :], mask=(part < n_parts)[:, None], other=0.0
+        )
     return tl.sum(total, axis=0)
 
 
 @Kernel
 def _reduce_kernel(
     rest_part_ptr, moment_part_ptr, centre_ptr, target_logit_ptr,
-    rest_ptr, target_exp_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, n_rows, n_parts,
+    rest_ptr, target_exp_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, n_tokens, part_stride, n_parts,
     ROWS: tl.constexpr, PARTS: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < n_rows
+    inside = rows < n_tokens
     if AGAIN:
-        if tl.max(_out_of_reach(sum_exp_ptr, rows, n_rows), axis=0) == 0:
+        if tl.max(_out_of_reach(sum_exp_ptr, rows, n_tokens), axis=0) == 0:
             return
     centre = tl.load(centre_ptr + rows, mask=inside, other=0.0)
     below = tl.load(target_logit_ptr + rows, mask=inside, other=0.0) - centre
     e = tl.exp2(below * LOG2_E)
-    rest = _sum_parts(rest_part_ptr, rows, n_rows, n_parts, ROWS, PARTS)
+    rest = _sum_parts(rest_part_ptr, rows, part_stride, n_parts, ROWS, PARTS)
     sum_exp = rest + e
     log_sum = tl.log(sum_exp)
     tl.store(rest_ptr + rows, rest, mask=inside)
@@ -243,7 +243,7 @@ def _reduce_kernel(
     if lse_ptr is not None:
         tl.store(lse_ptr + rows, centre + log_sum, mask=inside)
     if entropy_ptr is not None:
-        moment = _sum_parts(moment_part_ptr, rows, n_rows, n_parts, ROWS, PARTS) * LOG_2
+        moment = _sum_parts(moment_part_ptr, rows, part_stride, n_parts, ROWS, PARTS) * LOG_2
         moment += tl.where(e == 0.0, 0.0, e * below)
         entropy = log_sum - moment / sum_exp
         tl.store(entropy_ptr + rows, tl.where(entropy < 0.0, 0.0, entropy), mask=inside)  # keeps NaN
@@ -281,9 +281,11 @@ def project_exp(
     # One allocation, padded for alignment: the GPU waits for the host.
     centre, rest, target_exp, sum_exp, target_logit = buffer(5, -(-n // 4) * 4)[:, :n].unbind()
     exponentials = Exponentials(out, centre, rest, target_exp, sum_exp)
-    parts = buffer(n_parts, n)
-    moments = None if stats.entropy is None else buffer(n_parts, n)
-    if x.is_meta:  # descriptors need memory
+    row_blocks = -(-n // tiling.rows)
+    part_stride = row_blocks * tiling.rows  # padded: no masks, and vector loads for every n
+    parts = buffer(n_parts, part_stride)
+    moments = None if stats.entropy is None else buffer(n_parts, part_stride)
+    if x.is_meta and not is_collected():
         return exponentials, stats
     most, num_warps = TUNING[x.device].hidden
     _centre_kernel(
@@ -292,10 +294,9 @@ def project_exp(
         (x.stride(0), weight.stride(0), vocab_size, hidden, scale, block_size(hidden, most)),
         num_warps,
     )
-    row_blocks = -(-n // tiling.rows)
     programs = min(tiling.programs * processors(x.device), row_blocks * n_parts)
     tensors = target, centre, parts, moments
-    sizes = n, vocab_size, hidden, scale
+    sizes = n, part_stride, vocab_size, hidden, scale
     blocks = tiling.rows, tiling.cols, tiling.inner
     launch = tiling.num_warps, tiling.stages
     descriptors = (
@@ -309,7 +310,7 @@ def project_exp(
         _reduce_kernel(
             (-(-n // REDUCED[0]), 1, 1),
             (parts, moments, centre, target_logit, rest, target_exp, sum_exp, stats.logps, stats.lse, stats.entropy),
-            (n, n_parts, *REDUCED, again),
+            (n, part_stride, n_parts, *REDUCED, again),
             REDUCE_WARPS,
         )
 

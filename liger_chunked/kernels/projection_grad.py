@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import TensorDescriptor, jit, processors, tl
-from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.launch import Kernel, is_collected
 from liger_chunked.kernels.projection import LOG2_E, LOG_2, Exponentials, _halves, _place, _product
 from liger_chunked.kernels.tuning.hopper import GRADIENT_ROWS, Tiling
 
@@ -39,11 +39,11 @@ class RowFactors(NamedTuple):
 @Kernel
 def _row_factors_kernel(
     centre_ptr, rest_ptr, target_exp_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, mean_logits_ptr,
-    entropy_value_ptr, others_ptr, target_ptr, slope_ptr, every_ptr, n_rows, scale, scale_over_vocab,
+    entropy_value_ptr, others_ptr, target_ptr, slope_ptr, every_ptr, n_tokens, scale, scale_over_vocab,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = rows < n_rows
+    inside = rows < n_tokens
     sum_exp = tl.load(sum_exp_ptr + rows, mask=inside, other=1.0)
     target_exp = tl.load(target_exp_ptr + rows, mask=inside, other=1.0)
     p = target_exp / sum_exp
@@ -116,11 +116,11 @@ def _gradient(
 @Kernel
 def _project_grad_kernel(
     x_desc, w_desc, grad_desc, target_ptr, centre_ptr, others_ptr, at_target_ptr, slope_ptr, every_ptr,
-    n_rows, n_cols, hidden, vocab_start, scale,
+    n_tokens, n_cols, hidden, vocab_start, scale,
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     # As in `project_exp`.
-    row_blocks = tl.cdiv(n_rows, ROWS)
+    row_blocks = tl.cdiv(n_tokens, ROWS)
     col_blocks = tl.cdiv(n_cols, COLS)
     group_size = GROUP * col_blocks
     for block in tl.range(tl.program_id(0), row_blocks * col_blocks, PROGRAMS, flatten=True):
@@ -129,7 +129,7 @@ def _project_grad_kernel(
         first_row = row_block * ROWS
         first_col = col_block * COLS
         rows = first_row + tl.arange(0, ROWS)
-        inside = rows < n_rows
+        inside = rows < n_tokens
         local = (tl.load(target_ptr + rows, mask=inside, other=-1) - vocab_start).to(tl.int32)
         centre = tl.load(centre_ptr + rows, mask=inside, other=0.0) * LOG2_E
         others = tl.load(others_ptr + rows, mask=inside, other=0.0)
@@ -177,7 +177,7 @@ def project_grad(
     """
     n, hidden = x.shape
     n_cols = weight.shape[0]
-    if x.is_meta:  # descriptors need memory
+    if x.is_meta and not is_collected():
         return out
     tiling = tiling or Tiling.of(hidden)
     blocks = -(-n // tiling.rows) * -(-n_cols // tiling.cols)

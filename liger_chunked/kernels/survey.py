@@ -36,13 +36,13 @@ def _store_summary(summary_ptr, n_blocks, count, lowest, highest):
 
 
 @Kernel
-def _survey_kernel(target_ptr, mask_ptr, summary_ptr, on_host_ptr, n_cols, ignore_index, BLOCK: tl.constexpr):
+def _survey_kernel(target_ptr, mask_ptr, summary_ptr, on_host_ptr, n_tokens, ignore_index, BLOCK: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols = part * BLOCK + tl.arange(0, BLOCK)
-    inside = cols < n_cols
-    target = tl.load(target_ptr + row * n_cols + cols, mask=inside, other=ignore_index)
+    inside = cols < n_tokens
+    target = tl.load(target_ptr + row * n_tokens + cols, mask=inside, other=ignore_index)
     valid = target != ignore_index
-    tl.store(mask_ptr + row * n_cols + cols, valid, mask=inside)
+    tl.store(mask_ptr + row * n_tokens + cols, valid, mask=inside)
     target = tl.where(valid, target, 0)
     n_blocks = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     block = row * tl.num_programs(1) + part
@@ -85,7 +85,8 @@ def survey(target: Tensor, ignore_index: int, to_read: bool = True) -> Survey:
 
 @Kernel
 def _agrees_kernel(
-    summary_ptr, counts_ptr, agrees_ptr, n_rows, n_blocks, total, vocab_size, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+    summary_ptr, counts_ptr, agrees_ptr, n_rows, n_blocks, n_tokens, vocab_size,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     within = tl.full((ROWS, BLOCKS), 1, tl.int32)
     same = tl.full([ROWS], 1, tl.int32)
@@ -105,7 +106,7 @@ def _agrees_kernel(
             same &= (counts == tl.load(counts_ptr + rows, mask=rows < n_rows, other=0)).to(tl.int32)
         counted += counts
     if counts_ptr is None:
-        same &= (tl.sum(counted, axis=0) == total).to(tl.int32)
+        same &= (tl.sum(counted, axis=0) == n_tokens).to(tl.int32)
     tl.store(agrees_ptr, tl.min(tl.min(within, axis=1), axis=0) != 0)
     tl.store(agrees_ptr + 1, tl.min(same, axis=0) != 0)
 
@@ -130,7 +131,7 @@ def agrees(summary: Tensor, counts: Tensor | int, vocab_size: int) -> tuple[Tens
 
 
 @Kernel
-def _top_k_kernel(logps_ptr, ids_ptr, summary_ptr, n_rows, k, BLOCK: tl.constexpr):
+def _top_k_kernel(logps_ptr, ids_ptr, summary_ptr, n_tokens, k, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logps_ptr += row * k
     ids_ptr += row * k
@@ -159,10 +160,10 @@ def _top_k_kernel(logps_ptr, ids_ptr, summary_ptr, n_rows, k, BLOCK: tl.constexp
             twice |= tl.max((same & (other[None, :] < entry[:, None])).to(tl.int32), axis=1)
     summary_ptr += row
     tl.store(summary_ptr, ~tl.min(lowest, axis=0))
-    tl.store(summary_ptr + n_rows, tl.max(highest, axis=0))
-    tl.store(summary_ptr + 2 * n_rows, tl.max(twice, axis=0).to(tl.int64))
-    tl.store(summary_ptr + 3 * n_rows, tl.max(positive, axis=0).to(tl.int64))
-    tl.store(summary_ptr + 4 * n_rows, 1 - tl.max(present, axis=0).to(tl.int64))
+    tl.store(summary_ptr + n_tokens, tl.max(highest, axis=0))
+    tl.store(summary_ptr + 2 * n_tokens, tl.max(twice, axis=0).to(tl.int64))
+    tl.store(summary_ptr + 3 * n_tokens, tl.max(positive, axis=0).to(tl.int64))
+    tl.store(summary_ptr + 4 * n_tokens, 1 - tl.max(present, axis=0).to(tl.int64))
 
 
 def _survey_top_k_triton(logps: Tensor, ids: Tensor) -> Tensor:
@@ -172,7 +173,7 @@ def _survey_top_k_triton(logps: Tensor, ids: Tensor) -> Tensor:
         logps_ptr=logps.contiguous(),
         ids_ptr=ids.contiguous(),
         summary_ptr=summary,
-        n_rows=n,
+        n_tokens=n,
         k=k,
         BLOCK=block_size(k, TUNING[ids.device].survey_top_k_block),
     )

@@ -123,17 +123,17 @@ def add_target_rows_of_weight(product: Tensor, weight: Tensor, target: Tensor, s
 
 @Kernel
 def _order_kernel(
-    target_ptr, order_ptr, start_ptr, length_ptr, n_rows, ROWS: tl.constexpr, COLS: tl.constexpr
+    target_ptr, order_ptr, start_ptr, length_ptr, n_tokens, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < n_rows
+    inside = row < n_tokens
     target = tl.load(target_ptr + row, mask=inside, other=-1).to(tl.int32)[:, None]
     lower = tl.zeros([ROWS, COLS], tl.int32)
     earlier = tl.zeros([ROWS, COLS], tl.int32)
     equal = tl.zeros([ROWS, COLS], tl.int32)
-    for start in range(0, n_rows, COLS):
+    for start in range(0, n_tokens, COLS):
         other = start + tl.arange(0, COLS)
-        others = tl.load(target_ptr + other, mask=other < n_rows, other=2147483647).to(tl.int32)[None, :]
+        others = tl.load(target_ptr + other, mask=other < n_tokens, other=2147483647).to(tl.int32)[None, :]
         lower += (others < target).to(tl.int32)
         same = others == target
         equal += same.to(tl.int32)
@@ -147,12 +147,12 @@ def _order_kernel(
 
 @Kernel
 def _target_rows_kernel(
-    grad_ptr, grad_stride, x_ptr, x_stride, scale_ptr, target_ptr, order_ptr, start_ptr, length_ptr, n_rows, hidden,
+    grad_ptr, grad_stride, x_ptr, x_stride, scale_ptr, target_ptr, order_ptr, start_ptr, length_ptr, n_tokens, hidden,
     RUN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # A target's first token adds them all.
     row = grid_row()
-    if row >= n_rows:
+    if row >= n_tokens:
         return
     length = tl.load(length_ptr + row)
     if length == 0:
@@ -216,7 +216,7 @@ def add_target_rows_(grad: Tensor, target: Tensor, found: Occurrences, scale: Te
         order_ptr=found.order,
         start_ptr=found.start,
         length_ptr=found.length,
-        n_rows=n,
+        n_tokens=n,
         hidden=hidden,
         RUN=hopper.TARGET_RUN,
         BLOCK=block,

@@ -1,0 +1,81 @@
+"""Compile the kernels of a new kind of step at the same time. One after another takes seconds, at the first step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_chunked.engine.batch import Chunk, Layout
+from liger_chunked.engine.gradients import Needs
+from liger_chunked.engine.plan import Plan
+from liger_chunked.kernels.backend import INTERPRETED
+from liger_chunked.kernels.launch import compiled_together
+from liger_chunked.types import HeadTensors
+
+_compiled: set[Hashable] = set()
+# Launches all kernels of a step on meta tensors.
+DryRun = Callable[[Plan, Tensor, HeadTensors, Tensor | None, Needs], object]
+
+
+def _applies(input: Tensor) -> bool:
+    # AMD's variants depend on sizes of tensors too.
+    return input.is_cuda and torch.version.cuda is not None and not INTERPRETED
+
+
+def compile_ahead(
+    dry_run: DryRun, plan: Plan, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
+) -> None:
+    """Compile what `dry_run` launches for the first chunk, once for each kind of step on a GPU.
+
+    A wrong guess costs only time: the step compiles what it needs, as do steps on shards or with a teacher.
+    """
+    if not _applies(input):
+        return
+    layout, weight = plan.layout, head.weight
+    kind = (
+        dry_run, plan.by_epilogue, plan.dtype, plan.outputs, plan.differentiates, plan.options.logits_dtype, needs,
+        input.device, input.dtype, weight.dtype, weight.shape, None if u is None else u.shape[-1], head.bias is None,
+        plan.class_weight is None, layout.rows is None, layout.temperature is None, len(plan.tiles[0]) > 1,
+    )  # fmt: skip
+    if kind in _compiled or not layout.n_valid or (input.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    _compiled.add(kind)
+    if plan.shard is not None or plan.filter is not None or plan.candidates is not None or type(layout) is not Layout:
+        return
+    try:
+        with torch.no_grad(), compiled_together(input.device):
+            dry_run(_first_chunk(plan), _meta(input), HeadTensors(*map(_meta, head[:3])), _meta(u), needs)
+    except Exception:  # the launch raises its own
+        pass
+
+
+def _first_chunk(plan: Plan) -> Plan:
+    """Return a plan of the first chunk alone, on meta tensors."""
+    rows = slice(0, plan.chunks[0].rows.stop)
+    given = plan.layout
+    layout = Layout(
+        shape=(rows.stop,),
+        target=_meta(given.target[rows]),
+        rows=None if given.rows is None else _meta(given.rows[rows]),
+        slots=None,
+        mask=torch.empty(rows.stop, dtype=torch.bool, device="meta"),
+        lengths=None,
+        side_lengths=None,
+        group_lengths=None,
+        temperature=None if given.temperature is None else _meta(given.temperature[rows]),
+    )
+    return dataclasses.replace(
+        plan,
+        layout=layout,
+        chunks=[Chunk(rows, rows)],
+        tiles=plan.tiles[:1],
+        class_weight=_meta(plan.class_weight),
+    )
+
+
+def _meta(x: Any) -> Any:
+    return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
