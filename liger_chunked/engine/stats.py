@@ -13,7 +13,7 @@ from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.batch import Layout, at_temperature, lay_out
 from liger_chunked.engine.candidates import Candidates, check_candidates
 from liger_chunked.engine.checks import check_projection, check_target, check_temperature, compute_dtype
-from liger_chunked.engine.epilogue import StatisticsPass
+from liger_chunked.engine.epilogue import StatisticsPass, readable
 from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.engine.gradients import HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass, Tokens
@@ -52,7 +52,7 @@ StatsPass = HeadPass | StatisticsPass
 def _make_pass(plan: Plan, given: HeadTensors) -> StatsPass:
     head = given.to(plan.dtype)
     if plan.by_epilogue:
-        return StatisticsPass(head, plan.options, plan.outputs, plan.largest_tile)
+        return StatisticsPass(readable(head), plan.options, plan.outputs, plan.largest_tile)
     return plan.make_head_pass(head, None)
 
 
