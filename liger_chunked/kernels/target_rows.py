@@ -82,14 +82,14 @@ def _input_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
-    is_here = target >= 0
+    of_weight = tl.where(target < 0, 0, hidden)
     others_scale = tl.load(others_scale_ptr + row)
     target_scale = tl.load(target_scale_ptr + row)
     for start in range(0, hidden, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         inside = cols < hidden
         product = tl.load(product_ptr + row * hidden + cols, mask=inside)
-        w = tl.load(w_ptr + target * w_stride + cols, mask=inside & is_here, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + target * w_stride + cols, mask=cols < of_weight, other=0.0).to(tl.float32)
         dx = others_scale * product + target_scale * w
         tl.store(out_ptr + row * out_stride + cols, dx.to(out_ptr.dtype.element_ty), mask=inside)
 
