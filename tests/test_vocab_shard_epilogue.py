@@ -257,6 +257,23 @@ def contracts(rank: int, folder: str, device: str) -> None:
                     # Sums of 603 terms, and two roundings of 44: see `projection.py`.
                     torch.testing.assert_close(value[valid].double(), exact[name][valid], rtol=3e-5, atol=8e-6)
 
+        # More tokens than a tile has memory for their partial sums: in blocks, but one exchange.
+        given = moved(tokens(4, n=300), torch.bfloat16, device)
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+            blocks: list[int] = []
+            project_sums = epilogue.project_sums
+
+            def counted(x: Tensor, *args: Any) -> Tensor:
+                blocks.append(x.shape[0])
+                return project_sums(x, *args)
+
+            whole_stats = linear_token_stats(**cut(given, parts), outputs=ALL)
+            patch.setattr(epilogue, "project_sums", counted)
+            in_blocks = linear_token_stats(**cut(given, parts), outputs=ALL, logits_budget=budget(parts, 4))
+        assert blocks == [128, 128, 44]
+        for name in ALL:
+            torch.testing.assert_close(getattr(in_blocks, name), getattr(whole_stats, name), rtol=3e-5, atol=8e-6)
+
     # A rank without the tiles: all ranks keep the logits.
     with fused() as ran, pytest.MonkeyPatch.context() as patch:
         checks._CHECKED.clear()
