@@ -193,12 +193,6 @@ class LossHead(NamedTuple):
         rows = self.weight.shape[0]
         return rows if self.shard is None else self.shard.columns(rows)
 
-    @property
-    def even_shape(self) -> tuple[int, int]:
-        """(V, H) as if ranks had equally many rows: all cut the same chunks."""
-        rows, hidden_size = self.weight.shape
-        return rows if self.shard is None else -(-self.shard.vocab_size // self.shard.ranks), hidden_size
-
 
 class HeadTensors(NamedTuple):
     """The tensors of `x @ weight.T + u @ up.T + bias`: `u` is (N, r), `up` (V, r)."""

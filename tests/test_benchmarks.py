@@ -28,6 +28,7 @@ from benchmarks import (
     steps,
     sweep,
     token_stats,
+    vocab_shard,
 )
 from benchmarks.drawing import floor, style
 
@@ -90,6 +91,15 @@ def test_first_steps_run_in_fresh_processes(tmp_path: Path) -> None:
         assert row["failure"] is None, row
         assert min(row["ms"], row["second_ms"]) > 0
         assert (row["warmup_ms"] is not None) == (row["name"] == first_step.WARMED)
+
+
+def test_a_rank_of_a_split_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = json.loads(vocab_shard.main(["--out", str(tmp_path)]).read_text())
+    assert "COMMUNICATION IS NOT IN THESE TIMES" in capsys.readouterr().out
+    assert {task["ranks"] for task in content["tasks"].values()} == {2, 4}
+    assert all("no communication" in task for task in content["tasks"])
+    for row in content["rows"]:
+        assert row["failure"] is None and row["ms"] > 0, row
 
 
 def test_float32_logits_close_the_heads_part_of_the_gap(tmp_path: Path) -> None:

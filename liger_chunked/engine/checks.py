@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from liger_chunked.engine.known import Counts, assert_later, may_read
 from liger_chunked.kernels import survey_top_k
+from liger_chunked.kernels.backend import has_wide_tiles
 from liger_chunked.kernels.operands import check_class_ids, described
 from liger_chunked.types import AdaptedWeight, LossHead, VocabShard
 
@@ -166,21 +167,37 @@ def _check_shard(shard: VocabShard, rows: int, input: Tensor) -> None:
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("vocab_shard needs torch.distributed: call init_process_group first")
     # The key ignores padding: if it changed on one rank only, that rank would call the collective alone.
+    key = _shard_key(shard, rows)
+    if key not in _CHECKED:
+        _CHECKED[key] = _check_ranks(*key[:4], input[..., :0] if key[4] else input)
+
+
+class Ranks(NamedTuple):
+    """What all ranks know of a split vocabulary, to choose alike."""
+
+    columns: int  # most of a rank
+    wide_tiles: bool  # whether every rank has them
+
+
+_ShardKey = tuple[dist.ProcessGroup | None, int, int, int, bool]
+_CHECKED: dict[_ShardKey, Ranks] = {}
+
+
+def _shard_key(shard: VocabShard, rows: int) -> _ShardKey:
     group = dist.group.WORLD if shard.group is None else shard.group
-    scattered = shard.input_grad == "reduce_scatter"
-    key = (group, min(shard.start, shard.vocab_size), shard.columns(rows), shard.vocab_size)
-    if (*key, scattered) not in _CHECKED:
-        _check_ranks(*key, input[..., :0] if scattered else input)
-        _CHECKED.add((*key, scattered))
+    start, columns = min(shard.start, shard.vocab_size), shard.columns(rows)
+    return group, start, columns, shard.vocab_size, shard.input_grad == "reduce_scatter"
 
 
-_CHECKED: set[tuple[dist.ProcessGroup | None, int, int, int, bool]] = set()
+def ranks_of(shard: VocabShard, rows: int) -> Ranks:
+    """Return what `check_projection` has gathered for a head of `rows` on this rank."""
+    return _CHECKED[_shard_key(shard, rows)]
 
 
-def _check_ranks(group: dist.ProcessGroup | None, start: int, rows: int, vocab_size: int, input: Tensor) -> None:
+def _check_ranks(group: dist.ProcessGroup | None, start: int, rows: int, vocab_size: int, input: Tensor) -> Ranks:
     """Check that the ranks' rows cover the vocabulary and that hidden states are the same. All ranks raise."""
     some = input.detach().reshape(-1)[:: max(1, input.numel() // 64)].tolist()
-    mine = (start, rows, vocab_size, tuple(input.shape), some)
+    mine = (start, rows, vocab_size, tuple(input.shape), some, has_wide_tiles(input.device))
     parts = [mine] * dist.get_world_size(group)
     dist.all_gather_object(parts, mine, group=group)
     sizes = {part[2] for part in parts}
@@ -200,7 +217,7 @@ def _check_ranks(group: dist.ProcessGroup | None, start: int, rows: int, vocab_s
             f"the shards cover {covered} rows of a vocabulary of {vocab_size}: each rank's (start, rows of weight "
             f"without padding) are {starts_and_rows}"
         )
-    for rank, (*_, shape, values) in enumerate(parts):
+    for rank, (*_, shape, values, _) in enumerate(parts):
         if shape != parts[0][3] or not torch.allclose(
             torch.tensor(values), torch.tensor(parts[0][4]), rtol=0.05, atol=0.05, equal_nan=True
         ):
@@ -209,6 +226,7 @@ def _check_ranks(group: dist.ProcessGroup | None, start: int, rows: int, vocab_s
                 f"{parts[0][3]} and {shape}. A weight that FSDP shards is not split over the tokens' ranks: call the "
                 "loss inside the forward of the module that owns it, where the weight is whole"
             )
+    return Ranks(max(n for _, n in starts_and_rows), all(part[5] for part in parts))
 
 
 def check_target(

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.engine.batch import Tile, along, joined, largest, row_blocks
+from liger_chunked.engine.collectives import gather_tensor
 from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.engine.head import Tokens
 from liger_chunked.engine.side_stream import SideStream
@@ -20,8 +22,10 @@ from liger_chunked.kernels import (
     Exponentials,
     RowScales,
     add_target_rows_of_weight,
+    merge_ranks,
     project_exp,
     project_grad,
+    project_sums,
     row_factors,
     scale_rows,
 )
@@ -110,11 +114,15 @@ def serves_statistics(
 def _computes(
     head: LossHead, dtype: torch.dtype, options: LogitOptions, class_weight: Tensor | None, outputs: tuple[str, ...]
 ) -> bool:
-    if isinstance(head.weight, AdaptedWeight) or head.shard is not None:
+    if isinstance(head.weight, AdaptedWeight):
         return False
     hidden_size = head.weight.shape[1]
-    # A cast makes an aligned copy.
-    fits = _fits_descriptor(head.weight) if head.weight.dtype == dtype else head.weight.is_contiguous()
+    if head.shard is not None:
+        fits = True  # `readable` copies: all ranks must choose the same pass
+    elif head.weight.dtype == dtype:
+        fits = _fits_descriptor(head.weight)
+    else:  # a cast makes an aligned copy
+        fits = head.weight.is_contiguous()
     return (
         dtype == torch.bfloat16
         and head.bias is None
@@ -125,6 +133,47 @@ def _computes(
         and hidden_size % _DESCRIPTOR_ELEMENTS == 0
         and fits
     )
+
+
+def readable(head: HeadTensors) -> HeadTensors:
+    """Return a head that descriptors can read. Copies a rank's rows if they do not fit."""
+    return head if head.shard is None else head._replace(weight=_for_descriptor(head.weight))
+
+
+def _rows_of(target: Tensor, head: HeadTensors) -> Tensor:
+    """Return the targets' rows in `head.weight`, negative if another rank has them."""
+    if head.shard is None:
+        return target
+    row = target - head.shard.start
+    return row.masked_fill_(row >= head.weight.shape[0], -1)
+
+
+def _project(
+    head: HeadTensors,
+    x: Tensor,
+    target: Tensor,
+    weight_sum: Tensor | None,
+    out: Tensor | None,
+    scale: float,
+    outputs: tuple[str, ...],
+    blocks: list[slice],
+) -> tuple[Exponentials, TokenStats]:
+    """Run the fused product on blocks of rows.
+
+    Ranks that split the vocabulary gather their sums, once, and merge them in rank order: all hold the same bits.
+    """
+    shard, found, sums = head.shard, [], []
+    for rows in blocks:
+        given = along(x, rows), head.weight, along(target, rows), weight_sum, out, scale, outputs
+        if shard is None:
+            found.append(project_exp(*given))
+        else:
+            sums.append(project_sums(*given, shard.vocab_size))
+    if shard is None:
+        exponentials, stats = found[0] if len(found) == 1 else map(joined, zip(*found, strict=True))
+        return exponentials, stats
+    gathered = gather_tensor(sums[0] if len(sums) == 1 else torch.cat(sums, 1), shard.group)
+    return merge_ranks(gathered, x.shape[0], dist.get_rank(shard.group), out, outputs)
 
 
 def instead_of_one_chunk(chunks: list[list[Tile]], hidden_size: int) -> bool:
@@ -152,14 +201,14 @@ class EpiloguePass:
     a rounded one. It rounds no logits, whatever `logits_dtype` is.
 
     dX and dW overlap on two streams (docs/tuning.md). dW is enqueued first, but after small kernels, so that dX, whose
-    tiles take long, starts first.
+    tiles take long, starts first. If ranks sum dX, it is float32, on the side stream, and sent while dW is computed.
 
     Bytes for a chunk of n tokens, beyond the step's gradients and cuBLAS's workspaces, which no estimate counts:
 
         E              2 n V         none without a backward
         row sums                     see `kernels/projection.py`
-        s x            2 n H         during backward, in the memory of dX if there is one
-        E W            4 n H         while dX is formed; at most 32 MiB
+        s x            2 n H         during backward, in the memory of dX if there is one that no ranks sum
+        E W            4 n H         while dX is formed, in its memory if float32; at most 32 MiB
     """
 
     head: HeadTensors
@@ -169,17 +218,18 @@ class EpiloguePass:
     differentiable: ClassVar[tuple[str, ...]] = ("logps", "lse")
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Exponentials | None = field(default=None, init=False, repr=False)
+    _target: Tensor | None = field(default=None, init=False, repr=False)  # see `_rows_of`
 
     @property
-    def vocab_size(self) -> int:
+    def columns(self) -> int:
         return self.head.weight.shape[0]
 
     def reserve(self, elements: int) -> None:
-        if self.grads is not None:
-            self._buffer = self.head.weight.new_empty(elements // self.vocab_size, _padded(self.vocab_size))
+        if self.grads is not None and self.columns:
+            self._buffer = self.head.weight.new_empty(elements // self.columns, _padded(self.columns))
 
     def release(self) -> None:
-        self._buffer = self._held = None
+        self._buffer = self._held = self._target = None
 
     @functools.cached_property
     def _weight_sum(self) -> Tensor:
@@ -189,37 +239,56 @@ class EpiloguePass:
     def statistics(self, tokens: Tokens) -> TokenStats:
         x, target, _, tiles, *_ = tokens
         assert len(tiles) == 1
-        x = _for_descriptor(x)
-        out = None if self._buffer is None else self._buffer[: x.shape[0], : self.vocab_size]
+        x, target = _for_descriptor(x), _rows_of(target, self.head)
+        out = None if self._buffer is None else self._buffer[: x.shape[0], : self.columns]
         weight_sum = self._weight_sum if "mean_logits" in self.outputs else None
-        exponentials, stats = project_exp(
-            x, self.head.weight, target, weight_sum, out, _scale(self.options), self.outputs
-        )
-        self._held = None if self.grads is None else exponentials
+        every = [slice(0, x.shape[0])]
+        exponentials, stats = _project(self.head, x, target, weight_sum, out, _scale(self.options), self.outputs, every)
+        if self.grads is not None:
+            self._held, self._target = exponentials, target
         return stats
 
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
-        exponentials, self._held = self._held, None
-        assert self.grads is not None and exponentials is not None and exponentials.values is not None
+        exponentials, target = self._held, self._target
+        self._held = self._target = None
+        assert self.grads is not None and exponentials is not None and target is not None
         gradients = gradients or {"logps": torch.zeros_like(exponentials.centre)}
-        x, target = tokens.x.contiguous(), tokens.target
+        x, values = tokens.x.contiguous(), exponentials.values
         dx = self.grads.open_input(x, tokens.rows, one_slice=True)
-        # Use the memory of dX, which is written last.
-        scaled = (torch.empty_like(x) if dx is None else dx) if self.grads.open_weight() else None
+        ranks_sum = dx is not None and self.head.shard is not None
+        # Use the memory of dX if it is written last.
+        scaled = (torch.empty_like(x) if dx is None or ranks_sum else dx) if self.grads.open_weight() else None
         scales = scale_rows(x, exponentials, gradients.get("logps"), gradients.get("lse"), _scale(self.options), scaled)
         with SideStream(x.device) as aside:
-            if scaled is not None:
-                with aside.stream() if dx is not None else nullcontext():
-                    self.grads.add_exponentials(exponentials.values, scaled, target, scales.target, x)
-            if dx is not None:
-                self._form_input_gradient(dx, exponentials.values, target, scales, before_writing=aside.join)
+            if dx is not None and ranks_sum:
+                with aside.stream() if scaled is not None else nullcontext():
+                    self._form_input_gradient(dx, values, target, scales)
+                    self.grads.start_sum(dx)
+            if scaled is not None and values is not None:
+                with nullcontext() if dx is None or ranks_sum else aside.stream():
+                    self.grads.add_exponentials(values, scaled, target, scales.target, x)
+            if dx is not None and not ranks_sum:
+                self._form_input_gradient(dx, values, target, scales, before_writing=aside.join)
         self.grads.close_chunk(dx, tokens.rows)
 
     def _form_input_gradient(
-        self, dx: Tensor, exponentials: Tensor, target: Tensor, scales: RowScales, before_writing: Callable[[], None]
+        self,
+        dx: Tensor,
+        exponentials: Tensor | None,
+        target: Tensor,
+        scales: RowScales,
+        before_writing: Callable[[], None] | None = None,
     ) -> None:
-        """Compute dX (n, H), a block of rows at a time in float32."""
+        """Compute dX (n, H), in place or a block of rows at a time in float32. It is zero without exponentials."""
+        if exponentials is None:
+            dx.zero_()
+            return
         n, hidden = dx.shape
+        if dx.dtype == torch.float32:
+            accumulate(dx, exponentials, self.head.weight, first=True)
+            add_target_rows_of_weight(dx, self.head.weight, target, scales, out=dx)
+            return
+        assert before_writing is not None
         rows = -(-n // max(1, dx.numel() // PRODUCT))
         product = dx.new_empty(rows, hidden, dtype=torch.float32)
         for start in range(0, n, rows):
@@ -258,25 +327,19 @@ class StatisticsPass:
         x, target, *_ = tokens
         x, weight = _for_descriptor(x), self.head.weight
         weight_sum = weight.sum(0, dtype=torch.float32) if "mean_logits" in self.outputs else None
+        target = _rows_of(target, self.head)
         tiling = Tiling.of(x.shape[1])
-        partial_sums = -(-weight.shape[0] // tiling.cols) * (1 + ("entropy" in self.outputs))
+        partial_sums = max(1, -(-weight.shape[0] // tiling.cols)) * (1 + ("entropy" in self.outputs))
         # Whole row blocks, of float32 sums within a tile of bfloat16.
         most = max(1, self.tile_size // (2 * partial_sums * tiling.rows)) * tiling.rows
-        found = []
-        for start in range(0, x.shape[0], most):
-            block = slice(start, min(start + most, x.shape[0]))
-            found.append(
-                project_exp(
-                    along(x, block), weight, along(target, block), weight_sum, None, _scale(self.options), self.outputs
-                )
-            )
-        rows, stats = map(joined, zip(*found, strict=True))
-        self._rows, self._entropy = rows, stats.entropy
+        blocks = [slice(start, min(start + most, x.shape[0])) for start in range(0, x.shape[0], most)]
+        self._rows, stats = _project(self.head, x, target, weight_sum, None, _scale(self.options), self.outputs, blocks)
+        self._entropy = stats.entropy
         return stats
 
     def keep(self) -> tuple[Tensor | None, ...]:
         assert self._rows is not None
-        kept = (*self._rows[1:], self._entropy)
+        kept = (*self._rows[1:5], self._entropy)
         self._rows = self._entropy = None
         return kept
 
@@ -289,7 +352,9 @@ class StatisticsPass:
         x, target, rows, tiles, *_ = tokens
         assert self.grads is not None and self._rows is not None
         x, weight = _for_descriptor(x), self.head.weight
-        factors = row_factors(self._rows, self._entropy, gradients, _scale(self.options), weight.shape[0])
+        target, shard = _rows_of(target, self.head), self.head.shard
+        vocab_size = weight.shape[0] if shard is None else shard.vocab_size
+        factors = row_factors(self._rows, self._entropy, gradients, _scale(self.options), vocab_size)
         dx = self.grads.open_input(x, rows, len(tiles) == row_blocks(tiles))
         buffer = self._buffer(tiles)
         for tile in reversed(tiles):

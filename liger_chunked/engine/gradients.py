@@ -162,7 +162,7 @@ class HeadGradients:
             last_slice = vocab.stop == weight.shape[0]
             accumulate(along(dx, rows), dz, along(weight, vocab), first=last_slice)
             if rows.start == vocab.start == 0:  # the last tile to come
-                self._start_sum(dx)
+                self.start_sum(dx)
         d_weight = self._weight_gradient()
         if d_weight is not None:
             self._add_weight(along(d_weight, vocab), rows, dz, x)
@@ -184,7 +184,8 @@ class HeadGradients:
             out.copy_(self._slice)
             self._slice = None
 
-    def _start_sum(self, dx: Tensor) -> None:
+    def start_sum(self, dx: Tensor) -> None:
+        """Start to sum a chunk's dX over the ranks of a split vocabulary."""
         if self._scattered is not None:
             self._sum, self._summed = self._scattered.start_reduce(dx, self._chunk_rows)
         elif self._shard is not None and self._shard.input_grad == "all_reduce":
@@ -214,6 +215,7 @@ class HeadGradients:
         """Add `exponentials.T @ scaled` to a float32 dW, and `target_scale[n] * x[n]` at row `target[n]`."""
         weight = self._weight_gradient()
         assert weight is not None, "asked of `open_weight`"
+        weight = along(weight, slice(0, exponentials.shape[1]))
         found = occurrences(target)
         if not self._nothing_yet:  # before the product, to overlap the start of dX
             add_target_rows_(weight, target, found, target_scale, x)

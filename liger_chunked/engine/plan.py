@@ -18,6 +18,7 @@ from torch import Tensor
 from liger_chunked.engine import epilogue
 from liger_chunked.engine.batch import Chunk, Layout, Tile, along, largest, row_blocks
 from liger_chunked.engine.candidates import Candidates
+from liger_chunked.engine.checks import ranks_of
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.engine.filtered import FilteredPass, SamplingFilter
 from liger_chunked.engine.gradients import HeadGradients
@@ -72,15 +73,16 @@ class Plan:
         class_weight: Tensor | None = None,
     ) -> Plan:
         """Plan a step of chunks, each with forward and backward."""
-        vocab_size, hidden_size = head.even_shape
+        vocab_size, hidden_size = shape = shape_to_cut(head)
+        wide_tiles = wide_tiles and all_have_wide_tiles(head)
         differentiates = tuple(name for name in differentiates if name in outputs)
         of_logit = logit_bytes(options, dtype)
         warn_of_few_rows(options, vocab_size, of_logit, layout.n_valid)
 
-        def cut(n_valid: int) -> tuple[list[Chunk], list[list[Tile]]]:
-            elements = budget_elements(options, head.even_shape, dtype, n_valid, of_logit)
+        def cut(n_valid: int) -> tuple[list[Chunk], list[list[Tile]], int]:
+            elements = budget_elements(options, shape, dtype, n_valid, of_logit)
             found = chunks(layout, vocab_size, elements, whole_batch)
-            return found, [tiles(_length(chunk), head.columns, elements) for chunk in found]
+            return found, [tiles(_length(chunk), vocab_size, elements) for chunk in found], elements
 
         def served(tiles: list[list[Tile]]) -> bool:
             if not wide_tiles or layout.temperature is not None:
@@ -94,20 +96,24 @@ class Plan:
             several = cut(0)
             if epilogue.instead_of_one_chunk(several[1], hidden_size) and served(several[1]):
                 chosen = several
-        layout, scattered = scatter_rows(layout if len(chosen[0]) == 1 else layout.by_group(), chosen[0], head.shard)
+        found, of_chunks, elements = chosen
+        by_epilogue = served(of_chunks)
+        if head.columns != vocab_size:
+            of_chunks = [tiles(_length(chunk), head.columns, elements) for chunk in found]
+        layout, scattered = scatter_rows(layout if len(found) == 1 else layout.by_group(), found, head.shard)
         return cls(
             layout=layout,
             scattered=scattered,
-            chunks=chosen[0],
-            tiles=chosen[1],
+            chunks=found,
+            tiles=of_chunks,
             dtype=dtype,
-            n_contributions=sum(map(row_blocks, chosen[1])),
+            n_contributions=sum(map(row_blocks, of_chunks)),
             options=options,
             outputs=outputs,
             differentiates=differentiates,
             class_weight=class_weight,
             shard=head.shard,
-            by_epilogue=served(chosen[1]),
+            by_epilogue=by_epilogue,
         )
 
     @classmethod
@@ -128,18 +134,21 @@ class Plan:
     ) -> Plan:
         """Plan a forward whose backward comes later. `candidates` (N, K) are of all tokens."""
         of_logit = logit_bytes(options, dtype)
-        warn_of_few_rows(options, head.even_shape[0], of_logit, layout.n_valid)
+        shape = shape_to_cut(head)
+        warn_of_few_rows(options, shape[0], of_logit, layout.n_valid)
         n_valid, columns = layout.n_valid, head.columns
 
         def elements(bytes_per_logit: int) -> int:
-            return budget_elements(options, head.even_shape, dtype, bytes_per_logit=bytes_per_logit)
+            return budget_elements(options, shape, dtype, bytes_per_logit=bytes_per_logit)
 
         by_epilogue = False
-        if wide_tiles and filter is candidates is layout.temperature is None:
-            cut = tiles(n_valid, columns, elements(dtype.itemsize), square=True)  # of gradients, never of logits
+        if wide_tiles and filter is candidates is layout.temperature is None and all_have_wide_tiles(head):
+            cut = tiles(n_valid, shape[0], elements(dtype.itemsize), square=True)  # of gradients, never of logits
             by_epilogue = epilogue.serves_statistics(
                 head, dtype, options, class_weight, outputs, cut, needs_grad, at_any_size=batch_invariant
             )
+            if by_epilogue and columns != shape[0]:
+                cut = tiles(n_valid, columns, elements(dtype.itemsize), square=True)
         by_token = batch_invariant and not by_epilogue
         if filter is not None:
             whole_rows = pieces(0, n_valid, max(1, elements(of_logit) // columns))
@@ -188,9 +197,10 @@ class Plan:
         wants_weight: bool,
     ) -> Plan:
         """Plan chunks of student logits, whose tiles also have teacher logits."""
-        vocab_size, n_valid = head.even_shape[0], layout.n_valid
+        shape = shape_to_cut(head)
+        vocab_size, n_valid = shape[0], layout.n_valid
         warn_of_few_rows(options, vocab_size, bytes_per_logit, n_valid)
-        tokens, tile = chunk_and_tile(options, head.even_shape, dtype, n_valid, bytes_per_logit, wants_weight)
+        tokens, tile = chunk_and_tile(options, shape, dtype, n_valid, bytes_per_logit, wants_weight)
         found = chunks(layout, vocab_size, tokens * vocab_size)
         every = slice(0, head.columns)
         layout, scattered = scatter_rows(layout, found, head.shard)
@@ -239,7 +249,7 @@ class Plan:
         """Return the pass. `head` has the products' dtype."""
         if not (self.by_epilogue and (grads is None or grads.accumulates)):
             return self.make_head_pass(head, grads)
-        made = EpiloguePass(head, self.options, self.outputs, grads)
+        made = EpiloguePass(epilogue.readable(head), self.options, self.outputs, grads)
         made.reserve(self.largest_tile)
         return made
 
@@ -258,6 +268,17 @@ class Plan:
 
 def _length(chunk: Chunk) -> int:
     return chunk.rows.stop - chunk.rows.start
+
+
+def shape_to_cut(head: LossHead) -> tuple[int, int]:
+    """Return (V, H) of the head, or of the rank with most rows, so that all ranks cut the same chunks."""
+    rows, hidden_size = head.weight.shape
+    return rows if head.shard is None else ranks_of(head.shard, rows).columns, hidden_size
+
+
+def all_have_wide_tiles(head: LossHead) -> bool:
+    """Whether no other rank lacks them."""
+    return head.shard is None or ranks_of(head.shard, head.weight.shape[0]).wide_tiles
 
 
 def logit_bytes(options: LogitOptions, dtype: torch.dtype) -> int:

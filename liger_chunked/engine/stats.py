@@ -14,7 +14,7 @@ from liger_chunked.engine.batch import Layout, at_temperature, lay_out
 from liger_chunked.engine.candidates import Candidates, check_candidates
 from liger_chunked.engine.checks import check_projection, check_target, check_temperature, compute_dtype
 from liger_chunked.engine.compile_ahead import compile_ahead
-from liger_chunked.engine.epilogue import StatisticsPass
+from liger_chunked.engine.epilogue import StatisticsPass, readable
 from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.engine.gradients import HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass, Tokens
@@ -54,7 +54,7 @@ _NOTHING_NEEDED = Needs(False, False)
 def _make_pass(plan: Plan, given: HeadTensors) -> StatsPass:
     head = given.to(plan.dtype)
     if plan.by_epilogue:
-        return StatisticsPass(head, plan.options, plan.outputs, plan.largest_tile)
+        return StatisticsPass(readable(head), plan.options, plan.outputs, plan.largest_tile)
     return plan.make_head_pass(head, None)
 
 

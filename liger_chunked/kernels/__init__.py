@@ -1,7 +1,7 @@
 """One operation per file: a Triton kernel, a torch path, a function that picks one.
 
 a head's logits     logits_stats.py, logits_grad.py, target_logit.py
-fused epilogue      projection.py, projection_grad.py, target_rows.py
+fused epilogue      projection.py, merge_ranks.py, projection_grad.py, target_rows.py
 two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
 base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
                     pointwise_divergence.py
@@ -21,8 +21,9 @@ from liger_chunked.kernels.logits_divergence import (
 )
 from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_
 from liger_chunked.kernels.logits_stats import PartialStats, finish, logits_stats, merge, row_stats
+from liger_chunked.kernels.merge_ranks import merge_ranks
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
-from liger_chunked.kernels.projection import Exponentials, project_exp
+from liger_chunked.kernels.projection import Exponentials, project_exp, project_sums
 from liger_chunked.kernels.projection_grad import RowFactors, project_grad, row_factors
 from liger_chunked.kernels.rms_norm import liger_rms_norm
 from liger_chunked.kernels.rope import liger_rotary_pos_emb
@@ -65,9 +66,11 @@ __all__ = [
     "logits_grad_",
     "logits_stats",
     "merge",
+    "merge_ranks",
     "occurrences",
     "project_exp",
     "project_grad",
+    "project_sums",
     "row_factors",
     "row_stats",
     "scale_",

@@ -6,13 +6,14 @@
 
 `rest` excludes the target: `1 - p_y = rest/sum` does not cancel. The centre `c` is the target's logit, or the row's
 maximum if that is 44 nats higher. Far from the maximum, entropies and their slopes have errors of up to 8e-6, two
-roundings of 44.
+roundings of 44. A rank of a split vocabulary without the target takes another row's logit (`merge_ranks.py`).
 
 FLOPs: 2 N V H. Bytes: E, x, W, and partial sums: N V/32 per statistic, half at H > 1536.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ class Exponentials(NamedTuple):
     rest: Tensor
     target_exp: Tensor  # at the target
     sum_exp: Tensor  # rest + target_exp
+    values_scale: Tensor | None = None  # makes `values` of a rank relative to `centre`, which is that of all ranks
 
 
 @jit
@@ -185,10 +187,13 @@ def _rescue_kernel(
 @Kernel
 def _centre_kernel(
     x_ptr, x_stride, w_ptr, w_stride, weight_sum_ptr, target_ptr, target_logit_ptr, centre_ptr, mean_ptr,
-    n_cols, hidden, scale, BLOCK: tl.constexpr,
+    n_cols, vocab_size, hidden, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
+    is_here = target >= 0
+    # Any logit of the row: its sum is then at least 1.
+    target = tl.where(is_here, target, row % n_cols)
     dot = tl.zeros([BLOCK], tl.float32)
     sum_dot = tl.zeros([BLOCK], tl.float32)
     for start in range(0, hidden, BLOCK):
@@ -199,10 +204,10 @@ def _centre_kernel(
         if weight_sum_ptr is not None:
             sum_dot += x * load_block(weight_sum_ptr, cols, hidden, False)
     if mean_ptr is not None:
-        tl.store(mean_ptr + row, tl.sum(sum_dot, axis=0) * scale / n_cols)
-    target_logit = tl.sum(dot, axis=0) * scale
-    tl.store(target_logit_ptr + row, target_logit)
-    tl.store(centre_ptr + row, target_logit)
+        tl.store(mean_ptr + row, tl.sum(sum_dot, axis=0) * scale / vocab_size)
+    centre = tl.sum(dot, axis=0) * scale
+    tl.store(target_logit_ptr + row, tl.where(is_here, centre, -float("inf")))
+    tl.store(centre_ptr + row, centre)
 
 
 @jit
@@ -216,12 +221,29 @@ def _sum_parts(part_ptr, rows, part_stride, n_parts, ROWS: tl.constexpr, PARTS: 
     return tl.sum(total, axis=0)
 
 
+@jit
+def _finish(rows, inside, centre, rest, e, below, sum_exp, moment, logps_ptr, lse_ptr, entropy_ptr):
+    """Store statistics. `below` is the target's logit relative to the centre, `e` its exponential."""
+    log_sum = tl.log(sum_exp)
+    if logps_ptr is not None:
+        # Exact for large logits, unlike target_logit - lse, and near certainty.
+        others = rest / tl.where(e == 0.0, 1.0, e)
+        tl.store(logps_ptr + rows, tl.where(others < e, -log1p(others), below - log_sum), mask=inside)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + rows, centre + log_sum, mask=inside)
+    if entropy_ptr is not None:
+        moment += tl.where(e == 0.0, 0.0, e * below)
+        entropy = log_sum - moment / sum_exp
+        tl.store(entropy_ptr + rows, tl.where(entropy < 0.0, 0.0, entropy), mask=inside)  # keeps NaN
+
+
 @Kernel
 def _reduce_kernel(
     rest_part_ptr, moment_part_ptr, centre_ptr, target_logit_ptr,
     rest_ptr, target_exp_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, n_tokens, part_stride, n_parts,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, AGAIN: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, AGAIN: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
+    # Without FINISH, `entropy_ptr` gets the moment of the columns other than the target.
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_tokens
     if AGAIN:
@@ -232,21 +254,16 @@ def _reduce_kernel(
     e = tl.exp2(below * LOG2_E)
     rest = _sum_parts(rest_part_ptr, rows, part_stride, n_parts, ROWS, PARTS)
     sum_exp = rest + e
-    log_sum = tl.log(sum_exp)
     tl.store(rest_ptr + rows, rest, mask=inside)
     tl.store(target_exp_ptr + rows, e, mask=inside)
     tl.store(sum_exp_ptr + rows, sum_exp, mask=inside)
-    if logps_ptr is not None:
-        # Exact for large logits, unlike target_logit - lse, and near certainty.
-        others = rest / tl.where(e == 0.0, 1.0, e)
-        tl.store(logps_ptr + rows, tl.where(others < e, -log1p(others), below - log_sum), mask=inside)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + rows, centre + log_sum, mask=inside)
+    moment = rest
     if entropy_ptr is not None:
         moment = _sum_parts(moment_part_ptr, rows, part_stride, n_parts, ROWS, PARTS) * LOG_2
-        moment += tl.where(e == 0.0, 0.0, e * below)
-        entropy = log_sum - moment / sum_exp
-        tl.store(entropy_ptr + rows, tl.where(entropy < 0.0, 0.0, entropy), mask=inside)  # keeps NaN
+    if FINISH:
+        _finish(rows, inside, centre, rest, e, below, sum_exp, moment, logps_ptr, lse_ptr, entropy_ptr)
+    elif entropy_ptr is not None:
+        tl.store(entropy_ptr + rows, moment, mask=inside)
 
 
 def project_exp(
@@ -268,35 +285,106 @@ def project_exp(
         scale: not zero.
         outputs: any of "logps", "lse", "entropy", "mean_logits".
     """
-    n, hidden = x.shape
-    vocab_size = weight.shape[0]
-    tiling = tiling or Tiling.of(hidden)
-    n_parts = -(-vocab_size // tiling.cols)
-
-    def buffer(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=x.device)
-
-    stats = TokenStats(**{name: buffer(n) for name in outputs})
+    n = x.shape[0]
+    stats = TokenStats(**{name: _buffer(x, n) for name in outputs})
     assert (stats.mean_logits is None) == (weight_sum is None)
     # One allocation, padded for alignment: the GPU waits for the host.
-    centre, rest, target_exp, sum_exp, target_logit = buffer(5, -(-n // 4) * 4)[:, :n].unbind()
-    exponentials = Exponentials(out, centre, rest, target_exp, sum_exp)
+    rows = _buffer(x, 5, _aligned(n))[:, :n].unbind()
+    _project(x, weight, target, weight_sum, out, scale, weight.shape[0], rows, stats, True, tiling)
+    return Exponentials(out, *rows[:4]), stats
+
+
+class RowSums(NamedTuple):
+    """Sums over a rank's part of the vocabulary, (N,) float32."""
+
+    centre: Tensor
+    rest: Tensor
+    target_logit: Tensor  # -inf if another rank has it
+    moment: Tensor | None  # sum_{v != y} exp(z - c) (z - c), for the entropy
+    mean_logits: Tensor | None  # sum over the part, divided by the size of the vocabulary
+
+
+def row_sums(packed: Tensor, n: int, outputs: tuple[str, ...]) -> RowSums:
+    """Return views of (..., fields, at least N)."""
+    fields = iter(packed[..., :n].unbind(-2))
+    wanted = (True, True, True, "entropy" in outputs, "mean_logits" in outputs)
+    return RowSums(*(next(fields) if one else None for one in wanted))  # type: ignore[arg-type]
+
+
+def project_sums(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    weight_sum: Tensor | None,
+    out: Tensor | None,
+    scale: float,
+    outputs: tuple[str, ...],
+    vocab_size: int,
+) -> Tensor:
+    """Run `project_exp` on a rank's part of a vocabulary of `vocab_size`. Return its packed `RowSums`.
+
+    The weight may have no rows. A negative target is another rank's.
+    """
+    n = x.shape[0]
+    packed = _buffer(x, 3 + ("entropy" in outputs) + ("mean_logits" in outputs), _aligned(n))
+    sums = row_sums(packed, n, outputs)
+    if not weight.shape[0]:
+        packed.zero_()
+        packed[0:3:2] = -float("inf")
+        return packed
+    target_exp, sum_exp = _buffer(x, 2, _aligned(n))[:, :n].unbind()
+    stats = TokenStats(entropy=sums.moment, mean_logits=sums.mean_logits)
+    rows = sums.centre, sums.rest, target_exp, sum_exp, sums.target_logit
+    _project(x, weight, target, weight_sum, out, scale, vocab_size, rows, stats, False)
+    return packed
+
+
+def _buffer(x: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def _aligned(n: int) -> int:
+    return -(-n // 4) * 4
+
+
+def _project(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    weight_sum: Tensor | None,
+    out: Tensor | None,
+    scale: float,
+    vocab_size: int,
+    rows: Sequence[Tensor],
+    stats: TokenStats,
+    finish: bool,
+    tiling: Tiling | None = None,
+) -> None:
+    """Write `rows`: centre, rest, target_exp, sum_exp and the target's logit. Fill `stats`.
+
+    Without `finish`, `stats.entropy` is filled with the moment.
+    """
+    n, hidden = x.shape
+    n_cols = weight.shape[0]
+    tiling = tiling or Tiling.of(hidden)
+    n_parts = -(-n_cols // tiling.cols)
+    centre, rest, target_exp, sum_exp, target_logit = rows
     row_blocks = -(-n // tiling.rows)
     part_stride = row_blocks * tiling.rows  # padded: no masks, and vector loads for every n
-    parts = buffer(n_parts, part_stride)
-    moments = None if stats.entropy is None else buffer(n_parts, part_stride)
+    parts = _buffer(x, n_parts, part_stride)
+    moments = None if stats.entropy is None else _buffer(x, n_parts, part_stride)
     if x.is_meta and not is_collected():
-        return exponentials, stats
+        return
     most, num_warps = TUNING[x.device].hidden
     _centre_kernel(
         (n, 1, 1),
         (x, weight, weight_sum, target, target_logit, centre, stats.mean_logits),
-        (x.stride(0), weight.stride(0), vocab_size, hidden, scale, block_size(hidden, most)),
+        (x.stride(0), weight.stride(0), n_cols, vocab_size, hidden, scale, block_size(hidden, most)),
         num_warps,
     )
     programs = min(tiling.programs * processors(x.device), row_blocks * n_parts)
     tensors = target, centre, parts, moments
-    sizes = n, part_stride, vocab_size, hidden, scale
+    sizes = n, part_stride, n_cols, hidden, scale
     blocks = tiling.rows, tiling.cols, tiling.inner
     launch = tiling.num_warps, tiling.stages
     descriptors = (
@@ -310,7 +398,7 @@ def project_exp(
         _reduce_kernel(
             (-(-n // REDUCED[0]), 1, 1),
             (parts, moments, centre, target_logit, rest, target_exp, sum_exp, stats.logps, stats.lse, stats.entropy),
-            (n, part_stride, n_parts, *REDUCED, again),
+            (n, part_stride, n_parts, *REDUCED, again, finish),
             REDUCE_WARPS,
         )
 
@@ -320,4 +408,3 @@ def project_exp(
         grid = row_blocks, rescuers, 1
         _rescue_kernel(grid, (*tensors, sum_exp), (*sizes, *blocks, raise_centres), *launch, descriptors)
     reduce(again=True)
-    return exponentials, stats

@@ -87,7 +87,7 @@ def row_factors(
     upstream = tuple(map(gradients.get, ("logps", "lse", "entropy", "mean_logits")))
     _row_factors_kernel(
         (-(-n // GRADIENT_ROWS), 1, 1),
-        (*exponentials[1:], *upstream, entropy_value, *factors[1:]),
+        (*exponentials[1:5], *upstream, entropy_value, *factors[1:]),
         (n, scale, scale / vocab, GRADIENT_ROWS),
         num_warps=4,
     )
@@ -171,13 +171,13 @@ def project_grad(
 
     Args:
         x, weight: (N, H) and (C, H) bfloat16, contiguous, 16-byte aligned; H a multiple of 8.
-        target: (N,) int64, in the whole vocabulary, whose ids `vocab_start : vocab_start + C` are those of `weight`.
+        target: (N,) int64, whose ids `vocab_start : vocab_start + C` are those of `weight`.
         out: (N, C) bfloat16, its row stride a multiple of 8.
         scale: not zero.
     """
     n, hidden = x.shape
     n_cols = weight.shape[0]
-    if x.is_meta and not is_collected():
+    if not n_cols or (x.is_meta and not is_collected()):
         return out
     tiling = tiling or Tiling.of(hidden)
     blocks = -(-n // tiling.rows) * -(-n_cols // tiling.cols)

@@ -6,6 +6,8 @@ Upstream gradients are of `logps` and `lse` only.
     s = scale/sum (g_lse - g_logps),     a = scale/sum (g_logps rest + g_lse exp(z_y - c))
     dX = s (E W) + a W[y],               dW = E^T (s x), plus a[n] x[n] at row y[n]
 
+A negative target is another rank's: no row has its terms.
+
 Bytes: `scale_rows` 4 N H, `add_target_rows_of_weight` 8 N H, `add_target_rows_` at most 10 N H. Rows are contiguous.
 """
 
@@ -31,8 +33,8 @@ class RowScales(NamedTuple):
 
 @Kernel
 def _scale_rows_kernel(
-    x_ptr, x_stride, scaled_ptr, logps_ptr, lse_ptr, rest_ptr, target_exp_ptr, sum_exp_ptr, others_ptr, target_ptr,
-    hidden, scale, BLOCK: tl.constexpr,
+    x_ptr, scaled_ptr, logps_ptr, lse_ptr, rest_ptr, target_exp_ptr, sum_exp_ptr, values_scale_ptr, others_ptr,
+    target_ptr, x_stride, hidden, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     unit = scale / tl.load(sum_exp_ptr + row)
@@ -46,6 +48,8 @@ def _scale_rows_kernel(
         g = tl.load(lse_ptr + row) * unit
         others += g
         target += g * tl.load(target_exp_ptr + row)
+    if values_scale_ptr is not None:
+        others *= tl.load(values_scale_ptr + row)
     tl.store(others_ptr + row, others)
     tl.store(target_ptr + row, target)
     if scaled_ptr is not None:
@@ -62,39 +66,30 @@ def scale_rows(
     n, hidden = x.shape
     scales = RowScales(*(torch.empty(n, dtype=torch.float32, device=x.device) for _ in RowScales._fields))
     most, num_warps = TUNING[x.device].hidden
-    _scale_rows_kernel[(n,)](
-        x_ptr=x,
-        x_stride=x.stride(0),
-        scaled_ptr=scaled,
-        logps_ptr=logps,
-        lse_ptr=lse,
-        rest_ptr=exponentials.rest,
-        target_exp_ptr=exponentials.target_exp,
-        sum_exp_ptr=exponentials.sum_exp,
-        others_ptr=scales.others,
-        target_ptr=scales.target,
-        hidden=hidden,
-        scale=scale,
-        BLOCK=block_size(hidden, most),
-        num_warps=num_warps,
+    _scale_rows_kernel(
+        (n, 1, 1),
+        (x, scaled, logps, lse, *exponentials[2:], *scales),
+        (x.stride(0), hidden, scale, block_size(hidden, most)),
+        num_warps,
     )
     return scales
 
 
 @Kernel
 def _input_kernel(
-    product_ptr, w_ptr, w_stride, target_ptr, others_scale_ptr, target_scale_ptr, out_ptr, out_stride, hidden,
+    product_ptr, w_ptr, target_ptr, others_scale_ptr, target_scale_ptr, out_ptr, w_stride, out_stride, hidden,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
+    of_weight = tl.where(target < 0, 0, hidden)
     others_scale = tl.load(others_scale_ptr + row)
     target_scale = tl.load(target_scale_ptr + row)
     for start in range(0, hidden, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         inside = cols < hidden
         product = tl.load(product_ptr + row * hidden + cols, mask=inside)
-        w = tl.load(w_ptr + target * w_stride + cols, mask=inside).to(tl.float32)
+        w = tl.load(w_ptr + target * w_stride + cols, mask=cols < of_weight, other=0.0).to(tl.float32)
         dx = others_scale * product + target_scale * w
         tl.store(out_ptr + row * out_stride + cols, dx.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -102,22 +97,15 @@ def _input_kernel(
 def add_target_rows_of_weight(product: Tensor, weight: Tensor, target: Tensor, scales: RowScales, out: Tensor) -> None:
     """Write `s product + a weight[target]` to `out`, rounded once.
 
-    `product` is E W, (N, H) float32 contiguous.
+    `product` is E W, (N, H) float32 contiguous, and may be `out`.
     """
     n, hidden = product.shape
     most, num_warps = TUNING[product.device].hidden
-    _input_kernel[(n,)](
-        product_ptr=product,
-        w_ptr=weight,
-        w_stride=weight.stride(0),
-        target_ptr=target,
-        others_scale_ptr=scales.others,
-        target_scale_ptr=scales.target,
-        out_ptr=out,
-        out_stride=out.stride(0),
-        hidden=hidden,
-        BLOCK=block_size(hidden, most),
-        num_warps=num_warps,
+    _input_kernel(
+        (n, 1, 1),
+        (product, weight, target, *scales, out),
+        (weight.stride(0), out.stride(0), hidden, block_size(hidden, most)),
+        num_warps,
     )
 
 
@@ -157,9 +145,12 @@ def _target_rows_kernel(
     length = tl.load(length_ptr + row)
     if length == 0:
         return
+    target = tl.load(target_ptr + row)
+    if target < 0:
+        return
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < hidden
-    place = grad_ptr + tl.load(target_ptr + row) * grad_stride + cols
+    place = grad_ptr + target * grad_stride + cols
     if length == 1:
         x = tl.load(x_ptr + row * x_stride + cols, mask=inside).to(tl.float32)
         tl.store(place, tl.load(place, mask=inside) + tl.load(scale_ptr + row) * x, mask=inside)
