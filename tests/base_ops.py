@@ -51,6 +51,22 @@ def our_rms_norm(
     return lc.liger_rms_norm(x, weight, 1e-6, offset=offset, casting=casting, residual=residual)
 
 
+def eager_gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, *, activation: str = "silu", casting: str = "llama",
+    gate_first: bool = False, groups: int = 1,
+) -> Tensor:  # fmt: skip
+    y, activated = wide(x), getattr(F, activation)(wide(gate))
+    y = (y * activated if gate_first else y).unflatten(-1, (groups, -1))
+    y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)).flatten(-2)
+    y = y.to(x.dtype) if casting == "llama" else y
+    y = y if weight is None else weight * y
+    return (y if gate_first else y * activated).to(x.dtype)
+
+
+def our_gated_norm(x: Tensor, gate: Tensor, weight: Tensor | None = None, **options: Any) -> Tensor:
+    return lc.liger_rms_norm_gated(x, gate, weight, 1e-6, **options)
+
+
 def eager_glu(gate: Tensor, up: Tensor | None = None, *, activation: Callable[[Tensor], Tensor]) -> Tensor:
     gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
     return activation(gate) * up
@@ -236,6 +252,9 @@ NORM_SHAPES = (
 )
 
 
+GROUPED = ((3, 5, 64), (2, 896), (19, 1500), (7, 12))  # columns, of four groups
+
+
 HALVES = ((3, 5, 64), (2, 2049), (1, 1), (7, 130))
 
 
@@ -260,6 +279,15 @@ def norm(id: str, offset: float = 0.0, casting: str = "llama", weight: bool = Tr
 
     eager = partial(eager_rms_norm, offset=offset, cast_first=casting == "llama")
     return Op(f"rms_norm-{id}", partial(our_rms_norm, offset=offset, casting=casting), eager, shapes, NORM_SHAPES)
+
+
+def gated_norm(id: str, weight: bool = True, **options: Any) -> Op:
+    def shapes(s: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return (s, s, s[-1:]) if weight else (s, s)
+
+    given = NORM_SHAPES if options.get("groups", 1) == 1 else GROUPED
+    ours, eager = partial(our_gated_norm, **options), partial(eager_gated_norm, **options)
+    return Op(f"rms_norm_gated-{id}", ours, eager, shapes, given)
 
 
 def gated(id: str, ours: Callable[..., Tensor], activation: Callable[[Tensor], Tensor], packed: bool = False) -> Op:
@@ -318,6 +346,12 @@ OPS = [
     norm("olmo2", casting="olmo2"),
     norm("no_weight", weight=False),
     norm("residual", residual=True),
+    gated_norm("silu"),
+    gated_norm("sigmoid", activation="sigmoid", casting="olmo2"),
+    gated_norm("no_weight", weight=False),
+    gated_norm("first", gate_first=True),
+    gated_norm("groups", gate_first=True, groups=4),
+    gated_norm("first-olmo2", activation="sigmoid", casting="olmo2", gate_first=True, groups=4),
     Op(
         "layer_norm",
         lc.liger_layer_norm,
@@ -371,7 +405,7 @@ every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.id)
 
 # One per operator, for tests of the code around a kernel.
 ONE_EACH = [op for op in OPS if op.id in (
-    "rms_norm-residual", "layer_norm", "swiglu", "swiglu-packed", "rope-partial", "cross_entropy-everything", "jsd-0.1",
+    "rms_norm-residual", "rms_norm_gated-silu", "rms_norm_gated-groups", "layer_norm", "swiglu", "swiglu-packed", "rope-partial", "cross_entropy-everything", "jsd-0.1",
     "with_logits-jsd",
 )]  # fmt: skip
 

@@ -157,8 +157,9 @@ def test_without_a_graph(op: Op, device: str) -> None:
 @pytest.mark.triton
 def test_frozen_weight_computes_no_gradient(device: str) -> None:
     x, weight, rstd = torch.randn(4, 64, device=device), torch.ones(64, device=device), torch.ones(4, device=device)
-    assert rms_norm._backward(x, None, x, weight, rstd, 0.0, True, False)[1] is None
-    assert rms_norm._backward(x, None, x, weight, rstd, 0.0, False, True)[0] is None
+    options = 0.0, "silu", False, 1
+    assert rms_norm._backward(x, None, x, weight, rstd, None, *options, True, False)[1] is None
+    assert rms_norm._backward(x, None, x, weight, rstd, None, *options, False, True)[0] is None
     stats = torch.stack((rstd, rstd))
     assert layer_norm._backward(x, x, weight, stats, True, None, None)[1:] == (None, None)
     assert layer_norm._backward(x, x, weight, stats, False, None, torch.float32)[:2] == (None, None)
@@ -503,8 +504,18 @@ def test_operators_keep_their_word(module: Any) -> None:
     x, w, row = torch.randn(3, 8), torch.randn(8), torch.rand(3)
     q, k, angle = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 3, 8)
     samples: dict[str, list[tuple[Any, ...]]] = {
-        "rms_norm": [(x, w, None, 1e-6, 0.0, True), (x.t(), None, x.t(), 1e-6, 1.0, False)],
-        "rms_norm_backward": [(x, None, x, w, row, 0.0, True, True), (x, x, x, None, row, 0.0, True, False)],
+        "rms_norm": [
+            (x, w, None, None, 1e-6, 0.0, True, "silu", False, 1),
+            (x.t(), None, x.t(), None, 1e-6, 1.0, False, "silu", False, 1),
+            (x, w, None, x, 1e-6, 0.0, True, "sigmoid", False, 1),
+            (x, w, None, x, 1e-6, 0.0, True, "silu", True, 2),
+        ],
+        "rms_norm_backward": [
+            (x, None, x, w, row, None, 0.0, "silu", False, 1, True, True),
+            (x, x, x, None, row, None, 0.0, "silu", False, 1, True, False),
+            (x, None, x, w, row, x, 0.0, "sigmoid", False, 1, True, True),
+            (x, None, x, w, torch.rand(6), x, 0.0, "silu", True, 2, True, True),
+        ],
         "layer_norm": [(x, w, None, 1e-6)],
         "layer_norm_backward": [(x, x, w, torch.stack((row, row)), True, None, torch.bfloat16)],
         "glu": [(x, x, "silu"), (x, None, "gelu")],
@@ -542,6 +553,11 @@ BAD_INPUT: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
     ("norm-casting", ValueError, "casting must be one of", lambda: lc.liger_rms_norm(X, W, casting="bert")),
     ("norm-residual", ValueError, "residual must have the shape", lambda: lc.liger_rms_norm(X, W, residual=X[:1])),
     ("norm-residual-dtype", TypeError, "dtype of x", lambda: lc.liger_rms_norm(X, W, residual=X.half())),
+    ("gated-shape", ValueError, "gate must have the shape", lambda: lc.liger_rms_norm_gated(X, X[:1], W)),
+    ("gated-int", TypeError, "gate must be a floating", lambda: lc.liger_rms_norm_gated(X, X.int(), W)),
+    ("gated-casting", ValueError, "casting must", lambda: lc.liger_rms_norm_gated(X, X, W, casting="bert")),
+    ("gated-act", ValueError, "activation must", lambda: lc.liger_rms_norm_gated(X, X, W, activation="gelu")),
+    ("gated-groups", ValueError, "groups must divide", lambda: lc.liger_rms_norm_gated(X, X, W, groups=3)),
     ("layer_norm-bias", ValueError, r"bias must be \(8,\)", lambda: lc.liger_layer_norm(X, W, W[:1])),
     ("glu-shape", ValueError, "up must have the shape", lambda: lc.liger_swiglu(X, X[:1])),
     ("glu-dtype", TypeError, "up must be a tensor of the dtype", lambda: lc.liger_swiglu(X, X.half())),

@@ -24,7 +24,7 @@ from liger_chunked.kernels.logits_stats import PartialStats, finish, logits_stat
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
 from liger_chunked.kernels.projection import Exponentials, project_exp
 from liger_chunked.kernels.projection_grad import RowFactors, project_grad, row_factors
-from liger_chunked.kernels.rms_norm import liger_rms_norm
+from liger_chunked.kernels.rms_norm import liger_rms_norm, liger_rms_norm_gated
 from liger_chunked.kernels.rope import liger_rotary_pos_emb
 from liger_chunked.kernels.scale import scale_
 from liger_chunked.kernels.survey import agrees, survey, survey_top_k
@@ -58,6 +58,7 @@ __all__ = [
     "liger_kl_div_with_logits",
     "liger_layer_norm",
     "liger_rms_norm",
+    "liger_rms_norm_gated",
     "liger_rotary_pos_emb",
     "liger_swiglu",
     "liger_tvd",

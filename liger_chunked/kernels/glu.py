@@ -35,11 +35,15 @@ _TANH_CUBIC = 0.044715 * _TANH_LINEAR
 
 
 @jit
-def _activation(z, KIND: tl.constexpr):
+def activation(z, KIND: tl.constexpr):
+    """Return the activation of z, and its slope."""
     if KIND == "silu":
         s = 1.0 / (1.0 + exp(-z, False))
         y = z * s
         slope = s + y * (1.0 - s)
+    elif KIND == "sigmoid":
+        y = 1.0 / (1.0 + exp(-z, False))
+        slope = y * (1.0 - y)
     elif KIND == "gelu_tanh":
         # exp(-|2 u|) cannot overflow, and 1 - sigmoid does not cancel.
         square = z * z
@@ -67,7 +71,7 @@ def _forward_kernel(
     inside = cols < n_cols
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    activated, _ = _activation(gate, KIND)
+    activated, _ = activation(gate, KIND)
     tl.store(y_ptr + row * y_stride + cols, (activated * up).to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -83,7 +87,7 @@ def _backward_kernel(
     dy = tl.load(dy_ptr + row * dy_stride + cols, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    activated, slope = _activation(gate, KIND)
+    activated, slope = activation(gate, KIND)
     dgate = dy * up * slope
     tl.store(dgate_ptr + row * dgate_stride + cols, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
     tl.store(dup_ptr + row * dup_stride + cols, (dy * activated).to(dup_ptr.dtype.element_ty), mask=inside)
@@ -118,11 +122,11 @@ def _forward_triton(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
     return y
 
 
-def _activation_torch(z: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    if kind == "silu":
+def activation_torch(z: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    if kind in ("silu", "sigmoid"):
         s = z.sigmoid()
         y = z * s
-        return y, s + y * (1.0 - s)
+        return (y, s + y * (1.0 - s)) if kind == "silu" else (s, s * (1.0 - s))
     if kind == "gelu_tanh":
         twice = z * (_TANH_LINEAR + _TANH_CUBIC * z.square())
         s = twice.sigmoid()
@@ -135,7 +139,7 @@ def _activation_torch(z: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 def _forward_torch(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
     gate, up = _halves(gate, up)
     dtype = accumulation_dtype(gate.dtype)
-    return (_activation_torch(gate.contiguous().to(dtype), kind)[0] * up.contiguous().to(dtype)).to(gate.dtype)
+    return (activation_torch(gate.contiguous().to(dtype), kind)[0] * up.contiguous().to(dtype)).to(gate.dtype)
 
 
 @operator("glu", fake=_forward_torch)
@@ -160,7 +164,7 @@ def _backward_torch(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, grad
     gate, up = _halves(gate, up)
     dgate, dup = _halves(*grads)
     dy = dy.to(accumulation_dtype(gate.dtype))
-    activated, slope = _activation_torch(gate.to(dy.dtype), kind)
+    activated, slope = activation_torch(gate.to(dy.dtype), kind)
     gradients = dy * up * slope, dy * activated  # both before writing: dy may share their memory
     dgate.copy_(gradients[0])
     dup.copy_(gradients[1])
