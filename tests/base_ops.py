@@ -405,7 +405,8 @@ every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.id)
 
 # One per operator, for tests of the code around a kernel.
 ONE_EACH = [op for op in OPS if op.id in (
-    "rms_norm-residual", "rms_norm_gated-silu", "rms_norm_gated-groups", "layer_norm", "swiglu", "swiglu-packed", "rope-partial", "cross_entropy-everything", "jsd-0.1",
+    "rms_norm-residual", "rms_norm_gated-silu", "rms_norm_gated-groups", "layer_norm",
+    "swiglu", "swiglu-packed", "rope-partial", "cross_entropy-everything", "jsd-0.1",
     "with_logits-jsd",
 )]  # fmt: skip
 

@@ -63,7 +63,10 @@ CLASSES = [
     ("gpt_oss.GptOssExperts", None, ""),
     ("falcon_h1.FalconH1MLP", None, ""),
     ("cohere2.Cohere2LayerNorm", None, ""),
-    ("qwen3_next.Qwen3NextRMSNormGated", None, ""),
+    ("qwen3_5.Qwen3_5RMSNormGated", "RMS_NORM_GATED", "weight variance_epsilon activation"),
+    ("bailing_hybrid.BailingHybridRMSNormGated", "RMS_NORM_GATED_FP32", "weight variance_epsilon activation"),
+    ("bamba.BambaRMSNormGated", "RMS_NORM_GATE_FIRST", "weight variance_epsilon group_size"),
+    ("falcon_h1.FalconH1RMSNormGated", None, ""),
     ("llama.LlamaAttention", None, ""),
 ]
 

@@ -253,7 +253,7 @@ def _backward_torch(
             dy = dy * scale
         dy, normal = dy.view(grouped), normal.view(grouped)
         dx = (rstd * (dy - normal * (dy * normal).mean(-1, keepdim=True))).view(x.shape)
-        if gate_first and activated is not None:
+        if activated is not None and slope is not None and gate_first:
             dgate, dx = dx * wide * slope, dx * activated
         dx = (dx if dtotal is None else dx + dtotal.contiguous()).to(x.dtype)
     return dx, dw, None if gate is None or dgate is None else dgate.to(gate.dtype)
@@ -357,7 +357,7 @@ def _rms_norm(x: Tensor, weight: Tensor | None, residual: Tensor | None, gate: T
 
 def liger_rms_norm_gated(
     x: Tensor,
-    gate: Tensor,
+    gate: Tensor | None,
     weight: Tensor | None,
     eps: float = 1e-6,
     *,
@@ -371,7 +371,7 @@ def liger_rms_norm_gated(
         x/rms(x) * weight * act(gate),    with gate_first: z/rms(z) * weight,  z = x * act(gate)
 
     Args:
-        x, gate: (..., D), rows in any layout; their dtypes may differ.
+        x, gate: (..., D), rows in any layout; their dtypes may differ. Without a gate, the norm alone.
         weight: (D,) or None.
         casting: see `liger_rms_norm`; a result that is gated last has the dtype of `x`.
         gate_first: normalise the gated `x` (Mamba 2).
@@ -388,9 +388,10 @@ def liger_rms_norm_gated(
         raise ValueError(f"activation must be one of {_GATES}, got {shown(activation)}")
     x, gate, weight = plain(("x", "gate", "weight"), (x, gate, weight))
     check_floating(x, "x")
-    check_floating(gate, "gate")
-    if gate.shape != x.shape or gate.device != x.device:
-        raise ValueError(f"gate must have the shape and device of x {described(x)}, got {described(gate)}")
+    if gate is not None:
+        check_floating(gate, "gate")
+        if gate.shape != x.shape or gate.device != x.device:
+            raise ValueError(f"gate must have the shape and device of x {described(x)}, got {described(gate)}")
     if not isinstance(groups, int) or groups < 1 or x.shape[-1] % groups:
         raise ValueError(f"groups must divide the last dimension of x, {x.shape[-1]}, got {shown(groups)}")
     if weight is not None:

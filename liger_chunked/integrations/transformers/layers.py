@@ -21,6 +21,7 @@ from liger_chunked.kernels import (
     liger_geglu,
     liger_layer_norm,
     liger_rms_norm,
+    liger_rms_norm_gated,
     liger_rotary_pos_emb,
     liger_swiglu,
 )
@@ -31,6 +32,7 @@ from liger_chunked.modules import unobserved
 class Layer:
     """`run(input, ...)` replaces `method`; its other arguments are attributes of the module.
 
+    - `inputs`: how many arguments `method` takes
     - `switch`: of `apply_liger_kernel`; None for `swiglu` or `geglu`, by the activation, the first attribute
     - `refusal`: returns why `run` cannot serve given attributes, or None
     - `optional`: attributes that may be missing; `run` then gets None
@@ -41,11 +43,11 @@ class Layer:
     method: str = "forward"
     refusal: Callable[..., str | None] | None = None
     optional: tuple[str, ...] = ()
+    inputs: int = 1
 
     @functools.cached_property
     def attributes(self) -> tuple[str, ...]:
-        _, *names = inspect.signature(self.run).parameters
-        return tuple(names)
+        return tuple(inspect.signature(self.run).parameters)[self.inputs :]
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ class Binding:
     def values(self, module: Any) -> list[Any]:
         return [getattr(module, n) if needed else getattr(module, n, None) for n, needed in self.reads.items()]
 
-    def run(self, module: Any, input: Tensor) -> Tensor:
-        return self.layer.run(input, *self.values(module))
+    def run(self, module: Any, *inputs: Tensor) -> Tensor:
+        return self.layer.run(*inputs, *self.values(module))
 
     def refusal(self, module: Any) -> str | None:
         try:
@@ -98,6 +100,22 @@ def _rms_norm_scaled(x: Tensor, weight: Tensor | None, eps: float, with_scale: b
 
 def _rms_norm_bare(x: Tensor, eps: float) -> Tensor:
     return liger_rms_norm(x, None, eps)
+
+
+def _rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: Any) -> Tensor:
+    return liger_rms_norm_gated(x, gate, weight, eps, activation=activation)
+
+
+def _rms_norm_gated_fp32(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: Any) -> Tensor:
+    return liger_rms_norm_gated(x, gate, weight, eps, activation=activation, casting="olmo2")
+
+
+def _gated_refusal(weight: Any, eps: float, activation: str) -> str | None:
+    return None if activation in ("silu", "sigmoid") else f"its activation is {activation}, not silu or sigmoid"
+
+
+def _rms_norm_gate_first(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, group_size: int) -> Tensor:
+    return liger_rms_norm_gated(x, gate, weight, eps, gate_first=True, groups=x.shape[-1] // group_size)
 
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, normalized_shape: Any) -> Tensor:
@@ -178,6 +196,15 @@ RMS_NORM_SCALED = Layer(_rms_norm_scaled, "rms_norm", optional=("weight",))
 
 RMS_NORM_BARE = Layer(_rms_norm_bare, "rms_norm")
 """RMSNorm without a weight (NanoChat)."""
+
+RMS_NORM_GATED = Layer(_rms_norm_gated, "rms_norm", refusal=_gated_refusal, inputs=2)
+"""`RMS_NORM` times the activation of a gate (Qwen3-Next)."""
+
+RMS_NORM_GATED_FP32 = Layer(_rms_norm_gated_fp32, "rms_norm", refusal=_gated_refusal, inputs=2)
+"""`RMS_NORM_FP32` times the activation of a gate, rounded once (Kimi Linear)."""
+
+RMS_NORM_GATE_FIRST = Layer(_rms_norm_gate_first, "rms_norm", inputs=2)
+"""`RMS_NORM` of `x * silu(gate)`, by groups of columns (Mamba 2)."""
 
 LAYER_NORM = Layer(_layer_norm, "layer_norm", refusal=_layer_norm_refusal)
 """`nn.LayerNorm` over the last dimension."""

@@ -28,6 +28,9 @@ from liger_chunked.integrations.transformers.layers import (
     RMS_NORM,
     RMS_NORM_BARE,
     RMS_NORM_FP32,
+    RMS_NORM_GATE_FIRST,
+    RMS_NORM_GATED,
+    RMS_NORM_GATED_FP32,
     RMS_NORM_OFFSET,
     RMS_NORM_SCALED,
     SILU_GLU,
@@ -64,6 +67,9 @@ _ROWS: list[tuple[str, Layer, dict[str, str]]] = [
         {"act_fn": "activation", "gate_up_proj": "input_linear", "down_proj": "output_linear"},
     ),
     ("recurrent_gemma.RecurrentGemmaMlp", GLU, {}),
+    ("qwen3_next.Qwen3NextRMSNormGated", RMS_NORM_GATED, {"eps": "variance_epsilon"}),
+    ("mamba2.MambaRMSNormGated", RMS_NORM_GATE_FIRST, {"eps": "variance_epsilon"}),
+    ("kimi_linear.KimiLinearRMSNormGated", RMS_NORM_GATED_FP32, {"eps": "variance_epsilon"}),
 ]
 
 # Functions of (q, k, cos, sin, unsqueeze_dim).
@@ -111,23 +117,25 @@ def binding_of(cls: Any) -> Binding | None:
         if detect.runs_code_of(cls, known, binding.layer.method):
             return binding
     methods = ((name, detect.stock_method(cls, name)) for name in ("forward", "_apply_gate"))
-    read = tuple((name, source.source_of(method, cls)) for name, method in methods if _takes_one_tensor(method))
-    return _recognised(read)
+    counted = ((name, _inputs(method), method) for name, method in methods)
+    return _recognised(tuple((name, n, source.source_of(method, cls)) for name, n, method in counted if n in (1, 2)))
 
 
 @functools.cache
-def _takes_one_tensor(method: Any) -> bool:
-    return inspect.isfunction(method) and len(inspect.signature(method).parameters) == 2
+def _inputs(method: Any) -> int:
+    return len(inspect.signature(method).parameters) - 1 if inspect.isfunction(method) else 0
 
 
 @functools.cache
-def _recognised(methods: tuple[tuple[str, source.Source | None], ...]) -> Binding | None:
-    for name, read in methods:
+def _recognised(methods: tuple[tuple[str, int, source.Source | None], ...]) -> Binding | None:
+    for name, inputs, read in methods:
         if read is None or "Mult()" not in read[0]:  # all rows multiply
             continue
         for path, layer, names in _ROWS:
             # Few rows read as many attributes: few imports.
-            if layer.method != name or (name == "forward" and len(layer.attributes) != len(read[1])):
+            if (layer.method, layer.inputs) != (name, inputs):
+                continue
+            if name == "forward" and len(layer.attributes) != len(read[1]):
                 continue
             row = _read(path, name)
             if row is not None and row[0] == read[0]:

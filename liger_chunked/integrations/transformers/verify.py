@@ -61,7 +61,8 @@ def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> No
     """Raise Difference unless the layer equals `cls` on a small copy of `module`."""
     layer = binding.layer
     with _quiet():
-        probe = _probe(module, cls, {1: 1})
+        is_small = not module._modules and all(len(_shape(p)) < 2 for p in module.parameters())
+        probe = _probe(module, cls, None if is_small else {1: 1})
         width, expected = _stock_output(layer, probe, cls)
         found = _layer_difference(binding, probe, cls, width, expected)
         if found is None:
@@ -70,7 +71,7 @@ def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> No
         others = {
             name: Binding(other, tuple(theirs.get(n, n) for n in other.attributes))
             for name, other in _LAYERS.items()
-            if other.method == layer.method
+            if (other.method, other.inputs) == (layer.method, layer.inputs)
         }
         same = [n for n, other in others.items() if _layer_difference(other, probe, cls, width, expected) is None]
     advice = f"; {same[0]} computes the same" if same else ""
@@ -211,8 +212,10 @@ def _constructor_arguments(cls: type[nn.Module], config: Any) -> dict[str, Any]:
     return arguments
 
 
-def _small(size: int, sizes: dict[int, int]) -> int:
-    """Map a dimension to a small one; twice another stays twice."""
+def _small(size: int, sizes: dict[int, int] | None) -> int:
+    """Map a dimension to a small one, except without `sizes`; twice another stays twice."""
+    if sizes is None:
+        return size
     if size not in sizes:
         if 2 * size in sizes:
             sizes[size] = sizes[2 * size] // 2
@@ -223,20 +226,19 @@ def _small(size: int, sizes: dict[int, int]) -> int:
     return sizes[size]
 
 
-def _attribute(value: Any, sizes: dict[int, int]) -> Any:
+def _attribute(value: Any, sizes: dict[int, int] | None) -> Any:
     if isinstance(value, tuple):
         return tuple(_attribute(x, sizes) for x in value)
-    return sizes.get(value, value) if type(value) is int else value
+    return sizes.get(value, value) if sizes and type(value) is int else value
 
 
-def _probe(module: nn.Module, cls: Any, sizes: dict[int, int]) -> Any:
+def _probe(module: nn.Module, cls: Any, sizes: dict[int, int] | None) -> Any:
     probe = object.__new__(cls)
     nn.Module.__init__(probe)
     internal = {*vars(probe), *FORWARD_SLOTS, "_hf_hook"}
     for i, (name, parameter) in enumerate(module._parameters.items()):
-        # ZeRO-3's shape of a sharded parameter.
-        shape = getattr(parameter, "ds_shape", None) or (None if parameter is None else parameter.shape)
-        probe._parameters[name] = None if shape is None else _weight(*(_small(n, sizes) for n in shape), seed=i)
+        known = None if parameter is None else _weight(*(_small(n, sizes) for n in _shape(parameter)), seed=i)
+        probe._parameters[name] = known
     for i, (name, child) in enumerate(module._modules.items()):
         probe._modules[name] = None if child is None else _child(child, sizes, seed=i)
     for name, buffer in module._buffers.items():
@@ -245,12 +247,16 @@ def _probe(module: nn.Module, cls: Any, sizes: dict[int, int]) -> Any:
     return probe.eval()
 
 
+def _shape(parameter: Tensor) -> Any:
+    return getattr(parameter, "ds_shape", None) or parameter.shape  # ZeRO-3's of a sharded parameter
+
+
 def _weight(*shape: int, seed: int) -> nn.Parameter:
     scale = 0.5 if len(shape) < 2 else shape[-1] ** -0.5
     return nn.Parameter(scale * _random(*shape, seed=seed), requires_grad=False)
 
 
-def _child(child: nn.Module, sizes: dict[int, int], seed: int) -> nn.Module:
+def _child(child: nn.Module, sizes: dict[int, int] | None, seed: int) -> nn.Module:
     if next(child.parameters(), None) is None:
         return copy.deepcopy(child).eval()
     n_in, n_out = getattr(child, "in_features", None), getattr(child, "out_features", None)
@@ -264,8 +270,12 @@ def _child(child: nn.Module, sizes: dict[int, int], seed: int) -> nn.Module:
     return linear
 
 
-def _tokens(width: int) -> Tensor:
-    return _random(len(_SCALES), width) * torch.tensor(_SCALES, dtype=torch.float32)[:, None]
+def _tokens(layer: Layer, width: int) -> list[Tensor]:
+    scales = torch.tensor(_SCALES, dtype=torch.float32)[:, None]
+    return [
+        _random(len(_SCALES), width) * scales,
+        *(_random(len(_SCALES), width, seed=i) for i in range(1, layer.inputs)),
+    ]
 
 
 def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
@@ -273,7 +283,7 @@ def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
     failure: Exception | None = None
     for width in dict.fromkeys(widths or [48]):
         try:
-            expected = stock_method(cls, layer.method)(probe, _tokens(width))
+            expected = stock_method(cls, layer.method)(probe, *_tokens(layer, width))
             if isinstance(expected, Tensor) and expected.ndim == 2:
                 return width, expected
         except Exception as reason:
@@ -283,7 +293,7 @@ def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
 
 def _layer_difference(binding: Binding, probe: Any, cls: Any, width: int, expected: Tensor) -> str | None:
     try:
-        found = _largest(binding.run(probe, _tokens(width)), expected)
+        found = _largest(binding.run(probe, *_tokens(binding.layer, width)), expected)
         if found is None and not probe._modules and binding.layer.method == "forward":
             found = _rounding(binding, probe, cls, width)
     except AttributeError as missing:
@@ -302,14 +312,14 @@ def _cast(probe: Any, dtype: torch.dtype) -> Any:
 
 
 def _rounding(binding: Binding, probe: Any, cls: Any, width: int) -> str | None:
-    x = _random(64, width).bfloat16()
+    inputs = [_random(64, width, seed=i).bfloat16() for i in range(binding.layer.inputs)]
     for dtype in (torch.float32, torch.bfloat16):
         probe = _cast(probe, dtype)
         try:
-            expected = stock_method(cls, binding.layer.method)(probe, x)
+            expected = stock_method(cls, binding.layer.method)(probe, *inputs)
         except RuntimeError:  # it takes no mixed dtypes
             continue
-        ours = binding.run(probe, x)
+        ours = binding.run(probe, *inputs)
         if ours.dtype != expected.dtype:
             return f"for bfloat16 and a {dtype} weight it returns {expected.dtype}, the kernel {ours.dtype}"
         changed = (ours != expected).float().mean().item()
