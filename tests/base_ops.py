@@ -72,6 +72,17 @@ def eager_glu(gate: Tensor, up: Tensor | None = None, *, activation: Callable[[T
     return activation(gate) * up
 
 
+def eager_clamped(
+    gate: Tensor, up: Tensor | None = None, *, alpha: float = 1.0, limit: float | None = None, offset: float = 0.0,
+    interleaved: bool = False,
+) -> Tensor:  # fmt: skip
+    if up is None:
+        gate, up = (gate[..., ::2], gate[..., 1::2]) if interleaved else gate.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + offset) * (gate * torch.sigmoid(gate * alpha))
+
+
 # Constants are exact in every dtype, so that all compute the same function.
 
 
@@ -295,6 +306,12 @@ def gated(id: str, ours: Callable[..., Tensor], activation: Callable[[Tensor], T
     return Op(id, ours, eager, lambda s: (s,) if packed else (s, s), PACKED if packed else HALVES)
 
 
+def clamped(id: str, packed: bool = True, **options: Any) -> Op:
+    ours, eager = partial(lc.liger_swiglu, **options), partial(eager_clamped, **options)
+    make, shapes = (lambda s: (s,), PACKED) if packed else (lambda s: (s, s), HALVES)
+    return Op(f"swiglu-{id}", ours, eager, make, shapes, lambda x: 3 * x)  # beyond the limit
+
+
 def rotary(id: str, **options: Any) -> Op:
     def shapes(s: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         batch, heads, tokens, size = s
@@ -368,6 +385,10 @@ OPS = [
     ),
     gated("swiglu", lc.liger_swiglu, F.silu),
     gated("swiglu-packed", lc.liger_swiglu, F.silu, packed=True),
+    clamped("interleaved", interleaved=True),
+    clamped("gpt_oss", alpha=1.703125, limit=2.0, offset=1.0, interleaved=True),
+    clamped("minimax", alpha=1.703125, limit=2.0, offset=1.0),
+    clamped("limit", packed=False, limit=2.0),
     gated("geglu-tanh", lc.liger_geglu, gelu_tanh),
     gated("geglu-erf", geglu_erf, F.gelu),
     gated("geglu-packed", lc.liger_geglu, gelu_tanh, packed=True),
@@ -406,7 +427,7 @@ every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.id)
 # One per operator, for tests of the code around a kernel.
 ONE_EACH = [op for op in OPS if op.id in (
     "rms_norm-residual", "rms_norm_gated-silu", "rms_norm_gated-groups", "layer_norm",
-    "swiglu", "swiglu-packed", "rope-partial", "cross_entropy-everything", "jsd-0.1",
+    "swiglu", "swiglu-packed", "swiglu-gpt_oss", "rope-partial", "cross_entropy-everything", "jsd-0.1",
     "with_logits-jsd",
 )]  # fmt: skip
 

@@ -6,6 +6,7 @@ import importlib
 import re
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -518,8 +519,16 @@ def test_operators_keep_their_word(module: Any) -> None:
         ],
         "layer_norm": [(x, w, None, 1e-6)],
         "layer_norm_backward": [(x, x, w, torch.stack((row, row)), True, None, torch.bfloat16)],
-        "glu": [(x, x, "silu"), (x, None, "gelu")],
-        "glu_backward": [(x, x, x, "silu"), (x[:, :4], x, None, "gelu_tanh")],
+        "glu": [
+            (x, x, "silu", False, 1.0, inf, 0.0),
+            (x, None, "gelu", False, 1.0, inf, 0.0),
+            (x, None, "silu", True, 1.7, 7.0, 1.0),
+        ],
+        "glu_backward": [
+            (x, x, x, "silu", False, 1.0, inf, 0.0),
+            (x[:, :4], x, None, "gelu_tanh", False, 1.0, inf, 0.0),
+            (x[:, :4], x, None, "silu", True, 1.7, 7.0, 1.0),
+        ],
         "rotary_pos_emb": [(q.transpose(1, 2).contiguous().transpose(1, 2), k, angle, angle, False, True, False)],
         "logits_divergence": [(x, x, "forward_kl", 0.0, 0.0, 0.0, 2.0), (x.t(), x.t(), "tvd", 0.0, 0.0, 0.0, 1.0)],
         "logits_divergence_backward": [
@@ -562,6 +571,9 @@ BAD_INPUT: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
     ("glu-shape", ValueError, "up must have the shape", lambda: lc.liger_swiglu(X, X[:1])),
     ("glu-dtype", TypeError, "up must be a tensor of the dtype", lambda: lc.liger_swiglu(X, X.half())),
     ("glu-odd", ValueError, "must be even", lambda: lc.liger_swiglu(X[..., :7])),
+    ("glu-limit", ValueError, "limit must be a finite positive", lambda: lc.liger_swiglu(X, X, limit=0.0)),
+    ("glu-offset", ValueError, "offset must be a finite number", lambda: lc.liger_swiglu(X, X, offset=inf)),
+    ("glu-interleaved", ValueError, "interleaved=True is for", lambda: lc.liger_swiglu(X, X, interleaved=True)),
     ("glu-approximate", ValueError, "approximate must be one of", lambda: lc.liger_geglu(X, X, "erf")),
     ("rope-heads", ValueError, "four dimensions", lambda: lc.liger_rotary_pos_emb(Q[0], K, ANGLE, ANGLE)),
     ("rope-device", ValueError, "agree on dtype, dev", lambda: lc.liger_rotary_pos_emb(Q, K.to("meta"), *[ANGLE] * 2)),
