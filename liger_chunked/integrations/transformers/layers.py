@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
@@ -161,6 +162,33 @@ def _packed_glu(x: Tensor, act_fn: Any, gate_up_proj: Any, down_proj: Any) -> Te
     return down_proj(_gated(act_fn, gate_up_proj(x), inplace=unobserved(gate_up_proj)))
 
 
+def _limited_glu(x: Tensor, act_fn: Any, limit: float, gate_proj: Any, up_proj: Any, down_proj: Any) -> Tensor:
+    inplace = unobserved(gate_proj, up_proj)
+    return down_proj(liger_swiglu(gate_proj(x), up_proj(x), limit=limit, inplace=inplace))
+
+
+def _clamped_packed_glu(x: Tensor, alpha: float, limit: float, gate_up_proj: Any, down_proj: Any) -> Tensor:
+    inplace = unobserved(gate_up_proj)
+    return down_proj(liger_swiglu(gate_up_proj(x), alpha=alpha, limit=limit, offset=1.0, inplace=inplace))
+
+
+def _clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    return liger_swiglu(gate_up, alpha=alpha, limit=limit, offset=1.0, inplace=True)
+
+
+def _interleaved_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    return liger_swiglu(gate_up, alpha=alpha, limit=limit, offset=1.0, interleaved=True, inplace=True)
+
+
+def _limited_gate(gate_up: Tensor, act_fn: Any, limit: float) -> Tensor:
+    return liger_swiglu(gate_up, limit=limit, inplace=True)
+
+
+def _stacked_experts(x: Tensor, act_fn: Any, gate_up_proj: Tensor, down_proj: Tensor, hidden_size: int) -> Tensor:
+    gate_up = torch.bmm(x.view(gate_up_proj.shape[0], -1, hidden_size), gate_up_proj)
+    return torch.bmm(_gated(act_fn, gate_up, inplace=True), down_proj).view(-1, hidden_size)
+
+
 def _experts_gate(gate_up_out: Tensor, act_fn: Any, config: Any, has_gate: bool) -> Tensor:
     # No hook sees the gate's input.
     return _gated(act_fn, gate_up_out, inplace=True)
@@ -171,6 +199,12 @@ def _activation_refusal(activation: Any, *_: Any) -> str | None:
     if kind in _GATED:
         return None
     return f"its activation is {kind.__name__}, not one of {', '.join(sorted(k.__name__ for k in _GATED))}"
+
+
+def _silu_refusal(act_fn: Any, *_: Any) -> str | None:
+    if act_fn is None or _GATED.get(_kind(act_fn)) is liger_swiglu:
+        return None
+    return f"its activation is {_kind(act_fn).__name__}, and the kernel with a limit has SiLU"
 
 
 def _experts_refusal(act_fn: Any, config: Any, has_gate: bool) -> str | None:
@@ -217,6 +251,24 @@ SILU_GLU = Layer(_silu_glu, "swiglu")
 
 PACKED_GLU = Layer(_packed_glu, refusal=_activation_refusal)
 """`GLU` with one `gate_up_proj`, whose output holds gate, then up."""
+
+GLU_LIMITED = Layer(_limited_glu, "swiglu", refusal=_silu_refusal)
+"""`GLU` with SiLU, of a clamped gate and up (DeepSeek-V4)."""
+
+PACKED_GLU_CLAMPED = Layer(_clamped_packed_glu, "swiglu")
+"""`EXPERTS_CLAMPED` as an MLP (MiniMax-M3)."""
+
+EXPERTS_INTERLEAVED = Layer(_interleaved_gate, "swiglu", "_apply_gate")
+"""Experts' clamped `(up + 1) * gate * sigmoid(alpha * gate)`, of neighbouring columns (GPT-OSS)."""
+
+EXPERTS_CLAMPED = Layer(_clamped_gate, "swiglu", "_apply_gate")
+"""The same of halves (MiniMax-M3)."""
+
+EXPERTS_LIMITED = Layer(_limited_gate, "swiglu", "_apply_gate", refusal=_silu_refusal, optional=("act_fn",))
+"""Experts' SwiGLU of a clamped gate and up (DeepSeek-V4)."""
+
+EXPERTS_STACKED = Layer(_stacked_experts, refusal=_activation_refusal)
+"""Experts that take the same number of tokens each (Llama 4)."""
 
 EXPERTS = Layer(_experts_gate, method="_apply_gate", refusal=_experts_refusal)
 """Experts with 3-D parameters that call `_apply_gate`."""

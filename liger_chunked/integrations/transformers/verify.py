@@ -270,12 +270,11 @@ def _child(child: nn.Module, sizes: dict[int, int] | None, seed: int) -> nn.Modu
     return linear
 
 
-def _tokens(layer: Layer, width: int) -> list[Tensor]:
-    scales = torch.tensor(_SCALES, dtype=torch.float32)[:, None]
-    return [
-        _random(len(_SCALES), width) * scales,
-        *(_random(len(_SCALES), width, seed=i) for i in range(1, layer.inputs)),
-    ]
+def _tokens(layer: Layer, probe: Any, width: int) -> list[Tensor]:
+    experts = [p.shape[0] for p in probe.parameters() if p.ndim == 3 and layer.method == "forward"]
+    scales = torch.tensor(_SCALES, dtype=torch.float32).repeat(experts[0] if experts else 1)
+    x, *others = (_random(len(scales), width, seed=i) for i in range(layer.inputs))
+    return [x * scales[:, None], *others]
 
 
 def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
@@ -283,7 +282,7 @@ def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
     failure: Exception | None = None
     for width in dict.fromkeys(widths or [48]):
         try:
-            expected = stock_method(cls, layer.method)(probe, *_tokens(layer, width))
+            expected = stock_method(cls, layer.method)(probe, *_tokens(layer, probe, width))
             if isinstance(expected, Tensor) and expected.ndim == 2:
                 return width, expected
         except Exception as reason:
@@ -293,7 +292,7 @@ def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
 
 def _layer_difference(binding: Binding, probe: Any, cls: Any, width: int, expected: Tensor) -> str | None:
     try:
-        found = _largest(binding.run(probe, *_tokens(binding.layer, width)), expected)
+        found = _largest(binding.run(probe, *_tokens(binding.layer, probe, width)), expected)
         if found is None and not probe._modules and binding.layer.method == "forward":
             found = _rounding(binding, probe, cls, width)
     except AttributeError as missing:
