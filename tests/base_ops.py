@@ -98,7 +98,10 @@ def turned(x: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
 
 
-def eager_rope(q: Tensor, k: Tensor, *, share: float = 1.0, interleaved: bool = False, heads_dim: int = 1) -> Any:
+def eager_rope(
+    q: Tensor, k: Tensor, *, share: float = 1.0, interleaved: bool = False, deinterleave: bool = False,
+    heads_dim: int = 1,
+) -> Any:  # fmt: skip
     tokens, rotary_dim = q.shape[3 - heads_dim], int(share * q.shape[-1])
     cos, sin = (x.unsqueeze(heads_dim) for x in rotation(tokens, rotary_dim, q))
     if interleaved:
@@ -106,18 +109,29 @@ def eager_rope(q: Tensor, k: Tensor, *, share: float = 1.0, interleaved: bool = 
 
     def rotated(x: Tensor) -> Tensor:
         rotary, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-        return torch.cat((rotary * cos + turned(rotary, interleaved) * sin, rest), dim=-1)
+        rotary = rotary * cos + turned(rotary, interleaved) * sin
+        if deinterleave:
+            rotary = torch.cat((rotary[..., ::2], rotary[..., 1::2]), dim=-1)
+        return torch.cat((rotary, rest), dim=-1)
 
     return rotated(q), rotated(k)
 
 
 def our_rope(
-    q: Tensor, k: Tensor, *, share: float = 1.0, interleaved: bool = False, heads_dim: int = 1, inplace: bool = False
-) -> Any:
-    cos, sin = rotation(q.shape[3 - heads_dim], int(share * q.shape[-1]), q)
+    q: Tensor, k: Tensor, *, share: float = 1.0, heads_dim: int = 1, half_width: bool = False, inplace: bool = False,
+    **options: Any,
+) -> Any:  # fmt: skip
+    rotary_dim = int(share * q.shape[-1])
+    cos, sin = rotation(q.shape[3 - heads_dim], rotary_dim, q)
+    if half_width:
+        cos, sin, options = (
+            cos[..., : rotary_dim // 2],
+            sin[..., : rotary_dim // 2],
+            {**options, "rotary_dim": rotary_dim},
+        )
     if inplace:
         q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
-    return lc.liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=heads_dim, interleaved=interleaved, inplace=inplace)
+    return lc.liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=heads_dim, inplace=inplace, **options)
 
 
 def labels(logits: Tensor) -> Tensor:
@@ -319,7 +333,9 @@ def rotary(id: str, **options: Any) -> Op:
             return (batch, tokens, heads, size), (batch, tokens, 1, size)
         return s, (batch, 1, tokens, size)
 
-    eager = partial(eager_rope, **{name: value for name, value in options.items() if name != "inplace"})
+    eager = partial(
+        eager_rope, **{name: value for name, value in options.items() if name not in ("inplace", "half_width")}
+    )
     return Op(f"rope-{id}", partial(our_rope, **options), eager, shapes, HEADS)
 
 
@@ -396,6 +412,9 @@ OPS = [
     rotary("partial", share=0.5),
     rotary("interleaved", share=0.5, interleaved=True),
     rotary("interleaved-whole", interleaved=True),
+    rotary("half_width", half_width=True),
+    rotary("deinterleave", share=0.5, interleaved=True, deinterleave=True),
+    rotary("deinterleave-whole", interleaved=True, deinterleave=True, heads_dim=2, half_width=True),
     rotary("heads_last", heads_dim=2),
     rotary("inplace", inplace=True),
     rotary("inplace-interleaved", share=0.5, interleaved=True, heads_dim=2, inplace=True),
@@ -427,8 +446,8 @@ every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.id)
 # One per operator, for tests of the code around a kernel.
 ONE_EACH = [op for op in OPS if op.id in (
     "rms_norm-residual", "rms_norm_gated-silu", "rms_norm_gated-groups", "layer_norm",
-    "swiglu", "swiglu-packed", "swiglu-gpt_oss", "rope-partial", "cross_entropy-everything", "jsd-0.1",
-    "with_logits-jsd",
+    "swiglu", "swiglu-packed", "swiglu-gpt_oss", "rope-partial", "rope-deinterleave",
+    "cross_entropy-everything", "jsd-0.1", "with_logits-jsd",
 )]  # fmt: skip
 
 

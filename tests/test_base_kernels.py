@@ -503,7 +503,7 @@ def test_divergences_of_events_without_probability(device: str) -> None:
 def test_operators_keep_their_word(module: Any) -> None:
     """`torch.library.opcheck` accepts their schema, fake outputs and aliasing."""
     x, w, row = torch.randn(3, 8), torch.randn(8), torch.rand(3)
-    q, k, angle = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 3, 8)
+    q, k, angle = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 3, 4)
     samples: dict[str, list[tuple[Any, ...]]] = {
         "rms_norm": [
             (x, w, None, None, 1e-6, 0.0, True, "silu", False, 1),
@@ -529,7 +529,10 @@ def test_operators_keep_their_word(module: Any) -> None:
             (x[:, :4], x, None, "gelu_tanh", False, 1.0, inf, 0.0),
             (x[:, :4], x, None, "silu", True, 1.7, 7.0, 1.0),
         ],
-        "rotary_pos_emb": [(q.transpose(1, 2).contiguous().transpose(1, 2), k, angle, angle, False, True, False)],
+        "rotary_pos_emb": [
+            (q.transpose(1, 2).contiguous().transpose(1, 2), k, angle, angle, False, False, True, False),
+            (q, k, angle, angle, True, False, False, True),
+        ],
         "logits_divergence": [(x, x, "forward_kl", 0.0, 0.0, 0.0, 2.0), (x.t(), x.t(), "tvd", 0.0, 0.0, 0.0, 1.0)],
         "logits_divergence_backward": [
             (x, x, [row] * 8, row, "mixture", 0.3, 0.7, 0.3, 2.0, False),
@@ -556,6 +559,9 @@ Q, K, ANGLE = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 3
 Z, T = torch.randn(3, 8), torch.zeros(3, dtype=torch.int64)
 
 
+rope_of = lc.liger_rotary_pos_emb
+
+
 BAD_INPUT: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
     ("norm-int", TypeError, "x must be a floating-point tensor, got", lambda: lc.liger_rms_norm(T, W)),
     ("norm-weight", ValueError, r"weight must be \(8,\)", lambda: lc.liger_rms_norm(X, W[:7])),
@@ -579,6 +585,8 @@ BAD_INPUT: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
     ("rope-device", ValueError, "agree on dtype, dev", lambda: lc.liger_rotary_pos_emb(Q, K.to("meta"), *[ANGLE] * 2)),
     ("rope-tokens", ValueError, "cos must be", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE[:, :2], ANGLE)),
     ("rope-sin", ValueError, "sin must be", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE, ANGLE[..., :4])),
+    ("rope-rotary_dim", ValueError, "rotary_dim must", lambda: rope_of(Q, K, ANGLE, ANGLE, rotary_dim=10)),
+    ("rope-halves", ValueError, "needs interleaved", lambda: rope_of(Q, K, ANGLE, ANGLE, deinterleave=True)),
     ("rope-dim", ValueError, "unsqueeze_dim must be", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE, ANGLE, None, 3)),
     ("ce-target", ValueError, r"target must be in \[0, 8\)", lambda: lc.liger_cross_entropy(Z, T + 8)),
     ("ce-float", TypeError, "target must be a tensor of class", lambda: lc.liger_cross_entropy(Z, T.float())),

@@ -89,16 +89,35 @@ def test_classes(path, kind, names):
         ("phi3", layers.rotate_halves),
         ("glm", layers.rotate_pairs),
         ("ernie4_5", layers.rotate_pairs),
-        ("cohere2", None),
-        ("gpt_oss", None),
-        ("gemma3n", None),
+        ("cohere2", layers.rotate_pairs_of_repeated),
+        ("gpt_oss", layers.rotate_halves_by_half),
+        ("gemma4", layers.rotate_one),
+        ("codegen", layers.rotate_one_by_half),
+        ("deepseek_v4", None),
     ],
 )
 def test_rotary_functions(family, ours):
     """Cohere's differs only in the `rotate_half` that it calls."""
-    function = modeling(family).apply_rotary_pos_emb
+    assert overrides.rope_of(modeling(family).apply_rotary_pos_emb) is ours
+
+
+@pytest.mark.parametrize(("path", "ours"), overrides._ROTARY, ids=[path for path, _ in overrides._ROTARY])
+def test_rotary_rows(path, ours):
+    family, name = path.split(".")
+    function = getattr(modeling(family), name)
     assert overrides.rope_of(function) is ours
-    assert ours is None or verify.rotary_difference(ours, function, []) is None
+    assert verify.rotary_difference(ours, function, []) is None
+
+
+def test_learned_positions():
+    """MLCD's have a gradient, which the kernel does not compute."""
+    q, k, angles = torch.randn(5, 3, 16), torch.randn(5, 2, 16), torch.randn(5, 16, requires_grad=True)
+    found = []
+    for function in (layers.rotate_vision, modeling("mlcd").apply_rotary_pos_emb_vision):
+        rotated = function(q, k, angles.cos(), angles.sin())
+        found.append((*rotated, *torch.autograd.grad(sum(y.square().sum() for y in rotated), angles)))
+    for value, same in zip(*found, strict=True):
+        torch.testing.assert_close(value, same)
 
 
 def test_a_wrong_rotation_is_found():
@@ -128,8 +147,6 @@ def test_every_row_is_read_and_equal():
         binding = overrides.binding_of(cls)
         assert binding == overrides.bound(layer, names), path
         verify.check_layer(binding, verify.built(binding, cls, modeling(family)), cls)
-    for family, ours in overrides._ROTARY:
-        assert overrides.rope_of(modeling(family).apply_rotary_pos_emb) is ours
     assert time.perf_counter() - begin < 10  # on a busy machine
     assert state.equal(torch.get_rng_state())
 

@@ -19,7 +19,7 @@ from transformers import GenerationMixin
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from liger_chunked.integrations.transformers import detect, source
+from liger_chunked.integrations.transformers import detect, layers, source
 from liger_chunked.integrations.transformers.layers import (
     EXPERTS,
     EXPERTS_CLAMPED,
@@ -42,8 +42,6 @@ from liger_chunked.integrations.transformers.layers import (
     SILU_GLU,
     Binding,
     Layer,
-    rotate_halves,
-    rotate_pairs,
 )
 
 HEAD_SWITCHES = ("cross_entropy", "fused_linear_cross_entropy")
@@ -88,18 +86,30 @@ _ROWS: list[tuple[str, Layer, dict[str, str]]] = [
     ("kimi_linear.KimiLinearRMSNormGated", RMS_NORM_GATED_FP32, {"eps": "variance_epsilon"}),
 ]
 
-# Functions of (q, k, cos, sin, unsqueeze_dim).
+# Rotary functions, and ours with the same arguments.
 _ROTARY: list[tuple[str, Callable[..., Any]]] = [
-    ("llama", rotate_halves),
-    ("glm4_moe", rotate_halves),
-    ("olmo2", rotate_halves),
-    ("glm4", rotate_pairs),
-    ("phi3", rotate_halves),
-    ("nemotron", rotate_halves),
-    ("modernbert_decoder", rotate_halves),
-    ("hunyuan_vl", rotate_halves),
-    ("ernie4_5", rotate_pairs),
-    ("helium", rotate_pairs),
+    ("llama.apply_rotary_pos_emb", layers.rotate_halves),
+    ("glm4_moe.apply_rotary_pos_emb", layers.rotate_halves),
+    ("olmo2.apply_rotary_pos_emb", layers.rotate_halves),
+    ("glm4.apply_rotary_pos_emb", layers.rotate_pairs),
+    ("phi3.apply_rotary_pos_emb", layers.rotate_halves),
+    ("nemotron.apply_rotary_pos_emb", layers.rotate_halves),
+    ("modernbert_decoder.apply_rotary_pos_emb", layers.rotate_halves),
+    ("hunyuan_vl.apply_rotary_pos_emb", layers.rotate_halves),
+    ("ernie4_5.apply_rotary_pos_emb", layers.rotate_pairs),
+    ("helium.apply_rotary_pos_emb", layers.rotate_pairs),
+    ("qwen2_vl.apply_rotary_pos_emb_vision", layers.rotate_vision),
+    ("deepseek_v3.apply_rotary_pos_emb_interleave", layers.rotate_to_halves),
+    ("cohere.apply_rotary_pos_emb", layers.rotate_pairs_of_repeated),
+    ("blt.apply_rotary_pos_emb", layers.rotate_pairs_of_repeated),
+    ("ernie4_5_vl_moe.apply_rotary_pos_emb", layers.rotate_pairs_of_repeated),
+    ("glm4v.apply_rotary_pos_emb", layers.rotate_pairs_of_repeated),
+    ("gemma3n.apply_rotary_pos_emb", layers.rotate_one),
+    ("gpt_oss.apply_rotary_pos_emb", layers.rotate_halves_by_half),
+    ("llama4.apply_rotary_emb", layers.rotate_complex),
+    ("deepseek_v2.apply_rotary_emb", layers.rotate_complex_heads),
+    ("gptj.apply_rotary_pos_emb", layers.rotate_one_by_half),
+    ("nanochat.apply_rotary_pos_emb", layers.rotate_back),
 ]
 
 
@@ -166,7 +176,7 @@ def rope_of(function: Any) -> Any:
 
 @functools.cache
 def _rope_of_source(read: source.Source | None) -> Any:
-    rows = ((_read(f"{family}.apply_rotary_pos_emb"), ours) for family, ours in _ROTARY)
+    rows = ((_read(path), ours) for path, ours in _ROTARY)
     return next((ours for row, ours in rows if read is not None and row == read), None)
 
 

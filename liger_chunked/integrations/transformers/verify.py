@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
@@ -86,8 +87,10 @@ def rotary_difference(ours: Callable[..., Any], function: Any, rotary: Iterable[
     key = (ours, function, source_of(function), frozenset(modules))
     if key not in _ROTATED:
         with _quiet():
-            found = [_angles(module) for module in modules.values()] + [_llama_angles()]
-            differences = (_rotary_difference(ours, function, *angles) for angles in found if angles is not None)
+            default = _default_angles(ours)
+            found = [_angles(module) for module in modules.values()]
+            fitting = [x for x in found if x.keys() == default.keys() and _ndim(x) == _ndim(default)]
+            differences = (_rotary_difference(ours, function, angles) for angles in (*fitting, default))
             _ROTATED[key] = next(filter(None, differences), None)
     return _ROTATED[key]
 
@@ -115,33 +118,61 @@ def _largest(ours: Tensor, expected: Tensor) -> str | None:
     return None if error <= _TOLERANCE else f"the results differ by up to {error:.2g} of their norm"
 
 
-def _llama_angles() -> tuple[Tensor, Tensor]:
-    angles = _POSITIONS[..., None] * 10.0 ** -torch.arange(0.0, 2.0, 0.25, dtype=torch.float32)
-    return angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2)
-
-
 _POSITIONS = torch.tensor([[0, 1, 2, 7, 50]])
+_Angles = dict[str, Tensor]
 
 
-def _angles(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+def _default_angles(ours: Callable[..., Any]) -> _Angles:
+    """Return `cos` and `sin`, or `freqs_cis`, in the form that our function takes."""
+    angles = _POSITIONS[..., None] * 10.0 ** -torch.arange(0.0, 2.0, 0.25, dtype=torch.float32)
+    if "freqs_cis" in inspect.signature(ours).parameters:
+        return {"freqs_cis": torch.polar(torch.ones_like(angles), angles)}
+    if ours is kinds.rotate_pairs_of_repeated:
+        angles = angles.repeat_interleave(2, dim=-1)
+    elif ours not in (kinds.rotate_halves_by_half, kinds.rotate_one_by_half):
+        angles = angles.repeat(1, 1, 2)
+    angles = angles[0] if ours is kinds.rotate_vision else angles
+    return {"cos": angles.cos(), "sin": angles.sin()}
+
+
+def _ndim(angles: _Angles) -> int:
+    return next(iter(angles.values())).ndim
+
+
+def _angles(module: nn.Module) -> _Angles:
+    text = _POSITIONS, _POSITIONS.expand(3, 1, -1)  # the second as models of text and images
+    images = (_POSITIONS[0, :, None].expand(-1, n) for n in (2, 3))
     try:
         rotary: Any = copy.deepcopy(module).to(dtype=torch.float32)
         device = next(rotary.buffers()).device
         x = torch.zeros(1, 5, 8, dtype=torch.float32, device=device)
         layered = "layer_type" in inspect.signature(rotary.forward).parameters
         more = {"layer_type": rotary.config.layer_types[0]} if layered else {}
-        for ids in (_POSITIONS, _POSITIONS.expand(3, 1, -1)):  # then as models of text and images
-            cos, sin = (y.float().cpu() for y in rotary(x, ids.to(device), **more))
-            if cos.ndim == 3 and cos.shape[:2] == (1, 5):
-                return cos, sin
-    except Exception:  # another part of the model, or on the meta device
-        pass
-    return None
+    except Exception:  # another part of the model
+        return {}
+    for ids in (*text, *images):
+        try:
+            found = rotary(x, ids.to(device), **more)
+            tensors = [found] if isinstance(found, Tensor) else [y.float() for y in found]
+        except Exception:  # other positions, or on the meta device
+            continue
+        names = ("freqs_cis",) if tensors[0].is_complex() else ("cos", "sin")
+        if len(tensors) == len(names) and tensors[0].shape[:-1] in ((1, 5), (5,)):
+            return {name: y.cpu() for name, y in zip(names, tensors, strict=True)}
+    return {}
 
 
-def _rotary_difference(ours: Callable[..., Any], function: Any, cos: Tensor, sin: Tensor) -> str | None:
-    for width in (cos.shape[-1] + 8, cos.shape[-1]):  # attention may pass only the rotated columns
-        arguments = _random(1, 3, 5, width), _random(1, 2, 5, width, seed=1), cos, sin
+_Q, _K = ("q", "xq", "x", "tensor"), ("k", "xk")
+
+
+def _rotary_difference(ours: Callable[..., Any], function: Any, angles: _Angles) -> str | None:
+    known = {*_Q, *_K, *angles}
+    names = [name for name in inspect.signature(ours).parameters if name in known]
+    columns, reason = next(iter(angles.values())).shape[-1], ""
+    # Attention may pass only the rotated columns, or twice those of the angles.
+    for width, layout in itertools.product((columns + 8, columns, 2 * columns), _LAYOUTS):
+        q, k = (_random(*(heads if n is None else n for n in layout), width, seed=heads) for heads in (3, 2))
+        arguments = [q if name in _Q else k if name in _K else angles[name] for name in names]
         try:
             expected = function(*arguments)
         except Exception as failure:
@@ -151,9 +182,14 @@ def _rotary_difference(ours: Callable[..., Any], function: Any, cos: Tensor, sin
             rotated = ours(*arguments)
         except Exception as failure:
             return f"the kernel does not take its arguments ({_first_line(failure)})"
+        if isinstance(expected, Tensor):
+            return _largest(rotated, expected)
         differences = (_largest(y, e) for y, e in zip(rotated, expected, strict=True))
         return next(filter(None, differences), None)
     return reason
+
+
+_LAYOUTS = (1, None, 5), (1, 5, None), (5, None)  # of batch, heads (None) and tokens
 
 
 def built(binding: Binding, cls: type[nn.Module], modeling: ModuleType) -> nn.Module:
