@@ -408,6 +408,7 @@ OPS = [
     gated("geglu-tanh", lc.liger_geglu, gelu_tanh),
     gated("geglu-erf", geglu_erf, F.gelu),
     gated("geglu-packed", lc.liger_geglu, gelu_tanh, packed=True),
+    Op("relu_squared", lc.liger_relu_squared, lambda x: F.relu(x).square(), lambda s: (s,), HALVES),
     rotary("halves"),
     rotary("partial", share=0.5),
     rotary("interleaved", share=0.5, interleaved=True),
@@ -446,7 +447,7 @@ every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.id)
 # One per operator, for tests of the code around a kernel.
 ONE_EACH = [op for op in OPS if op.id in (
     "rms_norm-residual", "rms_norm_gated-silu", "rms_norm_gated-groups", "layer_norm",
-    "swiglu", "swiglu-packed", "swiglu-gpt_oss", "rope-partial", "rope-deinterleave",
+    "swiglu", "swiglu-packed", "swiglu-gpt_oss", "relu_squared", "rope-partial", "rope-deinterleave",
     "cross_entropy-everything", "jsd-0.1", "with_logits-jsd",
 )]  # fmt: skip
 

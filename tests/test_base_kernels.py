@@ -32,7 +32,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import liger_chunked as lc
-from liger_chunked.kernels import glu, layer_norm, logits_divergence, pointwise_divergence, rms_norm, rope
+from liger_chunked.kernels import (
+    glu,
+    layer_norm,
+    logits_divergence,
+    pointwise_divergence,
+    relu_squared,
+    rms_norm,
+    rope,
+)
 from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.kernels.tuning.generic import MAX_ROW
 
@@ -69,7 +77,7 @@ def test_path(op: Op, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     files = ("logits_stats", "logits_grad", "divergence_sums", "divergence", "divergence_grad")
     shared = [importlib.import_module(f"liger_chunked.kernels.{name}") for name in files]
     pattern = rf"_\w+_{other}_?"
-    for module in (glu, layer_norm, pointwise_divergence, rms_norm, rope, *shared):
+    for module in (glu, layer_norm, pointwise_divergence, relu_squared, rms_norm, rope, *shared):
         hosts = [name for name in vars(module) if re.fullmatch(pattern, name)]
         assert hosts
         for name in hosts:
@@ -498,7 +506,9 @@ def test_divergences_of_events_without_probability(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [rms_norm, layer_norm, glu, rope, pointwise_divergence, logits_divergence], ids=lambda m: m.__name__[22:]
+    "module",
+    [rms_norm, layer_norm, glu, relu_squared, rope, pointwise_divergence, logits_divergence],
+    ids=lambda m: m.__name__[22:],
 )
 def test_operators_keep_their_word(module: Any) -> None:
     """`torch.library.opcheck` accepts their schema, fake outputs and aliasing."""
@@ -529,6 +539,7 @@ def test_operators_keep_their_word(module: Any) -> None:
             (x[:, :4], x, None, "gelu_tanh", False, 1.0, inf, 0.0),
             (x[:, :4], x, None, "silu", True, 1.7, 7.0, 1.0),
         ],
+        "relu_squared": [(x, None), (x.t(), x.t())],
         "rotary_pos_emb": [
             (q.transpose(1, 2).contiguous().transpose(1, 2), k, angle, angle, False, False, True, False),
             (q, k, angle, angle, True, False, False, True),
@@ -573,6 +584,7 @@ BAD_INPUT: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
     ("gated-casting", ValueError, "casting must", lambda: lc.liger_rms_norm_gated(X, X, W, casting="bert")),
     ("gated-act", ValueError, "activation must", lambda: lc.liger_rms_norm_gated(X, X, W, activation="gelu")),
     ("gated-groups", ValueError, "groups must divide", lambda: lc.liger_rms_norm_gated(X, X, W, groups=3)),
+    ("relu_squared-int", TypeError, "x must be a floating-point", lambda: lc.liger_relu_squared(T)),
     ("layer_norm-bias", ValueError, r"bias must be \(8,\)", lambda: lc.liger_layer_norm(X, W, W[:1])),
     ("glu-shape", ValueError, "up must have the shape", lambda: lc.liger_swiglu(X, X[:1])),
     ("glu-dtype", TypeError, "up must be a tensor of the dtype", lambda: lc.liger_swiglu(X, X.half())),

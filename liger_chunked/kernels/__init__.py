@@ -4,7 +4,7 @@ a head's logits     logits_stats.py, logits_grad.py, target_logit.py
 fused epilogue      projection.py, projection_grad.py, target_rows.py
 two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
 base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
-                    pointwise_divergence.py
+                    pointwise_divergence.py, relu_squared.py
 utilities           scale.py, survey.py
 shared              backend.py, transform.py, norm_rows.py, operands.py, launch.py, tuning/
 """
@@ -24,6 +24,7 @@ from liger_chunked.kernels.logits_stats import PartialStats, finish, logits_stat
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
 from liger_chunked.kernels.projection import Exponentials, project_exp
 from liger_chunked.kernels.projection_grad import RowFactors, project_grad, row_factors
+from liger_chunked.kernels.relu_squared import liger_relu_squared
 from liger_chunked.kernels.rms_norm import liger_rms_norm, liger_rms_norm_gated
 from liger_chunked.kernels.rope import liger_rotary_pos_emb
 from liger_chunked.kernels.scale import scale_
@@ -57,6 +58,7 @@ __all__ = [
     "liger_kl_div",
     "liger_kl_div_with_logits",
     "liger_layer_norm",
+    "liger_relu_squared",
     "liger_rms_norm",
     "liger_rms_norm_gated",
     "liger_rotary_pos_emb",

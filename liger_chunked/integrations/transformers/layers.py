@@ -21,6 +21,7 @@ from liger_chunked.kernels import (
     liger_cross_entropy,
     liger_geglu,
     liger_layer_norm,
+    liger_relu_squared,
     liger_rms_norm,
     liger_rms_norm_gated,
     liger_rotary_pos_emb,
@@ -103,6 +104,18 @@ def _rms_norm_bare(x: Tensor, eps: float) -> Tensor:
     return liger_rms_norm(x, None, eps)
 
 
+def _layer_norm_scaled(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return liger_layer_norm(x, weight, None, eps)
+
+
+def _layer_norm_bare(x: Tensor, normalized_shape: Any) -> Tensor:
+    return liger_layer_norm(x, None, None, 1e-5)
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return liger_relu_squared(x)
+
+
 def _rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: Any) -> Tensor:
     return liger_rms_norm_gated(x, gate, weight, eps, activation=activation)
 
@@ -124,6 +137,14 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, normalized_
 
 
 def _layer_norm_refusal(weight: Any, bias: Any, eps: float, normalized_shape: tuple[int, ...]) -> str | None:
+    return _bare_refusal(normalized_shape)
+
+
+def _scaled_refusal(weight: Tensor, eps: float) -> str | None:
+    return _bare_refusal(weight.shape)
+
+
+def _bare_refusal(normalized_shape: tuple[int, ...]) -> str | None:
     return None if len(normalized_shape) == 1 else f"it is over {len(normalized_shape)} dimensions, not one"
 
 
@@ -152,6 +173,18 @@ def _gated(act_fn: Any, *gate_and_up: Tensor, inplace: bool) -> Tensor:
 
 def _glu(x: Tensor, act_fn: Any, gate_proj: Any, up_proj: Any, down_proj: Any) -> Tensor:
     return down_proj(_gated(act_fn, gate_proj(x), up_proj(x), inplace=unobserved(gate_proj, up_proj)))
+
+
+def _dense_glu(
+    x: Tensor, activation_sparsity: float, act_fn: Any, gate_proj: Any, up_proj: Any, down_proj: Any
+) -> Tensor:
+    return _glu(x, act_fn, gate_proj, up_proj, down_proj)
+
+
+def _dense_refusal(activation_sparsity: float, act_fn: Any, *_: Any) -> str | None:
+    if activation_sparsity:
+        return f"it keeps the largest gates of each token (activation_sparsity={activation_sparsity})"
+    return _activation_refusal(act_fn)
 
 
 def _silu_glu(x: Tensor, gate_proj: Any, up_proj: Any, down_proj: Any) -> Tensor:
@@ -242,6 +275,18 @@ RMS_NORM_GATE_FIRST = Layer(_rms_norm_gate_first, "rms_norm", inputs=2)
 
 LAYER_NORM = Layer(_layer_norm, "layer_norm", refusal=_layer_norm_refusal)
 """`nn.LayerNorm` over the last dimension."""
+
+LAYER_NORM_SCALED = Layer(_layer_norm_scaled, "layer_norm", refusal=_scaled_refusal)
+"""LayerNorm with a weight (Cohere)."""
+
+LAYER_NORM_BARE = Layer(_layer_norm_bare, "layer_norm", refusal=_bare_refusal)
+"""LayerNorm without weight and bias (OLMo)."""
+
+RELU_SQUARED = Layer(_relu_squared, "relu_squared")
+"""The activation `relu(x)**2` (Nemotron, Arcee)."""
+
+GLU_DENSE = Layer(_dense_glu, refusal=_dense_refusal)
+"""`GLU` unless `activation_sparsity` (Gemma 3n)."""
 
 GLU = Layer(_glu, refusal=_activation_refusal)
 """`down_proj(act_fn(gate_proj(x)) * up_proj(x))`."""

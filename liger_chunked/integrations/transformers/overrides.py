@@ -16,6 +16,7 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers import GenerationMixin
+from transformers.activations import ReLUSquaredActivation
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
@@ -27,10 +28,14 @@ from liger_chunked.integrations.transformers.layers import (
     EXPERTS_LIMITED,
     EXPERTS_STACKED,
     GLU,
+    GLU_DENSE,
     GLU_LIMITED,
     LAYER_NORM,
+    LAYER_NORM_BARE,
+    LAYER_NORM_SCALED,
     PACKED_GLU,
     PACKED_GLU_CLAMPED,
+    RELU_SQUARED,
     RMS_NORM,
     RMS_NORM_BARE,
     RMS_NORM_FP32,
@@ -45,7 +50,7 @@ from liger_chunked.integrations.transformers.layers import (
 )
 
 HEAD_SWITCHES = ("cross_entropy", "fused_linear_cross_entropy")
-LAYER_SWITCHES = ("rms_norm", "layer_norm", "swiglu", "geglu")
+LAYER_SWITCHES = ("rms_norm", "layer_norm", "swiglu", "geglu", "relu_squared")
 SWITCHES = ("rope", *LAYER_SWITCHES, *HEAD_SWITCHES)
 
 # Class, layer, and the attributes named unlike the arguments of `Layer.run`. Frequent ones come first: a row's module
@@ -79,6 +84,9 @@ _ROWS: list[tuple[str, Layer, dict[str, str]]] = [
     ("deepseek_v4.DeepseekV4MLP", GLU_LIMITED, {}),
     ("hy_v4.HYV4Experts", EXPERTS_LIMITED, {"limit": "swiglu_limit"}),
     ("glm5_next.Glm5NextTextMLP", GLU_LIMITED, {"limit": "swiglu_limit"}),
+    ("gemma3n.Gemma3nTextMLP", GLU_DENSE, {}),
+    ("cohere.CohereLayerNorm", LAYER_NORM_SCALED, {"eps": "variance_epsilon"}),
+    ("olmo.OlmoLayerNorm", LAYER_NORM_BARE, {}),
     ("beam.BeamMLP", GLU, {}),
     ("beam.BeamExperts", EXPERTS, {}),
     ("qwen3_next.Qwen3NextRMSNormGated", RMS_NORM_GATED, {"eps": "variance_epsilon"}),
@@ -125,7 +133,10 @@ def bound(layer: Layer, names: dict[str, str]) -> Binding:
 
 
 # Classes recognised by their methods, not their source.
-_REGISTERED: dict[type[nn.Module], Binding] = {nn.LayerNorm: bound(LAYER_NORM, {})}
+_REGISTERED: dict[type[nn.Module], Binding] = {
+    nn.LayerNorm: bound(LAYER_NORM, {}),
+    ReLUSquaredActivation: bound(RELU_SQUARED, {}),
+}
 
 
 @functools.cache
@@ -155,7 +166,7 @@ def _inputs(method: Any) -> int:
 @functools.cache
 def _recognised(methods: tuple[tuple[str, int, source.Source | None], ...]) -> Binding | None:
     for name, inputs, read in methods:
-        if read is None or "Mult()" not in read[0]:  # all rows multiply
+        if read is None or not ("Mult()" in read[0] or "'eps'" in read[0]):  # all rows multiply or normalise
             continue
         for path, layer, names in _ROWS:
             # Few rows read as many attributes: few imports.

@@ -71,7 +71,8 @@ def apply_liger_kernel(
     Args:
         model: a transformers model, maybe wrapped.
         logits_budget: see `LogitOptions`.
-        **switches: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `cross_entropy`, `fused_linear_cross_entropy`.
+        **switches: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `relu_squared`, `cross_entropy`,
+            `fused_linear_cross_entropy`.
             By default, all that the model has, except `cross_entropy`, which excludes the last.
 
     Raises:
