@@ -67,7 +67,7 @@ CLASSES = [
     ("cohere2.Cohere2LayerNorm", "LAYER_NORM_SCALED", "weight variance_epsilon"),
     ("olmo.OlmoLayerNorm", "LAYER_NORM_BARE", "normalized_shape"),
     ("transformers.ReLUSquaredActivation", "RELU_SQUARED", ""),
-    ("gemma3n.Gemma3nTextMLP", "GLU_DENSE", "activation_sparsity act_fn gate_proj up_proj down_proj"),
+    ("gemma3n.Gemma3nTextMLP", "GLU_DENSE", "act_fn activation_sparsity gate_proj up_proj down_proj"),
     ("qwen3_5.Qwen3_5RMSNormGated", "RMS_NORM_GATED", "weight variance_epsilon activation"),
     ("bailing_hybrid.BailingHybridRMSNormGated", "RMS_NORM_GATED_FP32", "weight variance_epsilon activation"),
     ("bamba.BambaRMSNormGated", "RMS_NORM_GATE_FIRST", "weight variance_epsilon group_size"),

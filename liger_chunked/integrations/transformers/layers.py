@@ -176,12 +176,12 @@ def _glu(x: Tensor, act_fn: Any, gate_proj: Any, up_proj: Any, down_proj: Any) -
 
 
 def _dense_glu(
-    x: Tensor, activation_sparsity: float, act_fn: Any, gate_proj: Any, up_proj: Any, down_proj: Any
+    x: Tensor, act_fn: Any, activation_sparsity: float, gate_proj: Any, up_proj: Any, down_proj: Any
 ) -> Tensor:
     return _glu(x, act_fn, gate_proj, up_proj, down_proj)
 
 
-def _dense_refusal(activation_sparsity: float, act_fn: Any, *_: Any) -> str | None:
+def _dense_refusal(act_fn: Any, activation_sparsity: float, *_: Any) -> str | None:
     if activation_sparsity:
         return f"it keeps the largest gates of each token (activation_sparsity={activation_sparsity})"
     return _activation_refusal(act_fn)
