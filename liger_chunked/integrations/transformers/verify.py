@@ -316,7 +316,7 @@ def _tokens(layer: Layer, probe: Any, width: int) -> list[Tensor]:
 def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
     widths = [p.shape[-1] for p in probe.parameters()] if layer.method == "forward" else []
     failure: Exception | None = None
-    for width in dict.fromkeys(widths or getattr(probe, "normalized_shape", (48,))):
+    for width in dict.fromkeys(widths or getattr(probe, "normalized_shape", [48])):
         try:
             expected = stock_method(cls, layer.method)(probe, *_tokens(layer, probe, width))
             if isinstance(expected, Tensor) and expected.ndim == 2:
