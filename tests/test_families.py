@@ -353,6 +353,7 @@ def test_a_registered_layer_whose_config_makes_a_difference(table):
     plain = transformers.FalconH1ForCausalLM(transformers.FalconH1Config(**FALCON))
     before = apply_liger_kernel(plain, fused_linear_cross_entropy=False)
     assert "swiglu" not in before.replaced and "a variant" in before.left["FalconH1MLP"]
+    assert "Left alone:\n  FalconH1MLP: a variant" in str(before)
     register_layer(cls, layers.GLU)
     assert apply_liger_kernel(plain, fused_linear_cross_entropy=False).replaced["swiglu"] == {"FalconH1MLP": 1}
     revert_liger_kernel(plain)
