@@ -160,7 +160,11 @@ def binding_of(cls: Any) -> Binding | None:
 
 @functools.cache
 def _inputs(method: Any) -> int:
-    return len(inspect.signature(method).parameters) - 1 if inspect.isfunction(method) else 0
+    """Return how many arguments a method takes; 0 if no row has its like, whose source may be long to read."""
+    if not inspect.isfunction(method):
+        return 0
+    n = len(inspect.signature(method).parameters) - 1
+    return 0 if n == 2 and "rsqrt" not in inspect.unwrap(method).__code__.co_names else n
 
 
 @functools.cache
