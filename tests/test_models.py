@@ -120,7 +120,7 @@ def test_training_step(tiny, fresh, device):
         torch.testing.assert_close(ours[0].aux_loss, stock[0].aux_loss)
 
 
-VISION_ROPE = dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), {"apply_rotary_pos_emb_vision": 1})
+VISION_ROPE = {key: {"apply_rotary_pos_emb_vision": 1} for key in ("qwen2_vl", "qwen2_5_vl")}
 
 
 @by_family

@@ -133,7 +133,7 @@ def _backward_kernel(
 
 
 class _Unit(NamedTuple):
-    """What a unit computes, beside its tensors: `act(alpha gate)/alpha (up + offset)`, clamped to `limit`."""
+    """Options of a unit: `act(alpha gate)/alpha (up + offset)`, of a gate and up clamped to `limit`."""
 
     kind: str
     interleaved: bool = False

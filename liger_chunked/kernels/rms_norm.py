@@ -118,7 +118,7 @@ def _backward_kernel(
 
 
 class _Options(NamedTuple):
-    """What a norm computes, beside its tensors. Each of `groups` of columns has its own rms."""
+    """Options of a norm, whose `groups` of columns have an rms each."""
 
     eps: float
     offset: float
