@@ -2,6 +2,7 @@
 
 python -m benchmarks.base_kernels                      tokens x width of Llama-3-8B and of Qwen2.5-0.5B
 python -m benchmarks.base_kernels --only ours
+python -m benchmarks.base_kernels --variants           only the variants that newer model families need
 
 The floor is the time of a copy of the bytes that the operation must move. Rows are timed as CUDA graphs, except for the
 last tasks, where launch time counts.
@@ -95,9 +96,12 @@ def compared(
         yield "liger-kernel", peer
 
 
+def wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def eager_rms_norm(x: Tensor, w: Tensor) -> Tensor:
-    wide = x if x.dtype == torch.float64 else x.float()
-    return w * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    return w * (wide(x) * torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def rms_norm(table: Table, *shape: int, graph: bool = True) -> None:
@@ -183,6 +187,131 @@ def rotary(table: Table, batch: int, tokens: int, q_heads: int, k_heads: int, si
     measure(table, f"RoPE {batch}x{tokens}x({q_heads}+{k_heads})x{size}", units, contenders, {"q": q, "k": k}, eager)
 
 
+def variant(table: Table, task: str, passes: int, ours: Function, eager: Function, leaves: dict[str, Tensor]) -> None:
+    """Measure a variant that moves `passes` times the bytes of `x`, or of `q` and `k`."""
+    units = passes * sum(x.numel() * x.element_size() for name, x in leaves.items() if name in ("x", "q", "k"))
+    measure(table, task, units, compared(ours, eager, None), leaves, eager)
+
+
+def gated_norm(table: Table, task: str, *shape: int, groups: int = 0) -> None:
+    """Measure the gated norm of Qwen3-Next, or that of Mamba 2 if it has groups."""
+
+    def normal(x: Tensor) -> Tensor:
+        parts = x.unflatten(-1, (max(groups, 1), -1))
+        return (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + 1e-6)).flatten(-2)
+
+    def eager(x: Tensor, gate: Tensor, w: Tensor) -> Tensor:
+        activated = F.silu(wide(gate))
+        if groups:
+            return w * normal(wide(x) * activated).to(x.dtype)
+        return (w * normal(wide(x)).to(x.dtype) * activated).to(x.dtype)
+
+    def ours(x: Tensor, gate: Tensor, w: Tensor) -> Tensor:
+        return lc.liger_rms_norm_gated(x, gate, w, gate_first=bool(groups), groups=max(groups, 1))
+
+    x, gate, w = sample(*shape), sample(*shape), sample(shape[-1])
+    name = f"gated RMSNorm of {task} {'x'.join(map(str, shape))}"
+    variant(table, name, 8, ours, eager, {"x": x, "gate": gate, "w": w})
+
+
+def clamped(table: Table, task: str, n: int, width: int, interleaved: bool, alpha: float, offset: float) -> None:
+    def eager(x: Tensor) -> Tensor:
+        gate, up = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return (up + offset) * (gate * torch.sigmoid(gate * alpha))
+
+    ours = partial(lc.liger_swiglu, alpha=alpha, limit=7.0, offset=offset, interleaved=interleaved)
+    x = sample(n, 2 * width, scale=3.0)
+    variant(table, f"clamped SwiGLU of {task} {n}x(2x{width})", 4, ours, eager, {"x": x})
+
+
+def relu_squared(table: Table, n: int, width: int) -> None:
+    x = sample(n, width)
+    variant(table, f"ReLU squared {n}x{width}", 5, lc.liger_relu_squared, lambda x: F.relu(x).square(), {"x": x})
+
+
+def layer_norm_scaled(table: Table, *shape: int) -> None:
+    def eager(x: Tensor, w: Tensor) -> Tensor:
+        centred = wide(x) - wide(x).mean(-1, keepdim=True)
+        return (wide(w) * (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + 1e-5))).to(x.dtype)
+
+    x, w = sample(*shape), sample(shape[-1])
+    name = f"LayerNorm of Cohere {'x'.join(map(str, shape))}"
+    variant(table, name, 5, lc.liger_layer_norm, eager, {"x": x, "w": w})
+
+
+def rotary_variants(table: Table, tokens: int) -> None:
+    """Measure rotary functions as the models call them, on queries and keys with heads after tokens in memory."""
+
+    def angles(size: int) -> tuple[Tensor, Tensor]:
+        angle = torch.arange(tokens, device=DEVICE)[:, None] * 1e4 ** -torch.linspace(0, 1, size // 2, device=DEVICE)
+        return angle.cos()[None], angle.sin()[None]
+
+    def parts(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
+        return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+
+    def measured(task: str, q_heads: int, k_heads: int, size: int, ours: Function, eager: Function) -> None:
+        q, k = (sample(4, tokens, n, size).detach().transpose(1, 2).requires_grad_() for n in (q_heads, k_heads))
+        name = f"RoPE of {task} 4x{tokens}x({q_heads}+{k_heads})x{size}"
+        variant(table, name, 4, ours, lambda q, k: (eager(q), eager(k)), {"q": q, "k": k})
+
+    def rotation(cos: Tensor, sin: Tensor, interleaved: bool, join: Function) -> Function:
+        def eager(x: Tensor) -> Tensor:
+            x1, x2 = parts(x, interleaved)
+            c, s = (y.unsqueeze(1).to(x.dtype) for y in (cos, sin))
+            return join(x1 * c - x2 * s, x2 * c + x1 * s)
+
+        return eager
+
+    def halves(y1: Tensor, y2: Tensor) -> Tensor:
+        return torch.cat((y1, y2), dim=-1)
+
+    def complex_product(cos: Tensor, sin: Tensor) -> Function:
+        def eager(x: Tensor) -> Tensor:
+            pairs = torch.view_as_complex(wide(x).reshape(*x.shape[:-1], -1, 2))
+            product = pairs * torch.complex(cos, sin).unsqueeze(1).to(pairs.dtype)
+            return torch.view_as_real(product).flatten(3).type_as(x)
+
+        return eager
+
+    cos, sin = angles(64)
+    ours = partial(lc.liger_rotary_pos_emb, cos=cos, sin=sin, rotary_dim=64)
+    measured("GPT-OSS", 64, 8, 64, ours, rotation(cos, sin, False, halves))
+    ours = partial(lc.liger_rotary_pos_emb, cos=cos, sin=sin, rotary_dim=64, interleaved=True, deinterleave=True)
+    measured("DeepSeek-V3", 128, 1, 64, ours, rotation(cos, sin, True, halves))
+    cos, sin = angles(128)
+    freqs = torch.complex(cos, sin)
+    ours = lambda q, k: lc.liger_rotary_pos_emb(q, k, freqs.real, freqs.imag, rotary_dim=128, interleaved=True)  # noqa: E731
+    measured("Llama 4", 40, 8, 128, ours, complex_product(cos, sin))
+    cos, sin = angles(32)
+    whole = [y.repeat(1, 1, 2) for y in (cos, sin)]
+
+    def partly(x: Tensor) -> Tensor:
+        rotated = rotation(cos, sin, False, halves)(x[..., :32])
+        return torch.cat((rotated, x[..., 32:]), dim=-1)
+
+    measured("Qwen3-Next", 16, 2, 128, partial(lc.liger_rotary_pos_emb, cos=whole[0], sin=whole[1]), partly)
+    cos, sin = angles(256)
+    repeated = [y.repeat(1, 1, 2) for y in (cos, sin)]
+
+    def separately(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        return tuple(lc.liger_rotary_pos_emb(x, x[:, :0], *repeated)[0] for x in (q, k))
+
+    measured("Gemma 4", 16, 8, 256, separately, rotation(cos, sin, False, halves))
+
+
+def variants(table: Table, cut: int) -> None:
+    n = 16384 // cut
+    gated_norm(table, "Qwen3-Next", n, 32, 128)
+    gated_norm(table, "Nemotron-H", n, 8192 // cut, groups=8)
+    clamped(table, "GPT-OSS", 4 * n, 2880 // min(cut, 8), True, 1.702, 1.0)
+    clamped(table, "MiniMax-M3", 4 * n, 3072 // min(cut, 8), False, 1.702, 1.0)
+    clamped(table, "DeepSeek-V4", 4 * n, 2048 // min(cut, 8), False, 1.0, 0.0)
+    relu_squared(table, n, 18432 // min(cut, 8))
+    layer_norm_scaled(table, n, 8192 // min(cut, 8))
+    rotary_variants(table, 4096 // cut)
+
+
 def cross_entropy(table: Table, n: int, vocab: int, graph: bool = True) -> None:
     def eager(logits: Tensor) -> Tensor:
         return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), target)
@@ -251,9 +380,19 @@ def divergences_with_logits(table: Table, n: int, vocab: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    table = Table("base_kernels", parser(__doc__ or "", peer_seconds=120).parse_args(arguments))
+    parse = parser(__doc__ or "", peer_seconds=120)
+    parse.add_argument("--variants", action="store_true", help="only the variants that newer model families need")
+    args = parse.parse_args(arguments)
+    table = Table("base_kernels", args, whole=not args.variants)
     torch.manual_seed(0)
     cut = 1 if DEVICE == "cuda" else 64
+    if not args.variants:
+        layers(table, cut)
+    variants(table, cut)
+    return table.finish()
+
+
+def layers(table: Table, cut: int) -> None:
     for n, hidden, width in ((16384 // cut, 4096 // cut, 14336 // cut), (4096 // cut, 896 // cut, 4864 // cut)):
         rms_norm(table, n, hidden)
         add_rms_norm(table, n, hidden)
@@ -269,7 +408,6 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     rms_norm(table, 4096 // cut, 2048 // cut, graph=False)
     layer_norm(table, 4096 // cut, 2048 // cut, graph=False)
     cross_entropy(table, 4096 // cut, 128256 // cut, graph=False)
-    return table.finish()
 
 
 if __name__ == "__main__":

@@ -51,9 +51,36 @@ def our_rms_norm(
     return lc.liger_rms_norm(x, weight, 1e-6, offset=offset, casting=casting, residual=residual)
 
 
+def eager_gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, *, activation: str = "silu", casting: str = "llama",
+    gate_first: bool = False, groups: int = 1,
+) -> Tensor:  # fmt: skip
+    y, activated = wide(x), getattr(F, activation)(wide(gate))
+    y = (y * activated if gate_first else y).unflatten(-1, (groups, -1))
+    y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)).flatten(-2)
+    y = y.to(x.dtype) if casting == "llama" else y
+    y = y if weight is None else weight * y
+    return (y if gate_first else y * activated).to(x.dtype)
+
+
+def our_gated_norm(x: Tensor, gate: Tensor, weight: Tensor | None = None, **options: Any) -> Tensor:
+    return lc.liger_rms_norm_gated(x, gate, weight, 1e-6, **options)
+
+
 def eager_glu(gate: Tensor, up: Tensor | None = None, *, activation: Callable[[Tensor], Tensor]) -> Tensor:
     gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
     return activation(gate) * up
+
+
+def eager_clamped(
+    gate: Tensor, up: Tensor | None = None, *, alpha: float = 1.0, limit: float | None = None, offset: float = 0.0,
+    interleaved: bool = False,
+) -> Tensor:  # fmt: skip
+    if up is None:
+        gate, up = (gate[..., ::2], gate[..., 1::2]) if interleaved else gate.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + offset) * (gate * torch.sigmoid(gate * alpha))
 
 
 # Constants are exact in every dtype, so that all compute the same function.
@@ -71,7 +98,10 @@ def turned(x: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
 
 
-def eager_rope(q: Tensor, k: Tensor, *, share: float = 1.0, interleaved: bool = False, heads_dim: int = 1) -> Any:
+def eager_rope(
+    q: Tensor, k: Tensor, *, share: float = 1.0, interleaved: bool = False, deinterleave: bool = False,
+    heads_dim: int = 1,
+) -> Any:  # fmt: skip
     tokens, rotary_dim = q.shape[3 - heads_dim], int(share * q.shape[-1])
     cos, sin = (x.unsqueeze(heads_dim) for x in rotation(tokens, rotary_dim, q))
     if interleaved:
@@ -79,18 +109,29 @@ def eager_rope(q: Tensor, k: Tensor, *, share: float = 1.0, interleaved: bool = 
 
     def rotated(x: Tensor) -> Tensor:
         rotary, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-        return torch.cat((rotary * cos + turned(rotary, interleaved) * sin, rest), dim=-1)
+        rotary = rotary * cos + turned(rotary, interleaved) * sin
+        if deinterleave:
+            rotary = torch.cat((rotary[..., ::2], rotary[..., 1::2]), dim=-1)
+        return torch.cat((rotary, rest), dim=-1)
 
     return rotated(q), rotated(k)
 
 
 def our_rope(
-    q: Tensor, k: Tensor, *, share: float = 1.0, interleaved: bool = False, heads_dim: int = 1, inplace: bool = False
-) -> Any:
-    cos, sin = rotation(q.shape[3 - heads_dim], int(share * q.shape[-1]), q)
+    q: Tensor, k: Tensor, *, share: float = 1.0, heads_dim: int = 1, half_width: bool = False, inplace: bool = False,
+    **options: Any,
+) -> Any:  # fmt: skip
+    rotary_dim = int(share * q.shape[-1])
+    cos, sin = rotation(q.shape[3 - heads_dim], rotary_dim, q)
+    if half_width:
+        cos, sin, options = (
+            cos[..., : rotary_dim // 2],
+            sin[..., : rotary_dim // 2],
+            {**options, "rotary_dim": rotary_dim},
+        )
     if inplace:
         q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
-    return lc.liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=heads_dim, interleaved=interleaved, inplace=inplace)
+    return lc.liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=heads_dim, inplace=inplace, **options)
 
 
 def labels(logits: Tensor) -> Tensor:
@@ -236,6 +277,9 @@ NORM_SHAPES = (
 )
 
 
+GROUPED = ((3, 5, 64), (2, 896), (19, 1500), (7, 12))  # columns, of four groups
+
+
 HALVES = ((3, 5, 64), (2, 2049), (1, 1), (7, 130))
 
 
@@ -262,9 +306,24 @@ def norm(id: str, offset: float = 0.0, casting: str = "llama", weight: bool = Tr
     return Op(f"rms_norm-{id}", partial(our_rms_norm, offset=offset, casting=casting), eager, shapes, NORM_SHAPES)
 
 
+def gated_norm(id: str, weight: bool = True, **options: Any) -> Op:
+    def shapes(s: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return (s, s, s[-1:]) if weight else (s, s)
+
+    given = NORM_SHAPES if options.get("groups", 1) == 1 else GROUPED
+    ours, eager = partial(our_gated_norm, **options), partial(eager_gated_norm, **options)
+    return Op(f"rms_norm_gated-{id}", ours, eager, shapes, given)
+
+
 def gated(id: str, ours: Callable[..., Tensor], activation: Callable[[Tensor], Tensor], packed: bool = False) -> Op:
     eager = partial(eager_glu, activation=activation)
     return Op(id, ours, eager, lambda s: (s,) if packed else (s, s), PACKED if packed else HALVES)
+
+
+def clamped(id: str, packed: bool = True, **options: Any) -> Op:
+    ours, eager = partial(lc.liger_swiglu, **options), partial(eager_clamped, **options)
+    make, shapes = (lambda s: (s,), PACKED) if packed else (lambda s: (s, s), HALVES)
+    return Op(f"swiglu-{id}", ours, eager, make, shapes, lambda x: 3 * x)  # beyond the limit
 
 
 def rotary(id: str, **options: Any) -> Op:
@@ -274,7 +333,9 @@ def rotary(id: str, **options: Any) -> Op:
             return (batch, tokens, heads, size), (batch, tokens, 1, size)
         return s, (batch, 1, tokens, size)
 
-    eager = partial(eager_rope, **{name: value for name, value in options.items() if name != "inplace"})
+    eager = partial(
+        eager_rope, **{name: value for name, value in options.items() if name not in ("inplace", "half_width")}
+    )
     return Op(f"rope-{id}", partial(our_rope, **options), eager, shapes, HEADS)
 
 
@@ -318,6 +379,12 @@ OPS = [
     norm("olmo2", casting="olmo2"),
     norm("no_weight", weight=False),
     norm("residual", residual=True),
+    gated_norm("silu"),
+    gated_norm("sigmoid", activation="sigmoid", casting="olmo2"),
+    gated_norm("no_weight", weight=False),
+    gated_norm("first", gate_first=True),
+    gated_norm("groups", gate_first=True, groups=4),
+    gated_norm("first-olmo2", activation="sigmoid", casting="olmo2", gate_first=True, groups=4),
     Op(
         "layer_norm",
         lc.liger_layer_norm,
@@ -334,13 +401,21 @@ OPS = [
     ),
     gated("swiglu", lc.liger_swiglu, F.silu),
     gated("swiglu-packed", lc.liger_swiglu, F.silu, packed=True),
+    clamped("interleaved", interleaved=True),
+    clamped("gpt_oss", alpha=1.703125, limit=2.0, offset=1.0, interleaved=True),
+    clamped("minimax", alpha=1.703125, limit=2.0, offset=1.0),
+    clamped("limit", packed=False, limit=2.0),
     gated("geglu-tanh", lc.liger_geglu, gelu_tanh),
     gated("geglu-erf", geglu_erf, F.gelu),
     gated("geglu-packed", lc.liger_geglu, gelu_tanh, packed=True),
+    Op("relu_squared", lc.liger_relu_squared, lambda x: F.relu(x).square(), lambda s: (s,), HALVES),
     rotary("halves"),
     rotary("partial", share=0.5),
     rotary("interleaved", share=0.5, interleaved=True),
     rotary("interleaved-whole", interleaved=True),
+    rotary("half_width", half_width=True),
+    rotary("deinterleave", share=0.5, interleaved=True, deinterleave=True),
+    rotary("deinterleave-whole", interleaved=True, deinterleave=True, heads_dim=2, half_width=True),
     rotary("heads_last", heads_dim=2),
     rotary("inplace", inplace=True),
     rotary("inplace-interleaved", share=0.5, interleaved=True, heads_dim=2, inplace=True),
@@ -371,8 +446,9 @@ every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.id)
 
 # One per operator, for tests of the code around a kernel.
 ONE_EACH = [op for op in OPS if op.id in (
-    "rms_norm-residual", "layer_norm", "swiglu", "swiglu-packed", "rope-partial", "cross_entropy-everything", "jsd-0.1",
-    "with_logits-jsd",
+    "rms_norm-residual", "rms_norm_gated-silu", "rms_norm_gated-groups", "layer_norm",
+    "swiglu", "swiglu-packed", "swiglu-gpt_oss", "relu_squared", "rope-partial", "rope-deinterleave",
+    "cross_entropy-everything", "jsd-0.1", "with_logits-jsd",
 )]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import importlib
 import re
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import liger_chunked as lc
-from liger_chunked.kernels import glu, layer_norm, logits_divergence, pointwise_divergence, rms_norm, rope
+from liger_chunked.kernels import (
+    glu,
+    layer_norm,
+    logits_divergence,
+    pointwise_divergence,
+    relu_squared,
+    rms_norm,
+    rope,
+)
 from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.kernels.tuning.generic import MAX_ROW
 
@@ -68,7 +77,7 @@ def test_path(op: Op, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     files = ("logits_stats", "logits_grad", "divergence_sums", "divergence", "divergence_grad")
     shared = [importlib.import_module(f"liger_chunked.kernels.{name}") for name in files]
     pattern = rf"_\w+_{other}_?"
-    for module in (glu, layer_norm, pointwise_divergence, rms_norm, rope, *shared):
+    for module in (glu, layer_norm, pointwise_divergence, relu_squared, rms_norm, rope, *shared):
         hosts = [name for name in vars(module) if re.fullmatch(pattern, name)]
         assert hosts
         for name in hosts:
@@ -157,8 +166,9 @@ def test_without_a_graph(op: Op, device: str) -> None:
 @pytest.mark.triton
 def test_frozen_weight_computes_no_gradient(device: str) -> None:
     x, weight, rstd = torch.randn(4, 64, device=device), torch.ones(64, device=device), torch.ones(4, device=device)
-    assert rms_norm._backward(x, None, x, weight, rstd, 0.0, True, False)[1] is None
-    assert rms_norm._backward(x, None, x, weight, rstd, 0.0, False, True)[0] is None
+    options = 0.0, "silu", False, 1
+    assert rms_norm._backward(x, None, x, weight, rstd, None, *options, True, False)[1] is None
+    assert rms_norm._backward(x, None, x, weight, rstd, None, *options, False, True)[0] is None
     stats = torch.stack((rstd, rstd))
     assert layer_norm._backward(x, x, weight, stats, True, None, None)[1:] == (None, None)
     assert layer_norm._backward(x, x, weight, stats, False, None, torch.float32)[:2] == (None, None)
@@ -496,20 +506,44 @@ def test_divergences_of_events_without_probability(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [rms_norm, layer_norm, glu, rope, pointwise_divergence, logits_divergence], ids=lambda m: m.__name__[22:]
+    "module",
+    [rms_norm, layer_norm, glu, relu_squared, rope, pointwise_divergence, logits_divergence],
+    ids=lambda m: m.__name__[22:],
 )
 def test_operators_keep_their_word(module: Any) -> None:
     """`torch.library.opcheck` accepts their schema, fake outputs and aliasing."""
     x, w, row = torch.randn(3, 8), torch.randn(8), torch.rand(3)
-    q, k, angle = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 3, 8)
+    q, k, angle = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 3, 4)
     samples: dict[str, list[tuple[Any, ...]]] = {
-        "rms_norm": [(x, w, None, 1e-6, 0.0, True), (x.t(), None, x.t(), 1e-6, 1.0, False)],
-        "rms_norm_backward": [(x, None, x, w, row, 0.0, True, True), (x, x, x, None, row, 0.0, True, False)],
+        "rms_norm": [
+            (x, w, None, None, 1e-6, 0.0, True, "silu", False, 1),
+            (x.t(), None, x.t(), None, 1e-6, 1.0, False, "silu", False, 1),
+            (x, w, None, x, 1e-6, 0.0, True, "sigmoid", False, 1),
+            (x, w, None, x, 1e-6, 0.0, True, "silu", True, 2),
+        ],
+        "rms_norm_backward": [
+            (x, None, x, w, row, None, 0.0, "silu", False, 1, True, True),
+            (x, x, x, None, row, None, 0.0, "silu", False, 1, True, False),
+            (x, None, x, w, row, x, 0.0, "sigmoid", False, 1, True, True),
+            (x, None, x, w, torch.rand(6), x, 0.0, "silu", True, 2, True, True),
+        ],
         "layer_norm": [(x, w, None, 1e-6)],
         "layer_norm_backward": [(x, x, w, torch.stack((row, row)), True, None, torch.bfloat16)],
-        "glu": [(x, x, "silu"), (x, None, "gelu")],
-        "glu_backward": [(x, x, x, "silu"), (x[:, :4], x, None, "gelu_tanh")],
-        "rotary_pos_emb": [(q.transpose(1, 2).contiguous().transpose(1, 2), k, angle, angle, False, True, False)],
+        "glu": [
+            (x, x, "silu", False, 1.0, inf, 0.0),
+            (x, None, "gelu", False, 1.0, inf, 0.0),
+            (x, None, "silu", True, 1.7, 7.0, 1.0),
+        ],
+        "glu_backward": [
+            (x, x, x, "silu", False, 1.0, inf, 0.0),
+            (x[:, :4], x, None, "gelu_tanh", False, 1.0, inf, 0.0),
+            (x[:, :4], x, None, "silu", True, 1.7, 7.0, 1.0),
+        ],
+        "relu_squared": [(x, None), (x.t(), x.t())],
+        "rotary_pos_emb": [
+            (q.transpose(1, 2).contiguous().transpose(1, 2), k, angle, angle, False, False, True, False),
+            (q, k, angle, angle, True, False, False, True),
+        ],
         "logits_divergence": [(x, x, "forward_kl", 0.0, 0.0, 0.0, 2.0), (x.t(), x.t(), "tvd", 0.0, 0.0, 0.0, 1.0)],
         "logits_divergence_backward": [
             (x, x, [row] * 8, row, "mixture", 0.3, 0.7, 0.3, 2.0, False),
@@ -536,21 +570,35 @@ Q, K, ANGLE = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 3
 Z, T = torch.randn(3, 8), torch.zeros(3, dtype=torch.int64)
 
 
+rope_of = lc.liger_rotary_pos_emb
+
+
 BAD_INPUT: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
     ("norm-int", TypeError, "x must be a floating-point tensor, got", lambda: lc.liger_rms_norm(T, W)),
     ("norm-weight", ValueError, r"weight must be \(8,\)", lambda: lc.liger_rms_norm(X, W[:7])),
     ("norm-casting", ValueError, "casting must be one of", lambda: lc.liger_rms_norm(X, W, casting="bert")),
     ("norm-residual", ValueError, "residual must have the shape", lambda: lc.liger_rms_norm(X, W, residual=X[:1])),
     ("norm-residual-dtype", TypeError, "dtype of x", lambda: lc.liger_rms_norm(X, W, residual=X.half())),
+    ("gated-shape", ValueError, "gate must have the shape", lambda: lc.liger_rms_norm_gated(X, X[:1], W)),
+    ("gated-int", TypeError, "gate must be a floating", lambda: lc.liger_rms_norm_gated(X, X.int(), W)),
+    ("gated-casting", ValueError, "casting must", lambda: lc.liger_rms_norm_gated(X, X, W, casting="bert")),
+    ("gated-act", ValueError, "activation must", lambda: lc.liger_rms_norm_gated(X, X, W, activation="gelu")),
+    ("gated-groups", ValueError, "groups must divide", lambda: lc.liger_rms_norm_gated(X, X, W, groups=3)),
+    ("relu_squared-int", TypeError, "x must be a floating-point", lambda: lc.liger_relu_squared(T)),
     ("layer_norm-bias", ValueError, r"bias must be \(8,\)", lambda: lc.liger_layer_norm(X, W, W[:1])),
     ("glu-shape", ValueError, "up must have the shape", lambda: lc.liger_swiglu(X, X[:1])),
     ("glu-dtype", TypeError, "up must be a tensor of the dtype", lambda: lc.liger_swiglu(X, X.half())),
     ("glu-odd", ValueError, "must be even", lambda: lc.liger_swiglu(X[..., :7])),
+    ("glu-limit", ValueError, "limit must be a finite positive", lambda: lc.liger_swiglu(X, X, limit=0.0)),
+    ("glu-offset", ValueError, "offset must be a finite number", lambda: lc.liger_swiglu(X, X, offset=inf)),
+    ("glu-interleaved", ValueError, "interleaved=True is for", lambda: lc.liger_swiglu(X, X, interleaved=True)),
     ("glu-approximate", ValueError, "approximate must be one of", lambda: lc.liger_geglu(X, X, "erf")),
     ("rope-heads", ValueError, "four dimensions", lambda: lc.liger_rotary_pos_emb(Q[0], K, ANGLE, ANGLE)),
     ("rope-device", ValueError, "agree on dtype, dev", lambda: lc.liger_rotary_pos_emb(Q, K.to("meta"), *[ANGLE] * 2)),
     ("rope-tokens", ValueError, "cos must be", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE[:, :2], ANGLE)),
     ("rope-sin", ValueError, "sin must be", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE, ANGLE[..., :4])),
+    ("rope-rotary_dim", ValueError, "rotary_dim must", lambda: rope_of(Q, K, ANGLE, ANGLE, rotary_dim=10)),
+    ("rope-halves", ValueError, "needs interleaved", lambda: rope_of(Q, K, ANGLE, ANGLE, deinterleave=True)),
     ("rope-dim", ValueError, "unsqueeze_dim must be", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE, ANGLE, None, 3)),
     ("ce-target", ValueError, r"target must be in \[0, 8\)", lambda: lc.liger_cross_entropy(Z, T + 8)),
     ("ce-float", TypeError, "target must be a tensor of class", lambda: lc.liger_cross_entropy(Z, T.float())),

@@ -22,6 +22,7 @@ from liger_chunked.integrations.transformers import (
     overrides,
     replaced,
     revert_liger_kernel,
+    survey,
     verify,
 )
 from liger_chunked.integrations.transformers.check import check_model
@@ -154,3 +155,26 @@ def test_what_cannot_be_compared_is_refused():
     model.lm_head.to("meta")
     with pytest.raises(ValueError, match=r"on the meta device \(lm_head\.weight and 0 more\): load the model"):
         check_model(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "switch", "served"),
+    [
+        ("Qwen3NextForCausalLM", "rms_norm", "Qwen3NextRMSNormGated"),
+        ("KimiLinearForCausalLM", "rms_norm", "KimiLinearRMSNormGated"),
+        ("NemotronHForCausalLM", "rms_norm", "NemotronHRMSNormGated"),
+        ("GptOssForCausalLM", "swiglu", "GptOssExperts"),
+        ("Llama4ForCausalLM", "swiglu", "Llama4TextExperts"),
+        ("DeepseekV4ForCausalLM", "swiglu", "DeepseekV4MLP"),
+        ("ArceeForCausalLM", "relu_squared", "ReLUSquaredActivation"),
+        ("CohereForCausalLM", "layer_norm", "CohereLayerNorm"),
+        ("DeepseekV3ForCausalLM", "rope", "apply_rotary_pos_emb_interleave"),
+        ("Gemma4ForCausalLM", "rope", "apply_rotary_pos_emb"),
+        ("Llama4ForCausalLM", "rope", "apply_rotary_emb"),
+    ],
+)
+def test_variants_of_layers(name, switch, served):
+    if name not in survey.CAUSAL:
+        pytest.skip(f"this transformers has no {name}")
+    assert served in check_model(survey.small_model(name)).patched.replaced[switch]

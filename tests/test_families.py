@@ -60,10 +60,18 @@ CLASSES = [
     ("glm.GlmMLP", "PACKED_GLU", "activation_fn gate_up_proj down_proj"),
     ("granitemoehybrid.GraniteMoeHybridMLP", "PACKED_GLU", "activation input_linear output_linear"),
     ("qwen2_moe.Qwen2MoeExperts", "EXPERTS", "act_fn config has_gate"),
-    ("gpt_oss.GptOssExperts", None, ""),
+    ("gpt_oss.GptOssExperts", "EXPERTS_INTERLEAVED", "alpha limit"),
+    ("llama4.Llama4TextExperts", "EXPERTS_STACKED", "act_fn gate_up_proj down_proj hidden_size"),
+    ("step3p7.Step3p7Experts", None, ""),
     ("falcon_h1.FalconH1MLP", None, ""),
-    ("cohere2.Cohere2LayerNorm", None, ""),
-    ("qwen3_next.Qwen3NextRMSNormGated", None, ""),
+    ("cohere2.Cohere2LayerNorm", "LAYER_NORM_SCALED", "weight variance_epsilon"),
+    ("olmo.OlmoLayerNorm", "LAYER_NORM_BARE", "normalized_shape"),
+    ("transformers.ReLUSquaredActivation", "RELU_SQUARED", ""),
+    ("gemma3n.Gemma3nTextMLP", "GLU_DENSE", "act_fn activation_sparsity gate_proj up_proj down_proj"),
+    ("qwen3_5.Qwen3_5RMSNormGated", "RMS_NORM_GATED", "weight variance_epsilon activation"),
+    ("bailing_hybrid.BailingHybridRMSNormGated", "RMS_NORM_GATED_FP32", "weight variance_epsilon activation"),
+    ("bamba.BambaRMSNormGated", "RMS_NORM_GATE_FIRST", "weight variance_epsilon group_size"),
+    ("falcon_h1.FalconH1RMSNormGated", None, ""),
     ("llama.LlamaAttention", None, ""),
 ]
 
@@ -71,7 +79,8 @@ CLASSES = [
 @pytest.mark.parametrize(("path", "kind", "names"), CLASSES, ids=[row[0] for row in CLASSES])
 def test_classes(path, kind, names):
     family, name = path.split(".")
-    binding = overrides.binding_of(getattr(modeling(family), name))
+    module = transformers.activations if family == "transformers" else modeling(family)
+    binding = overrides.binding_of(getattr(module, name))
     assert (binding and KINDS[id(binding.layer)]) == kind
     assert kind is None or " ".join(binding.names) == names
 
@@ -84,16 +93,35 @@ def test_classes(path, kind, names):
         ("phi3", layers.rotate_halves),
         ("glm", layers.rotate_pairs),
         ("ernie4_5", layers.rotate_pairs),
-        ("cohere2", None),
-        ("gpt_oss", None),
-        ("gemma3n", None),
+        ("cohere2", layers.rotate_pairs_of_repeated),
+        ("gpt_oss", layers.rotate_halves_by_half),
+        ("gemma4", layers.rotate_one),
+        ("codegen", layers.rotate_one_by_half),
+        ("deepseek_v4", None),
     ],
 )
 def test_rotary_functions(family, ours):
     """Cohere's differs only in the `rotate_half` that it calls."""
-    function = modeling(family).apply_rotary_pos_emb
+    assert overrides.rope_of(modeling(family).apply_rotary_pos_emb) is ours
+
+
+@pytest.mark.parametrize(("path", "ours"), overrides._ROTARY, ids=[path for path, _ in overrides._ROTARY])
+def test_rotary_rows(path, ours):
+    family, name = path.split(".")
+    function = getattr(modeling(family), name)
     assert overrides.rope_of(function) is ours
-    assert ours is None or verify.rotary_difference(ours, function, []) is None
+    assert verify.rotary_difference(ours, function, []) is None
+
+
+def test_learned_positions():
+    """MLCD's have a gradient, which the kernel does not compute."""
+    q, k, angles = torch.randn(5, 3, 16), torch.randn(5, 2, 16), torch.randn(5, 16, requires_grad=True)
+    found = []
+    for function in (layers.rotate_vision, modeling("mlcd").apply_rotary_pos_emb_vision):
+        rotated = function(q, k, angles.cos(), angles.sin())
+        found.append((*rotated, *torch.autograd.grad(sum(y.square().sum() for y in rotated), angles)))
+    for value, same in zip(*found, strict=True):
+        torch.testing.assert_close(value, same)
 
 
 def test_a_wrong_rotation_is_found():
@@ -112,17 +140,24 @@ def test_a_wrong_rotation_is_found():
     assert "differ" in verify.rotary_difference(layers.rotate_halves, function, [Whole()])
 
 
+def module_of(binding, cls, of_family):
+    if binding.layer is layers.GLU_DENSE:  # the first layers are sparse
+        with torch.device("meta"):
+            return cls(transformers.Gemma3nTextConfig(), layer_idx=20)
+    return verify.built(binding, cls, of_family)
+
+
 def test_every_row_is_read_and_equal():
     """Compares each row's class with its layer, on modules of default configurations."""
     begin, state = time.perf_counter(), torch.get_rng_state()
     for path, layer, names in overrides._ROWS:
         family, name = path.split(".")
+        if overrides._modeling(family) is None:  # an older transformers
+            continue
         cls = getattr(modeling(family), name)
         binding = overrides.binding_of(cls)
         assert binding == overrides.bound(layer, names), path
-        verify.check_layer(binding, verify.built(binding, cls, modeling(family)), cls)
-    for family, ours in overrides._ROTARY:
-        assert overrides.rope_of(modeling(family).apply_rotary_pos_emb) is ours
+        verify.check_layer(binding, module_of(binding, cls, modeling(family)), cls)
     assert time.perf_counter() - begin < 10  # on a busy machine
     assert state.equal(torch.get_rng_state())
 
@@ -318,6 +353,7 @@ def test_a_registered_layer_whose_config_makes_a_difference(table):
     plain = transformers.FalconH1ForCausalLM(transformers.FalconH1Config(**FALCON))
     before = apply_liger_kernel(plain, fused_linear_cross_entropy=False)
     assert "swiglu" not in before.replaced and "a variant" in before.left["FalconH1MLP"]
+    assert "Left alone:\n  FalconH1MLP: a variant" in str(before)
     register_layer(cls, layers.GLU)
     assert apply_liger_kernel(plain, fused_linear_cross_entropy=False).replaced["swiglu"] == {"FalconH1MLP": 1}
     revert_liger_kernel(plain)

@@ -4,7 +4,7 @@ a head's logits     logits_stats.py, logits_grad.py, target_logit.py
 fused epilogue      projection.py, merge_ranks.py, projection_grad.py, target_rows.py
 two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
 base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
-                    pointwise_divergence.py
+                    pointwise_divergence.py, relu_squared.py
 utilities           scale.py, survey.py
 shared              backend.py, transform.py, norm_rows.py, operands.py, launch.py, tuning/
 """
@@ -25,7 +25,8 @@ from liger_chunked.kernels.merge_ranks import merge_ranks
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
 from liger_chunked.kernels.projection import Exponentials, project_exp, project_sums
 from liger_chunked.kernels.projection_grad import RowFactors, project_grad, row_factors
-from liger_chunked.kernels.rms_norm import liger_rms_norm
+from liger_chunked.kernels.relu_squared import liger_relu_squared
+from liger_chunked.kernels.rms_norm import liger_rms_norm, liger_rms_norm_gated
 from liger_chunked.kernels.rope import liger_rotary_pos_emb
 from liger_chunked.kernels.scale import scale_
 from liger_chunked.kernels.survey import agrees, survey, survey_top_k
@@ -58,7 +59,9 @@ __all__ = [
     "liger_kl_div",
     "liger_kl_div_with_logits",
     "liger_layer_norm",
+    "liger_relu_squared",
     "liger_rms_norm",
+    "liger_rms_norm_gated",
     "liger_rotary_pos_emb",
     "liger_swiglu",
     "liger_tvd",

@@ -8,7 +8,7 @@ Bytes: forward 3, backward 5 times `gate`.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,11 +35,15 @@ _TANH_CUBIC = 0.044715 * _TANH_LINEAR
 
 
 @jit
-def _activation(z, KIND: tl.constexpr):
+def activation(z, KIND: tl.constexpr):
+    """Return the activation of z, and its slope."""
     if KIND == "silu":
         s = 1.0 / (1.0 + exp(-z, False))
         y = z * s
         slope = s + y * (1.0 - s)
+    elif KIND == "sigmoid":
+        y = 1.0 / (1.0 + exp(-z, False))
+        slope = y * (1.0 - y)
     elif KIND == "gelu_tanh":
         # exp(-|2 u|) cannot overflow, and 1 - sigmoid does not cancel.
         square = z * z
@@ -56,73 +60,131 @@ def _activation(z, KIND: tl.constexpr):
     return y, slope
 
 
+@jit
+def _capped(gate, up, limit):
+    """Return gate and up within the limit, NaN included, and whether they were."""
+    gate_free, up_free = gate <= limit, tl.abs(up) <= limit
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return gate, up, gate_free, up_free
+
+
+@jit
+def _load(gate_ptr, up_ptr, gate_stride, up_stride, row, first, n_cols, BLOCK: tl.constexpr):
+    """Load gate and up; without `up_ptr`, they are neighbouring columns."""
+    if up_ptr is None:
+        cols = 2 * first + tl.arange(0, 2 * BLOCK)
+        both = tl.load(gate_ptr + row * gate_stride + cols, mask=cols < 2 * n_cols, other=0.0)
+        gate, up = tl.split(tl.reshape(both, [BLOCK, 2]))
+    else:
+        cols = first + tl.arange(0, BLOCK)
+        gate = tl.load(gate_ptr + row * gate_stride + cols, mask=cols < n_cols, other=0.0)
+        up = tl.load(up_ptr + row * up_stride + cols, mask=cols < n_cols, other=0.0)
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
 @Kernel
 def _forward_kernel(
     gate_ptr, up_ptr, y_ptr,
-    gate_stride, up_stride, y_stride, n_cols, blocks_per_row,
-    KIND: tl.constexpr, BLOCK: tl.constexpr,
+    gate_stride, up_stride, y_stride, n_cols, blocks_per_row, alpha, limit, offset,
+    KIND: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
-    cols = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = cols < n_cols
-    gate = tl.load(gate_ptr + row * gate_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * up_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    activated, _ = _activation(gate, KIND)
-    tl.store(y_ptr + row * y_stride + cols, (activated * up).to(y_ptr.dtype.element_ty), mask=inside)
+    first = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK
+    cols = first + tl.arange(0, BLOCK)
+    gate, up = _load(gate_ptr, up_ptr, gate_stride, up_stride, row, first, n_cols, BLOCK)
+    if CAPPED:
+        gate, up, _, _ = _capped(gate, up, limit)
+        activated, _ = activation(gate * alpha, KIND)
+        y = activated / alpha * (up + offset)
+    else:
+        activated, _ = activation(gate, KIND)
+        y = activated * up
+    tl.store(y_ptr + row * y_stride + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
 @Kernel
 def _backward_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,
-    dy_stride, gate_stride, up_stride, dgate_stride, dup_stride, n_cols, blocks_per_row,
-    KIND: tl.constexpr, BLOCK: tl.constexpr,
+    dy_stride, gate_stride, up_stride, dgate_stride, dup_stride, n_cols, blocks_per_row, alpha, limit, offset,
+    KIND: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
-    cols = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = cols < n_cols
-    dy = tl.load(dy_ptr + row * dy_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * gate_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * up_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    activated, slope = _activation(gate, KIND)
-    dgate = dy * up * slope
-    tl.store(dgate_ptr + row * dgate_stride + cols, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
-    tl.store(dup_ptr + row * dup_stride + cols, (dy * activated).to(dup_ptr.dtype.element_ty), mask=inside)
+    first = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK
+    cols = first + tl.arange(0, BLOCK)
+    dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    gate, up = _load(gate_ptr, up_ptr, gate_stride, up_stride, row, first, n_cols, BLOCK)
+    if CAPPED:
+        gate, up, gate_free, up_free = _capped(gate, up, limit)
+        activated, slope = activation(gate * alpha, KIND)
+        dgate = tl.where(gate_free, dy * (up + offset) * slope, 0.0)
+        dup = tl.where(up_free, dy * (activated / alpha), 0.0)
+    else:
+        activated, slope = activation(gate, KIND)
+        dgate = dy * up * slope
+        dup = dy * activated
+    if dup_ptr is None:
+        both = tl.reshape(tl.join(dgate, dup), [2 * BLOCK]).to(dgate_ptr.dtype.element_ty)
+        cols = 2 * first + tl.arange(0, 2 * BLOCK)
+        tl.store(dgate_ptr + row * dgate_stride + cols, both, mask=cols < 2 * n_cols)
+    else:
+        tl.store(dgate_ptr + row * dgate_stride + cols, dgate.to(dgate_ptr.dtype.element_ty), mask=cols < n_cols)
+        tl.store(dup_ptr + row * dup_stride + cols, dup.to(dup_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+class _Unit(NamedTuple):
+    """Options of a unit: `act(alpha gate)/alpha (up + offset)`, of a gate and up clamped to `limit`."""
+
+    kind: str
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float = math.inf
+    offset: float = 0.0
+
+    @property
+    def capped(self) -> bool:
+        return (self.alpha, self.limit, self.offset) != (1.0, math.inf, 0.0)
+
+
+def _halves(gate: Tensor, up: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor]:
     if up is not None:
         return gate, up
+    if interleaved:
+        return gate[..., ::2], gate[..., 1::2]
     half = gate.shape[-1] // 2
     return gate[..., :half], gate[..., half:]
 
 
-def _launch(kernel: Kernel, kind: str, *tensors: Tensor) -> None:
-    first = tensors[0]
-    n_rows, n_cols = 1, first.numel()
+def _launch(kernel: Kernel, unit: _Unit, like: Tensor, *tensors: Tensor | None) -> None:
+    n_rows, n_cols = 1, like.numel()
     if not n_cols:
         return
     strides: tuple[int, ...] = (0,) * len(tensors)
-    if not all(map(Tensor.is_contiguous, tensors)):  # else one long row
-        n_cols = first.shape[-1]
-        n_rows = first.numel() // n_cols
-        tensors, strides = zip(*map(strided_rows, tensors), strict=True)
-    block, num_warps = TUNING[first.device].glu
+    if not all(x is None or x.is_contiguous() for x in tensors):  # else one long row
+        n_cols = like.shape[-1]
+        n_rows = like.numel() // n_cols
+        tensors, strides = zip(*((None, 0) if x is None else strided_rows(x) for x in tensors), strict=True)
+    block, num_warps = TUNING[like.device].glu
     blocks_per_row = -(-n_cols // block)
-    kernel((n_rows * blocks_per_row, 1, 1), tensors, (*strides, n_cols, blocks_per_row, kind, block), num_warps)
+    numbers = *strides, n_cols, blocks_per_row, unit.alpha, unit.limit, unit.offset, unit.kind, unit.capped, block
+    kernel((n_rows * blocks_per_row, 1, 1), tensors, numbers, num_warps)
 
 
-def _forward_triton(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
-    gate, up = _halves(gate, up)
-    y = contiguous_like(gate)
-    _launch(_forward_kernel, kind, gate, up, y)
+def _for_kernel(gate: Tensor, up: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor | None]:
+    return (gate, None) if interleaved else _halves(gate, up, False)
+
+
+def _forward_triton(gate: Tensor, up: Tensor | None, unit: _Unit) -> Tensor:
+    y = contiguous_like(_halves(gate, up, unit.interleaved)[0])
+    _launch(_forward_kernel, unit, y, *_for_kernel(gate, up, unit.interleaved), y)
     return y
 
 
-def _activation_torch(z: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    if kind == "silu":
+def activation_torch(z: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    if kind in ("silu", "sigmoid"):
         s = z.sigmoid()
         y = z * s
-        return y, s + y * (1.0 - s)
+        return (y, s + y * (1.0 - s)) if kind == "silu" else (s, s * (1.0 - s))
     if kind == "gelu_tanh":
         twice = z * (_TANH_LINEAR + _TANH_CUBIC * z.square())
         s = twice.sigmoid()
@@ -132,15 +194,27 @@ def _activation_torch(z: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return z * cdf, cdf + z * torch.exp(-0.5 * z.square()) / math.sqrt(2.0 * math.pi)
 
 
-def _forward_torch(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
-    gate, up = _halves(gate, up)
+def _terms_torch(gate: Tensor, up: Tensor, unit: _Unit) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the activated gate and its slope, and what multiplies them."""
+    if unit.capped:
+        gate, up = gate.clamp(max=unit.limit), up.clamp(-unit.limit, unit.limit) + unit.offset
+    activated, slope = activation_torch(gate * unit.alpha if unit.capped else gate, unit.kind)
+    return activated / unit.alpha if unit.capped else activated, slope, up
+
+
+def _forward_torch(gate: Tensor, up: Tensor | None, unit: _Unit) -> Tensor:
+    gate, up = _halves(gate, up, unit.interleaved)
     dtype = accumulation_dtype(gate.dtype)
-    return (_activation_torch(gate.contiguous().to(dtype), kind)[0] * up.contiguous().to(dtype)).to(gate.dtype)
+    activated, _, factor = _terms_torch(gate.contiguous().to(dtype), up.contiguous().to(dtype), unit)
+    return (activated * factor).to(gate.dtype)
 
 
-@operator("glu", fake=_forward_torch)
-def _forward(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
-    return (_forward_triton if use_triton(gate) else _forward_torch)(gate, up, kind)
+@operator("glu", fake=lambda gate, up, kind, interleaved, *_: contiguous_like(_halves(gate, up, interleaved)[0]))
+def _forward(
+    gate: Tensor, up: Tensor | None, kind: str, interleaved: bool, alpha: float, limit: float, offset: float
+) -> Tensor:
+    unit = _Unit(kind, interleaved, alpha, limit, offset)
+    return (_forward_triton if use_triton(gate) else _forward_torch)(gate, up, unit)
 
 
 def _gradients(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -150,39 +224,43 @@ def _gradients(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
 Halves = tuple[Tensor, Tensor | None]
 
 
-def _backward_triton(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, grads: Halves) -> None:
-    gate, up = _halves(gate, up)
-    dgate, dup = _halves(*grads)
-    _launch(_backward_kernel, kind, dy, gate, up, dgate, dup)
+def _backward_triton(dy: Tensor, gate: Tensor, up: Tensor | None, unit: _Unit, grads: Halves) -> None:
+    given, results = (_for_kernel(*pair, unit.interleaved) for pair in ((gate, up), grads))
+    _launch(_backward_kernel, unit, dy, dy, *given, *results)
 
 
-def _backward_torch(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, grads: Halves) -> None:
-    gate, up = _halves(gate, up)
-    dgate, dup = _halves(*grads)
+def _backward_torch(dy: Tensor, gate: Tensor, up: Tensor | None, unit: _Unit, grads: Halves) -> None:
+    gate, up = _halves(gate, up, unit.interleaved)
+    dgate, dup = _halves(*grads, unit.interleaved)
     dy = dy.to(accumulation_dtype(gate.dtype))
-    activated, slope = _activation_torch(gate.to(dy.dtype), kind)
-    gradients = dy * up * slope, dy * activated  # both before writing: dy may share their memory
+    activated, slope, factor = _terms_torch(gate.to(dy.dtype), up.to(dy.dtype), unit)
+    gradients = dy * factor * slope, dy * activated  # both before writing: dy may share their memory
+    if unit.capped:
+        gradients = gradients[0] * (gate <= unit.limit), gradients[1] * (up.abs() <= unit.limit)
     dgate.copy_(gradients[0])
     dup.copy_(gradients[1])
 
 
-def _backward_into(grads: Halves, dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> Halves:
-    (_backward_triton if use_triton(gate) else _backward_torch)(dy, gate, up, kind, grads)
+def _backward_into(grads: Halves, dy: Tensor, gate: Tensor, up: Tensor | None, unit: _Unit) -> Halves:
+    (_backward_triton if use_triton(gate) else _backward_torch)(dy, gate, up, unit, grads)
     return grads
 
 
-@operator("glu_backward", fake=lambda dy, gate, up, kind: _gradients(gate, up))
-def _backward(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    return _backward_into(_gradients(gate, up), dy, gate, up, kind)  # type: ignore[return-value]
+@operator("glu_backward", fake=lambda dy, gate, up, *_: _gradients(gate, up))
+def _backward(
+    dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, interleaved: bool, alpha: float, limit: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    unit = _Unit(kind, interleaved, alpha, limit, offset)
+    return _backward_into(_gradients(gate, up), dy, gate, up, unit)  # type: ignore[return-value]
 
 
 class _GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, kind: str, inplace: bool) -> Tensor:
-        ctx.kind = kind
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, unit: _Unit, inplace: bool) -> Tensor:
+        ctx.unit = unit
         ctx.inplace = inplace and _are_free(gate, up)
         ctx.save_for_backward(gate, up)
-        return _forward(gate, up, kind)
+        return _forward(gate, up, *unit)
 
     @staticmethod
     @first_derivative
@@ -192,9 +270,9 @@ class _GLU(torch.autograd.Function):
             # Makes operations that saved gate or up raise.
             torch.autograd.graph.increment_version([x for x in (gate, up) if x is not None])
             places = gate.detach(), None if up is None else up.detach()
-            dgate, dup = _backward_into(places, dy, gate, up, ctx.kind)
+            dgate, dup = _backward_into(places, dy, gate, up, ctx.unit)
         else:
-            dgate, dup = _backward(dy, gate, up, ctx.kind)
+            dgate, dup = _backward(dy, gate, up, *ctx.unit)
         needs_dgate, needs_dup, *_ = ctx.needs_input_grad
         return dgate if needs_dgate else None, dup if needs_dup else None, None, None
 
@@ -210,7 +288,7 @@ def _are_free(gate: Tensor, up: Tensor | None) -> bool:
     return apart and abs(gate.data_ptr() - up.data_ptr()) >= gate.nbytes
 
 
-def _glu(gate: Tensor, up: Tensor | None, kind: str, inplace: bool) -> Tensor:
+def _glu(gate: Tensor, up: Tensor | None, unit: _Unit, inplace: bool) -> Tensor:
     given = gate, up
     gate, up = plain(("gate", "up"), given)
     inplace = inplace and gate is given[0] and up is given[1]  # unwrapped tensors may be leaves
@@ -222,16 +300,29 @@ def _glu(gate: Tensor, up: Tensor | None, kind: str, inplace: bool) -> Tensor:
             f"gate without up holds both halves, so its last dimension must be even, got {tuple(gate.shape)}"
         )
     if not torch.is_grad_enabled():
-        return _forward(gate, up, kind)
-    return _GLU.apply(gate, up, kind, inplace)
+        return _forward(gate, up, *unit)
+    return _GLU.apply(gate, up, unit, inplace)
 
 
-def liger_swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = False) -> Tensor:
+def liger_swiglu(
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    offset: float = 0.0,
+    interleaved: bool = False,
+    inplace: bool = False,
+) -> Tensor:
     """Return `F.silu(gate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
+
+        g sigmoid(alpha g) (u + offset),    g = min(gate, limit),  u = min(max(up, -limit), limit)
 
     Args:
         gate: (..., I), rows in any layout; or (..., 2 I), both halves side by side (Phi-3, GLM-4).
         up: (..., I) of the same dtype, or None for packed halves.
+        alpha, limit, offset: 1.702, 7.0 and 1.0 in GPT-OSS.
+        interleaved: packed gate and up are neighbouring columns (GPT-OSS).
         inplace: let a backward that does not retain its graph overwrite `gate` and `up`, unless they are leaves or
             share memory. Other operations that saved them raise, or under saved-tensor hooks (checkpoints) read
             gradients.
@@ -240,7 +331,13 @@ def liger_swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = Fals
     >>> torch.equal(liger_swiglu(gate, up), liger_swiglu(torch.cat([gate, up], dim=-1)))
     True
     """
-    return _glu(gate, up, "silu", inplace)
+    for name, value, positive in (("alpha", alpha, True), ("limit", limit, True), ("offset", offset, False)):
+        if value is not None and not (math.isfinite(value) and (value > 0 or not positive)):
+            raise ValueError(f"{name} must be a finite{' positive' * positive} number, got {shown(value)}")
+    if interleaved and up is not None:
+        raise ValueError("interleaved=True is for gate and up in one tensor, without up")
+    unit = _Unit("silu", interleaved, float(alpha), math.inf if limit is None else float(limit), float(offset))
+    return _glu(gate, up, unit, inplace)
 
 
 def liger_geglu(
@@ -257,4 +354,4 @@ def liger_geglu(
     """
     if approximate not in _GELU:
         raise ValueError(f"approximate must be one of {tuple(_GELU)}, got {shown(approximate)}")
-    return _glu(gate, up, _GELU[approximate], inplace)
+    return _glu(gate, up, _Unit(_GELU[approximate]), inplace)

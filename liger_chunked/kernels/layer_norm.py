@@ -122,7 +122,7 @@ def _backward_triton(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
-    tile, programs, stages = row_sweep(n_rows, n_cols, x.element_size(), x.device)
+    tile, programs, stages = row_sweep(n_rows, n_cols, 1, x.element_size(), x.device)
     rows, stride = strided_rows(x)
     dy, dy_stride = strided_rows(dy)
     dx = contiguous_like(x) if needs_dx else None

@@ -38,8 +38,8 @@ class RowSweep(NamedTuple):
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def row_sweep(n_rows: int, n_cols: int, element_size: int, device: torch.device) -> RowSweep:
-    """Return a backward's sweep; its programs all run at once."""
+def row_sweep(n_rows: int, n_cols: int, groups: int, element_size: int, device: torch.device) -> RowSweep:
+    """Return a backward's sweep of each group of columns; the programs of all groups run at once."""
     tuned = TUNING[device]
     block = power_of_two(n_cols)
     rows = max(1, tuned.norm_backward_elements // block)
@@ -47,7 +47,7 @@ def row_sweep(n_rows: int, n_cols: int, element_size: int, device: torch.device)
     narrow = block <= tuned.norm_narrow
     num_warps = 4 if narrow else min(tuned.norm_most_warps, elements // tuned.norm_elements_per_warp)
     tiles = -(-n_rows // rows)
-    turns = -(-tiles // (max(1, tuned.norm_resident_elements // elements) * processors(device)))
+    turns = -(-tiles * groups // (max(1, tuned.norm_resident_elements // elements) * processors(device)))
     stages = 3 if elements * element_size <= tuned.norm_pipelined_bytes else 1
     return RowSweep(RowTile(rows, block, num_warps), -(-tiles // max(1, turns)), stages)
 

@@ -23,9 +23,9 @@ def _rotate(
     tile, x_ptr, y_ptr, cos_ptr, sin_ptr, x_batch_stride, x_head_stride, x_token_stride, cos_batch_stride,
     cos_token_stride, sin_batch_stride, sin_token_stride, n_tokens, n_rows, n_heads, head_dim, half,
     ROWS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BY_TOKEN: tl.constexpr,
-    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+    PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a tile of heads; in place without y."""
+    """Rotate a tile of heads, whose pairs are neighbouring columns or not; in place without y."""
     rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
     tokens = rows // n_heads
     head = (rows % n_heads).to(tl.int64)
@@ -46,19 +46,21 @@ def _rotate(
     cos, sin = cos.to(tl.float32), sin.to(tl.float32)
     if INVERSE:
         sin = -sin
-    if INTERLEAVED:
-        cols = tl.arange(0, 2 * HALF)[None, :]
-        inside = valid & (cols < 2 * half)
-        x = tl.load(x_ptrs + cols, mask=inside, other=0.0).to(tl.float32)
+    both = tl.arange(0, 2 * HALF)[None, :]
+    inside_both = valid & (both < 2 * half)
+    if PAIRS_IN:
+        x = tl.load(x_ptrs + both, mask=inside_both, other=0.0).to(tl.float32)
         x1, x2 = tl.split(tl.reshape(x, [ROWS, HALF, 2]))
-        y = tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin)
-        y = tl.reshape(y, [ROWS, 2 * HALF])
-        tl.store(y_ptrs + cols, y.to(x_ptr.dtype.element_ty), mask=inside)
     else:
         x1 = tl.load(x_ptrs + pairs, mask=inside, other=0.0).to(tl.float32)
         x2 = tl.load(x_ptrs + half + pairs, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y_ptrs + pairs, (x1 * cos - x2 * sin).to(x_ptr.dtype.element_ty), mask=inside)
-        tl.store(y_ptrs + half + pairs, (x2 * cos + x1 * sin).to(x_ptr.dtype.element_ty), mask=inside)
+    y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    if PAIRS_OUT:
+        y = tl.reshape(tl.join(y1, y2), [ROWS, 2 * HALF])
+        tl.store(y_ptrs + both, y.to(x_ptr.dtype.element_ty), mask=inside_both)
+    else:
+        tl.store(y_ptrs + pairs, y1.to(x_ptr.dtype.element_ty), mask=inside)
+        tl.store(y_ptrs + half + pairs, y2.to(x_ptr.dtype.element_ty), mask=inside)
     if REST > 0 and y_ptr is not None:
         cols = 2 * half + tl.arange(0, REST)[None, :]
         inside = valid & (cols < head_dim)
@@ -72,7 +74,7 @@ def _rope_kernel(
     cos_batch_stride, cos_token_stride, sin_batch_stride, sin_token_stride,
     n_tokens, q_rows, k_rows, q_heads, k_heads, head_dim, half,
     ROWS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BY_TOKEN: tl.constexpr,
-    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+    PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     q_tiles = tl.cdiv(q_rows, ROWS)
@@ -80,13 +82,13 @@ def _rope_kernel(
         _rotate(
             tile, q_ptr, q_out_ptr, cos_ptr, sin_ptr, q_batch_stride, q_head_stride, q_token_stride, cos_batch_stride,
             cos_token_stride, sin_batch_stride, sin_token_stride, n_tokens, q_rows, q_heads, head_dim, half,
-            ROWS, HALF, REST, BY_TOKEN, INTERLEAVED, INVERSE,
+            ROWS, HALF, REST, BY_TOKEN, PAIRS_IN, PAIRS_OUT, INVERSE,
         )  # fmt: skip
     else:
         _rotate(
             tile - q_tiles, k_ptr, k_out_ptr, cos_ptr, sin_ptr, k_batch_stride, k_head_stride, k_token_stride,
             cos_batch_stride, cos_token_stride, sin_batch_stride, sin_token_stride, n_tokens, k_rows, k_heads, head_dim,
-            half, ROWS, HALF, REST, BY_TOKEN, INTERLEAVED, INVERSE,
+            half, ROWS, HALF, REST, BY_TOKEN, PAIRS_IN, PAIRS_OUT, INVERSE,
         )  # fmt: skip
 
 
@@ -106,11 +108,11 @@ def _empty(x: Tensor, by_token: bool) -> Tensor:
 
 
 def _rope_triton(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool, by_token: bool,
-    inplace: bool = False,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, inverse: bool,
+    by_token: bool, inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     n_batch, q_heads, n_tokens, head_dim = q.shape
-    k_heads, rotary_dim = k.shape[1], cos.shape[-1]
+    k_heads, rotary_dim = k.shape[1], 2 * cos.shape[-1]
     q, k, cos, sin = [x if x.stride()[-1] == 1 else x.contiguous() for x in (q, k, cos, sin)]
     q_out, k_out = (None, None) if inplace else (_empty(q, by_token), _empty(k, by_token))
     q_rows, k_rows = n_batch * n_tokens * q_heads, n_batch * n_tokens * k_heads
@@ -124,7 +126,7 @@ def _rope_triton(
             (
                 *(*q.stride()[:3], *k.stride()[:3], *cos_strides, *sin_strides),
                 *(n_tokens, q_rows, k_rows, q_heads, k_heads, head_dim, rotary_dim // 2),
-                *(tile, half, rest, by_token, interleaved, inverse),
+                *(tile, half, rest, by_token, pairs_in, pairs_out, inverse),
             ),
             num_warps,
         )
@@ -132,24 +134,23 @@ def _rope_triton(
 
 
 def _rope_torch(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool, by_token: bool,
-    inplace: bool = False,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, inverse: bool,
+    by_token: bool, inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    rotary_dim = cos.shape[-1]
-    half = rotary_dim // 2
+    half, rotary_dim = cos.shape[-1], 2 * cos.shape[-1]
     dtype = accumulation_dtype(q.dtype)
-    cos, sin = (x[..., :half].to(dtype).unsqueeze(1) for x in (cos, sin))
+    cos, sin = (x.to(dtype).unsqueeze(1) for x in (cos, sin))
     if inverse:
         sin = -sin
-    pairs = (
-        (slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)) if interleaved else (slice(half), slice(half, rotary_dim))
-    )
+    halves = slice(half), slice(half, rotary_dim)
+    pairs = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
+    columns_in, columns_out = (pairs if paired else halves for paired in (pairs_in, pairs_out))
 
     def rotated(x: Tensor) -> Tensor:
-        x1, x2 = (x[..., columns].to(dtype) for columns in pairs)
+        x1, x2 = (x[..., columns].to(dtype) for columns in columns_in)
         y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
         y = x if inplace else _empty(x, by_token)
-        y[..., pairs[0]], y[..., pairs[1]] = y1, y2
+        y[..., columns_out[0]], y[..., columns_out[1]] = y1, y2
         if not inplace:
             y[..., rotary_dim:] = x[..., rotary_dim:]
         return y
@@ -159,10 +160,11 @@ def _rope_torch(
 
 @operator("rotary_pos_emb", fake=_rope_torch)
 def _rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool, by_token: bool
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, inverse: bool, by_token: bool
 ) -> tuple[Tensor, Tensor]:
+    """Rotate by `cos` and `sin` of (B or 1, T, R/2)."""
     compute = _rope_triton if use_triton(q) else _rope_torch
-    return compute(q, k, cos, sin, interleaved, inverse, by_token)
+    return compute(q, k, cos, sin, pairs_in, pairs_out, inverse, by_token)
 
 
 def _is_by_token(q: Tensor) -> bool:
@@ -171,17 +173,19 @@ def _is_by_token(q: Tensor) -> bool:
 
 class _RotaryPosEmb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-        ctx.options = interleaved, True, _is_by_token(q)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.options = pairs_out, pairs_in, True, _is_by_token(q)
         ctx.save_for_backward(cos, sin)
-        return _rope(q, k, cos, sin, interleaved, False, _is_by_token(q))
+        return _rope(q, k, cos, sin, pairs_in, pairs_out, False, _is_by_token(q))
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         dq, dk = _rope(dq, dk, *ctx.saved_tensors, *ctx.options)
         needs_dq, needs_dk, *_ = ctx.needs_input_grad
-        return dq if needs_dq else None, dk if needs_dk else None, None, None, None
+        return dq if needs_dq else None, dk if needs_dk else None, None, None, None, None
 
 
 class _WrittenOver(torch.autograd.Function):
@@ -192,7 +196,7 @@ class _WrittenOver(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        ctx.options = interleaved, True, _is_by_token(x)
+        ctx.options = interleaved, interleaved, True, _is_by_token(x)
         ctx.save_for_backward(cos, sin)
         ctx.mark_dirty(x)
         return x
@@ -204,22 +208,22 @@ class _WrittenOver(torch.autograd.Function):
         return _rope(dy, no_heads, *ctx.saved_tensors, *ctx.options)[0], None, None, None
 
 
-def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool) -> tuple[Tensor, Tensor]:
     if not torch.is_grad_enabled():
-        return _rope(q, k, cos, sin, interleaved, False, _is_by_token(q))
-    return _RotaryPosEmb.apply(q, k, cos, sin, interleaved)
+        return _rope(q, k, cos, sin, pairs_in, pairs_out, False, _is_by_token(q))
+    return _RotaryPosEmb.apply(q, k, cos, sin, pairs_in, pairs_out)
 
 
 def _rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
         # The compiler removes these copies if it owns q and k.
-        rotated = _rotated(q, k, cos, sin, interleaved)
+        rotated = _rotated(q, k, cos, sin, interleaved, interleaved)
         return q.copy_(rotated[0]), k.copy_(rotated[1])
     for name, x in (("q", q), ("k", k)):
         _check_inplace(x, name)
     q, k = (_WrittenOver.apply(x, cos, sin, interleaved) for x in (q, k))
     compute = _rope_triton if use_triton(q) else _rope_torch
-    compute(q.detach(), k.detach(), cos, sin, interleaved, inverse=False, by_token=False, inplace=True)
+    compute(q.detach(), k.detach(), cos, sin, interleaved, interleaved, inverse=False, by_token=False, inplace=True)
     return q, k
 
 
@@ -237,7 +241,7 @@ def _check_inplace(x: Tensor, name: str) -> None:
         )
 
 
-def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int | None) -> None:
     q_shape, k_shape, cos_shape = q.shape, k.shape, cos.shape
     if (
         len(q_shape) != 4
@@ -252,6 +256,11 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
             f"{described(q)}, k {described(k)}"
         )
     n_batch, _, n_tokens, head_dim = q_shape
+    if rotary_dim is not None and (rotary_dim % 2 or not 0 < rotary_dim <= min(head_dim, 2 * cos_shape[-1])):
+        raise ValueError(
+            f"rotary_dim must be even, at most the head size {head_dim} and at most twice the columns of cos "
+            f"{described(cos)}, got {shown(rotary_dim)}"
+        )
     for name, x in (("cos", cos), ("sin", sin)):
         if (
             x.shape != cos_shape
@@ -259,7 +268,7 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
             or cos_shape[0] not in (1, n_batch)
             or cos_shape[1] != n_tokens
             or cos_shape[2] > head_dim
-            or cos_shape[2] % 2
+            or (cos_shape[2] % 2 and rotary_dim is None)
             or x.requires_grad
             or x.device != q.device
         ):
@@ -277,7 +286,9 @@ def liger_rotary_pos_emb(
     position_ids: Tensor | None = None,
     unsqueeze_dim: int = 1,
     *,
+    rotary_dim: int | None = None,
     interleaved: bool = False,
+    deinterleave: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return queries and keys rotated by their positions (Su et al. 2021, equation 34).
@@ -292,7 +303,9 @@ def liger_rotary_pos_emb(
         cos, sin: (B or 1, T, R), R <= D, without gradient. The second half is not read: it repeats the first.
         position_ids: (B or 1, T) rows of `cos` and `sin`, if these are tables (positions, R).
         unsqueeze_dim: dimension of the heads, 1 or 2.
+        rotary_dim: R, if `cos` and `sin` have other columns; the first R/2 are read (GPT-OSS).
         interleaved: pairs are neighbouring columns (GLM-4).
+        deinterleave: return the pairs of `interleaved` as halves (DeepSeek-V3).
         inplace: overwrite `q` and `k`, which must not share elements or come from `split`, `chunk` or `unbind`. Don't
             use it on a checkpointed region's inputs: the recompute would rotate them again.
     >>> angle = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.1]).repeat(2)
@@ -311,6 +324,13 @@ def liger_rotary_pos_emb(
         cos, sin = (x[None] if position_ids is None else x[position_ids] for x in (cos, sin))
     if unsqueeze_dim == 2:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    _check(q, k, cos, sin)
-    q, k = (_rope_ if inplace else _rotated)(q, k, cos, sin, interleaved)
+    if deinterleave and (inplace or not interleaved):
+        raise ValueError("deinterleave=True needs interleaved=True, and inplace=False")
+    _check(q, k, cos, sin, rotary_dim)
+    half = (cos.shape[-1] if rotary_dim is None else rotary_dim) // 2
+    cos, sin = cos[..., :half], sin[..., :half]
+    if inplace:
+        q, k = _rope_(q, k, cos, sin, interleaved)
+    else:
+        q, k = _rotated(q, k, cos, sin, interleaved, interleaved and not deinterleave)
     return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 2 else (q, k)

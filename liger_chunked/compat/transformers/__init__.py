@@ -259,8 +259,7 @@ def liger_rotary_pos_emb(
     if rotary_dim is not None:
         if rotary_dim % 2 or not 0 < rotary_dim <= 2 * cos.shape[-1]:
             raise ValueError(f"rotary_dim must be even and at most twice cos {tuple(cos.shape)}, got {rotary_dim}")
-        cos, sin = (torch.cat([x[..., : rotary_dim // 2]] * 2, dim=-1) for x in (cos, sin))
-    return kernels.liger_rotary_pos_emb(q, k, cos, sin, position_ids, unsqueeze_dim)
+    return kernels.liger_rotary_pos_emb(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim=rotary_dim)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
@@ -20,7 +21,9 @@ from liger_chunked.kernels import (
     liger_cross_entropy,
     liger_geglu,
     liger_layer_norm,
+    liger_relu_squared,
     liger_rms_norm,
+    liger_rms_norm_gated,
     liger_rotary_pos_emb,
     liger_swiglu,
 )
@@ -31,6 +34,7 @@ from liger_chunked.modules import unobserved
 class Layer:
     """`run(input, ...)` replaces `method`; its other arguments are attributes of the module.
 
+    - `inputs`: how many arguments `method` takes
     - `switch`: of `apply_liger_kernel`; None for `swiglu` or `geglu`, by the activation, the first attribute
     - `refusal`: returns why `run` cannot serve given attributes, or None
     - `optional`: attributes that may be missing; `run` then gets None
@@ -41,11 +45,11 @@ class Layer:
     method: str = "forward"
     refusal: Callable[..., str | None] | None = None
     optional: tuple[str, ...] = ()
+    inputs: int = 1
 
     @functools.cached_property
     def attributes(self) -> tuple[str, ...]:
-        _, *names = inspect.signature(self.run).parameters
-        return tuple(names)
+        return tuple(inspect.signature(self.run).parameters)[self.inputs :]
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,8 @@ class Binding:
     def values(self, module: Any) -> list[Any]:
         return [getattr(module, n) if needed else getattr(module, n, None) for n, needed in self.reads.items()]
 
-    def run(self, module: Any, input: Tensor) -> Tensor:
-        return self.layer.run(input, *self.values(module))
+    def run(self, module: Any, *inputs: Tensor) -> Tensor:
+        return self.layer.run(*inputs, *self.values(module))
 
     def refusal(self, module: Any) -> str | None:
         try:
@@ -100,11 +104,47 @@ def _rms_norm_bare(x: Tensor, eps: float) -> Tensor:
     return liger_rms_norm(x, None, eps)
 
 
+def _layer_norm_scaled(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return liger_layer_norm(x, weight, None, eps)
+
+
+def _layer_norm_bare(x: Tensor, normalized_shape: Any) -> Tensor:
+    return liger_layer_norm(x, None, None, 1e-5)
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return liger_relu_squared(x)
+
+
+def _rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: Any) -> Tensor:
+    return liger_rms_norm_gated(x, gate, weight, eps, activation=activation)
+
+
+def _rms_norm_gated_fp32(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: Any) -> Tensor:
+    return liger_rms_norm_gated(x, gate, weight, eps, activation=activation, casting="olmo2")
+
+
+def _gated_refusal(weight: Any, eps: float, activation: str) -> str | None:
+    return None if activation in ("silu", "sigmoid") else f"its activation is {activation}, not silu or sigmoid"
+
+
+def _rms_norm_gate_first(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, group_size: int) -> Tensor:
+    return liger_rms_norm_gated(x, gate, weight, eps, gate_first=True, groups=x.shape[-1] // group_size)
+
+
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, normalized_shape: Any) -> Tensor:
     return liger_layer_norm(x, weight, bias, eps)
 
 
 def _layer_norm_refusal(weight: Any, bias: Any, eps: float, normalized_shape: tuple[int, ...]) -> str | None:
+    return _bare_refusal(normalized_shape)
+
+
+def _scaled_refusal(weight: Tensor, eps: float) -> str | None:
+    return _bare_refusal(weight.shape)
+
+
+def _bare_refusal(normalized_shape: tuple[int, ...]) -> str | None:
     return None if len(normalized_shape) == 1 else f"it is over {len(normalized_shape)} dimensions, not one"
 
 
@@ -135,12 +175,51 @@ def _glu(x: Tensor, act_fn: Any, gate_proj: Any, up_proj: Any, down_proj: Any) -
     return down_proj(_gated(act_fn, gate_proj(x), up_proj(x), inplace=unobserved(gate_proj, up_proj)))
 
 
+def _dense_glu(
+    x: Tensor, act_fn: Any, activation_sparsity: float, gate_proj: Any, up_proj: Any, down_proj: Any
+) -> Tensor:
+    return _glu(x, act_fn, gate_proj, up_proj, down_proj)
+
+
+def _dense_refusal(act_fn: Any, activation_sparsity: float, *_: Any) -> str | None:
+    if activation_sparsity:
+        return f"it keeps the largest gates of each token (activation_sparsity={activation_sparsity})"
+    return _activation_refusal(act_fn)
+
+
 def _silu_glu(x: Tensor, gate_proj: Any, up_proj: Any, down_proj: Any) -> Tensor:
     return down_proj(liger_swiglu(gate_proj(x), up_proj(x), inplace=unobserved(gate_proj, up_proj)))
 
 
 def _packed_glu(x: Tensor, act_fn: Any, gate_up_proj: Any, down_proj: Any) -> Tensor:
     return down_proj(_gated(act_fn, gate_up_proj(x), inplace=unobserved(gate_up_proj)))
+
+
+def _limited_glu(x: Tensor, act_fn: Any, limit: float, gate_proj: Any, up_proj: Any, down_proj: Any) -> Tensor:
+    inplace = unobserved(gate_proj, up_proj)
+    return down_proj(liger_swiglu(gate_proj(x), up_proj(x), limit=limit, inplace=inplace))
+
+
+def _clamped_packed_glu(x: Tensor, alpha: float, limit: float, gate_up_proj: Any, down_proj: Any) -> Tensor:
+    inplace = unobserved(gate_up_proj)
+    return down_proj(liger_swiglu(gate_up_proj(x), alpha=alpha, limit=limit, offset=1.0, inplace=inplace))
+
+
+def _clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    return liger_swiglu(gate_up, alpha=alpha, limit=limit, offset=1.0, inplace=True)
+
+
+def _interleaved_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    return liger_swiglu(gate_up, alpha=alpha, limit=limit, offset=1.0, interleaved=True, inplace=True)
+
+
+def _limited_gate(gate_up: Tensor, act_fn: Any, limit: float) -> Tensor:
+    return liger_swiglu(gate_up, limit=limit, inplace=True)
+
+
+def _stacked_experts(x: Tensor, act_fn: Any, gate_up_proj: Tensor, down_proj: Tensor, hidden_size: int) -> Tensor:
+    gate_up = torch.bmm(x.view(gate_up_proj.shape[0], -1, hidden_size), gate_up_proj)
+    return torch.bmm(_gated(act_fn, gate_up, inplace=True), down_proj).view(-1, hidden_size)
 
 
 def _experts_gate(gate_up_out: Tensor, act_fn: Any, config: Any, has_gate: bool) -> Tensor:
@@ -153,6 +232,12 @@ def _activation_refusal(activation: Any, *_: Any) -> str | None:
     if kind in _GATED:
         return None
     return f"its activation is {kind.__name__}, not one of {', '.join(sorted(k.__name__ for k in _GATED))}"
+
+
+def _silu_refusal(act_fn: Any, *_: Any) -> str | None:
+    if act_fn is None or _GATED.get(_kind(act_fn)) is liger_swiglu:
+        return None
+    return f"its activation is {_kind(act_fn).__name__}, and the kernel with a limit has SiLU"
 
 
 def _experts_refusal(act_fn: Any, config: Any, has_gate: bool) -> str | None:
@@ -179,8 +264,29 @@ RMS_NORM_SCALED = Layer(_rms_norm_scaled, "rms_norm", optional=("weight",))
 RMS_NORM_BARE = Layer(_rms_norm_bare, "rms_norm")
 """RMSNorm without a weight (NanoChat)."""
 
+RMS_NORM_GATED = Layer(_rms_norm_gated, "rms_norm", refusal=_gated_refusal, inputs=2)
+"""`RMS_NORM` times the activation of a gate (Qwen3-Next)."""
+
+RMS_NORM_GATED_FP32 = Layer(_rms_norm_gated_fp32, "rms_norm", refusal=_gated_refusal, inputs=2)
+"""`RMS_NORM_FP32` times the activation of a gate, rounded once (Kimi Linear)."""
+
+RMS_NORM_GATE_FIRST = Layer(_rms_norm_gate_first, "rms_norm", inputs=2)
+"""`RMS_NORM` of `x * silu(gate)`, by groups of columns (Mamba 2)."""
+
 LAYER_NORM = Layer(_layer_norm, "layer_norm", refusal=_layer_norm_refusal)
 """`nn.LayerNorm` over the last dimension."""
+
+LAYER_NORM_SCALED = Layer(_layer_norm_scaled, "layer_norm", refusal=_scaled_refusal)
+"""LayerNorm with a weight (Cohere)."""
+
+LAYER_NORM_BARE = Layer(_layer_norm_bare, "layer_norm", refusal=_bare_refusal)
+"""LayerNorm without weight and bias (OLMo)."""
+
+RELU_SQUARED = Layer(_relu_squared, "relu_squared")
+"""The activation `relu(x)**2` (Nemotron, Arcee)."""
+
+GLU_DENSE = Layer(_dense_glu, refusal=_dense_refusal)
+"""`GLU` unless `activation_sparsity` (Gemma 3n)."""
 
 GLU = Layer(_glu, refusal=_activation_refusal)
 """`down_proj(act_fn(gate_proj(x)) * up_proj(x))`."""
@@ -191,18 +297,105 @@ SILU_GLU = Layer(_silu_glu, "swiglu")
 PACKED_GLU = Layer(_packed_glu, refusal=_activation_refusal)
 """`GLU` with one `gate_up_proj`, whose output holds gate, then up."""
 
+GLU_LIMITED = Layer(_limited_glu, "swiglu", refusal=_silu_refusal)
+"""`GLU` with SiLU, of a clamped gate and up (DeepSeek-V4)."""
+
+PACKED_GLU_CLAMPED = Layer(_clamped_packed_glu, "swiglu")
+"""`EXPERTS_CLAMPED` as an MLP (MiniMax-M3)."""
+
+EXPERTS_INTERLEAVED = Layer(_interleaved_gate, "swiglu", "_apply_gate")
+"""Experts' clamped `(up + 1) * gate * sigmoid(alpha * gate)`, of neighbouring columns (GPT-OSS)."""
+
+EXPERTS_CLAMPED = Layer(_clamped_gate, "swiglu", "_apply_gate")
+"""The same of halves (MiniMax-M3)."""
+
+EXPERTS_LIMITED = Layer(_limited_gate, "swiglu", "_apply_gate", refusal=_silu_refusal, optional=("act_fn",))
+"""Experts' SwiGLU of a clamped gate and up (DeepSeek-V4)."""
+
+EXPERTS_STACKED = Layer(_stacked_experts, refusal=_activation_refusal)
+"""Experts that take the same number of tokens each (Llama 4)."""
+
 EXPERTS = Layer(_experts_gate, method="_apply_gate", refusal=_experts_refusal)
 """Experts with 3-D parameters that call `_apply_gate`."""
 
 
-def rotate_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+Rotated = tuple[Tensor, Tensor]
+
+
+def rotate_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Rotated:
     """`apply_rotary_pos_emb` of Llama. `cos` may be narrower than a head, as in Phi-3."""
     return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
 
-def rotate_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+def rotate_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Rotated:
     """`apply_rotary_pos_emb` of GLM-4, which rotates neighbouring columns."""
     return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=True)
+
+
+def rotate_to_halves(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
+) -> Rotated:
+    """`apply_rotary_pos_emb_interleave` of DeepSeek-V3: neighbouring columns become halves."""
+    return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=True, deinterleave=True)
+
+
+def rotate_halves_by_half(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Rotated:
+    """`apply_rotary_pos_emb` of GPT-OSS, whose `cos` has half the columns of a head."""
+    return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=q.shape[-1])
+
+
+def rotate_pairs_of_repeated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Rotated:
+    """`apply_rotary_pos_emb` of Cohere: `rotate_pairs`, where each column of `cos` is repeated beside itself."""
+    cos, sin = cos[..., ::2], sin[..., ::2]
+    options: dict[str, Any] = {"rotary_dim": 2 * cos.shape[-1], "interleaved": True}
+    return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, **options)
+
+
+def rotate_back(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Rotated:
+    """`apply_rotary_pos_emb` of NanoChat: `rotate_halves` by the negative angle."""
+    return liger_rotary_pos_emb(q, k, cos, -sin, unsqueeze_dim=unsqueeze_dim)
+
+
+def rotate_one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+    """`apply_rotary_pos_emb` of Gemma 4, for queries or keys."""
+    no_heads = x.narrow(unsqueeze_dim, 0, 0)
+    return liger_rotary_pos_emb(x, no_heads, cos, sin, unsqueeze_dim=unsqueeze_dim)[0]
+
+
+def rotate_one_by_half(tensor: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+    """`apply_rotary_pos_emb` of GPT-J: neighbouring columns of queries or keys, with half-width `cos`."""
+    options: dict[str, Any] = {"rotary_dim": tensor.shape[-1], "interleaved": True, "unsqueeze_dim": 2}
+    return liger_rotary_pos_emb(tensor, tensor[:, :, :0], cos, sin, **options)[0]
+
+
+def _with_gradient(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x1, x2 = x.float().chunk(2, dim=-1)
+    return (x * cos.unsqueeze(-2) + torch.cat((-x2, x1), dim=-1) * sin.unsqueeze(-2)).to(x.dtype)
+
+
+def rotate_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
+    """`apply_rotary_pos_emb_vision` of Qwen2-VL: tokens, then heads, with or without a batch."""
+    if cos.requires_grad:  # learned positions (MLCD)
+        return _with_gradient(q, cos, sin), _with_gradient(k, cos, sin)
+    if q.ndim == 4:
+        return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+    q, k = liger_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=2)
+    return q[0], k[0]
+
+
+def _rotate_complex(q: Tensor, k: Tensor, freqs_cis: Tensor, heads_dim: int) -> Rotated:
+    options: dict[str, Any] = {"rotary_dim": q.shape[-1], "interleaved": True, "unsqueeze_dim": heads_dim}
+    return liger_rotary_pos_emb(q, k, freqs_cis.real, freqs_cis.imag, **options)
+
+
+def rotate_complex(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Rotated:
+    """`apply_rotary_emb` of Llama 4, which multiplies complex numbers; heads after tokens."""
+    return _rotate_complex(xq, xk, freqs_cis, 2)
+
+
+def rotate_complex_heads(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Rotated:
+    """`apply_rotary_emb` of DeepSeek-V2: `rotate_complex`, with heads before tokens."""
+    return _rotate_complex(xq, xk, freqs_cis.to(xq.device), 1)
 
 
 def causal_lm_loss(

@@ -16,29 +16,41 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers import GenerationMixin
+from transformers.activations import ReLUSquaredActivation
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from liger_chunked.integrations.transformers import detect, source
+from liger_chunked.integrations.transformers import detect, layers, source
 from liger_chunked.integrations.transformers.layers import (
     EXPERTS,
+    EXPERTS_CLAMPED,
+    EXPERTS_INTERLEAVED,
+    EXPERTS_LIMITED,
+    EXPERTS_STACKED,
     GLU,
+    GLU_DENSE,
+    GLU_LIMITED,
     LAYER_NORM,
+    LAYER_NORM_BARE,
+    LAYER_NORM_SCALED,
     PACKED_GLU,
+    PACKED_GLU_CLAMPED,
+    RELU_SQUARED,
     RMS_NORM,
     RMS_NORM_BARE,
     RMS_NORM_FP32,
+    RMS_NORM_GATE_FIRST,
+    RMS_NORM_GATED,
+    RMS_NORM_GATED_FP32,
     RMS_NORM_OFFSET,
     RMS_NORM_SCALED,
     SILU_GLU,
     Binding,
     Layer,
-    rotate_halves,
-    rotate_pairs,
 )
 
 HEAD_SWITCHES = ("cross_entropy", "fused_linear_cross_entropy")
-LAYER_SWITCHES = ("rms_norm", "layer_norm", "swiglu", "geglu")
+LAYER_SWITCHES = ("rms_norm", "layer_norm", "swiglu", "geglu", "relu_squared")
 SWITCHES = ("rope", *LAYER_SWITCHES, *HEAD_SWITCHES)
 
 # Class, layer, and the attributes named unlike the arguments of `Layer.run`. Frequent ones come first: a row's module
@@ -64,20 +76,48 @@ _ROWS: list[tuple[str, Layer, dict[str, str]]] = [
         {"act_fn": "activation", "gate_up_proj": "input_linear", "down_proj": "output_linear"},
     ),
     ("recurrent_gemma.RecurrentGemmaMlp", GLU, {}),
+    ("gpt_oss.GptOssExperts", EXPERTS_INTERLEAVED, {}),
+    ("llama4.Llama4TextExperts", EXPERTS_STACKED, {}),
+    ("minimax_m3_vl.MiniMaxM3VLExperts", EXPERTS_CLAMPED, {"alpha": "swiglu_alpha", "limit": "swiglu_limit"}),
+    ("minimax_m3_vl.MiniMaxM3VLDenseMLP", PACKED_GLU_CLAMPED, {"alpha": "swiglu_alpha", "limit": "swiglu_limit"}),
+    ("deepseek_v4.DeepseekV4Experts", EXPERTS_LIMITED, {}),
+    ("deepseek_v4.DeepseekV4MLP", GLU_LIMITED, {}),
+    ("hy_v4.HYV4Experts", EXPERTS_LIMITED, {"limit": "swiglu_limit"}),
+    ("glm5_next.Glm5NextTextMLP", GLU_LIMITED, {"limit": "swiglu_limit"}),
+    ("gemma3n.Gemma3nTextMLP", GLU_DENSE, {}),
+    ("cohere.CohereLayerNorm", LAYER_NORM_SCALED, {"eps": "variance_epsilon"}),
+    ("olmo.OlmoLayerNorm", LAYER_NORM_BARE, {}),
+    ("beam.BeamMLP", GLU, {}),
+    ("beam.BeamExperts", EXPERTS, {}),
+    ("qwen3_next.Qwen3NextRMSNormGated", RMS_NORM_GATED, {"eps": "variance_epsilon"}),
+    ("mamba2.MambaRMSNormGated", RMS_NORM_GATE_FIRST, {"eps": "variance_epsilon"}),
+    ("kimi_linear.KimiLinearRMSNormGated", RMS_NORM_GATED_FP32, {"eps": "variance_epsilon"}),
 ]
 
-# Functions of (q, k, cos, sin, unsqueeze_dim).
+# Rotary functions, and ours with the same arguments.
 _ROTARY: list[tuple[str, Callable[..., Any]]] = [
-    ("llama", rotate_halves),
-    ("glm4_moe", rotate_halves),
-    ("olmo2", rotate_halves),
-    ("glm4", rotate_pairs),
-    ("phi3", rotate_halves),
-    ("nemotron", rotate_halves),
-    ("modernbert_decoder", rotate_halves),
-    ("hunyuan_vl", rotate_halves),
-    ("ernie4_5", rotate_pairs),
-    ("helium", rotate_pairs),
+    ("llama.apply_rotary_pos_emb", layers.rotate_halves),
+    ("glm4_moe.apply_rotary_pos_emb", layers.rotate_halves),
+    ("olmo2.apply_rotary_pos_emb", layers.rotate_halves),
+    ("glm4.apply_rotary_pos_emb", layers.rotate_pairs),
+    ("phi3.apply_rotary_pos_emb", layers.rotate_halves),
+    ("nemotron.apply_rotary_pos_emb", layers.rotate_halves),
+    ("modernbert_decoder.apply_rotary_pos_emb", layers.rotate_halves),
+    ("hunyuan_vl.apply_rotary_pos_emb", layers.rotate_halves),
+    ("ernie4_5.apply_rotary_pos_emb", layers.rotate_pairs),
+    ("helium.apply_rotary_pos_emb", layers.rotate_pairs),
+    ("qwen2_vl.apply_rotary_pos_emb_vision", layers.rotate_vision),
+    ("deepseek_v3.apply_rotary_pos_emb_interleave", layers.rotate_to_halves),
+    ("cohere.apply_rotary_pos_emb", layers.rotate_pairs_of_repeated),
+    ("blt.apply_rotary_pos_emb", layers.rotate_pairs_of_repeated),
+    ("ernie4_5_vl_moe.apply_rotary_pos_emb", layers.rotate_pairs_of_repeated),
+    ("glm4v.apply_rotary_pos_emb", layers.rotate_pairs_of_repeated),
+    ("gemma3n.apply_rotary_pos_emb", layers.rotate_one),
+    ("gpt_oss.apply_rotary_pos_emb", layers.rotate_halves_by_half),
+    ("llama4.apply_rotary_emb", layers.rotate_complex),
+    ("deepseek_v2.apply_rotary_emb", layers.rotate_complex_heads),
+    ("gptj.apply_rotary_pos_emb", layers.rotate_one_by_half),
+    ("nanochat.apply_rotary_pos_emb", layers.rotate_back),
 ]
 
 
@@ -93,7 +133,10 @@ def bound(layer: Layer, names: dict[str, str]) -> Binding:
 
 
 # Classes recognised by their methods, not their source.
-_REGISTERED: dict[type[nn.Module], Binding] = {nn.LayerNorm: bound(LAYER_NORM, {})}
+_REGISTERED: dict[type[nn.Module], Binding] = {
+    nn.LayerNorm: bound(LAYER_NORM, {}),
+    ReLUSquaredActivation: bound(RELU_SQUARED, {}),
+}
 
 
 @functools.cache
@@ -111,23 +154,29 @@ def binding_of(cls: Any) -> Binding | None:
         if detect.runs_code_of(cls, known, binding.layer.method):
             return binding
     methods = ((name, detect.stock_method(cls, name)) for name in ("forward", "_apply_gate"))
-    read = tuple((name, source.source_of(method, cls)) for name, method in methods if _takes_one_tensor(method))
-    return _recognised(read)
+    counted = ((name, _inputs(method), method) for name, method in methods)
+    return _recognised(tuple((name, n, source.source_of(method, cls)) for name, n, method in counted if n in (1, 2)))
 
 
 @functools.cache
-def _takes_one_tensor(method: Any) -> bool:
-    return inspect.isfunction(method) and len(inspect.signature(method).parameters) == 2
+def _inputs(method: Any) -> int:
+    """Return how many arguments a method takes; 0 if no row has its like, whose source may be long to read."""
+    if not inspect.isfunction(method):
+        return 0
+    n = len(inspect.signature(method).parameters) - 1
+    return 0 if n == 2 and "rsqrt" not in inspect.unwrap(method).__code__.co_names else n
 
 
 @functools.cache
-def _recognised(methods: tuple[tuple[str, source.Source | None], ...]) -> Binding | None:
-    for name, read in methods:
-        if read is None or "Mult()" not in read[0]:  # all rows multiply
+def _recognised(methods: tuple[tuple[str, int, source.Source | None], ...]) -> Binding | None:
+    for name, inputs, read in methods:
+        if read is None or not ("Mult()" in read[0] or "'eps'" in read[0]):  # all rows multiply or normalise
             continue
         for path, layer, names in _ROWS:
             # Few rows read as many attributes: few imports.
-            if layer.method != name or (name == "forward" and len(layer.attributes) != len(read[1])):
+            if (layer.method, layer.inputs) != (name, inputs):
+                continue
+            if name == "forward" and len(layer.attributes) != len(read[1]):
                 continue
             row = _read(path, name)
             if row is not None and row[0] == read[0]:
@@ -142,7 +191,7 @@ def rope_of(function: Any) -> Any:
 
 @functools.cache
 def _rope_of_source(read: source.Source | None) -> Any:
-    rows = ((_read(f"{family}.apply_rotary_pos_emb"), ours) for family, ours in _ROTARY)
+    rows = ((_read(path), ours) for path, ours in _ROTARY)
     return next((ours for row, ours in rows if read is not None and row == read), None)
 
 

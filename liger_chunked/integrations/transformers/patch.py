@@ -71,7 +71,8 @@ def apply_liger_kernel(
     Args:
         model: a transformers model, maybe wrapped.
         logits_budget: see `LogitOptions`.
-        **switches: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `cross_entropy`, `fused_linear_cross_entropy`.
+        **switches: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `relu_squared`, `cross_entropy`,
+            `fused_linear_cross_entropy`.
             By default, all that the model has, except `cross_entropy`, which excludes the last.
 
     Raises:
@@ -230,7 +231,7 @@ def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
     Compares them in each patched model, and now if a module can be built. Also serves subclasses without own code.
 
     Args:
-        cls: a module class; its method takes one tensor.
+        cls: a module class; its method takes the layer's inputs.
         layer: from `layers.py`, or your own.
         **names: the class's names of the layer's attributes, where they differ.
 
@@ -254,8 +255,9 @@ def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
         raise TypeError(f"layer must be a Layer, such as layers.RMS_NORM, got {shown(layer)}")
     if unknown := sorted(names.keys() - set(layer.attributes)):
         raise ValueError(f"the layer reads {list(layer.attributes)}, not {unknown}")
-    if len(inspect.signature(getattr(cls, layer.method, cls.forward)).parameters) != 2:
-        raise ValueError(f"{layer.method} of {cls.__name__} must take one tensor, as a Layer does")
+    if len(inspect.signature(getattr(cls, layer.method, cls.forward)).parameters) != 1 + layer.inputs:
+        tensors = "one tensor" if layer.inputs == 1 else f"{layer.inputs} tensors"
+        raise ValueError(f"{layer.method} of {cls.__name__} must take {tensors}, as the Layer does")
     binding = overrides.bound(layer, names)
     with contextlib.suppress(verify.Incomparable):
         verify.check_layer(binding, verify.built(binding, cls, sys.modules[cls.__module__]), cls)

@@ -40,15 +40,19 @@ def patched_class(cls: Any, patch: Patch) -> Any:
 
 @functools.cache
 def layer_method(binding: Binding, stock: Method) -> Method:
-    """Compile a method like `stock` that passes input and attributes to the layer.
+    """Compile a method like `stock` that passes inputs and attributes to the layer.
 
     Each has its own code, because Dynamo limits compilations per code.
     """
-    owner, input = inspect.signature(stock).parameters
+    owner, *parameters = inspect.signature(stock).parameters.values()
+    inputs = ", ".join(x.name for x in parameters)
+    taken = ", ".join(x.name if x.default is x.empty else f"{x.name}={x.default!r}" for x in (owner, *parameters))
     reads = binding.reads.items()
-    attributes = "".join(f", {owner}.{n}" if needed else f", getattr({owner}, {n!r}, None)" for n, needed in reads)
+    attributes = "".join(
+        f", {owner.name}.{n}" if needed else f", getattr({owner.name}, {n!r}, None)" for n, needed in reads
+    )
     namespace: dict[str, Any] = {"_run": binding.layer.run}
-    exec(f"def {binding.layer.method}({owner}, {input}):\n    return _run({input}{attributes})", namespace)
+    exec(f"def {binding.layer.method}({taken}):\n    return _run({inputs}{attributes})", namespace)
     method = namespace[binding.layer.method]
     vars(method)[STOCK] = stock
     return method

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
@@ -61,7 +62,8 @@ def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> No
     """Raise Difference unless the layer equals `cls` on a small copy of `module`."""
     layer = binding.layer
     with _quiet():
-        probe = _probe(module, cls, {1: 1})
+        is_small = not module._modules and all(len(_shape(p)) < 2 for p in module.parameters())
+        probe = _probe(module, cls, None if is_small else {1: 1})
         width, expected = _stock_output(layer, probe, cls)
         found = _layer_difference(binding, probe, cls, width, expected)
         if found is None:
@@ -70,7 +72,7 @@ def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> No
         others = {
             name: Binding(other, tuple(theirs.get(n, n) for n in other.attributes))
             for name, other in _LAYERS.items()
-            if other.method == layer.method
+            if (other.method, other.inputs) == (layer.method, layer.inputs)
         }
         same = [n for n, other in others.items() if _layer_difference(other, probe, cls, width, expected) is None]
     advice = f"; {same[0]} computes the same" if same else ""
@@ -85,8 +87,10 @@ def rotary_difference(ours: Callable[..., Any], function: Any, rotary: Iterable[
     key = (ours, function, source_of(function), frozenset(modules))
     if key not in _ROTATED:
         with _quiet():
-            found = [_angles(module) for module in modules.values()] + [_llama_angles()]
-            differences = (_rotary_difference(ours, function, *angles) for angles in found if angles is not None)
+            default = _default_angles(ours)
+            found = [_angles(module) for module in modules.values()]
+            fitting = [x for x in found if x.keys() == default.keys() and _ndim(x) == _ndim(default)]
+            differences = (_rotary_difference(ours, function, angles) for angles in (*fitting, default))
             _ROTATED[key] = next(filter(None, differences), None)
     return _ROTATED[key]
 
@@ -114,33 +118,61 @@ def _largest(ours: Tensor, expected: Tensor) -> str | None:
     return None if error <= _TOLERANCE else f"the results differ by up to {error:.2g} of their norm"
 
 
-def _llama_angles() -> tuple[Tensor, Tensor]:
-    angles = _POSITIONS[..., None] * 10.0 ** -torch.arange(0.0, 2.0, 0.25, dtype=torch.float32)
-    return angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2)
-
-
 _POSITIONS = torch.tensor([[0, 1, 2, 7, 50]])
+_Angles = dict[str, Tensor]
 
 
-def _angles(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+def _default_angles(ours: Callable[..., Any]) -> _Angles:
+    """Return `cos` and `sin`, or `freqs_cis`, in the form that our function takes."""
+    angles = _POSITIONS[..., None] * 10.0 ** -torch.arange(0.0, 2.0, 0.25, dtype=torch.float32)
+    if "freqs_cis" in inspect.signature(ours).parameters:
+        return {"freqs_cis": torch.polar(torch.ones_like(angles), angles)}
+    if ours is kinds.rotate_pairs_of_repeated:
+        angles = angles.repeat_interleave(2, dim=-1)
+    elif ours not in (kinds.rotate_halves_by_half, kinds.rotate_one_by_half):
+        angles = angles.repeat(1, 1, 2)
+    angles = angles[0] if ours is kinds.rotate_vision else angles
+    return {"cos": angles.cos(), "sin": angles.sin()}
+
+
+def _ndim(angles: _Angles) -> int:
+    return next(iter(angles.values())).ndim
+
+
+def _angles(module: nn.Module) -> _Angles:
+    text = _POSITIONS, _POSITIONS.expand(3, 1, -1)  # the second as models of text and images
+    images = (_POSITIONS[0, :, None].expand(-1, n) for n in (2, 3))
     try:
         rotary: Any = copy.deepcopy(module).to(dtype=torch.float32)
         device = next(rotary.buffers()).device
         x = torch.zeros(1, 5, 8, dtype=torch.float32, device=device)
         layered = "layer_type" in inspect.signature(rotary.forward).parameters
         more = {"layer_type": rotary.config.layer_types[0]} if layered else {}
-        for ids in (_POSITIONS, _POSITIONS.expand(3, 1, -1)):  # then as models of text and images
-            cos, sin = (y.float().cpu() for y in rotary(x, ids.to(device), **more))
-            if cos.ndim == 3 and cos.shape[:2] == (1, 5):
-                return cos, sin
-    except Exception:  # another part of the model, or on the meta device
-        pass
-    return None
+    except Exception:  # another part of the model
+        return {}
+    for ids in (*text, *images):
+        try:
+            found = rotary(x, ids.to(device), **more)
+            tensors = [found] if isinstance(found, Tensor) else [y.float() for y in found]
+        except Exception:  # other positions, or on the meta device
+            continue
+        names = ("freqs_cis",) if tensors[0].is_complex() else ("cos", "sin")
+        if len(tensors) == len(names) and tensors[0].shape[:-1] in ((1, 5), (5,)):
+            return {name: y.cpu() for name, y in zip(names, tensors, strict=True)}
+    return {}
 
 
-def _rotary_difference(ours: Callable[..., Any], function: Any, cos: Tensor, sin: Tensor) -> str | None:
-    for width in (cos.shape[-1] + 8, cos.shape[-1]):  # attention may pass only the rotated columns
-        arguments = _random(1, 3, 5, width), _random(1, 2, 5, width, seed=1), cos, sin
+_Q, _K = ("q", "xq", "x", "tensor"), ("k", "xk")
+
+
+def _rotary_difference(ours: Callable[..., Any], function: Any, angles: _Angles) -> str | None:
+    known = {*_Q, *_K, *angles}
+    names = [name for name in inspect.signature(ours).parameters if name in known]
+    columns, reason = next(iter(angles.values())).shape[-1], ""
+    # Attention may pass only the rotated columns, or twice those of the angles.
+    for width, layout in itertools.product((columns + 8, columns, 2 * columns), _LAYOUTS):
+        q, k = (_random(*(heads if n is None else n for n in layout), width, seed=heads) for heads in (3, 2))
+        arguments = [q if name in _Q else k if name in _K else angles[name] for name in names]
         try:
             expected = function(*arguments)
         except Exception as failure:
@@ -150,9 +182,14 @@ def _rotary_difference(ours: Callable[..., Any], function: Any, cos: Tensor, sin
             rotated = ours(*arguments)
         except Exception as failure:
             return f"the kernel does not take its arguments ({_first_line(failure)})"
+        if isinstance(expected, Tensor):
+            return _largest(rotated, expected)
         differences = (_largest(y, e) for y, e in zip(rotated, expected, strict=True))
         return next(filter(None, differences), None)
     return reason
+
+
+_LAYOUTS = (1, None, 5), (1, 5, None), (5, None)  # of batch, heads (None) and tokens
 
 
 def built(binding: Binding, cls: type[nn.Module], modeling: ModuleType) -> nn.Module:
@@ -211,8 +248,10 @@ def _constructor_arguments(cls: type[nn.Module], config: Any) -> dict[str, Any]:
     return arguments
 
 
-def _small(size: int, sizes: dict[int, int]) -> int:
-    """Map a dimension to a small one; twice another stays twice."""
+def _small(size: int, sizes: dict[int, int] | None) -> int:
+    """Map a dimension to a small one, except without `sizes`; twice another stays twice."""
+    if sizes is None:
+        return size
     if size not in sizes:
         if 2 * size in sizes:
             sizes[size] = sizes[2 * size] // 2
@@ -223,20 +262,19 @@ def _small(size: int, sizes: dict[int, int]) -> int:
     return sizes[size]
 
 
-def _attribute(value: Any, sizes: dict[int, int]) -> Any:
+def _attribute(value: Any, sizes: dict[int, int] | None) -> Any:
     if isinstance(value, tuple):
         return tuple(_attribute(x, sizes) for x in value)
-    return sizes.get(value, value) if type(value) is int else value
+    return sizes.get(value, value) if sizes and type(value) is int else value
 
 
-def _probe(module: nn.Module, cls: Any, sizes: dict[int, int]) -> Any:
+def _probe(module: nn.Module, cls: Any, sizes: dict[int, int] | None) -> Any:
     probe = object.__new__(cls)
     nn.Module.__init__(probe)
     internal = {*vars(probe), *FORWARD_SLOTS, "_hf_hook"}
     for i, (name, parameter) in enumerate(module._parameters.items()):
-        # ZeRO-3's shape of a sharded parameter.
-        shape = getattr(parameter, "ds_shape", None) or (None if parameter is None else parameter.shape)
-        probe._parameters[name] = None if shape is None else _weight(*(_small(n, sizes) for n in shape), seed=i)
+        known = None if parameter is None else _weight(*(_small(n, sizes) for n in _shape(parameter)), seed=i)
+        probe._parameters[name] = known
     for i, (name, child) in enumerate(module._modules.items()):
         probe._modules[name] = None if child is None else _child(child, sizes, seed=i)
     for name, buffer in module._buffers.items():
@@ -245,12 +283,16 @@ def _probe(module: nn.Module, cls: Any, sizes: dict[int, int]) -> Any:
     return probe.eval()
 
 
+def _shape(parameter: Tensor) -> Any:
+    return getattr(parameter, "ds_shape", None) or parameter.shape  # ZeRO-3's of a sharded parameter
+
+
 def _weight(*shape: int, seed: int) -> nn.Parameter:
     scale = 0.5 if len(shape) < 2 else shape[-1] ** -0.5
     return nn.Parameter(scale * _random(*shape, seed=seed), requires_grad=False)
 
 
-def _child(child: nn.Module, sizes: dict[int, int], seed: int) -> nn.Module:
+def _child(child: nn.Module, sizes: dict[int, int] | None, seed: int) -> nn.Module:
     if next(child.parameters(), None) is None:
         return copy.deepcopy(child).eval()
     n_in, n_out = getattr(child, "in_features", None), getattr(child, "out_features", None)
@@ -264,16 +306,19 @@ def _child(child: nn.Module, sizes: dict[int, int], seed: int) -> nn.Module:
     return linear
 
 
-def _tokens(width: int) -> Tensor:
-    return _random(len(_SCALES), width) * torch.tensor(_SCALES, dtype=torch.float32)[:, None]
+def _tokens(layer: Layer, probe: Any, width: int) -> list[Tensor]:
+    experts = [p.shape[0] for p in probe.parameters() if p.ndim == 3 and layer.method == "forward"]
+    scales = torch.tensor(_SCALES, dtype=torch.float32).repeat(experts[0] if experts else 1)
+    x, *others = (_random(len(scales), width, seed=i) for i in range(layer.inputs))
+    return [x * scales[:, None], *others]
 
 
 def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
     widths = [p.shape[-1] for p in probe.parameters()] if layer.method == "forward" else []
     failure: Exception | None = None
-    for width in dict.fromkeys(widths or [48]):
+    for width in dict.fromkeys(widths or getattr(probe, "normalized_shape", [48])):
         try:
-            expected = stock_method(cls, layer.method)(probe, _tokens(width))
+            expected = stock_method(cls, layer.method)(probe, *_tokens(layer, probe, width))
             if isinstance(expected, Tensor) and expected.ndim == 2:
                 return width, expected
         except Exception as reason:
@@ -283,7 +328,7 @@ def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
 
 def _layer_difference(binding: Binding, probe: Any, cls: Any, width: int, expected: Tensor) -> str | None:
     try:
-        found = _largest(binding.run(probe, _tokens(width)), expected)
+        found = _largest(binding.run(probe, *_tokens(binding.layer, probe, width)), expected)
         if found is None and not probe._modules and binding.layer.method == "forward":
             found = _rounding(binding, probe, cls, width)
     except AttributeError as missing:
@@ -302,14 +347,14 @@ def _cast(probe: Any, dtype: torch.dtype) -> Any:
 
 
 def _rounding(binding: Binding, probe: Any, cls: Any, width: int) -> str | None:
-    x = _random(64, width).bfloat16()
+    inputs = [_random(64, width, seed=i).bfloat16() for i in range(binding.layer.inputs)]
     for dtype in (torch.float32, torch.bfloat16):
         probe = _cast(probe, dtype)
         try:
-            expected = stock_method(cls, binding.layer.method)(probe, x)
+            expected = stock_method(cls, binding.layer.method)(probe, *inputs)
         except RuntimeError:  # it takes no mixed dtypes
             continue
-        ours = binding.run(probe, x)
+        ours = binding.run(probe, *inputs)
         if ours.dtype != expected.dtype:
             return f"for bfloat16 and a {dtype} weight it returns {expected.dtype}, the kernel {ours.dtype}"
         changed = (ours != expected).float().mean().item()
