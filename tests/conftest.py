@@ -10,6 +10,7 @@ They deselect tests marked `exhaustive`, and most parameter combinations of test
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 from collections import defaultdict
@@ -42,6 +43,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "sampled(n=1, *, interpreted=True): runs n combinations per value without --exhaustive"
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Hide the objects of imports and collection from the garbage collector: it takes a second to walk over them."""
+    gc.disable()
+    result = yield
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    return result
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
