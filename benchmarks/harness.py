@@ -96,6 +96,10 @@ def graphed(run: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
+# How long a short step is repeated, and before that.
+TIMED_MS, WARM_MS = 400, 100
+
+
 def step_ms(run: Callable[[], object]) -> float:
     """Return the median time of a warm step: many repeats of a short step, three of one above 200 ms.
 
@@ -106,7 +110,8 @@ def step_ms(run: Callable[[], object]) -> float:
     if estimate > 200:
         return median_ms(run, repeats=3, warmup=0)
     estimate = median_ms(run, repeats=5, warmup=0)
-    return median_ms(run, repeats=min(201, max(9, int(400 / estimate))), warmup=min(50, max(3, int(100 / estimate))))
+    repeats, warmup = min(201, max(9, int(TIMED_MS / estimate))), min(50, max(3, int(WARM_MS / estimate)))
+    return median_ms(run, repeats, warmup)
 
 
 def peak_mib(run: Callable[[], object], leaves: Sequence[Tensor]) -> float | None:

@@ -10,10 +10,16 @@ They deselect tests marked `exhaustive`, and most parameter combinations of test
 
 from __future__ import annotations
 
+import gc
 import importlib
+import inspect
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 # Deterministic mode requires this setting before cuBLAS starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -34,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # The shapes are small, and the workers of pytest-xdist share the cores.
     torch.set_num_threads(1)
     if backend.INTERPRETED:
+        find_builtins_once()
         # tl.where computes both sides, and NumPy warns about the side that is not used.
         config.addinivalue_line("filterwarnings", "ignore:.* encountered in .*:RuntimeWarning")
     config.addinivalue_line("markers", "triton: reaches the Triton kernels wherever they run")
@@ -42,6 +49,45 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "sampled(n=1, *, interpreted=True): runs n combinations per value without --exhaustive"
     )
+
+
+def find_builtins_once() -> None:
+    """Speed up Triton's interpreter, which looks through all members of `triton.language` for each call of a function.
+
+    It keeps only the builtins among them, which are the same in each call.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builtins: dict[Any, list[str]] = {}
+
+    def members(of: Any) -> list[tuple[str, Any]]:
+        if of not in builtins:
+            builtins[of] = [name for name, member in inspect.getmembers(of) if tl.core.is_builtin(member)]
+        return [(name, getattr(of, name)) for name in builtins[of]]
+
+    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m triton`, import no test file without such a test: most of them import transformers."""
+    of_triton = config.getoption("markexpr").startswith("triton") and collection_path.suffix == ".py"
+    return True if of_triton and "pytest.mark.triton" not in collection_path.read_text() else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Hide the objects of imports and collection from the garbage collector: it takes a second to walk over them."""
+    gc.disable()
+    result = yield
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    return result
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -95,6 +141,16 @@ def numbered(values: list[tuple[int, ...]]) -> list[int]:
     """Return the index of each value among the distinct values, in order of first occurrence."""
     order = {value: i for i, value in enumerate(dict.fromkeys(values))}
     return [order[value] for value in values]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected() -> Iterator[None]:
+    """Free what a file leaves behind. Hide imports and caches from the garbage collector."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # its caches hold models
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

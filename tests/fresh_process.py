@@ -1,15 +1,19 @@
-"""Run code in processes that have imported torch and nothing else: forks of one process, because `import torch` takes
-seconds.
+"""Run code in processes that have imported torch and nothing else, or workers in processes that have imported more.
+
+All are forks of a server, because imports take seconds.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,6 @@ SPAWN = """
 import sys
 from importlib import import_module
 import torch
-sys.path.insert(0, "tests")
 module, name, nprocs, *arguments = sys.argv[1:]
 worker = getattr(import_module(module), name)
 torch.multiprocessing.start_processes(worker, arguments, int(nprocs), start_method="fork")
@@ -29,36 +32,56 @@ torch.multiprocessing.start_processes(worker, arguments, int(nprocs), start_meth
 
 class FreshProcesses:
     def __init__(self) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, __file__], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._servers: dict[str, subprocess.Popen[str]] = {}
 
     def run(self, code: str, *arguments: str) -> str:
         """Run `code` with `arguments` as `sys.argv[1:]`, and return its output. Raises if the code fails."""
-        print(json.dumps([code, arguments]), file=self._server.stdin, flush=True)
-        status, printed = json.loads(self._server.stdout.readline())
+        return self._ask("", code, arguments)
+
+    def spawn(self, worker: Callable[..., Any], nprocs: int, *arguments: str) -> None:
+        """Run `worker(rank, *arguments)` in `nprocs` processes. The server keeps the modules of all workers."""
+        module = worker.__module__
+        self._ask("spawn", SPAWN, (module, worker.__name__, str(nprocs), *arguments), module)
+
+    def _ask(self, server: str, code: str, arguments: tuple[str, ...], module: str = "") -> str:
+        if server not in self._servers:
+            command = [sys.executable, __file__, *filter(None, [server])]
+            self._servers[server] = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        asked = self._servers[server]
+        print(json.dumps([code, arguments, module]), file=asked.stdin, flush=True)
+        status, printed = json.loads(asked.stdout.readline())
         assert status == 0, printed
         return printed
 
-    def spawn(self, worker: Callable[..., Any], nprocs: int, *arguments: str) -> None:
-        """Run `worker(rank, *arguments)` in `nprocs` processes, which share one import of its module."""
-        self.run(SPAWN, worker.__module__, worker.__name__, str(nprocs), *arguments)
-
     def close(self) -> None:
-        self._server.communicate()
+        for server in self._servers.values():
+            server.communicate()
 
 
 def serve() -> None:
-    import torch  # noqa: F401
+    gc.disable()
+    import torch
 
     sys.path[0] = str(ROOT)
+    if len(sys.argv) > 1:  # a fork cannot use its parent's threads
+        torch.set_num_threads(1)
+        sys.path.insert(0, str(ROOT / "tests"))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     for line in sys.stdin:
-        code, arguments = json.loads(line)
+        code, arguments, module = json.loads(line)
+        if module:
+            with contextlib.suppress(BaseException):  # the fork imports it again, and reports the error
+                import_module(module)
+        gc.freeze()
         with tempfile.TemporaryFile("w+") as printed:
             child = os.fork()
             if child == 0:
                 os.dup2(printed.fileno(), 1)
                 os.dup2(printed.fileno(), 2)
+                gc.enable()
                 sys.argv[1:] = arguments
                 exit_code = 1
                 try:
@@ -71,7 +94,7 @@ def serve() -> None:
                 os._exit(exit_code)
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             printed.seek(0)
-            print(json.dumps([status, printed.read()]), flush=True)
+            print(json.dumps([status, printed.read()]), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ def test_what_needs_a_gpu_is_marked():
 
 
 def test_a_short_soak(capsys):
-    failed = soak.main(["--cases", "40", "--seed", "7"])
+    """These cases have 13 of the 15 losses. A budget of one logit of a large vocabulary would take seconds."""
+    failed = soak.main(["--cases", "40", "--seed", "408"])
     out = capsys.readouterr().out
     assert not failed and "40 cases on cpu" in out, out
 
