@@ -3,11 +3,11 @@
     with SideStream(device) as side:
         with side.stream():
             ...                 on the side stream, after work enqueued before
-        ...                     at the same time, on the current stream
+        ...                     at the same time
         side.join()
         ...                     after both
 
-Create tensors that outlive the block before `with side.stream()`: memory allocated inside belongs to the side stream.
+Create tensors that outlive the block before `with side.stream()`: memory allocated inside is the side stream's.
 """
 
 from __future__ import annotations
