@@ -28,7 +28,7 @@ def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
 class FusedLoss(nn.Module, metaclass=LossType):
     """The base class of all losses.
 
-    `Loss(weight, input, ..., beta=0.2)` is `Loss(beta=0.2)(weight, input, ...)`; mypy accepts only the second.
+    `Loss(weight, input, ..., beta=0.2)` is `Loss(beta=0.2)(weight, input, ...)`; mypy accepts only this.
     """
 
     options: LogitOptions
@@ -40,7 +40,7 @@ class FusedLoss(nn.Module, metaclass=LossType):
 
 
 class StatsLoss(FusedLoss):
-    """A loss on token statistics: every loss except distillation. Subclasses override the properties."""
+    """A loss on token statistics. Subclasses override the properties."""
 
     _scopes: ClassVar[tuple[str, ...]] = ()
 

@@ -57,7 +57,7 @@ def check_side(name: str, x: Tensor, target: Tensor, n: int | None = None) -> No
 
 
 def whole_side(name: str, x: Tensor, target: Tensor, sequences: Sequences) -> Tensor:
-    """Return a checked tensor for whole, padded sequences; `target` is the caller's."""
+    """Return a checked tensor for whole, padded sequences."""
     if isinstance(sequences, SequenceSplit) and x.ndim == 2 and 1 in (of_ranks := sequences.lengths):
         if max(of_ranks) > 1:
             raise ValueError(
@@ -75,7 +75,6 @@ class Arrangement:
 
     @property
     def mask(self) -> Tensor:
-        """(B, T), True at the valid tokens."""
         return self.layout.mask.view(self.target.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
