@@ -1,4 +1,4 @@
-"""Tell which heads and layers of transformers' classes the kernels serve, on small models of default configs."""
+"""Tell which heads and layers of transformers' classes are served, on small models of default configs."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def config_of(default: PreTrainedConfig, tokens: dict[int, int] | None = None) -
 
 
 def _distinct_layers(values: dict[str, Any], depth: int) -> list[int]:
-    """Return the indices of the first layers of every kind, at least two."""
+    """Return the indices of every kind's first layers, at least two."""
     lists = [x for x in values.values() if isinstance(x, (list, tuple)) and len(x) == depth and not _is_range(x)]
     indices = [x for name, x in values.items() if _is_indices(name, x, depth)]
     first: dict[Any, int] = {}

@@ -1,8 +1,7 @@
 """Masks and attention for packed tries.
 
 transformers passes a 4-D mask unchanged to the attention layers: a dense one, for SDPA and eager attention, or a
-`TrieMask`, for FlexAttention. The mask decides which attention runs, not the config, so that checkpointing recomputes
-a layer alike.
+`TrieMask`, for FlexAttention. The mask decides which one runs, also when checkpointing recomputes a layer.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _SERVED = "_liger_serves_tries"  # attribute of a wrapped function
 def dense_mask(end: Tensor, depth: Tensor, window: int | Tensor | None = None) -> Tensor:
     """Return (R, 1, L, L), True where a query may attend to a key.
 
-    With a `window`, a query sees keys whose depth is up to `window - 1` less.
+    With a `window`, keys are at most `window - 1` less deep.
     """
     q, k = torch.arange(end.shape[1], device=end.device)[:, None], torch.arange(end.shape[1], device=end.device)
     mask = (k <= q) & (q < end[:, None, :])
@@ -43,8 +42,8 @@ class TrieMask(BlockMask):
     """A `BlockMask` of a trie.
 
     - `end`, `depth` (R, L): int32
-    - `window` (): a tensor, so that all layers share a compiled function; None if no layer has one
-    - `blocks`: numbers and indices of blocks, in the order of `_KINDS`
+    - `window` (): a tensor, so that layers share a compiled function; None if no layer has one
+    - `blocks`: their numbers and indices, in the order of `_KINDS`
     """
 
     end: Tensor
@@ -54,7 +53,7 @@ class TrieMask(BlockMask):
     ndim = 4  # some models read it
 
 
-_KINDS = ("kv", "full_kv", "q", "full_q")  # of blocks: those that a mask cuts and whole ones, by query and by key
+_KINDS = ("kv", "full_kv", "q", "full_q")  # blocks that a mask cuts, and whole ones, by query and by key
 
 
 def trie_mask(end: Tensor, depth: Tensor, window: int | None = None, *, has_windows: bool = False) -> TrieMask:
@@ -103,9 +102,9 @@ def _block_mask_arguments(
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows' numbers of True blocks, and indices, those first.
+    """Return each row's number of True blocks, and indices, theirs first.
 
-    Both are contiguous: FlexAttention's backward kernel assumes it.
+    Both are contiguous, as FlexAttention's backward assumes.
     """
     order = (~blocks).contiguous().to(torch.int8).argsort(dim=-1, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.int()
@@ -132,7 +131,7 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     """Return (R, heads, L, head size). `sinks` is (1, heads, 1).
 
-    The mask comes in parts because torch.compile checks tensors faster than objects.
+    torch.compile checks the mask's parts faster than an object.
     """
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -157,7 +156,7 @@ class _Compiled:
     """`_attend`, compiled once for all lengths. Its other properties are those of the first call."""
 
     def __init__(self) -> None:
-        # torch.compile counts recompilations of a code object, so this one has its own.
+        # torch.compile limits recompilations of a code object.
         own = types.FunctionType(_attend.__code__.replace(), _attend.__globals__, "attend_to_trie")
         self._run: Callable[..., Tensor] = torch.compile(own, fullgraph=True)
         self._is_first = True
@@ -175,7 +174,7 @@ class _Compiled:
             torch._dynamo.maybe_mark_dynamic(x, [0, 1])
         for x in blocks:
             torch._dynamo.maybe_mark_dynamic(x, [0, *range(2, x.ndim)])
-        # Else sizes that are equal in the first call must stay equal.
+        # Else equal sizes must stay equal.
         with fx_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             return self._run(query, key, value, blocks, end, depth, *others)
 
@@ -193,7 +192,7 @@ def _run_compiled(
         torch.is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad),
         mask.window is None, None if sinks is None else (sinks.requires_grad,), scale, softcap,
     )  # fmt: skip
-    options: dict[str, int] = {"IS_DIVISIBLE": True}  # by BLOCK; torch cannot tell for a variable length
+    options: dict[str, int] = {"IS_DIVISIBLE": True}  # by BLOCK
     if query.shape[3] <= _SMALL_HEADS:
         options |= TUNING[query.device].attention_small_heads
     return run(query, key, value, mask.blocks, mask.end, mask.depth, mask.window, sinks, scale, softcap, options)
@@ -229,7 +228,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Return a layer's attention (R, L, heads, head size), for `AttentionInterface`.
 
-    Compiles once for all lengths, for each kind of layer, with gradients and without.
+    Compiles once for each kind of layer, with gradients and without.
     """
     if dropout:
         raise ValueError(f"shared prompts need attention without dropout, got {dropout}: set attention_dropout=0")
@@ -261,7 +260,7 @@ AttentionInterface.register(TRIES_ONLY, _attend_only)
 
 
 def serve(implementation: str) -> None:
-    """Make an attention implementation accept a `TrieMask`. Raise ValueError for "eager"."""
+    """Make an attention implementation accept a `TrieMask`; ValueError for "eager"."""
     if implementation == "eager":
         raise ValueError(
             "eager attention cannot take long shared prompts: call model.set_attn_implementation('flex_attention')"

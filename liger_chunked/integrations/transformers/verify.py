@@ -1,6 +1,6 @@
 """Compare kernels with the code that they replace, on small layers.
 
-Tokens and weights are random: a norm's initial ones and zeros would hide errors.
+Weights are random: a norm's initial ones and zeros would hide errors.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from liger_chunked.integrations.transformers.layers import Binding, Layer
 from liger_chunked.integrations.transformers.source import source_of
 
 _TOLERANCE = 1e-4  # relative to a token's norm, in float32
-_MOST_ROUNDED = 0.02  # share of a norm's bfloat16 values; another casting order changes a tenth
-_SCALES = (1.0, 1e-3, 20.0, 1.0, 3.0)  # small tokens reveal a norm's eps, large ones a clamp
+_MOST_ROUNDED = 0.02  # of a norm's bfloat16 values; another casting order changes a tenth
+_SCALES = (1.0, 1e-3, 20.0, 1.0, 3.0)  # to reveal a norm's eps, or a clamp
 
 _LAYERS = {name: layer for name, layer in vars(kinds).items() if isinstance(layer, Layer)}
 
@@ -34,7 +34,7 @@ class Difference(ValueError):
 
 
 class Incomparable(Exception):
-    """The original code does not run on the probe."""
+    """The original code does not run here."""
 
 
 _COMPARED: dict[Any, str | None] = {}
@@ -129,17 +129,17 @@ def _angles(module: nn.Module) -> tuple[Tensor, Tensor] | None:
         x = torch.zeros(1, 5, 8, dtype=torch.float32, device=device)
         layered = "layer_type" in inspect.signature(rotary.forward).parameters
         more = {"layer_type": rotary.config.layer_types[0]} if layered else {}
-        for ids in (_POSITIONS, _POSITIONS.expand(3, 1, -1)):  # then as models of text and images
+        for ids in (_POSITIONS, _POSITIONS.expand(3, 1, -1)):  # then as for text and images
             cos, sin = (y.float().cpu() for y in rotary(x, ids.to(device), **more))
             if cos.ndim == 3 and cos.shape[:2] == (1, 5):
                 return cos, sin
-    except Exception:  # another part of the model, or on the meta device
+    except Exception:
         pass
     return None
 
 
 def _rotary_difference(ours: Callable[..., Any], function: Any, cos: Tensor, sin: Tensor) -> str | None:
-    for width in (cos.shape[-1] + 8, cos.shape[-1]):  # attention may pass only the rotated columns
+    for width in (cos.shape[-1] + 8, cos.shape[-1]):  # also only rotated columns
         arguments = _random(1, 3, 5, width), _random(1, 2, 5, width, seed=1), cos, sin
         try:
             expected = function(*arguments)
@@ -160,7 +160,7 @@ def built(binding: Binding, cls: type[nn.Module], modeling: ModuleType) -> nn.Mo
     reasons = []
     for config in (*_configs(modeling), None):
         if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = "grouped_mm"  # normally chosen by the model
+            config._experts_implementation = "grouped_mm"
         try:
             with torch.device("meta"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -189,7 +189,7 @@ def _configs(modeling: ModuleType) -> Iterator[Any]:
     for config_class in dict.fromkeys(cls.config_class for cls in models if cls.config_class is not None):
         try:
             config = config_class()
-        except Exception:  # the config has no defaults
+        except Exception:
             continue
         parts = (getattr(config, part, None) for part in config.sub_configs)
         yield from (config.get_text_config(), config, *(part for part in parts if part is not None))
@@ -234,7 +234,7 @@ def _probe(module: nn.Module, cls: Any, sizes: dict[int, int]) -> Any:
     nn.Module.__init__(probe)
     internal = {*vars(probe), *FORWARD_SLOTS, "_hf_hook"}
     for i, (name, parameter) in enumerate(module._parameters.items()):
-        # ZeRO-3's shape of a sharded parameter.
+        # ZeRO-3's shape.
         shape = getattr(parameter, "ds_shape", None) or (None if parameter is None else parameter.shape)
         probe._parameters[name] = None if shape is None else _weight(*(_small(n, sizes) for n in shape), seed=i)
     for i, (name, child) in enumerate(module._modules.items()):
@@ -256,7 +256,7 @@ def _child(child: nn.Module, sizes: dict[int, int], seed: int) -> nn.Module:
     n_in, n_out = getattr(child, "in_features", None), getattr(child, "out_features", None)
     if n_in is None or n_out is None:
         return _probe(child, type(child), sizes)
-    # Replaces a projection that may be quantized.
+    # The projection may be quantized.
     width, height = _small(n_in, sizes), _small(n_out, sizes)
     linear = nn.Linear(width, height, bias=getattr(child, "bias", None) is not None, device="meta")
     for name, parameter in list(linear.named_parameters()):
@@ -307,7 +307,7 @@ def _rounding(binding: Binding, probe: Any, cls: Any, width: int) -> str | None:
         probe = _cast(probe, dtype)
         try:
             expected = stock_method(cls, binding.layer.method)(probe, x)
-        except RuntimeError:  # it takes no mixed dtypes
+        except RuntimeError:  # no mixed dtypes
             continue
         ours = binding.run(probe, x)
         if ours.dtype != expected.dtype:
