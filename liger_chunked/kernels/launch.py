@@ -1,4 +1,4 @@
-"""Caches compiled Triton kernels: a cached launch takes a third of the host's time."""
+"""A cache of compiled Triton kernels: cached launches take a third of the host's time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
 # AMD's variants depend on a tensor's size too.
 _REMEMBERS = torch.version.cuda is not None and not INTERPRETED and hooks is not None
 _MOST_REMEMBERED = REMEMBERED
-# Run function, handle, launch options, getter of a current stream.
+# Run function, handle, launch options, getter of a stream.
 _Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
 
 
@@ -55,11 +55,11 @@ class Kernel:
     - `*_ptr`: tensors on one device or in pinned memory, or None (not the first), without gaps or repetitions. With a
       parameter `<name>_stride` or `<name>_<dimension>_stride`, only the last dimension must be contiguous.
     - `*_desc`: tensor descriptors or None.
-    - Numbers, also compile-time constants, each of one Python type, because 1 equals 1.0 and True.
+    - Numbers and compile-time constants, each of one Python type, because 1 equals 1.0 and True.
 
     Equal numbers and dtypes, with 16-byte aligned tensors, share a variant. Cached launches use Triton's private
-    interface, which a kernel's second equal launch checks. If the check fails, or a hook or
-    `triton.knobs.runtime.debug` is set, Triton launches.
+    interface, after a check in the second launch. Otherwise, or with a hook or `triton.knobs.runtime.debug`, Triton
+    launches.
     """
 
     _is_proven = False
@@ -160,7 +160,7 @@ class Kernel:
 
     def _launch_and_remember(self, key: Any, call: tuple[Any, ...], device: int) -> None:
         for remembered in (self.variants, self._unproven):
-            if len(remembered) >= _MOST_REMEMBERED:  # autograd's threads may add more than one
+            if len(remembered) >= _MOST_REMEMBERED:  # threads may add several
                 remembered.clear()
         unproven = self._unproven.pop(key, None)
         if unproven is not None:

@@ -1,4 +1,4 @@
-"""Tiles of a norm's rows, and sums of its weight gradients, which backward programs write for their rows."""
+"""Tiles of a norm's rows, and sums of weight gradients that backward programs write."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RowSweep(NamedTuple):
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def row_sweep(n_rows: int, n_cols: int, element_size: int, device: torch.device) -> RowSweep:
-    """Return a backward's sweep; its programs all run at once."""
+    """Return a backward's sweep; its programs run at once."""
     tuned = TUNING[device]
     block = power_of_two(n_cols)
     rows = max(1, tuned.norm_backward_elements // block)

@@ -108,7 +108,7 @@ def _gradient(
         grad = e * others[:, None]
     if MEAN:
         grad += every[:, None]
-    if has_target:  # other tiles need no mask
+    if has_target:
         grad = tl.where(cols[None, :] == local[:, None], at_target[:, None], grad)
     return grad.to(tl.bfloat16)
 
@@ -119,7 +119,6 @@ def _project_grad_kernel(
     n_rows, n_cols, hidden, vocab_start, scale,
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    # As in `project_exp`.
     row_blocks = tl.cdiv(n_rows, ROWS)
     col_blocks = tl.cdiv(n_cols, COLS)
     group_size = GROUP * col_blocks
@@ -141,7 +140,6 @@ def _project_grad_kernel(
         if every_ptr is not None:
             every = tl.load(every_ptr + rows, mask=inside, other=0.0)
         has_target = tl.max(((local >= first_col) & (local < first_col + COLS)).to(tl.int32), axis=0) != 0
-        # Columns outside are not stored.
         half: tl.constexpr = COLS // 2
         left, right = _halves(acc, ROWS, COLS)
         cols = first_col + tl.arange(0, half)
