@@ -1,5 +1,3 @@
-"""Compile the kernels of a loss before the first step."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

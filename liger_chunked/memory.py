@@ -1,5 +1,3 @@
-"""Memory estimates of a loss, without its tensors."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Time and memory of losses on this machine, beside eager code: full logits, in float32 for the softmax."""
+"""Time and memory of losses on this machine, fused and eager: full logits, in float32 for the softmax."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _row(loss: str, name: str, step: Callable[[], Tensor], leaves: list[Tensor])
 
 
 def _floor(batch: dict[str, Any], ignore_index: int) -> float:
-    """Return the time of the head's three products, and of the teacher's one, on all tokens with a target."""
+    """Return the time of the products of head and teacher on all tokens with a target."""
     n = int((batch["target"] != ignore_index).sum())
     total = 0.0
     for weight, products in ((batch["weight"], 3), (batch.get("teacher_weight"), 1)):

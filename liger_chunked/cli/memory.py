@@ -1,5 +1,3 @@
-"""Memory of a loss, fused and eager."""
-
 from __future__ import annotations
 
 import json
@@ -22,7 +20,7 @@ from liger_chunked.cli.losses import DISTILLATION, LOSSES, PAIRS
 from liger_chunked.memory import count_bytes
 from liger_chunked.types import MemoryEstimate, budget_bytes
 
-_MOST = 1 << 19  # tokens: the search for a batch ends here, because an estimate goes through all chunks
+_MOST = 1 << 19  # tokens, where the search for a batch ends: an estimate goes through all chunks
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

@@ -1,5 +1,3 @@
-"""The low-rank term of an `AdaptedWeight`."""
-
 from __future__ import annotations
 
 from typing import Any

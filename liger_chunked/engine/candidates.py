@@ -1,5 +1,3 @@
-"""Log-probabilities of more ids than the target."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Checks of inputs. They raise TypeError or ValueError."""
-
 from __future__ import annotations
 
 import functools

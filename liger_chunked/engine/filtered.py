@@ -1,5 +1,3 @@
-"""Set logits that a sampler drops to -inf."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Accumulate a step's matrix products in float32, even if the process allows less."""
-
 from __future__ import annotations
 
 import functools

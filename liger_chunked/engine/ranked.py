@@ -1,5 +1,3 @@
-"""Distance of ranked probabilities."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Statistics whose bits do not depend on the batch."""
-
 from __future__ import annotations
 
 import torch

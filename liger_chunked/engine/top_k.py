@@ -1,5 +1,3 @@
-"""Divergences from a teacher's largest log-probabilities."""
-
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,3 @@
-"""The base classes of losses."""
-
 from __future__ import annotations
 
 from typing import Any, ClassVar

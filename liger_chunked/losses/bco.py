@@ -1,5 +1,3 @@
-"""Binary classifier optimisation."""
-
 from __future__ import annotations
 
 from typing import ClassVar

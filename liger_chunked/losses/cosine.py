@@ -1,5 +1,3 @@
-"""Cosine distance of logits."""
-
 from __future__ import annotations
 
 import torch.nn.functional as F

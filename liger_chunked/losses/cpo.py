@@ -1,5 +1,3 @@
-"""CPO and AlphaPO."""
-
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,3 @@
-"""Cross entropy on an `lm_head`."""
-
 from __future__ import annotations
 
 import functools

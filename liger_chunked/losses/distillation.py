@@ -1,5 +1,3 @@
-"""Base class of the distillation losses."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""DPO and its variants."""
-
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,3 @@
-"""Shared formulas."""
-
 from __future__ import annotations
 
 import math

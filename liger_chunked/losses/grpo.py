@@ -1,5 +1,3 @@
-"""GRPO and its variants."""
-
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,3 @@
-"""Generalised Jensen-Shannon divergence."""
-
 from __future__ import annotations
 
 from typing import ClassVar

@@ -1,5 +1,3 @@
-"""Kullback-Leibler divergence."""
-
 from __future__ import annotations
 
 from typing import ClassVar

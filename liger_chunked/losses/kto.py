@@ -1,5 +1,3 @@
-"""KTO and unpaired APO."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,5 +1,3 @@
-"""On-policy distillation: from sampled tokens, or from these and a top-k."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""Base class of the policy losses."""
-
 from __future__ import annotations
 
 import functools

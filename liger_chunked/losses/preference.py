@@ -1,5 +1,3 @@
-"""Base class of the losses on pairs."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod

@@ -1,5 +1,3 @@
-"""The reference model of a loss."""
-
 from __future__ import annotations
 
 import warnings

@@ -1,5 +1,3 @@
-"""A batch of completions for a policy loss."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

@@ -1,5 +1,3 @@
-"""Universal logit distillation, for a teacher with another tokenizer."""
-
 from __future__ import annotations
 
 import math

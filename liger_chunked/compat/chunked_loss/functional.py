@@ -1,4 +1,4 @@
-"""The functions of `liger_kernel.chunked_loss.functional` 0.8.5: a loss module and its call, by position."""
+"""The functions of `liger_kernel.chunked_loss.functional` 0.8.5, by position."""
 
 from __future__ import annotations
 

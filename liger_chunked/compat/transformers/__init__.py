@@ -484,9 +484,9 @@ _FAMILIES: dict[tuple[str, ...], str] = {
     ("relu_squared", *_LOSSES, "model"): "nemotron",
     ("rope", "rms_norm", "swiglu", "model"): "pixtral",
 }
-_PASSED_ON = ("internvl", "llava", "nemotron", "smolvlm")  # take any switch, as for the language model inside
+_PASSED_ON = ("internvl", "llava", "nemotron", "smolvlm")  # take any switch
 ORDERS = {family: order for order, families in _FAMILIES.items() for family in families.split()}
-# Types of the language models inside others.
+# Language models inside others.
 _INNER = {
     "mllama_text_model": "mllama",
     **{
@@ -507,7 +507,7 @@ def _positional(apply: Callable[..., Any], family: str) -> Callable[..., Any]:
         arguments = signature.bind(*args, **kwargs).arguments
         arguments.update(arguments.pop("kwargs", {}))
         refuse("relu_squared", arguments.pop("relu_squared", None), "no kernel computes it")
-        # Liger-Kernel has one switch for gated MLPs.
+        # Liger-Kernel has one switch.
         for switch, other in (("swiglu", "geglu"), ("geglu", "swiglu")):
             if arguments.get(switch) is False:
                 arguments.setdefault(other, False)
@@ -547,7 +547,6 @@ def _family_function(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _functions_by_type() -> dict[str, Callable[..., Any]]:
-    """Return the installed families' functions, by `config.model_type`."""
     functions = {}
     for model_type, family in {**{family: family for family in ORDERS}, **_INNER}.items():
         try:
