@@ -144,7 +144,7 @@ def _kept(cls: Any, settings: tuple[tuple[str, Any], ...]) -> nn.Module:
 
 
 def once(cls: type[nn.Module], **settings: Any) -> nn.Module:
-    """Return a cached loss, unless a setting is callable, whose closure the cache would keep."""
+    """Return a cached loss, unless a setting is callable: the cache would keep its closure."""
     key = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in settings.items())
     return _kept(cast(Hashable, cls), key) if all(_may_be_kept(x) for _, x in key) else cls(**settings)
 

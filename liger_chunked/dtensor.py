@@ -147,7 +147,6 @@ def _shard_of(weight: Any) -> tuple[Any, int, int] | None:
 
 
 def _all_sequence_sharded(arguments: dict[str, Any], dim: int) -> bool:
-    """Whether the ranks hold equal parts of the sequences of all hidden states."""
     from torch.distributed.tensor import Replicate, Shard
 
     def is_part(x: Any) -> bool:

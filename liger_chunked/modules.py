@@ -382,7 +382,7 @@ def _check_plain_linear(linear: Any) -> None:
 def logps_and_entropy(
     head: nn.Linear, hidden: Tensor, labels: Tensor, temperature: float | Tensor, options: LogitOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return both at a temperature as in `ChunkedLMHead.forward`, not at that of `options`."""
+    """Return both at `temperature`, as in `ChunkedLMHead.forward`, not at that of `options`."""
     if isinstance(temperature, Tensor) and temperature.is_floating_point():
         temperature = temperature.item() if temperature.numel() == 1 else temperature.float()
     settings = asdict(options) | {"temperature": temperature}

@@ -62,7 +62,7 @@ def measure(
 
 
 def _batch(loss: Any, sizes: Sizes, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Return a batch on the device. Its reference and old log-probabilities are random: only their size matters."""
+    """Return a batch. Of reference and old log-probabilities, only the size matters."""
     small = random_batch(loss, 0, sizes._replace(sequences=2, length=2, hidden=1, vocab=2, teacher_hidden=1))
     generator = torch.Generator(device).manual_seed(0)
     n, length, hidden, vocab, teacher_hidden = sizes

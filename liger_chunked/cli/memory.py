@@ -93,8 +93,6 @@ def _config(model: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """A loss by name, the target's shape, and other arguments of `estimate_memory`."""
-
     loss: str
     shape: tuple[int, ...]
     settings: dict[str, Any]

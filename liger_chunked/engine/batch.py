@@ -83,7 +83,6 @@ class Layout:
     temperature: Tensor | None = None
 
     def local(self, whole_batch: bool = False) -> Layout:
-        """Return the layout of the tokens that this rank computes."""
         if self.split is None:
             return self
         return dataclasses.replace(self.split, exchanges=True) if whole_batch else self.split
@@ -180,7 +179,7 @@ class Layout:
         return self.scatter_stats({name: f for name, f in values._asdict().items() if f is not None})
 
     def scatter_stats(self, values: dict[str, Tensor]) -> TokenStats:
-        """Move statistics to the dense layout, argmax -1 and zeros elsewhere."""
+        """Move statistics to the dense layout, elsewhere zero (argmax -1)."""
         return TokenStats(**{k: self.scatter(v, fill=-1 if k == "argmax" else 0) for k, v in values.items()})
 
     def arrange(self, x: Tensor) -> Tensor:
@@ -291,7 +290,7 @@ def _assert_survey(summary: Tensor, n_valid: int | tuple[int, ...], name: str, v
 
 
 def at_temperature(layout: AnyLayout, temperature: Tensor, n_valid: Counts = None) -> AnyLayout:
-    """Add a `temperature` like the target of `lay_out`. Waits for the device, unless given `n_valid`."""
+    """Return the layout with a `temperature`, shaped like the target. Waits for the device without `n_valid`."""
     flat = temperature.contiguous().view(-1)
     own = flat if layout.slots is None else flat[layout.slots]
     if may_read(own, n_valid):

@@ -1,5 +1,3 @@
-"""Exchange a few values per token between ranks."""
-
 from __future__ import annotations
 
 from typing import Any, TypeVar

@@ -131,7 +131,6 @@ class HeadPass:
         return along(self.class_weight, slice(start + tile.vocab.start, start + tile.vocab.stop))
 
     def statistics(self, tokens: Tokens) -> TokenStats:
-        """Return statistics, `logps` corrected for rounding."""
         if self.candidates is not None:
             self.candidates.start(tokens.x, self.logits_dtype)
         partial, stats = self._reduce(tokens)
@@ -143,14 +142,13 @@ class HeadPass:
         return stats
 
     def _measure(self, x: Tensor, tile: Tile, u: Tensor | None) -> Tensor:
-        """Project a tile, and read its candidates."""
         self._held = self.project(x, tile, u)
         if self.candidates is not None:
             self.candidates.read(self._held, tile, self.vocab_start)
         return self._held
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
-        """Correct `logps` for rounding; return the factor of its gradient."""
+        """Correct `logps`; return the factor of its gradient."""
         x, target, _, _, u, temperature = tokens
         return unround_logps_(logps, x, self.head, target, partial.max, partial.sum_exp, self.options, u, temperature)
 

@@ -51,7 +51,7 @@ def sequence_counts(
     shard: VocabShard | None = None,
     name: str = "n_valid",
 ) -> tuple[int, ...]:
-    """Return checked counts of tokens that have a target, one per sequence of `target`, (B, T) padded."""
+    """Return checked counts of tokens that have a target, one per sequence of `target`, padded."""
     _refuse_waits(name, sequence_group, shard)
     counts, (n, longest) = as_counts(n_valid, name), target.shape
     if len(counts) != n or not all(0 <= count <= longest for count in counts):

@@ -71,7 +71,6 @@ class Plan:
         wide_tiles: bool,
         class_weight: Tensor | None = None,
     ) -> Plan:
-        """Plan chunks with forward and backward."""
         vocab_size, hidden_size = head.even_shape
         differentiates = tuple(name for name in differentiates if name in outputs)
         of_logit = logit_bytes(options, dtype)

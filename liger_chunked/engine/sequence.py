@@ -83,7 +83,7 @@ class SequenceSplit:
         return values._make(None if f[0] is None else self._join(list(f)) for f in zip(*parts, strict=True))
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum over the ranks in rank order: all get the same bits."""
+        """Sum in rank order: all ranks get the same bits."""
         return gather_tensor(x, self.group).sum(0)
 
     def slots(self, own: Tensor) -> Tensor:

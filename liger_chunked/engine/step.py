@@ -44,7 +44,7 @@ class Objective(Protocol):
 
 
 class LinearObjective:
-    """A loss linear in the values, whose gradients need no autograd."""
+    """A loss linear in the values; its gradients need no autograd."""
 
     def loss(self, values: Any) -> Tensor:
         """Return the batch's loss (), float64."""

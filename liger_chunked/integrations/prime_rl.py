@@ -1,4 +1,4 @@
-"""prime-rl. Labels are shifted already."""
+"""prime-rl's fused heads. Labels are shifted already."""
 
 from __future__ import annotations
 

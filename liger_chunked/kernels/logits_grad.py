@@ -44,7 +44,7 @@ class LogitsCotangents(NamedTuple):
     entropy: Tensor | None = None
     mean_logits: Tensor | None = None
     entropy_value: Tensor | None = None
-    temperature: Tensor | None = None  # float32, instead of that of `LogitOptions`, which is then 1
+    temperature: Tensor | None = None  # as in `logits_stats`
 
     def at(self, rows: slice | tuple[slice, None]) -> LogitsCotangents:
         optional = (None if field is None else field[rows] for field in self[2:])

@@ -168,10 +168,8 @@ def project_grad(
     """Write the gradient of a tile's logits to `out`.
 
     Args:
-        x, weight: (N, H) and (C, H) bfloat16, contiguous, 16-byte aligned; H a multiple of 8.
+        x, weight, out, scale: as in `project_exp`, for a weight (C, H).
         target: (N,) int64, in the whole vocabulary, whose ids `vocab_start : vocab_start + C` are those of `weight`.
-        out: (N, C) bfloat16, its row stride a multiple of 8.
-        scale: not zero.
     """
     n, hidden = x.shape
     n_cols = weight.shape[0]

@@ -26,7 +26,7 @@ def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
 class FusedLoss(nn.Module, metaclass=LossType):
     """The base class of all losses.
 
-    `Loss(weight, input, ..., beta=0.2)` is `Loss(beta=0.2)(weight, input, ...)`; mypy accepts only this.
+    `Loss(weight, input, ..., beta=0.2)` is `Loss(beta=0.2)(weight, input, ...)`; mypy accepts only the second.
     """
 
     options: LogitOptions

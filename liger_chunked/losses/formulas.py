@@ -18,12 +18,10 @@ def logistic(margin: Tensor, label_smoothing: float = 0.0, beta: float = 1.0) ->
 
 
 def hinge(margin: Tensor) -> Tensor:
-    """Return `max(0, 1 - margin)` (SLiC, https://arxiv.org/abs/2305.10425)."""
     return torch.relu(1 - margin)
 
 
 def ipo(difference: Tensor, beta: float) -> Tensor:
-    """Return `(difference - 1 / (2 beta)) ** 2` (https://arxiv.org/abs/2310.12036, equation 17)."""
     return (difference - 1 / (2 * beta)).square()
 
 

@@ -47,10 +47,10 @@ from liger_chunked.types import (
 @dataclass(frozen=True)
 class _Sequences:
     mask: Tensor  # (n, 2, T)
-    lengths: Tensor  # (n, 2), at least 1
+    lengths: Tensor  # at least 1
     average_log_prob: bool
-    token_weights: Tensor | None  # (n, 2, T); None: all are 1
-    nll_only: Tensor | None  # (n, 2, T), True at tokens that only the NLL reads
+    token_weights: Tensor | None  # None: all are 1
+    nll_only: Tensor | None  # True at tokens that only the NLL reads
 
     @property
     def every(self) -> slice:
@@ -70,8 +70,8 @@ class _Sequences:
 @dataclass(frozen=True)
 class _Batch:
     sequences: _Sequences
-    batch_lengths: Tensor  # (2,), at least 1
-    ref_logps: Tensor  # (n, 2)
+    batch_lengths: Tensor  # at least 1
+    ref_logps: Tensor
     has_tokens: Tensor | None  # (n,)
     nll_mask: Tensor | None  # (n, T) of chosen sequences; None: `mask`
 

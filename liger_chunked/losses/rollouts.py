@@ -89,13 +89,15 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    mask: Tensor  # (n, T)
-    lengths: Tensor  # (n, 1), at least 1
+    """Fields of `Rollouts`, in the same shapes."""
+
+    mask: Tensor
+    lengths: Tensor  # at least 1
     weights: Tensor  # (n, 1) one over the reduction's denominator
-    advantages: Tensor  # (n, T) or (n, 1)
-    old_logps: Tensor | None  # (n, T)
-    ref_logps: Tensor | None  # (n, T)
-    importance_weights: Tensor | None  # (n, T) or (n, 1)
+    advantages: Tensor
+    old_logps: Tensor | None
+    ref_logps: Tensor | None
+    importance_weights: Tensor | None
     importance_level: str
     batch_size: int
     batch_tokens: int

@@ -46,13 +46,13 @@ from liger_chunked.types import (
 
 @dataclass(frozen=True)
 class _Batch:
-    mask: Tensor  # (n, T)
-    lengths: Tensor  # (n,), at least 1
-    tokens: Tensor  # (n,), may be 0
-    desirable: Tensor  # (n,)
-    ref_logps: Tensor  # (n,)
-    weights: Tensor | None  # (n,)
-    reference_point: Tensor  # ()
+    mask: Tensor
+    lengths: Tensor  # at least 1
+    tokens: Tensor  # may be 0
+    desirable: Tensor
+    ref_logps: Tensor
+    weights: Tensor | None
+    reference_point: Tensor
     average_log_prob: bool
     sides: Tensor  # (2, n) `desirable` and its opposite
     counts: Tensor  # (2,) of `sides`

@@ -106,7 +106,7 @@ def _projections_in(module: nn.Module) -> Iterator[Projection]:
 
 
 def _is_linear(module: nn.Module, of_adapter: bool = False) -> TypeGuard[nn.Linear]:
-    """Return whether `module.weight`, dequantized, has the product of a module; of an adapter, it may be computed."""
+    """Return whether a module's product is that of its `weight`, dequantized; an adapter's weight may be computed."""
     if quantized.is_4bit(module):
         if not of_adapter and quantized.refusal(module) is None:
             return True

@@ -95,7 +95,7 @@ def forward_to_wrap(model: PreTrainedModel) -> Callable[..., Any] | None:
 
 
 def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion | None) -> None:
-    """Make a model or class train without logits; None undoes this. The first step checks a class's models."""
+    """Make a model or class train without logits; None undoes this. A class's models are checked when they run."""
     if fusion is not None and not isinstance(owner, type):
         head.head_facts(owner, causal_loss=True)
     _update(owner, fusion=fusion)

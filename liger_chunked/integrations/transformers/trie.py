@@ -44,7 +44,7 @@ class PackedTrie:
 
     @property
     def saved(self) -> float:
-        """The share of tokens that is not computed; filler counts as computed."""
+        """The share of tokens that is not computed, without filler."""
         return 1 - self.input_ids.numel() / max(self.tokens, 1)
 
 
@@ -107,7 +107,7 @@ def plan_trie(
 
 
 def _on_host(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[_Array, _Array | None]:
-    """Return ids (int32) and mask (bool), in one copy."""
+    """Return ids (int32) and mask (bool)."""
     n, ids = input_ids.numel(), input_ids.int()
     valid = [] if attention_mask is None else [(attention_mask != 0).flatten()]
     device_bytes = torch.cat([x.view(torch.uint8) for x in (ids.flatten(), *valid, (ids == input_ids).all().view(1))])

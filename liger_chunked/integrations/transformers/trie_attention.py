@@ -57,7 +57,7 @@ _KINDS = ("kv", "full_kv", "q", "full_q")  # blocks that a mask cuts, and whole 
 
 
 def trie_mask(end: Tensor, depth: Tensor, window: int | None = None, *, has_windows: bool = False) -> TrieMask:
-    """Return a `TrieMask` without building an L x L tensor. L is a multiple of `BLOCK`.
+    """Return a `TrieMask` without an L x L tensor. L is a multiple of `BLOCK`.
 
     `has_windows`: whether another layer has a window.
     """

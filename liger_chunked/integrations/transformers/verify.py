@@ -58,7 +58,7 @@ def difference(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> str
 
 
 def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> None:
-    """Raise Difference unless the layer equals `cls` on a small copy of `module`."""
+    """Raise Difference unless a small copy of `module` computes the same with the layer."""
     layer = binding.layer
     with _quiet():
         probe = _probe(module, cls, {1: 1})

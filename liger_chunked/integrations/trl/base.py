@@ -95,7 +95,7 @@ def _forward(
 def head_pass(
     forward: Callable[..., Any], head_fn: HeadFn, share: Callable[..., SharedBatch | None], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return `head_fn(head, input)` for the batch of `args` and `kwargs`, or for that of `share`."""
+    """Return `head_fn(head, input)` for the batch of the arguments, or for that of `share`."""
     batch = share(args, kwargs)
     if batch is None:
         return forward(*args, head_fn=head_fn, **kwargs)
@@ -457,7 +457,7 @@ class _UnsupportedAdapter(metaclass=_Unsupported):
 
 @contextmanager
 def _lora_heads(trainer: type[LigerTrainerMixin]) -> Iterator[None]:
-    """Let a trainer's `__init__` accept LoRA on `lm_head`, which TRL's heads would ignore."""
+    """Let a trainer's `__init__` accept LoRA on `lm_head`."""
     name = "BaseTunerLayer"
     modules: list[Any] = [sys.modules[cls.__module__] for cls in trainer.__mro__]
     theirs = {module: getattr(module, name) for module in modules if name in vars(module)}
