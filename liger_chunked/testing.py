@@ -90,7 +90,7 @@ def check_loss(
 
     Args:
         batch: arguments of `loss(...)` by name, at least 3 pairs or sequences; None: random, from `seed`.
-        tolerance: largest relative difference.
+        tolerance: the largest allowed difference.
 
     Raises:
         AssertionError: a check fails; the message says what to change.

@@ -476,7 +476,7 @@ class PreferenceMetrics(NamedTuple):
 
     - `chosen_logps`, `rejected_logps` (n,): `Pairs.logps`
     - `chosen_logits_mean`, `rejected_logits_mean` (): over vocabulary and valid tokens
-    - `nll_loss` (): nats per valid chosen token; zero without an NLL term
+    - `nll_loss` (): nats per valid chosen token; zero without NLL term
     - `chosen_rewards`, `rejected_rewards` (n,): `beta * (logps - ref_logps)`, with the loss's `reward_shape`
     """
 

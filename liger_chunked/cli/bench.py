@@ -21,7 +21,7 @@ _SECONDS = 0.4  # of each measurement
 
 @dataclass(frozen=True)
 class Row:
-    """`mib` above the inputs, gradients included; None on a CPU or without a result. `failure`: why there is none."""
+    """`mib` is above the inputs, gradients included; None on a CPU or after a `failure`."""
 
     loss: str
     name: str

@@ -20,7 +20,7 @@ _RATIO, _ROUNDINGS = 1.1, {torch.float32: 4.0, torch.bfloat16: 1.0}
 
 @dataclass(frozen=True)
 class Result:
-    """`error`: the largest relative error of a value or a gradient; `bound`: the most that it may be."""
+    """`error`: the largest relative error of a value or a gradient; `bound`: the largest allowed."""
 
     name: str
     dtype: torch.dtype
@@ -146,7 +146,7 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-# Kernel and the same in eager code, of x (N, D), a weight and a bias (D,).
+# Kernel and eager code, of x (N, D), a weight and a bias (D,).
 _KERNELS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "rms_norm": (lambda x, w, b: library.liger_rms_norm(x, w, 1e-6), _rms_norm),
     "layer_norm": (lambda x, w, b: library.liger_layer_norm(x, w, b, 1e-6), _layer_norm),

@@ -9,7 +9,7 @@ from liger_chunked.engine.checks import autocasts
 from liger_chunked.kernels.operands import described, plain
 from liger_chunked.types import AdaptedWeight
 
-# float16 holds neither a `u` of 1e5 nor an `up` of 1e-7. Constant, because ranks sum gradients of `u`.
+# float16 cannot hold a `u` of 1e5 or an `up` of 1e-7. Constant, because ranks sum gradients of `u`.
 _RANGE = 256.0
 
 

@@ -1,4 +1,4 @@
-"""Select and order the tokens that have a target. docs/how-it-works.md explains groups, chunks and tiles."""
+"""Select and order the tokens that have a target (docs/how-it-works.md: groups, chunks and tiles)."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def _assert_survey(summary: Tensor, n_valid: int | tuple[int, ...], name: str, v
 
 
 def at_temperature(layout: AnyLayout, temperature: Tensor, n_valid: Counts = None) -> AnyLayout:
-    """Return the layout with a `temperature`, shaped like the target. Waits for the device without `n_valid`."""
+    """Return the layout with a `temperature`, shaped like the target."""
     flat = temperature.contiguous().view(-1)
     own = flat if layout.slots is None else flat[layout.slots]
     if may_read(own, n_valid):

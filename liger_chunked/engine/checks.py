@@ -162,7 +162,7 @@ def _check_shard(shard: VocabShard, rows: int, input: Tensor) -> None:
         raise TypeError(f"vocab_shard must be a VocabShard, got {described(shard)}")
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("vocab_shard needs torch.distributed: call init_process_group first")
-    # Without padding, which may change on one rank: it would call the collective alone.
+    # The key ignores padding: if it changed on one rank, that rank would call the collective alone.
     group = dist.group.WORLD if shard.group is None else shard.group
     scattered = shard.input_grad == "reduce_scatter"
     key = (group, min(shard.start, shard.vocab_size), shard.columns(rows), shard.vocab_size)
@@ -290,7 +290,7 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_top_k(logps: Tensor, ids: Tensor, vocab_size: int, n_valid: Counts = None) -> None:
-    """Check a teacher's top-k (N, k), -inf where missing. Waits for the device, unless given `n_valid`."""
+    """Check a teacher's top-k (N, k), -inf where missing."""
     found = survey_top_k(logps, ids)
     if not may_read(found, n_valid):
         within = (found[0] < 0) & (found[1] < vocab_size)

@@ -1,4 +1,4 @@
-"""Counts of tokens that the caller knows, so that the host does not wait. The device then asserts them."""
+"""Counts of tokens that the caller knows, so that the host does not wait; the device asserts them."""
 
 from __future__ import annotations
 

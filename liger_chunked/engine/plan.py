@@ -51,7 +51,7 @@ class Plan:
     differentiates: tuple[str, ...] = ()
     class_weight: Tensor | None = None
     shard: VocabShard | None = None
-    by_epilogue: bool = False  # `EpiloguePass` runs the step, if `make_pass` allows it, or `StatisticsPass`
+    by_epilogue: bool = False  # by `EpiloguePass`, if `make_pass` allows it, or `StatisticsPass`
     by_token: bool = False  # one token at a time
     filter: SamplingFilter | None = None
     candidates: Tensor | None = None  # (n_valid, K) ids
@@ -271,11 +271,7 @@ def logit_bytes(options: LogitOptions, dtype: torch.dtype) -> int:
 def budget_elements(
     options: LogitOptions, head_shape: Sequence[int], dtype: torch.dtype, n_valid: int = 0, bytes_per_logit: int = 0
 ) -> int:
-    """Return how many logits may be in memory at once.
-
-    The automatic budget holds all logits up to `ONE_CHUNK` bytes, without an accumulator of dW. Otherwise it holds 2 H
-    tokens, whose bfloat16 logits are as large as the float32 accumulator (V, H), and at least `CHUNK_TOKENS`: products
-    of fewer are bound by reading and writing dW.
+    """Return how many logits may be in memory at once; docs/memory.md has the automatic budget.
 
     `n_valid` is 0 if one chunk is impossible. `bytes_per_logit` counts copies and a teacher.
     """
@@ -389,8 +385,7 @@ def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = F
 def tiles(n_rows: int, vocab_size: int, elements: int, square: bool = False) -> list[Tile]:
     """Cut a chunk into tiles within `elements` logits: along the vocabulary, then rows if slices get narrow.
 
-    A slice of C columns reads and writes dX, a block of R rows dW: bytes follow 1/C + 1/R. `square` tiles move the
-    fewest, and need a dW that sums a slice's blocks apart.
+    `square` tiles move the fewest bytes of dX and dW (docs/tuning.md), and need a dW that sums a slice's blocks apart.
     """
     if n_rows == 0:
         return []

@@ -38,7 +38,7 @@ class Refused:
                 setattr(torch.backends.cuda.matmul, self.name, True)
 
 
-# cuBLAS may add parts of a sum in the product's dtype, and accumulate in float16. TF32 is the user's choice.
+# cuBLAS may add parts of a sum in the product's dtype. TF32 is the user's choice.
 _OF_DTYPE: dict[torch.dtype | None, tuple[Refused, ...]] = {
     torch.bfloat16: (Refused("allow_bf16_reduced_precision_reduction"),),
     torch.float16: (Refused("allow_fp16_reduced_precision_reduction"), Refused("allow_fp16_accumulation")),

@@ -1,4 +1,4 @@
-"""A side stream, for two products that do not fill the GPU alone.
+"""A side stream, for two products that do not fill the GPU alone (docs/tuning.md).
 
     with SideStream(device) as side:
         with side.stream():
@@ -7,7 +7,7 @@
         side.join()
         ...                     after both
 
-Create tensors that outlive the block before `with side.stream()`: memory allocated inside is the side stream's.
+Memory allocated inside `with side.stream()` is the side stream's: create tensors that outlive the block before.
 """
 
 from __future__ import annotations

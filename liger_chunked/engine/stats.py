@@ -261,12 +261,10 @@ def linear_token_stats(
         top_k, top_p: keep the `top_k` largest logits, and of these the fewest whose probabilities sum to `top_p`, as a
             sampler does after the temperature, and logits equal to the smallest kept. The others are -inf, as is a
             dropped target's `logps`. Sorts the logits without `top_k`.
-        n_valid: see `LigerFusedLinearCrossEntropyLoss.forward`.
-        deterministic: "batch" gives a token's values the same bits in any batch, place and budget, as for a policy
-            whose sampler uses this function too. On a GPU it needs the fused epilogue: Hopper, bfloat16, and none of
-            bias, softcap, candidates or temperatures of tokens; a CPU takes one token at a time. Gradients follow the
-            batch. Results are repeatable without it too.
-        vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
+        deterministic: "batch" gives a token's values, not gradients, the same bits in any batch, place and budget, as
+            for a policy whose sampler uses this function too. On a GPU it needs the fused epilogue: Hopper, bfloat16,
+            and none of bias, softcap, candidates or temperatures of tokens. Results are repeatable without it too.
+        n_valid, vocab_shard: as in `LigerFusedLinearCrossEntropyLoss.forward`.
 
     Returns:
         TokenStats like `target`. Ignored tokens have 0, argmax -1, and no gradient.

@@ -35,7 +35,7 @@ class FusedLinearCrossEntropy(LinearCrossEntropy):
         grad_reduce_group: Any = None,
         loss_weights: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss of hidden states (B, T, H) and labels (B, T), which are shifted already.
+        """Return the loss of hidden states (B, T, H) and shifted labels (B, T).
 
         `num_label_tokens` and `loss_weights` need the reduction "sum".
         """

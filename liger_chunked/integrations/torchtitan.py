@@ -23,7 +23,7 @@ __all__ = ["FusedLinearCrossEntropyLoss"]
 class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
     """The sum of the tokens' cross entropy over `global_valid_tokens`, without chunks of the sequence.
 
-    Takes hidden states (B, T, H), and labels (B, T), which are shifted already; those of -100 are ignored.
+    Takes hidden states (B, T, H), and shifted labels (B, T), -100 where ignored.
 
     The loss runs inside the forward of `lm_head`, with FSDP's hooks. With tensor parallelism and "spmd_types", the
     hidden states' gradient is the rank's share, which the backward of the norm sums.

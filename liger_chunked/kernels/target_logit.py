@@ -1,7 +1,7 @@
 """Correct the target's log-probability for its logit's rounding.
 
     z  = transform(x . W[y] + u . up[y] + b[y])           float32
-    log(p'/(1 - p')) = log(p/(1 - p)) + z - z[y]          p: from the rounded logits, p': corrected
+    log(p'/(1 - p')) = log(p/(1 - p)) + z - z[y]          p: from rounded logits, p': corrected
     d log p'/dz_v = (1 - p')/(1 - p) d log p/dz_v
 
 Only the target's rounding errors add up (docs/tuning.md). Bytes: 4 N H.

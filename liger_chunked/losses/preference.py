@@ -105,7 +105,7 @@ _DISAGREE = "nll_target and target must agree on every token that neither of the
 
 
 def _places(mask: Tensor, lengths: Sequence[int] | None) -> Tensor:
-    """Return where a mask is True. Waits for the device without `lengths`."""
+    """Return where a mask is True; with `lengths`, without waiting for the device."""
     if lengths is None:
         return mask.nonzero().view(-1)
     return torch.nonzero_static(mask, size=sum(length > 0 for length in lengths)).view(-1)

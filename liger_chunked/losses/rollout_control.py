@@ -32,9 +32,9 @@ def rollout_importance_weights(
     clip_max: float | None = 3.0,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Return the `importance_weights` of a policy loss for tokens that another engine sampled.
+    """Return the `importance_weights` of a policy loss for tokens that another engine sampled with the same weights.
 
-    `w = pi_old / pi_sampler`, with the probabilities of the training and the sampling engine under the same weights.
+    With `w = pi_old / pi_sampler`, the probabilities of the training and the sampling engine:
 
     | mode | ratio | outside of [clip_min, clip_max] |
     |---|---|---|

@@ -1,7 +1,4 @@
-"""The signatures of `liger_kernel.chunked_loss` 0.8.5 over the losses of `liger_chunked`.
-
-docs/migration.md lists the differences. Errors are those of `liger_chunked`.
-"""
+"""The signatures of `liger_kernel.chunked_loss` 0.8.5 over the losses of `liger_chunked`, with its errors."""
 
 from __future__ import annotations
 
@@ -482,7 +479,7 @@ def _items_per_rank(attention_mask: Tensor, num_items: float | Tensor | None) ->
 class _Distillation(Loss):
     """Base of the distillation losses; `_scale` multiplies the reported soft loss.
 
-    A teacher may have the larger vocabulary: the student's logits of these tokens are 0 in the soft loss.
+    Tokens that only the teacher has get student logits of 0 in the soft loss.
     """
 
     _scale = 1.0

@@ -1,7 +1,4 @@
-"""The signatures of `liger_kernel.transformers` 0.8.5 over the kernels and models of `liger_chunked`.
-
-docs/migration.md lists the differences.
-"""
+"""The signatures of `liger_kernel.transformers` 0.8.5 over the kernels and models of `liger_chunked`."""
 
 from __future__ import annotations
 

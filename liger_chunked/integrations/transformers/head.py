@@ -37,7 +37,7 @@ from liger_chunked.types import AdaptedWeight, Head, LogitOptions
 
 _LOGGER = logging.getLogger(__name__)
 
-_LEFT = "_liger_left"  # attribute of a model of a patched class, if its head does not qualify
+_LEFT = "_liger_left"  # attribute of a model of a patched class with an unfit head
 STATE = "_liger_forward"  # attribute of a model or class
 
 
@@ -128,7 +128,7 @@ def forward(
         skip_logits = kwargs.pop("skip_logits", None)
         token_accuracy = kwargs.pop("return_token_accuracy", False)
         if _fuses(model, skip_logits, kwargs):
-            # A subclass's forward may have called a patched one.
+            # A subclass may call a patched forward.
             of_class = stock.func if isinstance(stock, functools.partial) else None
             if _serves(model, of_class, fusion, skip_logits, kwargs):
                 return _without_logits(model, of_class, fusion, token_accuracy, **kwargs)

@@ -141,7 +141,7 @@ class _Observed(NamedTuple):
     output: Any
     given: dict[str, Any]  # arguments
     passed: dict[str, Any]  # arguments of the backbone, or the part of it that the forward calls
-    expected: dict[str, Any] | None  # the same, in a call of the whole backbone
+    expected: dict[str, Any] | None  # the same, for the whole backbone
 
 
 class _Trial:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Weight-only tensors of torchao, and attributes that must be None for the product to keep the hidden states.
+# Weight-only tensors of torchao, and attributes that are None unless hidden states are rounded too.
 _TORCHAO = {
     "Float8Tensor": ("act_quant_kwargs",),
     "Int8Tensor": ("act_quant_kwargs", "act_pre_scale"),

@@ -39,11 +39,9 @@ class SharedBatch:
     inputs: dict[str, Any]  # of `model.forward`
 
     def hidden_states(self, packed: Tensor, logits_to_keep: int | Tensor = 0) -> Tensor:
-        """Return the padded batch's hidden states (B, T, H), zero at padding.
+        """Return the padded batch's hidden states (B, T, H), zero at padding, from `packed` (R, L, H) of `inputs`.
 
-        Args:
-            packed: (R, L, H), computed on `inputs`.
-            logits_to_keep: as in `model.forward`.
+        `logits_to_keep` is as in `model.forward`.
         """
         index = _kept(self.trie.node[..., None], logits_to_keep)[..., 0]
         return gather_rows(packed.flatten(0, 1), index)

@@ -93,7 +93,7 @@ def _has_text(value: Any) -> bool:
 
 
 class _Renamed(ast.NodeTransformer):
-    """Replaces a function's names by their order or the objects that they name."""
+    """Replaces a function's names by their order or their objects."""
 
     def __init__(self, reader: _Reader, function: Any, tree: ast.AST) -> None:
         self.reader, self.globals = reader, function.__globals__

@@ -85,7 +85,7 @@ _SHARED_KV = {
     "global_head_dim": 2 * HEAD_DIM,
 }
 
-# Values that `config_of` cannot derive, by the name of the config's class.
+# Values that `config_of` cannot derive, by class of config.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "BambaConfig": {"attn_layer_indices": [1]},
     "Blip2Config": {"num_query_tokens": 2, "image_token_id": VOCAB - 1},
@@ -248,7 +248,7 @@ class Row(NamedTuple):
     name: str
     head: str  # "fused", "logits" or "not built"
     layers: tuple[str, ...]  # switches of `apply_liger_kernel`
-    reason: str  # why the head is not fused, or the model not built
+    reason: str  # why not fused or built
 
     def __str__(self) -> str:
         return f"{self.name:43s} {self.head:9s} {', '.join(self.layers):36s} {self.reason}".rstrip()

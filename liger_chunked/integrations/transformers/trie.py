@@ -44,7 +44,7 @@ class PackedTrie:
 
     @property
     def saved(self) -> float:
-        """The share of tokens that is not computed, without filler."""
+        """The share of tokens that is not computed; filler counts as computed."""
         return 1 - self.input_ids.numel() / max(self.tokens, 1)
 
 

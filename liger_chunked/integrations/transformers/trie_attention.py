@@ -1,7 +1,7 @@
-"""Masks and attention for packed tries.
+"""Masks and attention for packed tries (docs/shared_prefix.md).
 
-transformers passes a 4-D mask unchanged to the attention layers: a dense one, for SDPA and eager attention, or a
-`TrieMask`, for FlexAttention. The mask decides which one runs, also when checkpointing recomputes a layer.
+The attention layers get a dense mask, or a `TrieMask` for FlexAttention. The mask decides which one runs, also when
+checkpointing recomputes a layer.
 """
 
 from __future__ import annotations

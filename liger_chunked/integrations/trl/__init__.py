@@ -1,10 +1,6 @@
-"""TRL's trainers, without logits. `add_chunked_lm_head` describes the calls of their models.
+"""TRL's trainers, without logits.
 
-A trainer's loss comes from one of three places:
-
-1. SFT, DPO, KTO, GRPO, RLOO: TRL, from the statistics of our fused head.
-2. Others: our override of the method that builds logits.
-3. `loss=`.
+docs/trainers.md says where each one's loss comes from. `add_chunked_lm_head` describes the calls of their models.
 """
 
 from __future__ import annotations

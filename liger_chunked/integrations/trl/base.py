@@ -148,7 +148,7 @@ def fused_output(
 ) -> FusedCausalLMOutput:
     """Return TRL's output with the fields `outputs`: (B, T - 1), or (B, T) for `shift_labels`.
 
-    `loss` is the NLL over `num_items_in_batch` or the valid tokens, plus the auxiliary loss.
+    `loss` is the NLL over `num_items_in_batch` or valid tokens, plus the auxiliary loss.
     """
     autocast: Any = nullcontext()
     if float32:

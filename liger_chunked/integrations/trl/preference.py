@@ -68,7 +68,7 @@ class DPOMixin(ReferenceMixin, SharedPromptsMixin):
 
 
 class Scores(NamedTuple):
-    """(2 n, T) log-probability and mean logit of token t + 1 at position t; auxiliary loss or None."""
+    """(2 n, T) log-probability and mean logit of token t + 1 at position t; auxiliary loss."""
 
     logps: Tensor
     mean_logits: Tensor
