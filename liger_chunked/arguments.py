@@ -239,7 +239,8 @@ def split(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 def are_data(cls: type, args: tuple[Any, ...], data: tuple[type, ...]) -> bool:
     """Whether positional arguments are the tensors of a call, of the types `data`.
 
-    The constructor gets them if it has a parameter for each, and tensors meet no other default than None or a tensor.
+    The constructor gets them if it has a parameter for each, and those that get tensors have no default, or default to
+    None or a tensor.
     """
     if not (isinstance(args[0], nn.Module) or any(isinstance(x, data) for x in args)):
         return False

@@ -202,7 +202,7 @@ class _Bytes(TorchDispatchMode):
             self._parts.setdefault(storage, None)
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            # The engine caches a scalar.
+            # No scalars: the engine caches one.
             if isinstance(x, Tensor) and x.ndim and x.untyped_storage() not in self._parts:
                 of_source = self._parts[given[0]] if func in _COPIES else None
                 self._count(x.untyped_storage(), of_source or _part_of_caller())

@@ -50,7 +50,7 @@ def __getattr__(name: str) -> Any:
 
 
 class Sizes(NamedTuple):
-    sequences: int = 12  # of fewer, sorting could pass by chance
+    sequences: int = 12  # with fewer, sorting could pass by chance
     length: int = 7
     hidden: int = 5
     vocab: int = 23
@@ -90,7 +90,7 @@ def check_loss(
 
     Args:
         batch: arguments of `loss(...)` by name, at least 3 pairs or sequences; None: random, from `seed`.
-        tolerance: the largest allowed difference.
+        tolerance: largest relative difference.
 
     Raises:
         AssertionError: a check fails; the message says what to change.

@@ -134,7 +134,7 @@ class VocabShard:
         group: the process group; None: the default one.
         start: id of this rank's first row.
         vocab_size: size of the whole vocabulary. Rows from this id on are padding: outside the softmax, zero gradient.
-            Shards may differ in size.
+            Shards may differ in size, or be all padding.
         input_grad: the hidden states' gradient: "all_reduce", the whole; "partial", the rank's share, for the caller to
             sum; "reduce_scatter", this rank's part, if hidden states are (B, T / ranks, H), split in rank order.
     """
@@ -327,8 +327,8 @@ class LogitOptions:
         softcap: Gemma's `final_logit_softcapping`.
         logit_scale: Cohere's `logit_scale`, Granite's `1 / logits_scaling`.
         logits_budget: most bytes of logits in memory, see `budget_bytes`; None: automatic.
-        logits_dtype: torch.float32 does not round logits to the dtype of 16-bit products, as None does. They and their
-            gradient take 6 bytes instead of 2. Not in distillation.
+        logits_dtype: torch.float32 keeps the float32 sums of 16-bit products; None rounds them to the products' dtype.
+            Logits and their rounded gradient then take 6 bytes instead of 2. Not in distillation.
     """
 
     ignore_index: int = -100

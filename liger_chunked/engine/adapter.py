@@ -34,7 +34,7 @@ def _parts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def apply_down(weight: AdaptedWeight, input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return `weight` (V, H), `up` (V, k) and `u` (..., k), with `u @ up.T` the adapter's logits.
 
-    k is r, but 3 r for float32 adapters of a 16-bit head outside autocast, where rounding gives 1.6 times the error:
+    k is r, but 3 r for float32 adapters of a 16-bit head outside autocast: rounding gives up to 1.6 times the error.
 
         u @ up.T  ~  u_rounded @ up_rounded.T + u_rest @ up_rounded.T + u_rounded @ up_rest.T
     """

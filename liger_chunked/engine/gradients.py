@@ -1,5 +1,3 @@
-"""Accumulate the head's gradients over chunks."""
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -57,7 +55,8 @@ class Needs(NamedTuple):
 class HeadGradients:
     """dX, dW and db of one step, and du and dup of an adapter.
 
-    dW is float32, or in the weight's dtype if that is the products', not float16, and each element is written once.
+    dW is float32, but has the weight's dtype if that is the products' dtype, not float16, and each element is written
+    at most once (`n_contributions`).
 
     In float16, a mean's gradients would underflow: those of statistics are divided by `unit`, a power of two near the
     largest so far, and dX and dW stay float32 until multiplied by the upstream gradient.

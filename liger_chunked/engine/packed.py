@@ -1,5 +1,3 @@
-"""Sequences one after another in (N, H), without padding."""
-
 from __future__ import annotations
 
 import functools

@@ -51,7 +51,7 @@ class Plan:
     differentiates: tuple[str, ...] = ()
     class_weight: Tensor | None = None
     shard: VocabShard | None = None
-    by_epilogue: bool = False  # by `EpiloguePass`, if `make_pass` allows it, or `StatisticsPass`
+    by_epilogue: bool = False  # `EpiloguePass` runs the step, if `make_pass` allows it, or `StatisticsPass`
     by_token: bool = False  # one token at a time
     filter: SamplingFilter | None = None
     candidates: Tensor | None = None  # (n_valid, K) ids

@@ -1,5 +1,3 @@
-"""Differentiable statistics of a head's logits, for your own loss."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -28,8 +28,8 @@ class OutputProcessor:
 
     `output_processor_context` may be a dict of more keywords of `fn` (docs/frameworks.md).
 
-    Labels are shifted already; -100, and those where `loss_mask` is zero, are ignored. MuP's output multiplier is
-    passed as `logit_scale`, which modules take in their constructor only.
+    Labels are shifted already; -100, and those where `loss_mask` is zero, are ignored. Ranks hold equally many rows of
+    the head. MuP's output multiplier is passed as `logit_scale`, which modules take in their constructor only.
 
     Raises ValueError without labels, or if the head is not plain rows of the vocabulary.
     """

@@ -367,7 +367,8 @@ def divergence_stats(
     """Return divergences of pairs of rows, with sums for gradients.
 
     `student` and `teacher` are (N, V) logits before the transform, rows contiguous, `target` (N,) int64. With `gather`,
-    for a split vocabulary, targets are columns of this rank, or out of range."""
+    for a split vocabulary, targets are columns of this rank, or out of range.
+    """
     if divergence.kind == "cosine":
         return _cosine_stats(student, teacher, target, options, teacher_options, gather)
     hard = target is not None and options.temperature != 1.0

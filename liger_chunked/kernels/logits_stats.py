@@ -1,7 +1,8 @@
 """Reduce logits to statistics. Bytes: the tile read once.
 
 `logits_stats` reduces a tile, `merge` joins neighbours, `finish` returns `TokenStats`; `row_stats` does all in one
-launch."""
+launch.
+"""
 
 from __future__ import annotations
 

@@ -66,8 +66,7 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
     A nonzero `alphapo_alpha`, TRL's `alpha`, changes `beta l` to `beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`,
     also of `l'` (AlphaPO, https://arxiv.org/abs/2501.03884). TRL's `alphapo` is `loss_type="simpo"` with `cpo_alpha=0`
     and an `alphapo_alpha`. `logps` in the metrics are `l` or `l'`. `label_smoothing` is `eps`. Unread options are
-    refused.
-    `**options`: see `LogitOptions`.
+    refused. `**options`: see `LogitOptions`.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])

@@ -142,12 +142,12 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
 
     Args:
         reduction: "mean" over valid tokens, "sum", or "none", with gradients computed in backward.
-        label_smoothing: share spread over the vocabulary (https://arxiv.org/abs/1512.00567).
+        label_smoothing: share of the target spread over the vocabulary (https://arxiv.org/abs/1512.00567).
         lse_square_scale: weight of the z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5).
         ce_weight: (V,) class weights.
         focal_gamma: exponent of the factor `(1 - p_y) ** focal_gamma` (https://arxiv.org/abs/1708.02002, equation 4).
-        dft: multiply by the constant `p_y` (Dynamic Fine-Tuning, https://arxiv.org/abs/2508.05629). Neither factor is
-            in the denominator.
+        dft: multiply by the constant `p_y` (Dynamic Fine-Tuning, https://arxiv.org/abs/2508.05629). Like the focal
+            factor, not in the denominator.
         entropy_weight: weight of the entropy bonus (https://arxiv.org/abs/1701.06548).
         **options: see `LogitOptions`.
 

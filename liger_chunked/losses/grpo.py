@@ -249,7 +249,7 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
 
     If `old_logps` is None, `r` is 1 with the gradient of `log pi`. For other options, see `LigerFusedLinearPolicyBase`.
 
-    Variants (TRL's and Liger-Kernel's default is `"dapo"`):
+    Variants (TRL's and Liger-Kernel's default reduction is `"dapo"`, which gives long completions more weight):
 
     | name | arguments |
     |---|---|

@@ -27,7 +27,7 @@ class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
 
     `kl`, an estimate of `KL(pi || pi_ref)`, is the mean of `r` over completions of other prompts, without gradient.
     `kto` requires `kl`, or `kl_input`, `kl_target` and their reference; `apo_zero_unpaired` refuses both. To average
-    over ranks before clamping, as TRL does, compute `r` by `linear_token_stats`.
+    over ranks before clamping, as TRL does, compute `r` by `linear_token_stats` and pass `kl`.
 
     `w_d` and `w_u` are `desirable_weight` and `undesirable_weight`. Other options: `LigerFusedLinearPreferenceBase`.
 

@@ -68,7 +68,7 @@ def _as_liger_kernel(
     return loss, pair._replace(chosen_logits_mean=chosen.sum() / logits, rejected_logits_mean=rejected.sum() / logits)
 
 
-# Those that do not read `label_smoothing`.
+# Loss types that do not read `label_smoothing`.
 _LIGER_DPO = ("sigmoid", "hinge", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop")
 
 
@@ -131,7 +131,7 @@ class LigerFusedLinearDPOLoss(Loss):
 class LigerFusedLinearORPOLoss(Loss):
     """`losses.LigerFusedLinearORPOLoss`.
 
-    If the chosen half of `nll_target` differs from `target`, its NLL is another pass.
+    If the chosen half of `nll_target` differs from `target`, its NLL takes another pass.
     """
 
     def __init__(

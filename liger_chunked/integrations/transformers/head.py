@@ -314,7 +314,7 @@ def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = No
     facts = head_facts(model, forward)
     labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
     num_items = kwargs.pop("num_items_in_batch", None)
-    if isinstance(num_items, int):  # the losses clamp tensors
+    if isinstance(num_items, int):  # the losses clamp a tensor without a synchronization
         num_items = max(num_items, 1)
     logits_to_keep = kwargs.pop("logits_to_keep", 0)
     options = _with_ignore_index(facts.options, kwargs.pop("ignore_index", -100))
@@ -468,7 +468,7 @@ def _down(layer: Any, adapters: tuple[str, ...], x: Tensor) -> Tensor:
 
 
 def _refuse_merged(layer: Any, gradient: Tensor) -> None:
-    # PEFT merges unnoticed by autograd, through `weight.data`.
+    # PEFT merges through `weight.data`, unnoticed by autograd.
     if layer.merged:
         raise RuntimeError(
             f"the adapters {layer.merged_adapters} of lm_head were merged between forward and backward, which changes "

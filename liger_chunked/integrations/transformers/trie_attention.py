@@ -29,7 +29,7 @@ _SERVED = "_liger_serves_tries"  # attribute of a wrapped function
 def dense_mask(end: Tensor, depth: Tensor, window: int | Tensor | None = None) -> Tensor:
     """Return (R, 1, L, L), True where a query may attend to a key.
 
-    With a `window`, keys are at most `window - 1` less deep.
+    With a `window`, a query sees keys whose depth is up to `window - 1` less.
     """
     q, k = torch.arange(end.shape[1], device=end.device)[:, None], torch.arange(end.shape[1], device=end.device)
     mask = (k <= q) & (q < end[:, None, :])
@@ -156,7 +156,7 @@ class _Compiled:
     """`_attend`, compiled once for all lengths. Its other properties are those of the first call."""
 
     def __init__(self) -> None:
-        # torch.compile limits recompilations of a code object.
+        # torch.compile counts recompilations of a code object, so this one has its own.
         own = types.FunctionType(_attend.__code__.replace(), _attend.__globals__, "attend_to_trie")
         self._run: Callable[..., Tensor] = torch.compile(own, fullgraph=True)
         self._is_first = True
@@ -174,7 +174,7 @@ class _Compiled:
             torch._dynamo.maybe_mark_dynamic(x, [0, 1])
         for x in blocks:
             torch._dynamo.maybe_mark_dynamic(x, [0, *range(2, x.ndim)])
-        # Else equal sizes must stay equal.
+        # Else sizes that are equal in the first call must stay equal.
         with fx_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             return self._run(query, key, value, blocks, end, depth, *others)
 
@@ -192,7 +192,7 @@ def _run_compiled(
         torch.is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad),
         mask.window is None, None if sinks is None else (sinks.requires_grad,), scale, softcap,
     )  # fmt: skip
-    options: dict[str, int] = {"IS_DIVISIBLE": True}  # by BLOCK
+    options: dict[str, int] = {"IS_DIVISIBLE": True}  # by BLOCK; torch cannot tell for a variable length
     if query.shape[3] <= _SMALL_HEADS:
         options |= TUNING[query.device].attention_small_heads
     return run(query, key, value, mask.blocks, mask.end, mask.depth, mask.window, sinks, scale, softcap, options)

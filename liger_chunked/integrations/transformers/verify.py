@@ -139,7 +139,7 @@ def _angles(module: nn.Module) -> tuple[Tensor, Tensor] | None:
 
 
 def _rotary_difference(ours: Callable[..., Any], function: Any, cos: Tensor, sin: Tensor) -> str | None:
-    for width in (cos.shape[-1] + 8, cos.shape[-1]):  # also only rotated columns
+    for width in (cos.shape[-1] + 8, cos.shape[-1]):  # attention may pass only the rotated columns
         arguments = _random(1, 3, 5, width), _random(1, 2, 5, width, seed=1), cos, sin
         try:
             expected = function(*arguments)

@@ -28,7 +28,8 @@ class Side:
     """One model's tokens (B, T), and the parts of its pieces of text.
 
     A piece is the distribution at `rows` of the flat hidden states, times the probabilities of its other tokens: `ids`
-    at `other_rows`, of the pieces `of_piece`."""
+    at `other_rows`, of the pieces `of_piece`.
+    """
 
     labels: Tensor
     ids: Tensor

@@ -123,7 +123,8 @@ class DistillationMixin(TeacherMixin):
     """TRL's `DistillationTrainer`, with the gradient computed in forward.
 
     `loss` is a `LigerFusedLinearDistillationBase`, whose temperature the logged entropy uses. `logits_budget` is 1 GiB
-    by default, for both models."""
+    by default, for both models.
+    """
 
     replaced_fields: ClassVar = {"beta": "beta", "temperature": "options.temperature"}
     models_without_head = ("model", "teacher_model")
