@@ -173,7 +173,7 @@ __all__ = [
     "with_sampled_token",
 ]
 
-# Every name is imported on first use, and Triton and transformers with it.
+# Imported on first use, as are Triton and transformers.
 _MODULES = ("engine", "first_step", "functional", "kernels", "losses", "memory", "modules", "testing", "types")
 _HOMES = ("types", "engine", "losses", "kernels", "modules", "memory", "first_step")
 _OF_TRANSFORMERS = (

@@ -14,7 +14,7 @@ Options = TypeVar("Options", bound=Mapping[str, Any])
 
 
 class _Here(NamedTuple):
-    """Our names for another library's argument; errors suggest the first that a loss has."""
+    """Our names for another library's argument; errors suggest the first that the loss has."""
 
     names: tuple[str, ...] = ()
     remark: str = ""
@@ -178,7 +178,7 @@ def of_call(cls: type) -> Arguments:
 def unknown(owner: str, given: Iterable[str], here: Arguments, other: Arguments, place: str = "") -> TypeError:
     """Build the error for those of `given` that `here`, the accepted arguments, lacks.
 
-    `other` has the arguments of `place`, the "constructor" or the "call".
+    `other` has the arguments of the other `place`, "constructor" or "call".
     """
     return TypeError("; ".join(_answer(owner, name, here.names, other.names, place) for name in given))
 
@@ -260,7 +260,7 @@ def call_error(
 ) -> TypeError | None:
     """Return None if the call matches the signature.
 
-    For a method, `args` starts with `self`. `constructor` is what the constructor of `owner` accepts.
+    A method's `args` start with `self`. `constructor` has the arguments of the owner's constructor.
     """
     parameters = inspect.signature(function).parameters
     names = tuple(name for name in parameters if name != "self")

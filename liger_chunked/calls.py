@@ -21,7 +21,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def failed_to_bind(error: TypeError) -> bool:
-    """Whether a function rejected its arguments. Valid only in the call's `except`."""
+    """Whether a call rejected its arguments. Valid only in its `except`."""
     assert error.__traceback__ is not None
     return error.__traceback__.tb_next is None
 
@@ -75,7 +75,7 @@ _ENTRY_POINTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
 def _kept_out_of_graphs(name: str) -> str:
-    """Put an entry point on `_EAGER`. Runs while Dynamo traces a caller."""
+    """Put an entry point on `_EAGER`, while Dynamo traces a caller."""
     if not hasattr(_EAGER, name):
         call, checked = _ENTRY_POINTS[name]
         setattr(_EAGER, name, torch.compiler.disable(checked, reason=_REASON))
@@ -90,7 +90,7 @@ _kept_out_of_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def entry_point(function: Function) -> Function:
     """Make a function, or the `forward` of a loss, an entry point of the library.
 
-    It gets plain tensors, its `TypeError` for an unknown argument suggests a name, and torch.compile breaks the graph.
+    It gets plain tensors, suggests names for unknown arguments, and breaks torch.compile's graph.
     """
     name = f"{function.__module__}.{function.__qualname__}".replace(".", "_")
     parameters = inspect.signature(function).parameters.values()

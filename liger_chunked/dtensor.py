@@ -16,7 +16,7 @@ _INPUTS = ("input", "hidden", "ref_input", "teacher_input", "kl_input", "ref_kl_
 
 
 def any_dtensor(values: Iterable[Any]) -> bool:
-    """Return whether a value is a DTensor, or adapts one, without importing their module."""
+    """Return whether a value is or adapts a DTensor, without importing their module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(_matrix(x), module.DTensor) for x in values)
 
@@ -34,7 +34,7 @@ def sharded_on_rows(x: Any) -> bool:
 
 
 def distributed_like(weight: Any, x: Tensor) -> Any:
-    """Cut a plain tensor, whole and the same on all ranks, as the DTensor `weight`. Its gradient is whole again."""
+    """Cut a plain tensor, the same on all ranks, as the DTensor `weight`. Its gradient is whole again."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = weight.device_mesh
@@ -57,7 +57,7 @@ def localized(arguments: dict[str, Any]) -> dict[str, Any]:
     if shard is not None and given is not None:
         raise TypeError(f"weight is a DTensor sharded over the vocabulary, got vocab_shard too: leave out {given}")
     dim = None if shard is None else _sharded_dim("weight", weight)
-    # An adapter's `down` reads the gathered hidden states, so its gradient is the whole one.
+    # An adapter's `down` reads whole hidden states, so its gradient is whole.
     adapted = {name for name in _BIASES if isinstance(arguments.get(name), AdaptedWeight)}
     grad_is_share = "weight" not in adapted
     by_chunk = dim is not None and not adapted and _all_sequence_sharded(arguments, dim)
@@ -87,7 +87,7 @@ def localized(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own_rows(name: str, x: Any, weight: Any, dim: int | None, sequence_group: Any) -> Any:
-    """Return this rank's rows of a weight or bias. Ranks that split sequences have shares of their gradient."""
+    """Return this rank's rows. Ranks that split sequences have shares of their gradient."""
     if isinstance(x, AdaptedWeight):
         own = _own_rows(name, x.weight, weight, dim, sequence_group)
         return AdaptedWeight(own, _own_rows(f"{name}.up", x.up, weight, dim, sequence_group), x.down)
@@ -136,7 +136,7 @@ def _sharded_dim(name: str, x: Any) -> int | None:
 
 
 def _shard_of(weight: Any) -> tuple[Any, int, int] | None:
-    """Return group, start and size of a sharded vocabulary, or None."""
+    """Return a sharded vocabulary's group, start and size, or None."""
     dim = _sharded_dim("weight", weight)
     if dim is None:
         return None
@@ -147,7 +147,6 @@ def _shard_of(weight: Any) -> tuple[Any, int, int] | None:
 
 
 def _all_sequence_sharded(arguments: dict[str, Any], dim: int) -> bool:
-    """Whether the ranks hold equal parts of the sequences of all hidden states."""
     from torch.distributed.tensor import Replicate, Shard
 
     def is_part(x: Any) -> bool:

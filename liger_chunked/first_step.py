@@ -1,5 +1,3 @@
-"""Compile the kernels of a loss before the first step."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +14,7 @@ from liger_chunked.losses import (
 from liger_chunked.memory import Loss, check_sizes, meta_layout, ordinary_autograd, read_loss, valid_lengths
 from liger_chunked.types import AdaptedWeight, TokenStats, described
 
-# Triton compiles a kernel again for a size or an address that is no multiple of 16.
+# Triton compiles a variant for sizes and addresses that are no multiples of 16.
 _MULTIPLE = 16
 
 
@@ -40,17 +38,15 @@ def warmup(
     device: torch.device | str | None = None,
     **arguments: Any,
 ) -> None:
-    """Compile the Triton kernels of `loss`, so that the first step need not: seconds, unless Triton's cache has them.
+    """Compile the Triton kernels of `loss` before the first step: seconds, unless Triton's cache has them.
 
-    Runs three steps on random tensors of these sizes. Their numbers of tokens differ, because Triton compiles variants.
-    Call it on each rank before training, after `torch.cuda.set_device`. It needs the memory of the inputs and of
-    `estimate_memory`, and frees it. No gradient, random state or tensor of yours changes. Kernels of a patched model's
-    layers are not compiled.
+    Runs three steps on random tensors of these sizes, whose numbers of tokens need different variants. Call it on each
+    rank before training, after `torch.cuda.set_device`. It needs the memory of the inputs and of `estimate_memory`, and
+    frees it. It changes no random state, and does not compile a patched model's layers.
 
     Args:
-        loss, vocab_size, hidden_size, shape, valid, dtype, autocast, bias, trainable_head, trainable_input, lora_rank,
-            ref_hidden_size, teacher_hidden_size, teacher_top_k: as in `estimate_memory`, of a typical step.
-        device: of the tensors; None for the current accelerator, else the CPU, which has nothing to compile.
+        loss, ..., teacher_top_k: as in `estimate_memory`, of a typical step.
+        device: of the tensors; None: the current accelerator, or else the CPU, which has nothing to compile.
         arguments: others of the loss's call, such as `outputs` of `linear_token_stats`.
 
     >>> from liger_chunked import LigerFusedLinearDPOLoss
@@ -113,7 +109,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 def _variants(valid: int | Sequence[int] | None, shape: tuple[int, ...]) -> Iterator[list[int]]:
     """Yield each sequence's valid tokens: multiples of 16, then an odd first sequence, then an odd last one too.
 
-    An odd sequence also moves the addresses of what comes after it.
+    An odd sequence also moves the addresses behind it.
     """
     n_sequences, length = shape if len(shape) == 2 else (1, *shape)
     lengths = [n // _MULTIPLE * _MULTIPLE or n for n in valid_lengths(valid, n_sequences, length)]
@@ -129,7 +125,7 @@ def _mask(lengths: list[int], shape: tuple[int, ...], device: torch.device) -> T
 
 
 class _Random:
-    """Random tensors on a device that leave its random state alone."""
+    """Random tensors that leave the device's random state alone."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.generator = torch.Generator(device).manual_seed(0)
@@ -193,7 +189,7 @@ def _of_family(loss: Any, random: _Random, shape: tuple[int, ...], has_ref_head:
 
 
 def _scalar(result: Any) -> Tensor:
-    """Return a scalar whose gradient reaches all that the loss returns."""
+    """Return a scalar whose gradient reaches all results."""
     if isinstance(result, TokenStats):
         parts = [x.sum() for x in result if x is not None and x.is_floating_point()]
         return torch.stack(parts).sum()

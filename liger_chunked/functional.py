@@ -2,8 +2,8 @@
 
     loss, metrics = dpo_loss(lm_head.weight, hidden, target, ref_logps=ref_logps, beta=0.1)
 
-is `LigerFusedLinearDPOLoss(beta=0.1)(lm_head.weight, hidden, target, ref_logps=ref_logps)`, with equal defaults.
-The class and its `forward` document the arguments, results and errors; they say `input` for `hidden`.
+is `LigerFusedLinearDPOLoss(beta=0.1)(lm_head.weight, hidden, target, ref_logps=ref_logps)`. The class and its `forward`
+document arguments (`input` for `hidden`), results and errors.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def cross_entropy_loss(
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
-    """Compute the cross entropy of `lm_head` logits against token ids: `mean(logsumexp(z) - z[target])`.
+    """Compute `LigerFusedLinearCrossEntropyLoss`: `mean(logsumexp(z) - z[target])` of the logits `z`.
 
-    See `LigerFusedLinearCrossEntropyLoss`. `hidden` is (B, T, H) or (N, H), `target` (B, T) or (N,).
+    `hidden` is (B, T, H) or (N, H), `target` (B, T) or (N,).
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -157,9 +157,9 @@ def dpo_loss(
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, PreferenceMetrics]:
-    """Compute the DPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected))` of log-ratios in nats.
+    """Compute `LigerFusedLinearDPOLoss`: `-log sigmoid(beta * (chosen - rejected))` of log-ratios in nats.
 
-    See `LigerFusedLinearDPOLoss`. `hidden` is (2 n, T, H), `target` (2 n, T), chosen sequences first.
+    `hidden` is (2 n, T, H), `target` (2 n, T), chosen sequences first.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # one pair of three tokens
@@ -232,9 +232,9 @@ def orpo_loss(
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, PreferenceMetrics]:
-    """Compute the ORPO loss of preference pairs: `nll - beta * log sigmoid(log odds(chosen) - log odds(rejected))`.
+    """Compute `LigerFusedLinearORPOLoss`: `nll - beta * log sigmoid(log odds(chosen) - log odds(rejected))`.
 
-    See `LigerFusedLinearORPOLoss`. Shapes are as in `dpo_loss`.
+    Shapes are as in `dpo_loss`.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # one pair of three tokens
@@ -299,9 +299,9 @@ def cpo_loss(
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, PreferenceMetrics]:
-    """Compute the CPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected)) + cpo_alpha * nll`.
+    """Compute `LigerFusedLinearCPOLoss`: `-log sigmoid(beta * (chosen - rejected)) + cpo_alpha * nll`.
 
-    See `LigerFusedLinearCPOLoss`. Shapes are as in `dpo_loss`.
+    Shapes are as in `dpo_loss`.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # one pair of three tokens
@@ -372,9 +372,9 @@ def simpo_loss(
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, PreferenceMetrics]:
-    """Compute the SimPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected) - gamma)`, by token means.
+    """Compute `LigerFusedLinearSimPOLoss`: `-log sigmoid(beta * (chosen - rejected) - gamma)` of means over tokens.
 
-    See `LigerFusedLinearSimPOLoss`. Shapes are as in `dpo_loss`.
+    Shapes are as in `dpo_loss`.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # one pair of three tokens
@@ -453,9 +453,9 @@ def kto_loss(
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
-    """Compute the KTO loss of labelled sequences: `1 - sigmoid(beta * (log-ratio - kl))`, with the sign of the label.
+    """Compute `LigerFusedLinearKTOLoss`: `1 - sigmoid(beta * (log-ratio - kl))`, with the sign of the label.
 
-    See `LigerFusedLinearKTOLoss`. `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool.
+    `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # a desirable and an undesirable sequence
@@ -538,9 +538,9 @@ def bco_loss(
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
-    """Compute the BCO loss of labelled sequences: `-log sigmoid(reward - delta)`, with the sign of the label.
+    """Compute `LigerFusedLinearBCOLoss`: `-log sigmoid(reward - delta)`, with the sign of the label.
 
-    See `LigerFusedLinearBCOLoss`. Shapes are as in `kto_loss`.
+    Shapes are as in `kto_loss`.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # a desirable and an undesirable sequence
@@ -638,9 +638,9 @@ def grpo_loss(
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, PolicyMetrics]:
-    """Compute the GRPO loss of sampled completions, or a variant by `surrogate` and `reduction`.
+    """Compute `LigerFusedLinearGRPOLoss`, or a variant by `surrogate` and `reduction`.
 
-    See `LigerFusedLinearGRPOLoss`. `hidden` is (B, T, H), `target` (B, T), `advantages` (B,), (B, 1) or (B, T);
+    `hidden` is (B, T, H), `target` (B, T), `advantages` (B,), (B, 1) or (B, T);
     `temperature` may be a float32 tensor (B, T).
 
     >>> import torch
@@ -736,9 +736,9 @@ def kl_div_loss(
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, DistillationMetrics]:
-    """Compute `KL(teacher || student)`, or `KL(student || teacher)` with `reverse`, in nats per token.
+    """Compute `LigerFusedLinearKLDivLoss`: `KL(teacher || student)`, or with `reverse` `KL(student || teacher)`.
 
-    See `LigerFusedLinearKLDivLoss`. `hidden` and `teacher_input` are (B, T, H) or (N, H); H may differ.
+    `hidden` and `teacher_input` are (B, T, H) or (N, H); H may differ.
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -807,9 +807,9 @@ def jsd_loss(
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, DistillationMetrics]:
-    """Compute the generalized Jensen-Shannon divergence of teacher and student, in nats per token.
+    """Compute `LigerFusedLinearJSDLoss`: the generalized Jensen-Shannon divergence.
 
-    See `LigerFusedLinearJSDLoss`. Shapes are as in `kl_div_loss`.
+    Shapes are as in `kl_div_loss`.
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -876,9 +876,9 @@ def tvd_loss(
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, DistillationMetrics]:
-    """Compute the total variation distance of teacher and student, `sum(|p - q|) / 2` per token.
+    """Compute `LigerFusedLinearTVDLoss`: the total variation distance `sum(|p - q|) / 2`.
 
-    See `LigerFusedLinearTVDLoss`. Shapes are as in `kl_div_loss`.
+    Shapes are as in `kl_div_loss`.
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -944,9 +944,9 @@ def cosine_similarity_loss(
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, DistillationMetrics]:
-    """Compute the cosine distance of the student's logits and the teacher's, `1 - cos` per token.
+    """Compute `LigerFusedLinearCosineSimilarityLoss`: `1 - cos` of the student's and the teacher's logits.
 
-    See `LigerFusedLinearCosineSimilarityLoss`. Shapes are as in `kl_div_loss`.
+    Shapes are as in `kl_div_loss`.
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -1018,9 +1018,9 @@ def on_policy_distillation_loss(
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, PolicyMetrics]:
-    """Compute the reverse KL to a teacher from sampled tokens, with the gradient of a policy loss.
+    """Compute `LigerFusedLinearOnPolicyDistillationLoss`: the reverse KL, estimated from sampled tokens.
 
-    See `LigerFusedLinearOnPolicyDistillationLoss`. `hidden` and `teacher_input` are (B, T, H); H may differ.
+    `hidden` and `teacher_input` are (B, T, H); H may differ.
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -1087,9 +1087,9 @@ def uld_loss(
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, DistillationMetrics]:
-    """Compute the Wasserstein-1 distance between the sorted probabilities of student and teacher, the mean over rows.
+    """Compute `LigerFusedLinearULDLoss`: the Wasserstein-1 distance of sorted probabilities.
 
-    See `LigerFusedLinearULDLoss`. `hidden` and `teacher_input` are (B, T, H) or (N, H); H and vocabulary may differ.
+    `hidden` and `teacher_input` are (B, T, H) or (N, H); H and vocabulary may differ.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(3, 4)

@@ -1,5 +1,3 @@
-"""Memory estimates of a loss, without its tensors."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -50,7 +48,6 @@ Loss = nn.Module | Callable[..., Any]
 
 _PREFERENCE = (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase)
 _MOST_PIECES = 1 << 16  # each takes milliseconds
-# Assumed without a GPU.
 _HOPPER = (9, 0)
 
 
@@ -88,8 +85,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the peak GPU memory of a step of `loss` above its inputs, gradients included.
 
-    Runs the step on meta tensors, without a GPU. Does not count permanent memory (cuBLAS's workspace), values per
-    token, or `kl_input`.
+    Runs the step on meta tensors, without a GPU. Does not count cuBLAS's workspace, values per token, or `kl_input`.
 
     Args:
         loss: a loss, also your own, or `linear_token_stats`.
@@ -97,14 +93,13 @@ def estimate_memory(
         valid: tokens with a target, of the batch or each sequence; None: all.
         dtype: of weight, bias and hidden states.
         autocast: its dtype, if on.
-        trainable_head, trainable_input: whether they need a gradient. If neither does, only a forward runs.
+        trainable_head, trainable_input: whether they need a gradient; if neither does, only a forward runs.
         lora_rank: r of a trainable float32 adapter on the head (`AdaptedWeight`).
-        ref_hidden_size: the reference's; None if you pass `ref_logps`.
-        teacher_hidden_size: the teacher's.
-        teacher_top_k: entries per token of `teacher_logps`.
+        ref_hidden_size, teacher_hidden_size: None if you pass `ref_logps` or `teacher_logps`.
+        teacher_top_k: k of `teacher_logps`.
         logits_budget: replaces the loss's.
-        capability: the GPU's, which decides whether the fused epilogue runs; None for this machine's, else Hopper's,
-            (9, 0).
+        capability: the GPU's, which decides whether the fused epilogue runs; None: this machine's, or else Hopper's.
+
     >>> from liger_chunked import LigerFusedLinearDPOLoss
     >>> batch = {"vocab_size": 128256, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}
     >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, ref_hidden_size=4096))
@@ -166,7 +161,7 @@ def estimate_memory(
 
 @ordinary_autograd()
 def count_bytes(step: Callable[[], object]) -> MemoryEstimate:
-    """Return the bytes of new tensors at the peak of a step on meta tensors."""
+    """Return the bytes at the peak of a step that runs on meta tensors."""
     counted = _Bytes()
     with counted:
         step()
@@ -188,7 +183,7 @@ _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 
 
 class _Bytes(TorchDispatchMode):
-    """Counts bytes of new tensors, by part; `most` is the estimate at the peak."""
+    """Counts bytes of new tensors, by part; `most` is the peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,14 +192,14 @@ class _Bytes(TorchDispatchMode):
         self._parts: weakref.WeakKeyDictionary[torch.UntypedStorage, Part | None] = weakref.WeakKeyDictionary()
 
     def given(self, head: LossHead, hidden_states: Tensor) -> tuple[LossHead, Tensor]:
-        """Count no input, but a cast of hidden states as "hidden"."""
+        """Count a cast of hidden states as "hidden", and no other input."""
         self._parts[hidden_states.untyped_storage()] = "hidden"
         return head, hidden_states
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         for storage in given:
-            self._parts.setdefault(storage, None)  # existed before
+            self._parts.setdefault(storage, None)
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             # No scalars: the engine caches one.
@@ -238,7 +233,7 @@ class _Model(NamedTuple):
     vocab_size: int
     layout: Layout
     dtype: torch.dtype
-    compute_dtype: torch.dtype  # of the matrix products
+    compute_dtype: torch.dtype
     bias: bool
 
     def inputs(
@@ -397,7 +392,7 @@ def meta_layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int]
     dense = (n_positions,) if group == "token" else (n_groups, per_group, length)
     return Layout(
         shape=dense,
-        target=_meta(1).expand(n) if slots is None else _meta(n),  # no memory: the caller's tensor
+        target=_meta(1).expand(n) if slots is None else _meta(n),  # the caller's
         rows=slots,
         slots=slots,
         mask=_meta(*dense, dtype=torch.bool),

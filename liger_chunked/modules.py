@@ -1,4 +1,4 @@
-"""The base kernels and a head as modules, with the parameter names of those that they replace."""
+"""Base kernels and a head as modules, with the parameter names of those that they replace."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class _GatedMLP(nn.Module):
 
 
 def _activation_name(config: Any, known: tuple[str, ...]) -> str:
-    # Gemma's configurations use the second name.
+    # Gemma's name is the second.
     name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if name not in known:
         raise ValueError(f"hidden_act must be one of {known}, got {shown(name)}")
@@ -297,11 +297,11 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 class ChunkedLMHead(nn.Linear):
     """An `nn.Linear` that returns log-probabilities and entropies if it gets labels, without all logits in memory.
 
-    It runs in its own forward, so hooks of FSDP, DDP and ZeRO apply. Without labels, it is the `nn.Linear`.
+    It runs in its own forward, so hooks of FSDP, DDP and ZeRO apply.
 
     Args:
         in_features, out_features, bias, device, dtype: of `nn.Linear`.
-        ignore_index, softcap, logit_scale, logits_budget, logits_dtype: see `LogitOptions`. Not applied to logits.
+        ignore_index, softcap, logit_scale, logits_budget, logits_dtype: see `LogitOptions`; not for returned logits.
 
     >>> head = ChunkedLMHead(4, 11)
     >>> stats = head(torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]]), temperature=0.7)
@@ -334,12 +334,12 @@ class ChunkedLMHead(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
-        """Return a head with the parameters of `linear`: the same objects, so ties hold. `options` as for the class.
+        """Return a head with the parameters of `linear`, the same objects; `options` are those of the class.
 
         Convert before FSDP or an adapter wraps the model.
 
         Raises:
-            TypeError: `linear` may compute something else, such as a quantized or adapted projection.
+            TypeError: `linear` is not plain, but for example quantized or adapted.
             ValueError: `linear` has hooks, which the new head would lose.
         """
         _check_plain_linear(linear)
@@ -352,8 +352,8 @@ class ChunkedLMHead(nn.Linear):
 
         Args:
             hidden: (B, T, H) or (N, H).
-            labels: (B, T) or (N,) ids that `hidden` predicts: shift them first. Ignored tokens have 0.
-            temperature: a number, or a tensor of one value or of the labels' shape.
+            labels: (B, T) or (N,) ids that `hidden` predicts (see `shifted`). Ignored tokens have 0.
+            temperature: a number, or a tensor of one value or in the labels' shape.
         """
         if labels is None:
             return super().forward(hidden)
@@ -365,7 +365,6 @@ class ChunkedLMHead(nn.Linear):
 
 
 def _check_plain_linear(linear: Any) -> None:
-    """Check that `linear` is nothing but `x @ weight.T + bias`."""
     kind = type(linear)
     if kind not in (nn.Linear, ChunkedLMHead) or "forward" in vars(linear):
         advice = "dequantize a quantized head, merge an adapter, and convert the head before FSDP or hooks wrap it"
@@ -383,7 +382,7 @@ def _check_plain_linear(linear: Any) -> None:
 def logps_and_entropy(
     head: nn.Linear, hidden: Tensor, labels: Tensor, temperature: float | Tensor, options: LogitOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return statistics of `labels` at temperatures as in `ChunkedLMHead.forward`, not at that of `options`."""
+    """Return both at `temperature`, as in `ChunkedLMHead.forward`, not at that of `options`."""
     if isinstance(temperature, Tensor) and temperature.is_floating_point():
         temperature = temperature.item() if temperature.numel() == 1 else temperature.float()
     settings = asdict(options) | {"temperature": temperature}

@@ -63,8 +63,8 @@ _SMALL = Sizes()
 class LossReport(NamedTuple):
     """A result of `check_loss`.
 
-    - `error`: the largest relative difference from full logits
-    - `budgets`: the budgets that were compared, in bytes
+    - `error`: the largest relative difference
+    - `budgets`: those compared, in bytes
     - `tokens`: valid tokens
     """
 
@@ -79,8 +79,8 @@ def check_loss(
 ) -> LossReport:
     """Check a loss of this library, or your own on a base class, in float64.
 
-    Compares loss and gradients with autograd over full logits through the same method, small budgets, more padding, and
-    a second call. Check the method's formula yourself. Finds a loss that
+    Compares loss and gradients with those of full logits through the same method, small budgets, more padding, and a
+    second call. The formula itself is not checked. Finds a loss that
 
     - compares pairs, sequences or tokens without declaring it in `scope`,
     - depends on padding, such as a sum over T instead of `mask`,
@@ -89,8 +89,7 @@ def check_loss(
     - returns something detached, random, or not finite.
 
     Args:
-        batch: arguments of `loss(...)` by name, at least 3 pairs or sequences; None: random.
-        seed: of the random batch.
+        batch: arguments of `loss(...)` by name, at least 3 pairs or sequences; None: random, from `seed`.
         tolerance: largest relative difference.
 
     Raises:
@@ -270,13 +269,11 @@ def evaluate(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return the loss and gradients, by full logits and autograd."""
     given, leaves = _leaves(batch)
     return _gradients(full_loss(loss, given), leaves)
 
 
 def full_loss(loss: nn.Module, batch: Batch) -> Tensor:
-    """Return the loss of the full logits of all tokens with a target."""
     if isinstance(loss, LigerFusedLinearDistillationBase):
         return _full_distillation(loss, **batch)
     own: Any = _with_budget(loss, None)

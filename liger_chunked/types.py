@@ -18,7 +18,7 @@ try:
 except ImportError:  # a torch without distributed
 
     class ProcessGroup:  # type: ignore[no-redef]
-        """Nothing is one."""
+        pass
 
 
 class TokenStats(NamedTuple):
@@ -73,11 +73,11 @@ class AdaptedWeight:
     Args:
         weight: (V, H), usually frozen.
         up: (V, r). Concatenate several adapters along r.
-        down: maps hidden states (..., H) to (..., r), differentiably, with the adapter's dropout and scaling. A loss
-            calls it once per tensor of hidden states, with one dropout mask.
+        down: maps hidden states (..., H) to (..., r), with the adapter's dropout and scaling. A loss calls it once per
+            tensor of hidden states.
 
     Gradients reach `weight`, `up` and the parameters of `down`. With a 16-bit weight, `up` and `down(x)` may be
-    float32, as in PEFT: a product of rank 3 r keeps 16 bits of precision. Autocast rounds them.
+    float32, as in PEFT; autocast rounds them.
 
     >>> lora_A, lora_B = torch.randn(2, 4), torch.zeros(11, 2)
     >>> weight = AdaptedWeight(torch.randn(11, 4), up=lora_B, down=lambda x: 0.5 * (x @ lora_A.T))
@@ -127,17 +127,16 @@ Weight: TypeAlias = Tensor | AdaptedWeight
 class VocabShard:
     """This rank's part of a vocabulary, under tensor parallelism.
 
-    `weight`, `bias` and their gradients are this rank's rows; targets are ids of the whole vocabulary. All ranks must
-    pass the same tokens, options and other tensors, and get the same loss.
+    `weight`, `bias` and their gradients are this rank's rows. All else is the same on all ranks: targets (ids of the
+    whole vocabulary), other tensors, options, and the loss.
 
     Args:
         group: the process group; None: the default one.
         start: id of this rank's first row.
-        vocab_size: size of the whole vocabulary. Rows from this id on are padding, outside the softmax, with a zero
-            gradient. Shards may differ in size, or be all padding.
-        input_grad: the hidden states' gradient: "all_reduce", the whole; "partial", the rank's share, if the caller
-            sums over ranks; "reduce_scatter", if hidden states (B, T / ranks, H) are this rank's part of the sequences,
-            in rank order: that part's. All other tensors are whole.
+        vocab_size: size of the whole vocabulary. Rows from this id on are padding: outside the softmax, zero gradient.
+            Shards may differ in size, or be all padding.
+        input_grad: the hidden states' gradient: "all_reduce", the whole; "partial", the rank's share, for the caller to
+            sum; "reduce_scatter", this rank's part, if hidden states are (B, T / ranks, H), split in rank order.
     """
 
     group: ProcessGroup | None
@@ -276,7 +275,7 @@ _UNITS = {"b": 1} | {
 def budget_bytes(budget: int | float | str | None) -> int | None:
     """Convert a `logits_budget`, a positive whole number of bytes, from text with a unit.
 
-    Units, in any case: B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024).
+    Units, in any case: B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (of 1024).
 
     >>> budget_bytes(1e9), budget_bytes("1GB"), budget_bytes("512MiB"), budget_bytes("256 mb")
     (1000000000, 1000000000, 536870912, 256000000)
@@ -318,7 +317,7 @@ class LogitOptions:
     `logit_scale * z / temperature`.
 
     Args:
-        ignore_index: tokens with this target do not count, at no cost.
+        ignore_index: tokens with this target are skipped.
         softcap: Gemma's `final_logit_softcapping`.
         logit_scale: Cohere's `logit_scale`, Granite's `1 / logits_scaling`.
         logits_budget: most bytes of logits in memory, see `budget_bytes`; None: automatic.
@@ -359,10 +358,9 @@ class LogitOptions:
 class Pairs:
     """`n` preference pairs, the input of a paired loss. Axis 1 is (chosen, rejected); `T` is the padded length.
 
-    A loss may get parts of the batch; `batch_...` fields describe all of it. Use `reshape`, not `view`: parts differ in
-    memory layout.
+    A loss may get parts of the batch, of any memory layout; `batch_...` fields describe all of it.
 
-    - `logps` (n, 2): log-probability of each sequence under the policy, in nats: the sum over valid tokens, or the mean
+    - `logps` (n, 2): each sequence's log-probability under the policy, in nats: the sum over valid tokens, or the mean
       with `average_log_prob`, weighted with `ld_alpha`; float64
     - `ref_logps` (n, 2): the same under the reference, without gradient; zeros without one
     - `lengths` (n, 2): valid tokens, at least 1
@@ -398,8 +396,7 @@ class Examples:
 
     - `logps`, `ref_logps`, `lengths` (n,), `mask`, `token_stats` (n, T): as in `Pairs`, without `ld_alpha`
     - `desirable` (n,): bool
-    - `reference_point` (): the call's `kl` in nats or `delta` in rewards, or zero, as the loss declares; without
-      gradient
+    - `reference_point` (): the call's `kl` in nats, its `delta` in rewards, or zero; without gradient
     - `batch_size`: sequences
     - `batch_counts` (2,): desirable and undesirable sequences, at least 1
     """
@@ -435,15 +432,15 @@ class Examples:
 class Rollouts:
     """`n` sampled completions, the input of a policy loss. `T` and `batch_...` as in `Pairs`.
 
-    With `scope = "token"`, rows are tokens: `T` is 1, and values per sequence repeat. Ignored tokens have ratios and
-    weights of 1, else 0.
+    With `scope = "token"`, rows are tokens: `T` is 1, and values per sequence repeat. At ignored tokens, ratios and
+    weights are 1, other values 0.
 
     - `logps` (n, T): log-probabilities under the policy, in nats
     - `old_logps` (n, T): under the sampling policy, without gradient; defaults to `logps`
     - `ref_logps` (n, T): under the reference, without gradient
     - `log_ratio`: of the importance level, (n, T), or float64 (n, 1) per sequence
     - `advantages` (n, T), or (n, 1) per sequence
-    - `importance_weights` (n, T) or (n, 1): correct for a sampler unlike the old policy
+    - `importance_weights` (n, T) or (n, 1)
     - `entropy` (n, T): of the policy, in nats
     - `mask` (n, T), `lengths` (n, 1): as in `Pairs`
     - `batch_size`: sequences
@@ -473,7 +470,7 @@ class PreferenceMetrics(NamedTuple):
 
     - `chosen_logps`, `rejected_logps` (n,): `Pairs.logps`
     - `chosen_logits_mean`, `rejected_logits_mean` (): over vocabulary and valid tokens
-    - `nll_loss` (): nats per valid chosen token; zero without an NLL term
+    - `nll_loss` (): nats per valid chosen token; zero without NLL term
     - `chosen_rewards`, `rejected_rewards` (n,): `beta * (logps - ref_logps)`, with the loss's `reward_shape`
     """
 
@@ -497,9 +494,7 @@ class PreferenceMetrics(NamedTuple):
 
 
 class UnpairedPreferenceMetrics(NamedTuple):
-    """Metrics of an unpaired loss, detached; "chosen" are the desirable sequences.
-
-    To average over ranks, weigh means by counts. A mean over nothing is zero.
+    """Metrics of an unpaired loss, detached; "chosen" are the desirable sequences. A mean over nothing is zero.
 
     - `chosen_logps`, `rejected_logps` (): mean of `Examples.logps`, in nats
     - `chosen_logits_mean`, `rejected_logits_mean` (): as in `PreferenceMetrics`
@@ -525,7 +520,7 @@ class UnpairedPreferenceMetrics(NamedTuple):
 class PolicyMetrics(NamedTuple):
     """Metrics of a policy loss, detached; None if not computed.
 
-    Means are over valid tokens, or sequences for values per sequence; zero over nothing.
+    Means are over valid tokens, or sequences for values per sequence.
 
     - `entropy` (), `kl` (): mean, in nats; the KL is the loss's estimate
     - `clip_ratio_low`, `clip_ratio_high`, `clip_ratio` (): share of ratios clipped below, above, or either
@@ -553,9 +548,9 @@ class CrossEntropyMetrics(NamedTuple):
 
 @dataclass(frozen=True)
 class Divergence:
-    """A divergence of student logits `z` and teacher logits `t`, with closed-form gradient.
+    """A divergence with closed-form gradient, of student logits `z` and teacher logits `t`.
 
-    With `p = softmax(z)` and `q = softmax(t)`:
+    `p = softmax(z)` and `q = softmax(t)`:
 
     - "forward_kl": `KL(q || p)`
     - "reverse_kl": `KL(p || q)`
@@ -571,7 +566,6 @@ class Divergence:
 
     @classmethod
     def jensen_shannon(cls, beta: float) -> Divergence:
-        """Return the divergence of `LigerFusedLinearJSDLoss`."""
         check_number("beta", beta)
         if not 0.0 <= beta <= 1.0:
             raise ValueError(f"beta must be in [0, 1], got {beta}")
@@ -604,7 +598,7 @@ class MemoryEstimate:
     - `weight_grad`: gradients of weight and bias, and accumulators
     - `input_grad`: gradient of the hidden states
     - `hidden`: copies of valid tokens' hidden states
-    - `other`: numbers per token, autocast's heads, autograd's saved tensors, the fused epilogue's sums and products
+    - `other`: such as autocast's heads, autograd's saved tensors, the fused epilogue's sums
     """
 
     logits: int = 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status. An error that names an argument becomes a message and status 2."""
+    """Run a command and return its exit status. Errors that name an argument become a message and status 2."""
     try:
         from liger_chunked.cli.app import run
     except ModuleNotFoundError as missing:

@@ -46,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if isinstance(error, (ValueError, TypeError)):
             print(f"liger-chunked: error: {error}", file=sys.stderr)
-        elif hasattr(error, "format_message"):  # of the command line
+        elif hasattr(error, "format_message"):
             if message := error.format_message():  # none with the help
                 print(f"liger-chunked: error: {message}", file=sys.stderr)
         else:
@@ -181,7 +181,7 @@ def bench(
     logits_budget: Annotated[str | None, typer.Option(help="bytes, or with a unit: 256MiB; default: automatic")] = None,
     figure: Annotated[Path | None, typer.Option(help="draw this file, .svg or .png; needs matplotlib")] = None,
 ) -> None:
-    """Time and memory of losses on this machine, beside eager code."""
+    """Time and memory of losses on this machine, fused and eager."""
     names = [loss.value for loss in losses or []] or ["cross-entropy", "dpo", "grpo", "jsd"]
     default = benchmark.default_sizes()
     chosen = sizes.model_sizes(

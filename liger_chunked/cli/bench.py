@@ -1,5 +1,3 @@
-"""Time and memory of losses on this machine, beside eager code: full logits, in float32 for the softmax."""
-
 from __future__ import annotations
 
 import time
@@ -21,7 +19,7 @@ _SECONDS = 0.4  # of each measurement
 
 @dataclass(frozen=True)
 class Row:
-    """`mib` above the inputs, gradients included; None on a CPU or without a result. `failure`: why there is none."""
+    """`mib` is above the inputs, gradients included; None on a CPU or after a `failure`."""
 
     loss: str
     name: str
@@ -39,7 +37,7 @@ def default_sizes() -> dict[str, Any]:
 def measure(
     names: Sequence[str], shape: tuple[int, ...], *, vocab_size: int, hidden_size: int, logits_budget: str | None
 ) -> Iterator[Row]:
-    """Yield three rows for each loss: the time of its matrix products, ours, and eager code."""
+    """Yield three rows for each loss: the time of its matrix products, ours, and eager code with a float32 softmax."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     for name in names:
@@ -62,7 +60,7 @@ def measure(
 
 
 def _batch(loss: Any, sizes: Sizes, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Return a batch on the device. Its reference and old log-probabilities are random: only their size matters."""
+    """Return a batch. Reference and old log-probabilities are random: only their size matters."""
     small = random_batch(loss, 0, sizes._replace(sequences=2, length=2, hidden=1, vocab=2, teacher_hidden=1))
     generator = torch.Generator(device).manual_seed(0)
     n, length, hidden, vocab, teacher_hidden = sizes
@@ -107,7 +105,7 @@ def _row(loss: str, name: str, step: Callable[[], Tensor], leaves: list[Tensor])
 
 
 def _floor(batch: dict[str, Any], ignore_index: int) -> float:
-    """Return the time of the head's three products, and of the teacher's one, on all tokens with a target."""
+    """Return the time of the products of head and teacher on all tokens with a target."""
     n = int((batch["target"] != ignore_index).sum())
     total = 0.0
     for weight, products in ((batch["weight"], 3), (batch.get("teacher_weight"), 1)):

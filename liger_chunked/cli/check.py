@@ -1,5 +1,3 @@
-"""A self-test of a device: every loss and base kernel against float64."""
-
 from __future__ import annotations
 
 import warnings
@@ -16,13 +14,13 @@ from liger_chunked.cli import tables
 from liger_chunked.cli.losses import LOSSES
 from liger_chunked.testing import Sizes, evaluate, evaluate_full, random_batch
 
-# An error may be 1.1 times that of eager code in the same dtype, plus some roundings: float32 sums have another order.
+# An error may be 1.1 times that of eager code in the same dtype, plus roundings: float32 sums have another order.
 _RATIO, _ROUNDINGS = 1.1, {torch.float32: 4.0, torch.bfloat16: 1.0}
 
 
 @dataclass(frozen=True)
 class Result:
-    """`error`: the largest relative error of a value or a gradient; `bound`: the most that it may be."""
+    """`error`: the largest relative error of a value or a gradient; `bound`: the largest allowed."""
 
     name: str
     dtype: torch.dtype
@@ -85,7 +83,7 @@ def losses(device: torch.device, seed: int) -> Iterator[Result]:
 
 
 def frozen_head(device: torch.device, seed: int) -> Iterator[Result]:
-    """Compare a step that takes the fused epilogue on Hopper: large, in bfloat16, with a frozen head."""
+    """Compare a step that takes the fused epilogue on Hopper: large, bfloat16, frozen head."""
     n, hidden, vocab = 2048, 1024, 65536 + 128
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randn(n, hidden, device=device, generator=generator).bfloat16()
@@ -148,7 +146,7 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-# Kernel and the same in eager code, of x (N, D), a weight and a bias (D,).
+# Kernel and eager code, of x (N, D), a weight and a bias (D,).
 _KERNELS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "rms_norm": (lambda x, w, b: library.liger_rms_norm(x, w, 1e-6), _rms_norm),
     "layer_norm": (lambda x, w, b: library.liger_layer_norm(x, w, b, 1e-6), _layer_norm),
@@ -172,7 +170,6 @@ def kernels(device: torch.device, seed: int) -> Iterator[Result]:
             def run(function: Callable[..., Tensor], of: torch.dtype, dtype: torch.dtype = dtype) -> dict[str, Tensor]:
                 given = [x.to(dtype).to(of).requires_grad_() for x in inputs]
                 y = function(*given)
-                # An uneven upstream gradient.
                 upstream = torch.linspace(-1, 1, y.numel(), device=device, dtype=y.dtype).view_as(y) if y.ndim else None
                 gradients = torch.autograd.grad(y, given, upstream, allow_unused=True)
                 found = {f"gradient {i}": g for i, g in enumerate(gradients) if g is not None}

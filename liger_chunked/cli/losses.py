@@ -1,5 +1,3 @@
-"""Losses by their names in a shell."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Memory of a loss, fused and eager."""
-
 from __future__ import annotations
 
 import json
@@ -22,7 +20,7 @@ from liger_chunked.cli.losses import DISTILLATION, LOSSES, PAIRS
 from liger_chunked.memory import count_bytes
 from liger_chunked.types import MemoryEstimate, budget_bytes
 
-_MOST = 1 << 19  # tokens: the search for a batch ends here, because an estimate goes through all chunks
+_MOST = 1 << 19  # tokens, where the search for a batch ends
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -95,8 +93,6 @@ def _config(model: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """A loss by name, the target's shape, and other arguments of `estimate_memory`."""
-
     loss: str
     shape: tuple[int, ...]
     settings: dict[str, Any]
@@ -105,7 +101,7 @@ class Case:
         return library.estimate_memory(LOSSES[self.loss](), shape=self.shape, **self.settings)
 
     def eager(self) -> MemoryEstimate:
-        """Return what full logits take: the product in the head's dtype, the loss in float32."""
+        """Return the memory of full logits: the product in the head's dtype, the loss in float32."""
         get = self.settings.get
         valid = get("valid")
         counts = [prod(self.shape)] if valid is None else [valid] if isinstance(valid, int) else valid

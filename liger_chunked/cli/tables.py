@@ -1,5 +1,3 @@
-"""Tables in a terminal, and as wide as they need to be elsewhere."""
-
 from __future__ import annotations
 
 import sys

@@ -16,7 +16,7 @@ _HERE = "liger_chunked.compat"
 _LOSSES = (f"{_HERE}.chunked_loss", f"{_HERE}.chunked_loss.functional")
 _LAYERS = (f"{_HERE}.transformers", f"{_HERE}.transformers.functional", f"{_HERE}.ops")
 _OPS = (f"{_HERE}.ops",)
-# Liger-Kernel's modules, and those of `compat` that have their names or refuse them in words.
+# Liger-Kernel's modules, and those of `compat` that serve or refuse their names.
 _SERVED: dict[str, tuple[str, ...]] = {
     "": (_HERE,),
     "chunked_loss": _LOSSES[:1],

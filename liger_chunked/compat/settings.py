@@ -1,5 +1,3 @@
-"""The base of the adapters of losses."""
-
 from __future__ import annotations
 
 import functools

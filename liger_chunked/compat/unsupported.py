@@ -82,7 +82,7 @@ def missing(module: str, name: str) -> NoReturn:
     """Refuse a name of a module.
 
     Raises:
-        ImportError: Liger-Kernel has the name. The message of an AttributeError is lost in `from ... import`.
+        ImportError: Liger-Kernel has the name; `from ... import` loses the message of an AttributeError.
         AttributeError: Liger-Kernel has no such name.
     """
     if name in MISSING:

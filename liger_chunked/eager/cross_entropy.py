@@ -1,5 +1,3 @@
-"""Cross entropy."""
-
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,3 @@
-"""Distillation from logits or a teacher's top-k."""
-
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,3 @@
-"""DPO and its variants, pair by pair."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -51,7 +49,7 @@ class _Divergence(NamedTuple):
 
 
 def _logistic(logit: Tensor, probability: float) -> Tensor:
-    # The gradient of F.binary_cross_entropy_with_logits, sigmoid(x) - q, cancels in small losses.
+    # F.binary_cross_entropy_with_logits has a gradient, sigmoid(x) - q, that cancels.
     return -(probability * F.logsigmoid(logit) + (1 - probability) * F.logsigmoid(-logit))
 
 

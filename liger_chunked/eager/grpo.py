@@ -1,5 +1,3 @@
-"""Policy gradient losses, sequence by sequence."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Preference losses without a reference model: ORPO, CPO with AlphaPO, SimPO."""
-
 from __future__ import annotations
 
 from typing import Any

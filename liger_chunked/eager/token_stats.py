@@ -1,5 +1,3 @@
-"""Token statistics."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

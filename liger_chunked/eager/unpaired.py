@@ -1,5 +1,3 @@
-"""Losses on unpaired preferences, sequence by sequence: KTO, unpaired APO-zero, BCO."""
-
 from __future__ import annotations
 
 from typing import Any

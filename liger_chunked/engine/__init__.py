@@ -1,11 +1,10 @@
 """The engine: losses and gradients of chunks of tokens. It knows no loss by name.
 
-batch, plan                      which tokens count; how they are cut
+batch, known, plan               which tokens count; how they are cut
 step                             the loop over chunks, and its autograd Function
-head, epilogue, distillation     the passes that `step` drives: plain logits, fused epilogue, student and teacher
+head, epilogue, distillation     passes: plain logits, fused epilogue, student and teacher
 gradients                        accumulators of dX, dW and db
 divergences, top_k, ranked       divergences of a tile of logits
-known                            counts that the caller knows
 stats                            linear_token_stats
 shard, scattered, sequence       a vocabulary, hidden states, or sequences split over ranks
 """

@@ -1,5 +1,3 @@
-"""The low-rank term of an `AdaptedWeight`."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -11,12 +9,12 @@ from liger_chunked.engine.checks import autocasts
 from liger_chunked.kernels.operands import described, plain
 from liger_chunked.types import AdaptedWeight
 
-# float16 holds neither a `u` of 1e5 nor an `up` of 1e-7. Constant, because ranks sum their gradients of `u`.
+# float16 cannot hold a `u` of 1e5 or an `up` of 1e-7. Constant, because ranks sum gradients of `u`.
 _RANGE = 256.0
 
 
 class _Rounded(torch.autograd.Function):
-    """Rounds to `dtype`, in the dtype of `x`, with the identity's gradient."""
+    """Rounds values to `dtype`, but keeps the dtype of `x`, with the identity's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -36,8 +34,7 @@ def _parts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def apply_down(weight: AdaptedWeight, input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return `weight` (V, H), `up` (V, k) and `u` (..., k), with `u @ up.T` the adapter's logits.
 
-    k is r. For float32 adapters of a 16-bit head outside autocast, k is 3 r, because rounding gives up to 1.6 times the
-    error:
+    k is r, but 3 r for float32 adapters of a 16-bit head outside autocast: rounding gives up to 1.6 times the error.
 
         u @ up.T  ~  u_rounded @ up_rounded.T + u_rest @ up_rounded.T + u_rounded @ up_rest.T
     """

@@ -1,7 +1,4 @@
-"""Select and order the tokens that have a target.
-
-docs/how-it-works.md explains groups, chunks and tiles.
-"""
+"""Select and order the tokens that have a target (docs/how-it-works.md: groups, chunks and tiles)."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ AnyLayout = TypeVar("AnyLayout", bound="Layout")
 
 
 def along(x: Tensor, part: slice | Tensor) -> Tensor:
-    """Return `x[part]`, or `x` if `part` covers it: creating a view takes longer than some kernels."""
+    """Return `x[part]`, or `x` if `part` covers it: a view takes longer than some kernels."""
     return x if isinstance(part, slice) and part.start == 0 and part.stop == x.shape[0] else x[part]
 
 
@@ -61,12 +58,12 @@ def largest(tiles: list[Tile]) -> int:
     return (rows.stop - rows.start) * (vocab.stop - vocab.start)
 
 
-@dataclass(eq=False)  # frozen, it would take twice as long to make
+@dataclass(eq=False)  # not frozen, which would take twice as long
 class Layout:
     """The order of tokens, and their places in the input and in the dense layout.
 
     The dense layout is (N,) for tokens, (B, 1, T) for sequences, and (n, 2, T) for pairs, chosen first. Tokens are in
-    input order, except after `by_group`, which a step of several chunks needs: stacked pairs are not contiguous.
+    input order, except after `by_group`, which steps of several chunks need.
     """
 
     shape: tuple[int, ...]
@@ -74,19 +71,18 @@ class Layout:
     rows: Tensor | None  # (n_valid,) in the flattened input; None: all
     slots: Tensor | None  # (n_valid,) in the flattened dense layout; None: all
     mask: Tensor  # dense, True at the valid tokens
-    lengths: Tensor | None  # (groups, sequences in a group) valid tokens; None if groups are tokens
+    lengths: Tensor | None  # (groups, sequences of a group) valid tokens; None if groups are tokens
     side_lengths: Tensor | None  # (2,) `lengths` summed over pairs
-    group_lengths: Sequence[int] | None  # valid tokens of each group, on the host
-    shortest: int = 0  # smallest of `lengths`, on the host
+    group_lengths: Sequence[int] | None  # valid tokens of each group
+    shortest: int = 0  # smallest of `lengths`
     stacked: bool = False  # all chosen sequences, then all rejected ones
-    length: int = 1  # rows of the input, such as a sequence, that `scatter_rows` splits evenly over ranks
-    row_of: Tensor | None = None  # the input's row of each entry of the flattened target; None: the same
+    length: int = 1  # rows, such as a sequence, that `scatter_rows` splits evenly over ranks
+    row_of: Tensor | None = None  # the input's rows of the flattened target; None: the same
     split: SplitLayout | None = None  # this rank's part, if ranks split sequences
-    # (n_valid,) float32, which divides each token's logits; that of `LogitOptions` is then 1
+    # (n_valid,) float32, instead of that of `LogitOptions`, which is then 1
     temperature: Tensor | None = None
 
     def local(self, whole_batch: bool = False) -> Layout:
-        """Return the layout of the tokens that this rank computes."""
         if self.split is None:
             return self
         return dataclasses.replace(self.split, exchanges=True) if whole_batch else self.split
@@ -137,7 +133,6 @@ class Layout:
         return loss
 
     def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
-        """Undo `dense`."""
         if self.group_lengths is not None:
             dense = (dense.transpose(0, 1) if self.stacked else dense).reshape(-1)
             slots = self._slots_in(chunk)
@@ -184,7 +179,7 @@ class Layout:
         return self.scatter_stats({name: f for name, f in values._asdict().items() if f is not None})
 
     def scatter_stats(self, values: dict[str, Tensor]) -> TokenStats:
-        """Move statistics to the dense layout, argmax -1 and zeros elsewhere."""
+        """Move statistics to the dense layout, elsewhere zero (argmax -1)."""
         return TokenStats(**{k: self.scatter(v, fill=-1 if k == "argmax" else 0) for k, v in values.items()})
 
     def arrange(self, x: Tensor) -> Tensor:
@@ -211,7 +206,7 @@ def lay_out(
 ) -> Layout:
     """Return the layout of a target (B, T), or (N,) for tokens. Waits for the device once, unless it has `n_valid`.
 
-    The target has whole, padded sequences; for pairs, all chosen ones come first.
+    Sequences are whole and padded; of pairs, all chosen ones come first.
     """
     whole = _lay_out(target, group, ignore_index, vocab_size, name, n_valid)
     if sequences is None:
@@ -238,7 +233,7 @@ def _lay_out(
         lengths = _in_rows(summary).view(per_group, -1).t()
         side_lengths = lengths.sum(0) if group == "pair" else None
     if reads:
-        sizes, lows, highs = found.read()  # waits for the device: launch before it
+        sizes, lows, highs = found.read()  # waits for the device
         counts, low, high = [sum(row) for row in sizes], min(map(min, lows), default=0), max(map(max, highs), default=0)
         if low < 0 or high >= vocab_size:
             raise ValueError(
@@ -271,7 +266,7 @@ def _lay_out(
 
 
 def _in_rows(summary: Tensor) -> Tensor:
-    """Return the valid tokens of each row."""
+    """Return each row's number of valid tokens."""
     return summary[0, :, 0] if summary.shape[2] == 1 else summary[0].sum(-1)
 
 
@@ -295,7 +290,7 @@ def _assert_survey(summary: Tensor, n_valid: int | tuple[int, ...], name: str, v
 
 
 def at_temperature(layout: AnyLayout, temperature: Tensor, n_valid: Counts = None) -> AnyLayout:
-    """Return a layout with `temperature`, like the target of `lay_out`. Without `n_valid`, waits for the device."""
+    """Return the layout with a `temperature`, shaped like the target."""
     flat = temperature.contiguous().view(-1)
     own = flat if layout.slots is None else flat[layout.slots]
     if may_read(own, n_valid):
@@ -313,7 +308,7 @@ def at_temperature(layout: AnyLayout, temperature: Tensor, n_valid: Counts = Non
 
 
 def lay_out_every(shape: Sequence[int], split: SequenceSplit | None = None, n_valid: int | None = None) -> Layout:
-    """Return the layout of valid tokens (B, T) or (N,) on this rank. Does not wait for the device."""
+    """Return the layout if all tokens (B, T) or (N,) are valid. Does not wait for the device."""
     n, length = math.prod(shape), shape[-1]
     if n_valid is not None and n_valid != n:
         raise ValueError(f"n_valid must be {n}, all positions of input, without a target or mask, got {n_valid}")
@@ -332,8 +327,8 @@ def _lay_out_every(n: int, length: int) -> Layout:
 class SplitLayout(Layout):
     """This rank's tokens of sequences split over ranks.
 
-    If `exchanges`, ranks gather dense values with each chunk, and the objective of every rank sees whole groups.
-    Otherwise groups are tokens, and each rank computes its share.
+    If `exchanges`, ranks gather each chunk's dense values, so that every objective sees whole groups. Otherwise groups
+    are tokens, and each rank computes its share.
     """
 
     whole: Layout = field(kw_only=True)

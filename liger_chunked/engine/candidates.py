@@ -1,5 +1,3 @@
-"""Log-probabilities of more ids than the target."""
-
 from __future__ import annotations
 
 import math
@@ -28,7 +26,6 @@ class Candidates:
         self.logits = torch.zeros(self.ids.shape, dtype=dtype, device=like.device)
 
     def _columns(self, tile: Tile, vocab_start: int) -> tuple[Tensor, Tensor]:
-        """Return each id's column, and whether it is inside."""
         columns = along(self.ids, tile.rows) - (vocab_start + tile.vocab.start)
         inside = (columns >= 0) & (columns < tile.vocab.stop - tile.vocab.start)
         return columns, inside
@@ -61,13 +58,13 @@ class Candidates:
     ) -> Callable[[Tensor], object]:
         """Return a function that writes the candidates' entries of a tile's gradient.
 
-        They are computed here, because the tile's kernel overwrites the logits. It also rounds, so `upstream` (n, K)
-        cannot be added to its result.
+        They are computed before the tile's kernel overwrites the logits. `upstream` (n, K) cannot be added to its
+        result, which is rounded.
         """
         columns, inside = self._columns(tile, vocab_start)
         if not logits.shape[1]:
             return lambda dz: None
-        # An id outside the tile repeats the row's first id inside it. A row without ids inside is left unchanged.
+        # An id outside the tile repeats the row's first id inside it, if any.
         first = inside.int().argmax(1, keepdim=True)
         columns = torch.where(inside, columns, columns.gather(1, first)).clamp(0, logits.shape[1] - 1)
         any_inside = inside.gather(1, first)
@@ -91,7 +88,7 @@ class Candidates:
 
 
 def check_candidates(candidates: Any, target: Tensor, vocab_size: int, n_valid: Counts = None) -> Tensor:
-    """Return checked (N, K) ids. Waits for the device, unless it has `n_valid`."""
+    """Return checked (N, K) ids."""
     whole = isinstance(candidates, Tensor) and not (candidates.is_floating_point() or candidates.is_complex())
     if not whole or candidates.dtype == torch.bool:
         raise TypeError(f"candidates must be a tensor of token ids (int64), got {described(candidates)}")

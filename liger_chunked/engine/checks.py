@@ -1,5 +1,3 @@
-"""Check inputs. Raise TypeError or ValueError."""
-
 from __future__ import annotations
 
 import functools
@@ -49,7 +47,7 @@ def compute_dtype(head: LossHead, input: Tensor, prefix: str = "", input_name: s
 
 
 def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
-    """Raise ValueError if `value` depends on a trainable leaf beyond `ends`, which would get no gradient."""
+    """Raise ValueError if `value` depends on trainable leaves beyond `ends`: they would get no gradient."""
     ends = list(ends)
     seen = {x.grad_fn for x in ends}
     left = [value.grad_fn]
@@ -60,7 +58,7 @@ def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
         seen.add(node)
         following = node.next_functions
         left.extend(after for after, _ in following)
-        leaf = None if following else getattr(node, "variable", None)  # only nodes of leaves have it
+        leaf = None if following else getattr(node, "variable", None)
         if leaf is not None and not any(leaf is x for x in ends):
             raise ValueError(
                 f"{name} depends on another tensor that requires a gradient, {described(leaf)}, and computes gradients "
@@ -88,7 +86,6 @@ def hint_for(x: Any, name: str, ids: bool = False) -> str:
         bias = f", and {name.replace('weight', 'bias')}=its bias" if getattr(x, "bias", None) is not None else ""
         return f": pass its weight{bias}" if name.endswith("weight") else ""
     if ids:
-        # also transformers' BatchEncoding
         found = [key for key in ("labels", "input_ids") if isinstance(x, Mapping) and key in x]
         return f": pass its {found[0]!r}, shifted by one position" if found else ""
     if name.endswith("weight"):
@@ -166,7 +163,7 @@ def _check_shard(shard: VocabShard, rows: int, input: Tensor) -> None:
         raise TypeError(f"vocab_shard must be a VocabShard, got {described(shard)}")
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("vocab_shard needs torch.distributed: call init_process_group first")
-    # The key ignores padding: if it changed on one rank only, that rank would call the collective alone.
+    # The key ignores padding: if it changed on one rank, that rank would call the collective alone.
     key = _shard_key(shard, rows)
     if key not in _CHECKED:
         _CHECKED[key] = _check_ranks(*key[:4], input[..., :0] if key[4] else input)
@@ -195,7 +192,7 @@ def ranks_of(shard: VocabShard, rows: int) -> Ranks:
 
 
 def _check_ranks(group: dist.ProcessGroup | None, start: int, rows: int, vocab_size: int, input: Tensor) -> Ranks:
-    """Check that the ranks' rows cover the vocabulary and that hidden states are the same. All ranks raise."""
+    """Check on all ranks that their rows cover the vocabulary, and that hidden states are the same."""
     some = input.detach().reshape(-1)[:: max(1, input.numel() // 64)].tolist()
     mine = (start, rows, vocab_size, tuple(input.shape), some, has_wide_tiles(input.device))
     parts = [mine] * dist.get_world_size(group)
@@ -267,7 +264,7 @@ _SAME_TARGETS: set[Any] = set()
 
 
 def _check_same_targets(shard: VocabShard, target: Tensor, name: str) -> None:
-    """Check, once for each group, that its ranks have the same targets. All ranks raise."""
+    """Check on all ranks, once for each group, that they have the same targets."""
     group = dist.group.WORLD if shard.group is None else shard.group
     if group in _SAME_TARGETS:
         return
@@ -285,12 +282,13 @@ def _check_same_targets(shard: VocabShard, target: Tensor, name: str) -> None:
 def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return `hidden[:, :-1]` and `labels[:, 1:]`: hidden states, and the token that each predicts.
 
-    The losses expect that `input[t]` predicts `target[t]`, but a tokenizer's `labels` are one position off. No loss
-    detects that: the model then learns to copy its input, with a very small loss.
+    The losses expect that `input[t]` predicts `target[t]`, but a tokenizer's `labels` are one position off. Unshifted,
+    the model learns to copy its input, with a very small loss.
 
     Args:
         hidden: (B, T, H) last hidden states.
         labels: (B, T) token ids.
+
     >>> hidden, labels = torch.randn(2, 5, 4), torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, -100]])
     >>> input, target = shifted(hidden, labels)
     >>> input.shape, target.tolist()
@@ -310,7 +308,7 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_top_k(logps: Tensor, ids: Tensor, vocab_size: int, n_valid: Counts = None) -> None:
-    """Check a teacher's top-k (N, k); `logps` are -inf where missing. Waits for the device, unless it has `n_valid`."""
+    """Check a teacher's top-k (N, k), -inf where missing."""
     found = survey_top_k(logps, ids)
     if not may_read(found, n_valid):
         within = (found[0] < 0) & (found[1] < vocab_size)

@@ -1,5 +1,3 @@
-"""Exchange a few values per token between ranks."""
-
 from __future__ import annotations
 
 from typing import Any, TypeVar
@@ -15,7 +13,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def gather_tensor(x: Tensor, group: Any) -> Tensor:
-    """Return (ranks, *x.shape), in rank order; all ranks pass the same shape."""
+    """Return (ranks, *x.shape), in rank order; shapes must be equal."""
     gathered = x.new_empty(dist.get_world_size(group), *x.shape)
     if x.numel():
         _all_gather(gathered.view(-1), x.contiguous().view(-1), group=group)
@@ -23,7 +21,7 @@ def gather_tensor(x: Tensor, group: Any) -> Tensor:
 
 
 def gather(values: Values, group: Any) -> list[Values]:
-    """Gather the ranks' NamedTuples of equally shaped tensors, in rank order, by one collective."""
+    """Gather the ranks' NamedTuples of equally shaped tensors by one collective."""
     fields = {name: f for name, f in values._asdict().items() if f is not None}
     floats = next(f.dtype for f in fields.values() if f.is_floating_point())
     packed = torch.stack([f if f.dtype == floats else _as_bits(f, floats) for f in fields.values()])
@@ -35,7 +33,7 @@ def gather(values: Values, group: Any) -> list[Values]:
 
 
 def _as_bits(ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterpret ids: a gather does not change bits."""
+    """Reinterpret ids, for a gather that does not change bits."""
     return ids.to(torch.int32 if dtype.itemsize == 4 else torch.int64).view(dtype)
 
 
@@ -44,7 +42,7 @@ def _from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def of_one_rank(x: Tensor, group: Any) -> Tensor:
-    """Send values, in place, from the one rank where they are not zero to all ranks."""
+    """Send values, in place, to all ranks from the one where they are not zero."""
     if x.numel():
         dist.all_reduce(x, group=group)
     return x

@@ -1,7 +1,7 @@
 """Run chunks of student and teacher.
 
-For each tile of a student's chunk, project the teacher. A divergence needs whole rows, and the budget holds chunk and
-tile. The loss is linear in the divergences, so its gradients are known in advance.
+For each tile of a student's chunk, project the teacher. A divergence needs whole rows; chunk and tile share the budget.
+The loss is linear in the divergences, so their upstream gradients are known.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LossWeights(LinearObjective):
         return loss + self.logps * values.logps.sum(dtype=torch.float64)
 
     def gradients(self, values: Divergences) -> dict[str, Tensor]:
-        return {}  # see `DistillationPass.statistics`, which has the teacher's logits
+        return {}  # `DistillationPass.statistics` has the teacher's logits
 
     def of_tokens(self, n: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         given = {"divergence": self.divergence, "logps": self.logps}
@@ -57,7 +57,7 @@ class Teacher(NamedTuple):
     head: HeadTensors
     input: Tensor
     options: LogitOptions
-    dtype: torch.dtype  # of its products
+    dtype: torch.dtype
     u: Tensor | None = None  # (..., r), of an adapter
 
     @classmethod
@@ -71,7 +71,7 @@ class Teacher(NamedTuple):
 
 @dataclass
 class DistillationPass:
-    """A `Pass`. `teacher` is None if `route` has its log-probabilities."""
+    """A `Pass`. `teacher` is None if `route` has log-probabilities."""
 
     plan: Plan
     weights: LossWeights
@@ -132,7 +132,7 @@ class DistillationPass:
         )
         if self.grads is not None and logits.shape[0]:
             every = slice(0, logits.shape[0])
-            # A user's divergence may return another dtype.
+            # A user's divergence may have another dtype.
             weights = self._weights_of_tokens
             given = {name: along(g, every).to(getattr(measured, name).dtype) for name, g in weights.items()}
             gradients = self.grads.normalize(given)
@@ -149,7 +149,7 @@ class DistillationPass:
         return self._teacher.project_all(*(read(rows) for read in self._readers))
 
     def _of_teacher(self, chunk_rows: slice) -> list[Callable[[slice], Tensor]]:
-        """Return functions from rows to the teacher's hidden states, and `u`."""
+        """Return functions from rows to the teacher's hidden states and `u`."""
         if self.teacher is None:
             return []
         given = [x for x in (self.teacher.input, self.teacher.u) if x is not None]
@@ -166,7 +166,6 @@ def distillation_step(
     options: LogitOptions,
     has_target: bool,
 ) -> Step:
-    """Plan a step. The budget covers both models' logits."""
     wide = options.logits_dtype or (None if teacher is None else teacher.options.logits_dtype)
     if wide is not None:
         raise ValueError(f"distillation rounds logits to the products' dtype, got logits_dtype={wide}")
@@ -187,6 +186,6 @@ def distillation_step(
 
 
 def distillation_loss(step: Step, head: LossHead, input: Tensor) -> tuple[Tensor, Divergences]:
-    """Return the differentiable loss (), and the detached values of valid tokens."""
+    """Return the differentiable loss (), and valid tokens' values."""
     loss, values = run_step(step, head, input)
     return loss, Divergences(*values, *[None] * (2 - len(values)))

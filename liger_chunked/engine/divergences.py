@@ -1,4 +1,4 @@
-"""Divergences of a block of logits, and their gradient, by kernels or autograd; `TopK` is in top_k.py."""
+"""Divergences of a block of logits, and their gradient, by kernels or autograd."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from liger_chunked.kernels import divergence_grad_, divergence_stats
 from liger_chunked.kernels.transform import transform
 from liger_chunked.types import Divergence, LogitOptions, VocabShard, accumulation_dtype
 
-# Student and teacher logits (n, V) to (n,).
+# (n, V) logits of student and teacher to (n,).
 DivergenceFunction = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -82,7 +82,7 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class ByAutograd:
-    """Uses autograd on copies in the accumulation dtype."""
+    """Uses autograd, in the accumulation dtype."""
 
     function: DivergenceFunction
     options: LogitOptions
@@ -118,7 +118,7 @@ class ByAutograd:
 
 
 def vector_jacobian(outputs: dict[Tensor, Tensor], leaves: list[Tensor]) -> list[Tensor]:
-    """Return vector-Jacobian products; zero for an unused leaf."""
+    """Return vector-Jacobian products, zero for unused leaves."""
     connected = {x: g for x, g in outputs.items() if x.requires_grad}
     if not connected:
         return [torch.zeros_like(leaf) for leaf in leaves]
@@ -128,7 +128,7 @@ def vector_jacobian(outputs: dict[Tensor, Tensor], leaves: list[Tensor]) -> list
 
 
 def measured_by(function: DivergenceFunction, student: Tensor, teacher: Tensor) -> Tensor:
-    """Return `function(student, teacher)`; check that it is (n,) with a gradient."""
+    """Return a user's divergence, checked to be (n,) with a gradient."""
     divergence = function(student, teacher)
     check_values("divergence", divergence, student.shape[:1], "tokens")
     if torch.is_grad_enabled() and student.requires_grad and not divergence.requires_grad:

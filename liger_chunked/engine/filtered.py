@@ -1,5 +1,3 @@
-"""Set logits that a sampler drops to -inf."""
-
 from __future__ import annotations
 
 import math
@@ -52,7 +50,7 @@ class SamplingFilter:
         return None if top_k is None and top_p == 1 else cls(top_k, None if top_p == 1 else top_p)
 
     def smallest_kept(self, logits: Tensor, options: LogitOptions, temperature: Tensor | None = None) -> Tensor:
-        """Return (n,), the smallest untransformed logit that each row keeps."""
+        """Return (n,), each row's smallest kept untransformed logit."""
         k = logits.shape[1] if self.top_k is None else min(self.top_k, logits.shape[1])
         if self.top_p is None:
             return logits.topk(k).values[:, -1]

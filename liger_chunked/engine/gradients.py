@@ -1,5 +1,3 @@
-"""Accumulate the head's gradients over chunks."""
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -16,9 +14,9 @@ from liger_chunked.types import HeadTensors, accumulation_dtype
 
 
 def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """Compute `out = a @ b` if `first`, else `out += a @ b`, in the dtype of `out`."""
+    """Compute `out = a @ b` if `first`, else `out += a @ b`."""
     if out.is_meta:
-        return  # a dry run: a product on a GPU allocates nothing
+        return  # a product on a GPU allocates nothing
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if first else out.addmm_(a, b)
     elif out.device.type == "cuda" and out.dtype == torch.float32:
@@ -35,7 +33,7 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x.sum(0)`; on a GPU, torch's float32 sum would allocate more than the logits."""
+    """Return `x.sum(0)` without torch's large workspace on a GPU."""
     if x.device.type == "cuda":
         ones = x.new_ones(1, x.shape[0])
         return torch.mm(ones, x)[0] if x.dtype == dtype else torch.mm(ones, x, out_dtype=dtype)[0]
@@ -57,11 +55,11 @@ class Needs(NamedTuple):
 class HeadGradients:
     """dX, dW and db of one step, and du and dup of an adapter.
 
-    dW is float32. It has the weight's dtype if that is the products' dtype, not float16, and each element is written at
-    most once (`n_contributions`).
+    dW is float32, but has the weight's dtype if that is the products' dtype, not float16, and each element is written
+    at most once (`n_contributions`).
 
-    In float16, gradients of a mean over many tokens would underflow, so statistics' gradients are divided by `unit`, a
-    power of two near the largest so far. dX and dW stay float32 until multiplied by the upstream gradient.
+    In float16, a mean's gradients would underflow: those of statistics are divided by `unit`, a power of two near the
+    largest so far, and dX and dW stay float32 until multiplied by the upstream gradient.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class HeadGradients:
         self._layout = layout
         self._scattered = scattered
         self._half = compute_dtype == torch.float16
-        # Whether dX's products are float32, as to sum over ranks.
+        # Whether dX's products are float32.
         self._wide_input = wide_input or self._half or head.shard is not None
         self._unit: Tensor | None = None
         self._dtypes = (input.dtype, head.weight.dtype, None if head.bias is None else head.bias.dtype)
@@ -89,34 +87,33 @@ class HeadGradients:
         self._given_weight = head.weight if needs.weight else None
         direct = n_contributions <= 1 and not self._half and head.weight.dtype == compute_dtype
         self._weight_dtype = compute_dtype if direct else self._wide
-        # Rows of ignored tokens are not written, and must be zero.
+        # Rows of ignored tokens must be zero.
         n_written = layout.n_valid if scattered is None else scattered.own.shape[0]
         self._create_input = torch.empty if n_written == input.shape[0] else torch.zeros
         self._create_weight = torch.empty if n_contributions and not head.is_padded else torch.zeros
         self._input: Tensor | None = None
         self._weight: Tensor | None = None
-        self._slice: Tensor | None = None  # float32, of a rounded dW: sums the blocks of rows
+        self._slice: Tensor | None = None  # float32 sum of a rounded dW's blocks of rows
         self._bias: Tensor | None = None
         if needs.bias:
             assert head.bias is not None
-            # float64: db is small and sums many terms.
+            # db is small, and sums many terms.
             self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
         self._shard = head.shard
-        self._sum: dist.Work | None = None  # of the open chunk's dX over the ranks
-        self._summed: Tensor | None = None  # this rank's part of it, if hidden states are scattered
+        self._sum: dist.Work | None = None  # over the ranks, of the open chunk's dX
+        self._summed: Tensor | None = None  # this rank's part, if hidden states are scattered
         self._chunk_rows = slice(0, 0)
         self._low_rank: HeadGradients | None = None
         self._chunk: tuple[Tensor, Tensor, Tensor | None] | None = None  # u, up and du of the open chunk
         if u is not None:
             assert head.up is not None
             small, its_needs = HeadTensors(head.up, shard=head.shard), Needs(needs.u, needs.up)
-            # du is small, and may be float32.
             self._low_rank = HeadGradients(
                 layout, u, small, compute_dtype, its_needs, n_contributions, wide_input=True, scattered=scattered
             )
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Divide gradients by `unit`. If that must grow, rescale dX, dW and db."""
+        """Divide gradients by `unit`; if it must grow, rescale dX, dW and db."""
         if not self._half:
             return gradients
         largest = torch.stack([g.abs().max() for g in gradients.values()]).max()
@@ -139,7 +136,7 @@ class HeadGradients:
     def open_input(
         self, x: Tensor, chunk_rows: slice, one_slice: bool, u: Tensor | None = None, up: Tensor | None = None
     ) -> Tensor | None:
-        """Return memory for a chunk's dX, in the batch's if possible, or None if unneeded."""
+        """Return memory for a chunk's dX, or None if unneeded."""
         if self._low_rank is not None:
             assert u is not None and up is not None
             self._chunk = u, up, self._low_rank.open_input(u, chunk_rows, one_slice)
@@ -152,7 +149,7 @@ class HeadGradients:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
     def open_weight(self) -> bool:
-        """Allocate dW if needed. Return whether it is."""
+        """Allocate dW if needed; return whether it is."""
         return self._weight_gradient() is not None
 
     def add(self, tile: Tile, dz: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> None:
@@ -193,7 +190,7 @@ class HeadGradients:
 
     @property
     def accumulates(self) -> bool:
-        """Whether dW can be added to: it is float32, or not needed."""
+        """Whether dW, if needed, is float32."""
         return self._given_weight is None or self._weight_dtype == self._wide
 
     def _input_gradient(self) -> Tensor | None:
@@ -217,14 +214,14 @@ class HeadGradients:
         assert weight is not None, "asked of `open_weight`"
         weight = along(weight, slice(0, exponentials.shape[1]))
         found = occurrences(target)
-        if not self._nothing_yet:  # before the product, to overlap the start of dX
+        if not self._nothing_yet:  # early, to overlap the start of dX
             add_target_rows_(weight, target, found, target_scale, x)
         accumulate(weight, exponentials.t(), scaled, first=self._nothing_yet)
         if self._nothing_yet:
             add_target_rows_(weight, target, found, target_scale, x)
 
     def close_chunk(self, dx: Tensor | None, chunk_rows: slice) -> None:
-        """Move a chunk's dX to its place. Later tiles add to dW."""
+        """Move a chunk's dX to its place."""
         self._nothing_yet = False
         if self._sum is not None:
             self._sum.wait()
@@ -244,7 +241,7 @@ class HeadGradients:
             self._input[chunk_rows] = dx
 
     def finish(self) -> tuple[Tensor | None, ...]:
-        """Return and drop dX, dW, db, du and dup, in the parameters' dtypes, or float32 for float16."""
+        """Return dX, dW, db, du and dup, in the parameters' dtypes, or float32 for float16."""
         grads: list[Tensor | None] = [self._input_gradient(), self._weight_gradient(), self._bias]
         self._input = self._weight = self._bias = self._given_input = self._given_weight = None
         for i, (grad, dtype) in enumerate(zip(grads, self._dtypes, strict=True)):

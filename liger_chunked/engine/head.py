@@ -1,8 +1,8 @@
 """Run a chunk through the head.
 
-statistics   for each tile: project, reduce to PartialStats, merge                one matrix product
-backward     for each tile, last first: project again unless in memory,
-             logits -> gradient in place, dX, dW, db                              two products, three if recomputed
+statistics   for each tile: project, reduce to PartialStats, merge           one matrix product
+backward     for each tile, last first: project unless in memory,
+             logits -> gradient in place, dX, dW, db                         two products, three if projected again
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Tokens(NamedTuple):
     target: Tensor  # (n,) int64
     rows: slice  # in the layout
     tiles: list[Tile]
-    u: Tensor | None = None  # (n, r), an adapter's `down(x)` in the products' dtype
+    u: Tensor | None = None  # (n, r), an adapter's `down(x)`, in the same dtype
     temperature: Tensor | None = None  # (n,), see `Layout`
 
 
 class Pass(Protocol):
-    """Runs the head of one step, chunk by chunk; `step.py` drives it."""
+    """Runs the head of one step, chunk by chunk."""
 
     def statistics(self, tokens: Tokens) -> Any:
         """Return a NamedTuple of values (n,) of the chunk's tokens."""
@@ -50,13 +50,11 @@ class Pass(Protocol):
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         """Add the chunk's dX, dW and db, right after its `statistics`.
 
-        `gradients` is empty if the loss ignores this chunk, or `statistics` used them.
+        `gradients` is empty if the loss ignores the chunk, or `statistics` used them.
         """
         ...
 
-    def release(self) -> None:
-        """Free the logits."""
-        ...
+    def release(self) -> None: ...
 
 
 @dataclass
@@ -65,20 +63,19 @@ class HeadPass:
 
     head: HeadTensors
     options: LogitOptions
-    outputs: tuple[str, ...] = ()  # the fields of `TokenStats` to compute
-    class_weight: Tensor | None = None  # (V,) weights of TokenStats.mean_logits
+    outputs: tuple[str, ...] = ()
+    class_weight: Tensor | None = None  # (V,) of `mean_logits`
     grads: HeadGradients | None = None
-    normalisers: LogitsCotangents | None = field(default=None, repr=False)  # of the chunk's rows, without gradients
+    normalisers: LogitsCotangents | None = field(default=None, repr=False)  # of the chunk's rows
     logps_grad_scale: Tensor | None = field(default=None, repr=False)  # from `unround_logps_`
     candidates: Candidates | None = None
-    smallest_kept: Tensor | None = field(default=None, repr=False)  # (n,) logit, if a sampling filter drops some
+    smallest_kept: Tensor | None = field(default=None, repr=False)  # (n,) logit, with a sampling filter
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Tensor | None = field(default=None, init=False, repr=False)  # logits of the last tile
     _rounded: Tensor | None = field(default=None, init=False, repr=False)  # gradient of wide logits
 
     @property
     def columns(self) -> int:
-        """Logits of a token."""
         return self.head.weight.shape[0]
 
     @property
@@ -87,12 +84,11 @@ class HeadPass:
 
     @property
     def vocab_start(self) -> int:
-        """The id of the head's first row."""
+        """The id of the first row."""
         return 0
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """That of the products, unless the options have another."""
         return self.options.logits_dtype or self.head.weight.dtype
 
     def reserve(self, elements: int) -> None:
@@ -111,7 +107,7 @@ class HeadPass:
             return logits  # a dry run, as in `accumulate`
         first, matrix = x, weight
         if u is not None:
-            # The smaller term first: the buffer rounds it less.
+            # First the smaller term, which rounds less.
             assert self.head.up is not None
             first, matrix = along(u, tile.rows), along(self.head.up, tile.vocab)
         if logits.dtype != x.dtype:
@@ -137,7 +133,6 @@ class HeadPass:
         return along(self.class_weight, slice(start + tile.vocab.start, start + tile.vocab.stop))
 
     def statistics(self, tokens: Tokens) -> TokenStats:
-        """Return statistics, with `logps` corrected for rounding."""
         if self.candidates is not None:
             self.candidates.start(tokens.x, self.logits_dtype)
         partial, stats = self._reduce(tokens)
@@ -149,14 +144,13 @@ class HeadPass:
         return stats
 
     def _measure(self, x: Tensor, tile: Tile, u: Tensor | None) -> Tensor:
-        """Project a tile, keep it in memory, and read its candidates."""
         self._held = self.project(x, tile, u)
         if self.candidates is not None:
             self.candidates.read(self._held, tile, self.vocab_start)
         return self._held
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
-        """Correct `logps` for rounding; return the factor of its gradient."""
+        """Correct `logps`; return the factor of its gradient."""
         x, target, _, _, u, temperature = tokens
         return unround_logps_(logps, x, self.head, target, partial.max, partial.sum_exp, self.options, u, temperature)
 
@@ -169,7 +163,7 @@ class HeadPass:
         return partial, finish(partial, target, self.vocab_size, self.outputs)
 
     def _partial(self, tokens: Tokens) -> PartialStats:
-        """Return the statistics of this rank's rows of the head."""
+        """Return the statistics of this rank's rows."""
         x, target, _, tiles, u, temperature = tokens
         by_rows: dict[int, PartialStats] = {}
         for tile in tiles:
@@ -189,7 +183,7 @@ class HeadPass:
         return logits_stats(x.new_empty(0, 1), target[:0], self.options, self.outputs)
 
     def keep(self) -> tuple[Tensor | None, ...]:
-        """Return what a later `backward` needs of `statistics` beside logits, and drop it."""
+        """Return what a later `backward` needs beside logits, and drop it."""
         assert self.normalisers is not None
         found = self.normalisers
         kept = found.max, found.sum_exp, found.entropy_value, self.logps_grad_scale, self.smallest_kept
@@ -230,7 +224,7 @@ class HeadPass:
         self.grads.close_chunk(dx, rows)
 
     def _gradient(self, logits: Tensor, target: Tensor, tile: Tile, cotangents: LogitsCotangents) -> Tensor:
-        """Return the gradient of a tile's logits, in their memory unless they are wider than the products."""
+        """Return the gradient of a tile's logits, in their memory unless wider than the products."""
         out = None
         if logits.dtype != self.head.weight.dtype:
             assert self._buffer is not None

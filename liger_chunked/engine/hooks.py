@@ -12,7 +12,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 
 
 def _any_hooks() -> bool:
-    """Whether disabling hooks raises because some are active."""
+    """Whether hooks are active: disabling them raises."""
     try:
         with disable_saved_tensors_hooks(""):
             return False
@@ -41,12 +41,12 @@ def hooks_active() -> bool:
 
 
 def _pack(x: Tensor) -> tuple[Tensor, int]:
-    return x.detach(), x._version  # detached: a result that held its own node would never be freed
+    return x.detach(), x._version  # detached: a result holding its own node is never freed
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     x, version = packed
-    if x._version != version:  # with hooks, torch does not check versions
+    if x._version != version:  # torch does not check versions with hooks
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
             f"of shape {tuple(x.shape)} is at version {x._version}; expected version {version} instead"
@@ -58,5 +58,5 @@ _NOTHING_TO_HIDE = nullcontext()
 
 
 def isolated() -> AbstractContextManager[object]:
-    """Save tensors without outer hooks: autograd calls only the innermost pair, which checks versions here."""
+    """Save tensors without outer hooks: autograd calls only the innermost pair, this one, which checks versions."""
     return saved_tensors_hooks(_pack, _unpack) if hooks_active() else _NOTHING_TO_HIDE

@@ -1,7 +1,4 @@
-"""Counts of tokens that the caller knows, so that the host does not wait for the device.
-
-Checks of values are then assertions on the device; on the CPU they raise at once.
-"""
+"""Counts of tokens that the caller knows, so that the host does not wait; the device asserts them."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from torch import Tensor
 from liger_chunked.kernels.backend import on_host
 from liger_chunked.types import VocabShard, described
 
-# Checked: of all tokens, or of each sequence. None: read from the device.
+# Of all tokens, or of each sequence; None: read from the device.
 Counts = int | tuple[int, ...] | None
 
 
@@ -25,12 +22,12 @@ def may_read(x: Tensor, n_valid: Any) -> bool:
 
 
 def assert_later(condition: Tensor, message: str) -> None:
-    """Assert a condition () on its device, which does not wait. A failure ends the process's use of the device."""
+    """Assert a condition () on its device without waiting. A failure ends the process's use of the device."""
     torch._assert_async(condition, message)
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Return int64 numbers as a tensor. They are a kernel's arguments: a copy from the host would wait."""
+    """Return int64 numbers as a tensor, from a kernel's arguments: a copy would wait."""
     found = torch.zeros(len(numbers), dtype=torch.int64, device=device)
     if numbers:
         torch._foreach_add_(list(found.unbind()), list(numbers))
@@ -38,7 +35,7 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def token_count(n_valid: Any, total: int, sequence_group: Any = None, shard: VocabShard | None = None) -> int:
-    """Return a checked count of the tokens that have a target, of `total`."""
+    """Return a checked count of the tokens, of `total`, that have a target."""
     _refuse_waits("n_valid", sequence_group, shard)
     if not _is_count(n_valid):
         raise TypeError(f"n_valid must be an int, the number of tokens that have a target, got {described(n_valid)}")
@@ -54,7 +51,7 @@ def sequence_counts(
     shard: VocabShard | None = None,
     name: str = "n_valid",
 ) -> tuple[int, ...]:
-    """Return checked counts of the tokens that have a target, one for each sequence of `target`, (B, T) padded."""
+    """Return checked counts of tokens that have a target, one per sequence of `target`, padded."""
     _refuse_waits(name, sequence_group, shard)
     counts, (n, longest) = as_counts(n_valid, name), target.shape
     if len(counts) != n or not all(0 <= count <= longest for count in counts):
@@ -65,7 +62,6 @@ def sequence_counts(
 
 
 def as_counts(n_valid: Any, name: str = "n_valid") -> tuple[int, ...]:
-    """Return the caller's numbers, or raise TypeError."""
     if not isinstance(n_valid, (list, tuple)) or not all(map(_is_count, n_valid)):
         raise TypeError(
             f"{name} must be a list or tuple of ints, for each sequence the number of tokens that have a target, got "

@@ -1,5 +1,3 @@
-"""Sequences one after another in (N, H), without padding, as in variable-length attention."""
-
 from __future__ import annotations
 
 import functools
@@ -24,7 +22,7 @@ class Packing:
 
     @classmethod
     def of(cls, cu_seqlens: Any, n_rows: int, device: torch.device, waits: bool = True) -> Packing:
-        """Check `cu_seqlens`, whose values are copied to the host. Unless `waits`, they must be there."""
+        """Check `cu_seqlens`, and copy it to the host, where it must be already unless `waits`."""
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
             got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
             raise TypeError(f"cu_seqlens must be an int32 or int64 tensor, got {got}")
@@ -78,7 +76,7 @@ def sequences_of(
     name: str = "input",
     n_valid: Any = None,
 ) -> Sequences:
-    """Check how hidden states hold sequences; return None for whole, padded ones. `padded` names their shape."""
+    """Check how hidden states hold sequences; return None for padded ones. `padded` names their shape."""
     if cu_seqlens is None:
         if input.ndim != 3:
             raise ValueError(f"{name} must be {padded}, got {tuple(input.shape)}")

@@ -38,7 +38,7 @@ from liger_chunked.kernels.tuning.generic import (
 from liger_chunked.types import HeadTensors, LogitOptions, LossHead, VocabShard
 
 
-@dataclass(eq=False)  # frozen, it would take twice as long to make
+@dataclass(eq=False)  # not frozen, which would take twice as long
 class Plan:
     """How a step is cut, and what its head computes."""
 
@@ -53,10 +53,10 @@ class Plan:
     class_weight: Tensor | None = None
     shard: VocabShard | None = None
     by_epilogue: bool = False  # `EpiloguePass` runs the step, if `make_pass` allows it, or `StatisticsPass`
-    by_token: bool = False  # products and statistics of one token at a time
+    by_token: bool = False  # one token at a time
     filter: SamplingFilter | None = None
     candidates: Tensor | None = None  # (n_valid, K) ids
-    scattered: ScatteredRows | None = None  # if ranks of a split vocabulary split hidden states too
+    scattered: ScatteredRows | None = None  # if ranks split vocabulary and hidden states
 
     @classmethod
     def of_loss(
@@ -72,7 +72,6 @@ class Plan:
         wide_tiles: bool,
         class_weight: Tensor | None = None,
     ) -> Plan:
-        """Plan a step of chunks, each with forward and backward."""
         vocab_size, hidden_size = shape = shape_to_cut(head)
         wide_tiles = wide_tiles and all_have_wide_tiles(head)
         differentiates = tuple(name for name in differentiates if name in outputs)
@@ -132,7 +131,7 @@ class Plan:
         wide_tiles: bool = False,
         batch_invariant: bool = False,
     ) -> Plan:
-        """Plan a forward whose backward comes later. `candidates` (N, K) are of all tokens."""
+        """Plan a forward whose backward comes later. `candidates` are (N, K)."""
         of_logit = logit_bytes(options, dtype)
         shape = shape_to_cut(head)
         warn_of_few_rows(options, shape[0], of_logit, layout.n_valid)
@@ -196,7 +195,7 @@ class Plan:
         options: LogitOptions,
         wants_weight: bool,
     ) -> Plan:
-        """Plan chunks of student logits, whose tiles also have teacher logits."""
+        """Plan chunks of student logits, whose tiles have teacher logits too."""
         shape = shape_to_cut(head)
         vocab_size, n_valid = shape[0], layout.n_valid
         warn_of_few_rows(options, vocab_size, bytes_per_logit, n_valid)
@@ -216,14 +215,14 @@ class Plan:
         )
 
     def input_rows(self, flat: Tensor, rows: slice, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a chunk's hidden states (n, H), in the products' dtype unless told."""
+        """Return a chunk's hidden states (n, H), by default in the products' dtype."""
         dtype = self.dtype if dtype is None else dtype
         if self.scattered is not None:
             return self.scattered.gather(flat, rows, dtype)
         return self.layout.input_rows(flat, rows).to(dtype)
 
     def reader(self, input: Tensor, rows: slice, dtype: torch.dtype) -> Callable[[slice], Tensor]:
-        """Return a function from rows of a chunk to their hidden states."""
+        """Return a function from a chunk's rows to hidden states."""
         flat = input.reshape(-1, input.shape[-1])
         if self.scattered is None:
             return lambda part: self.layout.input_rows(flat, part).to(dtype)
@@ -246,7 +245,6 @@ class Plan:
         return max(map(largest, self.tiles))
 
     def make_pass(self, head: HeadTensors, grads: HeadGradients | None) -> HeadPass | EpiloguePass:
-        """Return the pass. `head` has the products' dtype."""
         if not (self.by_epilogue and (grads is None or grads.accumulates)):
             return self.make_head_pass(head, grads)
         made = EpiloguePass(epilogue.readable(head), self.options, self.outputs, grads)
@@ -294,11 +292,7 @@ def logit_bytes(options: LogitOptions, dtype: torch.dtype) -> int:
 def budget_elements(
     options: LogitOptions, head_shape: Sequence[int], dtype: torch.dtype, n_valid: int = 0, bytes_per_logit: int = 0
 ) -> int:
-    """Return how many logits may be in memory at once.
-
-    The automatic budget holds all logits up to `ONE_CHUNK` bytes: dW then needs no accumulator. Otherwise it holds 2 H
-    tokens, whose bfloat16 logits are as large as the float32 accumulator (V, H), and at least `CHUNK_TOKENS`, because
-    products of fewer are bound by reading and writing dW.
+    """Return how many logits may be in memory at once; docs/memory.md has the automatic budget.
 
     `n_valid` is 0 if one chunk is impossible. `bytes_per_logit` counts copies and a teacher.
     """
@@ -308,7 +302,6 @@ def budget_elements(
         assert isinstance(options.logits_budget, int)
         return max(1, options.logits_budget // bytes_per_logit)
     accumulator = 2 * hidden_size * dtype.itemsize // bytes_per_logit
-    # Fewer if copies are in memory too.
     tokens = max(accumulator, CHUNK_TOKENS * 2 * dtype.itemsize // max(bytes_per_logit, 2 * dtype.itemsize))
     if n_valid * vocab_size * bytes_per_logit <= ONE_CHUNK:
         tokens = max(tokens, n_valid)
@@ -326,7 +319,7 @@ def chunk_and_tile(
     """Return the tokens of a distillation chunk, and of a tile of teacher logits.
 
     dW takes one product per chunk, so long chunks are better than long tiles. The automatic budget uses one chunk if
-    its tile takes at most half the bytes of its logits.
+    its tile has at most half its bytes.
     """
     vocab_size, logit = head_shape[0], dtype.itemsize
     tokens = max(1, budget_elements(options, head_shape, dtype, n_valid, bytes_per_logit) // vocab_size)
@@ -342,7 +335,7 @@ def chunk_and_tile(
     return (tokens * bytes_per_logit - tile * beside) // logit, tile
 
 
-# Probably a mistake: products of few rows take as long.
+# Probably a mistake: products of few rows are slow.
 _FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
 
 
@@ -376,7 +369,7 @@ def _even(n: int, limit: int) -> int:
 
 
 def pieces(start: int, stop: int, limit: int) -> list[slice]:
-    """Cut a range into nearly equal pieces, none if empty."""
+    """Cut a range into nearly equal pieces."""
     if start == stop:
         return []
     size = _even(stop - start, limit)
@@ -390,7 +383,7 @@ def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = F
     if layout.group_lengths is None:
         if whole_batch or n_valid <= limit:
             return [Chunk(slice(0, n_valid), slice(0, n_valid))]
-        # A short last chunk would take as long as a long one.
+        # Short chunks take as long as long ones.
         return [Chunk(rows, rows) for rows in pieces(0, n_valid, limit)]
 
     cut_lengths = layout.cut_lengths
@@ -413,12 +406,11 @@ def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = F
 def tiles(n_rows: int, vocab_size: int, elements: int, square: bool = False) -> list[Tile]:
     """Cut a chunk into tiles within `elements` logits: along the vocabulary, then rows if slices get narrow.
 
-    A slice of C columns reads and writes dX once more, and a block of R rows dW: bytes follow 1/C + 1/R. `square` tiles
-    move the fewest. They need a dW that sums the blocks of a slice apart.
+    `square` tiles move the fewest bytes of dX and dW (docs/tuning.md), and need a dW that sums a slice's blocks apart.
     """
     if n_rows == 0:
         return []
-    if vocab_size == 0:  # a rank that holds only padding
+    if vocab_size == 0:  # only padding
         return [Tile(slice(0, n_rows), slice(0, 0))]
     columns = elements // n_rows
     rows = n_rows
@@ -432,7 +424,7 @@ def tiles(n_rows: int, vocab_size: int, elements: int, square: bool = False) -> 
         columns = min(MIN_TILE_COLUMNS, vocab_size, elements)
         rows = min(n_rows, max(1, elements // columns))
     else:
-        # Only the last slice is kept: a short one would save little.
+        # Only the last slice is kept; a short one saves little.
         columns = _even(vocab_size, columns // ROUND * ROUND or columns)
     return [
         Tile(slice(r, min(r + rows, n_rows)), slice(v, min(v + columns, vocab_size)))

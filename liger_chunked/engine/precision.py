@@ -1,5 +1,3 @@
-"""Accumulate a step's matrix products in float32, even if the process allows less."""
-
 from __future__ import annotations
 
 import functools
@@ -15,7 +13,7 @@ from liger_chunked.engine.checks import autocasts
 class Refused:
     """A setting of `torch.backends.cuda.matmul` that allows rounded sums, switched off while any step runs.
 
-    Steps may run on several threads. The first switches the setting off; the last restores it.
+    Steps may run on several threads. The first switches it off; the last restores it.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,7 +38,7 @@ class Refused:
                 setattr(torch.backends.cuda.matmul, self.name, True)
 
 
-# cuBLAS may add parts of a long sum in the product's dtype, and accumulate in float16. TF32 is the user's choice.
+# cuBLAS may add parts of a sum in the product's dtype. TF32 is the user's choice.
 _OF_DTYPE: dict[torch.dtype | None, tuple[Refused, ...]] = {
     torch.bfloat16: (Refused("allow_bf16_reduced_precision_reduction"),),
     torch.float16: (Refused("allow_fp16_reduced_precision_reduction"), Refused("allow_fp16_accumulation")),

@@ -1,5 +1,3 @@
-"""Distance of ranked probabilities, for vocabularies that differ."""
-
 from __future__ import annotations
 
 import math
@@ -31,7 +29,7 @@ class Ranked:
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
         assert teacher is not None
         wide = accumulation_dtype(student).itemsize
-        # Copy, probabilities and their sorted values with an index; the student's differences and gradient too.
+        # Copy, probabilities, sorted values and index; of the student, also differences and gradient.
         of_teacher = teacher.itemsize + 3 * wide + _INDEX
         return student.itemsize + math.ceil(self.ratio * of_teacher) + 6 * wide + _INDEX
 

@@ -1,6 +1,6 @@
 """Hidden states split over the ranks of a split vocabulary (sequence parallelism, https://arxiv.org/abs/2205.05198).
 
-A chunk's hidden states are gathered before its product. Its dX is reduced and scattered while dW is computed.
+A chunk's hidden states are gathered before its product; its dX is reduced and scattered while dW is computed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def _key(rows: slice) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ScatteredRows:
-    """The rows that each rank holds. Chunks are keyed by the start and stop of their rows, which are in rank order."""
+    """The rows that each rank holds. A chunk's key is the start and stop of its rows, which are in rank order."""
 
     shard: VocabShard
     counts: dict[tuple[int, int], list[int]]  # of a chunk: how many rows each rank holds
-    own: Tensor  # valid rows of this rank's flattened hidden states, chunk by chunk
-    starts: dict[tuple[int, int], int]  # of a chunk: where its rows start in `own`
-    order: Tensor  # (n_valid,) each token's index before the reordering
+    own: Tensor  # this rank's valid rows of flattened hidden states, chunk by chunk
+    starts: dict[tuple[int, int], int]  # a chunk's first place in `own`
+    order: Tensor  # (n_valid,) each token's earlier index
 
     @property
     def _rank(self) -> int:
@@ -66,7 +66,7 @@ class ScatteredRows:
 def scatter_rows(layout: Layout, chunks: list[Chunk], shard: VocabShard | None) -> tuple[Layout, ScatteredRows | None]:
     """Return the layout with each chunk's tokens in rank order, and its `ScatteredRows`. Waits for the device.
 
-    If groups are tokens, chunks take a token of each rank in turn, so that all ranks send equally much.
+    If groups are tokens, chunks take a token of each rank in turn, so that ranks send equally much.
     """
     if shard is None or shard.input_grad != "reduce_scatter":
         return layout, None

@@ -1,7 +1,7 @@
 """Sequences split over ranks (context parallelism, https://arxiv.org/abs/2310.01889).
 
-A rank projects only the hidden states of its positions. Ranks gather other tensors before the step, and statistics in
-each chunk, so that all evaluate the same objective. A rank gets the dX of its positions, and its share of dW.
+A rank projects the hidden states of its positions. Ranks gather other tensors before the step, and statistics in each
+chunk, so that all evaluate the same objective. A rank gets its positions' dX, and its share of dW.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SequenceSplit:
 
     @classmethod
     def of(cls, group: Any, head: LossHead, input: Tensor, name: str = "input") -> SequenceSplit | None:
-        """Return how ranks split `input`, (B, T_r, H) or (T_r, H). A collective, which waits for the device."""
+        """Return how ranks split `input`, (B, T_r, H) or (T_r, H). A collective that waits for the device."""
         if group is None:
             return None
         check_group(group)
@@ -83,7 +83,7 @@ class SequenceSplit:
         return values._make(None if f[0] is None else self._join(list(f)) for f in zip(*parts, strict=True))
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum over the ranks, in rank order: all get the same bits."""
+        """Sum in rank order: all ranks get the same bits."""
         return gather_tensor(x, self.group).sum(0)
 
     def slots(self, own: Tensor) -> Tensor:

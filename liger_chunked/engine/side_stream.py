@@ -1,13 +1,13 @@
-"""A side stream, for two products that do not fill the GPU alone.
+"""A side stream, for two products that do not fill the GPU alone (docs/tuning.md).
 
     with SideStream(device) as side:
         with side.stream():
             ...                 on the side stream, after work enqueued before
-        ...                     at the same time, on the current stream
+        ...                     at the same time
         side.join()
         ...                     after both
 
-Create tensors that outlive the block before `with side.stream()`: memory allocated inside belongs to the side stream.
+Memory allocated inside `with side.stream()` is the side stream's: create tensors that outlive the block before.
 """
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-"""Differentiable statistics of a head's logits, for your own loss. The passes are those of head.py."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -108,7 +106,7 @@ def _dry_run(plan: Plan, input: Tensor, given: HeadTensors, u: Tensor | None, ne
 
 
 def _tensors_of(plan: Plan) -> tuple[Tensor | None, ...]:
-    """Return the plan's tensors for autograd to save, so that it detects changes by the caller."""
+    """Return tensors for autograd to save, so that it detects changes by the caller."""
     layout = plan.layout
     return layout.target, layout.rows, layout.slots, layout.temperature, plan.class_weight, plan.candidates
 
@@ -132,14 +130,14 @@ def _returned(plan: Plan) -> tuple[str, ...]:
 
 
 def _savable(x: Tensor | None) -> Tensor | None:
-    """Return a tensor that autograd can save: inference tensors are copied."""
+    """Return a tensor that autograd can save: a copy of inference tensors."""
     return x.clone() if x is not None and x.is_inference() else x
 
 
 class _LinearTokenStats(torch.autograd.Function):
     """`apply(input, weight, bias, u, up, plan)`: the plan's fields of `TokenStats`.
 
-    The plan, and the pass with the last tile's logits, stay on `ctx`. Active hooks on saved tensors drop their tensors.
+    `ctx` keeps the plan and the pass with the last tile's logits, but with active hooks not their tensors.
     """
 
     @staticmethod
@@ -166,8 +164,7 @@ class _LinearTokenStats(torch.autograd.Function):
         copied = any(x is not y for x, y in zip(savable, of_plan, strict=True))
         ctx.plan = _holding(plan) if hooked or copied else plan
         differentiable = (*DIFFERENTIABLE, "candidate_logps")
-        # Copies of views, because autograd refuses `logps *= mask` on a view that a Function returns, and of what
-        # the backward reads.
+        # Copies of views, on which autograd refuses `logps *= mask`, and of what the backward reads.
         saved = {id(x) for x in kept}
         returned = {
             name: x.clone() if x._is_view() or id(x) in saved else x
@@ -187,7 +184,7 @@ class _LinearTokenStats(torch.autograd.Function):
         layout, given = plan.layout, HeadTensors(weight, bias, up, plan.shard)
         head_pass, ctx.head_pass = ctx.head_pass or _make_pass(plan, given), None
         if not graph_is_retained():
-            ctx.plan = None  # its tensors would live as long as a returned value
+            ctx.plan = None  # else its tensors live as long as the results
         if isinstance(head_pass, HeadPass) and plan.candidates is not None:
             head_pass.candidates = Candidates(plan.candidates)
         head_pass.restore(rest[: ctx.n_kept], layout.temperature)
@@ -214,7 +211,7 @@ def token_stats(
     candidates: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> TokenStats:
-    """`linear_token_stats` of checked inputs, in the dense layout; `class_weight` weighs `mean_logits`."""
+    """Return `linear_token_stats` of checked inputs, dense; `class_weight` weighs `mean_logits`."""
     plan = Plan.of_statistics(
         head,
         layout.local(),
@@ -275,8 +272,8 @@ def linear_token_stats(
         z = transform(input @ weight.T + bias)
         logps = z.log_softmax(-1).gather(-1, target[..., None])[..., 0]
 
-    and so on for the other `TokenStats`. Logits within `logits_budget` stay for the backward: three matrix products.
-    Others are recomputed: at most four.
+    and so on for the other `TokenStats`. Takes three matrix products, or at most four if logits exceed `logits_budget`:
+    the backward recomputes them.
 
     Args:
         weight: (V, H), `lm_head.weight`, or an `AdaptedWeight`.
@@ -285,23 +282,21 @@ def linear_token_stats(
         bias: (V,) or None.
         outputs: the `TokenStats` fields to compute.
         softcap, logit_scale, ignore_index, logits_budget, logits_dtype: see `LogitOptions`.
-        temperature: a number, or a float32 tensor like `target`, whose values at ignored tokens do not matter.
-        candidates: (..., K) distinct ids for each target, to return their `candidate_logps` too.
+        temperature: a number, or a float32 tensor like `target`, not read at ignored tokens.
+        candidates: (..., K) distinct ids for each target, for `candidate_logps`.
         top_k, top_p: keep the `top_k` largest logits, and of these the fewest whose probabilities sum to `top_p`, as a
-            sampler does after the temperature. The others are -inf; logits equal to the smallest kept stay. A dropped
-            target has `logps` -inf. Sorts the logits without `top_k`.
-        n_valid: see `LigerFusedLinearCrossEntropyLoss.forward`.
-        deterministic: "batch" gives a token's values the same bits in any batch, at any place and with any budget, as
-            for a policy whose sampler uses this function too. On a GPU the fused epilogue computes them, which needs
-            Hopper, bfloat16, and none of bias, softcap, candidates or temperatures of tokens; on a CPU, one token at a
-            time. Gradients follow the batch. Results are repeatable without it too.
-        vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
+            sampler does after the temperature, and logits equal to the smallest kept. The others are -inf, as is a
+            dropped target's `logps`. Sorts the logits without `top_k`.
+        deterministic: "batch" gives a token's values, not gradients, the same bits in any batch, place and budget, as
+            for a policy whose sampler uses this function too. On a GPU it needs the fused epilogue: Hopper, bfloat16,
+            and none of bias, softcap, candidates or temperatures of tokens. Results are repeatable without it too.
+        n_valid, vocab_shard: as in `LigerFusedLinearCrossEntropyLoss.forward`.
 
     Returns:
         TokenStats like `target`. Ignored tokens have 0, argmax -1, and no gradient.
 
     Raises:
-        TypeError, ValueError: dtypes, shapes or devices do not match, or a target or option is invalid.
+        TypeError, ValueError: dtypes, shapes, devices, a target or an option are invalid.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])

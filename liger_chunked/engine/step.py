@@ -38,14 +38,14 @@ from liger_chunked.types import (
 class Objective(Protocol):
     """Maps the dense statistics (see `Layout`) of some groups to their share of the loss, a scalar.
 
-    `x[index]` are these groups of a tensor `x` of all groups.
+    `x[index]` are these groups' part of `x`.
     """
 
     def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor: ...
 
 
 class LinearObjective:
-    """A loss linear in the values: gradients need no autograd."""
+    """A loss linear in the values; its gradients need no autograd."""
 
     def loss(self, values: Any) -> Tensor:
         """Return the batch's loss (), float64."""
@@ -61,7 +61,7 @@ class NegativeLogLikelihood(LinearObjective):
 
     def loss(self, values: TokenStats) -> Tensor:
         assert values.logps is not None
-        return (-values.logps).sum(dtype=torch.float64) / self.items  # 0 rather than -0 without tokens
+        return (-values.logps).sum(dtype=torch.float64) / self.items  # not -0 without tokens
 
     def gradients(self, values: TokenStats) -> dict[str, Tensor]:
         assert values.logps is not None
@@ -72,7 +72,7 @@ class NegativeLogLikelihood(LinearObjective):
 class Step:
     plan: Plan
     objective: Objective | LinearObjective
-    make_pass: Callable[[HeadTensors, HeadGradients | None], Pass]  # the head has the products' dtype
+    make_pass: Callable[[HeadTensors, HeadGradients | None], Pass]  # of a head in the products' dtype
     teacher_dtype: torch.dtype | None = None
 
     def run(
@@ -113,7 +113,6 @@ class Step:
                 if grads is not None and x.shape[0]:
                     head_pass.backward(tokens, gradients)
                 if share is not None:
-                    # Check while the device computes.
                     check_graph("the loss", share, [f for f in values if f is not None])
                     # Add in float64, before rounding.
                     loss = share.detach().double() if loss is None else loss + share.detach()
@@ -143,7 +142,7 @@ class Step:
             loss = objective(dense, layout.index(chunk))
         gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if loss.requires_grad:
-            # A switch to autograd's thread takes longer.
+            # Switching threads takes longer.
             with torch.autograd.set_multithreading_enabled(False):
                 # With an upstream gradient, torch imports sympy.
                 gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
@@ -179,7 +178,7 @@ def _dry_run(plan: Plan, input: Tensor, head: HeadTensors, u: Tensor | None, nee
 
 
 def graph_is_retained() -> bool:
-    """Whether another backward may follow; True if unknown."""
+    """Whether another backward may follow."""
     return _keeps_graph is None or _keeps_graph()
 
 
@@ -212,7 +211,7 @@ class GradientInForward(torch.autograd.Function):
             loss, stats, ctx.gradients = step.run(input, HeadTensors(weight, bias, up, step.plan.shard), u, needs)
         if True in needs:
             ctx.like = [None if x is None else (x.shape, x.dtype) for x in (input, weight, bias, u, up)]
-            ctx.save_for_backward(loss)  # so that torch raises if the graph was freed
+            ctx.save_for_backward(loss)  # torch raises if the graph was freed
         present = [f for f in stats if f is not None]
         ctx.mark_non_differentiable(*present)
         return loss, *present
@@ -223,7 +222,7 @@ class GradientInForward(torch.autograd.Function):
         if upstream is None:
             return (None,) * 7
         if ctx.gradients is None:
-            _ = ctx.saved_tensors  # raises torch's error if the graph was freed
+            _ = ctx.saved_tensors  # raises if the graph was freed
         gradients = ctx.gradients
         if graph_is_retained():
             gradients = tuple(None if g is None else g.clone() for g in gradients)
@@ -235,7 +234,7 @@ class GradientInForward(torch.autograd.Function):
 
 
 def run_step(step: Step, head: LossHead, input: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the differentiable loss (), and the detached values per token that are not None."""
+    """Return the differentiable loss (), and values per token that are not None."""
     weight, up, u = head.weight, None, None
     if isinstance(weight, AdaptedWeight):
         weight, up, u = apply_down(weight, input, step.plan.dtype)
@@ -257,8 +256,7 @@ def fused_loss(
 ) -> tuple[Tensor, TokenStats]:
     """Return a differentiable loss (), and the detached dense statistics.
 
-    The gradient reaches only `differentiates`. `whole_batch`: the objective needs all groups at once. `class_weight`
-    (V,) weighs `mean_logits`.
+    The gradient reaches only `differentiates`. `whole_batch`: the objective needs all groups at once.
     """
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown:

@@ -1,5 +1,3 @@
-"""Statistics whose bits do not depend on the batch: every operation has the shape of one token."""
-
 from __future__ import annotations
 
 import torch
@@ -17,7 +15,7 @@ class TokenPass(HeadPass):
     """
 
     def project(self, x: Tensor, tile: Tile, u: Tensor | None = None) -> Tensor:
-        # Contiguous copies, because a product may follow its operands' alignment and strides.
+        # Contiguous copies: a product may follow alignment and strides.
         one = None if u is None else along(u, tile.rows).clone(memory_format=torch.contiguous_format)
         own = along(x, tile.rows).clone(memory_format=torch.contiguous_format)
         return super().project(own, Tile(slice(0, 1), tile.vocab), one)

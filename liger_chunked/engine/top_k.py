@@ -1,5 +1,3 @@
-"""Divergences from a teacher's largest log-probabilities."""
-
 from __future__ import annotations
 
 import functools
@@ -28,8 +26,8 @@ LEAST_LEFT = 1e-7
 class TopK:
     """Computes a divergence over k + 1 bins: the teacher's k tokens, and the tail of all others.
 
-    A sweep over the logits, with the k tokens at -inf, computes the tail's logsumexp without cancellation. The rest is
-    autograd on k + 2 numbers per token.
+    A sweep over the logits, with the k at -inf, computes the tail's logsumexp without cancellation. Autograd does the
+    rest, k + 2 numbers per token.
     """
 
     function: DivergenceFunction
@@ -66,13 +64,13 @@ class TopK:
                 outputs[logps] = g_logps
             g_raw, g_log_sum, *g_hard = vector_jacobian(outputs, leaves)
             dz = tail_grad_(student, stats, g_log_sum, g_hard[0] if g_hard else None, self.options)
-            # Gradients from unrounded values replace the sweep's.
+            # Gradients of unrounded values replace the sweep's.
             return self._write(dz, columns.index, columns.joined(g_raw))
 
         return Measured(divergence.detach(), None if logps is None else logps.detach(), backward)
 
     def _read(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """Return the ids' logits (n, k), from the ranks that hold them."""
+        """Return the ids' logits (n, k), from all ranks."""
         if self.shard is None:
             return logits.gather(1, ids)
         found = logits.new_zeros(ids.shape)
@@ -81,7 +79,7 @@ class TopK:
         return of_one_rank(found, self.shard.group)
 
     def _write(self, logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-        """Write `values` (n, k) at ids, where this rank holds them."""
+        """Write `values` (n, k) at the ids of this rank."""
         values = values.to(logits.dtype)
         if self.shard is None:
             return logits.scatter_(1, ids, values)
@@ -101,7 +99,7 @@ class TopK:
 class _Columns:
     """The columns outside the tail: the teacher's k, then any target, which may be one of the k.
 
-    Missing entries repeat the row's first present token.
+    Missing entries repeat the first present one.
     """
 
     index: Tensor  # (n, k or k + 1)
@@ -133,10 +131,9 @@ class _Columns:
         return z - largest[:, None], tail, hard_tail if self.is_target is not None else None
 
     def bins(self, z: Tensor, tail: Tensor) -> Tensor:
-        """Return the student's logits (n, k + 1)."""
         k = self.present.shape[1]
         if self.is_target is not None:
-            # The tail lacks a target outside the k: add it.
+            # A target outside the k belongs to the tail.
             tail = _log_add(tail, z[:, k].masked_fill(self.is_target.any(1), -torch.inf))
         return torch.cat([z[:, :k].masked_fill(~self.present, -torch.inf), tail[:, None]], 1)
 
@@ -154,7 +151,7 @@ class _Columns:
         return z[:, -1] - self.bins(z, tail).logsumexp(1)
 
     def joined(self, gradient: Tensor) -> Tensor:
-        """Sum the gradients of columns of the same token."""
+        """Sum the gradients of equal tokens."""
         k = self.present.shape[1]
         entries = gradient[:, :k]
         position = torch.arange(k, device=gradient.device)
@@ -169,7 +166,7 @@ class _Columns:
 
 
 def _log_add(a: Tensor, b: Tensor) -> Tensor:
-    """`logaddexp`, with a finite gradient if both are -inf."""
+    """Return `logaddexp`, with a finite gradient for two -inf."""
     both = torch.stack([a, b])
     nothing = (both == -torch.inf).all(0)
     return torch.where(nothing, -torch.inf, torch.where(nothing, 0.0, both).logsumexp(0))

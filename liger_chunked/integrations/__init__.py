@@ -1,1 +1,1 @@
-"""Adapters for training frameworks, which the package root does not import."""
+"""Adapters for training frameworks."""

@@ -37,9 +37,8 @@ def linear_cross_entropy(
     With `return_lse`, return `(loss, lse)`; `lse` is 0 at ignored tokens. `e[..., t, :]` predicts
     `targets[..., t + shift]`. `vocab_parallel_options` needs `start`, `stop`, `group` and `reduce_e_grad`.
 
-    Gradients are exact and accumulated in float32: `filter_*`, `accum_*` and `impl` are not used.
-
-    Raises ValueError if the rows of `c` are not those of `vocab_parallel_options`.
+    Gradients are exact, in float32: `filter_*`, `accum_*` and `impl` are not used. Raises ValueError if the rows of `c`
+    are not those of `vocab_parallel_options`.
     """
     shift = int(shift)
     if not 0 <= shift < targets.shape[-1]:

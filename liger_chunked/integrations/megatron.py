@@ -23,13 +23,13 @@ class OutputProcessor:
     Args:
         fn: called with `(weight, hidden, target, bias, vocab_shard=...)`: a function of `liger_chunked.functional`, or
             a loss module. `hidden` is (b, s, h), or the rank's part of s, `target` (b, s). None: the cross entropy of
-            each token, (b, s), as without an output processor.
-        vocab_size: size of the vocabulary without padding. None: padded rows are in the softmax, as in Megatron.
+            each token, (b, s).
+        vocab_size: without padding. None: padded rows are in the softmax, as in Megatron.
 
     `output_processor_context` may be a dict of more keywords of `fn` (docs/frameworks.md).
 
-    Labels are shifted already. Those of -100, or where `loss_mask` is zero, are ignored. Each rank holds equally many
-    rows of the head. MuP's output multiplier is passed as `logit_scale`, which modules take in their constructor only.
+    Labels are shifted already; -100, and those where `loss_mask` is zero, are ignored. Ranks hold equally many rows of
+    the head. MuP's output multiplier is passed as `logit_scale`, which modules take in their constructor only.
 
     Raises ValueError without labels, or if the head is not plain rows of the vocabulary.
     """

@@ -1,4 +1,4 @@
-"""NeMo-Automodel, from 0.7: its loss on hidden states and the head's weight."""
+"""NeMo-Automodel, from 0.7: its loss on hidden states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["FusedLinearCrossEntropy"]
 class FusedLinearCrossEntropy(LinearCrossEntropy):
     """Replaces NeMo-Automodel's class of this name; needs no `cut_cross_entropy`.
 
-    A DTensor weight is gathered as there. `impl` is not used.
+    A DTensor weight is gathered. `impl` is not used.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class FusedLinearCrossEntropy(LinearCrossEntropy):
         grad_reduce_group: Any = None,
         loss_weights: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss of hidden states (B, T, H) and labels (B, T), which are shifted already.
+        """Return the loss of hidden states (B, T, H) and shifted labels (B, T).
 
         `num_label_tokens` and `loss_weights` need the reduction "sum".
         """

@@ -1,4 +1,4 @@
-"""NeMo-RL's log-probabilities from hidden states, Megatron backend with `use_linear_ce_fusion_loss`."""
+"""NeMo-RL, Megatron backend with `use_linear_ce_fusion_loss`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class ChunkedDistributedHiddenStatesToLogprobs:
     ) -> Tensor:
         """Return log-probabilities (B, S) from this rank's hidden states (S / ranks, B, H) and rows.
 
-        Gathers the sequence; dX is summed over the ranks and scattered. Targets (B, S) are shifted already.
-        `chunk_size` counts positions. The vocabulary's shards are equal.
+        Gathers the sequence; dX is summed over the ranks and scattered. Targets (B, S) are shifted. `chunk_size` counts
+        positions.
         """
         weight, rows = output_weight_layer, range(vocab_start_index, vocab_end_index)
         tokens = None if chunk_size is None else chunk_size * target.shape[0]

@@ -1,4 +1,4 @@
-"""OpenRLHF, from 0.11: an `Actor` whose log-probabilities need no logits."""
+"""OpenRLHF, from 0.11."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["FusedActor"]
 
 
 class FusedActor(actor.Actor):
-    """OpenRLHF's `Actor`; its outputs with log-probabilities have no logits.
+    """OpenRLHF's `Actor`, whose outputs with log-probabilities have no logits.
 
     Models of images and text, and calls for logits alone, run OpenRLHF's code.
     """
@@ -89,7 +89,7 @@ class FusedActor(actor.Actor):
 def _statistics(
     head: Head, input: HeadInput, temperature: float, with_entropy: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return log-probabilities at the temperature, and entropies at temperature 1, as OpenRLHF does."""
+    """Return log-probabilities, and entropies at temperature 1, as OpenRLHF does."""
 
     def of(outputs: tuple[str, ...], temperature: float) -> Any:
         return linear_token_stats(

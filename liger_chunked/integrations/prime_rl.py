@@ -1,4 +1,4 @@
-"""prime-rl's heads of log-probabilities and entropy. Labels are shifted already."""
+"""prime-rl's fused heads. Labels are shifted already."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FusedOutputLinear(nn.Linear):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, labels: Tensor | None = None, temperature: float | Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return `logprobs` and `entropy` (B, S), float32. Both arguments are required.
+        """Return `logprobs` and `entropy` (B, S), float32. Arguments are required.
 
         `temperature` is as in `ChunkedLMHead.forward`.
         """

@@ -1,4 +1,4 @@
-"""SkyRL's log-probabilities from hidden states, Megatron backend."""
+"""SkyRL, Megatron backend."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class FusedLinearChunkedDistributedLogprob:
     ) -> Tensor:
         """Return log-probabilities (B, S) from `hidden` (B, S, H), this rank's rows and shifted targets (B, S).
 
-        dX is the rank's share, which Megatron's gather of the sequence sums. `chunk_size` counts positions. The
-        vocabulary's shards are equal.
+        dX is the rank's share, which Megatron's gather of the sequence sums. `chunk_size` counts positions.
         """
         rows = range(vocab_start_index, vocab_end_index)
         tokens = None if chunk_size is None else chunk_size * hidden.shape[0]

@@ -1,4 +1,4 @@
-"""slime 0.3 with Megatron: log-probabilities and entropy without logits."""
+"""slime 0.3 with Megatron."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["install"]
 def install(args: Any) -> None:
     """Replace the head of policies, and `get_log_probs_and_entropy`. Pass it as `--custom-megatron-init-path`.
 
-    `GPTModel` then returns both statistics of each token, (b, s, 2), in place of logits. Critics keep their head.
+    `GPTModel` then returns both statistics of each token, (b, s, 2), not logits. Critics keep their head.
 
     Raises ValueError for context parallelism, multi-token prediction or replayed top-p.
     """
@@ -37,7 +37,7 @@ def install(args: Any) -> None:
         head = getattr(self, "output_layer", None)
         if not isinstance(head, ColumnParallelLinear):  # a critic, or not the last stage
             return stock(self, input_ids, *rest, **kwargs)
-        # The last token of each sequence has a label of the next sequence, which slime does not read.
+        # slime does not read the last token's label, of the next sequence.
         head.forward = functools.partial(_statistics, head, input_ids.roll(-1, 1), args.rollout_temperature)
         try:
             return stock(self, input_ids, *rest, **kwargs)

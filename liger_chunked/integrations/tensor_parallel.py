@@ -1,4 +1,4 @@
-"""Helpers of adapters. In tensor-parallel frameworks, ranks hold equally many rows of the vocabulary."""
+"""Helpers of tensor-parallel frameworks, whose ranks hold equally many rows of the vocabulary."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ def even_shard(
 ) -> VocabShard | None:
     """Return this rank's shard; None for one rank without padding.
 
-    `rows` are the ids that the framework names: ValueError if they are not those of `weight`. For the other arguments,
-    see `VocabShard`.
+    ValueError if `rows`, the framework's ids, are not those of `weight`. For the other arguments, see `VocabShard`.
     """
     n, ranks = weight.shape[0], dist.get_world_size(group)
     start = dist.get_rank(group) * n
@@ -48,7 +47,7 @@ def budget_of(tokens: int | None, weight: Tensor) -> int | None:
 
 
 def call_in_forward(module: nn.Module, fn: Callable[..., T], *args: Any) -> T:
-    """Return `fn(*args)`, called as the forward of `module`, whose hooks run: FSDP gathers the parameters."""
+    """Return `fn(*args)`, called as the forward of `module`, with its hooks, such as FSDP's."""
     own = vars(module).get("forward")
     module.forward = fn
     try:

@@ -1,4 +1,4 @@
-"""torchtitan, from 0.3: a loss that takes hidden states and the `lm_head`."""
+"""torchtitan, from 0.3."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["FusedLinearCrossEntropyLoss"]
 class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
     """The sum of the tokens' cross entropy over `global_valid_tokens`, without chunks of the sequence.
 
-    Takes hidden states (B, T, H), and labels (B, T), which are shifted already; those of -100 are ignored.
+    Takes hidden states (B, T, H), and shifted labels (B, T), -100 where ignored.
 
-    The loss runs inside the forward of `lm_head`, so FSDP gathers the weight and reduces its gradient. With tensor
-    parallelism and "spmd_types", the hidden states' gradient is the rank's share, which the backward of the norm sums.
+    The loss runs inside the forward of `lm_head`, with FSDP's hooks. With tensor parallelism and "spmd_types", the
+    hidden states' gradient is the rank's share, which the backward of the norm sums.
 
     `compile_config` is not used. Raises RuntimeError under a CUDA graph.
     """
@@ -79,5 +79,5 @@ class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
         group, vocab_size = current_spmd_mesh().get_group("tp"), self.config.global_vocab_size
         if vocab_size is None:
             return even_shard(weight, group, "partial")
-        rows = -(-vocab_size // dist.get_world_size(group))  # as torch.chunk cuts
+        rows = -(-vocab_size // dist.get_world_size(group))  # as in torch.chunk
         return VocabShard(group, min(vocab_size, rows * dist.get_rank(group)), vocab_size, input_grad="partial")

@@ -1,4 +1,4 @@
-"""torchtune, from 0.7: a loss that takes hidden states and the model's output layer."""
+"""torchtune, from 0.7."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ __all__ = ["FusedLinearCrossEntropyLoss"]
 class FusedLinearCrossEntropyLoss(SFTLoss, nn.Module):
     """The mean cross entropy of tokens, in place of torchtune's `LinearCrossEntropyLoss`.
 
-    It runs inside the forward of the output layer, or of the embedding that a `TiedLinear` names, so FSDP gathers the
-    weight.
-
+    It runs inside the forward of the output layer, or of the embedding that a `TiedLinear` names, with FSDP's hooks.
     Raises ValueError under tensor parallelism.
     """
 
@@ -29,7 +27,6 @@ class FusedLinearCrossEntropyLoss(SFTLoss, nn.Module):
         self._owner: tuple[nn.Module, ...] = ()  # a tuple, not a submodule
 
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> FusedLinearCrossEntropyLoss:
-        """Return the loss, which torch.compile leaves as it is."""
         return self
 
     def set_model_output(self, model: Any) -> None:

@@ -1,4 +1,4 @@
-"""verl's fused log-probabilities and entropy, of its Megatron and FSDP backends. Labels are shifted already."""
+"""verl, Megatron and FSDP backends. Labels are shifted already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by kernels: dispatch, layouts, autograd, device functions."""
+"""Dispatch, layouts, autograd and device functions of kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _MOST_ROWS = 65_535  # limit of a grid's y and z
 
-# Hopper and data-centre Blackwell (unmeasured) have TMA and 227 KiB of shared memory.
+# Hopper, and data-centre Blackwell (unmeasured).
 _CAN_HAVE_WIDE_TILES = (9, 10)
 WIDE_TILES_VARIABLE = "LIGER_CHUNKED_WIDE_TILES"
 
@@ -78,7 +78,7 @@ def use_triton(x: Tensor) -> bool:
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether the host reads values of `x` without waiting for a device."""
+    """Whether the host reads `x` without waiting for a device."""
     return x.device.type == "cpu"
 
 
@@ -96,7 +96,7 @@ def has_wide_tiles(device: torch.device) -> bool:
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register `liger_chunked::<name>` for torch.compile; `fake` returns outputs of the same shapes.
 
-    The operator returns an empty tensor for None. Eager code calls the function itself.
+    The operator returns an empty tensor for None.
     """
 
     def tensors(outputs: Any, like: Tensor) -> Any:
@@ -151,16 +151,15 @@ def may_overwrite(x: Tensor) -> bool:
 
 
 def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return `x.new_empty(x.shape)`, faster."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-# Private; if missing, torch raises its own error.
+# Private; without it, torch raises its own error.
 _is_batched: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda _: False)
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make second derivatives raise, also those by saved tensors, unlike torch's `once_differentiable`."""
+    """Make second derivatives raise, also by saved tensors, unlike torch's `once_differentiable`."""
 
     @functools.wraps(backward)
     def call(ctx: Any, *upstream: Tensor | None) -> Any:
@@ -180,7 +179,6 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not distinct:
             return gradients
         sources = [x for x in (*saved, *upstream) if x is not None and x.requires_grad]
-        # A second derivative raises without sources too.
         connected = _Once.apply(len(distinct), *(g.detach().requires_grad_() for g in distinct), *sources)
         by_id = dict(zip(map(id, distinct), connected, strict=True))
         result = tuple(None if g is None else by_id[id(g)] for g in several)
@@ -194,7 +192,7 @@ def refuse_second_derivative(*_: Any) -> NoReturn:
 
 
 class _Unpacked:
-    """A context with unpacked tensors: checkpoints unpack only once."""
+    """A context with unpacked tensors, which checkpoints unpack only once."""
 
     def __init__(self, ctx: Any, saved_tensors: tuple[Tensor | None, ...]) -> None:
         vars(self).update(_ctx=ctx, saved_tensors=saved_tensors)
@@ -211,7 +209,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, n: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(g.data for g in tensors[:n])  # callers may change these in place, unlike views
+        return tuple(g.data for g in tensors[:n])  # unlike views, callers may change these
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -262,7 +260,7 @@ def grid_row():
 def exp(x, PRECISE: tl.constexpr):
     """Return exp(x); PRECISE keeps the bits of large float32 arguments."""
     if PRECISE:
-        # log 2 in two parts: n times the first is exact.
+        # log 2 in two parts; n times the first is exact.
         x = tl.where(x < -120.0, -120.0, x)
         n = tl.floor(x * 1.4426950408889634 + 0.5)
         x = (x - n * 0.693359375) + n * 2.12194440e-4
@@ -283,7 +281,7 @@ def factor(x):
 
 @jit
 def log2(x):
-    """Return log2 in one instruction, with an error of 2**-22, absolute near 1, else relative."""
+    """Return log2 in one instruction, with an error of 2**-22: absolute near 1, else relative."""
     if PTX:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     else:
@@ -300,7 +298,7 @@ def log(x):
 
 @jit
 def reciprocal(x):
-    """Return 1 / x; a Newton step corrects an error of 2 ulp."""
+    """Return 1 / x, with a Newton step for an error of 2 ulp."""
     y = 1.0 / x
     return tl.fma(tl.fma(-x, y, 1.0), y, y)
 
@@ -314,7 +312,7 @@ def log1p(x):
 
 @jit
 def tanh(x):
-    # The interpreter has no libdevice. 1 - 2/(1 + exp(2x)) cancels near 0.
+    # Not 1 - 2/(1 + exp(2x)), which cancels near 0.
     s = x * x
     p = -0.0059058417
     p = p * s + 0.0208053611

@@ -37,7 +37,7 @@ def _stats(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     target = target.reshape(-1)
     vocab_size = logits.shape[-1]
-    if target.device.type == "cpu":  # on a GPU the check would synchronize
+    if target.device.type == "cpu":
         _check_range(target, vocab_size, ignore_index)
     outputs = _REGULARIZED if regularized else ("logps",)
     options = LogitOptions(softcap=softcap, logit_scale=logit_scale)
@@ -88,7 +88,7 @@ class _LogitsStats(torch.autograd.Function):
         saved = ctx.saved_tensors
         dlogits = _grad(*saved, g_logps, g_lse, g_mean_logits, ctx.softcap, ctx.logit_scale, ctx.inplace)
         if ctx.inplace:
-            torch.autograd.graph.increment_version(saved[0])  # makes a second backward raise
+            torch.autograd.graph.increment_version(saved[0])  # a second backward raises
         return dlogits, None, None, None, None, None, None, None
 
 
@@ -139,13 +139,13 @@ def liger_cross_entropy(
         (1 - s) w_y (lse - z_y) + s/V sum_v w_v (lse - z_v) + lse_square_scale lse**2
 
     Args:
-        logits: (..., V). Rows without a uniform stride, such as `logits[:, :-1]`, are copied: pad labels instead.
+        logits: (..., V). Rows without a uniform stride, such as `logits[:, :-1]`, are copied; pad labels instead.
         target: (...) class indices. Invalid ones raise on CPU, and give an infinite loss on GPU.
         weight: (V,) class weights `w`, without gradient.
         reduction: "mean" divides the cross entropy by the sum of `w_y`, the last term (z-loss) by the valid tokens; 0
             without any. "none" returns (...), 0 at ignored tokens.
         softcap, logit_scale: see `LogitOptions`.
-        inplace: let the backward overwrite `logits`, unless expanded or under torch.compile; a second backward raises.
+        inplace: let the backward overwrite `logits`, unless expanded or compiled; a second backward raises.
 
     Returns:
         float32, or float64 for float64 logits.

@@ -3,8 +3,8 @@
     p = softmax(z/T), q = softmax(t/T)            z, t: logits transformed except for the temperature T
     T dD/dz_v = p_v (a_v - slope)                 a_v = dD/dp_v, slope = sum_u p_u a_u
 
-For TVD, a_v - slope is `below` where p > q and `-above` where p < q, stored because a subtraction would cancel. `below`
-is the mass of p where p < q, plus half where p = q; `above` the rest.
+For TVD, a_v - slope would cancel: it is `below` where p > q and `-above` where p < q. `below` is the mass of p where
+p < q, plus half where p = q; `above` the rest.
 
 Bytes: both tiles once for KL and cosine, twice for JSD, skewed KL and TVD.
 """
@@ -34,7 +34,7 @@ from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
 
 Values = TypeVar("Values", bound=Any)
 
-# Floor of log p: a mixture of two zeros stays finite.
+# Floor of log p: mixtures stay finite.
 LOG_ZERO = -1e4
 # As in F.cosine_similarity.
 _MIN_NORM = 1e-8
@@ -42,7 +42,7 @@ _TWO_SWEEPS = ("mixture", "tvd")
 
 
 class Gather(Protocol):
-    """Collects all ranks' NamedTuples of values (N,), in rank order."""
+    """Collects the ranks' NamedTuples of values (N,), in rank order."""
 
     def __call__(self, values: Values, /) -> list[Values]: ...
 
@@ -96,7 +96,7 @@ def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
     log_p = tl.maximum(log_p, -1e4, propagate_nan=tl.PropagateNan.ALL)
     gap = tl.maximum(log_q, -1e4, propagate_nan=tl.PropagateNan.ALL) - log_p
     if CENTRAL:
-        # exp(87) fits in float32; beyond, p does not matter.
+        # exp(87) fits in float32.
         gap = tl.minimum(gap, 87.0, propagate_nan=tl.PropagateNan.ALL)
         log_p_over_m = -log(one_minus_beta + beta * exp(gap, False))
         return log_p_over_m, gap + log_p_over_m
@@ -106,7 +106,7 @@ def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
         ratio = exp(tl.where(mostly_teacher, -gap, gap), True)
         x = share * ratio - share
         mixed = tl.where(mostly_teacher, beta, one_minus_beta) + share * ratio
-        # Near 0, 1 + x loses the low bits of x.
+        # 1 + x loses low bits of x.
         series = x * (1.0 + x * (-0.5 + x * (0.333333333 + x * (-0.25 + x * 0.2))))
         log_mixed = tl.where(tl.abs(x) < 0.03125, series, tl.log(mixed))
         return tl.where(mostly_teacher, -gap, 0.0) - log_mixed, tl.where(mostly_teacher, 0.0, gap) - log_mixed
@@ -137,7 +137,7 @@ def _compare_block(
         z = tl.where(cols < n_cols, z, -float("inf"))
         t = tl.where(cols < n_cols, t, -float("inf"))
     if KIND == "mixture" and CENTRAL:
-        # `log_ratios` in base 2; q = p (q/p) saves an exponential.
+        # In base 2; q = p (q/p) saves an exponential.
         log_p = _log2_prob(z, centre, log_sum, inv_temperature)
         gap = _log2_prob(t, teacher_centre, teacher_log_sum, teacher_inv_temperature) - log_p
         p, ratio = tl.exp2(log_p), tl.exp2(gap)
@@ -383,6 +383,6 @@ def divergence_stats(
 
 
 def tail_stats(logits: Tensor, options: LogitOptions, hard: bool, gather: Gather | None = None) -> DivergenceStats:
-    """Return normalisers that exclude inputs of -inf."""
+    """Return normalisers without inputs of -inf."""
     hard = hard and options.temperature != 1.0
     return _normalised(_sums(logits, None, None, "tail", options, options, hard, gather))

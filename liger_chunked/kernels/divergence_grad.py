@@ -51,7 +51,7 @@ def _divergence_grad_kernel(
     g_divergence = tl.load(g_divergence_ptr + row)
     if g_logps_ptr is None:
         if g_divergence == 0.0:
-            tl.store(dz_ptrs, tl.zeros([BLOCK], dz_ptr.dtype.element_ty), mask=inside)  # the row may hold NaN
+            tl.store(dz_ptrs, tl.zeros([BLOCK], dz_ptr.dtype.element_ty), mask=inside)  # it may hold NaN
             return
     raw = load_block(z_ptr + row * z_stride, cols, n_cols, False)
     z, tanh_z = transform_and_tanh(raw, scale, softcap, None)
@@ -217,7 +217,7 @@ def divergence_grad_(
 def tail_grad_(
     logits: Tensor, stats: DivergenceStats, g_log_sum: Tensor, g_hard_log_sum: Tensor | None, options: LogitOptions
 ) -> Tensor:
-    """Overwrite logits with their gradient, 0 at inputs of -inf; return it. `stats` is from `tail_stats`."""
+    """Overwrite logits with their gradient, 0 at -inf; return it. `stats` is from `tail_stats`."""
     compute = _divergence_grad_triton_ if both_on_triton(logits, None) else _divergence_grad_torch_
     if logits.shape[1] == 0:
         return logits

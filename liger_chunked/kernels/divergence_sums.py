@@ -88,7 +88,7 @@ def _add_block(
             t = t * teacher_inv_temperature
         teacher_e = exp(t, PRECISE)
         teacher_sum_exp += teacher_e
-        # Centred: large logits would cancel. 0 * -inf would be NaN.
+        # Large logits would cancel. 0 * -inf would be NaN.
         if KIND == "forward_kl":
             moment += tl.where(teacher_e == 0.0, 0.0, teacher_e * (t - z))
         if KIND == "reverse_kl":
@@ -172,7 +172,7 @@ def _sums_kernel(
     if hard_sum_exp_ptr is not None:
         tl.store(hard_sum_exp_ptr + row, row_hard_sum_exp)
     if teacher_sum_exp_ptr is not None:
-        # -inf is not the centre of the whole vocabulary.
+        # The whole vocabulary's centre is not -inf.
         empty = row_teacher_max == -float("inf")
         tl.store(teacher_centre_ptr + row, tl.where(empty, row_teacher_max, teacher_centre))
         tl.store(teacher_sum_exp_ptr + row, row_teacher_sum_exp)
@@ -202,7 +202,7 @@ def _products_kernel(
     teacher_square = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, n_cols, BLOCK, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK)
-        # The transform keeps the zeros past the row.
+        # The transform keeps zeros.
         z = transform_block(load_block(z_ptr, cols, n_cols, False), scale, softcap, None)
         t = transform_block(load_block(t_ptr, cols, n_cols, False), teacher_scale, teacher_softcap, None)
         dot += z * t
@@ -314,7 +314,7 @@ def _sums_torch(
 
 
 def columns_of(target: Tensor, n_cols: int) -> tuple[Tensor, Tensor]:
-    """Return targets' columns (N, 1), and which are in the tile."""
+    """Return targets' columns (N, 1), and which are inside."""
     return target.clamp(0, n_cols - 1)[:, None], (target >= 0) & (target < n_cols)
 
 

@@ -1,4 +1,4 @@
-"""Caches compiled Triton kernels: a cached launch takes a third of the host's time."""
+"""A cache of compiled Triton kernels: cached launches take a third of the host's time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
 # AMD's variants depend on a tensor's size too.
 _REMEMBERS = torch.version.cuda is not None and not INTERPRETED and hooks is not None
 _MOST_REMEMBERED = REMEMBERED
-# Run function, handle, launch options, getter of a current stream.
+# Run function, handle, launch options, getter of a stream.
 _Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
 
 
@@ -120,8 +120,8 @@ class Kernel:
       variants for 1 and for multiples of 16, but not of `n_tokens`.
 
     Equal numbers and dtypes, with 16-byte aligned tensors, share a variant. Cached launches use Triton's private
-    interface, which a kernel's second equal launch checks. If the check fails, or a hook or
-    `triton.knobs.runtime.debug` is set, Triton launches.
+    interface, after a check in the second launch. Otherwise, or with a hook or `triton.knobs.runtime.debug`, Triton
+    launches.
     """
 
     _is_proven = False
@@ -225,7 +225,7 @@ class Kernel:
 
     def _launch_and_remember(self, key: Any, call: tuple[Any, ...], device: int) -> None:
         for remembered in (self.variants, self._unproven):
-            if len(remembered) >= _MOST_REMEMBERED:  # autograd's threads may add more than one
+            if len(remembered) >= _MOST_REMEMBERED:  # threads may add several
                 remembered.clear()
         unproven = self._unproven.pop(key, None)
         if unproven is not None:

@@ -17,7 +17,7 @@ from liger_chunked.kernels.operands import check_floating, check_labels, describ
 from liger_chunked.kernels.pointwise_divergence import REDUCTIONS, reduced_rows
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype, shown
 
-# Saved for the backward. The slope of reverse KL is the divergence.
+# For the backward. The slope of reverse KL is the divergence.
 _SAVED = ("centre", "sum_exp", "log_sum", "teacher_centre", "teacher_sum_exp", "teacher_log_sum")
 _SLOPES = {"mixture": ("slope",), "tvd": ("slope", "other_slope")}
 
@@ -76,7 +76,7 @@ class _LogitsDivergence(torch.autograd.Function):
         student, teacher, *stats = ctx.saved_tensors
         dstudent = _grad(student, teacher, stats, g, *ctx.how, ctx.inplace)
         if ctx.inplace:
-            torch.autograd.graph.increment_version(student)  # makes a second backward raise
+            torch.autograd.graph.increment_version(student)  # a second backward raises
         return dstudent, None, None, *(None for _ in ctx.how)
 
 
@@ -126,7 +126,7 @@ def liger_kl_div_with_logits(
 
     Args:
         student_logits, teacher_logits: (..., V). Rows without a uniform stride are copied.
-        shift_labels: (...); rows with the label `ignore_index` are ignored. None uses all rows.
+        shift_labels: (...); rows labelled `ignore_index` are ignored.
         reverse: return `KL(p || q)`.
         reduction: "batchmean" divides the sum by the valid rows, "mean" by that times V. "none" returns (...), 0 in
             ignored rows.
@@ -164,7 +164,7 @@ def liger_jsd_with_logits(
 
         beta KL(q || m) + (1 - beta) KL(p || m),    m = (1 - beta) p + beta q
 
-    `beta`, in [0, 1], is the teacher's weight: 0 gives `KL(q || p)`, and 1 `KL(p || q)`. For other arguments, see
+    `beta`, in [0, 1], is the teacher's weight: 0 gives `KL(q || p)`, and 1 `KL(p || q)`. Other arguments: see
     `liger_kl_div_with_logits`.
 
     >>> from liger_chunked import liger_jsd
@@ -190,7 +190,7 @@ def liger_tvd_with_logits(
 ) -> Tensor:
     """Return the total variation distance `sum_v |p_v - q_v|/2` of student `p` and teacher `q` per row.
 
-    For the arguments, see `liger_kl_div_with_logits`.
+    Arguments: see `liger_kl_div_with_logits`.
 
     >>> from liger_chunked import liger_tvd
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)

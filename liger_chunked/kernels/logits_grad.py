@@ -37,14 +37,14 @@ from liger_chunked.types import LogitOptions, accumulation_dtype
 class LogitsCotangents(NamedTuple):
     """Statistics and upstream gradients of rows, (N,) each or None."""
 
-    max: Tensor  # exp(z - max)/sum_exp is exact for large logits, unlike exp(z - lse)
+    max: Tensor  # exp(z - lse) would round large logits
     sum_exp: Tensor
     logps: Tensor | None = None  # dL/dlogps and so on
     lse: Tensor | None = None
     entropy: Tensor | None = None
     mean_logits: Tensor | None = None
     entropy_value: Tensor | None = None
-    temperature: Tensor | None = None  # float32, instead of that of `LogitOptions`, which is then 1
+    temperature: Tensor | None = None  # as in `logits_stats`
 
     def at(self, rows: slice | tuple[slice, None]) -> LogitsCotangents:
         optional = (None if field is None else field[rows] for field in self[2:])
@@ -78,7 +78,7 @@ def _logits_grad_kernel(
     if logps_ptr is not None:
         g = tl.load(logps_ptr + row)
         is_target = cols == tl.load(target_ptr + row) - vocab_start
-        # p - 1 before rounding. Two branches, because the compiler does not drop 0 + x.
+        # p - 1 before rounding, without adding 0, which the compiler would not drop.
         onehot_minus_p = tl.where(is_target, 1.0 - p, -p)
         if lse_ptr is not None:
             grad += g * onehot_minus_p

@@ -1,6 +1,6 @@
 """Reduce logits to statistics. Bytes: the tile read once.
 
-`logits_stats` reduces a tile, `merge` joins neighbours, `finish` returns `TokenStats`. `row_stats` does all in one
+`logits_stats` reduces a tile, `merge` joins neighbours, `finish` returns `TokenStats`; `row_stats` does all in one
 launch.
 """
 
@@ -34,7 +34,7 @@ class PartialStats(NamedTuple):
     max: Tensor
     sum_exp: Tensor  # sum exp(z - max)
     target_logit: Tensor | None = None  # -inf outside the tile
-    sum_exp_z: Tensor | None = None  # sum exp(z - max) (z - max): large z would cancel
+    sum_exp_z: Tensor | None = None  # sum exp(z - max) (z - max)
     sum_z: Tensor | None = None  # or sum class_weight z
     sum_exp_sq: Tensor | None = None  # sum exp(z - max)**2
     argmax: Tensor | None = None  # first index, int64
@@ -77,8 +77,8 @@ def _logits_stats_kernel(
     logits_stride, vocab_start, n_cols, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISE: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
-    # The centre is the first block's maximum: a running one takes a reduction per block. A row whose maximum is too far
-    # above it is swept again.
+    # The centre is the first block's maximum: a running one takes a reduction per block. A row far above it is swept
+    # again.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     if temperature_ptr is not None:
@@ -123,13 +123,13 @@ def _logits_stats_kernel(
             row_sum_exp_sq = tl.sum(sum_exp_sq, axis=0)
         if argmax_ptr is not None:
             row_argmax = tl.min(tl.where(top == row_max, argmax, n_cols), axis=0)
-        # abs: after a first block of -inf, the centre is 0.
+        # After a block of -inf, the centre is 0.
         sweep = (row_max > -float("inf")) & (tl.abs(row_max - centre) > REACH)
         centre = tl.where(sweep, row_max, centre)
 
     distance = tl.where(row_max == -float("inf"), 0.0, row_max - centre)
     if PRECISE:
-        # float64: the error of a row's factor does not average out.
+        # float64: errors of a row's factor do not average out.
         rescale = tl.exp(-distance.to(tl.float64))
     else:
         rescale = exp(-distance, False)
@@ -225,7 +225,7 @@ def _logits_stats_torch(
         target_logit = target_logit.masked_fill((local < 0) | (local >= n_cols), -math.inf)
         sum_z = None
         if wanted["sum_z"]:
-            # Autocast would round a matrix product.
+            # Autocast rounds matrix products.
             sum_z = z.sum(1) if class_weight is None else (z * class_weight).sum(1)
         if wanted["argmax"]:
             maximum, argmax = z.max(1)
@@ -328,7 +328,7 @@ def merge(a: PartialStats, b: PartialStats) -> PartialStats:
 
     def moved(part: PartialStats, scale: Tensor) -> Tensor:
         assert part.sum_exp_z is not None
-        # Relative to the joint maximum; a tile of -inf has no moment.
+        # A tile of -inf has no moment.
         return scale * (part.sum_exp_z + torch.where(part.sum_exp == 0, 0.0, part.sum_exp * (part.max - shift)))
 
     def both(x: Tensor | None, y: Tensor | None) -> bool:

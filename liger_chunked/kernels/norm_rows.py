@@ -1,4 +1,4 @@
-"""Tiles of a norm's rows, and sums of its weight gradients, which backward programs write for their rows."""
+"""Tiles of a norm's rows, and sums of weight gradients that backward programs write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check and unwrap operands, at each launch."""
+"""Check and unwrap operands at each launch."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def all_plain(values: Iterable[Any]) -> bool:
 def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return arguments with tensors as plain dense `torch.Tensor`, also those of an `AdaptedWeight`.
 
-    Raises NotImplementedError under a `torch.func` transform or forward-mode differentiation.
+    Raises NotImplementedError under `torch.func` or forward-mode differentiation.
     """
-    if torch.compiler.is_compiling() or all_plain(values):  # the tracer handles tensor types
+    if torch.compiler.is_compiling() or all_plain(values):
         return values
     return tuple(_plain(names[i] if i < len(names) else "an argument", x) for i, x in enumerate(values))
 
@@ -93,7 +93,7 @@ def _refuse(name: str, x: Tensor, why: str) -> NoReturn:
     raise TypeError(f"{name} must be a plain dense torch.Tensor, got {described(x)}, {why}")
 
 
-# Classes without values: module, name, and advice, or None to wait.
+# Module, name, and advice, or None to wait.
 _WRAPPERS = (
     ("torch.distributed._functional_collectives", "AsyncCollectiveTensor", None),
     (

@@ -1,4 +1,4 @@
-"""Divergences of (log-)probabilities: row sums of `f(x, t)`, see `_terms_torch`.
+"""Divergences of (log-)probabilities: row sums of the `f(x, t)` of `_terms_torch`.
 
 Bytes: forward 2, backward 3 times the input.
 """
@@ -58,7 +58,7 @@ def _sum_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        # Zeros past the row add 0.
+        # Zeros add 0.
         x = load_block(x_ptr + row * x_stride, cols, n_cols, False)
         t = load_block(t_ptr + row * t_stride, cols, n_cols, False)
         total += _term(x, t, beta, one_minus_beta, even, False, KIND, PRECISE, CENTRAL)
@@ -249,7 +249,7 @@ def liger_jsd(
 
     Args:
         log_q, log_p: (N, V) log-probabilities, in one dtype.
-        shift_labels: (N,); rows with the label `ignore_index` are ignored. None uses all rows.
+        shift_labels: (N,); rows labelled `ignore_index` are ignored.
         beta: weight of the teacher, in [0, 1]. 0 gives `KL(p || q)`, and 1 `KL(q || p)`.
 
     The dtype is as in `liger_kl_div`. Without valid rows, the result is 0.

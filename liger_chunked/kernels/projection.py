@@ -5,8 +5,8 @@
     rest[n] = sum_{v != y} exp(z[n, v] - c[n])            float32, from unrounded terms
 
 `rest` excludes the target: `1 - p_y = rest/sum` does not cancel. The centre `c` is the target's logit, or the row's
-maximum if that is 44 nats higher. Far from the maximum, entropies and their slopes have errors of up to 8e-6, two
-roundings of 44. A rank of a split vocabulary without the target takes another row's logit (`merge_ranks.py`).
+maximum if that is 44 nats higher. Far from the maximum, entropies and their slopes have errors of up to 8e-6.
+A rank of a split vocabulary without the target takes another row's logit (`merge_ranks.py`).
 
 FLOPs: 2 N V H. Bytes: E, x, W, and partial sums: N V/32 per statistic, half at H > 1536.
 """
@@ -28,7 +28,7 @@ from liger_chunked.types import TokenStats
 
 LOG2_E = 1.4426950408889634 if tl is None else tl.constexpr(1.4426950408889634)
 LOG_2 = 0.6931471805599453 if tl is None else tl.constexpr(0.6931471805599453)
-# Largest sum: products with weights, and gradients over it, fit in float32.
+# Products of a sum with weights, and gradients over it, fit in float32.
 LARGEST_SUM = 2.0**64 if tl is None else tl.constexpr(2.0**64)
 
 
@@ -55,7 +55,7 @@ def _product(x_desc, w_desc, row_block, col_block, hidden, ROWS: tl.constexpr, C
 
 @jit
 def _place(block, row_blocks, group_size, GROUP: tl.constexpr):
-    """Return the row and the column of a block. GROUP row blocks share a column block in turn."""
+    """Return a block's row and column. GROUP row blocks share a column block in turn."""
     first = block // group_size * GROUP
     height = min(row_blocks - first, GROUP)
     return first + block % group_size % height, block % group_size // height
@@ -90,7 +90,6 @@ def _write_halves(
     acc, exp_desc, first_row, first_col, target, centre, n_cols, scale,
     ROWS: tl.constexpr, COLS: tl.constexpr, MASKED: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
-    """Write half tiles, to leave shared memory for loads."""
     half: tl.constexpr = COLS // 2
     left, right = _halves(acc, ROWS, COLS)
     cols = first_col + tl.arange(0, half)
@@ -112,7 +111,7 @@ def _write_block(
     first_col = col_block * COLS
     rows = first_row + tl.arange(0, ROWS)
     inside = rows < n_tokens
-    part = col_block * part_stride + rows  # 128 times fewer than logits: fits 32 bits
+    part = col_block * part_stride + rows  # fits 32 bits
     target = tl.load(target_ptr + rows, mask=inside, other=-1).to(tl.int32)
     centre = tl.load(centre_ptr + rows, mask=inside, other=0.0) * LOG2_E
     scale = scale * LOG2_E
@@ -164,7 +163,7 @@ def _rescue_kernel(
     scale, sum_exp_ptr,
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, RAISE: tl.constexpr,
 ):  # fmt: skip
-    # RAISE lost rows' centres to maxima, or write their blocks again.
+    # RAISE lost rows' centres, or write their blocks again.
     row_block = tl.program_id(0)
     rows = row_block * ROWS + tl.arange(0, ROWS)
     lost = _out_of_reach(sum_exp_ptr, rows, n_tokens)
@@ -175,7 +174,7 @@ def _rescue_kernel(
         if RAISE:
             cols = col_block * COLS + tl.arange(0, COLS)
             top = tl.max(tl.where((cols < n_cols)[None, :], acc * scale, -float("inf")), axis=1)
-            # Deterministic: maxima need no order.
+            # Maxima need no order.
             tl.atomic_max(centre_ptr + rows, top, mask=lost != 0)
         else:
             _write_block(
@@ -226,7 +225,7 @@ def _finish(rows, inside, centre, rest, e, below, sum_exp, moment, logps_ptr, ls
     """Store statistics. `below` is the target's logit relative to the centre, `e` its exponential."""
     log_sum = tl.log(sum_exp)
     if logps_ptr is not None:
-        # Exact for large logits, unlike target_logit - lse, and near certainty.
+        # Exact for large logits and near certainty, unlike target_logit - lse.
         others = rest / tl.where(e == 0.0, 1.0, e)
         tl.store(logps_ptr + rows, tl.where(others < e, -log1p(others), below - log_sum), mask=inside)
     if lse_ptr is not None:
@@ -288,7 +287,7 @@ def project_exp(
     n = x.shape[0]
     stats = TokenStats(**{name: _buffer(x, n) for name in outputs})
     assert (stats.mean_logits is None) == (weight_sum is None)
-    # One allocation, padded for alignment: the GPU waits for the host.
+    # One allocation: the GPU waits for the host.
     rows = _buffer(x, 5, _aligned(n))[:, :n].unbind()
     _project(x, weight, target, weight_sum, out, scale, weight.shape[0], rows, stats, True, tiling)
     return Exponentials(out, *rows[:4]), stats

@@ -108,7 +108,7 @@ def _gradient(
         grad = e * others[:, None]
     if MEAN:
         grad += every[:, None]
-    if has_target:  # other tiles need no mask
+    if has_target:
         grad = tl.where(cols[None, :] == local[:, None], at_target[:, None], grad)
     return grad.to(tl.bfloat16)
 
@@ -119,7 +119,6 @@ def _project_grad_kernel(
     n_tokens, n_cols, hidden, vocab_start, scale,
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    # As in `project_exp`.
     row_blocks = tl.cdiv(n_tokens, ROWS)
     col_blocks = tl.cdiv(n_cols, COLS)
     group_size = GROUP * col_blocks
@@ -141,7 +140,6 @@ def _project_grad_kernel(
         if every_ptr is not None:
             every = tl.load(every_ptr + rows, mask=inside, other=0.0)
         has_target = tl.max(((local >= first_col) & (local < first_col + COLS)).to(tl.int32), axis=0) != 0
-        # Columns outside are not stored.
         half: tl.constexpr = COLS // 2
         left, right = _halves(acc, ROWS, COLS)
         cols = first_col + tl.arange(0, half)
@@ -170,10 +168,8 @@ def project_grad(
     """Write the gradient of a tile's logits to `out`.
 
     Args:
-        x, weight: (N, H) and (C, H) bfloat16, contiguous, 16-byte aligned; H a multiple of 8.
-        target: (N,) int64, whose ids `vocab_start : vocab_start + C` are those of `weight`.
-        out: (N, C) bfloat16, its row stride a multiple of 8.
-        scale: not zero.
+        x, weight, out, scale: as in `project_exp`, for a weight (C, H).
+        target: (N,) int64, in the whole vocabulary, whose ids `vocab_start : vocab_start + C` are those of `weight`.
     """
     n, hidden = x.shape
     n_cols = weight.shape[0]

@@ -21,7 +21,7 @@ class Survey(NamedTuple):
     on_host: Tensor | None = None  # pinned, if on a GPU and to be read
 
     def read(self) -> list[list[list[int]]]:
-        """Return the summary; wait for the device."""
+        """Return the summary on the host."""
         if self.on_host is None:
             return self.summary.tolist()
         torch.cuda.current_stream(self.summary.device).synchronize()
@@ -59,7 +59,7 @@ def _survey_triton(target: Tensor, ignore_index: int, to_read: bool) -> Survey:
     block = block_size(n_cols, most)
     shape = 3, n_rows, -(-n_cols // block)
     summary = torch.empty(shape, dtype=torch.int64, device=target.device)
-    # Saves a copy: docs/tuning.md.
+    # docs/tuning.md
     on_host = None
     if to_read and target.is_cuda:
         on_host = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True)
@@ -196,7 +196,7 @@ def survey_top_k(logps: Tensor, ids: Tensor) -> Tensor:
     """Check a top-k, (N, k) `logps` and integer `ids`, not empty; entries of -inf are absent.
 
     Return (5,) int64: `~min(0, ids)`, the highest id, and whether a row repeats an id, has a positive or NaN entry, or
-    is empty. Takes k**2/2 comparisons per row.
+    is empty.
     """
     by_kernel = use_triton(logps) and ids.shape[1] <= TUNING[logps.device].survey_top_k_most
     return (_survey_top_k_triton if by_kernel else _survey_top_k_torch)(logps, ids)

@@ -1,7 +1,7 @@
 """Correct the target's log-probability for its logit's rounding.
 
     z  = transform(x . W[y] + u . up[y] + b[y])           float32
-    log(p'/(1 - p')) = log(p/(1 - p)) + z - z[y]          p: from the rounded logits, p': corrected
+    log(p'/(1 - p')) = log(p/(1 - p)) + z - z[y]          p: from rounded logits, p': corrected
     d log p'/dz_v = (1 - p')/(1 - p) d log p/dz_v
 
 Only the target's rounding errors add up (docs/tuning.md). Bytes: 4 N H.
@@ -27,13 +27,13 @@ from liger_chunked.kernels.transform import load_block, transform, transform_arg
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import HeadTensors, LogitOptions, accumulation_dtype
 
-# Largest correction: larger errors correlate in a row, and cancel (docs/tuning.md).
+# Larger corrections correlate in a row, and cancel (docs/tuning.md).
 _FARTHEST = 2.0
 
 
 @jit
 def _one_minus_exp(x):
-    # The series has a relative error of 1e-8.
+    # Relative error 1e-8.
     series = -x * (1.0 + x * (0.5 + x * (0.16666667 + x * 0.041666667)))
     return tl.where(x > -0.03, series, 1.0 - tl.exp(x))
 
@@ -66,7 +66,7 @@ def _move_kernel(
     small = tl.exp(-tl.abs(odds))
     exact = tl.minimum(odds, 0.0) - log1p(small)
     exactly_left = tl.where(odds > 0.0, small, 1.0) / (1.0 + small)
-    # Skips infinities, NaN, and rows of p = 1.
+    # Not infinities, NaN, and p = 1.
     moves = (tl.abs(moved) <= FARTHEST) & (left > 0.0)
     tl.store(logps_ptr + row, tl.where(moves, exact, logp))
     tl.store(grad_scale_ptr + row, tl.where(moves, exactly_left / left, 1.0))

@@ -95,10 +95,7 @@ def _input_kernel(
 
 
 def add_target_rows_of_weight(product: Tensor, weight: Tensor, target: Tensor, scales: RowScales, out: Tensor) -> None:
-    """Write `s product + a weight[target]` to `out`, rounded once.
-
-    `product` is E W, (N, H) float32 contiguous, and may be `out`.
-    """
+    """Write `s product + a weight[target]` to `out`, rounded once. `product` is E W, float32, and may be `out`."""
     n, hidden = product.shape
     most, num_warps = TUNING[product.device].hidden
     _input_kernel(
@@ -176,7 +173,7 @@ class Occurrences(NamedTuple):
 
 
 def occurrences(target: Tensor) -> Occurrences:
-    """Return places of targets, (N,) int64, with 3 N**2 comparisons."""
+    """Return places of targets, (N,) int64, by 3 N**2 comparisons."""
     n = target.shape[0]
     if n > hopper.MOST_SORTED:
         by_target, order = torch.sort(target, stable=True)
@@ -191,10 +188,7 @@ def occurrences(target: Tensor) -> Occurrences:
 
 
 def add_target_rows_(grad: Tensor, target: Tensor, found: Occurrences, scale: Tensor, x: Tensor) -> Tensor:
-    """Add `scale[n] x[n]` to `grad[target[n]]` in a fixed order.
-
-    `grad` is (V, H) float32, `x` (N, H), `scale` (N,) float32.
-    """
+    """Add `scale[n] x[n]` to `grad[target[n]]`, float32, in a fixed order."""
     n, hidden = x.shape
     block = block_size(hidden, hopper.TARGET_COLS)
     _target_rows_kernel[grid_of_rows(n, -(-hidden // block))](

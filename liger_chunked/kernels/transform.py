@@ -12,7 +12,7 @@ from liger_chunked.types import LogitOptions
 def transform_and_slope(
     z: Tensor, logit_scale: float, softcap: float | None, temperature: float | Tensor, needs_slope: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Return transformed logits, and the softcap's derivative or None; autograd can follow."""
+    """Return transformed logits, and the softcap's derivative or None, differentiably."""
     slope = None
     if logit_scale != 1.0:
         z = z * logit_scale

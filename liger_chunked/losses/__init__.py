@@ -1,6 +1,6 @@
 """Losses on an `lm_head`: formulas on token statistics, without weights or chunks.
 
-The bases are base.py, preference.py (pairs), unpaired.py (labels), policy.py (rollouts) and distillation.py.
+The bases are in preference.py (pairs), unpaired.py (labels), policy.py (rollouts) and distillation.py.
 """
 
 from liger_chunked.losses.bco import LigerFusedLinearBCOLoss

@@ -1,5 +1,3 @@
-"""The base classes of losses."""
-
 from __future__ import annotations
 
 from typing import Any, ClassVar
@@ -40,7 +38,7 @@ class FusedLoss(nn.Module, metaclass=LossType):
 
 
 class StatsLoss(FusedLoss):
-    """A loss on token statistics: every loss except distillation. Subclasses override the properties."""
+    """A loss on token statistics. Subclasses override the properties."""
 
     _scopes: ClassVar[tuple[str, ...]] = ()
 

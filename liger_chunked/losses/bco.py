@@ -1,5 +1,3 @@
-"""Binary classifier optimisation."""
-
 from __future__ import annotations
 
 from typing import ClassVar
@@ -24,8 +22,8 @@ class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
     `delta` is a running mean: in the paper, of `(metrics.chosen_rewards + metrics.rejected_rewards) / 2` in earlier
     calls; in TRL, of all rewards, also this call's.
 
-    For the paper's distribution matching, `example_weights` are 1 for a desirable sequence, else `p / (1 - p)`, with
-    `p` the probability that its prompt has a desirable sequence. TRL clamps them to [0.5, 10]. Options: see
+    The paper's distribution matching has `example_weights` of 1 for a desirable sequence, else `p / (1 - p)`, with `p`
+    the probability that its prompt has a desirable one. TRL clamps them to [0.5, 10]. Options: see
     `LigerFusedLinearPreferenceBase`.
 
     >>> import torch

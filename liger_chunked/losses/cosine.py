@@ -1,5 +1,3 @@
-"""Cosine distance of logits."""
-
 from __future__ import annotations
 
 import torch.nn.functional as F
@@ -12,8 +10,8 @@ from liger_chunked.types import Divergence
 class LigerFusedLinearCosineSimilarityLoss(LigerFusedLinearDistillationBase):
     """`1 - cos(z, t)` of the student's logits `z` and the teacher's `t`, fused.
 
-    It depends on a constant offset of the logits, but not on the temperature. A teacher's top-k is refused.
-    Liger-Kernel's `beta` is `weight_soft_loss`. Constructor: see `LigerFusedLinearDistillationBase`.
+    It depends on a constant offset of the logits, not on the temperature. A teacher's top-k is refused. Liger-Kernel's
+    `beta` is `weight_soft_loss`. Constructor: see `LigerFusedLinearDistillationBase`.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)

@@ -1,5 +1,3 @@
-"""CPO and AlphaPO."""
-
 from __future__ import annotations
 
 import functools
@@ -29,7 +27,7 @@ class CPOSettings:
 
 
 class _LossType(NamedTuple):
-    loss: Callable[[Tensor, float, CPOSettings], Tensor]  # from the reward margin and beta
+    loss: Callable[[Tensor, float, CPOSettings], Tensor]  # of reward margin and beta
     reads: tuple[str, ...] = ()  # fields of CPOSettings
     averages: bool = False  # sets average_log_prob
 
@@ -47,7 +45,7 @@ LOSS_TYPES: Mapping[str, _LossType] = {
 
 
 def _alphapo(logps: Tensor, alpha: float) -> Tensor:
-    """Return `(1 - p ** -alpha) / alpha`, whose limit at alpha 0 is `log p`."""
+    """Return `(1 - p ** -alpha) / alpha`; its limit at 0 is `log p`."""
     return -torch.expm1(-alpha * logps) / alpha
 
 
@@ -65,10 +63,10 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
     | `ipo` | `(d / beta - 1 / (2 beta)) ** 2` | `beta l'` |
     | `simpo` | `sigmoid` of `d - simpo_gamma` | `beta l'` |
 
-    A nonzero `alphapo_alpha`, TRL's `alpha`, changes the reward to `beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`,
-    or the same of `l'` (AlphaPO, https://arxiv.org/abs/2501.03884). TRL's `alphapo` is `loss_type="simpo"` with
-    `cpo_alpha=0` and an `alphapo_alpha`. `logps` in the metrics are `l` or `l'`. `label_smoothing` is `eps`. Unread
-    options are refused. `**options`: see `LogitOptions`.
+    A nonzero `alphapo_alpha`, TRL's `alpha`, changes `beta l` to `beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`,
+    also of `l'` (AlphaPO, https://arxiv.org/abs/2501.03884). TRL's `alphapo` is `loss_type="simpo"` with `cpo_alpha=0`
+    and an `alphapo_alpha`. `logps` in the metrics are `l` or `l'`. `label_smoothing` is `eps`. Unread options are
+    refused. `**options`: see `LogitOptions`.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])

@@ -1,5 +1,3 @@
-"""Cross entropy on an `lm_head`."""
-
 from __future__ import annotations
 
 import functools
@@ -143,7 +141,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
     but 0 without targets.
 
     Args:
-        reduction: "mean" over valid tokens, "sum", or "none", which computes gradients in backward.
+        reduction: "mean" over valid tokens, "sum", or "none", with gradients computed in backward.
         label_smoothing: share of the target spread over the vocabulary (https://arxiv.org/abs/1512.00567).
         lse_square_scale: weight of the z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5).
         ce_weight: (V,) class weights.
@@ -223,19 +221,19 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         """Return the loss, with `CrossEntropyMetrics` if a `return_...` flag is set.
 
         Args:
-            weight, bias: (V, H), or an `AdaptedWeight`, and (V,): the `lm_head`.
+            weight, bias: (V, H) or an `AdaptedWeight`, and (V,).
             input: (B, T, H) or (N, H) hidden states.
             target: (B, T) or (N,) token ids that `input` predicts (shift labels, see `shifted`).
             num_items: divisor of "mean": the valid tokens of all steps that accumulate gradients (transformers'
                 `num_items_in_batch`). A tensor below 1 counts as 1.
-            token_weights: factors, like `target`. "mean" without `num_items` divides by their sum (times `ce_weight`
-                for the cross entropy), or 1 if that is 0.
+            token_weights: factors, like `target`. "mean" without `num_items` divides by their sum (for the cross
+                entropy, times `ce_weight`), or 1 if that is 0.
             ce_weight: (V,) replaces the constructor's.
-            n_valid: the number of tokens that have a target. The host then waits for nothing, and the device asserts
-                this number and the range of targets: see "Without waiting" in `docs/how-it-works.md`.
+            n_valid: the number of tokens that have a target, so that the host does not wait; the device asserts it and
+                the range of targets ("Without waiting" in `docs/how-it-works.md`).
             vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
-            sequence_group: the ranks that split the sequences (`docs/distributed.md`). Loss and metrics are of whole
-                sequences, `predicted_tokens` and `reduction="none"` of this rank's positions.
+            sequence_group: the ranks that split the sequences (`docs/distributed.md`). Loss and metrics cover whole
+                sequences, but `predicted_tokens` and `reduction="none"` this rank's positions.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)

@@ -1,5 +1,3 @@
-"""Base class of the distillation losses."""
-
 from __future__ import annotations
 
 import math
@@ -71,9 +69,9 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         hard_loss = F.cross_entropy(z.float() * temperature, target, reduction="sum") / n
         loss = weight_soft_loss * soft_loss + weight_hard_loss * hard_loss
 
-    The factor `temperature ** 2` of Hinton et al. 2015 (https://arxiv.org/abs/1503.02531) is left to the caller.
+    The factor `temperature ** 2` of Hinton et al. 2015 (https://arxiv.org/abs/1503.02531) is the caller's.
     `teacher_options` has the teacher's `softcap`, `logit_scale` and `temperature`, if different. `**options`: see
-    `LogitOptions`. The budget covers both models' logits.
+    `LogitOptions`; the budget covers both models' logits.
     """
 
     of_distributions: ClassVar[bool] = False
@@ -136,11 +134,10 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             weight, input, target, bias, num_items, n_valid, vocab_shard, sequence_group: as in
                 `LigerFusedLinearCrossEntropyLoss.forward`. Without a target, there is no hard loss. `n_valid` counts
                 tokens that `mask` keeps. A shard has the rows of both models.
-            teacher_weight, teacher_input, teacher_bias: with any hidden size. Rows beyond V are ignored, also in the
-                softmax.
+            teacher_weight, teacher_input, teacher_bias: of any hidden size. The softmax ignores rows beyond V.
             teacher_logps: instead, (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the loss's
                 temperature; -inf if missing. The divergence has k + 1 bins: these tokens, and all others.
-            teacher_ids: their distinct ids in the whole vocabulary, in the same shape.
+            teacher_ids: their distinct ids, in the same shape.
             mask: (B, T) or (N,) bool, False at more ignored tokens.
         """
         head = LossHead(weight, bias, vocab_shard)

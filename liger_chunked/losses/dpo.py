@@ -1,5 +1,3 @@
-"""DPO and its variants."""
-
 from __future__ import annotations
 
 import functools
@@ -31,7 +29,7 @@ def _reverse_kl(logratios: Tensor, alpha: float) -> Tensor:
 def _alpha(logratios: Tensor, alpha: float) -> Tensor:
     power = alpha - 1
     if abs(power) < 1e-6:
-        return logratios  # the limit as alpha goes to 1
+        return logratios  # the limit
     return torch.expm1((power * logratios).clamp(max=_MAX_EXPONENT)) / power
 
 
@@ -160,7 +158,7 @@ def _discopop(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 
 
 def _sft(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    # A mean over tokens; the base divides by batch_size.
+    # The base divides by batch_size.
     chosen = torch.where(pairs.mask[:, 0], pairs.token_logps[:, 0], 0.0).sum(-1)
     return -chosen * pairs.batch_size / pairs.batch_lengths[0]
 
@@ -176,7 +174,7 @@ class _LossType(NamedTuple):
     loss: Callable[[Pairs, float, DPOSettings], Tensor]
     reads: tuple[str, ...] = ()
     whole_batch: bool = False  # sorts the batch
-    averages: bool = False  # divides by lengths; refuses average_log_prob
+    averages: bool = False  # refuses average_log_prob
     any_divergence: bool = False  # reads scores or no reference
     weighable: bool = True  # a loss belongs to one pair
 
@@ -232,7 +230,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
 
     - `f_divergence_type` (f-DPO, https://arxiv.org/abs/2309.16240, table 1) replaces `c` and `r` in `d` by a score of
       `t = pi / pi_ref`, with exponents up to 80, but not in the metrics. Losses of `c` or `r` alone refuse it.
-    - `ld_alpha`: LD-DPO (https://arxiv.org/abs/2409.06411), see `LigerFusedLinearPreferenceBase`.
+    - `ld_alpha`: LD-DPO (https://arxiv.org/abs/2409.06411).
     - `use_weighting` (WPO, https://arxiv.org/abs/2406.11827, equation 2) multiplies a pair's loss by the constant
       `w(chosen) w(rejected)`, with `log w` the mean over tokens of `log p_y - log(sum of p ** 2)`. `aot`,
       `aot_unpaired` and `sft` refuse it.

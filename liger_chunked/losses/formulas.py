@@ -1,5 +1,3 @@
-"""Shared formulas."""
-
 from __future__ import annotations
 
 import math
@@ -8,14 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# A margin is the chosen reward minus the rejected one.
-
 _LINEAR = 40.0  # above it, `log(1 + exp(x))` is x in float64
 
 
 def logistic(margin: Tensor, label_smoothing: float = 0.0, beta: float = 1.0) -> Tensor:
     """Return `-(1 - eps) log sigmoid(beta margin) - eps log sigmoid(-beta margin)`, `eps = label_smoothing`."""
-    # -log sigmoid(m) = softplus(-m)
     loss = F.softplus(-beta * margin, threshold=_LINEAR)
     if label_smoothing == 0:
         return loss
@@ -23,16 +18,14 @@ def logistic(margin: Tensor, label_smoothing: float = 0.0, beta: float = 1.0) ->
 
 
 def hinge(margin: Tensor) -> Tensor:
-    """Return `max(0, 1 - margin)` (SLiC, https://arxiv.org/abs/2305.10425)."""
     return torch.relu(1 - margin)
 
 
 def ipo(difference: Tensor, beta: float) -> Tensor:
-    """Return `(difference - 1 / (2 beta)) ** 2` (https://arxiv.org/abs/2310.12036, equation 17)."""
     return (difference - 1 / (2 * beta)).square()
 
 
-# Least distance of a probability to 1: below float32's resolution, but with finite gradients.
+# Least distance of a probability to 1, with finite gradients.
 _CERTAIN = 1e-12
 
 
@@ -75,11 +68,11 @@ def log_mixture(log_a: Tensor, log_b: Tensor, share_of_b: float) -> Tensor:
 
 def sequence_logps(token_logps: Tensor, lengths: Tensor, average: bool) -> Tensor:
     """Return sequences' log-probabilities (...) from tokens' (..., T), zero if ignored."""
-    # float64: a difference of large sums has few digits in float32.
+    # float64: a difference of large sums loses digits.
     logps = token_logps.sum(-1, dtype=torch.float64)
     return logps / lengths if average else logps
 
 
 def share_of_mean(losses: Tensor, n: int) -> Tensor:
-    # mean() is one launch instead of two.
+    # mean() is one launch.
     return losses.mean() if losses.shape[0] == n else losses.sum() / n

@@ -1,5 +1,3 @@
-"""GRPO and its variants."""
-
 from __future__ import annotations
 
 import functools
@@ -69,7 +67,7 @@ def _reinforce(r: Rollouts, s: SurrogateSettings) -> Tensor:
 
 
 def _where(condition: Tensor, like: Tensor, value: float, otherwise: float) -> Tensor:
-    """Like `torch.where`, in the dtype of `like` instead of float32."""
+    """`torch.where` in the dtype of `like`, not float32."""
     return torch.full_like(like, value).where(condition, otherwise)
 
 
@@ -140,7 +138,7 @@ def _vespo(r: Rollouts, s: SurrogateSettings) -> Tensor:
 
 
 def _covariance(r: Rollouts) -> Tensor:
-    """Return (n, T), each token's part of the covariance of log-probabilities and advantages."""
+    """Return (n, T), each token's covariance of log-probability and advantage."""
 
     def centred(x: Tensor) -> Tensor:
         mean = torch.where(r.mask, x, 0.0).sum(dtype=torch.float64) / max(1, r.batch_tokens)
@@ -150,7 +148,7 @@ def _covariance(r: Rollouts) -> Tensor:
 
 
 def _highest(values: Tensor, share: float, r: Rollouts, candidates: Tensor) -> Tensor:
-    """Return (n, T), True at the candidates with the highest values: `share` of the call's tokens, at least one."""
+    """Return (n, T), True at the candidates with the highest values, a `share` of the call's tokens."""
     ranked = values.masked_fill(~candidates, -math.inf).flatten()
     top = ranked.topk(min(max(1, int(share * r.batch_tokens)), ranked.numel())).indices
     return torch.zeros_like(ranked, dtype=torch.bool).index_fill(0, top, True).view_as(candidates) & candidates
@@ -179,9 +177,9 @@ class _Surrogate(NamedTuple):
     reads: tuple[str, ...] = ()  # fields of SurrogateSettings
     clipped: _ClippedBy | None = None
     clips_low: bool = False  # `clipped` fills Clipped.low
-    scope: Literal["token", "sequence", "batch"] = "token"  # what it needs at once
+    scope: Literal["token", "sequence", "batch"] = "token"
     needs_tokens: bool = False  # only importance level "token"
-    weighs: bool = False  # applies the importance weights itself
+    weighs: bool = False  # applies importance weights
 
 
 SURROGATES: Mapping[str, _Surrogate] = {
@@ -229,8 +227,7 @@ LOSS_TYPES: Mapping[str, Mapping[str, str]] = {
 class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     """Group relative policy optimisation (Shao et al. 2024, https://arxiv.org/abs/2402.03300, equation 3), fused.
 
-    A variant combines a surrogate, a reduction and an importance level. With advantage `A`, importance ratio
-    `r = pi / pi_old` and stopped gradient `sg`, a token costs
+    With advantage `A`, importance ratio `r = pi / pi_old` and stopped gradient `sg`, a token costs
 
     | surrogate | cost | paper |
     |---|---|---|
@@ -246,13 +243,13 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     `c` is `min(r, e^epsilon_high)` for a positive `A`, `max(r, e^-epsilon_low)` for a negative one. `w` is the product
     over the sequence's tokens of `pi / pi_old` and the importance weights, which `vespo` does not apply again.
 
-    `clip_cov` and `kl_cov` choose at least one token, those with the highest `(log pi - mean log pi) (A - mean A)`,
-    with means over the call's tokens. `clip_cov` chooses between `clip_cov_lb` and `clip_cov_ub`, among tokens that
-    `clip` does not clip; the paper draws them at random.
+    `clip_cov` and `kl_cov` choose the tokens with the highest `(log pi - mean log pi) (A - mean A)`, at least one, with
+    means over the call's tokens. `clip_cov` chooses between `clip_cov_lb` and `clip_cov_ub`, among tokens that `clip`
+    does not clip; the paper draws at random.
 
     If `old_logps` is None, `r` is 1 with the gradient of `log pi`. For other options, see `LigerFusedLinearPolicyBase`.
 
-    TRL's and Liger-Kernel's default reduction, `"dapo"`, gives long completions more weight. Variants:
+    Variants (TRL's and Liger-Kernel's default reduction is `"dapo"`, which gives long completions more weight):
 
     | name | arguments |
     |---|---|

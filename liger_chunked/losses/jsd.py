@@ -1,5 +1,3 @@
-"""Generalised Jensen-Shannon divergence."""
-
 from __future__ import annotations
 
 from typing import ClassVar
@@ -16,7 +14,7 @@ from liger_chunked.types import Divergence
 class LigerFusedLinearJSDLoss(LigerFusedLinearDistillationBase):
     """Generalised Jensen-Shannon divergence (GKD, https://arxiv.org/abs/2306.13649, equation 1), fused.
 
-    With the student's distribution `p` and the teacher's `q`, in nats per token:
+    With student `p` and teacher `q`, in nats per token:
 
         m = (1 - beta) * p + beta * q
         divergence = beta * KL(q || m) + (1 - beta) * KL(p || m)

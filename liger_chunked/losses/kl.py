@@ -1,5 +1,3 @@
-"""Kullback-Leibler divergence."""
-
 from __future__ import annotations
 
 from typing import ClassVar
@@ -15,7 +13,7 @@ from liger_chunked.types import Divergence, check_number
 class LigerFusedLinearKLDivLoss(LigerFusedLinearDistillationBase):
     """Kullback-Leibler divergence of teacher and student, fused.
 
-    With the student's distribution `p` and the teacher's `q`, in nats per token:
+    With student `p` and teacher `q`, in nats per token:
 
         forward    KL(q || skew * q + (1 - skew) * p)    covers all modes of the teacher
         reverse    KL(p || skew * p + (1 - skew) * q)    seeks modes of the teacher

@@ -1,5 +1,3 @@
-"""KTO and unpaired APO."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -27,7 +25,7 @@ class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
     | `kto` | `w_d (1 - sigmoid(beta (r - z)))` | `w_u (1 - sigmoid(beta (z - r)))` | 2402.01306 |
     | `apo_zero_unpaired` | `w_d (1 - sigmoid(beta r))` | `w_u sigmoid(beta r)` | 2408.06266, equation 7, unpaired |
 
-    `kl`, an estimate of `KL(pi || pi_ref)` without gradient, is the mean of `r` over completions of other prompts.
+    `kl`, an estimate of `KL(pi || pi_ref)`, is the mean of `r` over completions of other prompts, without gradient.
     `kto` requires `kl`, or `kl_input`, `kl_target` and their reference; `apo_zero_unpaired` refuses both. To average
     over ranks before clamping, as TRL does, compute `r` by `linear_token_stats` and pass `kl`.
 

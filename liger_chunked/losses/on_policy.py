@@ -1,5 +1,3 @@
-"""On-policy distillation: from sampled tokens, or from these and a top-k."""
-
 from __future__ import annotations
 
 import copy
@@ -32,7 +30,7 @@ from liger_chunked.types import (
 
 
 class _SampledReverseKL(LigerFusedLinearPolicyBase):
-    """The policy gradient of the advantages that the class below defines; the teacher is the reference."""
+    """A policy loss of the advantages below; the teacher is the reference."""
 
     scope = "token"
 
@@ -48,7 +46,7 @@ class _SampledReverseKL(LigerFusedLinearPolicyBase):
         super().__init__(
             reduction=reduction,
             max_completion_length=max_completion_length,
-            kl_estimator="k1",  # of the metric
+            kl_estimator="k1",
             use_bias_correction_kl=False,
             clipped=self._clipped if bounded else None,
         )
@@ -81,13 +79,10 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         cost = -min(r A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A),    r = p(y) / p_old(y)
 
     On-policy, the gradient is an unbiased estimate of that of `KL(p || q)` at the sampled prefixes, with a discount of
-    0: Thinking Machines, "On-Policy Distillation", 2025 (https://thinkingmachines.ai/blog/on-policy-distillation).
-    docs/losses.md compares it with MiniLLM and GKD.
-
-    The metric `kl` is the mean of `log p(y) - log q(y)`.
+    0 (https://thinkingmachines.ai/blog/on-policy-distillation). docs/losses.md compares it with MiniLLM and GKD. The
+    metric `kl` is the mean of `log p(y) - log q(y)`.
 
     Args:
-        kl_coef: weight of the teacher's signal beside other `advantages`.
         epsilon_low, epsilon_high: infinity is no bound.
         reduction, max_completion_length: see `LigerFusedLinearPolicyBase`.
         teacher_options: see `LigerFusedLinearDistillationBase`.
@@ -160,7 +155,7 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         if target is None:
             raise ValueError("target must be the sampled tokens, got None")
         check_target(target, input, head=head)
-        if attention_mask is not None:  # here, so that the teacher ignores tokens too
+        if attention_mask is not None:  # for the teacher too
             target = masked(target, attention_mask, self.options.ignore_index, n_valid)
         total = None if n_valid is None else sum(as_counts(n_valid))
         states = {"teacher_weight": teacher_weight, "teacher_input": teacher_input, "teacher_bias": teacher_bias}
@@ -251,7 +246,7 @@ def with_sampled_token(
     A divergence over these k + 2 bins also counts what the student sampled outside of the k tokens.
 
     Args:
-        teacher_logps, teacher_ids: (..., k), log-probabilities under the teacher in nats, -inf if missing, and ids.
+        teacher_logps, teacher_ids: (..., k) log-probabilities in nats, -inf if missing, and ids.
         target: (...) sampled tokens; negative ids are ignored.
         target_logps: (...) under the teacher.
 

@@ -1,5 +1,3 @@
-"""ORPO."""
-
 from __future__ import annotations
 
 from torch import Tensor

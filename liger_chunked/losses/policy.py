@@ -1,5 +1,3 @@
-"""Base class of the policy losses."""
-
 from __future__ import annotations
 
 import functools
@@ -134,7 +132,7 @@ class Clipped(NamedTuple):
 
 
 def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
-    """Return (n, T), True at the `share` of valid tokens with the highest entropy."""
+    """Return (n, T), True at this share of valid tokens, those with the highest entropy."""
     if not rollouts.batch_tokens:
         return rollouts.mask
     entropy = rollouts.entropy.detach()
@@ -144,23 +142,22 @@ def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
 
 
 def _near_sampler(rollouts: Rollouts, threshold: float) -> Tensor:
-    """Return (n, T) or (n, 1), False at negative advantages in sequences beyond the threshold."""
+    """Return False at negative advantages in sequences beyond the threshold, (n, T) or (n, 1)."""
     drift = sum_of_logs(rollouts.old_logps - rollouts.logps.detach()) / rollouts.lengths
     return (rollouts.advantages >= 0) | (drift <= threshold)
 
 
 def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over valid tokens or, for (n, 1), nonempty sequences."""
+    """Return the mean over valid tokens, or nonempty sequences for (n, 1)."""
     if values.shape != mask.shape:
         mask = mask.any(-1, keepdim=True)
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 def masked(target: Tensor, attention_mask: Tensor, ignore_index: int, n_valid: Any) -> Tensor:
-    """Return a target that is ignored where `attention_mask` is 0."""
     check_side("attention_mask", attention_mask, target)
     if attention_mask.is_floating_point():
-        # An additive mask would be read as its opposite.
+        # An additive mask would mean the opposite.
         right = ((attention_mask == 0) | (attention_mask == 1)).all()
         if not may_read(target, n_valid):
             assert_later(right, "attention_mask must be 0 or 1 at every token")
@@ -200,14 +197,14 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         importance_level: of `Rollouts.ratio`: "token"; "sequence", the tokens' geometric mean `s` (GSPO,
             https://arxiv.org/abs/2507.18071); "sequence_token", `sg(s) pi / sg(pi)` with stopped gradient `sg`, for
             advantages per token (GSPO-token); "trajectory", their product.
-        kl_estimator: the gradient is the KL's for `k1` and `k3` with `use_bias_correction_kl`, and for `k2` without it.
-            The gradient of `k1` without it is zero on average.
+        kl_estimator: the gradient is the KL's for `k1` and `k3` with `use_bias_correction_kl`, and for `k2` without;
+            that of `k1` without is zero on average.
         use_bias_correction_kl: multiply `kl` by the importance ratio (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
         off_policy_mask_threshold: tokens with a negative advantage cost 0 where the sequence's mean of
-            `old_logps - logps` is above it (DeepSeek-V3.2). The paper's old policy is the sampler.
+            `old_logps - logps` is above it (DeepSeek-V3.2, whose old policy is the sampler).
         entropy_coef: the entropy is always a mean as in `dapo`.
-        top_entropy_quantile: only this share, in [0, 1], of the call's tokens, at least one, with the highest entropy
-            keeps cost and bonus (https://arxiv.org/abs/2506.01939). Costs one more GEMM if logits exceed the budget.
+        top_entropy_quantile: only this share of the call's tokens, at least one, with the highest entropy keeps cost
+            and bonus (https://arxiv.org/abs/2506.01939). Costs one more GEMM if logits exceed the budget.
         clipped: returns where ratios are clipped; None if never.
         **options: see `LogitOptions`; use the sampler's `temperature`, also for the reference.
     """
@@ -328,14 +325,13 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 sequence_group: as in `LigerFusedLinearPreferenceBase.forward`, for (B, T) tokens. `n_valid` counts
                 tokens that `attention_mask` keeps.
             advantages: (B,) or (B, 1) per sequence, or (B, T) per token.
-            attention_mask: (B, T), 0 at tokens to ignore, else 1.
+            attention_mask: (B, T), 0 at ignored tokens, else 1.
             old_logps, ref_logps: (B, T) in nats, under the sampling policy (None on-policy) and the reference.
             importance_weights: (B, T), (B,) or (B, 1).
             num_items: divisor of `dapo`: the valid tokens of all steps that accumulate gradients. If ranks average
                 gradients, pass all ranks' tokens divided by the number of ranks. With other reductions, divide the loss
                 by the number of steps.
-            temperature: float32 (B, T), of each token, instead of that of `options`; of the reference too.
-
+            temperature: float32 (B, T), instead of that of `options`; of the reference too.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
@@ -422,7 +418,6 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         if self.entropy_coef:
             n_acting = max(1, batch.batch_tokens) if acting is mask else acting.sum().clamp(min=1)
             bonus = torch.where(acting, rollouts.entropy, 0.0).sum(dtype=torch.float64) / n_acting
-            # The bonus is a mean over the accumulated batch.
             share = 1.0 if num_items is None else batch.batch_tokens / num_items
             loss = loss - self.entropy_coef * share * bonus
         return loss
@@ -444,7 +439,6 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         importance_weights: Tensor | None,
         num_items: float | Tensor | None,
     ) -> RolloutBatch:
-        """`ref_logps` are already in the dense layout."""
         mask = arrange.mask
         lengths = mask.sum(-1, keepdim=True).to(arrange.dtype)
         denominator = REDUCTIONS[self.reduction].denominator(lengths, num_items, self.max_completion_length)

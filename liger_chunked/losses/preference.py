@@ -1,5 +1,3 @@
-"""Base class of the losses on pairs."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -49,10 +47,10 @@ from liger_chunked.types import (
 @dataclass(frozen=True)
 class _Sequences:
     mask: Tensor  # (n, 2, T)
-    lengths: Tensor  # (n, 2), at least 1
+    lengths: Tensor  # at least 1
     average_log_prob: bool
-    token_weights: Tensor | None  # (n, 2, T); None: all are 1
-    nll_only: Tensor | None  # (n, 2, T), True at tokens that only the NLL reads; None: there are none
+    token_weights: Tensor | None  # None: all are 1
+    nll_only: Tensor | None  # True at tokens that only the NLL reads
 
     @property
     def every(self) -> slice:
@@ -72,10 +70,10 @@ class _Sequences:
 @dataclass(frozen=True)
 class _Batch:
     sequences: _Sequences
-    batch_lengths: Tensor  # (2,), at least 1
-    ref_logps: Tensor  # (n, 2)
-    has_tokens: Tensor | None  # (n,); None if all have some
-    nll_mask: Tensor | None  # (n, T) of the chosen sequences; None: the same as `mask`
+    batch_lengths: Tensor  # at least 1
+    ref_logps: Tensor
+    has_tokens: Tensor | None  # (n,)
+    nll_mask: Tensor | None  # (n, T) of chosen sequences; None: `mask`
 
     def pairs(self, logps: Tensor, stats: TokenStats, index: slice | Tensor) -> Pairs:
         sequences = self.sequences
@@ -107,7 +105,7 @@ _DISAGREE = "nll_target and target must agree on every token that neither of the
 
 
 def _places(mask: Tensor, lengths: Sequence[int] | None) -> Tensor:
-    """Return where a mask is True, as `lengths` are positive. Waits for the device without them."""
+    """Return where a mask is True; with `lengths`, without waiting for the device."""
     if lengths is None:
         return mask.nonzero().view(-1)
     return torch.nonzero_static(mask, size=sum(length > 0 for length in lengths)).view(-1)
@@ -120,8 +118,8 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     Args:
         beta: scale of the rewards, not negative.
-        alpha, compute_nll_loss: with True, add `alpha` times the mean NLL, in nats, of the batch's chosen tokens; with
-            None, if `alpha` is not 0. False raises unless `alpha` is 0 or 1.
+        alpha, compute_nll_loss: with True, add `alpha` times the mean NLL, in nats, of the batch's chosen tokens; None
+            does so if `alpha` is not 0. False raises unless `alpha` is 0 or 1.
         average_log_prob: `Pairs.logps` are means over tokens instead of sums.
         ld_alpha: weight, in [0, 1], of tokens beyond the pair's shorter length, under policy and reference. `lengths`
             count them fully.
@@ -220,8 +218,8 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             ref_logps: instead, its log-probabilities in nats: (2 n, T), or (2 n,) like `Pairs.logps` without
                 `ld_alpha`.
             nll_target: (2 n, T), of the NLL term; None for `target`.
-            n_valid: 2 n ints, the number of tokens of each sequence that have a target (or `nll_target`). The host then
-                does not wait for the device, see `LigerFusedLinearCrossEntropyLoss.forward`.
+            n_valid: 2 n ints, each sequence's number of tokens that have a target (or `nll_target`), see
+                `LigerFusedLinearCrossEntropyLoss.forward`.
             cu_seqlens: (2 n + 1,) int32, the rows where sequences start, and N: tensors of tokens are then (N, ...),
                 without padding. With `n_valid`, on the CPU.
         """
@@ -249,7 +247,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             target, nll_target = (whole(x, sequences, ignore_index) for x in (target, nll_target))
         batch = self._batch(head, target, nll_target, layout, ref_logps)
         n_pairs = max(1, n // 2)
-        summed: dict[int, Tensor] = {}  # by a chunk's first pair
+        summed: dict[int, Tensor] = {}  # by first pair
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
             assert stats.logps is not None and isinstance(index, slice)
@@ -257,7 +255,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             summed[index.start] = logps.detach()
             nll = self.alpha * batch.nll(stats, index) if self.compute_nll_loss else None
             if self._whole_batch and batch.has_tokens is not None:
-                # A loss that sorts must not see pairs without tokens.
+                # A loss that sorts must not see empty pairs.
                 lengths = None if nll_target is not None else layout.group_lengths
                 index = _places(batch.has_tokens, lengths)
                 logps, stats = logps[index], TokenStats(*(None if f is None else f[index] for f in stats))

@@ -1,5 +1,3 @@
-"""The reference model of a loss."""
-
 from __future__ import annotations
 
 import warnings
@@ -33,8 +31,7 @@ def reference_logps(
 ) -> Tensor | None:
     """Return the reference's dense log-probabilities, detached.
 
-    They are per token, zero at ignored tokens, or per sequence like `ref_logps`. `infix` is for messages, as in
-    `ref_{infix}input`. `target` is the caller's.
+    They are per token, zero at ignored tokens, or per sequence like `ref_logps`. Messages name `ref_{infix}input`.
     """
     ref_input, ref_weight, ref_bias, ref_logps = reference
     input_name, logps_name, target_name = f"ref_{infix}input", f"ref_{infix}logps", f"{infix}target"
@@ -81,11 +78,11 @@ def reference_logps(
     per_token = ref_logps.shape == target.shape
     dtype = accumulation_dtype(head.weight.dtype)
     if not per_token:
-        # float64: a difference of large sums has few digits in float32.
+        # float64: a difference of large sums loses digits.
         dtype = torch.promote_types(dtype, ref_logps.dtype)
     ref_logps = ref_logps.detach().to(dtype)
     ref_logps = layout.arrange(whole(ref_logps, sequences) if per_token else ref_logps)
-    # Padding may hold any value, NaN included.
+    # Padding may hold NaN.
     return torch.where(layout.mask, ref_logps, 0.0) if per_token else ref_logps
 
 

@@ -1,5 +1,3 @@
-"""Unpaired losses' reference points."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

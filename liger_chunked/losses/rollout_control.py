@@ -32,9 +32,9 @@ def rollout_importance_weights(
     clip_max: float | None = 3.0,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Return the `importance_weights` of a policy loss for tokens that another engine sampled.
+    """Return the `importance_weights` of a policy loss for tokens that another engine sampled with the same weights.
 
-    `w = pi_old / pi_sampler`, with the probabilities of the training and the sampling engine under the same weights.
+    With `w = pi_old / pi_sampler`, the probabilities of the training and the sampling engine:
 
     | mode | ratio | outside of [clip_min, clip_max] |
     |---|---|---|
@@ -43,15 +43,15 @@ def rollout_importance_weights(
     | `sequence_truncate`, `sequence_mask` | product of `w` over the sequence | the bound, 0 |
     | `geometric_truncate`, `geometric_mask` | geometric mean of `w` over the sequence | the bound, 0 |
 
-    Modes and defaults are those of TRL, which has no geometric mean. Multiply weights to combine verl's
-    `rollout_is` and `rollout_rs`.
+    Modes and defaults are TRL's, which has no geometric mean. The product of weights combines verl's `rollout_is` and
+    `rollout_rs`.
 
     Args:
         old_logps: (B, T) in nats, of the training engine.
-        sampling_logps: (B, T), of the sampler. A NaN, vLLM's value for an unavailable one, counts as `old_logps`.
+        sampling_logps: (B, T), of the sampler. NaN (unavailable in vLLM) counts as `old_logps`.
         mask: (B, T), True or 1 at the completion's tokens: `target != -100`.
         clip_min, clip_max: None is no bound.
-        cu_seqlens: of sequences without padding, (N,) for (B, T), as in the loss.
+        cu_seqlens: as in the loss, for (N,) instead of (B, T).
 
     Returns:
         (B, T) or (N,), 1 at other tokens, or (B, 1), without gradient, in at least float32.
@@ -104,7 +104,7 @@ def adaptive_entropy_coef(
     entropy_coef_min: float = 0.0,
     entropy_coef_max: float = 1.0,
 ) -> tuple[float, float]:
-    """Return the next `coef`, and the next step's `entropy_coef`, to keep the entropy from falling below a target.
+    """Return the next `coef` and `entropy_coef`, to keep the entropy from falling below a target.
 
     With entropy `e` and target `t`, starting from `c_0 = 0` (Skywork-OR1, https://arxiv.org/abs/2505.22312):
 

@@ -1,5 +1,3 @@
-"""A batch of completions for a policy loss."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -57,7 +55,7 @@ def check_side(name: str, x: Tensor, target: Tensor, n: int | None = None) -> No
 
 
 def whole_side(name: str, x: Tensor, target: Tensor, sequences: Sequences) -> Tensor:
-    """Return a checked tensor for whole, padded sequences; `target` is the caller's."""
+    """Return a checked tensor for whole, padded sequences."""
     if isinstance(sequences, SequenceSplit) and x.ndim == 2 and 1 in (of_ranks := sequences.lengths):
         if max(of_ranks) > 1:
             raise ValueError(
@@ -75,7 +73,6 @@ class Arrangement:
 
     @property
     def mask(self) -> Tensor:
-        """(B, T), True at the valid tokens."""
         return self.layout.mask.view(self.target.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -92,13 +89,15 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    mask: Tensor  # (n, T)
-    lengths: Tensor  # (n, 1), at least 1
+    """Fields of `Rollouts`, in the same shapes."""
+
+    mask: Tensor
+    lengths: Tensor  # at least 1
     weights: Tensor  # (n, 1) one over the reduction's denominator
-    advantages: Tensor  # (n, T) or (n, 1)
-    old_logps: Tensor | None  # (n, T)
-    ref_logps: Tensor | None  # (n, T)
-    importance_weights: Tensor | None  # (n, T) or (n, 1)
+    advantages: Tensor
+    old_logps: Tensor | None
+    ref_logps: Tensor | None
+    importance_weights: Tensor | None
     importance_level: str
     batch_size: int
     batch_tokens: int

@@ -1,5 +1,3 @@
-"""Checks of the settings of losses."""
-
 from __future__ import annotations
 
 import dataclasses

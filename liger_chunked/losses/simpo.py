@@ -1,5 +1,3 @@
-"""Simple preference optimisation."""
-
 from __future__ import annotations
 
 from torch import Tensor

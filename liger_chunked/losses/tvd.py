@@ -1,5 +1,3 @@
-"""Total variation distance."""
-
 from __future__ import annotations
 
 from typing import ClassVar

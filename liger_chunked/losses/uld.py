@@ -1,5 +1,3 @@
-"""Universal logit distillation, for a teacher with another tokenizer."""
-
 from __future__ import annotations
 
 import math
@@ -39,17 +37,13 @@ from liger_chunked.types import (
 class LigerFusedLinearULDLoss(FusedLoss):
     """Universal logit distillation (Boizard et al. 2024, https://arxiv.org/abs/2402.12030, equation 3), fused.
 
-    The Wasserstein-1 distance between the sorted probabilities of student and teacher, whose vocabularies may differ in
-    size and tokens. With probabilities `p` and `q`, sorted in descending order and padded with zeros, a token costs
+    The Wasserstein-1 distance of sorted probabilities of student and teacher, whose vocabularies may differ. With `p`
+    and `q`, sorted in descending order and padded with zeros, a token costs
 
         sum(|scale * p - teacher_scale * q|)
 
     The loss is the mean over rows. docs/losses.md says how to align the rows of `input` and `teacher_input`, and what
-    the scales are for.
-
-    Sorting takes whole rows, in chunks of rows: the logits of neither model are in memory at once.
-
-    Options: see `LigerFusedLinearDistillationBase`. `ignore_index` is not used.
+    the scales are for. Options: see `LigerFusedLinearDistillationBase`; `ignore_index` is not used.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(3, 4)
@@ -88,7 +82,7 @@ class LigerFusedLinearULDLoss(FusedLoss):
 
         Args:
             weight, input, bias: (V, H), (N, H) or (B, T, H), (V,).
-            teacher_weight, teacher_input, teacher_bias: (V_teacher, H_teacher) and so on, for as many rows.
+            teacher_weight, teacher_input, teacher_bias: the same of the teacher, with any V and H.
             scale, teacher_scale: (N,) or (B, T), at least 0; None: 1. `scale` may have a gradient.
             mask: (N,) or (B, T) bool, False at rows to ignore.
             num_items: divisor of the sum; None: the rows that count.

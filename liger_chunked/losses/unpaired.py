@@ -1,5 +1,3 @@
-"""Base class of the losses on labelled sequences."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -48,19 +46,18 @@ from liger_chunked.types import (
 
 @dataclass(frozen=True)
 class _Batch:
-    mask: Tensor  # (n, T)
-    lengths: Tensor  # (n,), at least 1
-    tokens: Tensor  # (n,), may be 0
-    desirable: Tensor  # (n,)
-    ref_logps: Tensor  # (n,)
-    weights: Tensor | None  # (n,)
-    reference_point: Tensor  # ()
+    mask: Tensor
+    lengths: Tensor  # at least 1
+    tokens: Tensor  # may be 0
+    desirable: Tensor
+    ref_logps: Tensor
+    weights: Tensor | None
+    reference_point: Tensor
     average_log_prob: bool
     sides: Tensor  # (2, n) `desirable` and its opposite
     counts: Tensor  # (2,) of `sides`
 
     def examples(self, stats: TokenStats, index: slice | Tensor) -> Examples:
-        # Axis 1: the group's sequence.
         stats = TokenStats(*(None if f is None else f.squeeze(1) for f in stats))
         assert stats.logps is not None
         lengths = along(self.lengths, index)
@@ -149,12 +146,12 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             preference_labels: (n,) bool or integers, 1 if desirable, else 0.
             kl: in nats, clamped at zero; for losses with this reference point.
             kl_input, kl_target: instead of `kl`, (m, T', H) and (m, T'), padded: this rank's completions of other
-                prompts; with `sequence_group`, its positions of them. Cost one GEMM.
+                prompts, or with `sequence_group` its positions. Cost one GEMM.
             ref_kl_input, ref_kl_logps: their reference.
             delta: in units of rewards; for losses with this reference point.
             example_weights: (n,) factors; the mean divides by n.
-            n_valid, kl_n_valid: for each sequence of `target` and of `kl_target`, the number of its tokens. With
-                `kl_target`, both or neither.
+            n_valid, kl_n_valid: numbers of tokens of each sequence of `target` and `kl_target`. With `kl_target`, both
+                or neither.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
@@ -259,7 +256,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             rejected_logits_mean=logits_mean[1],
             chosen_rewards=rewards[0],
             rejected_rewards=rewards[1],
-            reference_point=batch.reference_point.to(dtype, copy=True),  # maybe the caller's
+            reference_point=batch.reference_point.to(dtype, copy=True),  # may be the caller's
             chosen_count=counts[0],
             rejected_count=counts[1],
             chosen_tokens=tokens[0],

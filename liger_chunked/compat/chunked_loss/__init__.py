@@ -1,7 +1,4 @@
-"""The signatures of `liger_kernel.chunked_loss` 0.8.5 over the losses of `liger_chunked`.
-
-docs/migration.md lists the differences. Errors are those of `liger_chunked`.
-"""
+"""The signatures of `liger_kernel.chunked_loss` 0.8.5 over the losses of `liger_chunked`, with its errors."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ class PairMetrics(NamedTuple):
 
 @torch.no_grad()
 def _logits_sums(weight: Tensor, input: Tensor, bias: Tensor | None) -> Tensor:
-    """Return each sequence's sum of logits (n,), over every token, without logits: `sum_t h_t @ sum_v W_v`."""
+    """Return each sequence's sum of logits (n,), over all tokens: `sum_t h_t @ sum_v W_v`."""
     dtype = accumulation_dtype(weight.dtype)
     sums = input.sum(1, dtype=dtype) @ weight.sum(0, dtype=dtype)
     return sums if bias is None else sums + input.shape[1] * bias.sum(dtype=dtype)
@@ -62,7 +59,7 @@ def _logits_sums(weight: Tensor, input: Tensor, bias: Tensor | None) -> Tensor:
 def _as_liger_kernel(
     result: tuple[Tensor, PreferenceMetrics], weight: Tensor, input: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, PairMetrics]:
-    """Return the loss and metrics whose means of logits cover ignored tokens."""
+    """Return loss and metrics, with means of logits over ignored tokens too."""
     loss, metrics = result
     pairs = input.shape[0] // 2
     chosen, rejected = _logits_sums(weight, input, bias).split((pairs, pairs))
@@ -71,7 +68,7 @@ def _as_liger_kernel(
     return loss, pair._replace(chosen_logits_mean=chosen.sum() / logits, rejected_logits_mean=rejected.sum() / logits)
 
 
-# Liger-Kernel's loss types that do not read `label_smoothing`.
+# Loss types that do not read `label_smoothing`.
 _LIGER_DPO = ("sigmoid", "hinge", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop")
 
 
@@ -134,7 +131,7 @@ class LigerFusedLinearDPOLoss(Loss):
 class LigerFusedLinearORPOLoss(Loss):
     """`losses.LigerFusedLinearORPOLoss`.
 
-    The chosen half of `nll_target` may differ from `target`: its NLL is then another pass over the chosen sequences.
+    If the chosen half of `nll_target` differs from `target`, its NLL takes another pass.
     """
 
     def __init__(
@@ -165,7 +162,7 @@ class LigerFusedLinearORPOLoss(Loss):
         `d` is `log odds(chosen) - log odds(rejected)`.
         """
         pairs = target.shape[0] // 2
-        apart = None  # the NLL's own target, where `target` has another token
+        apart = None  # the NLL's target, where it differs
         if nll_target is not None and self.loss.compute_nll_loss:
             chosen, nll_chosen = target[:pairs], nll_target[:pairs]
             both = (chosen != self.ignore_index) & (nll_chosen != self.ignore_index)
@@ -201,7 +198,7 @@ class LigerFusedLinearCPOLoss(Loss):
         chunk_size: int = 1,
     ) -> None:
         super().__init__()
-        # "simpo" without a margin is "sigmoid" on means over tokens.
+        # "simpo" without margin is "sigmoid" on means over tokens.
         by_token = {"loss_type": "simpo", "simpo_gamma": 0.0}
         kind: dict[str, Any] = by_token if average_log_prob else {"loss_type": "sigmoid"}
         self.loss = losses.LigerFusedLinearCPOLoss(
@@ -263,7 +260,7 @@ class LigerFusedLinearKTOLoss(Loss):
         self.loss: Any = losses.LigerFusedLinearKTOLoss(
             ignore_index=ignore_index, beta=beta, use_ref_model=use_ref_model, average_log_prob=average_log_prob
         )
-        self.loss.reference_point = "delta"  # which is not clamped
+        self.loss.reference_point = "delta"  # not clamped
 
     def forward(
         self,
@@ -482,7 +479,7 @@ def _items_per_rank(attention_mask: Tensor, num_items: float | Tensor | None) ->
 class _Distillation(Loss):
     """Base of the distillation losses; `_scale` multiplies the reported soft loss.
 
-    A teacher may have the larger vocabulary: the student's logits of these tokens are 0 in the soft loss.
+    Tokens that only the teacher has get student logits of 0 in the soft loss.
     """
 
     _scale = 1.0

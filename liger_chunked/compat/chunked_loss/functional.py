@@ -1,4 +1,4 @@
-"""The functions of `liger_kernel.chunked_loss.functional` 0.8.5: a loss module and its call, by position."""
+"""The functions of `liger_kernel.chunked_loss.functional` 0.8.5, by position."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _DISTILLATION = (
 def _function(module: type[nn.Module], order: str, **defaults: Any) -> Callable[..., Any]:
     """Return a function of a module's tensors and settings, in Liger-Kernel's order.
 
-    Defaults are the module's, except `defaults`.
+    `defaults` override the module's.
     """
     settings = inspect.signature(module).parameters
     tensors = inspect.signature(module.forward).parameters
@@ -68,7 +68,7 @@ def _function(module: type[nn.Module], order: str, **defaults: Any) -> Callable[
 
 
 def applied(name: str, module: str, function: Callable[..., Any]) -> type:
-    """Return a class whose `apply` is `function`, as an autograd function has it."""
+    """Return a class with `function` as `apply`, like an autograd function."""
     return type(name, (), {"__module__": module, "__doc__": function.__doc__, "apply": staticmethod(function)})
 
 

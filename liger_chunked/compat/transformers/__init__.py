@@ -1,7 +1,4 @@
-"""The signatures of `liger_kernel.transformers` 0.8.5 over the kernels and models of `liger_chunked`.
-
-docs/migration.md lists the differences.
-"""
+"""The signatures of `liger_kernel.transformers` 0.8.5 over the kernels and models of `liger_chunked`."""
 
 from __future__ import annotations
 
@@ -483,9 +480,9 @@ _FAMILIES: dict[tuple[str, ...], str] = {
     ("relu_squared", *_LOSSES, "model"): "nemotron",
     ("rope", "rms_norm", "swiglu", "model"): "pixtral",
 }
-_PASSED_ON = ("internvl", "llava", "nemotron", "smolvlm")  # take any switch, as for the language model inside
+_PASSED_ON = ("internvl", "llava", "nemotron", "smolvlm")  # take any switch
 ORDERS = {family: order for order, families in _FAMILIES.items() for family in families.split()}
-# Types of the language models inside others.
+# Language models inside others.
 _INNER = {
     "mllama_text_model": "mllama",
     **{
@@ -506,7 +503,7 @@ def _positional(apply: Callable[..., Any], family: str) -> Callable[..., Any]:
         arguments = signature.bind(*args, **kwargs).arguments
         arguments.update(arguments.pop("kwargs", {}))
         refuse("relu_squared", arguments.pop("relu_squared", None), "no kernel computes it")
-        # Liger-Kernel has one switch for gated MLPs.
+        # Liger-Kernel has one switch.
         for switch, other in (("swiglu", "geglu"), ("geglu", "swiglu")):
             if arguments.get(switch) is False:
                 arguments.setdefault(other, False)
@@ -546,7 +543,6 @@ def _family_function(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _functions_by_type() -> dict[str, Callable[..., Any]]:
-    """Return the installed families' functions, by `config.model_type`."""
     functions = {}
     for model_type, family in {**{family: family for family in ORDERS}, **_INNER}.items():
         try:

@@ -1,4 +1,4 @@
-"""The gated MLPs of `liger_kernel.transformers` 0.8.5, beside `LigerSwiGLUMLP`."""
+"""The gated MLPs of `liger_kernel.transformers` 0.8.5, except `LigerSwiGLUMLP`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _check_silu(config: Any) -> None:
 
 
 class LigerGEGLUMLP(nn.Module):
-    """`down_proj(gelu(gate_proj(x)) * up_proj(x))`, with the gelu of tanh whatever the config names, without biases."""
+    """`down_proj(gelu(gate_proj(x)) * up_proj(x))`, always with the gelu of tanh and without biases."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ def nested_of(model: PreTrainedModel) -> PreTrainedModel | None:
 
 @dataclass(frozen=True)
 class Projection:
-    """A Linear inside `lm_head`, maybe quantized, maybe in PEFT's LoRA layer with `adapters` in use."""
+    """A Linear of `lm_head`, maybe quantized, maybe in PEFT's LoRA layer with `adapters` in use."""
 
     linear: nn.Linear
     layer: Any = None  # a class of `_LORA`
@@ -62,7 +62,7 @@ class Projection:
 
     @property
     def entered(self) -> list[tuple[nn.Module, nn.Module]]:
-        """The modules whose hooks gather parameters, outermost first, each with the computing module."""
+        """Return modules whose hooks gather parameters, outermost first, each with the computing module."""
         if self.layer is None:
             return [(self.linear, self.linear)]
         of_adapters = [self.layer.lora_B[name] for name in self.adapters]
@@ -106,7 +106,7 @@ def _projections_in(module: nn.Module) -> Iterator[Projection]:
 
 
 def _is_linear(module: nn.Module, of_adapter: bool = False) -> TypeGuard[nn.Linear]:
-    """Return whether `module.weight`, dequantized, has the product of a module; of an adapter, it may be computed."""
+    """Return whether a module's product is that of its `weight`, dequantized; an adapter's weight may be computed."""
     if quantized.is_4bit(module):
         if not of_adapter and quantized.refusal(module) is None:
             return True
@@ -156,7 +156,7 @@ def _adapters_in_use(layer: Any) -> tuple[str, ...]:
 
 
 def _base_names(module: nn.Module) -> set[str]:
-    # FSDP gives a module a subclass with a new name.
+    # FSDP derives a class of another name.
     return {base.__name__ for base in type(module).__mro__}
 
 
@@ -198,7 +198,7 @@ def _is_quantized(module: nn.Module) -> bool:
     return known or quantized.is_quantized(module)
 
 
-# An instance's forward; accelerate's hooks move it to `_old_forward`.
+# accelerate's hooks move an instance's forward to the second.
 FORWARD_SLOTS = ("forward", "_old_forward")
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -224,12 +224,12 @@ def unwrapped(function: Any) -> Iterator[Any]:
 
 
 def foreign_code(function: Any, known: type | None = None) -> Any:
-    """Return the outermost wrapper that no framework defines; None if a forward of `known` comes first."""
+    """Return the outermost wrapper that no framework defines, unless a forward of `known` comes first."""
     theirs = [] if known is None else [vars(cls)["forward"] for cls in known.__mro__ if "forward" in vars(cls)]
     for code in unwrapped(function):
         if getattr(code, "__func__", code) in theirs:
             return None
-        # functools.wraps copies `__module__`, but not the globals.
+        # functools.wraps copies `__module__`, not the globals.
         module = getattr(code, "__globals__", {}).get("__name__") or type(code).__module__
         if module.partition(".")[0] not in _FRAMEWORKS and not isinstance(code, functools.partial):
             return code
@@ -253,7 +253,7 @@ def stock_method(cls: type, name: str) -> Any:
     return getattr(method, STOCK, method)
 
 
-# Experts' load-balancing loss. Its settings have many names, so we evaluate the source's expressions.
+# Settings of the load-balancing loss have many names: evaluate the source's expressions.
 
 _SWITCH = "output_router_logits"
 

@@ -122,7 +122,7 @@ def found_in(model: PreTrainedModel, fused: bool = True) -> Found:
 
 
 def owner_of(module: nn.Module) -> type:
-    """Return the class that defines the forward: FSDP derives others."""
+    """Return the class that defines the forward, unlike classes that FSDP derives."""
     return next(cls for cls in stock_class(type(module)).__mro__ if "forward" in vars(cls))
 
 

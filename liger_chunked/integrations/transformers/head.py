@@ -1,7 +1,7 @@
 """The fused head: the model's backbone, then our code in place of `lm_head` and loss.
 
-Our code runs inside the forwards of model and `lm_head`, after hooks of DDP, FSDP, ZeRO and `device_map`. Each call
-looks modules up again: PEFT and FSDP may replace them.
+Our code runs inside the forwards of model and `lm_head`, with the hooks of DDP, FSDP, ZeRO and `device_map`. Each call
+looks modules up again, because PEFT and FSDP may replace them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from liger_chunked.types import AdaptedWeight, Head, LogitOptions
 
 _LOGGER = logging.getLogger(__name__)
 
-_LEFT = "_liger_left"  # attribute of a model of a patched class, if its head does not qualify
+_LEFT = "_liger_left"  # attribute of a model of a patched class with an unfit head
 STATE = "_liger_forward"  # attribute of a model or class
 
 
@@ -45,9 +45,9 @@ STATE = "_liger_forward"  # attribute of a model or class
 class HeadInput:
     """A head's input, and its loss's arguments.
 
-    - `hidden_states` (B, T, H): those that `logits_to_keep` selects
+    - `hidden_states` (B, T, H), which `logits_to_keep` selects
     - `options`: transform of the logits, and ignored label
-    - `outputs`: the backbone's output
+    - `outputs`: the backbone's
     - `labels`, `shift_labels` (B, T), `num_items_in_batch`: arguments of `model.forward`
     - `aux_loss` (), `aux_loss_coef`: the load-balancing loss and its weight
     """
@@ -72,9 +72,9 @@ class HeadInput:
         return target.to(self.hidden_states.device)
 
     def loss(self, loss: nn.Module, head: Head, **tensors: Any) -> Any:
-        """Return `loss` with the model's softcap and scale; `tensors` are more arguments of its `forward`.
+        """Return the value of `loss`, at the model's softcap and scale; `tensors` are more arguments.
 
-        Raises ValueError if the loss has another softcap or scale.
+        Raises ValueError if the loss has different ones.
 
         >>> def head_fn(head, input):
         ...     return input.loss(LigerFusedLinearCrossEntropyLoss(), head)
@@ -87,7 +87,7 @@ TRANSFORM = ("softcap", "logit_scale")
 
 
 def with_transform(own: LogitOptions, model: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> LogitOptions:
-    """Return a loss's options with the model's; ValueError if they disagree."""
+    """Return a loss's options with the model's; they must agree."""
     plain = LogitOptions()
     for name in names:
         given, of_model = getattr(own, name), getattr(model, name)
@@ -107,7 +107,7 @@ HeadFn = Callable[[Head, HeadInput], Any]
 
 @dataclass(frozen=True)
 class Fusion:
-    """Settings of the fused loss. An unfit model raises if `required`, else runs its own forward."""
+    """Settings of the fused loss. If `required`, an unfit model raises; otherwise it runs its own forward."""
 
     logits_budget: int | None = None
     required: bool = True
@@ -117,7 +117,7 @@ def forward(
     model: PreTrainedModel, stock: Callable[..., Any], *args: Any, head_fn: HeadFn | None = None, **kwargs: Any
 ) -> Any:
     """Run `stock`, the model's forward, or instead `head_fn` or the fused loss."""
-    if args:  # the order may differ in the backbone
+    if args:  # the backbone's order may differ
         _, *names = inspect.signature(type(model).forward).parameters
         kwargs = dict(zip(names, args, strict=False)) | kwargs
     if head_fn is not None:
@@ -128,7 +128,7 @@ def forward(
         skip_logits = kwargs.pop("skip_logits", None)
         token_accuracy = kwargs.pop("return_token_accuracy", False)
         if _fuses(model, skip_logits, kwargs):
-            # A subclass's forward may have called a patched one.
+            # A subclass may call a patched forward.
             of_class = stock.func if isinstance(stock, functools.partial) else None
             if _serves(model, of_class, fusion, skip_logits, kwargs):
                 return _without_logits(model, of_class, fusion, token_accuracy, **kwargs)
@@ -162,7 +162,6 @@ def _leave_alone(model: PreTrainedModel, reason: str) -> None:
 
 
 def has_causal_loss(model: PreTrainedModel) -> bool:
-    # A user may have set another loss after patching.
     return model.loss_function in (ForCausalLMLoss, causal_lm_loss)
 
 
@@ -266,7 +265,7 @@ def head_facts(
 ) -> HeadFacts:
     """Return the cached facts about the head of `forward`, by default the class's.
 
-    Raises ValueError as `check_head`, or, with `causal_loss`, if the loss is not causal.
+    Raises ValueError as `check_head`, and with `causal_loss` if the loss is not causal.
     """
     if forward is None:
         of_class = type(model).forward
@@ -293,7 +292,7 @@ def forget_facts(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
 def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitOptions:
     """Return the transform that `model.forward` applies to its logits.
 
-    Measured, because some models ignore their config. `logit_scale` includes a factor before `lm_head`.
+    Measured, not read from the config. `logit_scale` includes a factor before `lm_head`.
 
     Raises ValueError unless the logits are a scale and softcap of `lm_head(last_hidden_state)`.
 
@@ -350,7 +349,7 @@ def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = No
 
 
 class _Recorder(nn.Module):
-    """Replaces `lm_head`: records and returns its input in this thread, and computes logits in others."""
+    """Replaces `lm_head`: records and returns its input, but computes logits in other threads."""
 
     def __init__(self, lm_head: nn.Module) -> None:
         super().__init__()
@@ -371,7 +370,7 @@ class _Recorder(nn.Module):
 
 @torch.compiler.disable(reason="the head is in a model inside this one")
 def _without_head(model: PreTrainedModel, forward: Callable[..., Any], kwargs: dict[str, Any]) -> ModelOutput:
-    """Return the hidden states of a model whose head is in a causal model inside it."""
+    """Return the hidden states, if the head is in a causal model inside this one."""
     lm_head = model.get_output_embeddings()
     owner, name = next((m, n) for m in model.modules() for n, child in m._modules.items() if child is lm_head)
     with _LOCKS.setdefault(lm_head, threading.RLock()):
@@ -414,7 +413,7 @@ def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
 
 
 def _is_bare(lm_head: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Return whether only `nn.Linear.forward` would run, on an unquantized weight."""
+    """Return whether only `nn.Linear.forward` would run, unquantized."""
     if type(lm_head) is not nn.Linear or quantized.is_quantized(lm_head):
         return False
     hooks = (lm_head._forward_pre_hooks, lm_head._forward_hooks, lm_head._backward_pre_hooks, lm_head._backward_hooks)
@@ -434,13 +433,13 @@ def _at_projection(projection: Projection, hidden_states: Tensor, *, input: Head
             hidden_states = hidden_states.full_tensor()
     device, dtype = head.weight.device, hidden_states.dtype
     if dtype != head.weight.dtype and not torch.is_autocast_enabled(device.type):
-        # For a float32 head on a bfloat16 backbone; the loss rejects the reverse. A quantized head casts its input.
+        # For a float32 head on a bfloat16 backbone. A quantized head casts its input.
         dtype = head.weight.dtype if dequantizes else torch.promote_types(dtype, head.weight.dtype)
     return head_fn(head, replace(input, hidden_states=hidden_states.to(device, dtype)))
 
 
 def _head_of(projection: Projection, weight: Any, bias: Any) -> Head:
-    """Return the head with its adapters; its parts are DTensors sharded on rows, or plain and whole."""
+    """Return the head with its adapters, as DTensors sharded on rows, or plain and whole."""
     layer, adapters = projection.layer, projection.adapters
     if not adapters:
         return Head(weight, bias)
@@ -460,7 +459,7 @@ def _down(layer: Any, adapters: tuple[str, ...], x: Tensor) -> Tensor:
     for name in adapters:
         x = layer._cast_input_dtype(x, layer.lora_A[name].weight.dtype)
         u = layer.lora_A[name](layer.lora_dropout[name](x))
-        # PEFT scales the output of `lora_B`, and `u * scaling` may exceed float16.
+        # `u * scaling` may exceed float16.
         parts.append((u.float() if u.dtype == torch.float16 else u) * layer.scaling[name])
     u = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     if u.requires_grad:
@@ -469,7 +468,7 @@ def _down(layer: Any, adapters: tuple[str, ...], x: Tensor) -> Tensor:
 
 
 def _refuse_merged(layer: Any, gradient: Tensor) -> None:
-    # PEFT merges through `weight.data`, so autograd's version check does not notice.
+    # PEFT merges through `weight.data`, unnoticed by autograd.
     if layer.merged:
         raise RuntimeError(
             f"the adapters {layer.merged_adapters} of lm_head were merged between forward and backward, which changes "
@@ -483,7 +482,6 @@ def _fit(parameter: Any) -> Any:
 
 
 def _whole(parameter: Any) -> Any:
-    # Each rank gets its slice of the gradient.
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
@@ -516,7 +514,7 @@ def _enter(module: nn.Module, hidden_states: Tensor) -> Any:
 def _in_place_of(
     module: nn.Module, compute: Callable[[Tensor], Any], head_fn: HeadFn, hidden_states: Tensor, **kwargs: Any
 ) -> Any:
-    if getattr(_RUNNING, "head_fn", None) is not head_fn:  # another thread, or `head_fn` itself
+    if getattr(_RUNNING, "head_fn", None) is not head_fn:  # of another thread, or in `head_fn`
         return type(module).forward(module, hidden_states, **kwargs)
     if given := [name for name, value in kwargs.items() if value is not None]:
         raise ValueError(
@@ -527,7 +525,7 @@ def _in_place_of(
 
 
 def _check_lora(layer: Any) -> None:
-    """Unmerge disabled adapters, as PEFT's forward does; reject users' hooks on single parts."""
+    """Unmerge disabled adapters, as PEFT does; reject users' hooks on parts."""
     if layer.disable_adapters and layer.merged:
         layer.unmerge()
     for part in (layer.base_layer, layer.lora_B):
@@ -538,7 +536,7 @@ def _check_lora(layer: Any) -> None:
 
 @contextlib.contextmanager
 def _running(head_fn: HeadFn | None) -> Iterator[None]:
-    """Make this thread's `lm_head` run `head_fn`; None for logits."""
+    """Make `lm_head` run `head_fn` in this thread; None for logits."""
     before, _RUNNING.head_fn = getattr(_RUNNING, "head_fn", None), head_fn
     try:
         yield
@@ -575,7 +573,7 @@ def _guard_hooks(module: nn.Module, changes: contextlib.ExitStack) -> None:
 def _skip_layouts(module: nn.Module, hidden_states: Tensor, changes: contextlib.ExitStack) -> None:
     """Skip hooks of `parallelize_module`, which gather or split logits, or replicate hidden states.
 
-    A loss also takes hidden states sharded on the sequence, and scatters their gradient.
+    A loss takes hidden states sharded on the sequence too.
     """
     slots = ["_forward_hooks", *(["_forward_pre_hooks"] if isinstance(hidden_states, DTensor) else [])]
     for slot in slots:

@@ -1,7 +1,6 @@
-"""What a model computes between its backbone and its logits.
+"""What a model computes between its backbone and its logits, which its config does not say.
 
-The config does not say this. `check_head` runs a copy in which backbone and `lm_head` return known values, and other
-modules with parameters raise. It takes milliseconds at any size.
+`check_head` runs a copy in which backbone and `lm_head` return known values, and other modules with parameters raise.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from liger_chunked.integrations.transformers.detect import (
 from liger_chunked.types import LogitOptions
 
 _LENGTH, _MASKED = 6, 4  # positions, and the first masked one
-_KEPT = 2  # positions that `logits_to_keep` selects
+_KEPT = 2  # positions, by `logits_to_keep`
 _NUM_ITEMS = 7
 
 # Arguments that do not change hidden states.
@@ -49,7 +48,7 @@ _OF_HEAD = ("labels", "shift_labels", "logits_to_keep", "num_items_in_batch", "i
 class HeadFacts:
     options: LogitOptions
     output: type
-    of_forward: tuple[str, ...] = ()  # only the forward takes these, maybe for the loss
+    of_forward: tuple[str, ...] = ()  # only the forward takes these
     constants: tuple[tuple[str, Any], ...] = ()  # the forward adds these
     dropped: tuple[str, ...] = ()
     backbone_takes_labels: bool = False
@@ -75,7 +74,7 @@ def check_head(model: PreTrainedModel, forward: Callable[..., Any]) -> HeadFacts
             trial.factor(kept.reached, trial.hidden_states[:, -_KEPT:])
         labels = trial.labels()
         observed = trial.observe(lambda *args, **kwargs: torch.zeros(()), labels=labels)
-        read = _read_for_loss(forward) if trial.nested else None  # this forward runs, except for its loss
+        read = _read_for_loss(forward) if trial.nested else None
         taken = {*observed.passed, *_parameters(type(trial.backbone).forward), *_OF_HEAD, *_FREE}
         own = inspect.signature(forward).parameters.values()
         names = [p.name for p in [*own][1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -94,7 +93,7 @@ def _read_for_loss(forward: Callable[..., Any]) -> set[str] | None:
 
 
 def check_loss(model: PreTrainedModel, forward: Callable[..., Any]) -> None:
-    """Raise a ValueError unless `forward` computes the causal loss of its logits."""
+    """Raise ValueError unless `forward` computes the causal loss of its logits."""
     trial = _Trial(model, forward)
     with _explained(forward):
         trial.prepare()
@@ -119,7 +118,7 @@ class _Difference(Exception):
 
 
 class _Part(Exception):
-    """The forward reads this attribute of the backbone."""
+    """The forward reads this part of the backbone."""
 
 
 @contextlib.contextmanager
@@ -130,7 +129,7 @@ def _explained(forward: Callable[..., Any]) -> Iterator[None]:
     try:
         with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.random.fork_rng([]):
             yield
-    except Exception as error:  # a forward may raise anything
+    except Exception as error:
         known = isinstance(error, _Difference)
         lost = "the forward could not be followed from the backbone to the logits"
         reason = str(error) if known else f"{lost} ({type(error).__name__}: {error})"
@@ -140,9 +139,9 @@ def _explained(forward: Callable[..., Any]) -> Iterator[None]:
 class _Observed(NamedTuple):
     reached: Tensor  # the input of lm_head
     output: Any
-    given: dict[str, Any]  # arguments of the forward
-    passed: dict[str, Any]  # arguments of the core: the backbone, or its part that the forward calls
-    expected: dict[str, Any] | None  # the same, in a call of the whole backbone
+    given: dict[str, Any]  # arguments
+    passed: dict[str, Any]  # arguments of the backbone, or the part of it that the forward calls
+    expected: dict[str, Any] | None  # the same, for the whole backbone
 
 
 class _Trial:
@@ -157,7 +156,7 @@ class _Trial:
         sizes = (self.projection.linear.out_features, self.projection.linear.in_features)
         made = [torch.randn(1, _LENGTH, size, generator=generator, dtype=torch.float32) for size in sizes]
         self.logits, self.hidden_states = made[0] * scale, made[1]
-        # Usually a number of the config, or its reciprocal.
+        # Usually in the config, maybe as its reciprocal.
         configs = (self.model.config, self.model.config.get_text_config())
         values = [x for config in configs for x in vars(config).values() if isinstance(x, (int, float))]
         numbers = [float(x) for x in values if not isinstance(x, bool) and math.isfinite(x) and x != 0]
@@ -207,7 +206,6 @@ class _Trial:
         mask[:, _MASKED:] = 0
         optional = {"attention_mask": mask, "position_ids": torch.arange(_LENGTH)[None] + 1}
         names = _parameters(self.forward)
-        # The causal model inside gets embeddings.
         tokens = {"inputs_embeds": self.hidden_states + 1} if self.nested else {"input_ids": self.labels()}
         return {**tokens, **{name: x for name, x in optional.items() if name in names}}
 
@@ -260,11 +258,11 @@ class _Output(BaseModelOutputWithPast):
 
 
 class _Core(nn.Module):
-    """Replaces the backbone, or a part of it."""
+    """Replaces the backbone, or a part."""
 
     def __init__(self, real: nn.Module, hidden_states: Tensor) -> None:
         super().__init__()
-        self.real = (real,)  # a tuple, not a submodule
+        self.real = (real,)  # not a submodule
         self.hidden_states = hidden_states
         self.calls: list[dict[str, Any]] = []
 
@@ -282,7 +280,7 @@ class _Core(nn.Module):
 class _Head(nn.Module):
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
-        # Some forwards read its dtype. Products raise.
+        # Some forwards read its dtype.
         self.weight = nn.Parameter(torch.empty(0, dtype=torch.float32), requires_grad=False)
         self.logits = logits
         self.inputs: list[Tensor] = []
@@ -293,7 +291,7 @@ class _Head(nn.Module):
 
 
 class _Between(nn.Module):
-    """Replaces any other module with parameters."""
+    """Replaces other modules with parameters."""
 
     def __init__(self, name: str, real: nn.Module) -> None:
         super().__init__()
@@ -307,7 +305,7 @@ _OVERRIDES = (*FORWARD_SLOTS, "_hf_hook", "_compiled_call_impl")
 
 
 def _copy(module: nn.Module, name: str, stand_ins: dict[nn.Module, nn.Module], inner: set[nn.Module]) -> nn.Module:
-    """Copy a module without hooks; stand-ins replace all submodules but `inner`."""
+    """Copy a module without hooks, with stand-ins for all submodules but `inner`."""
     if module in stand_ins:
         return stand_ins[module]
     if module not in inner and (any(True for _ in module.parameters()) or any(True for _ in module.buffers())):
@@ -322,7 +320,7 @@ def _copy(module: nn.Module, name: str, stand_ins: dict[nn.Module, nn.Module], i
     }
     for kind in ("_parameters", "_buffers"):
         state[kind] = {key: x if x is None else _random_like(x) for key, x in state[kind].items()}
-    # Training mode reveals a dropout, but a patched model would run its fused forward.
+    # Training mode reveals a dropout, but starts a patched model's fused forward.
     state["training"] = module not in inner
     vars(copy).update(state)
     return copy

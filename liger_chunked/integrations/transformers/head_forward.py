@@ -36,7 +36,7 @@ class ForwardState:
 
 
 def _update(owner: PreTrainedModel | type[PreTrainedModel], **reasons: Any) -> None:
-    """Install our forward for the first reason; restore the original after the last."""
+    """Install our forward for the first reason, and restore the original after the last."""
     before = vars(owner).get(STATE)
     state = dataclasses.replace(ForwardState() if before is None else before, **reasons)
     if state.head_fn or state.fusion is not None:
@@ -59,7 +59,7 @@ def _install(model: PreTrainedModel) -> None:
     if own is None:
         set_patch(model, Patch())
         return
-    # A partial can be pickled.
+    # Partials can be pickled.
     forward = functools.update_wrapper(functools.partial(head.forward, model, own), own)
     vars(forward)[STOCK] = own
     vars(model)[forward_slot(model)] = forward
@@ -79,7 +79,7 @@ def _calls_ours(own: Callable[..., Any]) -> bool:
 
 
 def forward_to_wrap(model: PreTrainedModel) -> Callable[..., Any] | None:
-    """Return a framework's forward on this instance, or None if the class can be patched, or raise a ValueError."""
+    """Return a framework's forward on this instance; None if the class can be patched; or raise a ValueError."""
     own = own_forward(model)
     if own is None or _calls_ours(own):
         patched_class(stock_class(type(model)), Patch())
@@ -95,7 +95,7 @@ def forward_to_wrap(model: PreTrainedModel) -> Callable[..., Any] | None:
 
 
 def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion | None) -> None:
-    """Make a model or class train without logits; None undoes this. A class's models are checked in the first step."""
+    """Make a model or class train without logits; None undoes this. A class's models are checked when they run."""
     if fusion is not None and not isinstance(owner, type):
         head.head_facts(owner, causal_loss=True)
     _update(owner, fusion=fusion)
@@ -105,12 +105,12 @@ def attach_head(model: nn.Module) -> None:
     """Make `model(..., head_fn=fn)` return `fn(head, input)`, computed in place of head and loss.
 
     `fn` gets `Head` and `HeadInput`, and returns a tensor, or tensors in a tuple, dict or `ModelOutput`. It runs inside
-    `model.forward`, with autocast and hooks of DDP, FSDP and ZeRO.
+    `model.forward`, with its autocast and hooks.
 
     Raises:
         TypeError: `model` contains no transformers model.
         ValueError: the logits are not `transform(lm_head(hidden_states))`, the `lm_head` is more than weight and bias,
-            or this instance has a forward of its own.
+            or this instance has another forward.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -134,7 +134,7 @@ def attach_head(model: nn.Module) -> None:
 
 
 def run_head(model: nn.Module, head_fn: HeadFn, /, **inputs: Any) -> Any:
-    """Return `model(**inputs, head_fn=head_fn)`; RuntimeError if the model ignores `head_fn`."""
+    """Return `model(**inputs, head_fn=head_fn)`; RuntimeError if `head_fn` is ignored."""
     called = False
 
     def noted(head: Head, input: HeadInput) -> Any:

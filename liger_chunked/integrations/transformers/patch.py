@@ -64,16 +64,16 @@ def apply_liger_kernel(
 ) -> Applied:
     """Patch the base kernels and the fused loss into one model, in place.
 
-    A training step then returns `logits=None`; `skip_logits=` overrides this, and `return_token_accuracy=True` adds
+    Training steps then return `logits=None` (`skip_logits=` overrides this); `return_token_accuracy=True` adds
     `token_accuracy`. `rope` serves all models of a modeling module, until the last patched one is reverted or deleted.
-    The result says which layers and heads are left alone, and why.
+    The result says what is left alone, and why.
 
     Args:
         model: a transformers model, maybe wrapped.
         logits_budget: see `LogitOptions`.
         **switches: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `relu_squared`, `cross_entropy`,
             `fused_linear_cross_entropy`.
-            By default, all that the model has, except `cross_entropy`, which excludes the last.
+            By default, all that the model has, but not `cross_entropy`, which excludes the last.
 
     Raises:
         TypeError: an unknown switch, or no transformers model.
@@ -94,7 +94,7 @@ def apply_liger_kernel(
     (torch.Size([]), None)
     >>> revert_liger_kernel(model)
     """
-    logits_budget = budget_bytes(logits_budget)  # raise all errors before the first patch
+    logits_budget = budget_bytes(logits_budget)  # raise before the first patch
     inner = inner_model(model)
     family = family_of(stock_class(type(inner)))
     if inner.use_kernels:
@@ -129,7 +129,7 @@ def apply_liger_kernel(
 
 
 def _hold_ropes(found: Found, on: list[str], applied: Applied) -> None:
-    for key in found.other_ropes:  # code that they call may have changed since another model was patched
+    for key in found.other_ropes:  # their code may have changed since another patch
         ROPES(*key).give_up()
     if "rope" in on:
         applied.ropes = found.ropes
@@ -152,7 +152,7 @@ def revert_liger_kernel(model: nn.Module | str) -> None:
         set_patch(module, None)
     if vars(inner).get("_loss_function") is causal_lm_loss:
         del inner._loss_function
-        if not head.has_causal_loss(inner):  # it was set before patching
+        if not head.has_causal_loss(inner):
             inner.loss_function = ForCausalLMLoss
     _release(vars(inner).pop(APPLIED, None))
 
@@ -228,7 +228,7 @@ def family_function(name: str) -> Callable[..., Applied]:
 def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
     """Let `layer` serve a class unknown to `apply_liger_kernel`.
 
-    Compares them in each patched model, and now if a module can be built. Also serves subclasses without own code.
+    Compares them in each patched model, and now if a module can be built. Serves subclasses without own code too.
 
     Args:
         cls: a module class; its method takes the layer's inputs.

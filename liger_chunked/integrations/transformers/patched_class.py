@@ -1,7 +1,4 @@
-"""Patched classes: a subclass that all patched modules of a class share.
-
-Dynamo compiles them once, and a copy uses its own parameters.
-"""
+"""Patched classes: a subclass that all patched modules of a class share. Dynamo compiles it once."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def patched_class(cls: Any, patch: Patch) -> Any:
 def layer_method(binding: Binding, stock: Method) -> Method:
     """Compile a method like `stock` that passes inputs and attributes to the layer.
 
-    Each has its own code, because Dynamo limits compilations per code.
+    Each has its own code, because Dynamo limits a code's compilations.
     """
     owner, *parameters = inspect.signature(stock).parameters.values()
     inputs = ", ".join(x.name for x in parameters)
@@ -61,7 +58,7 @@ def layer_method(binding: Binding, stock: Method) -> Method:
 @functools.cache
 def _subclass(cls: Any, patch: Patch, method: Method) -> Any:
     def reduce(self: Any, protocol: Any) -> Any:
-        # Refer to the original class: nothing can import this one.
+        # Nothing can import this class.
         reduced = super(subclass, self).__reduce_ex__(protocol)
         if type(self) is not subclass:
             return reduced
@@ -77,7 +74,7 @@ def _subclass(cls: Any, patch: Patch, method: Method) -> Any:
     namespace = {**named, "__reduce_ex__": reduce, patch.method: replacement, _PATCH: patch}
     try:
         subclass = type(cls)(cls.__name__, (cls,), namespace)
-    except Exception as error:  # from a metaclass or `__init_subclass__`
+    except Exception as error:
         failure = f"{type(error).__name__}: {error}"
         raise ValueError(f"{cls.__name__}: no subclass of it can be made ({failure}), and a patch is one") from error
     return subclass
@@ -97,7 +94,7 @@ def stock_class(cls: Any) -> Any:
 
 @functools.cache
 def _rebased(cls: Any) -> Any:
-    """Rebuild a class that, for example, `fully_shard` derived from a patched one."""
+    """Rebuild a class derived from a patched one, as by `fully_shard`."""
     namespace = {name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     return type(cls)(cls.__name__, tuple(map(stock_class, cls.__bases__)), namespace)
 
@@ -125,7 +122,7 @@ def _set_class(module: nn.Module, cls: Any) -> None:
     if before is cls:
         return
     object.__setattr__(module, "__class__", cls)
-    # accelerate's hooks keep the previous class's bound method.
+    # accelerate's hooks keep a bound method.
     for slot in detect.FORWARD_SLOTS:
         bound = vars(module).get(slot)
         if isinstance(bound, types.MethodType) and bound.__func__ is before.forward:
@@ -133,7 +130,7 @@ def _set_class(module: nn.Module, cls: Any) -> None:
 
 
 def class_forward(stock: Method) -> Method:
-    stock = getattr(stock, STOCK, stock)  # the family may be patched already
+    stock = getattr(stock, STOCK, stock)  # of a patched family
 
     @functools.wraps(stock)
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,6 @@
 """Quantized heads, dequantized for each call.
 
-A fused loss needs a weight whose product with the hidden states is that of the head. Formats that also round the hidden
-states have none.
+Formats that also round hidden states are refused: no weight has the same product.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Weight-only tensors of torchao, and their attributes that are None unless the product changes the hidden states.
+# Weight-only tensors of torchao, and attributes that are None unless hidden states are rounded too.
 _TORCHAO = {
     "Float8Tensor": ("act_quant_kwargs",),
     "Int8Tensor": ("act_quant_kwargs", "act_pre_scale"),
@@ -28,7 +27,6 @@ def _of_bitsandbytes(module: nn.Module, name: str) -> bool:
 
 
 def is_4bit(module: nn.Module) -> bool:
-    """Return whether a module computes as bitsandbytes' Linear4bit."""
     return _of_bitsandbytes(module, "Linear4bit")
 
 
@@ -43,7 +41,7 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Return why a quantized module has no weight with the same product, or None."""
+    """Return why no weight has a quantized module's product, or None."""
     weight: Any = module._parameters.get("weight")
     if is_4bit(module):
         why = None
@@ -62,9 +60,9 @@ def refusal(module: nn.Module) -> str | None:
 
 @torch.no_grad()
 def dequantized(module: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the dequantized `weight` of a module, as its product with hidden states of `dtype` uses it.
+    """Return a module's dequantized `weight`, as its product with hidden states of `dtype` uses it.
 
-    The weight keeps its dtype under autocast, which casts the product.
+    Autocast casts the product, not the weight.
     """
     if is_4bit(module):
         state = getattr(weight, "quant_state", None) or module.quant_state

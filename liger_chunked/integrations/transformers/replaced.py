@@ -1,4 +1,4 @@
-"""Replaced attributes, and rotary functions, which the patched models of a module share."""
+"""Replaced attributes, and rotary functions, which a module's patched models share."""
 
 from __future__ import annotations
 

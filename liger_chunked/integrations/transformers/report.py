@@ -1,5 +1,3 @@
-"""The result of a patch."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field

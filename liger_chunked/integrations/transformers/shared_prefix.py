@@ -1,6 +1,6 @@
 """Compute once a prefix that sequences share, such as a prompt in GRPO or DPO (docs/shared_prefix.md).
 
-The model's own forward runs on a trie, so wrappers, adapters, hooks and gradient checkpointing work.
+The model's own forward runs on a trie, with its wrappers, adapters, hooks and gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 WORTHWHILE = 0.1  # least share of tokens to save
 _DENSE = 1024  # longest row with a dense mask on a GPU
-_SHORT = 256  # tokens of a row that is short enough on a CPU
+_SHORT = 256  # tokens of a short row on a CPU
 _TAKE_DENSE = ("sdpa", "eager")
 _ROW = 1 << 16  # longest row for FlexAttention
 
@@ -39,11 +39,9 @@ class SharedBatch:
     inputs: dict[str, Any]  # of `model.forward`
 
     def hidden_states(self, packed: Tensor, logits_to_keep: int | Tensor = 0) -> Tensor:
-        """Return the padded batch's hidden states (B, T, H), zero at padding.
+        """Return the padded batch's hidden states (B, T, H), zero at padding, from `packed` (R, L, H) of `inputs`.
 
-        Args:
-            packed: (R, L, H), computed on `inputs`.
-            logits_to_keep: as in `model.forward`.
+        `logits_to_keep` is as in `model.forward`.
         """
         index = _kept(self.trie.node[..., None], logits_to_keep)[..., 0]
         return gather_rows(packed.flatten(0, 1), index)
@@ -51,7 +49,7 @@ class SharedBatch:
     def head_fn(self, head_fn: HeadFn, *, logits_to_keep: int | Tensor = 0) -> HeadFn:
         """Wrap a function for `model(**batch.inputs, ...)`: it gets the padded batch's hidden states.
 
-        Pass padded labels to the model, but `logits_to_keep` to this function. `HeadInput.outputs` stays the trie's.
+        Pass padded labels to the model, but `logits_to_keep` here. `HeadInput.outputs` stays the trie's.
         """
 
         def on_padded_batch(head: Head, input: HeadInput) -> Any:
@@ -81,12 +79,12 @@ def share_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
 
 
 def maybe_share(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> SharedBatch | None:
-    """Merge common prefixes if the model allows it and a tenth of the tokens is saved. Logs this once per model."""
+    """Merge common prefixes if the model allows it and saves a tenth of the tokens; log once per model."""
     inner = inner_model(model)
     reason = why_not_shared(model)
     if reason is None:
         plan = _plan(inner, input_ids, attention_mask)
-        # The next batch may save more: log nothing yet.
+        # The next batch may save more.
         return _logged(inner, _share(inner, plan)) if plan.saved >= WORTHWHILE else None
     _log_refusal(inner, reason)
     return None
@@ -95,9 +93,9 @@ def maybe_share(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
 def share_pass(
     model: PreTrainedModel, arguments: dict[str, Any], *, always: bool = False, with_trailing: bool = False
 ) -> SharedBatch | None:
-    """Like `maybe_share`, for `arguments` of `model.forward`, and only if hidden states equal `forward`'s.
+    """Run `maybe_share` on `arguments` of `model.forward`, if hidden states equal `forward`'s.
 
-    Unlike `share_batch`, `forward` counts padding in positions, so models with absolute positions may differ.
+    `forward` counts padding in positions, so models with absolute positions may differ.
 
     Args:
         model: without wrappers.
@@ -181,7 +179,7 @@ def _logged(model: PreTrainedModel, batch: SharedBatch) -> SharedBatch:
 def shared_prefix_hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """Return the backbone's hidden states (B, T, H), zero at padding. Computes common prefixes once.
 
-    Differentiable. For a model with an `lm_head`, use `attach_head(model)`, which also runs wrappers.
+    Differentiable. With an `lm_head`, use `attach_head(model)`, which also runs wrappers.
 
     Raises:
         ValueError: see `why_not_shared`.
@@ -212,7 +210,7 @@ def _plan(
     if input_ids.is_cuda:
         row_tokens, tree_tokens, multiple = _ROW, None, 2 * BLOCK
     else:
-        # Attention with a dense mask grows with the square of a row. Twice the width holds any pair.
+        # Dense attention grows with a row's square. Twice the width holds any pair.
         row_tokens = tree_tokens = max(2 * input_ids.shape[1], _SHORT)
         multiple = 8 if _implementation(model) in _TAKE_DENSE else 2 * BLOCK
     return plan_trie(
@@ -396,7 +394,7 @@ def _compare(cls: type[PreTrainedModel], config: Any, implementation: str) -> _F
     ids = torch.tensor([[*s, *[1] * (width - len(s))] for s in _PROBE])
     mask = torch.tensor([[1] * len(s) + [0] * (width - len(s)) for s in _PROBE])
     try:
-        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed the GPUs
+        torch.default_generator.manual_seed(0)  # torch.manual_seed also seeds GPUs
         config._attn_implementation, config._experts_implementation = from_stock, "eager"
         small = cls(config).float().eval()
         for p in small.parameters():
@@ -421,7 +419,7 @@ def _compare(cls: type[PreTrainedModel], config: Any, implementation: str) -> _F
         config._attn_implementation = from_stock
         on_the_left = padded(F.pad(ids, (3, 0), value=1), F.pad(mask, (3, 0)))
         return _Facts(None, float((on_the_left - expected).norm() / expected.norm()) <= _TOLERANCE)
-    except Exception as error:  # the forward of any model
+    except Exception as error:
         cause = str(error).splitlines()[0] if str(error) else ""
         return _Facts(f"a small copy of it failed ({type(error).__name__}: {cause})")
 
@@ -433,7 +431,7 @@ _MOST_LAYERS = 8
 def _small(config: Any) -> Any:
     """Return a config with narrow layers: the first two, and one of each other type.
 
-    Heads keep their size: scaled rotary embeddings list as many factors.
+    Heads keep their size, as scaled rotary embeddings list as many factors.
     """
     small = copy.deepcopy(config)
     n_layers, n_heads = config.num_hidden_layers, config.num_attention_heads

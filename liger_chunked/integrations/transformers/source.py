@@ -26,13 +26,13 @@ def source_of(function: Any, cls: Any = None) -> Source | None:
     """Return a function's syntax tree without names, and the attributes of `cls` that it reads.
 
     Functions with equal trees do the same with their arguments and, in order, these attributes. None without source.
-    Cached until a name that the function uses, itself or through others, refers to another object.
+    Cached until a name that the function or its callees use refers to another object.
     """
     return _read(function, cls)[0]
 
 
 def _read(function: Any, cls: Any, within: tuple[Any, ...] = ()) -> tuple[Source | None, list[Lookup]]:
-    """Read a function that `within` refer to, each to the next."""
+    """Read a function that the last of `within` refers to."""
     known = _SOURCES.get((function, cls))
     if known is None or any(look(*arguments) is not found for look, arguments, found in known[1]):
         reader, result = _Reader(cls, (*within, function)), None
@@ -76,7 +76,7 @@ class _Reader:
             raise TypeError(f"{function} is not defined by def")
         if ast.get_docstring(tree) is not None:
             del tree.body[0]
-        # Decorators may change the result, except those of hub kernels.
+        # Decorators change results, except those of hub kernels.
         kept = [x for x in tree.decorator_list if not ast.unparse(x).startswith("use_kernel")]
         tree.name, tree.returns, tree.decorator_list = "", None, kept
         return ast.dump(_Renamed(self, function, tree).visit(tree))
@@ -93,7 +93,7 @@ def _has_text(value: Any) -> bool:
 
 
 class _Renamed(ast.NodeTransformer):
-    """Replaces a function's names by their order or the objects that they name."""
+    """Replaces a function's names by their order or their objects."""
 
     def __init__(self, reader: _Reader, function: Any, tree: ast.AST) -> None:
         self.reader, self.globals = reader, function.__globals__
@@ -132,7 +132,7 @@ class _Renamed(ast.NodeTransformer):
                 raise ValueError(f"{first} has no value yet")
             return None
         function = getattr(value, STOCK, value) if _has_text(value) else None
-        if function is not None and function not in self.reader.reading:  # functions may call each other
+        if function is not None and function not in self.reader.reading:
             text, lookups = _read(function, None, self.reader.reading)
             self.reader.lookups += lookups
             if text:
@@ -145,7 +145,7 @@ class _Renamed(ast.NodeTransformer):
 
 @functools.cache
 def rotary_functions(cls: type) -> frozenset[tuple[str, str]]:
-    """Return module and name of the rotary functions in a class's methods."""
+    """Return module and name of rotary functions in a class's methods."""
     found = set()
     for base in cls.__mro__:
         for method in filter(inspect.isfunction, vars(base).values()):
@@ -157,7 +157,7 @@ def rotary_functions(cls: type) -> frozenset[tuple[str, str]]:
 
 
 def looks_like_layer(cls: Any) -> bool:
-    """Whether a class has a norm's name, or multiplies and is named like a gated MLP or experts."""
+    """Whether a class has a norm's name, or that of a gated MLP or experts and a product."""
     if cls.__module__.partition(".")[0] == "torch":
         return False
     if re.search(r"(RMS|Layer|L2)Norm", cls.__name__):

@@ -1,4 +1,4 @@
-"""Tell which heads and layers of transformers' classes the kernels serve, on small models of default configs."""
+"""Tell which heads and layers of transformers' classes are served, on small models of default configs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ _SHARED_KV = {
     "global_head_dim": 2 * HEAD_DIM,
 }
 
-# Values that `config_of` cannot derive, by the name of the config's class.
+# Values that `config_of` cannot derive, by class of config.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "BambaConfig": {"attn_layer_indices": [1]},
     "Blip2Config": {"num_query_tokens": 2, "image_token_id": VOCAB - 1},
@@ -171,7 +171,7 @@ def config_of(default: PreTrainedConfig, tokens: dict[int, int] | None = None) -
 
 
 def _distinct_layers(values: dict[str, Any], depth: int) -> list[int]:
-    """Return the indices of the first layers of every kind, at least two."""
+    """Return the indices of every kind's first layers, at least two."""
     lists = [x for x in values.values() if isinstance(x, (list, tuple)) and len(x) == depth and not _is_range(x)]
     indices = [x for name, x in values.items() if _is_indices(name, x, depth)]
     first: dict[Any, int] = {}
@@ -248,7 +248,7 @@ class Row(NamedTuple):
     name: str
     head: str  # "fused", "logits" or "not built"
     layers: tuple[str, ...]  # switches of `apply_liger_kernel`
-    reason: str  # why the head is not fused, or the model not built
+    reason: str  # why not fused or built
 
     def __str__(self) -> str:
         return f"{self.name:43s} {self.head:9s} {', '.join(self.layers):36s} {self.reason}".rstrip()
@@ -260,7 +260,7 @@ class Row(NamedTuple):
 
 
 def class_names(patterns: Sequence[str] = ()) -> list[str]:
-    """Return the causal and image-text-to-text classes that match a name or pattern; by default all.
+    """Return the causal and image-text-to-text classes that match a pattern; by default all.
 
     Raises ValueError for a pattern without a match.
     """

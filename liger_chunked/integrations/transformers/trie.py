@@ -1,7 +1,7 @@
 """Pack a padded batch as a trie of tokens (docs/shared_prefix.md).
 
-Nodes are laid out depth first. Token q attends to k where `k <= q < end[k]`. The index behind the last descendant
-of k is `end[k]`.
+Nodes are laid out depth first. Token q attends to k where `k <= q < end[k]`: `end[k]` is the place behind the last
+descendant of k.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ from torch import Tensor
 
 _Array = NDArray[Any]
 
-_CHUNK = 1 << 24  # gradients that `gather_rows` holds in float32 at once
+_CHUNK = 1 << 24  # float32 gradients at once
 
 
 @dataclass(frozen=True)
 class PackedTrie:
     """A batch of B padded sequences as R rows of L tokens.
 
-    - `input_ids`, `position_ids`, `end` (R, L): each node's token, depth and end of the subtree (int32, within the
-      row). Filler behind the nodes attends to itself only.
+    - `input_ids`, `position_ids`, `end` (R, L): each node's token, depth, and end of the subtree (int32, in the row).
+      Filler behind the nodes attends to itself only.
     - `node` (B, T): each token's index in the flattened rows, -1 at padding
     - `tokens`, `nodes`: their numbers, without padding and filler
     - `padding`: "between" the tokens of some sequence, else "left" of some, else "right"
-    - `trailing`: the most padding behind a last token
-
-    With `with_trailing`, this padding counts too; nothing attends to it.
+    - `trailing`: the most padding behind a last token, which counts as tokens with `with_trailing`
     """
 
     input_ids: Tensor
@@ -59,9 +57,8 @@ def pack_trie(
     Args:
         input_ids, attention_mask: as in `share_batch`.
         row_tokens: longest row, unless a tree is larger; None for one row.
-        tree_tokens: largest tree. Larger ones are cut at their shallowest branches, and each part has its own copy of
-            what they shared. None cuts no tree.
-        multiple: rows' length is rounded up to a multiple of this.
+        tree_tokens: largest tree. Larger ones are cut at their shallowest branches; each part copies what they shared.
+        multiple: a row's length is a multiple of this.
         with_trailing: also pack padding behind last tokens.
 
     >>> batch = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
@@ -110,7 +107,7 @@ def plan_trie(
 
 
 def _on_host(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[_Array, _Array | None]:
-    """Return ids (int32) and mask (bool), in one copy."""
+    """Return ids (int32) and mask (bool)."""
     n, ids = input_ids.numel(), input_ids.int()
     valid = [] if attention_mask is None else [(attention_mask != 0).flatten()]
     device_bytes = torch.cat([x.view(torch.uint8) for x in (ids.flatten(), *valid, (ids == input_ids).all().view(1))])
@@ -127,10 +124,10 @@ def _on_host(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[_Array, 
 class TriePlan:
     """How a batch becomes a trie.
 
-    - `batch` (B, T): its tokens on the host; `places` index each sequence's, `behind` is the place behind its last
-    - `trailing`: padding behind each sequence that is packed too
+    - `batch` (B, T): tokens on the host; `places` index each sequence's, `behind` is the place behind its last
+    - `trailing`: packed padding behind each sequence
     - `shared`, `fresh`: tokens that each sequence shares with the one before, and others
-    - `rows`: numbers of the sequences in each row, in packing order; `row_length`: after rounding
+    - `rows`: the sequences in each row, in packing order; `row_length`: after rounding
     """
 
     input_ids: Tensor
@@ -177,7 +174,7 @@ class TriePlan:
                 if trailing[i]:
                     own = path.skip(trailing[i])
                     ids[own], depths[own] = batch[i, self.behind[i] :], np.arange(n, n + trailing[i])
-                    # Padding behind tokens does not attend to itself.
+                    # Padding does not attend to itself.
                     ends[own] = np.arange(own.start, own.stop) + (n == 0)
                     node[i, self.behind[i] :] = np.arange(own.start, own.stop) + r * self.row_length
             path.leave(0)
@@ -199,7 +196,7 @@ class TriePlan:
 
 
 def _buffer(packed: tuple[int, ...], padded: tuple[int, ...], pinned: bool) -> Tensor:
-    """Return memory for all results, copied at once. A batch has less than 2^31 tokens."""
+    """Return memory for all results, of less than 2^31 tokens, copied at once."""
     size = 3 * math.prod(packed) + math.prod(padded)
     if pinned:
         return torch.empty(size, dtype=torch.int32, pin_memory=True)
@@ -237,7 +234,6 @@ def _side(places: list[Any]) -> str:
 
 
 def _depth_first_order(sequences: list[_Array]) -> list[int]:
-    # Big-endian bytes sort fast.
     keys = [sequence.astype(">u4").tobytes() for sequence in sequences]
     return sorted(range(len(keys)), key=keys.__getitem__)
 
@@ -259,20 +255,19 @@ def _trees(order: list[int], shared: list[int]) -> list[list[int]]:
 
 
 def _cut_trees(order: list[int], lengths: list[int], shared: list[int], largest: int) -> None:
-    """Set `shared` to 0 at branches until no tree of several sequences is larger."""
+    """Set `shared` to 0 at branches until trees of several sequences are small enough."""
     trees = _trees(order, shared)
     while trees:
         tree = trees.pop()
         if len(tree) == 1 or sum(lengths[i] - shared[i] for i in tree) <= largest:
             continue
-        # Of equal branches, the one in the middle.
         place = min(range(1, len(tree)), key=lambda k: (shared[tree[k]], abs(2 * k - len(tree))))
         shared[tree[place]] = 0
         trees += [tree[:place], tree[place:]]
 
 
 def _rows(order: list[int], sizes: list[int], shared: list[int], row_tokens: int | None) -> list[list[int]]:
-    """Cut the order into rows. Trees, largest first, go into the first row where they fit."""
+    """Cut the order into rows. Trees, largest first, go where they fit first."""
     if row_tokens is None or sum(sizes) <= row_tokens:
         return [order]
     trees = _trees(order, shared)
@@ -291,7 +286,7 @@ def _rows(order: list[int], sizes: list[int], shared: list[int], row_tokens: int
 
 
 class _Path:
-    """Walks through a row's sequences; writes the ends of nodes that it leaves."""
+    """Walks through a row, and writes the ends of nodes that it leaves."""
 
     def __init__(self, ends: _Array) -> None:
         self.place = 0  # of the next node
@@ -338,7 +333,7 @@ class _GatherRows(torch.autograd.Function):
         dtype = torch.promote_types(grad.dtype, torch.float32)
         total = torch.zeros(ctx.n_rows, grad.shape[1], dtype=dtype, device=grad.device)
         padding = index < 0
-        # Spread padding, which adds zero: additions to one row wait for each other.
+        # Spread padding: additions to one row wait for each other.
         spread = torch.arange(len(index), device=index.device) % max(ctx.n_rows, 1)
         index = torch.where(padding, spread, index)
         step = max(1, _CHUNK // max(grad.shape[1], 1))
@@ -346,7 +341,7 @@ class _GatherRows(torch.autograd.Function):
             part = slice(i, i + step)
             values = grad[part].to(dtype).masked_fill(padding[part, None], 0)
             if grad.is_cuda:
-                total.index_put_((index[part],), values, accumulate=True)  # deterministic, unlike index_add_
+                total.index_put_((index[part],), values, accumulate=True)  # deterministic
             else:
                 total.index_add_(0, index[part], values)
         return total.to(grad.dtype), None

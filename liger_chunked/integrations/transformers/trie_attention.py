@@ -1,8 +1,7 @@
-"""Masks and attention for packed tries.
+"""Masks and attention for packed tries (docs/shared_prefix.md).
 
-transformers passes a 4-D mask unchanged to the attention layers: a dense one, for SDPA and eager attention, or a
-`TrieMask`, for FlexAttention. The mask decides which attention runs, not the config, so that checkpointing recomputes
-a layer alike.
+The attention layers get a dense mask, or a `TrieMask` for FlexAttention. The mask decides which one runs, also when
+checkpointing recomputes a layer.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class TrieMask(BlockMask):
     """A `BlockMask` of a trie.
 
     - `end`, `depth` (R, L): int32
-    - `window` (): a tensor, so that all layers share a compiled function; None if no layer has one
-    - `blocks`: numbers and indices of blocks, in the order of `_KINDS`
+    - `window` (): a tensor, so that layers share a compiled function; None if no layer has one
+    - `blocks`: their numbers and indices, in the order of `_KINDS`
     """
 
     end: Tensor
@@ -54,11 +53,11 @@ class TrieMask(BlockMask):
     ndim = 4  # some models read it
 
 
-_KINDS = ("kv", "full_kv", "q", "full_q")  # of blocks: those that a mask cuts and whole ones, by query and by key
+_KINDS = ("kv", "full_kv", "q", "full_q")  # blocks that a mask cuts, and whole ones, by query and by key
 
 
 def trie_mask(end: Tensor, depth: Tensor, window: int | None = None, *, has_windows: bool = False) -> TrieMask:
-    """Return a `TrieMask` without building an L x L tensor. L is a multiple of `BLOCK`.
+    """Return a `TrieMask` without an L x L tensor. L is a multiple of `BLOCK`.
 
     `has_windows`: whether another layer has a window.
     """
@@ -103,9 +102,9 @@ def _block_mask_arguments(
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows' numbers of True blocks, and indices, those first.
+    """Return each row's number of True blocks, and indices, theirs first.
 
-    Both are contiguous: FlexAttention's backward kernel assumes it.
+    Both are contiguous, as FlexAttention's backward assumes.
     """
     order = (~blocks).contiguous().to(torch.int8).argsort(dim=-1, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.int()
@@ -132,7 +131,7 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     """Return (R, heads, L, head size). `sinks` is (1, heads, 1).
 
-    The mask comes in parts because torch.compile checks tensors faster than objects.
+    torch.compile checks the mask's parts faster than an object.
     """
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -229,7 +228,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Return a layer's attention (R, L, heads, head size), for `AttentionInterface`.
 
-    Compiles once for all lengths, for each kind of layer, with gradients and without.
+    Compiles once for each kind of layer, with gradients and without.
     """
     if dropout:
         raise ValueError(f"shared prompts need attention without dropout, got {dropout}: set attention_dropout=0")
@@ -261,7 +260,7 @@ AttentionInterface.register(TRIES_ONLY, _attend_only)
 
 
 def serve(implementation: str) -> None:
-    """Make an attention implementation accept a `TrieMask`. Raise ValueError for "eager"."""
+    """Make an attention implementation accept a `TrieMask`; ValueError for "eager"."""
     if implementation == "eager":
         raise ValueError(
             "eager attention cannot take long shared prompts: call model.set_attn_implementation('flex_attention')"

@@ -1,6 +1,6 @@
 """Compare kernels with the code that they replace, on small layers.
 
-Tokens and weights are random: a norm's initial ones and zeros would hide errors.
+Weights are random: a norm's initial ones and zeros would hide errors.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from liger_chunked.integrations.transformers.layers import Binding, Layer
 from liger_chunked.integrations.transformers.source import source_of
 
 _TOLERANCE = 1e-4  # relative to a token's norm, in float32
-_MOST_ROUNDED = 0.02  # share of a norm's bfloat16 values; another casting order changes a tenth
-_SCALES = (1.0, 1e-3, 20.0, 1.0, 3.0)  # small tokens reveal a norm's eps, large ones a clamp
+_MOST_ROUNDED = 0.02  # of a norm's bfloat16 values; another casting order changes a tenth
+_SCALES = (1.0, 1e-3, 20.0, 1.0, 3.0)  # to reveal a norm's eps, or a clamp
 
 _LAYERS = {name: layer for name, layer in vars(kinds).items() if isinstance(layer, Layer)}
 
@@ -35,7 +35,7 @@ class Difference(ValueError):
 
 
 class Incomparable(Exception):
-    """The original code does not run on the probe."""
+    """The original code does not run here."""
 
 
 _COMPARED: dict[Any, str | None] = {}
@@ -59,7 +59,7 @@ def difference(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> str
 
 
 def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> None:
-    """Raise Difference unless the layer equals `cls` on a small copy of `module`."""
+    """Raise Difference unless a small copy of `module` computes the same with the layer."""
     layer = binding.layer
     with _quiet():
         is_small = not module._modules and all(len(_shape(p)) < 2 for p in module.parameters())
@@ -197,7 +197,7 @@ def built(binding: Binding, cls: type[nn.Module], modeling: ModuleType) -> nn.Mo
     reasons = []
     for config in (*_configs(modeling), None):
         if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = "grouped_mm"  # normally chosen by the model
+            config._experts_implementation = "grouped_mm"
         try:
             with torch.device("meta"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -226,7 +226,7 @@ def _configs(modeling: ModuleType) -> Iterator[Any]:
     for config_class in dict.fromkeys(cls.config_class for cls in models if cls.config_class is not None):
         try:
             config = config_class()
-        except Exception:  # the config has no defaults
+        except Exception:
             continue
         parts = (getattr(config, part, None) for part in config.sub_configs)
         yield from (config.get_text_config(), config, *(part for part in parts if part is not None))
@@ -298,7 +298,7 @@ def _child(child: nn.Module, sizes: dict[int, int] | None, seed: int) -> nn.Modu
     n_in, n_out = getattr(child, "in_features", None), getattr(child, "out_features", None)
     if n_in is None or n_out is None:
         return _probe(child, type(child), sizes)
-    # Replaces a projection that may be quantized.
+    # The projection may be quantized.
     width, height = _small(n_in, sizes), _small(n_out, sizes)
     linear = nn.Linear(width, height, bias=getattr(child, "bias", None) is not None, device="meta")
     for name, parameter in list(linear.named_parameters()):
@@ -352,7 +352,7 @@ def _rounding(binding: Binding, probe: Any, cls: Any, width: int) -> str | None:
         probe = _cast(probe, dtype)
         try:
             expected = stock_method(cls, binding.layer.method)(probe, *inputs)
-        except RuntimeError:  # it takes no mixed dtypes
+        except RuntimeError:  # no mixed dtypes
             continue
         ours = binding.run(probe, *inputs)
         if ours.dtype != expected.dtype:

@@ -1,10 +1,6 @@
-"""TRL's trainers, without logits. `add_chunked_lm_head` describes the calls of their models.
+"""TRL's trainers, without logits.
 
-A trainer's loss comes from one of three places:
-
-1. SFT, DPO, KTO, GRPO, RLOO: TRL, from the statistics of our fused head.
-2. Others: our override of the method that builds logits.
-3. `loss=`: one of this library, or a user's.
+docs/trainers.md says where each one's loss comes from. `add_chunked_lm_head` describes the calls of their models.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ def check_versions() -> None:
             found = version(package)
         except PackageNotFoundError:
             raise ImportError(f"{needs} none: pip install 'liger_chunked[trl]'") from None
-        from packaging.version import Version  # a dependency of transformers
+        from packaging.version import Version
 
         if Version(found) < Version(oldest):
             raise ImportError(f"{needs} {found}")
@@ -31,8 +27,7 @@ def check_versions() -> None:
 
 check_versions()
 
-# `LigerXTrainer` is a file's `XMixin` over TRL's `XTrainer`. Imported on first use: trl.experimental warns, and may
-# drop modules.
+# `LigerXTrainer` is a file's `XMixin` over TRL's `XTrainer`. Imported on first use: trl.experimental warns.
 _TRAINERS = {
     "SFT": ("sft", "trl"),
     "DPO": ("preference", "trl"),

@@ -1,4 +1,4 @@
-"""GOLD across tokenizers: the pieces of text that two tokenizations share, and their distance without logits."""
+"""GOLD across tokenizers: the pieces of text that two tokenizations share, and their distance."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearULDLoss
 from liger_chunked.types import Head, LogitOptions
 
-# TRL's least probability of a piece's other token.
+# TRL's least probability of another token.
 _LEAST = math.log(1e-8)
 
 
 def is_served(uld: Any) -> bool:
-    """Whether TRL's `ULDLoss` compares sorted probabilities alone, and aligns tokens as we know."""
+    """Whether TRL's `ULDLoss` compares only sorted probabilities, and aligns tokens as we do."""
     return not uld.use_hybrid_loss and hasattr(uld, "_align_by_byte_offsets") and hasattr(uld, "token_merge_strategy")
 
 
@@ -27,8 +27,8 @@ def is_served(uld: Any) -> bool:
 class Side:
     """One model's tokens (B, T), and the parts of its pieces of text.
 
-    A piece is the distribution at `rows`, times the probabilities of its other tokens: `ids` at `other_rows`, of the
-    pieces `of_piece`. Rows are of the flat hidden states.
+    A piece is the distribution at `rows` of the flat hidden states, times the probabilities of its other tokens: `ids`
+    at `other_rows`, of the pieces `of_piece`.
     """
 
     labels: Tensor
@@ -56,7 +56,7 @@ class Side:
     def gathered(
         self, head: Head, input: HeadInput, temperature: float, logits_budget: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the pieces' hidden states, and the products of their other tokens' probabilities."""
+        """Return the pieces' hidden states, and products of their other tokens' probabilities."""
         flat = input.hidden_states.reshape(-1, input.hidden_states.shape[-1])
         states = flat[torch.tensor(self.rows, dtype=torch.long, device=flat.device)]
         if not self.other_rows:

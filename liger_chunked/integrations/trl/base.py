@@ -1,5 +1,3 @@
-"""Parts that all trainers share."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -27,8 +25,7 @@ from liger_chunked.types import Head, TokenStats, budget_bytes
 
 Loss = TypeVar("Loss", bound=nn.Module)
 
-# See docs/tuning.md.
-HEAD_BUDGET = 512 * 2**20
+HEAD_BUDGET = 512 * 2**20  # docs/tuning.md
 
 STATISTICS = {
     "log_probs": "logps",
@@ -72,7 +69,7 @@ def add_chunked_lm_head(
         logits_budget=logits_budget,
     )
     share = functools.partial(_share, model, share_prefix)
-    # A partial: a copy uses its own weights. `generate` and `Trainer` read the signature.
+    # A partial, whose copies use their own weights. `generate` and `Trainer` read the signature.
     own = functools.partial(_forward, model.forward, statistics, share)
     model.forward = functools.update_wrapper(own, model.forward)
 
@@ -98,7 +95,7 @@ def _forward(
 def head_pass(
     forward: Callable[..., Any], head_fn: HeadFn, share: Callable[..., SharedBatch | None], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return `head_fn(head, input)` for the batch in `args` and `kwargs`, or for the one that `share` returns."""
+    """Return `head_fn(head, input)` for the batch of the arguments, or for that of `share`."""
     batch = share(args, kwargs)
     if batch is None:
         return forward(*args, head_fn=head_fn, **kwargs)
@@ -151,7 +148,7 @@ def fused_output(
 ) -> FusedCausalLMOutput:
     """Return TRL's output with the fields `outputs`: (B, T - 1), or (B, T) for `shift_labels`.
 
-    `loss` is the NLL over `num_items_in_batch` or the valid tokens, plus the auxiliary loss.
+    `loss` is the NLL over `num_items_in_batch` or valid tokens, plus the auxiliary loss.
     """
     autocast: Any = nullcontext()
     if float32:
@@ -198,7 +195,7 @@ def loss_step(
 
 
 def apply_loss(head: Head, input: HeadInput, *, loss: nn.Module, length: int | None = None, **arguments: Any) -> Step:
-    """A `head_fn` of `loss`, with the model's logits transform, on the last `length` positions that predict a token."""
+    """Run `loss` as a `head_fn`, with the model's logits transform, on the last `length` positions that predict."""
     positions = slice(None) if length is None else slice(-length - 1, -1)
     target = input.target[:, positions]
     hidden_states = input.hidden_states[:, positions]
@@ -209,7 +206,7 @@ def apply_loss(head: Head, input: HeadInput, *, loss: nn.Module, length: int | N
 
 
 def rollout_inputs(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-    """Return the model's arguments, and labels, -100 unless the model wrote the token."""
+    """Return the model's arguments, and labels: -100 unless the model wrote the token."""
     completion_mask = inputs["completion_mask"]
     written = completion_mask * inputs.get("tool_mask", 1)
     input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -249,7 +246,6 @@ class LigerTrainerMixin(_Trainer):
         RuntimeError: this TRL release's trainer would build logits.
     """
 
-    # None if the trainer takes no loss.
     loss_kind: ClassVar[type[Any] | None] = None
     # Config fields of TRL's loss, and equivalent attributes of `loss`, or None.
     replaced_fields: ClassVar[Mapping[str, str | None]] = {}
@@ -294,7 +290,7 @@ class LigerTrainerMixin(_Trainer):
         return self._metrics["train" if self.model.training else "eval"]
 
     def gathered_mean(self, value: Tensor) -> float:
-        """Return the mean over items and ranks, without Accelerate's repeated samples."""
+        """Return the mean over ranks, without Accelerate's repeated samples."""
         return self.accelerator.gather_for_metrics(value.detach()).mean().item()
 
     def global_mean(self, mean: Tensor, count: Tensor, *, with_repeated: bool = False) -> float:
@@ -317,7 +313,6 @@ class LigerTrainerMixin(_Trainer):
 
     def _finished(self, value: Tensor, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         if self.model.training:
-            # No padding, no mask.
             tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].size(1)
             tokens = torch.as_tensor(tokens, device=self.accelerator.device)
             self._total_train_tokens += self.accelerator.gather_for_metrics(tokens).sum().item() // self._tp_size
@@ -338,7 +333,6 @@ class LigerTrainerMixin(_Trainer):
     def _check_config(cls, loss: Any, config: Any) -> None:
         if config is None:
             return
-        # A subclass may have other defaults.
         of_trl = next((c for c in type(config).__mro__ if c.__module__.partition(".")[0] == "trl"), type(config))
         unread = []
         for field in (field for field in dataclasses.fields(of_trl) if field.name in cls.replaced_fields):
@@ -361,8 +355,8 @@ class SharedPromptsMixin(LigerTrainerMixin):
     """Adds an argument to trainers with several sequences per prompt.
 
     Args:
-        share_prefix: compute a prompt once for its sequences. "auto" does so if the model allows it and a tenth of a
-            batch's tokens is saved. True raises ValueError for other models. See docs/shared_prefix.md.
+        share_prefix: compute a prompt once for its sequences: "auto" if the model allows it and a tenth of a batch's
+            tokens is saved; True raises ValueError for other models (docs/shared_prefix.md).
     """
 
     def __init__(self, *args: Any, share_prefix: bool | str = "auto", **kwargs: Any) -> None:
@@ -396,7 +390,7 @@ def _alone(value: Any) -> Any:
 
 
 def with_outputs(value: Tensor, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-    """Return `value`; with `return_outputs`, also another forward's output, with logits."""
+    """Return `value`; with `return_outputs`, also the output, with logits, of another forward."""
     if not return_outputs:
         return value
     with torch.no_grad():
@@ -407,7 +401,7 @@ _THEIRS = utils.add_fused_lm_head
 
 
 def _head_of(name: str, module: Any) -> Any:
-    """Return a module's `add_fused_lm_head`, or None: TRL's, also replaced, or a copy of that."""
+    """Return a module's `add_fused_lm_head`, TRL's or a replacement of it, or None."""
     function = getattr(module, "__dict__", {}).get("add_fused_lm_head")
     return function if name.partition(".")[0] == "trl" or function is _THEIRS else None
 
@@ -416,7 +410,7 @@ def _head_of(name: str, module: Any) -> Any:
 def chunked_heads(
     *, logits_budget: int | float | str | None = None, share_prefix: bool | str = False
 ) -> Iterator[None]:
-    """Give trainers that are made inside the block `add_chunked_lm_head` where they call TRL's `add_fused_lm_head`.
+    """Replace TRL's `add_fused_lm_head` by `add_chunked_lm_head`, for trainers made inside the block.
 
         with chunked_heads():
             trainer = GRPOTrainer(...)
@@ -433,7 +427,7 @@ def chunked_heads(
         yield
     finally:
         for name, module in [*sys.modules.items()]:
-            if getattr(module, "__dict__", {}).get("add_fused_lm_head") is ours:  # also where the block imported it
+            if getattr(module, "__dict__", {}).get("add_fused_lm_head") is ours:
                 module.add_fused_lm_head = before.get(name, before[utils.__name__])  # type: ignore[attr-defined]
 
 
@@ -449,7 +443,7 @@ def _check_has_head(trainer: type[LigerTrainerMixin]) -> None:
 class _Unsupported(type):
     """Replaces PEFT's `BaseTunerLayer` where TRL checks `lm_head` for an adapter.
 
-    The answer is no, or a ValueError for adapters that our heads cannot compute.
+    Raises ValueError for adapters that our heads cannot compute.
     """
 
     def __instancecheck__(cls, lm_head: Any) -> bool:
@@ -463,7 +457,7 @@ class _UnsupportedAdapter(metaclass=_Unsupported):
 
 @contextmanager
 def _lora_heads(trainer: type[LigerTrainerMixin]) -> Iterator[None]:
-    """Let a trainer's `__init__` accept LoRA on `lm_head`, which TRL's heads would ignore."""
+    """Let a trainer's `__init__` accept LoRA on `lm_head`."""
     name = "BaseTunerLayer"
     modules: list[Any] = [sys.modules[cls.__module__] for cls in trainer.__mro__]
     theirs = {module: getattr(module, name) for module in modules if name in vars(module)}
@@ -476,14 +470,14 @@ def _lora_heads(trainer: type[LigerTrainerMixin]) -> Iterator[None]:
             setattr(module, name, of_peft)
 
 
-# Placeholder: a trainer with a reference model loads none.
+# A trainer with a reference model loads none.
 _NONE: Any = object()
 
 
 class ReferenceMixin(LigerTrainerMixin):
     """Adds a reference model."""
 
-    # Columns of precomputed log-probabilities, one per sequence.
+    # Columns of precomputed log-probabilities.
     ref_columns: ClassVar[tuple[str, ...]]
 
     def __init__(
@@ -546,7 +540,7 @@ class ReferenceMixin(LigerTrainerMixin):
 
     @contextmanager
     def _reference(self) -> Iterator[nn.Module]:
-        """Yield the reference without gradients: a model, or the policy with its adapter "ref" or without adapters."""
+        """Yield the reference without gradients: a model, or the policy with its adapter "ref" or without."""
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             if self.ref_model is not None:
                 yield self.ref_model

@@ -1,5 +1,3 @@
-"""GKD, GOLD, and on-policy distillation."""
-
 from __future__ import annotations
 
 import copy
@@ -42,7 +40,7 @@ def distillation_step(
 ) -> DistillationStep:
     """Apply `loss` inside the student's forward, which runs inside the teacher's.
 
-    Nested, because heads are complete only inside their forwards. `with_entropy` costs one more GEMM.
+    Heads are complete only inside their forwards. `with_entropy` costs one more GEMM.
     """
     with_gradient = torch.is_grad_enabled()
     steps: list[DistillationStep] = []
@@ -64,7 +62,7 @@ def distillation_step(
             return DistillationStep(step.loss, step.metrics, entropy_sum)
 
         with torch.set_grad_enabled(with_gradient):
-            # Hooks of the teacher would treat a returned loss as its output.
+            # The teacher's hooks would treat a returned loss as its output.
             steps.append(model(**inputs, labels=labels, head_fn=in_student))
 
     teacher.eval()
@@ -124,8 +122,8 @@ class TeacherMixin(LigerTrainerMixin):
 class DistillationMixin(TeacherMixin):
     """TRL's `DistillationTrainer`, with the gradient computed in forward.
 
-    `loss` is a `LigerFusedLinearDistillationBase`, whose temperature the logged entropy uses. `logits_budget` covers
-    both models; None for 1 GiB.
+    `loss` is a `LigerFusedLinearDistillationBase`, whose temperature the logged entropy uses. `logits_budget` is 1 GiB
+    by default, for both models.
     """
 
     replaced_fields: ClassVar = {"beta": "beta", "temperature": "options.temperature"}
@@ -141,10 +139,7 @@ class DistillationMixin(TeacherMixin):
 
 
 class GKDMixin(TeacherMixin):
-    """TRL's `GKDTrainer` without logits.
-
-    `loss` is a `LigerFusedLinearDistillationBase`.
-    """
+    """TRL's `GKDTrainer` without logits. `loss` is a `LigerFusedLinearDistillationBase`."""
 
     replaced_fields: ClassVar = {"beta": "beta"}
 

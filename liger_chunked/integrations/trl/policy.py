@@ -1,5 +1,3 @@
-"""Losses on sampled completions: GRPO, RLOO."""
-
 from __future__ import annotations
 
 from typing import Any, ClassVar
@@ -72,7 +70,7 @@ class GRPOMixin(SharedPromptsMixin):
         corrected = self.use_vllm and self.vllm_importance_sampling_correction
         training = self.model.training
         window = self.current_gradient_accumulation_steps if training else 1
-        # TRL counts the generation batch on all ranks.
+        # TRL counts all ranks.
         items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         items = items * window / self.args.steps_per_generation if training else items
         counts_items = REDUCTIONS[loss.reduction].counts_items

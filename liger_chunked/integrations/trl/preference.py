@@ -1,5 +1,3 @@
-"""Losses on pairs: DPO, ORPO, CPO (SimPO), online DPO."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -70,7 +68,7 @@ class DPOMixin(ReferenceMixin, SharedPromptsMixin):
 
 
 class Scores(NamedTuple):
-    """(2 n, T) log-probability and mean logit of token t + 1 at position t; auxiliary loss or None."""
+    """(2 n, T) log-probability and mean logit of token t + 1 at position t; auxiliary loss."""
 
     logps: Tensor
     mean_logits: Tensor
@@ -85,7 +83,7 @@ def mean_logits(head: Head, input: HeadInput, logits_budget: int | float | str |
         stats = head_stats(head, everywhere, ("mean_logits",), logits_budget=logits_budget)
         assert stats.mean_logits is not None
         return stats.mean_logits
-    # Autocast would round a matmul to half precision.
+    # Autocast would round a matmul.
     mean = (input.hidden_states.float() * head.weight.mean(0, dtype=torch.float32)).sum(-1)
     bias = 0.0 if head.bias is None else head.bias.float().mean()
     return input.options.logit_scale * (mean + bias)
@@ -146,7 +144,7 @@ class ConcatenatedMixin(SharedPromptsMixin):
 class ORPOMixin(ConcatenatedMixin):
     """TRL's `ORPOTrainer` without logits, for decoder-only models.
 
-    `loss` is a `LigerFusedLinearPreferenceBase` without a reference. Its NLL spans prompt and response, as in ORPO.
+    `loss` is a `LigerFusedLinearPreferenceBase` without a reference. Its NLL includes the prompt.
     """
 
     replaced_fields: ClassVar = {"beta": "beta"}
@@ -213,11 +211,11 @@ class OnlineDPOMixin(SharedPromptsMixin):
         vision_inputs: dict[str, Tensor] | None = None,
     ) -> Tensor:
         if vision_inputs is None:
-            # Truncate the prompt on the left, unless it has images.
+            # Truncate prompts without images on the left.
             too_long = max(prompt_ids.shape[1] + completion_ids.shape[1] - self.max_length, 0)
             prompt_ids, prompt_mask = prompt_ids[:, too_long:], prompt_mask[:, too_long:]
         names = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw")
-        # Padding too, because TRL's mean entropy and KL count it. Without a prompt, position t scores token t.
+        # TRL's mean entropy and KL count padding too. Without a prompt, position t scores token t.
         first = max(prompt_ids.shape[1] - 1, 0)
         input_ids = torch.cat([prompt_ids, completion_ids], dim=1)
         shift_labels = torch.full_like(input_ids, -100)

@@ -1,5 +1,3 @@
-"""Supervised fine-tuning."""
-
 from __future__ import annotations
 
 from typing import Any, ClassVar
@@ -73,8 +71,7 @@ class SFTMixin(LigerTrainerMixin):
     ) -> Tensor:
         """Return TRL's smoothed loss; log its metrics.
 
-        A token costs `(1 - eps) * nll + eps * (lse - mean_logits)`. Like TRL, logs the auxiliary loss but does not add
-        it.
+        A token costs `(1 - eps) * nll + eps * (lse - mean_logits)`. Like TRL, does not add the auxiliary loss.
         """
         eps = self.args.label_smoothing_factor
         budget = HEAD_BUDGET if self.logits_budget is None else self.logits_budget

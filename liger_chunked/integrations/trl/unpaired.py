@@ -1,5 +1,3 @@
-"""Losses on single completions with a label: KTO."""
-
 from __future__ import annotations
 
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""Tuned constants, one file per architecture, picked here; `TUNING[device]` is a device's table."""
+"""Tuned constants, one file per architecture; `TUNING[device]` is a device's table."""
 
 from __future__ import annotations
 

@@ -21,25 +21,25 @@ class Tuning(NamedTuple):
     """Constants of one architecture."""
 
     # Logits
-    logits_stats: Launch = Launch(2048, 4)  # columns of a row
+    logits_stats: Launch = Launch(2048, 4)  # columns
     logits_stats_argmax_block: int = 1024  # an argmax takes registers
-    logits_grad: Launch = Launch(1024, 2)  # columns of a row: "Order of blocks"
-    divergence: Launch = Launch(2048, 4)  # columns of both rows: "Divergence sweeps"
-    pointwise_divergence: Launch = Launch(2048, 4)  # columns of both rows
+    logits_grad: Launch = Launch(1024, 2)  # columns: "Order of blocks"
+    divergence: Launch = Launch(2048, 4)  # columns: "Divergence sweeps"
+    pointwise_divergence: Launch = Launch(2048, 4)  # columns
     loads_in_flight: int = 4  # blocks loaded ahead
     hidden: Launch = Launch(1024, 4)  # columns of hidden states
 
-    # Norms: "Norms and gated units"
-    norm_forward_elements: int = 2048  # of a tile: "Launch sizes"
+    # "Norms and gated units" and "Launch sizes"
+    norm_forward_elements: int = 2048  # of a tile
     norm_backward_elements: int = 4096  # of a tile
     norm_resident_elements: int = 8192  # per multiprocessor, for its registers
     norm_elements_per_warp: int = 512  # 16 per thread
     norm_most_warps: int = 16
-    norm_narrow: int = 1024  # most columns of 4 warps: "Launch sizes"
-    norm_pipelined_bytes: int = 1 << 14  # of a tile that fits shared memory thrice: "Launch sizes"
+    norm_narrow: int = 1024  # most columns of 4 warps
+    norm_pipelined_bytes: int = 1 << 14  # of a tile that fits shared memory thrice
     norm_sums: tuple[int, int, int] = (256, 16, 8)  # programs and columns of a tile, warps
 
-    # FlexAttention's kernel_options for heads of up to 64 values, other than its defaults: "Shared prompts"
+    # FlexAttention's kernel_options for heads of up to 64 values: "Shared prompts"
     attention_small_heads: Mapping[str, int] = MappingProxyType({})
 
     # Others
@@ -55,19 +55,19 @@ class Tuning(NamedTuple):
 GENERIC = Tuning()
 
 # Paths
-MAX_ROW = 1 << 15  # columns of a norm; wider rows would spill registers
+MAX_ROW = 1 << 15  # columns of a norm; wider rows spill registers
 TORCH_BLOCK = {"cpu": 1 << 18}  # elements of a torch block, for the cache
 TORCH_BLOCK_DEFAULT = 1 << 24  # elsewhere
-UPCAST_BLOCK = 1 << 20  # elements that a CPU upcasts at a time
-SORT_BLOCK = 1 << 24  # logits that a sampling filter sorts at a time
+UPCAST_BLOCK = 1 << 20  # elements at a time, on a CPU
+SORT_BLOCK = 1 << 24  # logits of a sampling filter at a time
 AGREES = (16, 16)  # rows and blocks of a survey, compared at a time; a launch takes longer
 REMEMBERED = 1 << 10  # variants per kernel, and shapes of norms: "Host time"
 
 # Chunks: "Chunk sizes"
 ONE_CHUNK = 2_500_000_000  # most bytes of logits in one chunk
-CHUNK_TOKENS = 4096  # fewest of a chunk under the automatic budget
+CHUNK_TOKENS = 4096  # fewest under the automatic budget
 ROUND = 256  # of chunks and tiles: rows of the largest cuBLAS tile
-MIN_TILE_COLUMNS = 1024  # narrower products do not fill the matrix units
+MIN_TILE_COLUMNS = 1024  # narrower products are slow
 TEACHER_TOKENS = 2048  # most teacher tokens at once
 FEWEST_TEACHER_TOKENS = 512  # the same under a small budget
 TEACHER_VOCAB = 152_000  # smaller ones allow proportionally more tokens

@@ -46,10 +46,10 @@ TARGET_COLS = 512  # columns of dW per program
 TARGET_WARPS = 4  # for sorting and adding
 
 # "When a step uses the fused epilogue"
-WIDEST = 3072  # largest H with a backward; above, storing logits is faster
+WIDEST = 3072  # largest H with a backward
 SMALLEST = 1 << 37  # multiplications of a product; below, the host is the bottleneck
 FEWEST_TOKENS = 3584  # mean tokens per chunk, to split a step that fits one
-FEWEST_TILES = 3  # of statistics with a backward; fewer keep more logits than the epilogue saves time
+FEWEST_TILES = 3  # of statistics with a backward
 LARGE = 1 << 39  # multiplications of a product per chunk
 WIDEST_CUT = 2048  # its largest H
 PRODUCT = 1 << 22  # least elements of a product of dX, to fill the GPU: "Parts of a step"
