@@ -95,8 +95,10 @@ def test_values(kind, device, passes):
     for name in ALL:
         value = getattr(found, name)
         assert value.dtype == torch.float32 and not value[~valid].any()
-        # Sums of 603 terms, and differences of numbers of about 16 for targets near certainty.
-        torch.testing.assert_close(value[valid].double(), exact[name][valid], rtol=3e-5, atol=3e-6)
+        # Sums of 603 terms, and differences of numbers of about 16 for targets near certainty. The entropy of a row far
+        # above its target is a difference of numbers of up to 44, whose float32 values are 2^-18 apart.
+        atol = 2 * 2.0**-18 if kind == "lost" and name == "entropy" else 3e-6
+        torch.testing.assert_close(value[valid].double(), exact[name][valid], rtol=3e-5, atol=atol)
     assert passes == [1]
 
 
