@@ -142,10 +142,11 @@ def test_leaves_nothing_behind() -> None:
 
 
 def variant(kernel: Kernel, tensors: Any, numbers: Any, num_warps: int, num_stages: Any, descriptors: Any) -> Any:
-    """Return what Triton compiles a kernel for."""
+    """Return what Triton compiles a kernel for. A dtype stands for an aligned tensor."""
     parameters = inspect.signature(kernel.kernel.fn).parameters
     key: list[Any] = [kernel.kernel.fn.__name__, num_warps, num_stages]
-    key += [None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors]
+    for x in tensors:
+        key.append((x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x and (x, True))
     for name, x in zip(kernel._numbers, numbers, strict=True):
         if "constexpr" in str(parameters[name].annotation):
             key.append((type(x), x))
@@ -368,7 +369,9 @@ def step(ignored):
     target[-1, length - ignored:] = -100  # later chunks start at the same tokens
     evaluate(loss, batch | {"target": target})
 
+slow = {"sympy", "torch._dynamo"} - set(sys.modules)
 step(16)
+assert not slow & set(sys.modules)
 print(f"{len(ahead)} variants ahead, {len(late)} late: {late}")
 assert ahead
 assert all(name.startswith(("_survey_kernel", "_agrees_kernel")) for name in late), late

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -13,11 +11,11 @@ from liger_chunked.engine.batch import Chunk, Layout
 from liger_chunked.engine.gradients import Needs
 from liger_chunked.engine.plan import Plan
 from liger_chunked.kernels.backend import INTERPRETED
-from liger_chunked.kernels.launch import compiled_together
+from liger_chunked.kernels.launch import compiled_together, is_dry
 from liger_chunked.types import HeadTensors
 
 _compiled: set[Hashable] = set()
-# Launches all kernels of a step on meta tensors.
+# A step that would launch all kernels.
 DryRun = Callable[[Plan, Tensor, HeadTensors, Tensor | None, Needs], object]
 
 
@@ -29,11 +27,13 @@ def _applies(input: Tensor) -> bool:
 def compile_ahead(
     dry_run: DryRun, plan: Plan, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
 ) -> None:
-    """Compile what `dry_run` launches for the first chunk, once for each kind of step on a GPU.
+    """Compile what `dry_run` would launch for the first chunk, once for each kind of step on a GPU.
 
-    A wrong guess costs only time: the step compiles what it needs, as do steps on shards or with a teacher.
+    It computes products of memory that no kernel has written: torch's operations on meta tensors import sympy, which
+    takes seconds. A wrong guess costs only time: the step compiles what it needs, as do steps on shards or with a
+    teacher.
     """
-    if not _applies(input):
+    if not _applies(input) or is_dry():
         return
     layout, weight = plan.layout, head.weight
     kind = (
@@ -48,34 +48,24 @@ def compile_ahead(
         return
     try:
         with torch.no_grad(), compiled_together(input.device):
-            dry_run(_first_chunk(plan), _meta(input), HeadTensors(*map(_meta, head[:3])), _meta(u), needs)
+            dry_run(_first_chunk(plan), input, head, u, needs)
     except Exception:  # the launch raises its own
         pass
 
 
 def _first_chunk(plan: Plan) -> Plan:
-    """Return a plan of the first chunk alone, on meta tensors."""
+    """Return a plan of the first chunk alone."""
     rows = slice(0, plan.chunks[0].rows.stop)
     given = plan.layout
     layout = Layout(
         shape=(rows.stop,),
-        target=_meta(given.target[rows]),
-        rows=None if given.rows is None else _meta(given.rows[rows]),
+        target=given.target[rows],
+        rows=None if given.rows is None else given.rows[rows],
         slots=None,
-        mask=torch.empty(rows.stop, dtype=torch.bool, device="meta"),
+        mask=torch.empty(rows.stop, dtype=torch.bool, device=given.target.device),
         lengths=None,
         side_lengths=None,
         group_lengths=None,
-        temperature=None if given.temperature is None else _meta(given.temperature[rows]),
+        temperature=None if given.temperature is None else given.temperature[rows],
     )
-    return dataclasses.replace(
-        plan,
-        layout=layout,
-        chunks=[Chunk(rows, rows)],
-        tiles=plan.tiles[:1],
-        class_weight=_meta(plan.class_weight),
-    )
-
-
-def _meta(x: Any) -> Any:
-    return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return dataclasses.replace(plan, layout=layout, chunks=[Chunk(rows, rows)], tiles=plan.tiles[:1])

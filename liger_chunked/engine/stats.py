@@ -96,7 +96,7 @@ def _run_backward(
 
 
 def _dry_run(plan: Plan, input: Tensor, given: HeadTensors, u: Tensor | None, needs: Needs) -> None:
-    """Run forward and backward on meta tensors, as if a loss used log-probabilities alone, if these are computed."""
+    """Run forward and backward, as if a loss used log-probabilities alone, if these are computed."""
     head_pass, stats = _statistics(plan, given, input, u)
     if True in needs:
         head_pass.restore(head_pass.keep(), plan.layout.temperature)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.operands import plain
-from liger_chunked.kernels.tuning import META_DEVICE
 from liger_chunked.kernels.tuning.generic import TORCH_BLOCK, TORCH_BLOCK_DEFAULT
 
 try:
@@ -225,12 +224,8 @@ def block_size(n: int, most: int) -> int:
     return most if n >= most else 1 << (n - 1).bit_length()
 
 
-def processors(device: torch.device) -> int:
-    return _processors(META_DEVICE.get(device) if device.type == "meta" else device)
-
-
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     if device.type == "xpu":

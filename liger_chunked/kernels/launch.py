@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import INTERPRETED, TensorDescriptor, has_own_memory, jit
-from liger_chunked.kernels.tuning import META_DEVICE
 from liger_chunked.kernels.tuning.generic import REMEMBERED
 from liger_chunked.types import described
 
@@ -45,17 +44,16 @@ _collected: ContextVar[list[tuple[Kernel, tuple[Any, ...]]] | None] = ContextVar
 
 @contextmanager
 def compiled_together(device: torch.device) -> Iterator[None]:
-    """Compile the kernels that the block launches on meta tensors, in threads: they stand for tensors on `device`.
+    """Compile the kernels that the block would launch, in threads. None runs: their results are not set.
 
     A kernel that does not compile raises at its launch.
     """
     launches: list[tuple[Kernel, tuple[Any, ...]]] = []
-    token, of_device = _collected.set(launches), META_DEVICE.set(device)
+    token = _collected.set(launches)
     try:
         yield
     finally:
         _collected.reset(token)
-        META_DEVICE.reset(of_device)
     if AsyncCompileMode is None or not launches:
         return
     launches.sort(key=lambda launch: not launch[1][-1])  # products, which have descriptors, take longest
@@ -69,8 +67,8 @@ def compiled_together(device: torch.device) -> Iterator[None]:
             kernel._compile(*call)
 
 
-def is_collected() -> bool:
-    """Whether launches on meta tensors are for `compiled_together`."""
+def is_dry() -> bool:
+    """Whether launches are only compiled."""
     return _collected.get() is not None
 
 
@@ -169,10 +167,12 @@ class Kernel:
         descriptors: tuple[TensorDescriptor | None, ...] = (),
     ) -> None:
         call = grid, tensors, numbers, num_warps, num_stages, descriptors
+        launches = _collected.get()
+        if launches is not None:
+            dtypes = tuple(None if x is None else x.dtype for x in tensors)
+            launches.append((self, (grid, dtypes, *call[2:])))
+            return
         if tensors[0].is_meta:  # type: ignore[union-attr]
-            launches = _collected.get()
-            if launches is not None:
-                launches.append((self, call))
             return
         device = tensors[0].get_device()  # type: ignore[union-attr]
         if _HAS_CURRENT_DEVICE and device != torch.cuda.current_device():
@@ -300,14 +300,13 @@ class Kernel:
     def _compile(
         self,
         grid: tuple[int, int, int],
-        tensors: Sequence[Tensor | None],
+        dtypes: tuple[torch.dtype | None, ...],
         numbers: tuple[Any, ...],
         num_warps: int,
         num_stages: int | None,
         descriptors: tuple[TensorDescriptor | None, ...],
     ) -> None:
-        """Compile the variant of a launch on meta tensors; a dtype stands for an aligned tensor."""
-        dtypes = (None if x is None else x.dtype for x in tensors)
+        """Compile the variant of a launch on aligned tensors of these dtypes."""
         arguments = self._in_order((*dtypes, *numbers, *descriptors))
         self.kernel.warmup(*arguments, grid=grid, **_options(num_warps, num_stages))
 

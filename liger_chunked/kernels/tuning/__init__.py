@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-
 import torch
 
 from liger_chunked.kernels.tuning.generic import GENERIC, Tuning
 from liger_chunked.kernels.tuning.hopper import HOPPER
-
-# The device that meta tensors stand for.
-META_DEVICE: ContextVar[torch.device] = ContextVar("META_DEVICE")
 
 
 class _ByDevice(dict[torch.device, Tuning]):
     """Tables, picked at first launch: the query initializes CUDA."""
 
     def __missing__(self, device: torch.device) -> Tuning:
-        if device.type == "meta":
-            device = META_DEVICE.get(device)
-            return GENERIC if device.type == "meta" else self[device]
         is_nvidia = device.type == "cuda" and torch.version.cuda is not None
         is_hopper = is_nvidia and torch.cuda.get_device_capability(device)[0] == 9
         table = self[device] = HOPPER if is_hopper else GENERIC
