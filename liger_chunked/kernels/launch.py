@@ -169,8 +169,7 @@ class Kernel:
         call = grid, tensors, numbers, num_warps, num_stages, descriptors
         launches = _collected.get()
         if launches is not None:
-            dtypes = tuple(None if x is None else x.dtype for x in tensors)
-            launches.append((self, (grid, dtypes, *call[2:])))
+            launches.append((self, (grid, tuple(None if x is None else x.dtype for x in tensors), *call[2:])))
             return
         if tensors[0].is_meta:  # type: ignore[union-attr]
             return
