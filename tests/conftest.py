@@ -15,6 +15,7 @@ import importlib
 import inspect
 import os
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,7 +149,9 @@ def collected() -> Iterator[None]:
     """Free what a file leaves behind. Hide imports and caches from the garbage collector."""
     yield
     if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # its caches hold models
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what torch imports here
+            torch.compiler.reset()  # its caches hold models
     gc.collect()
     gc.freeze()
 
