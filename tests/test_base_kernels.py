@@ -6,7 +6,7 @@ import importlib
 import re
 from collections.abc import Callable
 from functools import partial
-from math import inf
+from math import inf, nan
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from base_ops import (
     DTYPES,
     Op,
     dynamo_warns,
+    eager_clamped,
     error,
     every_op,
     floor,
@@ -361,6 +362,55 @@ def test_no_rows(op: Op, device: str) -> None:
     assert all(y.isfinite().all() for y in values)
 
 
+_NUMBERS = torch.tensor([nan, inf, -inf, 0.0, -1.0, 1.0, 2.0, -2.0, 2.5, -2.5])
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("upstream", [1.0, inf, nan])
+@pytest.mark.parametrize("limit", [2.0, None])
+def test_numbers_that_are_not_finite_in_a_clamped_unit(limit: float | None, upstream: float, device: str) -> None:
+    """NaN passes a clamp, and its gradient does not; a number at the limit has one."""
+    found = []
+    for function in (
+        partial(lc.liger_swiglu, limit=limit, offset=1.0),
+        partial(eager_clamped, limit=limit, offset=1.0),
+    ):
+        gate, up = (x.to(device).flatten().requires_grad_() for x in torch.meshgrid(_NUMBERS, _NUMBERS, indexing="ij"))
+        y = function(gate, up)
+        found.append((y, *torch.autograd.grad(y, (gate, up), torch.full_like(y, upstream))))
+    (y, dgate, dup), (expected, *gradients) = found
+    torch.testing.assert_close(y, expected, equal_nan=True)
+    for ours, theirs in zip((dgate, dup), gradients, strict=True):
+        # An infinity times zero, which eager code meets in more places, is NaN.
+        known = ~theirs.isnan() if limit is None or upstream != 1.0 else torch.ones_like(theirs, dtype=torch.bool)
+        torch.testing.assert_close(ours[known], theirs[known], equal_nan=True)
+    if limit is None:
+        assert dgate.isnan()[: len(_NUMBERS)].all() and dup.isnan().view(len(_NUMBERS), -1)[0].all()
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("upstream", [1.0, inf, nan])
+def test_numbers_that_are_not_finite_in_a_squared_relu(upstream: float, device: str) -> None:
+    x = _NUMBERS.to(device).requires_grad_()
+    values = []
+    for y in (lc.liger_relu_squared(x), F.relu(x).square()):
+        values.append((y, *torch.autograd.grad(y, x, torch.full_like(y, upstream))))
+    for ours, theirs in zip(*values, strict=True):
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+@pytest.mark.triton
+@pytest.mark.skipif(not INTERPRETED, reason="launches a kernel on a part of its tensors")
+def test_more_neighbouring_columns_than_an_int32() -> None:
+    gate = torch.randn(64)
+    y, numbers = torch.zeros(32), (0, 0, 0, 2**30 + 1, 1, 1.0, inf, 0.0, "silu", False, 32)
+    glu._forward_kernel((1, 1, 1), (gate, None, y), numbers, 1)
+    torch.testing.assert_close(y, F.silu(gate[::2]) * gate[1::2])
+    dgate, numbers = torch.zeros(64), (0, 0, 0, 0, 0, 2**30 + 1, 1, 1.0, inf, 0.0, "silu", False, 32)
+    glu._backward_kernel((1, 1, 1), (torch.ones(32), gate, None, dgate, None), numbers, 1)
+    torch.testing.assert_close(dgate[1::2], F.silu(gate[::2]))
+
+
 @pytest.mark.triton
 def test_wide_rows_take_the_torch_path(device: str) -> None:
     x = torch.randn(2, MAX_ROW + 1, device=device)
@@ -590,6 +640,7 @@ BAD_INPUT: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
     ("glu-dtype", TypeError, "up must be a tensor of the dtype", lambda: lc.liger_swiglu(X, X.half())),
     ("glu-odd", ValueError, "must be even", lambda: lc.liger_swiglu(X[..., :7])),
     ("glu-limit", ValueError, "limit must be a finite positive", lambda: lc.liger_swiglu(X, X, limit=0.0)),
+    ("glu-alpha", ValueError, "alpha must be a finite positive", lambda: lc.liger_swiglu(X, X, alpha="1.7")),  # type: ignore[arg-type]
     ("glu-offset", ValueError, "offset must be a finite number", lambda: lc.liger_swiglu(X, X, offset=inf)),
     ("glu-interleaved", ValueError, "interleaved=True is for", lambda: lc.liger_swiglu(X, X, interleaved=True)),
     ("glu-approximate", ValueError, "approximate must be one of", lambda: lc.liger_geglu(X, X, "erf")),
@@ -598,6 +649,7 @@ BAD_INPUT: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
     ("rope-tokens", ValueError, "cos must be", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE[:, :2], ANGLE)),
     ("rope-sin", ValueError, "sin must be", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE, ANGLE[..., :4])),
     ("rope-rotary_dim", ValueError, "rotary_dim must", lambda: rope_of(Q, K, ANGLE, ANGLE, rotary_dim=10)),
+    ("rope-float", ValueError, "rotary_dim must", lambda: rope_of(Q, K, ANGLE, ANGLE, rotary_dim=4.0)),  # type: ignore[arg-type]
     ("rope-halves", ValueError, "needs interleaved", lambda: rope_of(Q, K, ANGLE, ANGLE, deinterleave=True)),
     ("rope-dim", ValueError, "unsqueeze_dim must be", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE, ANGLE, None, 3)),
     ("ce-target", ValueError, r"target must be in \[0, 8\)", lambda: lc.liger_cross_entropy(Z, T + 8)),

@@ -169,6 +169,7 @@ def test_what_cannot_be_compared_is_refused():
         ("DeepseekV4ForCausalLM", "swiglu", "DeepseekV4MLP"),
         ("ArceeForCausalLM", "relu_squared", "ReLUSquaredActivation"),
         ("CohereForCausalLM", "layer_norm", "CohereLayerNorm"),
+        ("BltForCausalLM", "rope", "apply_rotary_pos_emb"),  # cuts patches, with a mask that is -inf in float32
         ("DeepseekV3ForCausalLM", "rope", "apply_rotary_pos_emb_interleave"),
         ("Gemma4ForCausalLM", "rope", "apply_rotary_pos_emb"),
         ("Llama4ForCausalLM", "rope", "apply_rotary_emb"),
@@ -178,3 +179,9 @@ def test_variants_of_layers(name, switch, served):
     if name not in survey.CAUSAL:
         pytest.skip(f"this transformers has no {name}")
     assert served in check_model(survey.small_model(name)).patched.replaced[switch]
+
+
+def test_hidden_states_wider_than_the_head():
+    """Mamba keeps them in float32, and casts them before its bfloat16 head."""
+    report = check_model(survey.small_model("Mamba2ForCausalLM").bfloat16())
+    assert "fused_linear_cross_entropy" in report.patched.replaced

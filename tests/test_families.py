@@ -113,6 +113,17 @@ def test_rotary_rows(path, ours):
     assert verify.rotary_difference(ours, function, []) is None
 
 
+@pytest.mark.parametrize("ours", [layers.rotate_one, layers.rotate_one_by_half])
+def test_queries_alone_have_one_gradient(ours):
+    """The keys without heads are no view of the queries: its gradient would be zeros of their size, to add."""
+    x, angles = torch.randn(1, 5, 3, 8, requires_grad=True), torch.randn(1, 5, 4)
+    angles = angles if ours is layers.rotate_one_by_half else angles.repeat(1, 1, 2)
+    options = {} if ours is layers.rotate_one_by_half else {"unsqueeze_dim": 2}
+    transposed = ours(x, sin=angles.sin(), cos=angles.cos(), **options).grad_fn
+    ((rotated, _),) = transposed.next_functions
+    assert sum(node is not None for node, _ in rotated.next_functions) == 1
+
+
 def test_learned_positions():
     """MLCD's have a gradient, which the kernel does not compute."""
     q, k, angles = torch.randn(5, 3, 16), torch.randn(5, 2, 16), torch.randn(5, 16, requires_grad=True)

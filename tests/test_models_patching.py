@@ -25,6 +25,7 @@ from transformers.models.llama import modeling_llama
 import liger_chunked
 from liger_chunked.integrations.transformers import apply_liger_kernel, attach_head, detach_head, revert_liger_kernel
 from liger_chunked.integrations.transformers.patch import is_patched
+from liger_chunked.integrations.transformers.survey import small_model
 
 pytestmark = [
     pytest.mark.ordinary_memory,
@@ -319,6 +320,22 @@ def test_hooks_on_the_activation_run(family):
     stock, ours = doubled(tiny.build()), tiny.build()
     apply_liger_kernel(ours)
     assert_same_step(step(doubled(ours), labelled(tiny)), step(stock, labelled(tiny)))
+
+
+def test_hooks_on_the_activation_of_a_clamped_unit_run():
+    """DeepSeek-V4's MLP and experts."""
+    if not hasattr(transformers, "DeepseekV4ForCausalLM"):
+        pytest.skip("this transformers has no DeepSeek-V4")
+    model = small_model("DeepseekV4ForCausalLM")
+    for module in model.modules():
+        if hasattr(module, "limit"):
+            module.limit = 0.01
+            module.act_fn.register_forward_hook(lambda module, args, output: 2 * output)
+    ids = torch.randint(10, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    stock = step(model, {"input_ids": ids, "labels": ids})
+    applied = apply_liger_kernel(model)
+    assert applied.replaced["swiglu"].keys() == {"DeepseekV4MLP", "DeepseekV4Experts"}
+    assert_same_step(step(model, {"input_ids": ids, "labels": ids}), stock)
 
 
 def test_peft_wraps_what_is_patched():

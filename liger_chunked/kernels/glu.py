@@ -62,8 +62,9 @@ def activation(z, KIND: tl.constexpr):
 
 @jit
 def _capped(gate, up, limit):
-    """Return gate and up within the limit, NaN included, and whether they were."""
-    gate_free, up_free = gate <= limit, tl.abs(up) <= limit
+    """Return gate and up within the limit, or NaN, and whether they have a gradient: NaN has none, as in torch."""
+    unlimited = limit == float("inf")
+    gate_free, up_free = (gate <= limit) | unlimited, (tl.abs(up) <= limit) | unlimited
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     return gate, up, gate_free, up_free
@@ -74,7 +75,7 @@ def _load(gate_ptr, up_ptr, gate_stride, up_stride, row, first, n_cols, BLOCK: t
     """Load gate and up; without `up_ptr`, they are neighbouring columns."""
     if up_ptr is None:
         cols = 2 * first + tl.arange(0, 2 * BLOCK)
-        both = tl.load(gate_ptr + row * gate_stride + cols, mask=cols < 2 * n_cols, other=0.0)
+        both = tl.load(gate_ptr + row * gate_stride + cols, mask=cols - n_cols < n_cols, other=0.0)
         gate, up = tl.split(tl.reshape(both, [BLOCK, 2]))
     else:
         cols = first + tl.arange(0, BLOCK)
@@ -126,7 +127,7 @@ def _backward_kernel(
     if dup_ptr is None:
         both = tl.reshape(tl.join(dgate, dup), [2 * BLOCK]).to(dgate_ptr.dtype.element_ty)
         cols = 2 * first + tl.arange(0, 2 * BLOCK)
-        tl.store(dgate_ptr + row * dgate_stride + cols, both, mask=cols < 2 * n_cols)
+        tl.store(dgate_ptr + row * dgate_stride + cols, both, mask=cols - n_cols < n_cols)  # twice may overflow
     else:
         tl.store(dgate_ptr + row * dgate_stride + cols, dgate.to(dgate_ptr.dtype.element_ty), mask=cols < n_cols)
         tl.store(dup_ptr + row * dup_stride + cols, dup.to(dup_ptr.dtype.element_ty), mask=cols < n_cols)
@@ -235,8 +236,9 @@ def _backward_torch(dy: Tensor, gate: Tensor, up: Tensor | None, unit: _Unit, gr
     dy = dy.to(accumulation_dtype(gate.dtype))
     activated, slope, factor = _terms_torch(gate.to(dy.dtype), up.to(dy.dtype), unit)
     gradients = dy * factor * slope, dy * activated  # both before writing: dy may share their memory
-    if unit.capped:
-        gradients = gradients[0] * (gate <= unit.limit), gradients[1] * (up.abs() <= unit.limit)
+    if unit.limit < math.inf:
+        beyond = (gate <= unit.limit).logical_not_(), (up.abs() <= unit.limit).logical_not_()
+        gradients = gradients[0].masked_fill_(beyond[0], 0.0), gradients[1].masked_fill_(beyond[1], 0.0)
     dgate.copy_(gradients[0])
     dup.copy_(gradients[1])
 
@@ -332,7 +334,9 @@ def liger_swiglu(
     True
     """
     for name, value, positive in (("alpha", alpha, True), ("limit", limit, True), ("offset", offset, False)):
-        if value is not None and not (math.isfinite(value) and (value > 0 or not positive)):
+        if value is None and name == "limit":
+            continue
+        if not (isinstance(value, int | float) and math.isfinite(value) and (value > 0 or not positive)):
             raise ValueError(f"{name} must be a finite{' positive' * positive} number, got {shown(value)}")
     if interleaved and up is not None:
         raise ValueError("interleaved=True is for gate and up in one tensor, without up")

@@ -32,7 +32,8 @@ def _kernel(
     if dy_ptr is None:
         y = x * x
     else:
-        y = 2.0 * x * tl.load(dy_ptr + row * dy_stride + cols, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * dy_stride + cols, mask=inside, other=0.0).to(tl.float32)
+        y = tl.where(x == 0.0, 0.0, 2.0 * x * dy)  # also of an infinite dy
     tl.store(out_ptr + row * out_stride + cols, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -55,7 +56,7 @@ def _run_triton(x: Tensor, dy: Tensor | None) -> Tensor:
 
 def _run_torch(x: Tensor, dy: Tensor | None) -> Tensor:
     z = x.contiguous().to(accumulation_dtype(x.dtype)).clamp(min=0)
-    return (z.square() if dy is None else 2 * z * dy.contiguous()).to(x.dtype)
+    return (z.square() if dy is None else (2 * z * dy.contiguous()).masked_fill_(z == 0, 0.0)).to(x.dtype)
 
 
 @operator("relu_squared", fake=lambda x, dy: contiguous_like(x))

@@ -256,7 +256,9 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int | Non
             f"{described(q)}, k {described(k)}"
         )
     n_batch, _, n_tokens, head_dim = q_shape
-    if rotary_dim is not None and (rotary_dim % 2 or not 0 < rotary_dim <= min(head_dim, 2 * cos_shape[-1])):
+    if rotary_dim is not None and (
+        not isinstance(rotary_dim, int) or rotary_dim % 2 or not 0 < rotary_dim <= min(head_dim, 2 * cos_shape[-1])
+    ):
         raise ValueError(
             f"rotary_dim must be even, at most the head size {head_dim} and at most twice the columns of cos "
             f"{described(cos)}, got {shown(rotary_dim)}"

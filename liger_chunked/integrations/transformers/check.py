@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from liger_chunked.integrations.transformers import verify
 from liger_chunked.integrations.transformers.detect import inner_model
@@ -126,7 +129,8 @@ def check_model(
         revert_liger_kernel(inner)
         with _stock_ropes(applied):
             stock = _step(_in_dtype(model, torch.float32) if dtype == torch.float64 else model, arguments)
-            exact = _step(_in_dtype(model, torch.float64), arguments)
+            with _Float64Softmax():
+                exact = _step(_in_dtype(model, torch.float64), arguments)
     eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
     largest = max((g.norm().item() for name, g in exact.items() if name), default=0.0)
 
@@ -172,7 +176,7 @@ def _stock_ropes(applied: Applied) -> Iterator[None]:
         yield
 
 
-def _arguments(inner: Any, input_ids: Tensor | None, labels: Tensor | None) -> dict[str, Tensor]:
+def _arguments(inner: Any, input_ids: Tensor | None, labels: Tensor | None) -> dict[str, Any]:
     if input_ids is None:
         config = inner.config.get_text_config()
         special = [x for c in (inner.config, config) for name, x in c.to_dict().items() if name.endswith("token_id")]
@@ -185,7 +189,9 @@ def _arguments(inner: Any, input_ids: Tensor | None, labels: Tensor | None) -> d
     if not (labels[:, 1:] != -100).any():
         left = "leave no token to predict: all but those of the first position are -100"
         raise ValueError(f"labels of shape {tuple(labels.shape)} {left}")
-    return {"input_ids": input_ids, "labels": labels}
+    # Some models, such as BLT, cannot build a cache from their default configuration.
+    without_cache = {"use_cache": False} if "use_cache" in inspect.signature(inner.forward).parameters else {}
+    return {"input_ids": input_ids, "labels": labels, **without_cache}
 
 
 def _step(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
@@ -197,6 +203,16 @@ def _step(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
         gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True) if trained else ()
     found = {name: g for name, g in zip(trained, gradients, strict=True) if g is not None}
     return {"": loss.detach(), **found}
+
+
+class _Float64Softmax(TorchFunctionMode):
+    """Keeps float64 where attention asks for a float32 softmax, in which a float64 mask overflows to -inf."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (F.softmax, torch.softmax, Tensor.softmax) and args and args[0].dtype == torch.float64:
+            kwargs.pop("dtype", None)
+        return func(*args, **kwargs)
 
 
 def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:

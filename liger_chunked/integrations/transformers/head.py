@@ -423,7 +423,7 @@ def _is_bare(lm_head: nn.Module | None) -> TypeGuard[nn.Linear]:
 def _at_projection(projection: Projection, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
     linear = projection.linear
     weight, bias = _fit(linear.weight), _fit(linear.bias)
-    if dequantizes := quantized.is_quantized(linear):
+    if quantized.is_quantized(linear):
         weight = quantized.dequantized(linear, weight, hidden_states.dtype)
         bias = None if bias is None else bias.to(weight.dtype)
     head = _head_of(projection, weight, bias)
@@ -433,8 +433,8 @@ def _at_projection(projection: Projection, hidden_states: Tensor, *, input: Head
             hidden_states = hidden_states.full_tensor()
     device, dtype = head.weight.device, hidden_states.dtype
     if dtype != head.weight.dtype and not torch.is_autocast_enabled(device.type):
-        # For a float32 head on a bfloat16 backbone. A quantized head casts its input.
-        dtype = head.weight.dtype if dequantizes else torch.promote_types(dtype, head.weight.dtype)
+        # For a float32 head on a bfloat16 backbone, and for Mamba, whose forward casts its float32 hidden states.
+        dtype = head.weight.dtype
     return head_fn(head, replace(input, hidden_states=hidden_states.to(device, dtype)))
 
 

@@ -163,11 +163,13 @@ def _kind(activation: Any) -> Any:
     return type(activation) if isinstance(activation, nn.Module) else activation
 
 
-def _gated(act_fn: Any, *gate_and_up: Tensor, inplace: bool) -> Tensor:
-    """Apply the kernel, or the activation itself if it has hooks."""
+def _gated(act_fn: Any, *gate_and_up: Tensor, inplace: bool, limit: float | None = None) -> Tensor:
+    """Apply the kernel, or the activation itself if it has hooks. `limit` is for SiLU, also if `act_fn` is None."""
     if isinstance(act_fn, nn.Module) and any(vars(act_fn)[hooks] for hooks in HOOKS):
         gate, up = gate_and_up if len(gate_and_up) == 2 else gate_and_up[0].chunk(2, -1)
-        return act_fn(gate) * up
+        return act_fn(gate) * up if limit is None else act_fn(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    if limit is not None:
+        return liger_swiglu(*gate_and_up, limit=limit, inplace=inplace)
     return _GATED[_kind(act_fn)](*gate_and_up, inplace=inplace)
 
 
@@ -197,7 +199,7 @@ def _packed_glu(x: Tensor, act_fn: Any, gate_up_proj: Any, down_proj: Any) -> Te
 
 def _limited_glu(x: Tensor, act_fn: Any, limit: float, gate_proj: Any, up_proj: Any, down_proj: Any) -> Tensor:
     inplace = unobserved(gate_proj, up_proj)
-    return down_proj(liger_swiglu(gate_proj(x), up_proj(x), limit=limit, inplace=inplace))
+    return down_proj(_gated(act_fn, gate_proj(x), up_proj(x), inplace=inplace, limit=limit))
 
 
 def _clamped_packed_glu(x: Tensor, alpha: float, limit: float, gate_up_proj: Any, down_proj: Any) -> Tensor:
@@ -214,7 +216,7 @@ def _interleaved_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 def _limited_gate(gate_up: Tensor, act_fn: Any, limit: float) -> Tensor:
-    return liger_swiglu(gate_up, limit=limit, inplace=True)
+    return _gated(act_fn, gate_up, inplace=True, limit=limit)
 
 
 def _stacked_experts(x: Tensor, act_fn: Any, gate_up_proj: Tensor, down_proj: Tensor, hidden_size: int) -> Tensor:
@@ -358,14 +360,14 @@ def rotate_back(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: i
 
 def rotate_one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
     """`apply_rotary_pos_emb` of Gemma 4, for queries or keys."""
-    no_heads = x.narrow(unsqueeze_dim, 0, 0)
+    no_heads = x.detach().narrow(unsqueeze_dim, 0, 0)
     return liger_rotary_pos_emb(x, no_heads, cos, sin, unsqueeze_dim=unsqueeze_dim)[0]
 
 
 def rotate_one_by_half(tensor: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
     """`apply_rotary_pos_emb` of GPT-J: neighbouring columns of queries or keys, with half-width `cos`."""
     options: dict[str, Any] = {"rotary_dim": tensor.shape[-1], "interleaved": True, "unsqueeze_dim": 2}
-    return liger_rotary_pos_emb(tensor, tensor[:, :, :0], cos, sin, **options)[0]
+    return liger_rotary_pos_emb(tensor, tensor.detach()[:, :, :0], cos, sin, **options)[0]
 
 
 def _with_gradient(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
