@@ -258,10 +258,7 @@ def are_data(cls: type, args: tuple[Any, ...], data: tuple[type, ...]) -> bool:
 def call_error(
     owner: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], constructor: Arguments
 ) -> TypeError | None:
-    """Return None if the call matches the signature.
-
-    A method's `args` start with `self`. `constructor` has the arguments of the owner's constructor.
-    """
+    """Return None if the call matches the signature."""
     parameters = inspect.signature(function).parameters
     names = tuple(name for name in parameters if name != "self")
     refused = [name for name in kwargs if name not in names]

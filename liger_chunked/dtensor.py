@@ -47,9 +47,6 @@ def localized(arguments: dict[str, Any]) -> dict[str, Any]:
     """Replace DTensors by plain tensors. Gradients come back as DTensors of the same placement.
 
     docs/distributed.md says how tensors may be sharded. A weight sharded on dim 0 becomes a `VocabShard`.
-
-    Raises:
-        TypeError, ValueError: another placement.
     """
     weight: Any = _matrix(arguments.get("weight"))
     given = arguments.get("vocab_shard")
@@ -136,7 +133,6 @@ def _sharded_dim(name: str, x: Any) -> int | None:
 
 
 def _shard_of(weight: Any) -> tuple[Any, int, int] | None:
-    """Return a sharded vocabulary's group, start and size, or None."""
     dim = _sharded_dim("weight", weight)
     if dim is None:
         return None

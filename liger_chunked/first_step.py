@@ -40,13 +40,13 @@ def warmup(
 ) -> None:
     """Compile the Triton kernels of `loss` before the first step: seconds, unless Triton's cache has them.
 
-    Runs three steps on random tensors of these sizes, whose numbers of tokens need different variants. Call it on each
-    rank before training, after `torch.cuda.set_device`. It needs the memory of the inputs and of `estimate_memory`, and
-    frees it. It changes no random state, and does not compile a patched model's layers.
+    Runs three steps on random tensors of these sizes. Call it on each rank before training, after
+    `torch.cuda.set_device`. It needs the memory of the inputs and of `estimate_memory`, and frees it. It changes no
+    random state, and does not compile a patched model's layers.
 
     Args:
         loss, ..., teacher_top_k: as in `estimate_memory`, of a typical step.
-        device: of the tensors; None: the current accelerator, or else the CPU, which has nothing to compile.
+        device: of the tensors; None: the current accelerator, or else the CPU.
         arguments: others of the loss's call, such as `outputs` of `linear_token_stats`.
 
     >>> from liger_chunked import LigerFusedLinearDPOLoss
@@ -107,10 +107,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _variants(valid: int | Sequence[int] | None, shape: tuple[int, ...]) -> Iterator[list[int]]:
-    """Yield each sequence's valid tokens: multiples of 16, then an odd first sequence, then an odd last one too.
-
-    An odd sequence also moves the addresses behind it.
-    """
+    """Yield each sequence's valid tokens: multiples of 16, then an odd first sequence, then an odd last one too."""
     n_sequences, length = shape if len(shape) == 2 else (1, *shape)
     lengths = [n // _MULTIPLE * _MULTIPLE or n for n in valid_lengths(valid, n_sequences, length)]
     yield list(lengths)
@@ -125,8 +122,6 @@ def _mask(lengths: list[int], shape: tuple[int, ...], device: torch.device) -> T
 
 
 class _Random:
-    """Random tensors that leave the device's random state alone."""
-
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.generator = torch.Generator(device).manual_seed(0)
         self.device, self.dtype = device, dtype
@@ -189,7 +184,6 @@ def _of_family(loss: Any, random: _Random, shape: tuple[int, ...], has_ref_head:
 
 
 def _scalar(result: Any) -> Tensor:
-    """Return a scalar whose gradient reaches all results."""
     if isinstance(result, TokenStats):
         parts = [x.sum() for x in result if x is not None and x.is_floating_point()]
         return torch.stack(parts).sum()

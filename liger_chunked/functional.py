@@ -640,8 +640,7 @@ def grpo_loss(
 ) -> tuple[Tensor, PolicyMetrics]:
     """Compute `LigerFusedLinearGRPOLoss`, or a variant by `surrogate` and `reduction`.
 
-    `hidden` is (B, T, H), `target` (B, T), `advantages` (B,), (B, 1) or (B, T);
-    `temperature` may be a float32 tensor (B, T).
+    `hidden` is (B, T, H), `target` (B, T), `advantages` (B,), (B, 1) or (B, T).
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # two completions of up to three tokens

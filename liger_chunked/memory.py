@@ -161,7 +161,6 @@ def estimate_memory(
 
 @ordinary_autograd()
 def count_bytes(step: Callable[[], object]) -> MemoryEstimate:
-    """Return the bytes at the peak of a step that runs on meta tensors."""
     counted = _Bytes()
     with counted:
         step()
@@ -385,7 +384,6 @@ def meta_layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int]
     lengths = valid_lengths(valid, n_sequences, length)
     per_group = {"token": n_sequences, "sequence": 1, "pair": 2}[group]
     n_groups = n_sequences // per_group
-    # A pair's sequences are n_groups rows apart.
     group_lengths = [sum(lengths[i::n_groups]) for i in range(n_groups)]
     n, n_positions = sum(lengths), n_sequences * length
     slots = None if n == n_positions else _meta(n)

@@ -60,7 +60,7 @@ class LigerRMSNorm(nn.Module):
 
 
 class LigerLayerNorm(nn.Module):
-    """LayerNorm over the last dimension; see `liger_layer_norm`."""
+    """LayerNorm; see `liger_layer_norm`."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, bias: bool = True) -> None:
         super().__init__()
@@ -97,7 +97,6 @@ class _GatedMLP(nn.Module):
 
 
 def _activation_name(config: Any, known: tuple[str, ...]) -> str:
-    # Gemma's name is the second.
     name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if name not in known:
         raise ValueError(f"hidden_act must be one of {known}, got {shown(name)}")

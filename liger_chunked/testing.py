@@ -1,7 +1,4 @@
-"""Checks for your tests, which find mistakes that training hides.
-
-`check_loss(MyLoss())` compares a fused loss with full logits, `check_model(model)` a patched model with the original.
-"""
+"""Checks for your tests, which find mistakes that training hides."""
 
 from __future__ import annotations
 
@@ -368,7 +365,6 @@ def _in_float64(batch: Mapping[str, Any]) -> Batch:
 
 
 def _padded(batch: Batch, ignore_index: int) -> Batch:
-    """Pad by two positions; change ignored hidden states."""
     generator = torch.Generator().manual_seed(1)
     shape = batch["input"].shape[:-1]
     target = batch.get("target")
@@ -402,7 +398,6 @@ def _padded(batch: Batch, ignore_index: int) -> Batch:
 
 
 def random_batch(loss: nn.Module, seed: int, sizes: Sizes = _SMALL) -> Batch:
-    """Return float64 arguments of a call."""
     any_loss: Any = loss
     options: LogitOptions = any_loss.options
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The commands. Typer reads their arguments from the functions below."""
+"""The commands; Typer reads their arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from liger_chunked.kernels.backend import WIDE_TILES, use_triton
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INTEGRATIONS = ("transformers", "trl", "peft", "accelerate")
 
-# Typer takes choices as enums.
 Loss = enum.Enum("Loss", {name: name for name in LOSSES}, type=str)  # type: ignore[misc]
 Dtype = enum.Enum("Dtype", {name: name for name in DTYPES}, type=str)  # type: ignore[misc]
 

@@ -60,7 +60,7 @@ def measure(
 
 
 def _batch(loss: Any, sizes: Sizes, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Return a batch. Reference and old log-probabilities are random: only their size matters."""
+    """Reference and old log-probabilities are random: only their size matters."""
     small = random_batch(loss, 0, sizes._replace(sequences=2, length=2, hidden=1, vocab=2, teacher_hidden=1))
     generator = torch.Generator(device).manual_seed(0)
     n, length, hidden, vocab, teacher_hidden = sizes
@@ -105,7 +105,6 @@ def _row(loss: str, name: str, step: Callable[[], Tensor], leaves: list[Tensor])
 
 
 def _floor(batch: dict[str, Any], ignore_index: int) -> float:
-    """Return the time of the products of head and teacher on all tokens with a target."""
     n = int((batch["target"] != ignore_index).sum())
     total = 0.0
     for weight, products in ((batch["weight"], 3), (batch.get("teacher_weight"), 1)):
@@ -136,7 +135,6 @@ def _synchronize() -> None:
 
 
 def _ms(run: Callable[[], object]) -> float:
-    """Return the median of repeated runs."""
     times: list[float] = []
     end = time.perf_counter() + _SECONDS
     while len(times) < 3 or (time.perf_counter() < end and len(times) < 200):

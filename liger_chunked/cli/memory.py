@@ -63,7 +63,6 @@ def parse_bytes(text: str) -> int:
 
 
 def model_sizes(model: str | None, vocab_size: int | None, hidden_size: int | None) -> dict[str, int]:
-    """Return the sizes of a head, by default the model's."""
     found = {} if model is None else _config(model)
     found = found.get("text_config") or found
     sizes: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Lets `import liger_kernel` resolve to `liger_chunked.compat`."""
+"""Imports of `liger_kernel`."""
 
 from __future__ import annotations
 

@@ -71,7 +71,6 @@ def _fused_linear_cross_entropy(
     ce_mode: str | None = None,
     chunk_mem_const: int = 1,
 ) -> tuple[Tensor | None, ...]:
-    """Return `(loss, z_loss, token_accuracy, predicted_tokens)`, None if not requested."""
     return _four(
         functional.liger_fused_linear_cross_entropy(
             _input,

@@ -79,7 +79,7 @@ class Layout:
     length: int = 1  # rows, such as a sequence, that `scatter_rows` splits evenly over ranks
     row_of: Tensor | None = None  # the input's rows of the flattened target; None: the same
     split: SplitLayout | None = None  # this rank's part, if ranks split sequences
-    # (n_valid,) float32, instead of that of `LogitOptions`, which is then 1
+    # (n_valid,) float32; that of `LogitOptions` is then 1
     temperature: Tensor | None = None
 
     def local(self, whole_batch: bool = False) -> Layout:
@@ -112,7 +112,6 @@ class Layout:
         return along(input, rows) if self.rows is None else input.index_select(0, along(self.rows, rows))
 
     def _slots_in(self, chunk: Chunk) -> Tensor | None:
-        """Return the chunk's `slots`, relative to its first group."""
         if self.slots is None or chunk.groups.start == 0:
             return None if self.slots is None else along(self.slots, chunk.rows)
         return self.slots[chunk.rows] - chunk.groups.start * self.tokens_per_group
@@ -152,7 +151,6 @@ class Layout:
         return flat.view(n_groups, *self.shape[1:])
 
     def by_group(self) -> Layout:
-        """Return the batch with each group's tokens together."""
         if not self.stacked:
             return self
         n_positions = self.mask.numel()
@@ -179,7 +177,6 @@ class Layout:
         return self.scatter_stats({name: f for name, f in values._asdict().items() if f is not None})
 
     def scatter_stats(self, values: dict[str, Tensor]) -> TokenStats:
-        """Move statistics to the dense layout, elsewhere zero (argmax -1)."""
         return TokenStats(**{k: self.scatter(v, fill=-1 if k == "argmax" else 0) for k, v in values.items()})
 
     def arrange(self, x: Tensor) -> Tensor:
@@ -206,7 +203,7 @@ def lay_out(
 ) -> Layout:
     """Return the layout of a target (B, T), or (N,) for tokens. Waits for the device once, unless it has `n_valid`.
 
-    Sequences are whole and padded; of pairs, all chosen ones come first.
+    Sequences are whole and padded; chosen ones come first.
     """
     whole = _lay_out(target, group, ignore_index, vocab_size, name, n_valid)
     if sequences is None:
@@ -266,7 +263,6 @@ def _lay_out(
 
 
 def _in_rows(summary: Tensor) -> Tensor:
-    """Return each row's number of valid tokens."""
     return summary[0, :, 0] if summary.shape[2] == 1 else summary[0].sum(-1)
 
 

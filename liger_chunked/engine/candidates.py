@@ -88,7 +88,6 @@ class Candidates:
 
 
 def check_candidates(candidates: Any, target: Tensor, vocab_size: int, n_valid: Counts = None) -> Tensor:
-    """Return checked (N, K) ids."""
     whole = isinstance(candidates, Tensor) and not (candidates.is_floating_point() or candidates.is_complex())
     if not whole or candidates.dtype == torch.bool:
         raise TypeError(f"candidates must be a tensor of token ids (int64), got {described(candidates)}")

@@ -264,7 +264,6 @@ _SAME_TARGETS: set[Any] = set()
 
 
 def _check_same_targets(shard: VocabShard, target: Tensor, name: str) -> None:
-    """Check on all ranks, once for each group, that they have the same targets."""
     group = dist.group.WORLD if shard.group is None else shard.group
     if group in _SAME_TARGETS:
         return

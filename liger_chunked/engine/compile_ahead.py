@@ -1,4 +1,4 @@
-"""Compile the kernels of a new kind of step at the same time. One after another takes seconds, at the first step."""
+"""Compile the kernels of a new kind of step at once: one after another takes seconds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from liger_chunked.kernels.launch import compiled_together, is_dry
 from liger_chunked.types import HeadTensors
 
 _compiled: set[Hashable] = set()
-# A step that would launch all kernels.
 DryRun = Callable[[Plan, Tensor, HeadTensors, Tensor | None, Needs], object]
 
 
 def _applies(input: Tensor) -> bool:
-    # AMD's variants depend on sizes of tensors too.
     return input.is_cuda and torch.version.cuda is not None and not INTERPRETED
 
 
@@ -31,8 +29,7 @@ def compile_ahead(
     """Compile what `dry_run` would launch for the first chunk, once for each kind of step on a GPU.
 
     It computes products of memory that no kernel has written: torch's operations on meta tensors import sympy, which
-    takes seconds. A wrong guess costs only time: the step compiles what it needs, as do steps on shards or with a
-    teacher.
+    takes seconds. A wrong guess costs only time. Steps on shards or with a teacher compile at their launches.
     """
     if not _applies(input) or is_dry():
         return
@@ -55,7 +52,6 @@ def compile_ahead(
 
 
 def _first_chunk(plan: Plan) -> Plan:
-    """Return a plan of the first chunk alone."""
     rows = slice(0, plan.chunks[0].rows.stop)
     given = plan.layout
     layout = Layout(

@@ -1,6 +1,5 @@
-"""Run chunks of student and teacher.
+"""Run chunks of the student, and project the teacher for each tile.
 
-For each tile of a student's chunk, project the teacher. A divergence needs whole rows; chunk and tile share the budget.
 The loss is linear in the divergences, so their upstream gradients are known.
 """
 

@@ -32,9 +32,7 @@ class Measured(NamedTuple):
 class Route(Protocol):
     """Computes a divergence per token from untransformed logits (n, V)."""
 
-    def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
-        """Return bytes in memory per student logit."""
-        ...
+    def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int: ...
 
     def measure(
         self, student: Tensor, teacher: Tensor | None, target: Tensor | None, rows: slice, with_gradient: bool

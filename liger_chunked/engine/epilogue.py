@@ -97,10 +97,7 @@ def serves_statistics(
     needs_grad: bool,
     at_any_size: bool = False,
 ) -> bool:
-    """Whether `StatisticsPass` can replace `HeadPass`, and is faster: always without a backward.
-
-    With one, it computes four products, and `HeadPass` 3 + (tiles - 1)/tiles.
-    """
+    """Whether `StatisticsPass` can replace `HeadPass`, and is faster: always without a backward."""
     if not _computes(head, dtype, options, class_weight, outputs):
         return False
     if at_any_size:
@@ -158,10 +155,7 @@ def _project(
     outputs: tuple[str, ...],
     blocks: list[slice],
 ) -> tuple[Exponentials, TokenStats]:
-    """Run the fused product on blocks of rows.
-
-    Ranks that split the vocabulary gather their sums, once, and merge them in rank order: all hold the same bits.
-    """
+    """Run the fused product on blocks of rows. Ranks gather their sums once."""
     shard, found, sums = head.shard, [], []
     for rows in blocks:
         given = along(x, rows), head.weight, along(target, rows), weight_sum, out, scale, outputs
@@ -193,20 +187,16 @@ def instead_of_one_chunk(chunks: list[list[Tile]], hidden_size: int) -> bool:
 class EpiloguePass:
     """A `Pass` with the fused epilogue, for chunks of one tile.
 
-    The epilogue computes exponentials E and row sums in registers (`kernels/projection.py`). The logits' gradient is a
-    multiple of E, except at the target. So dX and dW are products of E, plus the target's rows in float32
-    (`kernels/target_rows.py`).
+    dX and dW are products of the exponentials E (`kernels/projection.py`), plus the target's rows in float32
+    (`kernels/target_rows.py`). The pass needs bfloat16, the precision of E, and a float32 dW or none, because the
+    target's rows cannot be added to a rounded one. No logits are rounded, so `logits_dtype` has no effect.
 
-    The pass needs bfloat16, the precision of E, and a float32 dW or none, because the target's rows cannot be added to
-    a rounded one. It rounds no logits, whatever `logits_dtype` is.
+    dX and dW overlap on two streams (docs/tuning.md). dW is enqueued first, but after small kernels, so that dX
+    starts first. If ranks sum dX, it is float32, on the side stream, and sent while dW is computed.
 
-    dX and dW overlap on two streams (docs/tuning.md). dW is enqueued first, but after small kernels, so that dX, whose
-    tiles take long, starts first. If ranks sum dX, it is float32, on the side stream, and sent while dW is computed.
-
-    Bytes for a chunk of n tokens, beyond the step's gradients and cuBLAS's workspaces, which no estimate counts:
+    Bytes for a chunk of n tokens, beyond the step's gradients:
 
         E              2 n V         none without a backward
-        row sums                     see `kernels/projection.py`
         s x            2 n H         during backward, in the memory of dX if there is one that no ranks sum
         E W            4 n H         while dX is formed, in its memory if float32; at most 32 MiB
     """
@@ -233,7 +223,6 @@ class EpiloguePass:
 
     @functools.cached_property
     def _weight_sum(self) -> Tensor:
-        """(H,) float32, summed over the vocabulary."""
         return self.head.weight.sum(0, dtype=torch.float32)
 
     def statistics(self, tokens: Tokens) -> TokenStats:
@@ -279,7 +268,7 @@ class EpiloguePass:
         scales: RowScales,
         before_writing: Callable[[], None] | None = None,
     ) -> None:
-        """Compute dX (n, H), in place or a block of rows at a time in float32. It is zero without exponentials."""
+        """Compute dX (n, H), in place or a block of rows at a time in float32."""
         if exponentials is None:
             dx.zero_()
             return
@@ -307,9 +296,7 @@ class EpiloguePass:
 
 @dataclass
 class StatisticsPass:
-    """Statistics with the fused epilogue, whose backward comes later and projects again: four products, no logits.
-
-    The second projection knows the rows' sums and upstream gradients, so its epilogue writes the gradient.
+    """Statistics with the fused epilogue, whose backward comes later and projects again (docs/tuning.md).
 
     Bytes: in the forward, partial sums, at most those of the gradient's tile; in the backward, this tile.
     """

@@ -58,8 +58,8 @@ class HeadGradients:
     dW is float32, but has the weight's dtype if that is the products' dtype, not float16, and each element is written
     at most once (`n_contributions`).
 
-    In float16, a mean's gradients would underflow: those of statistics are divided by `unit`, a power of two near the
-    largest so far, and dX and dW stay float32 until multiplied by the upstream gradient.
+    In float16, where a mean's gradients would underflow, those of statistics are divided by `unit`, a power of two, and
+    dX and dW are float32.
     """
 
     def __init__(
@@ -221,7 +221,6 @@ class HeadGradients:
             add_target_rows_(weight, target, found, target_scale, x)
 
     def close_chunk(self, dx: Tensor | None, chunk_rows: slice) -> None:
-        """Move a chunk's dX to its place."""
         self._nothing_yet = False
         if self._sum is not None:
             self._sum.wait()

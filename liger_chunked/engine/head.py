@@ -150,7 +150,6 @@ class HeadPass:
         return self._held
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
-        """Correct `logps`; return the factor of its gradient."""
         x, target, _, _, u, temperature = tokens
         return unround_logps_(logps, x, self.head, target, partial.max, partial.sum_exp, self.options, u, temperature)
 
@@ -163,7 +162,6 @@ class HeadPass:
         return partial, finish(partial, target, self.vocab_size, self.outputs)
 
     def _partial(self, tokens: Tokens) -> PartialStats:
-        """Return the statistics of this rank's rows."""
         x, target, _, tiles, u, temperature = tokens
         by_rows: dict[int, PartialStats] = {}
         for tile in tiles:
@@ -183,7 +181,7 @@ class HeadPass:
         return logits_stats(x.new_empty(0, 1), target[:0], self.options, self.outputs)
 
     def keep(self) -> tuple[Tensor | None, ...]:
-        """Return what a later `backward` needs beside logits, and drop it."""
+        """Return what a later `backward` needs except logits, and drop it."""
         assert self.normalisers is not None
         found = self.normalisers
         kept = found.max, found.sum_exp, found.entropy_value, self.logps_grad_scale, self.smallest_kept

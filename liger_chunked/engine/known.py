@@ -17,7 +17,6 @@ Counts = int | tuple[int, ...] | None
 
 
 def may_read(x: Tensor, n_valid: Any) -> bool:
-    """Whether the host may read values of `x`."""
     return n_valid is None or on_host(x)
 
 

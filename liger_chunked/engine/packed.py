@@ -58,7 +58,6 @@ class Packing:
         return torch.where(rows < stops, rows, -1)
 
     def whole(self, x: Tensor, fill: float = 0) -> Tensor:
-        """Move values (N,) to (S, T), with `fill` at padding."""
         if not x.numel():
             return x.new_full(self.rows.shape, fill)
         return torch.where(self.rows < 0, fill, x[self.rows.clamp(min=0)])

@@ -1,7 +1,6 @@
 """Cut a batch to the logits budget: into chunks of whole groups, and each chunk into tiles.
 
-A chunk within the budget is one tile. A larger group is cut along the vocabulary first: each slice of dW is written
-once.
+A chunk within the budget is one tile.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from liger_chunked.kernels.tuning.generic import (
 from liger_chunked.types import HeadTensors, LogitOptions, LossHead, VocabShard
 
 
-@dataclass(eq=False)  # not frozen, which would take twice as long
+@dataclass(eq=False)
 class Plan:
     """How a step is cut, and what its head computes."""
 
@@ -195,7 +194,6 @@ class Plan:
         options: LogitOptions,
         wants_weight: bool,
     ) -> Plan:
-        """Plan chunks of student logits, whose tiles have teacher logits too."""
         shape = shape_to_cut(head)
         vocab_size, n_valid = shape[0], layout.n_valid
         warn_of_few_rows(options, vocab_size, bytes_per_logit, n_valid)
@@ -215,14 +213,12 @@ class Plan:
         )
 
     def input_rows(self, flat: Tensor, rows: slice, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a chunk's hidden states (n, H), by default in the products' dtype."""
         dtype = self.dtype if dtype is None else dtype
         if self.scattered is not None:
             return self.scattered.gather(flat, rows, dtype)
         return self.layout.input_rows(flat, rows).to(dtype)
 
     def reader(self, input: Tensor, rows: slice, dtype: torch.dtype) -> Callable[[slice], Tensor]:
-        """Return a function from a chunk's rows to hidden states."""
         flat = input.reshape(-1, input.shape[-1])
         if self.scattered is None:
             return lambda part: self.layout.input_rows(flat, part).to(dtype)
@@ -275,7 +271,6 @@ def shape_to_cut(head: LossHead) -> tuple[int, int]:
 
 
 def all_have_wide_tiles(head: LossHead) -> bool:
-    """Whether no other rank lacks them."""
     return head.shard is None or ranks_of(head.shard, head.weight.shape[0]).wide_tiles
 
 
@@ -318,8 +313,7 @@ def chunk_and_tile(
 ) -> tuple[int, int]:
     """Return the tokens of a distillation chunk, and of a tile of teacher logits.
 
-    dW takes one product per chunk, so long chunks are better than long tiles. The automatic budget uses one chunk if
-    its tile has at most half its bytes.
+    dW takes one product per chunk, so long chunks are better than long tiles.
     """
     vocab_size, logit = head_shape[0], dtype.itemsize
     tokens = max(1, budget_elements(options, head_shape, dtype, n_valid, bytes_per_logit) // vocab_size)
@@ -369,7 +363,6 @@ def _even(n: int, limit: int) -> int:
 
 
 def pieces(start: int, stop: int, limit: int) -> list[slice]:
-    """Cut a range into nearly equal pieces."""
     if start == stop:
         return []
     size = _even(stop - start, limit)
@@ -406,7 +399,8 @@ def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = F
 def tiles(n_rows: int, vocab_size: int, elements: int, square: bool = False) -> list[Tile]:
     """Cut a chunk into tiles within `elements` logits: along the vocabulary, then rows if slices get narrow.
 
-    `square` tiles move the fewest bytes of dX and dW (docs/tuning.md), and need a dW that sums a slice's blocks apart.
+    Without cut rows, each slice of dW is written once. `square` tiles (docs/tuning.md) need a dW that sums a slice's
+    blocks apart.
     """
     if n_rows == 0:
         return []

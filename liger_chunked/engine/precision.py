@@ -11,10 +11,7 @@ from liger_chunked.engine.checks import autocasts
 
 
 class Refused:
-    """A setting of `torch.backends.cuda.matmul` that allows rounded sums, switched off while any step runs.
-
-    Steps may run on several threads. The first switches it off; the last restores it.
-    """
+    """A setting of `torch.backends.cuda.matmul` that allows rounded sums, off while any step runs on any thread."""
 
     def __init__(self, name: str) -> None:
         self.name = name

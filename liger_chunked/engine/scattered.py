@@ -17,7 +17,6 @@ from liger_chunked.engine.batch import Chunk, Layout
 from liger_chunked.engine.collectives import gather_tensor
 from liger_chunked.types import VocabShard
 
-# The second name is deprecated since torch 2.13.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -44,7 +43,6 @@ class ScatteredRows:
         return self.own[start : start + self.counts[_key(rows)][self._rank]]
 
     def gather(self, flat: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Return a chunk's hidden states (n, H) from this rank's (N_r, H)."""
         counts = self.counts[_key(rows)]
         x = flat.index_select(0, self.own_rows(rows)).to(dtype)
         parts = gather_tensor(F.pad(x, (0, 0, 0, max(counts) - x.shape[0])), self.shard.group)
@@ -53,7 +51,7 @@ class ScatteredRows:
         return torch.cat([part[:n] for part, n in zip(parts.unbind(), counts, strict=True)])
 
     def start_reduce(self, dx: Tensor, rows: slice) -> tuple[dist.Work | None, Tensor]:
-        """Start to sum a chunk's dX. Return the collective, and memory for this rank's rows."""
+        """Return the collective, and memory for this rank's rows."""
         counts = self.counts[_key(rows)]
         longest = max(counts)
         if len(set(counts)) > 1:

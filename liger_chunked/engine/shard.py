@@ -1,7 +1,7 @@
 """A head whose vocabulary is split over ranks (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3).
 
 Each rank computes its rows' logits, like a tile of the vocabulary. The ranks' sums of a chunk are merged in rank order:
-all ranks hold the same bits. dX is summed over the ranks while dW is computed.
+all ranks hold the same bits.
 """
 
 from __future__ import annotations

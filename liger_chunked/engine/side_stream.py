@@ -1,13 +1,7 @@
 """A side stream, for two products that do not fill the GPU alone (docs/tuning.md).
 
-    with SideStream(device) as side:
-        with side.stream():
-            ...                 on the side stream, after work enqueued before
-        ...                     at the same time
-        side.join()
-        ...                     after both
-
-Memory allocated inside `with side.stream()` is the side stream's: create tensors that outlive the block before.
+Work inside `with side.stream()` starts after work enqueued before, and overlaps later work until `side.join()`.
+Memory allocated inside is the side stream's: create tensors that outlive the block before.
 """
 
 from __future__ import annotations
@@ -37,7 +31,6 @@ class SideStream:
         self.join()
 
     def stream(self) -> AbstractContextManager[object]:
-        """Return a context that waits for work enqueued so far."""
         if self._other is None:
             return nullcontext()
         self._forked = True

@@ -96,7 +96,7 @@ def _run_backward(
 
 
 def _dry_run(plan: Plan, input: Tensor, given: HeadTensors, u: Tensor | None, needs: Needs) -> None:
-    """Run forward and backward, as if a loss used log-probabilities alone, if these are computed."""
+    """Run forward and backward, as if a loss used log-probabilities alone."""
     head_pass, stats = _statistics(plan, given, input, u)
     if True in needs:
         head_pass.restore(head_pass.keep(), plan.layout.temperature)
@@ -287,9 +287,9 @@ def linear_token_stats(
         top_k, top_p: keep the `top_k` largest logits, and of these the fewest whose probabilities sum to `top_p`, as a
             sampler does after the temperature, and logits equal to the smallest kept. The others are -inf, as is a
             dropped target's `logps`. Sorts the logits without `top_k`.
-        deterministic: "batch" gives a token's values, not gradients, the same bits in any batch, place and budget, as
-            for a policy whose sampler uses this function too. On a GPU it needs the fused epilogue: Hopper, bfloat16,
-            and none of bias, softcap, candidates or temperatures of tokens. Results are repeatable without it too.
+        deterministic: "batch" gives a token's values, not gradients, the same bits in any batch, place and budget.
+            On a GPU it needs the fused epilogue: Hopper, bfloat16, and none of bias, softcap, candidates or
+            temperatures of tokens. Results are repeatable without it too.
         n_valid, vocab_shard: as in `LigerFusedLinearCrossEntropyLoss.forward`.
 
     Returns:

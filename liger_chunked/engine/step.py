@@ -178,7 +178,6 @@ def _dry_run(plan: Plan, input: Tensor, head: HeadTensors, u: Tensor | None, nee
 
 
 def graph_is_retained() -> bool:
-    """Whether another backward may follow."""
     return _keeps_graph is None or _keeps_graph()
 
 
@@ -211,7 +210,7 @@ class GradientInForward(torch.autograd.Function):
             loss, stats, ctx.gradients = step.run(input, HeadTensors(weight, bias, up, step.plan.shard), u, needs)
         if True in needs:
             ctx.like = [None if x is None else (x.shape, x.dtype) for x in (input, weight, bias, u, up)]
-            ctx.save_for_backward(loss)  # torch raises if the graph was freed
+            ctx.save_for_backward(loss)
         present = [f for f in stats if f is not None]
         ctx.mark_non_differentiable(*present)
         return loss, *present
@@ -256,7 +255,7 @@ def fused_loss(
 ) -> tuple[Tensor, TokenStats]:
     """Return a differentiable loss (), and the detached dense statistics.
 
-    The gradient reaches only `differentiates`. `whole_batch`: the objective needs all groups at once.
+    The gradient reaches only `differentiates`.
     """
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown:

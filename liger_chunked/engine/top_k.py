@@ -151,7 +151,6 @@ class _Columns:
         return z[:, -1] - self.bins(z, tail).logsumexp(1)
 
     def joined(self, gradient: Tensor) -> Tensor:
-        """Sum the gradients of equal tokens."""
         k = self.present.shape[1]
         entries = gradient[:, :k]
         position = torch.arange(k, device=gradient.device)

@@ -77,7 +77,6 @@ def use_triton(x: Tensor) -> bool:
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether the host reads `x` without waiting for a device."""
     return x.device.type == "cpu"
 
 

@@ -314,7 +314,6 @@ def _sums_torch(
 
 
 def columns_of(target: Tensor, n_cols: int) -> tuple[Tensor, Tensor]:
-    """Return targets' columns (N, 1), and which are inside."""
     return target.clamp(0, n_cols - 1)[:, None], (target >= 0) & (target < n_cols)
 
 

@@ -1,4 +1,4 @@
-"""LayerNorm over the last dimension, in float32. Bytes: forward 2, backward 3 times `x`."""
+"""LayerNorm, in float32. Bytes: forward 2, backward 3 times `x`."""
 
 from __future__ import annotations
 
@@ -186,7 +186,6 @@ class _LayerNorm(torch.autograd.Function):
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
         dw_dtype, db_dtype = weight.dtype if needs_dw else None, ctx.bias_dtype if needs_db else None
         dx, dw, db = _backward(dy, x, weight, stats, needs_dx, dw_dtype, db_dtype)
-        # Compiled operators return empty tensors for None.
         return dx if needs_dx else None, dw if needs_dw else None, db if needs_db else None, None
 
 

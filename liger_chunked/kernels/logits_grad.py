@@ -134,7 +134,6 @@ def _logits_grad_torch_(
             grad.addcmul_(p, row.lse)
         if row.entropy is not None:
             assert row.entropy_value is not None
-            # 0 * -inf would be NaN.
             log_p = centred.sub_(row.sum_exp.log())
             grad.sub_((row.entropy * p * (log_p + row.entropy_value)).masked_fill_(p == 0, 0.0))
         if row.logps is not None:

@@ -288,7 +288,6 @@ def row_stats(
     class_weight: Tensor | None = None,
     temperature: Tensor | None = None,
 ) -> tuple[PartialStats, TokenStats]:
-    """Return `PartialStats` and `TokenStats` of whole rows."""
     if not use_triton(logits):
         partial = _logits_stats_torch(logits, target, options, outputs, 0, class_weight, temperature)
         return partial, finish(partial, target, logits.shape[1], outputs)

@@ -3,7 +3,6 @@
     c = max_r c_r,     rest = sum_r rest_r exp(c_r - c),     moment = sum_r exp(c_r - c) (moment_r + rest_r (c_r - c))
 
 The exponentials of a rank stay relative to its own centre; `values_scale` is `exp(c_r - c)`, at most 1.
-Bytes: the ranks' sums.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ def _merge_ranks_kernel(
         rest += scale * of_rank
         place += 3 * length
         if entropy_ptr is not None:
-            # 0 * -inf would be NaN.
             shift = tl.where(of_rank == 0.0, 0.0, of_rank * distance)
             moment += scale * (tl.load(place, mask=inside, other=0.0) + shift)
             place += length
@@ -68,7 +66,7 @@ def merge_ranks(
 ) -> tuple[Exponentials, TokenStats]:
     """Return this rank's exponentials and the statistics of the whole vocabulary, as `project_exp` does.
 
-    `gathered` is (ranks, fields, at least N), the ranks' packed `RowSums`; `values` are this rank's exponentials.
+    `gathered` is (ranks, fields, at least N), the ranks' packed `RowSums`.
     """
     ranks, fields, length = gathered.shape
     rows = torch.empty(5, length, dtype=torch.float32, device=gathered.device)[:, :n].unbind()

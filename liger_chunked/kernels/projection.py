@@ -40,7 +40,7 @@ class Exponentials(NamedTuple):
     rest: Tensor
     target_exp: Tensor  # at the target
     sum_exp: Tensor  # rest + target_exp
-    values_scale: Tensor | None = None  # makes `values` of a rank relative to `centre`, which is that of all ranks
+    values_scale: Tensor | None = None  # of a rank's `values`, see `merge_ranks.py`
 
 
 @jit
@@ -55,7 +55,7 @@ def _product(x_desc, w_desc, row_block, col_block, hidden, ROWS: tl.constexpr, C
 
 @jit
 def _place(block, row_blocks, group_size, GROUP: tl.constexpr):
-    """Return a block's row and column. GROUP row blocks share a column block in turn."""
+    """Return a block's row and column."""
     first = block // group_size * GROUP
     height = min(row_blocks - first, GROUP)
     return first + block % group_size % height, block % group_size // height
@@ -359,10 +359,7 @@ def _project(
     finish: bool,
     tiling: Tiling | None = None,
 ) -> None:
-    """Write `rows`: centre, rest, target_exp, sum_exp and the target's logit. Fill `stats`.
-
-    Without `finish`, `stats.entropy` is filled with the moment.
-    """
+    """Write `rows`: centre, rest, target_exp, sum_exp and the target's logit. Fill `stats`."""
     n, hidden = x.shape
     n_cols = weight.shape[0]
     tiling = tiling or Tiling.of(hidden)

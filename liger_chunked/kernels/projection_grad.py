@@ -1,7 +1,6 @@
 """The head's product with a fused epilogue that writes the gradient of the statistics, never logits.
 
-    z = scale x W^T                                                float32, in registers
-    dz[n, v] = E (others - slope log2 E) + every,  v != y[n]       bfloat16;  E = exp(z[n, v] - c[n])
+    dz[n, v] = E (others - slope log2 E) + every,  v != y[n]       bfloat16;  z and E as in projection.py
     dz[n, y[n]] = target
 
 The factors of rows follow from `project_exp` and the upstream gradients; `logits_grad.py` has the formula.

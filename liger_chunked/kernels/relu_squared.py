@@ -44,7 +44,7 @@ def _run_triton(x: Tensor, dy: Tensor | None) -> Tensor:
         return out
     tensors: tuple[Tensor | None, ...] = x, dy, out
     strides: tuple[int, ...] = 0, 0, 0
-    if not all(t is None or t.is_contiguous() for t in tensors):  # else one long row
+    if not all(t is None or t.is_contiguous() for t in tensors):
         n_cols = x.shape[-1]
         n_rows = x.numel() // n_cols
         tensors, strides = zip(*((None, 0) if t is None else strided_rows(t) for t in tensors), strict=True)

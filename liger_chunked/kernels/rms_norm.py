@@ -1,4 +1,4 @@
-"""RMSNorm over the last dimension, in float32.
+"""RMSNorm, in float32.
 
 Bytes: forward 2, backward 3 times `x`; 4 each with a residual; 3 and 5 with a gate.
 """
@@ -118,8 +118,6 @@ def _backward_kernel(
 
 
 class _Options(NamedTuple):
-    """Options of a norm, whose `groups` of columns have an rms each."""
-
     eps: float
     offset: float
     cast_first: bool

@@ -310,6 +310,7 @@ def liger_rotary_pos_emb(
         deinterleave: return the pairs of `interleaved` as halves (DeepSeek-V3).
         inplace: overwrite `q` and `k`, which must not share elements or come from `split`, `chunk` or `unbind`. Don't
             use it on a checkpointed region's inputs: the recompute would rotate them again.
+
     >>> angle = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.1]).repeat(2)
     >>> q, k = torch.randn(1, 2, 5, 4), torch.randn(1, 1, 5, 4)
     >>> q_rotated, _ = liger_rotary_pos_emb(q, k, angle.cos()[None], angle.sin()[None])

@@ -21,7 +21,6 @@ class Survey(NamedTuple):
     on_host: Tensor | None = None  # pinned, if on a GPU and to be read
 
     def read(self) -> list[list[list[int]]]:
-        """Return the summary on the host."""
         if self.on_host is None:
             return self.summary.tolist()
         torch.cuda.current_stream(self.summary.device).synchronize()

@@ -1,7 +1,5 @@
 """Add the target's terms to gradients: `E` of `project_exp` is 0 at target `y`.
 
-Upstream gradients are of `logps` and `lse` only.
-
     dL/dz[n, v] = s[n] E[n, v] + a[n] 1[v = y[n]]
     s = scale/sum (g_lse - g_logps),     a = scale/sum (g_logps rest + g_lse exp(z_y - c))
     dX = s (E W) + a W[y],               dW = E^T (s x), plus a[n] x[n] at row y[n]

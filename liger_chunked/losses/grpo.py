@@ -123,7 +123,6 @@ _LOWEST, _HIGHEST = math.log(1e-8), 20.0
 
 @torch.no_grad()
 def _vespo_weights(r: Rollouts, s: SurrogateSettings) -> Tensor:
-    """Return `phi(w)` in the shape of the advantages."""
     log_w = (r.logps - r.old_logps).clamp(-_HIGHEST, _HIGHEST).sum(-1, keepdim=True, dtype=torch.float64)
     if r.importance_weights is not None:
         log_w = log_w + r.importance_weights.log().clamp(_LOWEST, _HIGHEST).sum(-1, keepdim=True)

@@ -79,8 +79,8 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         cost = -min(r A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A),    r = p(y) / p_old(y)
 
     On-policy, the gradient is an unbiased estimate of that of `KL(p || q)` at the sampled prefixes, with a discount of
-    0 (https://thinkingmachines.ai/blog/on-policy-distillation). docs/losses.md compares it with MiniLLM and GKD. The
-    metric `kl` is the mean of `log p(y) - log q(y)`.
+    0 (https://thinkingmachines.ai/blog/on-policy-distillation). The metric `kl` is the mean of
+    `log p(y) - log q(y)`.
 
     Args:
         epsilon_low, epsilon_high: infinity is no bound.

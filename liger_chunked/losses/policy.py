@@ -132,7 +132,7 @@ class Clipped(NamedTuple):
 
 
 def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
-    """Return (n, T), True at this share of valid tokens, those with the highest entropy."""
+    """Return (n, T), True at this share of valid tokens with the highest entropy."""
     if not rollouts.batch_tokens:
         return rollouts.mask
     entropy = rollouts.entropy.detach()

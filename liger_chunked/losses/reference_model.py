@@ -78,7 +78,6 @@ def reference_logps(
     per_token = ref_logps.shape == target.shape
     dtype = accumulation_dtype(head.weight.dtype)
     if not per_token:
-        # float64: a difference of large sums loses digits.
         dtype = torch.promote_types(dtype, ref_logps.dtype)
     ref_logps = ref_logps.detach().to(dtype)
     ref_logps = layout.arrange(whole(ref_logps, sequences) if per_token else ref_logps)

@@ -55,7 +55,6 @@ def check_side(name: str, x: Tensor, target: Tensor, n: int | None = None) -> No
 
 
 def whole_side(name: str, x: Tensor, target: Tensor, sequences: Sequences) -> Tensor:
-    """Return a checked tensor for whole, padded sequences."""
     if isinstance(sequences, SequenceSplit) and x.ndim == 2 and 1 in (of_ranks := sequences.lengths):
         if max(of_ranks) > 1:
             raise ValueError(

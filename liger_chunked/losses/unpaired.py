@@ -81,7 +81,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     """
 
     reference_point: ReferencePoint | None = None
-    _expects_reference: ClassVar[bool] = False  # warn if a call gives no reference
+    _expects_reference: ClassVar[bool] = False
     token_outputs: tuple[str, ...] = ()
     _group: ClassVar[Group] = "sequence"
 

@@ -420,9 +420,8 @@ class LigerFusedLinearGRPOLoss(Loss):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss, KL and clip ratio.
 
-        The loss is the mean over all (B, T) of a sequence's length times the token's loss. It reads ignored tokens:
-
-            loss_bt = -min(min(r, delta) A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta k3_bt
+        The loss is the mean over all (B, T), ignored tokens too, of a sequence's length times the token's `clip` cost
+        and KL.
         """
         weight, input, token_ids, bias = head
         temperature = self.loss.options.temperature
@@ -456,7 +455,6 @@ class LigerFusedLinearGRPOLoss(Loss):
 
 
 def _by_token(clipped: Callable[[Rollouts], Clipped] | None) -> Callable[[Rollouts], Clipped] | None:
-    """Count a clipped sequence's tokens."""
     if clipped is None:
         return None
 

@@ -1,6 +1,6 @@
 """Hugging Face models: a fused head and loss inside `model.forward`, and base kernels.
 
-Read `patch.py` first, then `head.py`, the fused head and loss.
+Read `patch.py` first, then `head.py`.
 """
 
 from typing import Any

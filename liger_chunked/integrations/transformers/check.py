@@ -195,7 +195,6 @@ def _arguments(inner: Any, input_ids: Tensor | None, labels: Tensor | None) -> d
 
 
 def _step(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the loss, named "", and gradients by parameter."""
     torch.manual_seed(0)
     with torch.enable_grad():
         loss = model(**arguments).loss

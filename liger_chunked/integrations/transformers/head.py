@@ -263,10 +263,7 @@ _REASON = "a patched model checks its head, and a fused loss waits for the devic
 def head_facts(
     model: PreTrainedModel, forward: Callable[..., Any] | None = None, *, causal_loss: bool = False
 ) -> HeadFacts:
-    """Return the cached facts about the head of `forward`, by default the class's.
-
-    Raises ValueError as `check_head`, and with `causal_loss` if the loss is not causal.
-    """
+    """Return the cached facts about the head of `forward`, by default the class's."""
     if forward is None:
         of_class = type(model).forward
         forward = getattr(of_class, STOCK, of_class)
@@ -402,10 +399,7 @@ _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyD
 
 @torch.compiler.disable(reason=_REASON)
 def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
-    """Return `head_fn(head, input)`, computed inside the forward of `lm_head`.
-
-    Raises ValueError if `lm_head` is more than weight and bias, or a user's hook or forward on it expects logits.
-    """
+    """Return `head_fn(head, input)`."""
     lm_head = model.get_output_embeddings()
     if _is_bare(lm_head):
         return _at_projection(Projection(lm_head), input.hidden_states, input=input, head_fn=head_fn)
@@ -477,7 +471,6 @@ def _refuse_merged(layer: Any, gradient: Tensor) -> None:
 
 
 def _fit(parameter: Any) -> Any:
-    """Gather a parameter, unless it is sharded on the vocabulary."""
     return parameter if isinstance(parameter, DTensor) and sharded_on_rows(parameter) else _whole(parameter)
 
 

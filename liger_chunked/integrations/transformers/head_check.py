@@ -258,8 +258,6 @@ class _Output(BaseModelOutputWithPast):
 
 
 class _Core(nn.Module):
-    """Replaces the backbone, or a part."""
-
     def __init__(self, real: nn.Module, hidden_states: Tensor) -> None:
         super().__init__()
         self.real = (real,)  # not a submodule
@@ -280,7 +278,6 @@ class _Core(nn.Module):
 class _Head(nn.Module):
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
-        # Some forwards read its dtype.
         self.weight = nn.Parameter(torch.empty(0, dtype=torch.float32), requires_grad=False)
         self.logits = logits
         self.inputs: list[Tensor] = []
@@ -291,8 +288,6 @@ class _Head(nn.Module):
 
 
 class _Between(nn.Module):
-    """Replaces other modules with parameters."""
-
     def __init__(self, name: str, real: nn.Module) -> None:
         super().__init__()
         self.described = f"{name} ({type(real).__name__})"

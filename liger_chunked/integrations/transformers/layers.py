@@ -1,6 +1,6 @@
 """Layers that base kernels replace.
 
-A `Layer` fits all classes that compute the same; `overrides.py` lists stock ones.
+`overrides.py` lists stock classes.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ def rotate_halves_by_half(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsque
 
 
 def rotate_pairs_of_repeated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Rotated:
-    """`apply_rotary_pos_emb` of Cohere: `rotate_pairs`, where each column of `cos` is repeated beside itself."""
+    """`apply_rotary_pos_emb` of Cohere: `rotate_pairs`, but `cos` repeats each column."""
     cos, sin = cos[..., ::2], sin[..., ::2]
     options: dict[str, Any] = {"rotary_dim": 2 * cos.shape[-1], "interleaved": True}
     return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, **options)

@@ -253,6 +253,5 @@ def family_name(module: str) -> str:
 
 
 def family_of(model_class: type) -> str:
-    """Return the family that defines a class or its first base in transformers."""
     modules = [cls.__module__ for cls in model_class.__mro__]
     return family_name(next((m for m in modules if m.startswith("transformers.models.")), modules[0]))

@@ -1,6 +1,6 @@
 """Patch and restore a model, or all models of a family.
 
-A patched module gets a subclass of its class. A family's patch sets attributes of its classes.
+`patched_class.py` patches modules. A family's patch sets attributes of its classes.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Return why no weight has a quantized module's product, or None."""
+    """Return why a quantized module is refused, or None."""
     weight: Any = module._parameters.get("weight")
     if is_4bit(module):
         why = None

@@ -23,7 +23,6 @@ class Patches:
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Restore attributes that are still ours."""
         while self._replaced:
             owner, name, before, value = self._replaced.pop()
             if vars(owner).get(name) is not value:

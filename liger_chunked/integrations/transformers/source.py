@@ -145,7 +145,6 @@ class _Renamed(ast.NodeTransformer):
 
 @functools.cache
 def rotary_functions(cls: type) -> frozenset[tuple[str, str]]:
-    """Return module and name of rotary functions in a class's methods."""
     found = set()
     for base in cls.__mro__:
         for method in filter(inspect.isfunction, vars(base).values()):

@@ -260,10 +260,7 @@ class Row(NamedTuple):
 
 
 def class_names(patterns: Sequence[str] = ()) -> list[str]:
-    """Return the causal and image-text-to-text classes that match a pattern; by default all.
-
-    Raises ValueError for a pattern without a match.
-    """
+    """Return the causal and image-text-to-text classes that match a pattern; by default all."""
     names = CAUSAL + IMAGE_TEXT
     found: set[str] = set()
     for pattern in patterns:

@@ -107,7 +107,6 @@ def plan_trie(
 
 
 def _on_host(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[_Array, _Array | None]:
-    """Return ids (int32) and mask (bool)."""
     n, ids = input_ids.numel(), input_ids.int()
     valid = [] if attention_mask is None else [(attention_mask != 0).flatten()]
     device_bytes = torch.cat([x.view(torch.uint8) for x in (ids.flatten(), *valid, (ids == input_ids).all().view(1))])

@@ -226,10 +226,7 @@ def attend(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return a layer's attention (R, L, heads, head size), for `AttentionInterface`.
-
-    Compiles once for each kind of layer, with gradients and without.
-    """
+    """Return a layer's attention (R, L, heads, head size), for `AttentionInterface`."""
     if dropout:
         raise ValueError(f"shared prompts need attention without dropout, got {dropout}: set attention_dropout=0")
     if kwargs.get("position_bias") is not None:

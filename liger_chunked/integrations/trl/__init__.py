@@ -1,6 +1,6 @@
 """TRL's trainers, without logits.
 
-docs/trainers.md says where each one's loss comes from. `add_chunked_lm_head` describes the calls of their models.
+docs/trainers.md says where each one's loss comes from.
 """
 
 from __future__ import annotations

@@ -290,7 +290,6 @@ class LigerTrainerMixin(_Trainer):
         return self._metrics["train" if self.model.training else "eval"]
 
     def gathered_mean(self, value: Tensor) -> float:
-        """Return the mean over ranks, without Accelerate's repeated samples."""
         return self.accelerator.gather_for_metrics(value.detach()).mean().item()
 
     def global_mean(self, mean: Tensor, count: Tensor, *, with_repeated: bool = False) -> float:
@@ -352,7 +351,7 @@ class LigerTrainerMixin(_Trainer):
 
 
 class SharedPromptsMixin(LigerTrainerMixin):
-    """Adds an argument to trainers with several sequences per prompt.
+    """Trainers with several sequences per prompt.
 
     Args:
         share_prefix: compute a prompt once for its sequences: "auto" if the model allows it and a tenth of a batch's
@@ -475,8 +474,6 @@ _NONE: Any = object()
 
 
 class ReferenceMixin(LigerTrainerMixin):
-    """Adds a reference model."""
-
     # Columns of precomputed log-probabilities.
     ref_columns: ClassVar[tuple[str, ...]]
 
