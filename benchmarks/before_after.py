@@ -17,6 +17,7 @@ import argparse
 import gc
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -373,7 +374,7 @@ def commit_of(path: Path) -> str:
 def main() -> None:
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parse.add_argument("before", type=Path, nargs="?", help="folder of the other checkout")
-    parse.add_argument("--task", default="", help="only tasks whose name contains this")
+    parse.add_argument("--task", default="", help="only tasks whose name has this regular expression")
     parse.add_argument("--rounds", type=int, default=8, help="turns of each checkout at a task (%(default)s)")
     parse.add_argument("--milliseconds", type=float, default=250, help="length of a turn (%(default)s)")
     parse.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder for the JSON")
@@ -392,7 +393,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with checkouts(args.before, ROOT) as (before, after):
         for task in TASKS:
-            if args.task not in task:
+            if not re.search(args.task, task):
                 continue
             row = compare(before, after, task, args.rounds, args.milliseconds)
             rows.append(row)
