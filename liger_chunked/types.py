@@ -128,7 +128,7 @@ class VocabShard:
     """This rank's part of a vocabulary, under tensor parallelism.
 
     `weight`, `bias` and their gradients are this rank's rows. All else is the same on all ranks: targets (ids of the
-    whole vocabulary), other tensors, options, and the loss.
+    whole vocabulary), other tensors, options, which tensors require a gradient, and the loss.
 
     Args:
         group: the process group; None: the default one.

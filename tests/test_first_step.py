@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import liger_chunked
 from liger_chunked import (
@@ -312,6 +313,29 @@ def test_an_error_of_a_dry_run_is_not_one_of_the_step(monkeypatch: pytest.Monkey
     for _ in range(2):
         evaluate(loss, batch_of(loss, torch.float32))
     assert asked == [torch.device("cpu")]  # once for each kind
+
+    # A step without a dry run leaves it to a later one of the same kind.
+    given = batch_of(loss, torch.bfloat16)
+    linear_token_stats(**given, top_k=5)
+    assert len(asked) == 1
+    linear_token_stats(**given)
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("budget", [None, 32 * 64 * 4], ids=["one-chunk", "several"])
+def test_a_dry_run_computes_no_products(budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "AsyncCompileMode", None)
+    monkeypatch.setattr(compile_ahead, "_applies", lambda x: True)
+    monkeypatch.setattr(compile_ahead, "_compiled", set())
+    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=budget)
+    given = batch_of(loss, torch.float32)
+    flops = []
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            evaluate(loss, given)
+        flops.append(counter.get_total_flops())
+        assert compile_ahead._compiled
+    assert flops[0] == flops[1] > 0
 
 
 COUNTED = """

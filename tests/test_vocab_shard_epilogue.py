@@ -257,6 +257,15 @@ def contracts(rank: int, folder: str, device: str) -> None:
                     # Sums of 603 terms, and two roundings of 44: see `projection.py`.
                     torch.testing.assert_close(value[valid].double(), exact[name][valid], rtol=3e-5, atol=8e-6)
 
+        # No statistic is finite if a target's row is NaN.
+        given = tokens(3)
+        given["target"][0], given["weight"][150] = 150, float("nan")  # the sign bit is set after a cast
+        given = moved(given, torch.bfloat16, device)
+        for layout in LAYOUTS.values():
+            with torch.no_grad():
+                found = linear_token_stats(**cut(given, layout), outputs=ALL)
+            assert all(getattr(found, name)[given["target"] != -100].isnan().all() for name in ALL)
+
         # More tokens than a tile has memory for their partial sums: in blocks, but one exchange.
         given = moved(tokens(4, n=300), torch.bfloat16, device)
         with torch.no_grad(), pytest.MonkeyPatch.context() as patch:

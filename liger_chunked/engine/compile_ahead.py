@@ -28,12 +28,14 @@ def compile_ahead(
 ) -> None:
     """Compile what `dry_run` would launch for the first chunk, once for each kind of step on a GPU.
 
-    It computes products of memory that no kernel has written: torch's operations on meta tensors import sympy, which
-    takes seconds. A wrong guess costs only time. Steps on shards or with a teacher compile at their launches.
+    It allocates what the chunk does, without products: torch's operations on meta tensors import sympy, which takes
+    seconds. A wrong guess costs only time. Steps on shards or with a teacher compile at their launches.
     """
+    layout, weight = plan.layout, head.weight
     if not _applies(input) or is_dry():
         return
-    layout, weight = plan.layout, head.weight
+    if plan.shard is not None or plan.filter is not None or plan.candidates is not None or type(layout) is not Layout:
+        return
     kind = (
         dry_run, plan.by_epilogue, plan.dtype, plan.outputs, plan.differentiates, plan.options.logits_dtype, needs,
         input.device, input.dtype, weight.dtype, weight.shape, None if u is None else u.shape[-1], head.bias is None,
@@ -42,8 +44,6 @@ def compile_ahead(
     if kind in _compiled or not layout.n_valid or (input.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     _compiled.add(kind)
-    if plan.shard is not None or plan.filter is not None or plan.candidates is not None or type(layout) is not Layout:
-        return
     try:
         with torch.no_grad(), compiled_together(input.device):
             dry_run(_first_chunk(plan), input, head, u, needs)

@@ -9,13 +9,14 @@ from torch import Tensor
 from liger_chunked.engine.batch import Layout, Tile, along
 from liger_chunked.engine.scattered import ScatteredRows
 from liger_chunked.kernels import add_target_rows_, occurrences, scale_
+from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.tuning.generic import UPCAST_BLOCK
 from liger_chunked.types import HeadTensors, accumulation_dtype
 
 
 def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """Compute `out = a @ b` if `first`, else `out += a @ b`."""
-    if out.is_meta:
+    if out.is_meta or is_dry():
         return  # a product on a GPU allocates nothing
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if first else out.addmm_(a, b)

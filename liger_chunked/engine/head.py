@@ -27,6 +27,7 @@ from liger_chunked.kernels import (
     row_stats,
     unround_logps_,
 )
+from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.logits_stats import concatenate
 from liger_chunked.types import HeadTensors, LogitOptions, TokenStats
 
@@ -103,7 +104,7 @@ class HeadPass:
         assert self._buffer is not None
         x, weight = along(x, tile.rows), along(self.head.weight, tile.vocab)
         logits = along(self._buffer, slice(0, x.shape[0] * weight.shape[0])).view(x.shape[0], weight.shape[0])
-        if logits.is_meta:
+        if logits.is_meta or is_dry():
             return logits  # a dry run, as in `accumulate`
         first, matrix = x, weight
         if u is not None:

@@ -29,7 +29,8 @@ def _merge_ranks_kernel(
     for rank in range(ranks):
         place = sums_ptr + rank * fields * length + rows
         centre = tl.maximum(centre, tl.load(place, mask=inside, other=0.0))
-        target_logit = tl.maximum(target_logit, tl.load(place + 2 * length, mask=inside, other=0.0))
+        of_rank = tl.load(place + 2 * length, mask=inside, other=0.0)
+        target_logit = tl.where(of_rank == -float("inf"), target_logit, of_rank)  # keeps NaN, unlike a maximum
     rest = tl.zeros([BLOCK], tl.float32)
     moment = tl.zeros([BLOCK], tl.float32)
     mean = tl.zeros([BLOCK], tl.float32)
