@@ -295,7 +295,7 @@ def rotary_variants(table: Table, tokens: int) -> None:
     repeated = [y.repeat(1, 1, 2) for y in (cos, sin)]
 
     def separately(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        return tuple(lc.liger_rotary_pos_emb(x, x[:, :0], *repeated)[0] for x in (q, k))
+        return tuple(lc.liger_rotary_pos_emb(x, x.detach()[:, :0], *repeated)[0] for x in (q, k))
 
     measured("Gemma 4", 16, 8, 256, separately, rotation(cos, sin, False, halves))
 
