@@ -38,7 +38,8 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from liger_chunked import LogitOptions, apply_liger_kernel, attach_head, linear_token_stats
-from liger_chunked.integrations.transformers.head import HeadInput, run_head
+from liger_chunked.integrations.transformers.head_input import HeadInput
+from liger_chunked.integrations.transformers.lm_head import run_lm_head
 from liger_chunked.kernels import backend
 
 pytestmark = [PEFT_WARNINGS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -257,7 +258,7 @@ def logps(model: Any, x: Tensor, target: Tensor) -> Tensor:
         assert stats.logps is not None
         return stats.logps
 
-    return run_head(model, HeadInput(x, LogitOptions(), ModelOutput(), shift_labels=target), head_fn)
+    return run_lm_head(model, HeadInput(x, LogitOptions(), ModelOutput(), shift_labels=target), head_fn)
 
 
 @pytest.mark.parametrize("format", [name for name in FORMATS if "stand-in" not in name], indirect=True)

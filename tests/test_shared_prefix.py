@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
 from liger_chunked.integrations.transformers import attach_head, shared_prefix, trie_attention
 from liger_chunked.integrations.transformers.detect import backbone_of
-from liger_chunked.integrations.transformers.head import HeadInput
+from liger_chunked.integrations.transformers.head_input import HeadInput
 from liger_chunked.integrations.transformers.shared_prefix import (
     SharedBatch,
     maybe_share,

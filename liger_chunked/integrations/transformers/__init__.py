@@ -5,9 +5,10 @@ Read `patch.py` first, then `head.py`.
 
 from typing import Any
 
+from liger_chunked.integrations.transformers.attach import attach_head, detach_head, run_head
 from liger_chunked.integrations.transformers.check import ModelReport, check_model
-from liger_chunked.integrations.transformers.head import HeadFn, HeadInput, logit_options
-from liger_chunked.integrations.transformers.head_forward import attach_head, detach_head, run_head
+from liger_chunked.integrations.transformers.head_facts import logit_options
+from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput
 from liger_chunked.integrations.transformers.patch import (
     AutoLigerKernelForCausalLM,
     AutoLigerKernelForImageTextToText,

@@ -11,10 +11,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_chunked.integrations.transformers import detect, head, overrides, source, verify
+from liger_chunked.integrations.transformers import detect, overrides, source, verify
+from liger_chunked.integrations.transformers.attach import forward_to_wrap
 from liger_chunked.integrations.transformers.detect import own_forward
-from liger_chunked.integrations.transformers.head import STATE
-from liger_chunked.integrations.transformers.head_forward import forward_to_wrap
+from liger_chunked.integrations.transformers.head import STATE, has_causal_loss
+from liger_chunked.integrations.transformers.head_facts import head_facts
 from liger_chunked.integrations.transformers.layers import Binding
 from liger_chunked.integrations.transformers.overrides import binding_of, rope_of
 from liger_chunked.integrations.transformers.patched_class import Patch, patched_class, stock_class
@@ -105,7 +106,7 @@ def found_in(model: PreTrainedModel, fused: bool = True) -> Found:
             found.add_layer(module, module, cls, binding)
     found.add_ropes(used, [module for module in model.modules() if "Rotary" in type(module).__name__])
     if model.get_output_embeddings() is not None:
-        owner, of_loss, reason = owner_of(model), head.has_causal_loss(model), None
+        owner, of_loss, reason = owner_of(model), has_causal_loss(model), None
         if not owner.__module__.startswith("transformers."):
             of_loss, reason = False, f"its forward is that of {owner.__module__}, not of transformers"
         elif not of_loss:
@@ -134,7 +135,7 @@ def _head_refusal(model: PreTrainedModel) -> str | None:
         state = vars(model).get(STATE)
         if state is None or not state.head_fn:  # else our forward stays
             forward_to_wrap(model)
-        head.head_facts(model, causal_loss=True)
+        head_facts(model, causal_loss=True)
     except ValueError as refusal:
         return str(refusal)
     return None

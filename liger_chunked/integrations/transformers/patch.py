@@ -18,11 +18,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_chunked.integrations.transformers import head, overrides, verify
+from liger_chunked.integrations.transformers import overrides, verify
+from liger_chunked.integrations.transformers.attach import attach_head, detach_head, fuse
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.found import Found, found_in, found_in_classes, owner_of
-from liger_chunked.integrations.transformers.head import STATE, Fusion
-from liger_chunked.integrations.transformers.head_forward import attach_head, detach_head, fuse
+from liger_chunked.integrations.transformers.head import STATE, Fusion, has_causal_loss
+from liger_chunked.integrations.transformers.head_facts import forget_facts
 from liger_chunked.integrations.transformers.layers import Layer, causal_lm_loss
 from liger_chunked.integrations.transformers.overrides import family_modeling, family_of
 from liger_chunked.integrations.transformers.patched_class import (
@@ -107,7 +108,7 @@ def apply_liger_kernel(
         on = found.chosen(family, switches)
     finally:
         if STATE not in vars(inner):
-            head.forget_facts(inner)
+            forget_facts(inner)
     if FUSED not in on and FUSED not in switches and (reason := found.left.get(owner_of(inner).__name__)):
         _LOGGER.warning("%s trains with logits: %s", type(inner).__name__, reason)
     revert_liger_kernel(inner)
@@ -152,7 +153,7 @@ def revert_liger_kernel(model: nn.Module | str) -> None:
         set_patch(module, None)
     if vars(inner).get("_loss_function") is causal_lm_loss:
         del inner._loss_function
-        if not head.has_causal_loss(inner):
+        if not has_causal_loss(inner):
             inner.loss_function = ForCausalLMLoss
     _release(vars(inner).pop(APPLIED, None))
 

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from liger_chunked.integrations.transformers.attach import attach_head
+from liger_chunked.integrations.transformers.backbone import kept
 from liger_chunked.integrations.transformers.detect import backbone_of, inner_model
-from liger_chunked.integrations.transformers.head import HeadFn, HeadInput, _kept
-from liger_chunked.integrations.transformers.head_forward import attach_head
+from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput
 from liger_chunked.integrations.transformers.trie import PackedTrie, TriePlan, gather_rows, pack_trie, plan_trie
 from liger_chunked.integrations.transformers.trie_attention import BLOCK, TRIES_ONLY, dense_mask, serve, trie_mask
 from liger_chunked.types import Head
@@ -43,7 +44,7 @@ class SharedBatch:
 
         `logits_to_keep` is as in `model.forward`.
         """
-        index = _kept(self.trie.node[..., None], logits_to_keep)[..., 0]
+        index = kept(self.trie.node[..., None], logits_to_keep)[..., 0]
         return gather_rows(packed.flatten(0, 1), index)
 
     def head_fn(self, head_fn: HeadFn, *, logits_to_keep: int | Tensor = 0) -> HeadFn:

@@ -19,7 +19,7 @@ from trl.trainer.utils import FusedCausalLMOutput, use_adapter
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.transformers import HeadFn, HeadInput, attach_head
 from liger_chunked.integrations.transformers.detect import inner_model, projections_in
-from liger_chunked.integrations.transformers.head import fitted
+from liger_chunked.integrations.transformers.head_input import fitted
 from liger_chunked.integrations.transformers.shared_prefix import SharedBatch, share_pass, why_not_shared
 from liger_chunked.types import Head, TokenStats, budget_bytes
 

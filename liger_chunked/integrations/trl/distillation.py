@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_chunked.integrations.transformers import HeadInput
-from liger_chunked.integrations.transformers.head import with_transform
+from liger_chunked.integrations.transformers.head_input import with_transform
 from liger_chunked.integrations.trl import across_tokenizers
 from liger_chunked.integrations.trl.base import (
     HEAD_BUDGET,

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from liger_chunked.integrations.transformers.head import fitted
+from liger_chunked.integrations.transformers.head_input import fitted
 from liger_chunked.integrations.trl.base import SharedPromptsMixin, Step, loss_step, rollout_inputs
 from liger_chunked.losses import LigerFusedLinearPolicyBase
 from liger_chunked.losses.policy import REDUCTIONS

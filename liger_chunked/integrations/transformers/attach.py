@@ -1,4 +1,4 @@
-"""Install the forward of `head.py` in a model, or in all models of a class."""
+"""Give the forward of `head.py` to a model, or to all models of a class."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 
 from liger_chunked.integrations.transformers import detect, head
 from liger_chunked.integrations.transformers.detect import STOCK, forward_slot, inner_model, own_forward
-from liger_chunked.integrations.transformers.head import STATE, Fusion, HeadFn, HeadInput
+from liger_chunked.integrations.transformers.head import STATE, Fusion
+from liger_chunked.integrations.transformers.head_facts import forget_facts, head_facts
+from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput
 from liger_chunked.integrations.transformers.patched_class import (
     Patch,
     class_forward,
@@ -51,7 +53,7 @@ def _update(owner: PreTrainedModel | type[PreTrainedModel], **reasons: Any) -> N
         if not isinstance(owner, type):
             _uninstall(owner)
         delattr(owner, STATE)
-        head.forget_facts(owner)
+        forget_facts(owner)
 
 
 def _install(model: PreTrainedModel) -> None:
@@ -97,7 +99,7 @@ def forward_to_wrap(model: PreTrainedModel) -> Callable[..., Any] | None:
 def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion | None) -> None:
     """Make a model or class train without logits; None undoes this. A class's models are checked when they run."""
     if fusion is not None and not isinstance(owner, type):
-        head.head_facts(owner, causal_loss=True)
+        head_facts(owner, causal_loss=True)
     _update(owner, fusion=fusion)
 
 
@@ -126,11 +128,11 @@ def attach_head(model: nn.Module) -> None:
     """
     inner = inner_model(model)
     try:
-        head.head_facts(inner)
+        head_facts(inner)
         _update(inner, head_fn=True)
     finally:
         if STATE not in vars(inner):
-            head.forget_facts(inner)
+            forget_facts(inner)
 
 
 def run_head(model: nn.Module, head_fn: HeadFn, /, **inputs: Any) -> Any:

@@ -1,0 +1,79 @@
+"""What the code in place of `lm_head` and loss receives."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from liger_chunked.types import Head, LogitOptions
+
+
+@dataclass(frozen=True)
+class HeadInput:
+    """A head's input, and its loss's arguments.
+
+    - `hidden_states` (B, T, H), which `logits_to_keep` selects
+    - `options`: transform of the logits, and ignored label
+    - `outputs`: the backbone's
+    - `labels`, `shift_labels` (B, T), `num_items_in_batch`: arguments of `model.forward`
+    - `aux_loss` (), `aux_loss_coef`: the load-balancing loss and its weight
+    """
+
+    hidden_states: Tensor
+    options: LogitOptions
+    outputs: ModelOutput
+    labels: Tensor | None = None
+    shift_labels: Tensor | None = None
+    num_items_in_batch: int | Tensor | None = None
+    aux_loss: Tensor | None = None
+    aux_loss_coef: float = 0.0
+
+    @property
+    def target(self) -> Tensor:
+        """(B, T): `shift_labels`, or else the next labels."""
+        target = self.shift_labels
+        if target is None:
+            if self.labels is None:
+                raise ValueError("this head_fn needs a target: pass labels= or shift_labels= to the model")
+            target = F.pad(self.labels[..., 1:], (0, 1), value=self.options.ignore_index)
+        return target.to(self.hidden_states.device)
+
+    def loss(self, loss: nn.Module, head: Head, **tensors: Any) -> Any:
+        """Return the value of `loss`, at the model's softcap and scale; `tensors` are more arguments.
+
+        Raises ValueError if the loss has different ones.
+
+        >>> def head_fn(head, input):
+        ...     return input.loss(LigerFusedLinearCrossEntropyLoss(), head)
+        """
+        own = fitted(loss, self.options)
+        return own(head.weight, self.hidden_states, target=self.target, bias=head.bias, **tensors)
+
+
+TRANSFORM = ("softcap", "logit_scale")
+
+
+def with_transform(own: LogitOptions, model: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> LogitOptions:
+    """Return a loss's options with the model's; they must agree."""
+    plain = LogitOptions()
+    for name in names:
+        given, of_model = getattr(own, name), getattr(model, name)
+        if given not in (getattr(plain, name), of_model):
+            raise ValueError(f"the loss has {name}={given}, but the model is trained with {name}={of_model}")
+    return dataclasses.replace(own, **{name: getattr(model, name) for name in names})
+
+
+def fitted(loss: nn.Module, options: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> Any:
+    own: Any = copy.copy(loss)
+    own.options = with_transform(own.options, options, names)
+    return own
+
+
+HeadFn = Callable[[Head, HeadInput], Any]
