@@ -32,7 +32,7 @@ from liger_chunked import (
 from liger_chunked.integrations.transformers import shared_prefix
 from liger_chunked.integrations.transformers.shared_prefix import SharedBatch
 from liger_chunked.integrations.transformers.trie import TriePlan
-from liger_chunked.integrations.trl import LigerDPOTrainer, base
+from liger_chunked.integrations.trl import LigerDPOTrainer, base, heads
 from liger_chunked.integrations.trl.base import SharedPromptsMixin
 
 pytestmark = [
@@ -64,8 +64,8 @@ class Passes:
             self.saved.append(found.saved)
             return found
 
-        stock, plan = base._share, shared_prefix.plan_trie
-        monkeypatch.setattr(base, "_share", watched)
+        stock, plan = heads._share, shared_prefix.plan_trie
+        monkeypatch.setattr(heads, "_share", watched)
         monkeypatch.setattr(shared_prefix, "plan_trie", planned)
 
     def check(self, least: float) -> None:
@@ -198,7 +198,7 @@ def test_auto_steps_aside_where_little_is_saved(tmp_path, monkeypatch):
 
 
 def test_off(tmp_path, monkeypatch):
-    monkeypatch.setattr(base, "share_pass", None)
+    monkeypatch.setattr(heads, "share_pass", None)
     run(tmp_path, "ORPO", True, PLAIN, train_dataset=long_prompts("ORPO"), share_prefix=False)
 
 

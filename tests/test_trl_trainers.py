@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import trl
 
 pytest.importorskip("trl")
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -41,7 +42,7 @@ from liger_chunked import (
 from liger_chunked.integrations import trl as integration
 from liger_chunked.integrations.transformers import apply_liger_kernel, layers, shared_prefix
 from liger_chunked.integrations.transformers import head as forward
-from liger_chunked.integrations.trl import add_chunked_lm_head, base
+from liger_chunked.integrations.trl import add_chunked_lm_head, heads
 from liger_chunked.kernels import liger_rms_norm
 
 pytestmark = [
@@ -203,8 +204,13 @@ def test_chunked_heads(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """TRL's own trainer, and a subclass, with our head; afterwards TRL's functions are in their places."""
     stock = run(tmp_path, name, ours=False)
     calls = []
-    monkeypatch.setattr(base, "add_chunked_lm_head", lambda *a, **k: (calls.append(k), add_chunked_lm_head(*a, **k))[1])
-    kind, theirs = KINDS[name], base._THEIRS
+
+    def noted(*args: Any, **kwargs: Any) -> None:
+        calls.append(kwargs)
+        add_chunked_lm_head(*args, **kwargs)
+
+    monkeypatch.setattr(heads, "add_chunked_lm_head", noted)
+    kind, theirs = KINDS[name], heads._THEIRS
     subclass = type("Own", (kind.stock(),), {})
     monkeypatch.setattr(Kind, "stock", lambda self: subclass)
     with integration.chunked_heads(logits_budget="1MiB"):
@@ -510,8 +516,8 @@ def fields_of(kind: str) -> dict[str, Any]:
 def test_a_config_field_that_a_loss_replaces(tmp_path, kind, name):
     """A field that is not at its default raises before anything is loaded."""
     fields = fields_of(kind)
-    if name not in fields and not base.trl.__version__.startswith("1.16."):
-        pytest.skip(f"TRL {base.trl.__version__} has no such field")
+    if name not in fields and not trl.__version__.startswith("1.16."):
+        pytest.skip(f"TRL {trl.__version__} has no such field")
     default = fields[name].default
     if name == "loss_type":
         other = OTHER_TYPE[kind]
@@ -705,13 +711,13 @@ def test_no_tensor_of_the_size_of_the_logits(train, monkeypatch, kind, settings,
 @pytest.mark.parametrize(("given", "expected"), [(None, 512 * 2**20), (1 << 16, 1 << 16)])
 def test_budget_of_a_head_in_the_place_of_trls(tmp_path, monkeypatch, given, expected):
     budgets = []
-    add = base.add_chunked_lm_head
+    add = heads.add_chunked_lm_head
 
     def watch(*args, logits_budget, **kwargs):
         budgets.append(logits_budget)
         return add(*args, logits_budget=logits_budget, **kwargs)
 
-    monkeypatch.setattr(base, "add_chunked_lm_head", watch)
+    monkeypatch.setattr(heads, "add_chunked_lm_head", watch)
     build(tmp_path, "DPO", ours=True, logits_budget=given)
     assert budgets == [expected] * 2  # for the policy and for the reference
 

@@ -49,7 +49,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not name.startswith("Liger"):
-        return getattr(importlib.import_module(f"{__name__}.base"), name)
+        return getattr(importlib.import_module(f"{__name__}.heads"), name)
     kind = name.removeprefix("Liger").removesuffix("Trainer")
     file, module = _TRAINERS[kind]
     mixin = getattr(importlib.import_module(f"{__name__}.{file}"), f"{kind}Mixin")

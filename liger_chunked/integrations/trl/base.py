@@ -2,175 +2,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-import trl
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer import utils
-from trl.trainer.utils import FusedCausalLMOutput, use_adapter
+from trl.trainer.utils import use_adapter
 
-from liger_chunked.engine import linear_token_stats
-from liger_chunked.integrations.transformers import HeadFn, HeadInput, attach_head
-from liger_chunked.integrations.transformers.detect import inner_model, projections_in
+from liger_chunked.integrations.transformers import HeadInput
+from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.head_input import fitted
-from liger_chunked.integrations.transformers.shared_prefix import SharedBatch, share_pass, why_not_shared
-from liger_chunked.types import Head, TokenStats, budget_bytes
-
-Loss = TypeVar("Loss", bound=nn.Module)
-
-HEAD_BUDGET = 512 * 2**20  # docs/tuning.md
-
-STATISTICS = {
-    "log_probs": "logps",
-    "entropy": "entropy",
-    "log_sum_sq_probs": "log_sum_sq_probs",
-    "mean_logits": "mean_logits",
-    "is_top1": "is_top1",
-}
-
-
-def add_chunked_lm_head(
-    model: PreTrainedModel,
-    temperature: float = 1.0,
-    cast_lm_head_to_fp32: bool = False,
-    outputs: tuple[str, ...] = ("log_probs",),
-    *,
-    logits_budget: int | float | str | None = None,
-    share_prefix: bool | str = False,
-) -> None:
-    """Give `model` the head of TRL's `add_fused_lm_head`, computed by `linear_token_stats`.
-
-    `model(..., labels=labels, fused_lm_head=True)` then returns TRL's `FusedCausalLMOutput`, and `model(...,
-    labels=labels, head_fn=fn)` returns `fn(head, input)`. Other calls do not change.
-
-    Args:
-        model: a causal language model; under PEFT its base model.
-        temperature, logits_budget: see `LogitOptions`.
-        cast_lm_head_to_fp32: project in float32, outside autocast.
-        outputs: more fields of TRL's output: keys of `STATISTICS`.
-        share_prefix: see `SharedPromptsMixin`.
-    """
-    unknown = [name for name in outputs if name not in STATISTICS]
-    if unknown:
-        raise ValueError(f"outputs must be among {tuple(STATISTICS)}, got {unknown}")
-    attach_head(model)
-    statistics = functools.partial(
-        fused_output,
-        outputs=("log_probs", *(name for name in outputs if name != "log_probs")),
-        temperature=temperature,
-        float32=cast_lm_head_to_fp32,
-        logits_budget=logits_budget,
-    )
-    share = functools.partial(_share, model, share_prefix)
-    # A partial, whose copies use their own weights. `generate` and `Trainer` read the signature.
-    own = functools.partial(_forward, model.forward, statistics, share)
-    model.forward = functools.update_wrapper(own, model.forward)
-
-
-def _forward(
-    inner: Callable[..., Any],
-    statistics: HeadFn,
-    share: Callable[..., SharedBatch | None],
-    /,
-    *args: Any,
-    fused_lm_head: bool = False,
-    head_fn: HeadFn | None = None,
-    reads_padding: bool = False,
-    **kwargs: Any,
-) -> Any:
-    if fused_lm_head:
-        head_fn = statistics
-    if head_fn is None:
-        return inner(*args, **kwargs)
-    return head_pass(inner, head_fn, functools.partial(share, reads_padding), *args, **kwargs)
-
-
-def head_pass(
-    forward: Callable[..., Any], head_fn: HeadFn, share: Callable[..., SharedBatch | None], /, *args: Any, **kwargs: Any
-) -> Any:
-    """Return `head_fn(head, input)` for the batch of the arguments, or for that of `share`."""
-    batch = share(args, kwargs)
-    if batch is None:
-        return forward(*args, head_fn=head_fn, **kwargs)
-    own = ("input_ids", "attention_mask", "logits_to_keep")
-    others = {name: x for name, x in kwargs.items() if name not in {*own, *batch.inputs}}
-    head_fn = batch.head_fn(head_fn, logits_to_keep=kwargs.get("logits_to_keep", 0))
-    return forward(head_fn=head_fn, **batch.inputs, **others)
-
-
-def _share(
-    model: PreTrainedModel, setting: bool | str, reads_padding: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> SharedBatch | None:
-    if setting is False:
-        return None
-    if args:
-        _, *names = inspect.signature(type(model).forward).parameters
-        kwargs = dict(zip(names, args, strict=False)) | kwargs
-    return share_pass(model, kwargs, always=setting is True, with_trailing=reads_padding)
-
-
-def head_stats(
-    head: Head,
-    input: HeadInput,
-    outputs: tuple[str, ...],
-    *,
-    temperature: float = 1.0,
-    logits_budget: int | float | str | None = None,
-) -> TokenStats:
-    return linear_token_stats(
-        head.weight,
-        input.hidden_states,
-        input.target,
-        head.bias,
-        outputs=outputs,
-        softcap=input.options.softcap,
-        logit_scale=input.options.logit_scale,
-        temperature=temperature,
-        logits_budget=logits_budget,
-    )
-
-
-def fused_output(
-    head: Head,
-    input: HeadInput,
-    *,
-    outputs: tuple[str, ...],
-    temperature: float,
-    float32: bool,
-    logits_budget: int | float | str | None,
-) -> FusedCausalLMOutput:
-    """Return TRL's output with the fields `outputs`: (B, T - 1), or (B, T) for `shift_labels`.
-
-    `loss` is the NLL over `num_items_in_batch` or valid tokens, plus the auxiliary loss.
-    """
-    autocast: Any = nullcontext()
-    if float32:
-        head = Head(head.weight.float(), None if head.bias is None else head.bias.float())
-        input = dataclasses.replace(input, hidden_states=input.hidden_states.float())
-        autocast = torch.autocast(input.hidden_states.device.type, enabled=False)
-    with autocast:
-        names = tuple(STATISTICS[name] for name in outputs)
-        stats = head_stats(head, input, names, temperature=temperature, logits_budget=logits_budget)
-    # TRL drops the last position.
-    end = None if input.shift_labels is not None else -1
-    fields = {name: getattr(stats, STATISTICS[name])[:, :end] for name in outputs}
-    if "mean_logits" in fields:
-        fields["mean_logits"] = fields["mean_logits"].detach()
-    label_mask = input.target[:, :end] != -100
-    num_items = input.num_items_in_batch
-    if isinstance(num_items, Tensor):
-        num_items = num_items.clamp(min=1)
-    loss = -fields["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
-    if input.aux_loss is not None:
-        loss = loss + input.aux_loss_coef * input.aux_loss
-    return FusedCausalLMOutput(loss=loss, label_mask=label_mask, aux_loss=input.aux_loss, **fields)
+from liger_chunked.integrations.transformers.shared_prefix import why_not_shared
+from liger_chunked.integrations.trl import heads
+from liger_chunked.types import Head, budget_bytes
 
 
 class Step(NamedTuple):
@@ -276,14 +123,14 @@ class LigerTrainerMixin(_Trainer):
         self.logits_budget = budget
         # TRL casts such a head itself, without an adapter.
         casts = getattr(config, "cast_lm_head_to_fp32", False)
-        _check_has_head(type(self))
-        heads = chunked_heads(logits_budget=budget, share_prefix=self.share_prefix)
-        with heads, nullcontext() if casts else _lora_heads(type(self)):
+        heads.check_has_head(type(self), self.models_without_head)
+        settings: Any = {"logits_budget": budget, "share_prefix": self.share_prefix}
+        with heads.chunked_heads(**settings), nullcontext() if casts else heads.lora_heads(type(self)):
             super().__init__(*args, **kwargs)
         for name in self.models_without_head:
             model = getattr(self, name)
             if model is not None:
-                add_chunked_lm_head(inner_model(model), logits_budget=budget, share_prefix=self.share_prefix)
+                heads.add_chunked_lm_head(inner_model(model), **settings)
 
     @property
     def mode_metrics(self) -> dict[str, list[float]]:
@@ -394,79 +241,6 @@ def with_outputs(value: Tensor, model: nn.Module, inputs: dict[str, Any], return
         return value
     with torch.no_grad():
         return value, model(**inputs)
-
-
-_THEIRS = utils.add_fused_lm_head
-
-
-def _head_of(name: str, module: Any) -> Any:
-    """Return a module's `add_fused_lm_head`, TRL's or a replacement of it, or None."""
-    function = getattr(module, "__dict__", {}).get("add_fused_lm_head")
-    return function if name.partition(".")[0] == "trl" or function is _THEIRS else None
-
-
-@contextmanager
-def chunked_heads(
-    *, logits_budget: int | float | str | None = None, share_prefix: bool | str = False
-) -> Iterator[None]:
-    """Replace TRL's `add_fused_lm_head` by `add_chunked_lm_head`, for trainers made inside the block.
-
-        with chunked_heads():
-            trainer = GRPOTrainer(...)
-
-    For the arguments, see `add_chunked_lm_head`; `logits_budget` is 512 MiB by default.
-    """
-    budget = HEAD_BUDGET if logits_budget is None else budget_bytes(logits_budget)
-    with_settings = functools.partial(add_chunked_lm_head, logits_budget=budget, share_prefix=share_prefix)
-    ours = functools.wraps(_THEIRS)(with_settings)
-    before = {name: found for name, module in [*sys.modules.items()] if (found := _head_of(name, module)) is not None}
-    try:
-        for name in before:
-            sys.modules[name].add_fused_lm_head = ours  # type: ignore[attr-defined]
-        yield
-    finally:
-        for name, module in [*sys.modules.items()]:
-            if getattr(module, "__dict__", {}).get("add_fused_lm_head") is ours:
-                module.add_fused_lm_head = before.get(name, before[utils.__name__])  # type: ignore[attr-defined]
-
-
-def _check_has_head(trainer: type[LigerTrainerMixin]) -> None:
-    names = [cls.__module__ for cls in trainer.__mro__]
-    if all(_head_of(name, sys.modules[name]) is None for name in names) and "model" not in trainer.models_without_head:
-        raise RuntimeError(
-            f"TRL {trl.__version__} gives {trainer.__name__} no fused head to replace, and would build its logits; "
-            "TRL 1.15 and 1.16 do"
-        )
-
-
-class _Unsupported(type):
-    """Replaces PEFT's `BaseTunerLayer` where TRL checks `lm_head` for an adapter.
-
-    Raises ValueError for adapters that our heads cannot compute.
-    """
-
-    def __instancecheck__(cls, lm_head: Any) -> bool:
-        projections_in(lm_head)
-        return False
-
-
-class _UnsupportedAdapter(metaclass=_Unsupported):
-    pass
-
-
-@contextmanager
-def _lora_heads(trainer: type[LigerTrainerMixin]) -> Iterator[None]:
-    """Let a trainer's `__init__` accept LoRA on `lm_head`."""
-    name = "BaseTunerLayer"
-    modules: list[Any] = [sys.modules[cls.__module__] for cls in trainer.__mro__]
-    theirs = {module: getattr(module, name) for module in modules if name in vars(module)}
-    try:
-        for module in theirs:
-            setattr(module, name, _UnsupportedAdapter)
-        yield
-    finally:
-        for module, of_peft in theirs.items():
-            setattr(module, name, of_peft)
 
 
 # A trainer with a reference model loads none.

@@ -10,14 +10,8 @@ from torch import Tensor, nn
 from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.transformers.head_input import with_transform
 from liger_chunked.integrations.trl import across_tokenizers
-from liger_chunked.integrations.trl.base import (
-    HEAD_BUDGET,
-    LigerTrainerMixin,
-    apply_loss,
-    head_stats,
-    rollout_inputs,
-    with_outputs,
-)
+from liger_chunked.integrations.trl.base import LigerTrainerMixin, apply_loss, rollout_inputs, with_outputs
+from liger_chunked.integrations.trl.heads import HEAD_BUDGET, head_stats
 from liger_chunked.losses import LigerFusedLinearDistillationBase, LigerFusedLinearJSDLoss
 from liger_chunked.types import DistillationMetrics, Head, LogitOptions
 

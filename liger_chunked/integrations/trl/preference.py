@@ -13,9 +13,9 @@ from liger_chunked.integrations.trl.base import (
     ReferenceMixin,
     SharedPromptsMixin,
     Step,
-    head_stats,
     loss_step,
 )
+from liger_chunked.integrations.trl.heads import head_stats
 from liger_chunked.losses import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.reference_model import warn_reference_free
 from liger_chunked.types import AdaptedWeight, Head

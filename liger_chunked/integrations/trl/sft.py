@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from liger_chunked.integrations.transformers import HeadInput
-from liger_chunked.integrations.trl.base import HEAD_BUDGET, LigerTrainerMixin, Step, head_stats, loss_step
+from liger_chunked.integrations.trl.base import LigerTrainerMixin, Step, loss_step
+from liger_chunked.integrations.trl.heads import HEAD_BUDGET, head_stats
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.types import Head, TokenStats
 
