@@ -13,6 +13,7 @@ from liger_chunked.engine import epilogue
 from liger_chunked.engine.batch import Tile
 from liger_chunked.engine.epilogue import StatisticsPass, serves_statistics
 from liger_chunked.kernels.launch import is_dry
+from liger_chunked.kernels.tuning.hopper import FEWEST_TILES
 from liger_chunked.types import LossHead
 
 ALL = ("logps", "lse", "entropy", "mean_logits")
@@ -105,8 +106,8 @@ def test_values(kind, device, passes):
 
 
 @pytest.mark.triton
-def test_two_tiles_keep_their_logits(device, passes):
-    """With a backward, up to two tiles: `HeadPass` keeps the last one's logits, and computes less."""
+def test_few_tiles_keep_their_logits(device, passes):
+    """With a backward: `HeadPass` keeps the last tile's logits, and computes less."""
     batch = moved(tokens(), torch.bfloat16, device)
     batch["input"].requires_grad_()
     linear_token_stats(**batch).logps.sum().backward()
@@ -189,7 +190,7 @@ REFUSED = {
     "argmax": {"outputs": ("logps", "argmax")},
     "class-weight": {"class_weight": torch.ones(VOCAB)},
     "float32": {"dtype": torch.float32},
-    "two-tiles": {"tiles": 2},
+    "few-tiles": {"tiles": FEWEST_TILES - 1},
 }
 
 
@@ -201,7 +202,7 @@ def test_serves_not(change):
         outputs=ALL,
         class_weight=None,
         dtype=torch.bfloat16,
-        tiles=3,
+        tiles=FEWEST_TILES,
     ):
         head = LossHead(torch.zeros(VOCAB, HIDDEN, dtype=dtype), bias)
         cut = [Tile(slice(0, 8), slice(128 * i, 128 * (i + 1))) for i in range(tiles)]
