@@ -25,6 +25,7 @@ from liger_chunked import (
     __version__,
     cli,
     estimate_memory,
+    kernels,
 )
 from liger_chunked.cli import app, bench, check, memory
 from liger_chunked.cli.losses import DISTILLATION, LOSSES
@@ -238,6 +239,12 @@ def test_check(capsys):
     printed = out(capsys, "check")
     n = 2 * (len(check._KERNELS) + len(LOSSES) - 1)
     assert printed.endswith(f"{n} of {n} are right\n")
+
+
+def test_check_runs_every_kernel():
+    """Except divergences of log-probabilities, whose kernels those of logits contain."""
+    functions = {name for name in kernels.__all__ if name.startswith("liger_")}
+    assert functions - check._KERNELS.keys() == {"liger_kl_div", "liger_jsd", "liger_tvd"}
 
 
 def test_check_finds_a_wrong_kernel(capsys, monkeypatch):

@@ -129,6 +129,38 @@ def _geglu(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
+def _gated_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    gate = _shuffled(x)
+    return (_rms_norm(x, w, b) * F.silu(gate.to(_wide(gate)))).to(x.dtype)
+
+
+def _relu_squared(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def _heads(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (max(1, x.shape[1] // 128), -1)).transpose(0, 1)[None]
+
+
+def _angles(q: Tensor) -> tuple[Tensor, Tensor]:
+    half = q.shape[3] // 2
+    places, frequencies = (torch.arange(n, device=q.device, dtype=torch.float64) for n in (q.shape[2], half))
+    angles = (places[:, None] * 1e-4 ** (frequencies / half)).repeat(1, 2)[None]
+    return angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+
+
+def _rope(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    q = _heads(x)
+    cos, sin = _angles(q)
+    first, second = q.chunk(2, -1)
+    return q * cos + torch.cat([-second, first], -1) * sin
+
+
+def _fused_rope(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    q = _heads(x)
+    return library.liger_rotary_pos_emb(q, q.detach(), *_angles(q))[0]
+
+
 def _cross_entropy(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.cross_entropy(x.to(_wide(x)), torch.arange(len(x), device=x.device) % x.shape[1])
 
@@ -136,6 +168,17 @@ def _cross_entropy(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 def _kl(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     target = _shuffled(x).detach().to(_wide(x))
     return F.kl_div(x.to(_wide(x)).log_softmax(-1), target.log_softmax(-1), log_target=True, reduction="batchmean")
+
+
+def _jsd(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    p, q = (y.to(_wide(x)).log_softmax(-1) for y in (x, _shuffled(x).detach()))
+    m = ((p.exp() + q.exp()) / 2).log()
+    return ((p.exp() * (p - m) + q.exp() * (q - m)) / 2).sum(-1).mean()
+
+
+def _tvd(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    p, q = (y.to(_wide(x)).softmax(-1) for y in (x, _shuffled(x).detach()))
+    return (p - q).abs().sum(-1).mean() / 2
 
 
 def _shuffled(x: Tensor) -> Tensor:
@@ -148,15 +191,20 @@ def _wide(x: Tensor) -> torch.dtype:
 
 # Kernel and eager code, of x (N, D), a weight and a bias (D,).
 _KERNELS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "rms_norm": (lambda x, w, b: library.liger_rms_norm(x, w, 1e-6), _rms_norm),
-    "layer_norm": (lambda x, w, b: library.liger_layer_norm(x, w, b, 1e-6), _layer_norm),
-    "swiglu": (lambda x, w, b: library.liger_swiglu(x), _swiglu),
-    "geglu": (lambda x, w, b: library.liger_geglu(x, approximate="tanh"), _geglu),
-    "cross_entropy": (
+    "liger_rms_norm": (lambda x, w, b: library.liger_rms_norm(x, w, 1e-6), _rms_norm),
+    "liger_rms_norm_gated": (lambda x, w, b: library.liger_rms_norm_gated(x, _shuffled(x), w, 1e-6), _gated_norm),
+    "liger_layer_norm": (lambda x, w, b: library.liger_layer_norm(x, w, b, 1e-6), _layer_norm),
+    "liger_swiglu": (lambda x, w, b: library.liger_swiglu(x), _swiglu),
+    "liger_geglu": (lambda x, w, b: library.liger_geglu(x, approximate="tanh"), _geglu),
+    "liger_relu_squared": (lambda x, w, b: library.liger_relu_squared(x), _relu_squared),
+    "liger_rotary_pos_emb": (_fused_rope, _rope),
+    "liger_cross_entropy": (
         lambda x, w, b: library.liger_cross_entropy(x, torch.arange(len(x), device=x.device) % x.shape[1]),
         _cross_entropy,
     ),
-    "kl_div of logits": (lambda x, w, b: library.liger_kl_div_with_logits(x, _shuffled(x).detach()), _kl),
+    "liger_kl_div_with_logits": (lambda x, w, b: library.liger_kl_div_with_logits(x, _shuffled(x).detach()), _kl),
+    "liger_jsd_with_logits": (lambda x, w, b: library.liger_jsd_with_logits(x, _shuffled(x).detach()), _jsd),
+    "liger_tvd_with_logits": (lambda x, w, b: library.liger_tvd_with_logits(x, _shuffled(x).detach()), _tvd),
 }
 
 
