@@ -8,13 +8,15 @@ document arguments (`input` for `hidden`), results and errors.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_chunked import losses
+from liger_chunked import arguments, losses
 from liger_chunked.calls import entry_point, once
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.types import (
@@ -47,6 +49,22 @@ __all__ = [
     "tvd_loss",
     "uld_loss",
 ]
+
+
+@functools.cache
+def _names(cls: Any) -> tuple[list[str], list[str]]:
+    """Return arguments of the call alone, and of call or constructor."""
+    settings, data = arguments.of_constructor(cls).names, arguments.of_call(cls).names
+    return [name for name in data if name not in settings], [name for name in data if name in settings]
+
+
+def _evaluate(cls: Any, given: dict[str, Any]) -> Any:
+    """Evaluate a loss with a function's arguments, its `locals()`."""
+    given["input"] = given.pop("hidden")
+    of_call, of_either = _names(cls)
+    data = {name: given.pop(name) for name in of_call}
+    data |= {name: given.pop(name) for name in of_either if isinstance(given[name], Tensor)}
+    return once(cls, **given)(**data)
 
 
 @entry_point
@@ -89,36 +107,7 @@ def cross_entropy_loss(
     >>> bool(torch.isclose(loss, torch.nn.functional.cross_entropy(logits, target.view(-1), label_smoothing=0.1)))
     True
     """
-    loss = once(
-        losses.LigerFusedLinearCrossEntropyLoss,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale,
-        focal_gamma=focal_gamma,
-        dft=dft,
-        entropy_weight=entropy_weight,
-        return_z_loss=return_z_loss,
-        return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        logits_budget=logits_budget,
-        logits_dtype=logits_dtype,
-    )
-    return loss(
-        weight,
-        hidden,
-        target,
-        bias,
-        num_items=num_items,
-        token_weights=token_weights,
-        ce_weight=ce_weight,
-        n_valid=n_valid,
-        vocab_shard=vocab_shard,
-        sequence_group=sequence_group,
-    )
+    return _evaluate(losses.LigerFusedLinearCrossEntropyLoss, locals())
 
 
 @entry_point
@@ -169,43 +158,7 @@ def dpo_loss(
     >>> bool(torch.isclose(loss, -torch.nn.functional.logsigmoid(margin).mean()))
     True
     """
-    loss = once(
-        losses.LigerFusedLinearDPOLoss,
-        beta=beta,
-        loss_type=loss_type,
-        loss_weights=loss_weights,
-        label_smoothing=label_smoothing,
-        discopop_tau=discopop_tau,
-        compute_nll_loss=compute_nll_loss,
-        alpha=alpha,
-        average_log_prob=average_log_prob,
-        f_divergence_type=f_divergence_type,
-        f_alpha_divergence_coef=f_alpha_divergence_coef,
-        ld_alpha=ld_alpha,
-        use_weighting=use_weighting,
-        use_ref_model=use_ref_model,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        logits_budget=logits_budget,
-        logits_dtype=logits_dtype,
-    )
-    return loss(
-        weight,
-        hidden,
-        target,
-        bias,
-        ref_input,
-        ref_weight,
-        ref_bias,
-        ref_logps=ref_logps,
-        nll_target=nll_target,
-        n_valid=n_valid,
-        vocab_shard=vocab_shard,
-        cu_seqlens=cu_seqlens,
-        sequence_group=sequence_group,
-    )
+    return _evaluate(losses.LigerFusedLinearDPOLoss, locals())
 
 
 @entry_point
@@ -243,31 +196,7 @@ def orpo_loss(
     >>> bool(loss > metrics.nll_loss)
     True
     """
-    loss = once(
-        losses.LigerFusedLinearORPOLoss,
-        beta=beta,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        logits_budget=logits_budget,
-        logits_dtype=logits_dtype,
-    )
-    return loss(
-        weight,
-        hidden,
-        target,
-        bias,
-        ref_input,
-        ref_weight,
-        ref_bias,
-        ref_logps=ref_logps,
-        nll_target=nll_target,
-        n_valid=n_valid,
-        vocab_shard=vocab_shard,
-        cu_seqlens=cu_seqlens,
-        sequence_group=sequence_group,
-    )
+    return _evaluate(losses.LigerFusedLinearORPOLoss, locals())
 
 
 @entry_point
@@ -311,36 +240,7 @@ def cpo_loss(
     >>> bool(torch.isclose(loss, -torch.nn.functional.logsigmoid(margin).mean()))
     True
     """
-    loss = once(
-        losses.LigerFusedLinearCPOLoss,
-        beta=beta,
-        cpo_alpha=cpo_alpha,
-        label_smoothing=label_smoothing,
-        loss_type=loss_type,
-        simpo_gamma=simpo_gamma,
-        alphapo_alpha=alphapo_alpha,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        logits_budget=logits_budget,
-        logits_dtype=logits_dtype,
-    )
-    return loss(
-        weight,
-        hidden,
-        target,
-        bias,
-        ref_input,
-        ref_weight,
-        ref_bias,
-        ref_logps=ref_logps,
-        nll_target=nll_target,
-        n_valid=n_valid,
-        vocab_shard=vocab_shard,
-        cu_seqlens=cu_seqlens,
-        sequence_group=sequence_group,
-    )
+    return _evaluate(losses.LigerFusedLinearCPOLoss, locals())
 
 
 @entry_point
@@ -384,36 +284,7 @@ def simpo_loss(
     >>> bool(torch.isclose(loss, -torch.nn.functional.logsigmoid(margin).mean()))
     True
     """
-    loss = once(
-        losses.LigerFusedLinearSimPOLoss,
-        beta=beta,
-        gamma=gamma,
-        alpha=alpha,
-        compute_nll_loss=compute_nll_loss,
-        label_smoothing=label_smoothing,
-        loss_type=loss_type,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        logits_budget=logits_budget,
-        logits_dtype=logits_dtype,
-    )
-    return loss(
-        weight,
-        hidden,
-        target,
-        bias,
-        ref_input,
-        ref_weight,
-        ref_bias,
-        ref_logps=ref_logps,
-        nll_target=nll_target,
-        n_valid=n_valid,
-        vocab_shard=vocab_shard,
-        cu_seqlens=cu_seqlens,
-        sequence_group=sequence_group,
-    )
+    return _evaluate(losses.LigerFusedLinearSimPOLoss, locals())
 
 
 @entry_point
@@ -464,44 +335,7 @@ def kto_loss(
     >>> metrics.reference_point.item()
     0.5
     """
-    loss = once(
-        losses.LigerFusedLinearKTOLoss,
-        beta=beta,
-        loss_type=loss_type,
-        desirable_weight=desirable_weight,
-        undesirable_weight=undesirable_weight,
-        average_log_prob=average_log_prob,
-        use_ref_model=use_ref_model,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        logits_budget=logits_budget,
-        logits_dtype=logits_dtype,
-    )
-    return loss(
-        weight,
-        hidden,
-        target,
-        preference_labels,
-        bias,
-        ref_input,
-        ref_weight,
-        ref_bias,
-        ref_logps=ref_logps,
-        kl=kl,
-        kl_input=kl_input,
-        kl_target=kl_target,
-        ref_kl_input=ref_kl_input,
-        ref_kl_logps=ref_kl_logps,
-        delta=delta,
-        example_weights=example_weights,
-        n_valid=n_valid,
-        kl_n_valid=kl_n_valid,
-        vocab_shard=vocab_shard,
-        cu_seqlens=cu_seqlens,
-        sequence_group=sequence_group,
-    )
+    return _evaluate(losses.LigerFusedLinearKTOLoss, locals())
 
 
 @entry_point
@@ -549,41 +383,7 @@ def bco_loss(
     >>> metrics.chosen_count.item(), metrics.rejected_count.item()
     (1, 1)
     """
-    loss = once(
-        losses.LigerFusedLinearBCOLoss,
-        beta=beta,
-        average_log_prob=average_log_prob,
-        use_ref_model=use_ref_model,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        logits_budget=logits_budget,
-        logits_dtype=logits_dtype,
-    )
-    return loss(
-        weight,
-        hidden,
-        target,
-        preference_labels,
-        bias,
-        ref_input,
-        ref_weight,
-        ref_bias,
-        ref_logps=ref_logps,
-        kl=kl,
-        kl_input=kl_input,
-        kl_target=kl_target,
-        ref_kl_input=ref_kl_input,
-        ref_kl_logps=ref_kl_logps,
-        delta=delta,
-        example_weights=example_weights,
-        n_valid=n_valid,
-        kl_n_valid=kl_n_valid,
-        vocab_shard=vocab_shard,
-        cu_seqlens=cu_seqlens,
-        sequence_group=sequence_group,
-    )
+    return _evaluate(losses.LigerFusedLinearBCOLoss, locals())
 
 
 @entry_point
@@ -649,61 +449,7 @@ def grpo_loss(
     >>> metrics.clip_ratio.item()        # on-policy
     0.0
     """
-    per_token = temperature if isinstance(temperature, Tensor) else None
-    loss = once(
-        losses.LigerFusedLinearGRPOLoss,
-        beta=beta,
-        surrogate=surrogate,
-        reduction=reduction,
-        importance_level=importance_level,
-        epsilon_low=epsilon_low,
-        epsilon_high=epsilon_high,
-        delta=delta,
-        max_completion_length=max_completion_length,
-        kl_estimator=kl_estimator,
-        use_bias_correction_kl=use_bias_correction_kl,
-        off_policy_mask_threshold=off_policy_mask_threshold,
-        entropy_coef=entropy_coef,
-        top_entropy_quantile=top_entropy_quantile,
-        cispo_epsilon_low=cispo_epsilon_low,
-        sapo_temperature_pos=sapo_temperature_pos,
-        sapo_temperature_neg=sapo_temperature_neg,
-        vespo_k_pos=vespo_k_pos,
-        vespo_lambda_pos=vespo_lambda_pos,
-        vespo_k_neg=vespo_k_neg,
-        vespo_lambda_neg=vespo_lambda_neg,
-        clip_cov_ratio=clip_cov_ratio,
-        clip_cov_lb=clip_cov_lb,
-        clip_cov_ub=clip_cov_ub,
-        kl_cov_ratio=kl_cov_ratio,
-        ppo_kl_coef=ppo_kl_coef,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=1.0 if per_token is not None else temperature,
-        logits_budget=logits_budget,
-        logits_dtype=logits_dtype,
-    )
-    return loss(
-        weight,
-        hidden,
-        target,
-        advantages,
-        bias,
-        attention_mask=attention_mask,
-        old_logps=old_logps,
-        ref_logps=ref_logps,
-        ref_input=ref_input,
-        ref_weight=ref_weight,
-        ref_bias=ref_bias,
-        importance_weights=importance_weights,
-        num_items=num_items,
-        temperature=per_token,
-        n_valid=n_valid,
-        vocab_shard=vocab_shard,
-        cu_seqlens=cu_seqlens,
-        sequence_group=sequence_group,
-    )
+    return _evaluate(losses.LigerFusedLinearGRPOLoss, locals())
 
 
 @entry_point
@@ -746,36 +492,7 @@ def kl_div_loss(
     >>> bool(torch.isclose(loss, 0.5 * metrics.soft_loss + 0.5 * metrics.hard_loss))
     True
     """
-    loss = once(
-        losses.LigerFusedLinearKLDivLoss,
-        reverse=reverse,
-        skew=skew,
-        weight_hard_loss=weight_hard_loss,
-        weight_soft_loss=weight_soft_loss,
-        teacher_options=teacher_options,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        logits_budget=logits_budget,
-        logits_dtype=logits_dtype,
-    )
-    return loss(
-        weight,
-        hidden,
-        teacher_weight,
-        teacher_input,
-        target,
-        bias,
-        teacher_bias,
-        teacher_logps=teacher_logps,
-        teacher_ids=teacher_ids,
-        mask=mask,
-        num_items=num_items,
-        n_valid=n_valid,
-        vocab_shard=vocab_shard,
-        sequence_group=sequence_group,
-    )
+    return _evaluate(losses.LigerFusedLinearKLDivLoss, locals())
 
 
 @entry_point
@@ -817,35 +534,7 @@ def jsd_loss(
     >>> bool(torch.isclose(loss, 0.5 * metrics.soft_loss + 0.5 * metrics.hard_loss))
     True
     """
-    loss = once(
-        losses.LigerFusedLinearJSDLoss,
-        beta=beta,
-        weight_hard_loss=weight_hard_loss,
-        weight_soft_loss=weight_soft_loss,
-        teacher_options=teacher_options,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        logits_budget=logits_budget,
-        logits_dtype=logits_dtype,
-    )
-    return loss(
-        weight,
-        hidden,
-        teacher_weight,
-        teacher_input,
-        target,
-        bias,
-        teacher_bias,
-        teacher_logps=teacher_logps,
-        teacher_ids=teacher_ids,
-        mask=mask,
-        num_items=num_items,
-        n_valid=n_valid,
-        vocab_shard=vocab_shard,
-        sequence_group=sequence_group,
-    )
+    return _evaluate(losses.LigerFusedLinearJSDLoss, locals())
 
 
 @entry_point
@@ -886,34 +575,7 @@ def tvd_loss(
     >>> bool(0 <= metrics.soft_loss <= 1)
     True
     """
-    loss = once(
-        losses.LigerFusedLinearTVDLoss,
-        weight_hard_loss=weight_hard_loss,
-        weight_soft_loss=weight_soft_loss,
-        teacher_options=teacher_options,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        logits_budget=logits_budget,
-        logits_dtype=logits_dtype,
-    )
-    return loss(
-        weight,
-        hidden,
-        teacher_weight,
-        teacher_input,
-        target,
-        bias,
-        teacher_bias,
-        teacher_logps=teacher_logps,
-        teacher_ids=teacher_ids,
-        mask=mask,
-        num_items=num_items,
-        n_valid=n_valid,
-        vocab_shard=vocab_shard,
-        sequence_group=sequence_group,
-    )
+    return _evaluate(losses.LigerFusedLinearTVDLoss, locals())
 
 
 @entry_point
@@ -954,34 +616,7 @@ def cosine_similarity_loss(
     >>> bool(0 <= metrics.soft_loss <= 2)
     True
     """
-    loss = once(
-        losses.LigerFusedLinearCosineSimilarityLoss,
-        weight_hard_loss=weight_hard_loss,
-        weight_soft_loss=weight_soft_loss,
-        teacher_options=teacher_options,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        logits_budget=logits_budget,
-        logits_dtype=logits_dtype,
-    )
-    return loss(
-        weight,
-        hidden,
-        teacher_weight,
-        teacher_input,
-        target,
-        bias,
-        teacher_bias,
-        teacher_logps=teacher_logps,
-        teacher_ids=teacher_ids,
-        mask=mask,
-        num_items=num_items,
-        n_valid=n_valid,
-        vocab_shard=vocab_shard,
-        sequence_group=sequence_group,
-    )
+    return _evaluate(losses.LigerFusedLinearCosineSimilarityLoss, locals())
 
 
 @entry_point
@@ -1027,40 +662,7 @@ def on_policy_distillation_loss(
     >>> bool(torch.isclose(loss, metrics.kl))
     True
     """
-    loss = once(
-        losses.LigerFusedLinearOnPolicyDistillationLoss,
-        kl_coef=kl_coef,
-        epsilon_low=epsilon_low,
-        epsilon_high=epsilon_high,
-        reduction=reduction,
-        max_completion_length=max_completion_length,
-        teacher_options=teacher_options,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        logits_budget=logits_budget,
-        logits_dtype=logits_dtype,
-    )
-    return loss(
-        weight,
-        hidden,
-        teacher_weight,
-        teacher_input,
-        target,
-        bias,
-        teacher_bias,
-        teacher_logps=teacher_logps,
-        advantages=advantages,
-        attention_mask=attention_mask,
-        old_logps=old_logps,
-        importance_weights=importance_weights,
-        num_items=num_items,
-        n_valid=n_valid,
-        vocab_shard=vocab_shard,
-        cu_seqlens=cu_seqlens,
-        sequence_group=sequence_group,
-    )
+    return _evaluate(losses.LigerFusedLinearOnPolicyDistillationLoss, locals())
 
 
 @entry_point
@@ -1097,27 +699,4 @@ def uld_loss(
     >>> bool(0 <= loss <= 2)
     True
     """
-    loss = once(
-        losses.LigerFusedLinearULDLoss,
-        teacher_options=teacher_options,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        logits_budget=logits_budget,
-        logits_dtype=logits_dtype,
-    )
-    return loss(
-        weight,
-        hidden,
-        teacher_weight,
-        teacher_input,
-        bias,
-        teacher_bias,
-        scale=scale,
-        teacher_scale=teacher_scale,
-        mask=mask,
-        num_items=num_items,
-        n_valid=n_valid,
-        vocab_shard=vocab_shard,
-    )
+    return _evaluate(losses.LigerFusedLinearULDLoss, locals())
