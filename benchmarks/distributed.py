@@ -29,11 +29,10 @@ Training steps: see `benchmarks/sharded_steps.py`.
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +42,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import models
 from benchmarks.distillation import SOFT, jsd
 from benchmarks.harness import (
     DEVICE,
@@ -285,8 +285,7 @@ def loss_parallel(loss: str, batch: Batch) -> Contender:
 
 
 def liger(loss: str, batch: Batch) -> Contender:
-    if DEVICE == "cpu":
-        raise Skipped("Triton kernels on a GPU alone")
+    models.check_triton()
     from liger_kernel.transformers.functional import liger_fused_linear_scaled_cross_entropy_tp as nll
 
     def logps(x: Tensor, w: Tensor) -> Tensor:
@@ -296,8 +295,7 @@ def liger(loss: str, batch: Batch) -> Contender:
 
 
 def liger_logits(loss: str, batch: Batch) -> Contender:
-    if DEVICE == "cpu":
-        raise Skipped("Triton kernels on a GPU alone")
+    models.check_triton()
     from liger_kernel.transformers import LigerVocabParallelCrossEntropy
 
     nll = LigerVocabParallelCrossEntropy()
@@ -396,16 +394,16 @@ def floors(n: int, h: int, v: int) -> Answer:
 
 
 def handle(request: Request) -> Answer:
-    kind, arguments = request["kind"], request.get("arguments", {})
-    if kind == "start":
+    what, arguments = request["what"], request.get("arguments", {})
+    if what == "start":
         return {"device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"}
-    if kind == "floor":
+    if what == "floor":
         return floors(**arguments)
-    if kind == "loss":
+    if what == "loss":
         return measure_loss(**arguments)
     from benchmarks import sharded_steps
 
-    assert kind == "step"
+    assert what == "step"
     Batch.of_rank.cache_clear()
     return sharded_steps.measure(**arguments)
 
@@ -418,18 +416,17 @@ class Run:
     ranks: Ranks
     end: float
 
-    def ask(self, kind: str, seconds: float, **arguments: Any) -> list[Answer]:
+    def ask(self, what: str, seconds: float, /, **arguments: Any) -> list[Answer]:
         left = self.end - time.monotonic()
         if left < 0:
             self.table.whole = False
             raise Skipped(f"the {self.table.args.minutes:g} minutes are over")
-        return self.ranks.ask({"kind": kind, "arguments": arguments}, min(seconds, max(left, 1.0)))
+        return self.ranks.ask({"what": what, "arguments": arguments}, min(seconds, max(left, 1.0)))
 
-    def fill(self, row: Any, kind: str, seconds: float, **arguments: Any) -> Answer:
-        answers = self.ask(kind, seconds, **arguments)
+    def fill(self, row: Any, what: str, seconds: float, /, **arguments: Any) -> None:
+        answers = self.ask(what, seconds, **arguments)
         for name, value in answers[0].items():
             setattr(row, name, value)
-        return answers[0]
 
     def losses(self, n: int, h: int, v: int) -> None:
         size = {"n": n, "h": h, "v": v}

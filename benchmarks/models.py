@@ -101,6 +101,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "tiny-llama": ("llama", _TINY),
+    "tiny-llama-tp": ("llama", {**_TINY, "num_key_value_heads": 2}),  # heads for two ranks
     "tiny-qwen2": ("qwen2", {**_TINY, "tie_word_embeddings": True}),
 }
 
@@ -140,11 +141,16 @@ def ours(*models: PreTrainedModel, fused: bool) -> Iterator[None]:
             revert_liger_kernel(model)
 
 
+def check_triton() -> None:
+    """Skip a contender whose Triton kernels cannot run here."""
+    if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise Skipped("Triton kernels on a GPU alone")
+
+
 @contextmanager
 def liger_kernel(*models: PreTrainedModel, fused: bool) -> Iterator[None]:
     """Apply Liger-Kernel. It patches the models, which are not reused, and the names in their modeling module."""
-    if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise Skipped("Triton kernels on a GPU alone")
+    check_triton()
     import liger_kernel.transformers as liger
 
     modeling = [vars(sys.modules[type(model).__module__]) for model in models]

@@ -87,7 +87,7 @@ class Ranks:
         """
         if not self._processes:
             self._start()
-            self._answers({"kind": "start"}, START)
+            self._answers({"what": "start"}, START)
         return self._answers(request, seconds)
 
     def _answers(self, request: Request, seconds: float) -> list[Answer]:
