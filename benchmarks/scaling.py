@@ -1,0 +1,342 @@
+"""The bytes that ranks exchange for a head and its loss, and a rank's memory, by formula. Writes docs/scaling.md's tables.
+
+    python -m benchmarks.scaling
+
+`tests/test_scaling.py` counts the collectives of real steps, and compares them with these formulas.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.harness import OURS, RESULTS
+from benchmarks.report import load
+from liger_chunked.engine.plan import budget_elements
+from liger_chunked.types import LogitOptions
+
+PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
+FLOAT32, FLOAT64, INT64 = 4, 8, 8  # bytes
+
+# Of an H100 or H200, by their data sheets: bytes a second in one direction.
+NVLINK = 450e9
+INFINIBAND = 50e9  # a 400 Gb/s adapter for each GPU
+NODE = 8  # GPUs
+FLOPS = 720e12  # of the products a second, as benchmarks measure on an H200
+
+MODELS = {
+    "Llama-3-8B": (128256, 4096),
+    "Qwen, H = 2048": (151936, 2048),
+    "Qwen, H = 5120": (151936, 5120),
+    "Qwen, H = 7168": (151936, 7168),
+}
+TOKENS = 8192  # of a step, on each rank of a split vocabulary
+DTYPE = torch.bfloat16
+
+
+class Collective(NamedTuple):
+    """`given` are the bytes that each rank gives to it."""
+
+    kind: str
+    given: int
+    ranks: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each rank sends around a ring."""
+        others = self.ranks - 1
+        return self.given * {
+            "all_gather": others,
+            "reduce_scatter": others / self.ranks,
+            "all_reduce": 2 * others / self.ranks,
+        }[self.kind]
+
+
+def sent(collectives: Iterable[Collective]) -> float:
+    return sum(collective.sent for collective in collectives)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a loss exchanges for each token.
+
+    - `of_vocabulary`: for each head, the float32 numbers of its gathers, and whether 16-bit logits take a correction
+    - `of_sequence`: the float32 numbers of each gather between ranks that split sequences
+    - `targets`, `share`: whether these gather targets, and the loss of each rank
+    """
+
+    of_vocabulary: Sequence[tuple[Sequence[int], bool]]
+    of_sequence: Sequence[int]
+    targets: bool = True
+    share: bool = False
+
+
+# Maximum, sum of exponentials, target's logit; DPO and GRPO also log a mean logit or an entropy.
+LOSSES = {
+    "cross entropy": Exchange([([3], True)], [1]),
+    "DPO": Exchange([([3], True), ([4], True)], [1, 2]),
+    "GRPO": Exchange([([4], True)], [2], share=True),
+    "JSD": Exchange([([6, 3], False), ([], False)], [1], targets=False),
+}
+
+
+def of_statistics(loss: Exchange, n: int, ranks: int, itemsize: int) -> list[Collective]:
+    found = []
+    for gathers, corrected in loss.of_vocabulary:
+        found += [Collective("all_gather", FLOAT32 * numbers * n, ranks) for numbers in gathers]
+        if corrected and itemsize == 2:
+            found.append(Collective("all_reduce", FLOAT32 * 2 * n, ranks))
+    return found
+
+
+def of_split_vocabulary(
+    loss: Exchange, n: int, h: int, ranks: int, itemsize: int, scattered: bool = False
+) -> list[Collective]:
+    """Return the collectives of a step of n tokens. If `scattered`, ranks split the hidden states too."""
+    found = of_statistics(loss, n, ranks, itemsize)
+    if not scattered:
+        return [*found, Collective("all_reduce", FLOAT32 * n * h, ranks)]
+    found += [Collective("all_gather", itemsize * n // ranks * h, ranks)] * len(loss.of_vocabulary)
+    return [*found, Collective("reduce_scatter", FLOAT32 * n * h, ranks)]
+
+
+def of_split_sequence(loss: Exchange, n: int, ranks: int) -> list[Collective]:
+    """Return the collectives of a step of n tokens on each rank."""
+    found = [Collective("all_gather", 2 * INT64, ranks)]  # batch and length
+    if loss.targets:
+        found.append(Collective("all_gather", INT64 * n, ranks))
+    found += [Collective("all_gather", FLOAT32 * numbers * n, ranks) for numbers in loss.of_sequence]
+    if loss.share:
+        found.append(Collective("all_gather", FLOAT64, ranks))
+    return found
+
+
+def of_gathered_weight(v: int, h: int, ranks: int, itemsize: int) -> list[Collective]:
+    """Return the collectives of a step that gathers the head, as FSDP does, and reduces and scatters dW."""
+    return [
+        Collective("all_gather", itemsize * v // ranks * h, ranks),
+        Collective("reduce_scatter", itemsize * v * h, ranks),
+    ]
+
+
+def of_gathered_logits(n: int, v: int, h: int, ranks: int, itemsize: int) -> list[Collective]:
+    return [
+        Collective("all_gather", itemsize * n * v // ranks, ranks),
+        Collective("all_reduce", itemsize * n * h, ranks),
+    ]
+
+
+class Memory(NamedTuple):
+    """Bytes on a rank, of a step without the fused epilogue."""
+
+    weight: int
+    logits: int
+    dw: int
+    dx: int
+
+    @property
+    def step(self) -> int:
+        return self.logits + self.dw + self.dx
+
+
+def memory(n: int, v: int, h: int, ranks: int, dtype: torch.dtype = DTYPE) -> Memory:
+    """Return what a step with the automatic budget holds, everything trainable, all tokens in one sequence."""
+    rows = -(-v // ranks)
+    chunk = min(n, budget_elements(LogitOptions(), (rows, h), dtype, n) // rows)
+    weight = rows * h * dtype.itemsize
+    # Several chunks add to a float32 dW, which is rounded at the end. A chunk's dX is float32 too.
+    dw = weight if chunk >= n else weight + rows * h * FLOAT32
+    return Memory(weight, chunk * rows * dtype.itemsize, dw, n * h * dtype.itemsize + chunk * h * FLOAT32)
+
+
+class Times(NamedTuple):
+    """Seconds of a cross entropy step: its products, one of them, and its collectives."""
+
+    products: float
+    dw: float
+    before: float  # hidden states and statistics, which the products wait for
+    dx: float
+
+    @property
+    def exposed(self) -> float:
+        return self.before + max(0.0, self.dx - self.dw)
+
+
+def times(n: int, v: int, h: int, ranks: int, bandwidth: float, scattered: bool = False) -> Times:
+    product = 2 * n * h * v / ranks / FLOPS
+    *before, dx = of_split_vocabulary(LOSSES["cross entropy"], n, h, ranks, DTYPE.itemsize, scattered)
+    return Times(3 * product, product, sent(before) / bandwidth, dx.sent / bandwidth)
+
+
+def bandwidth(ranks: int, stride: int = 1) -> float:
+    """Return bytes a second between ranks that are `stride` GPUs apart, with rings through all adapters of a node."""
+    if ranks * stride <= NODE:
+        return NVLINK
+    return min(NVLINK, INFINIBAND * max(1, NODE // stride))
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def _kb(n_bytes: float) -> str:
+    return f"{n_bytes / 1e3:,.1f} kB" if n_bytes >= 99.5 else f"{n_bytes:.0f} B"
+
+
+def _mib(n_bytes: float) -> str:
+    return f"{n_bytes / 2**20:,.0f}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f}" if seconds >= 1e-5 else "< 0.01"
+
+
+def wire() -> str:
+    """Bytes that a rank sends for each token of a cross entropy step, and two other ways."""
+    rows, loss = [], LOSSES["cross entropy"]
+    for name, (v, h) in MODELS.items():
+        for ranks in (2, 4, 8):
+            whole = of_split_vocabulary(loss, TOKENS, h, ranks, DTYPE.itemsize)
+            *before, dx = whole
+            scattered = of_split_vocabulary(loss, TOKENS, h, ranks, DTYPE.itemsize, scattered=True)
+            weight = of_gathered_weight(v, h, ranks, DTYPE.itemsize)
+            logits = of_gathered_logits(TOKENS, v, h, ranks, DTYPE.itemsize)
+            every = (sent(before), dx.sent, sent(whole), sent(scattered), sent(weight), sent(logits))
+            rows.append([name, ranks, *(_kb(x / TOKENS) for x in every)])
+    split = ["statistics", "dX, all-reduce", "**sum**", "sum, with scattered hidden states"]
+    return _table(["", "TP", *split, "gathered weight", "gathered logits"], rows)
+
+
+def overlap() -> str:
+    """Milliseconds of a cross entropy step."""
+    rows = []
+    for name, (v, h) in MODELS.items():
+        for ranks, link, speed in ((2, "NVLink", NVLINK), (8, "NVLink", NVLINK), (16, "InfiniBand", INFINIBAND)):
+            of_step, scattered = (times(TOKENS, v, h, ranks, speed, way) for way in (False, True))
+            exposed = [f"{_ms(x.exposed)} ({x.exposed / x.products:.1%})" for x in (of_step, scattered)]
+            cells = (of_step.products, of_step.dw, of_step.before, of_step.dx)
+            rows.append([name, ranks, link, *map(_ms, cells), *exposed])
+    header = ["", "TP", "link", "all products", "product of dW", "statistics", "dX, all-reduce"]
+    return _table([*header, "exposed", "exposed, scattered"], rows)
+
+
+def losses() -> str:
+    """Bytes for each token and loss."""
+    rows = []
+    for name, loss in LOSSES.items():
+        of_tp = [sent(of_statistics(loss, TOKENS, ranks, DTYPE.itemsize)) / TOKENS for ranks in (2, 8)]
+        of_cp = [sent(of_split_sequence(loss, TOKENS, ranks)) / TOKENS for ranks in (2, 8, 16)]
+        gathers = " + ".join(f"{sum(numbers)}" for numbers, _ in loss.of_vocabulary if numbers)
+        rows.append([name, gathers, *map(_kb, of_tp), " + ".join(map(str, loss.of_sequence)), *map(_kb, of_cp)])
+    header = ["", "numbers, TP", "TP 2", "TP 8", "numbers, CP", "CP 2", "CP 8", "CP 16"]
+    return _table(header, rows)
+
+
+def large() -> str:
+    """Of a rank in large jobs, with the head's rows sharded by FSDP over all ranks that do not split the vocabulary."""
+    rows = []
+    for name in ("Llama-3-8B", "Qwen, H = 7168"):
+        v, h = MODELS[name]
+        for tp, cp, dp in ((1, 1, 8), (8, 1, 8), (1, 1, 1024), (8, 1, 128), (8, 4, 128), (8, 16, 128)):
+            others = cp * dp
+            split = of_split_vocabulary(LOSSES["cross entropy"], TOKENS, h, tp, DTYPE.itemsize) if tp > 1 else []
+            sequence = of_split_sequence(LOSSES["cross entropy"], TOKENS, cp) if cp > 1 else []
+            weight = of_gathered_weight(-(-v // tp), h, others, DTYPE.itemsize)
+            products = 6 * TOKENS * h * v / tp / FLOPS
+            exposed = times(TOKENS, v, h, tp, bandwidth(tp)).exposed if tp > 1 else 0.0
+            exposed += sent(sequence) / bandwidth(cp, tp)
+            of_weight = sent(weight) / bandwidth(others, tp)
+            of_token = [_kb(sent(x) / TOKENS) if x else "" for x in (split, sequence, weight)]
+            job = f"{tp} × {cp} × {dp}"
+            rows.append([name, f"{tp * others:,}", job, *of_token, *map(_ms, (products, exposed, of_weight))])
+    header = ["", "GPUs", "TP × CP × DP", "TP", "CP", "FSDP", "products, ms", "exposed, ms", "FSDP, ms"]
+    return _table(header, rows)
+
+
+def held() -> str:
+    """MiB on a rank."""
+    rows = []
+    for name, (v, h) in MODELS.items():
+        for ranks in (1, 2, 4, 8):
+            for n in (TOKENS, 8 * TOKENS):
+                found = memory(n, v, h, ranks)
+                cells = (found.weight, found.logits, found.dw, found.dx, found.step, n * v * DTYPE.itemsize)
+                rows.append([name, ranks, f"{n:,}", *map(_mib, cells)])
+    return _table(["", "TP", "tokens", "weight", "logits", "dW", "dX", "**step**", "all logits"], rows)
+
+
+_SPLIT_TASK = re.compile(r"(.+) (\d+)x(\d+)x(\d+), one of (\d) ranks, no communication")
+
+
+def local() -> str:
+    """Measured steps of one rank without communication."""
+    content = json.loads((RESULTS / "vocab_shard-2026-11-24.json").read_text())
+    rows = []
+    for row in content["rows"]:
+        match = _SPLIT_TASK.fullmatch(row["task"])
+        # Without the fused epilogue, as the formula.
+        if match is None or match[1] not in LOSSES or row["name"] not in (f"{OURS}, logits", OURS):
+            continue
+        if row["name"] == OURS and match[1] != "JSD":
+            continue
+        if row["name"] != OURS and match[1] == "JSD":
+            continue
+        n, h, v, ranks = map(int, match.groups()[1:])
+        formula = memory(n, v, h, ranks).step
+        shape = f"{n} × {h} × {v}"
+        rows.append([match[1], shape, ranks, row["ms"], row["times_floor"], f"{row['mib']:,.0f}", _mib(formula)])
+    header = ["", "tokens × H × V", "ranks", "ms", "× floor", "MiB", "MiB by formula"]
+    return _table(header, rows)
+
+
+def whole() -> str:
+    """Measured steps with communication, if a run on GPUs is kept."""
+    paths = sorted(RESULTS.glob("distributed-2*.json"), key=lambda path: (len(path.stem), path.stem))
+    parts = []
+    for path in paths:
+        run = load(path)
+        for task, cells in run.cells.items():
+            rows = []
+            for name, row in cells.items():
+                if row["failure"] is not None:
+                    rows.append([name, row["failure"], "", ""])
+                elif "times_floor" in row:
+                    rows.append([name, f"{row['ms']:.2f} ms", f"{row['times_floor']:.2f} × floor", f"{row['mib']:,.0f} MiB"])
+                else:
+                    peak = (row["mib"] + row["resident_mib"]) / 1024
+                    rows.append([name, f"{row['ms']:.0f} ms", f"{row['tokens_per_s']:,.0f} tok/s a GPU", f"{peak:.1f} GiB"])
+            parts.append(f"{task} (`{path.name}`, {run.environment['ranks']} {run.environment['device']}):\n\n")
+            parts[-1] += _table(["", "", "", "peak"], rows)
+    if not parts:
+        return "No run on several GPUs is kept yet."
+    return "\n\n".join(parts)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    table.__name__: table for table in (wire, overlap, losses, large, held, local, whole)
+}
+
+
+def filled(page: str) -> str:
+    """Return the page with each table written anew between its markers."""
+
+    def table(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}"
+
+    return re.sub(r"(<!-- (\w+): begin -->)\n.*?(<!-- \2: end -->)", table, page, flags=re.DOTALL)
+
+
+def main() -> None:
+    PAGE.write_text(filled(PAGE.read_text()))
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main()
