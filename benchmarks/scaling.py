@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.harness import OURS, RESULTS
 from benchmarks.report import load
-from liger_chunked.engine.plan import budget_elements
+from liger_chunked.engine.plan import budget_elements, pieces
 from liger_chunked.types import LogitOptions
 
 PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
@@ -138,21 +138,30 @@ class Memory(NamedTuple):
     weight: int
     logits: int
     dw: int
+    accumulator: int  # float32 dW of several chunks, which is rounded to `dw` at the end
     dx: int
+    chunk_dx: int  # float32, to be summed over the ranks
 
     @property
     def step(self) -> int:
-        return self.logits + self.dw + self.dx
+        """The peak above the weight and the hidden states."""
+        of_chunk = self.logits + self.chunk_dx + (self.accumulator or self.dw)
+        return self.dx + max(of_chunk, self.accumulator + self.dw)
 
 
 def memory(n: int, v: int, h: int, ranks: int, dtype: torch.dtype = DTYPE) -> Memory:
-    """Return what a step with the automatic budget holds, everything trainable, all tokens in one sequence."""
+    """Return what a cross entropy step of n tokens holds: automatic budget, everything trainable."""
     rows = -(-v // ranks)
-    chunk = min(n, budget_elements(LogitOptions(), (rows, h), dtype, n) // rows)
+    chunk = pieces(0, n, budget_elements(LogitOptions(), (rows, h), dtype, n) // rows)[0].stop
     weight = rows * h * dtype.itemsize
-    # Several chunks add to a float32 dW, which is rounded at the end. A chunk's dX is float32 too.
-    dw = weight if chunk >= n else weight + rows * h * FLOAT32
-    return Memory(weight, chunk * rows * dtype.itemsize, dw, n * h * dtype.itemsize + chunk * h * FLOAT32)
+    return Memory(
+        weight=weight,
+        logits=chunk * rows * dtype.itemsize,
+        dw=weight,
+        accumulator=rows * h * FLOAT32 if chunk < n else 0,
+        dx=n * h * dtype.itemsize,
+        chunk_dx=chunk * h * FLOAT32 if ranks > 1 else 0,
+    )
 
 
 class Times(NamedTuple):
@@ -187,7 +196,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _kb(n_bytes: float) -> str:
-    return f"{n_bytes / 1e3:,.1f} kB" if n_bytes >= 99.5 else f"{n_bytes:.0f} B"
+    return f"{n_bytes / 1e3:,.1f} kB" if n_bytes >= 999.5 else f"{n_bytes:.0f} B"
 
 
 def _mib(n_bytes: float) -> str:
@@ -264,12 +273,13 @@ def held() -> str:
     """MiB on a rank."""
     rows = []
     for name, (v, h) in MODELS.items():
-        for ranks in (1, 2, 4, 8):
-            for n in (TOKENS, 8 * TOKENS):
+        for n in (TOKENS, 8 * TOKENS):
+            for ranks in (1, 2, 4, 8):
                 found = memory(n, v, h, ranks)
-                cells = (found.weight, found.logits, found.dw, found.dx, found.step, n * v * DTYPE.itemsize)
-                rows.append([name, ranks, f"{n:,}", *map(_mib, cells)])
-    return _table(["", "TP", "tokens", "weight", "logits", "dW", "dX", "**step**", "all logits"], rows)
+                dw, dx = found.accumulator or found.dw, found.dx + found.chunk_dx
+                cells = (found.weight, found.logits, dw, dx, found.step, n * v * DTYPE.itemsize)
+                rows.append([name, f"{n:,}", ranks, *map(_mib, cells)])
+    return _table(["", "tokens", "TP", "weight", "logits", "dW", "dX", "**peak**", "all logits"], rows)
 
 
 _SPLIT_TASK = re.compile(r"(.+) (\d+)x(\d+)x(\d+), one of (\d) ranks, no communication")
@@ -282,16 +292,13 @@ def local() -> str:
     for row in content["rows"]:
         match = _SPLIT_TASK.fullmatch(row["task"])
         # Without the fused epilogue, as the formula.
-        if match is None or match[1] not in LOSSES or row["name"] not in (f"{OURS}, logits", OURS):
-            continue
-        if row["name"] == OURS and match[1] != "JSD":
-            continue
-        if row["name"] != OURS and match[1] == "JSD":
+        if match is None or match[1] not in LOSSES or row["name"] != f"{OURS}, logits":
             continue
         n, h, v, ranks = map(int, match.groups()[1:])
         formula = memory(n, v, h, ranks).step
         shape = f"{n} × {h} × {v}"
-        rows.append([match[1], shape, ranks, row["ms"], row["times_floor"], f"{row['mib']:,.0f}", _mib(formula)])
+        of_row = f"{row['ms']:.1f}", f"{row['times_floor']:.2f}", f"{row['mib']:,.0f}"
+        rows.append([match[1], shape, ranks, *of_row, _mib(formula)])
     header = ["", "tokens × H × V", "ranks", "ms", "× floor", "MiB", "MiB by formula"]
     return _table(header, rows)
 
