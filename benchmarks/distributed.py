@@ -42,7 +42,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import models
 from benchmarks.distillation import SOFT, jsd
 from benchmarks.harness import (
     DEVICE,
@@ -50,6 +49,7 @@ from benchmarks.harness import (
     LossRow,
     Skipped,
     Table,
+    check_triton,
     gemm_floor,
     head_weight,
     hidden_states,
@@ -59,7 +59,7 @@ from benchmarks.harness import (
     synchronize,
 )
 from benchmarks.preference import BETA, dpo
-from benchmarks.ranks import Answer, Ranks, Request, agreed, serve
+from benchmarks.ranks import Answer, RankFailure, Ranks, Request, agreed, serve
 from benchmarks.vocab_shard import only_rank
 from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
@@ -101,20 +101,6 @@ class Batch(NamedTuple):
     ref_w: Tensor
     advantages: Tensor  # (B,)
 
-    @classmethod
-    @functools.lru_cache(maxsize=1)
-    def of_rank(cls, n: int, h: int, v: int) -> Batch:
-        """Return a batch that is the same on all ranks, and this rank's rows of the heads."""
-        torch.manual_seed(0)
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        x, whole = hidden_states(ROWS, n // ROWS, h), head_weight(v, h)
-        w = whole.chunk(ranks)[rank].clone()
-        t = torch.randint(v, (ROWS, n // ROWS), device=DEVICE)
-        # Close to its reference: large margins would saturate the loss.
-        ref_x = x + 0.1 * hidden_states(*x.shape)
-        advantages = torch.randn(ROWS, device=DEVICE)
-        return cls(x, w, t, ref_x, w.clone(), advantages)
-
     def rows(self, index: Tensor) -> Batch:
         names = ("x", "t", "ref_x", "advantages")
         return self._replace(**{name: getattr(self, name)[index] for name in names})
@@ -123,6 +109,18 @@ class Batch(NamedTuple):
     def shard(self) -> VocabShard:
         rows = self.w.shape[0]
         return VocabShard(None, dist.get_rank() * rows, dist.get_world_size() * rows)
+
+
+@functools.lru_cache(maxsize=1)
+def batch_of_rank(n: int, h: int, v: int) -> Batch:
+    """Return a batch that is the same on all ranks, and this rank's rows of the heads."""
+    torch.manual_seed(0)
+    x, whole = hidden_states(ROWS, n // ROWS, h), head_weight(v, h)
+    w = whole.chunk(dist.get_world_size())[dist.get_rank()].clone()
+    t = torch.randint(v, (ROWS, n // ROWS), device=DEVICE)
+    # Close to its reference: large margins would saturate the loss.
+    ref_x = x + 0.1 * hidden_states(*x.shape)
+    return Batch(x, w, t, ref_x, w.clone(), torch.randn(ROWS, device=DEVICE))
 
 
 Fused = Callable[..., Tensor]
@@ -285,7 +283,7 @@ def loss_parallel(loss: str, batch: Batch) -> Contender:
 
 
 def liger(loss: str, batch: Batch) -> Contender:
-    models.check_triton()
+    check_triton()
     from liger_kernel.transformers.functional import liger_fused_linear_scaled_cross_entropy_tp as nll
 
     def logps(x: Tensor, w: Tensor) -> Tensor:
@@ -295,7 +293,7 @@ def liger(loss: str, batch: Batch) -> Contender:
 
 
 def liger_logits(loss: str, batch: Batch) -> Contender:
-    models.check_triton()
+    check_triton()
     from liger_kernel.transformers import LigerVocabParallelCrossEntropy
 
     nll = LigerVocabParallelCrossEntropy()
@@ -336,12 +334,13 @@ class RanksRow(LossRow):
     def measured(self, first: LossRow) -> str:
         if self.loss is None:
             return super().measured(first)
-        return super().measured(first) + f"  loss {self.loss:.5f}  |dX| {self.input_norm:.4g}  |dW| {self.weight_norm:.4g}"
+        norms = f"|dX| {self.input_norm:.4g}  |dW| {self.weight_norm:.4g}"
+        return f"{super().measured(first)}  loss {self.loss:.5f}  {norms}"
 
 
 def measure_loss(loss: str, contender: str, n: int, h: int, v: int) -> Answer:
     """Measure a contender on this rank, at the same time as on the others."""
-    made = CONTENDERS[contender](loss, Batch.of_rank(n, h, v))
+    made = CONTENDERS[contender](loss, batch_of_rank(n, h, v))
     batch = made.batch._replace(x=made.batch.x.requires_grad_(), w=made.batch.w.requires_grad_())
     leaves = (batch.x, batch.w)
     last: list[Tensor] = []
@@ -404,7 +403,7 @@ def handle(request: Request) -> Answer:
     from benchmarks import sharded_steps
 
     assert what == "step"
-    Batch.of_rank.cache_clear()
+    batch_of_rank.cache_clear()
     return sharded_steps.measure(**arguments)
 
 
@@ -433,9 +432,14 @@ class Run:
         for loss in LOSSES:
             task = f"{loss} {n}x{h}x{v}, {self.ranks.world} ranks"
             names = [name for name in CONTENDERS if loss in ONLY.get(name, tuple(LOSSES))]
-            if not self.table._wanted(task, names):
+            if not self.table.wanted(task, names):
                 continue
-            (floor, *_) = self.ask("floor", ROW_SECONDS, **size)
+            try:
+                floor = self.ask("floor", ROW_SECONDS, **size)[0]
+            except (Skipped, RankFailure) as failure:
+                print(f"\n{task}: {failure}", flush=True)
+                self.table.whole = False
+                continue
             floor_ms = floor["all"] + (floor["logits"] if loss in REFERENCED else 0.0)
 
             def fill(row: RanksRow, name: str, loss: str = loss, floor_ms: float = floor_ms) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.harness import DEVICE, DTYPE, Skipped
+from benchmarks.harness import DEVICE, DTYPE, check_triton
 from liger_chunked import apply_liger_kernel, revert_liger_kernel
 
 # transformers renamed it, but every version that we support accepts the old name.
@@ -139,12 +138,6 @@ def ours(*models: PreTrainedModel, fused: bool) -> Iterator[None]:
     finally:
         for model in models:
             revert_liger_kernel(model)
-
-
-def check_triton() -> None:
-    """Skip a contender whose Triton kernels cannot run here."""
-    if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise Skipped("Triton kernels on a GPU alone")
 
 
 @contextmanager

@@ -46,8 +46,7 @@ def serve(handle: Callable[[Request], Answer]) -> None:
     else:
         torch.set_num_threads(1)
     backend = "nccl" if DEVICE == "cuda" else "gloo"
-    device = {"device_id": torch.device("cuda", rank)} if DEVICE == "cuda" else {}
-    dist.init_process_group(backend, os.environ["RENDEZVOUS"], COLLECTIVE, rank=rank, world_size=world, **device)
+    dist.init_process_group(backend, os.environ["RENDEZVOUS"], COLLECTIVE, rank=rank, world_size=world)
     for line in sys.stdin:
         try:
             answer = handle(json.loads(line))
@@ -119,16 +118,17 @@ class Ranks:
         if not failed:
             missing = sorted(set(range(self.world)) - found.keys())
             raise RankFailure(f"ranks {missing} did not answer within {seconds:.0f} s")
-        # What a rank raised says more than the death of another.
-        rank, answer = min(failed.items(), key=lambda item: item[1].get("died", False))
-        if answer.get("out_of_memory"):
-            raise torch.OutOfMemoryError(answer["failure"])
-        raise RankFailure(f"rank {rank}: {answer['failure']}")
+        if any(answer.get("out_of_memory") for answer in failed.values()):
+            raise torch.OutOfMemoryError("of a rank")
+        of_ranks: dict[str, list[int]] = {}
+        for rank, answer in failed.items():
+            of_ranks.setdefault(answer["failure"], []).append(rank)
+        raise RankFailure("; ".join(f"ranks {ranks}: {reason}" for reason, ranks in of_ranks.items()))
 
     def _death(self, rank: int) -> Answer:
         code = self._processes[rank].wait()
         lines = self._log(rank).read_text(errors="replace").strip().splitlines()
-        return {"failure": f"exit code {code}: {lines[-1][:200] if lines else 'no output'}", "died": True}
+        return {"failure": f"exit code {code}: {lines[-1][:200] if lines else 'no output'}"}
 
     def _log(self, rank: int) -> Path:
         return Path(self._folder.name, f"log-{self._starts}-{rank}")

@@ -1,4 +1,4 @@
-"""The bytes that ranks exchange for a head and its loss, and a rank's memory, by formula. Writes docs/scaling.md's tables.
+"""The bytes that ranks exchange for a head and its loss, and a rank's memory, by formula: docs/scaling.md's tables.
 
     python -m benchmarks.scaling
 
@@ -51,11 +51,14 @@ class Collective(NamedTuple):
     def sent(self) -> float:
         """Bytes that each rank sends around a ring."""
         others = self.ranks - 1
-        return self.given * {
-            "all_gather": others,
-            "reduce_scatter": others / self.ranks,
-            "all_reduce": 2 * others / self.ranks,
-        }[self.kind]
+        return (
+            self.given
+            * {
+                "all_gather": others,
+                "reduce_scatter": others / self.ranks,
+                "all_reduce": 2 * others / self.ranks,
+            }[self.kind]
+        )
 
 
 def sent(collectives: Iterable[Collective]) -> float:
@@ -119,10 +122,8 @@ def of_split_sequence(loss: Exchange, n: int, ranks: int) -> list[Collective]:
 
 def of_gathered_weight(v: int, h: int, ranks: int, itemsize: int) -> list[Collective]:
     """Return the collectives of a step that gathers the head, as FSDP does, and reduces and scatters dW."""
-    return [
-        Collective("all_gather", itemsize * v // ranks * h, ranks),
-        Collective("reduce_scatter", itemsize * v * h, ranks),
-    ]
+    own = itemsize * -(-v // ranks) * h
+    return [Collective("all_gather", own, ranks), Collective("reduce_scatter", own * ranks, ranks)]
 
 
 def of_gathered_logits(n: int, v: int, h: int, ranks: int, itemsize: int) -> list[Collective]:
@@ -184,7 +185,10 @@ def times(n: int, v: int, h: int, ranks: int, bandwidth: float, scattered: bool 
 
 
 def bandwidth(ranks: int, stride: int = 1) -> float:
-    """Return bytes a second between ranks that are `stride` GPUs apart, with rings through all adapters of a node."""
+    """Return the bytes a second that a rank sends, among ranks that are `stride` GPUs apart.
+
+    Between nodes, a collective runs one ring through the adapter of each of its GPUs in a node.
+    """
     if ranks * stride <= NODE:
         return NVLINK
     return min(NVLINK, INFINIBAND * max(1, NODE // stride))
@@ -227,12 +231,13 @@ def overlap() -> str:
     """Milliseconds of a cross entropy step."""
     rows = []
     for name, (v, h) in MODELS.items():
-        for ranks, link, speed in ((2, "NVLink", NVLINK), (8, "NVLink", NVLINK), (16, "InfiniBand", INFINIBAND)):
+        for ranks in (2, 8, 2 * NODE):
+            speed = bandwidth(ranks)
             of_step, scattered = (times(TOKENS, v, h, ranks, speed, way) for way in (False, True))
             exposed = [f"{_ms(x.exposed)} ({x.exposed / x.products:.1%})" for x in (of_step, scattered)]
             cells = (of_step.products, of_step.dw, of_step.before, of_step.dx)
-            rows.append([name, ranks, link, *map(_ms, cells), *exposed])
-    header = ["", "TP", "link", "all products", "product of dW", "statistics", "dX, all-reduce"]
+            rows.append([name, ranks, f"{speed / 1e9:.0f}", *map(_ms, cells), *exposed])
+    header = ["", "TP", "GB/s", "all products", "product of dW", "statistics", "dX, all-reduce"]
     return _table([*header, "exposed", "exposed, scattered"], rows)
 
 
@@ -315,10 +320,12 @@ def whole() -> str:
                 if row["failure"] is not None:
                     rows.append([name, row["failure"], "", ""])
                 elif "times_floor" in row:
-                    rows.append([name, f"{row['ms']:.2f} ms", f"{row['times_floor']:.2f} × floor", f"{row['mib']:,.0f} MiB"])
+                    cells = f"{row['ms']:.2f} ms", f"{row['times_floor']:.2f} × floor", f"{row['mib']:,.0f} MiB"
+                    rows.append([name, *cells])
                 else:
                     peak = (row["mib"] + row["resident_mib"]) / 1024
-                    rows.append([name, f"{row['ms']:.0f} ms", f"{row['tokens_per_s']:,.0f} tok/s a GPU", f"{peak:.1f} GiB"])
+                    cells = f"{row['ms']:.0f} ms", f"{row['tokens_per_s']:,.0f} tok/s a GPU", f"{peak:.1f} GiB"
+                    rows.append([name, *cells])
             parts.append(f"{task} (`{path.name}`, {run.environment['ranks']} {run.environment['device']}):\n\n")
             parts[-1] += _table(["", "", "", "peak"], rows)
     if not parts:
@@ -327,7 +334,7 @@ def whole() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    table.__name__: table for table in (wire, overlap, losses, large, held, local, whole)
+    table.__name__: table for table in (wire, losses, overlap, large, held, local, whole)
 }
 
 
