@@ -459,7 +459,7 @@ class Run:
             arguments = {"way": way, "kind": kind, "model": model, "n": n, "length": length}
             self.fill(row, "step", STEP_SECONDS, contender=name, **arguments)
 
-        names = sharded_steps.CONTENDERS
+        names = sharded_steps.CONTENDERS[way]
         facts = {"way": way, "trainer": kind, "model": model, "sequences": n, "length": length}
         self.table.compare(
             f"{way} {kind} {model} {n}x{length}, {self.ranks.world} ranks",

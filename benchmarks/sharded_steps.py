@@ -6,7 +6,8 @@
 Contenders are transformers' model unchanged, patched by this library, and patched by Liger-Kernel, as in
 `benchmarks/sft.py`: bfloat16, AdamW with a learning rate of 0, all layers checkpointed. SFT calls the model with
 labels. DPO trains on the second half of each sequence; a frozen reference has the policy's first weights, and computes
-hidden states, or logits for stock, in the same step. Liger-Kernel's DPO loss is its chunked loss.
+hidden states, or logits for stock, in the same step. Liger-Kernel's DPO loss is its chunked loss; "layers" are its
+layer kernels with stock's loss.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from benchmarks.ranks import Answer, agreed
 from benchmarks.steps import TrainingStep, allocated_mib
 from liger_chunked import LigerFusedLinearDPOLoss, apply_liger_kernel
 
-LIGER = "liger-kernel"
-CONTENDERS = (STOCK, OURS, LIGER)
+LIGER, LAYERS = "liger-kernel", "liger-kernel layers"
+# Liger-Kernel's losses take no DTensor.
+CONTENDERS = {"TP": (STOCK, OURS, LAYERS, LIGER), "FSDP": (STOCK, OURS, LIGER)}
 REPEATS = 3
 IGNORE_INDEX = -100
 LAYER = {
@@ -76,7 +78,7 @@ class Trainee(nn.Module):
     def forward(self, ids: Tensor, target: Tensor) -> Tensor:
         if self.reference is None:
             return self.policy(input_ids=ids, labels=ids, use_cache=False).loss
-        loss = stock_dpo if self.contender == STOCK else fused_dpo(self.contender)
+        loss = stock_dpo if self.contender in (STOCK, LAYERS) else fused_dpo(self.contender)
         return loss(self.policy, self.reference, ids, target)
 
 
@@ -118,8 +120,8 @@ def build(way: str, kind: str, model: str, contender: str) -> tuple[Trainee, Abs
     reference = models.build(model, checkpointing=False).requires_grad_(False) if kind == "DPO" else None
     every = [x for x in (policy, reference) if x is not None]
     context = None
-    if contender == LIGER:
-        context = models.liger_kernel(*every, fused=kind == "SFT")
+    if contender in (LIGER, LAYERS):
+        context = models.liger_kernel(*every, fused=kind == "SFT" and contender == LIGER)
         context.__enter__()
     trainee = Trainee(policy, reference, contender)
     if way == "TP":

@@ -161,8 +161,8 @@ def test_training_steps_on_two_ranks(on_ranks: dict) -> None:
     tasks = [task for task in on_ranks["tasks"] if "tiny" in task]
     assert [task.split(" tiny")[0] for task in tasks] == ["TP SFT", "FSDP DPO"]
     for task in tasks:
-        stock, ours, liger = (row for row in on_ranks["rows"] if row["task"] == task)
-        assert liger["failure"] == "skipped: Triton kernels on a GPU alone"
+        stock, ours, *liger = (row for row in on_ranks["rows"] if row["task"] == task)
+        assert {row["failure"] for row in liger} == {"skipped: Triton kernels on a GPU alone"}
         for row in (stock, ours):
             assert row["failure"] is None and row["tokens_per_s"] > 0, row
             assert row["loss"] == pytest.approx(stock["loss"], rel=1e-5)
