@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -309,28 +309,44 @@ def local() -> str:
 
 
 def whole() -> str:
-    """Measured steps with communication, if a run on GPUs is kept."""
+    """Measured steps with communication; a later run of a task replaces an earlier one."""
     paths = sorted(RESULTS.glob("distributed-2*.json"), key=lambda path: (len(path.stem), path.stem))
-    parts = []
-    for path in paths:
-        run = load(path)
-        for task, cells in run.cells.items():
-            rows = []
-            for name, row in cells.items():
-                if row["failure"] is not None:
-                    rows.append([name, row["failure"], "", ""])
-                elif "times_floor" in row:
-                    cells = f"{row['ms']:.2f} ms", f"{row['times_floor']:.2f} × floor", f"{row['mib']:,.0f} MiB"
-                    rows.append([name, *cells])
-                else:
-                    peak = (row["mib"] + row["resident_mib"]) / 1024
-                    cells = f"{row['ms']:.0f} ms", f"{row['tokens_per_s']:,.0f} tok/s a GPU", f"{peak:.1f} GiB"
-                    rows.append([name, *cells])
-            parts.append(f"{task} (`{path.name}`, {run.environment['ranks']} {run.environment['device']}):\n\n")
-            parts[-1] += _table(["", "", "", "peak"], rows)
-    if not parts:
+    if not paths:
         return "No run on several GPUs is kept yet."
+    runs = {path: load(path) for path in paths}
+    cells = {task: rows for run in runs.values() for task, rows in run.cells.items()}
+    parts = [f"`{path.name}`: {run.environment['ranks']} ranks, {run.title}." for path, run in runs.items()]
+    # A step has no floor.
+    of_losses = {task: rows for task, rows in cells.items() if any("times_floor" in row for row in rows.values())}
+    of_steps = {task: rows for task, rows in cells.items() if task not in of_losses}
+    if of_losses:
+        parts += ["Time over the floor · MiB:", _by_task(of_losses, _loss_cell)]
+    if of_steps:
+        parts += ["Tokens a second and GPU · peak GiB:", _by_task(of_steps, _step_cell)]
     return "\n\n".join(parts)
+
+
+Row = dict[str, Any]
+
+
+def _loss_cell(row: Row) -> str:
+    return f"{row['times_floor']:.2f} · {row['mib']:,.0f}"
+
+
+def _step_cell(row: Row) -> str:
+    return f"{row['tokens_per_s']:,.0f} · {(row['mib'] + row['resident_mib']) / 1024:.1f}"
+
+
+def _by_task(cells: dict[str, dict[str, Row]], of_row: Callable[[Row], str]) -> str:
+    """Return a row for each task, and a column for each contender."""
+    names = list(dict.fromkeys(name for rows in cells.values() for name in rows))
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return ""
+        return of_row(row) if row["failure"] is None else row["failure"].partition(":")[0]
+
+    return _table(["", *names], ([task, *(cell(rows.get(name)) for name in names)] for task, rows in cells.items()))
 
 
 TABLES: dict[str, Callable[[], str]] = {
