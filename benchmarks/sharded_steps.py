@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from benchmarks.harness import DEVICE, OURS, STOCK, median_ms, peak_mib
 from benchmarks.preference import BETA, dpo
 from benchmarks.ranks import Answer, agreed
 from benchmarks.steps import TrainingStep, allocated_mib
-from liger_chunked import LigerFusedLinearDPOLoss, apply_liger_kernel
+from liger_chunked import LigerFusedLinearDPOLoss
 
 LIGER, LAYERS = "liger-kernel", "liger-kernel layers"
 # Liger-Kernel's losses take no DTensor.
@@ -114,15 +114,14 @@ def fused_dpo(contender: str) -> Callable[..., Tensor]:
     return run
 
 
-def build(way: str, kind: str, model: str, contender: str) -> tuple[Trainee, AbstractContextManager[None] | None]:
-    """Return the sharded, patched models, and an open context that restores Liger-Kernel's module."""
+def build(patches: ExitStack, way: str, kind: str, model: str, contender: str) -> Trainee:
+    """Return the sharded and patched models. Closing `patches` removes the patches."""
     policy = models.build(model)
     reference = models.build(model, checkpointing=False).requires_grad_(False) if kind == "DPO" else None
     every = [x for x in (policy, reference) if x is not None]
-    context = None
     if contender in (LIGER, LAYERS):
-        context = models.liger_kernel(*every, fused=kind == "SFT" and contender == LIGER)
-        context.__enter__()
+        # Before sharding, which changes the classes of modules.
+        patches.enter_context(models.liger_kernel(*every, fused=kind == "SFT" and contender == LIGER))
     trainee = Trainee(policy, reference, contender)
     if way == "TP":
         for x in every:
@@ -133,9 +132,8 @@ def build(way: str, kind: str, model: str, contender: str) -> tuple[Trainee, Abs
                 fully_shard(layer, mesh=mesh())
         fully_shard(trainee, mesh=mesh())
     if contender == OURS:
-        for x in every:
-            apply_liger_kernel(x, fused_linear_cross_entropy=kind == "SFT")
-    return trainee, context
+        patches.enter_context(models.ours(*every, fused=kind == "SFT"))
+    return trainee
 
 
 def batch(way: str, kind: str, model: str, n: int, length: int) -> tuple[Tensor, Tensor]:
@@ -170,8 +168,8 @@ def measure(way: str, kind: str, model: str, n: int, length: int, contender: str
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
     before = allocated_mib()
-    trainee, context = build(way, kind, model, contender)
-    try:
+    with ExitStack() as patches:
+        trainee = build(patches, way, kind, model, contender)
         ids, target = batch(way, kind, model, n, length)
         optimizer = optimizer_of(trainee)
 
@@ -191,6 +189,3 @@ def measure(way: str, kind: str, model: str, n: int, length: int, contender: str
         ms = found["ms"] = round(agreed(median_ms(step, REPEATS, warmup=0)), 3)
         of_rank = n * length / (dist.get_world_size() if way == "TP" else 1)
         return found | {"tokens_per_s": round(of_rank / ms * 1e3, 1)}
-    finally:
-        if context is not None:
-            context.__exit__(None, None, None)
