@@ -48,6 +48,12 @@ class Skipped(Exception):
     """The reason why a contender is not measured here."""
 
 
+def check_triton() -> None:
+    """Skip a contender whose Triton kernels cannot run here."""
+    if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise Skipped("Triton kernels on a GPU alone")
+
+
 def is_out_of_memory(failure: Exception) -> bool:
     """Return whether the device ran out of memory: torch, cuBLAS and Triton raise different errors."""
     return isinstance(failure, torch.OutOfMemoryError) or (
@@ -306,7 +312,7 @@ class Table:
             expected: computes the gradients in float64; None to skip the errors.
             graph: time the step as a CUDA graph, without its launches.
         """
-        if not self._wanted(task, contenders):
+        if not self.wanted(task, contenders):
             return
         gradients = None if expected is None or self.args.no_errors else expected()
 
@@ -334,7 +340,7 @@ class Table:
             kind: class of the rows.
             note: text to print.
         """
-        wanted = self._wanted(task, fills)
+        wanted = self.wanted(task, fills)
         if not wanted:
             return
         self.tasks[task] = dict(facts)
@@ -349,7 +355,7 @@ class Table:
             print(row.line(first or row), flush=True)
             self.save()
 
-    def _wanted(self, task: str, names: Iterable[str]) -> list[str]:
+    def wanted(self, task: str, names: Iterable[str]) -> list[str]:
         only = self.args.only
         names = [name for name in names if (name.startswith(OURS) if only == "ours" else only in name)]
         return names if self.args.task in task else []

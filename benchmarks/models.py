@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.harness import DEVICE, DTYPE, Skipped
+from benchmarks.harness import DEVICE, DTYPE, check_triton
 from liger_chunked import apply_liger_kernel, revert_liger_kernel
 
 # transformers renamed it, but every version that we support accepts the old name.
@@ -101,6 +100,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "tiny-llama": ("llama", _TINY),
+    "tiny-llama-tp": ("llama", {**_TINY, "num_key_value_heads": 2}),  # heads for two ranks
     "tiny-qwen2": ("qwen2", {**_TINY, "tie_word_embeddings": True}),
 }
 
@@ -143,8 +143,7 @@ def ours(*models: PreTrainedModel, fused: bool) -> Iterator[None]:
 @contextmanager
 def liger_kernel(*models: PreTrainedModel, fused: bool) -> Iterator[None]:
     """Apply Liger-Kernel. It patches the models, which are not reused, and the names in their modeling module."""
-    if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise Skipped("Triton kernels on a GPU alone")
+    check_triton()
     import liger_kernel.transformers as liger
 
     modeling = [vars(sys.modules[type(model).__module__]) for model in models]

@@ -41,15 +41,24 @@ PAIRS, ROLLOUTS = 2, 8
 
 
 @contextmanager
-def first_of(ranks: int) -> Iterator[None]:
-    """Make this process the first rank of a fake group, which has no other ranks to check."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+def only_rank() -> Iterator[None]:
+    """Check no other ranks: those of a fake group do not answer."""
     check = checks._check_ranks
     checks._check_ranks = lambda group, start, rows, *_: checks.Ranks(rows, True)
     try:
         yield
     finally:
         checks._check_ranks = check
+
+
+@contextmanager
+def first_of(ranks: int) -> Iterator[None]:
+    """Make this process the first rank of a fake group."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        with only_rank():
+            yield
+    finally:
         dist.destroy_process_group()
 
 

@@ -16,6 +16,7 @@ pytest.importorskip("matplotlib")
 from benchmarks import (
     cross_entropy,
     distillation,
+    distributed,
     figures,
     first_step,
     harness,
@@ -23,6 +24,7 @@ from benchmarks import (
     parts,
     policy,
     preference,
+    ranks,
     report,
     same_bits,
     sampler_gap,
@@ -109,6 +111,69 @@ def test_a_rank_of_a_split_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixt
     assert all("no communication" in task for task in content["tasks"])
     for row in content["rows"]:
         assert row["failure"] is None and row["ms"] > 0, row
+
+
+def test_ranks_fail_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that raises, dies or hangs while the others wait for it ends all; the next request starts new ones."""
+    monkeypatch.setattr(ranks, "PATIENCE", 1.0)
+    fine = [{"rank": rank, "agreed": 1.0} for rank in (0, 1)]
+    with ranks.Ranks("tests.failing_ranks", 2) as asked:
+        assert asked.ask({"what": "fine"}, 60) == fine
+        with pytest.raises(harness.Skipped, match="not here"):
+            asked.ask({"what": "skip"}, 60)
+        assert asked._starts == 1, "nothing has failed yet"
+        with pytest.raises(ranks.RankFailure, match=r"ranks \[1\]: ValueError: of one"):
+            asked.ask({"what": "one"}, 60)
+        with pytest.raises(ranks.RankFailure, match=r"ranks \[1\]: exit code 3: last words"):
+            asked.ask({"what": "dies"}, 60)
+        with pytest.raises(ranks.RankFailure, match=r"ranks \[0, 1\] did not answer within 1 s"):
+            asked.ask({"what": "hangs"}, 1)
+        with pytest.raises(torch.OutOfMemoryError):
+            asked.ask({"what": "no memory"}, 60)
+        assert asked.ask({"what": "fine"}, 60) == fine
+        assert asked._starts == 5
+
+
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    pytest.importorskip("transformers")
+    arguments = ["--ranks", "2", "--out", str(tmp_path_factory.mktemp("ranks"))]
+    return json.loads(distributed.main([*arguments, "64:32:1024", *distributed.SMALL[1::3]]).read_text())
+
+
+def test_losses_on_two_ranks(on_ranks: dict) -> None:
+    tasks = [task for task in on_ranks["tasks"] if "64x32x1024" in task]
+    assert [task.split(" 64x")[0] for task in tasks] == list(distributed.LOSSES)
+    for task in tasks:
+        rows = {row["name"]: row for row in on_ranks["rows"] if row["task"] == task}
+        ours = rows[harness.OURS]
+        for name, row in rows.items():
+            if name.startswith("liger-kernel"):
+                assert row["failure"] == "skipped: Triton kernels on a GPU alone"
+                continue
+            assert row["failure"] is None and row["times_floor"] > 0, row
+            for key in ("loss", "input_norm", "weight_norm"):
+                if name != distributed.SILENT:
+                    assert row[key] == pytest.approx(ours[key], rel=1e-4, abs=1e-7), (task, name, key)
+
+
+def test_training_steps_on_two_ranks(on_ranks: dict) -> None:
+    tasks = [task for task in on_ranks["tasks"] if "tiny" in task]
+    assert [task.split(" tiny")[0] for task in tasks] == ["TP SFT", "FSDP DPO"]
+    for task in tasks:
+        stock, ours, *liger = (row for row in on_ranks["rows"] if row["task"] == task)
+        assert {row["failure"] for row in liger} == {"skipped: Triton kernels on a GPU alone"}
+        for row in (stock, ours):
+            assert row["failure"] is None and row["tokens_per_s"] > 0, row
+            assert row["loss"] == pytest.approx(stock["loss"], rel=1e-5)
+            assert row["grad_norm"] == pytest.approx(stock["grad_norm"], rel=1e-4)
+
+
+def test_no_row_starts_after_the_minutes(tmp_path: Path) -> None:
+    arguments = ["--minutes=-1", "--ranks", "2", "--out", str(tmp_path), "TP:SFT:tiny-llama-tp:2:32"]
+    content = json.loads(distributed.main(arguments).read_text())
+    assert {row["failure"] for row in content["rows"]} == {"skipped: the -1 minutes are over"}
+    assert not content["whole"]
 
 
 def test_float32_logits_close_the_heads_part_of_the_gap(tmp_path: Path) -> None:

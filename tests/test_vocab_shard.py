@@ -243,6 +243,19 @@ def scattered_contracts(rank: int, folder: str) -> None:
         other = VocabShard(dist.new_group([0, 1]), shard.start, vocab, "reduce_scatter")
         loss(w, x, (target + rank) % vocab, vocab_shard=other)
 
+    # Without a target or a mask, all tokens count.
+    kl, heads = LigerFusedLinearKLDivLoss(weight_hard_loss=0.0), torch.randn(2, vocab, hidden, generator=generator)
+    every = torch.randn(2, 1, n, hidden, generator=generator)
+    x, own_x = (y.clone().requires_grad_() for y in (every[0], every[0].chunk(2, 1)[rank]))
+    expected, _ = kl(heads[0], x, heads[1], every[1])
+    expected.backward()
+    own_heads, own_teacher = heads.chunk(2, 1)[rank], every[1].chunk(2, 1)[rank]
+    found, _ = kl(own_heads[0], own_x, own_heads[1], own_teacher, vocab_shard=shard)
+    found.backward()
+    assert x.grad is not None and own_x.grad is not None
+    for ours, exact in ((found.detach(), expected.detach()), (own_x.grad, x.grad.chunk(2, 1)[rank])):
+        assert relative_error(ours, exact) < 1e-5
+
     # Sequences without padding, whose rows are split evenly.
     wide = torch.randn(n, hidden, generator=generator, dtype=torch.float64)
     whole = torch.randn(vocab, hidden, generator=generator, dtype=torch.float64)

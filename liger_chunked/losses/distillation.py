@@ -191,6 +191,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
                     f"got {tuple(mask.shape)} on {mask.device}"
                 )
         if target is None:
+            if mask is None and head.shard is not None and head.shard.input_grad == "reduce_scatter":
+                mask = input.new_ones(shape, dtype=torch.bool)  # `scatter_rows` sorts the tokens
             if mask is None:
                 return lay_out_every(shape, split, n_valid)
             kept = whole(mask.long() - 1, split)
