@@ -115,11 +115,10 @@ class Layer:
 
     def ours(self) -> nn.Module:
         model = self.model()
-        apply_liger_kernel(model)
-        experts = self.experts(model)
-        if type(experts) is type(experts_of(self.model())):
-            raise RuntimeError("apply_liger_kernel left the experts alone")
-        return experts
+        report = apply_liger_kernel(model)
+        if type(experts_of(model)).__name__ in report.left:
+            raise RuntimeError(str(report))
+        return self.experts(model)
 
     def liger_kernel(self) -> Loss:
         model = self.model()
@@ -155,7 +154,8 @@ class Layer:
         experts.config._experts_implementation = "eager"
         x, routing = (leaf.detach().double().requires_grad_() for leaf in (self.input, self.routing))
         experts(x, self.index, routing).backward(self.grad.double())
-        return {name: leaf.grad for name, leaf in {"input": x, "routing": routing, **dict(experts.named_parameters())}.items()}
+        leaves = {"input": x, "routing": routing, **dict(experts.named_parameters())}
+        return {name: leaf.grad for name, leaf in leaves.items()}
 
     def products_ms(self) -> float:
         """Return the time of the grouped products of the rows, sorted by expert."""
@@ -164,13 +164,14 @@ class Layer:
         operands = []
         for name, weight in self.weights.items():
             if weight.ndim == 3:
-                weight = weight.detach() if self.family == "gpt_oss" else weight.detach().transpose(1, 2)
-                operands.append((hidden_states(rows, weight.shape[1]).requires_grad_(), weight.requires_grad_()))
+                matrix = weight.detach() if self.family == "gpt_oss" else weight.detach().transpose(1, 2)
+                _, n_in, n_out = matrix.shape
+                operands.append((hidden_states(rows, n_in), matrix, hidden_states(rows, n_out)))
 
         def products() -> None:
-            for x, weight in operands:
-                y = F.grouped_mm(x, weight, offs=ends)
-                torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+            for x, matrix, grad in operands:
+                x, matrix = x.requires_grad_(), matrix.requires_grad_()
+                torch.autograd.grad(F.grouped_mm(x, matrix, offs=ends), (x, matrix), grad)
 
         return median_ms(products)
 

@@ -112,7 +112,10 @@ CUT: dict[str, tuple[str, dict[str, Any]]] = {
             "activation_sparsity_pattern": [0.95] * 2 + [0.0] * 4,
         },
     ),
-    "glm-4.5-air-2l": ("glm4_moe", {"vocab_size": 151552, "num_hidden_layers": 2, "head_dim": 128, "attention_bias": True}),
+    "glm-4.5-air-2l": (
+        "glm4_moe",
+        {"vocab_size": 151552, "num_hidden_layers": 2, "head_dim": 128, "attention_bias": True},
+    ),
     "qwen3-vl-8b-6l": (
         "qwen3_vl",
         {
