@@ -2,10 +2,9 @@
 
 python -m benchmarks.experts qwen3-30b-a3b:8192 gpt-oss-20b:8192 deepseek-v3:8192        layer:tokens
 
-Each token has random weights for random experts. Contenders: transformers' module with each of its
-`experts_implementation`s, and with the default one compiled, after our `apply_liger_kernel(model)`, and after
-Liger-Kernel's function. All of them share the weights. DeepSeek-V3 has 32 of its 256 experts, a rank's part of eight, and
-each token takes eight of them: as many rows per expert as if all eight ranks sent theirs.
+Each token takes random experts. Contenders: transformers' module, with each of its `experts_implementation`s, after our
+`apply_liger_kernel(model)`, and after Liger-Kernel's function. They share the weights. DeepSeek-V3 has 32 of its 256
+experts, as on each of eight ranks: each expert gets as many rows as if all ranks had sent theirs.
 
 The floor is the time of the grouped products alone: two forward, four backward.
 """
@@ -162,7 +161,7 @@ class Layer:
         rows = self.index.numel()
         ends = torch.bincount(self.index.flatten(), minlength=self.config.num_local_experts).cumsum(0).int()
         operands = []
-        for name, weight in self.weights.items():
+        for weight in self.weights.values():
             if weight.ndim == 3:
                 matrix = weight.detach() if self.family == "gpt_oss" else weight.detach().transpose(1, 2)
                 _, n_in, n_out = matrix.shape

@@ -3,9 +3,8 @@
 python -m benchmarks.lora_head SFT:1:8192:2048:128256:16 DPO:2:2048:2048:128256:16
                                loss:sequences or pairs:length:hidden:vocabulary:rank
 
-The head is frozen, and PEFT's adapter of it is trained in float32, as PEFT keeps it. Eager code is PEFT's own forward and
-a loss on its logits. Half of each sequence of DPO is a prompt, and its reference is the head without the adapter. Columns
-beyond those of the other benchmarks:
+The head is frozen, and its adapter is in float32, as PEFT keeps it. Eager code is PEFT's own forward, and a loss on its
+logits. In DPO, half of each sequence is a prompt, and the reference is the head without the adapter. Further columns:
 
     products     FLOPs over those of one product of the tokens that have a target with the head, 2 N H V: a frozen head
                  needs two and a reference one more, and the products of the adapter are of its rank

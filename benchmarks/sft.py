@@ -7,8 +7,8 @@ python -m benchmarks.sft --compile-layers llama-3.2-1b:8:2048      compile each 
 python -m benchmarks.sft --families                 few layers of newer families, in their sizes
 
 Contenders: transformers' model unchanged, after our `apply_liger_kernel(model)`, and after Liger-Kernel's function for
-the family, each with its defaults and the same random weights. All layers are checkpointed, attention is SDPA (eager for
-GPT-OSS), and every token is a target. Models of images and text get text alone.
+the family, each with its defaults and the same random weights. All layers are checkpointed, attention is SDPA (GPT-OSS:
+eager), and every token is a target. Models of images and text get text alone.
 """
 
 from __future__ import annotations
