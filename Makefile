@@ -52,9 +52,12 @@ bench:
 	$(PYTHON) -m benchmarks.policy $(BENCH)
 	$(PYTHON) -m benchmarks.base_kernels $(BENCH)
 
-# Whole training steps; needs transformers and trl.
+# Whole training steps, experts, and adapters of the head; needs transformers, trl and peft.
 bench-models:
 	$(PYTHON) -m benchmarks.sft $(BENCH)
+	$(PYTHON) -m benchmarks.sft --families $(BENCH)
+	$(PYTHON) -m benchmarks.experts $(BENCH)
+	$(PYTHON) -m benchmarks.lora_head $(BENCH)
 	$(PYTHON) -m benchmarks.trainers $(BENCH)
 
 # Needs matplotlib.

@@ -245,11 +245,11 @@ def nobody(*models: PreTrainedModel, fused: bool) -> Iterator[None]:
 
 
 @contextmanager
-def ours(*models: PreTrainedModel, fused: bool) -> Iterator[None]:
-    for model in models:
-        apply_liger_kernel(model, fused_linear_cross_entropy=fused)
+def ours(*models: PreTrainedModel, fused: bool) -> Iterator[list[Any]]:
+    """Apply our kernels; returns the reports."""
+    reports = [apply_liger_kernel(model, fused_linear_cross_entropy=fused) for model in models]
     try:
-        yield
+        yield reports
     finally:
         for model in models:
             revert_liger_kernel(model)

@@ -84,7 +84,8 @@ def fill(row: Any, table: Table, name: str, batch: int, length: int) -> None:
     before = allocated_mib()
     model = models.build(name, checkpointing=not table.args.no_checkpointing)
     contenders = WITH_COMPILED_LAYERS if table.args.compile_layers else CONTENDERS
-    with contenders[row.name](model, fused=True):
+    with contenders[row.name](model, fused=True) as reports:
+        row.kernels = None if reports is None else str(reports[0]).splitlines()
         compiled = row.name.endswith(COMPILED)
         if compiled:
             torch._dynamo.utils.counters.clear()

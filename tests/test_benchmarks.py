@@ -315,6 +315,9 @@ def test_steps_of_newer_families(tmp_path: Path) -> None:
         assert liger["failure"] == "skipped: Triton kernels on a GPU alone"
         assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-5), task
         assert ours["grad_norm"] == pytest.approx(stock["grad_norm"], rel=1e-4), task
+        switches = {line.split(":")[0].strip() for line in ours["kernels"][1:]}
+        assert {"rms_norm", "rope", "fused_linear_cross_entropy"} < switches and switches & {"swiglu", "geglu"}
+        assert "Left alone" not in switches, ours["kernels"]
 
 
 def test_experts_of_a_layer(tmp_path: Path) -> None:
