@@ -52,12 +52,10 @@ bench:
 	$(PYTHON) -m benchmarks.policy $(BENCH)
 	$(PYTHON) -m benchmarks.base_kernels $(BENCH)
 
-# Whole training steps, experts, and adapters of the head; needs transformers, trl and peft.
+# Whole training steps; needs transformers and trl.
 bench-models:
 	$(PYTHON) -m benchmarks.sft $(BENCH)
 	$(PYTHON) -m benchmarks.sft --families $(BENCH)
-	$(PYTHON) -m benchmarks.experts $(BENCH)
-	$(PYTHON) -m benchmarks.lora_head $(BENCH)
 	$(PYTHON) -m benchmarks.trainers $(BENCH)
 
 # Needs matplotlib.
