@@ -55,6 +55,7 @@ bench:
 # Whole training steps; needs transformers and trl.
 bench-models:
 	$(PYTHON) -m benchmarks.sft $(BENCH)
+	$(PYTHON) -m benchmarks.sft --families $(BENCH)
 	$(PYTHON) -m benchmarks.trainers $(BENCH)
 
 # Needs matplotlib.

@@ -317,7 +317,7 @@ class Table:
         gradients = None if expected is None or self.args.no_errors else expected()
 
         def filled_by(build: Callable[[], Loss]) -> Callable[[LossRow], None]:
-            return lambda row: _fill(row, build, floor_ms, inputs, leaves, gradients, graph)
+            return lambda row: fill_loss(row, build, floor_ms, inputs, leaves, gradients, graph)
 
         fills = {name: filled_by(build) for name, build in contenders.items()}
         self.compare(task, {"floor_ms": floor_ms, **shape}, fills, LossRow, f"floor {floor_ms:.2f} ms")
@@ -415,15 +415,17 @@ class Table:
         self.path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _fill(
+def fill_loss(
     row: LossRow,
     build: Callable[[], Loss],
     floor_ms: float,
     inputs: Sequence[Tensor],
     leaves: Mapping[str, Tensor],
     expected: Mapping[str, Tensor] | None,
-    graph: bool,
+    graph: bool = False,
 ) -> None:
+    """Measure `build()(*inputs).backward()`, see `Table.measure`."""
+
     def forget() -> None:
         for leaf in leaves.values():
             leaf.grad = None

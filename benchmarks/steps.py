@@ -53,12 +53,16 @@ def allocated_mib() -> float:
 
 @dataclass
 class StepRow(Row):
-    """A training step; `mib` is its memory above `resident_mib`, which stays allocated between steps."""
+    """A training step; `mib` is its memory above `resident_mib`, which stays allocated between steps.
+
+    `kernels` is the report of our `apply_liger_kernel`, by lines.
+    """
 
     tokens_per_s: float | None = None
     resident_mib: float | None = None
     loss: float | None = None
     grad_norm: float | None = None
+    kernels: list[str] | None = None
 
     def fill(self, step: TrainingStep, tokens: int, repeats: int, before_mib: float) -> None:
         """Measure a step.

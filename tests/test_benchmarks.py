@@ -367,6 +367,60 @@ def test_steps_of_models(whole_steps: Path, family: str) -> None:
             assert row["tokens_per_s"] == pytest.approx(1e3 * tokens(task) / row["ms"], rel=1e-2)
 
 
+def test_steps_of_newer_families(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from benchmarks import sft
+
+    content = json.loads(sft.main(["--families", "--repeats", "1", "--out", str(tmp_path)]).read_text())
+    assert content["family"] == "sft_families" and content["whole"]
+    assert len(content["tasks"]) == len(sft.SMALL_FAMILIES) == 6
+    for task in content["tasks"]:
+        stock, ours, liger = (row for row in content["rows"] if row["task"] == task)
+        assert stock["failure"] is ours["failure"] is None, (stock, ours)
+        assert liger["failure"] == "skipped: Triton kernels on a GPU alone"
+        assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-5), task
+        assert ours["grad_norm"] == pytest.approx(stock["grad_norm"], rel=1e-4), task
+        switches = {line.split(":")[0].strip() for line in ours["kernels"][1:]}
+        assert {"rms_norm", "rope", "fused_linear_cross_entropy"} < switches and switches & {"swiglu", "geglu"}
+        assert "Left alone" not in switches, ours["kernels"]
+
+
+def test_experts_of_a_layer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from benchmarks import experts
+
+    content = json.loads(experts.main(["--out", str(tmp_path)]).read_text())
+    assert len(content["tasks"]) == len(experts.SMALL) == 3
+    for row in content["rows"]:
+        if "torch.compile" in row["name"] or row["name"] == "liger-kernel":
+            assert row["failure"].startswith("skipped: "), row
+            continue
+        assert row["failure"] is None and row["ms"] > 0, row
+        assert {"input", "routing", "gate_up_proj", "down_proj"} <= row["errors"].keys()
+        assert max(row["errors"].values()) < 1e-5, row
+
+
+def test_a_head_with_lora(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from benchmarks import lora_head
+
+    content = json.loads(lora_head.main(["--out", str(tmp_path)]).read_text())
+    for task, facts in content["tasks"].items():
+        eager, *ours, compiled = (row for row in content["rows"] if row["task"] == task)
+        assert compiled["failure"].startswith("skipped: ")
+        for row in (eager, *ours):
+            assert row["failure"] is None, row
+            assert row["errors"].keys() == {"input", "down", "up"} and max(row["errors"].values()) < 1e-5, row
+        # The adapter has three products with its `up` and three with its `down`, which prompts also reach.
+        rank, hidden, vocab = facts["rank"], facts["hidden"], facts["vocabulary"]
+        products, positions = {"SFT": (2, 1), "DPO": (3, 2)}[task.split()[0]]
+        expected = products + 3 * rank / hidden + 3 * positions * rank / vocab
+        automatic, small = ours
+        assert automatic["products"] == pytest.approx(expected), task
+        assert small["products"] <= expected + 1 + rank / hidden, task
+        assert small["estimated_mib"] < automatic["estimated_mib"], task
+
+
 def tokens(task: str) -> int:
     n, length = task.rpartition(" ")[2].split("x")
     return int(n) * int(length)
@@ -382,6 +436,26 @@ def test_the_shapes_are_those_of_the_models() -> None:
             patch.setattr(models, "DEVICE", "meta")
             model = models.build(name, checkpointing=False)
         assert model.num_parameters() / 1e9 == pytest.approx(expected, rel=1e-3), name
+
+
+def test_the_layers_of_newer_families_are_those_of_the_models() -> None:
+    """With all of their layers, the models have the published number of parameters."""
+    pytest.importorskip("transformers")
+    from benchmarks import models
+
+    whole = {
+        "qwen3-30b-a3b-4l": (30.5, {"num_hidden_layers": 48}),
+        "gpt-oss-20b-4l": (20.9, {"num_hidden_layers": 24}),
+        "qwen3-next-80b-a3b-2l-hybrid": (79.7, {"num_hidden_layers": 48, "layer_types": None}),
+        "glm-4.5-air-2l": (106.9, {"num_hidden_layers": 46}),
+    }
+    for name, (billions, depth) in whole.items():
+        family, sizes = models.SHAPES[name]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(models, "DEVICE", "meta")
+            patch.setitem(models.SHAPES, name, (family, {**sizes, **depth}))
+            model = models.build(name, checkpointing=False)
+        assert model.num_parameters() / 1e9 == pytest.approx(billions, rel=2e-3), name
 
 
 def test_a_step_leaves_the_weights() -> None:

@@ -67,7 +67,7 @@ CLASSES = [
     ("cohere2.Cohere2LayerNorm", "LAYER_NORM_SCALED", "weight variance_epsilon"),
     ("olmo.OlmoLayerNorm", "LAYER_NORM_BARE", "normalized_shape"),
     ("transformers.ReLUSquaredActivation", "RELU_SQUARED", ""),
-    ("gemma3n.Gemma3nTextMLP", "GLU_DENSE", "act_fn activation_sparsity gate_proj up_proj down_proj"),
+    ("gemma3n.Gemma3nTextMLP", "GLU_SPARSE", "act_fn activation_sparsity gate_proj up_proj down_proj"),
     ("qwen3_5.Qwen3_5RMSNormGated", "RMS_NORM_GATED", "weight variance_epsilon activation"),
     ("bailing_hybrid.BailingHybridRMSNormGated", "RMS_NORM_GATED_FP32", "weight variance_epsilon activation"),
     ("bamba.BambaRMSNormGated", "RMS_NORM_GATE_FIRST", "weight variance_epsilon group_size"),
@@ -151,11 +151,24 @@ def test_a_wrong_rotation_is_found():
     assert "differ" in verify.rotary_difference(layers.rotate_halves, function, [Whole()])
 
 
-def module_of(binding, cls, of_family):
-    if binding.layer is layers.GLU_DENSE:  # the first layers are sparse
-        with torch.device("meta"):
-            return cls(transformers.Gemma3nTextConfig(), layer_idx=20)
-    return verify.built(binding, cls, of_family)
+@pytest.mark.parametrize("layer_idx", [0, 1], ids=["sparse", "dense"])
+def test_sparse_gates(layer_idx):
+    config = transformers.Gemma3nTextConfig(
+        hidden_size=16, intermediate_size=48, num_hidden_layers=2, activation_sparsity_pattern=[0.8, 0.0],
+        layer_types=["full_attention"] * 2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    mlp = modeling("gemma3n").Gemma3nTextMLP(config, layer_idx=layer_idx)
+    binding = overrides.binding_of(type(mlp))
+    x = torch.randn(7, 16, requires_grad=True)
+    upstream = torch.randn(7, 16)
+    of = [x, *mlp.parameters()]
+    expected, found = (torch.autograd.grad(y, of, upstream) for y in (mlp(x), binding.run(mlp, x)))
+    torch.testing.assert_close(binding.run(mlp, x), mlp(x))
+    for value, same in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, same)
+    cut = (mlp._gaussian_topk(mlp.gate_proj(x)) == 0).float().mean()
+    assert cut > 0.5 or layer_idx == 1, "most gates of a sparse layer are cut"
 
 
 def test_every_row_is_read_and_equal():
@@ -168,7 +181,7 @@ def test_every_row_is_read_and_equal():
         cls = getattr(modeling(family), name)
         binding = overrides.binding_of(cls)
         assert binding == overrides.bound(layer, names), path
-        verify.check_layer(binding, module_of(binding, cls, modeling(family)), cls)
+        verify.check_layer(binding, verify.built(binding, cls, modeling(family)), cls)
     assert time.perf_counter() - begin < 10  # on a busy machine
     assert state.equal(torch.get_rng_state())
 

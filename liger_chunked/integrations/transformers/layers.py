@@ -177,16 +177,17 @@ def _glu(x: Tensor, act_fn: Any, gate_proj: Any, up_proj: Any, down_proj: Any) -
     return down_proj(_gated(act_fn, gate_proj(x), up_proj(x), inplace=unobserved(gate_proj, up_proj)))
 
 
-def _dense_glu(
+def _sparse_glu(
     x: Tensor, act_fn: Any, activation_sparsity: float, gate_proj: Any, up_proj: Any, down_proj: Any
 ) -> Tensor:
-    return _glu(x, act_fn, gate_proj, up_proj, down_proj)
-
-
-def _dense_refusal(act_fn: Any, activation_sparsity: float, *_: Any) -> str | None:
-    if activation_sparsity:
-        return f"it keeps the largest gates of each token (activation_sparsity={activation_sparsity})"
-    return _activation_refusal(act_fn)
+    if not activation_sparsity:
+        return _glu(x, act_fn, gate_proj, up_proj, down_proj)
+    gate, up = gate_proj(x), up_proj(x)
+    share = torch.full((), activation_sparsity, dtype=torch.float32, device=gate.device)
+    quantile = torch.special.ndtri(share).to(gate.dtype)
+    cutoff = gate.mean(-1, keepdim=True) + gate.std(-1, unbiased=False, keepdim=True) * quantile
+    # Not in place: the backward of relu reads its result.
+    return down_proj(_gated(act_fn, F.relu(gate - cutoff), up, inplace=False))
 
 
 def _silu_glu(x: Tensor, gate_proj: Any, up_proj: Any, down_proj: Any) -> Tensor:
@@ -287,8 +288,8 @@ LAYER_NORM_BARE = Layer(_layer_norm_bare, "layer_norm", refusal=_bare_refusal)
 RELU_SQUARED = Layer(_relu_squared, "relu_squared")
 """The activation `relu(x)**2` (Nemotron, Arcee)."""
 
-GLU_DENSE = Layer(_dense_glu, refusal=_dense_refusal)
-"""`GLU` unless `activation_sparsity` (Gemma 3n)."""
+GLU_SPARSE = Layer(_sparse_glu, refusal=_activation_refusal)
+"""`GLU` of each token's gates above a normal quantile, `activation_sparsity` (Gemma 3n)."""
 
 GLU = Layer(_glu, refusal=_activation_refusal)
 """`down_proj(act_fn(gate_proj(x)) * up_proj(x))`."""
