@@ -259,7 +259,7 @@ def test_a_function_returns_what_its_module_does(case):
 def test_every_loss_has_a_function():
     of_losses = {cls for cls, *_ in LOSSES.values()}
     leaves = {getattr(lc, name) for name in lc.__all__ if name.startswith("LigerFusedLinear") and name.endswith("Loss")}
-    assert leaves == of_losses
+    assert leaves == of_losses, "add a loss to LOSSES"
     names = {function.__name__ for _, function, *_ in LOSSES.values()}
     assert set(functional.__all__) == names | {"linear_token_stats"}
     assert lc.functional is functional and "functional" in dir(lc)
@@ -559,6 +559,16 @@ def test_a_property_may_declare():
             return ("entropy",)
 
     assert Computed(use_ref_model=False)(**pairs(SMALL, seed=0, ref=None))[0].isfinite()
+
+
+def test_rollouts_have_two_statistics():
+    with pytest.raises(ValueError, match=r"X.token_outputs must name fields .*\('logps', 'entropy'\), got \['lse'\]"):
+        type("X", (lc.LigerFusedLinearPolicyBase,), {"token_outputs": ("lse",)})
+
+
+def test_a_scope_that_no_base_reads():
+    with pytest.raises(ValueError, match=r"X.scope is not read: .*, got 'batch'"):
+        type("X", (lc.LigerFusedLinearUnpairedPreferenceBase,), {"scope": "batch"})
 
 
 def test_a_wrong_scope_of_a_policy_loss():

@@ -9,17 +9,21 @@ from liger_chunked.engine import Group, Layout, LinearObjective, Objective, fuse
 from liger_chunked.types import OUTPUTS, LogitOptions, LossHead, TokenStats
 
 
-def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
+def check_declared(loss: Any, name: str, statistics: tuple[str, ...], scopes: tuple[str, ...]) -> None:
     """Check `token_outputs` and `scope`, unless they are properties."""
     outputs, scope = getattr(loss, "token_outputs", ()), getattr(loss, "scope", None)
     if isinstance(outputs, str) or not (hasattr(outputs, "__get__") or isinstance(outputs, (tuple, list))):
         example = (outputs if isinstance(outputs, str) else "entropy",)
         raise TypeError(f"{name}.token_outputs must be a tuple of names, such as {example!r}, got {outputs!r}")
     if isinstance(outputs, (tuple, list)):
-        unknown = [field for field in outputs if field not in OUTPUTS]
+        unknown = [field for field in outputs if field not in statistics]
         if unknown:
-            raise ValueError(f"{name}.token_outputs must name fields of TokenStats {OUTPUTS}, got {unknown}")
-    if scopes and not hasattr(scope, "__get__") and scope not in scopes:
+            raise ValueError(f"{name}.token_outputs must name fields of TokenStats {statistics}, got {unknown}")
+    if scope is None or hasattr(scope, "__get__"):
+        return
+    if not scopes:
+        raise ValueError(f"{name}.scope is not read: its method must treat sequences independently, got {scope!r}")
+    if scope not in scopes:
         raise ValueError(f"{name}.scope must be one of {scopes}, got {scope!r}")
 
 
@@ -40,15 +44,16 @@ class FusedLoss(nn.Module, metaclass=LossType):
 class StatsLoss(FusedLoss):
     """A loss on token statistics. Subclasses override the properties."""
 
+    _statistics: ClassVar[tuple[str, ...]] = OUTPUTS  # that `token_outputs` may name
     _scopes: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        check_declared(cls, cls.__name__, cls._scopes)
+        check_declared(cls, cls.__name__, cls._statistics, cls._scopes)
 
     def _made(self) -> None:
         super()._made()
-        check_declared(self, type(self).__name__, self._scopes)
+        check_declared(self, type(self).__name__, self._statistics, self._scopes)
 
     @property
     def _group(self) -> Group:

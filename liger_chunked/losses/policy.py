@@ -213,6 +213,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     token_outputs: tuple[str, ...] = ()
     weighs: bool = False
     clips_low: bool = True
+    _statistics: ClassVar[tuple[str, ...]] = ("logps", "entropy")  # of `Rollouts`
     _scopes: ClassVar[tuple[str, ...]] = ("token", "sequence", "batch")
 
     def __init__(
