@@ -28,6 +28,7 @@ from liger_chunked.kernels import (
 )
 from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.kernels.divergence_sums import merge_sums, sums
+from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import OUTPUTS
 
 pytestmark = pytest.mark.triton
@@ -393,8 +394,10 @@ def test_scale_several(n_tensors, last, device):
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (1, 1), (3, 129), (2, 4097), (1, 9000)], ids=str)
 @pytest.mark.parametrize("ignore_index", [-100, 7], ids=str)
-def test_survey(shape, ignore_index, device):
+@pytest.mark.parametrize("postponed", [False, True])
+def test_survey(shape, ignore_index, postponed, device, monkeypatch):
     """Rows of several blocks, and a row with ignored tokens only."""
+    monkeypatch.setattr(Kernel, "postpone", lambda *_: postponed)
     generator = torch.Generator().manual_seed(0)
     target = torch.randint(-5, 200, shape, generator=generator).to(device)
     target[torch.rand(shape, generator=generator).to(device) < 0.4] = ignore_index

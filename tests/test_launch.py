@@ -424,6 +424,8 @@ def test_collected_launches_compile_in_threads(kernel: launch.Kernel, monkeypatc
     monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
     x, y = torch.empty(32), torch.empty(32, dtype=torch.half)
     device = torch.device("cuda", 3)
+    prepared: list[int] = []
+    monkeypatch.setattr(launch, "_PREPARATIONS", (lambda: 1 // 0, lambda: prepared.append(len(compiler.asked))))
     assert not launch.is_dry()
     with launch.compiled_together(device):
         assert launch.is_dry()
@@ -433,9 +435,32 @@ def test_collected_launches_compile_in_threads(kernel: launch.Kernel, monkeypatc
     arguments = (torch.float32, None, torch.half, 48, 1e-6, True, 128)
     assert compiler.asked[1] == (arguments, {"grid": (4, 1, 1), "num_warps": 4, "num_stages": 3})
     assert compiler.loaded == {0, 2}
+    assert prepared == [0]
     assert threading.get_ident() not in compiler.threads
     assert entered == [device] * 4
     assert not launch.is_dry()
+
+
+def test_a_postponed_launch_compiles_with_others(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = CompilesAhead()
+    kernel.kernel = compiler
+    monkeypatch.setattr(launch, "AsyncCompileMode", compiler.mode)
+    monkeypatch.setattr(launch, "_postponed", [])
+    monkeypatch.setattr(launch, "_PREPARATIONS", ())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    x = torch.empty(32)
+
+    def call(n: int, is_cuda: bool) -> tuple[Any, ...]:
+        return (4, 1, 1), (SimpleNamespace(is_cuda=is_cuda, dtype=x.dtype), None, x), (n, 1e-6, True, 128), 4
+
+    assert not kernel.postpone(*call(16, is_cuda=False))
+    assert kernel.postpone(*call(32, is_cuda=True))
+    assert not kernel.postpone(*call(48, is_cuda=True))  # once
+    for n in (64, 80):
+        with launch.compiled_together(torch.device("cuda", 3)):
+            kernel((4, 1, 1), (x, None, x), (n, 1e-6, True, 128), 4, 3)
+    assert [arguments[3] for arguments, _ in compiler.asked] == [64, 32, 80]
+    assert compiler.asked[1][0] == (torch.float32, None, torch.float32, 32, 1e-6, True, 128)
 
 
 class Compiled:

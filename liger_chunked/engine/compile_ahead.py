@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Hashable
 
 import torch
@@ -47,8 +48,8 @@ def compile_ahead(
     try:
         with torch.no_grad(), compiled_together(input.device):
             dry_run(_first_chunk(plan), input, head, u, needs)
-    except Exception:  # the launch raises its own
-        pass
+    except Exception as error:  # the launch raises its own
+        warnings.warn(f"the kernels of this step compile one after another: {error!r}", RuntimeWarning, stacklevel=2)
 
 
 def _first_chunk(plan: Plan) -> Plan:

@@ -274,6 +274,15 @@ def factor(x):
 
 
 @jit
+def exp2(x):
+    """Return exp2 in one instruction. `tl.exp2` branches in LLVM, so that large tiles compile slowly."""
+    if PTX:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.exp2(x)
+
+
+@jit
 def log2(x):
     """Return log2 in one instruction, with an error of 2**-22: absolute near 1, else relative."""
     if PTX:

@@ -7,10 +7,11 @@ import inspect
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ try:
     from triton import AsyncCompileMode
 except ImportError:
     AsyncCompileMode = None
+try:
+    from triton.runtime.cache import triton_key
+except ImportError:
+    triton_key = None
 
 # A query would initialize CUDA on import.
 _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
@@ -39,16 +44,25 @@ _MOST_REMEMBERED = REMEMBERED
 _Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
 
 
-_collected: ContextVar[list[tuple[Kernel, tuple[Any, ...]]] | None] = ContextVar("_collected", default=None)
+# What a first compilation does one after another: build a driver with gcc, hash Triton, import a front end.
+_PREPARATIONS: tuple[Callable[[], object], ...] = (
+    lambda: driver.active,
+    lambda: triton_key(),
+    lambda: import_module("triton.experimental.gluon.nvidia.hopper"),
+)
+
+_Launches = list[tuple["Kernel", tuple[Any, ...]]]
+_collected: ContextVar[_Launches | None] = ContextVar("_collected", default=None)
+_postponed: _Launches = []
 
 
 @contextmanager
 def compiled_together(device: torch.device) -> Iterator[None]:
-    """Compile the kernels that the block would launch, in threads. None runs: their results are not set.
+    """Compile in threads what the block would launch, and postponed launches. None runs: results are not set.
 
     A kernel that does not compile raises at its launch.
     """
-    launches: list[tuple[Kernel, tuple[Any, ...]]] = []
+    launches: _Launches = []
     token = _collected.set(launches)
     try:
         yield
@@ -56,15 +70,15 @@ def compiled_together(device: torch.device) -> Iterator[None]:
         _collected.reset(token)
     if AsyncCompileMode is None or not launches:
         return
+    while _postponed:
+        launches.append(_postponed.pop())
     launches.sort(key=lambda launch: not launch[1][-1])  # products, which have descriptors, take longest
     n_threads = min(len(launches), os.cpu_count() or 1)
-    with (
-        torch.cuda.device(device),
-        ThreadPoolExecutor(n_threads) as threads,
-        AsyncCompileMode(_Compiler(threads, device), ignore_errors=True),
-    ):
-        for kernel, call in launches:
-            kernel._compile(*call)
+    with torch.cuda.device(device), ThreadPoolExecutor(n_threads) as threads:
+        wait([threads.submit(prepare) for prepare in _PREPARATIONS])
+        with AsyncCompileMode(_Compiler(threads, device), ignore_errors=True):
+            for kernel, call in launches:
+                kernel._compile(*call)
 
 
 def is_dry() -> bool:
@@ -123,6 +137,7 @@ class Kernel:
     """
 
     _is_proven = False
+    _is_new = True
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.kernel = jit(function)
@@ -169,7 +184,7 @@ class Kernel:
         call = grid, tensors, numbers, num_warps, num_stages, descriptors
         launches = _collected.get()
         if launches is not None:
-            launches.append((self, (grid, tuple(None if x is None else x.dtype for x in tensors), *call[2:])))
+            launches.append((self, _without_values(call)))
             return
         if tensors[0].is_meta:  # type: ignore[union-attr]
             return
@@ -221,6 +236,17 @@ class Kernel:
         run, function, options, stream = variant
         arguments = self._in_order((*addresses, *numbers, *descriptors))
         run(*grid, stream(device), function, options, None, None, None, *arguments)
+
+    def postpone(
+        self, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...], num_warps: int
+    ) -> bool:
+        """Compile the first launch with a later `compiled_together`; return False if the caller must launch."""
+        by_others = self._is_new and _REMEMBERS and AsyncCompileMode is not None
+        if not by_others or not tensors[0].is_cuda:  # type: ignore[union-attr]
+            return False
+        self._is_new = False
+        _postponed.append((self, _without_values((grid, tensors, numbers, num_warps, None, ()))))
+        return True
 
     def _launch_and_remember(self, key: Any, call: tuple[Any, ...], device: int) -> None:
         for remembered in (self.variants, self._unproven):
@@ -308,6 +334,10 @@ class Kernel:
         """Compile the variant of a launch on aligned tensors of these dtypes."""
         arguments = self._in_order((*dtypes, *numbers, *descriptors))
         self.kernel.warmup(*arguments, grid=grid, **_options(num_warps, num_stages))
+
+
+def _without_values(call: tuple[Any, ...]) -> tuple[Any, ...]:
+    return call[0], tuple(None if x is None else x.dtype for x in call[1]), *call[2:]
 
 
 def _options(num_warps: int, num_stages: int | None) -> dict[str, int]:

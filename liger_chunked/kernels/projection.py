@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import TensorDescriptor, block_size, factor, jit, log1p, processors, tl
+from liger_chunked.kernels.backend import TensorDescriptor, block_size, exp2, factor, jit, log1p, processors, tl
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.transform import load_block
 from liger_chunked.kernels.tuning import TUNING
@@ -73,7 +73,7 @@ def _write_part(
 ):  # fmt: skip
     """Write exponentials `e`; return the row sums of `e` and `e log2 e`."""
     centred = tl.fma(z, scale, -centre[:, None])
-    e = tl.exp2(centred)
+    e = exp2(centred)
     if MASKED:
         e = tl.where((cols[None, :] != target[:, None]) & (cols < n_cols)[None, :], e, 0.0)
     if exp_desc is not None:

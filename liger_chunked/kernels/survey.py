@@ -62,8 +62,10 @@ def _survey_triton(target: Tensor, ignore_index: int, to_read: bool) -> Survey:
     on_host = None
     if to_read and target.is_cuda:
         on_host = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True)
-    grid = n_rows, shape[2], 1
-    _survey_kernel(grid, (target, mask, summary, on_host), (n_cols, ignore_index, block), num_warps)
+    launch = (n_rows, shape[2], 1), (target, mask, summary, on_host), (n_cols, ignore_index, block), num_warps
+    if to_read and _survey_kernel.postpone(*launch):
+        return _survey_torch(target, ignore_index)
+    _survey_kernel(*launch)
     return Survey(mask, summary, on_host)
 
 
