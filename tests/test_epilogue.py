@@ -149,6 +149,20 @@ def test_settings(settings, device, passes):
 
 
 @pytest.mark.triton
+def test_wide_hidden_states(device, passes):
+    """Beside bfloat16 logits, wide heads keep their logits; float32 ones take longer than the fused epilogue."""
+    generator = torch.Generator().manual_seed(6)
+    weight, input = (torch.randn(n, 3080, generator=generator, dtype=torch.float64) for n in (136, 24))
+    batch = {"weight": weight / 3080**0.5, "input": input, "target": torch.arange(24)}
+
+    def ours(batch: Batch) -> Tensor:
+        return LigerFusedLinearCrossEntropyLoss(logits_dtype=torch.float32, logits_budget=6 * 9 * 136)(**batch)
+
+    assert_error_is_that_of_eager_code(ours, lambda batch: eager.cross_entropy(**batch), batch, device=device)
+    assert passes == [9, 9, 6]
+
+
+@pytest.mark.triton
 @pytest.mark.parametrize("trainable", ["weight", "input"])
 def test_frozen(trainable, device, passes):
     compare_cross_entropy(tokens(2), device, trainable=(trainable,))
@@ -302,6 +316,7 @@ def test_serves_what_a_cast_aligns():
 @pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
 def test_serves_not(change):
     assert served({}) and served({"head": LossHead(torch.zeros(16, 3072, dtype=torch.bfloat16))})
+    assert served(REFUSED["wide"] | {"options": LogitOptions(logits_dtype=torch.float32)})
     assert not served(change)
 
 

@@ -64,6 +64,11 @@ def _extent(tile: Tile) -> tuple[int, int]:
     return tile.rows.stop - tile.rows.start, tile.vocab.stop - tile.vocab.start
 
 
+def _too_wide(hidden_size: int, options: LogitOptions) -> bool:
+    """Whether a backward is no faster than with logits. Those of float32 take longer."""
+    return hidden_size > WIDEST and options.logits_dtype is None
+
+
 def _scale(options: LogitOptions) -> float:
     return options.logit_scale / options.temperature
 
@@ -80,7 +85,7 @@ def serves(
     """Whether `EpiloguePass` can replace `HeadPass`, and is faster."""
     return (
         _computes(head, dtype, options, class_weight, outputs)
-        and head.weight.shape[1] <= WIDEST
+        and not _too_wide(head.weight.shape[1], options)
         and set(EpiloguePass.differentiable).issuperset(differentiates)
         and all(len(tiles) == 1 for tiles in chunks)
         and max(map(largest, chunks)) * head.weight.shape[1] >= SMALLEST
@@ -103,7 +108,7 @@ def serves_statistics(
     if at_any_size:
         return bool(tiles)
     hidden_size = head.weight.shape[1]
-    if needs_grad and (len(tiles) < FEWEST_TILES or hidden_size > WIDEST):
+    if needs_grad and (len(tiles) < FEWEST_TILES or _too_wide(hidden_size, options)):
         return False
     return sum(math.prod(_extent(tile)) for tile in tiles) * hidden_size >= SMALLEST
 

@@ -46,7 +46,7 @@ TARGET_COLS = 512  # columns of dW per program
 TARGET_WARPS = 4  # for sorting and adding
 
 # "When a step uses the fused epilogue"
-WIDEST = 3072  # largest H with a backward
+WIDEST = 3072  # largest H with a backward, unless logits are float32
 SMALLEST = 1 << 37  # multiplications of a product; below, the host is the bottleneck
 FEWEST_TOKENS = 3584  # mean tokens per chunk, to split a step that fits one
 FEWEST_TILES = 4  # of statistics with a backward
