@@ -69,9 +69,8 @@ def own_part(ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 def token_logps(head: Head, input: HeadInput) -> Tensor:
     """Return the log-probability of each target of this rank: (2, T / ranks). Tokens need no other rank."""
-    return linear_token_stats(
-        head.weight, input.hidden_states, input.target, head.bias, **asdict(input.options)
-    ).logps
+    options = asdict(input.options)
+    return linear_token_stats(head.weight, input.hidden_states, input.target, head.bias, **options).logps
 
 
 def main(device: torch.device) -> Log:

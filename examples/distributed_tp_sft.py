@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from distributed_common import Log, batches, clip_gradients, process_group, split_layers, tokens
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from toy import sums, tiny_model
 
@@ -39,24 +37,19 @@ def build(mesh: DeviceMesh, tied: bool) -> Any:
 def main(device: torch.device, tied: bool = False) -> Log:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = build(mesh, tied)
+    weight = model.lm_head.weight
+    if dist.get_rank() == 0:
+        print(f"lm_head {tuple(weight.shape)}, of which this rank has {tuple(weight.to_local().shape)}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    log, data, collectives = Log(), batches(sums(16), ROWS), CommDebugMode()
+    log, data = Log(), batches(sums(16), ROWS)
     for _ in range(STEPS):
-        # All ranks have the same batch, and get the same loss.
-        batch = tokens(next(data), ("chosen",), device)
-        with collectives:
-            loss = model(**batch).loss
-            loss.backward()
+        # All ranks have the same batch, and get the same loss: nothing is divided by, or multiplied with, their number.
+        loss = model(**tokens(next(data), ("chosen",), device)).loss
+        loss.backward()
         norm = clip_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
         log.step(loss.detach(), norm)
-    weight = model.lm_head.weight
-    assert weight.placements == (Shard(0),)
-    counts = {str(name): n for name, n in collectives.get_comm_counts().items()}
-    if dist.get_rank() == 0:
-        print(f"lm_head {tuple(weight.shape)}, of which this rank has {tuple(weight.to_local().shape)}")
-        print(f"collectives of the last step: {counts}")
     return log
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,8 @@ def main(device: torch.device) -> Log:
 
 
 if __name__ == "__main__":
+    # DeepSpeed calls torch's collectives by their former names.
+    warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)
     if importlib.util.find_spec("deepspeed") is None:
         sys.exit("this example needs DeepSpeed: pip install deepspeed")
     with process_group() as device:
