@@ -53,11 +53,11 @@ def compare(processes: FreshProcesses, folder: Path, script: str, *cases: tuple[
     (one,) = results(processes, folder, 1, script)
     losses = [loss for loss, _ in one["log"]]
     assert losses[-1] < losses[0] and losses[1] != losses[0]
-    assert len([line for line in one["printed"].splitlines() if line.startswith("step ")]) == len(losses)
+    assert one["printed"].count("step ") == len(losses)
     first = []
     for world, arguments in cases:
         found = results(processes, folder, world, script, *arguments)
-        assert [len(rank["printed"].splitlines()) for rank in found[1:]] == [0] * (world - 1)
+        assert [rank["printed"].count("step ") for rank in found] == [len(losses)] + [0] * (world - 1)
         for rank in found:
             for i, step in enumerate(one["log"]):
                 assert rank["log"][i] == pytest.approx(step, rel=1e-4), (world, arguments, i)
