@@ -28,6 +28,7 @@ STEPS = 20
 
 def gathered(x: Tensor, dim: int) -> Tensor:
     """Return the parts of all ranks, in the order of the ranks. The gradient is summed over them, and split again."""
+    # On gloo, torch.distributed.nn.functional.all_gather (torch 2.13) permutes gradients that are not contiguous.
     mesh = init_device_mesh(x.device.type, (dist.get_world_size(),))
     return DTensor.from_local(x, mesh, [Shard(dim)], run_check=False).full_tensor(grad_placements=[Partial()])
 
