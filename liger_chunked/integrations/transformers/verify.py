@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,14 +60,18 @@ def difference(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> str
 
 
 def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> None:
-    """Raise Difference unless a small copy of `module` computes the same with the layer."""
+    """Raise Difference unless a small copy of `module` computes the same with the layer, and has the same gradients."""
     layer = binding.layer
     with _quiet():
         is_small = not module._modules and all(len(_shape(p)) < 2 for p in module.parameters())
         probe = _probe(module, cls, None if is_small else {1: 1})
-        width, expected = _stock_output(layer, probe, cls)
-        found = _layer_difference(binding, probe, cls, width, expected)
-        if found is None:
+        for training in (False, True):
+            probe.train(training)
+            expected = _stock_step(layer, probe, cls)
+            found = _layer_difference(binding, probe, cls, expected)
+            if found is not None:
+                break
+        else:
             return
         theirs = dict(zip(layer.attributes, binding.names, strict=True))
         others = {
@@ -74,9 +79,10 @@ def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> No
             for name, other in _LAYERS.items()
             if (other.method, other.inputs) == (layer.method, layer.inputs)
         }
-        same = [n for n, other in others.items() if _layer_difference(other, probe, cls, width, expected) is None]
+        same = [n for n, other in others.items() if _layer_difference(other, probe, cls, expected) is None]
+    mode = "in training mode, " if training else ""
     advice = f"; {same[0]} computes the same" if same else ""
-    raise Difference(f"{cls.__name__} is not {_name(layer)}: {found}{advice}")
+    raise Difference(f"{cls.__name__} is not {_name(layer)}: {mode}{found}{advice}")
 
 
 _ROTATED: dict[Any, str | None] = {}
@@ -280,7 +286,7 @@ def _probe(module: nn.Module, cls: Any, sizes: dict[int, int] | None) -> Any:
     for name, buffer in module._buffers.items():
         probe._buffers[name] = None if buffer is None else _random(*(_small(n, sizes) for n in buffer.shape))
     vars(probe).update({name: _attribute(x, sizes) for name, x in vars(module).items() if name not in internal})
-    return probe.eval()
+    return probe
 
 
 def _shape(parameter: Tensor) -> Any:
@@ -289,12 +295,12 @@ def _shape(parameter: Tensor) -> Any:
 
 def _weight(*shape: int, seed: int) -> nn.Parameter:
     scale = 0.5 if len(shape) < 2 else shape[-1] ** -0.5
-    return nn.Parameter(scale * _random(*shape, seed=seed), requires_grad=False)
+    return nn.Parameter(scale * _random(*shape, seed=seed))
 
 
 def _child(child: nn.Module, sizes: dict[int, int] | None, seed: int) -> nn.Module:
     if next(child.parameters(), None) is None:
-        return copy.deepcopy(child).eval()
+        return copy.deepcopy(child)
     n_in, n_out = getattr(child, "in_features", None), getattr(child, "out_features", None)
     if n_in is None or n_out is None:
         return _probe(child, type(child), sizes)
@@ -313,29 +319,62 @@ def _tokens(layer: Layer, probe: Any, width: int) -> list[Tensor]:
     return [x * scales[:, None], *others]
 
 
-def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
+class _Step(NamedTuple):
+    width: int  # of the inputs
+    output: Tensor
+    gradients: dict[str, Tensor | None]
+
+
+def _stock_step(layer: Layer, probe: Any, cls: Any) -> _Step:
     widths = [p.shape[-1] for p in probe.parameters()] if layer.method == "forward" else []
     failure: Exception | None = None
     for width in dict.fromkeys(widths or getattr(probe, "normalized_shape", [48])):
         try:
-            expected = stock_method(cls, layer.method)(probe, *_tokens(layer, probe, width))
-            if isinstance(expected, Tensor) and expected.ndim == 2:
-                return width, expected
+            return _step(functools.partial(stock_method(cls, layer.method), probe), layer, probe, width)
         except Exception as reason:
             failure = failure or reason
-    raise Incomparable("it returns no tensor of tokens" if failure is None else _first_line(failure))
+    raise Incomparable(_first_line(failure)) from failure
 
 
-def _layer_difference(binding: Binding, probe: Any, cls: Any, width: int, expected: Tensor) -> str | None:
+def _step(method: Callable[..., Any], layer: Layer, probe: Any, width: int) -> _Step:
+    inputs = [x.requires_grad_() for x in _tokens(layer, probe, width)]
+    leaves = {**{f"input {i}": x for i, x in enumerate(inputs)}, **dict(probe.named_parameters())}
+    with torch.enable_grad():
+        output = method(*(x.clone() for x in inputs))  # a kernel may overwrite its input
+    if not isinstance(output, Tensor) or output.ndim != 2:
+        raise TypeError("it returns no tensor of tokens")
+    gradients: Any = [None] * len(leaves)
+    if output.requires_grad:
+        gradients = torch.autograd.grad(output, [*leaves.values()], _random(*output.shape, seed=9), allow_unused=True)
+    return _Step(width, output.detach(), dict(zip(leaves, gradients, strict=True)))
+
+
+def _layer_difference(binding: Binding, probe: Any, cls: Any, expected: _Step) -> str | None:
     try:
-        found = _largest(binding.run(probe, *_tokens(binding.layer, probe, width)), expected)
+        ours = _step(functools.partial(binding.run, probe), binding.layer, probe, expected.width)
+        found = _largest(ours.output, expected.output)
         if found is None and not probe._modules and binding.layer.method == "forward":
-            found = _rounding(binding, probe, cls, width)
+            found = _rounding(binding, probe, cls, expected.width)
     except AttributeError as missing:
         return f"it is laid out differently: {missing}"
     except Exception as failure:
         return f"the kernel does not run on it ({_first_line(failure)})"
-    return found
+    return found or _gradient_difference(ours, expected)
+
+
+def _gradient_difference(ours: _Step, expected: _Step) -> str | None:
+    for name, of_stock in expected.gradients.items():
+        gradient = ours.gradients[name]
+        if gradient is None or of_stock is None:
+            missing = "the kernel" if gradient is None else "its code"
+            found = None if gradient is of_stock else f"{missing} computes none"
+        else:
+            # One norm for a parameter: the gradients of single rows may be zero but for rounding.
+            rows = 1 if name.startswith("input ") else gradient.numel()
+            found = _largest(*(g.reshape(-1, rows if rows > 1 else g.shape[-1]) for g in (gradient, of_stock)))
+        if found is not None:
+            return f"gradient of {name}: {found}"
+    return None
 
 
 def _cast(probe: Any, dtype: torch.dtype) -> Any:
@@ -359,5 +398,8 @@ def _rounding(binding: Binding, probe: Any, cls: Any, width: int) -> str | None:
             return f"for bfloat16 and a {dtype} weight it returns {expected.dtype}, the kernel {ours.dtype}"
         changed = (ours != expected).float().mean().item()
         if changed > _MOST_ROUNDED:
-            return f"in bfloat16 {changed:.0%} of the values are rounded differently"
+            return (
+                f"in bfloat16 {changed:.0%} of the values are rounded differently: compute in the same dtype, and round "
+                "at the same place"
+            )
     return None
