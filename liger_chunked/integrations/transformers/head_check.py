@@ -27,6 +27,7 @@ from liger_chunked.integrations.transformers.detect import (
     HOOKS,
     TRIAL,
     backbone_of,
+    balance_of,
     nested_of,
     parsed,
     projections,
@@ -179,7 +180,7 @@ class _Trial:
         self.inner: dict[nn.Module, set[nn.Module]] = {}  # by the part of the backbone that the forward calls
 
     def prepare(self, scales: Tensor | None = None) -> None:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(10 + self.training)
         sizes = (self.projection.linear.out_features, self.projection.linear.in_features)
         made = [torch.randn(*self.batch, size, generator=generator, dtype=torch.float32) for size in sizes]
         if scales is not None:
@@ -218,7 +219,9 @@ class _Trial:
         if loss_function is not None:
             vars(copy)["_loss_function"] = loss_function
         given = self.arguments() | arguments
-        output = forward(copy, **given, **_if_taken(forward, return_dict=True, output_router_logits=False))
+        # An unknown loss of router logits reads them, and so raises.
+        router_logits = balance_of(model) is None
+        output = forward(copy, **given, **_if_taken(forward, return_dict=True, output_router_logits=router_logits))
         _check_attributes(stand_ins)
         for part, calls in (("its backbone", stand_in.calls), ("lm_head", head.inputs)):
             if len(calls) != 1:
@@ -242,7 +245,7 @@ class _Trial:
         return {**tokens, **{name: x for name, x in optional.items() if name in names}}
 
     def labels(self) -> Tensor:
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(20 + self.training)
         return torch.randint(self.logits.shape[-1], self.batch, generator=generator)
 
     def _exact(self, measured: Tensor) -> float:
@@ -294,7 +297,7 @@ class _Output(BaseModelOutputWithPast):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return None
+        return _Unread(torch.empty(0), f"{name!r} of its backbone's output")
 
 
 class _Core(nn.Module):
@@ -358,7 +361,9 @@ def _copy(
     }
     tensors = {"_parameters": "parameter", "_buffers": "buffer"}
     for kind, word in tensors.items():
-        state[kind] = {key: x if x is None else _Unread(x, f"its {word} {prefix}{key}") for key, x in state[kind].items()}
+        state[kind] = {
+            key: x if x is None else _Unread(x, f"its {word} {prefix}{key}") for key, x in state[kind].items()
+        }
     for key, x in state.items():
         if isinstance(x, Tensor):
             state[key] = _Unread(x, f"its tensor {prefix}{key}")

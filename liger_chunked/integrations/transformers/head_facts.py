@@ -19,9 +19,15 @@ _CHECKED = "_liger_checked_heads"
 _CHECKED_MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
-def _numbers(model: PreTrainedModel) -> list[dict[str, Any]]:
-    owners = (model, model.config, model.config.get_text_config())
-    return [{name: x for name, x in vars(o).items() if x is None or type(x) in (int, float)} for o in owners]
+_KEPT = 8  # checks of a model, of as many states
+_OTHER = {"training", "use_cache"}  # often changed, and checked in any state
+
+
+def _settings(model: PreTrainedModel) -> list[dict[str, Any]]:
+    between = (m for child in model.children() if next(child.parameters(), None) is None for m in child.modules())
+    owners = (model, model.config, model.config.get_text_config(), *between)
+    plain = (bool, int, float, str)
+    return [{n: x for n, x in vars(o).items() if (x is None or type(x) in plain) and n not in _OTHER} for o in owners]
 
 
 class _CheckedHead:
@@ -29,10 +35,10 @@ class _CheckedHead:
         self.forward = forward
         self.facts = head_check.check_head(model, forward)
         self.has_causal_loss = False
-        self._config, self._numbers = model.config, _numbers(model)
+        self._config, self._settings = model.config, _settings(model)
 
-    def holds_for(self, model: PreTrainedModel) -> bool:
-        return model.config is self._config and self._numbers == _numbers(model)
+    def holds_for(self, model: PreTrainedModel, forward: Callable[..., Any]) -> bool:
+        return self.forward is forward and self._config is model.config and self._settings == _settings(model)
 
 
 class _CheckedHeads:
@@ -47,11 +53,7 @@ class _CheckedHeads:
 
 def _known(model: PreTrainedModel, forward: Callable[..., Any]) -> _CheckedHead | None:
     known = vars(model).get(_CHECKED)
-    if known is not None:
-        for checked in known.heads:
-            if checked.forward is forward:
-                return checked if checked.holds_for(model) else None
-    return None
+    return None if known is None else next((head for head in known.heads if head.holds_for(model, forward)), None)
 
 
 REASON = "a patched model checks its head, and a fused loss waits for the device; compile without fullgraph=True"
@@ -69,7 +71,7 @@ def head_facts(
     if checked is None:
         checked = _CheckedHead(model, forward)
         heads = vars(model).setdefault(_CHECKED, _CheckedHeads()).heads
-        heads[:] = [head for head in heads if head.forward is not forward] + [checked]
+        heads[:] = [checked, *heads[: _KEPT - 1]]
         _CHECKED_MODELS.add(model)
     if causal_loss and not checked.has_causal_loss:
         head_check.check_loss(model, forward)

@@ -214,8 +214,12 @@ def built(binding: Binding, cls: type[nn.Module], modeling: ModuleType) -> nn.Mo
         try:
             binding.values(module)
         except AttributeError as missing:
-            name = _name(binding.layer)
-            raise Difference(f"{cls.__name__} is not {name}: it is laid out differently: {missing}") from None
+            pairs = zip(binding.layer.attributes, binding.reads.items(), strict=True)
+            absent = [own for own, (name, needed) in pairs if needed and not hasattr(module, name)]
+            advice = ", ".join(f"{own}='<its name>'" for own in absent)
+            raise Difference(
+                f"{cls.__name__} is not {_name(binding.layer)}: it is laid out differently: {missing}; pass {advice}"
+            ) from None
         refusal = binding.refusal(module)
         if refusal is None:
             return module
