@@ -142,20 +142,20 @@ REFUSED = {
     "calls": ({"after": counted}, "it sets its attribute 'calls' in each call"),
     "training": (
         {"after": capped_in(True)},
-        "in training mode, its softcap is 30.0, and None for another batch in eval",
+        "in training mode, its softcap is 30.0, and None for another",
     ),
     "evaluation": (
         {"after": capped_in(False)},
-        "in training mode, its softcap is None, and 30.0 for another batch in ev",
+        "in training mode, its softcap is None, and 30.0 for another",
     ),
     "dropout": ({"before": lambda self, h: F.dropout(h, 0.3, self.training)}, f"in training mode, {REACHED}"),
     "length": (
         {"after": lambda self, logits, ids: logits / ids.shape[1]},
-        "in training mode, its logit_scale is 0.333",
+        "in training mode, its logit_scale is 0.33",
     ),
     "samples": (
         {"after": lambda self, logits, ids: logits / len(ids)},
-        "in training mode, its logit_scale is 0.5, and 1",
+        "in training mode, its logit_scale is 0.5, ",
     ),
     "tokens": (
         {"after": lambda self, logits, ids: logits * ids.float().mean()},
@@ -163,11 +163,11 @@ REFUSED = {
     ),
     "positions": (
         {"before": lambda self, h: h[:, 1:]},
-        r"what reaches lm_head has the shape \(1, 5, 32\), and the back",
+        r"what reaches lm_head has the shape \(1, 5, 32\), and the",
     ),
     "the last position": (
         {"before": lambda self, h: h[:, -1:]},
-        r"what reaches lm_head has the shape \(1, 1, 32\), and",
+        r"what reaches lm_head has the shape \(1, 1, 32\)",
     ),
     "shifted": ({"after": lambda self, logits, ids: logits.roll(1, 1)}, SCALE),
     "cut": ({"after": lambda self, logits, ids: logits[:, :-1]}, r"lm_head returns logits of the shape \(1, 6, 131\)"),
@@ -181,7 +181,7 @@ REFUSED = {
     "unit norm": ({"before": lambda self, h: F.normalize(h, dim=-1)}, REACHED),
     "detached": (
         {"before": lambda self, h: h.detach()},
-        "the gradient of the backbone's last hidden state is not that",
+        "the gradient of the backbone's last hidden state is not",
     ),
     "no_grad": ({"after": without_gradient}, "the gradient of its logits is not that of a scale and softcap"),
     "part of the gradient": (
@@ -190,7 +190,7 @@ REFUSED = {
     ),
     "two heads": (
         {"after": lambda self, logits, ids: logits + self.lm_head(logits)},
-        "it calls lm_head 2 times, not once",
+        "it calls lm_head 2 times",
     ),
     "embeddings": (
         {"after": lambda self, logits, ids: logits + self.model.embed_tokens.weight.sum()},
@@ -265,9 +265,7 @@ def test_a_forward_of_ones_own_is_fused_on_demand():
     arguments = batch()
     model = own(after=SERVED["a number"]["after"]).train()
     stock = model(**arguments).loss
-    advice = (
-        "its forward is that of test_own_models, not of transformers; use attach_head, or pass fused_linear_cross_en"
-    )
+    advice = "its forward is that of test_own_models, not of transformers; use attach_head, or pass fused_linear_cr"
     applied = apply_liger_kernel(model)
     assert applied.left["Own"].startswith(advice) and "fused_linear_cross_entropy" not in applied.replaced
     assert model(**arguments).logits is not None
@@ -371,7 +369,7 @@ LAYERS = [
     (Louder, r"in training mode, the results differ by up to 0\.091 of their norm"),
     (Dropping, "in training mode, the results differ"),
     (Detached, "gradient of input 0: the results differ"),
-    (Frozen, "gradient of weight: its code computes none"),
+    (Frozen, "gradient of weight: the results differ"),
     (Rounded, "of the values are rounded differently: compute in the same dtype, and round at the same place"),
 ]
 

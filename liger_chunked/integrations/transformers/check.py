@@ -80,8 +80,8 @@ def check_model(
 ) -> ModelReport:
     """Compare a model's loss, gradients and patched layers with the unpatched model's.
 
-    Both run one step in the model's mode, without dropout; layers are compared in both modes. Errors are distances from a
-    float64 copy, which must fit into memory.
+    Both run one step in the model's mode, without dropout; layers are compared in both modes. Errors are distances from
+    a float64 copy, which must fit into memory.
 
     Args:
         model: a transformers model, also in PEFT, not quantized, sharded or offloaded.

@@ -89,8 +89,8 @@ class Found:
 
 _VARIANT = "a variant that no kernel computes"
 _FOREIGN = (
-    "; use attach_head, or pass fused_linear_cross_entropy=True if its loss with labels is the causal loss and reads no "
-    "further keywords"
+    "; use attach_head, or pass fused_linear_cross_entropy=True if its loss is the causal loss of labels and reads no "
+    "other keywords"
 )
 
 

@@ -77,7 +77,7 @@ def _equal_fact(x: Any, y: Any) -> bool:
 
 def _facts(trial: _Trial) -> HeadFacts:
     # Small logits show the scale, large ones the softcap.
-    trial.prepare(torch.logspace(-2, 6, math.prod(trial.batch), dtype=torch.float32))
+    trial.prepare(torch.logspace(-3, 6, math.prod(trial.batch), dtype=torch.float32))
     observed = trial.observe()
     factor = trial.factor(observed.reached, trial.hidden_states)
     if factor != 1 and trial.projection.has_bias:
@@ -124,9 +124,10 @@ def check_loss(model: PreTrainedModel, forward: Callable[..., Any]) -> None:
                 loss = output.loss
                 if not isinstance(loss, Tensor) or not torch.allclose(loss.float(), expected, rtol=1e-4, atol=0):
                     got = f"{loss:.6g}" if isinstance(loss, Tensor) and loss.ndim == 0 else f"a {type(loss).__name__}"
+                    called = " and ".join(["labels", *arguments])
                     raise _Difference(
-                        f"its loss, called with {' and '.join(['labels', *arguments])}, is {got} where the mean negative "
-                        f"log-likelihood of the next tokens is {expected:.6g}"
+                        f"its loss, called with {called}, is {got} where the mean negative log-likelihood of the next "
+                        f"tokens is {expected:.6g}"
                     )
                 if not _same_gradient(loss, expected, trial.logits):
                     raise _Difference("the gradient of its loss is not that of its value")
@@ -180,7 +181,7 @@ class _Trial:
         self.inner: dict[nn.Module, set[nn.Module]] = {}  # by the part of the backbone that the forward calls
 
     def prepare(self, scales: Tensor | None = None) -> None:
-        generator = torch.Generator().manual_seed(10 + self.training)
+        generator = torch.Generator().manual_seed(int(self.training))
         sizes = (self.projection.linear.out_features, self.projection.linear.in_features)
         made = [torch.randn(*self.batch, size, generator=generator, dtype=torch.float32) for size in sizes]
         if scales is not None:
@@ -245,7 +246,7 @@ class _Trial:
         return {**tokens, **{name: x for name, x in optional.items() if name in names}}
 
     def labels(self) -> Tensor:
-        generator = torch.Generator().manual_seed(20 + self.training)
+        generator = torch.Generator().manual_seed(1 + self.training)
         return torch.randint(self.logits.shape[-1], self.batch, generator=generator)
 
     def _exact(self, measured: Tensor) -> float:
@@ -359,8 +360,7 @@ def _copy(
         key: child if child is None else _copy(child, prefix + key, stand_ins, inner, training)
         for key, child in module._modules.items()
     }
-    tensors = {"_parameters": "parameter", "_buffers": "buffer"}
-    for kind, word in tensors.items():
+    for kind, word in (("_parameters", "parameter"), ("_buffers", "buffer")):
         state[kind] = {
             key: x if x is None else _Unread(x, f"its {word} {prefix}{key}") for key, x in state[kind].items()
         }
@@ -380,12 +380,12 @@ class _Unread(Tensor):
     @staticmethod
     def __new__(cls, real: Tensor, described: str) -> _Unread:
         dtype = torch.float32 if real.is_floating_point() else real.dtype
-        made: _Unread = Tensor._make_wrapper_subclass(cls, real.shape, dtype=dtype, device="cpu")
+        made: _Unread = Tensor._make_wrapper_subclass(cls, real.shape, dtype=dtype, device=torch.device("cpu"))
         made.described = described
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         described = next(x.described for x in tree_leaves((args, kwargs)) if isinstance(x, _Unread))
         raise _Difference(f"it computes with {described}, and a fused head takes numbers, not tensors that may change")
 

@@ -234,7 +234,8 @@ def _activation_refusal(activation: Any, *_: Any) -> str | None:
     kind = _kind(activation)
     if kind in _GATED:
         return None
-    return f"its activation is {getattr(kind, '__name__', kind)}, not one of {', '.join(sorted(k.__name__ for k in _GATED))}"
+    known = ", ".join(sorted(k.__name__ for k in _GATED))
+    return f"its activation is {getattr(kind, '__name__', kind)}, not one of {known}"
 
 
 def _silu_refusal(act_fn: Any, *_: Any) -> str | None:

@@ -254,12 +254,13 @@ def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
         raise TypeError(f"cls must be a class of modules, got {shown(cls)}")
     if not isinstance(layer, Layer):
         raise TypeError(f"layer must be a Layer, such as layers.RMS_NORM, got {shown(layer)}")
-    if layer.switch not in (None, *overrides.LAYER_SWITCHES):
-        raise ValueError(f"the switch of a Layer must be one of {list(overrides.LAYER_SWITCHES)}, got {layer.switch!r}")
+    switches = list(overrides.LAYER_SWITCHES)
+    if layer.switch not in (None, *switches):
+        raise ValueError(f"the switch of a Layer must be one of {switches}, got {layer.switch!r}")
     if layer.switch is None and layer.attributes[:1] != ("act_fn",):
         raise ValueError(
-            f"give the Layer a switch, one of {list(overrides.LAYER_SWITCHES)}: without one its first attribute must be "
-            f"act_fn, the activation, and it reads {list(layer.attributes)}"
+            f"give the Layer a switch, one of {switches}: without one its first attribute must be act_fn, the "
+            f"activation, and it reads {list(layer.attributes)}"
         )
     if unknown := sorted(names.keys() - set(layer.attributes)):
         raise ValueError(f"the layer reads {list(layer.attributes)}, not {unknown}")

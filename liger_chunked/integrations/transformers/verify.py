@@ -326,18 +326,18 @@ def _tokens(layer: Layer, probe: Any, width: int) -> list[Tensor]:
 class _Step(NamedTuple):
     width: int  # of the inputs
     output: Tensor
-    gradients: dict[str, Tensor | None]
+    gradients: dict[str, Tensor]
 
 
 def _stock_step(layer: Layer, probe: Any, cls: Any) -> _Step:
     widths = [p.shape[-1] for p in probe.parameters()] if layer.method == "forward" else []
-    failure: Exception | None = None
+    failures = []
     for width in dict.fromkeys(widths or getattr(probe, "normalized_shape", [48])):
         try:
             return _step(functools.partial(stock_method(cls, layer.method), probe), layer, probe, width)
-        except Exception as reason:
-            failure = failure or reason
-    raise Incomparable(_first_line(failure)) from failure
+        except Exception as failure:
+            failures.append(_first_line(failure))
+    raise Incomparable(failures[0] if failures else "the width of its input is not known")
 
 
 def _step(method: Callable[..., Any], layer: Layer, probe: Any, width: int) -> _Step:
@@ -347,9 +347,10 @@ def _step(method: Callable[..., Any], layer: Layer, probe: Any, width: int) -> _
         output = method(*(x.clone() for x in inputs))  # a kernel may overwrite its input
     if not isinstance(output, Tensor) or output.ndim != 2:
         raise TypeError("it returns no tensor of tokens")
-    gradients: Any = [None] * len(leaves)
+    gradients: Any = [torch.zeros_like(x) for x in leaves.values()]
     if output.requires_grad:
-        gradients = torch.autograd.grad(output, [*leaves.values()], _random(*output.shape, seed=9), allow_unused=True)
+        upstream = _random(*output.shape, seed=9).to(output.dtype)
+        gradients = torch.autograd.grad(output, [*leaves.values()], upstream, materialize_grads=True)
     return _Step(width, output.detach(), dict(zip(leaves, gradients, strict=True)))
 
 
@@ -368,14 +369,9 @@ def _layer_difference(binding: Binding, probe: Any, cls: Any, expected: _Step) -
 
 def _gradient_difference(ours: _Step, expected: _Step) -> str | None:
     for name, of_stock in expected.gradients.items():
-        gradient = ours.gradients[name]
-        if gradient is None or of_stock is None:
-            missing = "the kernel" if gradient is None else "its code"
-            found = None if gradient is of_stock else f"{missing} computes none"
-        else:
-            # One norm for a parameter: the gradients of single rows may be zero but for rounding.
-            rows = 1 if name.startswith("input ") else gradient.numel()
-            found = _largest(*(g.reshape(-1, rows if rows > 1 else g.shape[-1]) for g in (gradient, of_stock)))
+        pair = ours.gradients[name], of_stock
+        # One norm for a parameter, whose rows may be zero but for rounding.
+        found = _largest(*(pair if name.startswith("input ") else (g.flatten() for g in pair)))
         if found is not None:
             return f"gradient of {name}: {found}"
     return None
@@ -403,7 +399,7 @@ def _rounding(binding: Binding, probe: Any, cls: Any, width: int) -> str | None:
         changed = (ours != expected).float().mean().item()
         if changed > _MOST_ROUNDED:
             return (
-                f"in bfloat16 {changed:.0%} of the values are rounded differently: compute in the same dtype, and round "
-                "at the same place"
+                f"in bfloat16 {changed:.0%} of the values are rounded differently: compute in the same dtype, and "
+                "round at the same place"
             )
     return None
