@@ -1,7 +1,7 @@
 """What a model computes between its backbone and its logits, which its config does not say.
 
 `check_head` runs a copy in which backbone and `lm_head` return known values, and other modules and tensors raise. It
-runs in evaluation and in training mode, each on its own batch, and both must agree.
+runs in evaluation mode and, with gradients and on another batch, in training mode.
 """
 
 from __future__ import annotations
@@ -114,8 +114,7 @@ def check_loss(model: PreTrainedModel, forward: Callable[..., Any]) -> None:
     for trial in _trials(model, forward):
         with _explained(trial):
             trial.prepare()
-            labels = trial.labels()
-            labels[:, 1] = -100
+            labels = trial.loss_labels()
             for arguments in ({}, _if_taken(forward, num_items_in_batch=torch.tensor(_NUM_ITEMS))):
                 output = trial.observe(labels=labels, **arguments).output
                 logits, target = _logits_of(output)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
@@ -151,7 +150,12 @@ def _explained(trial: _Trial) -> Iterator[None]:
     name = trial.forward.__qualname__
     advice = "Train it with its own forward, which builds logits (apply_liger_kernel: fused_linear_cross_entropy=False)"
     try:
-        with torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.random.fork_rng([]):
+        with (
+            torch.set_grad_enabled(trial.training),
+            torch.device("cpu"),
+            torch.autocast("cpu", enabled=False),
+            torch.random.fork_rng([]),
+        ):
             yield
     except Exception as error:
         known = isinstance(error, _Difference)
@@ -178,6 +182,7 @@ class _Trial:
         nested = nested_of(model)
         self.backbone, self.projection = backbone_of(nested or model), projections(model)[0]
         self.nested = nested is not None
+        self.configs = (model.config, model.config.get_text_config())
         self.inner: dict[nn.Module, set[nn.Module]] = {}  # by the part of the backbone that the forward calls
 
     def prepare(self, scales: Tensor | None = None) -> None:
@@ -188,8 +193,7 @@ class _Trial:
             made[0] *= scales.view(*self.batch, 1)
         self.logits, self.hidden_states = (x.requires_grad_() for x in made)
         # Usually in the config, maybe as its reciprocal.
-        configs = (self.model.config, self.model.config.get_text_config())
-        values = [x for config in configs for x in vars(config).values() if isinstance(x, (int, float))]
+        values = [x for config in self.configs for x in vars(config).values() if isinstance(x, (int, float))]
         numbers = [float(x) for x in values if not isinstance(x, bool) and math.isfinite(x) and x != 0]
         self.numbers = [1.0, *numbers, *(1 / x for x in numbers)]
 
@@ -248,6 +252,18 @@ class _Trial:
     def labels(self) -> Tensor:
         generator = torch.Generator().manual_seed(1 + self.training)
         return torch.randint(self.logits.shape[-1], self.batch, generator=generator)
+
+    def loss_labels(self) -> Tensor:
+        """Return labels, one of them ignored, and others special tokens, which a forward may not train on."""
+        labels = self.labels()
+        labels[:, 1] = -100
+        named = [(name, x) for config in self.configs for name, x in vars(config).items() if type(x) is int]
+        special = sorted({x for name, x in named if name.endswith(("token_id", "token_index"))})
+        last = labels[:, 2:].clone().view(-1)
+        special = [x for x in special if 0 <= x < self.logits.shape[-1]][:: -1 if self.training else 1][: len(last)]
+        last[: len(special)] = torch.tensor(special, dtype=torch.long)
+        labels[:, 2:] = last.view_as(labels[:, 2:])
+        return labels
 
     def _exact(self, measured: Tensor) -> float:
         value = measured.item()
@@ -425,6 +441,8 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 def _same_gradient(x: Tensor, y: Tensor, of: Tensor) -> bool:
+    if not y.requires_grad:  # in evaluation mode
+        return True
     if not x.requires_grad:
         return False
     upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float32)

@@ -17,17 +17,15 @@ from liger_chunked.types import LogitOptions
 
 _CHECKED = "_liger_checked_heads"
 _CHECKED_MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
-
-
-_KEPT = 8  # checks of a model, of as many states
-_OTHER = {"training", "use_cache"}  # often changed, and checked in any state
+_KEPT = 8  # checks of a model whose settings alternate
+_IN_ANY_STATE = {"training", "use_cache"}
 
 
 def _settings(model: PreTrainedModel) -> list[dict[str, Any]]:
     between = (m for child in model.children() if next(child.parameters(), None) is None for m in child.modules())
     owners = (model, model.config, model.config.get_text_config(), *between)
-    plain = (bool, int, float, str)
-    return [{n: x for n, x in vars(o).items() if (x is None or type(x) in plain) and n not in _OTHER} for o in owners]
+    plain = {bool, int, float, str, type(None)}
+    return [{n: x for n, x in vars(o).items() if type(x) in plain and n not in _IN_ANY_STATE} for o in owners]
 
 
 class _CheckedHead:
@@ -37,8 +35,8 @@ class _CheckedHead:
         self.has_causal_loss = False
         self._config, self._settings = model.config, _settings(model)
 
-    def holds_for(self, model: PreTrainedModel, forward: Callable[..., Any]) -> bool:
-        return self.forward is forward and self._config is model.config and self._settings == _settings(model)
+    def holds_for(self, config: Any, settings: list[dict[str, Any]], forward: Callable[..., Any]) -> bool:
+        return self.forward is forward and self._config is config and self._settings == settings
 
 
 class _CheckedHeads:
@@ -53,7 +51,10 @@ class _CheckedHeads:
 
 def _known(model: PreTrainedModel, forward: Callable[..., Any]) -> _CheckedHead | None:
     known = vars(model).get(_CHECKED)
-    return None if known is None else next((head for head in known.heads if head.holds_for(model, forward)), None)
+    if known is None:
+        return None
+    now = model.config, _settings(model), forward
+    return next((checked for checked in known.heads if checked.holds_for(*now)), None)
 
 
 REASON = "a patched model checks its head, and a fused loss waits for the device; compile without fullgraph=True"

@@ -67,8 +67,13 @@ def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> No
         probe = _probe(module, cls, None if is_small else {1: 1})
         for training in (False, True):
             probe.train(training)
+            if training:  # large values reveal a clamp
+                for vector in (p for p in probe.parameters() if p.ndim < 2):
+                    vector.mul_(100)
+            before = _state(probe)
             expected = _stock_step(layer, probe, cls)
-            found = _layer_difference(binding, probe, cls, expected)
+            changed = [name for name, x in _state(probe).items() if name in before and not x.equal(before[name])]
+            found = f"it changes {changed[0]}" if changed else _layer_difference(binding, probe, cls, expected)
             if found is not None:
                 break
         else:
@@ -323,43 +328,53 @@ def _tokens(layer: Layer, probe: Any, width: int) -> list[Tensor]:
     return [x * scales[:, None], *others]
 
 
+def _state(probe: Any) -> dict[str, Tensor]:
+    """Return what a forward may change, except tensors that are no buffers."""
+    numbers = {name: torch.tensor(x) for name, x in vars(probe).items() if type(x) in (int, float)}
+    return {**numbers, **{name: x.clone() for name, x in probe.named_buffers()}}
+
+
 class _Step(NamedTuple):
-    width: int  # of the inputs
+    inputs: list[Tensor]
     output: Tensor
     gradients: dict[str, Tensor]
 
 
 def _stock_step(layer: Layer, probe: Any, cls: Any) -> _Step:
     widths = [p.shape[-1] for p in probe.parameters()] if layer.method == "forward" else []
+    widths = [*dict.fromkeys(widths or getattr(probe, "normalized_shape", [48]))]
+    tokens = [_tokens(layer, probe, width) for width in widths]
+    if probe.training:  # a batch reveals a wrong dimension, but not all experts take one
+        tokens = [[x[None] for x in inputs] for inputs in tokens] + tokens
     failures = []
-    for width in dict.fromkeys(widths or getattr(probe, "normalized_shape", [48])):
+    for inputs in tokens:
         try:
-            return _step(functools.partial(stock_method(cls, layer.method), probe), layer, probe, width)
+            return _step(functools.partial(stock_method(cls, layer.method), probe), probe, inputs)
         except Exception as failure:
             failures.append(_first_line(failure))
     raise Incomparable(failures[0] if failures else "the width of its input is not known")
 
 
-def _step(method: Callable[..., Any], layer: Layer, probe: Any, width: int) -> _Step:
-    inputs = [x.requires_grad_() for x in _tokens(layer, probe, width)]
+def _step(method: Callable[..., Any], probe: Any, inputs: list[Tensor]) -> _Step:
+    inputs = [x.detach().requires_grad_() for x in inputs]
     leaves = {**{f"input {i}": x for i, x in enumerate(inputs)}, **dict(probe.named_parameters())}
     with torch.enable_grad():
         output = method(*(x.clone() for x in inputs))  # a kernel may overwrite its input
-    if not isinstance(output, Tensor) or output.ndim != 2:
+    if not isinstance(output, Tensor) or output.shape[:-1] != inputs[0].shape[:-1]:
         raise TypeError("it returns no tensor of tokens")
     gradients: Any = [torch.zeros_like(x) for x in leaves.values()]
     if output.requires_grad:
         upstream = _random(*output.shape, seed=9).to(output.dtype)
         gradients = torch.autograd.grad(output, [*leaves.values()], upstream, materialize_grads=True)
-    return _Step(width, output.detach(), dict(zip(leaves, gradients, strict=True)))
+    return _Step(inputs, output.detach(), dict(zip(leaves, gradients, strict=True)))
 
 
 def _layer_difference(binding: Binding, probe: Any, cls: Any, expected: _Step) -> str | None:
     try:
-        ours = _step(functools.partial(binding.run, probe), binding.layer, probe, expected.width)
+        ours = _step(functools.partial(binding.run, probe), probe, expected.inputs)
         found = _largest(ours.output, expected.output)
         if found is None and not probe._modules and binding.layer.method == "forward":
-            found = _rounding(binding, probe, cls, expected.width)
+            found = _rounding(binding, probe, cls, expected.inputs[0].shape[-1])
     except AttributeError as missing:
         return f"it is laid out differently: {missing}"
     except Exception as failure:
