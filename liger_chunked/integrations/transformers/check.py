@@ -80,7 +80,7 @@ def check_model(
 ) -> ModelReport:
     """Compare a model's loss, gradients and patched layers with the unpatched model's.
 
-    Both run one step in the model's mode, without dropout; layers are compared in both modes. Errors are distances from
+    Both run one step in the model's mode, without dropout. Layers are compared in both modes. Errors are distances from
     a float64 copy, which must fit into memory.
 
     Args:

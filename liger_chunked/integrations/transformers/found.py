@@ -95,7 +95,6 @@ _FOREIGN = (
 
 
 def found_in(model: PreTrainedModel, fused: bool | None = None) -> Found:
-    """Find what is served; `fused` is the switch of the head, which a forward of other code needs."""
     found = Found()
     used = set()
     for module in model.modules():

@@ -1,7 +1,7 @@
 """What a model computes between its backbone and its logits, which its config does not say.
 
-`check_head` runs a copy in which backbone and `lm_head` return known values, and other modules and tensors raise. It
-runs in evaluation mode and, with gradients and on another batch, in training mode.
+`check_head` runs a copy in evaluation mode, and with gradients in training mode. Backbone and `lm_head` return known
+values; other modules with parameters, and all tensors, raise.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class _Trial:
         self.backbone, self.projection = backbone_of(nested or model), projections(model)[0]
         self.nested = nested is not None
         self.configs = (model.config, model.config.get_text_config())
-        self.inner: dict[nn.Module, set[nn.Module]] = {}  # by the part of the backbone that the forward calls
+        self.inner: dict[nn.Module, set[nn.Module]] = {}  # by the core
 
     def prepare(self, scales: Tensor | None = None) -> None:
         generator = torch.Generator().manual_seed(int(self.training))
@@ -224,7 +224,7 @@ class _Trial:
         if loss_function is not None:
             vars(copy)["_loss_function"] = loss_function
         given = self.arguments() | arguments
-        # An unknown loss of router logits reads them, and so raises.
+        # A loss of router logits that we do not know reads them, and raises.
         router_logits = balance_of(model) is None
         output = forward(copy, **given, **_if_taken(forward, return_dict=True, output_router_logits=router_logits))
         _check_attributes(stand_ins)
@@ -254,13 +254,14 @@ class _Trial:
         return torch.randint(self.logits.shape[-1], self.batch, generator=generator)
 
     def loss_labels(self) -> Tensor:
-        """Return labels, one of them ignored, and others special tokens, which a forward may not train on."""
+        """Return labels with special tokens, which a forward may ignore."""
         labels = self.labels()
         labels[:, 1] = -100
         named = [(name, x) for config in self.configs for name, x in vars(config).items() if type(x) is int]
         special = sorted({x for name, x in named if name.endswith(("token_id", "token_index"))})
         last = labels[:, 2:].clone().view(-1)
-        special = [x for x in special if 0 <= x < self.logits.shape[-1]][:: -1 if self.training else 1][: len(last)]
+        special = [x for x in special if 0 <= x < self.logits.shape[-1]]
+        special = special[-len(last) :] if self.training else special[: len(last)]
         last[: len(special)] = torch.tensor(special, dtype=torch.long)
         labels[:, 2:] = last.view_as(labels[:, 2:])
         return labels
@@ -362,7 +363,7 @@ _OVERRIDES = (*FORWARD_SLOTS, "_hf_hook", "_compiled_call_impl")
 def _copy(
     module: nn.Module, name: str, stand_ins: dict[nn.Module, nn.Module], inner: set[nn.Module], training: bool
 ) -> nn.Module:
-    """Copy a module without hooks, with stand-ins for all tensors, and for all submodules but `inner`."""
+    """Copy a module without hooks, with stand-ins for tensors, and for all submodules but `inner`."""
     if module in stand_ins:
         return stand_ins[module]
     if module not in inner and (any(True for _ in module.parameters()) or any(True for _ in module.buffers())):
@@ -389,7 +390,7 @@ def _copy(
 
 
 class _Unread(Tensor):
-    """Stands in for a tensor that may change between steps: raises where it is read."""
+    """Stands in for a tensor, and raises where it is read."""
 
     described: str
 
@@ -409,7 +410,8 @@ class _Unread(Tensor):
 def _check_attributes(stand_ins: dict[nn.Module, nn.Module]) -> None:
     for module, copy in stand_ins.items():
         for name, x in vars(copy).items() if TRIAL in vars(copy) else ():
-            if type(x) in (int, float) and vars(module).get(name, x) != x:
+            before = vars(module).get(name, x)
+            if type(x) in (int, float) and x is not before and x != before:
                 raise _Difference(f"it sets its attribute {name!r} in each call")
 
 

@@ -60,7 +60,7 @@ def difference(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> str
 
 
 def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> None:
-    """Raise Difference unless a small copy of `module` computes the same with the layer, and has the same gradients."""
+    """Raise Difference unless a small copy of `module` has the same results and gradients with the layer."""
     layer = binding.layer
     with _quiet():
         is_small = not module._modules and all(len(_shape(p)) < 2 for p in module.parameters())
@@ -72,7 +72,7 @@ def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> No
                     vector.mul_(100)
             before = _state(probe)
             expected = _stock_step(layer, probe, cls)
-            changed = [name for name, x in _state(probe).items() if name in before and not x.equal(before[name])]
+            changed = [name for name, x in _state(probe).items() if before.get(name, x) != x]
             found = f"it changes {changed[0]}" if changed else _layer_difference(binding, probe, cls, expected)
             if found is not None:
                 break
@@ -328,10 +328,9 @@ def _tokens(layer: Layer, probe: Any, width: int) -> list[Tensor]:
     return [x * scales[:, None], *others]
 
 
-def _state(probe: Any) -> dict[str, Tensor]:
-    """Return what a forward may change, except tensors that are no buffers."""
-    numbers = {name: torch.tensor(x) for name, x in vars(probe).items() if type(x) in (int, float)}
-    return {**numbers, **{name: x.clone() for name, x in probe.named_buffers()}}
+def _state(probe: Any) -> dict[str, str]:
+    numbers = {name: repr(x) for name, x in vars(probe).items() if type(x) in (int, float)}
+    return {**numbers, **{name: repr(x.tolist()) for name, x in probe.named_buffers()}}
 
 
 class _Step(NamedTuple):
@@ -344,7 +343,7 @@ def _stock_step(layer: Layer, probe: Any, cls: Any) -> _Step:
     widths = [p.shape[-1] for p in probe.parameters()] if layer.method == "forward" else []
     widths = [*dict.fromkeys(widths or getattr(probe, "normalized_shape", [48]))]
     tokens = [_tokens(layer, probe, width) for width in widths]
-    if probe.training:  # a batch reveals a wrong dimension, but not all experts take one
+    if probe.training:  # a batch reveals a wrong dimension; some experts take none
         tokens = [[x[None] for x in inputs] for inputs in tokens] + tokens
     failures = []
     for inputs in tokens:
@@ -385,7 +384,7 @@ def _layer_difference(binding: Binding, probe: Any, cls: Any, expected: _Step) -
 def _gradient_difference(ours: _Step, expected: _Step) -> str | None:
     for name, of_stock in expected.gradients.items():
         pair = ours.gradients[name], of_stock
-        # One norm for a parameter, whose rows may be zero but for rounding.
+        # A parameter's rows may be zero but for rounding.
         found = _largest(*(pair if name.startswith("input ") else (g.flatten() for g in pair)))
         if found is not None:
             return f"gradient of {name}: {found}"
