@@ -49,6 +49,9 @@ class Own(transformers.LlamaForCausalLM):
     def after(self, logits, input_ids):
         return logits
 
+    def masked(self, logits, attention_mask):
+        return logits
+
     def loss_of(self, loss, outputs):
         return loss
 
@@ -58,6 +61,7 @@ class Own(transformers.LlamaForCausalLM):
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         logits = self.after(self.lm_head(self.before(outputs.last_hidden_state)), input_ids)
+        logits = self.masked(logits, attention_mask)
         loss = None
         if labels is not None:
             labels = self.trained(labels, attention_mask)
@@ -117,24 +121,27 @@ TENSOR = "and a fused head takes numbers"
 SCALE = "its logits are not a scale and softcap of the output of lm_head"
 REACHED = "what reaches lm_head is not the backbone's last hidden state"
 REFUSED = {
-    "parameter": ({"after": lambda self, logits, ids: logits * self.learned}, f"its parameter learned, {TENSOR}"),
-    "its exponential": ({"after": lambda self, logits, ids: logits * self.learned.exp()}, "its parameter learned, and"),
-    "its item": ({"after": lambda self, logits, ids: logits * self.learned.item()}, "its parameter learned, and"),
+    "parameter": ({"after": lambda self, logits, ids: logits * self.learned}, f"its parameter 'learned', {TENSOR}"),
+    "its exponential": (
+        {"after": lambda self, logits, ids: logits * self.learned.exp()},
+        "its parameter 'learned', and",
+    ),
+    "its item": ({"after": lambda self, logits, ids: logits * self.learned.item()}, "its parameter 'learned', and"),
     "its clamp": (
         {"after": lambda self, logits, ids: logits / self.learned.clamp(min=1)},
-        "its parameter learned, and",
+        "its parameter 'learned', and",
     ),
-    "one per token": ({"after": lambda self, logits, ids: logits * self.per_token}, "its parameter per_token, and"),
-    "bias": ({"after": lambda self, logits, ids: logits + self.bias}, "its parameter bias, and"),
+    "one per token": ({"after": lambda self, logits, ids: logits * self.per_token}, "its parameter 'per_token', and"),
+    "bias": ({"after": lambda self, logits, ids: logits + self.bias}, "its parameter 'bias', and"),
     "learned softcap": (
         {"after": lambda self, logits, ids: self.learned * torch.tanh(logits / self.learned)},
-        "its parameter learned, and",
+        "its parameter 'learned', and",
     ),
-    "before lm_head": ({"before": lambda self, h: h * self.learned}, "its parameter learned, and"),
-    "buffer": ({"after": lambda self, logits, ids: logits * self.count}, "its buffer count, and"),
-    "mask": ({"after": lambda self, logits, ids: logits + self.mask}, "its buffer mask, and"),
-    "index": ({"after": lambda self, logits, ids: logits[..., self.kept]}, "its tensor kept, and"),
-    "steps": ({"after": stepped}, "its buffer count, and"),
+    "before lm_head": ({"before": lambda self, h: h * self.learned}, "its parameter 'learned', and"),
+    "buffer": ({"after": lambda self, logits, ids: logits * self.count}, "its buffer 'count', and"),
+    "mask": ({"after": lambda self, logits, ids: logits + self.mask}, "its buffer 'mask', and"),
+    "index": ({"after": lambda self, logits, ids: logits[..., self.kept]}, "its tensor 'kept', and"),
+    "steps": ({"after": stepped}, "its buffer 'count', and"),
     "norm of the weight": (
         {"after": lambda self, logits, ids: logits / self.lm_head.weight.norm()},
         "computes with the weight of lm_head",
@@ -164,6 +171,17 @@ REFUSED = {
     "tokens": (
         {"after": lambda self, logits, ids: logits * ids.float().mean()},
         "in training mode, its logit_scale is",
+    ),
+    "mask of the batch": (
+        {"masked": lambda self, logits, mask: logits * mask.float().mean()},
+        "in training mode, its logit",
+    ),
+    "mask of a sample": ({"masked": lambda self, logits, mask: logits * mask.float().mean(1)[:, None, None]}, SCALE),
+    "mask of positions": ({"masked": lambda self, logits, mask: logits * mask[..., None]}, SCALE),
+    "hidden states": ({"before": lambda self, h: h / h.norm()}, "in training mode, its logit_scale is"),
+    "logits": (
+        {"after": lambda self, logits, ids: logits / logits.norm()},
+        "the gradient of its logits|its logit_scale is",
     ),
     "positions": (
         {"before": lambda self, h: h[:, 1:]},
@@ -231,7 +249,7 @@ def test_a_tied_head_with_a_temperature(trained):
     if not trained:
         assert_served(model)
         return
-    with pytest.raises(ValueError, match="its parameter learned, and a fused head"):
+    with pytest.raises(ValueError, match="its parameter 'learned', and a fused head"):
         attach_head(model)
 
 

@@ -244,7 +244,9 @@ class _Trial:
 
     def arguments(self) -> dict[str, Any]:
         positions = torch.arange(self.batch[1]).expand(self.batch)
-        optional = {"attention_mask": (3 * positions < 2 * self.batch[1]).long(), "position_ids": positions + 1}
+        mask = torch.ones(self.batch, dtype=torch.long)
+        mask[-1, _KEPT:] = 0
+        optional = {"attention_mask": mask, "position_ids": positions + 1}
         names = _parameters(self.forward)
         tokens = {"inputs_embeds": self.hidden_states + 1} if self.nested else {"input_ids": self.labels()}
         return {**tokens, **{name: x for name, x in optional.items() if name in names}}
@@ -379,11 +381,11 @@ def _copy(
     }
     for kind, word in (("_parameters", "parameter"), ("_buffers", "buffer")):
         state[kind] = {
-            key: x if x is None else _Unread(x, f"its {word} {prefix}{key}") for key, x in state[kind].items()
+            key: x if x is None else _Unread(x, f"its {word} {prefix + key!r}") for key, x in state[kind].items()
         }
     for key, x in state.items():
         if isinstance(x, Tensor):
-            state[key] = _Unread(x, f"its tensor {prefix}{key}")
+            state[key] = _Unread(x, f"its tensor {prefix + key!r}")
     vars(copy).update(state, training=training)
     vars(copy)[TRIAL] = True
     return copy
