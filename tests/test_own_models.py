@@ -178,7 +178,7 @@ REFUSED = {
     ),
     "mask of a sample": ({"masked": lambda self, logits, mask: logits * mask.float().mean(1)[:, None, None]}, SCALE),
     "mask of positions": ({"masked": lambda self, logits, mask: logits * mask[..., None]}, SCALE),
-    "hidden states": ({"before": lambda self, h: h / h.norm()}, "in training mode, its logit_scale is"),
+    "hidden states": ({"before": lambda self, h: h / h.norm()}, "the gradient of the backbone's last hidden state is"),
     "logits": (
         {"after": lambda self, logits, ids: logits / logits.norm()},
         "the gradient of its logits|its logit_scale is",
