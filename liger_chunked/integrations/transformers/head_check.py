@@ -1,7 +1,7 @@
 """What a model computes between its backbone and its logits, which its config does not say.
 
-`check_head` runs a copy in evaluation mode, and with gradients in training mode. Backbone and `lm_head` return known
-values; other modules with parameters, and all tensors, raise.
+`check_head` runs a copy, in both modes. Backbone and `lm_head` return known values; other modules with parameters, and
+all tensors, raise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from liger_chunked.integrations.transformers.detect import (
 )
 from liger_chunked.types import LogitOptions
 
-_BATCHES = {False: (1, 6), True: (2, 3)}  # samples and positions, by whether the model trains
+_BATCHES = {False: (1, 6), True: (2, 3)}  # samples and positions, by mode
 _KEPT = 2  # positions, by `logits_to_keep`
 _NUM_ITEMS = 7
 
@@ -183,7 +183,7 @@ class _Trial:
         self.backbone, self.projection = backbone_of(nested or model), projections(model)[0]
         self.nested = nested is not None
         self.configs = (model.config, model.config.get_text_config())
-        self.inner: dict[nn.Module, set[nn.Module]] = {}  # by the core
+        self.inner: dict[nn.Module, set[nn.Module]] = {}
 
     def prepare(self, scales: Tensor | None = None) -> None:
         generator = torch.Generator().manual_seed(int(self.training))
@@ -224,7 +224,7 @@ class _Trial:
         if loss_function is not None:
             vars(copy)["_loss_function"] = loss_function
         given = self.arguments() | arguments
-        # A loss of router logits that we do not know reads them, and raises.
+        # An unknown loss of router logits raises.
         router_logits = balance_of(model) is None
         output = forward(copy, **given, **_if_taken(forward, return_dict=True, output_router_logits=router_logits))
         _check_attributes(stand_ins)

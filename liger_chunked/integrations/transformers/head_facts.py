@@ -17,7 +17,7 @@ from liger_chunked.types import LogitOptions
 
 _CHECKED = "_liger_checked_heads"
 _CHECKED_MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
-_KEPT = 8  # checks of a model
+_KEPT = 8
 _IN_ANY_STATE = {"training", "use_cache"}
 
 

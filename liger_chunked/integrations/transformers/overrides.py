@@ -173,7 +173,6 @@ def _recognised(methods: tuple[tuple[str, int, source.Source | None], ...]) -> B
         if read is None:
             continue
         for path, layer, names in _ROWS:
-            # Few rows read as many attributes: few imports.
             if (layer.method, layer.inputs) != (name, inputs):
                 continue
             if name == "forward" and len(layer.attributes) != len(read[1]):
