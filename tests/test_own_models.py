@@ -284,6 +284,20 @@ def test_a_head_fn_without_a_gradient():
     assert not loss.requires_grad
 
 
+class Heated(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, temperature=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state)
+        return CausalLMOutputWithPast(logits=logits if temperature is None else logits / temperature)
+
+
+def test_an_argument_that_only_a_forward_of_ones_own_reads():
+    model, arguments = Heated(transformers.LlamaConfig(**BY_ID["llama"].config)), batch()
+    attach_head(model)
+    assert run_head(model, lambda head, input: input.target, **arguments, temperature=None).shape == (2, 9)
+    with pytest.raises(ValueError, match="head_fn cannot take temperature: only the forward of Heated reads this"):
+        run_head(model, lambda head, input: input.target, **arguments, temperature=2.0)
+
+
 # The loss of a forward of one's own.
 
 
@@ -417,6 +431,27 @@ class Clamped(Norm):
         return super().forward(x).clamp(-50, 50)
 
 
+class Grouped(Norm):
+    """A norm of each group of columns; of a whole token by default."""
+
+    def __init__(self, size: int = HIDDEN, groups: int = 1) -> None:
+        super().__init__(size)
+        self.groups = groups
+
+    def mean(self, x):
+        groups = x.unflatten(-1, (self.groups, -1))
+        return groups.pow(2).mean(-1, keepdim=True).expand_as(groups).flatten(-2)
+
+
+class Configured(Norm):
+    def __init__(self, size: int = HIDDEN, config=None) -> None:
+        super().__init__(size)
+        self.config = config or transformers.LlamaConfig()
+
+    def forward(self, x):
+        return super().forward(x) * getattr(self.config, "factor", 1)
+
+
 def norm_1_5(x, weight, eps):
     return liger_rms_norm(x, weight + 1.5, eps)
 
@@ -438,6 +473,17 @@ def test_a_layer_of_ones_own(table):
         assert check_model(model.train(training)).layers["Norm"] is None
     assert apply_liger_kernel(model).replaced["rms_norm"]["Norm"] == 1
     torch.testing.assert_close(step(model, arguments)[0].loss, stock[0].loss, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("other", [Grouped(groups=2), Configured(config=transformers.LlamaConfig(factor=2))])
+def test_each_setting_of_a_class_is_compared(other, table):
+    cls = type(other)
+    register_layer(cls, OWN_NORM)
+    model = with_norm(cls)
+    model.model.layers[0].input_layernorm = other
+    applied = apply_liger_kernel(model)
+    assert applied.replaced["rms_norm"][cls.__name__ if cls is Configured else "Norm"] == 1
+    assert any("the results differ" in reason for reason in applied.left.values())
 
 
 LAYERS = [

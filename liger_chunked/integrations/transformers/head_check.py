@@ -57,6 +57,7 @@ class HeadFacts:
     dropped: tuple[str, ...] = ()
     backbone_takes_labels: bool = False
     nested: bool = False  # the head is in a causal model inside this one
+    foreign: bool = False  # the forward is not that of transformers
 
 
 def check_head(model: PreTrainedModel, forward: Callable[..., Any]) -> HeadFacts:
@@ -96,7 +97,8 @@ def _facts(trial: _Trial) -> HeadFacts:
     own = inspect.signature(trial.forward).parameters.values()
     names = [p.name for p in [*own][1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     of_forward = tuple(name for name in names if name not in taken and (read is None or name in read))
-    return replace(_passed_on(observed, options, of_forward), nested=trial.nested)
+    foreign = not trial.forward.__module__.startswith("transformers.")
+    return replace(_passed_on(observed, options, of_forward), nested=trial.nested, foreign=foreign)
 
 
 def _read_for_loss(forward: Callable[..., Any]) -> set[str] | None:

@@ -40,14 +40,16 @@ class Incomparable(Exception):
 
 
 _COMPARED: dict[Any, str | None] = {}
+_PLAIN = (bool, int, float, str, tuple)
 
 
 def difference(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> str | None:
     """Return how the layer differs from `cls`, cached by class, source and configuration."""
-    plain = {name: x for name, x in vars(module).items() if isinstance(x, bool | float | str) and name != "training"}
-    parts = {name: type(x) for name, x in (*module._modules.items(), *module._parameters.items())}
+    owners = vars(module), getattr(getattr(module, "config", None), "__dict__", {})
+    plain = [{n: x for n, x in o.items() if isinstance(x, _PLAIN) and n != "training"} for o in owners]
+    parts = {n: (type(x), getattr(x, "ndim", 0)) for n, x in (*module._modules.items(), *module._parameters.items())}
     stock = stock_method(cls, binding.layer.method)
-    key = (cls, stock, source_of(stock, cls), binding, repr(sorted(plain.items())), repr(sorted(parts.items())))
+    key = (cls, stock, source_of(stock, cls), binding, repr(plain), repr(sorted(parts.items())))
     if key not in _COMPARED:
         try:
             check_layer(binding, module, cls)
