@@ -180,6 +180,23 @@ def test_every_row_is_read_and_equal():
     assert state.equal(torch.get_rng_state())
 
 
+def norm_1p(x, normalized_shape, weight, bias, eps):
+    return liger_chunked.liger_layer_norm(x, weight + 1, bias, eps)
+
+
+def test_a_row_alone_serves_a_class(monkeypatch):
+    """Nemotron's norm calls a function: its source has neither a product nor `eps=`."""
+    cls, layer = modeling("nemotron").NemotronLayerNorm1P, Layer(norm_1p, "layer_norm")
+    monkeypatch.setattr(overrides, "_ROWS", [*overrides._ROWS, ("nemotron.NemotronLayerNorm1P", layer, {})])
+    overrides._recognised.cache_clear()
+    try:
+        binding = overrides.binding_of(cls)
+        assert binding.layer is layer
+        verify.check_layer(binding, cls(8), cls)
+    finally:
+        overrides._recognised.cache_clear()
+
+
 @pytest.mark.parametrize("layers_of", [2, 32])
 def test_patching_is_quick(layers_of):
     config = {**BY_ID["llama"].config, "num_hidden_layers": layers_of}
