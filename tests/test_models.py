@@ -685,11 +685,15 @@ class OwnForward(transformers.LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
-def test_a_forward_of_ones_own_is_not_replaced():
-    model = OwnForward(transformers.LlamaConfig(**BY_ID["llama"].config))
+def test_a_forward_of_ones_own_is_replaced_on_demand():
+    model, arguments = OwnForward(transformers.LlamaConfig(**BY_ID["llama"].config)), labelled(BY_ID["llama"])
+    stock = step(model, arguments)
     assert "fused_linear_cross_entropy" not in apply_liger_kernel(model).replaced
-    with pytest.raises(ValueError, match=r"'fused_linear_cross_entropy'.*matches nothing"):
-        apply_liger_kernel(model, fused_linear_cross_entropy=True)
+    assert step(model, arguments)[0].logits is not None
+    apply_liger_kernel(model, fused_linear_cross_entropy=True)
+    ours = step(model, arguments)
+    assert ours[0].logits is None
+    assert_same_step(ours, stock)
     revert_liger_kernel(model)
 
 

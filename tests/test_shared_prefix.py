@@ -221,7 +221,7 @@ def test_positions_to_keep(keep: Any) -> None:
     batch = share_batch(model, ids, mask)
     fn = batch.head_fn(lambda head, input: input.hidden_states, logits_to_keep=keep)
     kept = torch.ones_like(mask) * mask
-    weights = shared_prefix._kept(kept[..., None], keep)
+    weights = shared_prefix.kept(kept[..., None], keep)
     assert_same(model(**batch.inputs, head_fn=fn) * weights, expected * weights)
 
 

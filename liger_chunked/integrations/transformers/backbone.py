@@ -21,6 +21,11 @@ from liger_chunked.integrations.transformers.lm_head import lock_of
 def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = None, /, **kwargs: Any) -> HeadInput:
     """Run the backbone as `forward` would, by default the class's."""
     facts = head_facts(model, forward)
+    if facts.foreign and (used := [name for name in facts.of_forward if kwargs.get(name) is not None]):
+        raise ValueError(
+            f"head_fn cannot take {', '.join(used)}: only the forward of {type(model).__name__} reads this, and "
+            "head_fn replaces the end of that forward"
+        )
     labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
     num_items = kwargs.pop("num_items_in_batch", None)
     if isinstance(num_items, int):  # the losses clamp a tensor without a synchronization

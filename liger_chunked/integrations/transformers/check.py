@@ -80,7 +80,8 @@ def check_model(
 ) -> ModelReport:
     """Compare a model's loss, gradients and patched layers with the unpatched model's.
 
-    Both run one step in evaluation mode. Errors are distances from a float64 copy, which must fit into memory.
+    Both run one step in the model's mode, without dropout. Layers are compared in both modes. Errors are distances from
+    a float64 copy, which must fit into memory.
 
     Args:
         model: a transformers model, also in PEFT, not quantized, sharded or offloaded.
@@ -107,7 +108,6 @@ def check_model(
     dtype = next(p.dtype for p in inner.parameters() if p.is_floating_point())
     options: dict[str, Any] = {**switches, **({} if logits_budget is None else {"logits_budget": logits_budget})}
     with _as_found(model), torch.random.fork_rng(), torch.autocast(inner.device.type, enabled=False):
-        model.eval()
         if options or APPLIED not in vars(inner):
             apply_liger_kernel(inner, **options)
         applied = vars(inner)[APPLIED]
@@ -196,7 +196,7 @@ def _arguments(inner: Any, input_ids: Tensor | None, labels: Tensor | None) -> d
 
 def _step(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    with torch.enable_grad():
+    with torch.enable_grad(), _NoDropout():
         loss = model(**arguments).loss
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True) if trained else ()
@@ -212,6 +212,14 @@ class _Float64Softmax(TorchFunctionMode):
         if func in (F.softmax, torch.softmax, Tensor.softmax) and args and args[0].dtype == torch.float64:
             kwargs.pop("dtype", None)
         return func(*args, **kwargs)
+
+
+class _NoDropout(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "dropout_p" in kwargs:  # of attention
+            kwargs["dropout_p"] = 0.0
+        return args[0] if "dropout" in getattr(func, "__name__", "") else func(*args, **kwargs)
 
 
 def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -246,6 +246,7 @@ def runs_code_of(found: type[nn.Module], cls: type[nn.Module], method: str) -> b
 
 
 STOCK = "_liger_stock"  # attribute of our methods: the originals
+TRIAL = "_liger_trial"  # attribute of copies that `head_check.py` runs
 
 
 def stock_method(cls: type, name: str) -> Any:

@@ -88,9 +88,13 @@ class Found:
 
 
 _VARIANT = "a variant that no kernel computes"
+_FOREIGN = (
+    "; use attach_head, or pass fused_linear_cross_entropy=True if its loss is the causal loss of labels and reads no "
+    "other keywords"
+)
 
 
-def found_in(model: PreTrainedModel, fused: bool = True) -> Found:
+def found_in(model: PreTrainedModel, fused: bool | None = None) -> Found:
     found = Found()
     used = set()
     for module in model.modules():
@@ -107,14 +111,15 @@ def found_in(model: PreTrainedModel, fused: bool = True) -> Found:
     found.add_ropes(used, [module for module in model.modules() if "Rotary" in type(module).__name__])
     if model.get_output_embeddings() is not None:
         owner, of_loss, reason = owner_of(model), has_causal_loss(model), None
-        if not owner.__module__.startswith("transformers."):
-            of_loss, reason = False, f"its forward is that of {owner.__module__}, not of transformers"
+        foreign = not owner.__module__.startswith("transformers.")
+        if foreign and fused is None:
+            reason = f"its forward is that of {owner.__module__}, not of transformers{_FOREIGN}"
         elif not of_loss:
             loss = model.loss_function
             reason = f"its loss_function is {getattr(loss, '__qualname__', loss)}, not the causal loss"
-        elif fused:
+        elif fused is not False:
             reason = _head_refusal(model)
-        switches = {"cross_entropy": of_loss, FUSED: fused and reason is None}
+        switches = {"cross_entropy": of_loss and not foreign, FUSED: fused is not False and reason is None}
         found.heads = tuple(switch for switch, on in switches.items() if on)
         found.left |= {} if reason is None else {owner.__name__: reason}
     elif model.can_generate():

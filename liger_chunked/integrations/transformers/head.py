@@ -16,6 +16,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput, can_return_tuple
 
 from liger_chunked.integrations.transformers.backbone import run_backbone
+from liger_chunked.integrations.transformers.detect import TRIAL
 from liger_chunked.integrations.transformers.head_facts import head_facts
 from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput
 from liger_chunked.integrations.transformers.layers import causal_lm_loss
@@ -41,6 +42,8 @@ def forward(
     model: PreTrainedModel, stock: Callable[..., Any], *args: Any, head_fn: HeadFn | None = None, **kwargs: Any
 ) -> Any:
     """Run `stock`, the model's forward, or instead `head_fn` or the fused loss."""
+    if TRIAL in vars(model):
+        return stock(*args, **kwargs)
     if args:  # the backbone's order may differ
         _, *names = inspect.signature(type(model).forward).parameters
         kwargs = dict(zip(names, args, strict=False)) | kwargs

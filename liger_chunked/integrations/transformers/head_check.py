@@ -1,6 +1,7 @@
 """What a model computes between its backbone and its logits, which its config does not say.
 
-`check_head` runs a copy in which backbone and `lm_head` return known values, and other modules with parameters raise.
+`check_head` runs a copy, in both modes. Backbone and `lm_head` return known values; other modules with parameters, and
+all tensors, raise.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput
@@ -23,14 +25,16 @@ from transformers.utils import ModelOutput
 from liger_chunked.integrations.transformers.detect import (
     FORWARD_SLOTS,
     HOOKS,
+    TRIAL,
     backbone_of,
+    balance_of,
     nested_of,
     parsed,
     projections,
 )
 from liger_chunked.types import LogitOptions
 
-_LENGTH, _MASKED = 6, 4  # positions, and the first masked one
+_BATCHES = {False: (1, 6), True: (2, 3)}  # samples and positions, by mode
 _KEPT = 2  # positions, by `logits_to_keep`
 _NUM_ITEMS = 7
 
@@ -53,33 +57,48 @@ class HeadFacts:
     dropped: tuple[str, ...] = ()
     backbone_takes_labels: bool = False
     nested: bool = False  # the head is in a causal model inside this one
+    foreign: bool = False  # the forward is not that of transformers
 
 
 def check_head(model: PreTrainedModel, forward: Callable[..., Any]) -> HeadFacts:
-    trial = _Trial(model, forward)
-    with _explained(forward):
-        # Small logits show the scale, large ones the softcap.
-        trial.prepare(torch.logspace(-2, 6, _LENGTH, dtype=torch.float32)[:, None])
-        observed = trial.observe()
-        factor = trial.factor(observed.reached, trial.hidden_states)
-        if factor != 1 and trial.projection.has_bias:
-            raise _Difference(
-                f"what reaches lm_head is {factor:.7g} times the backbone's last hidden state, and lm_head has a bias"
-            )
-        options = trial.transform(_logits_of(observed.output), factor)
-        if trial.nested and options != LogitOptions():
-            raise _Difference(f"the causal model inside it transforms the logits: {options}")
-        if "logits_to_keep" in _parameters(forward):
-            kept = trial.observe(logits_to_keep=_KEPT)
-            trial.factor(kept.reached, trial.hidden_states[:, -_KEPT:])
-        labels = trial.labels()
-        observed = trial.observe(lambda *args, **kwargs: torch.zeros(()), labels=labels)
-        read = _read_for_loss(forward) if trial.nested else None
-        taken = {*observed.passed, *_parameters(type(trial.backbone).forward), *_OF_HEAD, *_FREE}
-        own = inspect.signature(forward).parameters.values()
-        names = [p.name for p in [*own][1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        of_forward = tuple(name for name in names if name not in taken and (read is None or name in read))
-        return replace(_passed_on(observed, options, of_forward), nested=trial.nested)
+    evaluating, training = _trials(model, forward)
+    with _explained(evaluating):
+        facts = _facts(evaluating)
+    with _explained(training):
+        before, now = ({**vars(x), **vars(x.options)} for x in (facts, _facts(training)))
+        for name in before.keys() - {"options"}:
+            if not _equal_fact(before[name], now[name]):
+                raise _Difference(f"its {name} is {now[name]}, and {before[name]} for another batch in evaluation mode")
+    return facts
+
+
+def _equal_fact(x: Any, y: Any) -> bool:
+    return x == y or (isinstance(x, float) and isinstance(y, float) and math.isclose(x, y, rel_tol=2e-5))
+
+
+def _facts(trial: _Trial) -> HeadFacts:
+    # Small logits show the scale, large ones the softcap.
+    trial.prepare(torch.logspace(-3, 6, math.prod(trial.batch), dtype=torch.float32))
+    observed = trial.observe()
+    factor = trial.factor(observed.reached, trial.hidden_states)
+    if factor != 1 and trial.projection.has_bias:
+        raise _Difference(
+            f"what reaches lm_head is {factor:.7g} times the backbone's last hidden state, and lm_head has a bias"
+        )
+    options = trial.transform(_logits_of(observed.output), factor)
+    if trial.nested and options != LogitOptions():
+        raise _Difference(f"the causal model inside it transforms the logits: {options}")
+    if "logits_to_keep" in _parameters(trial.forward):
+        kept = trial.observe(logits_to_keep=_KEPT)
+        trial.factor(kept.reached, trial.hidden_states[:, -_KEPT:])
+    observed = trial.observe(lambda *args, **kwargs: torch.zeros(()), labels=trial.labels())
+    read = _read_for_loss(trial.forward) if trial.nested else None
+    taken = {*observed.passed, *_parameters(type(trial.backbone).forward), *_OF_HEAD, *_FREE}
+    own = inspect.signature(trial.forward).parameters.values()
+    names = [p.name for p in [*own][1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    of_forward = tuple(name for name in names if name not in taken and (read is None or name in read))
+    foreign = not trial.forward.__module__.startswith("transformers.")
+    return replace(_passed_on(observed, options, of_forward), nested=trial.nested, foreign=foreign)
 
 
 def _read_for_loss(forward: Callable[..., Any]) -> set[str] | None:
@@ -94,23 +113,25 @@ def _read_for_loss(forward: Callable[..., Any]) -> set[str] | None:
 
 def check_loss(model: PreTrainedModel, forward: Callable[..., Any]) -> None:
     """Raise ValueError unless `forward` computes the causal loss of its logits."""
-    trial = _Trial(model, forward)
-    with _explained(forward):
-        trial.prepare()
-        labels = trial.labels()
-        labels[:, 1] = -100
-        for arguments in ({}, _if_taken(forward, num_items_in_batch=torch.tensor(_NUM_ITEMS))):
-            output = trial.observe(labels=labels, **arguments).output
-            logits, target = _logits_of(output), labels[0, 1:]
-            total = F.cross_entropy(logits[0, :-1], target, ignore_index=-100, reduction="sum")
-            expected = total / (_NUM_ITEMS if arguments else (target != -100).sum())
-            loss = output.loss
-            if not isinstance(loss, Tensor) or not torch.allclose(loss.float(), expected, rtol=1e-4, atol=0):
-                got = f"{loss:.6g}" if isinstance(loss, Tensor) and loss.ndim == 0 else f"a {type(loss).__name__}"
-                raise _Difference(
-                    f"its loss, called with {' and '.join(['labels', *arguments])}, is {got} where the mean negative "
-                    f"log-likelihood of the next tokens is {expected:.6g}"
-                )
+    for trial in _trials(model, forward):
+        with _explained(trial):
+            trial.prepare()
+            labels = trial.loss_labels()
+            for arguments in ({}, _if_taken(forward, num_items_in_batch=torch.tensor(_NUM_ITEMS))):
+                output = trial.observe(labels=labels, **arguments).output
+                logits, target = _logits_of(output)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+                total = F.cross_entropy(logits, target, ignore_index=-100, reduction="sum")
+                expected = total / (_NUM_ITEMS if arguments else (target != -100).sum())
+                loss = output.loss
+                if not isinstance(loss, Tensor) or not torch.allclose(loss.float(), expected, rtol=1e-4, atol=0):
+                    got = f"{loss:.6g}" if isinstance(loss, Tensor) and loss.ndim == 0 else f"a {type(loss).__name__}"
+                    called = " and ".join(["labels", *arguments])
+                    raise _Difference(
+                        f"its loss, called with {called}, is {got} where the mean negative log-likelihood of the next "
+                        f"tokens is {expected:.6g}"
+                    )
+                if not _same_gradient(loss, expected, trial.logits):
+                    raise _Difference("the gradient of its loss is not that of its value")
 
 
 class _Difference(Exception):
@@ -121,19 +142,31 @@ class _Part(Exception):
     """The forward reads this part of the backbone."""
 
 
+def _trials(model: PreTrainedModel, forward: Callable[..., Any]) -> list[_Trial]:
+    return [_Trial(model, forward, training) for training in _BATCHES]
+
+
 @contextlib.contextmanager
-def _explained(forward: Callable[..., Any]) -> Iterator[None]:
+def _explained(trial: _Trial) -> Iterator[None]:
     """Compute on the CPU; turn errors into a ValueError."""
-    name = forward.__qualname__
+    name = trial.forward.__qualname__
     advice = "Train it with its own forward, which builds logits (apply_liger_kernel: fused_linear_cross_entropy=False)"
     try:
-        with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.random.fork_rng([]):
+        with (
+            torch.set_grad_enabled(trial.training),
+            torch.device("cpu"),
+            torch.autocast("cpu", enabled=False),
+            torch.random.fork_rng([]),
+        ):
             yield
     except Exception as error:
         known = isinstance(error, _Difference)
         lost = "the forward could not be followed from the backbone to the logits"
         reason = str(error) if known else f"{lost} ({type(error).__name__}: {error})"
-        raise ValueError(f"a fused loss cannot stand in for {name}: {reason}. {advice}") from (None if known else error)
+        mode = "in training mode, " if trial.training else ""
+        raise ValueError(f"a fused loss cannot stand in for {name}: {mode}{reason}. {advice}") from (
+            None if known else error
+        )
 
 
 class _Observed(NamedTuple):
@@ -145,20 +178,24 @@ class _Observed(NamedTuple):
 
 
 class _Trial:
-    def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
-        self.model, self.forward = model, forward
+    def __init__(self, model: PreTrainedModel, forward: Callable[..., Any], training: bool) -> None:
+        self.model, self.forward, self.training = model, forward, training
+        self.batch = _BATCHES[training]
         nested = nested_of(model)
         self.backbone, self.projection = backbone_of(nested or model), projections(model)[0]
         self.nested = nested is not None
+        self.configs = (model.config, model.config.get_text_config())
+        self.inner: dict[nn.Module, set[nn.Module]] = {}
 
-    def prepare(self, scale: Tensor | float = 1.0) -> None:
-        generator = torch.Generator().manual_seed(0)
+    def prepare(self, scales: Tensor | None = None) -> None:
+        generator = torch.Generator().manual_seed(int(self.training))
         sizes = (self.projection.linear.out_features, self.projection.linear.in_features)
-        made = [torch.randn(1, _LENGTH, size, generator=generator, dtype=torch.float32) for size in sizes]
-        self.logits, self.hidden_states = made[0] * scale, made[1]
+        made = [torch.randn(*self.batch, size, generator=generator, dtype=torch.float32) for size in sizes]
+        if scales is not None:
+            made[0] *= scales.view(*self.batch, 1)
+        self.logits, self.hidden_states = (x.requires_grad_() for x in made)
         # Usually in the config, maybe as its reciprocal.
-        configs = (self.model.config, self.model.config.get_text_config())
-        values = [x for config in configs for x in vars(config).values() if isinstance(x, (int, float))]
+        values = [x for config in self.configs for x in vars(config).values() if isinstance(x, (int, float))]
         numbers = [float(x) for x in values if not isinstance(x, bool) and math.isfinite(x) and x != 0]
         self.numbers = [1.0, *numbers, *(1 / x for x in numbers)]
 
@@ -180,13 +217,19 @@ class _Trial:
     def _run(self, core: nn.Module, loss_function: Callable[..., Tensor] | None, arguments: Any) -> _Observed:
         model, forward = self.model, self.forward
         real_head = model.get_output_embeddings()
-        stand_in, head = _Core(core, self.hidden_states), _Head(self.logits)
+        stand_in = _Core(core, self.hidden_states)
+        head = _Head(self.logits, _Unread(self.projection.linear.weight, "the weight of lm_head"))
         stand_ins: dict[nn.Module, nn.Module] = {core: stand_in, real_head: head}
-        copy = _copy(model, "", stand_ins, {model} | _containing(model, real_head) | _containing(model, core))
+        if core not in self.inner:
+            self.inner[core] = {model} | _containing(model, real_head) | _containing(model, core)
+        copy = _copy(model, "", stand_ins, self.inner[core], self.training)
         if loss_function is not None:
             vars(copy)["_loss_function"] = loss_function
         given = self.arguments() | arguments
-        output = forward(copy, **given, **_if_taken(forward, return_dict=True, output_router_logits=False))
+        # An unknown loss of router logits raises.
+        router_logits = balance_of(model) is None
+        output = forward(copy, **given, **_if_taken(forward, return_dict=True, output_router_logits=router_logits))
+        _check_attributes(stand_ins)
         for part, calls in (("its backbone", stand_in.calls), ("lm_head", head.inputs)):
             if len(calls) != 1:
                 raise _Difference(f"it calls {part} {len(calls)} times, not once")
@@ -202,16 +245,30 @@ class _Trial:
         return _Observed(head.inputs[0], output, given, stand_in.calls[0], expected)
 
     def arguments(self) -> dict[str, Any]:
-        mask = torch.ones(1, _LENGTH, dtype=torch.long)
-        mask[:, _MASKED:] = 0
-        optional = {"attention_mask": mask, "position_ids": torch.arange(_LENGTH)[None] + 1}
+        positions = torch.arange(self.batch[1]).expand(self.batch)
+        mask = torch.ones(self.batch, dtype=torch.long)
+        mask[-1, _KEPT:] = 0
+        optional = {"attention_mask": mask, "position_ids": positions + 1}
         names = _parameters(self.forward)
         tokens = {"inputs_embeds": self.hidden_states + 1} if self.nested else {"input_ids": self.labels()}
         return {**tokens, **{name: x for name, x in optional.items() if name in names}}
 
     def labels(self) -> Tensor:
-        generator = torch.Generator().manual_seed(1)
-        return torch.randint(self.logits.shape[-1], (1, _LENGTH), generator=generator)
+        generator = torch.Generator().manual_seed(1 + self.training)
+        return torch.randint(self.logits.shape[-1], self.batch, generator=generator)
+
+    def loss_labels(self) -> Tensor:
+        """Return labels with special tokens, which a forward may ignore."""
+        labels = self.labels()
+        labels[:, 1] = -100
+        named = [(name, x) for config in self.configs for name, x in vars(config).items() if type(x) is int]
+        special = sorted({x for name, x in named if name.endswith(("token_id", "token_index"))})
+        last = labels[:, 2:].clone().view(-1)
+        special = [x for x in special if 0 <= x < self.logits.shape[-1]]
+        special = special[-len(last) :] if self.training else special[: len(last)]
+        last[: len(special)] = torch.tensor(special, dtype=torch.long)
+        labels[:, 2:] = last.view_as(labels[:, 2:])
+        return labels
 
     def _exact(self, measured: Tensor) -> float:
         value = measured.item()
@@ -224,11 +281,14 @@ class _Trial:
                 f"{tuple(hidden_states.shape)}"
             )
         factor = self._exact((reached / hidden_states).median())
-        if not _same(reached, factor * hidden_states):
+        expected = factor * hidden_states
+        if not _same(reached, expected):
             raise _Difference(
                 "what reaches lm_head is not the backbone's last hidden state: the largest difference is "
                 f"{(reached - hidden_states).abs().max():.3g}, of values up to {hidden_states.abs().max():.3g}"
             )
+        if not _same_gradient(reached, expected, self.hidden_states):
+            raise _Difference("the gradient of the backbone's last hidden state is not that of what reaches lm_head")
         return factor
 
     def transform(self, logits: Tensor, factor: float) -> LogitOptions:
@@ -236,25 +296,30 @@ class _Trial:
         if logits.shape != raw.shape:
             shapes = f"{tuple(raw.shape)}, and the model {tuple(logits.shape)}"
             raise _Difference(f"lm_head returns logits of the shape {shapes}")
-        scale = self._exact((logits / raw)[:, 0].median())
-        if _same(logits, scale * raw):
-            return LogitOptions(logit_scale=scale * factor)
+        scale = self._exact((logits / raw)[0, 0].median())
         softcap = self._exact(logits.abs().max())
-        capped = softcap * torch.tanh(scale * raw / softcap) if softcap else raw
-        if softcap and math.isfinite(softcap) and torch.allclose(logits, capped, rtol=1e-5, atol=1e-6 * softcap):
-            return LogitOptions(softcap=softcap, logit_scale=scale * factor)
-        moderate = raw.abs() < 100
-        raise _Difference(
-            "its logits are not a scale and softcap of the output of lm_head: for values between -100 and 100 the "
-            f"largest difference is {(logits - raw)[moderate].abs().max():.3g}"
-        )
+        scaled = scale * raw
+        capped = softcap * torch.tanh(scaled / softcap) if softcap else scaled
+        if _same(logits, scaled):
+            expected, options = scaled, LogitOptions(logit_scale=scale * factor)
+        elif math.isfinite(softcap) and torch.allclose(logits, capped, rtol=1e-5, atol=1e-6 * softcap):
+            expected, options = capped, LogitOptions(softcap=softcap, logit_scale=scale * factor)
+        else:
+            moderate = raw.abs() < 100
+            raise _Difference(
+                "its logits are not a scale and softcap of the output of lm_head: for values between -100 and 100 the "
+                f"largest difference is {(logits - raw)[moderate].abs().max():.3g}"
+            )
+        if not _same_gradient(logits, expected, raw):
+            raise _Difference("the gradient of its logits is not that of a scale and softcap of the output of lm_head")
+        return options
 
 
 class _Output(BaseModelOutputWithPast):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return None
+        return _Unread(torch.empty(0), f"{name!r} of its backbone's output")
 
 
 class _Core(nn.Module):
@@ -272,13 +337,13 @@ class _Core(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> _Output:
         self.calls.append(dict(zip(_parameters(type(self.real[0]).forward), args, strict=False)) | kwargs)
-        return _Output(last_hidden_state=self.hidden_states)
+        return _Output(last_hidden_state=self.hidden_states.clone())
 
 
 class _Head(nn.Module):
-    def __init__(self, logits: Tensor) -> None:
+    def __init__(self, logits: Tensor, weight: Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(0, dtype=torch.float32), requires_grad=False)
+        self.weight = weight
         self.logits = logits
         self.inputs: list[Tensor] = []
 
@@ -299,31 +364,59 @@ class _Between(nn.Module):
 _OVERRIDES = (*FORWARD_SLOTS, "_hf_hook", "_compiled_call_impl")
 
 
-def _copy(module: nn.Module, name: str, stand_ins: dict[nn.Module, nn.Module], inner: set[nn.Module]) -> nn.Module:
-    """Copy a module without hooks, with stand-ins for all submodules but `inner`."""
+def _copy(
+    module: nn.Module, name: str, stand_ins: dict[nn.Module, nn.Module], inner: set[nn.Module], training: bool
+) -> nn.Module:
+    """Copy a module without hooks, with stand-ins for tensors, and for all submodules but `inner`."""
     if module in stand_ins:
         return stand_ins[module]
     if module not in inner and (any(True for _ in module.parameters()) or any(True for _ in module.buffers())):
         stand_ins[module] = _Between(name, module)
         return stand_ins[module]
     copy = stand_ins[module] = object.__new__(type(module))
+    prefix = f"{name}." if name else ""
     state = {key: value for key, value in vars(module).items() if key not in _OVERRIDES}
     state |= {key: type(state[key])() for key in HOOKS if key in state}
     state["_modules"] = {
-        key: child if child is None else _copy(child, f"{name}.{key}" if name else key, stand_ins, inner)
+        key: child if child is None else _copy(child, prefix + key, stand_ins, inner, training)
         for key, child in module._modules.items()
     }
-    for kind in ("_parameters", "_buffers"):
-        state[kind] = {key: x if x is None else _random_like(x) for key, x in state[kind].items()}
-    # Training mode reveals a dropout, but starts a patched model's fused forward.
-    state["training"] = module not in inner
-    vars(copy).update(state)
+    for kind, word in (("_parameters", "parameter"), ("_buffers", "buffer")):
+        state[kind] = {
+            key: x if x is None else _Unread(x, f"its {word} {prefix + key!r}") for key, x in state[kind].items()
+        }
+    for key, x in state.items():
+        if isinstance(x, Tensor):
+            state[key] = _Unread(x, f"its tensor {prefix + key!r}")
+    vars(copy).update(state, training=training)
+    vars(copy)[TRIAL] = True
     return copy
 
 
-def _random_like(x: Tensor) -> Tensor:
-    floating = x.is_floating_point()
-    return torch.randn(x.shape, dtype=torch.float32) if floating else torch.zeros(x.shape, dtype=x.dtype)
+class _Unread(Tensor):
+    """Stands in for a tensor, and raises where it is read."""
+
+    described: str
+
+    @staticmethod
+    def __new__(cls, real: Tensor, described: str) -> _Unread:
+        dtype = torch.float32 if real.is_floating_point() else real.dtype
+        made: _Unread = Tensor._make_wrapper_subclass(cls, real.shape, dtype=dtype, device=torch.device("cpu"))
+        made.described = described
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        described = next(x.described for x in tree_leaves((args, kwargs)) if isinstance(x, _Unread))
+        raise _Difference(f"it computes with {described}, and a fused head takes numbers, not tensors that may change")
+
+
+def _check_attributes(stand_ins: dict[nn.Module, nn.Module]) -> None:
+    for module, copy in stand_ins.items():
+        for name, x in vars(copy).items() if TRIAL in vars(copy) else ():
+            before = vars(module).get(name, x)
+            if type(x) in (int, float) and x is not before and x != before:
+                raise _Difference(f"it sets its attribute {name!r} in each call")
 
 
 def _containing(module: nn.Module, target: nn.Module) -> set[nn.Module]:
@@ -353,13 +446,24 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and torch.allclose(x, y, rtol=1e-5, atol=0)
 
 
+def _same_gradient(x: Tensor, y: Tensor, of: Tensor) -> bool:
+    if not y.requires_grad:  # in evaluation mode
+        return True
+    if not x.requires_grad:
+        return False
+    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float32)
+    options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+    found, expected = (torch.autograd.grad(z, of, upstream.to(z.dtype), **options)[0] for z in (x, y))
+    return found is not None and torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
 def _passed_on(observed: _Observed, options: LogitOptions, of_forward: tuple[str, ...]) -> HeadFacts:
     whole = observed.expected is None
     ours = observed.expected or {name: x for name, x in observed.given.items() if name != "labels"}
     constants: dict[str, Any] = {}
     dropped: list[str] = []
     takes_labels = False
-    for name in (ours.keys() | observed.passed.keys()) - _FREE:
+    for name in sorted((ours.keys() | observed.passed.keys()) - _FREE):
         own, theirs = ours.get(name), observed.passed.get(name)
         if _equal(own, theirs):
             continue

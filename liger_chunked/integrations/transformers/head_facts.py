@@ -17,11 +17,15 @@ from liger_chunked.types import LogitOptions
 
 _CHECKED = "_liger_checked_heads"
 _CHECKED_MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+_KEPT = 8
+_IN_ANY_STATE = {"training", "use_cache"}
 
 
-def _numbers(model: PreTrainedModel) -> list[dict[str, Any]]:
-    owners = (model, model.config, model.config.get_text_config())
-    return [{name: x for name, x in vars(o).items() if x is None or type(x) in (int, float)} for o in owners]
+def _settings(model: PreTrainedModel) -> list[dict[str, Any]]:
+    between = (m for child in model.children() if next(child.parameters(), None) is None for m in child.modules())
+    owners = (model, model.config, model.config.get_text_config(), *between)
+    plain = {bool, int, float, str, type(None)}
+    return [{n: x for n, x in vars(o).items() if type(x) in plain and n not in _IN_ANY_STATE} for o in owners]
 
 
 class _CheckedHead:
@@ -29,10 +33,10 @@ class _CheckedHead:
         self.forward = forward
         self.facts = head_check.check_head(model, forward)
         self.has_causal_loss = False
-        self._config, self._numbers = model.config, _numbers(model)
+        self._config, self._settings = model.config, _settings(model)
 
-    def holds_for(self, model: PreTrainedModel) -> bool:
-        return model.config is self._config and self._numbers == _numbers(model)
+    def holds_for(self, config: Any, settings: list[dict[str, Any]], forward: Callable[..., Any]) -> bool:
+        return self.forward is forward and self._config is config and self._settings == settings
 
 
 class _CheckedHeads:
@@ -47,11 +51,10 @@ class _CheckedHeads:
 
 def _known(model: PreTrainedModel, forward: Callable[..., Any]) -> _CheckedHead | None:
     known = vars(model).get(_CHECKED)
-    if known is not None:
-        for checked in known.heads:
-            if checked.forward is forward:
-                return checked if checked.holds_for(model) else None
-    return None
+    if known is None:
+        return None
+    now = model.config, _settings(model), forward
+    return next((checked for checked in known.heads if checked.holds_for(*now)), None)
 
 
 REASON = "a patched model checks its head, and a fused loss waits for the device; compile without fullgraph=True"
@@ -69,7 +72,7 @@ def head_facts(
     if checked is None:
         checked = _CheckedHead(model, forward)
         heads = vars(model).setdefault(_CHECKED, _CheckedHeads()).heads
-        heads[:] = [head for head in heads if head.forward is not forward] + [checked]
+        heads[:] = [checked, *heads[: _KEPT - 1]]
         _CHECKED_MODELS.add(model)
     if causal_loss and not checked.has_causal_loss:
         head_check.check_loss(model, forward)

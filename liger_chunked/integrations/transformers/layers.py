@@ -35,7 +35,7 @@ class Layer:
     """`run(input, ...)` replaces `method`; its other arguments are attributes of the module.
 
     - `inputs`: how many arguments `method` takes
-    - `switch`: of `apply_liger_kernel`; None for `swiglu` or `geglu`, by the activation, the first attribute
+    - `switch`: of `apply_liger_kernel`; None for `swiglu` or `geglu`, by the first attribute, `act_fn`
     - `refusal`: returns why `run` cannot serve given attributes, or None
     - `optional`: attributes that may be missing; `run` then gets None
     """
@@ -76,7 +76,8 @@ class Binding:
             values = self.values(module)
         except AttributeError as missing:
             return f"it is laid out differently: {missing}"
-        return None if self.layer.refusal is None else self.layer.refusal(*values)
+        reason = None if self.layer.refusal is None else self.layer.refusal(*values)
+        return _activation_refusal(*values) if reason is None and self.layer.switch is None else reason
 
     def switch(self, module: Any) -> str:
         if self.layer.switch is not None:
@@ -234,7 +235,8 @@ def _activation_refusal(activation: Any, *_: Any) -> str | None:
     kind = _kind(activation)
     if kind in _GATED:
         return None
-    return f"its activation is {kind.__name__}, not one of {', '.join(sorted(k.__name__ for k in _GATED))}"
+    known = ", ".join(sorted(k.__name__ for k in _GATED))
+    return f"its activation is {getattr(kind, '__name__', kind)}, not one of {known}"
 
 
 def _silu_refusal(act_fn: Any, *_: Any) -> str | None:

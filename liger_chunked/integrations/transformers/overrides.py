@@ -170,10 +170,9 @@ def _inputs(method: Any) -> int:
 @functools.cache
 def _recognised(methods: tuple[tuple[str, int, source.Source | None], ...]) -> Binding | None:
     for name, inputs, read in methods:
-        if read is None or not ("Mult()" in read[0] or "'eps'" in read[0]):  # all rows multiply or normalise
+        if read is None:
             continue
         for path, layer, names in _ROWS:
-            # Few rows read as many attributes: few imports.
             if (layer.method, layer.inputs) != (name, inputs):
                 continue
             if name == "forward" and len(layer.attributes) != len(read[1]):

@@ -104,7 +104,7 @@ def apply_liger_kernel(
             "layers again at every train() and eval(): load it with use_kernels=False"
         )
     try:
-        found = found_in(inner, fused=switches.get(FUSED) is not False)
+        found = found_in(inner, switches.get(FUSED))
         on = found.chosen(family, switches)
     finally:
         if STATE not in vars(inner):
@@ -254,6 +254,14 @@ def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
         raise TypeError(f"cls must be a class of modules, got {shown(cls)}")
     if not isinstance(layer, Layer):
         raise TypeError(f"layer must be a Layer, such as layers.RMS_NORM, got {shown(layer)}")
+    switches = list(overrides.LAYER_SWITCHES)
+    if layer.switch not in (None, *switches):
+        raise ValueError(f"the switch of a Layer must be one of {switches}, got {layer.switch!r}")
+    if layer.switch is None and layer.attributes[:1] != ("act_fn",):
+        raise ValueError(
+            f"give the Layer a switch, one of {switches}: without one its first attribute must be act_fn, the "
+            f"activation, and it reads {list(layer.attributes)}"
+        )
     if unknown := sorted(names.keys() - set(layer.attributes)):
         raise ValueError(f"the layer reads {list(layer.attributes)}, not {unknown}")
     if len(inspect.signature(getattr(cls, layer.method, cls.forward)).parameters) != 1 + layer.inputs:

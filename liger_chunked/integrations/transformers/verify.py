@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +40,16 @@ class Incomparable(Exception):
 
 
 _COMPARED: dict[Any, str | None] = {}
+_PLAIN = (bool, int, float, str, tuple)
 
 
 def difference(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> str | None:
     """Return how the layer differs from `cls`, cached by class, source and configuration."""
-    plain = {name: x for name, x in vars(module).items() if isinstance(x, bool | float | str) and name != "training"}
-    parts = {name: type(x) for name, x in (*module._modules.items(), *module._parameters.items())}
+    owners = vars(module), getattr(getattr(module, "config", None), "__dict__", {})
+    plain = [{n: x for n, x in o.items() if isinstance(x, _PLAIN) and n != "training"} for o in owners]
+    parts = {n: (type(x), getattr(x, "ndim", 0)) for n, x in (*module._modules.items(), *module._parameters.items())}
     stock = stock_method(cls, binding.layer.method)
-    key = (cls, stock, source_of(stock, cls), binding, repr(sorted(plain.items())), repr(sorted(parts.items())))
+    key = (cls, stock, source_of(stock, cls), binding, repr(plain), repr(sorted(parts.items())))
     if key not in _COMPARED:
         try:
             check_layer(binding, module, cls)
@@ -59,14 +62,23 @@ def difference(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> str
 
 
 def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> None:
-    """Raise Difference unless a small copy of `module` computes the same with the layer."""
+    """Raise Difference unless a small copy of `module` has the same results and gradients with the layer."""
     layer = binding.layer
     with _quiet():
         is_small = not module._modules and all(len(_shape(p)) < 2 for p in module.parameters())
         probe = _probe(module, cls, None if is_small else {1: 1})
-        width, expected = _stock_output(layer, probe, cls)
-        found = _layer_difference(binding, probe, cls, width, expected)
-        if found is None:
+        for training in (False, True):
+            probe.train(training)
+            if training:  # large values reveal a clamp
+                for vector in (p for p in probe.parameters() if p.ndim < 2):
+                    vector.mul_(100)
+            before = _state(probe)
+            expected = _stock_step(layer, probe, cls)
+            changed = [name for name, x in _state(probe).items() if before.get(name, x) != x]
+            found = f"it changes {changed[0]}" if changed else _layer_difference(binding, probe, cls, expected)
+            if found is not None:
+                break
+        else:
             return
         theirs = dict(zip(layer.attributes, binding.names, strict=True))
         others = {
@@ -74,9 +86,10 @@ def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> No
             for name, other in _LAYERS.items()
             if (other.method, other.inputs) == (layer.method, layer.inputs)
         }
-        same = [n for n, other in others.items() if _layer_difference(other, probe, cls, width, expected) is None]
+        same = [n for n, other in others.items() if _layer_difference(other, probe, cls, expected) is None]
+    mode = "in training mode, " if training else ""
     advice = f"; {same[0]} computes the same" if same else ""
-    raise Difference(f"{cls.__name__} is not {_name(layer)}: {found}{advice}")
+    raise Difference(f"{cls.__name__} is not {_name(layer)}: {mode}{found}{advice}")
 
 
 _ROTATED: dict[Any, str | None] = {}
@@ -208,8 +221,12 @@ def built(binding: Binding, cls: type[nn.Module], modeling: ModuleType) -> nn.Mo
         try:
             binding.values(module)
         except AttributeError as missing:
-            name = _name(binding.layer)
-            raise Difference(f"{cls.__name__} is not {name}: it is laid out differently: {missing}") from None
+            pairs = zip(binding.layer.attributes, binding.reads.items(), strict=True)
+            absent = [own for own, (name, needed) in pairs if needed and not hasattr(module, name)]
+            advice = ", ".join(f"{own}='<its name>'" for own in absent)
+            raise Difference(
+                f"{cls.__name__} is not {_name(binding.layer)}: it is laid out differently: {missing}; pass {advice}"
+            ) from None
         refusal = binding.refusal(module)
         if refusal is None:
             return module
@@ -280,7 +297,7 @@ def _probe(module: nn.Module, cls: Any, sizes: dict[int, int] | None) -> Any:
     for name, buffer in module._buffers.items():
         probe._buffers[name] = None if buffer is None else _random(*(_small(n, sizes) for n in buffer.shape))
     vars(probe).update({name: _attribute(x, sizes) for name, x in vars(module).items() if name not in internal})
-    return probe.eval()
+    return probe
 
 
 def _shape(parameter: Tensor) -> Any:
@@ -289,12 +306,12 @@ def _shape(parameter: Tensor) -> Any:
 
 def _weight(*shape: int, seed: int) -> nn.Parameter:
     scale = 0.5 if len(shape) < 2 else shape[-1] ** -0.5
-    return nn.Parameter(scale * _random(*shape, seed=seed), requires_grad=False)
+    return nn.Parameter(scale * _random(*shape, seed=seed))
 
 
 def _child(child: nn.Module, sizes: dict[int, int] | None, seed: int) -> nn.Module:
     if next(child.parameters(), None) is None:
-        return copy.deepcopy(child).eval()
+        return copy.deepcopy(child)
     n_in, n_out = getattr(child, "in_features", None), getattr(child, "out_features", None)
     if n_in is None or n_out is None:
         return _probe(child, type(child), sizes)
@@ -313,29 +330,67 @@ def _tokens(layer: Layer, probe: Any, width: int) -> list[Tensor]:
     return [x * scales[:, None], *others]
 
 
-def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
+def _state(probe: Any) -> dict[str, str]:
+    numbers = {name: repr(x) for name, x in vars(probe).items() if type(x) in (int, float)}
+    return {**numbers, **{name: repr(x.tolist()) for name, x in probe.named_buffers()}}
+
+
+class _Step(NamedTuple):
+    inputs: list[Tensor]
+    output: Tensor
+    gradients: dict[str, Tensor]
+
+
+def _stock_step(layer: Layer, probe: Any, cls: Any) -> _Step:
     widths = [p.shape[-1] for p in probe.parameters()] if layer.method == "forward" else []
-    failure: Exception | None = None
-    for width in dict.fromkeys(widths or getattr(probe, "normalized_shape", [48])):
+    widths = [*dict.fromkeys(widths or getattr(probe, "normalized_shape", [48]))]
+    tokens = [_tokens(layer, probe, width) for width in widths]
+    if probe.training:  # a batch reveals a wrong dimension; some experts take none
+        tokens = [[x[None] for x in inputs] for inputs in tokens] + tokens
+    failures = []
+    for inputs in tokens:
         try:
-            expected = stock_method(cls, layer.method)(probe, *_tokens(layer, probe, width))
-            if isinstance(expected, Tensor) and expected.ndim == 2:
-                return width, expected
-        except Exception as reason:
-            failure = failure or reason
-    raise Incomparable("it returns no tensor of tokens" if failure is None else _first_line(failure))
+            return _step(functools.partial(stock_method(cls, layer.method), probe), probe, inputs)
+        except Exception as failure:
+            failures.append(_first_line(failure))
+    raise Incomparable(failures[0] if failures else "the width of its input is not known")
 
 
-def _layer_difference(binding: Binding, probe: Any, cls: Any, width: int, expected: Tensor) -> str | None:
+def _step(method: Callable[..., Any], probe: Any, inputs: list[Tensor]) -> _Step:
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    leaves = {**{f"input {i}": x for i, x in enumerate(inputs)}, **dict(probe.named_parameters())}
+    with torch.enable_grad():
+        output = method(*(x.clone() for x in inputs))  # a kernel may overwrite its input
+    if not isinstance(output, Tensor) or output.shape[:-1] != inputs[0].shape[:-1]:
+        raise TypeError("it returns no tensor of tokens")
+    gradients: Any = [torch.zeros_like(x) for x in leaves.values()]
+    if output.requires_grad:
+        upstream = _random(*output.shape, seed=9).to(output.dtype)
+        gradients = torch.autograd.grad(output, [*leaves.values()], upstream, materialize_grads=True)
+    return _Step(inputs, output.detach(), dict(zip(leaves, gradients, strict=True)))
+
+
+def _layer_difference(binding: Binding, probe: Any, cls: Any, expected: _Step) -> str | None:
     try:
-        found = _largest(binding.run(probe, *_tokens(binding.layer, probe, width)), expected)
+        ours = _step(functools.partial(binding.run, probe), probe, expected.inputs)
+        found = _largest(ours.output, expected.output)
         if found is None and not probe._modules and binding.layer.method == "forward":
-            found = _rounding(binding, probe, cls, width)
+            found = _rounding(binding, probe, cls, expected.inputs[0].shape[-1])
     except AttributeError as missing:
         return f"it is laid out differently: {missing}"
     except Exception as failure:
         return f"the kernel does not run on it ({_first_line(failure)})"
-    return found
+    return found or _gradient_difference(ours, expected)
+
+
+def _gradient_difference(ours: _Step, expected: _Step) -> str | None:
+    for name, of_stock in expected.gradients.items():
+        pair = ours.gradients[name], of_stock
+        # A parameter's rows may be zero but for rounding.
+        found = _largest(*(pair if name.startswith("input ") else (g.flatten() for g in pair)))
+        if found is not None:
+            return f"gradient of {name}: {found}"
+    return None
 
 
 def _cast(probe: Any, dtype: torch.dtype) -> Any:
@@ -359,5 +414,8 @@ def _rounding(binding: Binding, probe: Any, cls: Any, width: int) -> str | None:
             return f"for bfloat16 and a {dtype} weight it returns {expected.dtype}, the kernel {ours.dtype}"
         changed = (ours != expected).float().mean().item()
         if changed > _MOST_ROUNDED:
-            return f"in bfloat16 {changed:.0%} of the values are rounded differently"
+            return (
+                f"in bfloat16 {changed:.0%} of the values are rounded differently: compute in the same dtype, and "
+                "round at the same place"
+            )
     return None

@@ -1,0 +1,568 @@
+"""Classes of a user: a head and a layer are served with the right result, or refused in words."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import torch.nn.functional as F
+import transformers
+from model_zoo import BY_ID, HIDDEN, VOCAB
+from test_head_check import assert_served, batch
+from test_models import labelled, step
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from liger_chunked import attach_head, liger_rms_norm, logit_options, run_head
+from liger_chunked.integrations.transformers import apply_liger_kernel, layers, overrides, register_layer
+from liger_chunked.integrations.transformers.check import check_model
+from liger_chunked.integrations.transformers.layers import Layer
+
+pytestmark = [pytest.mark.ordinary_memory, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """Forget the layers that a test registers."""
+    monkeypatch.setattr(overrides, "_REGISTERED", dict(overrides._REGISTERED))
+
+
+class Own(transformers.LlamaForCausalLM):
+    """A head in three steps, one of which a test replaces."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.temperature, self.calls, self.scaler = 1.0, 0, Scaler()
+        self.register_buffer("mask", torch.zeros(VOCAB), persistent=False)
+        self.register_buffer("count", torch.tensor(1.0), persistent=False)
+        self.kept = torch.arange(VOCAB)
+        for name in ("learned", "per_token", "bias"):
+            self.register_parameter(name, nn.Parameter(torch.full((VOCAB,) if name == "per_token" else (), 1.7)))
+
+    def before(self, h):
+        return h
+
+    def after(self, logits, input_ids):
+        return logits
+
+    def masked(self, logits, attention_mask):
+        return logits
+
+    def loss_of(self, loss, outputs):
+        return loss
+
+    def trained(self, labels, attention_mask):
+        return labels
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        logits = self.after(self.lm_head(self.before(outputs.last_hidden_state)), input_ids)
+        logits = self.masked(logits, attention_mask)
+        loss = None
+        if labels is not None:
+            labels = self.trained(labels, attention_mask)
+            loss = self.loss_of(self.loss_function(logits, labels, self.config.vocab_size, **kwargs), outputs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class Scaler(nn.Module):
+    factor = 1.0
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def own(**steps) -> Own:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**BY_ID["llama"].config, "head_divisor": 0.5, "use_softcap": True})
+    model = type("Own", (Own,), steps)(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(30)
+    return model
+
+
+def counted(self, logits, ids):
+    self.calls += 1
+    return logits / self.calls
+
+
+def stepped(self, logits, ids):
+    self.count += 1
+    return logits / self.count
+
+
+def without_gradient(self, logits, ids):
+    with torch.no_grad():
+        return 2 * logits
+
+
+def capped_in(training):
+    return lambda self, logits, ids: 30 * torch.tanh(logits / 30) if self.training == training else logits
+
+
+SERVED = {
+    "plain": {},
+    "a number": {"after": lambda self, logits, ids: logits * 1.7},
+    "a number of the config": {"after": lambda self, logits, ids: logits / self.config.head_divisor},
+    "a number before lm_head": {"before": lambda self, h: h * 0.5},
+    "a module without tensors": {"after": lambda self, logits, ids: self.scaler(logits)},
+    "softcap": {"after": lambda self, logits, ids: 7.3 * torch.tanh(logits / 7.3)},
+    "in place": {"before": lambda self, h: h.mul_(2)},
+    "float32": {"before": lambda self, h: h.float()},
+    "dropout of zero": {"before": lambda self, h: F.dropout(h, 0.0, self.training)},
+    "the dtype of a parameter": {"before": lambda self, h: h.to(self.lm_head.weight.dtype)},
+}
+
+TENSOR = "and a fused head takes numbers"
+SCALE = "its logits are not a scale and softcap of the output of lm_head"
+REACHED = "what reaches lm_head is not the backbone's last hidden state"
+REFUSED = {
+    "parameter": ({"after": lambda self, logits, ids: logits * self.learned}, f"its parameter 'learned', {TENSOR}"),
+    "its exponential": (
+        {"after": lambda self, logits, ids: logits * self.learned.exp()},
+        "its parameter 'learned', and",
+    ),
+    "its item": ({"after": lambda self, logits, ids: logits * self.learned.item()}, "its parameter 'learned', and"),
+    "its clamp": (
+        {"after": lambda self, logits, ids: logits / self.learned.clamp(min=1)},
+        "its parameter 'learned', and",
+    ),
+    "one per token": ({"after": lambda self, logits, ids: logits * self.per_token}, "its parameter 'per_token', and"),
+    "bias": ({"after": lambda self, logits, ids: logits + self.bias}, "its parameter 'bias', and"),
+    "learned softcap": (
+        {"after": lambda self, logits, ids: self.learned * torch.tanh(logits / self.learned)},
+        "its parameter 'learned', and",
+    ),
+    "before lm_head": ({"before": lambda self, h: h * self.learned}, "its parameter 'learned', and"),
+    "buffer": ({"after": lambda self, logits, ids: logits * self.count}, "its buffer 'count', and"),
+    "mask": ({"after": lambda self, logits, ids: logits + self.mask}, "its buffer 'mask', and"),
+    "index": ({"after": lambda self, logits, ids: logits[..., self.kept]}, "its tensor 'kept', and"),
+    "steps": ({"after": stepped}, "its buffer 'count', and"),
+    "norm of the weight": (
+        {"after": lambda self, logits, ids: logits / self.lm_head.weight.norm()},
+        "computes with the weight of lm_head",
+    ),
+    "own product": (
+        {"after": lambda self, logits, ids: F.linear(logits, self.lm_head.weight.T)},
+        "computes with the weight of lm_head",
+    ),
+    "calls": ({"after": counted}, "it sets its attribute 'calls' in each call"),
+    "training": (
+        {"after": capped_in(True)},
+        "in training mode, its softcap is 30.0, and None for another",
+    ),
+    "evaluation": (
+        {"after": capped_in(False)},
+        "in training mode, its softcap is None, and 30.0 for another",
+    ),
+    "dropout": ({"before": lambda self, h: F.dropout(h, 0.3, self.training)}, f"in training mode, {REACHED}"),
+    "length": (
+        {"after": lambda self, logits, ids: logits / ids.shape[1]},
+        "in training mode, its logit_scale is 0.33",
+    ),
+    "samples": (
+        {"after": lambda self, logits, ids: logits / len(ids)},
+        "in training mode, its logit_scale is 0.5, ",
+    ),
+    "tokens": (
+        {"after": lambda self, logits, ids: logits * ids.float().mean()},
+        "in training mode, its logit_scale is",
+    ),
+    "mask of the batch": (
+        {"masked": lambda self, logits, mask: logits * mask.float().mean()},
+        "in training mode, its logit",
+    ),
+    "mask of a sample": ({"masked": lambda self, logits, mask: logits * mask.float().mean(1)[:, None, None]}, SCALE),
+    "mask of positions": ({"masked": lambda self, logits, mask: logits * mask[..., None]}, SCALE),
+    "hidden states": ({"before": lambda self, h: h / h.norm()}, "the gradient of the backbone's last hidden state is"),
+    "logits": (
+        {"after": lambda self, logits, ids: logits / logits.norm()},
+        "the gradient of its logits|its logit_scale is",
+    ),
+    "positions": (
+        {"before": lambda self, h: h[:, 1:]},
+        r"what reaches lm_head has the shape \(1, 5, 32\), and the",
+    ),
+    "the last position": (
+        {"before": lambda self, h: h[:, -1:]},
+        r"what reaches lm_head has the shape \(1, 1, 32\)",
+    ),
+    "shifted": ({"after": lambda self, logits, ids: logits.roll(1, 1)}, SCALE),
+    "cut": ({"after": lambda self, logits, ids: logits[:, :-1]}, r"lm_head returns logits of the shape \(1, 6, 131\)"),
+    "clamp": ({"after": lambda self, logits, ids: logits.clamp(-50, 50)}, SCALE),
+    "banned": (
+        {"after": lambda self, logits, ids: logits.index_fill(-1, torch.tensor([3, 5]), -torch.inf)},
+        SCALE,
+    ),
+    "probabilities": ({"after": lambda self, logits, ids: logits.log_softmax(-1)}, SCALE),
+    "LayerNorm": ({"before": lambda self, h: F.layer_norm(h, h.shape[-1:])}, REACHED),
+    "unit norm": ({"before": lambda self, h: F.normalize(h, dim=-1)}, REACHED),
+    "detached": (
+        {"before": lambda self, h: h.detach()},
+        "the gradient of the backbone's last hidden state is not",
+    ),
+    "grad mode": (
+        {"after": lambda self, logits, ids: logits if torch.is_grad_enabled() else logits / 2},
+        "in training mode, its logit_scale is 1.0, and 0.5 for another",
+    ),
+    "no_grad": ({"after": without_gradient}, "the gradient of its logits is not that of a scale and softcap"),
+    "part of the gradient": (
+        {"after": lambda self, logits, ids: logits + (logits - logits.detach())},
+        "the gradient of its logits is not that of a scale and softcap",
+    ),
+    "two heads": (
+        {"after": lambda self, logits, ids: logits + self.lm_head(logits)},
+        "it calls lm_head 2 times",
+    ),
+    "embeddings": (
+        {"after": lambda self, logits, ids: logits + self.model.embed_tokens.weight.sum()},
+        "it uses 'embed_tokens' of its backbone",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_head_is_served(name):
+    for training in (False, True):
+        assert_served(own(**SERVED[name]).train(training))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_head_is_refused(name):
+    steps, reason = REFUSED[name]
+    for training in (False, True):
+        model = own(**steps).train(training)
+        for serve in (attach_head, logit_options, lambda m: apply_liger_kernel(m, fused_linear_cross_entropy=True)):
+            with pytest.raises(ValueError, match=reason) as refusal:
+                serve(model)
+            assert "Train it with its own forward" in str(refusal.value)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_tied_head_with_a_temperature(trained):
+    model = own(after=lambda self, logits, ids: logits * (self.learned if trained else 0.1))
+    model.lm_head.weight = model.model.embed_tokens.weight
+    if not trained:
+        assert_served(model)
+        return
+    with pytest.raises(ValueError, match="its parameter 'learned', and a fused head"):
+        attach_head(model)
+
+
+@pytest.mark.parametrize("of", ["model", "config", "module"])
+def test_a_number_that_changes_after_patching(of):
+    steps = {
+        "model": lambda self, logits, ids: logits * self.temperature,
+        "config": lambda self, logits, ids: logits * self.config.head_divisor,
+        "module": lambda self, logits, ids: self.scaler(logits),
+    }
+    model = own(after=steps[of])
+    owner, name = {"model": (model, "temperature"), "config": (model.config, "head_divisor")}.get(
+        of, (model.scaler, "factor")
+    )
+    for value in (0.25, 0.75):
+        setattr(owner, name, value)
+        assert_served(model)
+
+
+def test_a_switch_that_changes_after_patching():
+    model = own(after=lambda self, logits, ids: 5 * torch.tanh(logits / 5) if self.config.use_softcap else logits)
+    for on in (True, False, True):
+        model.config.use_softcap = on
+        assert_served(model)
+
+
+def test_a_head_fn_without_a_gradient():
+    model, arguments = own(after=lambda self, logits, ids: logits / 2), batch()
+    attach_head(model)
+    with torch.no_grad():
+        loss = run_head(model, lambda head, input: head.weight.detach().sum() + input.hidden_states.sum(), **arguments)
+    assert not loss.requires_grad
+
+
+class Heated(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, temperature=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state)
+        return CausalLMOutputWithPast(logits=logits if temperature is None else logits / temperature)
+
+
+def test_an_argument_that_only_a_forward_of_ones_own_reads():
+    model, arguments = Heated(transformers.LlamaConfig(**BY_ID["llama"].config)), batch()
+    attach_head(model)
+    assert run_head(model, lambda head, input: input.target, **arguments, temperature=None).shape == (2, 9)
+    with pytest.raises(ValueError, match="head_fn cannot take temperature: only the forward of Heated reads this"):
+        run_head(model, lambda head, input: input.target, **arguments, temperature=2.0)
+
+
+# The loss of a forward of one's own.
+
+
+def test_a_forward_of_ones_own_is_fused_on_demand():
+    arguments = batch()
+    model = own(after=SERVED["a number"]["after"]).train()
+    stock = model(**arguments).loss
+    advice = "its forward is that of test_own_models, not of transformers; use attach_head, or pass fused_linear_cr"
+    applied = apply_liger_kernel(model)
+    assert applied.left["Own"].startswith(advice) and "fused_linear_cross_entropy" not in applied.replaced
+    assert model(**arguments).logits is not None
+    apply_liger_kernel(model, fused_linear_cross_entropy=True)
+    output = model(**arguments)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, stock, rtol=1e-5, atol=0)
+
+
+def only_in_training(self, loss, outputs):
+    return 2 * loss if self.training else loss
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "reason"),
+    [
+        (lambda self, loss, outputs: loss + 1, "its loss, called with labels, is"),
+        (only_in_training, "in training mode, its loss, called with labels, is"),
+        (lambda self, loss, outputs: loss + outputs.z_loss, "computes with 'z_loss' of its backbone's output"),
+        (lambda self, loss, outputs: loss.detach() + 0 * loss, "the gradient of its loss is not that of its value"),
+        (lambda self, loss, outputs: loss + self.model.layers[0].aux, "it runs model.embed_tokens"),
+    ],
+)
+def test_another_loss_is_not_fused(loss_of, reason):
+    model = own(loss_of=loss_of)
+    with pytest.raises(ValueError, match=rf"(?s)'fused_linear_cross_entropy'\] matches nothing in llama.*{reason}"):
+        apply_liger_kernel(model, fused_linear_cross_entropy=True)
+
+
+@pytest.mark.parametrize("token", ["pad_token_id", "eos_token_id", "bos_token_id", "image_token_id"])
+def test_a_loss_without_some_tokens_is_not_fused(token):
+    model = own(trained=lambda self, labels, mask: labels.where(labels != getattr(self.config, token), -100))
+    for name, value in (("pad_token_id", 0), ("eos_token_id", 2), ("bos_token_id", 1), ("image_token_id", 99)):
+        setattr(model.config, name, value)
+    with pytest.raises(ValueError, match="its loss, called with labels, is"):
+        apply_liger_kernel(model, fused_linear_cross_entropy=True)
+    assert_served(model)
+
+
+def test_a_loss_without_masked_tokens_is_not_fused():
+    model = own(trained=lambda self, labels, mask: labels if mask is None else labels.where(mask == 1, -100))
+    with pytest.raises(ValueError, match="its loss, called with labels, is"):
+        apply_liger_kernel(model, fused_linear_cross_entropy=True)
+
+
+# Layers.
+
+
+class Norm(nn.Module):
+    """RMSNorm with an offset of 1.5, which no stock class has."""
+
+    def __init__(self, size: int = HIDDEN) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(size)), 1e-6
+
+    def mean(self, x):
+        return x.pow(2).mean(-1, keepdim=True)
+
+    def forward(self, x):
+        y = x.float()
+        return (y * torch.rsqrt(self.mean(y) + self.eps)).to(x.dtype) * (1.5 + self.weight)
+
+
+class Louder(Norm):
+    def forward(self, x):
+        y = super().forward(x)
+        return 1.1 * y if self.training else y
+
+
+class Dropping(Norm):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.1, self.training)
+
+
+class Detached(Norm):
+    def mean(self, x):
+        return super().mean(x).detach()
+
+
+class Frozen(Norm):
+    def forward(self, x):
+        y = x.float()
+        return (y * torch.rsqrt(self.mean(y) + self.eps)).to(x.dtype) * (1.5 + self.weight.detach())
+
+
+class Rounded(Norm):
+    def forward(self, x):
+        y = x.float()
+        y = y * torch.rsqrt(self.mean(y) + self.eps) * (1.5 + self.weight.float())
+        return y.to(torch.promote_types(x.dtype, self.weight.dtype))
+
+
+class Counting(Norm):
+    def __init__(self, size: int = HIDDEN) -> None:
+        super().__init__(size)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Averaging(Norm):
+    def __init__(self, size: int = HIDDEN) -> None:
+        super().__init__(size)
+        self.register_buffer("average", torch.zeros(size))
+
+    def forward(self, x):
+        if self.training:
+            self.average.lerp_(x.detach().flatten(0, -2).mean(0), 0.1)
+        return super().forward(x)
+
+
+class Second(Norm):
+    """The mean is over the second dimension: the columns of tokens, but the positions of a batch."""
+
+    def mean(self, x):
+        return x.pow(2).mean(1, keepdim=True)
+
+
+class Clamped(Norm):
+    def forward(self, x):
+        return super().forward(x).clamp(-50, 50)
+
+
+class Grouped(Norm):
+    """A norm of each group of columns; of a whole token by default."""
+
+    def __init__(self, size: int = HIDDEN, groups: int = 1) -> None:
+        super().__init__(size)
+        self.groups = groups
+
+    def mean(self, x):
+        groups = x.unflatten(-1, (self.groups, -1))
+        return groups.pow(2).mean(-1, keepdim=True).expand_as(groups).flatten(-2)
+
+
+class Configured(Norm):
+    def __init__(self, size: int = HIDDEN, config=None) -> None:
+        super().__init__(size)
+        self.config = config or transformers.LlamaConfig()
+
+    def forward(self, x):
+        return super().forward(x) * getattr(self.config, "factor", 1)
+
+
+def norm_1_5(x, weight, eps):
+    return liger_rms_norm(x, weight + 1.5, eps)
+
+
+OWN_NORM = Layer(norm_1_5, "rms_norm")
+
+
+def with_norm(cls) -> transformers.PreTrainedModel:
+    model = BY_ID["llama"].build()
+    model.model.norm = cls(HIDDEN)
+    return model
+
+
+def test_a_layer_of_ones_own(table):
+    register_layer(Norm, OWN_NORM)
+    model, arguments = with_norm(Norm), labelled(BY_ID["llama"])
+    stock = step(model, arguments)
+    for training in (False, True):
+        assert check_model(model.train(training)).layers["Norm"] is None
+    assert apply_liger_kernel(model).replaced["rms_norm"]["Norm"] == 1
+    torch.testing.assert_close(step(model, arguments)[0].loss, stock[0].loss, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("other", [Grouped(groups=2), Configured(config=transformers.LlamaConfig(factor=2))])
+def test_each_setting_of_a_class_is_compared(other, table):
+    cls = type(other)
+    register_layer(cls, OWN_NORM)
+    model = with_norm(cls)
+    model.model.layers[0].input_layernorm = other
+    applied = apply_liger_kernel(model)
+    assert applied.replaced["rms_norm"][cls.__name__ if cls is Configured else "Norm"] == 1
+    assert any("the results differ" in reason for reason in applied.left.values())
+
+
+LAYERS = [
+    (Louder, r"in training mode, the results differ by up to 0\.091 of their norm"),
+    (Dropping, "in training mode, the results differ"),
+    (Detached, "gradient of input 0: the results differ"),
+    (Frozen, "gradient of weight: the results differ"),
+    (Counting, "it changes calls"),
+    (Averaging, "in training mode, it changes average"),
+    (Second, "in training mode, the results differ"),
+    (Clamped, "in training mode, the results differ"),
+    (Rounded, "of the values are rounded differently: compute in the same dtype, and round at the same place"),
+]
+
+
+@pytest.mark.parametrize(("cls", "reason"), LAYERS, ids=[cls.__name__ for cls, _ in LAYERS])
+def test_a_layer_that_differs_is_refused(cls, reason, table):
+    with pytest.raises(ValueError, match=f"{cls.__name__} is not norm_1_5: .*{reason}"):
+        register_layer(cls, OWN_NORM)
+    overrides.register(cls, overrides.bound(OWN_NORM, {}))  # as a class that cannot be built
+    assert any(re.search(reason, left) for left in apply_liger_kernel(with_norm(cls)).left.values())
+
+
+@pytest.mark.parametrize(("cls", "reason"), LAYERS[:-1], ids=[cls.__name__ for cls, _ in LAYERS[:-1]])
+@pytest.mark.parametrize("training", [False, True])
+def test_check_model_finds_a_layer_that_differs(cls, reason, training, table, monkeypatch):
+    overrides.register(cls, overrides.bound(OWN_NORM, {}))
+    monkeypatch.setattr("liger_chunked.integrations.transformers.verify.difference", lambda *arguments: None)
+    with pytest.raises(AssertionError, match=f"layer {cls.__name__}: .*{reason}"):
+        check_model(with_norm(cls).train(training))
+
+
+def test_check_model_runs_in_the_mode_of_the_model():
+    config = {**BY_ID["llama"].config, "attention_dropout": 0.5}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+    modes = []
+    model.model.norm.register_forward_hook(lambda module, *args: modes.append(module.training))
+    for training in (False, True):
+        modes.clear()
+        assert check_model(model.train(training)).failures == []
+        assert set(modes) == {training} and model.training == training
+
+
+@pytest.mark.parametrize(
+    ("layer", "names", "message"),
+    [
+        (Layer(norm_1_5, "rmsnorm"), {}, r"switch of a Layer must be one of \['rms_norm', .*\], got 'rmsnorm'"),
+        (Layer(norm_1_5, "rope"), {}, r"switch of a Layer must be one of \['rms_norm', .*\], got 'rope'"),
+        (Layer(norm_1_5), {}, r"give the Layer a switch, one of \['rms_norm', .*it reads \['weight', 'eps'\]"),
+        (Layer(layers.RELU_SQUARED.run), {}, r"give the Layer a switch, .*it reads \[\]"),
+        (layers.SILU_GLU, {"up_proj": "weight"}, "; pass gate_proj='<its name>', down_proj='<its name>'$"),
+        (layers.RMS_NORM, {"eps": "epsilon"}, "no attribute 'epsilon'; pass eps='<its name>'$"),
+    ],
+)
+def test_a_layer_that_cannot_be_registered(layer, names, message, table):
+    with pytest.raises(ValueError, match=message):
+        register_layer(Norm, layer, **names)
+    assert overrides.binding_of(Norm) is None
+
+
+class Gated(nn.Module):
+    """A gated MLP whose activation no switch names, and that cannot be built without arguments."""
+
+    def __init__(self, *, needed) -> None:
+        super().__init__()
+        self.act_fn = needed
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def gated(x, act_fn, gate_proj, up_proj, down_proj):
+    return down_proj(act_fn(gate_proj(x)) * up_proj(x))
+
+
+@pytest.mark.parametrize("needed", [nn.ReLU(), 3.0, None])
+def test_an_activation_without_a_switch_is_left_alone(needed, table):
+    register_layer(Gated, Layer(gated))
+    model = BY_ID["llama"].build()
+    model.model.layers[0].mlp = Gated(needed=needed)
+    assert "its activation is" in apply_liger_kernel(model).left["Gated"]
