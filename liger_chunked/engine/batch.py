@@ -278,11 +278,12 @@ def _check_counts(n_valid: int | tuple[int, ...], counts: list[int], name: str, 
 
 
 def _assert_survey(summary: Tensor, n_valid: int | tuple[int, ...], name: str, vocab_size: int) -> None:
-    within, same = agrees(
-        summary, on_device(n_valid, summary.device) if isinstance(n_valid, tuple) else n_valid, vocab_size
+    counts = on_device(n_valid, summary.device) if isinstance(n_valid, tuple) else n_valid
+    assert_later(
+        agrees(summary, counts, vocab_size),
+        f"{name} must be ignore_index or an index into the vocabulary, 0 to {vocab_size - 1}, and n_valid must count "
+        f"the tokens of {name} that are not ignore_index",
     )
-    assert_later(within, f"{name} must be ignore_index or an index into the vocabulary, 0 to {vocab_size - 1}")
-    assert_later(same, f"n_valid must count the tokens of {name} that are not ignore_index")
 
 
 def at_temperature(layout: AnyLayout, temperature: Tensor, n_valid: Counts = None) -> AnyLayout:
