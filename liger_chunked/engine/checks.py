@@ -49,11 +49,11 @@ def compute_dtype(head: LossHead, input: Tensor, prefix: str = "", input_name: s
 def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
     """Raise ValueError if `value` depends on trainable leaves beyond `ends`: they would get no gradient."""
     ends = list(ends)
-    seen = {None, *(x.grad_fn for x in ends)}
+    seen = {x.grad_fn for x in ends}
     left = [(value.grad_fn, 0)]
     while left:
         node, _ = left.pop()
-        if node in seen:
+        if node is None or node in seen:
             continue
         seen.add(node)
         following = node.next_functions

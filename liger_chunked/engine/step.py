@@ -189,6 +189,13 @@ _keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_curr
 _NOTHING_NEEDED = Needs(False, False)
 
 
+def _like(x: Tensor | None, like: tuple[torch.Size, torch.dtype]) -> Tensor | None:
+    if x is None:
+        return None
+    shape, dtype = like
+    return (x if x.shape == shape else x.view(shape)).to(dtype)
+
+
 class GradientInForward(torch.autograd.Function):
     """`apply(input, weight, bias, u, up, step, is_grad_enabled())`: the loss.
 
@@ -228,8 +235,7 @@ class GradientInForward(torch.autograd.Function):
         else:
             ctx.gradients = None
         scale_([g for g in gradients if g is not None], upstream)
-        scaled = [None if g is None else g.view(like[0]).to(like[1]) for g, like in zip(gradients, ctx.like)]  # noqa: B905
-        return *scaled, None, None
+        return *map(_like, gradients, ctx.like), None, None
 
 
 def run_step(step: Step, head: LossHead, input: Tensor) -> tuple[Tensor, Any]:
