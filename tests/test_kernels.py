@@ -166,6 +166,24 @@ def upstream_of(names: tuple[str, ...], rows: int, device: str) -> dict[str, Ten
     return {name: (torch.arange(rows, device=device) - 1.0) * (i + 0.5) + 0.25 * i for i, name in enumerate(names)}
 
 
+@pytest.mark.parametrize("names", [("logps",), DIFFERENTIABLE], ids=len)
+def test_a_scaled_gradient_of_logps(names, device, path):
+    """The factor that the exact logit of the target gives a gradient."""
+    logits, target = sample(3, 129, device=device)
+    partial = logits_stats(logits, target, LogitOptions(), ("logps",))
+    entropy = formulas(logits, target, LogitOptions()).entropy.float()
+    upstream, scale = upstream_of(names, 3, device), torch.tensor([0.5, 1.25, 0.9], device=device)
+
+    def gradient(logps: Tensor, scale: Tensor | None) -> Tensor:
+        given = {**upstream, "logps": logps, "entropy_value": entropy}
+        cotangents = LogitsCotangents(partial.max, partial.sum_exp, scale, **given)
+        return logits_grad_(logits.clone(), target, cotangents, LogitOptions(), 129)
+
+    expected = gradient(upstream["logps"] * scale, None)
+    assert torch.equal(gradient(upstream["logps"], scale), expected)
+    assert not torch.equal(gradient(upstream["logps"], None), expected)
+
+
 @pytest.mark.parametrize("options", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 def test_gradient(rows, cols, options, device, path):
