@@ -72,9 +72,8 @@ class Plan:
         class_weight: Tensor | None = None,
     ) -> Plan:
         vocab_size, hidden_size = shape = shape_to_cut(head)
-        wide_tiles = (
-            wide_tiles and epilogue.is_large(layout.n_valid * vocab_size, hidden_size) and all_have_wide_tiles(head)
-        )
+        wide_tiles = wide_tiles and epilogue.is_large(layout.n_valid * vocab_size, hidden_size)
+        wide_tiles = wide_tiles and all_have_wide_tiles(head)
         differentiates = tuple(name for name in differentiates if name in outputs)
         of_logit = logit_bytes(options, dtype)
         warn_of_few_rows(options, vocab_size, of_logit, layout.n_valid)
