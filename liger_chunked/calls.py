@@ -107,7 +107,7 @@ def entry_point(function: Function) -> Function:
         return plain(positional, args), dict(zip(kwargs, plain(tuple(kwargs), tuple(kwargs.values())), strict=True))
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if not (all_plain(args) and all_plain(kwargs.values())):
+        if not all_plain((*args, *kwargs.values())):
             args, kwargs = as_plain(args, kwargs)
         try:
             return function(*args, **kwargs)

@@ -209,6 +209,8 @@ class HeadTensors(NamedTuple):
     def to(self, dtype: torch.dtype) -> HeadTensors:
         """Return the head in `dtype`, without padding."""
         weight, bias, up, shard = self
+        if weight.dtype == dtype and bias is up is shard is None:
+            return self
         if shard is not None and self.is_padded:
             rows = slice(0, shard.columns(weight.shape[0]))
             weight, bias, up = weight[rows], None if bias is None else bias[rows], None if up is None else up[rows]

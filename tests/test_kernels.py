@@ -167,6 +167,24 @@ def upstream_of(names: tuple[str, ...], rows: int, device: str) -> dict[str, Ten
     return {name: (torch.arange(rows, device=device) - 1.0) * (i + 0.5) + 0.25 * i for i, name in enumerate(names)}
 
 
+@pytest.mark.parametrize("names", [("logps",), DIFFERENTIABLE], ids=len)
+def test_a_scaled_gradient_of_logps(names, device, path):
+    """The factor that the exact logit of the target gives a gradient."""
+    logits, target = sample(3, 129, device=device)
+    partial = logits_stats(logits, target, LogitOptions(), ("logps",))
+    entropy = formulas(logits, target, LogitOptions()).entropy.float()
+    upstream, scale = upstream_of(names, 3, device), torch.tensor([0.5, 1.25, 0.9], device=device)
+
+    def gradient(logps: Tensor, scale: Tensor | None) -> Tensor:
+        given = {**upstream, "logps": logps, "entropy_value": entropy}
+        cotangents = LogitsCotangents(partial.max, partial.sum_exp, scale, **given)
+        return logits_grad_(logits.clone(), target, cotangents, LogitOptions(), 129)
+
+    expected = gradient(upstream["logps"] * scale, None)
+    assert torch.equal(gradient(upstream["logps"], scale), expected)
+    assert not torch.equal(gradient(upstream["logps"], None), expected)
+
+
 @pytest.mark.parametrize("options", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 def test_gradient(rows, cols, options, device, path):
@@ -423,18 +441,18 @@ def test_agreement_with_a_survey(shape, by_row, device):
     counts = (target != -100).sum(1)
     given = counts.to(device) if by_row else int(counts.sum())
 
-    def found(target: Tensor, given: Tensor | int, vocab_size: int = 50) -> tuple[bool, bool]:
-        within, same = agrees(survey(target.to(device), -100).summary, given, vocab_size)
-        assert within.shape == same.shape == () and within.device == target.to(device).device
-        return bool(within), bool(same)
+    def found(target: Tensor, given: Tensor | int, vocab_size: int = 50) -> bool:
+        agreed = agrees(survey(target.to(device), -100).summary, given, vocab_size)
+        assert agreed.shape == () and agreed.device == target.to(device).device
+        return bool(agreed)
 
-    assert found(target, given) == (True, True)
+    assert found(target, given)
     if target.numel():
         other = given + torch.eye(shape[0], dtype=torch.int64, device=device)[-1] if by_row else given - 1
-        assert found(target, other) == (True, False)
-        assert found(target, given, vocab_size=int(target.max())) == (False, True)
+        assert not found(target, other)
+        assert not found(target, given, vocab_size=int(target.max()))
         target[-1, -1] = -1
-        assert found(target, survey(target.to(device), -100).summary[0].sum(1) if by_row else given)[0] is False
+        assert not found(target, survey(target.to(device), -100).summary[0].sum(1) if by_row else given)
 
 
 @pytest.mark.sampled(interpreted=True)

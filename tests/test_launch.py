@@ -153,6 +153,18 @@ def test_other_launches_are_not(kernel: launch.Kernel, change: dict[str, Any]) -
     assert kernel.kernel.launched == ["jitted", "jitted"]
 
 
+@pytest.mark.parametrize(("n_tokens", "remembered"), [(33, True), (1, True), (1 << 31, False)])
+def test_other_numbers_of_tokens_are(kernel: launch.Kernel, n_tokens: int, remembered: bool) -> None:
+    """Triton compiles one variant for all numbers of 32 bits."""
+    kernel = launch.Kernel(lambda x_ptr, n, n_tokens, BLOCK: None)
+    kernel((4, 1, 1), (X,), (32, 32, 128), 4)
+    kernel((4, 1, 1), (X,), (32, n_tokens, 128), 4)
+    assert kernel.kernel.launched == ["jitted", "compiled" if remembered else "jitted"]
+    assert kernel.kernel.received == (4, 1, 1, X.data_ptr() if remembered else X, 32, n_tokens, 128)
+    kernel((4, 1, 1), (X,), (33, n_tokens, 128), 4)
+    assert kernel.kernel.launched[-1] == "jitted"
+
+
 def test_other_devices_are_not(kernel: launch.Kernel) -> None:
     for device in (0, 1, 1):
         kernel(**{**CALL, "tensors": (OnDevice(device), None, OnDevice(device))})

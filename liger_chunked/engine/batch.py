@@ -126,7 +126,7 @@ class Layout:
         return self._unflatten(values, n_groups)
 
     def dense_values(self, values: Any, chunk: Chunk) -> Any:
-        return values._make(None if f is None else self.dense(f, chunk) for f in values)
+        return values._make([None if f is None else self.dense(f, chunk) for f in values])
 
     def sum_of_shares(self, loss: Tensor) -> Tensor:
         return loss
@@ -222,11 +222,12 @@ def _lay_out(
     flat = target.view(-1)
     by_sequence, reads = group != "token" or isinstance(n_valid, tuple), may_read(target, n_valid)
     found = survey(target if by_sequence else flat.view(1, -1), ignore_index, reads)
-    flat_mask, summary = found.mask.view(-1), found.summary
-    mask, lengths, side_lengths = flat_mask, None, None
-    if group != "token":
+    summary, lengths, side_lengths = found.summary, None, None
+    if group == "token":
+        mask = found.mask.view(-1)
+    else:
         per_group = 2 if group == "pair" else 1
-        mask = flat_mask.view(per_group, target.shape[0] // per_group, target.shape[1]).transpose(0, 1)
+        mask = found.mask.view(per_group, target.shape[0] // per_group, target.shape[1]).transpose(0, 1)
         lengths = _in_rows(summary).view(per_group, -1).t()
         side_lengths = lengths.sum(0) if group == "pair" else None
     if reads:
@@ -245,7 +246,7 @@ def _lay_out(
         _assert_survey(summary, n_valid, name, vocab_size)
 
     total, n_groups = sum(counts), mask.shape[0]
-    slots = None if total == flat.numel() else torch.nonzero_static(flat_mask, size=total).view(-1)
+    slots = None if total == flat.numel() else torch.nonzero_static(found.mask.view(-1), size=total).view(-1)
     return Layout(
         shape=mask.shape,
         target=flat if slots is None else flat[slots],
@@ -263,7 +264,8 @@ def _lay_out(
 
 
 def _in_rows(summary: Tensor) -> Tensor:
-    return summary[0, :, 0] if summary.shape[2] == 1 else summary[0].sum(-1)
+    """Return each row's valid tokens, (R,) or (R, 1)."""
+    return summary[0] if summary.shape[2] == 1 else summary[0].sum(-1)
 
 
 def _check_counts(n_valid: int | tuple[int, ...], counts: list[int], name: str, ignore_index: int) -> None:
@@ -278,11 +280,12 @@ def _check_counts(n_valid: int | tuple[int, ...], counts: list[int], name: str, 
 
 
 def _assert_survey(summary: Tensor, n_valid: int | tuple[int, ...], name: str, vocab_size: int) -> None:
-    within, same = agrees(
-        summary, on_device(n_valid, summary.device) if isinstance(n_valid, tuple) else n_valid, vocab_size
+    counts = on_device(n_valid, summary.device) if isinstance(n_valid, tuple) else n_valid
+    assert_later(
+        agrees(summary, counts, vocab_size),
+        f"{name} must be ignore_index or an index into the vocabulary, 0 to {vocab_size - 1}, and n_valid must count "
+        f"the tokens of {name} that are not ignore_index",
     )
-    assert_later(within, f"{name} must be ignore_index or an index into the vocabulary, 0 to {vocab_size - 1}")
-    assert_later(same, f"n_valid must count the tokens of {name} that are not ignore_index")
 
 
 def at_temperature(layout: AnyLayout, temperature: Tensor, n_valid: Counts = None) -> AnyLayout:

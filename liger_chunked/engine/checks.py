@@ -50,14 +50,14 @@ def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
     """Raise ValueError if `value` depends on trainable leaves beyond `ends`: they would get no gradient."""
     ends = list(ends)
     seen = {x.grad_fn for x in ends}
-    left = [value.grad_fn]
+    left = [(value.grad_fn, 0)]
     while left:
-        node = left.pop()
+        node, _ = left.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         following = node.next_functions
-        left.extend(after for after, _ in following)
+        left += following
         leaf = None if following else getattr(node, "variable", None)
         if leaf is not None and not any(leaf is x for x in ends):
             raise ValueError(
@@ -153,7 +153,8 @@ def check_projection(head: LossHead, input: Tensor, prefix: str = "", input_name
             f"{prefix}{input_name} and {prefix}weight are on the meta device and have no values: pass real tensors; "
             "estimate_memory predicts a step's memory without tensors"
         )
-    compute_dtype(head, input, prefix, input_name)
+    if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
+        compute_dtype(head, input, prefix, input_name)
     if head.shard is not None:
         _check_shard(head.shard, weight.shape[0], input)
 

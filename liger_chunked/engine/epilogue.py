@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -73,6 +72,11 @@ def _scale(options: LogitOptions) -> float:
     return options.logit_scale / options.temperature
 
 
+def is_large(logits: int, hidden_size: int) -> bool:
+    """Whether a product takes the GPU longer than its launches take the host."""
+    return logits * hidden_size >= SMALLEST
+
+
 def serves(
     head: LossHead,
     dtype: torch.dtype,
@@ -88,7 +92,7 @@ def serves(
         and not _too_wide(head.weight.shape[1], options)
         and set(EpiloguePass.differentiable).issuperset(differentiates)
         and all(len(tiles) == 1 for tiles in chunks)
-        and max(map(largest, chunks)) * head.weight.shape[1] >= SMALLEST
+        and is_large(max(map(largest, chunks)), head.weight.shape[1])
     )
 
 
@@ -102,15 +106,12 @@ def serves_statistics(
     needs_grad: bool,
     at_any_size: bool = False,
 ) -> bool:
-    """Whether `StatisticsPass` can replace `HeadPass`, and is faster: always without a backward."""
+    """Whether `StatisticsPass` can replace `HeadPass` on a large head, and is faster: always without a backward."""
     if not _computes(head, dtype, options, class_weight, outputs):
         return False
     if at_any_size:
         return bool(tiles)
-    hidden_size = head.weight.shape[1]
-    if needs_grad and (len(tiles) < FEWEST_TILES or _too_wide(hidden_size, options)):
-        return False
-    return sum(math.prod(_extent(tile)) for tile in tiles) * hidden_size >= SMALLEST
+    return not needs_grad or (len(tiles) >= FEWEST_TILES and not _too_wide(head.weight.shape[1], options))
 
 
 def _computes(

@@ -68,7 +68,6 @@ class HeadPass:
     class_weight: Tensor | None = None  # (V,) of `mean_logits`
     grads: HeadGradients | None = None
     normalisers: LogitsCotangents | None = field(default=None, repr=False)  # of the chunk's rows
-    logps_grad_scale: Tensor | None = field(default=None, repr=False)  # from `unround_logps_`
     candidates: Candidates | None = None
     smallest_kept: Tensor | None = field(default=None, repr=False)  # (n,) logit, with a sampling filter
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
@@ -137,10 +136,11 @@ class HeadPass:
         if self.candidates is not None:
             self.candidates.start(tokens.x, self.logits_dtype)
         partial, stats = self._reduce(tokens)
+        scale: Tensor | None = None
         if stats.logps is not None and self.logits_dtype in (torch.bfloat16, torch.float16):
-            self.logps_grad_scale = self._unround(stats.logps, tokens, partial)
+            scale = self._unround(stats.logps, tokens, partial)
         self.normalisers = LogitsCotangents(
-            max=partial.max, sum_exp=partial.sum_exp, entropy_value=stats.entropy, temperature=tokens.temperature
+            partial.max, partial.sum_exp, scale, entropy_value=stats.entropy, temperature=tokens.temperature
         )
         return stats
 
@@ -185,21 +185,19 @@ class HeadPass:
         """Return what a later `backward` needs except logits, and drop it."""
         assert self.normalisers is not None
         found = self.normalisers
-        kept = found.max, found.sum_exp, found.entropy_value, self.logps_grad_scale, self.smallest_kept
-        self.normalisers = self.logps_grad_scale = self.smallest_kept = self.candidates = None
+        kept = found.max, found.sum_exp, found.logps_scale, found.entropy_value, self.smallest_kept
+        self.normalisers = self.smallest_kept = self.candidates = None
         return kept
 
     def restore(self, kept: Sequence[Tensor | None], temperature: Tensor | None) -> None:
-        maximum, sum_exp, entropy, self.logps_grad_scale, self.smallest_kept = kept
+        maximum, sum_exp, scale, entropy, self.smallest_kept = kept
         assert maximum is not None and sum_exp is not None
-        self.normalisers = LogitsCotangents(maximum, sum_exp, entropy_value=entropy, temperature=temperature)
+        self.normalisers = LogitsCotangents(maximum, sum_exp, scale, entropy_value=entropy, temperature=temperature)
 
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         assert self.grads is not None and self.normalisers is not None
         x, target, rows, tiles, u, _ = tokens
         gradients = gradients or {"logps": torch.zeros_like(self.normalisers.max)}
-        if self.logps_grad_scale is not None and "logps" in gradients:
-            gradients = gradients | {"logps": gradients["logps"] * self.logps_grad_scale}
         gradients = self.grads.normalize(gradients)
         upstream = gradients.pop("candidate_logps", None)
         if upstream is not None:

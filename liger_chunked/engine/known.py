@@ -29,7 +29,7 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Return int64 numbers as a tensor, from a kernel's arguments: a copy would wait."""
     found = torch.zeros(len(numbers), dtype=torch.int64, device=device)
     if numbers:
-        torch._foreach_add_(list(found.unbind()), list(numbers))
+        torch._foreach_add_(found.unbind(), numbers)
     return found
 
 

@@ -72,6 +72,7 @@ class Plan:
         class_weight: Tensor | None = None,
     ) -> Plan:
         vocab_size, hidden_size = shape = shape_to_cut(head)
+        wide_tiles = wide_tiles and epilogue.is_large(layout.n_valid * vocab_size, hidden_size)
         wide_tiles = wide_tiles and all_have_wide_tiles(head)
         differentiates = tuple(name for name in differentiates if name in outputs)
         of_logit = logit_bytes(options, dtype)
@@ -140,6 +141,7 @@ class Plan:
             return budget_elements(options, shape, dtype, bytes_per_logit=bytes_per_logit)
 
         by_epilogue = False
+        wide_tiles = wide_tiles and (batch_invariant or epilogue.is_large(n_valid * shape[0], shape[1]))
         if wide_tiles and filter is candidates is layout.temperature is None and all_have_wide_tiles(head):
             cut = tiles(n_valid, shape[0], elements(dtype.itemsize), square=True)  # of gradients, never of logits
             by_epilogue = epilogue.serves_statistics(

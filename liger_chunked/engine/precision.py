@@ -3,7 +3,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -19,7 +19,7 @@ class Refused:
         self._inside = 0
         self._was_given = False
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
             matmul = torch.backends.cuda.matmul
             if getattr(matmul, self.name):
@@ -27,7 +27,7 @@ class Refused:
                 self._was_given = True
             self._inside += 1
 
-    def leave(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._inside -= 1
             if self._inside == 0 and self._was_given:
@@ -51,6 +51,8 @@ def gemms(device: torch.device, *dtypes: torch.dtype | None) -> AbstractContextM
     """Run a block on `device`, without autocast; products accumulate in float32."""
     permissions, autocast = refused(dtypes), autocasts(device.type)
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    if len(permissions) == 1 and not (autocast or elsewhere):
+        return permissions[0]
     if not (permissions or autocast or elsewhere):
         return _NOTHING_TO_CHANGE
     return _changed(device, permissions, autocast, elsewhere)
@@ -61,16 +63,11 @@ _NOTHING_TO_CHANGE = nullcontext()
 
 @contextmanager
 def _changed(device: torch.device, permissions: tuple[Refused, ...], autocast: bool, elsewhere: bool) -> Iterator[None]:
-    entered: list[Refused] = []
-    try:
+    with ExitStack() as stack:
         for permission in permissions:
-            permission.enter()
-            entered.append(permission)
-        with (
-            torch.cuda.device(device) if elsewhere else nullcontext(),
-            torch.autocast(device.type, enabled=False) if autocast else nullcontext(),
-        ):
-            yield
-    finally:
-        for permission in entered:
-            permission.leave()
+            stack.enter_context(permission)
+        if elsewhere:
+            stack.enter_context(torch.cuda.device(device))
+        if autocast:
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        yield

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -161,18 +162,17 @@ class _LinearTokenStats(torch.autograd.Function):
         ctx.returned = _returned(plan)
         hooked = hooks_active()
         ctx.head_pass = None if hooked else head_pass
-        copied = any(x is not y for x, y in zip(savable, of_plan, strict=True))
+        copied = any(map(operator.is_not, savable, of_plan))
         ctx.plan = _holding(plan) if hooked or copied else plan
         differentiable = (*DIFFERENTIABLE, "candidate_logps")
         # Copies of views, on which autograd refuses `logps *= mask`, and of what the backward reads.
         saved = {id(x) for x in kept}
-        returned = {
-            name: x.clone() if x._is_view() or id(x) in saved else x
-            for name, x in zip(dense._fields, dense, strict=True)
-            if x is not None
-        }
-        ctx.mark_non_differentiable(*(returned[name] for name in ctx.returned if name not in differentiable))
-        return tuple(returned[name] for name in ctx.returned)
+        returned = {name: getattr(dense, name) for name in ctx.returned}
+        for name, x in returned.items():
+            if x._is_view() or id(x) in saved:
+                returned[name] = x.clone()
+        ctx.mark_non_differentiable(*[x for name, x in returned.items() if name not in differentiable])
+        return tuple(returned.values())
 
     @staticmethod
     @first_derivative

@@ -6,7 +6,7 @@ Backward multiplies by the upstream gradient, on a copy if the graph is retained
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
@@ -68,16 +68,18 @@ class NegativeLogLikelihood(LinearObjective):
         return {"logps": torch.empty_like(values.logps).fill_(-1 / self.items)}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Step:
     plan: Plan
     objective: Objective | LinearObjective
     make_pass: Callable[[HeadTensors, HeadGradients | None], Pass]  # of a head in the products' dtype
     teacher_dtype: torch.dtype | None = None
+    values: Any = field(default=None, init=False)  # the pass's NamedTuple, detached, once the step ran
 
     def run(
         self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
-    ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Return the loss () and the gradients that are needed; set `values`."""
         plan, layout, objective = self.plan, self.plan.layout, self.objective
         if self.make_pass == plan.make_pass:
             compile_ahead(_dry_run, plan, input, head, u, needs)
@@ -121,14 +123,14 @@ class Step:
             raise ValueError(
                 "the loss has no gradient: it does not depend on the statistics it was given, or is detached from them"
             )
-        joined = layout.join(parts)
+        self.values = layout.join(parts)
         if isinstance(objective, LinearObjective):
-            loss = objective.loss(joined)
+            loss = objective.loss(self.values)
         else:
             assert loss is not None
             loss = layout.sum_of_shares(loss)
         loss = loss.to(accumulation_dtype(plan.dtype))
-        return loss, joined, (None,) * len(needs) if grads is None else grads.finish()
+        return loss, (None,) * len(needs) if grads is None else grads.finish()
 
     def _differentiate(
         self, stats: TokenStats, chunk: Chunk, with_gradient: bool
@@ -173,7 +175,7 @@ class _EveryStatistic(LinearObjective):
 
 
 def _dry_run(plan: Plan, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs) -> None:
-    loss, _, grads = Step(plan, _EveryStatistic(plan.differentiates), plan.make_pass).run(input, head, u, needs)
+    loss, grads = Step(plan, _EveryStatistic(plan.differentiates), plan.make_pass).run(input, head, u, needs)
     scale_([g for g in grads if g is not None], loss)
 
 
@@ -187,8 +189,15 @@ _keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_curr
 _NOTHING_NEEDED = Needs(False, False)
 
 
+def _like(x: Tensor | None, like: tuple[torch.Size, torch.dtype]) -> Tensor | None:
+    if x is None:
+        return None
+    shape, dtype = like
+    return (x if x.shape == shape else x.view(shape)).to(dtype)
+
+
 class GradientInForward(torch.autograd.Function):
-    """`apply(input, weight, bias, u, up, step, is_grad_enabled())`: the loss, then the statistics that are not None.
+    """`apply(input, weight, bias, u, up, step, is_grad_enabled())`: the loss.
 
     Backward reads only gradients, so the caller may change tensors in between.
     """
@@ -203,21 +212,19 @@ class GradientInForward(torch.autograd.Function):
         up: Tensor | None,
         step: Step,
         with_gradient: bool,
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
         needs = Needs(*ctx.needs_input_grad[:5]) if with_gradient else _NOTHING_NEEDED
         with isolated():
-            loss, stats, ctx.gradients = step.run(input, HeadTensors(weight, bias, up, step.plan.shard), u, needs)
+            loss, ctx.gradients = step.run(input, HeadTensors(weight, bias, up, step.plan.shard), u, needs)
         if True in needs:
             ctx.like = [None if x is None else (x.shape, x.dtype) for x in (input, weight, bias, u, up)]
             ctx.save_for_backward(loss)
-        present = [f for f in stats if f is not None]
-        ctx.mark_non_differentiable(*present)
-        return loss, *present
+        return loss
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if upstream is None:
             return (None,) * 7
         if ctx.gradients is None:
@@ -228,17 +235,16 @@ class GradientInForward(torch.autograd.Function):
         else:
             ctx.gradients = None
         scale_([g for g in gradients if g is not None], upstream)
-        scaled = [None if g is None else g.view(like[0]).to(like[1]) for g, like in zip(gradients, ctx.like)]  # noqa: B905
-        return *scaled, None, None
+        return *map(_like, gradients, ctx.like), None, None
 
 
-def run_step(step: Step, head: LossHead, input: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the differentiable loss (), and values per token that are not None."""
+def run_step(step: Step, head: LossHead, input: Tensor) -> tuple[Tensor, Any]:
+    """Return the differentiable loss (), and the step's values."""
     weight, up, u = head.weight, None, None
     if isinstance(weight, AdaptedWeight):
         weight, up, u = apply_down(weight, input, step.plan.dtype)
-    loss, *values = GradientInForward.apply(input, weight, head.bias, u, up, step, torch.is_grad_enabled())
-    return loss, values
+    loss = GradientInForward.apply(input, weight, head.bias, u, up, step, torch.is_grad_enabled())
+    return loss, step.values
 
 
 def fused_loss(
@@ -271,6 +277,4 @@ def fused_loss(
         wide_tiles=has_wide_tiles(input.device),
         class_weight=class_weight,
     )
-    loss, values = run_step(Step(plan, objective, plan.make_pass), head, input)
-    present = [name for name in OUTPUTS if name in outputs]
-    return loss, TokenStats(**dict(zip(present, values, strict=True)))
+    return run_step(Step(plan, objective, plan.make_pass), head, input)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import INTERPRETED, TensorDescriptor, has_own_memory, jit
+from liger_chunked.kernels.backend import INTERPRETED, NUMBER_OF_TOKENS, TensorDescriptor, has_own_memory, jit
 from liger_chunked.kernels.tuning.generic import REMEMBERED
 from liger_chunked.types import described
 
@@ -131,9 +131,9 @@ class Kernel:
     - Numbers, also compile-time constants, each of one Python type, because 1 equals 1.0 and True. Triton compiles
       variants for 1 and for multiples of 16, but not of `n_tokens`.
 
-    Equal numbers and dtypes, with 16-byte aligned tensors, share a variant. Cached launches use Triton's private
-    interface, after a check in the second launch. Otherwise, or with a hook or `triton.knobs.runtime.debug`, Triton
-    launches.
+    Equal dtypes and numbers except `n_tokens`, with 16-byte aligned tensors, share a variant. Cached launches use
+    Triton's private interface, after a check in the second launch. Otherwise, or with a hook or
+    `triton.knobs.runtime.debug`, Triton launches.
     """
 
     _is_proven = False
@@ -148,6 +148,7 @@ class Kernel:
         self._tensors = [name for name in names if name.endswith("_ptr")]
         self._descriptors = [name for name in names if name.endswith("_desc")]
         self._numbers = [name for name in names if not name.endswith(("_ptr", "_desc"))]
+        self._n_tokens = self._numbers.index(NUMBER_OF_TOKENS) if NUMBER_OF_TOKENS in names else None
         strides = [name for name in self._numbers if name.endswith("_stride")]
         self._strided = [any(s.startswith(name.removesuffix("ptr")) for s in strides) for name in self._tensors]
         given = self._given = self._tensors + self._numbers + self._descriptors
@@ -228,7 +229,10 @@ class Kernel:
             self._launch(*call)
             return
         blocks = [None if x is None else (x.base.dtype, *x.block_shape) for x in descriptors]
-        key = (device, num_warps, num_stages, numbers, *dtypes, *blocks)
+        constants = numbers
+        if (i := self._n_tokens) is not None:
+            constants = (*numbers[:i], numbers[i] >> 31, *numbers[i + 1 :])  # one variant for all of 32 bits
+        key = (device, num_warps, num_stages, constants, *dtypes, *blocks)
         variant = self.variants.get(key)
         if variant is None:
             self._launch_and_remember(key, call, device)

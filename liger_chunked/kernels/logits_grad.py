@@ -39,6 +39,7 @@ class LogitsCotangents(NamedTuple):
 
     max: Tensor  # exp(z - lse) would round large logits
     sum_exp: Tensor
+    logps_scale: Tensor | None = None  # of dL/dlogps, from `unround_logps_`
     logps: Tensor | None = None  # dL/dlogps and so on
     lse: Tensor | None = None
     entropy: Tensor | None = None
@@ -54,7 +55,8 @@ class LogitsCotangents(NamedTuple):
 @Kernel
 def _logits_grad_kernel(
     logits_ptr, grad_ptr, target_ptr, class_weight_ptr,
-    max_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, mean_logits_ptr, entropy_value_ptr, temperature_ptr,
+    max_ptr, sum_exp_ptr, logps_scale_ptr, logps_ptr, lse_ptr, entropy_ptr, mean_logits_ptr, entropy_value_ptr,
+    temperature_ptr,
     logits_stride, grad_stride, vocab_start, n_tokens, n_cols, inv_vocab, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
@@ -77,6 +79,8 @@ def _logits_grad_kernel(
         grad = tl.zeros_like(p)
     if logps_ptr is not None:
         g = tl.load(logps_ptr + row)
+        if logps_scale_ptr is not None:
+            g *= tl.load(logps_scale_ptr + row)
         is_target = cols == tl.load(target_ptr + row) - vocab_start
         # p - 1 before rounding, without adding 0, which the compiler would not drop.
         onehot_minus_p = tl.where(is_target, 1.0 - p, -p)
@@ -140,7 +144,7 @@ def _logits_grad_torch_(
             local = target[rows] - vocab_start
             here = ((local >= 0) & (local < n_cols)).to(p.dtype)
             onehot_minus_p = p.neg_().scatter_add_(1, local.clamp(0, n_cols - 1)[:, None], here[:, None])
-            grad.addcmul_(onehot_minus_p, row.logps)
+            grad.addcmul_(onehot_minus_p, row.logps if row.logps_scale is None else row.logps * row.logps_scale)
         if row.mean_logits is not None:
             per_class = row.mean_logits / vocab_size
             grad.add_(per_class if class_weight is None else per_class * class_weight)

@@ -180,20 +180,20 @@ def _logits_stats_triton(
     """Return sums; for `whole` rows, finished values and the lse."""
     n, n_cols = logits.shape
 
-    def buffer(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        return torch.empty(n, dtype=dtype, device=logits.device) if wanted else None
+    def buffer(dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(n, dtype=dtype, device=logits.device)
 
     wanted = _wanted(outputs)
     stats = PartialStats(
-        max=buffer(),  # type: ignore[arg-type]
-        sum_exp=buffer(),  # type: ignore[arg-type]
-        target_logit=buffer("logps" in outputs or not whole),
-        sum_exp_z=buffer(wanted["sum_exp_z"]),
-        sum_z=buffer(wanted["sum_z"]),
-        sum_exp_sq=buffer(wanted["sum_exp_sq"]),
-        argmax=buffer(wanted["argmax"], torch.int64),
+        max=buffer(),
+        sum_exp=buffer(),
+        target_logit=buffer() if "logps" in outputs or not whole else None,
+        sum_exp_z=buffer() if wanted["sum_exp_z"] else None,
+        sum_z=buffer() if wanted["sum_z"] else None,
+        sum_exp_sq=buffer() if wanted["sum_exp_sq"] else None,
+        argmax=buffer(torch.int64) if wanted["argmax"] else None,
     )
-    lse = buffer(whole and "lse" in outputs)
+    lse = buffer() if whole and "lse" in outputs else None
     if n:
         tuned = TUNING[logits.device]
         most, num_warps = tuned.logits_stats

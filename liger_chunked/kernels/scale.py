@@ -40,7 +40,11 @@ def _scale_kernel(
 
 def scale_(tensors: Sequence[Tensor], scalar: Tensor) -> None:
     """Compute `x *= scalar` in the accumulation dtype for contiguous tensors."""
-    every = [x for x in tensors if use_triton(x) and x.numel()]
+    every: list[Tensor] = []
+    others: list[Tensor] = []
+    for x in tensors:
+        if x.numel():
+            (every if use_triton(x) else others).append(x)
     for start in range(0, len(every), _MOST):
         served = every[start : start + _MOST]
         tuned = TUNING[served[0].device]
@@ -53,7 +57,6 @@ def scale_(tensors: Sequence[Tensor], scalar: Tensor) -> None:
             (*sizes, *[0] * absent, block),
             num_warps,
         )
-    others = [x for x in tensors if not use_triton(x)]
     if others and not (on_host(scalar) and scalar.item() == 1.0):
         for x in others:
             x.mul_(scalar)

@@ -108,27 +108,26 @@ def _agrees_kernel(
         counted += counts
     if counts_ptr is None:
         same &= (tl.sum(counted, axis=0) == n_tokens).to(tl.int32)
-    tl.store(agrees_ptr, tl.min(tl.min(within, axis=1), axis=0) != 0)
-    tl.store(agrees_ptr + 1, tl.min(same, axis=0) != 0)
+    tl.store(agrees_ptr, (tl.min(tl.min(within, axis=1), axis=0) & tl.min(same, axis=0)) != 0)
 
 
-def agrees(summary: Tensor, counts: Tensor | int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return, as bools () on the device, whether targets are below `vocab_size`, and whether there are `counts`.
+def agrees(summary: Tensor, counts: Tensor | int, vocab_size: int) -> Tensor:
+    """Return, as a bool () on the device, whether targets are below `vocab_size`, and there are `counts` of them.
 
     `counts` are the valid tokens of each row, (R,) int64, or of all rows.
     """
     _, n_rows, n_blocks = summary.shape
     of_rows, total = (counts, 0) if isinstance(counts, Tensor) else (None, counts)
     if summary.numel() and use_triton(summary):
-        found = torch.empty(2, dtype=torch.bool, device=summary.device)
+        found = torch.empty((), dtype=torch.bool, device=summary.device)
         sizes = n_rows, n_blocks, total, vocab_size
         _agrees_kernel((1, 1, 1), (summary, of_rows, found), (*sizes, *AGREES), num_warps=4)
-        return found[0], found[1]
+        return found
     within = (summary[1] >= 0) & (summary[2] < vocab_size)
     valid = summary[0].sum() if of_rows is None else summary[0].sum(1)
     same = valid == counts
     assert isinstance(same, Tensor)
-    return within.all(), same.all()
+    return within.all() & same.all()
 
 
 @Kernel

@@ -117,6 +117,10 @@ def _move_torch(
     return grad_scale
 
 
+def _has_dense_rows(x: Tensor) -> bool:
+    return x.stride(-1) == 1 or x.shape[-1] == 1
+
+
 def unround_logps_(
     logps: Tensor,
     x: Tensor,
@@ -132,8 +136,8 @@ def unround_logps_(
 
     `x` is (N, H), `u` (N, r); `maximum` and `sum_exp` are of the rounded logits; `temperature` as in `logits_stats`.
     """
-    side_by_side = all(a.stride(-1) == 1 or a.shape[-1] == 1 for a in (x, head.weight))
-    compute = _move_triton if use_triton(logps) and side_by_side else _move_torch
+    by_kernel = use_triton(logps) and _has_dense_rows(x) and _has_dense_rows(head.weight)
+    compute = _move_triton if by_kernel else _move_torch
     low_rank = None
     if u is not None:
         assert head.up is not None

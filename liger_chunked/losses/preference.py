@@ -44,7 +44,7 @@ from liger_chunked.types import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Sequences:
     mask: Tensor  # (n, 2, T)
     lengths: Tensor  # at least 1
@@ -67,7 +67,7 @@ class _Sequences:
         return sequence_logps(token_logps, along(self.lengths, index), self.average_log_prob)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Batch:
     sequences: _Sequences
     batch_lengths: Tensor  # at least 1
@@ -342,22 +342,23 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             )
         return ref_logps.double()
 
-    @torch.no_grad()
     def _metrics(self, batch: _Batch, logps: Tensor, stats: TokenStats) -> PreferenceMetrics:
         assert stats.mean_logits is not None
         every = batch.sequences.every
         logits_mean = batch.sequences.own(stats.mean_logits, every).sum((0, 2)) / batch.batch_lengths
         nll = batch.nll(stats, every) if self.compute_nll_loss else logits_mean.new_zeros(())
-        logps, rewards = (x.to(logits_mean.dtype) for x in (logps, self.reward(logps - batch.ref_logps)))
-        chosen, rejected = zip(*(x.unbind(-1) for x in (logps, logits_mean, rewards)), strict=True)
+        rewards = self.reward(logps - batch.ref_logps).detach().to(logits_mean.dtype)
+        chosen_logps, rejected_logps = logps.to(logits_mean.dtype).unbind(-1)
+        chosen_logits_mean, rejected_logits_mean = logits_mean.unbind(-1)
+        chosen_rewards, rejected_rewards = rewards.unbind(-1)
         return PreferenceMetrics(
-            chosen_logps=chosen[0],
-            rejected_logps=rejected[0],
-            chosen_logits_mean=chosen[1],
-            rejected_logits_mean=rejected[1],
+            chosen_logps=chosen_logps,
+            rejected_logps=rejected_logps,
+            chosen_logits_mean=chosen_logits_mean,
+            rejected_logits_mean=rejected_logits_mean,
             nll_loss=nll,
-            chosen_rewards=chosen[2],
-            rejected_rewards=rejected[2],
+            chosen_rewards=chosen_rewards,
+            rejected_rewards=rejected_rewards,
         )
 
     def extra_repr(self) -> str:
