@@ -150,13 +150,13 @@ def test_settings(settings, device, passes):
 
 @pytest.mark.triton
 def test_wide_hidden_states(device, passes):
-    """Beside bfloat16 logits, wide heads keep their logits; float32 ones take longer than the fused epilogue."""
+    """Float32 logits take longer than the fused epilogue, for any width. The budget is that of exponentials."""
     generator = torch.Generator().manual_seed(6)
     weight, input = (torch.randn(n, 3080, generator=generator, dtype=torch.float64) for n in (136, 24))
     batch = {"weight": weight / 3080**0.5, "input": input, "target": torch.arange(24)}
 
     def ours(batch: Batch) -> Tensor:
-        return LigerFusedLinearCrossEntropyLoss(logits_dtype=torch.float32, logits_budget=6 * 9 * 136)(**batch)
+        return LigerFusedLinearCrossEntropyLoss(logits_dtype=torch.float32, logits_budget=2 * 9 * 136)(**batch)
 
     assert_error_is_that_of_eager_code(ours, lambda batch: eager.cross_entropy(**batch), batch, device=device)
     assert passes == [9, 9, 6]

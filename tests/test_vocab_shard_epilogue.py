@@ -117,7 +117,7 @@ def of_grpo(parts: list[tuple[int, int]]) -> tuple[Callable[..., Tensor], Callab
 
 def of_statistics(parts: list[tuple[int, int]]) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     def ours(batch: Batch) -> Tensor:
-        found = linear_token_stats(**batch, outputs=ALL, logits_budget=budget(parts, 11), **TRANSFORM)
+        found = linear_token_stats(**batch, outputs=ALL, logits_budget=budget(parts, 6), **TRANSFORM)
         assert all(same_on_all_ranks(getattr(found, name).detach()) for name in ALL)
         return weighted(found._asdict(), ALL, batch["target"])
 

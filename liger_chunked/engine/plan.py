@@ -78,7 +78,7 @@ class Plan:
         of_logit = logit_bytes(options, dtype)
         warn_of_few_rows(options, vocab_size, of_logit, layout.n_valid)
 
-        def cut(n_valid: int) -> tuple[list[Chunk], list[list[Tile]], int]:
+        def cut(n_valid: int, of_logit: int) -> tuple[list[Chunk], list[list[Tile]], int]:
             elements = budget_elements(options, shape, dtype, n_valid, of_logit)
             found = chunks(layout, vocab_size, elements, whole_batch)
             return found, [tiles(_length(chunk), vocab_size, elements) for chunk in found], elements
@@ -89,11 +89,13 @@ class Plan:
             return epilogue.serves(head, dtype, options, class_weight, outputs, differentiates, tiles)
 
         lengths = layout.cut_lengths
-        chosen = cut(layout.n_valid if lengths is None else sum(lengths))
+        chosen = cut(layout.n_valid if lengths is None else sum(lengths), of_logit)
+        is_one = len(chosen[0]) == 1
         # Not if ranks must cut the same chunks: their tiles differ.
-        if len(chosen[0]) == 1 and wide_tiles and lengths is layout.group_lengths:
-            several = cut(0)
-            if epilogue.instead_of_one_chunk(several[1], hidden_size) and served(several[1]):
+        if wide_tiles and lengths is layout.group_lengths and (is_one or of_logit > dtype.itemsize):
+            several = cut(0, dtype.itemsize)  # of exponentials, never of float32 logits
+            better = epilogue.instead_of_one_chunk(several[1], hidden_size) if is_one else len(several[0]) > 1
+            if better and served(several[1]):
                 chosen = several
         found, of_chunks, elements = chosen
         by_epilogue = served(of_chunks)
