@@ -31,6 +31,7 @@ WORTHWHILE = 0.1  # least share of tokens to save
 _DENSE = 1024  # longest row with a dense mask on a GPU
 _SHORT = 256  # tokens of a short row on a CPU
 _TAKE_DENSE = ("sdpa", "eager")
+_KNOWN_ATTENTION = (*_TAKE_DENSE, "flash_attention", "flex_attention")
 _ROW = 1 << 16  # longest row for FlexAttention
 
 
@@ -305,7 +306,13 @@ _ROUTER = (
 )
 
 
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout", "attention_dropout_prob")
+_DROPOUTS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "attention_probs_dropout_prob",
+    "attn_dropout",
+    "attention_dropout_prob",
+)
 _OF_SEQUENCES = ("XLORA", "POLY", "SHADOW")  # PEFT's adapters that read a sequence or its place in the batch
 
 
@@ -357,6 +364,8 @@ def _facts(model: PreTrainedModel) -> _Facts:
     if known is not None and known[0] is model.config and known[1] == implementation:
         return known[2]
     declared = _declared_reason(model)
+    if not implementation.startswith(_KNOWN_ATTENTION) and "/" not in implementation:
+        declared = f"its attention implementation, {implementation!r}, is not one of transformers"
     facts = _measured(model, implementation) if declared is None else _Facts(declared)
     _KNOWN_MODELS[model] = (model.config, implementation, facts)
     return facts
@@ -371,6 +380,8 @@ def _declared_reason(model: PreTrainedModel) -> str | None:
         return "it has an encoder"
     if getattr(model.config, "alibi", False) or model.config.model_type in ("bloom", "mpt"):
         return "its positions are biases of the attention scores (ALiBi)"
+    if hasattr(model.config, "keep_window_size"):
+        return "its attention selects keys, and breaks ties by their places in a row"
     try:
         _windows(model.config)
     except _Unknown as unknown:
