@@ -224,7 +224,7 @@ def test_positions_to_keep(keep: Any) -> None:
     batch = share_batch(model, ids, mask)
     fn = batch.head_fn(lambda head, input: input.hidden_states, logits_to_keep=keep)
     kept = torch.ones_like(mask) * mask
-    weights = shared_prefix._kept(kept[..., None], keep)
+    weights = shared_prefix.kept(kept[..., None], keep)
     assert_same(model(**batch.inputs, head_fn=fn) * weights, expected * weights)
 
 
@@ -589,8 +589,12 @@ def test_adapters_that_read_sequences_are_refused() -> None:
     model = peft.get_peft_model(build("llama"), adapter)
     for asked in (model, model.get_base_model()):
         assert "starts at a token" in (why_not_shared(asked) or "")
-    adapter = peft.PolyConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], n_tasks=2)
-    assert "PolyConfig" in (why_not_shared(peft.get_peft_model(build("llama"), adapter).get_base_model()) or "")
+    for adapter in (
+        peft.PolyConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], n_tasks=2),
+        peft.LilyConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]),
+    ):
+        reason = why_not_shared(peft.get_peft_model(build("llama"), adapter).get_base_model())
+        assert type(adapter).__name__ in (reason or "")
 
 
 _FACTORS = [1.0, 2.0, 3.0, 4.0]
@@ -628,6 +632,15 @@ def test_padding_beyond_the_length_that_changes_positions(name: str) -> None:
         is_same = bool((found - expected).norm() <= 1e-9 * expected.norm())
         assert is_same == (not left and not (right and counts_right))
         assert (shared_prefix.share_pass(model, arguments) is not None) == is_same
+
+
+def test_a_config_that_changes_in_place_is_compared_again() -> None:
+    model = build("gemma3")
+    assert why_not_shared(model) is None
+    model.config.use_bidirectional_attention = True
+    assert "differ by" in (why_not_shared(model) or "")
+    model.config.use_bidirectional_attention = False
+    assert why_not_shared(model) is None
 
 
 def test_a_model_that_ignores_positions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

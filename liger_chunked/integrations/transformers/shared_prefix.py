@@ -313,7 +313,7 @@ _DROPOUTS = (
     "attn_dropout",
     "attention_dropout_prob",
 )
-_OF_SEQUENCES = ("XLORA", "POLY", "SHADOW")  # PEFT's adapters that read a sequence or its place in the batch
+_OF_BATCHES = ("LILY", "POLY", "SHADOW", "XLORA")  # PEFT's adapters that mix tokens, or read their places
 
 
 def _reason_of_wrapper(model: nn.Module) -> str | None:
@@ -328,8 +328,8 @@ def _reason_of_adapters(model: PreTrainedModel) -> str | None:
         kind = str(getattr(peft.peft_type, "value", peft.peft_type))
         if getattr(peft, "alora_invocation_tokens", None):
             return "its adapter (aLoRA) starts at a token of each sequence"
-        if kind in _OF_SEQUENCES:
-            return f"its adapter ({type(peft).__name__}) does not treat tokens alone"
+        if kind in _OF_BATCHES:
+            return f"its adapter ({type(peft).__name__}) does not compute each token alone"
     return None
 
 
@@ -355,19 +355,20 @@ class _Facts(NamedTuple):
 
 
 _KNOWN: dict[tuple[type, str, str], _Facts] = {}
-_KNOWN_MODELS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, str, _Facts]] = weakref.WeakKeyDictionary()
+_KNOWN_MODELS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, str, _Facts]] = weakref.WeakKeyDictionary()
 
 
 def _facts(model: PreTrainedModel) -> _Facts:
     implementation = _implementation(model)
+    settings = repr(vars(model.config))  # may change in place
     known = _KNOWN_MODELS.get(model)
-    if known is not None and known[0] is model.config and known[1] == implementation:
+    if known is not None and known[:2] == (settings, implementation):
         return known[2]
     declared = _declared_reason(model)
     if not implementation.startswith(_KNOWN_ATTENTION) and "/" not in implementation:
         declared = f"its attention implementation, {implementation!r}, is not one of transformers"
     facts = _measured(model, implementation) if declared is None else _Facts(declared)
-    _KNOWN_MODELS[model] = (model.config, implementation, facts)
+    _KNOWN_MODELS[model] = (settings, implementation, facts)
     return facts
 
 
