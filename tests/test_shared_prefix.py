@@ -578,8 +578,8 @@ def test_attention_of_a_user_is_refused() -> None:
     def louder(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, 2 * query, *args, **kwargs)
 
-    AttentionInterface.register("louder", louder)
-    assert "'louder', is not one of transformers" in (why_not_shared(build("llama", "louder")) or "")
+    AttentionInterface.register("sdpa_louder", louder)
+    assert "'sdpa_louder', is not one of transformers" in (why_not_shared(build("llama", "sdpa_louder")) or "")
 
 
 def test_adapters_that_read_sequences_are_refused() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import warnings
 import weakref
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ WORTHWHILE = 0.1  # least share of tokens to save
 _DENSE = 1024  # longest row with a dense mask on a GPU
 _SHORT = 256  # tokens of a short row on a CPU
 _TAKE_DENSE = ("sdpa", "eager")
-_KNOWN_ATTENTION = (*_TAKE_DENSE, "flash_attention", "flex_attention")
+_KNOWN_ATTENTION = re.compile(r"sdpa|eager|flex_attention|flash_attention_\d|.+/.+")  # the last: kernels of the hub
 _ROW = 1 << 16  # longest row for FlexAttention
 
 
@@ -365,7 +366,7 @@ def _facts(model: PreTrainedModel) -> _Facts:
     if known is not None and known[:2] == (settings, implementation):
         return known[2]
     declared = _declared_reason(model)
-    if not implementation.startswith(_KNOWN_ATTENTION) and "/" not in implementation:
+    if not _KNOWN_ATTENTION.fullmatch(implementation):
         declared = f"its attention implementation, {implementation!r}, is not one of transformers"
     facts = _measured(model, implementation) if declared is None else _Facts(declared)
     _KNOWN_MODELS[model] = (settings, implementation, facts)
