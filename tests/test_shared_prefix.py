@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
 from base_ops import dynamo_warns
 from hypothesis import HealthCheck, given, settings
@@ -28,7 +29,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.neftune import activate_neftune, deactivate_neftune
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
 from liger_chunked.integrations.transformers import attach_head, shared_prefix, trie_attention
@@ -499,6 +502,7 @@ def test_dropout_and_biases_are_refused() -> None:
 
 _LM = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 _HEADS = {**_LM, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+_LOCAL = [[["global", "local"], 1]]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Mamba", _LM, "carry a state"),
     ("Rwkv", _LM, "carry a state"),
@@ -508,12 +512,24 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("MiniMax", {**_HEADS, "layer_types": ["linear_attention", "full_attention"]}, "of the type linear_attention"),
     ("Bert", {**_LM, "intermediate_size": 64, "num_attention_heads": 4, "is_decoder": False}, "differ by"),
     ("Mixtral", {**_HEADS, "num_local_experts": 4, "output_router_logits": True}, "router loss"),
+    (
+        "GPTNeo",
+        {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": _LOCAL},
+        "differ by",
+    ),
+    ("Doge", _HEADS, "breaks ties"),
+    (
+        "Llama4",
+        {**_HEADS, "layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "moe_layers": []},
+        "differ by",
+    ),
 ]
 
 
 def _causal(prefix: str, config: dict[str, Any]) -> PreTrainedModel:
     kind = "LMHeadModel" if prefix in ("Bert",) else "ForCausalLM"
-    return getattr(transformers, f"{prefix}{kind}")(getattr(transformers, f"{prefix}Config")(**config))
+    text = "Text" if prefix == "Llama4" else ""
+    return getattr(transformers, f"{prefix}{kind}")(getattr(transformers, f"{prefix}{text}Config")(**config))
 
 
 @pytest.mark.parametrize(("prefix", "config", "reason"), REFUSED, ids=[row[0] for row in REFUSED])
@@ -539,6 +555,92 @@ def test_refused_for_now() -> None:
     peft = pytest.importorskip("peft")
     tuned = peft.get_peft_model(build("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     assert "virtual tokens" in (why_not_shared(tuned) or "")
+
+
+@pytest.mark.parametrize("name", ["attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout"])
+def test_dropout_of_any_name_is_refused_in_training(name: str) -> None:
+    model = build("llama").train()
+    setattr(model.config, name, 0.1)
+    assert f"{name} is 0.1" in (why_not_shared(model) or "")
+    assert why_not_shared(model.eval()) is None
+
+
+def test_noise_that_depends_on_the_row_is_refused() -> None:
+    model = build("llama").train()
+    handle = activate_neftune(model, 5.0)
+    assert "NEFTune" in (why_not_shared(model) or "")
+    assert why_not_shared(model.eval()) is None
+    deactivate_neftune(model.train(), handle)
+    assert why_not_shared(model) is None
+
+
+def test_attention_of_a_user_is_refused() -> None:
+    def louder(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, 2 * query, *args, **kwargs)
+
+    AttentionInterface.register("sdpa_louder", louder)
+    assert "'sdpa_louder', is not one of transformers" in (why_not_shared(build("llama", "sdpa_louder")) or "")
+
+
+def test_adapters_that_read_sequences_are_refused() -> None:
+    """Inside a wrapper too: the trainers ask about the base model."""
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[60])
+    model = peft.get_peft_model(build("llama"), adapter)
+    for asked in (model, model.get_base_model()):
+        assert "starts at a token" in (why_not_shared(asked) or "")
+    for adapter in (
+        peft.PolyConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], n_tasks=2),
+        peft.LilyConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]),
+    ):
+        reason = why_not_shared(peft.get_peft_model(build("llama"), adapter).get_base_model())
+        assert type(adapter).__name__ in (reason or "")
+
+
+_FACTORS = [1.0, 2.0, 3.0, 4.0]
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": _FACTORS,
+    "long_factor": [4 * x for x in _FACTORS], "original_max_position_embeddings": 32, "factor": 4.0,
+}  # fmt: skip
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+_TEMPERATURE = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32,
+    "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
+# Positions that change the model only beyond a length, and whether padding on the right does too.
+BY_LENGTH = {
+    "Phi3": ({**_HEADS, "pad_token_id": 0, "rope_parameters": _LONGROPE, "original_max_position_embeddings": 32}, True),
+    "Llama": ({**_HEADS, "max_position_embeddings": 32, "rope_parameters": _DYNAMIC}, True),
+    "Ministral3": ({**_HEADS, "head_dim": 8, "rope_parameters": _TEMPERATURE}, False),
+}
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_padding_beyond_the_length_that_changes_positions(name: str) -> None:
+    """A batch is shared if and only if it has the hidden states of `forward`."""
+    config, counts_right = BY_LENGTH[name]
+    model = _causal(name, {**config, "attn_implementation": "eager"}).double().eval()
+    prompt = list(range(3, 23))
+    sequences = [[*prompt, *range(30, 30 + n)] for n in (8, 10, 5)]
+    for left, right in ((0, 0), (8, 0), (0, 8)):
+        ids, mask = padded(sequences, "right")
+        ids, mask = F.pad(ids, (left, right), value=1), F.pad(mask, (left, right))
+        arguments = {"input_ids": ids, "attention_mask": mask}
+        expected = model.base_model(**arguments, use_cache=False).last_hidden_state * mask[..., None]
+        plain = shared_prefix._share(model, shared_prefix._plan(model, ids, mask))
+        found = plain.hidden_states(model.base_model(**plain.inputs).last_hidden_state)
+        is_same = bool((found - expected).norm() <= 1e-9 * expected.norm())
+        assert is_same == (not left and not (right and counts_right))
+        assert (shared_prefix.share_pass(model, arguments) is not None) == is_same
+
+
+def test_a_config_that_changes_in_place_is_compared_again() -> None:
+    model = build("gemma3")
+    assert why_not_shared(model) is None
+    model.config.use_bidirectional_attention = True
+    assert "differ by" in (why_not_shared(model) or "")
+    model.config.use_bidirectional_attention = False
+    assert why_not_shared(model) is None
 
 
 def test_a_model_that_ignores_positions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

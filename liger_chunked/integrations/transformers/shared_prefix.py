@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import warnings
 import weakref
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ WORTHWHILE = 0.1  # least share of tokens to save
 _DENSE = 1024  # longest row with a dense mask on a GPU
 _SHORT = 256  # tokens of a short row on a CPU
 _TAKE_DENSE = ("sdpa", "eager")
+_KNOWN_ATTENTION = re.compile(r"sdpa|eager|flex_attention|flash_attention_\d|.+/.+")  # the last: kernels of the hub
 _ROW = 1 << 16  # longest row for FlexAttention
 
 
@@ -146,6 +148,8 @@ def _reason_of_padding(model: PreTrainedModel, plan: TriePlan, with_trailing: bo
         return "there is padding between the tokens of a sequence, which counts in their positions"
     if plan.padding == "left" and not _facts(model).relative:
         return "its positions are absolute, and count the padding on the left"
+    if plan.longest < plan.batch.shape[1] and _facts(model).width_matters:
+        return "its positions are scaled by the width of the batch, which counts padding"
     window = min((w for w in _windows(model.config).values() if w is not None), default=None)
     if with_trailing and window is not None and plan.most_trailing >= window:
         return f"the metrics of this trainer read padding, here beyond the sliding window of {window} tokens"
@@ -294,13 +298,23 @@ def why_not_shared(model: nn.Module) -> str | None:
     """
     reason = _reason_of_wrapper(model)
     inner = inner_model(model)
-    return reason or _reason_now(inner) or _facts(inner).reason
+    return reason or _reason_of_adapters(inner) or _reason_now(inner) or _facts(inner).reason
 
 
 _ROUTER = (
     "its router loss would count a shared token once, not once for each sequence; set "
     "config.output_router_logits=False to train without that loss"
 )
+
+
+_DROPOUTS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "attention_probs_dropout_prob",
+    "attn_dropout",
+    "attention_dropout_prob",
+)
+_OF_BATCHES = ("LILY", "POLY", "SHADOW", "XLORA")  # PEFT's adapters that mix tokens, or read their places
 
 
 def _reason_of_wrapper(model: nn.Module) -> str | None:
@@ -310,13 +324,24 @@ def _reason_of_wrapper(model: nn.Module) -> str | None:
     return None
 
 
+def _reason_of_adapters(model: PreTrainedModel) -> str | None:
+    for peft in (getattr(model, "peft_config", None) or {}).values():
+        kind = str(getattr(peft.peft_type, "value", peft.peft_type))
+        if getattr(peft, "alora_invocation_tokens", None):
+            return "its adapter (aLoRA) starts at a token of each sequence"
+        if kind in _OF_BATCHES:
+            return f"its adapter ({type(peft).__name__}) does not compute each token alone"
+    return None
+
+
 def _reason_now(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False) or getattr(model.config, "output_router_logits", False):
         return _ROUTER
-    dropout = getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None)
-    if model.training and isinstance(dropout, float) and dropout > 0:
-        return f"FlexAttention has no dropout, and attention_dropout is {dropout}; set it to 0"
+    if model.training and (dropout := next((name for name in _DROPOUTS if getattr(config, name, None)), None)):
+        return f"FlexAttention has no dropout, and {dropout} is {getattr(config, dropout)}; set it to 0"
+    if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
+        return "NEFTune scales its noise by the length of a row; set neftune_noise_alpha=None"
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return "its layers are on several devices (device_map)"
     if _implementation(model) == "eager" and model.device.type == "cuda":
@@ -327,20 +352,24 @@ def _reason_now(model: PreTrainedModel) -> str | None:
 class _Facts(NamedTuple):
     reason: str | None
     relative: bool = False
+    width_matters: bool = False
 
 
 _KNOWN: dict[tuple[type, str, str], _Facts] = {}
-_KNOWN_MODELS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, str, _Facts]] = weakref.WeakKeyDictionary()
+_KNOWN_MODELS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, str, _Facts]] = weakref.WeakKeyDictionary()
 
 
 def _facts(model: PreTrainedModel) -> _Facts:
     implementation = _implementation(model)
+    settings = repr(vars(model.config))  # may change in place
     known = _KNOWN_MODELS.get(model)
-    if known is not None and known[0] is model.config and known[1] == implementation:
+    if known is not None and known[:2] == (settings, implementation):
         return known[2]
     declared = _declared_reason(model)
+    if not _KNOWN_ATTENTION.fullmatch(implementation):
+        declared = f"its attention implementation, {implementation!r}, is not one of transformers"
     facts = _measured(model, implementation) if declared is None else _Facts(declared)
-    _KNOWN_MODELS[model] = (model.config, implementation, facts)
+    _KNOWN_MODELS[model] = (settings, implementation, facts)
     return facts
 
 
@@ -353,6 +382,8 @@ def _declared_reason(model: PreTrainedModel) -> str | None:
         return "it has an encoder"
     if getattr(model.config, "alibi", False) or model.config.model_type in ("bloom", "mpt"):
         return "its positions are biases of the attention scores (ALiBi)"
+    if hasattr(model.config, "keep_window_size"):
+        return "its attention selects keys, and breaks ties by their places in a row"
     try:
         _windows(model.config)
     except _Unknown as unknown:
@@ -382,7 +413,7 @@ def _measured(model: PreTrainedModel, implementation: str) -> _Facts:
 
 _TOLERANCE = 1e-4  # of the hidden states' norm; some models round to float32
 _VOCABULARY = 64
-_PROMPT = list(range(1, 12))
+_PROMPT = [1, 2, 3, 4, 2, 1, 5, 6, 7, 2, 8]  # repeated tokens tie where attention selects keys
 _PROBE = [[*_PROMPT, 20, 21, 22, 23], [*_PROMPT, 20, 24], _PROMPT, [*_PROMPT[:4], *range(30, 40)], [40, 41]]
 
 
@@ -418,8 +449,9 @@ def _compare(cls: type[PreTrainedModel], config: Any, implementation: str) -> _F
                     f"{error:.2g} of their norm: it does not follow position_ids and attention_mask"
                 )
         config._attn_implementation = from_stock
-        on_the_left = padded(F.pad(ids, (3, 0), value=1), F.pad(mask, (3, 0)))
-        return _Facts(None, float((on_the_left - expected).norm() / expected.norm()) <= _TOLERANCE)
+        left, right = (padded(F.pad(ids, pad, value=1), F.pad(mask, pad)) for pad in ((3, 0), (0, 3)))
+        moved, widened = (float((x - expected).norm() / expected.norm()) > _TOLERANCE for x in (left, right))
+        return _Facts(None, relative=not moved, width_matters=widened)
     except Exception as error:
         cause = str(error).splitlines()[0] if str(error) else ""
         return _Facts(f"a small copy of it failed ({type(error).__name__}: {cause})")
@@ -427,6 +459,16 @@ def _compare(cls: type[PreTrainedModel], config: Any, implementation: str) -> _F
 
 _INNER = ("intermediate", "ffn", "inner", "mlp")
 _MOST_LAYERS = 8
+# Lengths that change what a token attends to. The probe exceeds them, else the check would not see them.
+_REACHES = ("window", "window_size", "index_topk", "budget", "chunk_size", "floor_scale")
+_REACH = 5
+_CONTEXT = 16  # between the widths of the probe, with and without padding
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer = [x for x in parameters.values() if isinstance(x, dict)]
+    return by_layer or [parameters]
 
 
 def _small(config: Any) -> Any:
@@ -449,8 +491,8 @@ def _small(config: Any) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 4 if kv == n_heads else min(kv, 2),
         "hidden_size": 4 * (getattr(config, "head_dim", None) or config.hidden_size // n_heads),
-        "sliding_window": 5,
         "pad_token_id": 0,
+        "original_max_position_embeddings": _CONTEXT,
         **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
         "num_experts_per_tok": 2,
         **dict.fromkeys(("n_group", "topk_group"), 1),
@@ -458,6 +500,13 @@ def _small(config: Any) -> Any:
     for name, value in vars(config).items():
         if isinstance(value, int) and value > 64 and any(part in name for part in _INNER):
             sizes[name] = 64
+        if isinstance(value, int) and not isinstance(value, bool) and name.endswith(_REACHES):
+            sizes[name] = _REACH
+    for rope in _rope_parameters(small):
+        if "original_max_position_embeddings" in rope:
+            rope["original_max_position_embeddings"] = _CONTEXT
+        if rope.get("rope_type") == "dynamic":
+            sizes["max_position_embeddings"] = _CONTEXT
     for name, value in sizes.items():
         if getattr(small, name, None) is not None:
             setattr(small, name, value)

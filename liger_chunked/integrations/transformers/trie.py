@@ -152,6 +152,10 @@ class TriePlan:
         return _side(self.places)
 
     @property
+    def longest(self) -> int:
+        return max(shared + fresh for shared, fresh in zip(self.shared, self.fresh, strict=True))
+
+    @property
     def most_trailing(self) -> int:
         return max(self.batch.shape[1] - n for n in self.behind)
 
