@@ -37,7 +37,7 @@ def default_sizes() -> dict[str, Any]:
 def measure(
     names: Sequence[str], shape: tuple[int, ...], *, vocab_size: int, hidden_size: int, logits_budget: str | None
 ) -> Iterator[Row]:
-    """Yield three rows for each loss: the time of its matrix products, ours, and eager code with a float32 softmax."""
+    """Yield a loss's matrix products, ours, and eager code with a float32 softmax."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     for name in names:

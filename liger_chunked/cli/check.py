@@ -14,7 +14,7 @@ from liger_chunked.cli import tables
 from liger_chunked.cli.losses import LOSSES
 from liger_chunked.testing import Sizes, evaluate, evaluate_full, random_batch
 
-# An error may be 1.1 times that of eager code in the same dtype, plus roundings: float32 sums have another order.
+# An error may be 1.1 times eager code's in the same dtype, plus roundings.
 _RATIO, _ROUNDINGS = 1.1, {torch.float32: 4.0, torch.bfloat16: 1.0}
 
 

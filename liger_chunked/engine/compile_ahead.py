@@ -29,8 +29,8 @@ def compile_ahead(
 ) -> None:
     """Compile what `dry_run` would launch for the first chunk, once for each kind of step on a GPU.
 
-    It allocates what the chunk does, without products: torch's operations on meta tensors import sympy, which takes
-    seconds. A wrong guess costs only time. Steps on shards or with a teacher compile at their launches.
+    It allocates what the chunk does: meta tensors would import sympy, which takes seconds. Steps on shards or with a
+    teacher compile at their launches.
     """
     layout, weight = plan.layout, head.weight
     if not _applies(input) or is_dry():

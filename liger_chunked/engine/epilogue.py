@@ -194,11 +194,11 @@ class EpiloguePass:
     """A `Pass` with the fused epilogue, for chunks of one tile.
 
     dX and dW are products of the exponentials E (`kernels/projection.py`), plus the target's rows in float32
-    (`kernels/target_rows.py`). The pass needs bfloat16, the precision of E, and a float32 dW or none, because the
-    target's rows cannot be added to a rounded one. No logits are rounded, so `logits_dtype` has no effect.
+    (`kernels/target_rows.py`), which cannot be added to a rounded dW: it must be float32, or not needed. No logits are
+    rounded, so `logits_dtype` has no effect.
 
-    dX and dW overlap on two streams (docs/tuning.md). dW is enqueued first, but after small kernels, so that dX
-    starts first. If ranks sum dX, it is float32, on the side stream, and sent while dW is computed.
+    dX and dW overlap on two streams (docs/tuning.md). If ranks sum dX, it is float32, on the side stream, and sent
+    while dW is computed.
 
     Bytes for a chunk of n tokens, beyond the step's gradients:
 

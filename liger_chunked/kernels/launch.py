@@ -44,7 +44,7 @@ _MOST_REMEMBERED = REMEMBERED
 _Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
 
 
-# What a first compilation does one after another: build a driver with gcc, hash Triton, import a front end.
+# Slow parts of a first compilation: build a driver with gcc, hash Triton, import a front end.
 _PREPARATIONS: tuple[Callable[[], object], ...] = (
     lambda: driver.active,
     lambda: triton_key(),

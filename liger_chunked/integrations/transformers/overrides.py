@@ -160,7 +160,7 @@ def binding_of(cls: Any) -> Binding | None:
 
 @functools.cache
 def _inputs(method: Any) -> int:
-    """Return how many arguments a method takes; 0 if no row has its like, whose source may be long to read."""
+    """Return how many arguments a method takes, 0 if no row takes as many."""
     if not inspect.isfunction(method):
         return 0
     n = len(inspect.signature(method).parameters) - 1

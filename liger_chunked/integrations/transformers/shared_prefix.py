@@ -32,7 +32,7 @@ WORTHWHILE = 0.1  # least share of tokens to save
 _DENSE = 1024  # longest row with a dense mask on a GPU
 _SHORT = 256  # tokens of a short row on a CPU
 _TAKE_DENSE = ("sdpa", "eager")
-_KNOWN_ATTENTION = re.compile(r"sdpa|eager|flex_attention|flash_attention_\d|.+/.+")  # the last: kernels of the hub
+_KNOWN_ATTENTION = re.compile(r"sdpa|eager|flex_attention|flash_attention_\d|.+/.+")  # or of the hub
 _ROW = 1 << 16  # longest row for FlexAttention
 
 
@@ -314,7 +314,7 @@ _DROPOUTS = (
     "attn_dropout",
     "attention_dropout_prob",
 )
-_OF_BATCHES = ("LILY", "POLY", "SHADOW", "XLORA")  # PEFT's adapters that mix tokens, or read their places
+_OF_BATCHES = ("LILY", "POLY", "SHADOW", "XLORA")  # adapters that mix tokens, or read their places
 
 
 def _reason_of_wrapper(model: nn.Module) -> str | None:
@@ -413,7 +413,7 @@ def _measured(model: PreTrainedModel, implementation: str) -> _Facts:
 
 _TOLERANCE = 1e-4  # of the hidden states' norm; some models round to float32
 _VOCABULARY = 64
-_PROMPT = [1, 2, 3, 4, 2, 1, 5, 6, 7, 2, 8]  # repeated tokens tie where attention selects keys
+_PROMPT = [1, 2, 3, 4, 2, 1, 5, 6, 7, 2, 8]  # repeated: ties
 _PROBE = [[*_PROMPT, 20, 21, 22, 23], [*_PROMPT, 20, 24], _PROMPT, [*_PROMPT[:4], *range(30, 40)], [40, 41]]
 
 
@@ -459,7 +459,7 @@ def _compare(cls: type[PreTrainedModel], config: Any, implementation: str) -> _F
 
 _INNER = ("intermediate", "ffn", "inner", "mlp")
 _MOST_LAYERS = 8
-# Lengths that change what a token attends to. The probe exceeds them, else the check would not see them.
+# Lengths that change what a token attends to. The probe exceeds them.
 _REACHES = ("window", "window_size", "index_topk", "budget", "chunk_size", "floor_scale")
 _REACH = 5
 _CONTEXT = 16  # between the widths of the probe, with and without padding
