@@ -44,7 +44,7 @@ _MOST_REMEMBERED = REMEMBERED
 _Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
 
 
-# Slow parts of a first compilation: build a driver with gcc, hash Triton, import a front end.
+# Of a first compilation: build a driver with gcc, hash Triton, import a front end.
 _PREPARATIONS: tuple[Callable[[], object], ...] = (
     lambda: driver.active,
     lambda: triton_key(),

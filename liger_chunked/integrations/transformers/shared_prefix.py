@@ -462,7 +462,7 @@ _MOST_LAYERS = 8
 # Lengths that change what a token attends to. The probe exceeds them.
 _REACHES = ("window", "window_size", "index_topk", "budget", "chunk_size", "floor_scale")
 _REACH = 5
-_CONTEXT = 16  # between the widths of the probe, with and without padding
+_CONTEXT = 16  # between the probe's widths with and without padding
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
