@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from liger_chunked import linear_token_stats
 from liger_chunked.integrations.transformers import attach_head
-from liger_chunked.integrations.transformers.detect import balance_of
+from liger_chunked.integrations.transformers.balance import balance_of
 
 pytestmark = [pytest.mark.ordinary_memory, pytest.mark.filterwarnings("ignore")]
 

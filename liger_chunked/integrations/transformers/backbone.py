@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from liger_chunked.integrations.transformers import detect
+from liger_chunked.integrations.transformers.balance import balance_of
 from liger_chunked.integrations.transformers.detect import STOCK
 from liger_chunked.integrations.transformers.head_facts import head_facts, with_ignore_index
 from liger_chunked.integrations.transformers.head_input import HeadInput
@@ -32,7 +33,7 @@ def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = No
         num_items = max(num_items, 1)
     logits_to_keep = kwargs.pop("logits_to_keep", 0)
     options = with_ignore_index(facts.options, kwargs.pop("ignore_index", -100))
-    balance = detect.balance_of(model)
+    balance = balance_of(model)
     if balance is not None and not balance.asked(model, kwargs.get("output_router_logits")):
         balance = None
     if balance is not None:

@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_chunked.integrations.transformers import detect, overrides, source, verify
+from liger_chunked.integrations.transformers import overrides, source, verify
 from liger_chunked.integrations.transformers.attach import forward_to_wrap
+from liger_chunked.integrations.transformers.balance import balance_of
 from liger_chunked.integrations.transformers.detect import own_forward
 from liger_chunked.integrations.transformers.head import STATE, has_causal_loss
 from liger_chunked.integrations.transformers.head_facts import head_facts
@@ -133,7 +134,7 @@ def owner_of(module: nn.Module) -> type:
 
 
 def _head_refusal(model: PreTrainedModel) -> str | None:
-    balance = detect.balance_of(model)
+    balance = balance_of(model)
     if balance is not None and balance.refusal is not None:
         return f"its load-balancing loss cannot be computed: {balance.refusal}"
     try:

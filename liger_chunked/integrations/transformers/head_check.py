@@ -22,12 +22,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput
 
+from liger_chunked.integrations.transformers.balance import balance_of
 from liger_chunked.integrations.transformers.detect import (
     FORWARD_SLOTS,
     HOOKS,
     TRIAL,
     backbone_of,
-    balance_of,
     nested_of,
     parsed,
     projections,
