@@ -18,7 +18,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from liger_chunked import attach_head, liger_rms_norm, logit_options, run_head
-from liger_chunked.integrations.transformers import apply_liger_kernel, layers, overrides, register_layer
+from liger_chunked.integrations.transformers import apply_liger_kernel, layers, overrides, register_layer, verify
 from liger_chunked.integrations.transformers.check import check_model
 from liger_chunked.integrations.transformers.layers import Layer
 
@@ -566,3 +566,12 @@ def test_an_activation_without_a_switch_is_left_alone(needed, table):
     model = BY_ID["llama"].build()
     model.model.layers[0].mlp = Gated(needed=needed)
     assert "its activation is" in apply_liger_kernel(model).left["Gated"]
+
+
+def test_checks_do_not_depend_on_inference_mode(monkeypatch):
+    monkeypatch.setattr(verify, "_COMPARED", {})
+    with torch.inference_mode():
+        applied = apply_liger_kernel(own())
+        assert applied.left.keys() == {"Own"} and applied.replaced["rms_norm"]
+        with pytest.raises(ValueError, match="the gradient of the backbone's last hidden state"):
+            logit_options(own(before=lambda self, h: h.detach()))

@@ -153,6 +153,7 @@ def _explained(trial: _Trial) -> Iterator[None]:
     advice = "Train it with its own forward, which builds logits (apply_liger_kernel: fused_linear_cross_entropy=False)"
     try:
         with (
+            torch.inference_mode(False),
             torch.set_grad_enabled(trial.training),
             torch.device("cpu"),
             torch.autocast("cpu", enabled=False),

@@ -110,7 +110,7 @@ def rotary_difference(ours: Callable[..., Any], function: Any, rotary: Iterable[
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
         yield
 
 
