@@ -38,7 +38,7 @@ def warmup(
     device: torch.device | str | None = None,
     **arguments: Any,
 ) -> None:
-    """Compile the Triton kernels of `loss` before the first step: seconds, unless Triton's cache has them.
+    """Compile the Triton kernels of `loss` before the first step: seconds of work, unless Triton's cache has them.
 
     Runs three steps on random tensors of these sizes. Call it on each rank before training, after
     `torch.cuda.set_device`. It needs the memory of the inputs and of `estimate_memory`, and frees it. It changes no

@@ -3,7 +3,7 @@
     loss, metrics = dpo_loss(lm_head.weight, hidden, target, ref_logps=ref_logps, beta=0.1)
 
 is `LigerFusedLinearDPOLoss(beta=0.1)(lm_head.weight, hidden, target, ref_logps=ref_logps)`. The class and its `forward`
-document arguments (`input` for `hidden`), results and errors.
+document arguments (`hidden` as `input`), results and errors.
 """
 
 from __future__ import annotations

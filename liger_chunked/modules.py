@@ -296,7 +296,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 class ChunkedLMHead(nn.Linear):
     """An `nn.Linear` that returns log-probabilities and entropies if it gets labels, without all logits in memory.
 
-    It runs in its own forward, so hooks of FSDP, DDP and ZeRO apply.
+    All runs in its forward, so hooks of FSDP, DDP and ZeRO apply.
 
     Args:
         in_features, out_features, bias, device, dtype: of `nn.Linear`.

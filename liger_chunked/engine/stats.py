@@ -284,9 +284,9 @@ def linear_token_stats(
         softcap, logit_scale, ignore_index, logits_budget, logits_dtype: see `LogitOptions`.
         temperature: a number, or a float32 tensor like `target`, not read at ignored tokens.
         candidates: (..., K) distinct ids for each target, for `candidate_logps`.
-        top_k, top_p: keep the `top_k` largest logits, and of these the fewest whose probabilities sum to `top_p`, as a
-            sampler does after the temperature, and logits equal to the smallest kept. The others are -inf, as is a
-            dropped target's `logps`. Sorts the logits without `top_k`.
+        top_k, top_p: after the temperature, as a sampler does, keep the `top_k` largest logits, of these the fewest
+            whose probabilities sum to `top_p`, and ties with the smallest kept. The others are -inf, as is a dropped
+            target's `logps`. Sorts the logits without `top_k`.
         deterministic: "batch" gives a token's values, not gradients, the same bits in any batch, place and budget.
             On a GPU it needs the fused epilogue: Hopper, bfloat16, and none of bias, softcap, candidates or
             temperatures of tokens. Results are repeatable without it too.

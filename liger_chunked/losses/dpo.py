@@ -228,8 +228,8 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
 
     TRL has the same losses, but ignores `label_smoothing` with `sigmoid`. Three options change them:
 
-    - `f_divergence_type` (f-DPO, https://arxiv.org/abs/2309.16240, table 1) replaces `c` and `r` in `d` by a score of
-      `t = pi / pi_ref`, with exponents up to 80, but not in the metrics. Losses of `c` or `r` alone refuse it.
+    - `f_divergence_type` (f-DPO, https://arxiv.org/abs/2309.16240, table 1) replaces `c` and `r` in `d`, not in the
+      metrics, by a score of `t = pi / pi_ref`, with exponents up to 80. Losses of `c` or `r` alone refuse it.
     - `ld_alpha`: LD-DPO (https://arxiv.org/abs/2409.06411).
     - `use_weighting` (WPO, https://arxiv.org/abs/2406.11827, equation 2) multiplies a pair's loss by the constant
       `w(chosen) w(rejected)`, with `log w` the mean over tokens of `log p_y - log(sum of p ** 2)`. `aot`,

@@ -197,8 +197,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         importance_level: of `Rollouts.ratio`: "token"; "sequence", the tokens' geometric mean `s` (GSPO,
             https://arxiv.org/abs/2507.18071); "sequence_token", `sg(s) pi / sg(pi)` with stopped gradient `sg`, for
             advantages per token (GSPO-token); "trajectory", their product.
-        kl_estimator: the gradient is the KL's for `k1` and `k3` with `use_bias_correction_kl`, and for `k2` without;
-            that of `k1` without is zero on average.
+        kl_estimator: with `use_bias_correction_kl`, `k1` and `k3` have the KL's gradient; without, `k2` has it, and
+            `k1`'s is zero on average.
         use_bias_correction_kl: multiply `kl` by the importance ratio (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
         off_policy_mask_threshold: tokens with a negative advantage cost 0 where the sequence's mean of
             `old_logps - logps` is above it (DeepSeek-V3.2, whose old policy is the sampler).
@@ -332,7 +332,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             num_items: divisor of `dapo`: the valid tokens of all steps that accumulate gradients. If ranks average
                 gradients, pass all ranks' tokens divided by the number of ranks. With other reductions, divide the loss
                 by the number of steps.
-            temperature: float32 (B, T), instead of that of `options`; of the reference too.
+            temperature: float32 (B, T), replaces that of `options`, also for the reference.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)

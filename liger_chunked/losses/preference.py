@@ -220,7 +220,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             nll_target: (2 n, T), of the NLL term; None for `target`.
             n_valid: 2 n ints, each sequence's number of tokens that have a target (or `nll_target`), see
                 `LigerFusedLinearCrossEntropyLoss.forward`.
-            cu_seqlens: (2 n + 1,) int32, the rows where sequences start, and N: tensors of tokens are then (N, ...),
+            cu_seqlens: (2 n + 1,) int32, the first row of each sequence, then N; tensors of tokens are then (N, ...),
                 without padding. With `n_valid`, on the CPU.
         """
         head = LossHead(weight, bias, vocab_shard)

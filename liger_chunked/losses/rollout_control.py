@@ -32,7 +32,7 @@ def rollout_importance_weights(
     clip_max: float | None = 3.0,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Return the `importance_weights` of a policy loss for tokens that another engine sampled with the same weights.
+    """Return the `importance_weights` of a policy loss for tokens that another engine sampled with the same parameters.
 
     With `w = pi_old / pi_sampler`, the probabilities of the training and the sampling engine:
 
@@ -43,7 +43,7 @@ def rollout_importance_weights(
     | `sequence_truncate`, `sequence_mask` | product of `w` over the sequence | the bound, 0 |
     | `geometric_truncate`, `geometric_mask` | geometric mean of `w` over the sequence | the bound, 0 |
 
-    Modes and defaults are TRL's, which has no geometric mean. The product of weights combines verl's `rollout_is` and
+    Modes and defaults are TRL's, which has no geometric mean. Multiply weights to combine verl's `rollout_is` and
     `rollout_rs`.
 
     Args:

@@ -1,6 +1,6 @@
 """The load-balancing loss of experts.
 
-Its settings have many names: evaluate the source's expressions.
+Names of its settings vary: evaluate the source's expressions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a model computes between its backbone and its logits, which its config does not say.
 
-`check_head` runs a copy, in both modes. Backbone and `lm_head` return known values; other modules with parameters, and
-all tensors, raise.
+`check_head` runs a copy, in both modes. Backbone and `lm_head` return known values; using other modules with
+parameters, or any tensor, raises.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def apply_liger_kernel(
         logits_budget: see `LogitOptions`.
         **switches: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `relu_squared`, `cross_entropy`,
             `fused_linear_cross_entropy`.
-            By default, all that the model has, but not `cross_entropy`, which excludes the last.
+            By default, all that the model has but `cross_entropy`, which excludes `fused_linear_cross_entropy`.
 
     Raises:
         TypeError: an unknown switch, or no transformers model.
@@ -229,7 +229,7 @@ def family_function(name: str) -> Callable[..., Applied]:
 def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
     """Let `layer` serve a class unknown to `apply_liger_kernel`.
 
-    Compares them in each patched model, and now if a module can be built. Serves subclasses without own code too.
+    Compares both in each patched model, and here if a module can be built. Serves subclasses without own code too.
 
     Args:
         cls: a module class; its method takes the layer's inputs.

@@ -57,7 +57,7 @@ def pack_trie(
     Args:
         input_ids, attention_mask: as in `share_batch`.
         row_tokens: longest row, unless a tree is larger; None for one row.
-        tree_tokens: largest tree. Larger ones are cut at their shallowest branches; each part copies what they shared.
+        tree_tokens: largest tree. Larger ones are cut at their shallowest branches; each part copies shared tokens.
         multiple: a row's length is a multiple of this.
         with_trailing: also pack padding behind last tokens.
 
@@ -123,7 +123,7 @@ def _on_host(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[_Array, 
 class TriePlan:
     """How a batch becomes a trie.
 
-    - `batch` (B, T): tokens on the host; `places` index each sequence's, `behind` is the place behind its last
+    - `batch` (B, T): tokens on the host; `places`: indices of each sequence's tokens; `behind`: the place after its last
     - `trailing`: packed padding behind each sequence
     - `shared`, `fresh`: tokens that each sequence shares with the one before, and others
     - `rows`: the sequences in each row, in packing order; `row_length`: after rounding

@@ -27,8 +27,8 @@ def is_served(uld: Any) -> bool:
 class Side:
     """One model's tokens (B, T), and the parts of its pieces of text.
 
-    A piece is the distribution at `rows` of the flat hidden states, times the probabilities of its other tokens: `ids`
-    at `other_rows`, of the pieces `of_piece`.
+    A piece is the distribution at `rows` of the flat hidden states, times the probabilities of its other tokens. These
+    are `other_ids` at `other_rows`, in the pieces `of_piece`.
     """
 
     labels: Tensor

@@ -140,7 +140,7 @@ class LigerTrainerMixin(_Trainer):
         return self.accelerator.gather_for_metrics(value.detach()).mean().item()
 
     def global_mean(self, mean: Tensor, count: Tensor, *, with_repeated: bool = False) -> float:
-        """Return all ranks' mean, given this rank's over `count` items; by default without repeated samples."""
+        """Average the ranks' means, weighted by `count`; by default without repeated samples."""
         gather = self.accelerator.gather if with_repeated else self.accelerator.gather_for_metrics
         sums = gather(torch.stack([mean.detach() * count, count.to(mean.dtype)])[None]).sum(0)
         return (sums[0] / sums[1].clamp(min=1)).item()

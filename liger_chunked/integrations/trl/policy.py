@@ -24,7 +24,7 @@ class GRPOMixin(SharedPromptsMixin):
     """TRL's `GRPOTrainer` on a chunked head.
 
     `loss` is a `LigerFusedLinearPolicyBase`, at the config's `temperature`. For a KL term, set `beta` in the config
-    too, or TRL keeps no reference. TRL's default divisor:
+    too, or TRL keeps no reference. With TRL's default divisor:
 
         loss = LigerFusedLinearGRPOLoss(reduction="dapo")
         LigerGRPOTrainer(model, reward_funcs=reward, train_dataset=prompts, loss=loss)
