@@ -123,7 +123,7 @@ def _on_host(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[_Array, 
 class TriePlan:
     """How a batch becomes a trie.
 
-    - `batch` (B, T): tokens on the host; `places`: indices of each sequence's tokens; `behind`: the place after its last
+    - `batch` (B, T): tokens on the host; `places`: indices of each sequence's tokens; `behind`: place after its last
     - `trailing`: packed padding behind each sequence
     - `shared`, `fresh`: tokens that each sequence shares with the one before, and others
     - `rows`: the sequences in each row, in packing order; `row_length`: after rounding
