@@ -70,8 +70,8 @@ def compiled_together(device: torch.device) -> Iterator[None]:
         _collected.reset(token)
     if AsyncCompileMode is None or not launches:
         return
-    while _postponed:
-        launches.append(_postponed.pop())
+    launches += _postponed
+    _postponed.clear()  # other threads may find the same
     launches.sort(key=lambda launch: not launch[1][-1])  # products, which have descriptors, take longest
     n_threads = min(len(launches), os.cpu_count() or 1)
     with torch.cuda.device(device), ThreadPoolExecutor(n_threads) as threads:

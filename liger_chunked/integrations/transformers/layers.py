@@ -181,7 +181,7 @@ def _glu(x: Tensor, act_fn: Any, gate_proj: Any, up_proj: Any, down_proj: Any) -
 def _sparse_glu(
     x: Tensor, act_fn: Any, activation_sparsity: float, gate_proj: Any, up_proj: Any, down_proj: Any
 ) -> Tensor:
-    if not activation_sparsity:
+    if activation_sparsity <= 0:
         return _glu(x, act_fn, gate_proj, up_proj, down_proj)
     gate, up = gate_proj(x), up_proj(x)
     share = torch.full((), activation_sparsity, dtype=torch.float32, device=gate.device)
