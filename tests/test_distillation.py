@@ -331,6 +331,11 @@ BAD_INPUT = {
     ),
     "beta": (lambda: LigerFusedLinearJSDLoss(beta=1.5), ValueError, r"beta must be in \[0, 1\], got 1.5"),
     "skew": (lambda: LigerFusedLinearKLDivLoss(skew=1.0), ValueError, r"skew must be in \[0, 1\), got 1.0"),
+    "teacher-options": (
+        lambda: LigerFusedLinearTVDLoss(teacher_options={"softcap": 3.0}),
+        TypeError,
+        r"teacher_options must be LogitOptions, .*got a dict of 1",
+    ),
     "teacher-budget": (
         lambda: LigerFusedLinearTVDLoss(teacher_options=LogitOptions(logits_budget=1)),
         ValueError,

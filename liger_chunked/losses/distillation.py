@@ -31,7 +31,7 @@ from liger_chunked.engine import (
     whole,
 )
 from liger_chunked.losses.base import FusedLoss
-from liger_chunked.losses.settings import check_finite, checked_items
+from liger_chunked.losses.settings import check_finite, checked_items, options_of_teacher
 from liger_chunked.types import (
     DistillationMetrics,
     Divergence,
@@ -93,7 +93,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         self.options = LogitOptions.of(type(self), options)
         if (wide := self.options.logits_dtype) is not None:
             raise ValueError(f"distillation rounds logits to the products' dtype, got logits_dtype={wide}")
-        self.teacher_options = self.options if teacher_options is None else teacher_options
+        self.teacher_options = options_of_teacher(teacher_options, self.options)
         self._transforms_teacher = teacher_options is not None
         if teacher_options is not None:
             plain = LogitOptions()

@@ -12,7 +12,7 @@ from liger_chunked.calls import entry_point
 from liger_chunked.engine import as_counts, check_projection, check_target, linear_token_stats
 from liger_chunked.losses.base import FusedLoss
 from liger_chunked.losses.policy import Clipped, LigerFusedLinearPolicyBase, masked
-from liger_chunked.losses.settings import check_finite
+from liger_chunked.losses.settings import check_finite, options_of_teacher
 from liger_chunked.types import (
     LogitOptions,
     LogitOptionsDict,
@@ -114,7 +114,7 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
             if not value >= 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
         self.options = LogitOptions.of(type(self), options)
-        self.teacher_options = self.options if teacher_options is None else teacher_options
+        self.teacher_options = options_of_teacher(teacher_options, self.options)
         self._transforms_teacher = teacher_options is not None
         self._policy = _SampledReverseKL(kl_coef, epsilon_low, epsilon_high, reduction, max_completion_length)
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from liger_chunked.types import check_number, shown
+from liger_chunked.types import LogitOptions, check_number, shown
 
 
 def check_finite(
@@ -47,6 +47,13 @@ def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping
         readers = sorted(name for name, kind in table.items() if field.name in kind.reads)
         if readers and field.name not in reads and value != field.default:
             raise ValueError(f"{field.name}={shown(value)} is not read by {by}, only by {readers}")
+
+
+def options_of_teacher(given: LogitOptions | None, own: LogitOptions) -> LogitOptions:
+    """Return `teacher_options`, by default the student's."""
+    if given is not None and not isinstance(given, LogitOptions):
+        raise TypeError(f"teacher_options must be LogitOptions, such as LogitOptions(softcap=30.0), got {shown(given)}")
+    return own if given is None else given
 
 
 def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:

@@ -21,7 +21,7 @@ from liger_chunked.engine import (
     token_count,
 )
 from liger_chunked.losses.base import FusedLoss
-from liger_chunked.losses.settings import checked_items
+from liger_chunked.losses.settings import checked_items, options_of_teacher
 from liger_chunked.types import (
     DistillationMetrics,
     LogitOptions,
@@ -59,7 +59,7 @@ class LigerFusedLinearULDLoss(FusedLoss):
     def __init__(self, *, teacher_options: LogitOptions | None = None, **options: Unpack[LogitOptionsDict]) -> None:
         super().__init__()
         self.options = LogitOptions.of(type(self), options)
-        self.teacher_options = self.options if teacher_options is None else teacher_options
+        self.teacher_options = options_of_teacher(teacher_options, self.options)
 
     @entry_point
     def forward(
