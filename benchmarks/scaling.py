@@ -51,14 +51,8 @@ class Collective(NamedTuple):
     def sent(self) -> float:
         """Bytes that each rank sends around a ring."""
         others = self.ranks - 1
-        return (
-            self.given
-            * {
-                "all_gather": others,
-                "reduce_scatter": others / self.ranks,
-                "all_reduce": 2 * others / self.ranks,
-            }[self.kind]
-        )
+        times = {"all_gather": others, "reduce_scatter": others / self.ranks, "all_reduce": 2 * others / self.ranks}
+        return self.given * times[self.kind]
 
 
 def sent(collectives: Iterable[Collective]) -> float:
@@ -263,13 +257,12 @@ def large() -> str:
             split = of_split_vocabulary(LOSSES["cross entropy"], TOKENS, h, tp, DTYPE.itemsize) if tp > 1 else []
             sequence = of_split_sequence(LOSSES["cross entropy"], TOKENS, cp) if cp > 1 else []
             weight = of_gathered_weight(-(-v // tp), h, others, DTYPE.itemsize)
-            products = 6 * TOKENS * h * v / tp / FLOPS
-            exposed = times(TOKENS, v, h, tp, bandwidth(tp)).exposed if tp > 1 else 0.0
-            exposed += sent(sequence) / bandwidth(cp, tp)
+            step = times(TOKENS, v, h, tp, bandwidth(tp))
+            exposed = step.exposed + sent(sequence) / bandwidth(cp, tp)
             of_weight = sent(weight) / bandwidth(others, tp)
             of_token = [_kb(sent(x) / TOKENS) if x else "" for x in (split, sequence, weight)]
             job = f"{tp} × {cp} × {dp}"
-            rows.append([name, f"{tp * others:,}", job, *of_token, *map(_ms, (products, exposed, of_weight))])
+            rows.append([name, f"{tp * others:,}", job, *of_token, *map(_ms, (step.products, exposed, of_weight))])
     header = ["", "GPUs", "TP × CP × DP", "TP", "CP", "FSDP", "products, ms", "exposed, ms", "FSDP, ms"]
     return _table(header, rows)
 
