@@ -71,7 +71,7 @@ def compiled_together(device: torch.device) -> Iterator[None]:
     if AsyncCompileMode is None or not launches:
         return
     launches += _postponed
-    _postponed.clear()  # other threads may find the same
+    _postponed.clear()  # shared by threads
     launches.sort(key=lambda launch: not launch[1][-1])  # products, which have descriptors, take longest
     n_threads = min(len(launches), os.cpu_count() or 1)
     with torch.cuda.device(device), ThreadPoolExecutor(n_threads) as threads:
