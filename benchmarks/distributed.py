@@ -114,9 +114,12 @@ class Batch(NamedTuple):
 @functools.lru_cache(maxsize=1)
 def batch_of_rank(n: int, h: int, v: int) -> Batch:
     """Return a batch that is the same on all ranks, and this rank's rows of the heads."""
+    ranks = dist.get_world_size()
+    if n % (ROWS * ranks) or v % ranks:
+        raise Skipped(f"{ranks} ranks cannot split {ROWS} sequences of {n / ROWS:g} tokens, or {v} classes, equally")
     torch.manual_seed(0)
     x, whole = hidden_states(ROWS, n // ROWS, h), head_weight(v, h)
-    w = whole.chunk(dist.get_world_size())[dist.get_rank()].clone()
+    w = whole.chunk(ranks)[dist.get_rank()].clone()
     t = torch.randint(v, (ROWS, n // ROWS), device=DEVICE)
     # Close to its reference: large margins would saturate the loss.
     ref_x = x + 0.1 * hidden_states(*x.shape)
@@ -242,6 +245,8 @@ def _fake_group() -> Any:
 
 def gathered_weight(loss: str, batch: Batch, whole: Callable[[Batch], Tensor]) -> Contender:
     ranks, groups = dist.get_world_size(), ROWS // 2 if loss == "DPO" else ROWS
+    if groups % ranks:
+        raise Skipped(f"{ranks} ranks cannot share {groups} {'pairs' if loss == 'DPO' else 'sequences'} equally")
     own = (torch.arange(ROWS, device=DEVICE) % groups % ranks == dist.get_rank()).nonzero()[:, 0]
 
     def run(b: Batch) -> Tensor:

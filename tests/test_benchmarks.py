@@ -157,6 +157,18 @@ def test_losses_on_two_ranks(on_ranks: dict) -> None:
                     assert row[key] == pytest.approx(ours[key], rel=1e-4, abs=1e-7), (task, name, key)
 
 
+def test_ranks_that_cannot_split_a_batch_equally(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
+    for n, v in ((64, 1022), (72, 1024)):
+        with pytest.raises(harness.Skipped, match="8 ranks cannot split 8 sequences"):
+            distributed.batch_of_rank(n, 32, v)
+    batch = distributed.batch_of_rank(64, 32, 1024)
+    assert len(distributed.gathered_weight_in_torch("GRPO", batch).batch.t) == 1
+    with pytest.raises(harness.Skipped, match="8 ranks cannot share 4 pairs"):
+        distributed.gathered_weight_in_torch("DPO", batch)
+
+
 def test_training_steps_on_two_ranks(on_ranks: dict) -> None:
     tasks = [task for task in on_ranks["tasks"] if "tiny" in task]
     assert [task.split(" tiny")[0] for task in tasks] == ["TP SFT", "FSDP DPO"]
