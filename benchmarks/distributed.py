@@ -92,7 +92,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Batch(NamedTuple):
-    """Of one rank: the rows of its part of the vocabulary, or all."""
+    """A rank's batch. Its heads have the rank's rows of the vocabulary, or all."""
 
     x: Tensor  # (B, L, H)
     w: Tensor  # (V, H)
@@ -149,7 +149,8 @@ def of_log_probabilities(loss: str, logps: Callable[[Tensor, Tensor], Tensor], b
     if loss == "DPO":
         with torch.no_grad():
             reference = logps(batch.ref_x, batch.ref_w).sum(-1)
-        return dpo(policy.sum(-1), policy, reference)
+        lengths = torch.full_like(batch.t[:, 0], batch.t.shape[1])
+        return dpo(policy.sum(-1), lengths, reference)
     if loss == "GRPO":
         return -((policy - policy.detach()).exp() * batch.advantages[:, None]).mean()
     return -policy.mean()

@@ -102,7 +102,7 @@ def graphed(run: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-# How long a short step is repeated, and before that.
+# Milliseconds of a short step's timed repeats, and of those before.
 TIMED_MS, WARM_MS = 400, 100
 
 

@@ -120,6 +120,7 @@ class Arguments(NamedTuple):
 
     names: tuple[str, ...]
     takes_any: bool = False
+    known: frozenset[str] = frozenset()  # `names`, to look up
 
 
 def _definitions(cls: type, method: str) -> Iterator[tuple[Callable[..., Any], list[inspect.Parameter]]]:
@@ -153,7 +154,7 @@ def _read_keywords(cls: type, method: str) -> Arguments:
             names += options
             break
         takes_any = True
-    return Arguments(tuple(dict.fromkeys(names)), takes_any)
+    return Arguments(tuple(dict.fromkeys(names)), takes_any, frozenset(names))
 
 
 def _typed_options(function: Callable[..., Any], name: str) -> tuple[str, ...]:
@@ -221,9 +222,9 @@ def split(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     data: dict[str, Any] = {}
     neither: list[str] = []
     for name, value in given.items():
-        if name in constructor.names and not (name in call.names and isinstance(value, Tensor)):
+        if name in constructor.known and not (name in call.known and isinstance(value, Tensor)):
             settings[name] = value
-        elif name in call.names:
+        elif name in call.known:
             data[name] = value
         elif constructor.takes_any:
             settings[name] = value

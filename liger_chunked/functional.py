@@ -8,7 +8,6 @@ document arguments (`hidden` as `input`), results and errors.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,20 +50,11 @@ __all__ = [
 ]
 
 
-@functools.cache
-def _names(cls: Any) -> tuple[list[str], list[str]]:
-    """Return arguments of the call alone, and of call or constructor."""
-    settings, data = arguments.of_constructor(cls).names, arguments.of_call(cls).names
-    return [name for name in data if name not in settings], [name for name in data if name in settings]
-
-
 def _evaluate(cls: Any, given: dict[str, Any]) -> Any:
     """Evaluate a loss with a function's arguments, its `locals()`."""
     given["input"] = given.pop("hidden")
-    of_call, of_either = _names(cls)
-    data = {name: given.pop(name) for name in of_call}
-    data |= {name: given.pop(name) for name in of_either if isinstance(given[name], Tensor)}
-    return once(cls, **given)(**data)
+    settings, data = arguments.split(cls, given)
+    return once(cls, **settings)(**data)
 
 
 @entry_point

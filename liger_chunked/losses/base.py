@@ -22,7 +22,7 @@ def check_declared(loss: Any, name: str, statistics: tuple[str, ...], scopes: tu
     if scope is None or hasattr(scope, "__get__"):
         return
     if not scopes:
-        raise ValueError(f"{name}.scope is not read: its method must treat sequences independently, got {scope!r}")
+        raise ValueError(f"{name}.scope is not read, got {scope!r}: compute each sequence's loss from that sequence")
     if scope not in scopes:
         raise ValueError(f"{name}.scope must be one of {scopes}, got {scope!r}")
 
