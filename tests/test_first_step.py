@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import table
 import torch
+from table import ROWS, SMALL, Row
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -322,6 +324,18 @@ def test_an_error_of_a_dry_run_is_not_one_of_the_step(monkeypatch: pytest.Monkey
     with pytest.warns(RuntimeWarning, match="no threads"):
         linear_token_stats(**given)
     assert len(asked) == 2
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_a_dry_run_of_every_loss(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "AsyncCompileMode", None)
+    monkeypatch.setattr(compile_ahead, "_applies", lambda x: not x.is_meta)
+    monkeypatch.setattr(compile_ahead, "_compiled", set())
+    batch = row.sample(SMALL, 0)
+    table.evaluate(row.ours, batch)  # an error of the dry run is a warning
+    with_teacher = any(name.startswith("teacher") for name in batch)
+    assert compile_ahead._compiled or with_teacher
 
 
 @pytest.mark.parametrize("budget", [None, 32 * 64 * 4], ids=["one-chunk", "several"])

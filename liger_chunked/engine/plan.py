@@ -34,7 +34,7 @@ from liger_chunked.kernels.tuning.generic import (
     TEACHER_TOKENS,
     TEACHER_VOCAB,
 )
-from liger_chunked.types import HeadTensors, LogitOptions, LossHead, VocabShard
+from liger_chunked.types import DIFFERENTIABLE, HeadTensors, LogitOptions, LossHead, VocabShard
 
 
 @dataclass(eq=False)
@@ -74,7 +74,7 @@ class Plan:
         vocab_size, hidden_size = shape = shape_to_cut(head)
         wide_tiles = wide_tiles and epilogue.is_large(layout.n_valid * vocab_size, hidden_size)
         wide_tiles = wide_tiles and all_have_wide_tiles(head)
-        differentiates = tuple(name for name in differentiates if name in outputs)
+        differentiates = tuple(name for name in DIFFERENTIABLE if name in differentiates and name in outputs)
         of_logit = logit_bytes(options, dtype)
         warn_of_few_rows(options, vocab_size, of_logit, layout.n_valid)
 

@@ -1,0 +1,80 @@
+"""Run the Triton kernels on small shapes, for NVIDIA's compute-sanitizer.
+
+    python tests/sanitize.py                            # compiles the kernels
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1             # each tensor has an allocation of its own
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py --only epilogue
+
+A case is a row of `tests/table.py`, with logits and with the fused epilogue, or an operation of `tests/base_ops.py`, in
+bfloat16. Values are not checked: the test suite does that. The last line counts the cases and the kernels launched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from base_ops import OPS, run
+from table import ROWS, SMALL, evaluate, moved
+
+from liger_chunked.engine import epilogue
+from liger_chunked.kernels import backend, launch
+
+# No dimension is a multiple of a block, and TMA can read the rows.
+SIZES = SMALL._replace(hidden=72, vocab=603, ref_hidden=40)
+BUDGET = 13 * SIZES.vocab * 2  # 13 tokens a chunk
+
+
+def cases(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    for row in (row for row in ROWS if row.kernels):
+        for name, budget in (("one chunk", None), ("several chunks", BUDGET)):
+            batch = moved(row.sample(SIZES, 0), torch.bfloat16, device)
+            loss = partial(row.ours, logits_budget=budget)
+            yield f"{row.id}, {name}", partial(evaluate, loss, batch)
+            if backend.has_wide_tiles(torch.device(device)):
+                without_bias = {key: x for key, x in batch.items() if not key.endswith("bias")}
+                yield f"{row.id}, {name}, epilogue", partial(evaluate, loss, without_bias)
+    for op in OPS:
+        for shape in op.shapes:
+            yield f"{op.id} {shape}", partial(run, op.ours, op.sample(shape, torch.bfloat16, device))
+
+
+def main() -> int:
+    parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parse.add_argument("--only", default="", help="only cases whose name contains this")
+    parse.add_argument("--minutes", type=float, default=60.0, help="stop after a case that ends later (%(default)s)")
+    args = parse.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    launched: set[launch.Kernel] = set()
+    call = launch.Kernel.__call__
+
+    def counted(kernel: launch.Kernel, *rest: Any, **options: Any) -> None:
+        launched.add(kernel)
+        call(kernel, *rest, **options)
+
+    launch.Kernel.__call__ = counted
+    end = time.monotonic() + 60 * args.minutes
+    done = 0
+    for name, case in cases(device):
+        if args.only not in name:
+            continue
+        if time.monotonic() > end:
+            print(f"stopped before {name!r}")
+            break
+        # Chunks of any size use the fused epilogue where the name says so, and none without.
+        epilogue.SMALLEST = 0 if name.endswith("epilogue") else 1 << 60
+        case()
+        done += 1
+    if device == "cuda":
+        torch.cuda.synchronize()
+    print(f"{done} cases, {len(launched)} kernels")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
