@@ -54,8 +54,14 @@ SMALL = ["SFT:1:64:32:1024:4", "DPO:1:32:32:1024:4"]
 BUDGETS = {"automatic": None, "1 GiB": 1 << 30, "256 MiB": 256 << 20}
 SMALL_BUDGETS = {"automatic": None, "32 KiB": 32 << 10}
 COMPILED = "torch.compile"
-# FlopCounterMode counts addmm, but not addmm_.
-IN_PLACE = {torch.ops.aten.addmm_: lambda _, a, b, **options: 2 * a[0] * a[1] * b[1]}
+
+
+def _addmm_flops(_: object, a: Sequence[int], b: Sequence[int], *rest: object, **options: object) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
+# FlopCounterMode does not count addmm_, nor, in torch 2.11, addmm with an `out_dtype`.
+COUNTED = {torch.ops.aten.addmm_: _addmm_flops, torch.ops.aten.addmm: _addmm_flops}
 
 
 @dataclass
@@ -68,7 +74,8 @@ class LoraRow(LossRow):
 
     def measured(self, first: LossRow) -> str:
         estimate = "" if self.estimated_mib is None else f"  estimate {self.estimated_mib:.0f} MiB"
-        return f"{super().measured(first)}  {self.products:.3f} products{estimate}"
+        products = "" if self.products is None else f"  {self.products:.3f} products"
+        return f"{super().measured(first)}{products}{estimate}"
 
 
 class Batch:
@@ -168,7 +175,7 @@ def fill(
 ) -> None:
     loss = build()
     if not row.name.startswith(COMPILED):  # which counting would disable
-        with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+        with FlopCounterMode(display=False, custom_mapping=COUNTED) as counter:
             loss(batch.input).backward()
         row.products = counter.get_total_flops() / (2 * batch.valid * batch.base.numel())
     fill_loss(row, lambda: loss, floor_ms, [batch.input], batch.leaves, exact)
