@@ -21,6 +21,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from liger_chunked.integrations.transformers import overrides, verify
 from liger_chunked.integrations.transformers.attach import attach_head, detach_head, fuse
 from liger_chunked.integrations.transformers.detect import inner_model
+from liger_chunked.integrations.transformers.experts import EXPERTS_GATE, experts_method
 from liger_chunked.integrations.transformers.found import Found, found_in, found_in_classes, owner_of
 from liger_chunked.integrations.transformers.head import STATE, Fusion, has_causal_loss
 from liger_chunked.integrations.transformers.head_facts import forget_facts
@@ -189,6 +190,8 @@ def apply_to_family(name: str, *, logits_budget: int | float | str | None = None
             if switch == chosen:
                 method = binding.layer.method
                 applied.patches.set(cls, method, layer_method(binding, getattr(cls, method)))
+                if method == EXPERTS_GATE:
+                    applied.patches.set(cls, "forward", experts_method(cls.forward))
                 applied.count(switch, cls.__name__)
     _hold_ropes(found, on, applied)
     for owner in overrides.causal_classes(modeling):

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from liger_chunked.integrations.transformers import detect, head
 from liger_chunked.integrations.transformers.detect import STOCK
+from liger_chunked.integrations.transformers.experts import EXPERTS_GATE, experts_method
 from liger_chunked.integrations.transformers.layers import Binding
 
 Method = Callable[..., Any]
@@ -72,6 +73,8 @@ def _subclass(cls: Any, patch: Patch, method: Method) -> Any:
     else:
         replacement = layer_method(patch.binding, getattr(method, STOCK, method))
     namespace = {**named, "__reduce_ex__": reduce, patch.method: replacement, _PATCH: patch}
+    if patch.method == EXPERTS_GATE:
+        namespace["forward"] = experts_method(cls.forward)
     try:
         subclass = type(cls)(cls.__name__, (cls,), namespace)
     except Exception as error:

@@ -1,0 +1,132 @@
+"""The "grouped_mm" experts of transformers, with kernels that gather their rows and sum them (`kernels/experts.py`).
+
+transformers copies, multiplies, reorders and sums the experts' rows one after the other, and adds gradients by a sort.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_chunked.integrations.transformers.detect import STOCK
+from liger_chunked.kernels.experts import add_bias_, combine_rows, gather_tokens, route
+from liger_chunked.kernels.operands import all_plain
+
+try:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
+except ImportError:  # another version of transformers
+    ALL_EXPERTS_FUNCTIONS, _grouped_linear = {}, None
+
+GROUPED = "grouped_mm"
+EXPERTS_GATE = "_apply_gate"  # method of experts that `grouped_mm` serves
+_TOLERANCE = 1e-5  # relative, in float32
+
+
+def experts_method(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a forward of experts that runs `stock` unless our kernels serve this call."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        # Inductor fuses these operations itself.
+        if kwargs or len(args) != 3 or torch.compiler.is_compiling() or not _serves(self, args):
+            return stock(self, *args, **kwargs)
+        return grouped_forward(self, *args)
+
+    # Dynamo limits a code's compilations.
+    method = types.FunctionType(forward.__code__.replace(), globals(), "forward", None, forward.__closure__)
+    vars(method)[STOCK] = stock
+    return method
+
+
+def _serves(module: Any, args: tuple[Tensor, ...]) -> bool:
+    grouped = ALL_EXPERTS_FUNCTIONS.get(GROUPED)
+    return (
+        grouped is not None
+        and module.config._experts_implementation == GROUPED
+        and args[0].dtype != torch.float64  # which grouped products refuse
+        and all_plain((*args, *module._parameters.values()))
+        and _same_as(grouped, *(bool(getattr(module, name, False)) for name in _FLAGS))
+    )
+
+
+def grouped_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    routing = route(top_k_index, module.num_experts)
+    into, bias = ("gate_up_proj", "gate_up_proj_bias") if module.has_gate else ("up_proj", "up_proj_bias")
+    rows = gather_tokens(hidden_states, routing)
+    rows = _grouped_linear(rows, getattr(module, into), routing.ends, is_transposed=module.is_transposed)
+    if module.has_bias:
+        rows = add_bias_(rows, getattr(module, bias), routing)
+    rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+    rows = _grouped_linear(rows, module.down_proj, routing.ends, is_transposed=module.is_transposed)
+    if module.has_bias:
+        rows = add_bias_(rows, module.down_proj_bias, routing)
+    if getattr(module, "has_post_expert_norm", False):
+        rows = module.post_expert_norm(rows)
+    return combine_rows(rows, top_k_weights, routing, inplace=True).to(hidden_states.dtype)
+
+
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
+
+
+class _Sample:
+    """Experts that have only the attributes we know: a version of transformers that reads others fails on them."""
+
+    num_experts, width, inner = 4, 8, 16
+    is_concatenated = True
+
+    def __init__(self, flags: tuple[bool, ...]) -> None:
+        vars(self).update(zip(_FLAGS, flags, strict=True))
+        self.leaves: dict[str, Tensor] = {}
+        into = "gate_up_proj" if self.has_gate else "up_proj"
+        outputs = {into: (self.width, self.inner * (2 if self.has_gate else 1)), "down_proj": (self.inner, self.width)}
+        for name, (n_in, n_out) in outputs.items():
+            self._add(name, *((n_in, n_out) if self.is_transposed else (n_out, n_in)))
+            if self.has_bias:
+                self._add(f"{name}_bias", n_out)
+
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+
+    def _add(self, name: str, *shape: int) -> None:
+        generator = torch.Generator().manual_seed(len(self.leaves))
+        weight = torch.randn(self.num_experts, *shape, generator=generator, dtype=torch.float32, requires_grad=True)
+        self.leaves[name] = weight
+        setattr(self, name, weight)
+
+    def _apply_gate(self, rows: Tensor) -> Tensor:
+        gate, up = rows.chunk(2, -1)
+        return torch.tanh(gate) * up
+
+    act_fn = staticmethod(torch.tanh)
+    post_expert_norm = staticmethod(torch.sin)
+
+    def results(self, forward: Callable[..., Tensor]) -> list[Tensor]:
+        """Return the output, and the gradients of all leaves."""
+        generator = torch.Generator().manual_seed(9)
+        x = torch.randn(6, self.width, generator=generator, dtype=torch.float32, requires_grad=True)
+        weights = torch.rand(6, 2, generator=generator, dtype=torch.float32)
+        index = torch.tensor([[0, 3], [3, 1], [1, 0], [3, 0], [0, 1], [1, 3]])  # one expert has no token
+        if getattr(self, "_is_expert_parallel", False):
+            weights = weights.masked_fill(index == 3, 0.0)
+            index = index.masked_fill(index == 3, self.num_experts)
+        weights.requires_grad_()
+        output = forward(self, x.clone(), index, weights.clone())
+        leaves = [x, weights, *self.leaves.values()]
+        return [output.detach(), *torch.autograd.grad(output.sin().sum(), leaves)]
+
+
+@functools.cache
+def _same_as(stock: Callable[..., Tensor], *flags: bool) -> bool:
+    """Whether `grouped_forward` computes what this version of transformers does for experts with these flags."""
+    sample = _Sample(flags)
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+        try:
+            pairs = zip(sample.results(grouped_forward), sample.results(stock), strict=True)
+            return all(bool((ours - theirs).norm() <= _TOLERANCE * theirs.norm()) for ours, theirs in pairs)
+        except Exception:  # it reads other attributes, or lacks a dtype here
+            return False

@@ -1,0 +1,235 @@
+"""Rows for experts, gathered from tokens, and each token's sum of its experts' rows (Shazeer et al. 2017, equation 1).
+
+    out[n] = sum over k of weight[n, k] y[place[n, k]]
+    dy[place[n, k]] = weight[n, k] dout[n],  dweight[n, k] = dout[n] . y[place[n, k]]
+
+Sums are in float32, rounded once. Bytes: forward `y` and `out`, backward twice `y`, and `dout`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_chunked.kernels.backend import contiguous_like, first_derivative, power_of_two, tl, use_triton
+from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.tuning import TUNING
+from liger_chunked.types import accumulation_dtype
+
+
+class Routing(NamedTuple):
+    """Rows of N tokens for K experts each, sorted by expert; those of no expert come last and count as zero."""
+
+    expert: Tensor  # (N K,) of each row
+    token: Tensor  # (N K,) of each row
+    place: Tensor  # (N, K) rows of each token
+    ends: Tensor  # (E,) int32, the row after an expert's last
+
+
+def route(index: Tensor, n_experts: int) -> Routing:
+    """Sort the tokens' experts (N, K); an index of at least `n_experts` is no expert (expert parallelism)."""
+    expert, order = index.reshape(-1).sort(stable=True)
+    rows = torch.arange(order.numel(), device=order.device)
+    place = torch.empty_like(order).scatter_(0, order, rows)
+    experts = torch.arange(n_experts, device=expert.device, dtype=expert.dtype)
+    ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
+    return Routing(expert, order // index.shape[1], place.view(index.shape), ends)
+
+
+@Kernel
+def _sum_kernel(
+    y_ptr, weight_ptr, place_ptr, ends_ptr, out_ptr, n_cols, n_experts, top_k,
+    K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    k = tl.arange(0, K)
+    place = tl.load(place_ptr + token * top_k + k, mask=k < top_k, other=0)
+    there = (k < top_k) & (place < tl.load(ends_ptr + n_experts - 1))
+    inside = there[:, None] & (cols < n_cols)[None, :]
+    y = tl.load(y_ptr + place[:, None] * n_cols + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        y *= tl.load(weight_ptr + token * top_k + k, mask=there, other=0.0).to(tl.float32)[:, None]
+    out = tl.sum(y, axis=0)
+    tl.store(out_ptr + token * n_cols + cols, out.to(out_ptr.dtype.element_ty), mask=cols < n_cols)
+
+
+@Kernel
+def _spread_kernel(
+    dout_ptr, y_ptr, weight_ptr, place_ptr, ends_ptr, dy_ptr, dweight_ptr, n_cols, n_experts, top_k,
+    K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, K)
+    place = tl.load(place_ptr + token * top_k + k, mask=k < top_k, other=0)
+    there = (k < top_k) & (place < tl.load(ends_ptr + n_experts - 1))
+    weight = tl.load(weight_ptr + token * top_k + k, mask=there, other=0.0).to(tl.float32)
+    products = tl.zeros([K, BLOCK], tl.float32)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        dout = tl.load(dout_ptr + token * n_cols + cols, mask=cols < n_cols, other=0.0).to(tl.float32)[None, :]
+        inside = there[:, None] & (cols < n_cols)[None, :]
+        at = place[:, None] * n_cols + cols[None, :]
+        if dweight_ptr is not None:
+            products += tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32) * dout
+        tl.store(dy_ptr + at, (weight[:, None] * dout).to(dy_ptr.dtype.element_ty), mask=inside)
+    if dweight_ptr is not None:
+        dweight = tl.sum(products, axis=1).to(dweight_ptr.dtype.element_ty)
+        tl.store(dweight_ptr + token * top_k + k, dweight, mask=k < top_k)
+
+
+@Kernel
+def _bias_kernel(y_ptr, bias_ptr, expert_ptr, n_cols, n_experts, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(expert_ptr + row)
+    inside = cols < tl.where(expert < n_experts, n_cols, 0)
+    y = tl.load(y_ptr + row * n_cols + cols, mask=inside, other=0.0).to(tl.float32)
+    y += tl.load(bias_ptr + expert * n_cols + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@Kernel
+def _bias_grad_kernel(dy_ptr, ends_ptr, dbias_ptr, n_cols, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    expert = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first, end = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0), tl.load(ends_ptr + expert)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(first, end, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        inside = (rows < end)[:, None] & (cols < n_cols)[None, :]
+        at = rows.to(tl.int64)[:, None] * n_cols + cols[None, :]
+        total += tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    dbias = tl.sum(total, axis=0).to(dbias_ptr.dtype.element_ty)
+    tl.store(dbias_ptr + expert * n_cols + cols, dbias, mask=cols < n_cols)
+
+
+def _there(routing: Routing) -> Tensor:
+    return routing.place < routing.ends[-1]
+
+
+def _sum(y: Tensor, weight: Tensor | None, routing: Routing) -> Tensor:
+    """Return (N, H), in the dtype of `y`."""
+    place, ends = routing.place, routing.ends
+    (n, top_k), n_cols = place.shape, y.shape[1]
+    if not use_triton(y):
+        terms = y[place].to(accumulation_dtype(y.dtype))
+        terms = terms if weight is None else terms * weight.to(terms.dtype)[..., None]
+        return terms.masked_fill(~_there(routing)[..., None], 0.0).sum(1).to(y.dtype)
+    out = y.new_empty(n, n_cols)
+    if out.numel():
+        block, num_warps = TUNING[y.device].experts
+        tensors = y.contiguous(), None if weight is None else weight.contiguous(), place, ends, out
+        numbers = n_cols, ends.numel(), top_k, power_of_two(top_k), block
+        _sum_kernel((n, -(-n_cols // block), 1), tensors, numbers, num_warps)
+    return out
+
+
+def _spread(
+    dout: Tensor, y: Tensor, weight: Tensor, routing: Routing, dy: Tensor, needs_dweight: bool
+) -> Tensor | None:
+    """Write `dy`, which may be `y`, and return dweight."""
+    place, ends = routing.place, routing.ends
+    (n, top_k), n_cols = place.shape, y.shape[1]
+    dweight = contiguous_like(weight) if needs_dweight else None
+    if not use_triton(y):
+        absent, dtype = ~_there(routing)[..., None], accumulation_dtype(y.dtype)
+        dout = dout.to(dtype)[:, None]
+        if dweight is not None:
+            dweight.copy_((y[place].to(dtype) * dout).masked_fill_(absent, 0.0).sum(-1))
+        rows = (weight.to(dtype)[..., None] * dout).masked_fill_(absent, 0.0).to(y.dtype)
+        dy.index_copy_(0, place.view(-1), rows.view(-1, n_cols))
+    elif n:
+        block, num_warps = TUNING[y.device].experts
+        tensors = dout.contiguous(), y, weight.contiguous(), place, ends, dy, dweight
+        _spread_kernel((n, 1, 1), tensors, (n_cols, ends.numel(), top_k, power_of_two(top_k), block), num_warps)
+    return dweight
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, routing: Routing) -> Tensor:
+        ctx.routing = routing
+        return x.index_select(0, routing.token)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _sum(dy, None, ctx.routing), None
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, routing: Routing) -> Tensor:
+        ctx.routing, ctx.like = routing, bias
+        ctx.mark_dirty(y)
+        n_rows, n_cols = y.shape
+        if not use_triton(y):
+            there = routing.expert < bias.shape[0]
+            return y.add_(bias[routing.expert.where(there, 0)] * there[:, None])
+        if y.numel():
+            block, num_warps = TUNING[y.device].experts
+            numbers = n_cols, bias.shape[0], block
+            _bias_kernel((n_rows, -(-n_cols // block), 1), (y, bias.contiguous(), routing.expert), numbers, num_warps)
+        return y
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        return dy, _bias_grad(dy, ctx.like, ctx.routing) if ctx.needs_input_grad[1] else None, None
+
+
+def _bias_grad(dy: Tensor, like: Tensor, routing: Routing) -> Tensor:
+    dbias, n_cols = contiguous_like(like), dy.shape[1]
+    if not use_triton(dy):
+        there = routing.expert < like.shape[0]
+        sums = dy.new_zeros(like.shape, dtype=accumulation_dtype(dy.dtype))
+        return dbias.copy_(sums.index_add_(0, routing.expert[there], dy[there].to(sums.dtype)))
+    if dbias.numel():
+        rows, block, num_warps = TUNING[dy.device].experts_bias
+        grid = like.shape[0], -(-n_cols // block), 1
+        _bias_grad_kernel(grid, (dy.contiguous(), routing.ends, dbias), (n_cols, rows, block), num_warps)
+    return dbias
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weight: Tensor, routing: Routing, inplace: bool) -> Tensor:
+        ctx.routing = routing
+        ctx.inplace = inplace and y.requires_grad and not y.is_leaf and y.is_contiguous()
+        ctx.save_for_backward(y, weight)
+        return _sum(y, weight, routing)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        y, weight = ctx.saved_tensors
+        needs_dy, needs_dweight, *_ = ctx.needs_input_grad
+        if ctx.inplace and not torch._C._autograd._get_current_graph_task_keep_graph():
+            torch.autograd.graph.increment_version(y)  # makes operations that saved it raise
+            y = dy = y.detach()
+        else:
+            y = y.contiguous()
+            dy = contiguous_like(y)
+        dweight = _spread(dout, y, weight, ctx.routing, dy, needs_dweight)
+        return dy if needs_dy else None, dweight, None, None
+
+
+def gather_tokens(x: Tensor, routing: Routing) -> Tensor:
+    """Return the tokens' hidden states (N, H) as rows for experts, (N K, H)."""
+    return _Gather.apply(x, routing)
+
+
+def add_bias_(y: Tensor, bias: Tensor, routing: Routing) -> Tensor:
+    """Add each row's bias, of (E, C), to `y`, (N K, C) contiguous."""
+    return _AddBias.apply(y, bias, routing)
+
+
+def combine_rows(y: Tensor, weight: Tensor, routing: Routing, inplace: bool = False) -> Tensor:
+    """Return each token's weighted sum (N, H) of its rows in `y`, (N K, H); `weight` is (N, K).
+
+    With `inplace`, a backward that does not retain its graph overwrites `y`, unless it is a leaf.
+    """
+    return _Combine.apply(y, weight, routing, inplace)
