@@ -12,16 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.integrations import moe
 
 from liger_chunked.integrations.transformers.detect import STOCK
 from liger_chunked.kernels.experts import add_bias_, combine_rows, gather_tokens, route
 from liger_chunked.kernels.operands import all_plain
 
-try:
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
-except ImportError:  # another version of transformers
-    ALL_EXPERTS_FUNCTIONS, _grouped_linear = {}, None
-
+_grouped_linear: Any = getattr(moe, "_grouped_linear", None)  # private: some versions may lack it
 GROUPED = "grouped_mm"
 EXPERTS_GATE = "_apply_gate"  # method of experts that `grouped_mm` serves
 _TOLERANCE = 1e-5  # relative, in float32
@@ -43,13 +40,12 @@ def experts_method(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _serves(module: Any, args: tuple[Tensor, ...]) -> bool:
-    grouped = ALL_EXPERTS_FUNCTIONS.get(GROUPED)
     return (
-        grouped is not None
+        _grouped_linear is not None
         and module.config._experts_implementation == GROUPED
         and args[0].dtype != torch.float64  # which grouped products refuse
         and all_plain((*args, *module._parameters.values()))
-        and _same_as(grouped, *(bool(getattr(module, name, False)) for name in _FLAGS))
+        and _same_as(moe.ALL_EXPERTS_FUNCTIONS[GROUPED], *(bool(getattr(module, name, False)) for name in _FLAGS))
     )
 
 
