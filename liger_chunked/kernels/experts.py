@@ -20,10 +20,9 @@ from liger_chunked.types import accumulation_dtype
 
 
 class Routing(NamedTuple):
-    """Rows of N tokens for K experts each, sorted by expert; those of no expert come last and count as zero."""
+    """Rows of N tokens for K experts each, sorted by expert; those of no expert come last, and are not set."""
 
     expert: Tensor  # (N K,) of each row
-    token: Tensor  # (N K,) of each row
     place: Tensor  # (N, K) rows of each token
     ends: Tensor  # (E,) int32, the row after an expert's last
 
@@ -35,7 +34,7 @@ def route(index: Tensor, n_experts: int) -> Routing:
     place = torch.empty_like(order).scatter_(0, order, rows)
     experts = torch.arange(n_experts, device=expert.device, dtype=expert.dtype)
     ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
-    return Routing(expert, order // index.shape[1], place.view(index.shape), ends)
+    return Routing(expert, place.view(index.shape), ends)
 
 
 @Kernel
@@ -65,7 +64,9 @@ def _spread_kernel(
     k = tl.arange(0, K)
     place = tl.load(place_ptr + token * top_k + k, mask=k < top_k, other=0)
     there = (k < top_k) & (place < tl.load(ends_ptr + n_experts - 1))
-    weight = tl.load(weight_ptr + token * top_k + k, mask=there, other=0.0).to(tl.float32)
+    weight = tl.full([K], 1.0, tl.float32)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + token * top_k + k, mask=there, other=0.0).to(tl.float32)
     products = tl.zeros([K, BLOCK], tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
@@ -128,22 +129,22 @@ def _sum(y: Tensor, weight: Tensor | None, routing: Routing) -> Tensor:
 
 
 def _spread(
-    dout: Tensor, y: Tensor, weight: Tensor, routing: Routing, dy: Tensor, needs_dweight: bool
+    dout: Tensor, dy: Tensor, routing: Routing, weight: Tensor | None = None, y: Tensor | None = None
 ) -> Tensor | None:
-    """Write `dy`, which may be `y`, and return dweight."""
+    """Write `dy`, which may be `y`, except rows of no expert; with `y`, return dweight."""
     place, ends = routing.place, routing.ends
-    (n, top_k), n_cols = place.shape, y.shape[1]
-    dweight = contiguous_like(weight) if needs_dweight else None
-    if not use_triton(y):
-        absent, dtype = ~_there(routing)[..., None], accumulation_dtype(y.dtype)
+    (n, top_k), n_cols = place.shape, dy.shape[1]
+    dweight = None if y is None or weight is None else contiguous_like(weight)
+    if not use_triton(dy):
+        there, dtype = _there(routing), accumulation_dtype(dy.dtype)
         dout = dout.to(dtype)[:, None]
-        if dweight is not None:
-            dweight.copy_((y[place].to(dtype) * dout).masked_fill_(absent, 0.0).sum(-1))
-        rows = (weight.to(dtype)[..., None] * dout).masked_fill_(absent, 0.0).to(y.dtype)
-        dy.index_copy_(0, place.view(-1), rows.view(-1, n_cols))
+        if y is not None and dweight is not None:
+            dweight.copy_((y[place].to(dtype) * dout).masked_fill_(~there[..., None], 0.0).sum(-1))
+        rows = dout.expand(n, top_k, n_cols) if weight is None else weight.to(dtype)[..., None] * dout
+        dy[place[there]] = rows[there].to(dy.dtype)
     elif n:
-        block, num_warps = TUNING[y.device].experts
-        tensors = dout.contiguous(), y, weight.contiguous(), place, ends, dy, dweight
+        block, num_warps = TUNING[dy.device].experts
+        tensors = dout.contiguous(), y, None if weight is None else weight.contiguous(), place, ends, dy, dweight
         _spread_kernel((n, 1, 1), tensors, (n_cols, ends.numel(), top_k, power_of_two(top_k), block), num_warps)
     return dweight
 
@@ -152,7 +153,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, routing: Routing) -> Tensor:
         ctx.routing = routing
-        return x.index_select(0, routing.token)
+        rows = x.new_empty(routing.expert.numel(), x.shape[1])
+        _spread(x, rows, routing)
+        return rows
 
     @staticmethod
     @first_derivative
@@ -213,7 +216,7 @@ class _Combine(torch.autograd.Function):
         else:
             y = y.contiguous()
             dy = contiguous_like(y)
-        dweight = _spread(dout, y, weight, ctx.routing, dy, needs_dweight)
+        dweight = _spread(dout, dy, ctx.routing, weight, y if needs_dweight else None)
         return dy if needs_dy else None, dweight, None, None
 
 
