@@ -15,7 +15,9 @@ from liger_chunked import (
     LigerFusedLinearDistillationBase,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKLDivLoss,
+    LigerFusedLinearOnPolicyDistillationLoss,
     LigerFusedLinearTVDLoss,
+    LigerFusedLinearULDLoss,
     LogitOptions,
     eager,
 )
@@ -341,7 +343,33 @@ BAD_INPUT = {
         ValueError,
         "logits_budget belongs to the loss, not to teacher_options",
     ),
+    "teacher-ignore-index": (
+        lambda: LigerFusedLinearULDLoss(teacher_options=LogitOptions(ignore_index=0)),
+        ValueError,
+        "ignore_index belongs to the loss, not to teacher_options",
+    ),
+    "teacher-budget-on-policy": (
+        lambda: LigerFusedLinearOnPolicyDistillationLoss(teacher_options=LogitOptions(logits_budget=1)),
+        ValueError,
+        "logits_budget belongs to the loss, not to teacher_options",
+    ),
+    "statistics": (
+        lambda: type("Mine", (LigerFusedLinearTVDLoss,), {"token_outputs": ("entropy",)}),
+        ValueError,
+        r"Mine.token_outputs is not read, got \('entropy',\)",
+    ),
+    "scope": (
+        lambda: _WithScope(),
+        ValueError,
+        "_WithScope.scope is not read, got 'batch'",
+    ),
 }
+
+
+class _WithScope(LigerFusedLinearTVDLoss):
+    def __init__(self):
+        super().__init__()
+        self.scope = "batch"
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)

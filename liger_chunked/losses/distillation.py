@@ -59,6 +59,15 @@ class _Given(NamedTuple):
     teacher_ids: Tensor | None
 
 
+def _check_unread(loss: Any, name: str) -> None:
+    for attribute in ("token_outputs", "scope"):
+        if hasattr(loss, attribute):
+            raise ValueError(
+                f"{name}.{attribute} is not read, got {getattr(loss, attribute)!r}: `divergence` gets the logits of "
+                "tokens, each for itself"
+            )
+
+
 class LigerFusedLinearDistillationBase(FusedLoss, ABC):
     """The base of distillation losses; see `docs/writing-a-loss.md`.
 
@@ -95,11 +104,14 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             raise ValueError(f"distillation rounds logits to the products' dtype, got logits_dtype={wide}")
         self.teacher_options = options_of_teacher(teacher_options, self.options)
         self._transforms_teacher = teacher_options is not None
-        if teacher_options is not None:
-            plain = LogitOptions()
-            for name in ("ignore_index", "logits_budget", "logits_dtype"):
-                if getattr(teacher_options, name) != getattr(plain, name):
-                    raise ValueError(f"{name} belongs to the loss, not to teacher_options, got {teacher_options}")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _check_unread(cls, cls.__name__)
+
+    def _made(self) -> None:
+        super()._made()
+        _check_unread(self, type(self).__name__)
 
     @abstractmethod
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:

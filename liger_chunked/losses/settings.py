@@ -51,9 +51,15 @@ def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping
 
 def options_of_teacher(given: LogitOptions | None, own: LogitOptions) -> LogitOptions:
     """Return `teacher_options`, by default the student's."""
-    if given is not None and not isinstance(given, LogitOptions):
+    if given is None:
+        return own
+    if not isinstance(given, LogitOptions):
         raise TypeError(f"teacher_options must be LogitOptions, such as LogitOptions(softcap=30.0), got {shown(given)}")
-    return own if given is None else given
+    plain = LogitOptions()
+    for name in ("ignore_index", "logits_budget", "logits_dtype"):
+        if getattr(given, name) != getattr(plain, name):
+            raise ValueError(f"{name} belongs to the loss, not to teacher_options, got {given}")
+    return given
 
 
 def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:
