@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from base_ops import OPS, run
 from table import ROWS, SMALL, Row, evaluate, moved
+from test_experts import CASES, gradients, ours, sample
 
 from liger_chunked.engine import epilogue
 from liger_chunked.kernels import backend, launch
@@ -51,6 +52,9 @@ def cases(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
     for op in OPS:
         for shape in op.shapes:
             yield f"{op.id} {shape}", partial(run, op.ours, op.sample(shape, torch.bfloat16, device))
+    for case in CASES:
+        leaves, index, upstream = sample(case, torch.bfloat16, device, absent=True)
+        yield f"experts {case}", partial(gradients, ours, leaves, index, upstream)
     for row in in_turns([row for row in ROWS if row.kernels]):
         for name, budget in (("one chunk", None), ("several chunks", BUDGET)):
             batch = moved(row.sample(SIZES, 0), torch.bfloat16, device)
