@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,7 @@ from liger_chunked import (
     linear_token_stats,
 )
 from liger_chunked.engine import collectives, scattered
+from liger_chunked.engine.batch import Chunk, lay_out_every
 from liger_chunked.functional import dpo_loss
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
@@ -256,6 +259,11 @@ def scattered_contracts(rank: int, folder: str) -> None:
     for ours, exact in ((found.detach(), expected.detach()), (own_x.grad, x.grad.chunk(2, 1)[rank])):
         assert relative_error(ours, exact) < 1e-5
 
+    # If all tokens count, the host does not wait (meta tensors have no values), and no hidden states are copied.
+    chunks = [Chunk(rows, rows) for rows in (slice(0, 48), slice(48, 64))]
+    _, found = scattered.scatter_rows(lay_out_every((2, 32)), chunks, shard)
+    assert found is not None and found.own is None and list(found.counts.values()) == [[24, 24], [8, 8]]
+
     # Sequences without padding, whose rows are split evenly.
     wide = torch.randn(n, hidden, generator=generator, dtype=torch.float64)
     whole = torch.randn(vocab, hidden, generator=generator, dtype=torch.float64)
@@ -274,6 +282,18 @@ def scattered_contracts(rank: int, folder: str) -> None:
 
 def test_scattered_contracts(tmp_path: Path, fresh_process: FreshProcesses) -> None:
     fresh_process.spawn(scattered_contracts, 2, str(tmp_path))
+
+
+def test_ranks_take_turns() -> None:
+    generator = random.Random(0)
+    for _ in range(300):
+        counts = [generator.choice([0, generator.randrange(20)]) for _ in range(generator.randrange(1, 5))]
+        tokens = [rank for turn in range(20) for rank, count in enumerate(counts) if turn < count]
+        cuts = sorted(generator.randrange(len(tokens) + 1) for _ in range(3))
+        lengths = [b - a for a, b in itertools.pairwise([0, *cuts, len(tokens)])]
+        parts = [tokens[a:b] for a, b in itertools.pairwise([0, *cuts, len(tokens)])]
+        expected = [[part.count(rank) for rank in range(len(counts))] for part in parts]
+        assert scattered._take_turns(counts, lengths) == expected, (counts, lengths)
 
 
 def contracts(rank: int, folder: str) -> None:

@@ -89,7 +89,7 @@ class HeadGradients:
         direct = n_contributions <= 1 and not self._half and head.weight.dtype == compute_dtype
         self._weight_dtype = compute_dtype if direct else self._wide
         # Rows of ignored tokens must be zero.
-        n_written = layout.n_valid if scattered is None else scattered.own.shape[0]
+        n_written = layout.n_valid if scattered is None else scattered.n_own
         self._create_input = torch.empty if n_written == input.shape[0] else torch.zeros
         self._create_weight = torch.empty if n_contributions and not head.is_padded else torch.zeros
         self._input: Tensor | None = None
@@ -233,7 +233,7 @@ class HeadGradients:
             return
         if self._scattered is not None:
             assert self._summed is not None
-            self._input.index_copy_(0, self._scattered.own_rows(chunk_rows), self._summed.to(self._input.dtype))
+            self._scattered.write(self._input, chunk_rows, self._summed)
             self._summed = None
         elif self._layout.rows is not None:
             self._input.index_copy_(0, along(self._layout.rows, chunk_rows), dx.to(self._input.dtype))
