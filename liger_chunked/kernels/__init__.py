@@ -4,7 +4,7 @@ a head's logits     logits_stats.py, logits_grad.py, target_logit.py
 fused epilogue      projection.py, merge_ranks.py, projection_grad.py, target_rows.py
 two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
 base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
-                    pointwise_divergence.py, relu_squared.py
+                    pointwise_divergence.py, relu_squared.py, experts.py
 utilities           scale.py, survey.py
 shared              backend.py, transform.py, norm_rows.py, operands.py, launch.py, tuning/
 """

@@ -75,6 +75,7 @@ def _spread_kernel(
         at = place[:, None] * n_cols + cols[None, :]
         if dweight_ptr is not None:
             products += tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32) * dout
+            tl.debug_barrier()  # dy may be y, and other threads may store what this one loads
         tl.store(dy_ptr + at, (weight[:, None] * dout).to(dy_ptr.dtype.element_ty), mask=inside)
     if dweight_ptr is not None:
         dweight = tl.sum(products, axis=1).to(dweight_ptr.dtype.element_ty)
