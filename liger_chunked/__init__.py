@@ -173,7 +173,7 @@ __all__ = [
     "with_sampled_token",
 ]
 
-# Imported on first use, as are Triton and transformers.
+# Imported on first use.
 _MODULES = ("engine", "first_step", "functional", "kernels", "losses", "memory", "modules", "testing", "types")
 _HOMES = ("types", "engine", "losses", "kernels", "modules", "memory", "first_step")
 _OF_TRANSFORMERS = (

@@ -1,4 +1,4 @@
-"""`python -m liger_chunked`, see cli.py."""
+"""`python -m liger_chunked`."""
 
 from liger_chunked.cli import main
 

@@ -120,7 +120,7 @@ class Arguments(NamedTuple):
 
     names: tuple[str, ...]
     takes_any: bool = False
-    known: frozenset[str] = frozenset()  # `names`, to look up
+    known: frozenset[str] = frozenset()
 
 
 def _definitions(cls: type, method: str) -> Iterator[tuple[Callable[..., Any], list[inspect.Parameter]]]:
@@ -177,7 +177,7 @@ def of_call(cls: type) -> Arguments:
 
 
 def unknown(owner: str, given: Iterable[str], here: Arguments, other: Arguments, place: str = "") -> TypeError:
-    """Build the error for those of `given` that `here`, the accepted arguments, lacks.
+    """Build the error for arguments `given` that `here` lacks.
 
     `other` has the arguments of the other `place`, "constructor" or "call".
     """

@@ -88,7 +88,7 @@ _kept_out_of_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def entry_point(function: Function) -> Function:
-    """Make a function, or the `forward` of a loss, an entry point of the library.
+    """Make a function, or the `forward` of a loss, an entry point.
 
     It gets plain tensors, suggests names for unknown arguments, and breaks torch.compile's graph.
     """

@@ -16,7 +16,7 @@ _INPUTS = ("input", "hidden", "ref_input", "teacher_input", "kl_input", "ref_kl_
 
 
 def any_dtensor(values: Iterable[Any]) -> bool:
-    """Return whether a value is or adapts a DTensor, without importing their module."""
+    """Whether a value is or adapts a DTensor, without importing their module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(_matrix(x), module.DTensor) for x in values)
 
@@ -26,7 +26,7 @@ def _matrix(x: Any) -> Any:
 
 
 def sharded_on_rows(x: Any) -> bool:
-    """Return whether a loss takes this DTensor as it is: replicated, or sharded on dim 0 of one mesh dimension."""
+    """Whether a loss takes this DTensor as it is: replicated, or sharded on dim 0 of one mesh dimension."""
     from torch.distributed.tensor import Replicate, Shard
 
     split = [placement for placement in x.placements if not isinstance(placement, Replicate)]

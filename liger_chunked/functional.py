@@ -51,7 +51,6 @@ __all__ = [
 
 
 def _evaluate(cls: Any, given: dict[str, Any]) -> Any:
-    """Evaluate a loss with a function's arguments, its `locals()`."""
     given["input"] = given.pop("hidden")
     settings, data = arguments.split(cls, given)
     return once(cls, **settings)(**data)

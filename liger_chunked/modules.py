@@ -296,11 +296,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 class ChunkedLMHead(nn.Linear):
     """An `nn.Linear` that returns log-probabilities and entropies if it gets labels, without all logits in memory.
 
-    All runs in its forward, so hooks of FSDP, DDP and ZeRO apply.
-
-    Args:
-        in_features, out_features, bias, device, dtype: of `nn.Linear`.
-        ignore_index, softcap, logit_scale, logits_budget, logits_dtype: see `LogitOptions`; not for returned logits.
+    All runs in its forward, so hooks of FSDP, DDP and ZeRO apply. The options, see `LogitOptions`, do not change
+    returned logits.
 
     >>> head = ChunkedLMHead(4, 11)
     >>> stats = head(torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]]), temperature=0.7)
@@ -333,7 +330,7 @@ class ChunkedLMHead(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
-        """Return a head with the parameters of `linear`, the same objects; `options` are those of the class.
+        """Return a head with the parameters of `linear`, the same objects.
 
         Convert before FSDP or an adapter wraps the model.
 

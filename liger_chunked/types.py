@@ -170,7 +170,7 @@ class Head(NamedTuple):
 
 
 class LossHead(NamedTuple):
-    """The `Head` of a loss; with `shard`, weight and bias are this rank's rows."""
+    """The `Head` of a loss."""
 
     weight: Weight
     bias: Tensor | None = None
@@ -434,8 +434,8 @@ class Examples:
 class Rollouts:
     """`n` sampled completions, the input of a policy loss. `T` and `batch_...` as in `Pairs`.
 
-    With `scope = "token"`, rows are tokens: `T` is 1, and values per sequence repeat. At ignored tokens, ratios and
-    weights are 1, other values 0.
+    With `scope = "token"`, rows are tokens: `T` is 1, and values per sequence repeat. Ratios and weights are 1 at
+    ignored tokens, other values 0.
 
     - `logps` (n, T): log-probabilities under the policy, in nats
     - `old_logps` (n, T): under the sampling policy, without gradient; defaults to `logps`

@@ -3,7 +3,7 @@
 `install()` serves imports of `liger_kernel` itself, where Liger-Kernel is not installed.
 
 Arguments that only tune kernels have no effect. Unsupported ones that would change the result raise
-NotImplementedError. New code should use `liger_chunked`.
+NotImplementedError.
 """
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-"""Imports of `liger_kernel`."""
-
 from __future__ import annotations
 
 import sys

@@ -1,4 +1,4 @@
-"""The autograd functions of `liger_kernel.ops` 0.8.5: `apply`, by position."""
+"""The autograd functions of `liger_kernel.ops`: `apply`, by position."""
 
 from __future__ import annotations
 

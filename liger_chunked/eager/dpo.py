@@ -78,7 +78,7 @@ def _pair_loss(loss_type: str, pair: _Pair, beta: float, epsilon: float, tau: fl
         case "robust":  # equation 10
             clean, flipped = _logistic(margin, 1.0), _logistic(margin, 0.0)
             return ((1 - epsilon) * clean - epsilon * flipped) / (1 - 2 * epsilon)
-        case "bco_pair":  # classifies answers as good or bad
+        case "bco_pair":
             return _logistic(reward_chosen, 1.0) + _logistic(reward_rejected, 0.0)
         case "sppo_hard":  # equation 4.7 with win probabilities 1 and 0
             return (chosen - 1 / (2 * beta)) ** 2 + (rejected + 1 / (2 * beta)) ** 2
@@ -141,7 +141,7 @@ def dpo(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss and detached metrics of `LigerFusedLinearDPOLoss`.
+    """Return the loss and detached metrics.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])

@@ -122,7 +122,7 @@ def grpo(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Return the loss and detached metrics of `LigerFusedLinearGRPOLoss`.
+    """Return the loss and detached metrics.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])

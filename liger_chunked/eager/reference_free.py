@@ -50,9 +50,7 @@ def orpo(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Return the loss of `LigerFusedLinearORPOLoss`.
-
-    >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
+    """>>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> orpo(weight, input, target).shape
     torch.Size([])
     """
@@ -79,9 +77,7 @@ def cpo(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Return the loss of `LigerFusedLinearCPOLoss`.
-
-    >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
+    """>>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> cpo(weight, input, target, loss_type="simpo").shape
     torch.Size([])
     """
@@ -119,9 +115,7 @@ def simpo(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Return the loss of `LigerFusedLinearSimPOLoss`.
-
-    >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
+    """>>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> simpo(weight, input, target).shape
     torch.Size([])
     """

@@ -77,9 +77,7 @@ def kto(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Return the loss of `LigerFusedLinearKTOLoss`.
-
-    >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
+    """>>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> kto(weight, input, target, torch.tensor([True, False]), kl=0.5).shape
     torch.Size([])
     """
@@ -126,9 +124,7 @@ def bco(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Return the loss of `LigerFusedLinearBCOLoss`.
-
-    >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
+    """>>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> bco(weight, input, target, torch.tensor([True, False])).shape
     torch.Size([])
     """

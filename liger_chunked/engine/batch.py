@@ -231,7 +231,7 @@ def _lay_out(
         lengths = _in_rows(summary).view(per_group, -1).t()
         side_lengths = lengths.sum(0) if group == "pair" else None
     if reads:
-        sizes, lows, highs = found.read()  # waits for the device
+        sizes, lows, highs = found.read()
         counts, low, high = [sum(row) for row in sizes], min(map(min, lows), default=0), max(map(max, highs), default=0)
         if low < 0 or high >= vocab_size:
             raise ValueError(
@@ -307,7 +307,7 @@ def at_temperature(layout: AnyLayout, temperature: Tensor, n_valid: Counts = Non
 
 
 def lay_out_every(shape: Sequence[int], split: SequenceSplit | None = None, n_valid: int | None = None) -> Layout:
-    """Return the layout if all tokens (B, T) or (N,) are valid. Does not wait for the device."""
+    """Return the layout if all tokens (B, T) or (N,) are valid."""
     n, length = math.prod(shape), shape[-1]
     if n_valid is not None and n_valid != n:
         raise ValueError(f"n_valid must be {n}, all positions of input, without a target or mask, got {n_valid}")

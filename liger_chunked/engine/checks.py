@@ -174,7 +174,7 @@ class Ranks(NamedTuple):
     """What all ranks know of a split vocabulary, to choose alike."""
 
     columns: int  # most of a rank
-    wide_tiles: bool  # whether every rank has them
+    wide_tiles: bool
 
 
 _ShardKey = tuple[dist.ProcessGroup | None, int, int, int, bool]
@@ -188,7 +188,7 @@ def _shard_key(shard: VocabShard, rows: int) -> _ShardKey:
 
 
 def ranks_of(shard: VocabShard, rows: int) -> Ranks:
-    """Return what `check_projection` has gathered for a head of `rows` on this rank."""
+    """Return what `check_projection` has gathered for this shard."""
     return _CHECKED[_shard_key(shard, rows)]
 
 

@@ -27,7 +27,7 @@ from liger_chunked.types import AdaptedWeight, HeadTensors, LogitOptions, LossHe
 
 class Divergences(NamedTuple):
     divergence: Tensor
-    logps: Tensor | None  # of the target, if any
+    logps: Tensor | None  # of the target
 
 
 @dataclass(frozen=True)

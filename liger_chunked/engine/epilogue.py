@@ -251,7 +251,6 @@ class EpiloguePass:
         x, values = tokens.x.contiguous(), exponentials.values
         dx = self.grads.open_input(x, tokens.rows, one_slice=True)
         ranks_sum = dx is not None and self.head.shard is not None
-        # Use the memory of dX if it is written last.
         scaled = (torch.empty_like(x) if dx is None or ranks_sum else dx) if self.grads.open_weight() else None
         scales = scale_rows(x, exponentials, gradients.get("logps"), gradients.get("lse"), _scale(self.options), scaled)
         with SideStream(x.device) as aside:

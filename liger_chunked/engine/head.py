@@ -84,7 +84,6 @@ class HeadPass:
 
     @property
     def vocab_start(self) -> int:
-        """The id of the first row."""
         return 0
 
     @property

@@ -58,5 +58,5 @@ _NOTHING_TO_HIDE = nullcontext()
 
 
 def isolated() -> AbstractContextManager[object]:
-    """Save tensors without outer hooks: autograd calls only the innermost pair, this one, which checks versions."""
+    """Save tensors without outer hooks: autograd calls only the innermost pair, which checks versions."""
     return saved_tensors_hooks(_pack, _unpack) if hooks_active() else _NOTHING_TO_HIDE

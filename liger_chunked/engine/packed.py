@@ -75,7 +75,7 @@ def sequences_of(
     name: str = "input",
     n_valid: Any = None,
 ) -> Sequences:
-    """Check how hidden states hold sequences; return None for padded ones. `padded` names their shape."""
+    """Check how hidden states hold sequences; return None for padded ones."""
     if cu_seqlens is None:
         if input.ndim != 3:
             raise ValueError(f"{name} must be {padded}, got {tuple(input.shape)}")

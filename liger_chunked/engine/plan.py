@@ -1,7 +1,4 @@
-"""Cut a batch to the logits budget: into chunks of whole groups, and each chunk into tiles.
-
-A chunk within the budget is one tile.
-"""
+"""Cut a batch to the logits budget: into chunks of whole groups, and each chunk into tiles."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ class Plan:
     class_weight: Tensor | None = None
     shard: VocabShard | None = None
     by_epilogue: bool = False  # `EpiloguePass` runs the step, if `make_pass` allows it, or `StatisticsPass`
-    by_token: bool = False  # one token at a time
+    by_token: bool = False
     filter: SamplingFilter | None = None
     candidates: Tensor | None = None  # (n_valid, K) ids
     scattered: ScatteredRows | None = None  # if ranks split vocabulary and hidden states
@@ -403,7 +400,7 @@ def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = F
 def tiles(n_rows: int, vocab_size: int, elements: int, square: bool = False) -> list[Tile]:
     """Cut a chunk into tiles within `elements` logits: along the vocabulary, then rows if slices get narrow.
 
-    Without cut rows, each slice of dW is written once. `square` tiles (docs/tuning.md) need a dW that sums a slice's
+    Each slice of dW is written once, unless rows are cut. `square` tiles (docs/tuning.md) need a dW that sums a slice's
     blocks apart.
     """
     if n_rows == 0:

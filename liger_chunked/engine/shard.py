@@ -20,8 +20,6 @@ from liger_chunked.types import TokenStats, VocabShard
 
 @dataclass
 class ShardedPass(HeadPass):
-    """`HeadPass` on a rank's rows, with statistics of the whole vocabulary."""
-
     @property
     def _shard(self) -> VocabShard:
         assert self.head.shard is not None

@@ -272,8 +272,8 @@ def linear_token_stats(
         z = transform(input @ weight.T + bias)
         logps = z.log_softmax(-1).gather(-1, target[..., None])[..., 0]
 
-    and so on for the other `TokenStats`. Takes three matrix products, or at most four if logits exceed `logits_budget`:
-    the backward recomputes them.
+    Takes three matrix products, or at most four if logits exceed `logits_budget`: the backward recomputes them. Other
+    options: see `LogitOptions`.
 
     Args:
         weight: (V, H), `lm_head.weight`, or an `AdaptedWeight`.
@@ -281,7 +281,6 @@ def linear_token_stats(
         target: (B, T) or (N,) token ids that `input` predicts (shift labels, see `shifted`).
         bias: (V,) or None.
         outputs: the `TokenStats` fields to compute.
-        softcap, logit_scale, ignore_index, logits_budget, logits_dtype: see `LogitOptions`.
         temperature: a number, or a float32 tensor like `target`, not read at ignored tokens.
         candidates: (..., K) distinct ids for each target, for `candidate_logps`.
         top_k, top_p: after the temperature, as a sampler does, keep the `top_k` largest logits, of these the fewest

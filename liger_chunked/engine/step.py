@@ -259,10 +259,7 @@ def fused_loss(
     whole_batch: bool = False,
     class_weight: Tensor | None = None,
 ) -> tuple[Tensor, TokenStats]:
-    """Return a differentiable loss (), and the detached dense statistics.
-
-    The gradient reaches only `differentiates`.
-    """
+    """Return a differentiable loss (), and the detached dense statistics."""
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown:
         raise ValueError(f"token_outputs must name fields of TokenStats {OUTPUTS}, got {unknown}")

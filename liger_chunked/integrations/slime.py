@@ -70,7 +70,7 @@ def of_responses(
     top_p_token_ids: Any = None,
     **_unused: Any,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Return the responses' parts of `statistics` (1, T, 2), as slime's `get_log_probs_and_entropy` of logits."""
+    """Return the responses' parts of `statistics` (1, T, 2), as slime's `get_log_probs_and_entropy`."""
     if top_p_token_ids is not None:
         raise ValueError("rollout top-p replay must be off: it needs logits")
     ends = zip(accumulate(total_lengths), response_lengths, strict=True)

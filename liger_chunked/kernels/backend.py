@@ -315,7 +315,7 @@ def log1p(x):
 
 @jit
 def tanh(x):
-    # Not 1 - 2/(1 + exp(2x)), which cancels near 0.
+    # 1 - 2/(1 + exp(2x)) would cancel near 0.
     s = x * x
     p = -0.0059058417
     p = p * s + 0.0208053611

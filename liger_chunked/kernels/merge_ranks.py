@@ -1,4 +1,4 @@
-"""Merge the ranks' `project_sums` in rank order: all ranks hold the same bits.
+"""Merge the ranks' `project_sums` in rank order.
 
     c = max_r c_r,     rest = sum_r rest_r exp(c_r - c),     moment = sum_r exp(c_r - c) (moment_r + rest_r (c_r - c))
 

@@ -112,8 +112,6 @@ _WRAPPERS = (
 
 
 class _Wait(torch.autograd.Function):
-    """Waits for an asynchronous collective."""
-
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:
         return x.trigger_wait()

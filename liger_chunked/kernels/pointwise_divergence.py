@@ -252,7 +252,7 @@ def liger_jsd(
         shift_labels: (N,); rows labelled `ignore_index` are ignored.
         beta: weight of the teacher, in [0, 1]. 0 gives `KL(p || q)`, and 1 `KL(q || p)`.
 
-    The dtype is as in `liger_kl_div`. Without valid rows, the result is 0.
+    The dtype is as in `liger_kl_div`. The result is 0 without valid rows.
     """
     log_q, log_p, shift_labels = plain(("log_q", "log_p", "shift_labels"), (log_q, log_p, shift_labels))
     _check(log_q, "log_q", log_p, "log_p", shift_labels, "batchmean")

@@ -38,7 +38,7 @@ class Exponentials(NamedTuple):
     values: Tensor | None  # E, (N, V) bfloat16
     centre: Tensor
     rest: Tensor
-    target_exp: Tensor  # at the target
+    target_exp: Tensor
     sum_exp: Tensor  # rest + target_exp
     values_scale: Tensor | None = None  # of a rank's `values`, see `merge_ranks.py`
 
@@ -242,7 +242,7 @@ def _reduce_kernel(
     rest_ptr, target_exp_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, n_tokens, part_stride, n_parts,
     ROWS: tl.constexpr, PARTS: tl.constexpr, AGAIN: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
-    # Without FINISH, `entropy_ptr` gets the moment of the columns other than the target.
+    # `entropy_ptr` gets the moment of all columns but the target, unless FINISH.
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_tokens
     if AGAIN:
@@ -322,7 +322,7 @@ def project_sums(
 ) -> Tensor:
     """Run `project_exp` on a rank's part of a vocabulary of `vocab_size`. Return its packed `RowSums`.
 
-    The weight may have no rows. A negative target is another rank's.
+    The weight may have no rows.
     """
     n = x.shape[0]
     packed = _buffer(x, 3 + ("entropy" in outputs) + ("mean_logits" in outputs), _aligned(n))

@@ -74,7 +74,7 @@ def _row_factors_kernel(
 def row_factors(
     exponentials: Exponentials, entropy_value: Tensor | None, gradients: dict[str, Tensor], scale: float, vocab: int
 ) -> RowFactors:
-    """Return the factors for upstream `gradients` of "logps", "lse", "entropy" and "mean_logits"."""
+    """Return the factors for upstream `gradients`."""
     centre = exponentials.centre
     n = centre.shape[0]
 

@@ -20,7 +20,6 @@ from liger_chunked.kernels.tuning.generic import MAX_ROW
 from liger_chunked.types import accumulation_dtype, shown
 
 Casting = Literal["llama", "gemma", "olmo2"]
-# Whether to cast before multiplying by the weight.
 _CASTS_FIRST = {"llama": True, "gemma": False, "olmo2": False}
 _GATES = ("silu", "sigmoid")
 

@@ -14,8 +14,6 @@ from liger_chunked.kernels.tuning.generic import AGREES
 
 
 class Survey(NamedTuple):
-    """Valid tokens, and a summary of row blocks."""
-
     mask: Tensor  # (R, C) bool
     summary: Tensor  # (3, R, blocks) int64: valid tokens, lowest target, highest
     on_host: Tensor | None = None  # pinned, if on a GPU and to be read
@@ -76,7 +74,7 @@ def _survey_torch(target: Tensor, ignore_index: int) -> Survey:
 
 
 def survey(target: Tensor, ignore_index: int, to_read: bool = True) -> Survey:
-    """Survey a target, (R, C) int64 contiguous; ignored tokens count as 0. `to_read`: the caller calls `read`."""
+    """Survey a target, (R, C) int64 contiguous; ignored tokens count as 0."""
     if not target.numel():
         return Survey(torch.empty_like(target, dtype=torch.bool), target.new_zeros(3, target.shape[0], 1))
     if use_triton(target):

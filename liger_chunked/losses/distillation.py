@@ -140,12 +140,12 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         vocab_shard: VocabShard | None = None,
         sequence_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, DistillationMetrics]:
-        """Compute the loss and its metrics.
+        """Return loss and metrics.
+
+        Other arguments: see `LigerFusedLinearCrossEntropyLoss.forward`. Without a target, there is no hard loss.
+        `n_valid` counts tokens that `mask` keeps. A shard has the rows of both models.
 
         Args:
-            weight, input, target, bias, num_items, n_valid, vocab_shard, sequence_group: as in
-                `LigerFusedLinearCrossEntropyLoss.forward`. Without a target, there is no hard loss. `n_valid` counts
-                tokens that `mask` keeps. A shard has the rows of both models.
             teacher_weight, teacher_input, teacher_bias: of any hidden size. The softmax ignores rows beyond V.
             teacher_logps: instead, (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the loss's
                 temperature; -inf if missing. The divergence has k + 1 bins: these tokens, and all others.

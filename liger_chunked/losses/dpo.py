@@ -242,7 +242,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     | `js_divergence` | `log(2 t / (1 + t))` |
     | `alpha_divergence` | `(t ** (alpha - 1) - 1) / (alpha - 1)`; alpha 0: forward KL; alpha 1: reverse KL |
 
-    For other options, see `LigerFusedLinearPreferenceBase`. Unread ones are refused.
+    Other options: see `LigerFusedLinearPreferenceBase`. Unread ones are refused.
 
     Args:
         beta: strength of the KL constraint; IPO's tau.

@@ -246,7 +246,7 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     means over the call's tokens. `clip_cov` chooses between `clip_cov_lb` and `clip_cov_ub`, among tokens that `clip`
     does not clip; the paper draws at random.
 
-    If `old_logps` is None, `r` is 1 with the gradient of `log pi`. For other options, see `LigerFusedLinearPolicyBase`.
+    If `old_logps` is None, `r` is 1 with the gradient of `log pi`. Other options: see `LigerFusedLinearPolicyBase`.
 
     Variants (TRL's and Liger-Kernel's default reduction is `"dapo"`, which gives long completions more weight):
 

@@ -140,11 +140,11 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         cu_seqlens: Tensor | None = None,
         sequence_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, PolicyMetrics]:
-        """Compute the loss and its metrics.
+        """Return loss and metrics.
+
+        Other arguments: see `LigerFusedLinearPolicyBase.forward`.
 
         Args:
-            weight, input, bias, attention_mask, old_logps, importance_weights, num_items, n_valid, vocab_shard,
-                cu_seqlens, sequence_group: as in `LigerFusedLinearPolicyBase.forward`.
             target: the sampled tokens, (B, T). Required.
             teacher_weight, teacher_input, teacher_bias: as in `LigerFusedLinearDistillationBase.forward`.
             teacher_logps: instead, (B, T) in nats, of the sampled tokens.

@@ -213,7 +213,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     token_outputs: tuple[str, ...] = ()
     weighs: bool = False
     clips_low: bool = True
-    _statistics: ClassVar[tuple[str, ...]] = ("logps", "entropy")  # of `Rollouts`
+    _statistics: ClassVar[tuple[str, ...]] = ("logps", "entropy")
     _scopes: ClassVar[tuple[str, ...]] = ("token", "sequence", "batch")
 
     def __init__(
@@ -319,12 +319,12 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         cu_seqlens: Tensor | None = None,
         sequence_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, PolicyMetrics]:
-        """Compute the loss and its metrics.
+        """Return loss and metrics.
+
+        Other arguments: see `LigerFusedLinearPreferenceBase.forward`, for (B, T) tokens. `n_valid` counts tokens that
+        `attention_mask` keeps.
 
         Args:
-            weight, input, target, bias, ref_input, ref_weight, ref_bias, n_valid, vocab_shard, cu_seqlens,
-                sequence_group: as in `LigerFusedLinearPreferenceBase.forward`, for (B, T) tokens. `n_valid` counts
-                tokens that `attention_mask` keeps.
             advantages: (B,) or (B, 1) per sequence, or (B, T) per token.
             attention_mask: (B, T), 0 at ignored tokens, else 1.
             old_logps, ref_logps: (B, T) in nats, under the sampling policy (None on-policy) and the reference.

@@ -207,7 +207,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         cu_seqlens: Tensor | None = None,
         sequence_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, PreferenceMetrics]:
-        """Compute the loss and its metrics.
+        """Return loss and metrics.
 
         Args:
             weight, bias, vocab_shard, sequence_group: as in `LigerFusedLinearCrossEntropyLoss.forward`.

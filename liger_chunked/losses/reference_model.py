@@ -31,7 +31,7 @@ def reference_logps(
 ) -> Tensor | None:
     """Return the reference's dense log-probabilities, detached.
 
-    They are per token, zero at ignored tokens, or per sequence like `ref_logps`. Messages name `ref_{infix}input`.
+    They are per token, zero at ignored tokens, or per sequence like `ref_logps`.
     """
     ref_input, ref_weight, ref_bias, ref_logps = reference
     input_name, logps_name, target_name = f"ref_{infix}input", f"ref_{infix}logps", f"{infix}target"
@@ -93,7 +93,6 @@ def without_reference(loss: Any, lengths: Tensor) -> Tensor:
 
 
 def warn_reference_free(loss: Any) -> None:
-    """Warn once, unless `use_ref_model=False`."""
     if loss.use_ref_model is None and not loss.__dict__.get("_has_warned"):
         loss._has_warned = True
         name = type(loss).__name__

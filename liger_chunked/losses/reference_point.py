@@ -25,8 +25,6 @@ ReferencePoint = Literal["kl", "delta"]
 
 
 class Mismatched(NamedTuple):
-    """The caller's completions of other prompts."""
-
     kl_input: Tensor | None
     kl_target: Tensor | None
     ref_kl_input: Tensor | None

@@ -34,7 +34,7 @@ def rollout_importance_weights(
 ) -> Tensor:
     """Return the `importance_weights` of a policy loss for tokens that another engine sampled with the same parameters.
 
-    With `w = pi_old / pi_sampler`, the probabilities of the training and the sampling engine:
+    With `w = pi_old / pi_sampler`:
 
     | mode | ratio | outside of [clip_min, clip_max] |
     |---|---|---|
@@ -109,8 +109,6 @@ def adaptive_entropy_coef(
     With entropy `e` and target `t`, starting from `c_0 = 0` (Skywork-OR1, https://arxiv.org/abs/2505.22312):
 
         entropy_coef_k = c_k if e_k <= t else 0,  c_(k+1) = c_k + delta if e_k <= t else c_k - delta
-
-    Names and defaults are TRL's.
 
     Args:
         coef: `c_k`; keep the returned one, also in checkpoints.

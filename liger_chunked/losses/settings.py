@@ -41,7 +41,7 @@ class Reader(Protocol):
 
 
 def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping[str, Reader]) -> None:
-    """Raise unless settings outside `reads` are at their defaults. `by` names the reader of `reads`."""
+    """Raise unless settings outside `reads` are at their defaults."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         readers = sorted(name for name, kind in table.items() if field.name in kind.reads)
@@ -50,7 +50,6 @@ def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping
 
 
 def options_of_teacher(given: LogitOptions | None, own: LogitOptions) -> LogitOptions:
-    """Return `teacher_options`, by default the student's."""
     if given is None:
         return own
     if not isinstance(given, LogitOptions):

@@ -42,8 +42,8 @@ class LigerFusedLinearULDLoss(FusedLoss):
 
         sum(|scale * p - teacher_scale * q|)
 
-    The loss is the mean over rows. docs/losses.md says how to align the rows of `input` and `teacher_input`, and what
-    the scales are for. Options: see `LigerFusedLinearDistillationBase`; `ignore_index` is not used.
+    The loss is the mean over rows. docs/losses.md says how to align rows, and what the scales are for. Options: see
+    `LigerFusedLinearDistillationBase`; `ignore_index` is not used.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(3, 4)
@@ -78,7 +78,7 @@ class LigerFusedLinearULDLoss(FusedLoss):
         n_valid: int | None = None,
         vocab_shard: VocabShard | None = None,
     ) -> tuple[Tensor, DistillationMetrics]:
-        """Compute the loss and its metrics.
+        """Return loss and metrics.
 
         Args:
             weight, input, bias: (V, H), (N, H) or (B, T, H), (V,).

@@ -138,7 +138,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         cu_seqlens: Tensor | None = None,
         sequence_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
-        """Compute the loss and its metrics.
+        """Return loss and metrics.
 
         Other arguments: see `LigerFusedLinearPreferenceBase.forward`, for n sequences.
 

@@ -1,4 +1,4 @@
-"""The signatures of `liger_kernel.chunked_loss` 0.8.5 over the losses of `liger_chunked`, with its errors."""
+"""The signatures of `liger_kernel.chunked_loss` over our losses, with its errors."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ def _nll_term(compute_nll_loss: bool, alpha: float) -> dict[str, Any]:
 
 
 class PairMetrics(NamedTuple):
-    """The first fields of `PreferenceMetrics`."""
-
     chosen_logps: Tensor
     rejected_logps: Tensor
     chosen_logits_mean: Tensor
@@ -475,7 +473,7 @@ def _items_per_rank(attention_mask: Tensor, num_items: float | Tensor | None) ->
 
 
 class _Distillation(Loss):
-    """Base of the distillation losses; `_scale` multiplies the reported soft loss.
+    """`_scale` multiplies the reported soft loss.
 
     Tokens that only the teacher has get student logits of 0 in the soft loss.
     """

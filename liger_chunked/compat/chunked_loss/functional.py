@@ -1,4 +1,4 @@
-"""The functions of `liger_kernel.chunked_loss.functional` 0.8.5, by position."""
+"""The functions of `liger_kernel.chunked_loss.functional`, by position."""
 
 from __future__ import annotations
 
@@ -42,10 +42,7 @@ _DISTILLATION = (
 
 
 def _function(module: type[nn.Module], order: str, **defaults: Any) -> Callable[..., Any]:
-    """Return a function of a module's tensors and settings, in Liger-Kernel's order.
-
-    `defaults` override the module's.
-    """
+    """Return a function of a module's tensors and settings, in Liger-Kernel's order."""
     settings = inspect.signature(module).parameters
     tensors = inspect.signature(module.forward).parameters
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -1,4 +1,4 @@
-"""The signatures of `liger_kernel.transformers` 0.8.5 over the kernels and models of `liger_chunked`."""
+"""The signatures of `liger_kernel.transformers` over our kernels and models."""
 
 from __future__ import annotations
 
@@ -106,7 +106,6 @@ class LigerRMSNorm(nn.Module):
 
     Args:
         casting_mode: "llama", "gemma", or "none", which computes in the input's dtype.
-        init_fn: "ones" or "zeros".
     """
 
     weight: nn.Parameter | None
@@ -159,8 +158,6 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
 
 
 class LigerRMSNormForGemma(LigerRMSNorm):
-    """`LigerRMSNorm` with Gemma's defaults."""
-
     def __init__(
         self,
         hidden_size: int,
@@ -179,8 +176,6 @@ LigerRMSNormForGlm4 = LigerRMSNormForOlmo2 = LigerRMSNorm
 
 
 class LigerRMSNormForGemma3(LigerRMSNorm):
-    """`LigerRMSNormForGemma`, whose first argument is `dim`."""
-
     def __init__(
         self,
         dim: int,

@@ -1,4 +1,4 @@
-"""The functions of `liger_kernel.transformers.functional` 0.8.5."""
+"""The functions of `liger_kernel.transformers.functional`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gated MLPs of `liger_kernel.transformers` 0.8.5, except `LigerSwiGLUMLP`."""
+"""The gated MLPs of `liger_kernel.transformers`, except `LigerSwiGLUMLP`."""
 
 from __future__ import annotations
 
@@ -46,8 +46,6 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):
-    """The SwiGLU MLP of Phi-3."""
-
     def __init__(self, config: Any) -> None:
         super().__init__()
         _check_silu(config)

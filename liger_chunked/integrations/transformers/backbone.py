@@ -1,5 +1,3 @@
-"""Run a model up to its head."""
-
 from __future__ import annotations
 
 import threading

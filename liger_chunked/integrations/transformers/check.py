@@ -1,5 +1,3 @@
-"""Compare a patched model with the original one."""
-
 from __future__ import annotations
 
 import contextlib
@@ -28,8 +26,6 @@ _CHANGED = (STATE, APPLIED, "_loss_function", "forward", "_old_forward", "traini
 
 @dataclass(frozen=True)
 class Comparison:
-    """Norms of errors and of the exact result."""
-
     ours: float
     stock: float
     size: float

@@ -105,7 +105,7 @@ def _projections_in(module: nn.Module) -> Iterator[Projection]:
 
 
 def _is_linear(module: nn.Module, of_adapter: bool = False) -> TypeGuard[nn.Linear]:
-    """Return whether a module's product is that of its `weight`, dequantized; an adapter's weight may be computed."""
+    """Whether a module's product is that of its `weight`, dequantized; an adapter's weight may be computed."""
     if quantized.is_4bit(module):
         if not of_adapter and quantized.refusal(module) is None:
             return True

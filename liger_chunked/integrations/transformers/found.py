@@ -26,8 +26,6 @@ from liger_chunked.integrations.transformers.report import FUSED
 
 @dataclass
 class Found:
-    """Layers that kernels can serve, and reasons for others."""
-
     layers: list[tuple[str, Any, Binding]] = field(default_factory=list)  # switch, and module or class
     ropes: tuple[tuple[str, str], ...] = ()
     other_ropes: tuple[tuple[str, str], ...] = ()

@@ -395,7 +395,7 @@ def _copy(
 
 
 class _Unread(Tensor):
-    """Stands in for a tensor, and raises where it is read."""
+    """A tensor that raises where it is read."""
 
     described: str
 

@@ -1,4 +1,4 @@
-"""What `head_check.py` has found about each model, until the model changes."""
+"""Cache what `head_check.py` finds about each model, until the model changes."""
 
 from __future__ import annotations
 

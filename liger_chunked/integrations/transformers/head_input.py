@@ -1,5 +1,3 @@
-"""What the code in place of `lm_head` and loss receives."""
-
 from __future__ import annotations
 
 import copy

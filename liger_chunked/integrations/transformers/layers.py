@@ -328,47 +328,47 @@ Rotated = tuple[Tensor, Tensor]
 
 
 def rotate_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Rotated:
-    """`apply_rotary_pos_emb` of Llama. `cos` may be narrower than a head, as in Phi-3."""
+    """Rotate the halves of a head. `cos` may be narrower, as in Phi-3."""
     return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
 
 def rotate_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Rotated:
-    """`apply_rotary_pos_emb` of GLM-4, which rotates neighbouring columns."""
+    """Rotate neighbouring columns."""
     return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=True)
 
 
 def rotate_to_halves(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
 ) -> Rotated:
-    """`apply_rotary_pos_emb_interleave` of DeepSeek-V3: neighbouring columns become halves."""
+    """`rotate_pairs`, but neighbouring columns become halves."""
     return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=True, deinterleave=True)
 
 
 def rotate_halves_by_half(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Rotated:
-    """`apply_rotary_pos_emb` of GPT-OSS, whose `cos` has half the columns of a head."""
+    """`rotate_halves`, but `cos` has half the columns."""
     return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=q.shape[-1])
 
 
 def rotate_pairs_of_repeated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Rotated:
-    """`apply_rotary_pos_emb` of Cohere: `rotate_pairs`, but `cos` repeats each column."""
+    """`rotate_pairs`, but `cos` repeats each column."""
     cos, sin = cos[..., ::2], sin[..., ::2]
     options: dict[str, Any] = {"rotary_dim": 2 * cos.shape[-1], "interleaved": True}
     return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, **options)
 
 
 def rotate_back(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Rotated:
-    """`apply_rotary_pos_emb` of NanoChat: `rotate_halves` by the negative angle."""
+    """`rotate_halves` by the negative angle."""
     return liger_rotary_pos_emb(q, k, cos, -sin, unsqueeze_dim=unsqueeze_dim)
 
 
 def rotate_one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
-    """`apply_rotary_pos_emb` of Gemma 4, for queries or keys."""
+    """`rotate_halves` of queries or keys."""
     no_heads = x.detach().narrow(unsqueeze_dim, 0, 0)
     return liger_rotary_pos_emb(x, no_heads, cos, sin, unsqueeze_dim=unsqueeze_dim)[0]
 
 
 def rotate_one_by_half(tensor: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """`apply_rotary_pos_emb` of GPT-J: neighbouring columns of queries or keys, with half-width `cos`."""
+    """`rotate_pairs` of queries or keys, with half-width `cos`."""
     options: dict[str, Any] = {"rotary_dim": tensor.shape[-1], "interleaved": True, "unsqueeze_dim": 2}
     return liger_rotary_pos_emb(tensor, tensor.detach()[:, :, :0], cos, sin, **options)[0]
 
@@ -379,7 +379,7 @@ def _with_gradient(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
-    """`apply_rotary_pos_emb_vision` of Qwen2-VL: tokens, then heads, with or without a batch."""
+    """`rotate_halves` with heads after tokens, with or without a batch."""
     if cos.requires_grad:  # learned positions (MLCD)
         return _with_gradient(q, cos, sin), _with_gradient(k, cos, sin)
     if q.ndim == 4:
@@ -394,12 +394,12 @@ def _rotate_complex(q: Tensor, k: Tensor, freqs_cis: Tensor, heads_dim: int) -> 
 
 
 def rotate_complex(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Rotated:
-    """`apply_rotary_emb` of Llama 4, which multiplies complex numbers; heads after tokens."""
+    """Multiply complex numbers, with heads after tokens."""
     return _rotate_complex(xq, xk, freqs_cis, 2)
 
 
 def rotate_complex_heads(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Rotated:
-    """`apply_rotary_emb` of DeepSeek-V2: `rotate_complex`, with heads before tokens."""
+    """`rotate_complex`, with heads before tokens."""
     return _rotate_complex(xq, xk, freqs_cis.to(xq.device), 1)
 
 

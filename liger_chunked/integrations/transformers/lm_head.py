@@ -37,7 +37,6 @@ def lock_of(lm_head: nn.Module) -> threading.RLock:
 
 @torch.compiler.disable(reason=REASON)
 def run_lm_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
-    """Return `head_fn(head, input)`."""
     lm_head = model.get_output_embeddings()
     if _is_bare(lm_head):
         return _at_projection(Projection(lm_head), input.hidden_states, input=input, head_fn=head_fn)
@@ -45,7 +44,7 @@ def run_lm_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> An
 
 
 def _is_bare(lm_head: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Return whether only `nn.Linear.forward` would run, unquantized."""
+    """Whether only `nn.Linear.forward` would run, unquantized."""
     if type(lm_head) is not nn.Linear or quantized.is_quantized(lm_head):
         return False
     hooks = (lm_head._forward_pre_hooks, lm_head._forward_hooks, lm_head._backward_pre_hooks, lm_head._backward_hooks)

@@ -149,7 +149,7 @@ def _read(path: str, method: str = "") -> source.Source | None:
 
 
 def binding_of(cls: Any) -> Binding | None:
-    """Return the layer that equals a class, with the class's attribute names."""
+    """Return the layer that equals a class."""
     for known, binding in _REGISTERED.items():
         if detect.runs_code_of(cls, known, binding.layer.method):
             return binding

@@ -35,13 +35,12 @@ def _of_torchao(x: Any) -> bool:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Return whether a module has a tensor of torchao, of integers, or of floats of one byte."""
+    """Whether a module has a tensor of torchao, of integers, or of floats of one byte."""
     own = [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
     return is_4bit(module) or any(_of_torchao(x) or not x.is_floating_point() or x.itemsize == 1 for x in own)
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Return why a quantized module is refused, or None."""
     weight: Any = module._parameters.get("weight")
     if is_4bit(module):
         why = None

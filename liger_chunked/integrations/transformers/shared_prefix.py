@@ -67,7 +67,6 @@ def share_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
     Positions count tokens without padding, as in `generate`.
 
     Args:
-        model: a transformers model, maybe wrapped.
         input_ids: (B, T), padded anywhere.
         attention_mask: (B, T), 0 at padding.
 

@@ -248,7 +248,7 @@ class Row(NamedTuple):
     name: str
     head: str  # "fused", "logits" or "not built"
     layers: tuple[str, ...]  # switches of `apply_liger_kernel`
-    reason: str  # why not fused or built
+    reason: str
 
     def __str__(self) -> str:
         return f"{self.name:43s} {self.head:9s} {', '.join(self.layers):36s} {self.reason}".rstrip()

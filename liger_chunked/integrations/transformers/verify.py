@@ -136,7 +136,6 @@ _Angles = dict[str, Tensor]
 
 
 def _default_angles(ours: Callable[..., Any]) -> _Angles:
-    """Return angles in the form that our function takes."""
     angles = _POSITIONS[..., None] * 10.0 ** -torch.arange(0.0, 2.0, 0.25, dtype=torch.float32)
     if "freqs_cis" in inspect.signature(ours).parameters:
         return {"freqs_cis": torch.polar(torch.ones_like(angles), angles)}

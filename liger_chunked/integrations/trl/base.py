@@ -248,7 +248,6 @@ _NONE: Any = object()
 
 
 class ReferenceMixin(LigerTrainerMixin):
-    # Columns of precomputed log-probabilities.
     ref_columns: ClassVar[tuple[str, ...]]
 
     def __init__(

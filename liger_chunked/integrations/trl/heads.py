@@ -1,5 +1,3 @@
-"""Heads in the place of TRL's `add_fused_lm_head`."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -175,7 +173,7 @@ _THEIRS = utils.add_fused_lm_head
 
 
 def _head_of(name: str, module: Any) -> Any:
-    """Return a module's `add_fused_lm_head`, TRL's or a replacement of it, or None."""
+    """Return a module's `add_fused_lm_head`, TRL's or a replacement, or None."""
     function = getattr(module, "__dict__", {}).get("add_fused_lm_head")
     return function if name.partition(".")[0] == "trl" or function is _THEIRS else None
 

@@ -48,7 +48,6 @@ class KTOMixin(ReferenceMixin):
 
     @torch.no_grad()
     def _kl(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Estimate KTO's KL on all ranks' mismatched completions."""
         logps = self._compute_kl_logps(model, inputs)
         if self.loss_override.use_ref_model is False:
             reference = torch.zeros_like(logps)

@@ -18,9 +18,6 @@ class Launch(NamedTuple):
 
 
 class Tuning(NamedTuple):
-    """Constants of one architecture."""
-
-    # Logits
     logits_stats: Launch = Launch(2048, 4)  # columns
     logits_stats_argmax_block: int = 1024  # an argmax takes registers
     logits_grad: Launch = Launch(1024, 2)  # columns: "Order of blocks"
@@ -42,7 +39,6 @@ class Tuning(NamedTuple):
     # FlexAttention's kernel_options for heads of up to 64 values: "Shared prompts"
     attention_small_heads: Mapping[str, int] = MappingProxyType({})
 
-    # Others
     glu: Launch = Launch(1024, 4)  # columns: "Norms and gated units"
     rope: Launch = Launch(2048, 4)  # pairs of columns
     experts: Launch = Launch(512, 4)  # columns of a token's rows
@@ -56,7 +52,6 @@ class Tuning(NamedTuple):
 
 GENERIC = Tuning()
 
-# Paths
 MAX_ROW = 1 << 15  # columns of a norm; wider rows spill registers
 TORCH_BLOCK = {"cpu": 1 << 18}  # elements of a torch block, for the cache
 TORCH_BLOCK_DEFAULT = 1 << 24  # elsewhere
