@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,12 +20,16 @@ from transformers import (
     MixtralForCausalLM,
 )
 from transformers.integrations import moe
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from liger_chunked import apply_liger_kernel, revert_liger_kernel
-from liger_chunked.integrations.transformers import experts
+from liger_chunked import apply_liger_kernel, register_layer, revert_liger_kernel
+from liger_chunked.integrations.transformers import experts, layers
 from liger_chunked.kernels.experts import Routing, add_bias_, combine_rows, gather_tokens, route
 
-CASES = [(7, 2, 4, 24), (5, 1, 3, 8), (9, 3, 5, 516), (1, 6, 6, 16)]  # tokens, experts each, experts, columns
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+
+# Tokens, experts each, experts, columns.
+CASES = [(7, 2, 4, 24), (5, 1, 3, 8), (9, 3, 5, 516), (1, 6, 6, 16), (3, 20, 24, 300)]
 
 
 def chosen(n: int, top_k: int, n_experts: int, device: str, absent: bool = False) -> Tensor:
@@ -113,7 +118,7 @@ def test_rows_that_another_operation_saved(device: str) -> None:
     (x, bias, weight), index, upstream = sample(CASES[0], torch.float32, device)
     routing = route(index, bias.shape[0])
     rows = gather_tokens(x.requires_grad_(), routing).exp()  # saves its result
-    out = combine_rows(rows, weight, routing, inplace=True)
+    out = combine_rows(rows, weight.requires_grad_(), routing, inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward(upstream)
 
@@ -143,6 +148,13 @@ def step(model: Any, device: str = "cpu") -> dict[str, Tensor]:
         "loss": loss.detach(),
         **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
     }
+
+
+@pytest.fixture(autouse=True)
+def compared_anew() -> Iterator[None]:
+    experts._is_known.cache_clear()
+    yield
+    experts._is_known.cache_clear()
 
 
 @pytest.fixture
@@ -193,7 +205,7 @@ def test_other_implementations_stay(way: str, served: list[str]) -> None:
 
 def test_experts_of_an_unknown_version(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What reads an attribute that we do not know, or computes something else, runs as it is."""
-    stock = moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+    stock = moe.grouped_mm_experts_forward
 
     def scaled(self: Any, *args: Tensor) -> Tensor:
         return 2.0 * stock(self, *args)
@@ -203,8 +215,10 @@ def test_experts_of_an_unknown_version(served: list[str], monkeypatch: pytest.Mo
 
     model = MODELS["mixtral"]()
     apply_liger_kernel(model)
-    for other in (scaled, with_option):
+    for other, is_new_version in ((scaled, False), (scaled, True), (with_option, True)):
         monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._local_mapping, "grouped_mm", other)
+        if is_new_version:
+            monkeypatch.setattr(experts, "_STOCK", other)
         for module in model.modules():
             module.is_scaled_by_norm = False
         loss = step(model)["loss"]
@@ -214,10 +228,113 @@ def test_experts_of_an_unknown_version(served: list[str], monkeypatch: pytest.Mo
         torch.testing.assert_close(loss, step(plain)["loss"], rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_first_step_may_be_checkpointed(served: list[str], reentrant: bool) -> None:
+    model = MODELS["mixtral"]()
+    stock = step(model)
+    apply_liger_kernel(model)
+    model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+    found = step(model)
+    assert len(served) == 4
+    assert all(error(found[key], stock[key]) <= 2e-5 for key in stock)
+
+
+@pytest.mark.parametrize("where", [torch.inference_mode, lambda: torch.device("meta"), torch.no_grad])
+def test_the_first_call_may_be_anywhere(served: list[str], where: Any) -> None:
+    model = MODELS["mixtral"]()
+    apply_liger_kernel(model)
+    with where():
+        model(input_ids=torch.ones(1, 3, dtype=torch.long, device="cpu"))
+    served.clear()
+    step(model)
+    assert len(served) == 2
+
+
+class Halved(MixtralExperts):
+    def forward(self, *args: Any) -> Tensor:
+        return 0.5 * super().forward(*args)
+
+
+def test_experts_with_a_forward_of_their_own(served: list[str]) -> None:
+    model = MODELS["mixtral"]()
+    for layer in model.model.layers:
+        layer.mlp.experts.__class__ = Halved
+    stock = step(model)
+    report = apply_liger_kernel(model)
+    found = step(model)
+    assert report.replaced["swiglu"] == {"Halved": 2} and not served
+    assert all(error(found[key], stock[key]) <= 2e-5 for key in stock)
+
+
+class Looped(torch.nn.Module):
+    """Experts that transformers does not run, with the gate of MiniMax-M3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha, self.limit = 1.7, 7.0
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(2, 96, 32) / 6)
+        self.down_proj = torch.nn.Parameter(torch.randn(2, 32, 48) / 6)
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.clamp(min=None, max=self.limit)
+        up = up.clamp(min=-self.limit, max=self.limit)
+        return (up + 1.0) * (gate * torch.sigmoid(gate * self.alpha))
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        terms = [
+            self._apply_gate(x @ up.t()) @ down.t() for up, down in zip(self.gate_up_proj, self.down_proj, strict=True)
+        ]
+        return sum(y * (weights * (index == i)).sum(-1, keepdim=True) for i, y in enumerate(terms))  # type: ignore
+
+
+def test_registered_experts_keep_their_forward() -> None:
+    register_layer(Looped, layers.EXPERTS_CLAMPED)
+    model = MODELS["mixtral"]()
+    for layer in model.model.layers:
+        layer.mlp.experts = Looped()
+    stock = step(model)
+    assert apply_liger_kernel(model).replaced["swiglu"] == {"Looped": 2}
+    found = step(model)
+    assert all(error(found[key], stock[key]) <= 2e-5 for key in stock)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_wide_hidden_states_stay_wide(dtype: torch.dtype) -> None:
+    """Under autocast, experts in 16 bits get float32."""
+    module = MODELS["mixtral"]().model.layers[0].mlp.experts.to(dtype)
+    x, index = torch.randn(7, 32), chosen(7, 2, 4, "cpu")
+    weights = torch.rand(7, 2) * 1e3
+    found, stock = experts.grouped_forward(module, x, index, weights), module(x, index, weights)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, stock, rtol=1e-5, atol=1e-5)
+
+
+def test_memory_without_a_gradient_of_the_weights() -> None:
+    (x, bias, weight), index, _ = sample(CASES[2], torch.float32, "cpu")
+    routing, saved = route(index, bias.shape[0]), []
+    rows = gather_tokens(x.requires_grad_(), routing)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        combine_rows(rows, weight, routing)
+    assert saved == [weight.shape]
+
+
+@pytest.mark.parametrize("needs", list(itertools.product((False, True), repeat=3)), ids=str)
+def test_frozen_inputs(needs: tuple[bool, ...]) -> None:
+    leaves, index, upstream = sample(CASES[2], torch.float32, "cpu")
+    leaves = [x.requires_grad_(need) for x, need in zip(leaves, needs, strict=True)]
+    outs = [function(*leaves, index) for function in (ours, eager)]
+    torch.testing.assert_close(*outs)
+    own = [x for x in leaves if x.requires_grad]
+    if own:
+        found, expected = (torch.autograd.grad(out, own, upstream) for out in outs)
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("flags", list(itertools.product((False, True), repeat=5)), ids=str)
 def test_every_layout_of_transformers(flags: tuple[bool, ...]) -> None:
-    """Gate, bias, transposed weights, norm, expert parallelism."""
-    assert experts._same_as(moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"], *flags)
+    """Gate, bias, transposed weights, norm, expert parallelism; not the last two at once."""
+    assert experts._is_known(*flags) == (not (flags[-2] and flags[-1]))
 
 
 @pytest.mark.gpu

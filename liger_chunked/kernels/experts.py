@@ -76,21 +76,22 @@ def _spread_kernel(
         if dweight_ptr is not None:
             products += tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32) * dout
             tl.debug_barrier()  # dy may be y, and other threads may store what this one loads
-        tl.store(dy_ptr + at, (weight[:, None] * dout).to(dy_ptr.dtype.element_ty), mask=inside)
+        if dy_ptr is not None:
+            tl.store(dy_ptr + at, (weight[:, None] * dout).to(dy_ptr.dtype.element_ty), mask=inside)
     if dweight_ptr is not None:
         dweight = tl.sum(products, axis=1).to(dweight_ptr.dtype.element_ty)
         tl.store(dweight_ptr + token * top_k + k, dweight, mask=k < top_k)
 
 
 @Kernel
-def _bias_kernel(y_ptr, bias_ptr, expert_ptr, n_cols, n_experts, BLOCK: tl.constexpr):
+def _bias_kernel(y_ptr, bias_ptr, expert_ptr, y_stride, n_cols, n_experts, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(expert_ptr + row)
     inside = cols < tl.where(expert < n_experts, n_cols, 0)
-    y = tl.load(y_ptr + row * n_cols + cols, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + row * y_stride + cols, mask=inside, other=0.0).to(tl.float32)
     y += tl.load(bias_ptr + expert * n_cols + cols, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + row * y_stride + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @Kernel
@@ -112,41 +113,48 @@ def _there(routing: Routing) -> Tensor:
     return routing.place < routing.ends[-1]
 
 
-def _sum(y: Tensor, weight: Tensor | None, routing: Routing) -> Tensor:
-    """Return (N, H), in the dtype of `y`."""
+def _launch(top_k: int, like: Tensor) -> tuple[int, int, int]:
+    """Return padded K, columns and warps: a tile fits the registers for any K."""
+    block, num_warps = TUNING[like.device].experts
+    padded = power_of_two(top_k)
+    return padded, max(32, min(block, 8 * block // padded)), num_warps
+
+
+def _sum(y: Tensor, routing: Routing, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
+    """Return (N, H)."""
     place, ends = routing.place, routing.ends
     (n, top_k), n_cols = place.shape, y.shape[1]
     if not use_triton(y):
-        terms = y[place].to(accumulation_dtype(y.dtype))
+        terms = y[place].to(torch.promote_types(accumulation_dtype(y.dtype), dtype))
         terms = terms if weight is None else terms * weight.to(terms.dtype)[..., None]
-        return terms.masked_fill(~_there(routing)[..., None], 0.0).sum(1).to(y.dtype)
-    out = y.new_empty(n, n_cols)
+        return terms.masked_fill(~_there(routing)[..., None], 0.0).sum(1).to(dtype)
+    out = y.new_empty(n, n_cols, dtype=dtype)
     if out.numel():
-        block, num_warps = TUNING[y.device].experts
+        padded, block, num_warps = _launch(top_k, y)
         tensors = y.contiguous(), None if weight is None else weight.contiguous(), place, ends, out
-        numbers = n_cols, ends.numel(), top_k, power_of_two(top_k), block
-        _sum_kernel((n, -(-n_cols // block), 1), tensors, numbers, num_warps)
+        _sum_kernel((n, -(-n_cols // block), 1), tensors, (n_cols, ends.numel(), top_k, padded, block), num_warps)
     return out
 
 
 def _spread(
-    dout: Tensor, dy: Tensor, routing: Routing, weight: Tensor | None = None, y: Tensor | None = None
+    dout: Tensor, dy: Tensor | None, routing: Routing, weight: Tensor | None = None, y: Tensor | None = None
 ) -> Tensor | None:
     """Write `dy`, which may be `y`, except rows of no expert; with `y`, return dweight."""
     place, ends = routing.place, routing.ends
-    (n, top_k), n_cols = place.shape, dy.shape[1]
+    (n, top_k), n_cols = place.shape, dout.shape[1]
     dweight = None if y is None or weight is None else contiguous_like(weight)
-    if not use_triton(dy):
-        there, dtype = _there(routing), accumulation_dtype(dy.dtype)
-        dout = dout.to(dtype)[:, None]
+    if not use_triton(dout):
+        there = _there(routing)
+        dout = dout.to(accumulation_dtype(dout.dtype))[:, None]
         if y is not None and dweight is not None:
-            dweight.copy_((y[place].to(dtype) * dout).masked_fill_(~there[..., None], 0.0).sum(-1))
-        rows = dout.expand(n, top_k, n_cols) if weight is None else weight.to(dtype)[..., None] * dout
-        dy[place[there]] = rows[there].to(dy.dtype)
+            dweight.copy_((y[place].to(dout.dtype) * dout).masked_fill_(~there[..., None], 0.0).sum(-1))
+        if dy is not None:
+            rows = dout.expand(n, top_k, n_cols) if weight is None else weight.to(dout.dtype)[..., None] * dout
+            dy[place[there]] = rows[there].to(dy.dtype)
     elif n:
-        block, num_warps = TUNING[dy.device].experts
+        padded, block, num_warps = _launch(top_k, dout)
         tensors = dout.contiguous(), y, None if weight is None else weight.contiguous(), place, ends, dy, dweight
-        _spread_kernel((n, 1, 1), tensors, (n_cols, ends.numel(), top_k, power_of_two(top_k), block), num_warps)
+        _spread_kernel((n, 1, 1), tensors, (n_cols, ends.numel(), top_k, padded, block), num_warps)
     return dweight
 
 
@@ -161,7 +169,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _sum(dy, None, ctx.routing), None
+        return _sum(dy, ctx.routing, dy.dtype), None
 
 
 class _AddBias(torch.autograd.Function):
@@ -175,7 +183,7 @@ class _AddBias(torch.autograd.Function):
             return y.add_(bias[routing.expert.where(there, 0)] * there[:, None])
         if y.numel():
             block, num_warps = TUNING[y.device].experts
-            numbers = n_cols, bias.shape[0], block
+            numbers = y.stride(0), n_cols, bias.shape[0], block
             _bias_kernel((n_rows, -(-n_cols // block), 1), (y, bias.contiguous(), routing.expert), numbers, num_warps)
         return y
 
@@ -200,25 +208,26 @@ def _bias_grad(dy: Tensor, like: Tensor, routing: Routing) -> Tensor:
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weight: Tensor, routing: Routing, inplace: bool) -> Tensor:
-        ctx.routing = routing
-        ctx.inplace = inplace and y.requires_grad and not y.is_leaf and y.is_contiguous()
-        ctx.save_for_backward(y, weight)
-        return _sum(y, weight, routing)
+    def forward(ctx: Any, y: Tensor, weight: Tensor, routing: Routing, dtype: torch.dtype, inplace: bool) -> Tensor:
+        ctx.routing, ctx.like = routing, (y.shape, y.dtype)
+        ctx.inplace = inplace and y.requires_grad and not (y.is_leaf or y._is_view()) and y.is_contiguous()
+        ctx.save_for_backward(y if weight.requires_grad else None, weight)
+        return _sum(y, routing, dtype, weight)
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         y, weight = ctx.saved_tensors
-        needs_dy, needs_dweight, *_ = ctx.needs_input_grad
-        if ctx.inplace and not torch._C._autograd._get_current_graph_task_keep_graph():
-            torch.autograd.graph.increment_version(y)  # makes operations that saved it raise
-            y = dy = y.detach()
-        else:
-            y = y.contiguous()
-            dy = contiguous_like(y)
-        dweight = _spread(dout, dy, ctx.routing, weight, y if needs_dweight else None)
-        return dy if needs_dy else None, dweight, None, None
+        y, dy = None if y is None else y.contiguous(), None
+        if ctx.needs_input_grad[0]:
+            if y is not None and ctx.inplace and not torch._C._autograd._get_current_graph_task_keep_graph():
+                torch.autograd.graph.increment_version(y)  # makes operations that saved it raise
+                y = dy = y.detach()
+            else:
+                shape, dtype = ctx.like
+                dy = dout.new_empty(shape, dtype=dtype)
+        dweight = _spread(dout, dy, ctx.routing, weight, y)
+        return dy, dweight, None, None, None
 
 
 def gather_tokens(x: Tensor, routing: Routing) -> Tensor:
@@ -231,9 +240,11 @@ def add_bias_(y: Tensor, bias: Tensor, routing: Routing) -> Tensor:
     return _AddBias.apply(y, bias, routing)
 
 
-def combine_rows(y: Tensor, weight: Tensor, routing: Routing, inplace: bool = False) -> Tensor:
+def combine_rows(
+    y: Tensor, weight: Tensor, routing: Routing, dtype: torch.dtype | None = None, inplace: bool = False
+) -> Tensor:
     """Return each token's weighted sum (N, H) of its rows in `y`, (N K, H); `weight` is (N, K).
 
-    With `inplace`, a backward that does not retain its graph overwrites `y`, unless it is a leaf.
+    With `inplace`, a backward that does not retain its graph overwrites `y`, unless it is a leaf or a view.
     """
-    return _Combine.apply(y, weight, routing, inplace)
+    return _Combine.apply(y, weight, routing, dtype or y.dtype, inplace)

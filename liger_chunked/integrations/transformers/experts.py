@@ -6,27 +6,39 @@ transformers copies, multiplies, reorders and sums the experts' rows one after t
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.integrations import moe
 
 from liger_chunked.integrations.transformers.detect import STOCK
 from liger_chunked.kernels.experts import add_bias_, combine_rows, gather_tokens, route
 from liger_chunked.kernels.operands import all_plain
 
-_grouped_linear: Any = getattr(moe, "_grouped_linear", None)  # private: some versions may lack it
 GROUPED = "grouped_mm"
 EXPERTS_GATE = "_apply_gate"  # method of experts that `grouped_mm` serves
+_STOCK: Any = getattr(moe, "grouped_mm_experts_forward", None)
 _TOLERANCE = 1e-5  # relative, in float32
 
 
-def experts_method(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a forward of experts that runs `stock` unless our kernels serve this call."""
+class _Decorated(nn.Module):
+    def forward(self) -> None: ...
 
+
+_WRAPPER = moe.use_experts_implementation(_Decorated).forward.__code__
+
+
+def experts_method(stock: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
+    """Return a forward that runs `stock` unless our kernels serve the call; None if `stock` is a class's own."""
+    stock = getattr(stock, STOCK, stock)
+    code, cells = getattr(stock, "__code__", None), getattr(stock, "__closure__", None) or ()
+    if code is not _WRAPPER or not any(cell.cell_contents is moe.ALL_EXPERTS_FUNCTIONS for cell in cells):
+        return None
+
+    @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         # Inductor fuses these operations itself.
         if kwargs or len(args) != 3 or torch.compiler.is_compiling() or not _serves(self, args):
@@ -34,35 +46,41 @@ def experts_method(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return grouped_forward(self, *args)
 
     # Dynamo limits a code's compilations.
-    method = types.FunctionType(forward.__code__.replace(), globals(), "forward", None, forward.__closure__)
+    method: Any = forward
+    method.__code__ = method.__code__.replace()
     vars(method)[STOCK] = stock
     return method
 
 
 def _serves(module: Any, args: tuple[Tensor, ...]) -> bool:
     return (
-        _grouped_linear is not None
-        and module.config._experts_implementation == GROUPED
+        module.config._experts_implementation == GROUPED
+        and moe.ALL_EXPERTS_FUNCTIONS.get(GROUPED) is _STOCK is not None
         and args[0].dtype != torch.float64  # which grouped products refuse
+        and not torch.jit.is_tracing()
         and all_plain((*args, *module._parameters.values()))
-        and _same_as(moe.ALL_EXPERTS_FUNCTIONS[GROUPED], *(bool(getattr(module, name, False)) for name in _FLAGS))
+        and _is_known(*(bool(getattr(module, name, False)) for name in _FLAGS))
     )
 
 
 def grouped_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    routing = route(top_k_index, module.num_experts)
+    index = top_k_index.reshape(hidden_states.shape[0], -1)
+    routing = route(index, module.num_experts)
+    has_norm = getattr(module, "has_post_expert_norm", False)
     into, bias = ("gate_up_proj", "gate_up_proj_bias") if module.has_gate else ("up_proj", "up_proj_bias")
     rows = gather_tokens(hidden_states, routing)
-    rows = _grouped_linear(rows, getattr(module, into), routing.ends, is_transposed=module.is_transposed)
+    rows = moe._grouped_linear(rows, getattr(module, into), routing.ends, is_transposed=module.is_transposed)
     if module.has_bias:
         rows = add_bias_(rows, getattr(module, bias), routing)
     rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
-    rows = _grouped_linear(rows, module.down_proj, routing.ends, is_transposed=module.is_transposed)
+    rows = moe._grouped_linear(rows, module.down_proj, routing.ends, is_transposed=module.is_transposed)
     if module.has_bias:
         rows = add_bias_(rows, module.down_proj_bias, routing)
-    if getattr(module, "has_post_expert_norm", False):
+    if has_norm:
         rows = module.post_expert_norm(rows)
-    return combine_rows(rows, top_k_weights, routing, inplace=True).to(hidden_states.dtype)
+    # Hooks may keep the output of a norm.
+    weights = top_k_weights.reshape(index.shape)
+    return combine_rows(rows, weights, routing, hidden_states.dtype, inplace=not has_norm)
 
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
@@ -117,12 +135,20 @@ class _Sample:
 
 
 @functools.cache
-def _same_as(stock: Callable[..., Tensor], *flags: bool) -> bool:
+def _is_known(*flags: bool) -> bool:
     """Whether `grouped_forward` computes what this version of transformers does for experts with these flags."""
-    sample = _Sample(flags)
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
-        try:
-            pairs = zip(sample.results(grouped_forward), sample.results(stock), strict=True)
+    if flags[-2] and flags[-1]:
+        return False  # the norm's gradient would read rows of no expert
+    # The caller may save tensors for a checkpoint, trace, or be in inference mode; a new thread does not.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_same_as_stock, flags).result()
+
+
+def _same_as_stock(flags: tuple[bool, ...]) -> bool:
+    try:
+        with torch.autocast("cpu", enabled=False), torch.device("cpu"):
+            sample = _Sample(flags)
+            pairs = zip(sample.results(grouped_forward), sample.results(_STOCK), strict=True)
             return all(bool((ours - theirs).norm() <= _TOLERANCE * theirs.norm()) for ours, theirs in pairs)
-        except Exception:  # it reads other attributes, or lacks a dtype here
-            return False
+    except Exception:  # it reads other attributes, or lacks a dtype here
+        return False
