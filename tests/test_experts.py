@@ -266,6 +266,24 @@ def test_experts_with_a_forward_of_their_own(served: list[str]) -> None:
     assert all(error(found[key], stock[key]) <= 2e-5 for key in stock)
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_a_forward_that_is_set_on_the_class(later: bool, served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, stock = MODELS["mixtral"](), MixtralExperts.forward
+
+    def halve() -> None:
+        monkeypatch.setattr(MixtralExperts, "forward", lambda self, *args: 0.5 * stock(self, *args))
+
+    if not later:
+        halve()
+    apply_liger_kernel(model)
+    halve()
+    found = step(model)
+    revert_liger_kernel(model)
+    expected = step(model)
+    assert not served
+    assert all(error(found[key], expected[key]) <= 2e-5 for key in expected)
+
+
 class Looped(torch.nn.Module):
     """Experts that transformers does not run, with the gate of MiniMax-M3."""
 

@@ -31,15 +31,20 @@ class _Decorated(nn.Module):
 _WRAPPER = moe.use_experts_implementation(_Decorated).forward.__code__
 
 
-def experts_method(stock: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
-    """Return a forward that runs `stock` unless our kernels serve the call; None if `stock` is a class's own."""
-    stock = getattr(stock, STOCK, stock)
+def experts_method(cls: Any, is_subclassed: bool = False) -> Callable[..., Tensor] | None:
+    """Return a forward for `cls`, or its subclass, that runs stock's unless our kernels serve the call.
+
+    None if the class has a forward of its own. A subclass runs one that is set later.
+    """
+    stock = getattr(cls.forward, STOCK, cls.forward)
     code, cells = getattr(stock, "__code__", None), getattr(stock, "__closure__", None) or ()
     if code is not _WRAPPER or not any(cell.cell_contents is moe.ALL_EXPERTS_FUNCTIONS for cell in cells):
         return None
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if is_subclassed and cls.forward is not stock:
+            return cls.forward(self, *args, **kwargs)
         # Inductor fuses these operations itself.
         if kwargs or len(args) != 3 or torch.compiler.is_compiling() or not _serves(self, args):
             return stock(self, *args, **kwargs)

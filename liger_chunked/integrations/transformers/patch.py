@@ -190,7 +190,7 @@ def apply_to_family(name: str, *, logits_budget: int | float | str | None = None
             if switch == chosen:
                 method = binding.layer.method
                 applied.patches.set(cls, method, layer_method(binding, getattr(cls, method)))
-                if method == EXPERTS_GATE and (of_experts := experts_method(cls.forward)) is not None:
+                if method == EXPERTS_GATE and (of_experts := experts_method(cls)) is not None:
                     applied.patches.set(cls, "forward", of_experts)
                 applied.count(switch, cls.__name__)
     _hold_ropes(found, on, applied)

@@ -57,7 +57,7 @@ def layer_method(binding: Binding, stock: Method) -> Method:
 
 
 @functools.cache
-def _subclass(cls: Any, patch: Patch, method: Method, forward: Method) -> Any:
+def _subclass(cls: Any, patch: Patch, method: Method, forward: Method) -> Any:  # forward: a key of the cache
     def reduce(self: Any, protocol: Any) -> Any:
         # Nothing can import this class.
         reduced = super(subclass, self).__reduce_ex__(protocol)
@@ -73,7 +73,7 @@ def _subclass(cls: Any, patch: Patch, method: Method, forward: Method) -> Any:
     else:
         replacement = layer_method(patch.binding, getattr(method, STOCK, method))
     namespace = {**named, "__reduce_ex__": reduce, patch.method: replacement, _PATCH: patch}
-    if patch.method == EXPERTS_GATE and (of_experts := experts_method(forward)) is not None:
+    if patch.method == EXPERTS_GATE and (of_experts := experts_method(cls, is_subclassed=True)) is not None:
         namespace["forward"] = of_experts
     try:
         subclass = type(cls)(cls.__name__, (cls,), namespace)
