@@ -365,7 +365,7 @@ def _facts(model: PreTrainedModel) -> _Facts:
     if known is not None and known[:2] == (settings, implementation):
         return known[2]
     declared = _declared_reason(model)
-    if not _KNOWN_ATTENTION.fullmatch(implementation):
+    if declared is None and not _KNOWN_ATTENTION.fullmatch(implementation):
         declared = f"its attention implementation, {implementation!r}, is not one of transformers"
     facts = _measured(model, implementation) if declared is None else _Facts(declared)
     _KNOWN_MODELS[model] = (settings, implementation, facts)
