@@ -352,7 +352,7 @@ def test_frozen_inputs(needs: tuple[bool, ...]) -> None:
 
 @pytest.mark.parametrize("flags", list(itertools.product((False, True), repeat=5)), ids=str)
 def test_every_layout_of_transformers(flags: tuple[bool, ...]) -> None:
-    """Gate, bias, transposed weights, norm, expert parallelism; not the last two at once, nor a norm in old versions."""
+    """Gate, bias, transposed weights, norm, expert parallelism. Not the last two at once; old versions know no norm."""
     has_norms = "has_post_expert_norm" in inspect.signature(moe.use_experts_implementation).parameters
     assert experts._is_known(*flags) == (not flags[-2] or (has_norms and not flags[-1]))
 
