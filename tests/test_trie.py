@@ -131,6 +131,13 @@ def test_any_forest_of_small_trees(sequences: Sequences, side: str, with_trailin
     assert packed.input_ids.shape[1] <= max(tokens, ids.shape[1])
 
 
+def test_rows_are_filled_evenly() -> None:
+    """A little more than a row is two rows of half the length."""
+    ids = torch.arange(20).view(5, 4)
+    assert pack_trie(ids, row_tokens=16, multiple=1).input_ids.shape == (2, 12)
+    assert pack_trie(ids, row_tokens=20, multiple=1).input_ids.shape == (1, 20)
+
+
 def test_where_trees_are_cut() -> None:
     """At the shallowest branch, and at the middle one of equals."""
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5], [1, 6, 7, 8], [1, 6, 7, 9]])

@@ -270,22 +270,30 @@ def _cut_trees(order: list[int], lengths: list[int], shared: list[int], largest:
 
 
 def _rows(order: list[int], sizes: list[int], shared: list[int], row_tokens: int | None) -> list[list[int]]:
-    """Cut the order into rows. Trees, largest first, go where they fit first."""
+    """Cut the order into the fewest rows where trees, largest first, go where they fit first."""
     if row_tokens is None or sum(sizes) <= row_tokens:
         return [order]
     trees = _trees(order, shared)
     of_trees = [sum(sizes[i] for i in tree) for tree in trees]
     room = max(row_tokens, *of_trees)
+    largest_first = sorted(zip(trees, of_trees, strict=True), key=lambda pair: -pair[1])
     rows: list[list[int]] = []
     filled: list[int] = []
-    for tree, size in sorted(zip(trees, of_trees, strict=True), key=lambda pair: -pair[1]):
+    for tree, size in largest_first:
         row = next((r for r, used in enumerate(filled) if used + size <= room), len(rows))
         if row == len(rows):
             rows.append([])
             filled.append(0)
         rows[row] += tree
         filled[row] += size
-    return rows
+    # All rows are as long as the longest: fill as many evenly.
+    even: list[list[int]] = [[] for _ in rows]
+    used = [0] * len(rows)
+    for tree, size in largest_first:
+        row = used.index(min(used))
+        even[row] += tree
+        used[row] += size
+    return even if max(used) < max(filled) else rows
 
 
 class _Path:
