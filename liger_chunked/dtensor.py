@@ -92,7 +92,8 @@ def _own_rows(name: str, x: Any, weight: Any, dim: int | None, sequence_group: A
         return x  # the loss refuses it
     if dim is not None and x.ndim and x.shape[0] != weight.shape[0]:
         raise ValueError(
-            f"{name} must have the {weight.shape[0]} rows of weight, for the same ids on each rank, got {_placed(x)}"
+            f"weight is sharded over the vocabulary, so {name} must have its {weight.shape[0]} rows, for the same ids on "
+            f"each rank, got {_placed(x)}"
         )
     if not any_dtensor([x]):
         if dim is None:

@@ -204,7 +204,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
                 )
         if target is None:
             if mask is None and head.shard is not None and head.shard.input_grad == "reduce_scatter":
-                mask = input.new_ones(shape, dtype=torch.bool)  # `scatter_rows` sorts the tokens
+                mask = input.new_ones(shape, dtype=torch.bool)  # `scatter_rows` indexes the target
             if mask is None:
                 return lay_out_every(shape, split, n_valid)
             kept = whole(mask.long() - 1, split)
