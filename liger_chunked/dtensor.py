@@ -53,6 +53,9 @@ def localized(arguments: dict[str, Any]) -> dict[str, Any]:
     shard = _shard_of(weight) if any_dtensor([weight]) else None
     if shard is not None and given is not None:
         raise TypeError(f"weight is a DTensor sharded over the vocabulary, got vocab_shard too: leave out {given}")
+    if shard is not None and getattr(arguments.get("self"), "_sorts_rows", False):
+        name = type(arguments["self"]).__name__
+        raise TypeError(f"weight must be replicated, because {name} sorts whole rows of logits, got {_placed(weight)}")
     dim = None if shard is None else _sharded_dim("weight", weight)
     # An adapter's `down` reads whole hidden states, so its gradient is whole.
     adapted = {name for name in _BIASES if isinstance(arguments.get(name), AdaptedWeight)}
@@ -92,8 +95,7 @@ def _own_rows(name: str, x: Any, weight: Any, dim: int | None, sequence_group: A
         return x  # the loss refuses it
     if dim is not None and x.ndim and x.shape[0] != weight.shape[0]:
         raise ValueError(
-            f"weight is sharded over the vocabulary, so {name} must have its {weight.shape[0]} rows, for the same ids on "
-            f"each rank, got {_placed(x)}"
+            f"{name} must have the {weight.shape[0]} rows of weight, for the same ids on each rank, got {_placed(x)}"
         )
     if not any_dtensor([x]):
         if dim is None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,6 +55,8 @@ class LigerFusedLinearULDLoss(FusedLoss):
     >>> bool(torch.isclose(loss, expected))
     True
     """
+
+    _sorts_rows: ClassVar[bool] = True
 
     def __init__(self, *, teacher_options: LogitOptions | None = None, **options: Unpack[LogitOptionsDict]) -> None:
         super().__init__()
