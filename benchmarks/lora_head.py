@@ -1,10 +1,10 @@
-"""Benchmark losses on an `lm_head` with LoRA: time, peak memory beside its estimate, and products of matrices.
+"""Benchmark losses on an `lm_head` with LoRA: time, peak memory and its estimate, and products of matrices.
 
 python -m benchmarks.lora_head SFT:1:8192:2048:128256:16 DPO:2:2048:2048:128256:16
                                loss:sequences or pairs:length:hidden:vocabulary:rank
 
 The head is frozen, and its adapter is in float32, as PEFT keeps it. Eager code is PEFT's own forward, and a loss on its
-logits. In DPO, half of each sequence is a prompt, and the reference is the head without the adapter. Further columns:
+logits. Half of each DPO sequence is a prompt, and the reference is the head without the adapter. Further columns:
 
     products     FLOPs over those of one product of the tokens that have a target with the head, 2 N H V: a frozen head
                  needs two and a reference one more, and the products of the adapter are of its rank

@@ -86,7 +86,7 @@ def test_float64(case: tuple[int, int, int, int], absent: bool) -> None:
     leaves, index, upstream = sample(case, torch.float64, "cpu", absent)
     found, expected = (gradients(f, leaves, index, upstream) for f in (ours, eager))
     for value, truth in zip(found, expected, strict=True):
-        torch.testing.assert_close(value, truth, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(value, truth, rtol=1e-12, atol=1e-12)  # float64 sums in another order
 
 
 @pytest.mark.triton
@@ -226,6 +226,7 @@ def test_experts_of_an_unknown_version(served: list[str], monkeypatch: pytest.Mo
         assert not served
         plain = copy.deepcopy(model)
         revert_liger_kernel(plain)
+        # The gate's kernel, still in use, rounds in another order than torch.
         torch.testing.assert_close(loss, step(plain)["loss"], rtol=1e-5, atol=0)
 
 
@@ -326,6 +327,7 @@ def test_wide_hidden_states_stay_wide(dtype: torch.dtype) -> None:
     weights = torch.rand(7, 2) * 1e3
     found, stock = experts.grouped_forward(module, x, index, weights), module(x, index, weights)
     assert found.dtype == torch.float32
+    # float32 sums in another order; the experts' dtype would add errors of 1e-3.
     torch.testing.assert_close(found, stock, rtol=1e-5, atol=1e-5)
 
 

@@ -21,8 +21,7 @@ from liger_chunked.engine.hooks import hooks_active
 from liger_chunked.engine.known import token_count
 from liger_chunked.engine.plan import Plan
 from liger_chunked.engine.precision import gemms
-from liger_chunked.engine.step import graph_is_retained
-from liger_chunked.kernels.backend import first_derivative, has_wide_tiles
+from liger_chunked.kernels.backend import first_derivative, graph_is_retained, has_wide_tiles
 from liger_chunked.types import (
     DIFFERENTIABLE,
     OUTPUTS,

@@ -22,7 +22,7 @@ from liger_chunked.engine.hooks import isolated
 from liger_chunked.engine.plan import Plan
 from liger_chunked.engine.precision import gemms
 from liger_chunked.kernels import scale_
-from liger_chunked.kernels.backend import first_derivative, has_wide_tiles
+from liger_chunked.kernels.backend import first_derivative, graph_is_retained, has_wide_tiles
 from liger_chunked.types import (
     DIFFERENTIABLE,
     OUTPUTS,
@@ -177,13 +177,6 @@ class _EveryStatistic(LinearObjective):
 def _dry_run(plan: Plan, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs) -> None:
     loss, grads = Step(plan, _EveryStatistic(plan.differentiates), plan.make_pass).run(input, head, u, needs)
     scale_([g for g in grads if g is not None], loss)
-
-
-def graph_is_retained() -> bool:
-    return _keeps_graph is None or _keeps_graph()
-
-
-_keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 
 
 _NOTHING_NEEDED = Needs(False, False)

@@ -148,6 +148,19 @@ def may_overwrite(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and has_own_memory(x)
 
 
+def is_intermediate(x: Tensor) -> bool:
+    """Whether a backward may overwrite `x`, unless the graph is retained."""
+    return x.requires_grad and not x.is_leaf and x.is_contiguous() and not torch.compiler.is_compiling()
+
+
+# Private.
+_keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+
+
+def graph_is_retained() -> bool:
+    return _keeps_graph is None or _keeps_graph()
+
+
 def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 

@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import contiguous_like, first_derivative, power_of_two, tl, use_triton
+from liger_chunked.kernels.backend import (
+    contiguous_like,
+    first_derivative,
+    graph_is_retained,
+    is_intermediate,
+    power_of_two,
+    tl,
+    use_triton,
+)
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import accumulation_dtype
@@ -114,7 +122,7 @@ def _there(routing: Routing) -> Tensor:
 
 
 def _launch(top_k: int, like: Tensor) -> tuple[int, int, int]:
-    """Return padded K, columns and warps: a tile fits the registers for any K."""
+    """Return padded K, columns and warps."""
     block, num_warps = TUNING[like.device].experts
     padded = power_of_two(top_k)
     return padded, max(32, min(block, 8 * block // padded)), num_warps
@@ -210,7 +218,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, weight: Tensor, routing: Routing, dtype: torch.dtype, inplace: bool) -> Tensor:
         ctx.routing, ctx.like = routing, (y.shape, y.dtype)
-        ctx.inplace = inplace and y.requires_grad and not (y.is_leaf or y._is_view()) and y.is_contiguous()
+        ctx.inplace = inplace and is_intermediate(y) and not y._is_view()
         ctx.save_for_backward(y if weight.requires_grad else None, weight)
         return _sum(y, routing, dtype, weight)
 
@@ -220,7 +228,7 @@ class _Combine(torch.autograd.Function):
         y, weight = ctx.saved_tensors
         y, dy = None if y is None else y.contiguous(), None
         if ctx.needs_input_grad[0]:
-            if y is not None and ctx.inplace and not torch._C._autograd._get_current_graph_task_keep_graph():
+            if y is not None and ctx.inplace and not graph_is_retained():
                 torch.autograd.graph.increment_version(y)  # makes operations that saved it raise
                 y = dy = y.detach()
             else:

@@ -17,6 +17,8 @@ from liger_chunked.kernels.backend import (
     contiguous_like,
     exp,
     first_derivative,
+    graph_is_retained,
+    is_intermediate,
     jit,
     operator,
     strided_rows,
@@ -268,7 +270,7 @@ class _GLU(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        if ctx.inplace and not torch._C._autograd._get_current_graph_task_keep_graph():
+        if ctx.inplace and not graph_is_retained():
             # Makes operations that saved gate or up raise.
             torch.autograd.graph.increment_version([x for x in (gate, up) if x is not None])
             places = gate.detach(), None if up is None else up.detach()
@@ -279,14 +281,10 @@ class _GLU(torch.autograd.Function):
         return dgate if needs_dgate else None, dup if needs_dup else None, None, None
 
 
-def _is_intermediate(x: Tensor) -> bool:
-    return x.requires_grad and not x.is_leaf and x.is_contiguous() and not torch.compiler.is_compiling()
-
-
 def _are_free(gate: Tensor, up: Tensor | None) -> bool:
     if up is None:
-        return _is_intermediate(gate)
-    apart = _is_intermediate(gate) and _is_intermediate(up)
+        return is_intermediate(gate)
+    apart = is_intermediate(gate) and is_intermediate(up)
     return apart and abs(gate.data_ptr() - up.data_ptr()) >= gate.nbytes
 
 

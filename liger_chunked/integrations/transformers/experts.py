@@ -1,7 +1,4 @@
-"""The "grouped_mm" experts of transformers, with kernels that gather their rows and sum them (`kernels/experts.py`).
-
-transformers copies, multiplies, reorders and sums the experts' rows one after the other, and adds gradients by a sort.
-"""
+"""The "grouped_mm" experts of transformers, with kernels that gather their rows and sum them (docs/tuning.md)."""
 
 from __future__ import annotations
 
@@ -31,10 +28,10 @@ class _Decorated(nn.Module):
 _WRAPPER = moe.use_experts_implementation(_Decorated).forward.__code__
 
 
-def experts_method(cls: Any, is_subclassed: bool = False) -> Callable[..., Tensor] | None:
-    """Return a forward for `cls`, or its subclass, that runs stock's unless our kernels serve the call.
+def experts_method(cls: Any) -> Callable[..., Tensor] | None:
+    """Return a forward for `cls`, or a subclass, that runs stock's code unless our kernels serve the call.
 
-    None if the class has a forward of its own. A subclass runs one that is set later.
+    None if `cls` defines its own forward. A forward that is set on `cls` later runs too.
     """
     stock = getattr(cls.forward, STOCK, cls.forward)
     code, cells = getattr(stock, "__code__", None), getattr(stock, "__closure__", None) or ()
@@ -43,7 +40,7 @@ def experts_method(cls: Any, is_subclassed: bool = False) -> Callable[..., Tenso
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if is_subclassed and cls.forward is not stock:
+        if cls.forward is not stock and cls.forward is not method:
             return cls.forward(self, *args, **kwargs)
         # Inductor fuses these operations itself.
         if kwargs or len(args) != 3 or torch.compiler.is_compiling() or not _serves(self, args):
@@ -92,7 +89,7 @@ _FLAGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_
 
 
 class _Sample:
-    """Experts that have only the attributes we know: a version of transformers that reads others fails on them."""
+    """Experts with no other attributes than those we know. A version of transformers that reads others fails."""
 
     num_experts, width, inner = 4, 8, 16
     is_concatenated = True
@@ -142,7 +139,8 @@ class _Sample:
 @functools.cache
 def _is_known(*flags: bool) -> bool:
     """Whether `grouped_forward` computes what this version of transformers does for experts with these flags."""
-    if flags[-2] and flags[-1]:
+    *_, has_norm, is_parallel = flags
+    if has_norm and is_parallel:
         return False  # the norm's gradient would read rows of no expert
     # The caller may save tensors for a checkpoint, trace, or be in inference mode; a new thread does not.
     with ThreadPoolExecutor(1) as thread:
@@ -155,5 +153,5 @@ def _same_as_stock(flags: tuple[bool, ...]) -> bool:
             sample = _Sample(flags)
             pairs = zip(sample.results(grouped_forward), sample.results(_STOCK), strict=True)
             return all(bool((ours - theirs).norm() <= _TOLERANCE * theirs.norm()) for ours, theirs in pairs)
-    except Exception:  # it reads other attributes, or lacks a dtype here
+    except Exception:  # such as an unknown attribute
         return False

@@ -73,7 +73,7 @@ def _subclass(cls: Any, patch: Patch, method: Method, forward: Method) -> Any:  
     else:
         replacement = layer_method(patch.binding, getattr(method, STOCK, method))
     namespace = {**named, "__reduce_ex__": reduce, patch.method: replacement, _PATCH: patch}
-    if patch.method == EXPERTS_GATE and (of_experts := experts_method(cls, is_subclassed=True)) is not None:
+    if patch.method == EXPERTS_GATE and (of_experts := experts_method(cls)) is not None:
         namespace["forward"] = of_experts
     try:
         subclass = type(cls)(cls.__name__, (cls,), namespace)

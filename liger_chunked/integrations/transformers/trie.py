@@ -270,7 +270,7 @@ def _cut_trees(order: list[int], lengths: list[int], shared: list[int], largest:
 
 
 def _rows(order: list[int], sizes: list[int], shared: list[int], row_tokens: int | None) -> list[list[int]]:
-    """Cut the order into the fewest rows where trees, largest first, go where they fit first."""
+    """Distribute the trees over as few rows as a first fit needs, filled evenly."""
     if row_tokens is None or sum(sizes) <= row_tokens:
         return [order]
     trees = _trees(order, shared)
@@ -286,7 +286,7 @@ def _rows(order: list[int], sizes: list[int], shared: list[int], row_tokens: int
             filled.append(0)
         rows[row] += tree
         filled[row] += size
-    # All rows are as long as the longest: fill as many evenly.
+    # Each row gets the length of the longest.
     even: list[list[int]] = [[] for _ in rows]
     used = [0] * len(rows)
     for tree, size in largest_first:
