@@ -7,7 +7,8 @@
 
 A case is an operation of `tests/base_ops.py`, or a row of `tests/table.py`, with logits and with the fused epilogue, in
 bfloat16. Every loss runs once before any runs again with other options: a run that stops early has launched most
-kernels. Values are not checked: the test suite does that. The last line counts the cases and the kernels launched.
+kernels. Values are not checked: the test suite does that. The last lines count the cases and name the kernels launched.
+`--part 1/8` to `--part 8/8` share the cases among eight processes.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def cases(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
 def main() -> int:
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parse.add_argument("--only", default="", help="only cases whose name contains this")
+    parse.add_argument("--part", default="1/1", help="a part of the cases, such as 2/8 (%(default)s)")
     parse.add_argument("--minutes", type=float, default=60.0, help="stop after a case that ends later (%(default)s)")
     args = parse.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,8 +83,9 @@ def main() -> int:
     launch.Kernel.__call__ = counted
     end = time.monotonic() + 60 * args.minutes
     done = 0
-    for name, case in cases(device):
-        if args.only not in name:
+    part, parts = map(int, args.part.split("/"))
+    for turn, (name, case) in enumerate(cases(device), 1):
+        if args.only not in name or turn % parts != part % parts:
             continue
         if time.monotonic() > end:
             print(f"stopped before {name!r}")
@@ -94,6 +97,8 @@ def main() -> int:
     if device == "cuda":
         torch.cuda.synchronize()
     print(f"{done} cases, {len(launched)} kernels")
+    functions = [kernel.kernel.fn for kernel in launched]
+    print(*sorted(f"{fn.__module__.rsplit('.')[-1]}.{fn.__name__}" for fn in functions))
     return 0
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_chunked.kernels.backend import contiguous_like, first_derivative, operator, strided_rows, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
-from liger_chunked.kernels.norm_rows import row_sweep, row_tile, sum_partials
+from liger_chunked.kernels.norm_rows import row_sweep, row_tile, square, sum_partials
 from liger_chunked.kernels.operands import check_floating, check_row, plain
 from liger_chunked.kernels.tuning.generic import MAX_ROW
 from liger_chunked.types import accumulation_dtype
@@ -27,7 +27,7 @@ def _forward_kernel(
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(x, axis=1) / n_cols
     centred = tl.where(inside, x - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / n_cols + eps)
+    rstd = tl.rsqrt(tl.sum(square(centred), axis=1) / n_cols + eps)
     tl.store(stats_ptr + rows, mean, mask=rows < n_rows)
     tl.store(stats_ptr + n_rows + rows, rstd, mask=rows < n_rows)
     y = centred * rstd[:, None]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import power_of_two, processors, tl
+from liger_chunked.kernels.backend import jit, power_of_two, processors, tl
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.kernels.tuning.generic import REMEMBERED
@@ -50,6 +50,12 @@ def row_sweep(n_rows: int, n_cols: int, groups: int, element_size: int, device: 
     turns = -(-tiles * groups // (max(1, tuned.norm_resident_elements // elements) * processors(device)))
     stages = 3 if elements * element_size <= tuned.norm_pipelined_bytes else 1
     return RowSweep(RowTile(rows, block, num_warps), -(-tiles // max(1, turns)), stages)
+
+
+@jit
+def square(x):
+    """Return x², rounded. A sum of `x * x` may skip the rounding of a thread's own square: threads get other sums."""
+    return tl.fma(x, x, 0.0)
 
 
 @Kernel

@@ -14,7 +14,7 @@ from liger_chunked.kernels.backend import contiguous_like, first_derivative, ope
 from liger_chunked.kernels.glu import activation as activate
 from liger_chunked.kernels.glu import activation_torch
 from liger_chunked.kernels.launch import Kernel
-from liger_chunked.kernels.norm_rows import row_sweep, row_tile, sum_partials
+from liger_chunked.kernels.norm_rows import row_sweep, row_tile, square, sum_partials
 from liger_chunked.kernels.operands import check_floating, check_like, check_row, described, plain
 from liger_chunked.kernels.tuning.generic import MAX_ROW
 from liger_chunked.types import accumulation_dtype, shown
@@ -48,7 +48,7 @@ def _forward_kernel(
         activated, _ = activate(gate.to(tl.float32), GATE)
         if GATE_FIRST:
             x = x * activated
-    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + eps)
+    rstd = tl.rsqrt(tl.sum(square(x), axis=1) / n_cols + eps)
     tl.store(rstd_ptr + rows * groups + group, rstd, mask=rows < n_rows)
     y = x * rstd[:, None]
     if CAST_FIRST:
