@@ -42,7 +42,7 @@ class Tuning(NamedTuple):
     glu: Launch = Launch(1024, 4)  # columns: "Norms and gated units"
     rope: Launch = Launch(2048, 4)  # pairs of columns
     experts: Launch = Launch(1024, 4)  # columns of a token's rows
-    experts_bias: tuple[int, int, int] = (16, 128, 4)  # rows and columns of a tile, warps
+    experts_bias: tuple[int, int, int] = (32, 128, 8)  # rows and columns of a tile, warps
     scale: Launch = Launch(4096, 8)
     scale_programs: int = 2048  # a few waves
     survey: Launch = Launch(4096, 4)  # targets: "Survey of the target"
