@@ -8,7 +8,7 @@
 maximum if that is 44 nats higher. Far from the maximum, entropies and their slopes have errors of up to 8e-6.
 A rank of a split vocabulary without the target takes another row's logit (`merge_ranks.py`).
 
-FLOPs: 2 N V H. Bytes: E, x, W, and partial sums: N V/32 per statistic, half at H > 1536.
+FLOPs: 2 N V H. Bytes: E, x, W, and partial sums: N V/64 per statistic, twice at H <= 1024.
 """
 
 from __future__ import annotations
@@ -362,7 +362,7 @@ def _project(
     """Write `rows`: centre, rest, target_exp, sum_exp and the target's logit. Fill `stats`."""
     n, hidden = x.shape
     n_cols = weight.shape[0]
-    tiling = tiling or Tiling.of(hidden)
+    tiling = tiling or Tiling.of(hidden, light=out is None or stats.entropy is None)
     n_parts = -(-n_cols // tiling.cols)
     centre, rest, target_exp, sum_exp, target_logit = rows
     row_blocks = -(-n // tiling.rows)
