@@ -388,7 +388,7 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from benchmarks.harness import environment, new_file
 
-    facts = {**environment(DEVICE), "before": commit_of(args.before), "after": commit_of(ROOT)}
+    facts = {**environment(DEVICE), "before": commit_of(args.before)}
     path = new_file(args.out, f"before_after-{'' if DEVICE == 'cuda' else 'cpu-'}{facts['date']}")
     rows: list[dict[str, Any]] = []
     with checkouts(args.before, ROOT) as (before, after):

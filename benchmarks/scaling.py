@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.harness import OURS, RESULTS
-from benchmarks.report import load
+from benchmarks.report import Run, load
 from liger_chunked.engine.plan import budget_elements, pieces
 from liger_chunked.types import LogitOptions
 
@@ -302,12 +302,12 @@ def local() -> str:
 
 
 def whole() -> str:
-    """Measured steps with communication; a later run of a task replaces an earlier one."""
+    """Measured steps with communication. A later run of a task on the same kind of GPU replaces an earlier one."""
     paths = sorted(RESULTS.glob("distributed-2*.json"), key=lambda path: (len(path.stem), path.stem))
     if not paths:
         return "No run on several GPUs is kept yet."
     runs = {path: load(path) for path in paths}
-    cells = {task: rows for run in runs.values() for task, rows in run.cells.items()}
+    cells = {f"{task}, {_gpu(run)}": rows for run in runs.values() for task, rows in run.cells.items()}
     parts = [f"`{path.name}`: {run.environment['ranks']} ranks, {run.title}." for path, run in runs.items()]
     # A step has no floor.
     of_losses = {task: rows for task, rows in cells.items() if any("times_floor" in row for row in rows.values())}
@@ -320,6 +320,10 @@ def whole() -> str:
 
 
 Row = dict[str, Any]
+
+
+def _gpu(run: Run) -> str:
+    return str(run.environment["device"]).removeprefix("NVIDIA ").split()[0]
 
 
 def _loss_cell(row: Row) -> str:

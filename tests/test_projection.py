@@ -43,9 +43,7 @@ def assert_matches_formulas(ours, stats, x: Tensor, weight: Tensor, target: Tens
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize(
-    "tiling", [Tiling.of(896, light=True), Tiling.of(896, light=False), Tiling.of(2048, light=True)]
-)
+@pytest.mark.parametrize("tiling", [Tiling.of(896), Tiling.of(896, heavy=True), Tiling.of(2048)])
 @pytest.mark.parametrize(
     ("rows", "hidden", "vocab"),
     [

@@ -320,7 +320,7 @@ class StatisticsPass:
         x, weight = _for_descriptor(x), self.head.weight
         weight_sum = weight.sum(0, dtype=torch.float32) if "mean_logits" in self.outputs else None
         target = _rows_of(target, self.head)
-        tiling = Tiling.of(x.shape[1], light=True)
+        tiling = Tiling.of(x.shape[1])
         partial_sums = max(1, -(-weight.shape[0] // tiling.cols)) * (1 + ("entropy" in self.outputs))
         # Whole row blocks, of float32 sums within a tile of bfloat16.
         most = max(1, self.tile_size // (2 * partial_sums * tiling.rows)) * tiling.rows

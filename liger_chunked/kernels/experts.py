@@ -27,6 +27,10 @@ from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import accumulation_dtype
 
 
+# Rows of a token that a program adds, and writes: more spill registers.
+MOST_SUMMED, MOST_SPREAD = 32, 8
+
+
 class Routing(NamedTuple):
     """Rows of N tokens for K experts each, sorted by expert; those of no expert come last, and are not set."""
 
@@ -69,7 +73,7 @@ def _spread_kernel(
     K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, K)
+    k = tl.program_id(1) * K + tl.arange(0, K)
     place = tl.load(place_ptr + token * top_k + k, mask=k < top_k, other=0)
     there = (k < top_k) & (place < tl.load(ends_ptr + n_experts - 1))
     weight = tl.full([K], 1.0, tl.float32)
@@ -121,13 +125,6 @@ def _there(routing: Routing) -> Tensor:
     return routing.place < routing.ends[-1]
 
 
-def _launch(top_k: int, like: Tensor) -> tuple[int, int, int]:
-    """Return padded K, columns and warps."""
-    block, num_warps = TUNING[like.device].experts
-    padded = power_of_two(top_k)
-    return padded, max(32, min(block, 8 * block // padded)), num_warps
-
-
 def _sum(y: Tensor, routing: Routing, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
     """Return (N, H)."""
     place, ends = routing.place, routing.ends
@@ -138,7 +135,9 @@ def _sum(y: Tensor, routing: Routing, dtype: torch.dtype, weight: Tensor | None 
         return terms.masked_fill(~_there(routing)[..., None], 0.0).sum(1).to(dtype)
     out = y.new_empty(n, n_cols, dtype=dtype)
     if out.numel():
-        padded, block, num_warps = _launch(top_k, y)
+        columns, num_warps = TUNING[y.device].experts
+        padded = power_of_two(top_k)
+        block = max(32, min(columns, MOST_SUMMED * columns // padded))
         tensors = y.contiguous(), None if weight is None else weight.contiguous(), place, ends, out
         _sum_kernel((n, -(-n_cols // block), 1), tensors, (n_cols, ends.numel(), top_k, padded, block), num_warps)
     return out
@@ -160,9 +159,10 @@ def _spread(
             rows = dout.expand(n, top_k, n_cols) if weight is None else weight.to(dout.dtype)[..., None] * dout
             dy[place[there]] = rows[there].to(dy.dtype)
     elif n:
-        padded, block, num_warps = _launch(top_k, dout)
+        block, num_warps = TUNING[dout.device].experts
+        rows = min(MOST_SPREAD, power_of_two(top_k))
         tensors = dout.contiguous(), y, None if weight is None else weight.contiguous(), place, ends, dy, dweight
-        _spread_kernel((n, 1, 1), tensors, (n_cols, ends.numel(), top_k, padded, block), num_warps)
+        _spread_kernel((n, -(-top_k // rows), 1), tensors, (n_cols, ends.numel(), top_k, rows, block), num_warps)
     return dweight
 
 

@@ -362,7 +362,7 @@ def _project(
     """Write `rows`: centre, rest, target_exp, sum_exp and the target's logit. Fill `stats`."""
     n, hidden = x.shape
     n_cols = weight.shape[0]
-    tiling = tiling or Tiling.of(hidden, light=out is None or stats.entropy is None)
+    tiling = tiling or Tiling.of(hidden, heavy=out is not None and stats.entropy is not None)
     n_parts = -(-n_cols // tiling.cols)
     centre, rest, target_exp, sum_exp, target_logit = rows
     row_blocks = -(-n // tiling.rows)

@@ -174,7 +174,7 @@ def project_grad(
     n_cols = weight.shape[0]
     if x.is_meta or not n_cols:  # descriptors need memory
         return out
-    tiling = tiling or Tiling.of(hidden, light=False)
+    tiling = tiling or Tiling.of(hidden)
     blocks = -(-n // tiling.rows) * -(-n_cols // tiling.cols)
     programs = min(tiling.programs * processors(x.device), blocks)
     _project_grad_kernel(

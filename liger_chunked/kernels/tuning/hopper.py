@@ -29,13 +29,13 @@ class Tiling(NamedTuple):
     programs: int = 1
 
     @classmethod
-    def of(cls, hidden: int, light: bool) -> Tiling:
-        """`light`: the epilogue writes no exponentials, or computes no entropy, and leaves time to a second program."""
+    def of(cls, hidden: int, heavy: bool = False) -> Tiling:
+        """`heavy`: the epilogue writes exponentials and computes entropies, for which two programs lack registers."""
         if hidden > 1536:
             return cls()
-        if light and hidden <= 1024:
-            return cls(cols=128, stages=3, num_warps=4, group=32, programs=2)
-        return cls(stages=3, group=32)
+        if heavy or hidden > 1024:
+            return cls(stages=3, group=32)
+        return cls(cols=128, stages=3, num_warps=4, group=32, programs=2)
 
 
 # Kernels next to the fused product: "Launch sizes"
