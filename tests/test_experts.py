@@ -25,6 +25,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from liger_chunked import apply_liger_kernel, register_layer, revert_liger_kernel
 from liger_chunked.integrations.transformers import experts, layers
+from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.kernels.experts import Routing, add_bias_, combine_rows, gather_tokens, route
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
@@ -385,5 +386,6 @@ def test_bfloat16(name: str, served: list[str], device: str) -> None:
     found = results(experts)
     assert served
     names = ["output", "input", "weight", *dict(experts.named_parameters())]
+    factor = 1.1 * (2 if INTERPRETED else 1)  # the interpreter truncates to bfloat16
     for key, ours, theirs, truth in zip(names, found, eager, exact, strict=True):
-        assert error(ours, truth) <= 1.1 * max(error(theirs, truth), floor(torch.bfloat16)), key
+        assert error(ours, truth) <= factor * max(error(theirs, truth), floor(torch.bfloat16)), key

@@ -26,7 +26,6 @@ from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import accumulation_dtype
 
-
 # Rows of a token that a program adds, and writes: more spill registers.
 MOST_SUMMED, MOST_SPREAD = 32, 8
 
