@@ -193,7 +193,7 @@ def ranks_of(shard: VocabShard, rows: int) -> Ranks:
 
 
 def _check_ranks(group: dist.ProcessGroup | None, start: int, rows: int, vocab_size: int, input: Tensor) -> Ranks:
-    """Check on all ranks that their rows cover the vocabulary, and that hidden states are the same."""
+    """Check that the ranks' rows cover the vocabulary, and that hidden states are equal."""
     some = input.detach().reshape(-1)[:: max(1, input.numel() // 64)].tolist()
     mine = (start, rows, vocab_size, tuple(input.shape), some, has_wide_tiles(input.device))
     parts = [mine] * dist.get_world_size(group)

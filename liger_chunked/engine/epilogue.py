@@ -273,7 +273,7 @@ class EpiloguePass:
         scales: RowScales,
         before_writing: Callable[[], None] | None = None,
     ) -> None:
-        """Compute dX (n, H), in place or a block of rows at a time in float32."""
+        """Compute dX (n, H), in place or in float32 blocks of rows."""
         if exponentials is None:
             dx.zero_()
             return

@@ -26,7 +26,7 @@ from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import accumulation_dtype
 
-# Rows of a token that a program adds, and writes: more spill registers.
+# Rows of a token in a program: more spill registers.
 MOST_SUMMED, MOST_SPREAD = 32, 8
 
 
@@ -159,9 +159,9 @@ def _spread(
             dy[place[there]] = rows[there].to(dy.dtype)
     elif n:
         block, num_warps = TUNING[dout.device].experts
-        rows = min(MOST_SPREAD, power_of_two(top_k))
+        at_once = min(MOST_SPREAD, power_of_two(top_k))
         tensors = dout.contiguous(), y, None if weight is None else weight.contiguous(), place, ends, dy, dweight
-        _spread_kernel((n, -(-top_k // rows), 1), tensors, (n_cols, ends.numel(), top_k, rows, block), num_warps)
+        _spread_kernel((n, -(-top_k // at_once), 1), tensors, (n_cols, ends.numel(), top_k, at_once, block), num_warps)
     return dweight
 
 

@@ -54,7 +54,7 @@ def row_sweep(n_rows: int, n_cols: int, groups: int, element_size: int, device: 
 
 @jit
 def square(x):
-    """Return x², rounded. A sum of `x * x` may skip the rounding of a thread's own square: threads get other sums."""
+    """Return x², rounded for all threads. A fused multiply-add would not round a thread's own."""
     return tl.fma(x, x, 0.0)
 
 

@@ -70,7 +70,7 @@ def _at_projection(projection: Projection, hidden_states: Tensor, *, input: Head
 
 
 def _head_of(projection: Projection, weight: Any, bias: Any) -> Head:
-    """Return the head with its adapters, as DTensors sharded on rows, or plain and whole."""
+    """Return the head with its adapters, sharded on rows or plain."""
     layer, adapters = projection.layer, projection.adapters
     if not adapters:
         return Head(weight, bias)

@@ -153,7 +153,7 @@ def _attend(
 
 
 class _Compiled:
-    """`_attend`, compiled once for all lengths. Its other properties are those of the first call."""
+    """`_attend`, compiled once for all lengths."""
 
     def __init__(self) -> None:
         # torch.compile counts recompilations of a code object, so this one has its own.

@@ -215,7 +215,7 @@ def check_has_head(trainer: type[Any], models_without_head: tuple[str, ...]) -> 
 class _Unsupported(type):
     """Replaces PEFT's `BaseTunerLayer` where TRL checks `lm_head` for an adapter.
 
-    Raises ValueError for adapters that our heads cannot compute.
+    Raises ValueError for unsupported adapters.
     """
 
     def __instancecheck__(cls, lm_head: Any) -> bool:
