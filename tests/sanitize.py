@@ -5,15 +5,16 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py --only epilogue
 
-A case is an operation of `tests/base_ops.py`, or a row of `tests/table.py`, with logits and with the fused epilogue, in
-bfloat16. Every loss runs once before any runs again with other options: a run that stops early has launched most
-kernels. Values are not checked: the test suite does that. The last lines count the cases and name the kernels launched.
-`--part 1/8` to `--part 8/8` share the cases among eight processes.
+A case is an operation of `tests/base_ops.py`, experts, statistics of tokens, or a row of `tests/table.py`, with logits
+and with the fused epilogue, in bfloat16. Every loss runs once before any runs again with other options: an early stop
+has launched most kernels. Values are not checked: the test suite does that. The last lines count the cases, and
+name the kernels launched and those not launched. `--part 1/8` to `--part 8/8` share the cases among eight processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from collections import Counter
@@ -25,13 +26,16 @@ import torch
 from base_ops import OPS, run
 from table import ROWS, SMALL, Row, evaluate, moved
 from test_experts import CASES, gradients, ours, sample
+from torch import Tensor
 
+from liger_chunked import linear_token_stats
 from liger_chunked.engine import epilogue
-from liger_chunked.kernels import backend, launch
+from liger_chunked.kernels import backend, launch, merge_ranks, project_sums
 
 # No dimension is a multiple of a block, and TMA can read the rows.
 SIZES = SMALL._replace(hidden=72, vocab=603, ref_hidden=40)
 BUDGET = 13 * SIZES.vocab * 2  # 13 tokens a chunk
+STATISTICS = ("logps", "lse", "entropy", "mean_logits")
 
 
 def in_turns(rows: list[Row]) -> list[Row]:
@@ -49,13 +53,40 @@ def in_turns(rows: list[Row]) -> list[Row]:
     return sorted(rows, key=turn)
 
 
+def statistics(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    stats = linear_token_stats(weight, x, target, outputs=STATISTICS, **options)
+    values = torch.stack([getattr(stats, name) for name in STATISTICS])
+    return torch.autograd.grad(values.sum(), (x, weight))
+
+
+def two_ranks(x: Tensor, weight: Tensor, target: Tensor) -> object:
+    """Merge the sums of two parts of a vocabulary."""
+    x, weight = x.detach(), weight.detach()
+    sums, half = [], SIZES.vocab // 2 + 1
+    for part, own in ((weight[:half], target), (weight[half:], target - half)):
+        own = own.masked_fill(own >= len(part), -1)
+        out = x.new_empty(len(x), -(-len(part) // 8) * 8)[:, : len(part)]
+        sums.append(project_sums(x, part, own, part.sum(0, dtype=torch.float32), out, 1.0, STATISTICS, len(weight)))
+    return merge_ranks(torch.stack(sums), len(x), 0, out, STATISTICS)
+
+
 def cases(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
     for op in OPS:
         for shape in op.shapes:
             yield f"{op.id} {shape}", partial(run, op.ours, op.sample(shape, torch.bfloat16, device))
     for case in CASES:
         leaves, index, upstream = sample(case, torch.bfloat16, device, absent=True)
-        yield f"experts {case}", partial(gradients, ours, leaves, index, upstream)
+        for inplace in (False, True):
+            experts = partial(ours, inplace=inplace)
+            yield f"experts {case}, inplace={inplace}", partial(gradients, experts, leaves, index, upstream)
+    n = 61
+    x, weight = (torch.randn(m, SIZES.hidden, device=device).bfloat16().requires_grad_() for m in (n, SIZES.vocab))
+    target = torch.randint(SIZES.vocab, (n,), device=device)
+    yield "statistics", partial(statistics, x, weight, target)
+    yield "statistics, counts", partial(statistics, x, weight, target, n_valid=n)
+    if backend.has_wide_tiles(torch.device(device)):
+        yield "statistics, epilogue", partial(statistics, x, weight, target, logits_budget=BUDGET)
+        yield "statistics of two ranks", partial(two_ranks, x, weight, target)
     for row in in_turns([row for row in ROWS if row.kernels]):
         for name, budget in (("one chunk", None), ("several chunks", BUDGET)):
             batch = moved(row.sample(SIZES, 0), torch.bfloat16, device)
@@ -84,8 +115,10 @@ def main() -> int:
     end = time.monotonic() + 60 * args.minutes
     done = 0
     part, parts = map(int, args.part.split("/"))
-    for turn, (name, case) in enumerate(cases(device), 1):
-        if args.only not in name or turn % parts != part % parts:
+    if not 1 <= part <= parts:
+        parse.error(f"--part must be 1/{parts} to {parts}/{parts}, got {args.part}")
+    for turn, (name, case) in enumerate(cases(device)):
+        if args.only not in name or turn % parts != part - 1:
             continue
         if time.monotonic() > end:
             print(f"stopped before {name!r}")
@@ -96,9 +129,11 @@ def main() -> int:
         done += 1
     if device == "cuda":
         torch.cuda.synchronize()
-    print(f"{done} cases, {len(launched)} kernels")
-    functions = [kernel.kernel.fn for kernel in launched]
-    print(*sorted(f"{fn.__module__.rsplit('.')[-1]}.{fn.__name__}" for fn in functions))
+    kernels = {kernel for kernel in gc.get_objects() if isinstance(kernel, launch.Kernel)}
+    print(f"{done} cases, {len(launched)} of {len(kernels)} kernels")
+    for what, some in (("launched:", launched), ("not launched:", kernels - launched)):
+        functions = [kernel.kernel.fn for kernel in some]
+        print(what, *sorted(f"{fn.__module__.rsplit('.')[-1]}.{fn.__name__}" for fn in functions))
     return 0
 
 

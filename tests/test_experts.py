@@ -6,6 +6,7 @@ import copy
 import inspect
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,7 +32,15 @@ from liger_chunked.kernels.experts import Routing, add_bias_, combine_rows, gath
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 
 # Tokens, experts each, experts, columns.
-CASES = [(7, 2, 4, 24), (5, 1, 3, 8), (9, 3, 5, 516), (1, 6, 6, 16), (3, 20, 24, 300)]
+CASES = [
+    (7, 2, 4, 24),
+    (5, 1, 3, 8),
+    (9, 3, 5, 1028),  # two blocks of columns
+    (1, 6, 6, 16),
+    (3, 20, 24, 300),  # three blocks of experts
+    (2, 40, 41, 40),
+    (70, 1, 2, 8),  # two blocks of an expert's rows
+]
 
 
 def chosen(n: int, top_k: int, n_experts: int, device: str, absent: bool = False) -> Tensor:
@@ -55,10 +64,10 @@ def eager(x: Tensor, bias: Tensor, weight: Tensor, index: Tensor) -> Tensor:
     return out
 
 
-def ours(x: Tensor, bias: Tensor, weight: Tensor, index: Tensor) -> Tensor:
+def ours(x: Tensor, bias: Tensor, weight: Tensor, index: Tensor, inplace: bool = False) -> Tensor:
     routing = route(index, bias.shape[0])
     rows = torch.sin(add_bias_(gather_tokens(x, routing), bias, routing))
-    return combine_rows(_without_tail(rows, routing), weight, routing)
+    return combine_rows(_without_tail(rows, routing), weight, routing, inplace=inplace)
 
 
 def _without_tail(rows: Tensor, routing: Routing) -> Tensor:
@@ -96,7 +105,10 @@ def test_float64(case: tuple[int, int, int, int], absent: bool) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels(case: tuple[int, int, int, int], absent: bool, dtype: torch.dtype, device: str) -> None:
     leaves, index, upstream = sample(case, dtype, device, absent)
-    found, peers = (gradients(f, leaves, index, upstream) for f in (ours, eager))
+    found = gradients(ours, leaves, index, upstream)
+    for x, y in zip(gradients(partial(ours, inplace=True), leaves, index, upstream), found, strict=True):
+        assert torch.equal(x, y)
+    peers = gradients(eager, leaves, index, upstream)
     exact = gradients(eager, [x.double() for x in leaves], index, upstream)
     for value, peer, truth in zip(found, peers, exact, strict=True):
         assert value.dtype == dtype
@@ -363,7 +375,7 @@ def test_every_layout_of_transformers(flags: tuple[bool, ...]) -> None:
 @pytest.mark.triton
 @pytest.mark.parametrize("name", MODELS)
 def test_bfloat16(name: str, served: list[str], device: str) -> None:
-    """The experts' own errors, not those of the layers around them, are at most 1.1 times eager's."""
+    """The experts' own errors, not those of the layers around them, are bounded by eager's."""
     torch.manual_seed(0)
     model = MODELS[name]()
     for parameter in model.parameters():

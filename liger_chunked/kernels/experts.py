@@ -3,7 +3,8 @@
     out[n] = sum over k of weight[n, k] y[place[n, k]]
     dy[place[n, k]] = weight[n, k] dout[n],  dweight[n, k] = dout[n] . y[place[n, k]]
 
-Sums are in float32, rounded once. Bytes: forward `y` and `out`, backward twice `y`, and `dout`.
+Sums are in float32, rounded once. Bytes: forward `y` and `out`, backward twice `y`, and `dout` for
+every eight experts.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import accumulation_dtype
 
-# Rows of a token in a program: more spill registers.
-MOST_SUMMED, MOST_SPREAD = 32, 8
+# Bytes of a column, and rows of a token, in a program: more spill registers.
+MOST_SUMMED, MOST_SPREAD = 64, 8
 
 
 class Routing(NamedTuple):
@@ -136,7 +137,8 @@ def _sum(y: Tensor, routing: Routing, dtype: torch.dtype, weight: Tensor | None 
     if out.numel():
         columns, num_warps = TUNING[y.device].experts
         padded = power_of_two(top_k)
-        block = max(32, min(columns, MOST_SUMMED * columns // padded))
+        block = max(32, min(columns, MOST_SUMMED * columns // (padded * y.element_size())))
+        num_warps = max(1, num_warps * block // columns)
         tensors = y.contiguous(), None if weight is None else weight.contiguous(), place, ends, out
         _sum_kernel((n, -(-n_cols // block), 1), tensors, (n_cols, ends.numel(), top_k, padded, block), num_warps)
     return out
