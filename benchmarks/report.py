@@ -65,7 +65,7 @@ def load(path: Path) -> Run:
     return Run(content["environment"], content["tasks"], cells)
 
 
-def _by_age(folder: Path, family: str) -> list[Path]:
+def by_age(folder: Path, family: str) -> list[Path]:
     """Return a family's files by age, GPU runs last."""
 
     def age(path: Path) -> tuple[bool, str, int, str]:
@@ -77,7 +77,7 @@ def _by_age(folder: Path, family: str) -> list[Path]:
 
 def newest_file(folder: Path, family: str) -> Path | None:
     """Return the file of a family's last whole run, on a GPU if there is one."""
-    whole = [path for path in _by_age(folder, family) if json.loads(path.read_text())["whole"]]
+    whole = [path for path in by_age(folder, family) if json.loads(path.read_text())["whole"]]
     return whole[-1] if whole else None
 
 
@@ -86,7 +86,7 @@ def newest(folder: Path, family: str) -> Run | None:
     path = newest_file(folder, family)
     if path is None:
         return None
-    run, files = load(path), _by_age(folder, family)
+    run, files = load(path), by_age(folder, family)
     for later in map(load, files[files.index(path) + 1 :]):
         if later.environment["device"] != run.environment["device"]:
             continue

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.harness import OURS, RESULTS
-from benchmarks.report import Run, load
+from benchmarks.report import Run, by_age, load
 from liger_chunked.engine.plan import budget_elements, pieces
 from liger_chunked.types import LogitOptions
 
@@ -303,7 +303,7 @@ def local() -> str:
 
 def whole() -> str:
     """Measured steps with communication. A later run of a task on the same kind of GPU replaces an earlier one."""
-    paths = sorted(RESULTS.glob("distributed-2*.json"), key=lambda path: (len(path.stem), path.stem))
+    paths = [path for path in by_age(RESULTS, "distributed") if "-cpu-" not in path.name]
     if not paths:
         return "No run on several GPUs is kept yet."
     runs = {path: load(path) for path in paths}

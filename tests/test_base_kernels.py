@@ -512,11 +512,13 @@ def test_mlp_of_transformers(name: str, ours: Any, activation: str) -> None:
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("columns", [3, 16, 33, 64])
-def test_norms_keep_the_factor_of_each_column(columns: int, device: str) -> None:
+def test_norms_keep_the_factor_of_each_column(columns: int, gated: bool, device: str) -> None:
     """A row's factor has the same bits for all of its columns and for the backward."""
     x = torch.randn(513, columns, device=device)
-    y, rstd, _ = torch.ops.liger_chunked.rms_norm(x, None, None, None, 1e-6, 0.0, False, "silu", False, 1)
+    gate = torch.full_like(x, 100.0) if gated else None  # whose sigmoid is 1
+    y, rstd, _ = torch.ops.liger_chunked.rms_norm(x, None, None, gate, 1e-6, 0.0, False, "sigmoid", gated, 1)
     assert torch.equal(y, x * rstd[:, None])
     y, stats = torch.ops.liger_chunked.layer_norm(x, None, None, 1e-6)
     assert torch.equal(y, (x - stats[0][:, None]) * stats[1][:, None])

@@ -13,7 +13,7 @@ from liger_chunked.engine import epilogue
 from liger_chunked.engine.batch import Tile
 from liger_chunked.engine.epilogue import StatisticsPass, serves_statistics
 from liger_chunked.kernels.launch import is_dry
-from liger_chunked.kernels.tuning.hopper import FEWEST_TILES
+from liger_chunked.kernels.tuning.hopper import FEWEST_TILES, Tiling
 from liger_chunked.types import LossHead
 
 ALL = ("logps", "lse", "entropy", "mean_logits")
@@ -84,6 +84,16 @@ def test_each_statistic(wanted, device, passes):
 def test_blocks_of_rows(device, passes):
     compare(tokens(2), device, ALL, logits_budget=BUDGETS["blocks"])
     assert passes == [4]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("hidden", [1536, 2048])
+def test_tiles_of_wider_heads(hidden, device, passes, monkeypatch):
+    tiling = Tiling.of(hidden)
+    assert tiling != Tiling.of(HIDDEN)
+    monkeypatch.setattr(Tiling, "of", lambda *_, **__: tiling)
+    compare(tokens(5, n=150), device, ALL, logits_budget=2 * 150 * 128)
+    assert passes
 
 
 @pytest.mark.triton

@@ -29,7 +29,7 @@ def compile_ahead(
 ) -> None:
     """Compile what `dry_run` would launch for the first chunk, once for each kind of step on a GPU.
 
-    It allocates what the chunk does: meta tensors would import sympy, which takes seconds. Steps on shards or with a
+    It allocates real tensors: meta tensors would import sympy, for seconds. Steps on shards or with a
     teacher compile at their launches.
     """
     layout, weight = plan.layout, head.weight

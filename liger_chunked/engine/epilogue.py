@@ -273,7 +273,7 @@ class EpiloguePass:
         scales: RowScales,
         before_writing: Callable[[], None] | None = None,
     ) -> None:
-        """Compute dX (n, H), in place or in float32 blocks of rows."""
+        """Compute dX (n, H), unless float32 in blocks of rows."""
         if exponentials is None:
             dx.zero_()
             return

@@ -12,7 +12,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 
 
 def _any_hooks() -> bool:
-    """Whether hooks are active: disabling them raises."""
+    """Whether hooks are active."""
     try:
         with disable_saved_tensors_hooks(""):
             return False

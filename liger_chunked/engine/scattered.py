@@ -136,7 +136,7 @@ def _by_rank(layout: Layout, lengths: list[int], ranks: int) -> tuple[Tensor, li
 
 
 def _take_turns(counts: list[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Return how many of each rank's `counts` tokens each chunk of `lengths` takes, in turn."""
+    """Return how many tokens each chunk takes of each rank, in turn. Ranks have `counts`, chunks `lengths`."""
     taken = [[0] * len(counts)]
     for n in itertools.accumulate(lengths):
         turns = bisect.bisect(range(max(counts)), n, key=lambda turn: sum(min(c, turn + 1) for c in counts))

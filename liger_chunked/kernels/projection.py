@@ -8,7 +8,7 @@
 maximum if that is 44 nats higher. Far from the maximum, entropies and their slopes have errors of up to 8e-6.
 A rank of a split vocabulary without the target takes another row's logit (`merge_ranks.py`).
 
-FLOPs: 2 N V H. Bytes: E, x, W, and partial sums: N V/64 per statistic, twice at H <= 1024.
+FLOPs: 2 N V H. Bytes: E, x, W, and partial sums: 4 N V / `Tiling.cols` per statistic.
 """
 
 from __future__ import annotations

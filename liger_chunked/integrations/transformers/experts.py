@@ -89,7 +89,7 @@ _FLAGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_
 
 
 class _Sample:
-    """Experts with the attributes that we know. Other versions of transformers may fail."""
+    """Experts with the attributes that we know. Code that reads others raises an error."""
 
     num_experts, width, inner = 4, 8, 16
     is_concatenated = True

@@ -153,7 +153,7 @@ def _attend(
 
 
 class _Compiled:
-    """`_attend`, compiled once for all lengths."""
+    """`_attend`, compiled once for all lengths, with the first call's other properties."""
 
     def __init__(self) -> None:
         # torch.compile counts recompilations of a code object, so this one has its own.

@@ -30,7 +30,7 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of(cls, hidden: int, heavy: bool = False) -> Tiling:
-        """`heavy`: the epilogue writes exponentials and computes entropies."""
+        """`heavy`: with exponentials and entropies."""
         if hidden > 1536:
             return cls()
         if heavy or hidden > 1024:
