@@ -25,7 +25,8 @@ from transformers.integrations import moe
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from liger_chunked import apply_liger_kernel, register_layer, revert_liger_kernel
-from liger_chunked.integrations.transformers import experts, layers
+from liger_chunked.compat.transformers import apply_liger_kernel_to_mixtral
+from liger_chunked.integrations.transformers import experts, layers, patch
 from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.kernels.experts import Routing, add_bias_, combine_rows, gather_tokens, route
 
@@ -166,6 +167,8 @@ def step(model: Any, device: str = "cpu") -> dict[str, Tensor]:
 
 @pytest.fixture(autouse=True)
 def compared_anew() -> Iterator[None]:
+    for family in list(patch.FAMILY_WIDE):  # of other tests
+        revert_liger_kernel(family)
     experts._is_known.cache_clear()
     yield
     experts._is_known.cache_clear()
@@ -297,6 +300,21 @@ def test_a_forward_that_is_set_on_the_class(later: bool, served: list[str], monk
     expected = step(model)
     assert not served
     assert all(error(found[key], expected[key]) <= 2e-5 for key in expected)
+
+
+def test_a_wrapper_around_a_patched_class(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["mixtral"]()
+    stock = step(model)
+    apply_liger_kernel_to_mixtral()
+    try:
+        ours = MixtralExperts.forward
+        monkeypatch.setattr(MixtralExperts, "forward", lambda self, *args: ours(self, *args))
+        found = step(model)
+        assert served
+        monkeypatch.setattr(MixtralExperts, "forward", ours)
+    finally:
+        revert_liger_kernel("mixtral")
+    assert all(error(found[key], stock[key]) <= 2e-5 for key in stock)
 
 
 class Looped(torch.nn.Module):

@@ -19,14 +19,14 @@ from liger_chunked.engine.checks import (
     compute_dtype,
     shifted,
 )
-from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_loss, distillation_step
+from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_step
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.known import as_counts, assert_later, may_read, sequence_counts, token_count
 from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
 from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.sequence import SequenceSplit, check_group
 from liger_chunked.engine.stats import linear_token_stats, token_stats
-from liger_chunked.engine.step import LinearObjective, NegativeLogLikelihood, Objective, fused_loss
+from liger_chunked.engine.step import LinearObjective, NegativeLogLikelihood, Objective, fused_loss, run_step
 from liger_chunked.engine.top_k import TopK
 from liger_chunked.kernels.operands import plain
 
@@ -57,7 +57,6 @@ __all__ = [
     "check_values",
     "compute_dtype",
     "count",
-    "distillation_loss",
     "distillation_step",
     "fused_loss",
     "lay_out",
@@ -65,6 +64,7 @@ __all__ = [
     "linear_token_stats",
     "may_read",
     "plain",
+    "run_step",
     "sequence_counts",
     "sequences_of",
     "shifted",

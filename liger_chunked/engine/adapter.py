@@ -7,7 +7,7 @@ from torch import Tensor
 
 from liger_chunked.engine.checks import autocasts
 from liger_chunked.kernels.operands import described, plain
-from liger_chunked.types import AdaptedWeight
+from liger_chunked.types import AdaptedWeight, Weight
 
 # float16 cannot hold a `u` of 1e5 or an `up` of 1e-7. Constant, because ranks sum gradients of `u`.
 _RANGE = 256.0
@@ -31,13 +31,15 @@ def _parts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return rounded, x.detach() - rounded.detach()
 
 
-def apply_down(weight: AdaptedWeight, input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `weight` (V, H), `up` (V, k) and `u` (..., k), with `u @ up.T` the adapter's logits.
+def apply_down(weight: Weight, input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return `weight` (V, H), and of an adapter `up` (V, k) and `u` (..., k), with `u @ up.T` its logits.
 
     k is r, but 3 r for float32 adapters of a 16-bit head outside autocast: rounding gives up to 1.6 times the error.
 
         u @ up.T  ~  u_rounded @ up_rounded.T + u_rest @ up_rounded.T + u_rounded @ up_rest.T
     """
+    if not isinstance(weight, AdaptedWeight):
+        return weight, None, None
     u = weight.down(input)
     if not isinstance(u, Tensor) or not u.is_floating_point():
         raise TypeError(f"weight.down must return a floating-point tensor, got {described(u)}")

@@ -71,9 +71,9 @@ class Layout:
     rows: Tensor | None  # (n_valid,) in the flattened input; None: all
     slots: Tensor | None  # (n_valid,) in the flattened dense layout; None: all
     mask: Tensor  # dense, True at the valid tokens
-    lengths: Tensor | None  # (groups, sequences of a group) valid tokens; None if groups are tokens
-    side_lengths: Tensor | None  # (2,) `lengths` summed over pairs
-    group_lengths: Sequence[int] | None  # valid tokens of each group
+    lengths: Tensor | None = None  # (groups, sequences of a group) valid tokens; None if groups are tokens
+    side_lengths: Tensor | None = None  # (2,) `lengths` summed over pairs
+    group_lengths: Sequence[int] | None = None  # valid tokens of each group
     shortest: int = 0  # smallest of `lengths`
     stacked: bool = False  # all chosen sequences, then all rejected ones
     length: int = 1  # rows, such as a sequence, that `scatter_rows` splits evenly over ranks
@@ -319,7 +319,7 @@ def lay_out_every(shape: Sequence[int], split: SequenceSplit | None = None, n_va
 def _lay_out_every(n: int, length: int) -> Layout:
     mask = torch.empty(n, dtype=torch.bool, device="meta")
     target = torch.empty(n, dtype=torch.int64, device="meta")
-    return Layout((n,), target, None, None, mask, lengths=None, side_lengths=None, group_lengths=None, length=length)
+    return Layout((n,), target, None, None, mask, length=length)
 
 
 @dataclass(eq=False)

@@ -24,21 +24,13 @@ def gather(values: Values, group: Any) -> list[Values]:
     """Gather the ranks' NamedTuples of equally shaped tensors by one collective."""
     fields = {name: f for name, f in values._asdict().items() if f is not None}
     floats = next(f.dtype for f in fields.values() if f.is_floating_point())
-    packed = torch.stack([f if f.dtype == floats else _as_bits(f, floats) for f in fields.values()])
+    ids = torch.int32 if floats.itemsize == 4 else torch.int64  # sent as they are: a gather does not change bits
+    packed = torch.stack([f if f.dtype == floats else f.to(ids).view(floats) for f in fields.values()])
     parts = []
     for rows in gather_tensor(packed, group).unbind():
         found = zip(fields.items(), rows.unbind(), strict=True)
-        parts.append(values._replace(**{k: x if f.dtype == floats else _from_bits(x, f.dtype) for (k, f), x in found}))
+        parts.append(values._replace(**{k: x if f.dtype == floats else x.view(ids).to(f.dtype) for (k, f), x in found}))
     return parts
-
-
-def _as_bits(ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterpret ids, for a gather that does not change bits."""
-    return ids.to(torch.int32 if dtype.itemsize == 4 else torch.int64).view(dtype)
-
-
-def _from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    return bits.view(torch.int32 if bits.dtype.itemsize == 4 else torch.int64).to(dtype)
 
 
 def of_one_rank(x: Tensor, group: Any) -> Tensor:

@@ -17,7 +17,6 @@ from liger_chunked.kernels.launch import compiled_together, is_dry
 from liger_chunked.types import HeadTensors
 
 _compiled: set[Hashable] = set()
-DryRun = Callable[[Plan, Tensor, HeadTensors, Tensor | None, Needs], object]
 
 
 def _applies(input: Tensor) -> bool:
@@ -25,7 +24,7 @@ def _applies(input: Tensor) -> bool:
 
 
 def compile_ahead(
-    dry_run: DryRun, plan: Plan, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
+    dry_run: Callable[..., object], plan: Plan, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
 ) -> None:
     """Compile what `dry_run` would launch for the first chunk, once for each kind of step on a GPU.
 
@@ -61,9 +60,6 @@ def _first_chunk(plan: Plan) -> Plan:
         rows=None if given.rows is None else given.rows[rows],
         slots=None,
         mask=torch.empty(rows.stop, dtype=torch.bool, device=given.target.device),
-        lengths=None,
-        side_lengths=None,
-        group_lengths=None,
         temperature=None if given.temperature is None else given.temperature[rows],
     )
     return dataclasses.replace(plan, layout=layout, chunks=[Chunk(rows, rows)], tiles=plan.tiles[:1])

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine.adapter import apply_down
-from liger_chunked.engine.batch import Layout, Tile, along
+from liger_chunked.engine.batch import Layout, Tile, along, joined
 from liger_chunked.engine.checks import compute_dtype
 from liger_chunked.engine.divergences import Route
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.engine.plan import Plan
-from liger_chunked.engine.step import LinearObjective, Step, run_step
+from liger_chunked.engine.step import LinearObjective, Step
 from liger_chunked.engine.top_k import TopK
-from liger_chunked.types import AdaptedWeight, HeadTensors, LogitOptions, LossHead, accumulation_dtype
+from liger_chunked.types import HeadTensors, LogitOptions, LossHead, accumulation_dtype
 
 
 class Divergences(NamedTuple):
@@ -61,10 +61,9 @@ class Teacher(NamedTuple):
 
     @classmethod
     def of(cls, head: LossHead, input: Tensor, options: LogitOptions) -> Teacher:
-        weight, up, u, dtype = head.weight, None, None, compute_dtype(head, input)
-        if isinstance(weight, AdaptedWeight):
-            with torch.no_grad():
-                weight, up, u = apply_down(weight, input, dtype)
+        dtype = compute_dtype(head, input)
+        with torch.no_grad():
+            weight, up, u = apply_down(head.weight, input, dtype)
         return cls(HeadTensors(weight, head.bias, up, head.shard), input, options, dtype, u)
 
 
@@ -100,9 +99,8 @@ class DistillationPass:
         if tokens.rows.stop == self.plan.layout.n_valid:
             self._teacher = None  # dW can use its memory
         self._gradient = logits
-        if len(found) == 1:
-            return found[0]
-        return Divergences(*(None if x[0] is None else torch.cat(x) for x in zip(*found, strict=True)))  # type: ignore[arg-type]
+        values: Divergences = joined(found)
+        return values
 
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         grads, dz, self._gradient = self.grads, self._gradient, None
@@ -182,8 +180,3 @@ def distillation_step(
         route = replace(route, logps=route.logps[order], ids=route.ids[order])
     make_pass = functools.partial(DistillationPass, plan, weights, route, teacher, has_target)
     return Step(plan, weights, make_pass, teacher_dtype)
-
-
-def distillation_loss(step: Step, head: LossHead, input: Tensor) -> tuple[Tensor, Divergences]:
-    """Return the differentiable loss (), and valid tokens' values."""
-    return run_step(step, head, input)

@@ -8,11 +8,9 @@ from torch import Tensor
 
 from liger_chunked.engine.batch import Tile, along
 from liger_chunked.engine.head import HeadPass, Tokens
-from liger_chunked.kernels import LogitsCotangents, PartialStats
+from liger_chunked.kernels import LogitsCotangents
 from liger_chunked.kernels.tuning.generic import SORT_BLOCK
 from liger_chunked.types import LogitOptions, TokenStats, accumulation_dtype, check_number
-
-UNFILTERED = ("mean_logits",)  # infinite with a filter
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,8 @@ class SamplingFilter:
                 f"a filter needs no softcap and a positive logit_scale, got {given} with softcap={options.softcap} and "
                 f"logit_scale={options.logit_scale}"
             )
-        unfit = [name for name in outputs if name in UNFILTERED]
-        if unfit:
-            raise ValueError(f"outputs {unfit} are infinite for filtered logits, got {given}")
+        if "mean_logits" in outputs:
+            raise ValueError(f"outputs ['mean_logits'] are infinite for filtered logits, got {given}")
         if sharded:
             raise ValueError(f"a filter needs whole rows of logits, got {given} and vocab_shard")
         return None if top_k is None and top_p == 1 else cls(top_k, None if top_p == 1 else top_p)
@@ -93,13 +90,6 @@ class FilteredPass(HeadPass):
             kept.copy_(self.filter.smallest_kept(logits, self.options, temperature))
         return logits.masked_fill_(logits < kept[:, None], -math.inf)
 
-    def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
-        dropped = logps == -math.inf
-        scale = super()._unround(logps, tokens, partial)
-        logps.masked_fill_(dropped, -math.inf)
-        return scale.masked_fill_(dropped, 1.0)
-
     def _gradient(self, logits: Tensor, target: Tensor, tile: Tile, cotangents: LogitsCotangents) -> Tensor:
-        dropped = logits.gather(1, target[:, None]) == -math.inf
-        dz = super()._gradient(logits, target, tile, cotangents)
-        return dz.scatter_(1, target[:, None], dz.gather(1, target[:, None]).masked_fill_(dropped, 0.0))
+        dropped = logits.gather(1, target[:, None])[:, 0] == -math.inf
+        return super()._gradient(logits, target.masked_fill(dropped, -1), tile, cotangents)

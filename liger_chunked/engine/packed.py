@@ -42,19 +42,11 @@ class Packing:
             )
         return cls(cu_seqlens.to(device, torch.int64) if waits else on_device(ends, device), lengths)
 
-    @property
-    def size(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def longest(self) -> int:
-        return max(self.lengths, default=0)
-
     @functools.cached_property
     def rows(self) -> Tensor:
         """(S, T): the row at each place, -1 at padding."""
         starts, stops = self.ends[:-1, None], self.ends[1:, None]
-        rows = starts + torch.arange(self.longest, device=starts.device)
+        rows = starts + torch.arange(max(self.lengths, default=0), device=starts.device)
         return torch.where(rows < stops, rows, -1)
 
     def whole(self, x: Tensor, fill: float = 0) -> Tensor:
@@ -72,16 +64,15 @@ def sequences_of(
     cu_seqlens: Tensor | None,
     sequence_group: ProcessGroup | None,
     padded: str,
-    name: str = "input",
     n_valid: Any = None,
 ) -> Sequences:
     """Check how hidden states hold sequences; return None for padded ones."""
     if cu_seqlens is None:
         if input.ndim != 3:
-            raise ValueError(f"{name} must be {padded}, got {tuple(input.shape)}")
-        return SequenceSplit.of(sequence_group, head, input, name)
+            raise ValueError(f"input must be {padded}, got {tuple(input.shape)}")
+        return SequenceSplit.of(sequence_group, head, input, "input")
     if input.ndim != 2:
-        raise ValueError(f"{name} must be (N, H), the rows of all sequences, with cu_seqlens, got {tuple(input.shape)}")
+        raise ValueError(f"input must be (N, H), the rows of all sequences, with cu_seqlens, got {tuple(input.shape)}")
     if sequence_group is not None:
         raise ValueError("cu_seqlens and sequence_group are given: ranks can split padded sequences only")
     return Packing.of(cu_seqlens, head.token_shape(input)[-1], input.device, n_valid is None)
@@ -94,4 +85,4 @@ def whole(x: Tensor, sequences: Sequences, fill: float = 0) -> Tensor:
 
 
 def count(input: Tensor, sequences: Sequences) -> int:
-    return sequences.size if isinstance(sequences, Packing) else input.shape[0]
+    return len(sequences.lengths) if isinstance(sequences, Packing) else input.shape[0]

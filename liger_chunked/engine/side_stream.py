@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 
 import torch
 
@@ -27,7 +26,7 @@ class SideStream:
     def __enter__(self) -> SideStream:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.join()
 
     def stream(self) -> AbstractContextManager[object]:

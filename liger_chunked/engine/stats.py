@@ -235,9 +235,7 @@ def needs_grad(head: LossHead, input: Tensor) -> bool:
 
 
 def run_statistics(plan: Plan, head: LossHead, input: Tensor) -> TokenStats:
-    weight, up, u = head.weight, None, None
-    if isinstance(weight, AdaptedWeight):
-        weight, up, u = apply_down(weight, input, plan.dtype)
+    weight, up, u = apply_down(head.weight, input, plan.dtype)
     given = (input, weight, head.bias, u, up)
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)):
         return _statistics(plan, HeadTensors(weight, head.bias, up, head.shard), input, u)[1]

@@ -26,7 +26,6 @@ from liger_chunked.kernels.backend import first_derivative, graph_is_retained, h
 from liger_chunked.types import (
     DIFFERENTIABLE,
     OUTPUTS,
-    AdaptedWeight,
     HeadTensors,
     LogitOptions,
     LossHead,
@@ -233,9 +232,7 @@ class GradientInForward(torch.autograd.Function):
 
 def run_step(step: Step, head: LossHead, input: Tensor) -> tuple[Tensor, Any]:
     """Return the differentiable loss (), and the step's values."""
-    weight, up, u = head.weight, None, None
-    if isinstance(weight, AdaptedWeight):
-        weight, up, u = apply_down(weight, input, step.plan.dtype)
+    weight, up, u = apply_down(head.weight, input, step.plan.dtype)
     loss = GradientInForward.apply(input, weight, head.bias, u, up, step, torch.is_grad_enabled())
     return loss, step.values
 

@@ -23,10 +23,10 @@ from liger_chunked.engine import (
     check_target,
     check_top_k,
     compute_dtype,
-    distillation_loss,
     distillation_step,
     lay_out,
     lay_out_every,
+    run_step,
     token_count,
     whole,
 )
@@ -173,7 +173,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         weights = LossWeights(self.weight_soft_loss / n_items, -hard / n_items if hard else None)
         dtype, has_target = compute_dtype(head, input), target is not None
         step = distillation_step(head, dtype, teacher, layout, weights, route, self.options, has_target)
-        loss, (divergence, logps) = distillation_loss(step, head, input)
+        loss, (divergence, logps) = run_step(step, head, input)
         soft_loss = divergence.sum() / n_items
         hard_loss = torch.zeros_like(soft_loss) if logps is None else -logps.sum() / n_items
         return loss, DistillationMetrics(soft_loss, hard_loss)

@@ -14,10 +14,10 @@ from liger_chunked.engine import (
     Teacher,
     check_projection,
     compute_dtype,
-    distillation_loss,
     distillation_step,
     lay_out,
     lay_out_every,
+    run_step,
     token_count,
 )
 from liger_chunked.losses.base import FusedLoss
@@ -136,7 +136,7 @@ class LigerFusedLinearULDLoss(FusedLoss):
         )
         weights = LossWeights(1.0 / n_items, None)
         step = distillation_step(head, dtype, teacher, layout, weights, route, self.options, has_target=False)
-        loss, (distance, by_scale) = distillation_loss(step, head, input)
+        loss, (distance, by_scale) = run_step(step, head, input)
         if own is not None and own.requires_grad and by_scale is not None:
             # Zero, with the gradient by the scale.
             loss = loss + (by_scale * (own - own.detach())).sum().to(loss.dtype) / n_items
