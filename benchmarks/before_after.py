@@ -7,8 +7,8 @@
 Each checkout runs in its own process. The two processes take turns on the same task, a few steps each, so that both see
 the same clocks and the same temperature of the card. `ratio` is the median over the rounds of after / before.
 
-In tasks with n_valid, only this checkout gets the counts, and with a CUDA graph only this checkout captures its step in
-one. Steps of these tasks follow each other without a wait, as in training; the other tasks wait after each step.
+Tasks with n_valid give the counts to this checkout alone, and tasks with a CUDA graph capture the step of this checkout
+alone. Steps of these tasks follow each other without a wait, as in training; the other tasks wait after each step.
 """
 
 from __future__ import annotations

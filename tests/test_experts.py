@@ -166,12 +166,17 @@ def step(model: Any, device: str = "cpu") -> dict[str, Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def compared_anew() -> Iterator[None]:
-    for family in list(patch.FAMILY_WIDE):  # of other tests
-        revert_liger_kernel(family)
-    experts._is_known.cache_clear()
+def afresh() -> Iterator[None]:
+    """No experts were compared, and no family is patched, by an earlier test."""
+    _forget()
     yield
+    _forget()
+
+
+def _forget() -> None:
     experts._is_known.cache_clear()
+    for family in list(patch.FAMILY_WIDE):
+        revert_liger_kernel(family)
 
 
 @pytest.fixture
@@ -306,14 +311,11 @@ def test_a_wrapper_around_a_patched_class(served: list[str], monkeypatch: pytest
     model = MODELS["mixtral"]()
     stock = step(model)
     apply_liger_kernel_to_mixtral()
-    try:
+    with monkeypatch.context() as wrapped:
         ours = MixtralExperts.forward
-        monkeypatch.setattr(MixtralExperts, "forward", lambda self, *args: ours(self, *args))
+        wrapped.setattr(MixtralExperts, "forward", lambda self, *args: ours(self, *args))
         found = step(model)
-        assert served
-        monkeypatch.setattr(MixtralExperts, "forward", ours)
-    finally:
-        revert_liger_kernel("mixtral")
+    assert served
     assert all(error(found[key], stock[key]) <= 2e-5 for key in stock)
 
 
@@ -399,23 +401,23 @@ def test_bfloat16(name: str, served: list[str], device: str) -> None:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     n = 512 if device == "cuda" else 32
-    experts = model.to(torch.bfloat16).model.layers[-1].mlp.experts
+    module = model.to(torch.bfloat16).model.layers[-1].mlp.experts
     leaves = [torch.randn(n, 32, dtype=torch.bfloat16), torch.rand(n, 2, dtype=torch.bfloat16)]
     index, upstream = chosen(n, 2, 4, "cpu"), torch.randn(n, 32, dtype=torch.bfloat16)
 
-    def results(experts: Any) -> list[Tensor]:
-        wide = next(experts.parameters()).dtype
+    def results(module: Any) -> list[Tensor]:
+        wide = next(module.parameters()).dtype
         x, weight = (leaf.to(device, wide).requires_grad_() for leaf in leaves)
-        out = experts(x, index.to(device), weight)
-        return [out.detach(), *torch.autograd.grad(out, [x, weight, *experts.parameters()], upstream.to(out))]
+        out = module(x, index.to(device), weight)
+        return [out.detach(), *torch.autograd.grad(out, [x, weight, *module.parameters()], upstream.to(out))]
 
-    experts.config._experts_implementation = "eager"
-    exact, eager = results(copy.deepcopy(experts).to(device).double()), results(experts.to(device))
-    experts.config._experts_implementation = "grouped_mm"
+    module.config._experts_implementation = "eager"
+    exact, eager = results(copy.deepcopy(module).to(device).double()), results(module.to(device))
+    module.config._experts_implementation = "grouped_mm"
     apply_liger_kernel(model)
-    found = results(experts)
+    found = results(module)
     assert served
-    names = ["output", "input", "weight", *dict(experts.named_parameters())]
+    names = ["output", "input", "weight", *dict(module.named_parameters())]
     factor = 1.1 * (2 if INTERPRETED else 1)  # the interpreter truncates to bfloat16
     for key, ours, theirs, truth in zip(names, found, eager, exact, strict=True):
         assert error(ours, truth) <= factor * max(error(theirs, truth), floor(torch.bfloat16)), key

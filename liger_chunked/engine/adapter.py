@@ -32,7 +32,7 @@ def _parts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def apply_down(weight: Weight, input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return `weight` (V, H), and of an adapter `up` (V, k) and `u` (..., k), with `u @ up.T` its logits.
+    """Return `weight` (V, H), and an adapter's `up` (V, k) and `u` (..., k), with logits `u @ up.T`.
 
     k is r, but 3 r for float32 adapters of a 16-bit head outside autocast: rounding gives up to 1.6 times the error.
 

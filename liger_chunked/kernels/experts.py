@@ -25,10 +25,8 @@ from liger_chunked.kernels.backend import (
 )
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning import TUNING
+from liger_chunked.kernels.tuning.generic import MOST_SPREAD, MOST_SUMMED
 from liger_chunked.types import accumulation_dtype
-
-# Bytes of a column, and rows of a token, in a program: more spill registers.
-MOST_SUMMED, MOST_SPREAD = 64, 8
 
 
 class Routing(NamedTuple):

@@ -54,7 +54,7 @@ def row_sweep(n_rows: int, n_cols: int, groups: int, element_size: int, device: 
 
 @jit
 def square(x):
-    """Return x², rounded for all threads. A fused multiply-add would not round a thread's own."""
+    """Return x², rounded alike in all threads: a fused multiply-add does not round its own."""
     return tl.fma(x, x, 0.0)
 
 

@@ -40,8 +40,9 @@ def experts_method(cls: Any) -> Callable[..., Tensor] | None:
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        # A wrapper on a patched `cls` calls this method itself.
         if type(self).forward is method and cls.forward is not stock and cls.forward is not method:
-            return cls.forward(self, *args, **kwargs)  # which may call this method, if `cls` itself has it
+            return cls.forward(self, *args, **kwargs)
         # Inductor fuses these operations itself.
         if kwargs or len(args) != 3 or torch.compiler.is_compiling() or not _serves(self, args):
             return stock(self, *args, **kwargs)

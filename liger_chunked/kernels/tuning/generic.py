@@ -56,6 +56,8 @@ MAX_ROW = 1 << 15  # columns of a norm; wider rows spill registers
 TORCH_BLOCK = {"cpu": 1 << 18}  # elements of a torch block, for the cache
 TORCH_BLOCK_DEFAULT = 1 << 24  # elsewhere
 UPCAST_BLOCK = 1 << 20  # elements at a time, on a CPU
+# Bytes of a column, and rows of a token, in a program of experts: more spill registers.
+MOST_SUMMED, MOST_SPREAD = 64, 8
 SORT_BLOCK = 1 << 24  # logits of a sampling filter at a time
 AGREES = (16, 16)  # rows and blocks of a survey, compared at a time; a launch takes longer
 REMEMBERED = 1 << 10  # variants per kernel, and shapes of norms: "Host time"
