@@ -170,7 +170,7 @@ def count_bytes(step: Callable[[], object]) -> MemoryEstimate:
 Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 
 _ALLOCATE: dict[Part, tuple[Any, ...]] = {
-    "logits": (HeadPass.reserve, HeadPass._gradient, EpiloguePass.reserve, StatisticsPass._buffer),
+    "logits": (HeadPass.reserve, HeadPass._gradient, EpiloguePass.reserve, StatisticsPass.reserve),
     "weight_grad": (
         HeadGradients.__init__, HeadGradients._weight_gradient, HeadGradients.add, HeadGradients.add_exponentials,
     ),

@@ -9,10 +9,12 @@ from test_epilogue import BATCHES, HIDDEN, VOCAB, assert_error_is_that_of_eager_
 from torch import Tensor
 
 from liger_chunked import LogitOptions, eager, estimate_memory, linear_token_stats
-from liger_chunked.engine import epilogue
+from liger_chunked.engine import epilogue, plan
 from liger_chunked.engine.batch import Tile
 from liger_chunked.engine.epilogue import StatisticsPass, serves_statistics
+from liger_chunked.kernels import grad_from_exponentials_, projection
 from liger_chunked.kernels.launch import is_dry
+from liger_chunked.kernels.projection import _regions
 from liger_chunked.kernels.tuning.hopper import FEWEST_TILES, Tiling
 from liger_chunked.types import LossHead
 
@@ -86,6 +88,43 @@ def test_blocks_of_rows(device, passes):
     assert passes == [4]
 
 
+# Tokens, logits of a tile, blocks of rows in the forward, and regions of the last block
+KEPT = {
+    "columns": (300, 300 * 128, 1, 2),
+    "squares": (300, 128 * 128, 1, 3),
+    "blocks": (800, 128 * 128, 2, 2),
+    "all": (9, 9 * VOCAB, 1, 1),
+}
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("wanted", [("logps",), ALL], ids=["logps", "all"])
+def test_the_last_tile_is_not_projected_again(kind, wanted, device, passes, monkeypatch):
+    if (kind, wanted) == ("blocks", ("logps",)):
+        pytest.skip("one block: it has half the sums")
+    n, elements, blocks, regions = KEPT[kind]
+    monkeypatch.setattr(plan, "MIN_TILE_COLUMNS", 128)
+    monkeypatch.setattr(plan, "ROUND", 128)
+    monkeypatch.setattr(epilogue, "FEWEST_TILES", 1)
+    kept, found = [], []
+
+    def from_exponentials(exponentials: Tensor, *rest) -> Tensor:
+        if not is_dry():
+            kept.append(exponentials.shape)
+        return grad_from_exponentials_(exponentials, *rest)
+
+    monkeypatch.setattr(epilogue, "grad_from_exponentials_", from_exponentials)
+    monkeypatch.setattr(projection, "_regions", lambda *given: found.append(_regions(*given)) or found[-1])
+    batch = BATCHES["repeated" if kind == "columns" else "ignored"](tokens(6, n=n))
+    compare(batch, device, wanted, outputs=wanted, logits_budget=2 * elements)
+    assert len(kept) == 1 and len(found) >= blocks and len(found[-1]) == regions
+    if kind == "columns":  # hooks may offload what is saved
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+            compare(batch, device, wanted, outputs=wanted, logits_budget=2 * elements)
+        assert len(kept) == 1
+
+
 @pytest.mark.triton
 @pytest.mark.parametrize("hidden", [1536, 2048])
 def test_tiles_of_wider_heads(hidden, device, passes, monkeypatch):
@@ -116,8 +155,8 @@ def test_values(kind, device, passes):
 
 
 @pytest.mark.triton
-def test_few_tiles_keep_their_logits(device, passes):
-    """With a backward: `HeadPass` keeps the last tile's logits, and computes less."""
+def test_one_tile_keeps_its_logits(device, passes):
+    """With a backward: `HeadPass` needs no second kernel for small heads."""
     batch = moved(tokens(), torch.bfloat16, device)
     batch["input"].requires_grad_()
     linear_token_stats(**batch).logps.sum().backward()

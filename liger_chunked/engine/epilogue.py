@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from liger_chunked.kernels import (
     Exponentials,
     RowScales,
     add_target_rows_of_weight,
+    grad_from_exponentials_,
     merge_ranks,
     project_exp,
     project_grad,
@@ -63,11 +64,6 @@ def _extent(tile: Tile) -> tuple[int, int]:
     return tile.rows.stop - tile.rows.start, tile.vocab.stop - tile.vocab.start
 
 
-def _too_wide(hidden_size: int, options: LogitOptions) -> bool:
-    """Whether a backward is no faster than with logits. Those of float32 take longer."""
-    return hidden_size > WIDEST and options.logits_dtype is None
-
-
 def _scale(options: LogitOptions) -> float:
     return options.logit_scale / options.temperature
 
@@ -89,7 +85,7 @@ def serves(
     """Whether `EpiloguePass` can replace `HeadPass`, and is faster."""
     return (
         _computes(head, dtype, options, class_weight, outputs)
-        and not _too_wide(head.weight.shape[1], options)
+        and (head.weight.shape[1] <= WIDEST or options.logits_dtype is not None)
         and set(EpiloguePass.differentiable).issuperset(differentiates)
         and all(len(tiles) == 1 for tiles in chunks)
         and is_large(max(map(largest, chunks)), head.weight.shape[1])
@@ -111,7 +107,7 @@ def serves_statistics(
         return False
     if at_any_size:
         return bool(tiles)
-    return not needs_grad or (len(tiles) >= FEWEST_TILES and not _too_wide(head.weight.shape[1], options))
+    return not needs_grad or len(tiles) >= FEWEST_TILES
 
 
 def _computes(
@@ -151,29 +147,39 @@ def _rows_of(target: Tensor, head: HeadTensors) -> Tensor:
     return row.masked_fill_(row >= head.weight.shape[0], -1)
 
 
+class _Block(NamedTuple):
+    """Rows of a product."""
+
+    rows: slice
+    out: Tensor | None = None  # for exponentials
+    out_start: tuple[int, int] = (0, 0)  # in the block
+
+
 def _project(
     head: HeadTensors,
     x: Tensor,
     target: Tensor,
     weight_sum: Tensor | None,
-    out: Tensor | None,
     scale: float,
     outputs: tuple[str, ...],
-    blocks: list[slice],
+    blocks: list[_Block],
+    tiling: Tiling | None = None,
 ) -> tuple[Exponentials, TokenStats]:
     """Run the fused product on blocks of rows. Ranks gather their sums once."""
     shard, found, sums = head.shard, [], []
-    for rows in blocks:
+    for rows, out, out_start in blocks:
         given = along(x, rows), head.weight, along(target, rows), weight_sum, out, scale, outputs
         if shard is None:
-            found.append(project_exp(*given))
+            found.append(project_exp(*given, tiling, out_start))
         else:
-            sums.append(project_sums(*given, shard.vocab_size))
+            sums.append(project_sums(*given, shard.vocab_size, tiling, out_start))
     if shard is None:
-        exponentials, stats = found[0] if len(found) == 1 else map(joined, zip(*found, strict=True))
-        return exponentials, stats
+        if len(found) == 1:
+            return found[0]
+        exponentials = joined([of_block._replace(values=None) for of_block, _ in found])
+        return exponentials, joined([stats for _, stats in found])
     gathered = gather_tensor(sums[0] if len(sums) == 1 else torch.cat(sums, 1), shard.group)
-    return merge_ranks(gathered, x.shape[0], dist.get_rank(shard.group), out, outputs)
+    return merge_ranks(gathered, x.shape[0], dist.get_rank(shard.group), blocks[0].out, outputs)
 
 
 def instead_of_one_chunk(chunks: list[list[Tile]], hidden_size: int) -> bool:
@@ -237,8 +243,8 @@ class EpiloguePass:
         x, target = _for_descriptor(x), _rows_of(target, self.head)
         out = None if self._buffer is None else self._buffer[: x.shape[0], : self.columns]
         weight_sum = self._weight_sum if "mean_logits" in self.outputs else None
-        every = [slice(0, x.shape[0])]
-        exponentials, stats = _project(self.head, x, target, weight_sum, out, _scale(self.options), self.outputs, every)
+        every = [_Block(slice(0, x.shape[0]), out)]
+        exponentials, stats = _project(self.head, x, target, weight_sum, _scale(self.options), self.outputs, every)
         if self.grads is not None:
             self._held, self._target = exponentials, target
         return stats
@@ -301,37 +307,59 @@ class EpiloguePass:
 
 @dataclass
 class StatisticsPass:
-    """Statistics with the fused epilogue, whose backward comes later and projects again (docs/tuning.md).
+    """Statistics with the fused epilogue, whose backward comes later (docs/tuning.md).
 
-    Bytes: in the forward, partial sums, at most those of the gradient's tile; in the backward, this tile.
+    The forward keeps the last tile's exponentials, and the backward projects the other tiles again. Bytes: this tile,
+    and in the forward partial sums, at most as large.
     """
 
     head: HeadTensors
     options: LogitOptions
     outputs: tuple[str, ...]
     tile_size: int  # most logits of a tile
+    keeps: bool = False  # the last tile
     grads: HeadGradients | None = None
     candidates: None = None
     _rows: Exponentials | None = field(default=None, init=False, repr=False)  # without `values`
     _entropy: Tensor | None = field(default=None, init=False, repr=False)
+    _buffer: Tensor | None = field(default=None, init=False, repr=False)
+    _held: Tensor | None = field(default=None, init=False, repr=False)  # the last tile's exponentials
 
     def statistics(self, tokens: Tokens) -> TokenStats:
-        x, target, *_ = tokens
+        x, target, _, tiles, *_ = tokens
         x, weight = _for_descriptor(x), self.head.weight
         weight_sum = weight.sum(0, dtype=torch.float32) if "mean_logits" in self.outputs else None
         target = _rows_of(target, self.head)
         tiling = Tiling.of(x.shape[1])
-        partial_sums = max(1, -(-weight.shape[0] // tiling.cols)) * (1 + ("entropy" in self.outputs))
-        # Whole row blocks, of float32 sums within a tile of bfloat16.
-        most = max(1, self.tile_size // (2 * partial_sums * tiling.rows)) * tiling.rows
-        blocks = [slice(start, min(start + most, x.shape[0])) for start in range(0, x.shape[0], most)]
-        self._rows, stats = _project(self.head, x, target, weight_sum, None, _scale(self.options), self.outputs, blocks)
+        blocks = self._blocks(x.shape[0], tiles, tiling)
+        self._rows, stats = _project(
+            self.head, x, target, weight_sum, _scale(self.options), self.outputs, blocks, tiling
+        )
         self._entropy = stats.entropy
         return stats
 
+    def _blocks(self, n: int, tiles: list[Tile], tiling: Tiling) -> list[_Block]:
+        """Cut rows so that float32 partial sums fit a tile of bfloat16. Reserve exponentials of the last tile."""
+        columns = self.head.weight.shape[0]
+        partial_sums = max(1, -(-columns // tiling.cols)) * (1 + ("entropy" in self.outputs))
+        most = max(1, self.tile_size // (2 * partial_sums * tiling.rows)) * tiling.rows
+        blocks = [_Block(slice(start, min(start + most, n))) for start in range(0, n, most)]
+        if not (self.keeps and tiles):
+            return blocks
+        row, col = (part.start for part in tiles[-1])
+        if row % tiling.rows or col % tiling.cols:
+            return blocks
+        self.reserve(tiles)
+        held = self._held = self._view(tiles[-1])
+        for i, (rows, *_) in enumerate(blocks):
+            if rows.stop > row:
+                part = held[max(0, rows.start - row) : rows.stop - row]
+                blocks[i] = _Block(rows, part, (max(0, row - rows.start), col))
+        return blocks
+
     def keep(self) -> tuple[Tensor | None, ...]:
         assert self._rows is not None
-        kept = (*self._rows[1:5], self._entropy)
+        kept = (*self._rows[1:], self._entropy)
         self._rows = self._entropy = None
         return kept
 
@@ -348,26 +376,35 @@ class StatisticsPass:
         vocab_size = weight.shape[0] if shard is None else shard.vocab_size
         factors = row_factors(self._rows, self._entropy, gradients, _scale(self.options), vocab_size)
         dx = self.grads.open_input(x, rows, len(tiles) == row_blocks(tiles))
-        buffer = self._buffer(tiles)
+        self.reserve(tiles)
         for tile in reversed(tiles):
-            n, columns = _extent(tile)
-            stride = _padded(columns)
-            out = along(buffer, slice(0, n * stride)).view(n, stride)[:, :columns]
-            dz = project_grad(
-                along(x, tile.rows),
-                along(weight, tile.vocab),
-                along(target, tile.rows),
-                factors.at(tile.rows),
-                out,
-                _scale(self.options),
-                tile.vocab.start,
-            )
+            of_tile = along(target, tile.rows), factors.at(tile.rows)
+            if self._held is not None:
+                scale = self._rows.values_scale
+                scale = None if scale is None else along(scale, tile.rows)
+                dz, self._held = grad_from_exponentials_(self._held, *of_tile, scale, tile.vocab.start), None
+            else:
+                dz = project_grad(
+                    along(x, tile.rows),
+                    along(weight, tile.vocab),
+                    *of_tile,
+                    self._view(tile),
+                    _scale(self.options),
+                    tile.vocab.start,
+                )
             self.grads.add(tile, dz, x, weight, dx)
         self.grads.close_chunk(dx, rows)
 
-    def _buffer(self, tiles: list[Tile]) -> Tensor:
-        extents = map(_extent, tiles)
-        return self.head.weight.new_empty(max(n * _padded(columns) for n, columns in extents))
+    def reserve(self, tiles: list[Tile]) -> None:
+        if self._buffer is None:
+            extents = map(_extent, tiles)
+            self._buffer = self.head.weight.new_empty(max(n * _padded(columns) for n, columns in extents))
+
+    def _view(self, tile: Tile) -> Tensor:
+        assert self._buffer is not None
+        n, columns = _extent(tile)
+        stride = _padded(columns)
+        return along(self._buffer, slice(0, n * stride)).view(n, stride)[:, :columns]
 
     def release(self) -> None:
-        """It holds no logits."""
+        self._buffer = self._held = None

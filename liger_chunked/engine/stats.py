@@ -49,10 +49,10 @@ StatsPass = HeadPass | StatisticsPass
 _NOTHING_NEEDED = Needs(False, False)
 
 
-def _make_pass(plan: Plan, given: HeadTensors) -> StatsPass:
+def _make_pass(plan: Plan, given: HeadTensors, keeps: bool = False) -> StatsPass:
     head = given.to(plan.dtype)
     if plan.by_epilogue:
-        return StatisticsPass(readable(head), plan.options, plan.outputs, plan.largest_tile)
+        return StatisticsPass(readable(head), plan.options, plan.outputs, plan.largest_tile, keeps)
     return plan.make_head_pass(head, None)
 
 
@@ -60,7 +60,7 @@ def _statistics(
     plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None, needs: Needs = _NOTHING_NEEDED
 ) -> tuple[StatsPass, TokenStats]:
     compile_ahead(_dry_run, plan, input, given, u, needs)
-    head_pass = _make_pass(plan, given)
+    head_pass = _make_pass(plan, given, True in needs and not hooks_active())
     with gemms(input.device, plan.dtype):
         stats = head_pass.statistics(_tokens(plan, input, u))
     dense = plan.layout.scatter_stats({name: getattr(stats, name) for name in plan.outputs})
@@ -97,7 +97,7 @@ def _run_backward(
 
 def _dry_run(plan: Plan, input: Tensor, given: HeadTensors, u: Tensor | None, needs: Needs) -> None:
     """Run forward and backward, as if a loss used log-probabilities alone."""
-    head_pass, stats = _statistics(plan, given, input, u)
+    head_pass, stats = _statistics(plan, given, input, u, needs)
     if True in needs:
         head_pass.restore(head_pass.keep(), plan.layout.temperature)
         names = ("logps",) if "logps" in plan.outputs else DIFFERENTIABLE

@@ -24,7 +24,7 @@ from liger_chunked.kernels.logits_stats import PartialStats, finish, logits_stat
 from liger_chunked.kernels.merge_ranks import merge_ranks
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
 from liger_chunked.kernels.projection import Exponentials, project_exp, project_sums
-from liger_chunked.kernels.projection_grad import RowFactors, project_grad, row_factors
+from liger_chunked.kernels.projection_grad import RowFactors, grad_from_exponentials_, project_grad, row_factors
 from liger_chunked.kernels.relu_squared import liger_relu_squared
 from liger_chunked.kernels.rms_norm import liger_rms_norm, liger_rms_norm_gated
 from liger_chunked.kernels.rope import liger_rotary_pos_emb
@@ -52,6 +52,7 @@ __all__ = [
     "divergence_grad_",
     "divergence_stats",
     "finish",
+    "grad_from_exponentials_",
     "liger_cross_entropy",
     "liger_geglu",
     "liger_jsd",

@@ -274,6 +274,7 @@ def project_exp(
     scale: float,
     outputs: tuple[str, ...],
     tiling: Tiling | None = None,
+    out_start: tuple[int, int] = (0, 0),
 ) -> tuple[Exponentials, TokenStats]:
     """Return the exponentials and statistics `outputs` of a chunk.
 
@@ -281,6 +282,7 @@ def project_exp(
         x, weight: (N, H) and (V, H) bfloat16, contiguous, 16-byte aligned; H a multiple of 8.
         weight_sum: (H,) float32 sum over V, for "mean_logits".
         out: (N, V) bfloat16 for E, its row stride a multiple of 8, or None.
+        out_start: row and column of E where a smaller `out` starts, multiples of `tiling.rows` and `tiling.cols`.
         scale: not zero.
         outputs: any of "logps", "lse", "entropy", "mean_logits".
     """
@@ -289,7 +291,7 @@ def project_exp(
     assert (stats.mean_logits is None) == (weight_sum is None)
     # One allocation: the GPU waits for the host.
     rows = _buffer(x, 5, _aligned(n))[:, :n].unbind()
-    _project(x, weight, target, weight_sum, out, scale, weight.shape[0], rows, stats, True, tiling)
+    _project(x, weight, target, weight_sum, out, scale, weight.shape[0], rows, stats, True, tiling, out_start)
     return Exponentials(out, *rows[:4]), stats
 
 
@@ -319,6 +321,8 @@ def project_sums(
     scale: float,
     outputs: tuple[str, ...],
     vocab_size: int,
+    tiling: Tiling | None = None,
+    out_start: tuple[int, int] = (0, 0),
 ) -> Tensor:
     """Run `project_exp` on a rank's part of a vocabulary of `vocab_size`. Return its packed `RowSums`.
 
@@ -334,7 +338,7 @@ def project_sums(
     target_exp, sum_exp = _buffer(x, 2, _aligned(n))[:, :n].unbind()
     stats = TokenStats(entropy=sums.moment, mean_logits=sums.mean_logits)
     rows = sums.centre, sums.rest, target_exp, sum_exp, sums.target_logit
-    _project(x, weight, target, weight_sum, out, scale, vocab_size, rows, stats, False)
+    _project(x, weight, target, weight_sum, out, scale, vocab_size, rows, stats, False, tiling, out_start)
     return packed
 
 
@@ -358,6 +362,7 @@ def _project(
     stats: TokenStats,
     finish: bool,
     tiling: Tiling | None = None,
+    out_start: tuple[int, int] = (0, 0),
 ) -> None:
     """Write `rows`: centre, rest, target_exp, sum_exp and the target's logit. Fill `stats`."""
     n, hidden = x.shape
@@ -365,8 +370,7 @@ def _project(
     tiling = tiling or Tiling.of(hidden, heavy=out is not None and stats.entropy is not None)
     n_parts = -(-n_cols // tiling.cols)
     centre, rest, target_exp, sum_exp, target_logit = rows
-    row_blocks = -(-n // tiling.rows)
-    part_stride = row_blocks * tiling.rows  # padded: no masks, and vector loads for every n
+    part_stride = -(-n // tiling.rows) * tiling.rows  # padded: no masks, and vector loads for every n
     parts = _buffer(x, n_parts, part_stride)
     moments = None if stats.entropy is None else _buffer(x, n_parts, part_stride)
     if x.is_meta:  # descriptors need memory
@@ -378,17 +382,28 @@ def _project(
         (x.stride(0), weight.stride(0), n_cols, vocab_size, hidden, scale, block_size(hidden, most)),
         num_warps,
     )
-    programs = min(tiling.programs * processors(x.device), row_blocks * n_parts)
-    tensors = target, centre, parts, moments
-    sizes = n, part_stride, n_cols, hidden, scale
     blocks = tiling.rows, tiling.cols, tiling.inner
     launch = tiling.num_warps, tiling.stages
-    descriptors = (
-        TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inner]),
-        TensorDescriptor.from_tensor(weight, [tiling.cols, tiling.inner]),
-        None if out is None else TensorDescriptor.from_tensor(out, [tiling.rows, tiling.cols // 2]),
-    )
-    _project_kernel((programs, 1, 1), tensors, (*sizes, *blocks, tiling.group, programs), *launch, descriptors)
+    regions = []
+    for region in _regions(n, n_cols, out, out_start):
+        of_x, of_weight = x[region.rows], weight[region.cols]
+        first = region.cols.start // tiling.cols * part_stride + region.rows.start
+        sums = (None if p is None else p.view(-1)[first:] for p in (parts, moments))
+        of_target = target[region.rows]
+        if region.cols.start:
+            of_target = of_target - region.cols.start
+        tensors = of_target, centre[region.rows], *sums
+        sizes = of_x.shape[0], part_stride, of_weight.shape[0], hidden, scale
+        descriptors = (
+            TensorDescriptor.from_tensor(of_x, [tiling.rows, tiling.inner]),
+            TensorDescriptor.from_tensor(of_weight, [tiling.cols, tiling.inner]),
+            None if region.out is None else TensorDescriptor.from_tensor(region.out, [tiling.rows, tiling.cols // 2]),
+        )
+        row_blocks, col_blocks = -(-of_x.shape[0] // tiling.rows), -(-of_weight.shape[0] // tiling.cols)
+        programs = min(tiling.programs * processors(x.device), row_blocks * col_blocks)
+        _project_kernel((programs, 1, 1), tensors, (*sizes, *blocks, tiling.group, programs), *launch, descriptors)
+        rescuers = max(1, min(processors(x.device) // row_blocks, col_blocks))
+        regions.append(((row_blocks, rescuers, 1), (*tensors, sum_exp[region.rows]), (*sizes, *blocks), descriptors))
 
     def reduce(again: bool) -> None:
         _reduce_kernel(
@@ -399,8 +414,26 @@ def _project(
         )
 
     reduce(again=False)
-    rescuers = max(1, min(processors(x.device) // row_blocks, n_parts))
     for raise_centres in (True, False):
-        grid = row_blocks, rescuers, 1
-        _rescue_kernel(grid, (*tensors, sum_exp), (*sizes, *blocks, raise_centres), *launch, descriptors)
+        for grid, tensors, numbers, descriptors in regions:
+            _rescue_kernel(grid, tensors, (*numbers, raise_centres), *launch, descriptors)
     reduce(again=True)
+
+
+class _Region(NamedTuple):
+    """A part of the product."""
+
+    rows: slice
+    cols: slice
+    out: Tensor | None
+
+
+def _regions(n: int, n_cols: int, out: Tensor | None, out_start: tuple[int, int]) -> list[_Region]:
+    """Return regions with and without exponentials: a kernel that writes some would be slow everywhere."""
+    row, col = (n, 0) if out is None else out_start
+    found = (
+        _Region(slice(0, n), slice(0, col), None),
+        _Region(slice(0, row), slice(col, n_cols), None),
+        _Region(slice(row, n), slice(col, n_cols), out),
+    )
+    return [region for region in found if all(part.start < part.stop for part in region[:2])]

@@ -18,7 +18,7 @@ from torch import Tensor
 from liger_chunked.kernels.backend import TensorDescriptor, jit, processors, tl
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.projection import LOG2_E, LOG_2, Exponentials, _halves, _place, _product
-from liger_chunked.kernels.tuning.hopper import GRADIENT_ROWS, Tiling
+from liger_chunked.kernels.tuning.hopper import EXPONENTIALS, EXPONENTIALS_WARPS, GRADIENT_ROWS, Tiling
 
 
 class RowFactors(NamedTuple):
@@ -99,10 +99,18 @@ def _gradient(
     ENTROPY: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
     centred = tl.fma(z, scale, -centre[:, None])
-    e = tl.exp2(centred)
+    return _of_exponential(
+        tl.exp2(centred), centred, cols, local, has_target, others, at_target, slope, every, ENTROPY, MEAN
+    )
+
+
+@jit
+def _of_exponential(
+    e, log2_e, cols, local, has_target, others, at_target, slope, every, ENTROPY: tl.constexpr, MEAN: tl.constexpr,
+):  # fmt: skip
     if ENTROPY:
         # 0 * -inf would be NaN.
-        grad = e * (others[:, None] - slope[:, None] * tl.maximum(centred, -1e30))
+        grad = e * (others[:, None] - slope[:, None] * tl.maximum(log2_e, -1e30))
     else:
         grad = e * others[:, None]
     if MEAN:
@@ -190,3 +198,50 @@ def project_grad(
         ),
     )
     return out
+
+
+@Kernel
+def _from_exponentials_kernel(
+    exp_ptr, exp_stride, target_ptr, scale_ptr, others_ptr, at_target_ptr, slope_ptr, every_ptr,
+    n_tokens, n_cols, vocab_start, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = rows < n_tokens
+    local = (tl.load(target_ptr + rows, mask=inside, other=-1) - vocab_start).to(tl.int32)
+    others = tl.load(others_ptr + rows, mask=inside, other=0.0)
+    at_target = tl.load(at_target_ptr + rows, mask=inside, other=0.0)
+    slope = others
+    every = others
+    if slope_ptr is not None:
+        slope = tl.load(slope_ptr + rows, mask=inside, other=0.0)
+    if every_ptr is not None:
+        every = tl.load(every_ptr + rows, mask=inside, other=0.0)
+    place = exp_ptr + rows.to(tl.int64)[:, None] * exp_stride + cols[None, :]
+    mask = inside[:, None] & (cols < n_cols)[None, :]
+    e = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    if scale_ptr is not None:
+        e *= tl.load(scale_ptr + rows, mask=inside, other=0.0)[:, None]
+    grad = _of_exponential(
+        e, tl.log2(e), cols, local, True, others, at_target, slope, every, slope_ptr is not None, every_ptr is not None
+    )
+    tl.store(place, grad, mask=mask)
+
+
+def grad_from_exponentials_(
+    exponentials: Tensor, target: Tensor, factors: RowFactors, values_scale: Tensor | None, vocab_start: int = 0
+) -> Tensor:
+    """Replace the exponentials of a tile, from `project_exp`, by the gradient of its logits, in place.
+
+    They are rounded to bfloat16, so the gradient has other last bits than that of `project_grad`.
+    """
+    n, n_cols = exponentials.shape
+    rows, cols = EXPONENTIALS
+    if n_cols:
+        _from_exponentials_kernel(
+            (-(-n // rows), -(-n_cols // cols), 1),
+            (exponentials, target, values_scale, *factors[1:]),
+            (exponentials.stride(0), n, n_cols, vocab_start, rows, cols),
+            num_warps=EXPONENTIALS_WARPS,
+        )
+    return exponentials
