@@ -184,6 +184,14 @@ ON_GPU: Mapping[str, Callable[[], Step]] = {
         8192, 2304, 256000, label_smoothing=0.1, lse_square_scale=1e-4, softcap=30.0
     ),
     "linear_token_stats 8192x4096x128256, 256 MiB": lambda: token_stats(8192, 4096, 128256, logits_budget=256 * MIB),
+    "linear_token_stats, entropy 8192x4096x128256, 1 GiB": lambda: token_stats(
+        8192, 4096, 128256, entropy=True, logits_budget=1024 * MIB
+    ),
+    "linear_token_stats 8192x1536x151936, 256 MiB": lambda: token_stats(8192, 1536, 151936, logits_budget=256 * MIB),
+    "linear_token_stats, entropy 16384x2048x151936, 512 MiB": lambda: token_stats(
+        16384, 2048, 151936, entropy=True, logits_budget=512 * MIB
+    ),
+    "linear_token_stats 2048x896x151936, 256 MiB": lambda: token_stats(2048, 896, 151936, logits_budget=256 * MIB),
     "linear_token_stats 8192x1536x151936": lambda: token_stats(8192, 1536, 151936),
     "linear_token_stats, entropy 32768x896x151936, 512 MiB": lambda: token_stats(
         32768, 896, 151936, entropy=True, logits_budget=512 * MIB

@@ -92,7 +92,7 @@ def test_blocks_of_rows(device, passes):
 KEPT = {
     "columns": (300, 300 * 128, 1, 2),
     "squares": (300, 128 * 128, 1, 3),
-    "blocks": (800, 128 * 128, 2, 2),
+    "blocks": (1000, 128 * 128, 2, 2),
     "all": (9, 9 * VOCAB, 1, 1),
 }
 
