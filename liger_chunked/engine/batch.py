@@ -15,15 +15,11 @@ from liger_chunked.engine.known import Counts, assert_later, may_read, on_device
 from liger_chunked.engine.packed import Packing, Sequences
 from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.kernels import agrees, survey
+from liger_chunked.kernels.operands import along
 from liger_chunked.types import TokenStats
 
 Group = Literal["token", "sequence", "pair"]
 AnyLayout = TypeVar("AnyLayout", bound="Layout")
-
-
-def along(x: Tensor, part: slice | Tensor) -> Tensor:
-    """Return `x[part]`, or `x` if `part` covers it: a view takes longer than some kernels."""
-    return x if isinstance(part, slice) and part.start == 0 and part.stop == x.shape[0] else x[part]
 
 
 def joined(parts: Sequence[Any]) -> Any:

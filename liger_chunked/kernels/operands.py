@@ -158,3 +158,8 @@ def check_labels(labels: Any, rows: Tensor, rows_name: str) -> None:
             f"shift_labels must be {tuple(shape)} on {rows.device}, one for each row of {rows_name}, got "
             f"{described(labels)}"
         )
+
+
+def along(x: Tensor, part: slice | Tensor) -> Tensor:
+    """Return `x[part]`, or `x` if `part` covers it: a view takes longer than some kernels."""
+    return x if isinstance(part, slice) and part.start == 0 and part.stop == x.shape[0] else x[part]

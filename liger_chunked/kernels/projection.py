@@ -21,6 +21,7 @@ from torch import Tensor
 
 from liger_chunked.kernels.backend import TensorDescriptor, block_size, exp2, factor, jit, log1p, processors, tl
 from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.operands import along
 from liger_chunked.kernels.transform import load_block
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.kernels.tuning.hopper import REDUCE_WARPS, REDUCED, Tiling
@@ -371,8 +372,8 @@ def _project(
     n_parts = -(-n_cols // tiling.cols)
     centre, rest, target_exp, sum_exp, target_logit = rows
     part_stride = -(-n // tiling.rows) * tiling.rows  # padded: no masks, and vector loads for every n
-    parts = _buffer(x, n_parts, part_stride)
-    moments = None if stats.entropy is None else _buffer(x, n_parts, part_stride)
+    parts = _buffer(x, n_parts * part_stride)
+    moments = None if stats.entropy is None else _buffer(x, n_parts * part_stride)
     if x.is_meta:  # descriptors need memory
         return
     most, num_warps = TUNING[x.device].hidden
@@ -384,26 +385,25 @@ def _project(
     )
     blocks = tiling.rows, tiling.cols, tiling.inner
     launch = tiling.num_warps, tiling.stages
-    regions = []
-    for region in _regions(n, n_cols, out, out_start):
-        of_x, of_weight = x[region.rows], weight[region.cols]
-        first = region.cols.start // tiling.cols * part_stride + region.rows.start
-        sums = (None if p is None else p.view(-1)[first:] for p in (parts, moments))
-        of_target = target[region.rows]
-        if region.cols.start:
-            of_target = of_target - region.cols.start
-        tensors = of_target, centre[region.rows], *sums
-        sizes = of_x.shape[0], part_stride, of_weight.shape[0], hidden, scale
+    rescues = []
+    for region, cols, of_out in _regions(n, n_cols, out, out_start):
+        of_x, of_weight, of_target = along(x, region), along(weight, cols), along(target, region)
+        if cols.start:
+            of_target = of_target - cols.start
+        first = cols.start // tiling.cols * part_stride + region.start
+        sums = (None if p is None else along(p, slice(first, p.shape[0])) for p in (parts, moments))
+        tensors = of_target, along(centre, region), *sums
+        numbers = of_x.shape[0], part_stride, of_weight.shape[0], hidden, scale, *blocks
         descriptors = (
             TensorDescriptor.from_tensor(of_x, [tiling.rows, tiling.inner]),
             TensorDescriptor.from_tensor(of_weight, [tiling.cols, tiling.inner]),
-            None if region.out is None else TensorDescriptor.from_tensor(region.out, [tiling.rows, tiling.cols // 2]),
+            None if of_out is None else TensorDescriptor.from_tensor(of_out, [tiling.rows, tiling.cols // 2]),
         )
         row_blocks, col_blocks = -(-of_x.shape[0] // tiling.rows), -(-of_weight.shape[0] // tiling.cols)
         programs = min(tiling.programs * processors(x.device), row_blocks * col_blocks)
-        _project_kernel((programs, 1, 1), tensors, (*sizes, *blocks, tiling.group, programs), *launch, descriptors)
+        _project_kernel((programs, 1, 1), tensors, (*numbers, tiling.group, programs), *launch, descriptors)
         rescuers = max(1, min(processors(x.device) // row_blocks, col_blocks))
-        regions.append(((row_blocks, rescuers, 1), (*tensors, sum_exp[region.rows]), (*sizes, *blocks), descriptors))
+        rescues.append(((row_blocks, rescuers, 1), (*tensors, along(sum_exp, region)), numbers, descriptors))
 
     def reduce(again: bool) -> None:
         _reduce_kernel(
@@ -415,25 +415,19 @@ def _project(
 
     reduce(again=False)
     for raise_centres in (True, False):
-        for grid, tensors, numbers, descriptors in regions:
+        for grid, tensors, numbers, descriptors in rescues:
             _rescue_kernel(grid, tensors, (*numbers, raise_centres), *launch, descriptors)
     reduce(again=True)
 
 
-class _Region(NamedTuple):
-    """A part of the product."""
-
-    rows: slice
-    cols: slice
-    out: Tensor | None
-
-
-def _regions(n: int, n_cols: int, out: Tensor | None, out_start: tuple[int, int]) -> list[_Region]:
-    """Return regions with and without exponentials: a kernel that writes some would be slow everywhere."""
+def _regions(
+    n: int, n_cols: int, out: Tensor | None, out_start: tuple[int, int]
+) -> list[tuple[slice, slice, Tensor | None]]:
+    """Return rows, columns and `out` of launches: a kernel that writes exponentials would be slow everywhere."""
     row, col = (n, 0) if out is None else out_start
     found = (
-        _Region(slice(0, n), slice(0, col), None),
-        _Region(slice(0, row), slice(col, n_cols), None),
-        _Region(slice(row, n), slice(col, n_cols), out),
+        (slice(0, n), slice(0, col), None),
+        (slice(0, row), slice(col, n_cols), None),
+        (slice(row, n), slice(col, n_cols), out),
     )
     return [region for region in found if all(part.start < part.stop for part in region[:2])]
