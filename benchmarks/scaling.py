@@ -147,7 +147,7 @@ class Memory(NamedTuple):
 def memory(n: int, v: int, h: int, ranks: int, dtype: torch.dtype = DTYPE) -> Memory:
     """Return what a cross entropy step of n tokens holds: automatic budget, everything trainable."""
     rows = -(-v // ranks)
-    chunk = pieces(0, n, budget_elements(LogitOptions(), (rows, h), dtype, n) // rows)[0].stop
+    chunk = pieces(n, budget_elements(LogitOptions(), (rows, h), dtype, n, dtype.itemsize) // rows)[0].stop
     weight = rows * h * dtype.itemsize
     return Memory(
         weight=weight,

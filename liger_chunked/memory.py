@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from liger_chunked.engine import Group, Layout, LossWeights, Teacher, TopK, linear_token_stats
+from liger_chunked.engine import Group, Layout, LossWeights, Teacher, TopK, linear_token_stats, token_stats
 from liger_chunked.engine.distillation import distillation_step
 from liger_chunked.engine.divergences import Route
 from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
@@ -22,7 +22,6 @@ from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.hooks import isolated
 from liger_chunked.engine.plan import Plan, logit_bytes
-from liger_chunked.engine.stats import needs_grad, run_statistics
 from liger_chunked.engine.step import Step, run_step
 from liger_chunked.kernels.backend import has_wide_tiles, wide_tiles
 from liger_chunked.losses import (
@@ -128,20 +127,19 @@ def estimate_memory(
     _check_pieces(options, layout.n_valid, vocab_size, autocast or dtype)
     model = _Model(vocab_size, layout, dtype, autocast or dtype, bias)
     head, input = counted.given(*model.inputs(hidden_size, trainable_head, trainable_input, lora_rank))
-    reference = None if ref_hidden_size is None else counted.given(*model.inputs(ref_hidden_size))
-    teacher = None
-    if teacher_hidden_size is not None:
-        of_teacher, states = counted.given(*model.inputs(teacher_hidden_size))
-        assert isinstance(of_teacher.weight, Tensor)
-        tensors = HeadTensors(of_teacher.weight, of_teacher.bias)
-        teacher = Teacher(tensors, states, LogitOptions(), autocast or dtype)
+    reference, given_teacher = (
+        None if size is None else counted.given(*model.inputs(size)) for size in (ref_hidden_size, teacher_hidden_size)
+    )
+    wide_tiles, logps = _has_wide_tiles(capability), ("logps",)
     with counted:
         if reference is not None:
-            _run_statistics(model, *reference, options, capability)
+            token_stats(*reference, layout, logps, options, dtype=model.compute_dtype, wide_tiles=wide_tiles)
         if isinstance(loss, LigerFusedLinearDistillationBase):
-            step = _distillation(loss, model, head, options, teacher, teacher_top_k)
+            step = _distillation(loss, model, head, options, given_teacher, teacher_top_k)
             _differentiate(run_step(step, head, input)[0], head, input)
-        elif isinstance(loss, StatsLoss) and not _per_token(loss):
+        elif isinstance(loss, StatsLoss) and not (
+            isinstance(loss, LigerFusedLinearCrossEntropyLoss) and loss.reduction == "none"
+        ):
             plan = Plan.of_loss(
                 head,
                 layout,
@@ -150,12 +148,14 @@ def estimate_memory(
                 differentiates=loss._differentiates,
                 options=options,
                 whole_batch=loss._whole_batch,
-                wide_tiles=_wide_tiles(capability),
+                wide_tiles=wide_tiles,
             )
             objective = functools.partial(_sum, plan.differentiates)
             _differentiate(run_step(Step(plan, objective, plan.make_pass), head, input)[0], head, input)
         else:
-            _run_statistics(model, head, input, options, capability)
+            stats = token_stats(head, input, layout, logps, options, dtype=model.compute_dtype, wide_tiles=wide_tiles)
+            assert stats.logps is not None
+            _differentiate(stats.logps.sum(), head, input)
     return counted.most
 
 
@@ -172,7 +172,7 @@ Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 _ALLOCATE: dict[Part, tuple[Any, ...]] = {
     "logits": (HeadPass.reserve, HeadPass._gradient, EpiloguePass.reserve, StatisticsPass.reserve),
     "weight_grad": (
-        HeadGradients.__init__, HeadGradients._weight_gradient, HeadGradients.add, HeadGradients.add_exponentials,
+        HeadGradients.__init__, HeadGradients.weight_gradient, HeadGradients.add, HeadGradients.add_exponentials,
     ),
     "input_grad": (HeadGradients._input_gradient, HeadGradients.open_input),
     "hidden": (Layout.input_rows,),
@@ -266,35 +266,20 @@ def _differentiate(loss: Tensor, head: LossHead, input: Tensor) -> None:
         torch.autograd.grad(loss, trainable)
 
 
-def _run_statistics(
-    model: _Model, head: LossHead, input: Tensor, options: LogitOptions, capability: tuple[int, int] | None
-) -> None:
-    plan = Plan.of_statistics(
-        head,
-        model.layout,
-        model.compute_dtype,
-        outputs=("logps",),
-        options=options,
-        needs_grad=needs_grad(head, input),
-        wide_tiles=_wide_tiles(capability),
-    )
-    stats = run_statistics(plan, head, input)
-    assert stats.logps is not None
-    _differentiate(stats.logps.sum(), head, input)
-
-
 def _distillation(
     loss: LigerFusedLinearDistillationBase,
     model: _Model,
     head: LossHead,
     options: LogitOptions,
-    teacher: Teacher | None,
+    given_teacher: tuple[LossHead, Tensor] | None,
     teacher_top_k: int | None,
 ) -> Step:
-    layout = model.layout
+    layout, teacher = model.layout, None
     route: Route
-    if teacher is not None:
-        teacher = teacher._replace(options=loss.teacher_options)
+    if given_teacher is not None:
+        (weight, bias, _), states = given_teacher
+        assert isinstance(weight, Tensor)
+        teacher = Teacher(HeadTensors(weight, bias), states, loss.teacher_options, model.compute_dtype)
         route = loss._route_of_logits()
     else:
         assert teacher_top_k is not None
@@ -321,15 +306,11 @@ def _check_pieces(options: LogitOptions, n_valid: int, vocab_size: int, dtype: t
         )
 
 
-def _wide_tiles(capability: tuple[int, int] | None) -> bool:
+def _has_wide_tiles(capability: tuple[int, int] | None) -> bool:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if capability is None and accelerator is not None:
         return has_wide_tiles(accelerator)
     return wide_tiles(capability or _HOPPER)
-
-
-def _per_token(loss: nn.Module) -> bool:
-    return isinstance(loss, LigerFusedLinearCrossEntropyLoss) and loss.reduction == "none"
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -202,6 +202,14 @@ class HeadTensors(NamedTuple):
     shard: VocabShard | None = None
 
     @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[0] if self.shard is None else self.shard.vocab_size
+
+    @property
+    def vocab_start(self) -> int:
+        return 0 if self.shard is None else self.shard.start
+
+    @property
     def is_padded(self) -> bool:
         rows = self.weight.shape[0]
         return self.shard is not None and self.shard.columns(rows) < rows

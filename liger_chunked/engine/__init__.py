@@ -9,7 +9,7 @@ stats                            linear_token_stats
 shard, scattered, sequence       a vocabulary, hidden states, or sequences split over ranks
 """
 
-from liger_chunked.engine.batch import Group, Layout, along, at_temperature, lay_out, lay_out_every
+from liger_chunked.engine.batch import Group, Layout, along, lay_out, lay_out_every
 from liger_chunked.engine.checks import (
     check_projection,
     check_target,
@@ -48,7 +48,6 @@ __all__ = [
     "along",
     "as_counts",
     "assert_later",
-    "at_temperature",
     "check_group",
     "check_projection",
     "check_target",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from liger_chunked.engine.checks import autocasts
 from liger_chunked.kernels.operands import described, plain
-from liger_chunked.types import AdaptedWeight, Weight
+from liger_chunked.types import AdaptedWeight, HeadTensors, LossHead
 
 # float16 cannot hold a `u` of 1e5 or an `up` of 1e-7. Constant, because ranks sum gradients of `u`.
 _RANGE = 256.0
@@ -31,15 +31,16 @@ def _parts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return rounded, x.detach() - rounded.detach()
 
 
-def apply_down(weight: Weight, input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return `weight` (V, H), and an adapter's `up` (V, k) and `u` (..., k), with logits `u @ up.T`.
+def apply_down(head: LossHead, input: Tensor, dtype: torch.dtype) -> tuple[HeadTensors, Tensor | None]:
+    """Return the head's tensors, and an adapter's `u` (..., k), with logits `u @ up.T`.
 
     k is r, but 3 r for float32 adapters of a 16-bit head outside autocast: rounding gives up to 1.6 times the error.
 
         u @ up.T  ~  u_rounded @ up_rounded.T + u_rest @ up_rounded.T + u_rounded @ up_rest.T
     """
+    weight = head.weight
     if not isinstance(weight, AdaptedWeight):
-        return weight, None, None
+        return HeadTensors(weight, head.bias, None, head.shard), None
     u = weight.down(input)
     if not isinstance(u, Tensor) or not u.is_floating_point():
         raise TypeError(f"weight.down must return a floating-point tensor, got {described(u)}")
@@ -56,4 +57,4 @@ def apply_down(weight: Weight, input: Tensor, dtype: torch.dtype) -> tuple[Tenso
     if max(u.dtype.itemsize, up.dtype.itemsize) > dtype.itemsize and not autocasts(input.device.type):
         (u, u_rest), (up, up_rest) = _parts(u, dtype), _parts(up, dtype)
         u, up = torch.cat([u, u_rest, u], -1), torch.cat([up, up, up_rest], -1)
-    return weight.weight, up, u
+    return HeadTensors(weight.weight, head.bias, up, head.shard), u

@@ -6,12 +6,13 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
-from liger_chunked.engine.known import Counts, assert_later, may_read, on_device
+from liger_chunked.engine.known import Counts, assert_later, check_ids, may_read, on_device
 from liger_chunked.engine.packed import Packing, Sequences
 from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.kernels import agrees, survey
@@ -19,7 +20,6 @@ from liger_chunked.kernels.operands import along
 from liger_chunked.types import TokenStats
 
 Group = Literal["token", "sequence", "pair"]
-AnyLayout = TypeVar("AnyLayout", bound="Layout")
 
 
 def joined(parts: Sequence[Any]) -> Any:
@@ -64,9 +64,9 @@ class Layout:
 
     shape: tuple[int, ...]
     target: Tensor  # (n_valid,)
-    rows: Tensor | None  # (n_valid,) in the flattened input; None: all
-    slots: Tensor | None  # (n_valid,) in the flattened dense layout; None: all
     mask: Tensor  # dense, True at the valid tokens
+    rows: Tensor | None = None  # (n_valid,) in the flattened input; None: all
+    slots: Tensor | None = None  # (n_valid,) in the flattened dense layout; None: all
     lengths: Tensor | None = None  # (groups, sequences of a group) valid tokens; None if groups are tokens
     side_lengths: Tensor | None = None  # (2,) `lengths` summed over pairs
     group_lengths: Sequence[int] | None = None  # valid tokens of each group
@@ -99,10 +99,21 @@ class Layout:
 
     @property
     def tokens_per_group(self) -> int:
-        size = 1
-        for extent in self.shape[1:]:
-            size *= extent
-        return size
+        return math.prod(self.shape[1:])
+
+    def at_temperature(self, temperature: Tensor, n_valid: Counts = None) -> Self:
+        """Return the layout with a `temperature`, shaped like the target."""
+        flat = temperature.contiguous().view(-1)
+        own = flat if self.slots is None else flat[self.slots]
+        expected = "temperature must be positive and finite at each token that counts"
+        if not may_read(own, n_valid):
+            assert_later(((own > 0) & (own < math.inf)).all(), expected)
+        elif own.numel():
+            low, high = torch.stack(own.aminmax()).tolist()
+            if not 0 < low <= high < math.inf:  # NaN too
+                raise ValueError(f"{expected}, got {low:g} to {high:g}")
+        split = None if self.split is None else self.split.at_temperature(temperature[..., self.split.ranks.own])
+        return dataclasses.replace(self, temperature=own, split=split)
 
     def input_rows(self, input: Tensor, rows: slice) -> Tensor:
         return along(input, rows) if self.rows is None else input.index_select(0, along(self.rows, rows))
@@ -136,7 +147,8 @@ class Layout:
 
     def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
         if self.slots is not None:
-            values = values.new_full((self.mask.numel(),), fill).scatter_(0, self.slots, values)
+            dense = values.new_full((self.mask.numel(), *values.shape[1:]), fill)
+            values = (dense.scatter_ if values.ndim == 1 else dense.index_copy_)(0, self.slots, values)
         return self._unflatten(values, self.shape[0])
 
     def _unflatten(self, flat: Tensor, n_groups: int) -> Tensor:
@@ -224,22 +236,24 @@ def _lay_out(
     else:
         per_group = 2 if group == "pair" else 1
         mask = found.mask.view(per_group, target.shape[0] // per_group, target.shape[1]).transpose(0, 1)
-        lengths = _in_rows(summary).view(per_group, -1).t()
+        counted = summary[0] if summary.shape[2] == 1 else summary[0].sum(-1)  # (B,) or (B, 1)
+        lengths = counted.view(per_group, -1).t()
         side_lengths = lengths.sum(0) if group == "pair" else None
     if reads:
         sizes, lows, highs = found.read()
         counts, low, high = [sum(row) for row in sizes], min(map(min, lows), default=0), max(map(max, highs), default=0)
-        if low < 0 or high >= vocab_size:
-            raise ValueError(
-                f"{name} holds {low if low < 0 else high}, expected ignore_index ({ignore_index}) "
-                f"or an index into the vocabulary of weight, 0 to {vocab_size - 1}"
-            )
+        check_ids(name, low, high, vocab_size, f"ignore_index ({ignore_index}) or ")
         if n_valid is not None:
             _check_counts(n_valid, counts, name, ignore_index)
     else:
         assert n_valid is not None
         counts = [n_valid] if isinstance(n_valid, int) else list(n_valid)
-        _assert_survey(summary, n_valid, name, vocab_size)
+        given = on_device(n_valid, summary.device) if isinstance(n_valid, tuple) else n_valid
+        assert_later(
+            agrees(summary, given, vocab_size),
+            f"{name} must be ignore_index or an index into the vocabulary, 0 to {vocab_size - 1}, and n_valid must "
+            f"count the tokens of {name} that are not ignore_index",
+        )
 
     total, n_groups = sum(counts), mask.shape[0]
     slots = None if total == flat.numel() else torch.nonzero_static(found.mask.view(-1), size=total).view(-1)
@@ -259,11 +273,6 @@ def _lay_out(
     )
 
 
-def _in_rows(summary: Tensor) -> Tensor:
-    """Return each row's valid tokens, (R,) or (R, 1)."""
-    return summary[0] if summary.shape[2] == 1 else summary[0].sum(-1)
-
-
 def _check_counts(n_valid: int | tuple[int, ...], counts: list[int], name: str, ignore_index: int) -> None:
     of = f"the number of tokens of {name} that are not ignore_index ({ignore_index})"
     if isinstance(n_valid, int):
@@ -273,33 +282,6 @@ def _check_counts(n_valid: int | tuple[int, ...], counts: list[int], name: str, 
     for i, (given, count) in enumerate(zip(n_valid, counts, strict=True)):
         if given != count:
             raise ValueError(f"n_valid[{i}] must be {count}, {of} in sequence {i}, got {given}")
-
-
-def _assert_survey(summary: Tensor, n_valid: int | tuple[int, ...], name: str, vocab_size: int) -> None:
-    counts = on_device(n_valid, summary.device) if isinstance(n_valid, tuple) else n_valid
-    assert_later(
-        agrees(summary, counts, vocab_size),
-        f"{name} must be ignore_index or an index into the vocabulary, 0 to {vocab_size - 1}, and n_valid must count "
-        f"the tokens of {name} that are not ignore_index",
-    )
-
-
-def at_temperature(layout: AnyLayout, temperature: Tensor, n_valid: Counts = None) -> AnyLayout:
-    """Return the layout with a `temperature`, shaped like the target."""
-    flat = temperature.contiguous().view(-1)
-    own = flat if layout.slots is None else flat[layout.slots]
-    if may_read(own, n_valid):
-        low, high = torch.stack(own.aminmax()).tolist() if own.numel() else (1.0, 1.0)
-        if not 0 < low <= high < math.inf:  # NaN too
-            raise ValueError(
-                f"temperature must be positive and finite at each token that counts, got {low:g} to {high:g}"
-            )
-    else:
-        assert_later(
-            ((own > 0) & (own < math.inf)).all(), "temperature must be positive and finite at each token that counts"
-        )
-    split = None if layout.split is None else at_temperature(layout.split, temperature[..., layout.split.ranks.own])
-    return dataclasses.replace(layout, temperature=own, split=split)
 
 
 def lay_out_every(shape: Sequence[int], split: SequenceSplit | None = None, n_valid: int | None = None) -> Layout:
@@ -315,7 +297,7 @@ def lay_out_every(shape: Sequence[int], split: SequenceSplit | None = None, n_va
 def _lay_out_every(n: int, length: int) -> Layout:
     mask = torch.empty(n, dtype=torch.bool, device="meta")
     target = torch.empty(n, dtype=torch.int64, device="meta")
-    return Layout((n,), target, None, None, mask, length=length)
+    return Layout((n,), target, mask, length=length)
 
 
 @dataclass(eq=False)
@@ -397,6 +379,5 @@ def _split(whole: Layout, own: Layout, ranks: SequenceSplit) -> Layout:
     if own.group_lengths is not None:
         parts = whole.mask.split(list(ranks.lengths), -1)
         longest = torch.stack([mask.flatten(1).sum(1) for mask in parts]).amax(0).tolist()
-    fields = {f.name: getattr(own, f.name) for f in dataclasses.fields(Layout)}
-    part = SplitLayout(**fields, whole=whole, ranks=ranks, longest=longest, exchanges=longest is not None)
+    part = SplitLayout(**vars(own), whole=whole, ranks=ranks, longest=longest, exchanges=longest is not None)
     return dataclasses.replace(whole, split=part)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine.batch import Tile, along
-from liger_chunked.engine.known import Counts, assert_later, may_read
+from liger_chunked.engine.known import Counts, assert_later, check_ids, may_read
 from liger_chunked.kernels import LogitsCotangents, logits_grad_
 from liger_chunked.kernels.transform import transform, transform_and_slope
 from liger_chunked.types import LogitOptions, accumulation_dtype, described
@@ -106,11 +106,7 @@ def check_candidates(candidates: Any, target: Tensor, vocab_size: int, n_valid: 
         assert_later((ordered[:, 1:] != ordered[:, :-1]).all(), "candidates holds an id twice for one target")
     elif ids.numel():
         low, high = (int(x) for x in ids.aminmax())
-        if low < 0 or high >= vocab_size:
-            raise ValueError(
-                f"candidates holds {low if low < 0 else high}, expected an index into the vocabulary of weight, 0 to "
-                f"{vocab_size - 1}"
-            )
+        check_ids("candidates", low, high, vocab_size)
         ordered = ids.sort(-1).values
         if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
             raise ValueError("candidates holds an id twice for one target, expected distinct ids")

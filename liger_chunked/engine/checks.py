@@ -1,23 +1,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_chunked.engine.known import Counts, assert_later, may_read
+from liger_chunked.engine.known import Counts, assert_later, check_ids, may_read
 from liger_chunked.kernels import survey_top_k
 from liger_chunked.kernels.backend import has_wide_tiles
 from liger_chunked.kernels.operands import check_class_ids, described
 from liger_chunked.types import AdaptedWeight, LossHead, VocabShard
 
-
-@functools.cache
-def _has_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device)
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
 
 
 def autocasts(device: str) -> bool:
@@ -46,9 +43,8 @@ def compute_dtype(head: LossHead, input: Tensor, prefix: str = "", input_name: s
     return dtype
 
 
-def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
+def check_graph(name: str, value: Tensor, ends: list[Tensor]) -> None:
     """Raise ValueError if `value` depends on trainable leaves beyond `ends`: they would get no gradient."""
-    ends = list(ends)
     seen = {x.grad_fn for x in ends}
     left = [(value.grad_fn, 0)]
     while left:
@@ -153,8 +149,7 @@ def check_projection(head: LossHead, input: Tensor, prefix: str = "", input_name
             f"{prefix}{input_name} and {prefix}weight are on the meta device and have no values: pass real tensors; "
             "estimate_memory predicts a step's memory without tensors"
         )
-    if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
-        compute_dtype(head, input, prefix, input_name)
+    compute_dtype(head, input, prefix, input_name)
     if head.shard is not None:
         _check_shard(head.shard, weight.shape[0], input)
 
@@ -319,12 +314,7 @@ def check_top_k(logps: Tensor, ids: Tensor, vocab_size: int, n_valid: Counts = N
         )
         return
     not_low, high, twice, positive, empty = found.tolist()
-    low = ~not_low
-    if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"teacher_ids holds {low if low < 0 else high}, expected an index into the vocabulary of weight, "
-            f"0 to {vocab_size - 1}"
-        )
+    check_ids("teacher_ids", ~not_low, high, vocab_size)
     if twice:
         raise ValueError("teacher_ids holds a token twice for one row of input, expected distinct tokens")
     if positive:

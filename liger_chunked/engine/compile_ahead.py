@@ -57,9 +57,8 @@ def _first_chunk(plan: Plan) -> Plan:
     layout = Layout(
         shape=(rows.stop,),
         target=given.target[rows],
-        rows=None if given.rows is None else given.rows[rows],
-        slots=None,
         mask=torch.empty(rows.stop, dtype=torch.bool, device=given.target.device),
+        rows=None if given.rows is None else given.rows[rows],
         temperature=None if given.temperature is None else given.temperature[rows],
     )
     return dataclasses.replace(plan, layout=layout, chunks=[Chunk(rows, rows)], tiles=plan.tiles[:1])

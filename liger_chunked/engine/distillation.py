@@ -63,8 +63,8 @@ class Teacher(NamedTuple):
     def of(cls, head: LossHead, input: Tensor, options: LogitOptions) -> Teacher:
         dtype = compute_dtype(head, input)
         with torch.no_grad():
-            weight, up, u = apply_down(head.weight, input, dtype)
-        return cls(HeadTensors(weight, head.bias, up, head.shard), input, options, dtype, u)
+            tensors, u = apply_down(head, input, dtype)
+        return cls(tensors, input, options, dtype, u)
 
 
 @dataclass
@@ -85,7 +85,8 @@ class DistillationPass:
 
     def __post_init__(self) -> None:
         self._student = HeadPass(self.head, self.plan.options)
-        self._student.reserve(self.plan.largest_chunk * self._student.columns)
+        longest = max(rows.stop - rows.start for rows, _ in self.plan.chunks)
+        self._student.reserve(longest * self._student.columns)
 
     def statistics(self, tokens: Tokens) -> Divergences:
         """Return divergences. With `grads`, overwrite logits with their gradient."""
@@ -107,7 +108,7 @@ class DistillationPass:
         assert grads is not None and dz is not None
         dx = grads.open_input(tokens.x, tokens.rows, True, tokens.u, self.head.up)
         grads.add(Tile(slice(0, dz.shape[0]), slice(0, dz.shape[1])), dz, tokens.x, self.head.weight, dx)
-        grads.close_chunk(dx, tokens.rows)
+        grads.close_chunk(dx)
 
     def release(self) -> None:
         self._gradient = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -107,17 +107,14 @@ class ByAutograd:
                 logps = -F.cross_entropy(z, target, reduction="none")
 
         def backward(g_divergence: Tensor, g_logps: Tensor | None) -> Tensor:
-            outputs = {divergence: g_divergence}
-            if logps is not None and g_logps is not None:
-                outputs[logps] = g_logps
-            return student.copy_(vector_jacobian(outputs, [leaf])[0])
+            return student.copy_(vector_jacobian({divergence: g_divergence, logps: g_logps}, [leaf])[0])
 
         return Measured(divergence.detach(), None if logps is None else logps.detach(), backward)
 
 
-def vector_jacobian(outputs: dict[Tensor, Tensor], leaves: list[Tensor]) -> list[Tensor]:
+def vector_jacobian(outputs: Mapping[Tensor | None, Tensor | None], leaves: list[Tensor]) -> list[Tensor]:
     """Return vector-Jacobian products, zero for unused leaves."""
-    connected = {x: g for x, g in outputs.items() if x.requires_grad}
+    connected = {x: g for x, g in outputs.items() if x is not None and g is not None and x.requires_grad}
     if not connected:
         return [torch.zeros_like(leaf) for leaf in leaves]
     with torch.autograd.set_multithreading_enabled(False):

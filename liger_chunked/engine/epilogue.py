@@ -257,7 +257,8 @@ class EpiloguePass:
         x, values = tokens.x.contiguous(), exponentials.values
         dx = self.grads.open_input(x, tokens.rows, one_slice=True)
         ranks_sum = dx is not None and self.head.shard is not None
-        scaled = (torch.empty_like(x) if dx is None or ranks_sum else dx) if self.grads.open_weight() else None
+        needs_weight = self.grads.weight_gradient() is not None
+        scaled = None if not needs_weight else torch.empty_like(x) if dx is None or ranks_sum else dx
         scales = scale_rows(x, exponentials, gradients.get("logps"), gradients.get("lse"), _scale(self.options), scaled)
         with SideStream(x.device) as aside:
             if dx is not None and ranks_sum:
@@ -269,7 +270,7 @@ class EpiloguePass:
                     self.grads.add_exponentials(values, scaled, target, scales.target, x)
             if dx is not None and not ranks_sum:
                 self._form_input_gradient(dx, values, target, scales, before_writing=aside.join)
-        self.grads.close_chunk(dx, tokens.rows)
+        self.grads.close_chunk(dx)
 
     def _form_input_gradient(
         self,
@@ -319,7 +320,6 @@ class StatisticsPass:
     tile_size: int  # most logits of a tile
     keeps: bool = False  # the last tile
     grads: HeadGradients | None = None
-    candidates: None = None
     _rows: Exponentials | None = field(default=None, init=False, repr=False)  # without `values`
     _entropy: Tensor | None = field(default=None, init=False, repr=False)
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
@@ -363,8 +363,7 @@ class StatisticsPass:
         self._rows = self._entropy = None
         return kept
 
-    def restore(self, kept: Sequence[Tensor | None], temperature: Tensor | None) -> None:
-        assert temperature is None
+    def restore(self, kept: Sequence[Tensor | None]) -> None:
         *rows, self._entropy = kept
         self._rows = Exponentials(None, *rows)  # type: ignore[arg-type]
 
@@ -372,9 +371,8 @@ class StatisticsPass:
         x, target, rows, tiles, *_ = tokens
         assert self.grads is not None and self._rows is not None
         x, weight = _for_descriptor(x), self.head.weight
-        target, shard = _rows_of(target, self.head), self.head.shard
-        vocab_size = weight.shape[0] if shard is None else shard.vocab_size
-        factors = row_factors(self._rows, self._entropy, gradients, _scale(self.options), vocab_size)
+        target = _rows_of(target, self.head)
+        factors = row_factors(self._rows, self._entropy, gradients, _scale(self.options), self.head.vocab_size)
         dx = self.grads.open_input(x, rows, len(tiles) == row_blocks(tiles))
         self.reserve(tiles)
         for tile in reversed(tiles):
@@ -393,7 +391,7 @@ class StatisticsPass:
                     tile.vocab.start,
                 )
             self.grads.add(tile, dz, x, weight, dx)
-        self.grads.close_chunk(dx, rows)
+        self.grads.close_chunk(dx)
 
     def reserve(self, tiles: list[Tile]) -> None:
         if self._buffer is None:

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_chunked.engine.batch import Layout, Tile, along
-from liger_chunked.engine.scattered import ScatteredRows
+from liger_chunked.engine.batch import Tile, along
 from liger_chunked.kernels import add_target_rows_, occurrences, scale_
 from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.tuning.generic import UPCAST_BLOCK
 from liger_chunked.types import HeadTensors, accumulation_dtype
+
+if TYPE_CHECKING:
+    from liger_chunked.engine.plan import Plan
 
 
 def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -53,6 +55,9 @@ class Needs(NamedTuple):
     up: bool = False
 
 
+NOTHING_NEEDED = Needs(False, False)
+
+
 class HeadGradients:
     """dX, dW and db of one step, and du and dup of an adapter.
 
@@ -65,18 +70,15 @@ class HeadGradients:
 
     def __init__(
         self,
-        layout: Layout,
+        plan: Plan,
         input: Tensor,
         head: HeadTensors,
-        compute_dtype: torch.dtype,
         needs: Needs,
-        n_contributions: int,
         u: Tensor | None = None,
         wide_input: bool = False,
-        scattered: ScatteredRows | None = None,
     ) -> None:
-        self._layout = layout
-        self._scattered = scattered
+        compute_dtype, n_contributions = plan.dtype, plan.n_contributions
+        self._layout, self._scattered = layout, scattered = plan.layout, plan.scattered
         self._half = compute_dtype == torch.float16
         # Whether dX's products are float32.
         self._wide_input = wide_input or self._half or head.shard is not None
@@ -108,10 +110,8 @@ class HeadGradients:
         self._chunk: tuple[Tensor, Tensor, Tensor | None] | None = None  # u, up and du of the open chunk
         if u is not None:
             assert head.up is not None
-            small, its_needs = HeadTensors(head.up, shard=head.shard), Needs(needs.u, needs.up)
-            self._low_rank = HeadGradients(
-                layout, u, small, compute_dtype, its_needs, n_contributions, wide_input=True, scattered=scattered
-            )
+            small = HeadTensors(head.up, shard=head.shard)
+            self._low_rank = HeadGradients(plan, u, small, Needs(needs.u, needs.up), wide_input=True)
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Divide gradients by `unit`; if it must grow, rescale dX, dW and db."""
@@ -149,10 +149,6 @@ class HeadGradients:
             return along(gradient, chunk_rows)
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
-    def open_weight(self) -> bool:
-        """Allocate dW if needed; return whether it is."""
-        return self._weight_gradient() is not None
-
     def add(self, tile: Tile, dz: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> None:
         """Add a tile to dX, dW and db. Tiles come in reverse order."""
         rows, vocab = tile
@@ -161,7 +157,7 @@ class HeadGradients:
             accumulate(along(dx, rows), dz, along(weight, vocab), first=last_slice)
             if rows.start == vocab.start == 0:  # the last tile to come
                 self.start_sum(dx)
-        d_weight = self._weight_gradient()
+        d_weight = self.weight_gradient()
         if d_weight is not None:
             self._add_weight(along(d_weight, vocab), rows, dz, x)
         if self._bias is not None:
@@ -201,8 +197,8 @@ class HeadGradients:
             self._input = self._create_input(given.shape, dtype=dtype, device=given.device)
         return self._input
 
-    def _weight_gradient(self) -> Tensor | None:
-        """Allocated late: a teacher's logits may be free by then."""
+    def weight_gradient(self) -> Tensor | None:
+        """Return dW, None if unneeded. Allocated late: a teacher's logits may be free by then."""
         if self._weight is None and (given := self._given_weight) is not None:
             self._weight = self._create_weight(given.shape, dtype=self._weight_dtype, device=given.device)
         return self._weight
@@ -211,8 +207,8 @@ class HeadGradients:
         self, exponentials: Tensor, scaled: Tensor, target: Tensor, target_scale: Tensor, x: Tensor
     ) -> None:
         """Add `exponentials.T @ scaled` to a float32 dW, and `target_scale[n] * x[n]` at row `target[n]`."""
-        weight = self._weight_gradient()
-        assert weight is not None, "asked of `open_weight`"
+        weight = self.weight_gradient()
+        assert weight is not None
         weight = along(weight, slice(0, exponentials.shape[1]))
         found = occurrences(target)
         if not self._nothing_yet:  # early, to overlap the start of dX
@@ -221,13 +217,13 @@ class HeadGradients:
         if self._nothing_yet:
             add_target_rows_(weight, target, found, target_scale, x)
 
-    def close_chunk(self, dx: Tensor | None, chunk_rows: slice) -> None:
-        self._nothing_yet = False
+    def close_chunk(self, dx: Tensor | None) -> None:
+        chunk_rows, self._nothing_yet = self._chunk_rows, False
         if self._sum is not None:
             self._sum.wait()
             self._sum = None
         if self._low_rank is not None and self._chunk is not None:
-            self._low_rank.close_chunk(self._chunk[2], chunk_rows)
+            self._low_rank.close_chunk(self._chunk[2])
             self._chunk = None
         if self._input is None or dx is None:
             return
@@ -242,7 +238,7 @@ class HeadGradients:
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """Return dX, dW, db, du and dup, in the parameters' dtypes, or float32 for float16."""
-        grads: list[Tensor | None] = [self._input_gradient(), self._weight_gradient(), self._bias]
+        grads: list[Tensor | None] = [self._input_gradient(), self.weight_gradient(), self._bias]
         self._input = self._weight = self._bias = self._given_input = self._given_weight = None
         for i, (grad, dtype) in enumerate(zip(grads, self._dtypes, strict=True)):
             if grad is not None and self._half:

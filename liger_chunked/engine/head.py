@@ -79,14 +79,6 @@ class HeadPass:
         return self.head.weight.shape[0]
 
     @property
-    def vocab_size(self) -> int:
-        return self.columns
-
-    @property
-    def vocab_start(self) -> int:
-        return 0
-
-    @property
     def logits_dtype(self) -> torch.dtype:
         return self.options.logits_dtype or self.head.weight.dtype
 
@@ -109,18 +101,16 @@ class HeadPass:
             # First the smaller term, which rounds less.
             assert self.head.up is not None
             first, matrix = along(u, tile.rows), along(self.head.up, tile.vocab)
-        if logits.dtype != x.dtype:
-            accumulate(logits, first, matrix.t(), first=True)
-            if self.head.bias is not None:
-                logits += along(self.head.bias, tile.vocab)
-            if u is not None:
-                accumulate(logits, x, weight.t(), first=False)
-            return logits
-        if self.head.bias is None:
-            torch.mm(first, matrix.t(), out=logits)
+        bias = None if self.head.bias is None else along(self.head.bias, tile.vocab)
+        if bias is not None and logits.dtype == x.dtype:
+            torch.addmm(bias, first, matrix.t(), out=logits)
         else:
-            torch.addmm(along(self.head.bias, tile.vocab), first, matrix.t(), out=logits)
-        return logits if u is None else logits.addmm_(x, weight.t())
+            accumulate(logits, first, matrix.t(), first=True)
+            if bias is not None:
+                logits += bias
+        if u is not None:
+            accumulate(logits, x, weight.t(), first=False)
+        return logits
 
     def project_all(self, x: Tensor, u: Tensor | None = None) -> Tensor:
         return self.project(x, Tile(slice(0, x.shape[0]), slice(0, self.columns)), u)
@@ -128,7 +118,7 @@ class HeadPass:
     def _class_weight(self, tile: Tile) -> Tensor | None:
         if self.class_weight is None:
             return None
-        start = self.vocab_start
+        start = self.head.vocab_start
         return along(self.class_weight, slice(start + tile.vocab.start, start + tile.vocab.stop))
 
     def statistics(self, tokens: Tokens) -> TokenStats:
@@ -138,15 +128,16 @@ class HeadPass:
         scale: Tensor | None = None
         if stats.logps is not None and self.logits_dtype in (torch.bfloat16, torch.float16):
             scale = self._unround(stats.logps, tokens, partial)
-        self.normalisers = LogitsCotangents(
-            partial.max, partial.sum_exp, scale, entropy_value=stats.entropy, temperature=tokens.temperature
-        )
+        self.normalisers = LogitsCotangents(partial.max, partial.sum_exp, scale, entropy_value=stats.entropy)
+        if self.candidates is not None:
+            of_ids = self.candidates.logps(partial.max, partial.sum_exp, self.options, tokens.temperature)
+            stats = stats._replace(candidate_logps=of_ids)
         return stats
 
     def _measure(self, x: Tensor, tile: Tile, u: Tensor | None) -> Tensor:
         self._held = self.project(x, tile, u)
         if self.candidates is not None:
-            self.candidates.read(self._held, tile, self.vocab_start)
+            self.candidates.read(self._held, tile, self.head.vocab_start)
         return self._held
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
@@ -159,7 +150,7 @@ class HeadPass:
             logits = self._measure(x, tiles[0], u)
             return row_stats(logits, target, self.options, self.outputs, self.class_weight, temperature)
         partial = self._partial(tokens)
-        return partial, finish(partial, target, self.vocab_size, self.outputs)
+        return partial, finish(partial, target, self.head.vocab_size, self.outputs)
 
     def _partial(self, tokens: Tokens) -> PartialStats:
         x, target, _, tiles, u, temperature = tokens
@@ -170,7 +161,7 @@ class HeadPass:
                 target=along(target, tile.rows),
                 options=self.options,
                 outputs=self.outputs,
-                vocab_start=self.vocab_start + tile.vocab.start,
+                vocab_start=self.head.vocab_start + tile.vocab.start,
                 class_weight=self._class_weight(tile),
                 temperature=None if temperature is None else along(temperature, tile.rows),
             )
@@ -188,20 +179,20 @@ class HeadPass:
         self.normalisers = self.smallest_kept = self.candidates = None
         return kept
 
-    def restore(self, kept: Sequence[Tensor | None], temperature: Tensor | None) -> None:
+    def restore(self, kept: Sequence[Tensor | None]) -> None:
         maximum, sum_exp, scale, entropy, self.smallest_kept = kept
         assert maximum is not None and sum_exp is not None
-        self.normalisers = LogitsCotangents(maximum, sum_exp, scale, entropy_value=entropy, temperature=temperature)
+        self.normalisers = LogitsCotangents(maximum, sum_exp, scale, entropy_value=entropy)
 
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         assert self.grads is not None and self.normalisers is not None
-        x, target, rows, tiles, u, _ = tokens
+        x, target, rows, tiles, u, temperature = tokens
         gradients = gradients or {"logps": torch.zeros_like(self.normalisers.max)}
         gradients = self.grads.normalize(gradients)
         upstream = gradients.pop("candidate_logps", None)
         if upstream is not None:
             gradients["lse"] = gradients.get("lse", 0.0) - upstream.sum(1)
-        cotangents = self.normalisers._replace(**gradients)
+        cotangents = self.normalisers._replace(**gradients, temperature=temperature)
         dx = self.grads.open_input(x, rows, len(tiles) == row_blocks(tiles), u, self.head.up)
         for tile in reversed(tiles):
             logits = self.project(x, tile, u) if self._held is None else self._held
@@ -211,13 +202,13 @@ class HeadPass:
             write = None
             if upstream is not None:
                 assert self.candidates is not None
-                places = of_tile, tile, self.vocab_start, self.vocab_size
+                places = of_tile, tile, self.head.vocab_start, self.head.vocab_size
                 write = self.candidates.gradient(logits, *places, of_rows, along(upstream, tile.rows), self.options)
             dz = self._gradient(logits, of_tile, tile, of_rows)
             if write is not None:
                 write(dz)
             self.grads.add(tile, dz, x, self.head.weight, dx)
-        self.grads.close_chunk(dx, rows)
+        self.grads.close_chunk(dx)
 
     def _gradient(self, logits: Tensor, target: Tensor, tile: Tile, cotangents: LogitsCotangents) -> Tensor:
         """Return the gradient of a tile's logits, in their memory unless wider than the products."""
@@ -232,8 +223,8 @@ class HeadPass:
             target=target,
             cotangents=cotangents,
             options=self.options,
-            vocab_size=self.vocab_size,
-            vocab_start=self.vocab_start + tile.vocab.start,
+            vocab_size=self.head.vocab_size,
+            vocab_start=self.head.vocab_start + tile.vocab.start,
             class_weight=self._class_weight(tile),
             out=out,
         )

@@ -25,6 +25,14 @@ def assert_later(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
+def check_ids(name: str, low: int, high: int, vocab_size: int, ignored: str = "") -> None:
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"{name} holds {low if low < 0 else high}, expected {ignored}an index into the vocabulary of weight, "
+            f"0 to {vocab_size - 1}"
+        )
+
+
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Return int64 numbers as a tensor, from a kernel's arguments: a copy would wait."""
     found = torch.zeros(len(numbers), dtype=torch.int64, device=device)

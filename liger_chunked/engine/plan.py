@@ -18,7 +18,7 @@ from liger_chunked.engine.checks import ranks_of
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.engine.filtered import FilteredPass, SamplingFilter
 from liger_chunked.engine.gradients import HeadGradients
-from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.engine.scattered import ScatteredRows, scatter_rows
 from liger_chunked.engine.shard import ShardedPass
 from liger_chunked.engine.token_pass import TokenPass
@@ -69,8 +69,8 @@ class Plan:
         class_weight: Tensor | None = None,
     ) -> Plan:
         vocab_size, hidden_size = shape = shape_to_cut(head)
+        wide_tiles = wide_tiles and layout.temperature is None and all_have_wide_tiles(head)
         wide_tiles = wide_tiles and epilogue.is_large(layout.n_valid * vocab_size, hidden_size)
-        wide_tiles = wide_tiles and all_have_wide_tiles(head)
         differentiates = tuple(name for name in DIFFERENTIABLE if name in differentiates and name in outputs)
         of_logit = logit_bytes(options, dtype)
         warn_of_few_rows(options, vocab_size, of_logit, layout.n_valid)
@@ -81,9 +81,7 @@ class Plan:
             return found, [tiles(_length(chunk), vocab_size, elements) for chunk in found], elements
 
         def served(tiles: list[list[Tile]]) -> bool:
-            if not wide_tiles or layout.temperature is not None:
-                return False
-            return epilogue.serves(head, dtype, options, class_weight, outputs, differentiates, tiles)
+            return wide_tiles and epilogue.serves(head, dtype, options, class_weight, outputs, differentiates, tiles)
 
         lengths = layout.cut_lengths
         chosen = cut(layout.n_valid if lengths is None else sum(lengths), of_logit)
@@ -137,7 +135,7 @@ class Plan:
         n_valid, columns = layout.n_valid, head.columns
 
         def elements(bytes_per_logit: int) -> int:
-            return budget_elements(options, shape, dtype, bytes_per_logit=bytes_per_logit)
+            return budget_elements(options, shape, dtype, 0, bytes_per_logit)
 
         by_epilogue = False
         wide_tiles = wide_tiles and (batch_invariant or epilogue.is_large(n_valid * shape[0], shape[1]))
@@ -150,7 +148,7 @@ class Plan:
                 cut = tiles(n_valid, columns, elements(dtype.itemsize), square=True)
         by_token = batch_invariant and not by_epilogue
         if filter is not None:
-            whole_rows = pieces(0, n_valid, max(1, elements(of_logit) // columns))
+            whole_rows = pieces(n_valid, max(1, elements(of_logit) // columns))
             cut = [Tile(rows, slice(0, columns)) for rows in whole_rows]
         elif by_token:
             cut = [Tile(slice(i, i + 1), slice(0, columns)) for i in range(n_valid)]
@@ -206,18 +204,25 @@ class Plan:
             layout=layout,
             scattered=scattered,
             chunks=found,
-            tiles=[[Tile(rows, every) for rows in pieces(0, _length(chunk), tile)] for chunk in found],
+            tiles=[[Tile(rows, every) for rows in pieces(_length(chunk), tile)] for chunk in found],
             dtype=dtype,
             n_contributions=len(found) if n_valid else 0,
             options=options,
             shard=head.shard,
         )
 
-    def input_rows(self, flat: Tensor, rows: slice, dtype: torch.dtype | None = None) -> Tensor:
-        dtype = self.dtype if dtype is None else dtype
+    def tokens(self, i: int, flat: Tensor, flat_u: Tensor | None) -> Tokens:
+        """Return chunk `i` of flattened hidden states."""
+        rows, temperature = self.chunks[i].rows, self.layout.temperature
+        x = self._input_rows(flat, rows)
+        u = None if flat_u is None else self._input_rows(flat_u, rows)
+        temperature = None if temperature is None else along(temperature, rows)
+        return Tokens(x, along(self.layout.target, rows), rows, self.tiles[i], u, temperature)
+
+    def _input_rows(self, flat: Tensor, rows: slice) -> Tensor:
         if self.scattered is not None:
-            return self.scattered.gather(flat, rows, dtype)
-        return self.layout.input_rows(flat, rows).to(dtype)
+            return self.scattered.gather(flat, rows, self.dtype)
+        return self.layout.input_rows(flat, rows).to(self.dtype)
 
     def reader(self, input: Tensor, rows: slice, dtype: torch.dtype) -> Callable[[slice], Tensor]:
         flat = input.reshape(-1, input.shape[-1])
@@ -225,11 +230,6 @@ class Plan:
             return lambda part: self.layout.input_rows(flat, part).to(dtype)
         chunk = self.scattered.gather(flat, rows, dtype)
         return lambda part: along(chunk, slice(part.start - rows.start, part.stop - rows.start))
-
-    @property
-    def largest_chunk(self) -> int:
-        """In tokens."""
-        return max(map(_length, self.chunks))
 
     @property
     def most_rows(self) -> int:
@@ -286,14 +286,13 @@ def logit_bytes(options: LogitOptions, dtype: torch.dtype) -> int:
 
 
 def budget_elements(
-    options: LogitOptions, head_shape: Sequence[int], dtype: torch.dtype, n_valid: int = 0, bytes_per_logit: int = 0
+    options: LogitOptions, head_shape: Sequence[int], dtype: torch.dtype, n_valid: int, bytes_per_logit: int
 ) -> int:
     """Return how many logits may be in memory at once; docs/memory.md has the automatic budget.
 
     `n_valid` is 0 if one chunk is impossible. `bytes_per_logit` counts copies and a teacher.
     """
     vocab_size, hidden_size = head_shape
-    bytes_per_logit = max(bytes_per_logit, dtype.itemsize)
     if options.logits_budget is not None:
         assert isinstance(options.logits_budget, int)
         return max(1, options.logits_budget // bytes_per_logit)
@@ -363,28 +362,20 @@ def _even(n: int, limit: int) -> int:
     return min(limit, -(-size // ROUND) * ROUND)
 
 
-def pieces(start: int, stop: int, limit: int) -> list[slice]:
-    if start == stop:
-        return []
-    size = _even(stop - start, limit)
-    return [slice(i, min(i + size, stop)) for i in range(start, stop, size)]
+def pieces(n: int, limit: int) -> list[slice]:
+    size = _even(n, limit) if n else 1
+    return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
 
 def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = False) -> list[Chunk]:
     """Cut the batch into chunks of whole groups within `elements` logits, or of one larger group."""
-    limit = max(1, elements // vocab_size)
-    n_valid = layout.n_valid
-    if layout.group_lengths is None:
-        if whole_batch or n_valid <= limit:
-            return [Chunk(slice(0, n_valid), slice(0, n_valid))]
-        # Short chunks take as long as long ones.
-        return [Chunk(rows, rows) for rows in pieces(0, n_valid, limit)]
-
-    cut_lengths = layout.cut_lengths
-    assert cut_lengths is not None
-    n_groups = len(cut_lengths)
-    if whole_batch or sum(cut_lengths) <= limit:
+    limit, n_valid, cut_lengths = max(1, elements // vocab_size), layout.n_valid, layout.cut_lengths
+    total, n_groups = (n_valid, n_valid) if cut_lengths is None else (sum(cut_lengths), len(cut_lengths))
+    if whole_batch or total <= limit:
         return [Chunk(slice(0, n_valid), slice(0, n_groups))]
+    if cut_lengths is None or layout.group_lengths is None:
+        # Short chunks take as long as long ones.
+        return [Chunk(rows, rows) for rows in pieces(n_valid, limit)]
     result = []
     first_row = first_group = row = held = 0
     for group, (length, longest) in enumerate(zip(layout.group_lengths, cut_lengths, strict=True)):

@@ -25,26 +25,18 @@ class ShardedPass(HeadPass):
         assert self.head.shard is not None
         return self.head.shard
 
-    @property
-    def vocab_size(self) -> int:
-        return self._shard.vocab_size
-
-    @property
-    def vocab_start(self) -> int:
-        return self._shard.start
-
     def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats]:
         partial = functools.reduce(merge, gather(self._partial(tokens), self._shard.group))
         if self.candidates is not None:
             of_one_rank(self.candidates.logits, self._shard.group)
-        return partial, finish(partial, tokens.target, self.vocab_size, self.outputs)
+        return partial, finish(partial, tokens.target, self._shard.vocab_size, self.outputs)
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
         """Correct `logps` on the rank with the target's row; send the result to all."""
         columns = self.columns
         both = logps.new_zeros(2, logps.shape[0])
         if columns:
-            target = tokens.target - self.vocab_start
+            target = tokens.target - self._shard.start
             own = logps.clone()
             scale = super()._unround(own, tokens._replace(target=target.clamp(0, columns - 1)), partial)
             both = torch.where((target >= 0) & (target < columns), torch.stack([own, scale]), 0.0)

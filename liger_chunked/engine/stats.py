@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import operator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from liger_chunked.calls import entry_point
 from liger_chunked.engine.adapter import apply_down
-from liger_chunked.engine.batch import Layout, at_temperature, lay_out
+from liger_chunked.engine.batch import Layout, lay_out
 from liger_chunked.engine.candidates import Candidates, check_candidates
 from liger_chunked.engine.checks import check_projection, check_target, check_temperature, compute_dtype
 from liger_chunked.engine.compile_ahead import compile_ahead
 from liger_chunked.engine.epilogue import StatisticsPass, readable
 from liger_chunked.engine.filtered import SamplingFilter
-from liger_chunked.engine.gradients import HeadGradients, Needs
-from liger_chunked.engine.head import HeadPass, Tokens
+from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
+from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.hooks import hooks_active
 from liger_chunked.engine.known import token_count
 from liger_chunked.engine.plan import Plan
@@ -25,7 +25,6 @@ from liger_chunked.kernels.backend import first_derivative, graph_is_retained, h
 from liger_chunked.types import (
     DIFFERENTIABLE,
     OUTPUTS,
-    AdaptedWeight,
     HeadTensors,
     LogitOptions,
     LossHead,
@@ -37,16 +36,11 @@ from liger_chunked.types import (
 )
 
 
-def _tokens(plan: Plan, input: Tensor, u: Tensor | None) -> Tokens:
-    rows = plan.chunks[0].rows
-    x = plan.input_rows(input.reshape(-1, input.shape[-1]), rows)
-    if u is not None:
-        u = plan.input_rows(u.reshape(-1, u.shape[-1]), rows)
-    return Tokens(x, plan.layout.target, rows, plan.tiles[0], u, plan.layout.temperature)
+def _flat(input: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return input.reshape(-1, input.shape[-1]), None if u is None else u.reshape(-1, u.shape[-1])
 
 
 StatsPass = HeadPass | StatisticsPass
-_NOTHING_NEEDED = Needs(False, False)
 
 
 def _make_pass(plan: Plan, given: HeadTensors, keeps: bool = False) -> StatsPass:
@@ -57,22 +51,13 @@ def _make_pass(plan: Plan, given: HeadTensors, keeps: bool = False) -> StatsPass
 
 
 def _statistics(
-    plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None, needs: Needs = _NOTHING_NEEDED
+    plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None, needs: Needs = NOTHING_NEEDED
 ) -> tuple[StatsPass, TokenStats]:
     compile_ahead(_dry_run, plan, input, given, u, needs)
     head_pass = _make_pass(plan, given, True in needs and not hooks_active())
     with gemms(input.device, plan.dtype):
-        stats = head_pass.statistics(_tokens(plan, input, u))
-    dense = plan.layout.scatter_stats({name: getattr(stats, name) for name in plan.outputs})
-    if head_pass.candidates is None:
-        return head_pass, dense
-    assert isinstance(head_pass, HeadPass) and head_pass.normalisers is not None
-    maximum, sum_exp, *_ = head_pass.normalisers
-    of_ids = head_pass.candidates.logps(maximum, sum_exp, plan.options, plan.layout.temperature)
-    if plan.layout.slots is not None:
-        places = of_ids.new_zeros(plan.layout.mask.numel(), of_ids.shape[1])
-        of_ids = places.index_copy_(0, plan.layout.slots, of_ids)
-    return head_pass, dense._replace(candidate_logps=of_ids)
+        stats = head_pass.statistics(plan.tokens(0, *_flat(input, u)))
+    return head_pass, plan.layout.scatter_stats({name: getattr(stats, name) for name in _returned(plan)})
 
 
 def _run_backward(
@@ -84,13 +69,11 @@ def _run_backward(
     needs: Needs,
     gradients: dict[str, Tensor],
 ) -> tuple[Tensor | None, ...]:
-    flat, flat_u = input.reshape(-1, input.shape[-1]), None if u is None else u.reshape(-1, u.shape[-1])
-    grads = head_pass.grads = HeadGradients(
-        plan.layout, flat, given, plan.dtype, needs, plan.n_contributions, flat_u, scattered=plan.scattered
-    )
+    flat, flat_u = _flat(input, u)
+    grads = head_pass.grads = HeadGradients(plan, flat, given, needs, flat_u)
     if plan.layout.n_valid:
         with gemms(input.device, plan.dtype):
-            head_pass.backward(_tokens(plan, input, u), gradients)
+            head_pass.backward(plan.tokens(0, flat, flat_u), gradients)
     head_pass.release()
     return grads.finish()
 
@@ -99,39 +82,21 @@ def _dry_run(plan: Plan, input: Tensor, given: HeadTensors, u: Tensor | None, ne
     """Run forward and backward, as if a loss used log-probabilities alone."""
     head_pass, stats = _statistics(plan, given, input, u, needs)
     if True in needs:
-        head_pass.restore(head_pass.keep(), plan.layout.temperature)
+        head_pass.restore(head_pass.keep())
         names = ("logps",) if "logps" in plan.outputs else DIFFERENTIABLE
         gradients = {name: g for name in names if (g := getattr(stats, name)) is not None}
         _run_backward(head_pass, plan, given, input, u, needs, gradients)
 
 
-def _tensors_of(plan: Plan) -> tuple[Tensor | None, ...]:
-    """Return tensors for autograd to save, so that it detects changes by the caller."""
-    layout = plan.layout
-    return layout.target, layout.rows, layout.slots, layout.temperature, plan.class_weight, plan.candidates
-
-
-def _holding(
-    plan: Plan,
-    target: Any = None,
-    rows: Any = None,
-    slots: Any = None,
-    temperature: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    candidates: Tensor | None = None,
-) -> Plan:
-    of_layout = {"target": target, "rows": rows, "slots": slots, "temperature": temperature}
-    layout = replace(plan.layout, **of_layout, mask=None)  # type: ignore[arg-type]
+def _holding(plan: Plan, tensors: Sequence[Any] = (None,) * 6) -> Plan:
+    target, rows, slots, temperature, class_weight, candidates = tensors
+    no_mask: Any = None
+    layout = replace(plan.layout, target=target, rows=rows, slots=slots, temperature=temperature, mask=no_mask)
     return replace(plan, layout=layout, class_weight=class_weight, candidates=candidates)
 
 
 def _returned(plan: Plan) -> tuple[str, ...]:
     return plan.outputs if plan.candidates is None else (*plan.outputs, "candidate_logps")
-
-
-def _savable(x: Tensor | None) -> Tensor | None:
-    """Return a tensor that autograd can save: a copy of inference tensors."""
-    return x.clone() if x is not None and x.is_inference() else x
 
 
 class _LinearTokenStats(torch.autograd.Function):
@@ -155,13 +120,16 @@ class _LinearTokenStats(torch.autograd.Function):
         head_pass, dense = _statistics(plan, HeadTensors(weight, bias, up, plan.shard), input, u, needs)
         kept = head_pass.keep()
         ctx.n_kept = len(kept)
-        of_plan = _tensors_of(plan)
-        savable = [_savable(x) for x in of_plan]
+        layout = plan.layout
+        # Saved, so that autograd detects changes by the caller; in the order of `_holding`.
+        of_plan = layout.target, layout.rows, layout.slots, layout.temperature, plan.class_weight, plan.candidates
+        copied = any(x is not None and x.is_inference() for x in of_plan)
+        # Autograd cannot save inference tensors.
+        savable = [x.clone() if x is not None and x.is_inference() else x for x in of_plan]
         ctx.save_for_backward(input, weight, bias, u, up, *kept, *savable)
         ctx.returned = _returned(plan)
         hooked = hooks_active()
         ctx.head_pass = None if hooked else head_pass
-        copied = any(map(operator.is_not, savable, of_plan))
         ctx.plan = _holding(plan) if hooked or copied else plan
         differentiable = (*DIFFERENTIABLE, "candidate_logps")
         # Copies of views, on which autograd refuses `logps *= mask`, and of what the backward reads.
@@ -179,14 +147,14 @@ class _LinearTokenStats(torch.autograd.Function):
         if all(g is None for g in upstream):
             return (None,) * 6
         input, weight, bias, u, up, *rest = ctx.saved_tensors
-        plan = _holding(ctx.plan, *rest[ctx.n_kept :]) if ctx.plan.layout.mask is None else ctx.plan
+        plan = _holding(ctx.plan, rest[ctx.n_kept :]) if ctx.plan.layout.mask is None else ctx.plan
         layout, given = plan.layout, HeadTensors(weight, bias, up, plan.shard)
         head_pass, ctx.head_pass = ctx.head_pass or _make_pass(plan, given), None
         if not graph_is_retained():
             ctx.plan = None  # else its tensors live as long as the results
         if isinstance(head_pass, HeadPass) and plan.candidates is not None:
             head_pass.candidates = Candidates(plan.candidates)
-        head_pass.restore(rest[: ctx.n_kept], layout.temperature)
+        head_pass.restore(rest[: ctx.n_kept])
 
         def compact(name: str, g: Tensor) -> Tensor:
             g = g if name == "candidate_logps" else g.reshape(-1)
@@ -209,36 +177,30 @@ def token_stats(
     filter: SamplingFilter | None = None,
     candidates: Tensor | None = None,
     batch_invariant: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    wide_tiles: bool | None = None,
 ) -> TokenStats:
     """Return `linear_token_stats` of checked inputs, dense; `class_weight` weighs `mean_logits`."""
+    dtype = compute_dtype(head, input) if dtype is None else dtype
+    tensors, u = apply_down(head, input, dtype)
+    given = (input, tensors.weight, tensors.bias, u, tensors.up)
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     plan = Plan.of_statistics(
         head,
         layout.local(),
-        compute_dtype(head, input),
+        dtype,
         outputs=outputs,
         options=options,
         class_weight=class_weight,
         filter=filter,
         candidates=candidates,
-        needs_grad=needs_grad(head, input),
-        wide_tiles=has_wide_tiles(input.device),
+        needs_grad=needs_grad,
+        wide_tiles=has_wide_tiles(input.device) if wide_tiles is None else wide_tiles,
         batch_invariant=batch_invariant,
     )
-    return run_statistics(plan, head, input)
-
-
-def needs_grad(head: LossHead, input: Tensor) -> bool:
-    weight = head.weight
-    of_weight = (weight.weight, weight.up) if isinstance(weight, AdaptedWeight) else (weight,)
-    given = (input, head.bias, *of_weight)
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-
-
-def run_statistics(plan: Plan, head: LossHead, input: Tensor) -> TokenStats:
-    weight, up, u = apply_down(head.weight, input, plan.dtype)
-    given = (input, weight, head.bias, u, up)
-    if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)):
-        return _statistics(plan, HeadTensors(weight, head.bias, up, head.shard), input, u)[1]
+    if not needs_grad:
+        return _statistics(plan, tensors, input, u)[1]
     values = _LinearTokenStats.apply(*given, plan)
     return TokenStats(**dict(zip(_returned(plan), values, strict=True)))
 
@@ -329,16 +291,12 @@ def linear_token_stats(
         n_valid = token_count(n_valid, target.numel(), shard=vocab_shard)
     layout = lay_out(target.long(), "token", ignore_index, head.vocab_size, n_valid=n_valid)
     if per_token is not None:
-        layout = at_temperature(layout, per_token, n_valid)
+        layout = layout.at_temperature(per_token, n_valid)
     filter = SamplingFilter.of(top_k, top_p, options, outputs, vocab_shard is not None)
     ids = None if candidates is None else check_candidates(candidates, target, head.vocab_size, n_valid)
-    batch_invariant = deterministic is not None
     stats = token_stats(
-        head, input, layout, outputs, options, filter=filter, candidates=ids, batch_invariant=batch_invariant
+        head, input, layout, outputs, options, filter=filter, candidates=ids, batch_invariant=deterministic is not None
     )
     if target.ndim > 1:
-        shaped = [None if x is None else x.view(target.shape) for x in stats[: len(OUTPUTS)]]
-        stats = TokenStats(*shaped)._replace(candidate_logps=stats.candidate_logps)
-    if candidates is not None and stats.candidate_logps is not None:
-        stats = stats._replace(candidate_logps=stats.candidate_logps.view(candidates.shape))
+        stats = TokenStats(*(None if x is None else x.view(*target.shape, *x.shape[1:]) for x in stats))
     return stats

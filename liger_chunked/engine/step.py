@@ -1,23 +1,20 @@
-"""Compute a loss with its gradients in the forward, chunk by chunk (docs/how-it-works.md).
-
-Backward multiplies by the upstream gradient, on a copy if the graph is retained.
-"""
+"""Compute a loss with its gradients in the forward, chunk by chunk (docs/how-it-works.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from liger_chunked.engine.adapter import apply_down
-from liger_chunked.engine.batch import Chunk, Layout, along
+from liger_chunked.engine.batch import Chunk, Layout
 from liger_chunked.engine.checks import check_graph, compute_dtype
 from liger_chunked.engine.compile_ahead import compile_ahead
-from liger_chunked.engine.gradients import HeadGradients, Needs
-from liger_chunked.engine.head import Pass, Tokens
+from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
+from liger_chunked.engine.head import Pass
 from liger_chunked.engine.hooks import isolated
 from liger_chunked.engine.plan import Plan
 from liger_chunked.engine.precision import gemms
@@ -33,14 +30,9 @@ from liger_chunked.types import (
     accumulation_dtype,
 )
 
-
-class Objective(Protocol):
-    """Maps the dense statistics (see `Layout`) of some groups to their share of the loss, a scalar.
-
-    `x[index]` are these groups' part of `x`.
-    """
-
-    def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor: ...
+# Maps the dense statistics (see `Layout`) of some groups to their share of the loss, a scalar. `x[index]` are these
+# groups' part of `x`.
+Objective = Callable[[TokenStats, slice | Tensor], Tensor]
 
 
 class LinearObjective:
@@ -83,11 +75,7 @@ class Step:
         if self.make_pass == plan.make_pass:
             compile_ahead(_dry_run, plan, input, head, u, needs)
         flat, flat_u = input.reshape(-1, input.shape[-1]), None if u is None else u.reshape(-1, u.shape[-1])
-        grads = None
-        if True in needs:
-            grads = HeadGradients(
-                layout, flat, head, plan.dtype, needs, plan.n_contributions, flat_u, scattered=plan.scattered
-            )
+        grads = HeadGradients(plan, flat, head, needs, flat_u) if True in needs else None
         head_pass = self.make_pass(head.to(plan.dtype), grads)
 
         parts: list[Any] = []
@@ -95,13 +83,8 @@ class Step:
         has_gradient = isinstance(objective, LinearObjective)
         assert not has_gradient or layout.group_lengths is None  # values stay in token order
         with gemms(input.device, plan.dtype, self.teacher_dtype):
-            for chunk, tiles in zip(plan.chunks, plan.tiles, strict=True):
-                x = plan.input_rows(flat, chunk.rows)
-                chunk_u = None if flat_u is None else plan.input_rows(flat_u, chunk.rows)
-                target, temperature = along(layout.target, chunk.rows), layout.temperature
-                if temperature is not None:
-                    temperature = along(temperature, chunk.rows)
-                tokens = Tokens(x, target, chunk.rows, tiles, chunk_u, temperature)
+            for i, chunk in enumerate(plan.chunks):
+                tokens = plan.tokens(i, flat, flat_u)
                 values = head_pass.statistics(tokens)
                 share: Tensor | None = None
                 gradients: dict[str, Tensor] = {}
@@ -111,7 +94,7 @@ class Step:
                 elif grads is not None:
                     gradients = objective.gradients(values)
                 parts.append(values)
-                if grads is not None and x.shape[0]:
+                if grads is not None and tokens.x.shape[0]:
                     head_pass.backward(tokens, gradients)
                 if share is not None:
                     check_graph("the loss", share, [f for f in values if f is not None])
@@ -160,11 +143,11 @@ class Step:
         return dense, loss, by_name
 
 
+@dataclass(frozen=True)
 class _EveryStatistic(LinearObjective):
     """Any loss of a plan's statistics, for a dry run."""
 
-    def __init__(self, differentiates: tuple[str, ...]) -> None:
-        self.differentiates = differentiates
+    differentiates: tuple[str, ...]
 
     def loss(self, values: TokenStats) -> Tensor:
         return next(f for f in values if f is not None).sum()
@@ -176,9 +159,6 @@ class _EveryStatistic(LinearObjective):
 def _dry_run(plan: Plan, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs) -> None:
     loss, grads = Step(plan, _EveryStatistic(plan.differentiates), plan.make_pass).run(input, head, u, needs)
     scale_([g for g in grads if g is not None], loss)
-
-
-_NOTHING_NEEDED = Needs(False, False)
 
 
 def _like(x: Tensor | None, like: tuple[torch.Size, torch.dtype]) -> Tensor | None:
@@ -206,7 +186,7 @@ class GradientInForward(torch.autograd.Function):
         with_gradient: bool,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        needs = Needs(*ctx.needs_input_grad[:5]) if with_gradient else _NOTHING_NEEDED
+        needs = Needs(*ctx.needs_input_grad[:5]) if with_gradient else NOTHING_NEEDED
         with isolated():
             loss, ctx.gradients = step.run(input, HeadTensors(weight, bias, up, step.plan.shard), u, needs)
         if True in needs:
@@ -232,8 +212,8 @@ class GradientInForward(torch.autograd.Function):
 
 def run_step(step: Step, head: LossHead, input: Tensor) -> tuple[Tensor, Any]:
     """Return the differentiable loss (), and the step's values."""
-    weight, up, u = apply_down(head.weight, input, step.plan.dtype)
-    loss = GradientInForward.apply(input, weight, head.bias, u, up, step, torch.is_grad_enabled())
+    (weight, bias, up, _), u = apply_down(head, input, step.plan.dtype)
+    loss = GradientInForward.apply(input, weight, bias, u, up, step, torch.is_grad_enabled())
     return loss, step.values
 
 

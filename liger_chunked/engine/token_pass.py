@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.batch import Tile, along
+from liger_chunked.engine.batch import Tile
 from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.kernels import PartialStats
+
+
+def _copy(x: Any, rows: slice) -> Any:
+    """Return rows of `x` or None, contiguous: a product may follow alignment and strides."""
+    return None if x is None else x[rows].clone(memory_format=torch.contiguous_format)
 
 
 class TokenPass(HeadPass):
@@ -15,24 +22,12 @@ class TokenPass(HeadPass):
     """
 
     def project(self, x: Tensor, tile: Tile, u: Tensor | None = None) -> Tensor:
-        # Contiguous copies: a product may follow alignment and strides.
-        one = None if u is None else along(u, tile.rows).clone(memory_format=torch.contiguous_format)
-        own = along(x, tile.rows).clone(memory_format=torch.contiguous_format)
-        return super().project(own, Tile(slice(0, 1), tile.vocab), one)
+        return super().project(_copy(x, tile.rows), Tile(slice(0, 1), tile.vocab), _copy(u, tile.rows))
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
         factors = []
-        for tile in tokens.tiles:
-            rows = tile.rows
-            x, target, _, _, u, temperature = tokens
-            one = Tokens(
-                x[rows].clone(memory_format=torch.contiguous_format),
-                target[rows],
-                slice(0, 1),
-                [tile],
-                None if u is None else u[rows].clone(memory_format=torch.contiguous_format),
-                None if temperature is None else temperature[rows],
-            )
+        for rows, _ in tokens.tiles:
+            one = {name: _copy(getattr(tokens, name), rows) for name in ("x", "target", "u", "temperature")}
             of_row = partial._replace(max=partial.max[rows], sum_exp=partial.sum_exp[rows])
-            factors.append(super()._unround(logps[rows], one, of_row))
+            factors.append(super()._unround(logps[rows], tokens._replace(**one), of_row))
         return torch.cat(factors)

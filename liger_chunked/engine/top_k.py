@@ -59,10 +59,7 @@ class TopK:
             logps = None if target is None else columns.log_prob_of_target(z, hard_tail)
 
         def backward(g_divergence: Tensor, g_logps: Tensor | None) -> Tensor:
-            outputs = {divergence: g_divergence}
-            if logps is not None and g_logps is not None:
-                outputs[logps] = g_logps
-            g_raw, g_log_sum, *g_hard = vector_jacobian(outputs, leaves)
+            g_raw, g_log_sum, *g_hard = vector_jacobian({divergence: g_divergence, logps: g_logps}, leaves)
             dz = tail_grad_(student, stats, g_log_sum, g_hard[0] if g_hard else None, self.options)
             # Gradients of unrounded values replace the sweep's.
             return self._write(dz, columns.index, columns.joined(g_raw))

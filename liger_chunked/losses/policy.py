@@ -13,7 +13,6 @@ from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
     Group,
     assert_later,
-    at_temperature,
     check_projection,
     check_target,
     check_temperature,
@@ -367,7 +366,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             n_valid = sequence_counts(n_valid, whole_target, sequence_group, vocab_shard)
         layout = lay_out(whole_target, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid)
         if temperature is not None:
-            layout = at_temperature(layout, whole(temperature, sequences, 1.0), n_valid)
+            layout = layout.at_temperature(whole(temperature, sequences, 1.0), n_valid)
         arrange = Arrangement(layout, whole_target, accumulation_dtype(weight.dtype))
         items = self._num_items(num_items, arrange)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
