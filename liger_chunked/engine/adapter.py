@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -13,22 +11,11 @@ from liger_chunked.types import AdaptedWeight, HeadTensors, LossHead
 _RANGE = 256.0
 
 
-class _Rounded(torch.autograd.Function):
-    """Rounds values to `dtype`, but keeps the dtype of `x`, with the identity's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.to(dtype).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
 def _parts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return `x` rounded to `dtype`, and the rest, without gradient."""
-    rounded = _Rounded.apply(x, dtype)
-    return rounded, x.detach() - rounded.detach()
+    given = x.detach()
+    rest = given - given.to(dtype).to(x.dtype)
+    return x - rest, rest  # exact
 
 
 def apply_down(head: LossHead, input: Tensor, dtype: torch.dtype) -> tuple[HeadTensors, Tensor | None]:

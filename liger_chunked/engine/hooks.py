@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,16 +18,7 @@ def _any_hooks() -> bool:
         return True
 
 
-def _probed() -> Callable[[bool], Any] | None:
-    try:
-        top = torch._C._autograd._top_saved_tensors_default_hooks
-        top(False)
-    except (AttributeError, TypeError):
-        return None
-    return top
-
-
-_top_hooks = _probed()
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # private
 
 
 def hooks_active() -> bool:
