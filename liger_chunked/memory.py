@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from liger_chunked.engine import Group, Layout, LossWeights, Teacher, TopK, linear_token_stats, token_stats
-from liger_chunked.engine.distillation import distillation_step
-from liger_chunked.engine.divergences import Route
+from liger_chunked.engine.distillation import Route, distillation_step
 from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
@@ -34,7 +33,6 @@ from liger_chunked.losses import (
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.types import (
     AdaptedWeight,
-    HeadTensors,
     LogitOptions,
     LossHead,
     MemoryEstimate,
@@ -124,18 +122,19 @@ def estimate_memory(
     counted = _Bytes()
     with counted:
         layout = meta_layout(group, tuple(shape), valid)
-    _check_pieces(options, layout.n_valid, vocab_size, autocast or dtype)
-    model = _Model(vocab_size, layout, dtype, autocast or dtype, bias)
-    head, input = counted.given(*model.inputs(hidden_size, trainable_head, trainable_input, lora_rank))
+    compute_dtype = autocast or dtype
+    _check_pieces(options, layout.n_valid, vocab_size, compute_dtype)
+    inputs = functools.partial(_inputs, vocab_size, layout.mask.numel(), dtype, bias)
+    head, input = counted.given(*inputs(hidden_size, trainable_head, trainable_input, lora_rank))
     reference, given_teacher = (
-        None if size is None else counted.given(*model.inputs(size)) for size in (ref_hidden_size, teacher_hidden_size)
+        None if size is None else counted.given(*inputs(size)) for size in (ref_hidden_size, teacher_hidden_size)
     )
     wide_tiles, logps = _has_wide_tiles(capability), ("logps",)
     with counted:
         if reference is not None:
-            token_stats(*reference, layout, logps, options, dtype=model.compute_dtype, wide_tiles=wide_tiles)
+            token_stats(*reference, layout, logps, options, dtype=compute_dtype, wide_tiles=wide_tiles)
         if isinstance(loss, LigerFusedLinearDistillationBase):
-            step = _distillation(loss, model, head, options, given_teacher, teacher_top_k)
+            step = _distillation(loss, layout, compute_dtype, head, options, given_teacher, teacher_top_k)
             _differentiate(run_step(step, head, input)[0], head, input)
         elif isinstance(loss, StatsLoss) and not (
             isinstance(loss, LigerFusedLinearCrossEntropyLoss) and loss.reduction == "none"
@@ -143,17 +142,20 @@ def estimate_memory(
             plan = Plan.of_loss(
                 head,
                 layout,
-                model.compute_dtype,
+                compute_dtype,
                 outputs=loss._outputs,
                 differentiates=loss._differentiates,
                 options=options,
                 whole_batch=loss._whole_batch,
                 wide_tiles=wide_tiles,
             )
-            objective = functools.partial(_sum, plan.differentiates)
+
+            def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
+                return functools.reduce(torch.add, (getattr(stats, name).sum() for name in plan.differentiates))
+
             _differentiate(run_step(Step(plan, objective, plan.make_pass), head, input)[0], head, input)
         else:
-            stats = token_stats(head, input, layout, logps, options, dtype=model.compute_dtype, wide_tiles=wide_tiles)
+            stats = token_stats(head, input, layout, logps, options, dtype=compute_dtype, wide_tiles=wide_tiles)
             assert stats.logps is not None
             _differentiate(stats.logps.sum(), head, input)
     return counted.most
@@ -228,28 +230,20 @@ def _part_of_caller() -> Part:
     return "other"
 
 
-class _Model(NamedTuple):
-    vocab_size: int
-    layout: Layout
-    dtype: torch.dtype
-    compute_dtype: torch.dtype
-    bias: bool
-
-    def inputs(
-        self,
-        hidden_size: int,
-        trainable_head: bool = False,
-        trainable_input: bool = False,
-        lora_rank: int | None = None,
-    ) -> tuple[LossHead, Tensor]:
-        weight = _meta(self.vocab_size, hidden_size, dtype=self.dtype).requires_grad_(trainable_head)
-        bias = _meta(self.vocab_size, dtype=self.dtype).requires_grad_(trainable_head) if self.bias else None
-        input = _meta(self.layout.mask.numel(), hidden_size, dtype=self.dtype).requires_grad_(trainable_input)
-        return LossHead(weight if lora_rank is None else _adapted(weight, lora_rank), bias), input
-
-
-def _sum(names: tuple[str, ...], stats: TokenStats, index: slice | Tensor) -> Tensor:
-    return functools.reduce(torch.add, (getattr(stats, name).sum() for name in names))
+def _inputs(
+    vocab_size: int,
+    n_positions: int,
+    dtype: torch.dtype,
+    has_bias: bool,
+    hidden_size: int,
+    trainable_head: bool = False,
+    trainable_input: bool = False,
+    lora_rank: int | None = None,
+) -> tuple[LossHead, Tensor]:
+    weight = _meta(vocab_size, hidden_size, dtype=dtype).requires_grad_(trainable_head)
+    bias = _meta(vocab_size, dtype=dtype).requires_grad_(trainable_head) if has_bias else None
+    input = _meta(n_positions, hidden_size, dtype=dtype).requires_grad_(trainable_input)
+    return LossHead(weight if lora_rank is None else _adapted(weight, lora_rank), bias), input
 
 
 def _adapted(weight: Tensor, rank: int) -> AdaptedWeight:
@@ -268,18 +262,17 @@ def _differentiate(loss: Tensor, head: LossHead, input: Tensor) -> None:
 
 def _distillation(
     loss: LigerFusedLinearDistillationBase,
-    model: _Model,
+    layout: Layout,
+    dtype: torch.dtype,
     head: LossHead,
     options: LogitOptions,
     given_teacher: tuple[LossHead, Tensor] | None,
     teacher_top_k: int | None,
 ) -> Step:
-    layout, teacher = model.layout, None
+    teacher = None
     route: Route
     if given_teacher is not None:
-        (weight, bias, _), states = given_teacher
-        assert isinstance(weight, Tensor)
-        teacher = Teacher(HeadTensors(weight, bias), states, loss.teacher_options, model.compute_dtype)
+        teacher = Teacher.of(*given_teacher, loss.teacher_options)._replace(dtype=dtype)
         route = loss._route_of_logits()
     else:
         assert teacher_top_k is not None
@@ -288,7 +281,7 @@ def _distillation(
         route = TopK(loss.divergence, loss.options, logps, ids)
     hard = loss.weight_hard_loss > 0
     weights = LossWeights(1.0, -1.0 if hard else None)
-    return distillation_step(head, model.compute_dtype, teacher, layout, weights, route, options, has_target=hard)
+    return distillation_step(head, dtype, teacher, layout, weights, route, options, has_target=hard)
 
 
 def _check_pieces(options: LogitOptions, n_valid: int, vocab_size: int, dtype: torch.dtype) -> None:

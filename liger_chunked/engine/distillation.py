@@ -16,13 +16,17 @@ from torch import Tensor
 from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.batch import Layout, Tile, along, joined
 from liger_chunked.engine.checks import compute_dtype
-from liger_chunked.engine.divergences import Route
+from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.engine.plan import Plan
+from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.step import LinearObjective, Step
 from liger_chunked.engine.top_k import TopK
 from liger_chunked.types import HeadTensors, LogitOptions, LossHead, accumulation_dtype
+
+# Each computes a divergence per token from untransformed logits (n, V). Its `rows` are of the valid tokens.
+Route = ByAutograd | ClosedForm | Ranked | TopK
 
 
 class Divergences(NamedTuple):
@@ -66,6 +70,10 @@ class Teacher(NamedTuple):
             tensors, u = apply_down(head, input, dtype)
         return cls(tensors, input, options, dtype, u)
 
+    def readers(self, plan: Plan, chunk_rows: slice) -> list[Callable[[slice], Tensor]]:
+        """Return functions from rows to hidden states and `u`."""
+        return [plan.reader(x, chunk_rows, self.dtype) for x in (self.input, self.u) if x is not None]
+
 
 @dataclass
 class DistillationPass:
@@ -92,7 +100,7 @@ class DistillationPass:
         """Return divergences. With `grads`, overwrite logits with their gradient."""
         logits = self._student.project_all(tokens.x, tokens.u)
         start = tokens.rows.start
-        self._readers = self._of_teacher(tokens.rows)
+        self._readers = [] if self.teacher is None else self.teacher.readers(self.plan, tokens.rows)
         found = [
             self._measure(along(logits, rows), slice(start + rows.start, start + rows.stop))
             for rows, _ in tokens.tiles or [Tile(slice(0, 0), slice(0, 0))]
@@ -100,8 +108,7 @@ class DistillationPass:
         if tokens.rows.stop == self.plan.layout.n_valid:
             self._teacher = None  # dW can use its memory
         self._gradient = logits
-        values: Divergences = joined(found)
-        return values
+        return joined(found)
 
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         grads, dz, self._gradient = self.grads, self._gradient, None
@@ -116,8 +123,8 @@ class DistillationPass:
 
     @functools.cached_property
     def _weights_of_tokens(self) -> dict[str, Tensor]:
-        n = max(1, self.plan.most_rows)
-        return self.weights.of_tokens(n, accumulation_dtype(self.plan.dtype), self.head.weight.device)
+        dtype = accumulation_dtype(self.plan.dtype)
+        return self.weights.of_tokens(self.plan.most_rows, dtype, self.head.weight.device)
 
     def _measure(self, logits: Tensor, rows: slice) -> Divergences:
         layout = self.plan.layout
@@ -145,13 +152,6 @@ class DistillationPass:
             self._teacher = HeadPass(self.teacher.head.to(self.teacher.dtype), self.teacher.options)
             self._teacher.reserve(self.plan.most_rows * self._teacher.columns)
         return self._teacher.project_all(*(read(rows) for read in self._readers))
-
-    def _of_teacher(self, chunk_rows: slice) -> list[Callable[[slice], Tensor]]:
-        """Return functions from rows to the teacher's hidden states and `u`."""
-        if self.teacher is None:
-            return []
-        given = [x for x in (self.teacher.input, self.teacher.u) if x is not None]
-        return [self.plan.reader(x, chunk_rows, self.teacher.dtype) for x in given]
 
 
 def distillation_step(

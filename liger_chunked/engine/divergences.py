@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,18 +27,6 @@ class Measured(NamedTuple):
     divergence: Tensor
     logps: Tensor | None
     backward: Callable[[Tensor, Tensor | None], object]
-
-
-class Route(Protocol):
-    """Computes a divergence per token from untransformed logits (n, V)."""
-
-    def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int: ...
-
-    def measure(
-        self, student: Tensor, teacher: Tensor | None, target: Tensor | None, rows: slice, with_gradient: bool
-    ) -> Measured:
-        """`rows` are of the valid tokens."""
-        ...
 
 
 def transformed(logits: Tensor, options: LogitOptions) -> Tensor:

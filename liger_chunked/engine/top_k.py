@@ -115,7 +115,7 @@ class _Columns:
 
     def centred(
         self, leaves: list[Tensor], tail_centre: Tensor, options: LogitOptions
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits before the temperature, and the tail's logsumexp at the temperature and at 1.
 
         All are relative to the row's largest logit.
@@ -124,8 +124,7 @@ class _Columns:
         largest = torch.maximum(z.detach().amax(1), tail_centre)
         shift = torch.where(tail_centre == -torch.inf, 0.0, tail_centre - largest)
         tail = leaves[1] + tempered(shift, options)
-        hard_tail = leaves[2] + shift if len(leaves) > 2 else tail
-        return z - largest[:, None], tail, hard_tail if self.is_target is not None else None
+        return z - largest[:, None], tail, leaves[2] + shift if len(leaves) > 2 else tail
 
     def bins(self, z: Tensor, tail: Tensor) -> Tensor:
         k = self.present.shape[1]
@@ -143,22 +142,19 @@ class _Columns:
         nothing = student_bins.detach()[:, -1:] == -torch.inf
         return torch.cat([logps, left.masked_fill(nothing, -torch.inf)], 1)
 
-    def log_prob_of_target(self, z: Tensor, tail: Tensor | None) -> Tensor:
-        assert tail is not None
+    def log_prob_of_target(self, z: Tensor, tail: Tensor) -> Tensor:
         return z[:, -1] - self.bins(z, tail).logsumexp(1)
 
     def joined(self, gradient: Tensor) -> Tensor:
         k = self.present.shape[1]
-        entries = gradient[:, :k]
-        position = torch.arange(k, device=gradient.device)
+        position = torch.where(self.present, torch.arange(k, device=gradient.device), self.first)
         if self.is_target is None:
-            return entries.gather(1, torch.where(self.present, position, self.first))
+            return gradient.gather(1, position)
         of_target = gradient[:, k:]
-        entries = entries + torch.where(self.is_target, of_target, 0.0)
+        entries = gradient[:, :k] + torch.where(self.is_target, of_target, 0.0)
         repeated = torch.where(self.is_target, entries, 0.0).sum(1, keepdim=True)
         of_target = torch.where(self.is_target.any(1, keepdim=True), repeated, of_target)
-        entries = entries.gather(1, torch.where(self.present, position, self.first))
-        return torch.cat([entries, of_target], 1)
+        return torch.cat([entries.gather(1, position), of_target], 1)
 
 
 def _log_add(a: Tensor, b: Tensor) -> Tensor:
