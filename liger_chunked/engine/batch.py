@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from liger_chunked.engine.collectives import Values, mapped
 from liger_chunked.engine.known import Counts, assert_later, check_ids, may_read, on_device
 from liger_chunked.engine.packed import Packing, Sequences
 from liger_chunked.engine.sequence import SequenceSplit
@@ -22,7 +23,7 @@ from liger_chunked.types import TokenStats
 Group = Literal["token", "sequence", "pair"]
 
 
-def joined(parts: Sequence[Any]) -> Any:
+def joined(parts: Sequence[Values]) -> Values:
     if len(parts) == 1:
         return parts[0]
     return parts[0]._make(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True))
@@ -132,8 +133,8 @@ class Layout:
             values = values.new_zeros(n_groups * self.tokens_per_group).scatter_(0, slots, values)
         return self._unflatten(values, n_groups)
 
-    def dense_values(self, values: Any, chunk: Chunk) -> Any:
-        return values._make([None if f is None else self.dense(f, chunk) for f in values])
+    def dense_values(self, values: Values, chunk: Chunk) -> Values:
+        return mapped(lambda f: self.dense(f, chunk), values)
 
     def sum_of_shares(self, loss: Tensor) -> Tensor:
         return loss
@@ -314,41 +315,34 @@ class SplitLayout(Layout):
     exchanges: bool = field(kw_only=True)
 
     @property
-    def _of_tokens(self) -> bool:
-        return self.group_lengths is None
-
-    @property
     def cut_lengths(self) -> Sequence[int] | None:
         return self.longest
 
-    def _gather(self, dense: Any) -> Any:
-        if not self._of_tokens:
+    def _gather(self, dense: Values) -> Values:
+        if self.group_lengths is not None:
             return self.ranks.whole_values(dense)
-        rows = dense._make(None if f is None else f.view(self.ranks.batch, self.ranks.own_length) for f in dense)
-        return dense._make(None if f is None else f.reshape(-1) for f in self.ranks.whole_values(rows))
+        rows = mapped(lambda f: f.view(self.ranks.batch, self.ranks.own_length), dense)
+        return mapped(lambda f: f.reshape(-1), self.ranks.whole_values(rows))
 
-    def _scatter_tokens(self, values: Any) -> Any:
-        return values._make(None if f is None else self.scatter(f) for f in values)
-
-    def dense_values(self, values: Any, chunk: Chunk) -> Any:
+    def dense_values(self, values: Values, chunk: Chunk) -> Values:
         if not self.exchanges:
             return super().dense_values(values, chunk)
-        if not self._of_tokens:
+        if self.group_lengths is not None:
             return self._gather(super().dense_values(values, chunk))
-        found, slots = self._gather(self._scatter_tokens(values)), self.whole.slots
-        return found if slots is None else found._make(None if f is None else f[slots] for f in found)
+        found, slots = self._gather(mapped(self.scatter, values)), self.whole.slots
+        return found if slots is None else mapped(lambda f: f[slots], found)
 
     def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
         if not self.exchanges:
             return super().compact(dense, chunk)
-        if not self._of_tokens:
+        if self.group_lengths is not None:
             return super().compact(dense[..., self.ranks.own], chunk)
         whole = self.whole.scatter(dense).view(self.ranks.batch, self.ranks.length)
         own = whole[:, self.ranks.own].reshape(-1)
         return own if self.slots is None else own[self.slots]
 
     def index(self, chunk: Chunk) -> slice | Tensor:
-        if not self._of_tokens:
+        if self.group_lengths is not None:
             return super().index(chunk)
         if self.exchanges:
             every = slice(0, self.whole.n_valid)
@@ -359,16 +353,15 @@ class SplitLayout(Layout):
         return self.ranks.slots(own)
 
     def scatter_stats(self, values: dict[str, Tensor]) -> TokenStats:
-        found: TokenStats = self._gather(super().scatter_stats(values))
-        return found
+        return self._gather(super().scatter_stats(values))
 
     def join(self, parts: list[Any]) -> Any:
-        if not self._of_tokens:
+        if self.group_lengths is not None:
             return super().join(parts)
         if self.exchanges:
             return self.whole.join(parts)
         values = super().join(parts)
-        return values if isinstance(values, TokenStats) else self._gather(self._scatter_tokens(values))
+        return values if isinstance(values, TokenStats) else self._gather(mapped(self.scatter, values))
 
     def sum_of_shares(self, loss: Tensor) -> Tensor:
         return loss if self.exchanges else self.ranks.sum(loss)

@@ -22,8 +22,8 @@ class Candidates:
     ids: Tensor
     logits: Tensor = field(init=False, repr=False)
 
-    def start(self, like: Tensor, dtype: torch.dtype) -> None:
-        self.logits = torch.zeros(self.ids.shape, dtype=dtype, device=like.device)
+    def start(self, dtype: torch.dtype) -> None:
+        self.logits = self.ids.new_zeros(self.ids.shape, dtype=dtype)
 
     def _columns(self, tile: Tile, vocab_start: int) -> tuple[Tensor, Tensor]:
         columns = along(self.ids, tile.rows) - (vocab_start + tile.vocab.start)
@@ -97,17 +97,17 @@ def check_candidates(candidates: Any, target: Tensor, vocab_size: int, n_valid: 
             f"{described(candidates)}"
         )
     ids = candidates.reshape(-1, candidates.shape[-1]).long()
-    if ids.numel() and not may_read(ids, n_valid):
-        assert_later(
-            ((ids >= 0) & (ids < vocab_size)).all(),
-            f"candidates must be indices into the vocabulary of weight, 0 to {vocab_size - 1}",
-        )
-        ordered = ids.sort(-1).values
-        assert_later((ordered[:, 1:] != ordered[:, :-1]).all(), "candidates holds an id twice for one target")
-    elif ids.numel():
+    if not ids.numel():
+        return ids
+    ordered = ids.sort(-1).values
+    distinct = (ordered[:, 1:] != ordered[:, :-1]).all()
+    if may_read(ids, n_valid):
         low, high = (int(x) for x in ids.aminmax())
         check_ids("candidates", low, high, vocab_size)
-        ordered = ids.sort(-1).values
-        if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+        if not distinct:
             raise ValueError("candidates holds an id twice for one target, expected distinct ids")
+    else:
+        within = ((ids >= 0) & (ids < vocab_size)).all()
+        assert_later(within, f"candidates must be indices into the vocabulary of weight, 0 to {vocab_size - 1}")
+        assert_later(distinct, "candidates holds an id twice for one target")
     return ids

@@ -104,22 +104,17 @@ def _check_adapted(weight: AdaptedWeight, name: str) -> None:
             f"{name}.down must be a function of hidden states (..., H) that returns (..., r), got "
             f"{described(weight.down)}"
         )
-    if (
-        up.ndim != 2
-        or not up.shape[1]
-        or (isinstance(matrix, Tensor) and matrix.ndim == 2 and up.shape[0] != matrix.shape[0])
-    ):
+    if up.ndim != 2 or not up.shape[1] or up.shape[0] != matrix.shape[0]:
         raise ValueError(
             f"{name}.up must be (V, r), one row per row of {name}.weight {described(matrix)}, got {described(up)}"
         )
-    if isinstance(matrix, Tensor) and up.device != matrix.device:
+    if up.device != matrix.device:
         raise ValueError(f"{name}.up is on {up.device}, {name}.weight on {matrix.device}: expected one device")
 
 
 def check_projection(head: LossHead, input: Tensor, prefix: str = "", input_name: str = "input") -> None:
     weight, bias, own = head.weight, head.bias, "weight"
     if isinstance(weight, AdaptedWeight):
-        _check_adapted(weight, f"{prefix}weight")
         weight, own = weight.weight, "weight.weight"
     for name, x in ((own, weight), (input_name, input), ("bias", bias)):
         if x is None and name == "bias":
@@ -130,6 +125,8 @@ def check_projection(head: LossHead, input: Tensor, prefix: str = "", input_name
     if weight.ndim != 2 or (weight.shape[0] == 0 and head.shard is None):
         hint = _SWAPPED if weight.ndim == 3 and input.ndim == 2 else ""
         raise ValueError(f"{prefix}{own} must be (V, H), as lm_head.weight is, got {described(weight)}{hint}")
+    if isinstance(head.weight, AdaptedWeight):
+        _check_adapted(head.weight, f"{prefix}weight")
     if input.ndim not in (2, 3):
         raise ValueError(f"{prefix}{input_name} must be (N, H) or (B, T, H), got {described(input)}")
     if input.shape[-1] != weight.shape[1]:

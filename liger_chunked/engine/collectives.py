@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +11,11 @@ Values = TypeVar("Values", bound=Any)
 
 # The second name is deprecated since torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def mapped(function: Callable[[Tensor], Tensor], values: Values) -> Values:
+    """Apply a function to a NamedTuple's tensors."""
+    return values._make(None if f is None else function(f) for f in values)
 
 
 def gather_tensor(x: Tensor, group: Any) -> Tensor:

@@ -123,7 +123,7 @@ class HeadPass:
 
     def statistics(self, tokens: Tokens) -> TokenStats:
         if self.candidates is not None:
-            self.candidates.start(tokens.x, self.logits_dtype)
+            self.candidates.start(self.logits_dtype)
         partial, stats = self._reduce(tokens)
         scale: Tensor | None = None
         if stats.logps is not None and self.logits_dtype in (torch.bfloat16, torch.float16):

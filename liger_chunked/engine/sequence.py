@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_chunked.engine.collectives import gather, gather_tensor
+from liger_chunked.engine.collectives import Values, gather, gather_tensor, mapped
 from liger_chunked.types import LossHead, described
-
-Values = TypeVar("Values", bound=Any)
 
 
 def check_group(group: Any) -> None:
@@ -72,14 +70,12 @@ class SequenceSplit:
 
     def whole(self, x: Tensor) -> Tensor:
         """Gather the ranks' values (..., T_r) to (..., T)."""
-        padded = self._pad(x.detach())
         if x.dtype == torch.bool:
-            return self._join(list(gather_tensor(padded.to(torch.uint8), self.group).unbind())).bool()
-        return self._join(list(gather_tensor(padded, self.group).unbind()))
+            return self.whole(x.to(torch.uint8)).bool()
+        return self._join(list(gather_tensor(self._pad(x.detach()), self.group).unbind()))
 
     def whole_values(self, values: Values) -> Values:
-        padded = values._make(None if f is None else self._pad(f) for f in values)
-        parts = gather(padded, self.group)
+        parts = gather(mapped(self._pad, values), self.group)
         return values._make(None if f[0] is None else self._join(list(f)) for f in zip(*parts, strict=True))
 
     def sum(self, x: Tensor) -> Tensor:

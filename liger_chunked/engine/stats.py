@@ -127,14 +127,13 @@ class _LinearTokenStats(torch.autograd.Function):
         # Autograd cannot save inference tensors.
         savable = [x.clone() if x is not None and x.is_inference() else x for x in of_plan]
         ctx.save_for_backward(input, weight, bias, u, up, *kept, *savable)
-        ctx.returned = _returned(plan)
         hooked = hooks_active()
         ctx.head_pass = None if hooked else head_pass
         ctx.plan = _holding(plan) if hooked or copied else plan
         differentiable = (*DIFFERENTIABLE, "candidate_logps")
         # Copies of views, on which autograd refuses `logps *= mask`, and of what the backward reads.
         saved = {id(x) for x in kept}
-        returned = {name: getattr(dense, name) for name in ctx.returned}
+        returned = {name: getattr(dense, name) for name in _returned(plan)}
         for name, x in returned.items():
             if x._is_view() or id(x) in saved:
                 returned[name] = x.clone()
@@ -161,7 +160,7 @@ class _LinearTokenStats(torch.autograd.Function):
             g = g if layout.slots is None else g[layout.slots]
             return g.to(accumulation_dtype(plan.dtype)).contiguous()
 
-        gradients = {name: compact(name, g) for name, g in zip(ctx.returned, upstream, strict=True) if g is not None}
+        gradients = {name: compact(name, g) for name, g in zip(_returned(plan), upstream, strict=True) if g is not None}
         grads = _run_backward(head_pass, plan, given, input, u, Needs(*ctx.needs_input_grad[:5]), gradients)
         found = zip(grads, (input, weight, bias, u, up), strict=True)
         return *(None if g is None else g.view(x.shape).to(x.dtype) for g, x in found), None

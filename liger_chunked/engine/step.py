@@ -118,7 +118,7 @@ class Step:
         self, stats: TokenStats, chunk: Chunk, with_gradient: bool
     ) -> tuple[TokenStats, Tensor, dict[str, Tensor]]:
         layout, objective = self.plan.layout, cast(Objective, self.objective)
-        dense: TokenStats = layout.dense_values(stats, chunk)
+        dense = layout.dense_values(stats, chunk)
         leaves = {name: f for name in DIFFERENTIABLE if with_gradient and (f := getattr(dense, name)) is not None}
         for leaf in leaves.values():
             leaf.requires_grad_()
