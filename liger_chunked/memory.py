@@ -129,10 +129,10 @@ def estimate_memory(
     reference, given_teacher = (
         None if size is None else counted.given(*inputs(size)) for size in (ref_hidden_size, teacher_hidden_size)
     )
-    wide_tiles, logps = _has_wide_tiles(capability), ("logps",)
+    wide_tiles = _has_wide_tiles(capability)
     with counted:
         if reference is not None:
-            token_stats(*reference, layout, logps, options, dtype=compute_dtype, wide_tiles=wide_tiles)
+            token_stats(*reference, layout, ("logps",), options, dtype=compute_dtype, wide_tiles=wide_tiles)
         if isinstance(loss, LigerFusedLinearDistillationBase):
             step = _distillation(loss, layout, compute_dtype, head, options, given_teacher, teacher_top_k)
             _differentiate(run_step(step, head, input)[0], head, input)
@@ -155,7 +155,7 @@ def estimate_memory(
 
             _differentiate(run_step(Step(plan, objective, plan.make_pass), head, input)[0], head, input)
         else:
-            stats = token_stats(head, input, layout, logps, options, dtype=compute_dtype, wide_tiles=wide_tiles)
+            stats = token_stats(head, input, layout, ("logps",), options, dtype=compute_dtype, wide_tiles=wide_tiles)
             assert stats.logps is not None
             _differentiate(stats.logps.sum(), head, input)
     return counted.most

@@ -77,23 +77,22 @@ class HeadGradients:
         u: Tensor | None = None,
         wide_input: bool = False,
     ) -> None:
-        compute_dtype, n_contributions = plan.dtype, plan.n_contributions
-        self._layout, self._scattered = layout, scattered = plan.layout, plan.scattered
-        self._half = compute_dtype == torch.float16
+        self._layout, self._scattered = plan.layout, plan.scattered
+        self._half = plan.dtype == torch.float16
         # Whether dX's products are float32.
         self._wide_input = wide_input or self._half or head.shard is not None
         self._unit: Tensor | None = None
         self._dtypes = (input.dtype, head.weight.dtype, None if head.bias is None else head.bias.dtype)
         self._nothing_yet = True
-        self._wide = accumulation_dtype(compute_dtype)
+        self._wide = accumulation_dtype(plan.dtype)
         self._given_input = input if needs.input else None
         self._given_weight = head.weight if needs.weight else None
-        direct = n_contributions <= 1 and not self._half and head.weight.dtype == compute_dtype
-        self._weight_dtype = compute_dtype if direct else self._wide
+        direct = plan.n_contributions <= 1 and not self._half and head.weight.dtype == plan.dtype
+        self._weight_dtype = plan.dtype if direct else self._wide
         # Rows of ignored tokens must be zero.
-        n_written = layout.n_valid if scattered is None else scattered.n_own
+        n_written = plan.layout.n_valid if plan.scattered is None else plan.scattered.n_own
         self._create_input = torch.empty if n_written == input.shape[0] else torch.zeros
-        self._create_weight = torch.empty if n_contributions and not head.is_padded else torch.zeros
+        self._create_weight = torch.empty if plan.n_contributions and not head.is_padded else torch.zeros
         self._input: Tensor | None = None
         self._weight: Tensor | None = None
         self._slice: Tensor | None = None  # float32 sum of a rounded dW's blocks of rows

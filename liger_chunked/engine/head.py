@@ -83,8 +83,7 @@ class HeadPass:
         return self.options.logits_dtype or self.head.weight.dtype
 
     def reserve(self, elements: int) -> None:
-        if self._buffer is None or self._buffer.numel() < elements:
-            self._buffer = self.head.weight.new_empty(elements, dtype=self.logits_dtype)
+        self._buffer = self.head.weight.new_empty(elements, dtype=self.logits_dtype)
 
     def release(self) -> None:
         self._buffer = self._held = self._rounded = None
