@@ -49,10 +49,6 @@ class LossWeights(LinearObjective):
     def gradients(self, values: Divergences) -> dict[str, Tensor]:
         return {}  # `DistillationPass.statistics` has the teacher's logits
 
-    def of_tokens(self, n: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        given = {"divergence": self.divergence, "logps": self.logps}
-        return {k: torch.empty(n, dtype=dtype, device=device).fill_(x) for k, x in given.items() if x is not None}
-
 
 class Teacher(NamedTuple):
     """A teacher's head, cut to V rows, and its hidden states (..., H_teacher)."""
@@ -123,8 +119,9 @@ class DistillationPass:
 
     @functools.cached_property
     def _weights_of_tokens(self) -> dict[str, Tensor]:
-        dtype = accumulation_dtype(self.plan.dtype)
-        return self.weights.of_tokens(self.plan.most_rows, dtype, self.head.weight.device)
+        n, dtype = self.plan.most_rows, accumulation_dtype(self.plan.dtype)
+        given = {"divergence": self.weights.divergence, "logps": self.weights.logps}
+        return {k: self.head.weight.new_empty(n, dtype=dtype).fill_(x) for k, x in given.items() if x is not None}
 
     def _measure(self, logits: Tensor, rows: slice) -> Divergences:
         layout = self.plan.layout

@@ -7,6 +7,7 @@ chunk, so that all evaluate the same objective. A rank gets its positions' dX, a
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,18 +66,18 @@ class SequenceSplit:
         missing = max(self.lengths) - x.shape[-1]
         return F.pad(x, (0, missing)) if missing else x
 
-    def _join(self, parts: list[Tensor]) -> Tensor:
+    def _join(self, parts: Iterable[Tensor]) -> Tensor:
         return torch.cat([x[..., :n] for x, n in zip(parts, self.lengths, strict=True)], -1)
 
     def whole(self, x: Tensor) -> Tensor:
         """Gather the ranks' values (..., T_r) to (..., T)."""
         if x.dtype == torch.bool:
             return self.whole(x.to(torch.uint8)).bool()
-        return self._join(list(gather_tensor(self._pad(x.detach()), self.group).unbind()))
+        return self._join(gather_tensor(self._pad(x.detach()), self.group).unbind())
 
     def whole_values(self, values: Values) -> Values:
         parts = gather(mapped(self._pad, values), self.group)
-        return values._make(None if f[0] is None else self._join(list(f)) for f in zip(*parts, strict=True))
+        return values._make(None if f[0] is None else self._join(f) for f in zip(*parts, strict=True))
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum in rank order: all ranks get the same bits."""
