@@ -25,7 +25,7 @@ from liger_chunked.engine.step import LinearObjective, Step
 from liger_chunked.engine.top_k import TopK
 from liger_chunked.types import HeadTensors, LogitOptions, LossHead, accumulation_dtype
 
-# Each computes a divergence per token from untransformed logits (n, V). Its `rows` are of the valid tokens.
+# Each computes a divergence per token from untransformed logits (n, V).
 Route = ByAutograd | ClosedForm | Ranked | TopK
 
 

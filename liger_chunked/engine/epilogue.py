@@ -102,7 +102,7 @@ def serves_statistics(
     needs_grad: bool,
     at_any_size: bool = False,
 ) -> bool:
-    """Whether `StatisticsPass` can replace `HeadPass` on a large head, and is faster: always without a backward."""
+    """Whether `StatisticsPass` can replace `HeadPass` on a large head, and is faster."""
     if not _computes(head, dtype, options, class_weight, outputs):
         return False
     if at_any_size:
@@ -310,8 +310,8 @@ class EpiloguePass:
 class StatisticsPass:
     """Statistics with the fused epilogue, whose backward comes later (docs/tuning.md).
 
-    The forward keeps the last tile's exponentials, and the backward projects the other tiles again. Bytes: this tile,
-    and in the forward partial sums, at most as large.
+    The forward keeps the last tile's exponentials; the backward projects the others again. Bytes: a tile, and in the
+    forward partial sums, at most as large.
     """
 
     head: HeadTensors
@@ -339,7 +339,7 @@ class StatisticsPass:
         return stats
 
     def _blocks(self, n: int, tiles: list[Tile], tiling: Tiling) -> list[_Block]:
-        """Cut rows so that float32 partial sums fit a tile of bfloat16. Reserve exponentials of the last tile."""
+        """Cut rows so that float32 partial sums fit a tile of bfloat16, and reserve the last tile."""
         columns = self.head.weight.shape[0]
         partial_sums = max(1, -(-columns // tiling.cols)) * (1 + ("entropy" in self.outputs))
         most = max(1, self.tile_size // (2 * partial_sums * tiling.rows)) * tiling.rows

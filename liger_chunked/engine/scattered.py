@@ -116,7 +116,7 @@ def scatter_rows(layout: Layout, chunks: list[Chunk], shard: VocabShard | None) 
 
 
 def _by_rank(layout: Layout, lengths: list[int], ranks: int) -> tuple[Tensor, list[list[int]]]:
-    """Return the order of tokens that sorts each part of the batch by rank, and how many each rank holds.
+    """Return the order of tokens by part and rank, and how many each rank holds.
 
     Parts have `lengths` tokens. Waits for the device if tokens are ignored or reordered.
     """

@@ -102,7 +102,7 @@ def _returned(plan: Plan) -> tuple[str, ...]:
 class _LinearTokenStats(torch.autograd.Function):
     """`apply(input, weight, bias, u, up, plan)`: the plan's fields of `TokenStats`.
 
-    `ctx` keeps the plan and the pass with the last tile's logits, but with active hooks not their tensors.
+    Without hooks, `ctx` keeps the plan, and the pass with its last tile.
     """
 
     @staticmethod
@@ -121,7 +121,7 @@ class _LinearTokenStats(torch.autograd.Function):
         kept = head_pass.keep()
         ctx.n_kept = len(kept)
         layout = plan.layout
-        # Saved, so that autograd detects changes by the caller; in the order of `_holding`.
+        # Saved to detect changes by the caller, in the order of `_holding`.
         of_plan = layout.target, layout.rows, layout.slots, layout.temperature, plan.class_weight, plan.candidates
         copied = any(x is not None and x.is_inference() for x in of_plan)
         # Autograd cannot save inference tensors.

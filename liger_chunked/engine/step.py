@@ -30,8 +30,7 @@ from liger_chunked.types import (
     accumulation_dtype,
 )
 
-# Maps the dense statistics (see `Layout`) of some groups to their share of the loss, a scalar. `x[index]` are these
-# groups' part of `x`.
+# Maps some groups' dense statistics (see `Layout`) to their share of the loss. `x[index]` is their part of `x`.
 Objective = Callable[[TokenStats, slice | Tensor], Tensor]
 
 

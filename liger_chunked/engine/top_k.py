@@ -94,9 +94,9 @@ class TopK:
 
 @dataclass(frozen=True)
 class _Columns:
-    """The columns outside the tail: the teacher's k, then any target, which may be one of the k.
+    """The columns outside the tail: the teacher's k, then any target, perhaps one of the k.
 
-    Missing entries repeat the first present one.
+    Missing entries repeat `first`.
     """
 
     index: Tensor  # (n, k or k + 1)

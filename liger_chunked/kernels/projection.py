@@ -423,7 +423,7 @@ def _project(
 def _regions(
     n: int, n_cols: int, out: Tensor | None, out_start: tuple[int, int]
 ) -> list[tuple[slice, slice, Tensor | None]]:
-    """Return rows, columns and `out` of launches: a kernel that writes exponentials would be slow everywhere."""
+    """Cut the product: a kernel that writes exponentials is slower everywhere."""
     row, col = (n, 0) if out is None else out_start
     found = (
         (slice(0, n), slice(0, col), None),

@@ -231,9 +231,9 @@ def _from_exponentials_kernel(
 def grad_from_exponentials_(
     exponentials: Tensor, target: Tensor, factors: RowFactors, values_scale: Tensor | None, vocab_start: int = 0
 ) -> Tensor:
-    """Replace the exponentials of a tile, from `project_exp`, by the gradient of its logits, in place.
+    """Replace a tile's exponentials by its logits' gradient, in place.
 
-    They are rounded to bfloat16, so the gradient has other last bits than that of `project_grad`.
+    The exponentials are rounded, so its last bits differ from those of `project_grad`.
     """
     n, n_cols = exponentials.shape
     rows, cols = EXPONENTIALS

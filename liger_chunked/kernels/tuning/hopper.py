@@ -42,7 +42,7 @@ class Tiling(NamedTuple):
 REDUCED = 16, 256  # rows and partial sums at a time
 REDUCE_WARPS = 8
 GRADIENT_ROWS = 256  # rows of a program that prepares factors
-EXPONENTIALS = 4, 1024  # rows and columns of a program that turns exponentials into a gradient
+EXPONENTIALS = 4, 1024  # of `grad_from_exponentials_`
 EXPONENTIALS_WARPS = 4
 SORTED = 16, 256  # tokens that a program sorts, and compares at a time
 MOST_SORTED = 1 << 15  # tokens of a chunk; torch sorts more
