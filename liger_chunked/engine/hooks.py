@@ -18,7 +18,7 @@ def _any_hooks() -> bool:
         return True
 
 
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # private
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def hooks_active() -> bool:
