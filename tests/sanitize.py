@@ -59,6 +59,13 @@ def statistics(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> tup
     return torch.autograd.grad(values.sum(), (x, weight))
 
 
+def kept_tile(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    """Keep the exponentials of the second tile, which starts at a row of the kernel's tiles."""
+    stats = linear_token_stats(weight, x, target, logits_budget=2 * 256 * SIZES.vocab)
+    assert stats.logps is not None
+    return torch.autograd.grad(stats.logps.sum(), (x, weight))
+
+
 def two_ranks(x: Tensor, weight: Tensor, target: Tensor) -> object:
     """Merge the sums of two parts of a vocabulary."""
     x, weight = x.detach(), weight.detach()
@@ -86,6 +93,8 @@ def cases(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "statistics, counts", partial(statistics, x, weight, target, n_valid=n)
     if backend.has_wide_tiles(torch.device(device)):
         yield "statistics, epilogue", partial(statistics, x, weight, target, logits_budget=BUDGET)
+        long_x, more = torch.randn(300, SIZES.hidden, device=device).bfloat16().requires_grad_(), target.repeat(5)[:300]
+        yield "statistics, last tile kept, epilogue", partial(kept_tile, long_x, weight, more)
         yield "statistics of two ranks", partial(two_ranks, x, weight, target)
     for row in in_turns([row for row in ROWS if row.kernels]):
         for name, budget in (("one chunk", None), ("several chunks", BUDGET)):

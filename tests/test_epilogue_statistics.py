@@ -15,7 +15,7 @@ from liger_chunked.engine.epilogue import StatisticsPass, serves_statistics
 from liger_chunked.kernels import grad_from_exponentials_, projection
 from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.projection import _regions
-from liger_chunked.kernels.tuning.hopper import FEWEST_TILES, Tiling
+from liger_chunked.kernels.tuning.hopper import FEWEST_TILES, FEWEST_TILES_OF_ENTROPY, WIDEST, Tiling
 from liger_chunked.types import LossHead
 
 ALL = ("logps", "lse", "entropy", "mean_logits")
@@ -99,14 +99,15 @@ KEPT = {
 
 @pytest.mark.triton
 @pytest.mark.parametrize("kind", KEPT)
-@pytest.mark.parametrize("wanted", [("logps",), ALL], ids=["logps", "all"])
+@pytest.mark.parametrize("wanted", [("logps",), ("logps", "lse", "mean_logits")], ids=["logps", "more"])
 def test_the_last_tile_is_not_projected_again(kind, wanted, device, passes, monkeypatch):
     if (kind, wanted) == ("blocks", ("logps",)):
         pytest.skip("one block: it has half the sums")
     n, elements, blocks, regions = KEPT[kind]
     monkeypatch.setattr(plan, "MIN_TILE_COLUMNS", 128)
     monkeypatch.setattr(plan, "ROUND", 128)
-    monkeypatch.setattr(epilogue, "FEWEST_TILES", 1)
+    for name in ("FEWEST_TILES", "FEWEST_TILES_OF_ENTROPY"):
+        monkeypatch.setattr(epilogue, name, 1)
     kept, found = [], []
 
     def from_exponentials(exponentials: Tensor, *rest) -> Tensor:
@@ -116,13 +117,15 @@ def test_the_last_tile_is_not_projected_again(kind, wanted, device, passes, monk
 
     monkeypatch.setattr(epilogue, "grad_from_exponentials_", from_exponentials)
     monkeypatch.setattr(projection, "_regions", lambda *given: found.append(_regions(*given)) or found[-1])
+    outputs = wanted if len(wanted) == 1 else ALL  # the entropy without a gradient
     batch = BATCHES["repeated" if kind == "columns" else "ignored"](tokens(6, n=n))
-    compare(batch, device, wanted, outputs=wanted, logits_budget=2 * elements)
+    compare(batch, device, wanted, outputs=outputs, logits_budget=2 * elements)
     assert len(kept) == 1 and len(found) >= blocks and len(found[-1]) == regions
     if kind == "columns":  # hooks may offload what is saved
+        kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
-            compare(batch, device, wanted, outputs=wanted, logits_budget=2 * elements)
-        assert len(kept) == 1
+            compare(batch, device, wanted, outputs=outputs, logits_budget=2 * elements)
+        assert not kept
 
 
 @pytest.mark.triton
@@ -182,6 +185,51 @@ def test_a_value_has_the_same_bits_in_any_batch(device, passes):
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize("hidden", [896, 1536, 2048])
+def test_a_value_has_the_same_bits_with_a_backward(hidden, device, passes):
+    """The forward with a backward also writes exponentials, of a tile that follows the budget."""
+    if device == "cpu":
+        pytest.skip("compares kernels for a GPU")
+    generator = torch.Generator(device).manual_seed(hidden)
+    x, weight = (torch.randn(n, hidden, device=device, generator=generator).bfloat16() for n in (4096, 16000))
+    target = torch.randint(16000, (4096,), device=device, generator=generator)
+    found = []
+    for budget, needs_grad in ((None, False), (2 * 4096 * 4096, True), (2 * 1536 * 1536, True)):
+        given = x.clone().requires_grad_(needs_grad)
+        found.append(
+            linear_token_stats(
+                hidden**-0.5 * weight, given, target, outputs=ALL, logits_budget=budget, deterministic="batch"
+            )
+        )
+    for name in ALL:
+        values = [getattr(stats, name).detach() for stats in found]
+        assert torch.equal(values[0], values[1]) and torch.equal(values[0], values[2]), name
+    assert passes[1] > 1 and passes[2] > passes[1]
+
+
+def nearly_certain(device: str) -> Batch:
+    """Rows that are certain of one token to about a thousandth, with another as target."""
+    generator = torch.Generator().manual_seed(9)
+    weight = 0.3 * torch.randn(VOCAB, HIDDEN, generator=generator)
+    input = 0.3 * torch.randn(300, HIDDEN, generator=generator)
+    weight[VOCAB - 5, 0], input[:, 0] = 13.0, 1.0
+    target = torch.randint(VOCAB - 8, (300,), generator=generator)
+    return moved({"weight": weight, "input": input, "target": target}, torch.bfloat16, device)
+
+
+@pytest.mark.triton
+def test_entropy_gradient_near_certainty(device, passes, monkeypatch):
+    """The last tile, with the certain token, is projected again: the rounding of p would exceed `log p + entropy`."""
+    monkeypatch.setattr(plan, "MIN_TILE_COLUMNS", 128)
+    monkeypatch.setattr(plan, "ROUND", 128)
+    batch = nearly_certain(device)
+    exact = eager.token_stats(**moved(batch, torch.float64), outputs=("entropy",))["entropy"]
+    assert 1e-3 < exact.median() < 0.1
+    compare(batch, device, ("entropy",), outputs=("logps", "entropy"), logits_budget=2 * 300 * 128)
+    assert passes == [5]
+
+
+@pytest.mark.triton
 def test_backward_is_repeatable_and_follows_hooks(device, passes):
     batch = moved(tokens(5), torch.bfloat16, device)
     leaves = [batch[name].requires_grad_() for name in ("weight", "input")]
@@ -221,7 +269,7 @@ def test_entropy_near_certainty_of_another_token(device, passes):
 @pytest.mark.triton
 @pytest.mark.xfail(strict=True, reason="float32 around the target's logit; it would need the maximum as centre")
 def test_slope_of_the_entropy_near_certainty_of_another_token(device, passes, monkeypatch):
-    monkeypatch.setattr(epilogue, "FEWEST_TILES", 1)
+    monkeypatch.setattr(epilogue, "FEWEST_TILES_OF_ENTROPY", 1)
     batch = nearly_certain_of_another_token(device)
     gradients = []
     for loss, given in ((linear_token_stats, batch), (eager.token_stats, moved(batch, torch.float64))):
@@ -239,7 +287,9 @@ REFUSED = {
     "argmax": {"outputs": ("logps", "argmax")},
     "class-weight": {"class_weight": torch.ones(VOCAB)},
     "float32": {"dtype": torch.float32},
-    "few-tiles": {"tiles": FEWEST_TILES - 1},
+    "few-tiles": {"tiles": FEWEST_TILES_OF_ENTROPY - 1},
+    "one-tile": {"tiles": FEWEST_TILES - 1, "outputs": ("logps",)},
+    "wide": {"hidden": WIDEST + 8},
 }
 
 
@@ -251,13 +301,14 @@ def test_serves_not(change):
         outputs=ALL,
         class_weight=None,
         dtype=torch.bfloat16,
-        tiles=FEWEST_TILES,
+        tiles=FEWEST_TILES_OF_ENTROPY,
+        hidden=HIDDEN,
     ):
-        head = LossHead(torch.zeros(VOCAB, HIDDEN, dtype=dtype), bias)
+        head = LossHead(torch.zeros(VOCAB, hidden, dtype=dtype), bias)
         cut = [Tile(slice(0, 8), slice(128 * i, 128 * (i + 1))) for i in range(tiles)]
         return serves_statistics(head, dtype, options, class_weight, outputs, cut, needs_grad=True)
 
-    assert served() and not served(**change)
+    assert served() and served(tiles=FEWEST_TILES, outputs=("logps",), hidden=WIDEST + 8) and not served(**change)
 
 
 def test_estimate():

@@ -290,6 +290,7 @@ def test_a_dry_run_of_statistics(
     if fused:
         monkeypatch.setattr("liger_chunked.engine.epilogue.SMALLEST", 0)
         monkeypatch.setattr("liger_chunked.engine.epilogue.FEWEST_TILES", 1)
+        monkeypatch.setattr("liger_chunked.engine.epilogue.FEWEST_TILES_OF_ENTROPY", 1)
     batch = batch_of(LigerFusedLinearCrossEntropyLoss(), torch.bfloat16)
     weight = batch["weight"].requires_grad_(trains)
     found = linear_token_stats(weight, batch["input"], batch["target"], outputs=("logps", "entropy"))

@@ -31,6 +31,7 @@ from liger_chunked.kernels import (
 )
 from liger_chunked.kernels.tuning.hopper import (
     FEWEST_TILES,
+    FEWEST_TILES_OF_ENTROPY,
     FEWEST_TOKENS,
     LARGE,
     PRODUCT,
@@ -64,6 +65,11 @@ def _extent(tile: Tile) -> tuple[int, int]:
     return tile.rows.stop - tile.rows.start, tile.vocab.stop - tile.vocab.start
 
 
+def _too_wide(hidden_size: int, options: LogitOptions) -> bool:
+    """Whether a backward is no faster than with logits. Those of float32 take longer."""
+    return hidden_size > WIDEST and options.logits_dtype is None
+
+
 def _scale(options: LogitOptions) -> float:
     return options.logit_scale / options.temperature
 
@@ -85,7 +91,7 @@ def serves(
     """Whether `EpiloguePass` can replace `HeadPass`, and is faster."""
     return (
         _computes(head, dtype, options, class_weight, outputs)
-        and (head.weight.shape[1] <= WIDEST or options.logits_dtype is not None)
+        and not _too_wide(head.weight.shape[1], options)
         and set(EpiloguePass.differentiable).issuperset(differentiates)
         and all(len(tiles) == 1 for tiles in chunks)
         and is_large(max(map(largest, chunks)), head.weight.shape[1])
@@ -107,7 +113,11 @@ def serves_statistics(
         return False
     if at_any_size:
         return bool(tiles)
-    return not needs_grad or len(tiles) >= FEWEST_TILES
+    if not needs_grad:
+        return True
+    if "entropy" in outputs:
+        return len(tiles) >= FEWEST_TILES_OF_ENTROPY and not _too_wide(head.weight.shape[1], options)
+    return len(tiles) >= FEWEST_TILES
 
 
 def _computes(
@@ -148,8 +158,6 @@ def _rows_of(target: Tensor, head: HeadTensors) -> Tensor:
 
 
 class _Block(NamedTuple):
-    """Rows of a product."""
-
     rows: slice
     out: Tensor | None = None  # for exponentials
     out_start: tuple[int, int] = (0, 0)  # in the block
@@ -323,7 +331,7 @@ class StatisticsPass:
     _rows: Exponentials | None = field(default=None, init=False, repr=False)  # without `values`
     _entropy: Tensor | None = field(default=None, init=False, repr=False)
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
-    _held: Tensor | None = field(default=None, init=False, repr=False)  # the last tile's exponentials
+    _held: Tensor | None = field(default=None, init=False, repr=False)  # of the last tile
 
     def statistics(self, tokens: Tokens) -> TokenStats:
         x, target, _, tiles, *_ = tokens
@@ -375,6 +383,8 @@ class StatisticsPass:
         factors = row_factors(self._rows, self._entropy, gradients, _scale(self.options), self.head.vocab_size)
         dx = self.grads.open_input(x, rows, len(tiles) == row_blocks(tiles))
         self.reserve(tiles)
+        if factors.slope is not None:
+            self._held = None
         for tile in reversed(tiles):
             of_tile = along(target, tile.rows), factors.at(tile.rows)
             if self._held is not None:

@@ -329,7 +329,7 @@ def chunk_and_tile(
     return (tokens * bytes_per_logit - tile * beside) // logit, tile
 
 
-# Probably a mistake: products of few rows are slow.
+# Products of few rows are slow.
 _FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
 
 
@@ -404,8 +404,8 @@ def tiles(n_rows: int, vocab_size: int, elements: int, square: bool = False) -> 
     if columns >= vocab_size:
         columns = vocab_size
     elif square and MIN_TILE_COLUMNS <= side < n_rows // 2:
-        columns = _even(vocab_size, side)
-        rows = _even(n_rows, elements // columns)
+        columns = _even(vocab_size, side // ROUND * ROUND)
+        rows = _even(n_rows, elements // columns // ROUND * ROUND)
     elif columns < min(MIN_TILE_COLUMNS, vocab_size):
         columns = min(MIN_TILE_COLUMNS, vocab_size, elements)
         rows = min(n_rows, max(1, elements // columns))

@@ -144,6 +144,7 @@ class _LinearTokenStats(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(g is None for g in upstream):
+            ctx.head_pass = None
             return (None,) * 6
         input, weight, bias, u, up, *rest = ctx.saved_tensors
         plan = _holding(ctx.plan, rest[ctx.n_kept :]) if ctx.plan.layout.mask is None else ctx.plan

@@ -283,7 +283,7 @@ def project_exp(
         x, weight: (N, H) and (V, H) bfloat16, contiguous, 16-byte aligned; H a multiple of 8.
         weight_sum: (H,) float32 sum over V, for "mean_logits".
         out: (N, V) bfloat16 for E, its row stride a multiple of 8, or None.
-        out_start: row and column of E where a smaller `out` starts, multiples of `tiling.rows` and `tiling.cols`.
+        out_start: where in E a smaller `out` starts; multiples of `tiling.rows` and `tiling.cols`.
         scale: not zero.
         outputs: any of "logps", "lse", "entropy", "mean_logits".
     """

@@ -99,18 +99,10 @@ def _gradient(
     ENTROPY: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
     centred = tl.fma(z, scale, -centre[:, None])
-    return _of_exponential(
-        tl.exp2(centred), centred, cols, local, has_target, others, at_target, slope, every, ENTROPY, MEAN
-    )
-
-
-@jit
-def _of_exponential(
-    e, log2_e, cols, local, has_target, others, at_target, slope, every, ENTROPY: tl.constexpr, MEAN: tl.constexpr,
-):  # fmt: skip
+    e = tl.exp2(centred)
     if ENTROPY:
         # 0 * -inf would be NaN.
-        grad = e * (others[:, None] - slope[:, None] * tl.maximum(log2_e, -1e30))
+        grad = e * (others[:, None] - slope[:, None] * tl.maximum(centred, -1e30))
     else:
         grad = e * others[:, None]
     if MEAN:
@@ -202,7 +194,7 @@ def project_grad(
 
 @Kernel
 def _from_exponentials_kernel(
-    exp_ptr, exp_stride, target_ptr, scale_ptr, others_ptr, at_target_ptr, slope_ptr, every_ptr,
+    exp_ptr, exp_stride, target_ptr, scale_ptr, others_ptr, at_target_ptr, every_ptr,
     n_tokens, n_cols, vocab_start, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -211,36 +203,31 @@ def _from_exponentials_kernel(
     local = (tl.load(target_ptr + rows, mask=inside, other=-1) - vocab_start).to(tl.int32)
     others = tl.load(others_ptr + rows, mask=inside, other=0.0)
     at_target = tl.load(at_target_ptr + rows, mask=inside, other=0.0)
-    slope = others
-    every = others
-    if slope_ptr is not None:
-        slope = tl.load(slope_ptr + rows, mask=inside, other=0.0)
-    if every_ptr is not None:
-        every = tl.load(every_ptr + rows, mask=inside, other=0.0)
+    if scale_ptr is not None:
+        others *= tl.load(scale_ptr + rows, mask=inside, other=0.0)
     place = exp_ptr + rows.to(tl.int64)[:, None] * exp_stride + cols[None, :]
     mask = inside[:, None] & (cols < n_cols)[None, :]
-    e = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    if scale_ptr is not None:
-        e *= tl.load(scale_ptr + rows, mask=inside, other=0.0)[:, None]
-    grad = _of_exponential(
-        e, tl.log2(e), cols, local, True, others, at_target, slope, every, slope_ptr is not None, every_ptr is not None
-    )
-    tl.store(place, grad, mask=mask)
+    grad = tl.load(place, mask=mask, other=0.0).to(tl.float32) * others[:, None]
+    if every_ptr is not None:
+        grad += tl.load(every_ptr + rows, mask=inside, other=0.0)[:, None]
+    grad = tl.where(cols[None, :] == local[:, None], at_target[:, None], grad)
+    tl.store(place, grad.to(tl.bfloat16), mask=mask)
 
 
 def grad_from_exponentials_(
     exponentials: Tensor, target: Tensor, factors: RowFactors, values_scale: Tensor | None, vocab_start: int = 0
 ) -> Tensor:
-    """Replace a tile's exponentials by its logits' gradient, in place.
+    """Replace a tile's exponentials by its logits' gradient.
 
-    The exponentials are rounded, so its last bits differ from those of `project_grad`.
+    Not that of the entropy: they are rounded, and `log p + entropy` may cancel.
     """
+    assert factors.slope is None
     n, n_cols = exponentials.shape
     rows, cols = EXPONENTIALS
     if n_cols:
         _from_exponentials_kernel(
             (-(-n // rows), -(-n_cols // cols), 1),
-            (exponentials, target, values_scale, *factors[1:]),
+            (exponentials, target, values_scale, factors.others, factors.target, factors.every),
             (exponentials.stride(0), n, n_cols, vocab_start, rows, cols),
             num_warps=EXPONENTIALS_WARPS,
         )

@@ -42,7 +42,7 @@ class Tiling(NamedTuple):
 REDUCED = 16, 256  # rows and partial sums at a time
 REDUCE_WARPS = 8
 GRADIENT_ROWS = 256  # rows of a program that prepares factors
-EXPONENTIALS = 4, 1024  # of `grad_from_exponentials_`
+EXPONENTIALS = 4, 1024
 EXPONENTIALS_WARPS = 4
 SORTED = 16, 256  # tokens that a program sorts, and compares at a time
 MOST_SORTED = 1 << 15  # tokens of a chunk; torch sorts more
@@ -51,10 +51,10 @@ TARGET_COLS = 512  # columns of dW per program
 TARGET_WARPS = 4  # for sorting and adding
 
 # "When a step uses the fused epilogue"
-WIDEST = 3072  # largest H of losses with a backward, unless logits are float32
+WIDEST = 3072  # largest H with a backward, unless logits are float32
 SMALLEST = 1 << 37  # multiplications of a product; below, the host is the bottleneck
 FEWEST_TOKENS = 3584  # mean tokens per chunk, to split a step that fits one
-FEWEST_TILES = 2  # of statistics with a backward
+FEWEST_TILES, FEWEST_TILES_OF_ENTROPY = 2, 4  # of statistics with a backward
 LARGE = 1 << 39  # multiplications of a product per chunk
 WIDEST_CUT = 2048  # its largest H
 PRODUCT = 1 << 22  # least elements of a product of dX, to fill the GPU: "Parts of a step"
