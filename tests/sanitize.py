@@ -60,7 +60,7 @@ def statistics(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> tup
 
 
 def kept_tile(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    """Keep the exponentials of the second tile, which starts at a row of the kernel's tiles."""
+    """Keep the exponentials of the second tile, aligned to the kernel's tiles."""
     stats = linear_token_stats(weight, x, target, logits_budget=2 * 256 * SIZES.vocab)
     assert stats.logps is not None
     return torch.autograd.grad(stats.logps.sum(), (x, weight))

@@ -102,7 +102,7 @@ KEPT = {
 @pytest.mark.parametrize("wanted", [("logps",), ("logps", "lse", "mean_logits")], ids=["logps", "more"])
 def test_the_last_tile_is_not_projected_again(kind, wanted, device, passes, monkeypatch):
     if (kind, wanted) == ("blocks", ("logps",)):
-        pytest.skip("one block: it has half the sums")
+        pytest.skip("without entropies, one block")
     n, elements, blocks, regions = KEPT[kind]
     monkeypatch.setattr(plan, "MIN_TILE_COLUMNS", 128)
     monkeypatch.setattr(plan, "ROUND", 128)
@@ -159,7 +159,7 @@ def test_values(kind, device, passes):
 
 @pytest.mark.triton
 def test_one_tile_keeps_its_logits(device, passes):
-    """With a backward: `HeadPass` needs no second kernel for small heads."""
+    """With a backward: one tile is faster with logits."""
     batch = moved(tokens(), torch.bfloat16, device)
     batch["input"].requires_grad_()
     linear_token_stats(**batch).logps.sum().backward()
@@ -187,7 +187,7 @@ def test_a_value_has_the_same_bits_in_any_batch(device, passes):
 @pytest.mark.triton
 @pytest.mark.parametrize("hidden", [896, 1536, 2048])
 def test_a_value_has_the_same_bits_with_a_backward(hidden, device, passes):
-    """The forward with a backward also writes exponentials, of a tile that follows the budget."""
+    """With a backward, the forward also writes exponentials; the budget sets their tile."""
     if device == "cpu":
         pytest.skip("compares kernels for a GPU")
     generator = torch.Generator(device).manual_seed(hidden)
@@ -208,7 +208,7 @@ def test_a_value_has_the_same_bits_with_a_backward(hidden, device, passes):
 
 
 def nearly_certain(device: str) -> Batch:
-    """Rows that are certain of one token to about a thousandth, with another as target."""
+    """Rows with about 0.999 on one token, and another as target."""
     generator = torch.Generator().manual_seed(9)
     weight = 0.3 * torch.randn(VOCAB, HIDDEN, generator=generator)
     input = 0.3 * torch.randn(300, HIDDEN, generator=generator)

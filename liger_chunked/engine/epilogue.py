@@ -66,7 +66,7 @@ def _extent(tile: Tile) -> tuple[int, int]:
 
 
 def _too_wide(hidden_size: int, options: LogitOptions) -> bool:
-    """Whether a backward is no faster than with logits. Those of float32 take longer."""
+    """Whether a backward is faster with logits. Float32 logits never are."""
     return hidden_size > WIDEST and options.logits_dtype is None
 
 
@@ -326,12 +326,12 @@ class StatisticsPass:
     options: LogitOptions
     outputs: tuple[str, ...]
     tile_size: int  # most logits of a tile
-    keeps: bool = False  # the last tile
+    holds: bool = False  # the last tile
     grads: HeadGradients | None = None
     _rows: Exponentials | None = field(default=None, init=False, repr=False)  # without `values`
     _entropy: Tensor | None = field(default=None, init=False, repr=False)
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
-    _held: Tensor | None = field(default=None, init=False, repr=False)  # of the last tile
+    _held: Tensor | None = field(default=None, init=False, repr=False)  # its exponentials
 
     def statistics(self, tokens: Tokens) -> TokenStats:
         x, target, _, tiles, *_ = tokens
@@ -340,19 +340,18 @@ class StatisticsPass:
         target = _rows_of(target, self.head)
         tiling = Tiling.of(x.shape[1])
         blocks = self._blocks(x.shape[0], tiles, tiling)
-        self._rows, stats = _project(
-            self.head, x, target, weight_sum, _scale(self.options), self.outputs, blocks, tiling
-        )
+        rows, stats = _project(self.head, x, target, weight_sum, _scale(self.options), self.outputs, blocks, tiling)
+        self._rows = rows._replace(values=None)
         self._entropy = stats.entropy
         return stats
 
     def _blocks(self, n: int, tiles: list[Tile], tiling: Tiling) -> list[_Block]:
-        """Cut rows so that float32 partial sums fit a tile of bfloat16, and reserve the last tile."""
+        """Cut rows so that float32 partial sums fit a bfloat16 tile. Allocate the last tile."""
         columns = self.head.weight.shape[0]
         partial_sums = max(1, -(-columns // tiling.cols)) * (1 + ("entropy" in self.outputs))
         most = max(1, self.tile_size // (2 * partial_sums * tiling.rows)) * tiling.rows
         blocks = [_Block(slice(start, min(start + most, n))) for start in range(0, n, most)]
-        if not (self.keeps and tiles):
+        if not (self.holds and tiles):
             return blocks
         row, col = (part.start for part in tiles[-1])
         if row % tiling.rows or col % tiling.cols:

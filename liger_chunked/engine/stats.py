@@ -43,10 +43,10 @@ def _flat(input: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor | None]:
 StatsPass = HeadPass | StatisticsPass
 
 
-def _make_pass(plan: Plan, given: HeadTensors, keeps: bool = False) -> StatsPass:
+def _make_pass(plan: Plan, given: HeadTensors, holds: bool = False) -> StatsPass:
     head = given.to(plan.dtype)
     if plan.by_epilogue:
-        return StatisticsPass(readable(head), plan.options, plan.outputs, plan.largest_tile, keeps)
+        return StatisticsPass(readable(head), plan.options, plan.outputs, plan.largest_tile, holds)
     return plan.make_head_pass(head, None)
 
 
@@ -102,7 +102,7 @@ def _returned(plan: Plan) -> tuple[str, ...]:
 class _LinearTokenStats(torch.autograd.Function):
     """`apply(input, weight, bias, u, up, plan)`: the plan's fields of `TokenStats`.
 
-    Without hooks, `ctx` keeps the plan, and the pass with its last tile.
+    With hooks, `ctx` keeps neither the plan's tensors nor the pass.
     """
 
     @staticmethod

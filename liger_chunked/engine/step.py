@@ -30,7 +30,7 @@ from liger_chunked.types import (
     accumulation_dtype,
 )
 
-# Maps some groups' dense statistics (see `Layout`) to their share of the loss. `x[index]` is their part of `x`.
+# Maps some groups' dense statistics (see `Layout`) to their share of the loss. `index` selects them.
 Objective = Callable[[TokenStats, slice | Tensor], Tensor]
 
 

@@ -11,7 +11,7 @@ from liger_chunked.kernels import PartialStats
 
 
 def _copy(x: Any, rows: slice) -> Any:
-    """Return rows of `x` or None, contiguous: a product may follow alignment and strides."""
+    """Copy rows, unless None: products may depend on alignment and strides."""
     return None if x is None else x[rows].clone(memory_format=torch.contiguous_format)
 
 

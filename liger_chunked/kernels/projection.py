@@ -283,7 +283,7 @@ def project_exp(
         x, weight: (N, H) and (V, H) bfloat16, contiguous, 16-byte aligned; H a multiple of 8.
         weight_sum: (H,) float32 sum over V, for "mean_logits".
         out: (N, V) bfloat16 for E, its row stride a multiple of 8, or None.
-        out_start: where in E a smaller `out` starts; multiples of `tiling.rows` and `tiling.cols`.
+        out_start: where `out` starts in E; both end together. Multiples of `tiling.rows` and `tiling.cols`.
         scale: not zero.
         outputs: any of "logps", "lse", "entropy", "mean_logits".
     """
@@ -386,13 +386,13 @@ def _project(
     blocks = tiling.rows, tiling.cols, tiling.inner
     launch = tiling.num_warps, tiling.stages
     rescues = []
-    for region, cols, of_out in _regions(n, n_cols, out, out_start):
-        of_x, of_weight, of_target = along(x, region), along(weight, cols), along(target, region)
+    for part, cols, of_out in _regions(n, n_cols, out, out_start):
+        of_x, of_weight, of_target = along(x, part), along(weight, cols), along(target, part)
         if cols.start:
             of_target = of_target - cols.start
-        first = cols.start // tiling.cols * part_stride + region.start
+        first = cols.start // tiling.cols * part_stride + part.start
         sums = (None if p is None else along(p, slice(first, p.shape[0])) for p in (parts, moments))
-        tensors = of_target, along(centre, region), *sums
+        tensors = of_target, along(centre, part), *sums
         numbers = of_x.shape[0], part_stride, of_weight.shape[0], hidden, scale, *blocks
         descriptors = (
             TensorDescriptor.from_tensor(of_x, [tiling.rows, tiling.inner]),
@@ -403,7 +403,7 @@ def _project(
         programs = min(tiling.programs * processors(x.device), row_blocks * col_blocks)
         _project_kernel((programs, 1, 1), tensors, (*numbers, tiling.group, programs), *launch, descriptors)
         rescuers = max(1, min(processors(x.device) // row_blocks, col_blocks))
-        rescues.append(((row_blocks, rescuers, 1), (*tensors, along(sum_exp, region)), numbers, descriptors))
+        rescues.append(((row_blocks, rescuers, 1), (*tensors, along(sum_exp, part)), numbers, descriptors))
 
     def reduce(again: bool) -> None:
         _reduce_kernel(
@@ -423,7 +423,7 @@ def _project(
 def _regions(
     n: int, n_cols: int, out: Tensor | None, out_start: tuple[int, int]
 ) -> list[tuple[slice, slice, Tensor | None]]:
-    """Cut the product: a kernel that writes exponentials is slower everywhere."""
+    """Cut off `out`: a kernel that writes exponentials is slower."""
     row, col = (n, 0) if out is None else out_start
     found = (
         (slice(0, n), slice(0, col), None),

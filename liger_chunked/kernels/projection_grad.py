@@ -219,7 +219,7 @@ def grad_from_exponentials_(
 ) -> Tensor:
     """Replace a tile's exponentials by its logits' gradient.
 
-    Not that of the entropy: they are rounded, and `log p + entropy` may cancel.
+    Without the entropy's: exponentials are rounded, and `log p + entropy` may cancel.
     """
     assert factors.slope is None
     n, n_cols = exponentials.shape

@@ -51,7 +51,7 @@ TARGET_COLS = 512  # columns of dW per program
 TARGET_WARPS = 4  # for sorting and adding
 
 # "When a step uses the fused epilogue"
-WIDEST = 3072  # largest H with a backward, unless logits are float32
+WIDEST = 3072  # largest H of losses or entropies with a backward, unless logits are float32
 SMALLEST = 1 << 37  # multiplications of a product; below, the host is the bottleneck
 FEWEST_TOKENS = 3584  # mean tokens per chunk, to split a step that fits one
 FEWEST_TILES, FEWEST_TILES_OF_ENTROPY = 2, 4  # of statistics with a backward
