@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from functools import partial
 
 import pytest
@@ -38,6 +40,7 @@ from liger_chunked import (
     linear_token_stats,
 )
 from liger_chunked.engine import step
+from liger_chunked.engine.head import HeadPass
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 EXACT = 1e-12
@@ -717,3 +720,24 @@ def test_argmax_of_no_tokens_is_an_index(device):
     target = torch.full((3,), -100, device=device)
     head, input = torch.randn(7, 4, device=device), torch.randn(3, 4, device=device)
     assert linear_token_stats(head, input, target, outputs=("argmax",)).argmax.dtype == torch.int64
+
+
+def test_a_backward_without_gradients_frees_the_last_tile(device):
+    """A later operation may stop the gradient."""
+
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return None
+
+    weight, input = torch.randn(7, 4, device=device, requires_grad=True), torch.randn(3, 4, device=device)
+    stats = linear_token_stats(weight, input, torch.tensor([1, 2, 3], device=device))
+    held = [weakref.ref(x) for x in gc.get_objects() if type(x) is HeadPass and x.head.weight.shape == (7, 4)]
+    assert held
+    Stop.apply(stats.logps).sum().backward()
+    gc.collect()
+    assert all(of_pass() is None for of_pass in held) and weight.grad is None

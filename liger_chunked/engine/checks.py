@@ -146,7 +146,8 @@ def check_projection(head: LossHead, input: Tensor, prefix: str = "", input_name
             f"{prefix}{input_name} and {prefix}weight are on the meta device and have no values: pass real tensors; "
             "estimate_memory predicts a step's memory without tensors"
         )
-    compute_dtype(head, input, prefix, input_name)
+    if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
+        compute_dtype(head, input, prefix, input_name)
     if head.shard is not None:
         _check_shard(head.shard, weight.shape[0], input)
 

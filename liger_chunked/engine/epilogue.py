@@ -326,12 +326,12 @@ class StatisticsPass:
     options: LogitOptions
     outputs: tuple[str, ...]
     tile_size: int  # most logits of a tile
-    holds: bool = False  # the last tile
+    holds: bool = False  # the last tile for the backward
     grads: HeadGradients | None = None
     _rows: Exponentials | None = field(default=None, init=False, repr=False)  # without `values`
     _entropy: Tensor | None = field(default=None, init=False, repr=False)
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
-    _held: Tensor | None = field(default=None, init=False, repr=False)  # its exponentials
+    _held: Tensor | None = field(default=None, init=False, repr=False)  # exponentials of the last tile
 
     def statistics(self, tokens: Tokens) -> TokenStats:
         x, target, _, tiles, *_ = tokens
@@ -339,28 +339,32 @@ class StatisticsPass:
         weight_sum = weight.sum(0, dtype=torch.float32) if "mean_logits" in self.outputs else None
         target = _rows_of(target, self.head)
         tiling = Tiling.of(x.shape[1])
+        if self.holds:
+            self._hold_last(tiles, tiling)
         blocks = self._blocks(x.shape[0], tiles, tiling)
         rows, stats = _project(self.head, x, target, weight_sum, _scale(self.options), self.outputs, blocks, tiling)
         self._rows = rows._replace(values=None)
         self._entropy = stats.entropy
         return stats
 
+    def _hold_last(self, tiles: list[Tile], tiling: Tiling) -> None:
+        """Allocate the last tile if the kernel's blocks can start there."""
+        if tiles and tiles[-1].rows.start % tiling.rows == tiles[-1].vocab.start % tiling.cols == 0:
+            self.reserve(tiles)
+            self._held = self._view(tiles[-1])
+
     def _blocks(self, n: int, tiles: list[Tile], tiling: Tiling) -> list[_Block]:
-        """Cut rows so that float32 partial sums fit a bfloat16 tile. Allocate the last tile."""
+        """Cut rows so that float32 partial sums fit a bfloat16 tile."""
         columns = self.head.weight.shape[0]
         partial_sums = max(1, -(-columns // tiling.cols)) * (1 + ("entropy" in self.outputs))
         most = max(1, self.tile_size // (2 * partial_sums * tiling.rows)) * tiling.rows
         blocks = [_Block(slice(start, min(start + most, n))) for start in range(0, n, most)]
-        if not (self.holds and tiles):
+        if self._held is None:
             return blocks
         row, col = (part.start for part in tiles[-1])
-        if row % tiling.rows or col % tiling.cols:
-            return blocks
-        self.reserve(tiles)
-        held = self._held = self._view(tiles[-1])
         for i, (rows, *_) in enumerate(blocks):
             if rows.stop > row:
-                part = held[max(0, rows.start - row) : rows.stop - row]
+                part = self._held[max(0, rows.start - row) : rows.stop - row]
                 blocks[i] = _Block(rows, part, (max(0, row - rows.start), col))
         return blocks
 

@@ -261,6 +261,10 @@ class Plan:
         return made
 
 
+def flattened(input: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return input.reshape(-1, input.shape[-1]), None if u is None else u.reshape(-1, u.shape[-1])
+
+
 def _length(chunk: Chunk) -> int:
     return chunk.rows.stop - chunk.rows.start
 

@@ -19,7 +19,7 @@ from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.hooks import hooks_active
 from liger_chunked.engine.known import token_count
-from liger_chunked.engine.plan import Plan
+from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.precision import gemms
 from liger_chunked.kernels.backend import first_derivative, graph_is_retained, has_wide_tiles
 from liger_chunked.types import (
@@ -34,11 +34,6 @@ from liger_chunked.types import (
     accumulation_dtype,
     shown,
 )
-
-
-def _flat(input: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return input.reshape(-1, input.shape[-1]), None if u is None else u.reshape(-1, u.shape[-1])
-
 
 StatsPass = HeadPass | StatisticsPass
 
@@ -56,7 +51,7 @@ def _statistics(
     compile_ahead(_dry_run, plan, input, given, u, needs)
     head_pass = _make_pass(plan, given, True in needs and not hooks_active())
     with gemms(input.device, plan.dtype):
-        stats = head_pass.statistics(plan.tokens(0, *_flat(input, u)))
+        stats = head_pass.statistics(plan.tokens(0, *flattened(input, u)))
     return head_pass, plan.layout.scatter_stats({name: getattr(stats, name) for name in _returned(plan)})
 
 
@@ -69,7 +64,7 @@ def _run_backward(
     needs: Needs,
     gradients: dict[str, Tensor],
 ) -> tuple[Tensor | None, ...]:
-    flat, flat_u = _flat(input, u)
+    flat, flat_u = flattened(input, u)
     grads = head_pass.grads = HeadGradients(plan, flat, given, needs, flat_u)
     if plan.layout.n_valid:
         with gemms(input.device, plan.dtype):

@@ -16,7 +16,7 @@ from liger_chunked.engine.compile_ahead import compile_ahead
 from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.head import Pass
 from liger_chunked.engine.hooks import isolated
-from liger_chunked.engine.plan import Plan
+from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.precision import gemms
 from liger_chunked.kernels import scale_
 from liger_chunked.kernels.backend import first_derivative, graph_is_retained, has_wide_tiles
@@ -73,7 +73,7 @@ class Step:
         plan, layout, objective = self.plan, self.plan.layout, self.objective
         if self.make_pass == plan.make_pass:
             compile_ahead(_dry_run, plan, input, head, u, needs)
-        flat, flat_u = input.reshape(-1, input.shape[-1]), None if u is None else u.reshape(-1, u.shape[-1])
+        flat, flat_u = flattened(input, u)
         grads = HeadGradients(plan, flat, head, needs, flat_u) if True in needs else None
         head_pass = self.make_pass(head.to(plan.dtype), grads)
 
