@@ -1,13 +1,13 @@
 """Hugging Face models: a fused head and loss inside `model.forward`, and base kernels.
 
-Read `patch.py` first, then `head.py`.
+Read `patch.py` first, then `forward.py`.
 """
 
 from typing import Any
 
 from liger_chunked.integrations.transformers.attach import attach_head, detach_head, run_head
 from liger_chunked.integrations.transformers.check import ModelReport, check_model
-from liger_chunked.integrations.transformers.head_facts import logit_options
+from liger_chunked.integrations.transformers.forward import logit_options
 from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput
 from liger_chunked.integrations.transformers.patch import (
     AutoLigerKernelForCausalLM,

@@ -1,118 +1,87 @@
-"""Give the forward of `head.py` to a model, or to all models of a class."""
+"""Patch a model, or all models of a class, for `head_fn` or a fused loss, and undo it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_chunked.integrations.transformers import detect, head
-from liger_chunked.integrations.transformers.detect import STOCK, forward_slot, inner_model, own_forward
-from liger_chunked.integrations.transformers.head import STATE, Fusion
-from liger_chunked.integrations.transformers.head_facts import forget_facts, head_facts
-from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput
-from liger_chunked.integrations.transformers.patched_class import (
-    Patch,
-    class_forward,
-    patch_of,
-    patched_class,
-    set_patch,
-    stock_class,
+from liger_chunked.deferred import set_deferral
+from liger_chunked.deferred.projection import projections_in
+from liger_chunked.deferred.swap import set_patch
+from liger_chunked.integrations.transformers.detect import STOCK, inner_model
+from liger_chunked.integrations.transformers.forward import (
+    STATE,
+    ForwardState,
+    Fusion,
+    ModelPatch,
+    model_methods,
 )
+from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput
 from liger_chunked.integrations.transformers.replaced import Patches
 from liger_chunked.types import Head
 
-
-@dataclass(frozen=True)
-class ForwardState:
-    """Why a model or class has our forward. Shallow copies share it."""
-
-    head_fn: bool = False
-    fusion: Fusion | None = None
-    patches: Patches = field(default_factory=Patches)
+_CLASS_PATCHES = "_liger_class_patches"
 
 
-def _update(owner: PreTrainedModel | type[PreTrainedModel], **reasons: Any) -> None:
-    """Install our forward for the first reason, and restore the original after the last."""
-    before = vars(owner).get(STATE)
-    state = dataclasses.replace(ForwardState() if before is None else before, **reasons)
+def update(model: PreTrainedModel, **reasons: Any) -> None:
+    """Patch a model for the first reason, and restore its class and its head after the last."""
+    state = dataclasses.replace(vars(model).get(STATE) or ForwardState(), **reasons)
+    head = model.get_output_embeddings()
     if state.head_fn or state.fusion is not None:
-        if before is None:
-            if isinstance(owner, type):
-                state.patches.set(owner, "forward", class_forward(owner.forward))
-            else:
-                _install(owner)
-        setattr(owner, STATE, state)
-    elif before is not None:
-        state.patches.undo()
-        if not isinstance(owner, type):
-            _uninstall(owner)
-        delattr(owner, STATE)
-        forget_facts(owner)
-
-
-def _install(model: PreTrainedModel) -> None:
-    own = forward_to_wrap(model)
-    if own is None:
-        set_patch(model, Patch())
-        return
-    # Partials can be pickled.
-    forward = functools.update_wrapper(functools.partial(head.forward, model, own), own)
-    vars(forward)[STOCK] = own
-    vars(model)[forward_slot(model)] = forward
-
-
-def _uninstall(model: PreTrainedModel) -> None:
-    if patch_of(model) == Patch():
+        vars(model)[STATE] = state
+        set_patch(model, ModelPatch())
+        if head is not None:
+            set_deferral(head, state.deferral)
+    elif STATE in vars(model):
+        del vars(model)[STATE]
         set_patch(model, None)
-    slot = forward_slot(model)
-    forward = vars(model).get(slot)
-    if isinstance(forward, functools.partial) and forward.func is head.forward:
-        vars(model)[slot] = vars(forward)[STOCK]
+        if head is not None:
+            set_deferral(head, None)
 
 
-def _calls_ours(own: Callable[..., Any]) -> bool:
-    return any(hasattr(function, STOCK) for function in detect.unwrapped(own))
+def fuse(model: PreTrainedModel, fusion: Fusion | None) -> None:
+    """Make a model train without logits; None undoes this."""
+    update(model, fusion=fusion)
 
 
-def forward_to_wrap(model: PreTrainedModel) -> Callable[..., Any] | None:
-    """Return a framework's forward on this instance; None if the class can be patched; or raise a ValueError."""
-    own = own_forward(model)
-    if own is None or _calls_ours(own):
-        patched_class(stock_class(type(model)), Patch())
-        return None
-    if (code := detect.foreign_code(own, stock_class(type(model)))) is not None:
-        name = f"{getattr(code, '__module__', None)}.{getattr(code, '__qualname__', type(code).__qualname__)}"
-        raise ValueError(
-            f"the forward of this {type(model).__name__} was set on the instance, to {name}, and a fused head would "
-            "not call it. Set it after patching, so that it calls the patched forward, or define it in a subclass; or "
-            "leave the head alone (apply_liger_kernel: fused_linear_cross_entropy=False)"
-        )
-    return own
+def fuse_class(cls: type[PreTrainedModel], fusion: Fusion | None) -> None:
+    """Make all models of a class train without logits; None undoes this."""
+    if (before := vars(cls).get(_CLASS_PATCHES)) is not None:
+        before.undo()
+        delattr(cls, _CLASS_PATCHES)
+        delattr(cls, STATE)
+    if fusion is None:
+        return
+    patches = Patches()
+    methods = model_methods(cls, cls.__call__, functools.partial(_current, cls.forward))
+    for name, method in methods.items():
+        patches.set(cls, name, method)
+    setattr(cls, _CLASS_PATCHES, patches)
+    setattr(cls, STATE, ForwardState(fusion=fusion))
 
 
-def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion | None) -> None:
-    """Make a model or class train without logits; None undoes this. A class's models are checked when they run."""
-    if fusion is not None and not isinstance(owner, type):
-        head_facts(owner, causal_loss=True)
-    _update(owner, fusion=fusion)
+def _current(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return getattr(forward, STOCK, forward)
 
 
 def attach_head(model: nn.Module) -> None:
-    """Make `model(..., head_fn=fn)` return `fn(head, input)`, computed in place of head and loss.
+    """Make `model(..., head_fn=fn)` return `fn(head, input)`, computed in place of the logits and the loss.
 
-    `fn` gets `Head` and `HeadInput`, and returns a tensor, or tensors in a tuple, dict or `ModelOutput`. It runs inside
-    `model.forward`, with its autocast and hooks.
+    The model's own forward runs, with its autocast, hooks and wrappers. Its `lm_head` computes nothing; `fn` gets the
+    `Head` and a `HeadInput` inside the head's call, where FSDP and ZeRO have gathered its parameters. It returns a
+    tensor, or tensors in a tuple, dict or `ModelOutput`.
+
+    Args:
+        model: a transformers model, maybe wrapped (DDP, PEFT).
 
     Raises:
         TypeError: `model` contains no transformers model.
-        ValueError: the logits are not `transform(lm_head(hidden_states))`, the `lm_head` is more than weight and bias,
-            or this instance has another forward.
+        ValueError: it has no `lm_head`, or one that computes more than a Linear with plain LoRA does.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -127,12 +96,16 @@ def attach_head(model: nn.Module) -> None:
     torch.Size([1, 8])
     """
     inner = inner_model(model)
-    try:
-        head_facts(inner)
-        _update(inner, head_fn=True)
-    finally:
-        if STATE not in vars(inner):
-            forget_facts(inner)
+    check_head(inner)
+    update(inner, head_fn=True)
+
+
+def check_head(model: PreTrainedModel) -> None:
+    """Raise a ValueError that says why no fused loss can compute a model's `lm_head`."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
+    projections_in(head)
 
 
 def run_head(model: nn.Module, head_fn: HeadFn, /, **inputs: Any) -> Any:
@@ -154,4 +127,5 @@ def run_head(model: nn.Module, head_fn: HeadFn, /, **inputs: Any) -> Any:
 
 
 def detach_head(model: nn.Module) -> None:
-    _update(inner_model(model), head_fn=False)
+    """Undo `attach_head`. What `apply_liger_kernel` patched stays."""
+    update(inner_model(model), head_fn=False, rewrite=None)

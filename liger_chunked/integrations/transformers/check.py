@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from liger_chunked.integrations.transformers import verify
 from liger_chunked.integrations.transformers.detect import inner_model
-from liger_chunked.integrations.transformers.head import STATE
+from liger_chunked.integrations.transformers.forward import STATE
 from liger_chunked.integrations.transformers.overrides import rope_of
 from liger_chunked.integrations.transformers.patch import FAMILY_WIDE, apply_liger_kernel, revert_liger_kernel
 from liger_chunked.integrations.transformers.patched_class import has_our_layer, patch_of, stock_class

@@ -11,15 +11,12 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_chunked.integrations.transformers import overrides, source, verify
-from liger_chunked.integrations.transformers.attach import forward_to_wrap
-from liger_chunked.integrations.transformers.balance import balance_of
-from liger_chunked.integrations.transformers.detect import own_forward
-from liger_chunked.integrations.transformers.head import STATE, has_causal_loss
-from liger_chunked.integrations.transformers.head_facts import head_facts
-from liger_chunked.integrations.transformers.layers import Binding
+from liger_chunked.deferred.code import own_forward
+from liger_chunked.integrations.transformers import overrides, source, tried, verify
+from liger_chunked.integrations.transformers.attach import check_head
+from liger_chunked.integrations.transformers.layers import Binding, has_causal_loss
 from liger_chunked.integrations.transformers.overrides import binding_of, rope_of
-from liger_chunked.integrations.transformers.patched_class import Patch, patched_class, stock_class
+from liger_chunked.integrations.transformers.patched_class import LayerPatch, patched_class, stock_class
 from liger_chunked.integrations.transformers.replaced import ROPES
 from liger_chunked.integrations.transformers.report import FUSED
 
@@ -51,7 +48,7 @@ class Found:
         reason = binding.refusal(module) or verify.difference(binding, module, cls)
         if reason is None and owner is module:
             try:
-                patched_class(cls, Patch(binding))
+                patched_class(cls, LayerPatch(binding))
             except ValueError as refusal:
                 return str(refusal)
         return reason
@@ -87,10 +84,6 @@ class Found:
 
 
 _VARIANT = "a variant that no kernel computes"
-_FOREIGN = (
-    "; use attach_head, or pass fused_linear_cross_entropy=True if its loss is the causal loss of labels and reads no "
-    "other keywords"
-)
 
 
 def found_in(model: PreTrainedModel, fused: bool | None = None) -> Found:
@@ -109,18 +102,10 @@ def found_in(model: PreTrainedModel, fused: bool | None = None) -> Found:
             found.add_layer(module, module, cls, binding)
     found.add_ropes(used, [module for module in model.modules() if "Rotary" in type(module).__name__])
     if model.get_output_embeddings() is not None:
-        owner, of_loss, reason = owner_of(model), has_causal_loss(model), None
-        foreign = not owner.__module__.startswith("transformers.")
-        if foreign and fused is None:
-            reason = f"its forward is that of {owner.__module__}, not of transformers{_FOREIGN}"
-        elif not of_loss:
-            loss = model.loss_function
-            reason = f"its loss_function is {getattr(loss, '__qualname__', loss)}, not the causal loss"
-        elif fused is not False:
-            reason = _head_refusal(model)
-        switches = {"cross_entropy": of_loss and not foreign, FUSED: fused is not False and reason is None}
+        reason = None if fused is False else head_refusal(model)
+        switches = {"cross_entropy": has_causal_loss(model), FUSED: fused is not False and reason is None}
         found.heads = tuple(switch for switch, on in switches.items() if on)
-        found.left |= {} if reason is None else {owner.__name__: reason}
+        found.left |= {} if reason is None else {owner_of(model).__name__: reason}
     elif model.can_generate():
         found.left[owner_of(model).__name__] = "it is not a backbone under an lm_head"
     return found
@@ -131,18 +116,13 @@ def owner_of(module: nn.Module) -> type:
     return next(cls for cls in stock_class(type(module)).__mro__ if "forward" in vars(cls))
 
 
-def _head_refusal(model: PreTrainedModel) -> str | None:
-    balance = balance_of(model)
-    if balance is not None and balance.refusal is not None:
-        return f"its load-balancing loss cannot be computed: {balance.refusal}"
+def head_refusal(model: PreTrainedModel) -> str | None:
+    """Return why a model trains with logits: what its lm_head is, or what a small copy did with them."""
     try:
-        state = vars(model).get(STATE)
-        if state is None or not state.head_fn:  # else our forward stays
-            forward_to_wrap(model)
-        head_facts(model, causal_loss=True)
+        check_head(model)
     except ValueError as refusal:
         return str(refusal)
-    return None
+    return tried.why_logits(model)
 
 
 def found_in_classes(modeling: ModuleType) -> Found:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
@@ -19,9 +20,10 @@ class HeadInput:
 
     - `hidden_states` (B, T, H), which `logits_to_keep` selects
     - `options`: transform of the logits, and ignored label
-    - `outputs`: the backbone's
+    - `outputs`: of the model's forward, without logits
     - `labels`, `shift_labels` (B, T), `num_items_in_batch`: arguments of `model.forward`
-    - `aux_loss` (), `aux_loss_coef`: the load-balancing loss and its weight
+    - `aux_loss` (): the load-balancing loss of experts; None unless the call or the config asks for router logits
+    - `added_loss` (): what the forward adds to the cross entropy of labels, such as the weighted `aux_loss`
     """
 
     hidden_states: Tensor
@@ -31,7 +33,7 @@ class HeadInput:
     shift_labels: Tensor | None = None
     num_items_in_batch: int | Tensor | None = None
     aux_loss: Tensor | None = None
-    aux_loss_coef: float = 0.0
+    added_loss: Tensor | None = None
 
     @property
     def target(self) -> Tensor:
@@ -75,3 +77,14 @@ def fitted(loss: nn.Module, options: LogitOptions, names: tuple[str, ...] = TRAN
 
 
 HeadFn = Callable[[Head, HeadInput], Any]
+
+
+def kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    """Select the last positions (int; 0: all), (K,) for all samples, (B, K), or a mask (B, T)."""
+    if isinstance(logits_to_keep, int):
+        return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states
+    if logits_to_keep.ndim < 2:
+        return hidden_states[:, logits_to_keep]
+    if logits_to_keep.dtype == torch.bool:
+        return hidden_states[logits_to_keep]
+    return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)

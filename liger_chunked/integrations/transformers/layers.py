@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
+from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_chunked.integrations.transformers.detect import HOOKS
+from liger_chunked.deferred.code import HOOKS
 from liger_chunked.kernels import (
     liger_cross_entropy,
     liger_geglu,
@@ -424,3 +425,7 @@ def causal_lm_loss(
         return loss
     items = num_items_in_batch
     return loss / (items.to(loss.device).clamp(min=1) if isinstance(items, Tensor) else max(items, 1))
+
+
+def has_causal_loss(model: Any) -> bool:
+    return model.loss_function in (ForCausalLMLoss, causal_lm_loss)

@@ -1,6 +1,7 @@
 """Patch and restore a model, or all models of a family.
 
-`patched_class.py` patches modules. A family's patch sets attributes of its classes.
+Modules get a subclass of their class (`patched_class.py`, `forward.py`). A family's patch sets attributes of its
+classes.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_chunked.integrations.transformers import overrides, verify
-from liger_chunked.integrations.transformers.attach import attach_head, detach_head, fuse
+from liger_chunked.integrations.transformers.attach import attach_head, detach_head, fuse, fuse_class
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.experts import EXPERTS_GATE, experts_method
+from liger_chunked.integrations.transformers.forward import Fusion
 from liger_chunked.integrations.transformers.found import Found, found_in, found_in_classes, owner_of
-from liger_chunked.integrations.transformers.head import STATE, Fusion, has_causal_loss
-from liger_chunked.integrations.transformers.head_facts import forget_facts
-from liger_chunked.integrations.transformers.layers import Layer, causal_lm_loss
+from liger_chunked.integrations.transformers.layers import Layer, causal_lm_loss, has_causal_loss
 from liger_chunked.integrations.transformers.overrides import family_modeling, family_of
 from liger_chunked.integrations.transformers.patched_class import (
-    Patch,
+    LayerPatch,
     has_our_layer,
     is_patched,
     layer_method,
@@ -104,12 +104,8 @@ def apply_liger_kernel(
             "this model runs kernels of the Hugging Face hub (use_kernels=True), which replace the forward of its "
             "layers again at every train() and eval(): load it with use_kernels=False"
         )
-    try:
-        found = found_in(inner, switches.get(FUSED))
-        on = found.chosen(family, switches)
-    finally:
-        if STATE not in vars(inner):
-            forget_facts(inner)
+    found = found_in(inner, switches.get(FUSED))
+    on = found.chosen(family, switches)
     if FUSED not in on and FUSED not in switches and (reason := found.left.get(owner_of(inner).__name__)):
         _LOGGER.warning("%s trains with logits: %s", type(inner).__name__, reason)
     revert_liger_kernel(inner)
@@ -117,7 +113,7 @@ def apply_liger_kernel(
     for name in on:
         for switch, module, binding in found.layers:
             if switch == name:
-                set_patch(module, Patch(binding))
+                set_patch(module, LayerPatch(binding))
                 applied.count(switch, owner_of(module).__name__)
     _hold_ropes(found, on, applied)
     if "cross_entropy" in on:
@@ -161,7 +157,7 @@ def revert_liger_kernel(model: nn.Module | str) -> None:
 
 def _revert_family(modeling: ModuleType) -> None:
     for cls in overrides.causal_classes(modeling):
-        fuse(cls, None)
+        fuse_class(cls, None)
     _release(FAMILY_WIDE.pop(overrides.family_name(modeling.__name__), None))
 
 
@@ -199,7 +195,7 @@ def apply_to_family(name: str, *, logits_budget: int | float | str | None = None
             applied.patches.set(owner, "_loss_function", staticmethod(causal_lm_loss))
             applied.count("cross_entropy", "loss_function")
         if FUSED in on:
-            fuse(owner, Fusion(logits_budget, required=bool(switches.get(FUSED))))
+            fuse_class(owner, Fusion(logits_budget))
             applied.count(FUSED, owner.__name__)
     FAMILY_WIDE[family] = applied
     return applied

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from liger_chunked.integrations.transformers.attach import attach_head
-from liger_chunked.integrations.transformers.backbone import kept
 from liger_chunked.integrations.transformers.detect import backbone_of, inner_model
-from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput
+from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput, kept
 from liger_chunked.integrations.transformers.trie import PackedTrie, TriePlan, gather_rows, pack_trie, plan_trie
 from liger_chunked.integrations.transformers.trie_attention import BLOCK, TRIES_ONLY, dense_mask, serve, trie_mask
 from liger_chunked.types import Head

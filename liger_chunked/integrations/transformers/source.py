@@ -12,7 +12,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from liger_chunked.integrations.transformers.detect import STOCK, foreign_code, parsed, unwrapped
+from liger_chunked.deferred.code import foreign_code, unwrapped
+from liger_chunked.integrations.transformers.detect import STOCK, parsed
 
 _READ: dict[int, Any] = {}  # objects that texts refer to by id
 

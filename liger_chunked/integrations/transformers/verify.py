@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from liger_chunked.deferred.code import FORWARD_SLOTS
 from liger_chunked.integrations.transformers import layers as kinds
-from liger_chunked.integrations.transformers.detect import FORWARD_SLOTS, stock_method
+from liger_chunked.integrations.transformers.detect import stock_method
 from liger_chunked.integrations.transformers.layers import Binding, Layer
 from liger_chunked.integrations.transformers.source import source_of
 

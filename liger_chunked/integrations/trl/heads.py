@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,10 +14,12 @@ from transformers import PreTrainedModel
 from trl.trainer import utils
 from trl.trainer.utils import FusedCausalLMOutput
 
+from liger_chunked.deferred.projection import projections_in
 from liger_chunked.engine import linear_token_stats
-from liger_chunked.integrations.transformers import HeadFn, HeadInput, attach_head
-from liger_chunked.integrations.transformers.detect import projections_in
-from liger_chunked.integrations.transformers.shared_prefix import SharedBatch, share_pass
+from liger_chunked.integrations.transformers import HeadFn, HeadInput
+from liger_chunked.integrations.transformers.attach import check_head, update
+from liger_chunked.integrations.transformers.forward import add_keywords
+from liger_chunked.integrations.transformers.shared_prefix import share_pass
 from liger_chunked.types import Head, TokenStats, budget_bytes
 
 HEAD_BUDGET = 512 * 2**20  # docs/tuning.md
@@ -56,7 +57,7 @@ def add_chunked_lm_head(
     unknown = [name for name in outputs if name not in STATISTICS]
     if unknown:
         raise ValueError(f"outputs must be among {tuple(STATISTICS)}, got {unknown}")
-    attach_head(model)
+    check_head(model)
     statistics = functools.partial(
         fused_output,
         outputs=("log_probs", *(name for name in outputs if name != "log_probs")),
@@ -64,52 +65,32 @@ def add_chunked_lm_head(
         float32=cast_lm_head_to_fp32,
         logits_budget=logits_budget,
     )
-    share = functools.partial(_share, model, share_prefix)
-    # A partial, whose copies use their own weights. `generate` and `Trainer` read the signature.
-    own = functools.partial(_forward, model.forward, statistics, share)
-    model.forward = functools.update_wrapper(own, model.forward)
+    update(model, head_fn=True, rewrite=functools.partial(_rewritten, statistics, share_prefix))
 
 
-def _forward(
-    inner: Callable[..., Any],
-    statistics: HeadFn,
-    share: Callable[..., SharedBatch | None],
-    /,
-    *args: Any,
-    fused_lm_head: bool = False,
-    head_fn: HeadFn | None = None,
-    reads_padding: bool = False,
-    **kwargs: Any,
-) -> Any:
-    if fused_lm_head:
-        head_fn = statistics
+add_keywords("fused_lm_head", "reads_padding")
+
+
+def _rewritten(
+    statistics: HeadFn, share_prefix: bool | str, model: PreTrainedModel, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Turn a trainer's call into one with `head_fn`, on the trie of its batch if prompts are shared."""
+    reads_padding = arguments.pop("reads_padding", False)
+    if arguments.pop("fused_lm_head", False):
+        arguments["head_fn"] = statistics
+    head_fn = arguments.pop("head_fn", None)
     if head_fn is None:
-        return inner(*args, **kwargs)
-    return head_pass(inner, head_fn, functools.partial(share, reads_padding), *args, **kwargs)
-
-
-def head_pass(
-    forward: Callable[..., Any], head_fn: HeadFn, share: Callable[..., SharedBatch | None], /, *args: Any, **kwargs: Any
-) -> Any:
-    """Return `head_fn(head, input)` for the batch of the arguments, or for that of `share`."""
-    batch = share(args, kwargs)
+        return arguments
+    arguments["use_cache"] = False  # as TRL's own head
+    batch = None
+    if share_prefix is not False:
+        batch = share_pass(model, arguments, always=share_prefix is True, with_trailing=reads_padding)
     if batch is None:
-        return forward(*args, head_fn=head_fn, **kwargs)
+        return {**arguments, "head_fn": head_fn}
     own = ("input_ids", "attention_mask", "logits_to_keep")
-    others = {name: x for name, x in kwargs.items() if name not in {*own, *batch.inputs}}
-    head_fn = batch.head_fn(head_fn, logits_to_keep=kwargs.get("logits_to_keep", 0))
-    return forward(head_fn=head_fn, **batch.inputs, **others)
-
-
-def _share(
-    model: PreTrainedModel, setting: bool | str, reads_padding: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> SharedBatch | None:
-    if setting is False:
-        return None
-    if args:
-        _, *names = inspect.signature(type(model).forward).parameters
-        kwargs = dict(zip(names, args, strict=False)) | kwargs
-    return share_pass(model, kwargs, always=setting is True, with_trailing=reads_padding)
+    others = {name: x for name, x in arguments.items() if name not in {*own, *batch.inputs}}
+    head_fn = batch.head_fn(head_fn, logits_to_keep=arguments.get("logits_to_keep", 0))
+    return {**batch.inputs, **others, "head_fn": head_fn}
 
 
 def head_stats(
@@ -164,8 +145,8 @@ def fused_output(
     if isinstance(num_items, Tensor):
         num_items = num_items.clamp(min=1)
     loss = -fields["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
-    if input.aux_loss is not None:
-        loss = loss + input.aux_loss_coef * input.aux_loss
+    if input.added_loss is not None:
+        loss = loss + input.added_loss
     return FusedCausalLMOutput(loss=loss, label_mask=label_mask, aux_loss=input.aux_loss, **fields)
 
 

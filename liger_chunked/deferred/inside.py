@@ -1,6 +1,12 @@
-"""Run our code inside the forward of `lm_head`, with the hooks of FSDP, ZeRO and `device_map`.
+"""Run code in place of the product of an `lm_head`, inside the head's own call.
 
-Each call looks modules up again, because PEFT and FSDP may replace them.
+FSDP and ZeRO gather the head's parameters in hooks of that call, accelerate moves them to their device there, and
+tensor parallelism lays out the hidden states. So a loss that reads the weight must run there, and only once: each call
+gathers again.
+
+    run_inside(lm_head, hidden_states, lambda head, hidden_states: loss(head.weight, hidden_states, ...))
+
+PEFT and FSDP may replace modules at any time: each call looks at the head again.
 """
 
 from __future__ import annotations
@@ -10,48 +16,96 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
 
+from liger_chunked.deferred import code, quantized
+from liger_chunked.deferred.code import foreign_code, forward_slot
+from liger_chunked.deferred.projection import Projection, projections_in
+from liger_chunked.deferred.swap import stock_class
 from liger_chunked.dtensor import any_dtensor, distributed_like, sharded_on_rows
-from liger_chunked.integrations.transformers import detect, quantized
-from liger_chunked.integrations.transformers.detect import Projection, foreign_code, forward_slot
-from liger_chunked.integrations.transformers.head_facts import REASON
-from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput
 from liger_chunked.types import AdaptedWeight, Head
 
-# While a thread runs its head_fn, others get logits, or wait to run theirs.
+Compute = Callable[[Head, Tensor], Any]
+
+# What the head of this thread computes instead of logits. Other threads get logits, or wait to run theirs.
 _RUNNING = threading.local()
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
-def lock_of(lm_head: nn.Module) -> threading.RLock:
-    return _LOCKS.setdefault(lm_head, threading.RLock())
+def is_running() -> bool:
+    """Whether this thread is inside `run_inside` or `real_logits`: heads compute, and defer nothing."""
+    return getattr(_RUNNING, "depth", 0) > 0
 
 
-@torch.compiler.disable(reason=REASON)
-def run_lm_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
-    lm_head = model.get_output_embeddings()
+@contextlib.contextmanager
+def _running(compute: Compute | None) -> Iterator[None]:
+    before, _RUNNING.compute = getattr(_RUNNING, "compute", None), compute
+    _RUNNING.depth = getattr(_RUNNING, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _RUNNING.compute = before
+        _RUNNING.depth -= 1
+
+
+def real_logits(lm_head: nn.Module, hidden_states: Tensor) -> Tensor:
+    """Return `lm_head(hidden_states)`, as if it deferred nothing."""
+    with _running(None):
+        return lm_head(hidden_states)
+
+
+def run_inside(lm_head: nn.Module, hidden_states: Tensor, compute: Compute) -> Any:
+    """Return `compute(head, hidden_states)`, called where `lm_head(hidden_states)` would multiply.
+
+    `head` has this rank's rows of a sharded weight, the dequantized weight, or an `AdaptedWeight` with PEFT's LoRA.
+    `hidden_states` are what the hooks of `lm_head` left.
+
+    Raises ValueError if the product is none that a fused loss computes (see `projections_in`).
+    """
     if _is_bare(lm_head):
-        return _at_projection(Projection(lm_head), input.hidden_states, input=input, head_fn=head_fn)
-    return _run_inside(model, input, head_fn)
+        with _running(compute):
+            return _at_projection(Projection(lm_head), compute, hidden_states)
+    with _LOCKS.setdefault(lm_head, threading.RLock()), _running(compute), contextlib.ExitStack() as changes:
+        for module in lm_head.modules():
+            _skip_layouts(module, hidden_states, changes)
+        for projection in projections_in(lm_head):
+            if projection.layer is not None:
+                _check_lora(projection.layer)
+            step = functools.partial(_at_projection, projection, compute)
+            for entered, module in reversed(projection.entered):
+                in_place = functools.partial(_in_place_of, module, step, compute)
+                changes.enter_context(_replaced(module, forward_slot(module), in_place))
+                step = functools.partial(_enter, entered)
+        return lm_head(hidden_states)
 
 
-def _is_bare(lm_head: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether only `nn.Linear.forward` would run, unquantized."""
-    if type(lm_head) is not nn.Linear or quantized.is_quantized(lm_head):
+def why_not_deferred(lm_head: nn.Module) -> str | None:
+    """Return what expects real logits of this head's call: a hook or a forward of the user's. None if nothing does."""
+    for module in lm_head.modules():
+        state = vars(module)
+        own = [("forward", state.get(slot)) for slot in code.FORWARD_SLOTS]
+        own += [("backward hook", hook) for hook in state["_backward_hooks"].values()]
+        own += [("backward pre-hook", hook) for hook in state["_backward_pre_hooks"].values()]
+        own += [("forward hook", hook) for hook in state["_forward_hooks"].values()]
+        for kind, reader in own:
+            if foreign_code(reader) is not None:
+                return f"its {kind} {getattr(reader, '__qualname__', type(reader).__qualname__)}"
+    return None
+
+
+def _is_bare(lm_head: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether nothing but `nn.Linear.forward` runs in the call of a head, on an unquantized weight."""
+    if stock_class(type(lm_head)) is not nn.Linear or quantized.is_quantized(lm_head):
         return False
     hooks = (lm_head._forward_pre_hooks, lm_head._forward_hooks, lm_head._backward_pre_hooks, lm_head._backward_hooks)
     return not any(hooks) and "forward" not in lm_head.__dict__
 
 
-def _at_projection(projection: Projection, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
+def _at_projection(projection: Projection, compute: Compute, hidden_states: Tensor) -> Any:
     linear = projection.linear
     weight, bias = _fit(linear.weight), _fit(linear.bias)
     if quantized.is_quantized(linear):
@@ -66,7 +120,8 @@ def _at_projection(projection: Projection, hidden_states: Tensor, *, input: Head
     if dtype != head.weight.dtype and not torch.is_autocast_enabled(device.type):
         # For a float32 head on a bfloat16 backbone, and for Mamba, whose forward casts its float32 hidden states.
         dtype = head.weight.dtype
-    return head_fn(head, replace(input, hidden_states=hidden_states.to(device, dtype)))
+    with _running(None):  # a head that `compute` calls returns logits
+        return compute(head, hidden_states.to(device, dtype))
 
 
 def _head_of(projection: Projection, weight: Any, bias: Any) -> Head:
@@ -115,43 +170,21 @@ def _whole(parameter: Any) -> Any:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-def _run_inside(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
-    lm_head = model.get_output_embeddings()
-    with lock_of(lm_head), _running(head_fn), contextlib.ExitStack() as changes:
-        for module in lm_head.modules():
-            _guard_hooks(module, changes)
-            _skip_layouts(module, input.hidden_states, changes)
-        for projection in detect.projections(model):
-            if projection.layer is not None:
-                _check_lora(projection.layer)
-            compute = functools.partial(_run_head_fn, projection, input, head_fn)
-            for entered, module in reversed(projection.entered):
-                in_place = functools.partial(_in_place_of, module, compute, head_fn)
-                changes.enter_context(_replaced(module, forward_slot(module), in_place))
-                compute = functools.partial(_enter, entered)
-        return lm_head(input.hidden_states)
-
-
-def _run_head_fn(projection: Projection, input: HeadInput, head_fn: HeadFn, hidden_states: Tensor) -> Any:
-    with _running(None):
-        return _at_projection(projection, hidden_states, input=input, head_fn=head_fn)
-
-
 def _enter(module: nn.Module, hidden_states: Tensor) -> Any:
     return module(hidden_states)
 
 
 def _in_place_of(
-    module: nn.Module, compute: Callable[[Tensor], Any], head_fn: HeadFn, hidden_states: Tensor, **kwargs: Any
+    module: nn.Module, step: Callable[[Tensor], Any], compute: Compute, hidden_states: Tensor, **kwargs: Any
 ) -> Any:
-    if getattr(_RUNNING, "head_fn", None) is not head_fn:  # of another thread, or in `head_fn`
+    if getattr(_RUNNING, "compute", None) is not compute:  # of another thread, or a head inside `compute`
         return type(module).forward(module, hidden_states, **kwargs)
     if given := [name for name, value in kwargs.items() if value is not None]:
         raise ValueError(
             f"lm_head got {', '.join(given)}, but a fused loss uses the same adapters for the whole batch: choose them "
             "with set_adapter, or take lm_head out of target_modules"
         )
-    return compute(hidden_states)
+    return step(hidden_states)
 
 
 def _check_lora(layer: Any) -> None:
@@ -161,17 +194,11 @@ def _check_lora(layer: Any) -> None:
     for part in (layer.base_layer, layer.lora_B):
         for hook in (hook for module in part.modules() for hook in vars(module)["_forward_pre_hooks"].values()):
             if foreign_code(hook) is not None:
-                raise _expects_logits("forward pre-hook", hook)
-
-
-@contextlib.contextmanager
-def _running(head_fn: HeadFn | None) -> Iterator[None]:
-    """Make `lm_head` run `head_fn` in this thread; None for logits."""
-    before, _RUNNING.head_fn = getattr(_RUNNING, "head_fn", None), head_fn
-    try:
-        yield
-    finally:
-        _RUNNING.head_fn = before
+                name = getattr(hook, "__qualname__", type(hook).__qualname__)
+                raise ValueError(
+                    f"the forward pre-hook {name!r} is on a part of lm_head's LoRA layer, whose products a fused loss "
+                    "does not compute one by one: remove it, or register it on lm_head"
+                )
 
 
 @contextlib.contextmanager
@@ -184,20 +211,6 @@ def _replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
         if vars(module).get(name) is value:
             del vars(module)[name]
             vars(module).update(before)
-
-
-def _guard_hooks(module: nn.Module, changes: contextlib.ExitStack) -> None:
-    """Reject users' forwards and backward hooks; forward hooks may not edit."""
-    own = [("forward", vars(module).get(slot)) for slot in detect.FORWARD_SLOTS]
-    own += [("backward hook", hook) for hook in vars(module)["_backward_hooks"].values()]
-    own += [("backward pre-hook", hook) for hook in vars(module)["_backward_pre_hooks"].values()]
-    for kind, reader in own:
-        if foreign_code(reader) is not None:
-            raise _expects_logits(kind, reader)
-    hooks = vars(module)["_forward_hooks"]
-    if foreign := {key for key, hook in hooks.items() if foreign_code(hook) is not None}:
-        guarded = {key: functools.partial(_observe, hook) if key in foreign else hook for key, hook in hooks.items()}
-        changes.enter_context(_replaced(module, "_forward_hooks", type(hooks)(guarded)))
 
 
 def _skip_layouts(module: nn.Module, hidden_states: Tensor, changes: contextlib.ExitStack) -> None:
@@ -214,32 +227,5 @@ def _skip_layouts(module: nn.Module, hidden_states: Tensor, changes: contextlib.
 
 
 def _changes_layout(hook: Any) -> bool:
-    modules = [getattr(code, "__globals__", {}).get("__name__", "") for code in detect.unwrapped(hook)]
+    modules = [getattr(part, "__globals__", {}).get("__name__", "") for part in code.unwrapped(hook)]
     return any(module.startswith("torch.distributed.tensor.") for module in modules)
-
-
-def _observe(hook: Callable[..., Any], module: nn.Module, args: Any, *kwargs_and_output: Any) -> Any:
-    """Run a forward hook, which may only change logits."""
-    if getattr(_RUNNING, "head_fn", None) is None:
-        return hook(module, args, *kwargs_and_output)
-    output = kwargs_and_output[-1]
-    versions = _versions(output)
-    try:
-        result = hook(module, args, *kwargs_and_output)
-    except Exception as error:
-        raise _expects_logits("forward hook", hook) from error
-    if versions != _versions(output) or not (result is None or result is output):
-        raise _expects_logits("forward hook", hook)
-    return None
-
-
-def _versions(output: Any) -> list[int]:
-    return [x._version for x in tree_leaves(output) if isinstance(x, Tensor) and not x.is_inference()]
-
-
-def _expects_logits(kind: str, function: Any) -> ValueError:
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return ValueError(
-        f"the {kind} {name!r} of lm_head expects logits, and a fused loss builds none. Remove it, or run the model's "
-        "own forward (skip_logits=False, or without head_fn)"
-    )

@@ -1,0 +1,17 @@
+"""Heads that defer their logits: `defer_logits` for any model, and the mechanism under the patches of transformers.
+
+Read `logits.py` first, then `inside.py` and `defer.py`.
+"""
+
+from liger_chunked.deferred.defer import DeferHandle, Deferral, defer_logits, deferral_of, is_deferring, set_deferral
+from liger_chunked.deferred.logits import DeferredLogits
+
+__all__ = [
+    "DeferHandle",
+    "Deferral",
+    "DeferredLogits",
+    "defer_logits",
+    "deferral_of",
+    "is_deferring",
+    "set_deferral",
+]

@@ -1,0 +1,28 @@
+"""Real logits for `torch.autograd.Function.apply`, which does not ask `__torch_function__`.
+
+A stand-in would reach a custom function, such as another library's Triton cross entropy, as a constant: its forward
+would compute with the right logits, and their gradient would be lost without a word. So `apply` is wrapped, once, when
+the first head is set to defer.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from liger_chunked.deferred.logits import DeferredLogits
+
+
+@functools.cache
+def give_real_logits_to_custom_functions() -> None:
+    stock = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # Functions of torch, such as DDP's, pass on what they do not know.
+        if any(type(x) is DeferredLogits for x in args) and not cls.__module__.startswith("torch."):
+            args = tuple(x._asked(cls.__name__) if type(x) is DeferredLogits else x for x in args)
+        return stock(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(functools.wraps(stock)(apply))  # type: ignore[assignment]

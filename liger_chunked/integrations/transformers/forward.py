@@ -1,0 +1,371 @@
+"""What a patched model adds to its own forward: the keywords `head_fn`, `skip_logits` and `return_token_accuracy`.
+
+The model's own forward always runs, with every wrapper that is set on it. Its head defers (see
+`liger_chunked.deferred`), and the loss that the forward calls is fused.
+
+    model(ids, labels=labels)                    the forward's own loss, fused; `logits` are a stand-in
+    model(ids, labels=labels, head_fn=fn)        the forward runs without a loss, then fn(head, input), still inside it
+
+A model's class is replaced by a subclass (`ModelPatch`) whose `forward` looks up the class's when it runs. A forward
+that was set on the instance before, such as accelerate's autocast, bypasses that subclass; therefore its `__call__`
+reads the keywords, and runs `head_fn` itself if no patched forward did.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from liger_chunked.deferred import Deferral, DeferredLogits, is_deferring, set_deferral
+from liger_chunked.deferred.defer import refusal_of
+from liger_chunked.deferred.logits import REASON
+from liger_chunked.deferred.request import requested
+from liger_chunked.deferred.swap import Patch
+from liger_chunked.integrations.transformers.detect import STOCK, inner_model
+from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput, kept
+from liger_chunked.types import Head, LogitOptions
+
+STATE = "_liger_forward"  # attribute of a model or class
+
+Rewrite = Callable[[PreTrainedModel, dict[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Settings of the fused loss. `required`: a step that got real logits raises."""
+
+    logits_budget: int | None = None
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class ForwardState:
+    """Why a model or class is patched.
+
+    - `head_fn`: `attach_head` was called
+    - `fusion`: training is fused
+    - `rewrite`: turns the arguments of a call with one of `add_keywords`, or with `head_fn`, into those of a call
+      without the former
+    """
+
+    head_fn: bool = False
+    fusion: Fusion | None = None
+    rewrite: Rewrite | None = None
+
+    @property
+    def deferral(self) -> Deferral:
+        budget = None if self.fusion is None else self.fusion.logits_budget
+        return Deferral(budget, in_training=self.fusion is not None)
+
+
+def state_of(model: nn.Module) -> ForwardState | None:
+    """Return the state of a model or, after `apply_liger_kernel_to_<family>`, of its class."""
+    return vars(model).get(STATE) or getattr(type(model), STATE, None)
+
+
+def is_fused(cls: type) -> bool:
+    """Whether a class of models is patched as a whole, to be fused."""
+    state = getattr(cls, STATE, None)
+    return state is not None and state.fusion is not None
+
+
+@dataclass(frozen=True)
+class ModelPatch(Patch):
+    """The class of a patched model."""
+
+    def methods(self, cls: Any) -> dict[str, Any]:
+        return model_methods(cls, cls.__call__, lambda: cls.forward)
+
+    def key(self, cls: Any) -> Hashable:
+        return cls.forward  # of which `forward` has the signature
+
+
+def model_methods(cls: Any, stock_call: Callable[..., Any], stock_forward: Callable[[], Any]) -> dict[str, Any]:
+    """Return `__call__` and `forward` of a patched class; `stock_forward` gives the forward that is current then."""
+
+    def __call__(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if _KEYWORDS.isdisjoint(kwargs):
+            return stock_call(self, *args, **kwargs)
+        return _outside(self, stock_call, args, kwargs)
+
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        hold_head(self)
+        if _KEYWORDS.isdisjoint(kwargs) and _WAITING == 0:
+            return stock_forward()(self, *args, **kwargs)
+        return _inside(self, stock_forward(), args, kwargs)
+
+    stock: Any = stock_forward()
+    stock = getattr(stock, STOCK, stock)
+    # Not functools.wraps: accelerate follows `__wrapped__`, past this function.
+    forward.__name__, forward.__qualname__, forward.__doc__ = stock.__name__, stock.__qualname__, stock.__doc__
+    forward.__module__ = stock.__module__
+    vars(forward)["__signature__"] = inspect.signature(stock)
+    vars(forward)[STOCK] = stock
+    return {"__call__": __call__, "forward": forward}
+
+
+# Keywords of all patched models, and those of trainers.
+_KEYWORDS = {"head_fn", "skip_logits", "return_token_accuracy"}
+
+
+def add_keywords(*names: str) -> None:
+    """Let every patched model look for these keywords; `ForwardState.rewrite` removes them."""
+    _KEYWORDS.update(names)
+
+
+def hold_head(model: PreTrainedModel) -> None:
+    """Let the current head defer: PEFT, FSDP and the user may have replaced it."""
+    head = model.get_output_embeddings()
+    if head is not None and not hasattr(type(head), "_liger_defers"):
+        _hold(model, head)
+
+
+@torch.compiler.disable(reason=REASON)
+def _hold(model: PreTrainedModel, head: nn.Module) -> None:
+    state = state_of(model)
+    if state is not None:
+        deferral = state.deferral
+        if STATE not in vars(model):  # the class is patched, until it is reverted
+            deferral = replace(deferral, while_true=functools.partial(is_fused, type(model)))
+        set_deferral(head, deferral)
+
+
+# Calls that wait for their forward: a number that Dynamo can read, and the innermost of each thread.
+_WAITING = 0
+_INNERMOST = threading.local()
+_COUNT = threading.Lock()
+
+
+@torch.compiler.disable(recursive=False)
+def _outside(
+    model: PreTrainedModel, stock_call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a model whose keywords no wrapper of its forward would know."""
+    global _WAITING
+    plan = _planned(model, args, kwargs)
+    before, _INNERMOST.plan = getattr(_INNERMOST, "plan", None), plan
+    with _COUNT:
+        _WAITING += 1
+    try:
+        with plan.request():
+            outputs = stock_call(model, **plan.arguments)
+        # A forward that was set on the instance bypassed ours.
+        return outputs if plan.finished else plan.finish(outputs)
+    finally:
+        _INNERMOST.plan = before
+        with _COUNT:
+            _WAITING -= 1
+
+
+@torch.compiler.disable(recursive=False)
+def _inside(model: PreTrainedModel, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the forward of a call with keywords, given here or taken by `_outside`."""
+    plan = getattr(_INNERMOST, "plan", None)
+    if not _KEYWORDS.isdisjoint(kwargs):  # `model.forward(...)`, as PEFT calls it
+        plan = _planned(model, args, kwargs)
+        with plan.request():
+            return plan.finish(stock(model, **plan.arguments))
+    outputs = stock(model, *args, **kwargs)
+    if plan is None or plan.finished or plan.model is not model:
+        return outputs
+    return plan.finish(outputs)
+
+
+class _Plan:
+    """How a call with keywords runs: the arguments of the stock forward, and what becomes of its outputs."""
+
+    def __init__(self, model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+        self.model, self.arguments, self.finished = model, arguments, False
+
+    def request(self) -> Any:
+        raise NotImplementedError
+
+    def finish(self, outputs: Any) -> Any:
+        """Return the result of the call. The code in it may run other models: nothing is asked of these."""
+        self.finished = True
+        before, _INNERMOST.plan = getattr(_INNERMOST, "plan", None), None
+        try:
+            with requested(defer=None, withhold=False, accuracies=None):
+                return self.result(outputs)
+        finally:
+            _INNERMOST.plan = before
+
+    def result(self, outputs: Any) -> Any:
+        raise NotImplementedError
+
+
+def _planned(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Plan:
+    _, *names = inspect.signature(type(model).forward).parameters
+    kwargs = dict(zip(names, args, strict=False)) | kwargs
+    state = state_of(model)
+    if state is not None and state.rewrite is not None:
+        kwargs = state.rewrite(model, kwargs)
+    hold_head(model)
+    head_fn = kwargs.pop("head_fn", None)
+    if head_fn is not None:
+        for name in ("skip_logits", "return_token_accuracy"):
+            kwargs.pop(name, None)
+        return _HeadCall(model, kwargs, head_fn)
+    return _LossCall(model, kwargs)
+
+
+class _LossCall(_Plan):
+    """A call with `skip_logits` or `return_token_accuracy`."""
+
+    def __init__(self, model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+        self.skip_logits = arguments.pop("skip_logits", None)
+        self.accuracies: list[Any] | None = [] if arguments.pop("return_token_accuracy", False) else None
+        super().__init__(model, arguments)
+        labelled = any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
+        if self.skip_logits and not labelled:
+            raise ValueError("skip_logits=True needs labels= or shift_labels=: there is nothing else to return")
+        state = state_of(model)
+        if state is None or state.fusion is None:  # attach_head alone fuses no loss
+            self.accuracies = None
+
+    def request(self) -> Any:
+        changes: dict[str, Any] = {} if self.skip_logits is None else {"defer": bool(self.skip_logits)}
+        return requested(accuracies=self.accuracies, **changes)
+
+    def result(self, outputs: Any) -> Any:
+        logits = _logits_of(outputs)
+        if self.skip_logits:
+            if not isinstance(logits, DeferredLogits) or logits.is_computed:
+                raise ValueError(
+                    f"skip_logits=True, but {type(self.model).__name__} used its logits: "
+                    f"{_why_real(self.model, logits)}. Leave skip_logits out, and the model gets them"
+                )
+            if hasattr(outputs, "logits"):
+                outputs["logits"] = None
+        if self.accuracies and hasattr(outputs, "logits"):
+            outputs["token_accuracy"] = self.accuracies[-1]
+        return outputs
+
+
+_OF_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
+
+
+class _HeadCall(_Plan):
+    """A call with `head_fn`, which takes the place of the loss."""
+
+    def __init__(self, model: PreTrainedModel, arguments: dict[str, Any], head_fn: HeadFn) -> None:
+        self.head_fn = head_fn
+        self.of_loss = {name: arguments.pop(name, None) for name in _OF_LOSS}
+        keep = arguments.get("logits_to_keep")
+        # Models take the last positions, or the same ones of each sample.
+        self.keep = arguments.pop("logits_to_keep") if isinstance(keep, Tensor) and keep.ndim > 1 else None
+        self.own_loss = self._reads_labels(model, arguments)
+        if self.own_loss:
+            labels, shifted = self.of_loss["labels"], self.of_loss["shift_labels"]
+            arguments["labels"] = shifted if labels is None else labels
+        arguments["return_dict"] = True
+        super().__init__(model, arguments)
+
+    def _reads_labels(self, model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
+        """Whether the forward does more with labels than the loss that `head_fn` replaces.
+
+        It adds the router's loss to it, or makes the decoder's input of them.
+        """
+        if all(self.of_loss[name] is None for name in ("labels", "shift_labels")):
+            return False
+        given = arguments.get("output_router_logits")
+        asked = getattr(model.config.get_text_config(), "output_router_logits", False) if given is None else given
+        return bool(asked or model.config.is_encoder_decoder)
+
+    def request(self) -> Any:
+        return requested(defer=True, withhold=True)
+
+    def result(self, outputs: Any) -> Any:
+        logits = _logits_of(outputs)
+        if not isinstance(logits, DeferredLogits) or logits.is_computed:
+            raise ValueError(
+                f"head_fn needs a head that computes nothing, and {type(self.model).__name__} used its logits: "
+                f"{_why_real(self.model, logits)}"
+            )
+        ignore_index = self.of_loss["ignore_index"]
+        options = logits.logit_options(-100 if ignore_index is None else ignore_index)
+        num_items = self.of_loss["num_items_in_batch"]
+
+        def compute(head: Head, hidden_states: Tensor) -> Any:
+            input = HeadInput(
+                hidden_states if self.keep is None else kept(hidden_states, self.keep),
+                options,
+                outputs,
+                self.of_loss["labels"],
+                self.of_loss["shift_labels"],
+                max(num_items, 1) if isinstance(num_items, int) else num_items,
+                getattr(outputs, "aux_loss", None),
+                outputs.loss if self.own_loss else None,
+            )
+            return self.head_fn(head, input)
+
+        outputs["logits"] = None
+        return logits.run(compute)
+
+
+def _logits_of(outputs: Any) -> Any:
+    if hasattr(outputs, "logits"):
+        return outputs.logits
+    values = outputs if isinstance(outputs, tuple) else ()
+    return next((x for x in values if isinstance(x, DeferredLogits)), None)
+
+
+def _why_real(model: PreTrainedModel, logits: Any) -> str:
+    head = model.get_output_embeddings()
+    if head is None:
+        return "it has no lm_head"
+    if (reason := refusal_of(head)) is not None:
+        return reason
+    if isinstance(logits, DeferredLogits) and logits.asked_by is not None:
+        return f"{logits.asked_by} takes real ones"
+    return "its forward or loss_function takes real ones"
+
+
+def logit_options(model: nn.Module, *, ignore_index: int = -100) -> LogitOptions:
+    """Return the transform that a model's forward applies to its logits: scale and softcap.
+
+    Runs the forward on one token, and reads what it did to the logits, not the config. A factor before `lm_head` is
+    part of the hidden states.
+
+    Args:
+        model: a transformers model, maybe wrapped.
+        ignore_index: of the result.
+
+    Raises:
+        TypeError: `model` contains no transformers model.
+        ValueError: the forward does something else with its logits than a loss can express.
+
+    >>> from transformers import GraniteConfig, GraniteForCausalLM
+    >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    >>> model = GraniteForCausalLM(GraniteConfig(**sizes, num_hidden_layers=1, logits_scaling=8.0))
+    >>> logit_options(model).logit_scale
+    0.125
+    """
+    inner = inner_model(model)
+    head = inner.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(inner).__name__} has no lm_head")
+    if (reason := refusal_of(head)) is not None:
+        raise ValueError(reason)
+    ids = torch.zeros((1, 1), dtype=torch.long, device=inner.device)
+    inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if inner.config.is_encoder_decoder else {})}
+    lent = not is_deferring(head)
+    if lent:
+        set_deferral(head, Deferral(in_training=False))
+    try:
+        with torch.no_grad(), requested(defer=True, withhold=True):
+            logits = _logits_of(model(**inputs))
+    finally:
+        if lent:
+            set_deferral(head, None)
+    if not isinstance(logits, DeferredLogits) or logits.is_computed:
+        raise ValueError(f"no loss can express what {type(inner).__name__} does: {_why_real(inner, logits)}")
+    return logits.logit_options(ignore_index)

@@ -1,0 +1,78 @@
+"""Try a head on a small copy of its model: whether it trained without logits, or what asked for them."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from liger_chunked.deferred import Deferral, DeferredLogits, set_deferral
+from liger_chunked.deferred.swap import stock_class
+from liger_chunked.integrations.transformers.small import config_of, inputs_of
+
+_KNOWN: dict[Any, str | None] = {}
+
+
+def why_logits(model: PreTrainedModel) -> str | None:
+    """Return what a small copy of a model does with the logits of a training step; None if it needs none.
+
+    None too if no small copy can be made or run: then the model shows it, and is right either way.
+    """
+    cls = stock_class(type(model))
+    try:
+        key = (cls, model.config.to_json_string(use_diff=False))
+    except Exception:  # a config of the user's
+        return None
+    if key not in _KNOWN:
+        with _apart():
+            try:
+                config = config_of(model.config)
+                config._attn_implementation = "eager"
+                small = cls(config).train()
+                _KNOWN[key] = training_step(small, inputs_of(cls.__name__))
+            except Exception:
+                _KNOWN[key] = None
+    return _KNOWN[key]
+
+
+def training_step(model: PreTrainedModel, inputs: dict[str, Any]) -> str | None:
+    """Run a step with labels, and return what asked for logits; None if nothing did."""
+    head = model.get_output_embeddings()
+    if head is None:
+        return "it has no lm_head"
+    set_deferral(head, Deferral())
+    try:
+        outputs = model(**inputs)
+    finally:
+        set_deferral(head, None)
+    if isinstance(outputs.logits, DeferredLogits) and not outputs.logits.is_computed and outputs.loss is not None:
+        return None
+    asked_by = getattr(outputs.logits, "asked_by", None)
+    if isinstance(outputs.loss, Tensor) and asked_by is None and not isinstance(outputs.logits, DeferredLogits):
+        return "its forward takes real logits"
+    return "its forward returns no loss" if outputs.loss is None else f"{asked_by} takes real logits"
+
+
+@contextlib.contextmanager
+def _apart() -> Any:
+    """Leave no trace: no warnings or log lines, and the caller's random numbers and modes."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    try:
+        with (
+            warnings.catch_warnings(),
+            torch.random.fork_rng(devices=[]),
+            torch.no_grad(),
+            torch.device("cpu"),
+            torch.autocast("cpu", enabled=False),
+        ):
+            warnings.simplefilter("ignore")
+            torch.default_generator.manual_seed(0)  # torch.manual_seed also seeds GPUs
+            yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
