@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABCMeta
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -62,6 +62,44 @@ class LossType(ABCMeta):
         return loss
 
 
+# The arguments by which losses and statistics have gradients. `scale` is the student's in the ULD loss.
+_DIFFERENTIATED = frozenset(("weight", "input", "hidden", "bias", "scale"))
+# The heads of other models. Their own parameters may require a gradient, because a model that nobody trains is seldom
+# frozen. A matrix computed from trainable tensors may not.
+_OTHER_HEADS = frozenset(("ref_weight", "ref_bias", "teacher_weight", "teacher_bias"))
+
+
+def check_constants(owner: str, arguments: Iterable[tuple[str, Any]]) -> None:
+    """Raise ValueError if an argument that `owner` treats as a constant requires a gradient.
+
+    Such an argument would get no gradient, and the caller would not notice. Under `torch.no_grad()` nothing is lost, so
+    nothing is refused.
+
+    Args:
+        owner: the name of the loss or function, for the error.
+        arguments: names and values. Names in `_DIFFERENTIATED` and values that are no tensors pass.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for name, x in arguments:
+        adapted = isinstance(x, AdaptedWeight)
+        # getattr, because isinstance(x, Tensor) is slow for what is no tensor, and every step comes here.
+        if name in _DIFFERENTIATED or not (adapted or getattr(x, "requires_grad", False)):
+            continue
+        tensors = [t for t in ((x.weight, x.up) if adapted else (x,)) if isinstance(t, Tensor) and t.requires_grad]
+        if not tensors or (name in _OTHER_HEADS and all(t.is_leaf for t in tensors)):
+            continue
+        message = f"{owner} treats {name} as a constant, but it requires a gradient: pass {name}.detach()"
+        if adapted:
+            message = f"{owner} treats {name} as a constant, but it requires a gradient: .detach() its weight and up"
+        if owner != "linear_token_stats":
+            message += (
+                f". For a gradient by {name}, compute a loss of your own from linear_token_stats, whose statistics "
+                "are differentiable"
+            )
+        raise ValueError(message)
+
+
 _traces: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
 
@@ -90,7 +128,8 @@ _kept_out_of_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def entry_point(function: Function) -> Function:
     """Make a function, or the `forward` of a loss, an entry point.
 
-    It gets plain tensors, suggests names for unknown arguments, and breaks torch.compile's graph.
+    It gets plain tensors, suggests names for unknown arguments, refuses constants that require a gradient, and breaks
+    torch.compile's graph.
     """
     name = f"{function.__module__}.{function.__qualname__}".replace(".", "_")
     parameters = inspect.signature(function).parameters.values()
@@ -107,6 +146,9 @@ def entry_point(function: Function) -> Function:
         return plain(positional, args), dict(zip(kwargs, plain(tuple(kwargs), tuple(kwargs.values())), strict=True))
 
     def checked(*args: Any, **kwargs: Any) -> Any:
+        # Before DTensors become local: the local tensor of a parameter is no leaf.
+        owner = type(args[0]).__name__ if is_method and args else function.__name__
+        check_constants(owner, (*zip(positional, args, strict=False), *kwargs.items()))
         if not all_plain((*args, *kwargs.values())):
             args, kwargs = as_plain(args, kwargs)
         try:
@@ -114,9 +156,7 @@ def entry_point(function: Function) -> Function:
         except TypeError as error:
             if not failed_to_bind(error):
                 raise
-            owner, constructor = function.__name__, arguments.Arguments(())
-            if is_method:
-                owner, constructor = type(args[0]).__name__, arguments.of_constructor(type(args[0]))
+            constructor = arguments.of_constructor(type(args[0])) if is_method else arguments.Arguments(())
             raise arguments.call_error(owner, function, args, kwargs, constructor) or error from None
 
     def call(*args: Any, **kwargs: Any) -> Any:

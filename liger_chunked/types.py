@@ -530,10 +530,13 @@ class UnpairedPreferenceMetrics(NamedTuple):
 class PolicyMetrics(NamedTuple):
     """Metrics of a policy loss, detached; None if not computed.
 
-    Means are over valid tokens, or sequences for values per sequence.
+    Means are over valid tokens. Shares of values per sequence, such as a ratio at `importance_level="sequence"`, are
+    over all sequences, as in TRL: an empty one has ratio 1, which is not clipped.
 
     - `entropy` (), `kl` (): mean, in nats; the KL is the loss's estimate
     - `clip_ratio_low`, `clip_ratio_high`, `clip_ratio` (): share of ratios clipped below, above, or either
+    - `clip_ratio_low_min`, `clip_ratio_high_max` (): the smallest of the sequences' shares clipped below, and the
+      largest clipped above. With ratios per token, a sequence without tokens has none; NaN if all are empty
     """
 
     entropy: Tensor
@@ -541,6 +544,8 @@ class PolicyMetrics(NamedTuple):
     clip_ratio_low: Tensor | None = None
     clip_ratio_high: Tensor | None = None
     clip_ratio: Tensor | None = None
+    clip_ratio_low_min: Tensor | None = None
+    clip_ratio_high_max: Tensor | None = None
 
 
 class CrossEntropyMetrics(NamedTuple):

@@ -337,3 +337,64 @@ def test_an_empty_sequence_counts_as_certain(loss, side):
     assert metrics.reward_accuracies[0] == (side == "chosen")
     of_other = result["input"][half if side == "chosen" else 0]
     assert of_other.abs().max() > 0 and not result["input"][0 if side == "chosen" else half].any()
+
+
+# Whose log-probabilities are sums, and whose are means over tokens.
+SIDES = {
+    "orpo": (LigerFusedLinearORPOLoss, {}, eager.orpo),
+    "cpo": (LigerFusedLinearCPOLoss, {}, eager.cpo),
+    "cpo-smoothed": (LigerFusedLinearCPOLoss, {"label_smoothing": 0.1, "cpo_alpha": 0.0}, eager.cpo),
+    "cpo-hinge": (LigerFusedLinearCPOLoss, {"loss_type": "hinge"}, eager.cpo),
+    "cpo-ipo": (LigerFusedLinearCPOLoss, {"loss_type": "ipo"}, eager.cpo),
+    "cpo-simpo": (LigerFusedLinearCPOLoss, {"loss_type": "simpo"}, eager.cpo),
+    "alphapo-sum": (LigerFusedLinearCPOLoss, {"alphapo_alpha": 0.05}, eager.cpo),
+    "alphapo-mean": (LigerFusedLinearCPOLoss, {"alphapo_alpha": -0.3, "loss_type": "simpo"}, eager.cpo),
+    "simpo": (LigerFusedLinearSimPOLoss, {}, eager.simpo),
+    "simpo-hinge": (LigerFusedLinearSimPOLoss, {"loss_type": "hinge"}, eager.simpo),
+    "cpo-simpo-nll": (LigerFusedLinearSimPOLoss, {"compute_nll_loss": True}, eager.simpo),
+}
+HALF = SMALL.sequences // 2
+EMPTY = {
+    "chosen": [0],
+    "rejected": [HALF],
+    "one-of-each": [0, HALF + 1],
+    "all-chosen": range(HALF),
+    "all-rejected": range(HALF, 2 * HALF),
+    "a-pair-and-a-side": [0, HALF, 1],
+    "all": range(2 * HALF),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("prompts", [False, True], ids=["responses", "nll-of-prompts"])
+@pytest.mark.parametrize("empty", EMPTY)
+@pytest.mark.parametrize("case", SIDES)
+def test_empty_sides_are_certain_in_every_loss(case, empty, prompts, dtype):
+    """The probability of nothing is 1: its logarithm is 0 as a sum and as a mean. NaN at ignored tokens is not read.
+
+    `nll_target` may give an empty response's prompt to the NLL.
+    """
+    kind, settings, exact = SIDES[case]
+    loss = kind(**settings, logits_budget=dtype.itemsize * 9 * SMALL.vocab)
+    if prompts and not loss.compute_nll_loss:
+        pytest.skip("no NLL")
+    batch = pairs(SMALL, seed=3, ref=None)
+    batch["target"][list(EMPTY[empty])] = -100
+    extra = {}
+    if prompts:
+        extra["nll_target"] = batch["target"].clone()
+        extra["nll_target"][0, :2] = extra["nll_target"][0, :2].where(batch["target"][0, :2] != -100, 3)
+    batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+    ignored = (batch["target"] == -100) & (extra.get("nll_target", batch["target"]) == -100)
+    clean, batch["input"] = batch["input"], batch["input"].masked_fill(ignored[..., None], math.nan)
+
+    result = evaluate(lambda b: loss(**b, **extra)[0], batch)
+    assert all(x.isfinite().all() for x in result.values())
+    assert not result["input"][ignored].any()
+    metrics = loss(**batch, **extra)[1]
+    for name in ("logps", "rewards"):
+        of_all = torch.cat([getattr(metrics, f"{side}_{name}") for side in ("chosen", "rejected")])
+        assert of_all.isfinite().all() and not of_all[list(EMPTY[empty])].any(), name
+    if dtype == torch.float64:
+        expected = evaluate(lambda b: exact(**b, **extra, **settings), {**batch, "input": clean})
+        assert_same(result, expected)

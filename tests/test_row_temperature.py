@@ -285,7 +285,11 @@ def test_refused() -> None:
         (good[0, 0], ValueError, r"one value for each target, got \(\) float32"),
         (good.view(-1), ValueError, r"one value for each target, got \(40,\) float32"),
         (good.to("meta"), ValueError, r"on cpu, one value for each target, got \(4, 10\) float32 on meta"),
-        (good.clone().requires_grad_(), ValueError, "temperature gets no gradient: detach it"),
+        (
+            good.clone().requires_grad_(),
+            ValueError,
+            r"treats temperature as a constant, but it requires a gradient: pass temperature\.detach\(\)",
+        ),
         (zero, ValueError, "temperature must be positive and finite at each token that counts, got 0 to "),
         (-good, ValueError, "positive and finite at each token that counts, got -"),
         (endless, ValueError, "positive and finite at each token that counts, got .* to inf"),

@@ -298,7 +298,7 @@ def test_numbers_of_a_call_and_of_lists():
     with pytest.raises(TypeError, match=r"^max_completion_length must be an int or None, got 8.5, a float$"):
         LigerFusedLinearGRPOLoss(reduction="dr_grpo", max_completion_length=8.5)
     for num_items in (NAN, INF, -1):
-        with pytest.raises(ValueError, match=f"^num_items must be finite and positive, got {num_items}$"):
+        with pytest.raises(ValueError, match=f"^num_items must be finite and not negative, got {num_items}$"):
             LigerFusedLinearJSDLoss()(**students(SMALL, seed=0), num_items=num_items)
 
 

@@ -203,6 +203,8 @@ LOGGED = {
     "clip_ratio_low": "clip_ratio/low_mean",
     "clip_ratio_high": "clip_ratio/high_mean",
     "clip_ratio": "clip_ratio/region_mean",
+    "clip_ratio_low_min": "clip_ratio/low_min",
+    "clip_ratio_high_max": "clip_ratio/high_max",
 }
 
 
@@ -224,6 +226,75 @@ def test_metrics(loss_type, level):
             assert value.item() == pytest.approx(logged[theirs][0], rel=1e-6), ours
         else:
             assert value is None or loss_type == "cispo", ours
+
+
+@pytest.mark.parametrize("empty", [[], [0], [1, 4], range(SMALL.sequences)], ids=["none", "one", "two", "all"])
+@pytest.mark.parametrize("advantages", ["sequences", "tokens"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "luspo", "cispo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_logged_clip_ratios(loss_type, level, advantages, empty):
+    """Keys and values of the trainer's log are TRL's, also with completions that a mask empties."""
+    from liger_chunked.integrations.trl.base import Step
+    from liger_chunked.integrations.trl.policy import GRPOMixin
+
+    batch = rollouts(SMALL, seed=20, ref="tokens", advantages=advantages)
+    batch["target"][list(empty)] = -100
+    bounds = {"epsilon_high": 0.98} if loss_type == "cispo" else {"epsilon_low": 0.04, "epsilon_high": 0.05}
+    options = {"importance_level": level, "beta": 0.1, **bounds}
+    _, theirs = trl_grpo(batch, loss_type, 37, **options)
+    loss = module(loss_type, **options)
+    value, metrics = loss(**batch)
+
+    trainer = object.__new__(GRPOMixin)
+    trainer.loss_override, trainer._metrics = loss, {"train": defaultdict(list)}
+    trainer.model, trainer.accelerator = SimpleNamespace(training=True), SimpleNamespace(gather=lambda x: x)
+    trainer._log_metrics(Step(value, metrics, batch["target"], None), batch["advantages"])
+    ours = trainer.mode_metrics
+    assert ours.keys() == theirs.keys()
+    assert any("clip_ratio" in name for name in ours)
+    for name in ours:
+        # TRL computes these means in float32.
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-6, nan_ok=True), name
+    if not empty:
+        assert any(0 < ours[name][0] < 1 for name in ours if "clip_ratio" in name)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
+def test_clip_ratios_of_ranks(loss_type, level):
+    """Each rank logs what one process with all sequences would. A rank without tokens adds no extreme."""
+    from liger_chunked.integrations.trl.base import Step
+    from liger_chunked.integrations.trl.policy import GRPOMixin
+
+    batch = rollouts(SMALL._replace(sequences=12), seed=21, ref="tokens")
+    batch["target"][4:8] = -100
+    bounds = {"epsilon_high": 0.98} if loss_type == "cispo" else {"epsilon_low": 0.04, "epsilon_high": 0.05}
+    loss = module(loss_type, importance_level=level, beta=0.1, **bounds)
+    parts = [{name: x[i : i + 4] if len(x) == 12 else x for name, x in batch.items()} for i in (0, 4, 8)]
+    steps = [Step(*loss(**part), part["target"], None) for part in parts]
+    gathered: list[list[Tensor]] = []
+
+    def trainer_of(gather: Any) -> Any:
+        trainer = object.__new__(GRPOMixin)
+        trainer.loss_override, trainer._metrics = loss, {"train": defaultdict(list)}
+        trainer.model, trainer.accelerator = SimpleNamespace(training=True), SimpleNamespace(gather=gather)
+        return trainer
+
+    for step, part in zip(steps, parts, strict=True):
+        gathered.append([])
+
+        def keep(x: Tensor) -> Tensor:
+            gathered[-1].append(x)
+            return x
+
+        trainer_of(keep)._log_metrics(step, part["advantages"])
+    of_calls = iter([torch.cat(parts) for parts in zip(*gathered, strict=True)])
+    trainer = trainer_of(lambda x: next(of_calls))
+    trainer._log_metrics(steps[1], parts[1]["advantages"])
+    _, theirs = trl_grpo(batch, loss_type, 37, importance_level=level, beta=0.1, **bounds)
+    assert trainer.mode_metrics.keys() == theirs.keys()
+    for name, value in trainer.mode_metrics.items():
+        assert value == pytest.approx(theirs[name], rel=1e-6), name
 
 
 def test_rloo():

@@ -23,6 +23,7 @@ pytest.importorskip("trl")
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
+from table import relative_error
 from test_cost import Memory
 from torch import Tensor
 
@@ -344,6 +345,10 @@ def test_gradient_checkpointing_and_autocast(train, kind):
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.05)
 
 
+# The second step on the same rollouts is off-policy, and these bounds clip some of its ratios.
+CLIPS = {"epsilon_low": 0.01, "epsilon_high": 0.02}
+CLIPPED = {"num_iterations": 2, "epsilon": 0.01, "epsilon_high": 0.02}
+
 OVERRIDES = {
     "SFT": ("SFT", {}, lambda: LigerFusedLinearCrossEntropyLoss(return_token_accuracy=True)),
     "DPO": ("DPO", {}, lambda: LigerFusedLinearDPOLoss(beta=0.1)),
@@ -357,6 +362,21 @@ OVERRIDES = {
         "GRPO",
         SEQUENCES,
         lambda: LigerFusedLinearGRPOLoss(importance_level="sequence", reduction="grpo"),
+    ),
+    "GRPO-clipped": (
+        "GRPO",
+        {**CLIPPED, "loss_type": "bnpo", "importance_sampling_level": "token"},
+        lambda: LigerFusedLinearGRPOLoss(reduction="bnpo", **CLIPS),
+    ),
+    "GRPO-sequence-clipped": (
+        "GRPO",
+        {**CLIPPED, "loss_type": "grpo", "importance_sampling_level": "sequence"},
+        lambda: LigerFusedLinearGRPOLoss(importance_level="sequence", reduction="grpo", **CLIPS),
+    ),
+    "GRPO-cispo": (
+        "GRPO",
+        {"num_iterations": 2, "loss_type": "cispo", "epsilon_high": 1.01},
+        lambda: LigerFusedLinearGRPOLoss.from_loss_type("cispo", epsilon_high=1.01),
     ),
     "ORPO": ("ORPO", {}, lambda: LigerFusedLinearORPOLoss(beta=0.1)),
     "CPO": ("CPO", {}, lambda: LigerFusedLinearCPOLoss(beta=0.1)),
@@ -378,6 +398,9 @@ OVERRIDES = {
 ONLY_STOCK = {
     "DPO-hinge": ("loss_type",),
     "GRPO-sequence": ("loss_type",),
+    "GRPO-clipped": ("loss_type", "epsilon", "epsilon_high"),
+    "GRPO-sequence-clipped": ("loss_type", "epsilon", "epsilon_high"),
+    "GRPO-cispo": ("loss_type", "epsilon_high"),
     "SimPO": ("loss_type", "cpo_alpha", "simpo_gamma"),
 }
 
@@ -400,7 +423,6 @@ class Margin(LigerFusedLinearPreferenceBase):
 
 # Metrics that TRL computes from the head's statistics and that a loss does not report.
 NOT_REPORTED = {"entropy", "mean_token_accuracy", "log_odds_ratio", "log_odds_chosen", "nll_loss"}
-NOT_REPORTED |= {"clip_ratio/low_min", "clip_ratio/high_max"}
 # TRL's mean logit includes prompts and padding in ORPO and CPO; ours covers responses only.
 ELSEWHERE = {"ORPO": {"logits/chosen", "logits/rejected"}, "CPO": {"logits/chosen", "logits/rejected"}}
 
@@ -421,6 +443,10 @@ def test_a_loss_in_the_place_of_the_trainers(train, case):
             entry.pop(name, None)
     assert_same(ours, stock, common=True)
     assert stock[0].keys() - ours[0].keys() <= NOT_REPORTED
+    clips = [{name for name in log[0] if "clip_ratio" in name} for log in (stock, ours)]
+    assert clips[0] == clips[1] and bool(clips[0]) == (kind == "GRPO")
+    if "clipped" in case or "cispo" in case:
+        assert any(0 < entry[name] < 1 for entry in stock[:4] for name in clips[0])
 
 
 def test_a_loss_without_a_reference_needs_none(train):
@@ -611,6 +637,98 @@ def test_settings_of_a_reference_that_the_loss_refuses(tmp_path):
     for kind, loss in (("DPO", LigerFusedLinearSimPOLoss()), ("KTO", LigerFusedLinearKTOLoss(use_ref_model=False))):
         with pytest.raises(ValueError, match=r"takes no reference, got precompute_ref_log_probs=True"):
             build(tmp_path, kind, ours=True, config={"precompute_ref_log_probs": True}, loss=loss, ref_model=None)
+
+
+def test_precomputed_sums_for_a_loss_of_tokens(tmp_path, monkeypatch):
+    """They are refused before anything is loaded, and before the reference runs over the data set."""
+    config = KINDS["DPO"].config_class()(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, precompute_ref_log_probs=True
+    )
+    message = (
+        r"LigerFusedLinearDPOLoss\(ld_alpha=0.5\) needs reference log-probabilities per token, but "
+        r"precompute_ref_log_probs=True keeps one sum a sequence: set precompute_ref_log_probs=False, .*, or leave "
+        "ld_alpha out of the loss"
+    )
+    loss = LigerFusedLinearDPOLoss(ld_alpha=0.5)
+    for arguments, named in (((None, config), {}), ((), {"args": config})):
+        with pytest.raises(ValueError, match=message):
+            KINDS["DPO"].ours()("no such model", *arguments, loss=loss, **named)
+    assert not LigerFusedLinearDPOLoss().needs_token_ref_logps
+
+    class Compares(LigerFusedLinearKTOLoss):
+        """Declares the need; any loss may."""
+
+        needs_token_ref_logps = True
+
+    message = r"Compares needs reference log-probabilities per token, .* so that the reference runs in each step$"
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, "KTO", ours=True, config={"precompute_ref_log_probs": True}, loss=Compares())
+
+
+# Only the loss reads `ld_alpha`, and the reference runs in each step.
+def test_ld_alpha_with_a_reference_that_is_not_precomputed(train):
+    stock = train("DPO", ours=False, config={"ld_alpha": 0.5})
+    ours = train("DPO", ours=True, config={"ld_alpha": 0.5}, loss=LigerFusedLinearDPOLoss(ld_alpha=0.5))
+    assert_same(ours, stock, common=True)
+
+
+def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "labels": torch.full_like(batch["labels"], -100)}
+
+
+@pytest.mark.parametrize("items", [0, torch.tensor(0)], ids=["int", "tensor"])
+@pytest.mark.parametrize(
+    ("kind", "loss", "config"),
+    [
+        ("SFT", LigerFusedLinearCrossEntropyLoss(), {}),
+        ("SFT", None, {"label_smoothing_factor": 0.1}),
+        ("GKD", LigerFusedLinearJSDLoss(), {}),
+        ("GKD", None, {}),
+        ("GOLD", None, {}),
+    ],
+    ids=["SFT", "SFT-smoothed", "GKD", "GKD-stock", "GOLD-stock"],
+)
+def test_a_step_without_items(tmp_path, kind, loss, config, items):
+    """All labels are ignored, and the trainer counted no item: the loss is 0, and so is every gradient."""
+    trainer = build(tmp_path, kind, ours=True, config=config, loss=loss)
+    batch = without_labels(next(iter(trainer.get_train_dataloader())))
+    value = trainer.compute_loss(trainer.model, batch, num_items_in_batch=items)
+    value.backward()
+    assert value == 0
+    gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+    assert gradients and not any(g.any() for g in gradients)
+
+
+EMPTY_SIDES = {
+    "ORPO": ("ORPO", {}, LigerFusedLinearORPOLoss(beta=0.1)),
+    "CPO": ("CPO", {}, LigerFusedLinearCPOLoss(beta=0.1)),
+    "CPO-ipo": ("CPO", {"loss_type": "ipo"}, LigerFusedLinearCPOLoss(beta=0.1, loss_type="ipo")),
+    "SimPO": (
+        "CPO",
+        {"loss_type": "simpo", "cpo_alpha": 0.0},
+        LigerFusedLinearSimPOLoss(beta=0.1, gamma=0.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("sides", [("chosen",), ("rejected",), ("chosen", "rejected")], ids="-".join)
+@pytest.mark.parametrize("case", EMPTY_SIDES)
+def test_a_pair_with_an_empty_side(tmp_path, case, sides):
+    """Truncation can leave a response no token. Stock divides by 0; ours trains the other side, also with loss=."""
+    kind, config, loss = EMPTY_SIDES[case]
+    results = []
+    for own in ({"config": config}, {"loss": loss}):
+        trainer = build(tmp_path, kind, ours=True, **own)
+        batch = next(iter(trainer.get_train_dataloader()))
+        for row, side in enumerate(sides):
+            batch[f"{side}_labels"][row] = -100
+        value = trainer.get_batch_loss_metrics(trainer.model, batch)[0]
+        value.backward()
+        results.append([value, *(p.grad for p in trainer.model.parameters())])
+    for mine, of_loss in zip(*results, strict=True):
+        assert mine.isfinite().all()
+        assert relative_error(mine.detach(), of_loss.detach()) < 1e-4
+    assert any(x.any() for x in results[0][1:])
 
 
 def test_a_transform_that_is_not_the_models_is_refused(train):

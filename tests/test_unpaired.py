@@ -135,10 +135,15 @@ def test_estimated_kl_is_as_good_as_given(budget):
 
 def test_no_gradient_through_the_mismatched_completions():
     batch = examples(SMALL, seed=0, mismatched="states")
-    names = ("kl_input", "ref_kl_input", "ref_input", "ref_weight", "ref_bias", "weight")
-    leaves = {name: batch[name].clone().requires_grad_() for name in names}
+    leaves = {name: batch[name].clone().requires_grad_() for name in ("ref_weight", "ref_bias", "weight")}
     kto({**batch, **leaves}).backward()
     assert [name for name, leaf in leaves.items() if leaf.grad is not None] == ["weight"]
+    # The head's gradient is that of the sequences alone, as with the estimate given as a number.
+    _, metrics = LigerFusedLinearKTOLoss()(**batch)
+    given = {name: x for name, x in batch.items() if "kl_" not in name}
+    estimated = evaluate(kto, batch)
+    for name, gradient in evaluate(lambda b: kto(b, kl=metrics.reference_point), given).items():
+        assert relative_error(estimated[name], gradient) < 1e-12, name
 
 
 def test_negative_estimate_counts_as_zero():

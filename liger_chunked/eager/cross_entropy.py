@@ -53,7 +53,7 @@ def cross_entropy(
     if reduction == "none":
         return (losses + extra).view(target.shape)
     if num_items is not None:
-        return (losses.sum() + extra.sum()) / num_items
+        return (losses.sum() + extra.sum()) / (num_items or 1)
     if reduction == "sum":
         return losses.sum() + extra.sum()
     by_class = weights if class_weight is None else weights * class_weight[y.where(valid, 0)]

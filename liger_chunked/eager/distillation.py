@@ -117,7 +117,7 @@ def distillation(
             )
         soft = divergence(name, z, t[counts], parameter)
 
-    n = max(1, int(counts.sum())) if num_items is None else num_items
+    n = max(1, int(counts.sum())) if num_items is None else num_items or 1
     soft_loss = soft.sum() / n
     hard_loss = torch.zeros_like(soft_loss)
     if target is not None:

@@ -180,7 +180,11 @@ def grpo(
     for i in range(target.shape[0]):
         here = valid[i]
         length = int(here.sum())
+        one_ratio = importance_level in ("sequence", "trajectory") and advantages[i].numel() == 1
         if length == 0:
+            if one_ratio:  # its ratio is 1, which is not clipped
+                clipped_low.append(here[:1])
+                clipped_high.append(here[:1])
             continue
 
         def of_tokens(x: Tensor, i: int = i, here: Tensor = here) -> Tensor:
@@ -247,7 +251,7 @@ def grpo(
             case "bnpo":
                 loss = loss + cost.sum() / n_tokens
             case "dapo":
-                loss = loss + cost.sum() / (n_tokens if num_items is None else float(num_items))
+                loss = loss + cost.sum() / (n_tokens if num_items is None else float(num_items or 1))
             case "dr_grpo":
                 if max_completion_length is None:
                     raise ValueError("dr_grpo needs max_completion_length")
@@ -266,17 +270,19 @@ def grpo(
         }.get(surrogate, (1 - epsilon_low, 1 + epsilon_high))
         below = (bounded < lowest) & (advantage < 0)
         above = (bounded > highest) & (advantage > 0)
-        one_ratio = importance_level in ("sequence", "trajectory") and advantages[i].numel() == 1
         clipped_low.append(below[:1] if one_ratio else below)
         clipped_high.append(above[:1] if one_ratio else above)
 
     bonus = bonus / max(1, n_acting)
     if num_items is not None:
-        bonus = bonus * (int(valid.sum()) / float(num_items))
+        bonus = bonus * (int(valid.sum()) / float(num_items or 1))
     loss = loss - entropy_coef * bonus
 
     def share(flags: list[Tensor]) -> Tensor:
         return torch.cat([loss.new_zeros(0), *flags]).sum() / max(1, sum(len(flag) for flag in flags))
+
+    def shares(flags: list[Tensor]) -> list[float]:
+        return [float(flag.double().mean()) for flag in flags] or [math.nan]
 
     clips_high = surrogate in ("clip", "cispo", "gmpo", "clip_cov")
     clips_low = cispo_epsilon_low > 0 if surrogate == "cispo" else clips_high
@@ -287,5 +293,7 @@ def grpo(
         "clip_ratio_low": share(clipped_low) if clips_low else None,
         "clip_ratio_high": share(clipped_high) if clips_high else None,
         "clip_ratio": share(either) if clips_high else None,
+        "clip_ratio_low_min": loss.new_tensor(min(shares(clipped_low))) if clips_low else None,
+        "clip_ratio_high_max": loss.new_tensor(max(shares(clipped_high))) if clips_high else None,
     }
     return loss, metrics

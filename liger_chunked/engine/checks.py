@@ -58,7 +58,8 @@ def check_graph(name: str, value: Tensor, ends: list[Tensor]) -> None:
         if leaf is not None and not any(leaf is x for x in ends):
             raise ValueError(
                 f"{name} depends on another tensor that requires a gradient, {described(leaf)}, and computes gradients "
-                "only for weight, input and bias: freeze or detach that tensor"
+                "only for weight, input and bias: freeze or detach that tensor, or compute a loss of your own from "
+                "linear_token_stats, whose statistics are differentiable"
             )
 
 
@@ -250,8 +251,6 @@ def check_temperature(temperature: Tensor, target: Tensor) -> None:
             f"temperature must be a number, or {tuple(target.shape)} on {target.device}, one value for each target, "
             f"got {described(temperature)}"
         )
-    if temperature.requires_grad:
-        raise ValueError("temperature gets no gradient: detach it")
 
 
 _SAME_TARGETS: set[Any] = set()

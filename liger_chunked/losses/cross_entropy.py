@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.calls import entry_point, typed_like
+from liger_chunked.calls import check_constants, entry_point, typed_like
 from liger_chunked.engine import (
     Group,
     Layout,
@@ -87,6 +87,7 @@ class _CrossEntropy:
 
 
 def _check_class_weight(ce_weight: Tensor) -> Tensor:
+    check_constants("LigerFusedLinearCrossEntropyLoss", [("ce_weight", ce_weight)])  # of the constructor, too
     (ce_weight,) = plain(("ce_weight",), (ce_weight,))
     if not isinstance(ce_weight, Tensor) or ce_weight.ndim != 1 or not ce_weight.is_floating_point():
         raise ValueError(f"ce_weight must be floating (V,), got {described(ce_weight)}")
@@ -225,7 +226,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             input: (B, T, H) or (N, H) hidden states.
             target: (B, T) or (N,) token ids that `input` predicts (shift labels, see `shifted`).
             num_items: divisor of "mean": the valid tokens of all steps that accumulate gradients (transformers'
-                `num_items_in_batch`). A tensor below 1 counts as 1.
+                `num_items_in_batch`). 0 counts as 1: a step without tokens has loss 0.
             token_weights: factors, like `target`. "mean" without `num_items` divides by their sum (for the cross
                 entropy, times `ce_weight`), or 1 if that is 0.
             ce_weight: (V,) replaces the constructor's.
@@ -282,8 +283,6 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             raise ValueError(f"token_weights must be {tuple(target.shape)}, as target is, got {got}")
         if token_weights.device != target.device:
             raise ValueError(f"token_weights is on {token_weights.device}, target on {target.device}")
-        if token_weights.requires_grad:
-            raise ValueError("token_weights gets no gradient: detach it")
         return token_weights.to(accumulation_dtype(weight.dtype))
 
     @property

@@ -25,8 +25,8 @@ def ipo(difference: Tensor, beta: float) -> Tensor:
     return (difference - 1 / (2 * beta)).square()
 
 
-# Least distance of a probability to 1, with finite gradients.
-_CERTAIN = 1e-12
+# Least distance of a probability to 1, with finite log-odds and gradients.
+CERTAIN = 1e-12
 
 
 def complement(logps: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def complement(logps: Tensor) -> Tensor:
     >>> complement(torch.tensor([-1e-9, 0.0])).tolist()
     [9.999999717180685e-10, 9.999999960041972e-13]
     """
-    logps = logps.clamp(max=-_CERTAIN)
+    logps = logps.clamp(max=-CERTAIN)
     # Near 0, exp() rounds to 1. Far from 0, the derivative of expm1 rounds to 0.
     return torch.where(logps > -math.log(2), -torch.expm1(logps), 1 - logps.exp())
 
@@ -46,7 +46,7 @@ def log_odds(logps: Tensor) -> Tensor:
     >>> log_odds(torch.tensor([0.5, 0.75]).log())
     tensor([0.0000, 1.0986])
     """
-    logps = logps.clamp(max=-_CERTAIN)
+    logps = logps.clamp(max=-CERTAIN)
     return logps - complement(logps).log()
 
 

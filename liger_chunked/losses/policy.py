@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -147,10 +148,41 @@ def _near_sampler(rollouts: Rollouts, threshold: float) -> Tensor:
 
 
 def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over valid tokens, or nonempty sequences for (n, 1)."""
-    if values.shape != mask.shape:
-        mask = mask.any(-1, keepdim=True)
+    """Return the mean of (n, T) over valid tokens."""
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+class _Shares(NamedTuple):
+    """How often a flag of ratios is True."""
+
+    of_all: Tensor
+    by_sequence: Tensor  # (B,), NaN without tokens
+
+
+def _shares(flags: Tensor, mask: Tensor, shape: torch.Size, dtype: torch.dtype, per_sequence: bool) -> _Shares:
+    """Return the shares of `flags` that are True.
+
+    Args:
+        flags: bool (n, T) like `mask`; (B, 1) if `per_sequence`.
+        mask: (n, T), True at valid tokens. Losses by token have n = B * T rows of one token.
+        shape: (B, T) of the target.
+        per_sequence: all sequences count, also empty ones, as in TRL.
+    """
+    if per_sequence:
+        by_sequence = flags.to(dtype).reshape(-1)
+        return _Shares(by_sequence.sum() / max(1, by_sequence.shape[0]), by_sequence)
+    valid = mask.reshape(shape)
+    counts = torch.where(valid, flags.to(dtype).reshape(shape), 0.0).sum(-1)
+    lengths = valid.sum(-1)
+    return _Shares(counts.sum() / lengths.sum().clamp(min=1), counts / lengths)  # 0 / 0 is NaN
+
+
+def extreme(shares: Tensor, sign: int) -> Tensor:
+    """Return the largest (`sign` 1) or smallest (-1) of shares (n,) that are not NaN, or NaN if there is none."""
+    if not shares.numel():
+        return shares.new_full((), math.nan)
+    largest = torch.where(shares.isnan(), -math.inf, sign * shares).max()
+    return torch.where(largest == -math.inf, math.nan, sign * largest)
 
 
 def masked(target: Tensor, attention_mask: Tensor, ignore_index: int, n_valid: Any) -> Tensor:
@@ -387,7 +419,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             return self._objective(batch(), batch().rollouts(stats, index), index, items)
 
         loss, stats = self._fuse(head, input, layout, objective)
-        return loss, self._metrics(batch().rollouts(stats, slice(None)))
+        return loss, self._metrics(batch().rollouts(stats, slice(None)), whole_target.shape)
 
     if TYPE_CHECKING:
 
@@ -456,18 +488,30 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         )
 
     @torch.no_grad()
-    def _metrics(self, rollouts: Rollouts) -> PolicyMetrics:
+    def _metrics(self, rollouts: Rollouts, shape: torch.Size) -> PolicyMetrics:
+        """Return the metrics of a batch whose target has this `shape`, (B, T)."""
         mask = rollouts.mask
         low = high = either = None
         if self.clipped is not None:
-            low, high = self.clipped(rollouts)
-            either = high if low is None else low | high
+            per_sequence = IMPORTANCE_LEVELS[self.importance_level].per_sequence
+            flags = self.clipped(rollouts)
+
+            def shares(x: Tensor) -> _Shares:
+                # With advantages per token, flags are per token also where ratios are per sequence.
+                one_a_sequence = x.shape != mask.shape or (per_sequence and x.shape[-1] == 1)
+                return _shares(x, mask, shape, rollouts.logps.dtype, one_a_sequence)
+
+            low = None if flags.low is None else shares(flags.low)
+            high = shares(flags.high)
+            either = high if flags.low is None else shares(flags.low | flags.high)
         return PolicyMetrics(
             entropy=_masked_mean(rollouts.entropy, mask),
             kl=None if rollouts.ref_logps is None else _masked_mean(self.kl(rollouts), mask),
-            clip_ratio_low=None if low is None else _masked_mean(low.to(rollouts.logps.dtype), mask),
-            clip_ratio_high=None if high is None else _masked_mean(high.to(rollouts.logps.dtype), mask),
-            clip_ratio=None if either is None else _masked_mean(either.to(rollouts.logps.dtype), mask),
+            clip_ratio_low=None if low is None else low.of_all,
+            clip_ratio_high=None if high is None else high.of_all,
+            clip_ratio=None if either is None else either.of_all,
+            clip_ratio_low_min=None if low is None else extreme(low.by_sequence, -1),
+            clip_ratio_high_max=None if high is None else extreme(high.by_sequence, 1),
         )
 
     def extra_repr(self) -> str:

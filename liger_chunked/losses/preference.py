@@ -114,7 +114,9 @@ def _places(mask: Tensor, lengths: Sequence[int] | None) -> Tensor:
 class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     """Mean of a subclass's `preference_loss` over pairs; see `docs/writing-a-loss.md`.
 
-    Pairs without valid tokens add 0, but count in the mean. If only one sequence is empty, it has probability 1.
+    Pairs without valid tokens add 0, but count in the mean. If only one sequence is empty, it has probability 1: its
+    log-probability is 0, as a sum and as a mean over tokens, and it gets no gradient. ORPO's log-odds of it are 27.6,
+    those of its largest probability.
 
     Args:
         beta: scale of the rewards, not negative.
@@ -168,6 +170,14 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     @compute_nll_loss.setter
     def compute_nll_loss(self, value: bool | None) -> None:
         self._compute_nll_loss = value
+
+    @property
+    def needs_token_ref_logps(self) -> bool:
+        """Whether `ref_logps` must hold one value a token, because the loss weighs or compares single tokens.
+
+        Trainers refuse such a loss before they precompute one sum a sequence.
+        """
+        return self.ld_alpha is not None
 
     @property
     def _whole_batch(self) -> bool:
@@ -335,7 +345,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             return without_reference(self, sequences.lengths)
         if ref_logps.ndim == 3:
             return sequences.logps(ref_logps, sequences.every)
-        if self.ld_alpha is not None:
+        if self.needs_token_ref_logps:
             raise ValueError(
                 f"ref_logps must be {tuple(target.shape)}, one value a token, with ld_alpha={self.ld_alpha}, which "
                 f"weighs tokens: got one a sequence, {tuple(target.shape[:1])}"

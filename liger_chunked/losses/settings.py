@@ -67,12 +67,24 @@ def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:
 
 
 def checked_items(num_items: float | Tensor, like: Tensor, dtype: torch.dtype) -> float | Tensor:
+    """Return the divisor `num_items`, with 1 in the place of 0.
+
+    Without items, all tokens are ignored: the loss is then 0 and connected, as for a batch of ignored tokens. A
+    positive share stays: the tokens of all ranks divided by the number of ranks can be below 1.
+
+    Args:
+        num_items: a number, or a tensor of one element.
+        like: a tensor on the device of the result.
+        dtype: of a tensor returned.
+
+    Raises:
+        ValueError: a tensor of several elements, or a number that is negative or not finite. A tensor's value is not
+            read, because that would wait for the device: what is not positive counts as 1.
+    """
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
             raise ValueError(f"num_items must be one number, got a tensor {tuple(num_items.shape)}")
-        if num_items.requires_grad:
-            raise ValueError("num_items gets no gradient: detach it")
-        # A check of the value would wait for the device.
-        return num_items.to(like.device, dtype).reshape(()).clamp(min=1)
-    check_positive("num_items", num_items)
-    return num_items
+        items = num_items.detach().to(like.device, dtype).reshape(())
+        return torch.where(items <= 0, 1.0, items)  # NaN stays NaN
+    check_finite("num_items", num_items, minimum=0)
+    return num_items or 1

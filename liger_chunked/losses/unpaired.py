@@ -101,6 +101,14 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         self.options = LogitOptions.of(type(self), options)
 
     @property
+    def needs_token_ref_logps(self) -> bool:
+        """Whether `ref_logps` must hold one value a token, because the loss weighs or compares single tokens.
+
+        Trainers refuse such a loss before they precompute one sum a sequence.
+        """
+        return False
+
+    @property
     def _outputs(self) -> tuple[str, ...]:
         return ("logps", "mean_logits", *self.token_outputs)
 

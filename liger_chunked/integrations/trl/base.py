@@ -266,7 +266,22 @@ class ReferenceMixin(LigerTrainerMixin):
             if given:
                 raise ValueError(f"{type(loss).__name__} takes no reference, got {' and '.join(given)}")
             ref_model = _NONE
+        self._check_precomputed(loss, args)
         super().__init__(model, ref_model, args, *others, loss=loss, **kwargs)
+
+    @classmethod
+    def _check_precomputed(cls, loss: Any, args: Any) -> None:
+        """Raise ValueError, before any pass over the data set, if sums per sequence are not enough for `loss`."""
+        if cls.loss_kind is None or not isinstance(loss, cls.loss_kind):
+            return
+        if loss.needs_token_ref_logps and getattr(args, "precompute_ref_log_probs", False):
+            ld_alpha = getattr(loss, "ld_alpha", None)
+            setting = "" if ld_alpha is None else f"(ld_alpha={ld_alpha})"
+            raise ValueError(
+                f"{type(loss).__name__}{setting} needs reference log-probabilities per token, but "
+                "precompute_ref_log_probs=True keeps one sum a sequence: set precompute_ref_log_probs=False, so that "
+                f"the reference runs in each step{'' if ld_alpha is None else ', or leave ld_alpha out of the loss'}"
+            )
 
     @property
     def ref_model(self) -> Any:

@@ -2,21 +2,31 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from liger_chunked.integrations.transformers.head_input import fitted
 from liger_chunked.integrations.trl.base import SharedPromptsMixin, Step, loss_step, rollout_inputs
 from liger_chunked.losses import LigerFusedLinearPolicyBase
-from liger_chunked.losses.policy import REDUCTIONS
+from liger_chunked.losses.policy import REDUCTIONS, extreme
 from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS
 from liger_chunked.types import LogitOptions
 
+# TRL's names of the metrics, and how ranks' values become one. "token" and "ratio" are means: over tokens, or over
+# ratios, of which there is one a token or one a sequence.
 _LOGGED = {
-    "entropy": "entropy",
-    "kl": "kl",
-    "clip_ratio/low_mean": "clip_ratio_low",
-    "clip_ratio/high_mean": "clip_ratio_high",
-    "clip_ratio/region_mean": "clip_ratio",
+    "entropy": ("entropy", "token"),
+    "kl": ("kl", "token"),
+    "clip_ratio/low_mean": ("clip_ratio_low", "ratio"),
+    "clip_ratio/low_min": ("clip_ratio_low_min", "min"),
+    "clip_ratio/high_mean": ("clip_ratio_high", "ratio"),
+    "clip_ratio/high_max": ("clip_ratio_high_max", "max"),
+    "clip_ratio/region_mean": ("clip_ratio", "ratio"),
+}
+# TRL logs one share for CISPO, which has one bound. Our lower bound keeps the names above.
+_OF_CISPO = {
+    **{name: of for name, of in _LOGGED.items() if "high" not in name and "region" not in name},
+    "cispo_clip_ratio": ("clip_ratio_high", "ratio"),
 }
 
 
@@ -87,21 +97,29 @@ class GRPOMixin(SharedPromptsMixin):
                 importance_weights=inputs["importance_sampling_ratio"] if corrected else None,
                 num_items=items if counts_items else None,
             )
-        self._log_metrics(step)
+        self._log_metrics(step, inputs["advantages"])
         value = step.loss if counts_items else step.loss / window
         return self._with_aux_loss(value, step.aux_loss, accumulates=training)
 
-    def _log_metrics(self, step: Step) -> None:
-        mask = step.target != -100
-        tokens, sequences = mask.sum(), mask.any(-1).sum()
-        per_sequence = IMPORTANCE_LEVELS[self.loss_override.importance_level].per_sequence
-        for name, field in _LOGGED.items():
+    def _log_metrics(self, step: Step, advantages: Tensor) -> None:
+        """Log the loss's metrics under TRL's names, as TRL averages them over tokens, sequences and ranks."""
+        loss = self.loss_override
+        tokens, sequences = (step.target != -100).sum(), torch.tensor(len(step.target), device=step.target.device)
+        # Advantages per token, of a trainer's subclass, make the clipping per token at every level.
+        one_advantage = advantages.ndim == 1 or advantages.shape[1] == 1
+        per_sequence = IMPORTANCE_LEVELS[loss.importance_level].per_sequence and one_advantage
+        for name, (field, over) in (_OF_CISPO if getattr(loss, "surrogate", "") == "cispo" else _LOGGED).items():
             metric = getattr(step.metrics, field)
-            if metric is not None:
-                one_a_sequence = name.startswith("clip_ratio") and per_sequence
-                # GRPO's metrics include repeated samples, unlike other trainers'.
-                mean = self.global_mean(metric, sequences if one_a_sequence else tokens, with_repeated=True)
-                self.mode_metrics[name].append(mean)
+            if metric is None:
+                continue
+            # GRPO's metrics include repeated samples, unlike other trainers'.
+            if over in ("min", "max"):
+                of_ranks = self.accelerator.gather(metric.detach()[None])
+                value = extreme(of_ranks, -1 if over == "min" else 1).item()
+            else:
+                count = sequences if over == "ratio" and per_sequence else tokens
+                value = self.global_mean(metric, count, with_repeated=True)
+            self.mode_metrics[name].append(value)
 
 
 class RLOOMixin(SharedPromptsMixin):

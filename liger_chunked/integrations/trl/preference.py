@@ -17,6 +17,7 @@ from liger_chunked.integrations.trl.base import (
 )
 from liger_chunked.integrations.trl.heads import head_stats
 from liger_chunked.losses import LigerFusedLinearPreferenceBase
+from liger_chunked.losses.formulas import CERTAIN
 from liger_chunked.losses.reference_model import warn_reference_free
 from liger_chunked.types import AdaptedWeight, Head
 
@@ -156,8 +157,11 @@ class ORPOMixin(ConcatenatedMixin):
         prompt_and_response = self._whole_sequences(inputs)[:n]
         scores = self._score(model, inputs, torch.cat([prompt_and_response, labels[n:]]))
         mask = labels[:, 1:] != -100
-        logps = torch.where(mask, scores.logps[:, :-1], 0.0).sum(-1) / mask.sum(-1)
-        nll = -scores.logps[:n].sum() / (prompt_and_response[:, 1:] != -100).sum()
+        lengths = mask.sum(-1)
+        logps = torch.where(mask, scores.logps[:, :-1], 0.0).sum(-1) / lengths.clamp(min=1)
+        # An empty response has probability 1, as in `LigerFusedLinearORPOLoss`, with the same finite log-odds.
+        logps = torch.where(lengths > 0, logps, -CERTAIN)
+        nll = -scores.logps[:n].sum() / (prompt_and_response[:, 1:] != -100).sum().clamp(min=1)
         mean_logits = scores.mean_logits[:, :-1]
         return logps[:n], logps[n:], mean_logits[:n], mean_logits[n:], nll, *scores.aux_loss
 
@@ -191,8 +195,9 @@ class CPOMixin(ConcatenatedMixin):
         scores = self._score(model, inputs, labels)
         lengths = (labels[:, 1:] != -100).sum(-1)
         sums = scores.logps.sum(-1)
-        logps = sums / lengths if self.loss_type in ("ipo", "simpo") else sums
-        nll = sums.new_zeros(()) if self.cpo_alpha == 0 else -sums[:n].sum() / lengths[:n].sum()
+        # An empty response has probability 1, as in `LigerFusedLinearCPOLoss`.
+        logps = sums / lengths.clamp(min=1) if self.loss_type in ("ipo", "simpo") else sums
+        nll = sums.new_zeros(()) if self.cpo_alpha == 0 else -sums[:n].sum() / lengths[:n].sum().clamp(min=1)
         return logps[:n], logps[n:], scores.mean_logits[:n], scores.mean_logits[n:], nll, *scores.aux_loss
 
 

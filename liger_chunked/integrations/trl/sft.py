@@ -8,6 +8,7 @@ from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.trl.base import LigerTrainerMixin, Step, loss_step
 from liger_chunked.integrations.trl.heads import HEAD_BUDGET, head_stats
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
+from liger_chunked.losses.settings import checked_items
 from liger_chunked.types import Head, TokenStats
 
 
@@ -89,5 +90,4 @@ class SFTMixin(LigerTrainerMixin):
             self.mode_metrics[name].append(self.global_mean(values.sum() / count, n_tokens))
         if aux_loss is not None:
             self.mode_metrics["aux_loss"].append(self.gathered_mean(aux_loss))
-        items = count if num_items is None else num_items
-        return total / (items.to(total.device) if isinstance(items, Tensor) else items)
+        return total / (count if num_items is None else checked_items(num_items, total, total.dtype))

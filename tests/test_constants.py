@@ -1,0 +1,178 @@
+"""Arguments that a loss treats as constants are refused if they require a gradient, in every loss and alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from table import SMALL, Batch, examples, pairs, rollouts, students, tokens
+from torch import Tensor, nn
+
+from liger_chunked import AdaptedWeight, arguments, functional, losses
+from liger_chunked.functional import linear_token_stats
+
+# Arguments with a gradient, and those that hold no floating-point tensor.
+DIFFERENTIATED = {"weight", "input", "hidden", "bias", "scale"}
+NO_FLOATS = {"target", "nll_target", "kl_target", "preference_labels", "teacher_ids", "cu_seqlens"}
+NO_FLOATS |= {"n_valid", "kl_n_valid", "vocab_shard", "sequence_group"}
+OTHER_HEADS = ("ref_weight", "ref_bias", "teacher_weight", "teacher_bias")
+
+
+def flat_students(sizes: Any, seed: int) -> Batch:
+    batch = students(sizes, seed)
+    del batch["target"]
+    return batch
+
+
+def sampled(sizes: Any, seed: int) -> Batch:
+    return {**students(sizes, seed), "old_logps": -torch.rand(sizes.sequences, sizes.length, dtype=torch.float64)}
+
+
+# By class: its function, and a batch.
+LOSSES: dict[type, tuple[Callable[..., Any], Callable[..., Batch]]] = {
+    losses.LigerFusedLinearCrossEntropyLoss: (functional.cross_entropy_loss, tokens),
+    losses.LigerFusedLinearDPOLoss: (functional.dpo_loss, pairs),
+    losses.LigerFusedLinearORPOLoss: (functional.orpo_loss, lambda *a: pairs(*a, ref=None)),
+    losses.LigerFusedLinearCPOLoss: (functional.cpo_loss, lambda *a: pairs(*a, ref=None)),
+    losses.LigerFusedLinearSimPOLoss: (functional.simpo_loss, lambda *a: pairs(*a, ref=None)),
+    losses.LigerFusedLinearKTOLoss: (functional.kto_loss, lambda *a: examples(*a, mismatched="states")),
+    losses.LigerFusedLinearBCOLoss: (functional.bco_loss, lambda *a: {**examples(*a), "delta": torch.zeros(())}),
+    losses.LigerFusedLinearGRPOLoss: (functional.grpo_loss, lambda *a: rollouts(*a, ref="states", weights="tokens")),
+    losses.LigerFusedLinearKLDivLoss: (functional.kl_div_loss, students),
+    losses.LigerFusedLinearJSDLoss: (functional.jsd_loss, students),
+    losses.LigerFusedLinearTVDLoss: (functional.tvd_loss, students),
+    losses.LigerFusedLinearCosineSimilarityLoss: (functional.cosine_similarity_loss, students),
+    losses.LigerFusedLinearOnPolicyDistillationLoss: (functional.on_policy_distillation_loss, sampled),
+    losses.LigerFusedLinearULDLoss: (functional.uld_loss, flat_students),
+}
+
+
+def constants_of(cls: type) -> list[str]:
+    names = arguments.of_call(cls).names
+    return [name for name in names if name not in DIFFERENTIATED | NO_FLOATS]
+
+
+def test_every_loss_is_in_the_table():
+    abstract = {name for name in losses.__all__ if name.endswith("Base")}
+    assert {cls.__name__ for cls in LOSSES} == {n for n in losses.__all__ if n.startswith("Liger")} - abstract
+
+
+CASES = [(cls, name) for cls in LOSSES for name in constants_of(cls)]
+
+
+def refusal(owner: str, name: str) -> str:
+    return (
+        rf"{owner} treats {name} as a constant, but it requires a gradient: pass {name}\.detach\(\)\. "
+        rf"For a gradient by {name}, compute a loss of your own from linear_token_stats"
+    )
+
+
+@pytest.mark.parametrize(("cls", "name"), CASES, ids=lambda x: x if isinstance(x, str) else x.__name__[16:])
+def test_a_constant_with_a_gradient_is_refused_by_name(cls, name):
+    """The value is of no shape that the loss takes: it is refused before it is read. Heads are computed ones."""
+    function, sample = LOSSES[cls]
+    batch = sample(SMALL, 0)
+    like = batch.get(name, torch.ones((), dtype=torch.float64))
+    batch[name] = like.clone().requires_grad_() * 1.0
+    with pytest.raises(ValueError, match=refusal(cls.__name__, name)):
+        cls()(**batch)
+    batch["hidden"] = batch.pop("input")
+    with pytest.raises(ValueError, match=refusal(function.__name__, name)):
+        function(**batch)
+
+
+@pytest.mark.parametrize("cls", LOSSES, ids=lambda cls: cls.__name__[16:])
+def test_a_loss_without_gradients_takes_them(cls):
+    """An evaluation of live tensors under `torch.no_grad()` has the same value."""
+    batch = LOSSES[cls][1](SMALL, 0)
+    settings = {"use_bias_correction_kl": False} if "GRPO" in cls.__name__ else {}
+    live = {name: x.clone().requires_grad_() * 1.0 if x.is_floating_point() else x for name, x in batch.items()}
+    with torch.no_grad():
+        values = [cls(**settings)(**given) for given in (batch, live)]
+    ours, same = (x[0] if isinstance(x, tuple) else x for x in values)
+    assert torch.equal(ours, same)
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"), [case for case in CASES if case[1] in OTHER_HEADS and case[1] in LOSSES[case[0]][1](SMALL, 0)]
+)
+def test_the_head_of_a_model_that_is_not_frozen(cls, name):
+    """`teacher.lm_head.weight` is a parameter, which requires a gradient unless the teacher is frozen. It gets none."""
+    batch = LOSSES[cls][1](SMALL, 0)
+    expected = cls()(**batch)[0]
+    batch[name] = nn.Parameter(batch[name])
+    batch["weight"].requires_grad_()
+    loss = cls()(**batch)[0]
+    loss.backward()
+    assert torch.equal(loss, expected) and batch[name].grad is None
+
+
+@pytest.mark.parametrize("live", ["weight", "up"])
+def test_an_adapted_head_that_is_computed(live):
+    batch = pairs(SMALL, seed=0)
+    matrices = {"weight": batch["ref_weight"], "up": torch.ones(SMALL.vocab, 2, dtype=torch.float64)}
+    down = nn.Linear(SMALL.ref_hidden, 2, bias=False, dtype=torch.float64)
+    parameters = {name: nn.Parameter(x) for name, x in matrices.items()}
+    losses.LigerFusedLinearDPOLoss()(**{**batch, "ref_weight": AdaptedWeight(**parameters, down=down)})
+    matrices[live] = parameters[live] * 1.0
+    with pytest.raises(ValueError, match=r"treats ref_weight as a constant.*\.detach\(\) its weight and up"):
+        losses.LigerFusedLinearDPOLoss()(**{**batch, "ref_weight": AdaptedWeight(**matrices, down=down)})
+
+
+@pytest.mark.parametrize("given", ["constructor", "later"])
+def test_class_weights_of_the_constructor(given):
+    """They are refused where they are passed, or in the call if they became trainable later."""
+    weights = torch.ones(SMALL.vocab, dtype=torch.float64)
+    message = refusal("LigerFusedLinearCrossEntropyLoss", "ce_weight")
+    if given == "constructor":
+        with pytest.raises(ValueError, match=message):
+            losses.LigerFusedLinearCrossEntropyLoss(ce_weight=weights.requires_grad_())
+        return
+    loss = losses.LigerFusedLinearCrossEntropyLoss(ce_weight=weights)
+    loss.ce_weight.requires_grad_()
+    with pytest.raises(ValueError, match=message):
+        loss(**tokens(SMALL, seed=0))
+
+
+def test_the_temperature_of_statistics():
+    batch = tokens(SMALL, seed=0)
+    temperature = torch.ones(batch["target"].shape).requires_grad_()
+    message = "linear_token_stats treats temperature as a constant, but it requires a gradient: pass "
+    with pytest.raises(ValueError, match=re.escape(message + "temperature.detach()") + "$"):
+        linear_token_stats(**batch, temperature=temperature)
+
+
+def test_a_formula_that_closes_over_a_trainable_tensor():
+    """A loss of a user is refused with the same advice."""
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    class Scaled(losses.LigerFusedLinearPreferenceBase):
+        def preference_loss(self, pairs: Any) -> Tensor:
+            return scale * (pairs.logps[:, 1] - pairs.logps[:, 0])
+
+    batch = pairs(SMALL, seed=0, ref=None)
+    batch["weight"].requires_grad_()
+    with pytest.raises(ValueError, match=r"depends on another tensor .* a loss of your own from linear_token_stats"):
+        Scaled()(**batch)
+
+
+def test_the_scale_of_a_student_has_a_gradient():
+    batch = flat_students(SMALL, 0)
+    shape = batch["input"].shape[:-1]
+    scale = torch.ones(shape, dtype=torch.float64, requires_grad=True)
+    losses.LigerFusedLinearULDLoss()(**batch, scale=scale)[0].backward()
+    assert scale.grad is not None and scale.grad.abs().max() > 0
+
+
+def test_a_loss_of_ones_own_has_the_gradient():
+    """The way that the error names: REINFORCE with learned advantages, from differentiable log-probabilities."""
+    batch = rollouts(SMALL, seed=0, old=False)
+    head = {name: batch[name].requires_grad_() for name in ("weight", "input", "bias")}
+    advantages = batch["advantages"].requires_grad_()
+    logps = linear_token_stats(**head, target=batch["target"]).logps
+    (-logps.sum(1) * advantages).sum().backward()
+    assert torch.allclose(advantages.grad, -logps.detach().sum(1))
+    assert all(x.grad is not None for x in head.values())
