@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 from liger_chunked.calls import once
 from liger_chunked.deferred import request
 from liger_chunked.deferred.inside import Compute, real_logits, run_inside
+from liger_chunked.dtensor import any_dtensor
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.types import Head, LogitOptions
@@ -212,6 +213,7 @@ class DeferredLogits:
         has_grad: bool = True,
         extra_bias: Tensor | None = None,
         device: torch.device | None = None,
+        n_ids: int | None = None,
     ) -> None:
         self._call, self.shape, self.dtype = call, shape, dtype
         self.device = call.device if device is None else device
@@ -219,6 +221,7 @@ class DeferredLogits:
         self._rows = rows  # from rows of `made_from` to those of this; None: the same
         self._transform, self._class_dim = transform, class_dim
         self._normalized, self._has_grad, self._extra_bias = normalized, has_grad, extra_bias
+        self._n_ids = n_ids  # of the first ids of the vocabulary, without the padding after them; None: all
         self._in_place: list[Callable[[Tensor], Any]] = []
         self._real: Tensor | None = None
         self._stats: dict[str, Tensor] = {}
@@ -324,6 +327,7 @@ class DeferredLogits:
             "has_grad": self._has_grad,
             "extra_bias": self._extra_bias,
             "device": self.device,
+            "n_ids": self._n_ids,
             **changes,
         }
         return DeferredLogits(self._call, made_from=self, operation=operation, **made)
@@ -441,9 +445,19 @@ class DeferredLogits:
         return self.tensor().detach() if self.is_computed else self._made(torch.detach, has_grad=False)
 
     def __getitem__(self, index: Any) -> Any:
-        rows = None if self.is_computed else _row_index(index, self.shape)
-        made = None if rows is None else self._selected(rows)
+        made = None
+        if not self.is_computed and self._ends_with_vocabulary:
+            rows, n_ids = _row_index(index, self.shape)
+            if rows is not None:
+                made = self._selected(rows)
+            elif n_ids is not None and self._may_drop_ids:
+                made = self._made(lambda x: x[..., :n_ids], shape=torch.Size((*self.shape[:-1], n_ids)), n_ids=n_ids)
         return self._asked("indexing")[_real(index)] if made is None else made
+
+    @property
+    def _may_drop_ids(self) -> bool:
+        """Whether ids at the end of the vocabulary may be left out: before a softmax, of a weight that is whole."""
+        return not self._normalized and self._extra_bias is None and not any_dtensor(self._call.tensors.values())
 
     def _reshaped(self, name: str, size: Any) -> Any:
         size = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
@@ -496,7 +510,9 @@ class DeferredLogits:
         order = [dim % self.ndim for dim in dims]
         classes = order.index(self._class_dim % self.ndim) if sorted(order) == list(range(self.ndim)) else None
         others = [] if classes is None else [i for i in order if i != self._class_dim % self.ndim]
-        if self.is_computed or others != sorted(others):  # the rows would change their order
+        if not self.is_computed and classes == self.ndim - 1 and self._ends_with_vocabulary:
+            return self._selected(lambda x: x.permute(*order))
+        if self.is_computed or classes is None or others != sorted(others):
             return self._asked("permute").permute(*dims)
         shape = torch.Size(self.shape[i] for i in order)
         class_dim = -1 if classes == self.ndim - 1 else classes
@@ -588,6 +604,9 @@ class DeferredLogits:
             if self._extra_bias is not None:
                 extra = self._extra_bias.to(hidden.device)
                 head = Head(head.weight, extra if head.bias is None else head.bias + extra)
+            if self._n_ids is not None:
+                first = slice(self._n_ids)
+                head = Head(head.weight[first], None if head.bias is None else head.bias[first])
             if self._reshapes_rows:
                 return compute(head, hidden, hidden.shape[:-1])
             return compute(head, self.selected_rows(hidden), None)
@@ -760,27 +779,30 @@ def _reshaped(shape: torch.Size, size: tuple[int, ...]) -> torch.Size | None:
     return torch.Size(size) if math.prod(size) == shape.numel() else None
 
 
-def _row_index(index: Any, shape: torch.Size) -> Rows | None:
-    """Return the selection of rows that an index makes; None if it reaches into the vocabulary."""
+def _row_index(index: Any, shape: torch.Size) -> tuple[Rows | None, int | None]:
+    """Return the selection of rows that an index makes, or how many of the first ids it keeps; neither: others."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(x is None or isinstance(x, (bool, list, DeferredLogits)) for x in parts):
-        return None
+        return None, None
     ndim = len(shape)
-    used = [x.ndim if isinstance(x, Tensor) and x.dtype == torch.bool else 1 for x in parts if x is not Ellipsis]
-    if sum(used) > ndim or parts.count(Ellipsis) > 1 if not any(isinstance(x, Tensor) for x in parts) else False:
-        return None
+    used = sum(_dims(x) for x in parts)
     dots = [i for i, x in enumerate(parts) if x is Ellipsis]
-    if len(dots) > 1 or sum(used) > ndim:
-        return None
+    if len(dots) > 1 or used > ndim:
+        return None, None
     at = dots[0] if dots else len(parts)
-    filled = (*parts[:at], *(slice(None),) * (ndim - sum(used)), *parts[at + 1 :])
-    # The last part indexes the vocabulary, alone: it must keep all of it, and in its place.
-    last = filled[-1]
-    whole = isinstance(last, slice) and range(*last.indices(shape[-1])) == range(shape[-1])
-    if not whole:
-        return None
-    leading = filled[:-1]
-    return lambda x: x[tuple(_on(i, x.device) for i in leading)]
+    filled: list[Any] = [*parts[:at], *[slice(None)] * (ndim - used), *parts[at + 1 :]]
+    *leading, last = filled
+    kept = range(*last.indices(shape[-1])) if isinstance(last, slice) else range(0)
+    if kept == range(shape[-1]):
+        return lambda x: x[tuple(_on(i, x.device) for i in leading)], None
+    all_rows = all(isinstance(x, slice) and x == slice(None) for x in leading)
+    return None, len(kept) if all_rows and len(kept) > 0 and kept == range(len(kept)) else None
+
+
+def _dims(part: Any) -> int:
+    if part is Ellipsis:
+        return 0
+    return part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
 
 
 def _on(index: Any, device: torch.device) -> Any:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from liger_chunked.deferred import set_deferral
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.deferred.swap import set_patch
-from liger_chunked.integrations.transformers.detect import STOCK, inner_model
+from liger_chunked.integrations.transformers.detect import STOCK, head_of, inner_model
 from liger_chunked.integrations.transformers.forward import (
     STATE,
     ForwardState,
@@ -31,7 +31,7 @@ _CLASS_PATCHES = "_liger_class_patches"
 def update(model: PreTrainedModel, **reasons: Any) -> None:
     """Patch a model for the first reason, and restore its class and its head after the last."""
     state = dataclasses.replace(vars(model).get(STATE) or ForwardState(), **reasons)
-    head = model.get_output_embeddings()
+    head = head_of(model)
     if state.head_fn or state.fusion is not None:
         vars(model)[STATE] = state
         set_patch(model, ModelPatch())
@@ -102,7 +102,7 @@ def attach_head(model: nn.Module) -> None:
 
 def check_head(model: PreTrainedModel) -> None:
     """Raise a ValueError that says why no fused loss can compute a model's `lm_head`."""
-    head = model.get_output_embeddings()
+    head = head_of(model)
     if head is None:
         raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
     projections_in(head)

@@ -23,6 +23,16 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
     return model
 
 
+def head_of(model: PreTrainedModel) -> nn.Module | None:
+    """Return the lm_head of a model, or of the one model inside it that has one (Blip)."""
+    head = model.get_output_embeddings()
+    if head is not None:
+        return head
+    inside = (child for child in model.children() if isinstance(child, PreTrainedModel))
+    heads = [head for child in inside if (head := head_of(child)) is not None]
+    return heads[0] if len(heads) == 1 else None
+
+
 def backbone_of(model: PreTrainedModel) -> nn.Module:
     # MllamaForCausalLM is its own base_model.
     backbone = model.base_model if model.base_model is not model else getattr(model, "model", None)

@@ -29,7 +29,7 @@ from liger_chunked.deferred.defer import refusal_of
 from liger_chunked.deferred.logits import REASON
 from liger_chunked.deferred.request import requested
 from liger_chunked.deferred.swap import Patch
-from liger_chunked.integrations.transformers.detect import STOCK, inner_model
+from liger_chunked.integrations.transformers.detect import STOCK, head_of, inner_model
 from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput, kept
 from liger_chunked.types import Head, LogitOptions
 
@@ -123,7 +123,7 @@ def add_keywords(*names: str) -> None:
 
 def hold_head(model: PreTrainedModel) -> None:
     """Let the current head defer: PEFT, FSDP and the user may have replaced it."""
-    head = model.get_output_embeddings()
+    head = head_of(model)
     if head is not None and not hasattr(type(head), "_liger_defers"):
         _hold(model, head)
 
@@ -319,7 +319,7 @@ def _logits_of(outputs: Any) -> Any:
 
 
 def _why_real(model: PreTrainedModel, logits: Any) -> str:
-    head = model.get_output_embeddings()
+    head = head_of(model)
     if head is None:
         return "it has no lm_head"
     if (reason := refusal_of(head)) is not None:
@@ -350,7 +350,7 @@ def logit_options(model: nn.Module, *, ignore_index: int = -100) -> LogitOptions
     0.125
     """
     inner = inner_model(model)
-    head = inner.get_output_embeddings()
+    head = head_of(inner)
     if head is None:
         raise ValueError(f"{type(inner).__name__} has no lm_head")
     if (reason := refusal_of(head)) is not None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from liger_chunked.deferred.code import own_forward
 from liger_chunked.integrations.transformers import overrides, source, tried, verify
 from liger_chunked.integrations.transformers.attach import check_head
+from liger_chunked.integrations.transformers.detect import head_of
 from liger_chunked.integrations.transformers.layers import Binding, has_causal_loss
 from liger_chunked.integrations.transformers.overrides import binding_of, rope_of
 from liger_chunked.integrations.transformers.patched_class import LayerPatch, patched_class, stock_class
@@ -101,7 +102,7 @@ def found_in(model: PreTrainedModel, fused: bool | None = None) -> Found:
         elif not own:
             found.add_layer(module, module, cls, binding)
     found.add_ropes(used, [module for module in model.modules() if "Rotary" in type(module).__name__])
-    if model.get_output_embeddings() is not None:
+    if head_of(model) is not None:
         reason = None if fused is False else head_refusal(model)
         switches = {"cross_entropy": has_causal_loss(model), FUSED: fused is not False and reason is None}
         found.heads = tuple(switch for switch, on in switches.items() if on)

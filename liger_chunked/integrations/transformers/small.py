@@ -134,13 +134,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def config_of(default: PreTrainedConfig, tokens: dict[int, int] | None = None) -> PreTrainedConfig:
-    cls, nested = type(default), tokens is not None
+    cls = type(default)
     tokens = {} if tokens is None else tokens
     values = {name: vars(default).get(cls.attribute_map.get(name, name)) for name in cls.__dataclass_fields__}
     depth = next((x for name, x in values.items() if _DEPTH.fullmatch(name) and isinstance(x, int) and x > 0), 0)
     kept = _distinct_layers(values, depth)
     small = {name: _small(name, value, depth, kept, tokens) for name, value in values.items() if name not in _LEFT}
-    plain = vars(cls()) if nested else values
+    plain = vars(cls())
     small = {name: x for name, x in small.items() if x is not values[name] or x != plain.get(name, x)}
     heads = values.get("num_attention_heads")
     if values.get("num_key_value_heads") == heads is not None:

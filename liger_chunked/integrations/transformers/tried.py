@@ -13,7 +13,10 @@ from transformers import PreTrainedModel
 
 from liger_chunked.deferred import Deferral, DeferredLogits, set_deferral
 from liger_chunked.deferred.swap import stock_class
+from liger_chunked.integrations.transformers.detect import head_of
 from liger_chunked.integrations.transformers.small import config_of, inputs_of
+
+_MOST_PARAMETERS = 4_000_000  # a step takes a fraction of a second
 
 _KNOWN: dict[Any, str | None] = {}
 
@@ -33,8 +36,10 @@ def why_logits(model: PreTrainedModel) -> str | None:
             try:
                 config = config_of(model.config)
                 config._attn_implementation = "eager"
-                small = cls(config).train()
-                _KNOWN[key] = training_step(small, inputs_of(cls.__name__))
+                with torch.device("meta"):  # a config with sizes of other names stays large
+                    n_parameters = sum(p.numel() for p in cls(config).parameters())
+                small = cls(config).train() if n_parameters <= _MOST_PARAMETERS else None
+                _KNOWN[key] = None if small is None else training_step(small, inputs_of(cls.__name__))
             except Exception:
                 _KNOWN[key] = None
     return _KNOWN[key]
@@ -42,7 +47,7 @@ def why_logits(model: PreTrainedModel) -> str | None:
 
 def training_step(model: PreTrainedModel, inputs: dict[str, Any]) -> str | None:
     """Run a step with labels, and return what asked for logits; None if nothing did."""
-    head = model.get_output_embeddings()
+    head = head_of(model)
     if head is None:
         return "it has no lm_head"
     set_deferral(head, Deferral())
