@@ -7,6 +7,7 @@ of logits that it held.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -194,6 +195,11 @@ def cross_entropy(head: Any, input: Any) -> CausalLMOutputWithPast:
     return CausalLMOutputWithPast(loss=loss)
 
 
+def patch_all(model: nn.Module) -> None:
+    """Fuse the head, and put kernels in the place of the layers."""
+    apply_liger_kernel(model, logits_budget=BUDGET)
+
+
 def patch_head(model: nn.Module) -> None:
     """Fuse the head and leave the layers, whose kernels round bfloat16 in another order."""
     switches = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu")
@@ -224,6 +230,11 @@ class Way:
         return self.name
 
 
+@functools.cache
+def tokenized() -> Any:
+    return tiny.dataset("text").map(lambda row: {"input_ids": tiny.tokenizer()(row["text"])["input_ids"]})
+
+
 def trainer_patch(model: Any) -> None:
     """Give a model to a trainer, which attaches its head."""
     sft_trainer(model, tempfile.gettempdir())
@@ -240,13 +251,14 @@ def sft_trainer(model: Any, folder: str, ours: bool = True, **config: Any) -> An
         "disable_tqdm": True,
         "save_strategy": "no",
         "dataloader_pin_memory": False,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
         **config,
     }
     return (kind.ours() if ours else kind.stock())(
         model=model,
         args=kind.config_class()(**settings),
         processing_class=tiny.tokenizer(),
-        train_dataset=tiny.dataset("text"),
+        train_dataset=tokenized(),
         **({"logits_budget": BUDGET} if ours else {}),
     )
 
@@ -254,4 +266,5 @@ def sft_trainer(model: Any, folder: str, ours: bool = True, **config: Any) -> An
 APPLY = Way("apply", patch_head, own_call)
 ATTACH = Way("attach", attach_head, attached_call)
 TRAINER = Way("trainer", trainer_patch, trl_call)
+LAYERS = Way("layers", patch_all, own_call)
 WAYS = [APPLY, ATTACH, TRAINER]

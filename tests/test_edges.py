@@ -6,6 +6,7 @@ Each row compares with the stock model in the same surroundings, and says if our
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import os
 import pickle
@@ -14,15 +15,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import edge_cases as edge
+import peft
 import pytest
 import torch
+import torch.nn.functional as F
+import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from edge_cases import (
     APPLY,
     ATTACH,
     BF16,
+    HIDDEN,
+    LAYERS,
+    LENGTH,
     TRAINER,
+    VOCAB,
     WAYS,
     Way,
     assert_close,
@@ -32,8 +40,12 @@ from edge_cases import (
     own_call,
     step,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers.loss import loss_utils
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from liger_chunked import run_head
 
 pytestmark = [
     pytest.mark.ordinary_memory,
@@ -90,6 +102,7 @@ class Row:
     ways: tuple[Way, ...] = tuple(WAYS)
     orders: tuple[str, ...] = ORDERS
     families: tuple[str, ...] = ("llama",)
+    vocab: int = VOCAB
 
     def __repr__(self) -> str:
         return self.name
@@ -368,3 +381,447 @@ def test_unwrapped_from_mixed_precision(history: Callable[[Way, Any], Any], way:
     stock = step(own_call, unwrapped(accelerated(build())), batch())
     assert_same(step(way.call, history(way, build()), batch()), stock)
     assert torch.bfloat16 not in stock.dtypes["0.mlp.down_proj"]
+
+
+# 4. The head changes after a fused step
+
+HEADED = ("llama", "cohere", "granite", "gemma2")
+
+
+def seeded(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Make a change draw the same random numbers for every model."""
+
+    def surround(model: Any) -> Any:
+        torch.manual_seed(3)
+        return change(model)
+
+    return surround
+
+
+def biased_linear(model: Any) -> Any:
+    linear = nn.Linear(HIDDEN, VOCAB, bias=True)
+    nn.init.normal_(linear.bias)
+    model.set_output_embeddings(linear)
+    return model
+
+
+def bias_assigned(model: Any) -> Any:
+    model.lm_head.bias = nn.Parameter(torch.randn(VOCAB))
+    return model
+
+
+def other_module(model: Any) -> Any:
+    model.lm_head = nn.Linear(HIDDEN, VOCAB, bias=False)
+    return model
+
+
+def other_weight(model: Any) -> Any:
+    model.lm_head.weight = nn.Parameter(torch.randn(VOCAB, HIDDEN))
+    return model
+
+
+def resized(model: Any) -> Any:
+    model.resize_token_embeddings(137, mean_resizing=False)
+    return model
+
+
+def lora_config(*targets: str, **config: Any) -> Any:
+    return peft.LoraConfig(r=2, lora_alpha=8, init_lora_weights=False, target_modules=list(targets), **config)
+
+
+def adapter_added(model: Any) -> Any:
+    model.add_adapter(lora_config("q_proj", "lm_head"))
+    return model
+
+
+def lora(*targets: str, **config: Any) -> Callable[[Any], Any]:
+    def surround(model: Any) -> Any:
+        adapted = peft.get_peft_model(model, lora_config(*targets, **config))
+        with torch.no_grad():  # lora_bias starts at zero
+            for name, parameter in adapted.named_parameters():
+                if "lora_B" in name and name.endswith("bias"):
+                    parameter.normal_()
+        return adapted
+
+    return surround
+
+
+HEADS = [
+    Row("set_output_embeddings", seeded(biased_linear), families=HEADED),
+    Row("bias-assigned", seeded(bias_assigned), families=HEADED),
+    Row("other-module", seeded(other_module), families=HEADED),
+    Row("other-weight", seeded(other_weight)),
+    Row("resized", seeded(resized), families=HEADED, vocab=137),
+    Row("add_adapter", seeded(adapter_added), families=HEADED),
+    Row("lora", seeded(lora("q_proj", "lm_head")), families=HEADED),
+    Row("lora-bias", seeded(lora("q_proj", "lm_head", lora_bias=True)), families=HEADED),
+    Row("bias-lora", seeded(lambda model: lora("lm_head")(bias_assigned(model)))),
+    Row("modules_to_save", seeded(lora("q_proj", modules_to_save=["lm_head"])), families=HEADED),
+]
+
+
+@cells(HEADS)
+def test_another_head(row: Row, family: str, way: Way, order: str) -> None:
+    stock_model = row.surround(build(family))
+    stock = step(own_call, stock_model, batch(family), vocab=row.vocab)
+    model = ours_in(way, order, build(family), row.surround, first=batch(family))
+    ours = step(way.call, model.train(), batch(family), vocab=row.vocab)
+    assert_same(ours, stock)
+    with torch.no_grad():
+        expected, evaluated = (m.eval()(**batch(family)) for m in (stock_model, model))
+    assert_close(evaluated.logits, expected.logits, 1e-5, "logits")
+
+
+# 5. Code that the user replaces
+
+
+def plus_one(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        if output.loss is not None:
+            output.loss = output.loss + 1.0
+        return output
+
+    return wrapper
+
+
+def scaled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        return (1.5 * output[0], *output[1:]) if isinstance(output, tuple) else 1.5 * output
+
+    return wrapper
+
+
+LLAMA = transformers.models.llama.modeling_llama
+CLASSES = {
+    "model": (LLAMA.LlamaForCausalLM, plus_one),
+    "decoder-layer": (LLAMA.LlamaDecoderLayer, scaled),
+    "norm": (LLAMA.LlamaRMSNorm, scaled),
+    "mlp": (LLAMA.LlamaMLP, scaled),
+    "attention": (LLAMA.LlamaAttention, scaled),
+}
+
+
+# A `head_fn` and TRL's trainers compute no loss of the model, to which a user could add.
+REPLACED = [
+    pytest.param(name, way, order, id=f"{name}-{way}-{order}")
+    for name in CLASSES
+    for way in (LAYERS, *WAYS)
+    for order in ORDERS
+    if name != "model" or way in (LAYERS, APPLY)
+]
+
+
+@pytest.mark.parametrize(("name", "way", "order"), REPLACED)
+def test_a_replaced_forward_of_a_class(name: str, way: Way, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels replace norms and MLPs, but not what a user puts in the place of stock's code."""
+    cls, change = CLASSES[name]
+    before = step(own_call, build(), batch(), dtypes=False)
+
+    def surround(model: Any) -> Any:
+        monkeypatch.setattr(cls, "forward", change(cls.forward))
+        return model
+
+    model = ours_in(way, order, build(), surround, first=batch())
+    stock = step(own_call, build(), batch(), dtypes=False)
+    assert abs(stock.loss - before.loss) > 0.01
+    assert_same(step(way.call, model, batch(), dtypes=False), stock)
+    # Another model, patched after the replacement.
+    twin = build()
+    way.patch(twin)
+    assert_same(step(way.call, twin, batch(), dtypes=False), stock)
+    monkeypatch.undo()
+    assert_same(step(way.call, model, batch(), dtypes=False), before)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("way", WAYS, ids=repr)
+def test_a_forward_of_a_class_that_counts_is_called(way: Way, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes on what it is given, so a `head_fn` is neither ignored nor called around it."""
+    calls: list[None] = []
+    own = LLAMA.LlamaForCausalLM.forward
+
+    @functools.wraps(own)
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return own(self, *args, **kwargs)
+
+    def surround(model: Any) -> Any:
+        monkeypatch.setattr(LLAMA.LlamaForCausalLM, "forward", counting)
+        return model
+
+    stock = step(own_call, build(), batch())
+    model = ours_in(way, order, build(), surround, first=batch())
+    calls.clear()
+    assert_same(step(way.call, model, batch()), stock)
+    assert len(calls) == 2
+
+
+def doubled_cross_entropy(source: Tensor, target: Tensor, num_items_in_batch: Any = None, *args: Any, **_: Any) -> Any:
+    return 2 * F.cross_entropy(source, target)
+
+
+def focal(source: Tensor, target: Tensor, num_items_in_batch: Any = None, *args: Any, **_: Any) -> Tensor:
+    logps = source.log_softmax(-1)
+    mask = target != -100
+    own = logps.gather(-1, target.clamp(min=0)[:, None])[:, 0]
+    return -((1 - own.exp()) * own)[mask].mean()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("function", [doubled_cross_entropy, focal], ids=lambda f: f.__name__)
+def test_a_replaced_cross_entropy(function: Callable[..., Any], order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `head_fn` and a trainer have their own loss."""
+
+    def surround(model: Any) -> Any:
+        monkeypatch.setattr(loss_utils, "fixed_cross_entropy", function)
+        return model
+
+    plain = build()(**batch()).loss
+    model = ours_in(APPLY, order, build(), surround, first=batch())
+    stock = step(own_call, build(), batch())
+    assert abs(stock.loss - plain) > 0.01
+    assert_same(step(own_call, model, batch()), stock, fused=None)
+    monkeypatch.undo()
+    assert_same(step(own_call, model, batch()), step(own_call, build(), batch()), fused=True)
+
+
+def loss_of_logits(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    shifted = logits.float()[..., :-1, :].reshape(-1, vocab_size)
+    return focal(shifted, labels[..., 1:].reshape(-1)) + 0.1 * shifted.logsumexp(-1).square().mean()
+
+
+def loss_with_penalty(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    """Calls transformers' loss, and reads the logits beside it."""
+    loss = loss_utils.ForCausalLMLoss(logits, labels, vocab_size, **kwargs)
+    return loss + 0.01 * logits.square().mean()
+
+
+def smoothed(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    target = F.pad(labels, (0, 1), value=-100)[..., 1:]
+    return F.cross_entropy(logits.view(-1, vocab_size), target.reshape(-1), label_smoothing=0.3)
+
+
+def rescaled(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    return loss_utils.ForCausalLMLoss(logits / 2, labels, vocab_size, **kwargs) * 3
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "function", [loss_of_logits, loss_with_penalty, smoothed, rescaled], ids=lambda function: function.__name__
+)
+def test_a_loss_function_of_the_user(function: Callable[..., Any], order: str, family: str) -> None:
+    def surround(model: Any) -> Any:
+        model.loss_function = function
+        return model
+
+    stock = step(own_call, surround(build(family)), batch(family))
+    model = ours_in(APPLY, order, build(family), surround, first=batch(family))
+    assert_same(step(own_call, model, batch(family)), stock, fused=None)
+
+
+# 6. Classes with a forward of their own
+
+
+class ReadsItsHead(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        head = self.lm_head
+        assert isinstance(head, nn.Linear)
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        hidden = hidden.to(head.weight.dtype)
+        assert hidden.shape[-1] == head.in_features
+        logits = head(hidden)
+        assert logits.shape == (*input_ids.shape, head.out_features)
+        if head.bias is not None:
+            raise AssertionError("this head has no bias")
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, head.out_features, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class ReadsHiddenStates(transformers.LlamaForCausalLM):
+    """More fields of the backbone's output than a stock forward reads."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True)
+        middle = outputs.hidden_states[1]
+        logits = self.lm_head(outputs.last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = loss + 0.01 * middle.square().mean()
+        return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+
+
+class ComputesItsLoss(transformers.LlamaForCausalLM):
+    """The loss as tutorials write it."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask)
+        logits = self.lm_head(outputs[0])
+        loss = None
+        if labels is not None:
+            shift_logits = logits[..., :-1, :].contiguous()
+            shift_labels = labels[..., 1:].contiguous()
+            loss = nn.CrossEntropyLoss()(shift_logits.view(-1, self.config.vocab_size), shift_labels.view(-1))
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+SOURCE = """
+class WithoutSource(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
+        logits = self.lm_head(hidden) * 0.5
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class InheritsAll(transformers.LlamaForCausalLM):
+    pass
+
+
+class CallsSuper(transformers.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super(CallsSuper, self).forward(*args, **kwargs)
+        if output.loss is not None:
+            output.loss = 2 * output.loss
+        return output
+"""
+SOURCELESS: dict[str, Any] = {"transformers": transformers, "CausalLMOutputWithPast": CausalLMOutputWithPast}
+exec(SOURCE, SOURCELESS)
+OWN = {
+    **{cls.__name__: cls for cls in (ReadsItsHead, ReadsHiddenStates, ComputesItsLoss)},
+    **{name: SOURCELESS[name] for name in ("WithoutSource", "InheritsAll", "CallsSuper")},
+}
+
+
+@pytest.mark.parametrize("way", [APPLY, LAYERS, ATTACH], ids=repr)
+@pytest.mark.parametrize("name", OWN)
+def test_own_forward(name: str, way: Way) -> None:
+    """TRL's fused head calls no forward of a class, so a trainer's loss is another. So is a `head_fn`'s, beside sums.
+
+    `ReadsItsHead` also reads the type of its head and the shape of its logits.
+    """
+    cls = OWN[name]
+    stock_model = build(model_class=cls)
+    stock = step(own_call, stock_model, batch(), dtypes=way is not LAYERS)
+    model = build(model_class=cls)
+    way.patch(model)
+    if way is ATTACH and name in ("ReadsHiddenStates", "CallsSuper"):
+        seen: list[Tensor] = []
+
+        def logits(head: Any, input: Any) -> CausalLMOutputWithPast:
+            seen.append(input.hidden_states @ head.weight.T * input.options.logit_scale)
+            return CausalLMOutputWithPast(loss=seen[0].sum())
+
+        run_head(model, logits, **batch())
+        assert_close(seen[0].detach(), stock.output.logits.detach(), 1e-5, "logits")
+        return
+    assert_same(step(way.call, model, batch(), dtypes=way is not LAYERS), stock)
+    with torch.no_grad():
+        expected, evaluated = (m.eval()(**batch()) for m in (stock_model, model))
+    assert_close(evaluated.logits, expected.logits, 1e-5, "logits")
+
+
+# 7. Hooks on the head
+
+
+def edits(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    column = F.one_hot(torch.tensor(5), output.shape[-1]).to(output.dtype)
+    return output + column
+
+
+def edits_tensors(module: nn.Module, args: Any, output: Any) -> Any:
+    if not isinstance(output, torch.Tensor):
+        return None
+    return edits(module, args, output)
+
+
+def edits_in_place(module: nn.Module, args: Any, output: Any) -> None:
+    output[..., 5] += 1.0
+
+
+def bans(module: nn.Module, args: Any, output: Any) -> Any:
+    mask = torch.zeros(VOCAB, dtype=torch.bool)
+    mask[:3] = True  # no label of the batch
+    return torch.masked_fill(output, mask, -1e9)
+
+
+HOOKS = (edits, edits_tensors, edits_in_place, bans)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("way", [APPLY, ATTACH], ids=repr)
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__name__)
+def test_a_hook_that_edits_logits(hook: Callable[..., Any], way: Way, order: str, family: str) -> None:
+    """A `head_fn` has no logits to edit: it is refused, or right. TRL's fused head runs no hook of the head."""
+
+    def surround(model: Any) -> Any:
+        model.lm_head.register_forward_hook(hook)
+        return model
+
+    before = build(family)(**batch(family)).loss
+    stock = step(own_call, surround(build(family)), batch(family))
+    assert abs(stock.loss - before) > 1e-3
+    try:
+        model = ours_in(way, order, build(family), surround, first=batch(family))
+        ours = step(way.call, model, batch(family))
+    except (ValueError, TypeError, RuntimeError):
+        assert way is ATTACH
+        return
+    assert_same(ours, stock, fused=None)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("way", WAYS, ids=repr)
+def test_a_pre_hook_runs_once_a_step(way: Way, order: str) -> None:
+    seen: list[torch.Size] = []
+
+    def surround(model: Any) -> Any:
+        model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+        return model
+
+    model = ours_in(way, order, build(), surround, first=batch())
+    for n in range(1, 4):
+        seen.clear()
+        loss = edge.loss_of(way.call(model, **batch()))
+        loss.backward()
+        assert seen == [torch.Size([2, LENGTH, HIDDEN])], f"in step {n}"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("way", [APPLY, ATTACH], ids=repr)
+def test_a_pre_hook_that_edits_hidden_states(way: Way, order: str) -> None:
+    def surround(model: Any) -> Any:
+        model.lm_head.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+        return model
+
+    before = build()(**batch()).loss
+    stock = step(own_call, surround(build()), batch())
+    assert abs(stock.loss - before) > 0.05
+    assert_same(step(way.call, ours_in(way, order, build(), surround, first=batch()), batch()), stock)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("way", WAYS, ids=repr)
+def test_a_hook_that_counts(way: Way, order: str) -> None:
+    """It leaves the head fused."""
+    calls: list[None] = []
+
+    def surround(model: Any) -> Any:
+        model.lm_head.register_forward_hook(lambda module, args, output: calls.append(None))
+        return model
+
+    stock = step(own_call, build(), batch())
+    model = ours_in(way, order, build(), surround, first=batch())
+    calls.clear()
+    assert_same(step(way.call, model, batch()), stock)
+    assert len(calls) == 2  # two steps
