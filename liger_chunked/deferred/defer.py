@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from liger_chunked.deferred import request
 from liger_chunked.deferred.custom_functions import give_real_logits_to_custom_functions
-from liger_chunked.deferred.inside import is_running, why_not_deferred
+from liger_chunked.deferred.inside import is_computing, must_project, why_not_deferred
 from liger_chunked.deferred.logits import REASON, Call, DeferredLogits
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.deferred.swap import Patch, patch_of, set_patch
@@ -39,9 +39,6 @@ class Deferral:
     while_true: Callable[[], bool] | None = None
 
     def defers(self, training: bool) -> bool:
-        asked = request.current().defer
-        if asked is not None:
-            return asked
         return training and self.in_training and (self.while_true is None or self.while_true())
 
 
@@ -64,7 +61,7 @@ class DeferringHead(Patch):
 @torch.compiler.disable(reason=REASON)
 def _called(head: nn.Module, stock_call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     settings: Deferral = vars(head)[_SETTINGS]
-    if is_running() or kwargs or len(args) != 1 or not settings.defers(head.training) or not _takes(args[0]):
+    if kwargs or len(args) != 1 or not _defers(head, settings) or not _takes(args[0]):
         return stock_call(head, *args, **kwargs)
     if (reason := refusal_of(head)) is not None:
         _log_reason(head, reason)
@@ -74,6 +71,15 @@ def _called(head: nn.Module, stock_call: Callable[..., Any], args: tuple[Any, ..
     call.withheld = asked.withhold
     asked.calls.append(call)
     return DeferredLogits(call, torch.Size((*call.hidden.shape[:-1], _vocabulary(head))), call.dtype)
+
+
+def _defers(head: nn.Module, settings: Deferral) -> bool:
+    if must_project(head):
+        return False
+    asked = request.current().defer
+    if is_computing(head):
+        return bool(asked)
+    return settings.defers(head.training) if asked is None else asked
 
 
 def _takes(hidden: Any) -> bool:

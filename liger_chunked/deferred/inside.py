@@ -16,6 +16,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
@@ -31,30 +32,65 @@ from liger_chunked.types import AdaptedWeight, Head
 
 Compute = Callable[[Head, Tensor], Any]
 
-# What the head of this thread computes instead of logits. Other threads get logits, or wait to run theirs.
-_RUNNING = threading.local()
+
+@dataclass(frozen=True)
+class _Running:
+    """What the heads of a thread do.
+
+    - `projecting`: heads whose call is on its way to the product
+    - `computing`: heads in place of whose product `compute` runs, with whatever models it calls
+    - `compute`: of the innermost projecting head; None for logits
+    """
+
+    projecting: tuple[nn.Module, ...] = ()
+    computing: tuple[nn.Module, ...] = ()
+    compute: Compute | None = None
+
+
+# Other threads get logits, or wait to run theirs.
+_THREAD = threading.local()
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
-def is_running() -> bool:
-    """Whether this thread is inside `run_inside` or `real_logits`: heads compute, and defer nothing."""
-    return getattr(_RUNNING, "depth", 0) > 0
+def _now() -> _Running:
+    return getattr(_THREAD, "running", _IDLE)
+
+
+_IDLE = _Running()
 
 
 @contextlib.contextmanager
-def _running(compute: Compute | None) -> Iterator[None]:
-    before, _RUNNING.compute = getattr(_RUNNING, "compute", None), compute
-    _RUNNING.depth = getattr(_RUNNING, "depth", 0) + 1
+def _running(now: _Running) -> Iterator[None]:
+    before, _THREAD.running = _now(), now
     try:
         yield
     finally:
-        _RUNNING.compute = before
-        _RUNNING.depth -= 1
+        _THREAD.running = before
+
+
+def _projecting(lm_head: nn.Module, compute: Compute | None) -> Any:
+    now = _now()
+    return _running(_Running((*now.projecting, lm_head), now.computing, compute))
+
+
+def _computing() -> Any:
+    now = _now()
+    return _running(_Running((), (*now.computing, *now.projecting)))
+
+
+def must_project(lm_head: nn.Module) -> bool:
+    """Whether this thread is inside `run_inside` or `real_logits` of this head, or of one around it."""
+    return any(module is lm_head for head in _now().projecting for module in head.modules())
+
+
+def is_computing(lm_head: nn.Module) -> bool:
+    """Whether a `compute` of this head runs in this thread. What it calls gets logits, unless it asks to defer."""
+    return any(head is lm_head for head in _now().computing)
 
 
 def real_logits(lm_head: nn.Module, hidden_states: Tensor) -> Tensor:
     """Return `lm_head(hidden_states)`, as if it deferred nothing."""
-    with _running(None):
+    with _projecting(lm_head, None):
         return lm_head(hidden_states)
 
 
@@ -67,9 +103,13 @@ def run_inside(lm_head: nn.Module, hidden_states: Tensor, compute: Compute) -> A
     Raises ValueError if the product is none that a fused loss computes (see `projections_in`).
     """
     if _is_bare(lm_head):
-        with _running(compute):
+        with _projecting(lm_head, compute):
             return _at_projection(Projection(lm_head), compute, hidden_states)
-    with _LOCKS.setdefault(lm_head, threading.RLock()), _running(compute), contextlib.ExitStack() as changes:
+    with (
+        _LOCKS.setdefault(lm_head, threading.RLock()),
+        _projecting(lm_head, compute),
+        contextlib.ExitStack() as changes,
+    ):
         for module in lm_head.modules():
             _skip_layouts(module, hidden_states, changes)
         for projection in projections_in(lm_head):
@@ -120,7 +160,7 @@ def _at_projection(projection: Projection, compute: Compute, hidden_states: Tens
     if dtype != head.weight.dtype and not torch.is_autocast_enabled(device.type):
         # For a float32 head on a bfloat16 backbone, and for Mamba, whose forward casts its float32 hidden states.
         dtype = head.weight.dtype
-    with _running(None):  # a head that `compute` calls returns logits
+    with _computing():
         return compute(head, hidden_states.to(device, dtype))
 
 
@@ -177,7 +217,7 @@ def _enter(module: nn.Module, hidden_states: Tensor) -> Any:
 def _in_place_of(
     module: nn.Module, step: Callable[[Tensor], Any], compute: Compute, hidden_states: Tensor, **kwargs: Any
 ) -> Any:
-    if getattr(_RUNNING, "compute", None) is not compute:  # of another thread, or a head inside `compute`
+    if _now().compute is not compute:  # of another thread, or a head inside `compute`
         return type(module).forward(module, hidden_states, **kwargs)
     if given := [name for name, value in kwargs.items() if value is not None]:
         raise ValueError(
