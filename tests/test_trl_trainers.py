@@ -39,9 +39,9 @@ from liger_chunked import (
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearSimPOLoss,
 )
+from liger_chunked.deferred.logits import DeferredLogits
 from liger_chunked.integrations import trl as integration
 from liger_chunked.integrations.transformers import apply_liger_kernel, layers
-from liger_chunked.integrations.transformers import head as forward
 from liger_chunked.integrations.trl import add_chunked_lm_head, heads
 from liger_chunked.kernels import liger_rms_norm
 
@@ -329,7 +329,7 @@ def test_beside_the_base_kernels(train, monkeypatch, kind, loss):
         pytest.fail("the fused cross entropy ran")
 
     monkeypatch.setattr(layers, "liger_rms_norm", counted)
-    monkeypatch.setattr(forward, "_without_logits", asked)
+    monkeypatch.setattr(DeferredLogits, "cross_entropy", asked)
     ours = train(kind, ours=True, config=PLAIN, model=model, loss=loss)
     assert len(norms) >= 5 * 8  # five norms, eight micro-batches
     assert_same(ours, train(kind, ours=False, config=PLAIN), common=loss is not None)
