@@ -100,6 +100,19 @@ CUT: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_next",
         {"vocab_size": 151936, "num_hidden_layers": 2, "layer_types": _HYBRID},
     ),
+    "gemma-2-2b-8l": (
+        "gemma2",
+        {
+            "vocab_size": 256000,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "attn_logit_softcapping": None,  # SDPA has none
+        },
+    ),
     "gemma-3n-e4b-6l": (
         "gemma3n_text",
         {
