@@ -53,8 +53,8 @@ class Passes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.n, self.shared, self.saved = 0, [], []
 
-        def watched(*args: Any) -> SharedBatch | None:
-            batch = stock(*args)
+        def watched(*args: Any, **options: Any) -> SharedBatch | None:
+            batch = stock(*args, **options)
             self.n += 1
             self.shared += [] if batch is None else [batch.trie]
             return batch
@@ -64,8 +64,8 @@ class Passes:
             self.saved.append(found.saved)
             return found
 
-        stock, plan = heads._share, shared_prefix.plan_trie
-        monkeypatch.setattr(heads, "_share", watched)
+        stock, plan = heads.share_pass, shared_prefix.plan_trie
+        monkeypatch.setattr(heads, "share_pass", watched)
         monkeypatch.setattr(shared_prefix, "plan_trie", planned)
 
     def check(self, least: float) -> None:
