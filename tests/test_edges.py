@@ -9,15 +9,21 @@ import copy
 import functools
 import gc
 import io
+import json
+import math
 import os
 import pickle
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import edge_cases as edge
 import peft
 import pytest
+import test_trl_trainers as trainers
+import tiny
 import torch
 import torch.nn.functional as F
 import transformers
@@ -46,7 +52,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.loss import loss_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from liger_chunked import run_head
+from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearKTOLoss, detach_head, run_head
 
 pytestmark = [
     pytest.mark.ordinary_memory,
@@ -1211,3 +1217,450 @@ def test_an_unpatched_model_beside_a_patched_one(computed: Callable[[Any], dict[
     assert ours.keys() == expected.keys() and len(expected) > 10
     for name, gradient in expected.items():
         assert_close(ours[name], gradient, 1e-6, name)
+
+
+# 13. Chains of trainers in bfloat16
+
+# Not Adam, which turns the rounding of small gradients into steps.
+CHAIN = {
+    "bf16": True,
+    "optim": "sgd",
+    "lr_scheduler_type": "constant",
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 0.2,
+}
+LOSSES = {
+    "DPO": lambda: LigerFusedLinearDPOLoss(beta=0.1),
+    "KTO": lambda: LigerFusedLinearKTOLoss(beta=0.1),
+}
+# Of equal policy and reference.
+START = {"DPO": math.log(2), "KTO": 0.5}
+
+
+def train(kind: str, ours: bool, steps: int = 4, config: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainers.build(Path(folder), kind, ours, {**CHAIN, "max_steps": steps, **(config or {})}, **arguments)
+        trainer.train()
+    return trainer
+
+
+def logged(trainer: Any, name: str = "loss") -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+@functools.cache
+def stock_chain(kind: str) -> list[list[float]]:
+    policy = tiny.model()
+    losses = [logged(train("SFT", False, 2, {"learning_rate": 0.1}, model=policy))]
+    for _ in range(2):
+        losses.append(logged(train(kind, False, model=policy, ref_model=copy.deepcopy(policy))))
+    return losses
+
+
+def unchanged(trainer: Any, model: Any) -> Any:
+    return model
+
+
+def unwrapped_by_its_trainer(trainer: Any, model: Any) -> Any:
+    return trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+
+
+def detached(trainer: Any, model: Any) -> Any:
+    detach_head(model)
+    return model
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What is done to the model before its first trainer, between trainers, and how its reference is made."""
+
+    name: str
+    first: Callable[[Any], None] = lambda model: None
+    between: Callable[[Any, Any], Any] = unchanged
+    refer: Callable[[Any], Any] = copy.deepcopy
+    with_loss: bool = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+CHAINS = [
+    Chain("plain"),
+    Chain("loss", with_loss=True),
+    Chain("applied", first=edge.patch_all),
+    Chain("attached", first=ATTACH.patch),
+    Chain("detached", between=detached),
+    Chain("unwrapped", between=unwrapped_by_its_trainer),
+    Chain("create_reference_model", refer=lambda model: reference_of_trl(model)),
+    Chain("AveragedModel", refer=averaged),
+    Chain("applied-loss-detached", first=edge.patch_all, between=detached, with_loss=True),
+]
+
+
+def same_losses(ours: list[float], stock: list[float]) -> None:
+    """In a second trainer of one model, stock TRL's policy runs in float32, so both differ by bfloat16's rounding."""
+    assert ours == pytest.approx(stock, rel=0.025)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("chain", CHAINS, ids=repr)
+def test_sft_then_preferences(chain: Chain, kind: str) -> None:
+    """The reference is a copy of the trained model, and stays what it was: the loss moves as in stock, twice."""
+    stock = stock_chain(kind)
+    policy = tiny.model()
+    chain.first(policy)
+    trainer = train("SFT", True, 2, {"learning_rate": 0.1}, model=policy)
+    same_losses(logged(trainer), stock[0])
+    for expected in stock[1:]:
+        policy = chain.between(trainer, policy)
+        ref = chain.refer(policy)
+        weights = {name: x.clone() for name, x in ref.state_dict().items()}
+        loss = {"loss": LOSSES[kind]()} if chain.with_loss else {}
+        trainer = train(kind, True, model=policy, ref_model=ref, **loss)
+        losses = logged(trainer)
+        assert losses[0] == pytest.approx(START[kind], abs=2e-3)
+        assert max(abs(x - START[kind]) for x in losses) > 0.05
+        same_losses(losses, expected)
+        rewards = [value for name in ("rewards/chosen", "rewards/rejected") for value in logged(trainer, name)]
+        assert max(map(abs, rewards)) > 0.1
+        for name, weight in weights.items():
+            assert ref.state_dict()[name].equal(weight), name
+        assert not policy.lm_head.weight.equal(ref.lm_head.weight)
+
+
+# TRL's name of the second model, the data's arguments, and the steps that no sampling tells apart.
+SECOND = {
+    "DPO": ("ref_model", 3, {}),
+    "KTO": ("ref_model", 3, {}),
+    "GKD": ("teacher_model", 3, {}),
+    "GOLD": ("teacher_model", 3, {}),
+    "Distillation": ("teacher_model", 1, {"beta": 0.5}),
+    "OnlineDPO": ("ref_model", 1, {}),
+}
+
+
+def kinds_of(seen: dict[str, list[torch.dtype]]) -> dict[str, set[torch.dtype]]:
+    return {name: set(dtypes) for name, dtypes in seen.items()}
+
+
+@pytest.mark.parametrize("history", ["new", "trained"])
+@pytest.mark.parametrize("kind", SECOND)
+def test_dtypes_of_a_second_model(kind: str, history: str) -> None:
+    """A reference or teacher runs in bfloat16, as in stock, with its own weights; also a copy of the trained student.
+
+    Stock's teacher of a copy of TRL's trained model would run the weights of the student, so stock gets new models.
+    """
+    name, steps, config = SECOND[kind]
+
+    def models() -> tuple[Any, Any]:
+        student = tiny.model()
+        if history == "trained":
+            train("SFT", True, 2, {"learning_rate": 0.1}, model=student)
+            return student, copy.deepcopy(student)
+        return student, tiny.model(seed=2)
+
+    def run(ours: bool, student: Any, second: Any) -> tuple[list[float], Any, Any]:
+        torch.manual_seed(0)
+        with edge.dtypes_of(second) as seen, edge.dtypes_of(student) as of_student:
+            trainer = train(kind, ours, steps, config, model=student, **{name: second})
+        return logged(trainer), kinds_of(seen), kinds_of(of_student)
+
+    student, second = models()
+    new = []
+    for model in (student, second):
+        new.append(tiny.model())
+        new[-1].load_state_dict(model.state_dict())
+    stock_losses, stock_second, stock_student = run(False, *new)
+    losses, ours_second, ours_student = run(True, student, second)
+    assert torch.bfloat16 in stock_second["0.mlp.down_proj"] and torch.bfloat16 in stock_student["0.mlp.down_proj"]
+    assert ours_second == stock_second
+    assert ours_student == stock_student
+    assert losses == pytest.approx(stock_losses, rel=0.025, abs=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["GKD", "GOLD"])
+def test_a_copy_of_the_student_teaches(kind: str) -> None:
+    """The loss against a copy starts at zero, and grows once the student has been moved away."""
+    student = tiny.model()
+    train("SFT", True, 2, {"learning_rate": 0.1}, model=student)
+    teacher = copy.deepcopy(student)
+    equal = logged(train(kind, True, 1, {"learning_rate": 0.0}, model=student, teacher_model=teacher))
+    assert equal == pytest.approx([0.0], abs=1e-3)
+    perturb(student)
+    moved = tiny.model()
+    moved.load_state_dict(student.state_dict())
+    still = tiny.model()
+    still.load_state_dict(teacher.state_dict())
+    losses = logged(train(kind, True, 2, model=student, teacher_model=teacher))
+    assert losses[0] > 0.01
+    assert losses == pytest.approx(logged(train(kind, False, 2, model=moved, teacher_model=still)), rel=0.025)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "GKD"])
+def test_a_copy_of_a_trained_model_generates(kind: str) -> None:
+    """Stock TRL's copy generates with the weights of the original, so it is compared with a new model."""
+    model = tiny.model()
+    name = SECOND[kind][0] if kind in SECOND else None
+    train(kind, True, 2, model=model, **({name: tiny.model(seed=2)} if name else {}))
+    twin = copy.deepcopy(model)
+    perturb(twin)
+    expected = tiny.model()
+    expected.load_state_dict(twin.state_dict())
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    greedy = {"max_new_tokens": 6, "do_sample": False}
+    for each in (model, twin, expected):
+        each.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert twin.generate(prompt, **greedy).equal(expected.generate(prompt, **greedy))
+        assert not twin.generate(prompt, **greedy).equal(model.generate(prompt, **greedy))
+
+
+# 14. A reference that is the policy
+
+
+def partial_of_policy(policy: Any) -> Any:
+    ref = tiny.model(seed=2)
+    ref.forward = functools.partial(policy.forward)
+    return ref
+
+
+def method_of_policy(policy: Any) -> Any:
+    ref = tiny.model(seed=2)
+    ref.forward = policy.forward
+    return ref
+
+
+def closure_of_policy(policy: Any) -> Any:
+    ref = tiny.model(seed=2)
+    inner = policy.forward
+    ref.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    return ref
+
+
+def closure_of_module(policy: Any) -> Any:
+    ref = tiny.model(seed=2)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return policy(*args, **kwargs)
+
+    ref.forward = forward
+    return ref
+
+
+def autocast_of_policy(policy: Any) -> Any:
+    ref = tiny.model(seed=2)
+    ref.forward = torch.autocast("cpu", torch.bfloat16)(policy.forward)
+    return ref
+
+
+def nested_partial(policy: Any) -> Any:
+    ref = tiny.model(seed=2)
+    ref.forward = functools.partial(torch.no_grad()(functools.partial(policy.forward)))
+    return ref
+
+
+def copy_of_a_wrapped_policy(policy: Any) -> Any:
+    """A function is not copied."""
+    policy.forward = torch.autocast("cpu", torch.bfloat16)(policy.forward)
+    return copy.deepcopy(policy)
+
+
+def shallow_copy(policy: Any) -> Any:
+    return copy.copy(policy)
+
+
+def shared_backbone(policy: Any) -> Any:
+    ref = tiny.model(seed=2)
+    ref.model = policy.model
+    return ref
+
+
+def shared_head(policy: Any) -> Any:
+    ref = tiny.model(seed=2)
+    ref.lm_head.weight = policy.lm_head.weight
+    return ref
+
+
+ALIASES = (
+    partial_of_policy,
+    method_of_policy,
+    closure_of_policy,
+    closure_of_module,
+    autocast_of_policy,
+    nested_partial,
+    copy_of_a_wrapped_policy,
+    shallow_copy,
+    shared_backbone,
+    shared_head,
+)
+
+
+@pytest.mark.parametrize("with_loss", [False, True], ids=["trl", "loss"])
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("alias", ALIASES, ids=lambda alias: alias.__name__)
+def test_a_reference_that_runs_the_policy(alias: Callable[[Any], Any], kind: str, with_loss: bool, tmp_path) -> None:
+    """It would leave the loss at its start, whatever is trained. It is refused when the trainer is made."""
+    policy = tiny.model()
+    loss = {"loss": LOSSES[kind]()} if with_loss else {}
+    ref = alias(policy)
+    with pytest.raises(ValueError, match=r"(?i)ref"):
+        trainers.build(tmp_path, kind, True, model=policy, ref_model=ref, **loss)
+
+
+def own_autocast(policy: Any) -> Any:
+    ref = tiny.model(seed=2)
+    ref.forward = torch.autocast("cpu", torch.bfloat16)(ref.forward)
+    return ref
+
+
+def own_partial(policy: Any) -> Any:
+    ref = tiny.model(seed=2)
+    ref.forward = functools.partial(ref.forward)
+    return ref
+
+
+def wrapped_copy(policy: Any) -> Any:
+    ref = copy.deepcopy(policy)
+    policy.forward = torch.autocast("cpu", torch.bfloat16)(policy.forward)
+    return ref
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize(
+    "refer", [own_autocast, own_partial, wrapped_copy, lambda policy: copy.deepcopy(policy)], ids=str
+)
+def test_a_reference_of_its_own(refer: Callable[[Any], Any], kind: str, tmp_path: Path) -> None:
+    policy = tiny.model()
+    ref = refer(policy)
+    trainer = trainers.build(tmp_path, kind, True, model=policy, ref_model=ref)
+    assert trainer.ref_model is ref
+
+
+# 15. Remote code
+
+CONFIGURATION = """
+from transformers import LlamaConfig
+
+
+class EdgeConfig(LlamaConfig):
+    model_type = "edge_llama"
+"""
+MODELS = {
+    "own-forward": """
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .configuration_edge import EdgeConfig
+
+
+class EdgeForCausalLM(LlamaForCausalLM):
+    config_class = EdgeConfig
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
+        logits = self.lm_head(hidden).float() * 0.5
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+""",
+    "subclass": """
+from transformers import LlamaForCausalLM
+
+from .configuration_edge import EdgeConfig
+
+
+class EdgeForCausalLM(LlamaForCausalLM):
+    config_class = EdgeConfig
+""",
+}
+LOADED = """
+import os, sys, warnings
+checkpoint, modules, saved, vocab = sys.argv[1:]
+os.environ["HF_MODULES_CACHE"] = modules
+import torch
+torch.set_num_threads(1)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import AutoConfig, AutoModelForCausalLM
+from liger_chunked import AutoLigerKernelForCausalLM
+
+remote = {"trust_remote_code": True}
+ids = torch.randint(10, 100, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+class Logits(TorchDispatchMode):
+    rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_iter(result):
+            if isinstance(x, torch.Tensor) and x.numel() % int(vocab) == 0 and x.numel() // int(vocab) != 32:
+                self.rows = max(self.rows, x.numel() // int(vocab))
+        return result
+
+
+def step(model):
+    with Logits() as logits:
+        loss = model.train()(ids, labels=ids).loss
+        loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    return loss.detach(), gradients, logits.rows
+
+
+def assert_same(ours, stock):
+    loss, gradients, rows = step(ours)
+    exact, exact_gradients, exact_rows = step(stock)
+    torch.testing.assert_close(loss, exact, rtol=1e-5, atol=0)
+    assert gradients.keys() == exact_gradients.keys()
+    for name, gradient in exact_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-5)
+    assert rows <= 8 < 24 <= exact_rows, (rows, exact_rows)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(ids).logits, stock.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+budget = {"logits_budget": 4 * 4 * int(vocab)}
+stock = AutoModelForCausalLM.from_pretrained(checkpoint, **remote)
+ours = AutoLigerKernelForCausalLM.from_pretrained(checkpoint, **remote, **budget)
+assert type(ours).__name__ == "EdgeForCausalLM" and "edge" in type(ours).__module__
+assert_same(ours, stock)
+
+ours.save_pretrained(saved)
+assert_same(AutoLigerKernelForCausalLM.from_pretrained(saved, **remote, **budget), stock)
+again = AutoModelForCausalLM.from_pretrained(saved, **remote)
+assert type(again).__name__ == "EdgeForCausalLM"
+torch.testing.assert_close(again(ids, labels=ids).loss, stock(ids, labels=ids).loss, rtol=1e-6, atol=0)
+config = AutoConfig.from_pretrained(saved, **remote)
+assert "AutoModelForCausalLM" in config.auto_map, config.auto_map
+
+config = AutoConfig.from_pretrained(checkpoint, **remote)
+built = AutoLigerKernelForCausalLM.from_config(config, **remote, **budget)
+built.load_state_dict(stock.state_dict())
+assert_same(built, stock)
+# Stock's class is untouched: another model of it builds logits.
+assert step(AutoModelForCausalLM.from_pretrained(checkpoint, **remote))[2] >= 24
+print("done")
+"""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_remote_code(name: str, tmp_path: Path, fresh_process: Any) -> None:
+    """In a process that has imported nothing of it, by both Auto methods, and after saving."""
+    checkpoint = tmp_path / "checkpoint"
+    build().save_pretrained(checkpoint)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {
+        "model_type": "edge_llama",
+        "architectures": ["EdgeForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_edge.EdgeConfig",
+            "AutoModelForCausalLM": "modeling_edge.EdgeForCausalLM",
+        },
+    }
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    (checkpoint / "configuration_edge.py").write_text(CONFIGURATION)
+    (checkpoint / "modeling_edge.py").write_text(MODELS[name])
+    folders = (str(checkpoint), str(tmp_path / "modules"), str(tmp_path / "saved"))
+    assert "done" in fresh_process.run(LOADED, *folders, str(VOCAB))
