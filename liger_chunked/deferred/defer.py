@@ -67,9 +67,7 @@ def _called(head: nn.Module, stock_call: Callable[..., Any], args: tuple[Any, ..
         _log_reason(head, reason)
         return stock_call(head, *args, **kwargs)
     call = Call(head, args[0], settings)
-    asked = request.current()
-    call.withheld = asked.withhold
-    asked.calls.append(call)
+    call.withheld = request.current().withhold
     return DeferredLogits(call, torch.Size((*call.hidden.shape[:-1], _vocabulary(head))), call.dtype)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -16,13 +16,11 @@ class Request:
     - `defer`: True, also outside of training; False, never; None, as the head is set
     - `withhold`: cross entropies return 0, so that a loss shows what the model adds to it
     - `accuracies`: a list that gets the token accuracy of each fused cross entropy
-    - `calls`: every deferred call of a head
     """
 
     defer: bool | None = None
     withhold: bool = False
     accuracies: list[Any] | None = None
-    calls: list[Any] = field(default_factory=list)
 
 
 _CURRENT = threading.local()
@@ -47,7 +45,7 @@ def requested(**changes: Any) -> Iterator[Request]:
     """Ask for `changes` to the current request inside the block."""
     global ACTIVE
     before = current()
-    _CURRENT.request = now = replace(before, calls=[], **changes)
+    _CURRENT.request = now = replace(before, **changes)
     with _COUNT:
         ACTIVE += 1
     try:
