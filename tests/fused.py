@@ -1,0 +1,27 @@
+"""Whether a training step ran without logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from liger_chunked.deferred import DeferredLogits
+
+
+def is_deferred(logits: Any) -> bool:
+    """Whether `logits` stand for real ones that nothing has computed."""
+    return isinstance(logits, DeferredLogits) and not logits.is_computed
+
+
+def assert_fused(output: Any) -> None:
+    """Check that a step returned a loss, and that nothing asked for its logits."""
+    assert isinstance(output.loss, Tensor)
+    assert is_deferred(output.logits), f"the step has logits, a {type(output.logits).__name__}"
+
+
+def assert_real_logits(output: Any) -> None:
+    """Check that a step returned a loss and ordinary logits, or that something in it asked for them."""
+    assert isinstance(output.loss, Tensor)
+    logits = output.logits
+    assert isinstance(logits, Tensor) or (isinstance(logits, DeferredLogits) and logits.is_computed), repr(logits)
