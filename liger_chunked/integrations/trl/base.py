@@ -16,7 +16,7 @@ from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.head_input import fitted
 from liger_chunked.integrations.transformers.shared_prefix import why_not_shared
-from liger_chunked.integrations.trl import heads
+from liger_chunked.integrations.trl import heads, references
 from liger_chunked.types import Head, budget_bytes
 
 
@@ -267,7 +267,12 @@ class ReferenceMixin(LigerTrainerMixin):
                 raise ValueError(f"{type(loss).__name__} takes no reference, got {' and '.join(given)}")
             ref_model = _NONE
         self._check_precomputed(loss, args)
+        references.check_forwards(model, ref_model)
+        if not any(hasattr(x, "peft_type") for x in (*others, *kwargs.values())):
+            references.check_parameters(model, ref_model)
         super().__init__(model, ref_model, args, *others, loss=loss, **kwargs)
+        # An adapter that TRL has added freezes the rest.
+        references.check_parameters(self.model, self.ref_model)
 
     @classmethod
     def _check_precomputed(cls, loss: Any, args: Any) -> None:
