@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from liger_chunked.deferred import set_deferral
 from liger_chunked.deferred.projection import projections_in
-from liger_chunked.deferred.swap import set_patch
+from liger_chunked.deferred.swap import patched_class, set_patch, stock_class
 from liger_chunked.integrations.transformers.detect import STOCK, head_of, inner_model
 from liger_chunked.integrations.transformers.forward import (
     STATE,
@@ -101,11 +101,12 @@ def attach_head(model: nn.Module) -> None:
 
 
 def check_head(model: PreTrainedModel) -> None:
-    """Raise a ValueError that says why no fused loss can compute a model's `lm_head`."""
+    """Raise a ValueError that says why no fused loss can compute a model's `lm_head`, or why it cannot be patched."""
     head = head_of(model)
     if head is None:
         raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
     projections_in(head)
+    patched_class(stock_class(type(model)), ModelPatch())  # raises if Python cannot make the subclass
 
 
 def run_head(model: nn.Module, head_fn: HeadFn, /, **inputs: Any) -> Any:
