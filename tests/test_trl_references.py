@@ -288,3 +288,37 @@ def test_precision_of_the_model_beside_the_policy(tmp_path, kind, bf16):
     if kind != "Distillation":  # TRL runs the models of this trainer past accelerate's autocast
         assert seen[1] == seen[0]
     assert values[1] == pytest.approx(values[0], rel=0.02 if bf16 else 2e-5)
+
+
+@pytest.mark.parametrize("kind", ["GKD", "GOLD", "Distillation"])
+def test_a_copy_of_the_student_is_the_teacher(tmp_path, kind):
+    """Both share an autocast object, which the student enters inside of its teacher."""
+    model = Chain(tmp_path, True).sft().model
+    teacher = copy.deepcopy(model)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    trainer = build(tmp_path, kind, True, BF16, model=model, teacher_model=teacher)
+    student = Dtypes(model)
+    assert losses(trainer)[0] > 0.01
+    assert not torch.is_autocast_enabled("cpu")
+    assert set(student.seen) == {torch.bfloat16}
+    expected = tiny.model()
+    expected.load_state_dict(teacher.state_dict())
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(teacher.eval()(ids).logits, expected.eval()(ids).logits.float())
+
+
+@pytest.mark.parametrize("kind", ["GKD", "GOLD"])
+def test_a_teacher_with_another_precision(tmp_path, kind):
+    """Its autocast is not the student's, which runs inside of it."""
+    seen = []
+    for ours in (False, True):
+        teacher = tiny.model("wide", seed=1)
+        teacher.forward = torch.autocast("cpu", torch.bfloat16)(teacher.forward)
+        trainer = build(tmp_path, kind, ours, teacher_model=teacher)
+        beside, policy = Dtypes(teacher), Dtypes(trainer.model)
+        value = losses(trainer)
+        seen.append((set(beside.seen), set(policy.seen), value))
+    assert seen[0][:2] == seen[1][:2] == ({torch.bfloat16}, {torch.float32})
+    assert seen[1][2] == pytest.approx(seen[0][2], rel=0.02)

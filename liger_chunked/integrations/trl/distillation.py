@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -36,10 +37,8 @@ def distillation_step(
 
     Heads are complete only inside their forwards. `with_entropy` costs one more GEMM.
     """
-    with_gradient = torch.is_grad_enabled()
-    steps: list[DistillationStep] = []
 
-    def in_teacher(teacher_head: Head, teacher_input: HeadInput) -> None:
+    def in_teacher(teacher_head: Head, teacher_input: HeadInput) -> DistillationStep:
         own = _with_teacher(loss, teacher_input.options)
 
         def in_student(head: Head, input: HeadInput) -> DistillationStep:
@@ -55,14 +54,31 @@ def distillation_step(
             entropy_sum = _entropy_sum(head, input, loss.options) if with_entropy else None
             return DistillationStep(step.loss, step.metrics, entropy_sum)
 
-        with torch.set_grad_enabled(with_gradient):
+        return model(**inputs, labels=labels, head_fn=in_student)
+
+    return inside_teacher(teacher, in_teacher, **inputs, labels=labels)
+
+
+def inside_teacher(teacher: nn.Module, run: Callable[[Head, HeadInput], Any], **inputs: Any) -> Any:
+    """Return `run(head, input)`, called in the teacher's forward, but in the gradient and autocast modes of this call.
+
+    So the student in `run` is as it would be outside: it may have another precision than its teacher. Also, models that
+    are copies share the `torch.autocast` of their forwards, and such an object restores the modes that it found last.
+    """
+    device = inputs["input_ids"].device.type
+    modes = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), torch.is_autocast_cache_enabled()
+    with_gradient = torch.is_grad_enabled()
+    results: list[Any] = []
+
+    def in_teacher(head: Head, input: HeadInput) -> None:
+        with torch.autocast(device, *modes), torch.set_grad_enabled(with_gradient):
             # The teacher's hooks would treat a returned loss as its output.
-            steps.append(model(**inputs, labels=labels, head_fn=in_student))
+            results.append(run(head, input))
 
     teacher.eval()
     with torch.no_grad():
-        teacher(**inputs, labels=labels, head_fn=in_teacher)
-    return steps[0]
+        teacher(**inputs, head_fn=in_teacher)
+    return results[0]
 
 
 def _with_teacher(loss: LigerFusedLinearDistillationBase, teacher: LogitOptions) -> LigerFusedLinearDistillationBase:
@@ -209,20 +225,18 @@ class GOLDMixin(TeacherMixin):
         )
         model_inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         model_inputs |= self._get_model_forward_kwargs(inputs)
-        device, with_gradient, losses = self.accelerator.device, torch.is_grad_enabled(), []
+        device = self.accelerator.device
 
-        def in_teacher(teacher_head: Head, teacher_input: HeadInput) -> None:
+        def in_teacher(teacher_head: Head, teacher_input: HeadInput) -> Tensor:
             def in_student(head: Head, input: HeadInput) -> Tensor:
                 sides = (head, input), (teacher_head, teacher_input)
                 return across_tokenizers.distance(uld, aligned, *sides, self.logits_budget)
 
-            with torch.set_grad_enabled(with_gradient):
-                losses.append(model(**model_inputs, labels=inputs["labels"], head_fn=in_student))
+            return model(**model_inputs, labels=inputs["labels"], head_fn=in_student)
 
-        teacher.eval()
-        with torch.no_grad():
-            teacher(input_ids=ids.to(device), attention_mask=mask.to(device), **of_teacher, head_fn=in_teacher)
-        return with_outputs(losses[0], model, model_inputs, return_outputs)
+        of_teacher |= {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+        loss = inside_teacher(teacher, in_teacher, **of_teacher)
+        return with_outputs(loss, model, model_inputs, return_outputs)
 
 
 def gold_trainer() -> Any:
