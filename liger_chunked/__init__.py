@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from liger_chunked.deferred import DeferHandle, DeferredLogits, defer_logits
     from liger_chunked.engine import linear_token_stats, shifted
     from liger_chunked.first_step import warmup
     from liger_chunked.integrations.transformers import (
@@ -110,6 +111,8 @@ __all__ = [
     "AdaptedWeight",
     "ChunkedLMHead",
     "CrossEntropyMetrics",
+    "DeferHandle",
+    "DeferredLogits",
     "DistillationMetrics",
     "Examples",
     "LigerCrossEntropyLoss",
@@ -151,6 +154,7 @@ __all__ = [
     "UnpairedPreferenceMetrics",
     "VocabShard",
     "adaptive_entropy_coef",
+    "defer_logits",
     "estimate_memory",
     "liger_cross_entropy",
     "liger_geglu",
@@ -174,8 +178,19 @@ __all__ = [
 ]
 
 # Imported on first use.
-_MODULES = ("engine", "first_step", "functional", "kernels", "losses", "memory", "modules", "testing", "types")
-_HOMES = ("types", "engine", "losses", "kernels", "modules", "memory", "first_step")
+_MODULES = (
+    "deferred",
+    "engine",
+    "first_step",
+    "functional",
+    "kernels",
+    "losses",
+    "memory",
+    "modules",
+    "testing",
+    "types",
+)
+_HOMES = ("types", "engine", "losses", "kernels", "modules", "memory", "first_step", "deferred")
 _OF_TRANSFORMERS = (
     "AutoLigerKernelForCausalLM",
     "AutoLigerKernelForImageTextToText",

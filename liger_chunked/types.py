@@ -162,6 +162,14 @@ class VocabShard:
         return max(0, min(rows, self.vocab_size - self.start))
 
 
+class StandIn:
+    """An object that stands for a tensor and computes it when a function needs its values."""
+
+    def asked(self, name: str) -> Tensor:
+        """Return the tensor for the function `name`."""
+        raise NotImplementedError
+
+
 class Head(NamedTuple):
     """An output projection, `x @ weight.T + bias`."""
 

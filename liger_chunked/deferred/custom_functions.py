@@ -22,7 +22,7 @@ def give_real_logits_to_custom_functions() -> None:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # Functions of torch, such as DDP's, pass on what they do not know.
         if any(type(x) is DeferredLogits for x in args) and not cls.__module__.startswith("torch."):
-            args = tuple(x._asked(cls.__name__) if type(x) is DeferredLogits else x for x in args)
+            args = tuple(x.asked(cls.__name__) if type(x) is DeferredLogits else x for x in args)
         return stock(cls, *args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(functools.wraps(stock)(apply))  # type: ignore[assignment]

@@ -35,7 +35,7 @@ from liger_chunked.deferred.inside import Compute, real_logits, run_inside
 from liger_chunked.dtensor import any_dtensor
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
-from liger_chunked.types import Head, LogitOptions
+from liger_chunked.types import Head, LogitOptions, StandIn
 
 _LOGGER = logging.getLogger("liger_chunked")
 
@@ -186,7 +186,7 @@ Rows = Callable[[Tensor], Tensor]
 Number = float  # in a class with a method of that name
 
 
-class DeferredLogits:
+class DeferredLogits(StandIn):
     """Logits (..., V) of a head that computes them only if they are needed.
 
     A model's forward gets it from its head while `defer_logits` or `apply_liger_kernel` is active, and uses it as the
@@ -308,7 +308,8 @@ class DeferredLogits:
             self._real = real
         return self._real
 
-    def _asked(self, name: str) -> Tensor:
+    def asked(self, name: str) -> Tensor:
+        """Return the real logits, and say in the log, once for each place, that `name` needed them."""
         if self._call.real is None:
             self._call.asked_by = _log_use(self, name)
         return self.tensor()
@@ -352,7 +353,7 @@ class DeferredLogits:
 
     def mul(self, other: Any) -> Any:
         made = None if self.is_computed else self._scaled(lambda x: x * other, _number(other))
-        return self._asked("mul") * _real(other) if made is None else made
+        return self.asked("mul") * _real(other) if made is None else made
 
     multiply = __mul__ = __rmul__ = mul
 
@@ -360,7 +361,7 @@ class DeferredLogits:
         made = None
         if not self.is_computed and rounding_mode is None:
             made = self._scaled(lambda x: x / other, _inverse(_number(other)))
-        return self._asked("div").div(_real(other), rounding_mode=rounding_mode) if made is None else made
+        return self.asked("div").div(_real(other), rounding_mode=rounding_mode) if made is None else made
 
     divide = true_divide = __truediv__ = div
 
@@ -370,7 +371,7 @@ class DeferredLogits:
         if not (self.is_computed or self._derived or self._normalized or self._made_from is not None):
             scaled = self._transform.times(factor)
         if scaled is None:
-            change(self._asked(name))
+            change(self.asked(name))
         else:
             self._transform = scaled
             self._in_place.append(change)
@@ -387,13 +388,13 @@ class DeferredLogits:
     def tanh(self) -> Any:
         transform = self._transform.tanh()
         if self.is_computed or transform is None or self._normalized or self._extra_bias is not None:
-            return self._asked("tanh").tanh()
+            return self.asked("tanh").tanh()
         return self._made(torch.tanh, transform=transform)
 
     def add(self, other: Any, *, alpha: Any = 1) -> Any:
         if not self.is_computed and alpha == 1 and self._is_bias(other):
             return self._made(lambda x: x + other, extra_bias=other.reshape(-1))
-        return torch.add(self._asked("add"), _real(other), alpha=alpha)
+        return torch.add(self.asked("add"), _real(other), alpha=alpha)
 
     __add__ = __radd__ = add
 
@@ -415,7 +416,7 @@ class DeferredLogits:
         # A tensor of no elements shows what the arguments mean.
         empty = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **{**kwargs, "copy": False})
         if not empty.is_floating_point() or kwargs.get("memory_format") is not None:
-            return self._asked("to").to(*args, **kwargs)
+            return self.asked("to").to(*args, **kwargs)
         if (empty.dtype, empty.device) == (self.dtype, self.device) and not kwargs.get("copy"):
             return self
         return self._made(lambda x: x.to(*args, **kwargs), dtype=empty.dtype, device=empty.device)
@@ -452,7 +453,7 @@ class DeferredLogits:
                 made = self._selected(rows)
             elif n_ids is not None and self._may_drop_ids:
                 made = self._made(lambda x: x[..., :n_ids], shape=torch.Size((*self.shape[:-1], n_ids)), n_ids=n_ids)
-        return self._asked("indexing")[_real(index)] if made is None else made
+        return self.asked("indexing")[_real(index)] if made is None else made
 
     @property
     def _may_drop_ids(self) -> bool:
@@ -466,7 +467,7 @@ class DeferredLogits:
             if shape is not None and shape[-1] == self.shape[-1] and self._ends_with_vocabulary:
                 rows = functools.partial(_as_rows, shape=shape[:-1])
                 return self._made(rows, shape=shape, rows=rows)
-        return getattr(self._asked(name), name)(*size)
+        return getattr(self.asked(name), name)(*size)
 
     def view(self, *size: Any) -> Any:
         return self._reshaped("view", size)
@@ -478,7 +479,7 @@ class DeferredLogits:
         start, end = start_dim % max(1, self.ndim), end_dim % max(1, self.ndim)
         if not self.is_computed and start <= end < self.ndim - 1:
             return self.view(*self.shape[:start], self.shape[start : end + 1].numel(), *self.shape[end + 1 :])
-        return self._asked("flatten").flatten(start_dim, end_dim)
+        return self.asked("flatten").flatten(start_dim, end_dim)
 
     def squeeze(self, dim: int | None = None) -> Any:
         if (
@@ -490,14 +491,14 @@ class DeferredLogits:
             if self.shape[dim] != 1:
                 return self
             return self.view(*self.shape[: dim % self.ndim], *self.shape[dim % self.ndim + 1 :])
-        real = self._asked("squeeze")
+        real = self.asked("squeeze")
         return real.squeeze() if dim is None else real.squeeze(dim)
 
     def unsqueeze(self, dim: int) -> Any:
         if not self.is_computed and -self.ndim <= dim + 1 <= self.ndim and dim % (self.ndim + 1) < self.ndim:
             dim %= self.ndim + 1
             return self.view(*self.shape[:dim], 1, *self.shape[dim:])
-        return self._asked("unsqueeze").unsqueeze(dim)
+        return self.asked("unsqueeze").unsqueeze(dim)
 
     def transpose(self, dim0: int, dim1: int) -> Any:
         order = list(range(self.ndim))
@@ -513,7 +514,7 @@ class DeferredLogits:
         if not self.is_computed and classes == self.ndim - 1 and self._ends_with_vocabulary:
             return self._selected(lambda x: x.permute(*order))
         if self.is_computed or classes is None or others != sorted(others):
-            return self._asked("permute").permute(*dims)
+            return self.asked("permute").permute(*dims)
         shape = torch.Size(self.shape[i] for i in order)
         class_dim = -1 if classes == self.ndim - 1 else classes
         return self._made(lambda x: x.permute(*dims), shape=shape, class_dim=class_dim)
@@ -524,7 +525,7 @@ class DeferredLogits:
 
     def unbind(self, dim: int = 0) -> Any:
         if self.is_computed or self.ndim < 2 or dim % self.ndim != 0 or not self._ends_with_vocabulary:
-            return self._asked("unbind").unbind(dim)
+            return self.asked("unbind").unbind(dim)
         return tuple(self[i] for i in range(self.shape[0]))
 
     def __iter__(self) -> Iterator[Any]:
@@ -532,7 +533,7 @@ class DeferredLogits:
 
     def _split(self, name: str, size: Any, dim: int) -> Any:
         if self.is_computed or self.ndim < 2 or dim % self.ndim == self.ndim - 1 or not self._ends_with_vocabulary:
-            return getattr(self._asked(name), name)(size, dim)
+            return getattr(self.asked(name), name)(size, dim)
         lengths = [len(x) for x in getattr(torch.arange(self.shape[dim]), name)(size)]
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         before = (slice(None),) * (dim % self.ndim)
@@ -560,7 +561,7 @@ class DeferredLogits:
         if self._fuses(dim) and not self._normalized and dtype in (None, torch.float32, torch.float64):
             known = _dtype_of(F.log_softmax, self.dtype, self.device.type) if dtype is None else dtype
             return self._made(lambda x: F.log_softmax(x, dim, dtype=dtype), dtype=known, normalized=True)
-        return F.log_softmax(self._asked("log_softmax"), dim, dtype=dtype)
+        return F.log_softmax(self.asked("log_softmax"), dim, dtype=dtype)
 
     def gather(self, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
         if self._fuses(dim) and _is_index(index, (*self.shape[:-1], 1), self.device):
@@ -571,11 +572,11 @@ class DeferredLogits:
             stats = self._statistics(target, "logps", "lse")
             self._stats["lse"] = stats["lse"]
             return (stats["logps"] + stats["lse"]).to(self.dtype)[..., None]
-        return self._asked("gather").gather(dim, _real(index), sparse_grad=sparse_grad)
+        return self.asked("gather").gather(dim, _real(index), sparse_grad=sparse_grad)
 
     def logsumexp(self, dim: Any, keepdim: bool = False) -> Any:
         if not isinstance(dim, int) or not self._fuses(dim) or self._normalized:
-            return torch.logsumexp(self._asked("logsumexp"), dim, keepdim=keepdim)
+            return torch.logsumexp(self.asked("logsumexp"), dim, keepdim=keepdim)
         lse = self._known("lse")
         if lse is None:
             target = torch.zeros(self.shape[:-1], dtype=torch.long, device=self.device)
@@ -697,33 +698,31 @@ class DeferredLogits:
         return _called(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") and not (name.startswith("__") and hasattr(Tensor, name)):
-            raise AttributeError(f"'DeferredLogits' object has no attribute {name!r}")
         if not hasattr(Tensor, name):
             raise AttributeError(f"'Tensor' object has no attribute {name!r}")
-        return getattr(self._asked(name), name)
+        return getattr(self.asked(name), name)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self._asked("item assignment")[_real(index)] = _real(value)
+        self.asked("item assignment")[_real(index)] = _real(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._asked("deepcopy"), memo)
+        return copy.deepcopy(self.asked("deepcopy"), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._asked("pickle").__reduce_ex__(protocol)
+        return self.asked("pickle").__reduce_ex__(protocol)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._asked("numpy").__array__(*args, **kwargs)
+        return self.asked("numpy").__array__(*args, **kwargs)
 
     def __format__(self, spec: str) -> str:
-        return repr(self) if not spec else format(self._asked("format"), spec)
+        return repr(self) if not spec else format(self.asked("format"), spec)
 
     __hash__ = object.__hash__
 
 
 def _delegated(name: str) -> Any:
     def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._asked(name.strip("_")), name)(*_real(args), **_real(kwargs))
+        return getattr(self.asked(name.strip("_")), name)(*_real(args), **_real(kwargs))
 
     method.__name__ = name
     return method
@@ -838,7 +837,7 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             else:
                 return getattr(DeferredLogits, name)(*bound.args, **bound.kwargs)
     for x in _stand_ins((args, kwargs)):
-        x._asked(name)
+        x.asked(name)
     return func(*_real(args), **_real(kwargs))
 
 

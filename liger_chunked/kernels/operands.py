@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from liger_chunked.types import AdaptedWeight, described
+from liger_chunked.types import AdaptedWeight, StandIn, described
 
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _COMPLEX = ("complex32", "complex64", "complex128")
@@ -30,7 +30,7 @@ def all_plain(values: Iterable[Any]) -> bool:
         if type(x) in _PLAIN:
             if x.layout is not torch.strided or x.is_nested or x.dtype in _NOT_REAL:
                 return False
-        elif isinstance(x, (Tensor, AdaptedWeight)):
+        elif isinstance(x, (Tensor, AdaptedWeight, StandIn)):
             return False
     return True
 
@@ -48,6 +48,8 @@ def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
 def _plain(name: str, x: Any) -> Any:
     if isinstance(x, AdaptedWeight):
         return AdaptedWeight(_plain(f"{name}.weight", x.weight), _plain(f"{name}.up", x.up), x.down)
+    if isinstance(x, StandIn):
+        x = x.asked(name)
     if not isinstance(x, Tensor):
         return x
     if _transforms_are_active():
