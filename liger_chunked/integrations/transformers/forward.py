@@ -361,7 +361,9 @@ def logit_options(model: nn.Module, *, ignore_index: int = -100) -> LogitOptions
     if lent:
         set_deferral(head, Deferral(in_training=False))
     try:
-        with torch.no_grad(), requested(defer=True, withhold=True):
+        gpus = [inner.device] if inner.device.type == "cuda" else []
+        # A model in training draws random numbers for dropout: the caller's stay as they are.
+        with torch.random.fork_rng(gpus), torch.no_grad(), requested(defer=True, withhold=True):
             logits = _logits_of(model(**inputs))
     finally:
         if lent:
