@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from liger_chunked.deferred import request
 from liger_chunked.deferred.custom_functions import give_real_logits_to_custom_functions
@@ -118,6 +119,8 @@ def _vocabulary(head: nn.Module) -> int:
 
 
 def _rows(linear: nn.Linear) -> int:
+    if is_parametrized(linear):  # reading the weight would compute it, and spectral_norm counts that as a step
+        return linear.out_features
     # A tensor-parallel or sharded weight is whole in its shape; one that ZeRO or FSDP took away has none.
     rows = linear.weight.shape[0] if linear.weight.ndim == 2 else 0
     return rows or linear.out_features
