@@ -14,6 +14,11 @@ def is_deferred(logits: Any) -> bool:
     return isinstance(logits, DeferredLogits) and not logits.is_computed
 
 
+def real(logits: Any) -> Tensor:
+    """Return the real logits that `logits` are or stand for."""
+    return logits.tensor() if isinstance(logits, DeferredLogits) else logits
+
+
 def assert_fused(output: Any) -> None:
     """Check that a step returned a loss, and that nothing asked for its logits."""
     assert isinstance(output.loss, Tensor)

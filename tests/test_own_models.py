@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from model_zoo import BY_ID, HIDDEN, VOCAB
-from test_head_check import assert_served, batch
+from test_forwards import assert_served, batch
 from test_models import labelled, step
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast

@@ -1,10 +1,11 @@
-"""A fused loss of a model equals the loss of the model's logits, or raises an error that says why."""
+"""Whatever a model's forward does to its logits, a step with its head deferred is stock's step."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import gc
+import logging
 import pickle
 import re
 import threading
@@ -20,19 +21,26 @@ pytest.importorskip("transformers")
 import torch
 import torch.nn.functional as F
 import transformers
+from fused import assert_fused, assert_real_logits, real
 from model_zoo import BY_ID, HIDDEN, VOCAB, ZOO
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 
 import liger_chunked
 from liger_chunked import linear_token_stats
+from liger_chunked.deferred import defer
 from liger_chunked.integrations.transformers import (
     apply_liger_kernel,
     attach_head,
     detach_head,
     logit_options,
     revert_liger_kernel,
+    tried,
 )
+from liger_chunked.integrations.transformers.patch import Fusion, fuse
+from liger_chunked.integrations.transformers.small import inputs_of
+from liger_chunked.integrations.transformers.survey import small_model
 
 pytestmark = [
     pytest.mark.ordinary_memory,
@@ -91,21 +99,43 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
     return result
 
 
-def assert_served(model: PreTrainedModel) -> None:
-    """Check that loss and gradients are those of the model's own logits."""
-    arguments = batch()
-    labels = arguments.pop("labels")
-    logits = model(**arguments).logits.float()
-    stock = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    exact = gradients(model, stock)
-    attach_head(model)
-    ours = model(**arguments, labels=labels, head_fn=fused)
-    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=0)
-    found = gradients(model, ours)
+def assert_same_gradients(found: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
     assert found.keys() == exact.keys()
     largest = max(g.norm() for g in exact.values())
     for name, g in exact.items():
         assert (found[name] - g).norm() <= 1e-4 * g.norm() + 1e-6 * largest, name
+
+
+def assert_served(model: PreTrainedModel) -> None:
+    """Check that `head_fn` gives the loss and the gradients of the model's own logits."""
+    arguments = batch()
+    labels = arguments.pop("labels")
+    torch.manual_seed(5)  # of dropout
+    logits = model(**arguments).logits.float()
+    stock = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    exact = gradients(model, stock)
+    attach_head(model)
+    torch.manual_seed(5)
+    ours = model(**arguments, labels=labels, head_fn=fused)
+    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=0)
+    assert_same_gradients(gradients(model, ours), exact)
+
+
+def assert_trains_as_stock(model: PreTrainedModel, fused: bool = True, logits: bool = True, **arguments: Any) -> None:
+    """Check that a training step with labels has stock's loss and gradients, and whether it needs no logits."""
+    model, twin = model.train(), copy.deepcopy(model).train()
+    arguments = arguments or batch()
+    torch.manual_seed(5)  # of dropout
+    stock = model(**arguments)
+    exact = gradients(model, stock.loss)
+    fuse(twin, Fusion())
+    torch.manual_seed(5)
+    ours = twin(**arguments)
+    (assert_fused if fused else assert_real_logits)(ours)
+    torch.testing.assert_close(ours.loss, stock.loss, rtol=1e-5, atol=0)
+    assert_same_gradients(gradients(twin, ours.loss), exact)
+    if logits:  # who reads those of a fused step gets stock's
+        torch.testing.assert_close(real(ours.logits), stock.logits, rtol=1e-4, atol=1e-5)
 
 
 # Models whose config does not declare the softcap and scale of their logits, with both values.
@@ -149,7 +179,7 @@ SERVED: list[tuple[str, dict[str, Any], float | None, float]] = [
             "moe_intermediate_size": 24,
         },
         None,
-        1 / 3.0,
+        1.0,  # it divides the hidden states
     ),
     ("CohereForCausalLM", {**LLAMA, "logit_scale": 0.25}, None, 0.25),
     ("GraniteForCausalLM", {**LLAMA, "logits_scaling": 8.0}, None, 0.125),
@@ -165,6 +195,7 @@ def test_served(name, config, softcap, scale):
     options = logit_options(model)
     assert (options.softcap, options.logit_scale) == (softcap, scale)
     assert_served(model)
+    assert_trains_as_stock(tiny(name, **config))
 
 
 @pytest.mark.parametrize("zoo", ZOO, ids=repr)
@@ -176,62 +207,91 @@ def test_every_family_is_served(zoo):
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "difference"),
+    ("name", "config"),
     [
-        ("ModernBertDecoderForCausalLM", LLAMA, r"it runs lm_head \(ModernBertDecoderPredictionHead\) in addition"),
-        ("BertLMHeadModel", {**LLAMA, "is_decoder": True}, r"it runs cls.predictions.transform \(BertPredictionHeadT"),
-        (
-            "RobertaForCausalLM",
-            {**LLAMA, "is_decoder": True},
-            r"it runs lm_head.dense \(Linear\) in addition to its backbone",
-        ),
-        ("T5Gemma2ForConditionalGeneration", None, "passes another decoder_input_ids to its backbone than it was"),
-        ("Inkling2ForCausalLM", None, r"logits of the shape \(1, 6, 201024\), and the model \(1, 6, 200058\)"),
+        ("ModernBertDecoderForCausalLM", LLAMA),
+        ("BertLMHeadModel", {**LLAMA, "is_decoder": True}),
+        ("RobertaForCausalLM", {**LLAMA, "is_decoder": True}),
     ],
 )
-def test_refused(name, config, difference):
-    if config is None:  # full size on the meta device
-        cls = getattr(transformers, name, None)
-        if cls is None:
-            pytest.skip(f"this transformers has no {name}")
-        with torch.device("meta"):
-            model = cls(cls.config_class())
-    else:
-        model = tiny(name, **config)
-    for refused in (attach_head, logit_options):
-        with pytest.raises(ValueError, match=rf"a fused loss cannot stand in for {name}.forward: .*{difference}"):
-            refused(model)
+def test_a_transform_before_the_head(name, config):
+    """The head is a module with layers, the last of which is the projection."""
+    model = tiny(name, **config)
+    options = logit_options(model)
+    assert (options.softcap, options.logit_scale) == (None, 1.0)
+    assert_served(model)
+    detach_head(model)
+    assert_trains_as_stock(model)
+
+
+@pytest.mark.parametrize("name", ["T5Gemma2ForConditionalGeneration", "Inkling2ForCausalLM", "BartForCausalLM"])
+def test_other_losses_and_padded_vocabularies(name):
+    """A decoder with an encoder, and a loss on logits without padding, or on labels that are not shifted."""
+    if not hasattr(transformers, name):
+        pytest.skip(f"this transformers has no {name}")
+    assert_trains_as_stock(small_model(name), **inputs_of(name))
 
 
 @pytest.mark.parametrize(
     "name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "CohereForCausalLM", "Gemma3ForConditionalGeneration"]
 )
-def test_a_check_is_quick_at_any_size(name):
+def test_a_check_is_quick_at_any_size(name, monkeypatch):
     """Checks meta-device models in their published sizes, with vocabularies of up to 262,208."""
     cls = getattr(transformers, name)
     with torch.device("meta"):
         model = cls(cls.config_class())
     seconds = []
     for _ in range(3):
+        monkeypatch.setattr(tried, "_KNOWN", {})
         started = time.perf_counter()
+        assert tried.why_logits(model) is None
         attach_head(model)
         seconds.append(time.perf_counter() - started)
         detach_head(model)
-    assert min(seconds) < 1
+    assert len(tried._KNOWN) == 1 and min(seconds) < 1
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_a_check_leaves_no_trace():
-    model = tiny("LlamaForCausalLM", **LLAMA)
-    model.lm_head.register_forward_hook(lambda *args: pytest.fail("the check ran a hook of the model"))
+class Counts(transformers.LlamaForCausalLM):
+    """A model whose steps leave a trace: random numbers, and a buffer."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, *args, **kwargs):
+        self.steps += 1
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("check", ["attach", "apply"])
+def test_a_check_leaves_no_trace(check, monkeypatch):
+    model = Counts(transformers.LlamaConfig(**LLAMA, attention_dropout=0.5)).train()
+    model.lm_head.register_forward_pre_hook(lambda *args: pytest.fail("the check ran a hook of the model"))
     model.model.register_forward_hook(lambda *args: pytest.fail("the check ran a hook of the model"))
-    before, state, calls = {name: p.clone() for name, p in model.named_parameters()}, torch.get_rng_state(), vars(model)
-    attributes = set(calls)
-    attach_head(model)
-    detach_head(model)
-    assert set(vars(model)) == attributes
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    attributes = [(type(module), set(vars(module))) for module in model.modules()]
+    monkeypatch.setattr(tried, "_KNOWN", {})
+    if check == "attach":
+        attach_head(model)
+        detach_head(model)
+    else:
+        assert "fused_linear_cross_entropy" in apply_liger_kernel(model).replaced
+        revert_liger_kernel(model)
+    assert [(type(module), set(vars(module))) for module in model.modules()] == attributes
     assert torch.get_rng_state().equal(state)
-    assert all(p.equal(before[name]) for name, p in model.named_parameters())
+    assert all(x.equal(before[name]) for name, x in model.state_dict().items())
+
+
+def test_logit_options_leave_no_trace():
+    """They run the forward, and give back the random numbers that it draws."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, attention_dropout=0.5)).train()
+    state = torch.get_rng_state()
+    attributes = [(type(module), set(vars(module))) for module in model.modules()]
+    logit_options(model)
+    assert model.training and all(module.training for module in model.modules())
+    assert [(type(module), set(vars(module))) for module in model.modules()] == attributes
+    assert torch.get_rng_state().equal(state)
 
 
 @pytest.mark.parametrize("patch", [logit_options, attach_head, apply_liger_kernel])
@@ -250,7 +310,7 @@ def test_a_model_is_freed_at_once(patch):
         gc.enable()
 
 
-def test_a_config_that_changes_is_checked_again():
+def test_a_config_that_changes_is_followed():
     model = BY_ID["gemma2"].build()
     apply_liger_kernel(model)
     assert logit_options(model).softcap == 3.0
@@ -284,14 +344,18 @@ class Dropped(transformers.LlamaForCausalLM):
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         logits = self.lm_head(self.dropout(outputs.last_hidden_state))
-        return transformers.modeling_outputs.CausalLMOutput(logits=logits)
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+        return CausalLMOutput(loss=loss, logits=logits)
 
 
-def test_dropout_before_the_head():
-    assert_served(Dropped(transformers.LlamaConfig(**LLAMA)).eval())
-    model = Dropped(transformers.LlamaConfig(**LLAMA, attention_dropout=0.5)).eval()
-    with pytest.raises(ValueError, match="what reaches lm_head is not the backbone's last hidden state: the largest"):
-        attach_head(model)
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_dropout_before_the_head(p):
+    """A fused step drops what stock's step drops with the same random numbers."""
+    model = Dropped(transformers.LlamaConfig(**LLAMA, attention_dropout=p))
+    for training in (False, True):
+        assert_served(model.train(training))
+    detach_head(model)
+    assert_trains_as_stock(model)
 
 
 class Masked(transformers.LlamaForCausalLM):
@@ -322,15 +386,32 @@ class Penalised(transformers.LlamaForCausalLM):
 
 
 def test_a_forward_of_ones_own():
-    assert_served(Tripled(transformers.LlamaConfig(**LLAMA)).eval())
-    with pytest.raises(
-        ValueError, match=r"Masked.forward: its logits are not a scale and softcap of the output of lm_head"
-    ):
-        attach_head(Masked(transformers.LlamaConfig(**LLAMA)))
-    with pytest.raises(ValueError, match=r"Penalised.forward: it uses 'embed_tokens' of its backbone"):
-        attach_head(Penalised(transformers.LlamaConfig(**LLAMA)))
-    with pytest.raises(ValueError, match=r"'fused_linear_cross_entropy'.*matches nothing"):
-        apply_liger_kernel(Tripled(transformers.LlamaConfig(**LLAMA)), fused_linear_cross_entropy=True)
+    for cls in (Tripled, Penalised):
+        model = cls(transformers.LlamaConfig(**LLAMA))
+        assert logit_options(model).logit_scale == (3.0 if cls is Tripled else 1.0)
+        assert_served(model)
+        detach_head(model)
+        assert_trains_as_stock(model)
+        assert "fused_linear_cross_entropy" in apply_liger_kernel(model).replaced
+        revert_liger_kernel(model)
+
+
+def test_a_forward_that_edits_its_logits_trains_with_them():
+    """And says what needs them; `head_fn`, which has no logits to give, is refused when it runs."""
+    model = Masked(transformers.LlamaConfig(**LLAMA))
+    assert_trains_as_stock(model, fused=False)
+    applied = apply_liger_kernel(model)
+    assert "fused_linear_cross_entropy" not in applied.replaced
+    reason = r"item assignment at .*test_forwards\.py:\d+ takes real"
+    assert re.search(reason, applied.left["Masked"])
+    with pytest.raises(ValueError, match=rf"(?s)'fused_linear_cross_entropy'.*matches nothing.*{reason}"):
+        apply_liger_kernel(model, fused_linear_cross_entropy=True)
+    revert_liger_kernel(model)
+    with pytest.raises(ValueError, match=f"no loss can express what Masked does: {reason}"):
+        logit_options(model)
+    attach_head(model)
+    with pytest.raises(ValueError, match=f"head_fn needs a head that computes nothing, and Masked .*: {reason}"):
+        model(**batch(), head_fn=fused)
 
 
 @pytest.mark.parametrize("cls", [Penalised, Tripled, Masked])
@@ -338,26 +419,21 @@ def test_a_forward_of_ones_own_over_a_patched_class(cls):
     """The class calls the fused forward of its base, then changes the output."""
     torch.manual_seed(0)
     model, arguments = cls(transformers.LlamaConfig(**LLAMA)).train(), batch()
-    stock = model(**arguments).loss
-    exact = gradients(model, stock)
+    stock = model(**arguments)
+    exact = gradients(model, stock.loss)
     liger_chunked.apply_liger_kernel_to_llama()
     try:
-        if cls is Penalised:
-            ours = model(**arguments).loss
-            torch.testing.assert_close(ours, stock, rtol=1e-5, atol=0)
-            found = gradients(model, ours)
-            torch.testing.assert_close(found["lm_head.weight"], exact["lm_head.weight"], rtol=1e-3, atol=1e-5)
-        else:
-            with pytest.raises((TypeError, AttributeError), match="NoneType"):  # there are no logits to edit
-                model(**arguments)
+        ours = model(**arguments)
+        (assert_real_logits if cls is Masked else assert_fused)(ours)
+        torch.testing.assert_close(ours.loss, stock.loss, rtol=1e-5, atol=0)
+        found = gradients(model, ours.loss)
+        torch.testing.assert_close(found["lm_head.weight"], exact["lm_head.weight"], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(ours.logits.tensor(), stock.logits, rtol=1e-4, atol=1e-5)
     finally:
         revert_liger_kernel("llama")
 
 
-def test_a_loss_that_is_not_the_causal_one_is_refused_where_it_is_fused(monkeypatch):
-    """`attach_head` needs only the logits. A fused loss replaces the model's loss, so the two must be equal."""
-    from liger_chunked.integrations.transformers.patch import Fusion, fuse
-
+def test_a_forward_set_on_the_class_that_adds_to_the_loss(monkeypatch):
     stock = transformers.LlamaForCausalLM.forward
 
     @functools.wraps(stock)
@@ -367,17 +443,15 @@ def test_a_loss_that_is_not_the_causal_one_is_refused_where_it_is_fused(monkeypa
             output.loss = output.loss + 0.5
         return output
 
+    plain = tiny("LlamaForCausalLM", **LLAMA)(**batch()).loss
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward)
     model = tiny("LlamaForCausalLM", **LLAMA)
+    torch.testing.assert_close(model(**batch()).loss, plain + 0.5)
     assert_served(model)
-    message = r"its loss, called with labels, is .* where the mean negative log-likelihood"
-    with pytest.raises(ValueError, match=message):
-        apply_liger_kernel(model, fused_linear_cross_entropy=True)
-    with pytest.raises(ValueError, match=message):
-        fuse(model, Fusion())
-    applied = apply_liger_kernel(model)
-    assert "fused_linear_cross_entropy" not in applied.replaced
-    assert re.search(message, applied.left["LlamaForCausalLM"])
+    detach_head(model)
+    assert_trains_as_stock(model)
+    assert "fused_linear_cross_entropy" in apply_liger_kernel(model).replaced
+    torch.testing.assert_close(model.train()(**batch()).loss, plain + 0.5, rtol=2e-5, atol=0)
     revert_liger_kernel(model)
 
 
@@ -388,46 +462,56 @@ class Extra(transformers.LlamaForCausalLM):
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask)
         logits = self.lm_head(outputs.last_hidden_state)
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        return transformers.modeling_outputs.CausalLMOutput(loss if extra is None else loss + extra, logits)
+        return CausalLMOutput(loss if extra is None else loss + extra, logits)
 
 
 def test_an_argument_that_only_the_forward_takes():
-    """A step with it runs the model's own forward."""
-    from liger_chunked.integrations.transformers.patch import Fusion, fuse
-
     model, arguments = Extra(transformers.LlamaConfig(**LLAMA)).train(), batch()
     stock = model(**arguments).loss
     fuse(model, Fusion())
-    output = model(**arguments)
-    assert output.logits is None
-    # The fused loss sums in another order, as in test_models.py.
-    torch.testing.assert_close(output.loss, stock, rtol=2e-5, atol=0)
-    output = model(**arguments, extra=torch.tensor(0.5))
-    torch.testing.assert_close(output.loss, stock + 0.5)
-    assert output.logits is not None
-    with pytest.raises(ValueError, match="skip_logits=True cannot take extra: the forward of Extra may use"):
-        model(**arguments, extra=torch.tensor(0.5), skip_logits=True)
+    for extra in (None, torch.tensor(0.5)):
+        expected = stock if extra is None else stock + extra
+        output = model(**arguments, extra=extra)
+        assert_fused(output)
+        # The fused loss sums in another order, as in test_models.py.
+        torch.testing.assert_close(output.loss, expected, rtol=2e-5, atol=0)
+        without = model(**arguments, extra=extra, skip_logits=True)
+        assert without.logits is None and without.loss.equal(output.loss)
 
 
-def test_a_class_whose_head_does_not_qualify(caplog):
-    """A model of a family that is patched as a whole trains with its own forward, and says so once."""
+def test_a_head_of_a_patched_class_that_does_not_qualify(caplog, monkeypatch):
+    """A model of a family that is patched as a whole trains with logits, and says so once."""
+    monkeypatch.setattr(defer, "_LOGGED", set())
+    model, arguments = tiny("LlamaForCausalLM", **LLAMA).train(), batch()
+    model.lm_head = nn.Sequential(model.lm_head, nn.Tanh())
+    stock = model(**arguments)
+    exact = gradients(model, stock.loss)
+    try:
+        liger_chunked.apply_liger_kernel_to_llama()
+        with caplog.at_level(logging.WARNING, "liger_chunked"):
+            for _ in range(2):
+                output = model(**arguments)
+                assert_real_logits(output)
+                # Its layers are patched.
+                torch.testing.assert_close(output.loss, stock.loss, rtol=2e-5, atol=0)
+                assert gradients(model, output.loss).keys() == exact.keys()
+        (record,) = (x for x in caplog.records if x.name.startswith("liger_chunked"))
+        refusal = r"lm_head is computed by torch\.nn\.modules\.container\.Sequential: a fused loss needs a single"
+        assert re.search(f"Sequential returns logits in training: {refusal}", record.getMessage())
+        with pytest.raises(ValueError, match=f"skip_logits=True, but LlamaForCausalLM used its logits: {refusal}"):
+            model(**arguments, skip_logits=True)
+    finally:
+        revert_liger_kernel("llama")
+
+
+def test_a_patched_class_whose_head_has_a_transform():
     model, arguments = tiny("ModernBertDecoderForCausalLM", **LLAMA).train(), batch()
     stock = model(**arguments)
-    apply = liger_chunked.apply_liger_kernel_to_modernbert_decoder
     try:
-        apply()
-        for _ in range(2):
-            output = model(**arguments)
-            # Its layers are patched.
-            torch.testing.assert_close(output.loss, stock.loss, rtol=2e-5, atol=0)
-            assert output.logits is not None
-        (record,) = (x for x in caplog.records if x.name.startswith("liger_chunked"))
-        assert "ModernBertDecoderForCausalLM trains with logits: a fused loss cannot stand in" in record.message
-        with pytest.raises(ValueError, match="a fused loss cannot stand in for ModernBertDecoder"):
-            model(**arguments, skip_logits=True)
-        apply(fused_linear_cross_entropy=True)
-        with pytest.raises(ValueError, match="a fused loss cannot stand in for ModernBertDecoder"):
-            model(**arguments)
+        liger_chunked.apply_liger_kernel_to_modernbert_decoder()
+        output = model(**arguments)
+        assert_fused(output)
+        torch.testing.assert_close(output.loss, stock.loss, rtol=2e-5, atol=0)  # its layers are patched
     finally:
         revert_liger_kernel("modernbert_decoder")
 
@@ -461,42 +545,73 @@ def subtracts(module, args, output):
 
 
 @pytest.mark.parametrize("hook", [returns, edits_in_place, subtracts])
-def test_forward_hooks_that_edit_logits_are_refused(way, hook):
+def test_forward_hooks_that_edit_logits(hook):
+    """They get logits. `head_fn` takes the place of logits, so it is refused."""
     model = tiny("LlamaForCausalLM", **LLAMA)
+    attach_head(model)
     with torch.no_grad():
-        expected = fused_step(model, way)
-        handle = model.lm_head.register_forward_hook(hook)
-        with pytest.raises(ValueError, match=rf"the forward hook '{hook.__name__}' of lm_head expects logits"):
-            fused_step(model, way)
-        assert model.eval()(**batch()).logits is not None
-        handle.remove()
-        torch.testing.assert_close(fused_step(model, way), expected)
+        expected = model(**batch(), head_fn=fused)
+    handle = model.lm_head.register_forward_hook(hook)
+    with pytest.raises(ValueError, match=rf"head_fn needs a head .* its forward hook {hook.__name__} takes logits"):
+        model(**batch(), head_fn=fused)
+    detach_head(model)
+    assert_trains_as_stock(model, fused=False)
+    handle.remove()
+    assert_trains_as_stock(model)
+    attach_head(model)
+    torch.testing.assert_close(model(**batch(), head_fn=fused), expected)
 
 
-def test_other_readers_of_logits_are_refused(way):
+def doubled(module, gradients, *of_outputs):
+    return tuple(2 * g for g in gradients)
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_of_the_head(register):
     model = tiny("LlamaForCausalLM", **LLAMA)
-
-    def backward(module, grads, *more):
-        return None
-
-    for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
-        handle = getattr(model.lm_head, register)(backward)
-        with pytest.raises(ValueError, match=r"the backward (pre-)?hook '.*backward' of lm_head expects logits"):
-            fused_step(model, way)
-        handle.remove()
-    model.lm_head.forward = lambda x: F.linear(x, model.lm_head.weight) / 2
-    with pytest.raises(ValueError, match=r"the forward '.*<lambda>' of lm_head expects logits"):
-        fused_step(model, way)
+    handle = getattr(model.lm_head, register)(doubled)
+    assert_trains_as_stock(model, fused=False)
+    attach_head(model)
+    with pytest.raises(ValueError, match=r"head_fn needs a head .* backward .*hook.* takes logits"):
+        model(**batch(), head_fn=fused)
+    handle.remove()
+    detach_head(model)
+    assert_trains_as_stock(model)
 
 
-def test_hooks_that_look_run(way):
-    model, seen = tiny("LlamaForCausalLM", **LLAMA), []
-    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(args[0].shape))
+def halved(weight: Tensor, x: Tensor) -> Tensor:
+    return F.linear(x, weight) / 2
+
+
+def test_a_forward_set_on_the_head(monkeypatch):
+    model = tiny("LlamaForCausalLM", **LLAMA)
+    stock = model(**batch()).loss
+    attach_head(model)
+    apply_liger_kernel(model)
+    model.lm_head.forward = functools.partial(halved, model.lm_head.weight)
+    expected = model.eval()(**batch()).loss
+    assert abs(expected - stock) > 1e-3
+    output = model.train()(**batch())
+    assert_real_logits(output)
+    torch.testing.assert_close(output.loss, expected, rtol=2e-5, atol=0)
+    with pytest.raises(ValueError, match=r"head_fn needs a head .* forward .*takes logits"):
+        model(**batch(), head_fn=fused)
+    with pytest.raises(ValueError, match=r"skip_logits=True, but .* forward .*takes logits"):
+        model(**batch(), skip_logits=True)
+    del model.lm_head.forward
+    assert_fused(model(**batch()))
+
+
+def test_hooks_that_look_at_logits_get_them():
+    model, seen = tiny("LlamaForCausalLM", **LLAMA).train(), []
+    apply_liger_kernel(model)
+    handle = model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output))
     model.lm_head.register_forward_hook(lambda module, args, kwargs, output: output, with_kwargs=True)
-    with torch.no_grad():
-        stock = model(**batch()).loss
-        torch.testing.assert_close(fused_step(model, way), stock, rtol=1e-5, atol=0)
-    assert seen == 2 * [(2, 9, HIDDEN)]
+    output = model(**batch())
+    assert_real_logits(output)
+    assert seen[0] is output.logits and type(seen[0]) is Tensor
+    handle.remove()
+    torch.testing.assert_close(model(**batch()).loss, output.loss)
 
 
 def test_hooks_on_what_reaches_the_head_run(way):
@@ -529,7 +644,7 @@ def test_threads_share_a_head_with_hooks():
     """Runs fused steps in two threads, and computes logits in a third."""
     model = tiny("LlamaForCausalLM", **LLAMA)
     attach_head(model)
-    model.lm_head.register_forward_hook(lambda module, args, output: None)
+    model.lm_head.register_forward_pre_hook(lambda module, args: None)
     arguments = batch()
     logits, failures = model(**arguments).logits, []
 
@@ -566,7 +681,7 @@ def test_a_head_fn_that_calls_lm_head_gets_logits(hooked):
     model = tiny("LlamaForCausalLM", **LLAMA)
     attach_head(model)
     if hooked:
-        model.lm_head.register_forward_hook(lambda module, args, output: None)
+        model.lm_head.register_forward_pre_hook(lambda module, args: None)
     logits = model(**batch(), head_fn=lambda head, input: model.lm_head(input.hidden_states))
     torch.testing.assert_close(logits, model(**batch()).logits)
 
@@ -574,14 +689,15 @@ def test_a_head_fn_that_calls_lm_head_gets_logits(hooked):
 def test_a_loss_function_set_after_patching_gets_its_logits():
     model, arguments = tiny("LlamaForCausalLM", **LLAMA), batch()
     apply_liger_kernel(model)
-    assert model.train()(**arguments).logits is None
+    assert_fused(model.train()(**arguments))
     model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.square().mean()
     output = model(**arguments)
+    assert_real_logits(output)
     torch.testing.assert_close(output.loss, output.logits.square().mean())
-    with pytest.raises(ValueError, match="skip_logits=True is the causal loss, but the loss_function of this model is"):
+    with pytest.raises(ValueError, match=r"skip_logits=True, but LlamaForCausalLM used its logits: square at "):
         model(**arguments, skip_logits=True)
     del model._loss_function
-    assert model(**arguments).logits is None
+    assert_fused(model(**arguments))
 
 
 @pytest.mark.parametrize("switch", ["fused_linear_cross_entropy", "cross_entropy"])
@@ -625,13 +741,9 @@ class Quantized(nn.Linear):
             lambda head: nn.Sequential(head, nn.Tanh()),
             r"container\.Sequential: a fused loss needs a single torch.nn.Lin",
         ),
-        (
-            nn.utils.parametrizations.weight_norm,
-            "which is parametrized: a fused loss reads a weight that is a plain par",
-        ),
         (lambda head: Quantized(HIDDEN, VOCAB, bias=False), "Leave lm_head out of quantization"),
     ],
-    ids=["sequential", "parametrized", "quantized"],
+    ids=["sequential", "quantized"],
 )
 def test_heads_that_are_more_than_a_linear(change, reason):
     model = tiny("LlamaForCausalLM", **LLAMA)
@@ -639,6 +751,22 @@ def test_heads_that_are_more_than_a_linear(change, reason):
     with pytest.raises(ValueError, match=reason) as refusal:
         attach_head(model)
     assert "low-rank" not in str(refusal.value)
+    assert re.search(reason, apply_liger_kernel(model).left["LlamaForCausalLM"])
+    revert_liger_kernel(model)
+    assert_trains_as_stock(model, fused=False)
+
+
+@pytest.mark.parametrize("parametrization", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_a_parametrized_head(parametrization):
+    """The weight is computed inside the head's call, and the gradients reach what it is computed from."""
+    model = tiny("LlamaForCausalLM", **LLAMA)
+    getattr(nn.utils.parametrizations, parametrization)(model.lm_head)
+    assert_served(model.eval())
+    detach_head(model)
+    assert "fused_linear_cross_entropy" in apply_liger_kernel(model).replaced
+    revert_liger_kernel(model)
+    # A call of spectral_norm changes its buffers, so that the logits of the step cannot be computed after its loss.
+    assert_trains_as_stock(model, logits=parametrization != "spectral_norm")
 
 
 @pytest.mark.parametrize("kind", ["trainable_tokens", "ia3"])
@@ -659,6 +787,9 @@ def test_adapters_on_the_head(kind):
         model = peft.get_peft_model(tiny("LlamaForCausalLM", **LLAMA), config())
     with pytest.raises(ValueError, match=reason):
         attach_head(model)
+    if kind == "ia3":
+        inner = model.get_base_model()
+        assert_trains_as_stock(inner, fused=False)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -728,7 +859,8 @@ def test_a_head_in_a_causal_model_inside(way, images):
     if way == "patched":
         assert "fused_linear_cross_entropy" in apply_liger_kernel(model, rms_norm=False).replaced
         output = model(**arguments)
-        assert output.logits is None and type(output) is type(expected)
+        assert_fused(output)
+        assert type(output) is type(expected)
         assert (output.image_hidden_states is None) == (expected.image_hidden_states is None)
         loss = output.loss
     else:
@@ -736,12 +868,8 @@ def test_a_head_in_a_causal_model_inside(way, images):
         loss = model(**arguments, head_fn=fused)
     # As in `assert_served`.
     torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=0)
-    found = gradients(model, loss)
-    assert found.keys() == exact.keys()
     assert images == any(name.startswith("vision_model") for name in exact)
-    largest = max(g.norm() for g in exact.values())
-    for name, g in exact.items():
-        assert (found[name] - g).norm() <= 1e-4 * g.norm() + 1e-6 * largest, name
+    assert_same_gradients(gradients(model, loss), exact)
     if way == "patched":
         revert_liger_kernel(model)
         assert model(**arguments).logits.equal(expected.logits)
@@ -757,11 +885,13 @@ class Halved(transformers.Llama4ForCausalLM):
 def test_a_causal_model_inside_that_transforms_its_logits():
     model = tiny("Llama4ForConditionalGeneration", **LLAMA4)
     model.language_model.__class__ = Halved
-    with pytest.raises(ValueError, match=r"causal model inside it transforms the logits: .*logit_scale=0\.5"):
-        attach_head(model)
+    assert logit_options(model).logit_scale == 0.5
+    assert_served(model)
+    detach_head(model)
+    assert_trains_as_stock(model)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of Dynamo
+@pytest.mark.filterwarnings("ignore")  # of Dynamo
 def test_others_get_logits_of_a_causal_model_inside():
     """Another thread during a step, whose own result is that of compiled code."""
     model, arguments = tiny("Llama4ForConditionalGeneration", **LLAMA4).train(), batch()
