@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from base_ops import (
     DTYPES,
+    ONE_EACH,
     Op,
     dynamo_warns,
     eager_clamped,
@@ -187,7 +188,31 @@ def test_inputs_stay_and_backward_repeats(op: Op, device: str) -> None:
     assert all(torch.equal(x, copy) and x._version == 0 for x, copy in zip(inputs, copies, strict=True))
 
 
-@one_each
+# A rotation is linear: its gradient is the inverse rotation, which has derivatives of its own.
+ROTATIONS = [op for op in ONE_EACH if op.id.startswith("rope")]
+once_differentiable = pytest.mark.parametrize(
+    "op", [op for op in ONE_EACH if op not in ROTATIONS], ids=lambda op: op.id
+)
+
+
+@pytest.mark.parametrize("op", ROTATIONS, ids=lambda op: op.id)
+def test_second_derivative_of_a_rotation(op: Op) -> None:
+    """As eager code's, in float64: by inputs and upstream gradients, and once more."""
+    inputs = op.sample(op.shapes[0], torch.float64)
+
+    def penalty(function: Callable[..., Any]) -> list[Tensor]:
+        outputs = outputs_of(function(*inputs))
+        grads = [g.requires_grad_() for g in upstream(outputs)]
+        value = sum((o.sin() * g).sum() for o, g in zip(outputs, grads, strict=True))
+        gradients = torch.autograd.grad(value, inputs, create_graph=True)
+        again = torch.autograd.grad(sum(g.square().sum() for g in gradients), [*inputs, *grads], create_graph=True)
+        return [*again, *torch.autograd.grad(sum(g.square().sum() for g in again), inputs)]
+
+    for ours, exact in zip(penalty(op.ours), penalty(op.eager), strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-12)
+
+
+@once_differentiable
 def test_second_derivative_is_refused(op: Op) -> None:
     inputs = op.sample(op.shapes[0], torch.float32)
     outputs = outputs_of(op.ours(*inputs))
@@ -197,7 +222,7 @@ def test_second_derivative_is_refused(op: Op) -> None:
         sum(g.sum() for g in gradients).backward()
 
 
-@one_each
+@once_differentiable
 def test_a_penalty_on_a_gradient_is_refused(op: Op) -> None:
     """This includes a constant upstream gradient: the gradient of the penalty would be constant too."""
     inputs = op.sample(op.shapes[0], torch.float32)
@@ -207,7 +232,7 @@ def test_a_penalty_on_a_gradient_is_refused(op: Op) -> None:
         sum(g.square().sum() for g in gradients).backward()
 
 
-@one_each
+@once_differentiable
 @pytest.mark.parametrize("linear", [True, False], ids=["constant-upstream", "upstream-of-the-inputs"])
 def test_second_derivative_by_any_input_is_refused(op: Op, linear: bool) -> None:
     """Tested with `autograd.grad`, and with an additional term whose second derivative exists."""
@@ -231,7 +256,7 @@ def test_second_derivative_by_any_input_is_refused(op: Op, linear: bool) -> None
             except RuntimeError as error:
                 assert "second derivatives" in str(error)
             else:
-                # The gradient does not depend on this input, as for a rotation.
+                # The gradient does not depend on this input.
                 assert linear
                 torch.testing.assert_close(ours, again(op.eager, first, by))
 

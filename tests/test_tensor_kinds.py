@@ -603,7 +603,7 @@ def test_functional_call_is_served() -> None:
 
 def test_a_torch_without_the_private_question(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd then raises its own error."""
-    monkeypatch.setattr("liger_chunked.kernels.operands._transforms_are_active", lambda: False)
+    monkeypatch.setattr("liger_chunked.kernels.operands.transforms_are_active", lambda: False)
     batch = tokens(SMALL, 0)
     loss = lc.LigerFusedLinearCrossEntropyLoss()
     with pytest.raises(RuntimeError, match=r"autograd.Function with functorch transforms"):

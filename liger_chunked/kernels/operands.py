@@ -18,13 +18,13 @@ _COMPLEX = ("complex32", "complex64", "complex128")
 _QUANTIZED = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")
 _NOT_REAL = frozenset(getattr(torch, name) for name in _COMPLEX + _QUANTIZED if hasattr(torch, name))
 # Public queries are slow; without these, autograd raises.
-_transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _forward_mode: Any = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
 
 
 def all_plain(values: Iterable[Any]) -> bool:
     """Whether the tensors are plain and dense, outside transforms."""
-    if _transforms_are_active() or _forward_mode._current_level >= 0:
+    if transforms_are_active() or _forward_mode._current_level >= 0:
         return False
     for x in values:
         if type(x) in _PLAIN:
@@ -52,7 +52,7 @@ def _plain(name: str, x: Any) -> Any:
         x = x.asked(name)
     if not isinstance(x, Tensor):
         return x
-    if _transforms_are_active():
+    if transforms_are_active():
         raise NotImplementedError(
             f"{name} is under a transform of torch.func (grad, vmap, jvp, ...), which fused kernels do not support: "
             "call the function outside of it and differentiate with backward() or torch.autograd.grad"

@@ -174,18 +174,23 @@ def _is_by_token(q: Tensor) -> bool:
 class _RotaryPosEmb(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, inverse: bool
     ) -> tuple[Tensor, Tensor]:
-        ctx.options = pairs_out, pairs_in, True, _is_by_token(q)
+        ctx.options = pairs_out, pairs_in, not inverse
+        ctx.by_token = _is_by_token(q)
         ctx.save_for_backward(cos, sin)
-        return _rope(q, k, cos, sin, pairs_in, pairs_out, False, _is_by_token(q))
+        return _rope(q, k, cos, sin, pairs_in, pairs_out, inverse, ctx.by_token)
 
     @staticmethod
-    @first_derivative
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-        dq, dk = _rope(dq, dk, *ctx.saved_tensors, *ctx.options)
+        # The gradient of a rotation is the inverse rotation, which has derivatives of its own: a model that is not
+        # patched shares this function with one that is, and may need them.
+        if torch.is_grad_enabled():
+            dq, dk = _RotaryPosEmb.apply(dq, dk, *ctx.saved_tensors, *ctx.options)
+        else:
+            dq, dk = _rope(dq, dk, *ctx.saved_tensors, *ctx.options, ctx.by_token)
         needs_dq, needs_dk, *_ = ctx.needs_input_grad
-        return dq if needs_dq else None, dk if needs_dk else None, None, None, None, None
+        return dq if needs_dq else None, dk if needs_dk else None, None, None, None, None, None
 
 
 class _WrittenOver(torch.autograd.Function):
@@ -211,7 +216,7 @@ class _WrittenOver(torch.autograd.Function):
 def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool) -> tuple[Tensor, Tensor]:
     if not torch.is_grad_enabled():
         return _rope(q, k, cos, sin, pairs_in, pairs_out, False, _is_by_token(q))
-    return _RotaryPosEmb.apply(q, k, cos, sin, pairs_in, pairs_out)
+    return _RotaryPosEmb.apply(q, k, cos, sin, pairs_in, pairs_out, False)
 
 
 def _rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

@@ -6,10 +6,13 @@ import contextlib
 import functools
 import importlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from liger_chunked.integrations.transformers.overrides import rope_of
+from liger_chunked.kernels.operands import transforms_are_active
 
 _ABSENT = object()
 
@@ -73,7 +76,23 @@ class _Rope:
                 self._replace()
 
     def _replace(self) -> None:
-        self._patches.set(self._owner, self._name, rope_of(self._stock) or self._stock)
+        ours = rope_of(self._stock)
+        self._patches.set(
+            self._owner, self._name, self._stock if ours is None else _outside_transforms(ours, self._stock)
+        )
+
+
+@functools.cache
+def _outside_transforms(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `ours`, but `stock` under transforms of torch.func: models that are not patched call it too."""
+
+    @functools.wraps(stock)
+    def rotated(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and transforms_are_active():
+            return stock(*args, **kwargs)
+        return ours(*args, **kwargs)
+
+    return rotated
 
 
 ROPES = functools.cache(_Rope)
