@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from liger_chunked.deferred import request
+from liger_chunked.deferred.code import foreign_code
 from liger_chunked.deferred.custom_functions import give_real_logits_to_custom_functions
 from liger_chunked.deferred.inside import is_computing, must_project, why_not_deferred
 from liger_chunked.deferred.logits import REASON, Call, DeferredLogits
@@ -95,7 +96,7 @@ def refusal_of(head: nn.Module) -> str | None:
     reason = why_not_deferred(head)
     if reason is not None:
         return f"{reason} takes logits"
-    if torch.nn.modules.module._global_forward_hooks:
+    if any(foreign_code(hook) is not None for hook in torch.nn.modules.module._global_forward_hooks.values()):
         return "a global forward hook takes logits"
     try:
         projections_in(head)
