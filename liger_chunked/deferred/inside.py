@@ -125,9 +125,14 @@ def run_inside(lm_head: nn.Module, hidden_states: Tensor, compute: Compute) -> A
 
 def why_not_deferred(lm_head: nn.Module) -> str | None:
     """Return what expects real logits of this head's call: a hook or a forward of the user's. None if nothing does."""
-    for module in lm_head.modules():
+    for name, module in lm_head.named_modules():
+        parts = set(name.split("."))
+        if parts & {"lora_A", "lora_dropout"}:  # they run as in PEFT's own forward
+            continue
         state = vars(module)
         own = [("forward", state.get(slot)) for slot in code.FORWARD_SLOTS]
+        if parts & {"base_layer", "lora_B"}:  # a fused loss does not compute their products one by one
+            own += [("forward pre-hook", hook) for hook in state["_forward_pre_hooks"].values()]
         own += [("backward hook", hook) for hook in state["_backward_hooks"].values()]
         own += [("backward pre-hook", hook) for hook in state["_backward_pre_hooks"].values()]
         own += [("forward hook", hook) for hook in state["_forward_hooks"].values()]
