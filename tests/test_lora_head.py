@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fused import assert_real_logits
 from table import ROWS, SMALL, Batch, Row, Sizes, evaluate, moved, n_valid, relative_error
 from test_cost import Memory
 from test_values import ERROR_SIZES, FACTOR, rms
@@ -345,14 +347,10 @@ UNSUPPORTED = {
     "quantized": ({}, quantized_module, "computed by .*Quantized.* Leave lm_head out of quantization"),
     "quantized lora_B": ({}, quantized_up, "computed by .*Quantized.* a fused loss needs a weight in floating point"),
     "torchao": ({}, quantized_tensor, "weight.weight must be a plain dense torch.Tensor.* the dequantized one"),
-    "parametrized": (
-        {}, lambda m: torch.nn.utils.parametrizations.weight_norm(m.get_base_model().lm_head.base_layer),
-        "which is parametrized",
-    ),
-    "pre-hook of the base layer": ({}, hooked("pre", "base_layer"), "forward pre-hook .* of lm_head expects logits"),
-    "pre-hook of lora_B": ({}, hooked("pre", "lora_B.default"), "forward pre-hook .* of lm_head expects logits"),
-    "hook of the base layer": ({}, hooked("post", "base_layer"), "forward hook .* of lm_head expects logits"),
-    "hook of lora_B": ({}, hooked("post", "lora_B.default"), "forward hook .* of lm_head expects logits"),
+    "pre-hook of the base layer": ({}, hooked("pre", "base_layer"), "its forward pre-hook .* takes logits"),
+    "pre-hook of lora_B": ({}, hooked("pre", "lora_B.default"), "its forward pre-hook .* takes logits"),
+    "hook of the base layer": ({}, hooked("post", "base_layer"), "its forward hook .* takes logits"),
+    "hook of lora_B": ({}, hooked("post", "lora_B.default"), "its forward hook .* takes logits"),
 }  # fmt: skip
 
 
@@ -369,6 +367,48 @@ def test_unsupported_heads_are_refused(case):
         attach_head(model)
         assert "lora_B" not in case or "hook" in case, "refused at the first step only"
         model(**labelled(), head_fn=logps_of)
+
+
+@PEFT_WARNINGS
+@pytest.mark.parametrize("case", [case for case in UNSUPPORTED if case != "torchao"])
+def test_unsupported_heads_train_with_logits(case, caplog, monkeypatch):
+    """With the gradients of PEFT's own forward, and one line in the log."""
+    from liger_chunked import apply_liger_kernel
+    from liger_chunked.deferred import defer
+
+    monkeypatch.setattr(defer, "_LOGGED", set())
+    lora, change, message = UNSUPPORTED[case]
+    batch, results = labelled(), []
+    for patch in (False, True):
+        model = peft_model(**lora)
+        if change is not None:
+            torch.manual_seed(4)
+            change(model)
+        if patch:
+            apply_liger_kernel(model)
+        for _ in range(2):
+            output = model(**batch)
+            assert_real_logits(output)
+            results.append((output.loss.detach(), gradients_of(model, output.loss)))
+    lines = [x.getMessage() for x in caplog.records if x.name.startswith("liger_chunked")]
+    assert len(lines) == 1 and re.search(message, lines[0]), lines
+    (expected, theirs), _, (found, ours), _ = results
+    # Stock's loss function computes in float32, and our norms sum in another order.
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert relative_error(ours[name], gradient) < 1e-5, name
+
+
+@PEFT_WARNINGS
+def test_a_parametrized_base_layer_is_served():
+    from liger_chunked import attach_head
+
+    model, batch = peft_model(), labelled()
+    torch.nn.utils.parametrizations.weight_norm(model.get_base_model().lm_head.base_layer)
+    attach_head(model)
+    head_fn = functools.partial(sft, budget=None)
+    assert_same_training(model, batch, lambda model, batch: model(**batch, head_fn=head_fn), sft_on_logits)
 
 
 @PEFT_WARNINGS
@@ -499,10 +539,10 @@ def test_a_patched_model_follows_the_adapters_state():
         torch.manual_seed(3)
         with torch.no_grad():
             found = model(**batch, skip_logits=True)
-            assert found.logits is None
+            assert found.logits is None and found.loss.dtype == torch.float32  # of the model's own loss function
             torch.manual_seed(3)
             expected = sft_on_logits(model, batch)
-        assert relative_error(found.loss, expected) < 1e-9
+        assert relative_error(found.loss.double(), expected) < torch.finfo(torch.float32).eps
         losses.append(float(expected))
 
     check("train")
