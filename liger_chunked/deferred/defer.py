@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
 from liger_chunked.deferred import request
@@ -76,10 +77,26 @@ def _called(head: nn.Module, stock_call: Callable[..., Any], args: tuple[Any, ..
 def _defers(head: nn.Module, settings: Deferral) -> bool:
     if must_project(head):
         return False
-    asked = request.current().defer
+    asked = request.current()
     if is_computing(head):
-        return bool(asked)
-    return settings.defers(head.training) if asked is None else asked
+        return bool(asked.defer)
+    if asked.defer is not None:
+        return asked.defer
+    if not settings.defers(head.training):
+        return False
+    if ddp_reads_outputs() and not asked.returns_loss:
+        _log_reason(head, "DDP with find_unused_parameters or static_graph reads the graph of the logits, its output")
+        return False
+    return True
+
+
+def ddp_reads_outputs() -> bool:
+    """Whether this is the forward of a DDP that finds used parameters, or its own hook, through the model's outputs.
+
+    A stand-in has no graph: DDP would take all parameters for unused, and reduce their gradients before they exist.
+    """
+    active = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    return active is not None and (active.find_unused_parameters or active.static_graph)
 
 
 def _takes(hidden: Any) -> bool:

@@ -15,11 +15,13 @@ class Request:
 
     - `defer`: True, also outside of training; False, never; None, as the head is set
     - `withhold`: cross entropies return 0, so that a loss shows what the model adds to it
+    - `returns_loss`: the model returns its loss, so that a wrapper finds the graph in what it returns
     - `accuracies`: a list that gets the token accuracy of each fused cross entropy
     """
 
     defer: bool | None = None
     withhold: bool = False
+    returns_loss: bool = False
     accuracies: list[Any] | None = None
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from liger_chunked.deferred import Deferral, DeferredLogits, is_deferring, set_deferral
-from liger_chunked.deferred.defer import refusal_of
+from liger_chunked.deferred.defer import ddp_reads_outputs, refusal_of
 from liger_chunked.deferred.logits import REASON
 from liger_chunked.deferred.request import requested
 from liger_chunked.deferred.swap import Patch
@@ -99,6 +99,9 @@ def model_methods(cls: Any, stock_call: Callable[..., Any], stock_forward: Calla
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         hold_head(self)
         if _KEYWORDS.isdisjoint(kwargs) and _WAITING == 0:
+            if kwargs.get("labels") is not None and ddp_reads_outputs():
+                with requested(returns_loss=True):
+                    return stock_forward()(self, *args, **kwargs)
             return stock_forward()(self, *args, **kwargs)
         return _inside(self, stock_forward(), args, kwargs)
 
@@ -224,8 +227,8 @@ class _LossCall(_Plan):
         self.skip_logits = arguments.pop("skip_logits", None)
         self.accuracies: list[Any] | None = [] if arguments.pop("return_token_accuracy", False) else None
         super().__init__(model, arguments)
-        labelled = any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
-        if self.skip_logits and not labelled:
+        self.labelled = any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
+        if self.skip_logits and not self.labelled:
             raise ValueError("skip_logits=True needs labels= or shift_labels=: there is nothing else to return")
         state = state_of(model)
         if state is None or state.fusion is None:  # attach_head alone fuses no loss
@@ -233,7 +236,7 @@ class _LossCall(_Plan):
 
     def request(self) -> Any:
         changes: dict[str, Any] = {} if self.skip_logits is None else {"defer": bool(self.skip_logits)}
-        return requested(accuracies=self.accuracies, **changes)
+        return requested(accuracies=self.accuracies, returns_loss=self.labelled, **changes)
 
     def result(self, outputs: Any) -> Any:
         logits = _logits_of(outputs)
