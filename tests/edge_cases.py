@@ -190,8 +190,8 @@ LOSS = LigerFusedLinearCrossEntropyLoss(logits_budget=BUDGET)
 def cross_entropy(head: Any, input: Any) -> CausalLMOutputWithPast:
     """A `head_fn` that computes the model's own loss."""
     loss = input.loss(LOSS, head, num_items=input.num_items_in_batch)
-    if input.aux_loss is not None:
-        loss = loss + input.aux_loss_coef * input.aux_loss
+    if input.added_loss is not None:
+        loss = loss + input.added_loss
     return CausalLMOutputWithPast(loss=loss)
 
 
@@ -237,7 +237,8 @@ def tokenized() -> Any:
 
 def trainer_patch(model: Any) -> None:
     """Give a model to a trainer, which attaches its head."""
-    sft_trainer(model, tempfile.gettempdir())
+    with tempfile.TemporaryDirectory() as folder:
+        sft_trainer(model, folder)
 
 
 def sft_trainer(model: Any, folder: str, ours: bool = True, **config: Any) -> Any:
