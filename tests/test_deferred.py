@@ -20,6 +20,7 @@ from table import relative_error
 from test_cost import Memory
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_chunked import defer_logits, liger_cross_entropy
@@ -88,6 +89,11 @@ CASE = Case()
 Y, IDS = CASE.target, CASE.ids
 CLASS_WEIGHT = torch.arange(V, dtype=torch.float64) / V
 OFFSET = torch.linspace(0, 1, V, dtype=torch.float64)
+
+
+def of_tokens(z: Any) -> Tensor:
+    return F.cross_entropy(z.view(-1, V), Y.view(-1))
+
 
 FUSED: dict[str, Callable[[Any], Tensor]] = {
     "flatten": lambda z: F.cross_entropy(z.flatten(0, 1), Y.flatten()),
@@ -364,10 +370,6 @@ def test_copies_defer_their_own_weights(name: str) -> None:
     assert list(twin.state_dict()) == list(model.state_dict())
 
 
-def of_tokens(z: Any) -> Tensor:
-    return F.cross_entropy(z.view(-1, V), Y.view(-1))
-
-
 def test_evaluation_and_removal() -> None:
     case = Case()
     handle = defer_logits(case.head)
@@ -474,6 +476,51 @@ def test_grad_modes_of_the_call_and_of_the_loss() -> None:
         loss = F.cross_entropy(z.view(-1, V), Y.view(-1))
     assert loss.is_inference()
     assert not F.cross_entropy(case.head(case.x).detach().view(-1, V), Y.view(-1)).requires_grad
+
+
+def test_operations_without_grad() -> None:
+    """What was made of the logits under no_grad gives them no gradient, as with tensors."""
+    case = Case()
+    for make in (lambda z: z.view(-1, V), lambda z: z[:, 1:], lambda z: z * 2, lambda z: z.log_softmax(-1)):
+        for use in (lambda z: z.sum(), lambda z: F.cross_entropy(z.reshape(-1, V), IDS.new_zeros(z.numel() // V))):
+            for defers in (False, True):
+                with defer_logits(case.head) if defers else contextlib.nullcontext():
+                    z = case.head(case.x)
+                    with torch.no_grad():
+                        made = make(z)
+                    value = use(made) + 0 * case.x.sum()
+                    assert not torch.autograd.grad(value, case.x)[0].any()
+
+
+def test_rounding_is_not_left_out() -> None:
+    """A cast to fewer bits, or to float64, is the caller's: the loss is that of the cast logits."""
+    case = Case(dtype=torch.float32)
+    for cast in (torch.bfloat16, torch.float16, torch.float64):
+        exact = of_tokens(case.head(case.x).to(cast))
+        with defer_logits(case.head):
+            z = case.head(case.x)
+            assert torch.equal(of_tokens(z.to(cast)), exact) and z.is_computed
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_the_head(reentrant: bool) -> None:
+    case = Case()
+    exact, _ = case.step(of_tokens)
+    defer_logits(case.head)
+    stock = case.head
+    if reentrant:
+        with pytest.raises(RuntimeError, match="a reentrant checkpoint returned the logits"):
+            checkpoint(stock, case.x, use_reentrant=True)
+        loss = checkpoint(lambda x: of_tokens(stock(x)), case.x, use_reentrant=True)
+    else:
+        loss = of_tokens(checkpoint(stock, case.x, use_reentrant=False))
+    (gradient,) = torch.autograd.grad(loss.sin(), case.x) if not reentrant else (None,)
+    torch.testing.assert_close(loss, exact[0])
+    if gradient is not None:
+        torch.testing.assert_close(gradient, exact[1])
+    else:
+        loss.sin().backward()
+        torch.testing.assert_close(case.x.grad, exact[1])
 
 
 def test_weights_that_change_before_the_logits_exist() -> None:

@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from liger_chunked.deferred.logits import DeferredLogits
 
@@ -23,6 +24,12 @@ def give_real_logits_to_custom_functions() -> None:
         # Functions of torch, such as DDP's, pass on what they do not know.
         if any(type(x) is DeferredLogits for x in args) and not cls.__module__.startswith("torch."):
             args = tuple(x.asked(cls.__name__) if type(x) is DeferredLogits else x for x in args)
-        return stock(cls, *args, **kwargs)
+        result = stock(cls, *args, **kwargs)
+        if type(result) is DeferredLogits and cls is CheckpointFunction:
+            raise RuntimeError(
+                "a reentrant checkpoint returned the logits of a head that defers them, and would lose their gradient: "
+                "checkpoint with use_reentrant=False, or leave the head outside of the checkpoint"
+            )
+        return result
 
     torch.autograd.Function.apply = classmethod(functools.wraps(stock)(apply))  # type: ignore[assignment]

@@ -84,6 +84,8 @@ def _defers(head: nn.Module, settings: Deferral) -> bool:
         return asked.defer
     if not settings.defers(head.training):
         return False
+    if getattr(head, "_is_replica", False) and not asked.returns_loss:
+        return False  # DataParallel gathers tensors
     if ddp_reads_outputs() and not asked.returns_loss:
         _log_reason(head, "DDP with find_unused_parameters or static_graph reads the graph of the logits, its output")
         return False
@@ -101,7 +103,7 @@ def ddp_reads_outputs() -> bool:
 
 def _takes(hidden: Any) -> bool:
     """Whether a fused loss could take these hidden states: a plain tensor, outside of transforms and traces."""
-    if not isinstance(hidden, Tensor) or hidden.ndim < 2 or not hidden.is_floating_point():
+    if not isinstance(hidden, Tensor) or hidden.is_meta or hidden.ndim < 2 or not hidden.is_floating_point():
         return False
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         return False

@@ -121,7 +121,10 @@ class Call:
     def _with_its_weights(self, run: Callable[[], Any]) -> Any:
         """Run with the tensors that the head had when it was called; RuntimeError if their values are gone."""
         now = _tensors_of(self.head)
-        same = now.keys() == self.tensors.keys() and all(now[name] is x for name, x in self.tensors.items())
+        # accelerate's offloading puts new meta tensors in place of those that it takes away.
+        same = now.keys() == self.tensors.keys() and all(
+            now[name] is x or (x.is_meta and now[name].is_meta) for name, x in self.tensors.items()
+        )
         versions = [_version(x) for x in (self.hidden, *self.tensors.values())]
         if versions != self.versions or (not same and any(map(_is_freed, self.tensors.values()))):
             what = "the hidden states" if versions[0] != self.versions[0] else "the weights"
@@ -231,7 +234,8 @@ class DeferredLogits(StandIn):
 
     @property
     def requires_grad(self) -> bool:
-        return self._has_grad and self._call.requires_grad
+        of_bias = self._extra_bias is not None and self._extra_bias.requires_grad
+        return self._has_grad and (self._call.requires_grad or of_bias)
 
     @property
     def ndim(self) -> int:
@@ -301,7 +305,7 @@ class DeferredLogits(StandIn):
             if self._made_from is None:
                 real = self._call.logits()
             else:
-                with torch.set_grad_enabled(self._call.grad):
+                with torch.set_grad_enabled(self._has_grad):
                     real = self._operation(self._made_from.tensor())  # type: ignore[misc]
             for change in self._in_place:
                 change(real)
@@ -319,13 +323,14 @@ class DeferredLogits(StandIn):
     def _made(self, operation: Callable[[Tensor], Tensor], **changes: Any) -> DeferredLogits:
         """Return the result of `operation` on the logits, described by what it changes."""
         self._derived = True
+        with_grad = torch.is_grad_enabled()
         made = {
             "shape": self.shape,
             "dtype": self.dtype,
             "transform": self._transform,
             "class_dim": self._class_dim,
             "normalized": self._normalized,
-            "has_grad": self._has_grad,
+            "has_grad": self._has_grad and with_grad,
             "extra_bias": self._extra_bias,
             "device": self.device,
             "n_ids": self._n_ids,
@@ -415,7 +420,9 @@ class DeferredLogits(StandIn):
             return self.tensor().to(*args, **kwargs)
         # A tensor of no elements shows what the arguments mean.
         empty = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **{**kwargs, "copy": False})
-        if not empty.is_floating_point() or kwargs.get("memory_format") is not None:
+        # Rounding to fewer bits, and float64 losses of other logits, are what the caller asks for.
+        rounds = empty.dtype.itemsize < self.dtype.itemsize or empty.dtype == torch.float64 != self.dtype
+        if not empty.is_floating_point() or rounds or kwargs.get("memory_format") is not None:
             return self.asked("to").to(*args, **kwargs)
         if (empty.dtype, empty.device) == (self.dtype, self.device) and not kwargs.get("copy"):
             return self
@@ -781,7 +788,7 @@ def _reshaped(shape: torch.Size, size: tuple[int, ...]) -> torch.Size | None:
 def _row_index(index: Any, shape: torch.Size) -> tuple[Rows | None, int | None]:
     """Return the selection of rows that an index makes, or how many of the first ids it keeps; neither: others."""
     parts = index if isinstance(index, tuple) else (index,)
-    if any(x is None or isinstance(x, (bool, list, DeferredLogits)) for x in parts):
+    if not all(map(_is_index_part, parts)):
         return None, None
     ndim = len(shape)
     used = sum(_dims(x) for x in parts)
@@ -796,6 +803,12 @@ def _row_index(index: Any, shape: torch.Size) -> tuple[Rows | None, int | None]:
         return lambda x: x[tuple(_on(i, x.device) for i in leading)], None
     all_rows = all(isinstance(x, slice) and x == slice(None) for x in leading)
     return None, len(kept) if all_rows and len(kept) > 0 and kept == range(len(kept)) else None
+
+
+def _is_index_part(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return x.ndim > 0 and x.dtype in (torch.int64, torch.int32, torch.bool)
+    return x is Ellipsis or isinstance(x, slice) or (isinstance(x, numbers.Integral) and not isinstance(x, bool))
 
 
 def _dims(part: Any) -> int:

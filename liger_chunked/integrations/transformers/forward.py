@@ -99,9 +99,8 @@ def model_methods(cls: Any, stock_call: Callable[..., Any], stock_forward: Calla
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         hold_head(self)
         if _KEYWORDS.isdisjoint(kwargs) and _WAITING == 0:
-            if kwargs.get("labels") is not None and ddp_reads_outputs():
-                with requested(returns_loss=True):
-                    return stock_forward()(self, *args, **kwargs)
+            if kwargs.get("labels") is not None and (ddp_reads_outputs() or getattr(self, "_is_replica", False)):
+                return _read_by_wrapper(self, stock_forward(), args, kwargs)
             return stock_forward()(self, *args, **kwargs)
         return _inside(self, stock_forward(), args, kwargs)
 
@@ -113,6 +112,17 @@ def model_methods(cls: Any, stock_call: Callable[..., Any], stock_forward: Calla
     vars(forward)["__signature__"] = inspect.signature(stock)
     vars(forward)[STOCK] = stock
     return {"__call__": __call__, "forward": forward}
+
+
+def _read_by_wrapper(
+    model: PreTrainedModel, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a forward with labels whose outputs DDP or DataParallel goes through: they find the loss, and no stand-in."""
+    with requested(returns_loss=True):
+        outputs = stock(model, *args, **kwargs)
+    if isinstance(_logits_of(outputs), DeferredLogits) and hasattr(outputs, "logits"):
+        outputs["logits"] = None
+    return outputs
 
 
 # Keywords of all patched models, and those of trainers.

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -81,7 +82,10 @@ def _rewritten(
     head_fn = arguments.pop("head_fn", None)
     if head_fn is None:
         return arguments
-    arguments["use_cache"] = False  # as TRL's own head
+    if _takes(type(model).forward, "use_cache"):
+        arguments["use_cache"] = False  # as TRL's own head
+    else:
+        arguments.pop("use_cache", None)  # which TRL passes to a backbone
     batch = None
     if share_prefix is not False:
         batch = share_pass(model, arguments, always=share_prefix is True, with_trailing=reads_padding)
@@ -91,6 +95,12 @@ def _rewritten(
     others = {name: x for name, x in arguments.items() if name not in {*own, *batch.inputs}}
     head_fn = batch.head_fn(head_fn, logits_to_keep=arguments.get("logits_to_keep", 0))
     return {**batch.inputs, **others, "head_fn": head_fn}
+
+
+@functools.cache
+def _takes(forward: Any, name: str) -> bool:
+    parameters = inspect.signature(forward).parameters.values()
+    return any(x.name == name or x.kind is x.VAR_KEYWORD for x in parameters)
 
 
 def head_stats(
