@@ -26,6 +26,8 @@ import tiny
 from table import relative_error
 from test_cost import Memory
 from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 
 from liger_chunked import (
     LigerFusedLinearBCOLoss,
@@ -886,6 +888,27 @@ def test_a_copy_of_a_model_runs_on_its_own_weights():
     assert twin(ids, labels=ids, fused_lm_head=True).loss.item() == pytest.approx(math.log(300))
     assert not twin(ids).logits.any()
     assert model(ids).logits.any()
+
+
+class FewArguments(LlamaForCausalLM):
+    """As remote code may be: its forward takes no cache."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, return_dict: bool = True) -> Any:
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
+        return CausalLMOutput(logits=self.lm_head(hidden))
+
+
+@pytest.mark.parametrize(("kind", "own"), [("SFT", {}), ("DPO", {"share_prefix": False})], ids=["SFT", "DPO"])
+def test_a_forward_of_few_arguments(train, kind, own):
+    """TRL passes `use_cache` to backbones; ours runs the model's own forward."""
+
+    def model() -> Any:
+        few = FewArguments(tiny.model().config)
+        few.load_state_dict(tiny.model().state_dict())
+        return few
+
+    stock = train(kind, ours=False, config=PLAIN, model=model())
+    assert_same(train(kind, ours=True, config=PLAIN, model=model(), **own), stock)
 
 
 def test_trl_keeps_its_own_head(train):
