@@ -52,7 +52,8 @@ def graphs():
 def test_regional_compilation(name, checkpointed, graphs):
     """With `layer.compile()` on every layer there is one graph, and the step equals that of the stock model."""
     tiny = deep(name)
-    model, arguments = tiny.build(), labelled(tiny)
+    # With a cache, which checkpoints switch off, stock's layers too are one graph each.
+    model, arguments = tiny.build(), labelled(tiny, use_cache=False)
     stock = step(model, arguments)
     apply_liger_kernel(model)
     if checkpointed:
@@ -79,16 +80,17 @@ def test_each_kind_of_layer_compiles_once(kind, graphs):
 
 
 def test_two_models_share_their_graph(graphs):
-    """The graph of a model's forward is reused for a second model of the class, with that model's parameters."""
+    """The graphs of a model's forward are reused for a second model of the class, with that model's parameters."""
     tiny = dataclasses.replace(BY_ID["llama"], config={**BY_ID["llama"].config, "num_hidden_layers": 1})
-    arguments = labelled(tiny)
+    arguments, counts = labelled(tiny), []
     for seed in (0, 1):
         model = tiny.build(seed)
         stock = step(model, arguments)
         apply_liger_kernel(model)
         model.compile(backend=graphs)
         assert_same_step(step(model, arguments), stock)
-    assert graphs.frame_count == 1
+        counts.append(graphs.frame_count)
+    assert counts[0] == counts[1] <= 3  # the head and the loss run between graphs
 
 
 def rows() -> tuple[Tensor, ...]:
