@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from liger_chunked.deferred.defer import _SETTINGS as SETTINGS
 from liger_chunked.integrations.transformers import verify
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.forward import STATE
@@ -21,7 +22,7 @@ from liger_chunked.integrations.transformers.patched_class import has_our_layer,
 from liger_chunked.integrations.transformers.replaced import ROPES
 from liger_chunked.integrations.transformers.report import APPLIED, FUSED, Applied
 
-_CHANGED = (STATE, APPLIED, "_loss_function", "forward", "_old_forward", "training")
+_CHANGED = (STATE, APPLIED, SETTINGS, "_loss_function", "forward", "_old_forward", "training")
 
 
 @dataclass(frozen=True)
