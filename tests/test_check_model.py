@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from fused import assert_fused
 from model_zoo import BY_ID
 from test_models import labelled, state_of, step
 
@@ -65,18 +66,20 @@ def test_a_stock_model_is_left_as_it_was():
     assert model.model.norm.weight.grad.eq(1).all() and model.lm_head.weight.grad is None
 
 
+@pytest.mark.parametrize("attached", [False, True])
 @pytest.mark.parametrize("options", [{}, {"swiglu": False}, {"logits_budget": 2048}])
-def test_a_patched_model_is_left_as_it_was(options):
+def test_a_patched_model_is_left_as_it_was(options, attached):
     """Checks the patches that the model has, unless the caller chooses others."""
     model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
     apply_liger_kernel(model, rms_norm=False, logits_budget=4096)
-    attach_head(model)
+    if attached:
+        attach_head(model)
     before = state_of(model)
     report = check_model(model, **options)
     assert ("rms_norm" in report.patched.replaced) == bool(options)
     assert ("swiglu" in report.patched.replaced) == (options != {"swiglu": False})
     assert state_of(model) == before
-    assert step(model, arguments)[0].logits is None
+    assert_fused(step(model, arguments)[0])
     revert_liger_kernel(model)
     assert overrides.family_modeling("llama").apply_rotary_pos_emb is not layers.rotate_halves
 
