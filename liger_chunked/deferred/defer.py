@@ -13,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
 from liger_chunked.deferred import request
+from liger_chunked.deferred.call import Call
 from liger_chunked.deferred.code import foreign_code
 from liger_chunked.deferred.custom_functions import give_real_logits_to_custom_functions
 from liger_chunked.deferred.inside import is_computing, must_project, why_not_deferred
-from liger_chunked.deferred.logits import REASON, Call, DeferredLogits
+from liger_chunked.deferred.logits import REASON, DeferredLogits, Recorded
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.deferred.swap import Patch, patch_of, set_patch
 from liger_chunked.dtensor import any_dtensor
@@ -71,7 +72,8 @@ def _called(head: nn.Module, stock_call: Callable[..., Any], args: tuple[Any, ..
         return stock_call(head, *args, **kwargs)
     call = Call(head, args[0], settings)
     call.withheld = request.current().withhold
-    return DeferredLogits(call, torch.Size((*call.hidden.shape[:-1], _vocabulary(head))), call.dtype)
+    shape = torch.Size((*call.hidden.shape[:-1], _vocabulary(head)))
+    return DeferredLogits(call, Recorded(shape, call.dtype, call.device))
 
 
 def _defers(head: nn.Module, settings: Deferral) -> bool:

@@ -6,13 +6,12 @@
     F.cross_entropy(deferred, labels)       the fused loss, inside the head's own call
     anything else                           the real logits, computed once and then used by all of these objects
 
-`_Call` is one call of a head. `DeferredLogits` is a view of it: each remembers the one that it was made from and the
+`Call` is one call of a head. `DeferredLogits` is a view of it: each remembers the one that it was made from and the
 operation, so that real logits go through the very operations that the caller wrote.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -21,7 +20,7 @@ import math
 import numbers
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +30,10 @@ from torch.utils._pytree import tree_map_only
 
 from liger_chunked.calls import once
 from liger_chunked.deferred import request
-from liger_chunked.deferred.inside import Compute, real_logits, run_inside
+from liger_chunked.deferred.call import Call, Transform, name_of
+from liger_chunked.deferred.inside import Compute
+from liger_chunked.deferred.result_dtype import result_dtype
+from liger_chunked.deferred.rows import Rows, as_rows, is_index, reshaped, row_index
 from liger_chunked.dtensor import any_dtensor
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
@@ -47,146 +49,30 @@ REASON = (
 _NO_TARGET = -(2**31)
 
 
+Number = float  # in a class with a method of that name
+
+
 @dataclass(frozen=True)
-class Transform:
-    """`outer * tanh(inner * z)`, or `inner * z` without `outer`, of logits z."""
+class Recorded:
+    """What was done to the logits of a call.
 
-    inner: float = 1.0
-    outer: float | None = None
-
-    def times(self, factor: float) -> Transform | None:
-        """None: a loss cannot express the product."""
-        if not math.isfinite(factor) or factor == 0:
-            return None
-        if self.outer is None:
-            return Transform(self.inner * factor)
-        return Transform(self.inner, self.outer * factor) if factor > 0 else None
-
-    def tanh(self) -> Transform | None:
-        return Transform(self.inner, 1.0) if self.outer is None else None
-
-    def options(self, **options: Any) -> LogitOptions:
-        """Return it as softcap and scale: `softcap * tanh(logit_scale * z / softcap)`."""
-        if self.outer is None:
-            return LogitOptions(logit_scale=self.inner, **options)
-        return LogitOptions(softcap=self.outer, logit_scale=self.inner * self.outer, **options)
-
-
-class Call:
-    """One call of a head: its input, and the modes that were active when the model called it.
-
-    The product runs at most once for real logits, and once for each loss, always as if it ran then: under the same
-    autocast, grad mode and weights.
+    - `shape`, `dtype`, `device`: of the result
+    - `transform`: scales and softcap, of the logits and `extra_bias` (V,)
+    - `n_ids`: how many of the first ids of the vocabulary are left; None: all
+    - `normalized`: whether they are log-probabilities
+    - `class_dim`: the dimension of the vocabulary, -1 for the last
+    - `has_grad`: False after `detach`, and for what was made under `no_grad`
     """
 
-    def __init__(self, head: nn.Module, hidden: Tensor, settings: Any) -> None:
-        self.head, self.hidden, self.settings = head, hidden, settings
-        device = hidden.device.type
-        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.autocast: tuple[str, torch.dtype, bool, bool] = (
-            device,
-            torch.get_autocast_dtype(device),
-            torch.is_autocast_enabled(device),
-            torch.is_autocast_cache_enabled(),
-        )
-        self.device = _device_of(head, hidden)
-        self.tensors = _tensors_of(head)
-        self.versions = [_version(x) for x in (hidden, *self.tensors.values())]
-        self.real: Tensor | None = None
-        self.asked_by: str | None = None  # what needed real logits
-        self.withheld = False  # cross entropies return 0: the caller wants only what a forward adds to them
-
-    @property
-    def dtype(self) -> torch.dtype:
-        _, dtype, enabled, _ = self.autocast
-        return dtype if enabled and self.hidden.dtype != torch.float64 else self.hidden.dtype
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.grad and any(x.requires_grad for x in (self.hidden, *self.tensors.values()))
-
-    @contextlib.contextmanager
-    def _as_called(self, grad: bool) -> Iterator[None]:
-        device, dtype, enabled, cached = self.autocast
-        with contextlib.ExitStack() as modes:
-            if self.inference and not torch.is_inference_mode_enabled():
-                modes.enter_context(torch.inference_mode())
-            if grad != torch.is_grad_enabled() and not self.inference:
-                modes.enter_context(torch.set_grad_enabled(grad))
-            now = (torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-            if now != (dtype, enabled):
-                modes.enter_context(torch.autocast(device, dtype, enabled=enabled, cache_enabled=cached))
-            yield
-
-    def _with_its_weights(self, run: Callable[[], Any]) -> Any:
-        """Run with the tensors that the head had when it was called; RuntimeError if their values are gone."""
-        now = _tensors_of(self.head)
-        # accelerate's offloading puts new meta tensors in place of those that it takes away.
-        same = now.keys() == self.tensors.keys() and all(
-            now[name] is x or (x.is_meta and now[name].is_meta) for name, x in self.tensors.items()
-        )
-        versions = [_version(x) for x in (self.hidden, *self.tensors.values())]
-        if versions != self.versions or (not same and any(map(_is_freed, self.tensors.values()))):
-            what = "the hidden states" if versions[0] != self.versions[0] else "the weights"
-            raise RuntimeError(
-                f"{what} of {_name_of(self.head)} changed after the model called it, and its deferred logits were "
-                "not computed before. Compute the loss, or read the logits, before the optimizer steps (and, with a "
-                "head that a framework shards, inside the model's forward); or get logits at once: "
-                "model(..., skip_logits=False), or handle.remove() of defer_logits"
-            )
-        if same:
-            return run()
-        # torch.func.functional_call had put other tensors in, and has taken them out again.
-        return torch.func.functional_call(_Runner(self.head, run), {f"head.{n}": x for n, x in self.tensors.items()})
-
-    def logits(self) -> Tensor:
-        if self.real is None:
-            with self._as_called(self.grad):
-                self.real = self._with_its_weights(functools.partial(real_logits, self.head, self.hidden))
-        return self.real
-
-    def run(self, compute: Compute) -> Any:
-        """Return `compute(head, hidden_states)`, called where the head would multiply."""
-        with self._as_called(self.grad and torch.is_grad_enabled()):
-            return self._with_its_weights(functools.partial(run_inside, self.head, self.hidden, compute))
-
-
-class _Runner(nn.Module):
-    def __init__(self, head: nn.Module, run: Callable[[], Any]) -> None:
-        super().__init__()
-        self.head, self.run = head, run
-
-    def forward(self) -> Any:
-        return self.run()
-
-
-def _tensors_of(head: nn.Module) -> dict[str, Tensor]:
-    if len(head._modules) == 0:  # most heads: without walking through modules
-        own = {**head._parameters, **head._buffers}
-        return {name: x for name, x in own.items() if x is not None}
-    return {**dict(head.named_parameters(remove_duplicate=False)), **dict(head.named_buffers(remove_duplicate=False))}
-
-
-def _device_of(head: nn.Module, hidden: Tensor) -> torch.device:
-    """Return the device of the logits: with `device_map`, a hook of accelerate moves the hidden states there."""
-    device = getattr(getattr(head, "_hf_hook", None), "execution_device", None)
-    return hidden.device if device is None else torch.empty(0, device=device).device
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
-
-
-def _is_freed(x: Tensor) -> bool:
-    return type(x) in (Tensor, nn.Parameter) and x.numel() > 0 and x.untyped_storage().nbytes() == 0
-
-
-def _name_of(head: nn.Module) -> str:
-    return f"the head ({type(head).__name__})"
-
-
-Rows = Callable[[Tensor], Tensor]
-Number = float  # in a class with a method of that name
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    transform: Transform = Transform()  # noqa: RUF009 - frozen
+    class_dim: int = -1
+    normalized: bool = False
+    has_grad: bool = True
+    extra_bias: Tensor | None = None
+    n_ids: int | None = None
 
 
 class DeferredLogits(StandIn):
@@ -204,38 +90,26 @@ class DeferredLogits(StandIn):
     def __init__(
         self,
         call: Call,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        *,
+        recorded: Recorded,
         made_from: DeferredLogits | None = None,
         operation: Callable[[Tensor], Tensor] | None = None,
         rows: Rows | None = None,
-        transform: Transform = Transform(),
-        class_dim: int = -1,
-        normalized: bool = False,
-        has_grad: bool = True,
-        extra_bias: Tensor | None = None,
-        device: torch.device | None = None,
-        n_ids: int | None = None,
     ) -> None:
-        self._call, self.shape, self.dtype = call, shape, dtype
-        self.device = call.device if device is None else device
-        self._made_from, self._operation = made_from, operation
-        self._rows = rows  # from rows of `made_from` to those of this; None: the same
-        self._transform, self._class_dim = transform, class_dim
-        self._normalized, self._has_grad, self._extra_bias = normalized, has_grad, extra_bias
-        self._n_ids = n_ids  # of the first ids of the vocabulary, without the padding after them; None: all
+        self._call, self._recorded = call, recorded
+        self.shape, self.dtype, self.device = recorded.shape, recorded.dtype, recorded.device
+        # How real logits come from those of `made_from`, and rows (..., K) of any K; no `rows`: they stay.
+        self._made_from, self._operation, self._rows = made_from, operation, rows
         self._in_place: list[Callable[[Tensor], Any]] = []
+        self._derived = False  # whether another one was made from this
         self._real: Tensor | None = None
         self._stats: dict[str, Tensor] = {}
-        self._derived = False
 
     # What a tensor knows without values
 
     @property
     def requires_grad(self) -> bool:
-        of_bias = self._extra_bias is not None and self._extra_bias.requires_grad
-        return self._has_grad and (self._call.requires_grad or of_bias)
+        of_bias = self._recorded.extra_bias is not None and self._recorded.extra_bias.requires_grad
+        return self._recorded.has_grad and (self._call.requires_grad or of_bias)
 
     @property
     def ndim(self) -> int:
@@ -243,7 +117,7 @@ class DeferredLogits(StandIn):
 
     @property
     def _vocabulary(self) -> int:
-        return self.shape[self._class_dim]
+        return self.shape[self._recorded.class_dim]
 
     @property
     def is_cuda(self) -> bool:
@@ -261,7 +135,7 @@ class DeferredLogits(StandIn):
 
     def logit_options(self, ignore_index: int = -100) -> LogitOptions:
         """Return the transform that was recorded, as a loss takes it."""
-        return self._transform.options(ignore_index=ignore_index)
+        return self._recorded.transform.options(ignore_index=ignore_index)
 
     def run(self, compute: Compute) -> Any:
         """Return `compute(head, hidden_states)`, called inside the head's call, in place of these logits.
@@ -305,7 +179,7 @@ class DeferredLogits(StandIn):
             if self._made_from is None:
                 real = self._call.logits()
             else:
-                with torch.set_grad_enabled(self._has_grad):
+                with torch.set_grad_enabled(self._recorded.has_grad):
                     real = self._operation(self._made_from.tensor())  # type: ignore[misc]
             for change in self._in_place:
                 change(real)
@@ -320,23 +194,12 @@ class DeferredLogits(StandIn):
 
     # Recorded operations
 
-    def _made(self, operation: Callable[[Tensor], Tensor], **changes: Any) -> DeferredLogits:
+    def _made(self, operation: Callable[[Tensor], Tensor], rows: Rows | None = None, **changes: Any) -> DeferredLogits:
         """Return the result of `operation` on the logits, described by what it changes."""
         self._derived = True
-        with_grad = torch.is_grad_enabled()
-        made = {
-            "shape": self.shape,
-            "dtype": self.dtype,
-            "transform": self._transform,
-            "class_dim": self._class_dim,
-            "normalized": self._normalized,
-            "has_grad": self._has_grad and with_grad,
-            "extra_bias": self._extra_bias,
-            "device": self.device,
-            "n_ids": self._n_ids,
-            **changes,
-        }
-        return DeferredLogits(self._call, made_from=self, operation=operation, **made)
+        has_grad = self._recorded.has_grad and torch.is_grad_enabled()
+        recorded = replace(self._recorded, **{"has_grad": has_grad, **changes})
+        return DeferredLogits(self._call, recorded, self, operation, rows)
 
     def _selected(self, rows: Rows) -> DeferredLogits | None:
         """Return what `rows` makes of the logits. It works on tensors (..., K) like this one, for any K."""
@@ -348,11 +211,11 @@ class DeferredLogits(StandIn):
 
     @property
     def _ends_with_vocabulary(self) -> bool:
-        return self._class_dim == -1
+        return self._recorded.class_dim == -1
 
     def _scaled(self, operation: Callable[[Tensor], Tensor], factor: Any) -> DeferredLogits | None:
-        transform = None if self._normalized else self._transform.times(factor)
-        if transform is None or self._extra_bias is not None:
+        transform = None if self._recorded.normalized else self._recorded.transform.times(factor)
+        if transform is None or self._recorded.extra_bias is not None:
             return None
         return self._made(operation, transform=transform)
 
@@ -373,12 +236,12 @@ class DeferredLogits(StandIn):
     def _scale_in_place(self, name: str, factor: Number, change: Callable[[Tensor], Any]) -> DeferredLogits:
         """Scale a stand-in that nothing was made from, so that nothing else changes with it."""
         scaled = None
-        if not (self.is_computed or self._derived or self._normalized or self._made_from is not None):
-            scaled = self._transform.times(factor)
+        if not (self.is_computed or self._derived or self._recorded.normalized or self._made_from is not None):
+            scaled = self._recorded.transform.times(factor)
         if scaled is None:
             change(self.asked(name))
         else:
-            self._transform = scaled
+            self._recorded = replace(self._recorded, transform=scaled)
             self._in_place.append(change)
         return self
 
@@ -391,8 +254,8 @@ class DeferredLogits(StandIn):
     __imul__, __itruediv__ = mul_, div_
 
     def tanh(self) -> Any:
-        transform = self._transform.tanh()
-        if self.is_computed or transform is None or self._normalized or self._extra_bias is not None:
+        transform = self._recorded.transform.tanh()
+        if self.is_computed or transform is None or self._recorded.normalized or self._recorded.extra_bias is not None:
             return self.asked("tanh").tanh()
         return self._made(torch.tanh, transform=transform)
 
@@ -405,7 +268,8 @@ class DeferredLogits(StandIn):
 
     def _is_bias(self, x: Any) -> bool:
         """Whether adding x is what a bias of the head does: a value for each id of the vocabulary."""
-        untransformed = self._transform == Transform() and not self._normalized and self._extra_bias is None
+        recorded = self._recorded
+        untransformed = recorded.transform == Transform() and not recorded.normalized and recorded.extra_bias is None
         return (
             untransformed
             and self._ends_with_vocabulary
@@ -455,7 +319,7 @@ class DeferredLogits(StandIn):
     def __getitem__(self, index: Any) -> Any:
         made = None
         if not self.is_computed and self._ends_with_vocabulary:
-            rows, n_ids = _row_index(index, self.shape)
+            rows, n_ids = row_index(index, self.shape)
             if rows is not None:
                 made = self._selected(rows)
             elif n_ids is not None and self._may_drop_ids:
@@ -465,14 +329,18 @@ class DeferredLogits(StandIn):
     @property
     def _may_drop_ids(self) -> bool:
         """Whether ids at the end of the vocabulary may be left out: before a softmax, of a weight that is whole."""
-        return not self._normalized and self._extra_bias is None and not any_dtensor(self._call.tensors.values())
+        return (
+            not self._recorded.normalized
+            and self._recorded.extra_bias is None
+            and not any_dtensor(self._call.tensors.values())
+        )
 
     def _reshaped(self, name: str, size: Any) -> Any:
         size = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
         if not self.is_computed and all(isinstance(n, int) for n in size):
-            shape = _reshaped(self.shape, size)
+            shape = reshaped(self.shape, size)
             if shape is not None and shape[-1] == self.shape[-1] and self._ends_with_vocabulary:
-                rows = functools.partial(_as_rows, shape=shape[:-1])
+                rows = functools.partial(as_rows, shape=shape[:-1])
                 return self._made(rows, shape=shape, rows=rows)
         return getattr(self.asked(name), name)(*size)
 
@@ -516,8 +384,8 @@ class DeferredLogits(StandIn):
     def permute(self, *dims: Any) -> Any:
         dims = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
         order = [dim % self.ndim for dim in dims]
-        classes = order.index(self._class_dim % self.ndim) if sorted(order) == list(range(self.ndim)) else None
-        others = [] if classes is None else [i for i in order if i != self._class_dim % self.ndim]
+        classes = order.index(self._recorded.class_dim % self.ndim) if sorted(order) == list(range(self.ndim)) else None
+        others = [] if classes is None else [i for i in order if i != self._recorded.class_dim % self.ndim]
         if not self.is_computed and classes == self.ndim - 1 and self._ends_with_vocabulary:
             return self._selected(lambda x: x.permute(*order))
         if self.is_computed or classes is None or others != sorted(others):
@@ -565,15 +433,15 @@ class DeferredLogits(StandIn):
         return of_rows and not self.is_computed
 
     def log_softmax(self, dim: int, dtype: torch.dtype | None = None) -> Any:
-        if self._fuses(dim) and not self._normalized and dtype in (None, torch.float32, torch.float64):
-            known = _dtype_of(F.log_softmax, self.dtype, self.device.type) if dtype is None else dtype
+        if self._fuses(dim) and not self._recorded.normalized and dtype in (None, torch.float32, torch.float64):
+            known = result_dtype("log_softmax", self.dtype, self.device.type) if dtype is None else dtype
             return self._made(lambda x: F.log_softmax(x, dim, dtype=dtype), dtype=known, normalized=True)
         return F.log_softmax(self.asked("log_softmax"), dim, dtype=dtype)
 
     def gather(self, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
-        if self._fuses(dim) and _is_index(index, (*self.shape[:-1], 1), self.device):
+        if self._fuses(dim) and is_index(index, (*self.shape[:-1], 1), self.device):
             target = index[..., 0]
-            if self._normalized:
+            if self._recorded.normalized:
                 return self._statistics(target, "logps")["logps"][..., None]
             # The usual next step is the difference to `logsumexp`, which the same pass gives.
             stats = self._statistics(target, "logps", "lse")
@@ -582,13 +450,13 @@ class DeferredLogits(StandIn):
         return self.asked("gather").gather(dim, _real(index), sparse_grad=sparse_grad)
 
     def logsumexp(self, dim: Any, keepdim: bool = False) -> Any:
-        if not isinstance(dim, int) or not self._fuses(dim) or self._normalized:
+        if not isinstance(dim, int) or not self._fuses(dim) or self._recorded.normalized:
             return torch.logsumexp(self.asked("logsumexp"), dim, keepdim=keepdim)
         lse = self._known("lse")
         if lse is None:
             target = torch.zeros(self.shape[:-1], dtype=torch.long, device=self.device)
             lse = self._stats["lse"] = self._statistics(target, "lse")["lse"]
-        lse = lse.to(_dtype_of(_logsumexp, self.dtype, self.device.type))
+        lse = lse.to(result_dtype("logsumexp", self.dtype, self.device.type))
         return lse[..., None] if keepdim else lse
 
     def _known(self, name: str) -> Tensor | None:
@@ -596,7 +464,7 @@ class DeferredLogits(StandIn):
         if name in self._stats:
             return self._stats[name]
         origin = self._made_from
-        if origin is None or self._rows is None or self._has_grad != origin._has_grad:
+        if origin is None or self._rows is None or self._recorded.has_grad != origin._recorded.has_grad:
             return None
         known = origin._known(name)
         return None if known is None else self._rows(known[..., None])[..., 0]
@@ -609,17 +477,17 @@ class DeferredLogits(StandIn):
         """
 
         def inside(head: Head, hidden: Tensor) -> Any:
-            if self._extra_bias is not None:
-                extra = self._extra_bias.to(hidden.device)
+            if self._recorded.extra_bias is not None:
+                extra = self._recorded.extra_bias.to(hidden.device)
                 head = Head(head.weight, extra if head.bias is None else head.bias + extra)
-            if self._n_ids is not None:
-                first = slice(self._n_ids)
+            if self._recorded.n_ids is not None:
+                first = slice(self._recorded.n_ids)
                 head = Head(head.weight[first], None if head.bias is None else head.bias[first])
             if self._reshapes_rows:
                 return compute(head, hidden, hidden.shape[:-1])
             return compute(head, self.selected_rows(hidden), None)
 
-        grad = torch.is_grad_enabled() and self._has_grad
+        grad = torch.is_grad_enabled() and self._recorded.has_grad
         with torch.set_grad_enabled(grad):
             return self._call.run(inside)
 
@@ -639,7 +507,7 @@ class DeferredLogits(StandIn):
         return x if self._rows is None else self._rows(x)
 
     def _options(self, **options: Any) -> LogitOptions:
-        return self._transform.options(logits_budget=self._call.settings.logits_budget, **options)
+        return self._recorded.transform.options(logits_budget=self._call.settings.logits_budget, **options)
 
     def _statistics(self, target: Tensor, *outputs: str) -> dict[str, Tensor]:
         options = self._options(ignore_index=_NO_TARGET)
@@ -660,7 +528,9 @@ class DeferredLogits(StandIn):
 
         stats = self._run(compute)
         out = {name: getattr(stats, name).reshape(target.shape).to(self.device) for name in outputs}
-        return {name: x.to(self.dtype) if name == "logps" and self._normalized else x for name, x in out.items()}
+        return {
+            name: x.to(self.dtype) if name == "logps" and self._recorded.normalized else x for name, x in out.items()
+        }
 
     def cross_entropy(
         self,
@@ -672,11 +542,11 @@ class DeferredLogits(StandIn):
         dtype: torch.dtype | None = None,
     ) -> Tensor | None:
         """Return `F.cross_entropy` of these logits; None if it takes real ones."""
-        leading = [n for i, n in enumerate(self.shape) if i != self._class_dim % self.ndim]
-        fits = self.ndim > 1 and self._class_dim % self.ndim == 1 and _is_index(target, leading, self.device)
+        leading = [n for i, n in enumerate(self.shape) if i != self._recorded.class_dim % self.ndim]
+        fits = self.ndim > 1 and self._recorded.class_dim % self.ndim == 1 and is_index(target, leading, self.device)
         if self.is_computed or not fits or reduction not in ("mean", "sum", "none"):
             return None
-        dtype = _dtype_of(_cross_entropy, self.dtype, self.device.type) if dtype is None else dtype
+        dtype = result_dtype("cross_entropy", self.dtype, self.device.type) if dtype is None else dtype
         if self._call.withheld:
             return torch.zeros(target.shape if reduction == "none" else (), dtype=dtype, device=self.device)
         accuracy = request.accuracy()
@@ -765,62 +635,6 @@ def _inverse(x: float) -> float:
     return 1.0 / x if x else math.nan
 
 
-def _is_index(x: Any, shape: Any, device: torch.device) -> bool:
-    plain = isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32, torch.uint8)
-    return plain and tuple(x.shape) == tuple(shape) and x.device == device
-
-
-def _as_rows(x: Tensor, shape: torch.Size) -> Tensor:
-    return x.reshape(*shape, x.shape[-1])
-
-
-def _reshaped(shape: torch.Size, size: tuple[int, ...]) -> torch.Size | None:
-    known = math.prod(n for n in size if n != -1)
-    if size.count(-1) > 1 or not size or any(n < -1 for n in size):
-        return None
-    if -1 in size:
-        if not known or shape.numel() % known:
-            return None
-        size = tuple(shape.numel() // known if n == -1 else n for n in size)
-    return torch.Size(size) if math.prod(size) == shape.numel() else None
-
-
-def _row_index(index: Any, shape: torch.Size) -> tuple[Rows | None, int | None]:
-    """Return the selection of rows that an index makes, or how many of the first ids it keeps; neither: others."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if not all(map(_is_index_part, parts)):
-        return None, None
-    ndim = len(shape)
-    used = sum(_dims(x) for x in parts)
-    dots = [i for i, x in enumerate(parts) if x is Ellipsis]
-    if len(dots) > 1 or used > ndim:
-        return None, None
-    at = dots[0] if dots else len(parts)
-    filled: list[Any] = [*parts[:at], *[slice(None)] * (ndim - used), *parts[at + 1 :]]
-    *leading, last = filled
-    kept = range(*last.indices(shape[-1])) if isinstance(last, slice) else range(0)
-    if kept == range(shape[-1]):
-        return lambda x: x[tuple(_on(i, x.device) for i in leading)], None
-    all_rows = all(isinstance(x, slice) and x == slice(None) for x in leading)
-    return None, len(kept) if all_rows and len(kept) > 0 and kept == range(len(kept)) else None
-
-
-def _is_index_part(x: Any) -> bool:
-    if isinstance(x, Tensor):
-        return x.ndim > 0 and x.dtype in (torch.int64, torch.int32, torch.bool)
-    return x is Ellipsis or isinstance(x, slice) or (isinstance(x, numbers.Integral) and not isinstance(x, bool))
-
-
-def _dims(part: Any) -> int:
-    if part is Ellipsis:
-        return 0
-    return part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
-
-
-def _on(index: Any, device: torch.device) -> Any:
-    return index.to(device) if isinstance(index, Tensor) else index
-
-
 # Names of torch's functions that have a method here: the function calls it with its own arguments.
 _METHODS = frozenset(
     "add bfloat16 chunk clone contiguous detach div divide double flatten float gather half log_softmax logsumexp mul "
@@ -875,7 +689,7 @@ def _cross_entropy_of(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    if size_average is not None or reduce is not None or logits._normalized:
+    if size_average is not None or reduce is not None or logits._recorded.normalized:
         return None
     return logits.cross_entropy(target, weight, ignore_index, reduction, label_smoothing)
 
@@ -889,37 +703,10 @@ def _nll_of(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Tensor | None:
-    if size_average is not None or reduce is not None or not logps._normalized:
+    if size_average is not None or reduce is not None or not logps._recorded.normalized:
         return None
-    dtype = _dtype_of(_nll, logps.dtype, logps.device.type)
+    dtype = result_dtype("nll_loss", logps.dtype, logps.device.type)
     return logps.cross_entropy(target, weight, ignore_index, reduction, 0.0, dtype)
-
-
-def _cross_entropy(x: Tensor) -> Tensor:
-    return F.cross_entropy(x, torch.zeros(1, dtype=torch.long, device=x.device))
-
-
-def _nll(x: Tensor) -> Tensor:
-    return F.nll_loss(x, torch.zeros(1, dtype=torch.long, device=x.device))
-
-
-def _logsumexp(x: Tensor) -> Tensor:
-    return torch.logsumexp(x, -1)
-
-
-def _dtype_of(function: Callable[..., Tensor], dtype: torch.dtype, device: str) -> torch.dtype:
-    """Return the dtype of a function's result, which autocast may widen."""
-    enabled = torch.is_autocast_enabled(device)
-    if not enabled and dtype in (torch.float32, torch.float64):
-        return dtype
-    return _probed(function, dtype, device, torch.get_autocast_dtype(device) if enabled else None)
-
-
-@functools.lru_cache(maxsize=128)
-def _probed(function: Callable[..., Tensor], dtype: torch.dtype, device: str, autocast: torch.dtype | None) -> Any:
-    with torch.no_grad():
-        x = torch.zeros(1, 2, dtype=dtype, device=device)
-        return (function(x, -1) if function is F.log_softmax else function(x)).dtype
 
 
 _LOGGED: set[tuple[str, str, int]] = set()
@@ -938,7 +725,7 @@ def _log_use(logits: DeferredLogits, name: str) -> str:
     size = logits._call.hidden.shape[:-1].numel() * logits._vocabulary * logits._call.dtype.itemsize / 2**20
     _LOGGER.warning(
         "logits of %s were computed (%.0f MiB) for %s. Fused losses need none; this line comes once for each place",
-        _name_of(logits._call.head), size, asked_by,
+        name_of(logits._call.head), size, asked_by,
     )  # fmt: skip
     return asked_by
 
