@@ -701,3 +701,50 @@ def test_a_compiled_step_breaks_twice() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)  # outside of training nothing breaks
     assert isinstance(compiled(ids), Tensor)
+
+
+def gpu_step(use: Callable[[Any], Tensor], dtype: torch.dtype, autocast: bool, defers: bool) -> list[Tensor]:
+    """Return loss and gradients of 1,500 tokens, and the peak of memory above the inputs, gradients included."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight = torch.randn(32003, 256, generator=generator, device="cuda") / 16
+    x = torch.randn(3, 500, 256, generator=generator, device="cuda")
+    head = nn.Linear(256, 32003, bias=False, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+    x = x.to(dtype).requires_grad_()
+    with defer_logits(head) if defers else contextlib.nullcontext():
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = use(head(x))
+        loss.backward()
+        peak = torch.cuda.max_memory_allocated() - before
+    assert x.grad is not None and head.weight.grad is not None
+    return [loss.detach(), x.grad, head.weight.grad, torch.tensor(peak)]
+
+
+GPU_TARGET = torch.randint(32003, (3, 500), generator=torch.Generator().manual_seed(1))
+ON_GPU: dict[str, Callable[[Any], Tensor]] = {
+    "cross entropy": lambda z: F.cross_entropy(z.view(-1, 32003), GPU_TARGET.cuda().view(-1)),
+    "float": lambda z: F.cross_entropy(z.float()[:, :-1].reshape(-1, 32003), GPU_TARGET.cuda()[:, 1:].reshape(-1)),
+    "softcap": lambda z: F.cross_entropy(((z / 5).tanh() * 5).flatten(0, 1).float(), GPU_TARGET.cuda().view(-1)),
+    "log_softmax": lambda z: -z.float().log_softmax(-1).gather(-1, GPU_TARGET.cuda()[..., None]).mean(),
+    "selective": lambda z: -selective_log_softmax(z.float(), GPU_TARGET.cuda()).mean(),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.ordinary_memory
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ON_GPU)
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+def test_on_a_gpu(name: str, autocast: bool) -> None:
+    use, dtype = ON_GPU[name], torch.float32 if autocast else torch.bfloat16
+    exact = gpu_step(use, torch.float64, False, False)
+    eager = gpu_step(use, dtype, autocast, False)
+    ours = gpu_step(use, dtype, autocast, True)
+    for mine, theirs, right in zip(ours[:3], eager[:3], exact[:3], strict=True):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        assert relative_error(mine.double(), right) <= 1.1 * relative_error(theirs.double(), right) + 1e-6
+    assert ours[3] < 0.5 * eager[3]
