@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
-from liger_chunked.deferred import request
+from liger_chunked.deferred import quantized, request
 from liger_chunked.deferred.call import Call
 from liger_chunked.deferred.code import foreign_code
 from liger_chunked.deferred.custom_functions import give_real_logits_to_custom_functions
@@ -137,11 +137,9 @@ def _log_reason(head: nn.Module, reason: str) -> None:
 
 def _vocabulary(head: nn.Module) -> int:
     linear = projections_in(head)[0].linear
-    return linear.weight.shape[0] if type(linear).__name__ in ("Linear4bit",) else _rows(linear)
-
-
-def _rows(linear: nn.Linear) -> int:
     if is_parametrized(linear):  # reading the weight would compute it, and spectral_norm counts that as a step
+        return linear.out_features
+    if quantized.is_4bit(linear):  # codes, in no shape of a head
         return linear.out_features
     # A tensor-parallel or sharded weight is whole in its shape; one that ZeRO or FSDP took away has none.
     rows = linear.weight.shape[0] if linear.weight.ndim == 2 else 0
