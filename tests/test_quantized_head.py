@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import peft
+from fused import assert_fused
 from model_zoo import BY_ID
 from table import relative_error
 from test_cost import Memory
@@ -35,12 +36,11 @@ from test_lora_head import (
 )
 from test_values import FACTOR, rms
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
 
-from liger_chunked import LogitOptions, apply_liger_kernel, attach_head, linear_token_stats
-from liger_chunked.integrations.transformers.head_input import HeadInput
-from liger_chunked.integrations.transformers.lm_head import run_lm_head
+from liger_chunked import apply_liger_kernel, attach_head, linear_token_stats
+from liger_chunked.deferred.inside import run_inside
 from liger_chunked.kernels import backend
+from liger_chunked.types import Head
 
 pytestmark = [PEFT_WARNINGS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -248,17 +248,23 @@ def test_a_patched_model(format):
     apply_liger_kernel(model, rope=False, rms_norm=False, swiglu=False)
     batch = labelled()
     output = model(**batch)
-    assert output.logits is None
-    assert relative_error(output.loss.detach(), sft_on_logits(eager, batch).detach()) < 1e-9
+    assert_fused(output)
+    # The model's own loss function returns float32.
+    eps = torch.finfo(output.loss.dtype).eps
+    assert relative_error(output.loss.detach().double(), sft_on_logits(eager, batch).detach()) < eps
+    ours, theirs = gradients_of(model, output.loss), gradients_of(eager, sft_on_logits(eager, batch))
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert relative_error(ours[name], gradient) < eps, name
 
 
 def logps(model: Any, x: Tensor, target: Tensor) -> Tensor:
-    def head_fn(head: Any, input: HeadInput) -> Tensor:
-        stats = linear_token_stats(head.weight, input.hidden_states, input.target, head.bias)
+    def compute(head: Head, hidden_states: Tensor) -> Tensor:
+        stats = linear_token_stats(head.weight, hidden_states, target, head.bias)
         assert stats.logps is not None
         return stats.logps
 
-    return run_lm_head(model, HeadInput(x, LogitOptions(), ModelOutput(), shift_labels=target), head_fn)
+    return run_inside(model.lm_head, x, compute)
 
 
 @pytest.mark.parametrize("format", [name for name in FORMATS if "stand-in" not in name], indirect=True)
