@@ -15,12 +15,13 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
+from fused import assert_fused
 from torch._dynamo.testing import CompileCounter
 from transformers import PreTrainedModel
 
 from liger_chunked import linear_token_stats
 from liger_chunked.integrations.transformers import attach_head
-from liger_chunked.integrations.transformers.balance import balance_of
+from liger_chunked.integrations.transformers.patch import Fusion, fuse
 
 pytestmark = [pytest.mark.ordinary_memory, pytest.mark.filterwarnings("ignore")]
 
@@ -113,39 +114,55 @@ def call(model: PreTrainedModel, **more: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def loss_of(head: Any, input: Any) -> Any:
-    """Return the causal loss plus the weighted load-balancing loss, as a user would."""
+    """Return the causal loss plus what the model adds to it, as a user would."""
     options = {"softcap": input.options.softcap, "logit_scale": input.options.logit_scale}
     logps = linear_token_stats(head.weight, input.hidden_states, input.target, head.bias, **options).logps
     loss = -logps.sum() / (input.target != -100).sum()
-    if input.aux_loss is not None:
-        loss = loss + input.aux_loss_coef * input.aux_loss
+    if input.added_loss is not None:
+        loss = loss + input.added_loss
     return SimpleNamespace(loss=loss, aux_loss=input.aux_loss)
 
 
-def assert_as_stock(model: PreTrainedModel) -> Any:
-    stock, expected = call(model, output_router_logits=True)
-    without, _ = call(model, output_router_logits=False)
-    attach_head(model)
-    ours, gradients = call(model, output_router_logits=True, head_fn=loss_of)
-    torch.testing.assert_close(ours.loss, stock.loss, rtol=2e-5, atol=0)
+def assert_gradients(gradients: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert gradients.keys() == expected.keys()
     largest = max(g.norm() for g in expected.values())
     for name, g in expected.items():
         assert (gradients[name] - g).norm() <= 2e-4 * g.norm() + 1e-5 * largest, name
+
+
+def assert_as_stock(model: PreTrainedModel) -> Any:
+    """Compare the fused step and `head_fn` with stock, with router logits and without."""
+    stock, expected = call(model, output_router_logits=True)
+    without, _ = call(model, output_router_logits=False)
+    fuse(model, Fusion())
+    fused, gradients = call(model, output_router_logits=True)
+    assert_fused(fused)
+    torch.testing.assert_close(fused.loss, stock.loss, rtol=2e-5, atol=0)
+    assert_gradients(gradients, expected)
+    fused_without, _ = call(model, output_router_logits=False)
+    assert_fused(fused_without)
+    torch.testing.assert_close(fused_without.loss, without.loss, rtol=2e-5, atol=0)
+    fuse(model, None)
+    attach_head(model)
+    ours, gradients = call(model, output_router_logits=True, head_fn=loss_of)
+    torch.testing.assert_close(ours.loss, stock.loss, rtol=2e-5, atol=0)
+    assert_gradients(gradients, expected)
     off, _ = call(model, output_router_logits=False, head_fn=loss_of)
     torch.testing.assert_close(off.loss, without.loss, rtol=2e-5, atol=0)
     assert off.aux_loss is None
     return ours, stock, without
 
 
-@pytest.mark.parametrize("name", with_a_balanced_loss())
+COMPARED = with_a_balanced_loss()
+
+
+@pytest.mark.parametrize("name", COMPARED)
 def test_loss_and_gradients_are_those_of_stock(name):
     model = build(name)
     try:
         call(model, output_router_logits=True)
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as failure:
         pytest.skip(f"stock does not run at this size: {failure}")
-    balance = balance_of(model)
-    assert balance is not None and balance.refusal is None
     ours, stock, without = assert_as_stock(model)
     if stock.aux_loss is None:  # Doge without experts
         assert ours.aux_loss is None
@@ -155,22 +172,12 @@ def test_loss_and_gradients_are_those_of_stock(name):
 
 
 def test_nearly_all_of_them_are_compared():
-    """Every `ForCausalLM` class is compared. The others have nested or encoder-decoder configs."""
-    names = with_a_balanced_loss()
-    assert len(names) > 20
-    assert all(balance_of_class(name) for name in names if name.endswith("ForCausalLM"))
-
-
-def balance_of_class(name: str) -> bool:
-    model_class = getattr(transformers, name)
-    balance = balance_of(model_class.__new__(model_class))
-    return balance is not None and balance.refusal is None
+    assert len(COMPARED) > 20
 
 
 @pytest.mark.parametrize("name", WITHOUT)
 def test_families_whose_loss_adds_none(name):
     model = build(name)
-    assert balance_of(model) is None
     ours, stock, without = assert_as_stock(model)
     assert ours.aux_loss is None
     assert stock.loss.equal(without.loss)
@@ -189,34 +196,36 @@ def test_by_the_config():
 
 
 class Doubled(transformers.MixtralForCausalLM):
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs)
+    """It adds the load-balancing loss once more."""
 
-
-def load_balancing_loss_func(*_: Any) -> None:
-    """Makes the forwards below readable for `balance_of`."""
-
-
-class Unusual(transformers.MixtralForCausalLM):
-    def forward(self, input_ids, output_router_logits=None, labels=None, attention_mask=None, **kwargs):
-        outputs = self.model(input_ids, attention_mask=attention_mask, output_router_logits=output_router_logits)
-        output = transformers.modeling_outputs.CausalLMOutput(logits=self.lm_head(outputs.last_hidden_state))
-        if output_router_logits:
-            logits = outputs.router_logits[:1]
-            output.loss = load_balancing_loss_func(logits, self.num_experts, 1, attention_mask)
+    def forward(self, *args, output_router_logits=None, labels=None, **kwargs):
+        output = super().forward(*args, output_router_logits=output_router_logits, labels=labels, **kwargs)
+        if output_router_logits and labels is not None:
+            output.loss = output.loss + self.router_aux_loss_coef * output.aux_loss
         return output
 
 
-def test_a_forward_of_ones_own():
-    config = build("MixtralForCausalLM").config
-    assert balance_of(Doubled(config)).refusal is None
-    model = Unusual(config)
-    attach_head(model)
-    ids = torch.ones(1, 4, dtype=torch.long)
-    message = r"the load-balancing loss of Unusual cannot be computed: Unusual.forward computes it in another way"
-    with pytest.raises(ValueError, match=message):
-        model(ids, labels=ids, output_router_logits=True, head_fn=loss_of)
-    model(ids, labels=ids, output_router_logits=False, head_fn=loss_of)
+class Unusual(transformers.MixtralForCausalLM):
+    """Its router loss is its own."""
+
+    def forward(self, input_ids, output_router_logits=None, labels=None, attention_mask=None, **kwargs):
+        kwargs.pop("use_cache", None)
+        outputs = self.model(input_ids, attention_mask=attention_mask, output_router_logits=output_router_logits)
+        logits = self.lm_head(outputs.last_hidden_state)
+        loss = None if labels is None else self.loss_function(logits, labels, self.vocab_size)
+        router = None
+        if output_router_logits:
+            router = outputs.router_logits[0].square().mean()
+            loss = loss + 0.3 * router
+        return transformers.modeling_outputs.MoeCausalLMOutputWithPast(loss=loss, aux_loss=router, logits=logits)
+
+
+@pytest.mark.parametrize("cls", [Doubled, Unusual])
+def test_a_forward_of_ones_own(cls):
+    torch.manual_seed(0)
+    ours, stock, without = assert_as_stock(cls(build("MixtralForCausalLM").config).train())
+    torch.testing.assert_close(ours.aux_loss, stock.aux_loss)
+    assert abs(stock.loss - without.loss) > 0.01
 
 
 def test_a_class_that_comes_later_compiles_no_graph_again():
