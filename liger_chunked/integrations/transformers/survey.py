@@ -99,7 +99,7 @@ def _survey(name: str) -> Row:
 
 
 def _sentence(text: str) -> str:
-    text = re.sub(r"^a fused loss cannot stand in for \S+: ", "", " ".join(text.split()))
+    text = re.sub(r"\S+/site-packages/", "", " ".join(text.split()))  # no path of this machine
     return re.split(r"\.? *\. ", text)[0].rstrip(".")
 
 
@@ -124,12 +124,14 @@ def _summary(rows: Sequence[Row]) -> str:
 _HEADER = ("| class | layers | head |", "|---|---|---|")
 _INTRODUCTION = """# Supported models
 
-`liger-chunked models --markdown` wrote this page: what `apply_liger_kernel` serves of the causal and image-text-to-text
-classes of transformers. Each row is a small model of the class's default config, whose head and layers are detected as
-in [models.md](models.md). `liger-chunked models "Qwen*"` prints the rows of the transformers that you have.
+`liger-chunked models --markdown` wrote this page: what `apply_liger_kernel` does with the causal and image-text-to-text
+classes of transformers. Each row is one training step of a small copy with random weights: the class's default config,
+made small, and a call with labels, whose head [defers its logits](deferred-logits.md). No class was judged by its code.
+`liger-chunked models "Qwen*"` runs the rows of the transformers that you have.
 
 - **layers**: switches of `apply_liger_kernel` that match at least one layer. Its report for a model names the classes,
   and those that it left alone.
-- **head**: *fused*, or *logits* with the reason why the model trains with its own head and loss.
-- *not built*: transformers cannot build the class from its default config here.
+- **head**: *fused*, if the step computed its loss without logits. Otherwise *logits*, with the code that needed them.
+  Such a model trains with real logits: the same loss and gradients, and the memory of stock.
+- *not built*, *not run*: transformers cannot build the small copy from the default config here, or cannot run it.
 """
