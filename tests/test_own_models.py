@@ -11,8 +11,9 @@ pytest.importorskip("transformers")
 import torch
 import torch.nn.functional as F
 import transformers
+from fused import assert_fused
 from model_zoo import BY_ID, HIDDEN, VOCAB
-from test_forwards import assert_served, batch
+from test_forwards import assert_served, assert_trains_as_stock, batch
 from test_models import labelled, step
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -60,6 +61,7 @@ class Own(transformers.LlamaForCausalLM):
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        self.last = outputs.last_hidden_state
         logits = self.after(self.lm_head(self.before(outputs.last_hidden_state)), input_ids)
         logits = self.masked(logits, attention_mask)
         loss = None
@@ -117,111 +119,60 @@ SERVED = {
     "the dtype of a parameter": {"before": lambda self, h: h.to(self.lm_head.weight.dtype)},
 }
 
-TENSOR = "and a fused head takes numbers"
-SCALE = "its logits are not a scale and softcap of the output of lm_head"
-REACHED = "what reaches lm_head is not the backbone's last hidden state"
-REFUSED = {
-    "parameter": ({"after": lambda self, logits, ids: logits * self.learned}, f"its parameter 'learned', {TENSOR}"),
-    "its exponential": (
-        {"after": lambda self, logits, ids: logits * self.learned.exp()},
-        "its parameter 'learned', and",
-    ),
-    "its item": ({"after": lambda self, logits, ids: logits * self.learned.item()}, "its parameter 'learned', and"),
-    "its clamp": (
-        {"after": lambda self, logits, ids: logits / self.learned.clamp(min=1)},
-        "its parameter 'learned', and",
-    ),
-    "one per token": ({"after": lambda self, logits, ids: logits * self.per_token}, "its parameter 'per_token', and"),
-    "bias": ({"after": lambda self, logits, ids: logits + self.bias}, "its parameter 'bias', and"),
-    "learned softcap": (
-        {"after": lambda self, logits, ids: self.learned * torch.tanh(logits / self.learned)},
-        "its parameter 'learned', and",
-    ),
-    "before lm_head": ({"before": lambda self, h: h * self.learned}, "its parameter 'learned', and"),
-    "buffer": ({"after": lambda self, logits, ids: logits * self.count}, "its buffer 'count', and"),
-    "mask": ({"after": lambda self, logits, ids: logits + self.mask}, "its buffer 'mask', and"),
-    "index": ({"after": lambda self, logits, ids: logits[..., self.kept]}, "its tensor 'kept', and"),
-    "steps": ({"after": stepped}, "its buffer 'count', and"),
-    "norm of the weight": (
-        {"after": lambda self, logits, ids: logits / self.lm_head.weight.norm()},
-        "computes with the weight of lm_head",
-    ),
-    "own product": (
-        {"after": lambda self, logits, ids: F.linear(logits, self.lm_head.weight.T)},
-        "computes with the weight of lm_head",
-    ),
-    "calls": ({"after": counted}, "it sets its attribute 'calls' in each call"),
-    "training": (
-        {"after": capped_in(True)},
-        "in training mode, its softcap is 30.0, and None for another",
-    ),
-    "evaluation": (
-        {"after": capped_in(False)},
-        "in training mode, its softcap is None, and 30.0 for another",
-    ),
-    "dropout": ({"before": lambda self, h: F.dropout(h, 0.3, self.training)}, f"in training mode, {REACHED}"),
-    "length": (
-        {"after": lambda self, logits, ids: logits / ids.shape[1]},
-        "in training mode, its logit_scale is 0.33",
-    ),
-    "samples": (
-        {"after": lambda self, logits, ids: logits / len(ids)},
-        "in training mode, its logit_scale is 0.5, ",
-    ),
-    "tokens": (
-        {"after": lambda self, logits, ids: logits * ids.float().mean()},
-        "in training mode, its logit_scale is",
-    ),
-    "mask of the batch": (
-        {"masked": lambda self, logits, mask: logits * mask.float().mean()},
-        "in training mode, its logit",
-    ),
-    "mask of a sample": ({"masked": lambda self, logits, mask: logits * mask.float().mean(1)[:, None, None]}, SCALE),
-    "mask of positions": ({"masked": lambda self, logits, mask: logits * mask[..., None]}, SCALE),
-    "hidden states": ({"before": lambda self, h: h / h.norm()}, "the gradient of the backbone's last hidden state is"),
-    "logits": (
-        {"after": lambda self, logits, ids: logits / logits.norm()},
-        "the gradient of its logits|its logit_scale is",
-    ),
-    "positions": (
-        {"before": lambda self, h: h[:, 1:]},
-        r"what reaches lm_head has the shape \(1, 5, 32\), and the",
-    ),
-    "the last position": (
-        {"before": lambda self, h: h[:, -1:]},
-        r"what reaches lm_head has the shape \(1, 1, 32\)",
-    ),
-    "shifted": ({"after": lambda self, logits, ids: logits.roll(1, 1)}, SCALE),
-    "cut": ({"after": lambda self, logits, ids: logits[:, :-1]}, r"lm_head returns logits of the shape \(1, 6, 131\)"),
-    "clamp": ({"after": lambda self, logits, ids: logits.clamp(-50, 50)}, SCALE),
-    "banned": (
-        {"after": lambda self, logits, ids: logits.index_fill(-1, torch.tensor([3, 5]), -torch.inf)},
-        SCALE,
-    ),
-    "probabilities": ({"after": lambda self, logits, ids: logits.log_softmax(-1)}, SCALE),
-    "LayerNorm": ({"before": lambda self, h: F.layer_norm(h, h.shape[-1:])}, REACHED),
-    "unit norm": ({"before": lambda self, h: F.normalize(h, dim=-1)}, REACHED),
-    "detached": (
-        {"before": lambda self, h: h.detach()},
-        "the gradient of the backbone's last hidden state is not",
-    ),
-    "grad mode": (
-        {"after": lambda self, logits, ids: logits if torch.is_grad_enabled() else logits / 2},
-        "in training mode, its logit_scale is 1.0, and 0.5 for another",
-    ),
-    "no_grad": ({"after": without_gradient}, "the gradient of its logits is not that of a scale and softcap"),
-    "part of the gradient": (
-        {"after": lambda self, logits, ids: logits + (logits - logits.detach())},
-        "the gradient of its logits is not that of a scale and softcap",
-    ),
-    "two heads": (
-        {"after": lambda self, logits, ids: logits + self.lm_head(logits)},
-        "it calls lm_head 2 times",
-    ),
-    "embeddings": (
-        {"after": lambda self, logits, ids: logits + self.model.embed_tokens.weight.sum()},
-        "it uses 'embed_tokens' of its backbone",
-    ),
+# A step is fused, and `head_fn` takes the place of its loss.
+SERVED |= {
+    "dropout": {"before": lambda self, h: F.dropout(h, 0.3, self.training)},
+    "before lm_head": {"before": lambda self, h: h * self.learned},
+    "hidden states": {"before": lambda self, h: h / h.norm()},
+    "LayerNorm": {"before": lambda self, h: F.layer_norm(h, h.shape[-1:])},
+    "unit norm": {"before": lambda self, h: F.normalize(h, dim=-1)},
+    "training": {"after": capped_in(True)},
+    "evaluation": {"after": capped_in(False)},
+    "its item": {"after": lambda self, logits, ids: logits * self.learned.item()},
+    "length": {"after": lambda self, logits, ids: logits / ids.shape[1]},
+    "samples": {"after": lambda self, logits, ids: logits / len(ids)},
+    "bias": {"after": lambda self, logits, ids: logits + self.per_token},
+    "mask": {"after": lambda self, logits, ids: logits + self.mask},
+    "detached": {"before": lambda self, h: h.detach()},
+}
+
+# A step is fused; but what happens to the logits is not the same in each call, or no part of a `LogitOptions`.
+FUSED = {
+    "calls": {"after": counted},
+    "steps": {"after": stepped},
+    "a buffer": {"after": lambda self, logits, ids: logits * self.count},
+    "grad mode": {"after": lambda self, logits, ids: logits if torch.is_grad_enabled() else logits / 2},
+}
+
+# A step needs logits, and has stock's loss and gradients.
+WITH_LOGITS = {
+    "parameter": {"after": lambda self, logits, ids: logits * self.learned},
+    "its exponential": {"after": lambda self, logits, ids: logits * self.learned.exp()},
+    "its clamp": {"after": lambda self, logits, ids: logits / self.learned.clamp(min=1)},
+    "one per token": {"after": lambda self, logits, ids: logits * self.per_token},
+    "one bias": {"after": lambda self, logits, ids: logits + self.bias},
+    "learned softcap": {"after": lambda self, logits, ids: self.learned * torch.tanh(logits / self.learned)},
+    "index": {"after": lambda self, logits, ids: logits[..., self.kept]},
+    "norm of the weight": {"after": lambda self, logits, ids: logits / self.lm_head.weight.norm()},
+    "own product": {
+        "after": lambda self, logits, ids: F.linear(F.linear(logits, self.lm_head.weight.T), self.lm_head.weight)
+    },
+    "mask of a sample": {"masked": lambda self, logits, mask: logits * mask.float().mean(1)[:, None, None]},
+    "mask of positions": {"masked": lambda self, logits, mask: logits * mask[..., None]},
+    "logits": {"after": lambda self, logits, ids: logits / logits.norm()},
+    "shifted": {"after": lambda self, logits, ids: logits.roll(1, 1)},
+    "clamp": {"after": lambda self, logits, ids: logits.clamp(-50, 50)},
+    "banned": {"after": lambda self, logits, ids: logits.index_fill(-1, torch.tensor([3, 5]), -1e4)},
+    "part of the gradient": {"after": lambda self, logits, ids: logits + (logits - logits.detach())},
+    "embeddings": {"after": lambda self, logits, ids: logits + self.model.embed_tokens.weight.sum()},
+}
+
+# Fused or not: what these do is theirs, and the results are stock's.
+EITHER = {
+    "tokens": {"after": lambda self, logits, ids: logits * (ids.float().mean() / 50)},
+    "mask of the batch": {"masked": lambda self, logits, mask: logits * mask.float().mean()},
+    "probabilities": {"after": lambda self, logits, ids: logits.log_softmax(-1)},
+    "two heads": {"after": lambda self, logits, ids: logits + self.lm_head(2 * self.last)},
 }
 
 
@@ -229,28 +180,51 @@ REFUSED = {
 def test_head_is_served(name):
     for training in (False, True):
         assert_served(own(**SERVED[name]).train(training))
+    assert_trains_as_stock(own(**SERVED[name]))
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_head_is_refused(name):
-    steps, reason = REFUSED[name]
-    for training in (False, True):
-        model = own(**steps).train(training)
-        for serve in (attach_head, logit_options, lambda m: apply_liger_kernel(m, fused_linear_cross_entropy=True)):
-            with pytest.raises(ValueError, match=reason) as refusal:
-                serve(model)
-            assert "Train it with its own forward" in str(refusal.value)
+@pytest.mark.parametrize("name", FUSED)
+def test_step_is_fused(name):
+    assert_trains_as_stock(own(**FUSED[name]))
+
+
+@pytest.mark.parametrize("name", WITH_LOGITS)
+def test_step_with_logits(name):
+    assert_trains_as_stock(own(**WITH_LOGITS[name]), fused=False)
+    model = own(**WITH_LOGITS[name])
+    message = r"Own (does|used its logits): .* takes real ones"
+    if "masked" not in WITH_LOGITS[name]:  # `logit_options` passes no mask
+        with pytest.raises(ValueError, match=message):
+            logit_options(model)
+    attach_head(model)
+    with pytest.raises(ValueError, match=message):
+        model(**batch(), head_fn=lambda head, input: input.target)
+
+
+@pytest.mark.parametrize("name", EITHER)
+def test_step_is_that_of_stock(name):
+    assert_trains_as_stock(own(**EITHER[name]), fused=None)
+
+
+def test_logits_without_a_gradient():
+    model = own(after=without_gradient).train()
+    stock = model(**batch())
+    apply_liger_kernel(model, rms_norm=False, swiglu=False, rope=False)
+    output = model(**batch())
+    assert not (output.loss.requires_grad or stock.loss.requires_grad)
+    torch.testing.assert_close(output.loss, stock.loss, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_tied_head_with_a_temperature(trained):
-    model = own(after=lambda self, logits, ids: logits * (self.learned if trained else 0.1))
-    model.lm_head.weight = model.model.embed_tokens.weight
+    def tied():
+        model = own(after=lambda self, logits, ids: logits * (self.learned if trained else 0.1))
+        model.lm_head.weight = model.model.embed_tokens.weight
+        return model
+
     if not trained:
-        assert_served(model)
-        return
-    with pytest.raises(ValueError, match="its parameter 'learned', and a fused head"):
-        attach_head(model)
+        assert_served(tied())
+    assert_trains_as_stock(tied(), fused=not trained)
 
 
 @pytest.mark.parametrize("of", ["model", "config", "module"])
@@ -266,6 +240,7 @@ def test_a_number_that_changes_after_patching(of):
     )
     for value in (0.25, 0.75):
         setattr(owner, name, value)
+        assert logit_options(model).logit_scale == value
         assert_served(model)
 
 
@@ -273,6 +248,7 @@ def test_a_switch_that_changes_after_patching():
     model = own(after=lambda self, logits, ids: 5 * torch.tanh(logits / 5) if self.config.use_softcap else logits)
     for on in (True, False, True):
         model.config.use_softcap = on
+        assert logit_options(model).softcap == (5.0 if on else None)
         assert_served(model)
 
 
@@ -293,62 +269,57 @@ class Heated(transformers.LlamaForCausalLM):
 def test_an_argument_that_only_a_forward_of_ones_own_reads():
     model, arguments = Heated(transformers.LlamaConfig(**BY_ID["llama"].config)), batch()
     attach_head(model)
-    assert run_head(model, lambda head, input: input.target, **arguments, temperature=None).shape == (2, 9)
-    with pytest.raises(ValueError, match="head_fn cannot take temperature: only the forward of Heated reads this"):
-        run_head(model, lambda head, input: input.target, **arguments, temperature=2.0)
+    for temperature, scale in ((None, 1.0), (2.0, 0.5)):
+        found = run_head(model, lambda head, input: input.options.logit_scale, **arguments, temperature=temperature)
+        assert found == scale
 
 
 # The loss of a forward of one's own.
 
 
-def test_a_forward_of_ones_own_is_fused_on_demand():
+def test_a_forward_of_ones_own_is_fused():
     arguments = batch()
     model = own(after=SERVED["a number"]["after"]).train()
     stock = model(**arguments).loss
-    advice = "its forward is that of test_own_models, not of transformers; use attach_head, or pass fused_linear_cr"
-    applied = apply_liger_kernel(model)
-    assert applied.left["Own"].startswith(advice) and "fused_linear_cross_entropy" not in applied.replaced
-    assert model(**arguments).logits is not None
-    apply_liger_kernel(model, fused_linear_cross_entropy=True)
+    assert apply_liger_kernel(model).replaced["fused_linear_cross_entropy"] == {"Own": 1}
     output = model(**arguments)
-    assert output.logits is None
+    assert_fused(output)
     torch.testing.assert_close(output.loss, stock, rtol=1e-5, atol=0)  # float32: sums in another order
 
 
-def only_in_training(self, loss, outputs):
-    return 2 * loss if self.training else loss
+LOSSES = {
+    "plus one": lambda self, loss, outputs: loss + 1,
+    "twice in training": lambda self, loss, outputs: 2 * loss if self.training else loss,
+    "without most of its gradient": lambda self, loss, outputs: loss.detach() + 0.1 * loss,
+    "hidden states": lambda self, loss, outputs: loss + outputs.last_hidden_state.square().mean(),
+    "embeddings": lambda self, loss, outputs: loss + self.model.embed_tokens.weight.square().mean(),
+    "the head's weight": lambda self, loss, outputs: loss + self.lm_head.weight.square().mean(),
+}
 
 
-@pytest.mark.parametrize(
-    ("loss_of", "reason"),
-    [
-        (lambda self, loss, outputs: loss + 1, "its loss, called with labels, is"),
-        (only_in_training, "in training mode, its loss, called with labels, is"),
-        (lambda self, loss, outputs: loss + outputs.z_loss, "computes with 'z_loss' of its backbone's output"),
-        (lambda self, loss, outputs: loss.detach() + 0 * loss, "the gradient of its loss is not that of its value"),
-        (lambda self, loss, outputs: loss + self.model.layers[0].aux, "it runs model.embed_tokens"),
-    ],
-)
-def test_another_loss_is_not_fused(loss_of, reason):
-    model = own(loss_of=loss_of)
-    with pytest.raises(ValueError, match=rf"(?s)'fused_linear_cross_entropy'\] matches nothing in llama.*{reason}"):
-        apply_liger_kernel(model, fused_linear_cross_entropy=True)
-
-
-@pytest.mark.parametrize("token", ["pad_token_id", "eos_token_id", "bos_token_id", "image_token_id"])
-def test_a_loss_without_some_tokens_is_not_fused(token):
-    model = own(trained=lambda self, labels, mask: labels.where(labels != getattr(self.config, token), -100))
-    for name, value in (("pad_token_id", 0), ("eos_token_id", 2), ("bos_token_id", 1), ("image_token_id", 99)):
-        setattr(model.config, name, value)
-    with pytest.raises(ValueError, match="its loss, called with labels, is"):
-        apply_liger_kernel(model, fused_linear_cross_entropy=True)
+@pytest.mark.parametrize("name", LOSSES)
+def test_another_loss_is_fused(name):
+    model = own(loss_of=LOSSES[name])
+    assert_trains_as_stock(model)
     assert_served(model)
 
 
-def test_a_loss_without_masked_tokens_is_not_fused():
+@pytest.mark.parametrize("token", ["pad_token_id", "eos_token_id", "bos_token_id", "image_token_id"])
+def test_a_loss_without_some_tokens(token):
+    model = own(trained=lambda self, labels, mask: labels.where(labels != getattr(self.config, token), -100))
+    ids = batch()["input_ids"]
+    for name in ("pad_token_id", "eos_token_id", "bos_token_id", "image_token_id"):
+        setattr(model.config, name, int(ids[0, 4]))
+    with torch.no_grad():
+        assert abs(model(**batch()).loss - own()(**batch()).loss) > 1e-3
+    assert_trains_as_stock(model)
+    assert_served(model)
+
+
+def test_a_loss_without_masked_tokens():
     model = own(trained=lambda self, labels, mask: labels if mask is None else labels.where(mask == 1, -100))
-    with pytest.raises(ValueError, match="its loss, called with labels, is"):
-        apply_liger_kernel(model, fused_linear_cross_entropy=True)
+    arguments = batch()
+    assert_trains_as_stock(model, **{**arguments, "labels": arguments["input_ids"]})
 
 
 # Layers.
@@ -573,6 +544,7 @@ def test_checks_do_not_depend_on_inference_mode(monkeypatch):
     monkeypatch.setattr(verify, "_COMPARED", {})
     with torch.inference_mode():
         applied = apply_liger_kernel(own())
-        assert applied.left.keys() == {"Own"} and applied.replaced["rms_norm"]
-        with pytest.raises(ValueError, match="the gradient of the backbone's last hidden state"):
-            logit_options(own(before=lambda self, h: h.detach()))
+        assert applied.left == {} and applied.replaced["rms_norm"]
+        assert logit_options(own(after=lambda self, logits, ids: logits / 4)).logit_scale == 0.25
+        with pytest.raises(ValueError, match=r"no loss can express what Own does: .* takes real ones"):
+            logit_options(own(after=lambda self, logits, ids: logits.clamp(-50, 50)))
