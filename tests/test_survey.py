@@ -52,13 +52,14 @@ def test_page_is_complete():
 def test_models(capsys):
     torch.manual_seed(3)
     state, verbosity = torch.get_rng_state(), transformers.logging.get_verbosity()
-    assert cli.main(["models", "llamaforcausal*", "BertLMHeadModel"]) == 0
+    assert cli.main(["models", "llamaforcausal*", "BertLMHeadModel", "MusicgenForCausalLM"]) == 0
     printed = capsys.readouterr()
-    bert, llama, summary = printed.out.splitlines()
-    assert re.fullmatch(r"BertLMHeadModel +logits +layer_norm +it runs cls\.predictions\.transform .*", bert)
+    bert, llama, musicgen, summary = printed.out.splitlines()
+    assert re.fullmatch(r"BertLMHeadModel +fused +layer_norm", bert)
+    assert re.fullmatch(r"MusicgenForCausalLM +logits +layer_norm +lm_head is computed by .*ModuleList.*", musicgen)
     assert re.fullmatch(r"LlamaForCausalLM +fused +rms_norm, swiglu, rope", llama)
     assert (
-        summary == f"2 classes of transformers {transformers.__version__}: 1 fused heads, 0 not built."
+        summary == f"3 classes of transformers {transformers.__version__}: 2 fused heads, 0 not built."
         and printed.err == ""
     )
     assert torch.equal(torch.get_rng_state(), state) and transformers.logging.get_verbosity() == verbosity
