@@ -376,7 +376,8 @@ def logit_options(model: nn.Module, *, ignore_index: int = -100) -> LogitOptions
     try:
         gpus = [inner.device] if inner.device.type == "cuda" else []
         # A model in training draws random numbers for dropout: the caller's stay as they are.
-        with torch.random.fork_rng(gpus), torch.no_grad(), requested(defer=True, withhold=True):
+        # With gradients, a factor that is computed from a parameter does not look like a number.
+        with torch.random.fork_rng(gpus), torch.enable_grad(), requested(defer=True, withhold=True):
             logits = _logits_of(model(**inputs))
     finally:
         if lent:
