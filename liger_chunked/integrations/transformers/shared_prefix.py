@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from liger_chunked.deferred.code import foreign_code, own_forward
+from liger_chunked.deferred.swap import stock_class
 from liger_chunked.integrations.transformers.attach import attach_head
-from liger_chunked.integrations.transformers.detect import backbone_of, inner_model
+from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput, kept
 from liger_chunked.integrations.transformers.trie import PackedTrie, TriePlan, gather_rows, pack_trie, plan_trie
 from liger_chunked.integrations.transformers.trie_attention import BLOCK, TRIES_ONLY, dense_mask, serve, trie_mask
@@ -333,6 +335,10 @@ def _reason_of_adapters(model: PreTrainedModel) -> str | None:
 
 
 def _reason_now(model: PreTrainedModel) -> str | None:
+    foreign = foreign_code(own_forward(model), stock_class(type(model)))
+    if foreign is not None:
+        name = getattr(foreign, "__qualname__", type(foreign).__qualname__)
+        return f"its forward was replaced by {name}, which may not pass on positions"
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False) or getattr(model.config, "output_router_logits", False):
         return _ROUTER
@@ -405,8 +411,15 @@ def _measured(model: PreTrainedModel, implementation: str) -> _Facts:
             torch.random.fork_rng([]),
         ):
             warnings.simplefilter("ignore")
-            _KNOWN[key] = _compare(type(model), config, implementation)
+            _KNOWN[key] = _compare(_made_from_config(type(model)), config, implementation)
     return _KNOWN[key]
+
+
+def _made_from_config(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return the class of which FSDP and patches derived another: FSDP's makes no new models once it is patched."""
+    return next(
+        c for c in cls.__mro__ if stock_class(c) is c and not any(b.__name__ == "FSDPModule" for b in c.__mro__)
+    )
 
 
 _TOLERANCE = 1e-4  # of the hidden states' norm; some models round to float32
@@ -429,16 +442,22 @@ def _compare(cls: type[PreTrainedModel], config: Any, implementation: str) -> _F
         small = cls(config).float().eval()
         for p in small.parameters():
             p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5 if p.ndim > 1 else p + 0.2 * torch.randn_like(p))
-        backbone = small if small.get_output_embeddings() is None else backbone_of(small)
+        with_head = small.get_output_embeddings() is not None
+        if with_head:
+            attach_head(small)
+
+        def hidden_states(**inputs: Any) -> Tensor:
+            # Through its own forward, which may not pass on positions to its backbone.
+            return small(**inputs, head_fn=_hidden_states) if with_head else small(**inputs).last_hidden_state
 
         def padded(ids: Tensor, mask: Tensor) -> Tensor:
-            return backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[mask.bool()]
+            return hidden_states(input_ids=ids, attention_mask=mask, use_cache=False)[mask.bool()]
 
         expected = padded(ids, mask)
         trie = pack_trie(ids, mask, multiple=2 * BLOCK)
         for way, dense in ways:
             config._attn_implementation = way
-            packed = backbone(**_inputs(small, trie, way, dense)).last_hidden_state
+            packed = hidden_states(**_inputs(small, trie, way, dense))
             got = gather_rows(packed.flatten(0, 1), trie.node[mask.bool()])
             error = float((got - expected).norm() / expected.norm())
             if not error <= _TOLERANCE:
