@@ -192,8 +192,6 @@ def test_inputs_stay_and_backward_repeats(op: Op, device: str) -> None:
 ROTATIONS = [op for op in ONE_EACH if op.id.startswith("rope")]
 ONCE = [op for op in ONE_EACH if op not in ROTATIONS]
 once_differentiable = pytest.mark.parametrize("op", ONCE, ids=lambda op: op.id)
-    "op", [op for op in ONE_EACH if op not in ROTATIONS], ids=lambda op: op.id
-)
 
 
 @pytest.mark.parametrize("op", ROTATIONS, ids=lambda op: op.id)

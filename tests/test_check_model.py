@@ -27,6 +27,7 @@ from liger_chunked.integrations.transformers import (
     verify,
 )
 from liger_chunked.integrations.transformers.check import check_model
+from liger_chunked.integrations.transformers.replaced import OURS
 
 pytestmark = [
     pytest.mark.ordinary_memory,
@@ -81,7 +82,7 @@ def test_a_patched_model_is_left_as_it_was(options, attached):
     assert state_of(model) == before
     assert_fused(step(model, arguments)[0])
     revert_liger_kernel(model)
-    assert overrides.family_modeling("llama").apply_rotary_pos_emb is not layers.rotate_halves
+    assert OURS not in vars(overrides.family_modeling("llama").apply_rotary_pos_emb)
 
 
 def test_under_an_adapter():

@@ -416,7 +416,7 @@ def test_a_forward_that_edits_its_logits_trains_with_them():
     with pytest.raises(ValueError, match=f"no loss can express what Masked does: {reason}"):
         logit_options(model)
     attach_head(model)
-    with pytest.raises(ValueError, match=f"head_fn needs a head that computes nothing, and Masked .*: {reason}"):
+    with pytest.raises(ValueError, match=f"head_fn takes the place of the logits, and Masked needs them: {reason}"):
         model(**batch(), head_fn=fused)
 
 
@@ -558,7 +558,10 @@ def test_forward_hooks_that_edit_logits(hook):
     with torch.no_grad():
         expected = model(**batch(), head_fn=fused)
     handle = model.lm_head.register_forward_hook(hook)
-    with pytest.raises(ValueError, match=rf"head_fn needs a head .* its forward hook {hook.__name__} takes logits"):
+    with pytest.raises(
+        ValueError,
+        match=rf"head_fn takes the place of the logits, .* its forward hook {hook.__name__} takes logits",
+    ):
         model(**batch(), head_fn=fused)
     detach_head(model)
     assert_trains_as_stock(model, fused=False)
@@ -578,7 +581,9 @@ def test_backward_hooks_of_the_head(register):
     handle = getattr(model.lm_head, register)(doubled)
     assert_trains_as_stock(model, fused=False)
     attach_head(model)
-    with pytest.raises(ValueError, match=r"head_fn needs a head .* backward .*hook.* takes logits"):
+    with pytest.raises(
+        ValueError, match=r"head_fn takes the place of the logits, and .* needs them:.* backward .*hook.* takes logits"
+    ):
         model(**batch(), head_fn=fused)
     handle.remove()
     detach_head(model)
@@ -600,7 +605,9 @@ def test_a_forward_set_on_the_head(monkeypatch):
     output = model.train()(**batch())
     assert_real_logits(output)
     torch.testing.assert_close(output.loss, expected, rtol=2e-5, atol=0)
-    with pytest.raises(ValueError, match=r"head_fn needs a head .* forward .*takes logits"):
+    with pytest.raises(
+        ValueError, match=r"head_fn takes the place of the logits, and .* needs them:.* forward .*takes logits"
+    ):
         model(**batch(), head_fn=fused)
     with pytest.raises(ValueError, match=r"skip_logits=True, but .* forward .*takes logits"):
         model(**batch(), skip_logits=True)

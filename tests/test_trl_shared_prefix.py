@@ -21,6 +21,8 @@ from peft import LoraConfig, PromptTuningConfig
 from test_cost import Memory
 from test_trl_trainers import KINDS, PLAIN, SEQUENCES, SHARING, Log, build, run
 from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 from trl import DPOConfig
 
 from liger_chunked import (
@@ -273,3 +275,36 @@ def test_positions_that_count_padding():
     assert shared_prefix.share_pass(llama, arguments(left)) is not None
     with pytest.raises(ValueError, match="between"):
         shared_prefix.share_pass(llama, arguments([[1] * 8 + [0] * 4 + [1] * 4] * 2), always=True)
+
+
+class OwnForward(LlamaForCausalLM):
+    """As remote code may be: its backbone gets no positions."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> CausalLMOutput:
+        return CausalLMOutput(logits=self.lm_head(self.model(input_ids=input_ids, attention_mask=attention_mask)[0]))
+
+
+def wrapped_forward(model: Any) -> Any:
+    own = model.forward
+    model.forward = lambda input_ids, attention_mask=None, **kwargs: own(
+        input_ids=input_ids, attention_mask=attention_mask
+    )
+    return model
+
+
+@pytest.mark.parametrize("of", ["class", "instance"])
+def test_a_forward_that_drops_positions_is_not_shared(tmp_path, of):
+    """A trie needs them; the model's own forward runs, so what it does with them is what counts."""
+
+    def own() -> Any:
+        if of == "instance":
+            return wrapped_forward(tiny.model())
+        model = OwnForward(tiny.model().config)
+        model.load_state_dict(tiny.model().state_dict())
+        return model
+
+    given = {"train_dataset": long_prompts("DPO"), "config": {**PLAIN, "max_steps": 1}}
+    plain, shared = (run(tmp_path, "DPO", True, model=own(), share_prefix=s, **given) for s in (False, "auto"))
+    assert shared[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-6)
+    with pytest.raises(ValueError, match="cannot share prompts"):
+        run(tmp_path, "DPO", True, model=own(), share_prefix=True, **given)

@@ -60,8 +60,9 @@ class Call:
         )
         self.device = _device_of(head, hidden)
         self.tensors = _tensors_of(head)
-        self.versions = [_version(x) for x in (hidden, *self.tensors.values())]
+        self.versions = [version_of(x) for x in (hidden, *self.tensors.values())]
         self.real: Tensor | None = None
+        self.real_version = 0
         self.asked_by: str | None = None  # what needed real logits
         self.withheld = False  # cross entropies return 0: the caller wants only what a forward adds to them
 
@@ -94,7 +95,7 @@ class Call:
         same = now.keys() == self.tensors.keys() and all(
             now[name] is x or (x.is_meta and now[name].is_meta) for name, x in self.tensors.items()
         )
-        versions = [_version(x) for x in (self.hidden, *self.tensors.values())]
+        versions = [version_of(x) for x in (self.hidden, *self.tensors.values())]
         if versions != self.versions or (not same and any(map(_is_freed, self.tensors.values()))):
             what = "the hidden states" if versions[0] != self.versions[0] else "the weights"
             raise RuntimeError(
@@ -112,6 +113,7 @@ class Call:
         if self.real is None:
             with self._as_called(self.grad):
                 self.real = self._with_its_weights(functools.partial(real_logits, self.head, self.hidden))
+            self.real_version = version_of(self.real)
         return self.real
 
     def run(self, compute: Compute) -> Any:
@@ -142,7 +144,7 @@ def _device_of(head: nn.Module, hidden: Tensor) -> torch.device:
     return hidden.device if device is None else torch.empty(0, device=device).device
 
 
-def _version(x: Tensor) -> int:
+def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 
 from liger_chunked.calls import once
 from liger_chunked.deferred import request
-from liger_chunked.deferred.call import Call, Transform, name_of
+from liger_chunked.deferred.call import Call, Transform, name_of, version_of
 from liger_chunked.deferred.inside import Compute
 from liger_chunked.deferred.result_dtype import result_dtype
 from liger_chunked.deferred.rows import Rows, as_rows, is_index, reshaped, row_index
@@ -127,6 +127,11 @@ class DeferredLogits(StandIn):
     def is_computed(self) -> bool:
         """Whether the real logits exist: something asked for them."""
         return self._call.real is not None
+
+    @property
+    def is_modified(self) -> bool:
+        """Whether the real logits were changed in place, so that no transform describes them."""
+        return self._call.real is not None and version_of(self._call.real) != self._call.real_version
 
     @property
     def asked_by(self) -> str | None:
@@ -284,8 +289,8 @@ class DeferredLogits(StandIn):
             return self.tensor().to(*args, **kwargs)
         # A tensor of no elements shows what the arguments mean.
         empty = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **{**kwargs, "copy": False})
-        # Rounding to fewer bits, and float64 losses of other logits, are what the caller asks for.
-        rounds = empty.dtype.itemsize < self.dtype.itemsize or empty.dtype == torch.float64 != self.dtype
+        # Rounding to 16 bits, and float64 losses of other logits, are what the caller asks for.
+        rounds = empty.dtype.itemsize < min(4, self.dtype.itemsize) or empty.dtype == torch.float64 != self.dtype
         if not empty.is_floating_point() or rounds or kwargs.get("memory_format") is not None:
             return self.asked("to").to(*args, **kwargs)
         if (empty.dtype, empty.device) == (self.dtype, self.device) and not kwargs.get("copy"):
@@ -542,13 +547,14 @@ class DeferredLogits(StandIn):
         dtype: torch.dtype | None = None,
     ) -> Tensor | None:
         """Return `F.cross_entropy` of these logits; None if it takes real ones."""
+        if self._call.withheld and isinstance(target, Tensor) and not target.is_floating_point():
+            dtype = result_dtype("cross_entropy", self.dtype, self.device.type) if dtype is None else dtype
+            return torch.zeros(target.shape if reduction == "none" else (), dtype=dtype, device=self.device)
         leading = [n for i, n in enumerate(self.shape) if i != self._recorded.class_dim % self.ndim]
         fits = self.ndim > 1 and self._recorded.class_dim % self.ndim == 1 and is_index(target, leading, self.device)
         if self.is_computed or not fits or reduction not in ("mean", "sum", "none"):
             return None
         dtype = result_dtype("cross_entropy", self.dtype, self.device.type) if dtype is None else dtype
-        if self._call.withheld:
-            return torch.zeros(target.shape if reduction == "none" else (), dtype=dtype, device=self.device)
         accuracy = request.accuracy()
         settings = {
             "reduction": reduction,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from liger_chunked.integrations.transformers.forward import (
     ForwardState,
     Fusion,
     ModelPatch,
+    deferral_for,
     model_methods,
 )
 from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput
@@ -31,17 +33,17 @@ _CLASS_PATCHES = "_liger_class_patches"
 def update(model: PreTrainedModel, **reasons: Any) -> None:
     """Patch a model for the first reason, and restore its class and its head after the last."""
     state = dataclasses.replace(vars(model).get(STATE) or ForwardState(), **reasons)
-    head = head_of(model)
     if state.head_fn or state.fusion is not None:
         vars(model)[STATE] = state
         set_patch(model, ModelPatch())
-        if head is not None:
-            set_deferral(head, state.deferral)
     elif STATE in vars(model):
         del vars(model)[STATE]
         set_patch(model, None)
-        if head is not None:
-            set_deferral(head, None)
+    else:
+        return
+    head = head_of(model)
+    if head is not None:
+        set_deferral(head, deferral_for(model))
 
 
 def fuse(model: PreTrainedModel, fusion: Fusion | None) -> None:
@@ -98,6 +100,17 @@ def attach_head(model: nn.Module) -> None:
     inner = inner_model(model)
     check_head(inner)
     update(inner, head_fn=True)
+    rebind(model, inner)
+
+
+def rebind(model: nn.Module, inner: PreTrainedModel) -> None:
+    """Let wrappers that keep a bound forward of the inner model, as PEFT's AdaptionPrompt, call its current one."""
+    for wrapper in model.modules():
+        if wrapper is inner:
+            return
+        bound = vars(wrapper).get("forward")
+        if isinstance(bound, types.MethodType) and bound.__self__ is inner:
+            vars(wrapper)["forward"] = inner.forward
 
 
 def check_head(model: PreTrainedModel) -> None:

@@ -18,9 +18,16 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
             model = inner
         elif callable(get_base_model := getattr(model, "get_base_model", None)):
             model = get_base_model()
+        elif type(model).__module__.startswith("peft.") and isinstance(inner := _wrapped_by_peft(model), nn.Module):
+            model = inner
         else:
             raise TypeError(f"model must be, or wrap, a transformers PreTrainedModel, got {type(model).__name__}")
     return model
+
+
+def _wrapped_by_peft(model: Any) -> Any:
+    """Return what a PeftMixedModel, or a tuner inside it, wraps."""
+    return vars(model)["_modules"].get("base_model") or vars(model)["_modules"].get("model")
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:

@@ -13,7 +13,6 @@ reads the keywords, and runs `head_fn` itself if no patched forward did.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
 from collections.abc import Callable, Hashable
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from liger_chunked.deferred import Deferral, DeferredLogits, is_deferring, set_deferral
+from liger_chunked.deferred import Deferral, DeferredLogits, deferral_of, is_deferring, set_deferral
 from liger_chunked.deferred.defer import ddp_reads_outputs, refusal_of
 from liger_chunked.deferred.logits import REASON
 from liger_chunked.deferred.request import requested
@@ -40,10 +39,9 @@ Rewrite = Callable[[PreTrainedModel, dict[str, Any]], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Fusion:
-    """Settings of the fused loss. `required`: a step that got real logits raises."""
+    """Settings of the fused loss."""
 
     logits_budget: int | None = None
-    required: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,10 +69,23 @@ def state_of(model: nn.Module) -> ForwardState | None:
     return vars(model).get(STATE) or getattr(type(model), STATE, None)
 
 
-def is_fused(cls: type) -> bool:
-    """Whether a class of models is patched as a whole, to be fused."""
-    state = getattr(cls, STATE, None)
-    return state is not None and state.fusion is not None
+@dataclass(frozen=True)
+class _IsFused:
+    """Whether a class of models is patched as a whole, to be fused. Its heads defer until it is reverted."""
+
+    cls: type
+
+    def __call__(self) -> bool:
+        state = getattr(self.cls, STATE, None)
+        return state is not None and state.fusion is not None
+
+
+def deferral_for(model: PreTrainedModel) -> Deferral | None:
+    """Return how the head of a model is to defer; None: not at all."""
+    own, of_class = vars(model).get(STATE), _IsFused(type(model))
+    if (own is None or own.fusion is None) and of_class():
+        return replace(getattr(type(model), STATE).deferral, while_true=of_class)
+    return None if own is None else own.deferral
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,8 @@ def model_methods(cls: Any, stock_call: Callable[..., Any], stock_forward: Calla
 
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         hold_head(self)
+        if (items := kwargs.get("num_items_in_batch")) is not None:
+            kwargs["num_items_in_batch"] = _at_least_one(items)
         if _KEYWORDS.isdisjoint(kwargs) and _WAITING == 0:
             if kwargs.get("labels") is not None and (ddp_reads_outputs() or getattr(self, "_is_replica", False)):
                 return _read_by_wrapper(self, stock_forward(), args, kwargs)
@@ -112,6 +125,13 @@ def model_methods(cls: Any, stock_call: Callable[..., Any], stock_forward: Calla
     vars(forward)["__signature__"] = inspect.signature(stock)
     vars(forward)[STOCK] = stock
     return {"__call__": __call__, "forward": forward}
+
+
+def _at_least_one(items: Any) -> Any:
+    """A step without items has a loss of 0, as every loss of the library; the model's own division gives NaN."""
+    if isinstance(items, Tensor):
+        return items.where(items != 0, 1)
+    return items or 1
 
 
 def _read_by_wrapper(
@@ -135,20 +155,21 @@ def add_keywords(*names: str) -> None:
 
 
 def hold_head(model: PreTrainedModel) -> None:
-    """Let the current head defer: PEFT, FSDP and the user may have replaced it."""
+    """Let the current head defer as this model asks: PEFT, FSDP and the user may have replaced it.
+
+    A shallow copy of a model shares its head, and may ask for something else.
+    """
     head = head_of(model)
-    if head is not None and not hasattr(type(head), "_liger_defers"):
-        _hold(model, head)
+    if head is None or (torch.compiler.is_compiling() and hasattr(type(head), "_liger_defers")):
+        return
+    _hold(model, head)
 
 
 @torch.compiler.disable(reason=REASON)
 def _hold(model: PreTrainedModel, head: nn.Module) -> None:
-    state = state_of(model)
-    if state is not None:
-        deferral = state.deferral
-        if STATE not in vars(model):  # the class is patched, until it is reverted
-            deferral = replace(deferral, while_true=functools.partial(is_fused, type(model)))
-        set_deferral(head, deferral)
+    wanted = deferral_for(model)
+    if wanted is not None and deferral_of(head) != wanted:
+        set_deferral(head, wanted)
 
 
 # Calls that wait for their forward: a number that Dynamo can read, and the innermost of each thread.
@@ -275,32 +296,27 @@ class _HeadCall(_Plan):
         keep = arguments.get("logits_to_keep")
         # Models take the last positions, or the same ones of each sample.
         self.keep = arguments.pop("logits_to_keep") if isinstance(keep, Tensor) and keep.ndim > 1 else None
-        self.own_loss = self._reads_labels(model, arguments)
+        takes = inspect.signature(type(model).forward).parameters
+        takes_all = any(x.kind is x.VAR_KEYWORD for x in takes.values())
+        # The forward gets its labels: it may add a router's loss, or make a decoder's input of them. Its cross entropy
+        # is withheld, so that its loss is what it adds.
+        labels = self.of_loss["labels"] if self.of_loss["labels"] is not None else self.of_loss["shift_labels"]
+        self.own_loss = labels is not None and "labels" in takes
         if self.own_loss:
-            labels, shifted = self.of_loss["labels"], self.of_loss["shift_labels"]
-            arguments["labels"] = shifted if labels is None else labels
-        arguments["return_dict"] = True
+            given = {name: x for name, x in self.of_loss.items() if x is not None and (name in takes or takes_all)}
+            arguments |= {**given, "labels": labels}
+        if "return_dict" in takes or takes_all:
+            arguments["return_dict"] = True
         super().__init__(model, arguments)
-
-    def _reads_labels(self, model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
-        """Whether the forward does more with labels than the loss that `head_fn` replaces.
-
-        It adds the router's loss to it, or makes the decoder's input of them.
-        """
-        if all(self.of_loss[name] is None for name in ("labels", "shift_labels")):
-            return False
-        given = arguments.get("output_router_logits")
-        asked = getattr(model.config.get_text_config(), "output_router_logits", False) if given is None else given
-        return bool(asked or model.config.is_encoder_decoder)
 
     def request(self) -> Any:
         return requested(defer=True, withhold=True)
 
     def result(self, outputs: Any) -> Any:
         logits = _logits_of(outputs)
-        if not isinstance(logits, DeferredLogits) or logits.is_computed:
+        if not isinstance(logits, DeferredLogits) or logits.is_modified:
             raise ValueError(
-                f"head_fn needs a head that computes nothing, and {type(self.model).__name__} used its logits: "
+                f"head_fn takes the place of the logits, and {type(self.model).__name__} needs them: "
                 f"{_why_real(self.model, logits)}"
             )
         ignore_index = self.of_loss["ignore_index"]
@@ -314,13 +330,14 @@ class _HeadCall(_Plan):
                 outputs,
                 self.of_loss["labels"],
                 self.of_loss["shift_labels"],
-                max(num_items, 1) if isinstance(num_items, int) else num_items,
+                None if num_items is None else _at_least_one(num_items),
                 getattr(outputs, "aux_loss", None),
-                outputs.loss if self.own_loss else None,
+                getattr(outputs, "loss", None) if self.own_loss else None,
             )
             return self.head_fn(head, input)
 
-        outputs["logits"] = None
+        if hasattr(outputs, "logits"):
+            outputs["logits"] = None
         return logits.run(compute)
 
 

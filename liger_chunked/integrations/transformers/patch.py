@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_chunked.integrations.transformers import overrides, verify
-from liger_chunked.integrations.transformers.attach import attach_head, detach_head, fuse, fuse_class
+from liger_chunked.integrations.transformers.attach import attach_head, detach_head, fuse, fuse_class, rebind
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.experts import EXPERTS_GATE, experts_method
 from liger_chunked.integrations.transformers.forward import Fusion
@@ -66,9 +66,15 @@ def apply_liger_kernel(
 ) -> Applied:
     """Patch the base kernels and the fused loss into one model, in place.
 
-    Training steps then return `logits=None` (`skip_logits=` overrides this); `return_token_accuracy=True` adds
-    `token_accuracy`. `rope` serves all models of a modeling module, until the last patched one is reverted or deleted.
-    The result says what is left alone, and why.
+    The model's own forward runs. In training its head returns `DeferredLogits`, and the loss of that forward is fused;
+    a call takes three more keywords:
+
+    - `skip_logits`: True defers in evaluation too, and returns `logits=None`; False gets real logits
+    - `return_token_accuracy`: adds `token_accuracy` to the output of a fused step
+    - `head_fn`: see `attach_head`
+
+    `rope` serves all models of a modeling module, until the last patched one is reverted or deleted. The result says
+    what is left alone, and why; for the head, what a training step of a small copy did.
 
     Args:
         model: a transformers model, maybe wrapped.
@@ -93,7 +99,7 @@ def apply_liger_kernel(
     >>> ids = torch.randint(64, (1, 8))
     >>> output = model.train()(ids, labels=ids)
     >>> output.loss.shape, output.logits
-    (torch.Size([]), None)
+    (torch.Size([]), DeferredLogits((1, 8, 64), torch.float32, cpu, not computed))
     >>> revert_liger_kernel(model)
     """
     logits_budget = budget_bytes(logits_budget)  # raise before the first patch
@@ -121,6 +127,7 @@ def apply_liger_kernel(
         applied.count("cross_entropy", "loss_function")
     if FUSED in on:
         fuse(inner, Fusion(logits_budget))
+        rebind(model, inner)
         applied.count(FUSED, owner_of(inner).__name__)
     vars(inner)[APPLIED] = applied
     return applied
@@ -171,8 +178,8 @@ def _release(applied: Applied | None) -> None:
 def apply_to_family(name: str, *, logits_budget: int | float | str | None = None, **switches: bool | None) -> Applied:
     """Patch a family's classes, except torch's, and so all its models.
 
-    Unsupported activations raise when they run. Unfit heads keep their own forward, unless
-    `fused_linear_cross_entropy=True`.
+    Unsupported activations raise when they run. Heads that no fused loss computes return logits, and a line in the log
+    says why.
     """
     logits_budget = budget_bytes(logits_budget)
     modeling = family_modeling(name)
@@ -273,23 +280,28 @@ def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
 
 
 class _Patched:
+    # transformers looks the name of the class that builds up in a checkpoint's `auto_map`.
+    _stock: Any
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
-        build: Any = super()
-        return _built_patched(build.from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
+        return _built_patched(cls._stock.from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        build: Any = super()
-        return _built_patched(build.from_config, *args, **kwargs)
+        return _built_patched(cls._stock.from_config, *args, **kwargs)
 
 
 class AutoLigerKernelForCausalLM(_Patched, AutoModelForCausalLM):
     """`AutoModelForCausalLM` with the keywords of `apply_liger_kernel`."""
 
+    _stock = AutoModelForCausalLM
+
 
 class AutoLigerKernelForImageTextToText(_Patched, AutoModelForImageTextToText):
     """`AutoModelForImageTextToText` with the same keywords."""
+
+    _stock = AutoModelForImageTextToText
 
 
 def _built_patched(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from liger_chunked.integrations.transformers.overrides import rope_of
 from liger_chunked.kernels.operands import transforms_are_active
 
 _ABSENT = object()
+OURS = "_liger_ours"  # attribute of a rotary function: the one of ours that it calls
 
 
 class Patches:
@@ -92,6 +93,7 @@ def _outside_transforms(ours: Callable[..., Any], stock: Callable[..., Any]) -> 
             return stock(*args, **kwargs)
         return ours(*args, **kwargs)
 
+    vars(rotated)[OURS] = ours
     return rotated
 
 

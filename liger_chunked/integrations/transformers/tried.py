@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from liger_chunked.deferred import Deferral, DeferredLogits, set_deferral
+from liger_chunked.deferred.defer import refusal_of
 from liger_chunked.deferred.swap import stock_class
 from liger_chunked.integrations.transformers.detect import head_of
 from liger_chunked.integrations.transformers.small import config_of, inputs_of
@@ -50,6 +51,8 @@ def training_step(model: PreTrainedModel, inputs: dict[str, Any]) -> str | None:
     head = head_of(model)
     if head is None:
         return "it has no lm_head"
+    if (reason := refusal_of(head)) is not None:
+        return reason
     set_deferral(head, Deferral())
     try:
         outputs = model(**inputs)

@@ -13,6 +13,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from liger_chunked.integrations.transformers import HeadInput
+from liger_chunked.integrations.transformers.attach import rebind
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.head_input import fitted
 from liger_chunked.integrations.transformers.shared_prefix import why_not_shared
@@ -131,6 +132,7 @@ class LigerTrainerMixin(_Trainer):
             model = getattr(self, name)
             if model is not None:
                 heads.add_chunked_lm_head(inner_model(model), **settings)
+        rebind(self.model, inner_model(self.model))
 
     @property
     def mode_metrics(self) -> dict[str, list[float]]:
