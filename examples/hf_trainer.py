@@ -2,7 +2,8 @@
 
 python examples/hf_trainer.py [--model PATH] [--steps N] [--own-loss]
 
-`Trainer(compute_loss_func=...)` does not help: it gets the output of `model.forward`, which then has logits already.
+`Trainer(compute_loss_func=...)` works with a patched model too: its function gets stand-ins for the logits, and a cross
+entropy of these is fused.
 """
 
 from __future__ import annotations
