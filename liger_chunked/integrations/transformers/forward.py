@@ -13,9 +13,10 @@ reads the keywords, and runs `head_fn` itself if no patched forward did.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -236,8 +237,13 @@ class _Plan:
         raise NotImplementedError
 
 
+@functools.lru_cache(maxsize=256)
+def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(forward).parameters
+
+
 def _planned(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Plan:
-    _, *names = inspect.signature(type(model).forward).parameters
+    _, *names = _parameters(type(model).forward)
     kwargs = dict(zip(names, args, strict=False)) | kwargs
     state = state_of(model)
     if state is not None and state.rewrite is not None:
@@ -296,7 +302,7 @@ class _HeadCall(_Plan):
         keep = arguments.get("logits_to_keep")
         # Models take the last positions, or the same ones of each sample.
         self.keep = arguments.pop("logits_to_keep") if isinstance(keep, Tensor) and keep.ndim > 1 else None
-        takes = inspect.signature(type(model).forward).parameters
+        takes = _parameters(type(model).forward)
         takes_all = any(x.kind is x.VAR_KEYWORD for x in takes.values())
         # The forward gets its labels: it may add a router's loss, or make a decoder's input of them. Its cross entropy
         # is withheld, so that its loss is what it adds.
