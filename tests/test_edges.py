@@ -1547,7 +1547,7 @@ def wrapped_copy(policy: Any) -> Any:
 
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize(
-    "refer", [own_autocast, own_partial, wrapped_copy, lambda policy: copy.deepcopy(policy)], ids=str
+    "refer", [own_autocast, own_partial, wrapped_copy, copy.deepcopy], ids=["autocast", "partial", "wrapped", "copy"]
 )
 def test_a_reference_of_its_own(refer: Callable[[Any], Any], kind: str, tmp_path: Path) -> None:
     policy = tiny.model()
