@@ -1,4 +1,4 @@
-"""One call of a head: what it needs to compute real logits or a loss later, as if it ran then."""
+"""One call of a head, remembered, so that real logits or a loss can be computed later as if at the time of the call."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Call:
         self.versions = [version_of(x) for x in (hidden, *self.tensors.values())]
         self.real: Tensor | None = None
         self.real_version = 0
-        self.asked_by: str | None = None  # what needed real logits
-        self.withheld = False  # cross entropies return 0: the caller wants only what a forward adds to them
+        self.asked_by: str | None = None  # the function that needed real logits, and its place
+        self.withheld = False  # cross entropies return 0, so that a loss shows the terms that the forward adds
 
     @property
     def dtype(self) -> torch.dtype:

@@ -17,7 +17,7 @@ _FRAMEWORKS = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl"
 
 
 def forward_slot(module: nn.Module) -> str:
-    """Return the attribute of an instance where a forward of its own would be."""
+    """Return the name of the attribute that holds a forward set on the instance."""
     return "_old_forward" if "_old_forward" in vars(module) else "forward"
 
 
@@ -28,7 +28,7 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def unwrapped(function: Any) -> Iterator[Any]:
-    """Yield a function and, one after the other, what it wraps."""
+    """Yield a function, the function that it wraps, and so on."""
     while function is not None:
         yield function
         partial = isinstance(function, functools.partial)

@@ -1,8 +1,8 @@
 """Real logits for `torch.autograd.Function.apply`, which does not ask `__torch_function__`.
 
 A stand-in would reach a custom function, such as another library's Triton cross entropy, as a constant: its forward
-would compute with the right logits, and their gradient would be lost without a word. So `apply` is wrapped, once, when
-the first head is set to defer.
+would compute with the right logits, and their gradient would be lost without a word. The first head that defers wraps
+`apply`, once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def give_real_logits_to_custom_functions() -> None:
     stock = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        # Functions of torch, such as DDP's, pass on what they do not know.
+        # Functions of torch, such as DDP's, return unknown objects as they are.
         if any(type(x) is DeferredLogits for x in args) and not cls.__module__.startswith("torch."):
             args = tuple(x.asked(cls.__name__) if type(x) is DeferredLogits else x for x in args)
         result = stock(cls, *args, **kwargs)

@@ -153,7 +153,7 @@ def is_deferring(head: nn.Module) -> bool:
 def set_deferral(head: nn.Module, deferral: Deferral | None) -> None:
     """Let a head defer as `deferral` says; None: never again, with the class it had.
 
-    Heads inside it, as in an adapter's layer, compute what it asks of them.
+    Deferral is removed from heads inside it, such as the base layer of an adapter.
     """
     for module in head.modules():
         if module is not head and is_deferring(module):
@@ -192,9 +192,9 @@ class DeferHandle:
 def defer_logits(linear: nn.Module, *, logits_budget: int | float | str | None = None) -> DeferHandle:
     """Let the last layer of any model return `DeferredLogits` in training, so that its loss is fused.
 
-    No other line changes: in training mode, `linear(x)` computes nothing, and `F.cross_entropy` or the
-    log-probabilities of what it returned run chunk by chunk, with no logits in memory. Every other use of the logits
-    gets them, computed once. In evaluation mode the layer is what it was.
+    No other line changes. In training mode, `linear(x)` computes nothing. `F.cross_entropy` of its result, and
+    log-probabilities, run chunk by chunk, with no logits in memory. Every other use of the logits
+    gets them, computed once. Evaluation mode does not change.
 
         handle = defer_logits(model.lm_head)
         loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())  # fused

@@ -35,11 +35,11 @@ Compute = Callable[[Head, Tensor], Any]
 
 @dataclass(frozen=True)
 class _Running:
-    """What the heads of a thread do.
+    """The state of the heads in a thread.
 
-    - `projecting`: heads whose call is on its way to the product
-    - `computing`: heads in place of whose product `compute` runs, with whatever models it calls
-    - `compute`: of the innermost projecting head; None for logits
+    - `projecting`: heads inside their call, before their product
+    - `computing`: heads whose `compute` runs in place of their product
+    - `compute`: the function of the innermost projecting head; None if it returns logits
     """
 
     projecting: tuple[nn.Module, ...] = ()

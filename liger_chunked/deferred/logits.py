@@ -1,4 +1,4 @@
-"""Logits that have not been computed: what a head returns while it defers, and what losses make of it.
+"""Logits that have not been computed: the result of a head that defers, and how losses use it.
 
     hidden ──► lm_head(hidden)              DeferredLogits: the call, nothing computed
                .float(), / cap, tanh, * cap     recorded as a transform of the logits
@@ -45,7 +45,7 @@ REASON = (
     "a head that defers its logits computes them, or a fused loss, outside of graphs; compile without fullgraph=True"
 )
 
-# A target that no one can ask for: `gather` and `nll_loss` have their own checks of an index.
+# No target is ignored: `gather` refuses negative ids.
 _NO_TARGET = -(2**31)
 
 
@@ -54,14 +54,14 @@ Number = float  # in a class with a method of that name
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was done to the logits of a call.
+    """The recorded operations on the logits of a call.
 
     - `shape`, `dtype`, `device`: of the result
     - `transform`: scales and softcap, of the logits and `extra_bias` (V,)
     - `n_ids`: how many of the first ids of the vocabulary are left; None: all
     - `normalized`: whether they are log-probabilities
     - `class_dim`: the dimension of the vocabulary, -1 for the last
-    - `has_grad`: False after `detach`, and for what was made under `no_grad`
+    - `has_grad`: False after `detach`, and for operations under `no_grad`
     """
 
     shape: torch.Size
@@ -78,8 +78,8 @@ class Recorded:
 class DeferredLogits(StandIn):
     """Logits (..., V) of a head that computes them only if they are needed.
 
-    A model's forward gets it from its head while `defer_logits` or `apply_liger_kernel` is active, and uses it as the
-    tensor that it stands for: `shape`, `dtype` and `device` are known. Slices and views of rows, casts, products with
+    A head returns it to a model's forward while `defer_logits` or `apply_liger_kernel` is active. The forward uses it
+    like a tensor: `shape`, `dtype` and `device` are known. Slices and views of rows, casts, products with
     numbers, `tanh`, and an added bias are recorded. `F.cross_entropy`, `F.nll_loss` of `log_softmax`, and `gather`
     with `log_softmax` or `logsumexp` are fused: no logits exist. Every other use gets the real logits: right, computed
     once, at the price of their memory; a line in the log names the first such use.
@@ -97,7 +97,8 @@ class DeferredLogits(StandIn):
     ) -> None:
         self._call, self._recorded = call, recorded
         self.shape, self.dtype, self.device = recorded.shape, recorded.dtype, recorded.device
-        # How real logits come from those of `made_from`, and rows (..., K) of any K; no `rows`: they stay.
+        # `operation` makes these logits from those of `made_from`. `rows` does the same with tensors (..., K), for any
+        # K; None if no row moves.
         self._made_from, self._operation, self._rows = made_from, operation, rows
         self._in_place: list[Callable[[Tensor], Any]] = []
         self._derived = False  # whether another one was made from this
@@ -200,14 +201,14 @@ class DeferredLogits(StandIn):
     # Recorded operations
 
     def _made(self, operation: Callable[[Tensor], Tensor], rows: Rows | None = None, **changes: Any) -> DeferredLogits:
-        """Return the result of `operation` on the logits, described by what it changes."""
+        """Return the stand-in for `operation(logits)`; `changes` are to `Recorded`."""
         self._derived = True
         has_grad = self._recorded.has_grad and torch.is_grad_enabled()
         recorded = replace(self._recorded, **{"has_grad": has_grad, **changes})
         return DeferredLogits(self._call, recorded, self, operation, rows)
 
     def _selected(self, rows: Rows) -> DeferredLogits | None:
-        """Return what `rows` makes of the logits. It works on tensors (..., K) like this one, for any K."""
+        """Return the stand-in for `rows(logits)`. `rows` works on tensors (..., K) like this one, for any K."""
         if not self._ends_with_vocabulary:
             return None
         like_rows = torch.empty((), device=self._call.hidden.device).expand(*self.shape[:-1], 1)  # of one element
@@ -289,7 +290,7 @@ class DeferredLogits(StandIn):
             return self.tensor().to(*args, **kwargs)
         # A tensor of no elements shows what the arguments mean.
         empty = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **{**kwargs, "copy": False})
-        # Rounding to 16 bits, and float64 losses of other logits, are what the caller asks for.
+        # A caller who rounds to 16 bits, or wants a float64 loss, gets the loss of the cast logits.
         rounds = empty.dtype.itemsize < min(4, self.dtype.itemsize) or empty.dtype == torch.float64 != self.dtype
         if not empty.is_floating_point() or rounds or kwargs.get("memory_format") is not None:
             return self.asked("to").to(*args, **kwargs)
@@ -333,7 +334,7 @@ class DeferredLogits(StandIn):
 
     @property
     def _may_drop_ids(self) -> bool:
-        """Whether ids at the end of the vocabulary may be left out: before a softmax, of a weight that is whole."""
+        """Whether ids at the end of the vocabulary can be dropped: before a softmax, and if this rank has all rows."""
         return (
             not self._recorded.normalized
             and self._recorded.extra_bias is None
@@ -540,21 +541,20 @@ class DeferredLogits(StandIn):
     def cross_entropy(
         self,
         target: Any,
+        dtype: torch.dtype,
         weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: Number = 0.0,
-        dtype: torch.dtype | None = None,
     ) -> Tensor | None:
-        """Return `F.cross_entropy` of these logits; None if it takes real ones."""
+        """Return `F.cross_entropy` of these logits in `dtype`; None if it takes real ones."""
         if self._call.withheld and isinstance(target, Tensor) and not target.is_floating_point():
-            dtype = result_dtype("cross_entropy", self.dtype, self.device.type) if dtype is None else dtype
             return torch.zeros(target.shape if reduction == "none" else (), dtype=dtype, device=self.device)
         leading = [n for i, n in enumerate(self.shape) if i != self._recorded.class_dim % self.ndim]
-        fits = self.ndim > 1 and self._recorded.class_dim % self.ndim == 1 and is_index(target, leading, self.device)
+        fits = self.ndim > 1 and self._recorded.class_dim % self.ndim == 1
+        fits = fits and is_index(target, leading, self.device)
         if self.is_computed or not fits or reduction not in ("mean", "sum", "none"):
             return None
-        dtype = result_dtype("cross_entropy", self.dtype, self.device.type) if dtype is None else dtype
         accuracy = request.accuracy()
         settings = {
             "reduction": reduction,
@@ -657,8 +657,7 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else named.pop("input", None)
     if type(first) is DeferredLogits and not first.is_computed:
         if func is F.cross_entropy or func is F.nll_loss:
-            fused = _cross_entropy_of if func is F.cross_entropy else _nll_of
-            result = fused(first, *args[1:], **named)
+            result = _fused_loss(func, first, *args[1:], **named)
             if result is not None:
                 return result
         elif name in _METHODS and named.get("dim", 0) is not None:
@@ -685,7 +684,8 @@ def _stand_ins(tree: Any) -> list[DeferredLogits]:
     return found
 
 
-def _cross_entropy_of(
+def _fused_loss(
+    function: Any,  # `F.cross_entropy` or `F.nll_loss`, with the arguments of both
     logits: DeferredLogits,
     target: Any,
     weight: Tensor | None = None,
@@ -695,24 +695,11 @@ def _cross_entropy_of(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    if size_average is not None or reduce is not None or logits._recorded.normalized:
+    takes_logps = function is F.nll_loss
+    if size_average is not None or reduce is not None or logits._recorded.normalized != takes_logps:
         return None
-    return logits.cross_entropy(target, weight, ignore_index, reduction, label_smoothing)
-
-
-def _nll_of(
-    logps: DeferredLogits,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Tensor | None:
-    if size_average is not None or reduce is not None or not logps._recorded.normalized:
-        return None
-    dtype = result_dtype("nll_loss", logps.dtype, logps.device.type)
-    return logps.cross_entropy(target, weight, ignore_index, reduction, 0.0, dtype)
+    dtype = result_dtype(function.__name__, logits.dtype, logits.device.type)
+    return logits.cross_entropy(target, dtype, weight, ignore_index, reduction, label_smoothing)
 
 
 _LOGGED: set[tuple[str, str, int]] = set()

@@ -1,4 +1,4 @@
-"""Which product an `lm_head` computes: a Linear, quantized or not, maybe under PEFT's LoRA and a framework's wrappers.
+"""Find the product of an `lm_head`: a Linear, quantized or not, maybe under PEFT's LoRA and a framework's wrappers.
 
 Reads PEFT and bitsandbytes only where they are imported already.
 """

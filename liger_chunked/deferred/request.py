@@ -1,4 +1,4 @@
-"""What a caller asks of the heads that its model calls, in this thread and until the call returns."""
+"""Requests of a caller to the heads of its model, in this thread and until the call returns."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Request:
-    """Which heads defer, and what their losses return.
+    """A request: whether heads defer, and how their losses run.
 
     - `defer`: True, also outside of training; False, never; None, as the head is set
-    - `withhold`: cross entropies return 0, so that a loss shows what the model adds to it
+    - `withhold`: cross entropies return 0, so that the loss of a forward is the sum of its other terms
     - `returns_loss`: the model returns its loss, so that a wrapper finds the graph in what it returns
     - `accuracies`: a list that gets the token accuracy of each fused cross entropy
     """
@@ -26,7 +26,7 @@ class Request:
 
 
 _CURRENT = threading.local()
-# How many requests are active in any thread: without one, a head asks no thread-local, which Dynamo cannot trace.
+# The number of active requests, of all threads. Dynamo can read it, and cannot trace the thread-local.
 ACTIVE = 0
 _COUNT = threading.Lock()
 
@@ -44,7 +44,7 @@ def accuracy() -> list[Any] | None:
 
 @contextlib.contextmanager
 def requested(**changes: Any) -> Iterator[Request]:
-    """Ask for `changes` to the current request inside the block."""
+    """Change the current request inside the block."""
     global ACTIVE
     before = current()
     _CURRENT.request = now = replace(before, **changes)

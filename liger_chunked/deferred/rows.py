@@ -1,4 +1,4 @@
-"""Which rows of logits (..., V) an index, a view or a target means."""
+"""Rows of logits (..., V): indices, views and targets, translated for hidden states."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ _PATCH = "_liger_patch"
 
 
 class Patch:
-    """What replaces methods of a class. A subclass is hashable and can be pickled: a frozen dataclass."""
+    """Replaces methods of a class. Subclasses are frozen dataclasses: hashable, and they can be pickled."""
 
     def key(self, cls: Any) -> Hashable:
-        """What `methods` reads of `cls` besides its name: another value makes another subclass."""
+        """Return the values of `cls` that `methods` reads. Another value makes another subclass."""
         return None
 
     def methods(self, cls: Any) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class ModelPatch(Patch):
         return model_methods(cls, cls.__call__, lambda: cls.forward)
 
     def key(self, cls: Any) -> Hashable:
-        return cls.forward  # of which `forward` has the signature
+        return cls.forward  # `forward` copies its signature
 
 
 def model_methods(cls: Any, stock_call: Callable[..., Any], stock_forward: Callable[[], Any]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def model_methods(cls: Any, stock_call: Callable[..., Any], stock_forward: Calla
 
     stock: Any = stock_forward()
     stock = getattr(stock, STOCK, stock)
-    # Not functools.wraps: accelerate follows `__wrapped__`, past this function.
+    # functools.wraps would set `__wrapped__`, and accelerate would unwrap this function.
     forward.__name__, forward.__qualname__, forward.__doc__ = stock.__name__, stock.__qualname__, stock.__doc__
     forward.__module__ = stock.__module__
     vars(forward)["__signature__"] = inspect.signature(stock)
@@ -158,7 +158,7 @@ def add_keywords(*names: str) -> None:
 def hold_head(model: PreTrainedModel) -> None:
     """Let the current head defer as this model asks: PEFT, FSDP and the user may have replaced it.
 
-    A shallow copy of a model shares its head, and may ask for something else.
+    A shallow copy of a model shares its head, and may have another state.
     """
     head = head_of(model)
     if head is None or (torch.compiler.is_compiling() and hasattr(type(head), "_liger_defers")):
@@ -305,7 +305,7 @@ class _HeadCall(_Plan):
         takes = _parameters(type(model).forward)
         takes_all = any(x.kind is x.VAR_KEYWORD for x in takes.values())
         # The forward gets its labels: it may add a router's loss, or make a decoder's input of them. Its cross entropy
-        # is withheld, so that its loss is what it adds.
+        # returns 0, so that its loss is the sum of the other terms.
         labels = self.of_loss["labels"] if self.of_loss["labels"] is not None else self.of_loss["shift_labels"]
         self.own_loss = labels is not None and "labels" in takes
         if self.own_loss:
@@ -368,8 +368,8 @@ def _why_real(model: PreTrainedModel, logits: Any) -> str:
 def logit_options(model: nn.Module, *, ignore_index: int = -100) -> LogitOptions:
     """Return the transform that a model's forward applies to its logits: scale and softcap.
 
-    Runs the forward on one token, and reads what it did to the logits, not the config. A factor before `lm_head` is
-    part of the hidden states.
+    Runs the forward on one token and returns the recorded operations on its logits. The config is not read. A factor
+    before `lm_head` is part of the hidden states.
 
     Args:
         model: a transformers model, maybe wrapped.

@@ -23,7 +23,7 @@ class HeadInput:
     - `outputs`: of the model's forward, without logits
     - `labels`, `shift_labels` (B, T), `num_items_in_batch`: arguments of `model.forward`
     - `aux_loss` (): the load-balancing loss of experts; None unless the call or the config asks for router logits
-    - `added_loss` (): what the forward adds to the cross entropy of labels, such as the weighted `aux_loss`
+    - `added_loss` (): the terms that the forward adds to its cross entropy, such as the weighted `aux_loss`
     """
 
     hidden_states: Tensor
