@@ -545,6 +545,18 @@ def test_weights_that_change_before_the_logits_exist() -> None:
     assert z.tensor() is real and torch.equal(z.argmax(-1), real.argmax(-1))
 
 
+def test_inference_mode_around_the_call_alone() -> None:
+    """As with tensors, the loss of inference tensors can take part in another's backward."""
+    case = Case()
+    defer_logits(case.head)
+    with torch.inference_mode():
+        z = case.head(case.x)
+    reference = z.log_softmax(-1).gather(-1, IDS[..., None])
+    loss = (case.head(case.x).log_softmax(-1).gather(-1, IDS[..., None]) * reference).sum()
+    loss.backward()
+    assert case.x.grad is not None and case.x.grad.any()
+
+
 def test_functional_call() -> None:
     """Its weights are those of the call, also after they were taken out again."""
     case = Case()

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from liger_chunked.deferred.inside import Compute, real_logits, run_inside
+from liger_chunked.deferred.switches import Switches
 from liger_chunked.types import LogitOptions
 
 
@@ -44,8 +46,8 @@ class Transform:
 class Call:
     """One call of a head: its input, and the modes that were active when the model called it.
 
-    The product runs at most once for real logits, and once for each loss, always as if it ran then: under the same
-    autocast, grad mode and weights.
+    The product runs at most once for real logits, and once for each loss, always as if it ran then: with the same
+    autocast, grad mode, weights, adapters and training mode.
     """
 
     def __init__(self, head: nn.Module, hidden: Tensor, settings: Any) -> None:
@@ -59,6 +61,7 @@ class Call:
             torch.is_autocast_cache_enabled(),
         )
         self.device = _device_of(head, hidden)
+        self.switches = Switches(head)
         self.tensors = _tensors_of(head)
         self.versions = [version_of(x) for x in (hidden, *self.tensors.values())]
         self.real: Tensor | None = None
@@ -104,10 +107,12 @@ class Call:
                 "head that a framework shards, inside the model's forward); or get logits at once: "
                 "model(..., skip_logits=False), or handle.remove() of defer_logits"
             )
-        if same:
-            return run()
-        # torch.func.functional_call had put other tensors in, and has taken them out again.
-        return torch.func.functional_call(_Runner(self.head, run), {f"head.{n}": x for n, x in self.tensors.items()})
+        with self.switches.restored():
+            if same:
+                return run()
+            # torch.func.functional_call had put other tensors in, and has taken them out again.
+            tensors = {f"head.{name}": x for name, x in self.tensors.items()}
+            return torch.func.functional_call(_Runner(self.head, run), tensors)
 
     def logits(self) -> Tensor:
         if self.real is None:
@@ -119,7 +124,11 @@ class Call:
     def run(self, compute: Compute) -> Any:
         """Return `compute(head, hidden_states)`, called where the head would multiply."""
         with self._as_called(self.grad and torch.is_grad_enabled()):
-            return self._with_its_weights(functools.partial(run_inside, self.head, self.hidden, compute))
+            result = self._with_its_weights(functools.partial(run_inside, self.head, self.hidden, compute))
+        if self.inference and not torch.is_inference_mode_enabled():
+            # A loss of inference tensors is an ordinary tensor, which others may save for their backward.
+            result = tree_map_only(Tensor, torch.clone, result)
+        return result
 
 
 class _Runner(nn.Module):

@@ -227,6 +227,11 @@ def defer_logits(linear: nn.Module, *, logits_budget: int | float | str | None =
     """
     if not isinstance(linear, nn.Module):
         raise TypeError(f"linear must be a module such as model.lm_head, got {type(linear).__name__}")
-    projections_in(linear)
+    try:
+        projections_in(linear)
+    except ValueError as refusal:
+        raise ValueError(
+            f"{refusal}. Pass the layer from hidden states to the vocabulary, such as model.lm_head"
+        ) from None
     set_deferral(linear, Deferral(budget_bytes(logits_budget)))
     return DeferHandle(linear)

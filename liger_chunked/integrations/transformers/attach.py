@@ -117,7 +117,7 @@ def check_head(model: PreTrainedModel) -> None:
     """Raise a ValueError that says why no fused loss can compute a model's `lm_head`, or why it cannot be patched."""
     head = head_of(model)
     if head is None:
-        raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
+        raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head: pass the model that has the head")
     projections_in(head)
     patched_class(stock_class(type(model)), ModelPatch())  # raises if Python cannot make the subclass
 

@@ -21,7 +21,10 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
         elif type(model).__module__.startswith("peft.") and isinstance(inner := _wrapped_by_peft(model), nn.Module):
             model = inner
         else:
-            raise TypeError(f"model must be, or wrap, a transformers PreTrainedModel, got {type(model).__name__}")
+            raise TypeError(
+                f"model must be, or wrap, a transformers PreTrainedModel, got {type(model).__name__}; "
+                "liger_chunked.defer_logits(model.lm_head) serves any model"
+            )
     return model
 
 

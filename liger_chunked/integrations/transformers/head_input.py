@@ -46,7 +46,9 @@ class HeadInput:
         return target.to(self.hidden_states.device)
 
     def loss(self, loss: nn.Module, head: Head, **tensors: Any) -> Any:
-        """Return the value of `loss`, at the model's softcap and scale; `tensors` are more arguments.
+        """Return the value of `loss`, at the model's softcap and scale.
+
+        `tensors` are more arguments, such as `num_items=input.num_items_in_batch`, which is not passed by itself.
 
         Raises ValueError if the loss has different ones.
 

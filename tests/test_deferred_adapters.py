@@ -1,0 +1,139 @@
+"""Deferred logits of PEFT models: the adapters are those of the call, whatever is switched before they are used."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("peft")
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from liger_chunked import apply_liger_kernel, defer_logits
+from liger_chunked.deferred import DeferredLogits
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of PEFT
+
+VOCAB = 61
+IDS = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": ["q_proj", "lm_head"]},
+    "dropout": {"target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.5},
+    "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+def built(adapter: str) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = get_peft_model(LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes)), LoraConfig(**ADAPTERS[adapter]))
+    model.add_adapter("other", LoraConfig(**ADAPTERS[adapter]))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                p.add_(0.3 * torch.randn_like(p))
+    return model.train()
+
+
+def loss_of(z: Any) -> Tensor:
+    """The fused loss of logits."""
+    return F.cross_entropy(z[:, :-1].reshape(-1, VOCAB), IDS[:, 1:].reshape(-1))
+
+
+def loss_of_real(z: Any) -> Tensor:
+    """A loss that takes real logits."""
+    return loss_of(z * torch.ones(VOCAB))
+
+
+Loss = Callable[[Any], Tensor]
+
+
+def disabled(model: Any, loss_of: Loss) -> Tensor:
+    with torch.no_grad(), model.disable_adapter():
+        reference = model(IDS).logits
+    return loss_of(model(IDS).logits) - loss_of(reference)
+
+
+def used_while_disabled(model: Any, loss_of: Loss) -> Tensor:
+    z = model(IDS).logits
+    with model.disable_adapter():
+        return loss_of(z)
+
+
+def another_adapter(model: Any, loss_of: Loss) -> Tensor:
+    model.set_adapter("other")
+    z = model(IDS).logits
+    model.set_adapter("default")
+    return loss_of(z) + loss_of(model(IDS).logits)
+
+
+def frozen_between(model: Any, loss_of: Loss) -> Tensor:
+    z = model(IDS).logits
+    model.requires_grad_(False)
+    loss = loss_of(z)
+    model.requires_grad_(True)
+    return loss
+
+
+USES: dict[str, Callable[[Any, Loss], Tensor]] = {
+    "disabled": disabled,
+    "used while disabled": used_while_disabled,
+    "another adapter": another_adapter,
+    "frozen between": frozen_between,
+}
+
+
+@pytest.mark.parametrize("way", ["apply", "defer"])
+@pytest.mark.parametrize("loss", [loss_of, loss_of_real], ids=["fused", "real"])
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("adapter", ["lora", "modules_to_save"])
+def test_adapters_of_the_call(adapter: str, use: str, loss: Loss, way: str) -> None:
+    model = built(adapter)
+    stock = copy.deepcopy(model)
+    if way == "apply":
+        apply_liger_kernel(model)
+    else:
+        defer_logits(model.get_base_model().lm_head)
+    assert isinstance(model(IDS).logits, DeferredLogits)
+    results = []
+    for module in (model, stock):
+        torch.manual_seed(0)
+        value = USES[use](module, loss)
+        value.backward()
+        results.append((value.detach(), {name: p.grad for name, p in module.named_parameters() if p.grad is not None}))
+    (ours, found), (theirs, exact) = results
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for name, gradient in exact.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_dropout_of_the_call() -> None:
+    """`eval()` after the call does not switch the adapter's dropout off."""
+    model = built("dropout")
+    apply_liger_kernel(model, rope=False, rms_norm=False, swiglu=False)
+    z = model(IDS).logits
+    model.eval()
+    torch.manual_seed(1)
+    first = loss_of(z)
+    torch.manual_seed(2)
+    assert not torch.equal(first, loss_of(z)), "dropout draws"
+    assert not model.training
+
+
+def test_merged_after_the_call() -> None:
+    model = built("lora")
+    apply_liger_kernel(model)
+    z = model(IDS).logits
+    model.merge_adapter()
+    with pytest.raises(RuntimeError, match="merged or unmerged after the model called it"):
+        loss_of(z)
+    model.unmerge_adapter()
+    torch.testing.assert_close(loss_of(z), loss_of(z.tensor()))
