@@ -760,3 +760,152 @@ def test_on_a_gpu(name: str, autocast: bool) -> None:
         assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
         assert relative_error(mine.double(), right) <= 1.1 * relative_error(theirs.double(), right) + 1e-6
     assert ours[3] < 0.5 * eager[3]
+
+
+# What must not differ from tensors although it happens between the call and the use
+
+
+def test_copies_do_not_change_with_the_logits() -> None:
+    """An in-place change reaches views that were made before, and no copies."""
+    for make in (
+        lambda z: z * 2,
+        lambda z: z.clone(),
+        lambda z: z[:, [0, 1]],
+        lambda z: z[:, 1:],
+        lambda z: z.view(-1, V),
+    ):
+        for change in (assigned, lambda z: z.add_(1.0), lambda z: z.mul_(3), lambda z: z.__iadd__(1.0)):
+            values = []
+            for defers in (False, True):
+                case = Case()
+                with defer_logits(case.head) if defers else contextlib.nullcontext():
+                    z = case.head(case.x)
+                    made = make(z)
+                    change(z)
+                    values.append((made * 1.0).sum(-1))
+            assert torch.equal(*values)
+
+
+def test_a_metric_without_grad_does_not_take_the_gradient_of_the_loss() -> None:
+    for metric in (
+        lambda z: z.logsumexp(-1),
+        lambda z: z.gather(-1, IDS[..., None]),
+        lambda z: z.argmax(-1),
+        lambda z: z.softmax(-1),
+    ):
+        for mode in (torch.no_grad, torch.inference_mode):
+            gradients = []
+            for defers in (False, True):
+                case = Case()
+                with defer_logits(case.head) if defers else contextlib.nullcontext():
+                    z = case.head(case.x)
+                    with mode():
+                        metric(z)
+                    loss = z.logsumexp(-1).mean() + F.cross_entropy(z.view(-1, V), Y.view(-1)) + (z * 2)[..., 0].mean()
+                    gradients.append(torch.autograd.grad(loss, [case.x, case.head.weight]))
+            for ours, theirs in zip(gradients[1], gradients[0], strict=True):
+                assert relative_error(ours, theirs) < BOUND
+
+
+def test_statistics_are_forgotten_with_a_scale() -> None:
+    case = Case()
+    exact = case.head(case.x).mul(2).logsumexp(-1)
+    defer_logits(case.head)
+    z = case.head(case.x)
+    z.logsumexp(-1)
+    z.mul_(2)
+    torch.testing.assert_close(z.logsumexp(-1), exact)
+
+
+# Kept before any head defers, as in torch's own tutorial.
+kept_apply = Squares.apply
+
+
+def test_an_apply_that_was_kept_before() -> None:
+    case = Case()
+    exact, _ = case.step(kept_apply)
+    defer_logits(case.head)
+    found, _ = case.step(kept_apply)
+    assert all(torch.equal(x, e) for x, e in zip(found, exact, strict=True))
+
+
+def test_tensors_that_change_between_an_operation_and_the_loss() -> None:
+    case = Case()
+    defer_logits(case.head)
+    for make in (lambda z, x: z + x, lambda z, x: z[:, (x[:2] > -9).nonzero()[:, 0]], lambda z, x: z * x[5]):
+        changed = OFFSET.clone()
+        z = make(case.head(case.x), changed)
+        (read, _), *_ = z._captured
+        read.add_(0)
+        with pytest.raises(RuntimeError, match="was modified by an inplace operation before"):
+            F.cross_entropy(z.reshape(-1, V), IDS.new_zeros(z.numel() // V))
+
+
+def test_hidden_states_of_several_codebooks() -> None:
+    case = Case()
+    x = torch.randn(2, 3, 4, H, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(V, (2, 3, 4))
+    uses: list[Callable[[Any], Tensor]] = [
+        lambda z: F.cross_entropy(z.flatten(0, 2), target.flatten()),
+        lambda z: F.cross_entropy(z.permute(0, 3, 1, 2), target),
+        lambda z: z.logsumexp(-1).mean(),
+        lambda z: F.cross_entropy(z[:, 1:].reshape(-1, V), target[:, 1:].reshape(-1)),
+    ]
+    for use in uses:
+        exact = torch.autograd.grad(use(case.head(x)), [x, case.head.weight])
+        with defer_logits(case.head):
+            z = case.head(x)
+            found = torch.autograd.grad(use(z), [x, case.head.weight])
+            assert not z.is_computed
+        assert all(relative_error(a, b) < BOUND for a, b in zip(found, exact, strict=True))
+
+
+def test_biases_that_a_head_has_not() -> None:
+    """Of another dtype, after a cut of the vocabulary, and with the only gradient."""
+    case = Case(dtype=torch.bfloat16)
+    wide = OFFSET.float()
+    exact = of_tokens(case.head(case.x).float() + wide)
+    with defer_logits(case.head):
+        assert torch.equal(of_tokens(case.head(case.x).float() + wide), exact)
+    case = Case()
+    short = OFFSET[:31]
+    exact = F.cross_entropy((case.head(case.x)[..., :31] + short).flatten(0, 1), Y.clamp(max=30).flatten())
+    with defer_logits(case.head):
+        z = case.head(case.x)[..., :31] + short
+        torch.testing.assert_close(F.cross_entropy(z.flatten(0, 1), Y.clamp(max=30).flatten()), exact)
+        trained = OFFSET.clone().requires_grad_()
+        assert of_tokens(case.head(case.x).detach() + trained).requires_grad
+
+
+def test_arguments_at_their_limits() -> None:
+    case = Case()
+    real = case.head(case.x)
+    defer_logits(case.head)
+    for use in (
+        lambda z: z.narrow(1, -1, 1),
+        lambda z: z.narrow(-1, -3, 3),
+        lambda z: z.squeeze((0, 1)),
+        lambda z: z.transpose(-1, -2),
+        lambda z: z[1:2].squeeze(0),
+    ):
+        assert torch.equal(use(case.head(case.x)) * 1.0, use(real))
+    for wrong in (lambda z: z.narrow(1, 3, 10), lambda z: z.transpose(0, 7), lambda z: z.permute(0, 1, 9)):
+        with pytest.raises((IndexError, RuntimeError)):
+            wrong(real)
+        with pytest.raises((IndexError, RuntimeError)):
+            wrong(case.head(case.x))
+    with pytest.raises((RuntimeError, IndexError)):
+        F.cross_entropy(case.head(case.x).view(-1, V), Y.view(-1).int())
+    z = case.head(case.x)
+    assert (z.is_cpu, z.layout, z.itemsize, z.is_leaf) == (True, torch.strided, 8, False) and not z.is_computed
+
+
+def test_spectral_norm_gives_logits() -> None:
+    for norm in (nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm):
+        case = Case()
+        norm(case.head)
+        twin = copy.deepcopy(case.head)
+        defer_logits(case.head)
+        z = case.head(case.x)
+        assert isinstance(z, Tensor)
+        torch.testing.assert_close(z, twin(case.x))

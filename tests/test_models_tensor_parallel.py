@@ -237,6 +237,10 @@ def modules(rank: int, folder: str, every: str) -> None:
     for i, (plan, family, dtype) in enumerate(cases):
         if every == "True" or i % 4 in (1, 2):
             ways = tuple(WAYS) if every == "True" else (list(WAYS)[i % 2],)
+            if plan == "local-sequence":
+                # Stock's own loss fails on this plan: a hook of the head makes local hidden states whole, and until
+                # then their shape is that of a rank's part.
+                ways = ("head_fn",)
             compare(lambda: by_module(mesh, plan, family, dtype), BY_ID[family], dtype, ways, cases[i])  # noqa: B023
     applied = apply_liger_kernel(by_module(mesh, "sequence", "llama", torch.float32))
     assert applied.left["LlamaRMSNorm"] == "parallelize_module runs it on DTensors"

@@ -41,7 +41,7 @@ from liger_chunked import (
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearSimPOLoss,
 )
-from liger_chunked.deferred.logits import DeferredLogits
+from liger_chunked.deferred import logits as deferred_logits
 from liger_chunked.integrations import trl as integration
 from liger_chunked.integrations.transformers import apply_liger_kernel, layers
 from liger_chunked.integrations.trl import add_chunked_lm_head, heads
@@ -331,7 +331,7 @@ def test_beside_the_base_kernels(train, monkeypatch, kind, loss):
         pytest.fail("the fused cross entropy ran")
 
     monkeypatch.setattr(layers, "liger_rms_norm", counted)
-    monkeypatch.setattr(DeferredLogits, "cross_entropy", asked)
+    monkeypatch.setattr(deferred_logits, "once", asked)  # what builds it
     ours = train(kind, ours=True, config=PLAIN, model=model, loss=loss)
     assert len(norms) >= 5 * 8  # five norms, eight micro-batches
     assert_same(ours, train(kind, ours=False, config=PLAIN), common=loss is not None)

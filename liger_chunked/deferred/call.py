@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ class Call:
     """One call of a head: its input, and the modes that were active when the model called it.
 
     The product runs at most once for real logits, and once for each loss, always as if it ran then: with the same
-    autocast, grad mode, weights, adapters and training mode.
+    autocast, grad mode, weights, adapters and training mode. Dropout, as of an adapter, draws again each time.
     """
 
     def __init__(self, head: nn.Module, hidden: Tensor, settings: Any) -> None:
@@ -65,8 +66,9 @@ class Call:
         self.tensors = _tensors_of(head)
         self.versions = [version_of(x) for x in (hidden, *self.tensors.values())]
         self.real: Tensor | None = None
-        self.real_version = 0
+        self.stand_ins: list[weakref.ref[Any]] = []  # all objects made from this call
         self.asked_by: str | None = None  # the function that needed real logits, and its place
+        self.gave_zero = False  # whether `withheld` had an effect
         self.withheld = False  # cross entropies return 0, so that a loss shows the terms that the forward adds
 
     @property
@@ -116,9 +118,9 @@ class Call:
 
     def logits(self) -> Tensor:
         if self.real is None:
-            with self._as_called(self.grad):
+            # Not in the mode of who reads them: others may need their gradient.
+            with torch.inference_mode(self.inference), self._as_called(self.grad):
                 self.real = self._with_its_weights(functools.partial(real_logits, self.head, self.hidden))
-            self.real_version = version_of(self.real)
         return self.real
 
     def run(self, compute: Compute) -> Any:

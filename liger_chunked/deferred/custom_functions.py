@@ -15,16 +15,22 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from liger_chunked.deferred.logits import DeferredLogits
 
+# The base class of `Function`, which calls its `apply` at each call: code may have kept `Function.apply` itself before.
+_BASE: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.autograd.Function)
+
 
 @functools.cache
 def give_real_logits_to_custom_functions() -> None:
-    stock = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    stock = getattr(_BASE.apply, "__func__", None)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # Functions of torch, such as DDP's, return unknown objects as they are.
         if any(type(x) is DeferredLogits for x in args) and not cls.__module__.startswith("torch."):
             args = tuple(x.asked(cls.__name__) if type(x) is DeferredLogits else x for x in args)
-        result = stock(cls, *args, **kwargs)
+        if stock is None:  # a method of C, which belongs to the class above
+            result = super(_BASE, cls).apply(*args, **kwargs)
+        else:
+            result = stock(cls, *args, **kwargs)
         if type(result) is DeferredLogits and cls is CheckpointFunction:
             raise RuntimeError(
                 "a reentrant checkpoint returned the logits of a head that defers them, and would lose their gradient: "
@@ -32,4 +38,4 @@ def give_real_logits_to_custom_functions() -> None:
             )
         return result
 
-    torch.autograd.Function.apply = classmethod(functools.wraps(stock)(apply))  # type: ignore[assignment]
+    _BASE.apply = classmethod(apply)

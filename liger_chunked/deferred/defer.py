@@ -123,7 +123,13 @@ def refusal_of(head: nn.Module) -> str | None:
         projections_in(head)
     except ValueError as refusal:
         return str(refusal)
+    if any(name.endswith(_POWER_ITERATION) for name, _ in head.named_buffers()):
+        return "its spectral norm takes a step of the power iteration in each call, and logits may need several"
     return None
+
+
+# Buffers of torch's spectral norms, old and new.
+_POWER_ITERATION = ("weight_u", "weight_v", "weight.0._u", "weight.0._v")
 
 
 _LOGGED: set[str] = set()

@@ -19,6 +19,7 @@ import logging
 import math
 import numbers
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from liger_chunked.calls import once
 from liger_chunked.deferred import request
@@ -103,7 +104,12 @@ class DeferredLogits(StandIn):
         self._in_place: list[Callable[[Tensor], Any]] = []
         self._derived = False  # whether another one was made from this
         self._real: Tensor | None = None
-        self._stats: dict[str, Tensor] = {}
+        self._real_version = 0
+        # By name, and by whether they have a gradient.
+        self._stats: dict[tuple[str, bool], Tensor] = {}
+        # Tensors that the operation reads: their values are those of now.
+        self._captured: list[tuple[Tensor, int]] = []
+        call.stand_ins.append(weakref.ref(self))
 
     # What a tensor knows without values
 
@@ -120,6 +126,20 @@ class DeferredLogits(StandIn):
     def _vocabulary(self) -> int:
         return self.shape[self._recorded.class_dim]
 
+    is_leaf = is_sparse = is_quantized = is_meta = is_nested = False
+    layout = torch.strided
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
@@ -131,8 +151,18 @@ class DeferredLogits(StandIn):
 
     @property
     def is_modified(self) -> bool:
-        """Whether the real logits were changed in place, so that no transform describes them."""
-        return self._call.real is not None and version_of(self._call.real) != self._call.real_version
+        """Whether real logits were changed in place, so that no transform describes them."""
+        node: DeferredLogits | None = self
+        while node is not None:
+            if node._real is not None and version_of(node._real) != node._real_version:
+                return True
+            node = node._made_from
+        return False
+
+    @property
+    def gave_zero(self) -> bool:
+        """Whether a cross entropy of these logits was withheld: it returned 0."""
+        return self._call.gave_zero
 
     @property
     def asked_by(self) -> str | None:
@@ -185,48 +215,70 @@ class DeferredLogits(StandIn):
             if self._made_from is None:
                 real = self._call.logits()
             else:
-                with torch.set_grad_enabled(self._recorded.has_grad):
-                    real = self._operation(self._made_from.tensor())  # type: ignore[misc]
-            for change in self._in_place:
-                change(real)
-            self._real = real
+                self._check_captured()
+                origin = self._made_from.tensor()
+                with torch.inference_mode(self._call.inference), torch.set_grad_enabled(self._recorded.has_grad):
+                    real = self._operation(origin)  # type: ignore[misc]
+            with torch.inference_mode(self._call.inference), torch.set_grad_enabled(self._call.grad):
+                for change in self._in_place:
+                    change(real)
+            self._real, self._real_version = real, version_of(real)
         return self._real
+
+    def _check_captured(self) -> None:
+        if any(version_of(x) != version for x, version in self._captured):
+            raise RuntimeError(
+                "a tensor that was added to deferred logits, or that indexes or scales them, was modified by an "
+                "inplace operation before the logits were computed: use a copy of it, or compute the loss first"
+            )
 
     def asked(self, name: str) -> Tensor:
         """Return the real logits, and say in the log, once for each place, that `name` needed them."""
         if self._call.real is None:
             self._call.asked_by = _log_use(self, name)
+        if _is_in_place(name):
+            # Copies that were made before do not change with these logits; views do, as they share their memory.
+            for reference in list(self._call.stand_ins):
+                if (other := reference()) is not None:
+                    other.tensor()
         return self.tensor()
 
     # Recorded operations
 
-    def _made(self, operation: Callable[[Tensor], Tensor], rows: Rows | None = None, **changes: Any) -> DeferredLogits:
-        """Return the stand-in for `operation(logits)`; `changes` are to `Recorded`."""
+    def _made(
+        self, operation: Callable[[Tensor], Tensor], rows: Rows | None = None, captured: Any = (), **changes: Any
+    ) -> DeferredLogits:
+        """Return the stand-in for `operation(logits)`, which reads the tensors in `captured`.
+
+        `changes` are to `Recorded`.
+        """
         self._derived = True
         has_grad = self._recorded.has_grad and torch.is_grad_enabled()
         recorded = replace(self._recorded, **{"has_grad": has_grad, **changes})
-        return DeferredLogits(self._call, recorded, self, operation, rows)
+        made = DeferredLogits(self._call, recorded, self, operation, rows)
+        made._captured = [(x, version_of(x)) for x in tree_leaves(captured) if isinstance(x, Tensor)]
+        return made
 
-    def _selected(self, rows: Rows) -> DeferredLogits | None:
+    def _selected(self, rows: Rows, captured: Any = ()) -> DeferredLogits | None:
         """Return the stand-in for `rows(logits)`. `rows` works on tensors (..., K) like this one, for any K."""
         if not self._ends_with_vocabulary:
             return None
         like_rows = torch.empty((), device=self._call.hidden.device).expand(*self.shape[:-1], 1)  # of one element
         shape = torch.Size((*rows(like_rows).shape[:-1], self.shape[-1]))
-        return self._made(rows, shape=shape, rows=rows)
+        return self._made(rows, shape=shape, rows=rows, captured=captured)
 
     @property
     def _ends_with_vocabulary(self) -> bool:
         return self._recorded.class_dim == -1
 
-    def _scaled(self, operation: Callable[[Tensor], Tensor], factor: Any) -> DeferredLogits | None:
+    def _scaled(self, operation: Callable[[Tensor], Tensor], factor: Any, captured: Any) -> DeferredLogits | None:
         transform = None if self._recorded.normalized else self._recorded.transform.times(factor)
         if transform is None or self._recorded.extra_bias is not None:
             return None
-        return self._made(operation, transform=transform)
+        return self._made(operation, transform=transform, captured=captured)
 
     def mul(self, other: Any) -> Any:
-        made = None if self.is_computed else self._scaled(lambda x: x * other, _number(other))
+        made = None if self.is_computed else self._scaled(lambda x: x * other, _number(other), other)
         return self.asked("mul") * _real(other) if made is None else made
 
     multiply = __mul__ = __rmul__ = mul
@@ -234,7 +286,7 @@ class DeferredLogits(StandIn):
     def div(self, other: Any, *, rounding_mode: str | None = None) -> Any:
         made = None
         if not self.is_computed and rounding_mode is None:
-            made = self._scaled(lambda x: x / other, _inverse(_number(other)))
+            made = self._scaled(lambda x: x / other, _inverse(_number(other)), other)
         return self.asked("div").div(_real(other), rounding_mode=rounding_mode) if made is None else made
 
     divide = true_divide = __truediv__ = div
@@ -242,13 +294,15 @@ class DeferredLogits(StandIn):
     def _scale_in_place(self, name: str, factor: Number, change: Callable[[Tensor], Any]) -> DeferredLogits:
         """Scale a stand-in that nothing was made from, so that nothing else changes with it."""
         scaled = None
-        if not (self.is_computed or self._derived or self._recorded.normalized or self._made_from is not None):
+        alone = not (self.is_computed or self._derived or self._made_from is not None)
+        if alone and not self._recorded.normalized and torch.is_grad_enabled() == self._call.grad:
             scaled = self._recorded.transform.times(factor)
         if scaled is None:
             change(self.asked(name))
         else:
             self._recorded = replace(self._recorded, transform=scaled)
             self._in_place.append(change)
+            self._stats.clear()
         return self
 
     def mul_(self, other: Any) -> DeferredLogits:
@@ -267,7 +321,7 @@ class DeferredLogits(StandIn):
 
     def add(self, other: Any, *, alpha: Any = 1) -> Any:
         if not self.is_computed and alpha == 1 and self._is_bias(other):
-            return self._made(lambda x: x + other, extra_bias=other.reshape(-1))
+            return self._made(lambda x: x + other, extra_bias=other.reshape(-1), captured=other)
         return torch.add(self.asked("add"), _real(other), alpha=alpha)
 
     __add__ = __radd__ = add
@@ -280,7 +334,9 @@ class DeferredLogits(StandIn):
             untransformed
             and self._ends_with_vocabulary
             and type(x) in (Tensor, nn.Parameter, nn.Buffer)
-            and x.dtype == self.dtype
+            and x.dtype == self.dtype == self._call.dtype
+            and (self.requires_grad or not x.requires_grad)
+            and not any_dtensor(self._call.tensors.values())
             and 0 < x.ndim <= self.ndim
             and x.numel() == x.shape[-1] == self.shape[-1]
         )
@@ -327,7 +383,7 @@ class DeferredLogits(StandIn):
         if not self.is_computed and self._ends_with_vocabulary:
             rows, n_ids = row_index(index, self.shape)
             if rows is not None:
-                made = self._selected(rows)
+                made = self._selected(rows, index)
             elif n_ids is not None and self._may_drop_ids:
                 made = self._made(lambda x: x[..., :n_ids], shape=torch.Size((*self.shape[:-1], n_ids)), n_ids=n_ids)
         return self.asked("indexing")[_real(index)] if made is None else made
@@ -365,7 +421,7 @@ class DeferredLogits(StandIn):
     def squeeze(self, dim: int | None = None) -> Any:
         if (
             not self.is_computed
-            and dim is not None
+            and isinstance(dim, int)
             and -self.ndim <= dim < self.ndim
             and dim % self.ndim < self.ndim - 1
         ):
@@ -382,6 +438,8 @@ class DeferredLogits(StandIn):
         return self.asked("unsqueeze").unsqueeze(dim)
 
     def transpose(self, dim0: int, dim1: int) -> Any:
+        if not all(isinstance(dim, int) and -self.ndim <= dim < self.ndim for dim in (dim0, dim1)):
+            return self.asked("transpose").transpose(dim0, dim1)
         order = list(range(self.ndim))
         a, b = dim0 % self.ndim, dim1 % self.ndim
         order[a], order[b] = order[b], order[a]
@@ -389,6 +447,8 @@ class DeferredLogits(StandIn):
 
     def permute(self, *dims: Any) -> Any:
         dims = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
+        if not all(isinstance(dim, int) and -self.ndim <= dim < self.ndim for dim in dims):
+            return self.asked("permute").permute(*dims)
         order = [dim % self.ndim for dim in dims]
         classes = order.index(self._recorded.class_dim % self.ndim) if sorted(order) == list(range(self.ndim)) else None
         others = [] if classes is None else [i for i in order if i != self._recorded.class_dim % self.ndim]
@@ -428,8 +488,10 @@ class DeferredLogits(StandIn):
         return self._split("chunk", chunks, dim)
 
     def narrow(self, dim: int, start: int, length: int) -> Any:
-        before = (slice(None),) * (dim % self.ndim)
-        index = (*before, slice(start, start + length))
+        numbers_given = all(isinstance(x, int) for x in (dim, start, length)) and -self.ndim <= dim < self.ndim
+        if not numbers_given or not 0 <= start <= start + length <= self.shape[dim]:
+            return self.asked("narrow").narrow(dim, start, length)
+        index = (*(slice(None),) * (dim % self.ndim), slice(start, start + length))
         return self[index]
 
     # Fused operations
@@ -441,7 +503,8 @@ class DeferredLogits(StandIn):
     def log_softmax(self, dim: int, dtype: torch.dtype | None = None) -> Any:
         if self._fuses(dim) and not self._recorded.normalized and dtype in (None, torch.float32, torch.float64):
             known = result_dtype("log_softmax", self.dtype, self.device.type) if dtype is None else dtype
-            return self._made(lambda x: F.log_softmax(x, dim, dtype=dtype), dtype=known, normalized=True)
+            # Not what autocast makes of it where the logits are read.
+            return self._made(lambda x: F.log_softmax(x, dim, dtype=known), dtype=known, normalized=True)
         return F.log_softmax(self.asked("log_softmax"), dim, dtype=dtype)
 
     def gather(self, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
@@ -451,7 +514,7 @@ class DeferredLogits(StandIn):
                 return self._statistics(target, "logps")["logps"][..., None]
             # The usual next step is the difference to `logsumexp`, which the same pass gives.
             stats = self._statistics(target, "logps", "lse")
-            self._stats["lse"] = stats["lse"]
+            self._stats["lse", torch.is_grad_enabled()] = stats["lse"]
             return (stats["logps"] + stats["lse"]).to(self.dtype)[..., None]
         return self.asked("gather").gather(dim, _real(index), sparse_grad=sparse_grad)
 
@@ -461,14 +524,15 @@ class DeferredLogits(StandIn):
         lse = self._known("lse")
         if lse is None:
             target = torch.zeros(self.shape[:-1], dtype=torch.long, device=self.device)
-            lse = self._stats["lse"] = self._statistics(target, "lse")["lse"]
+            lse = self._stats["lse", torch.is_grad_enabled()] = self._statistics(target, "lse")["lse"]
         lse = lse.to(result_dtype("logsumexp", self.dtype, self.device.type))
         return lse[..., None] if keepdim else lse
 
     def _known(self, name: str) -> Tensor | None:
         """Return a statistic that was computed already, for these rows or for those that they were selected from."""
-        if name in self._stats:
-            return self._stats[name]
+        key = name, torch.is_grad_enabled()
+        if key in self._stats:
+            return self._stats[key]
         origin = self._made_from
         if origin is None or self._rows is None or self._recorded.has_grad != origin._recorded.has_grad:
             return None
@@ -483,16 +547,23 @@ class DeferredLogits(StandIn):
         """
 
         def inside(head: Head, hidden: Tensor) -> Any:
-            if self._recorded.extra_bias is not None:
-                extra = self._recorded.extra_bias.to(hidden.device)
-                head = Head(head.weight, extra if head.bias is None else head.bias + extra)
             if self._recorded.n_ids is not None:
                 first = slice(self._recorded.n_ids)
                 head = Head(head.weight[first], None if head.bias is None else head.bias[first])
-            if self._reshapes_rows:
-                return compute(head, hidden, hidden.shape[:-1])
-            return compute(head, self.selected_rows(hidden), None)
+            if self._recorded.extra_bias is not None:
+                extra = self._recorded.extra_bias.to(hidden.device)
+                head = Head(head.weight, extra if head.bias is None else head.bias + extra)
+            shape = hidden.shape[:-1] if self._reshapes_rows else None
+            rows = self.selected_rows(hidden) if shape is None else hidden
+            if rows.ndim > 3:  # a loss takes a batch of sequences, or rows
+                rows = rows.flatten(0, -2)
+                shape = None if shape is None else rows.shape[:-1]
+            return compute(head, rows, shape)
 
+        node: DeferredLogits | None = self
+        while node is not None:
+            node._check_captured()
+            node = node._made_from
         grad = torch.is_grad_enabled() and self._recorded.has_grad
         with torch.set_grad_enabled(grad):
             return self._call.run(inside)
@@ -549,6 +620,7 @@ class DeferredLogits(StandIn):
     ) -> Tensor | None:
         """Return `F.cross_entropy` of these logits in `dtype`; None if it takes real ones."""
         if self._call.withheld and isinstance(target, Tensor) and not target.is_floating_point():
+            self._call.gave_zero = True
             return torch.zeros(target.shape if reduction == "none" else (), dtype=dtype, device=self.device)
         leading = [n for i, n in enumerate(self.shape) if i != self._recorded.class_dim % self.ndim]
         fits = self.ndim > 1 and self._recorded.class_dim % self.ndim == 1
@@ -605,7 +677,7 @@ class DeferredLogits(StandIn):
 
 def _delegated(name: str) -> Any:
     def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.asked(name.strip("_")), name)(*_real(args), **_real(kwargs))
+        return getattr(self.asked(name), name)(*_real(args), **_real(kwargs))
 
     method.__name__ = name
     return method
@@ -623,6 +695,13 @@ for _name in (
 ).split():
     if hasattr(Tensor, f"__{_name}__") and f"__{_name}__" not in vars(DeferredLogits):
         setattr(DeferredLogits, f"__{_name}__", _delegated(f"__{_name}__"))
+
+
+def _is_in_place(name: str) -> bool:
+    """Whether a method, an operator or "item assignment" changes the tensor that it is called on."""
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
+    return name == "item assignment" or (name.endswith("_") and not name.startswith("_"))
 
 
 def _real(x: Any) -> Any:
@@ -655,12 +734,12 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
     named = dict(kwargs)
     first = args[0] if args else named.pop("input", None)
-    if type(first) is DeferredLogits and not first.is_computed:
+    if type(first) is DeferredLogits and (not first.is_computed or first._call.withheld):
         if func is F.cross_entropy or func is F.nll_loss:
             result = _fused_loss(func, first, *args[1:], **named)
             if result is not None:
                 return result
-        elif name in _METHODS and named.get("dim", 0) is not None:
+        elif not first.is_computed and name in _METHODS and named.get("dim", 0) is not None:
             named.pop("_stacklevel", None)
             try:
                 bound = _signature(name).bind(first, *args[1:], **named)

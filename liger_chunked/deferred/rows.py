@@ -14,7 +14,7 @@ Rows = Callable[[Tensor], Tensor]
 
 
 def is_index(x: Any, shape: Any, device: torch.device) -> bool:
-    plain = isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32, torch.uint8)
+    plain = isinstance(x, Tensor) and x.dtype == torch.int64
     return plain and tuple(x.shape) == tuple(shape) and x.device == device
 
 

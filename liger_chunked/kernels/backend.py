@@ -169,17 +169,23 @@ def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 _is_batched: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda _: False)
 
 
+def checked_upstream(upstream: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Return upstream gradients as plain tensors; an error names the kinds that kernels do not take."""
+    upstream = plain(("an upstream gradient",) * len(upstream), upstream)
+    if not torch.compiler.is_compiling() and any(g is not None and _is_batched(g) for g in upstream):
+        raise NotImplementedError(
+            "fused kernels have no batched backward: call torch.autograd.grad without is_grads_batched, and "
+            "torch.autograd.functional without vectorize"
+        )
+    return upstream
+
+
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Make second derivatives raise, also by saved tensors, unlike torch's `once_differentiable`."""
 
     @functools.wraps(backward)
     def call(ctx: Any, *upstream: Tensor | None) -> Any:
-        upstream = plain(("an upstream gradient",) * len(upstream), upstream)
-        if not torch.compiler.is_compiling() and any(g is not None and _is_batched(g) for g in upstream):
-            raise NotImplementedError(
-                "fused kernels have no batched backward: call torch.autograd.grad without is_grads_batched, and "
-                "torch.autograd.functional without vectorize"
-            )
+        upstream = checked_upstream(upstream)
         if not torch.is_grad_enabled():
             return backward(ctx, *upstream)
         saved = ctx.saved_tensors

@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import first_derivative, has_own_memory, jit, operator, power_of_two, tl, use_triton
+from liger_chunked.kernels.backend import (
+    checked_upstream,
+    first_derivative,
+    has_own_memory,
+    jit,
+    operator,
+    power_of_two,
+    tl,
+    use_triton,
+)
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.operands import check_floating, described, plain
 from liger_chunked.kernels.tuning import TUNING
@@ -183,6 +192,7 @@ class _RotaryPosEmb(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+        dq, dk = checked_upstream((dq, dk))  # type: ignore[assignment]
         # The gradient of a rotation is the inverse rotation, which has derivatives of its own: a model that is not
         # patched shares this function with one that is, and may need them.
         if torch.is_grad_enabled():

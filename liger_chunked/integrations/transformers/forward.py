@@ -28,7 +28,7 @@ from liger_chunked.deferred import Deferral, DeferredLogits, deferral_of, is_def
 from liger_chunked.deferred.defer import ddp_reads_outputs, refusal_of
 from liger_chunked.deferred.logits import REASON
 from liger_chunked.deferred.request import requested
-from liger_chunked.deferred.swap import Patch
+from liger_chunked.deferred.swap import Patch, stock_class
 from liger_chunked.integrations.transformers.detect import STOCK, head_of, inner_model
 from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput, kept
 from liger_chunked.types import Head, LogitOptions
@@ -83,7 +83,7 @@ class _IsFused:
 
 def deferral_for(model: PreTrainedModel) -> Deferral | None:
     """Return how the head of a model is to defer; None: not at all."""
-    own, of_class = vars(model).get(STATE), _IsFused(type(model))
+    own, of_class = vars(model).get(STATE), _IsFused(stock_class(type(model)))
     if (own is None or own.fusion is None) and of_class():
         return replace(getattr(type(model), STATE).deferral, while_true=of_class)
     return None if own is None else own.deferral
@@ -307,7 +307,7 @@ class _HeadCall(_Plan):
         # The forward gets its labels: it may add a router's loss, or make a decoder's input of them. Its cross entropy
         # returns 0, so that its loss is the sum of the other terms.
         labels = self.of_loss["labels"] if self.of_loss["labels"] is not None else self.of_loss["shift_labels"]
-        self.own_loss = labels is not None and "labels" in takes
+        self.own_loss = labels is not None and ("labels" in takes or takes_all)
         if self.own_loss:
             given = {name: x for name, x in self.of_loss.items() if x is not None and (name in takes or takes_all)}
             arguments |= {**given, "labels": labels}
@@ -338,7 +338,7 @@ class _HeadCall(_Plan):
                 self.of_loss["shift_labels"],
                 None if num_items is None else _at_least_one(num_items),
                 getattr(outputs, "aux_loss", None),
-                getattr(outputs, "loss", None) if self.own_loss else None,
+                getattr(outputs, "loss", None) if self.own_loss and logits.gave_zero else None,
             )
             return self.head_fn(head, input)
 
