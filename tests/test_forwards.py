@@ -778,8 +778,8 @@ def test_a_parametrized_head(parametrization):
     detach_head(model)
     assert "fused_linear_cross_entropy" in apply_liger_kernel(model).replaced
     revert_liger_kernel(model)
-    # A call of spectral_norm changes its buffers, so that the logits of the step cannot be computed after its loss.
-    assert_trains_as_stock(model, logits=parametrization != "spectral_norm")
+    # A call of spectral_norm changes its buffers: a loss and logits read later would be of two weights.
+    assert_trains_as_stock(model, fused=parametrization != "spectral_norm")
 
 
 @pytest.mark.parametrize("kind", ["trainable_tokens", "ia3"])
@@ -924,3 +924,23 @@ def test_others_get_logits_of_a_causal_model_inside():
     hook.remove()
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(compiled(**arguments).loss, expected, rtol=1e-5, atol=0)
+
+
+class Passing(transformers.LlamaForCausalLM):
+    """A model whose forward passes all of its arguments on."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("cls", [Passing, transformers.LlamaForCausalLM])
+def test_positional_arguments(cls):
+    model = cls(transformers.LlamaConfig(**LLAMA)).train()
+    arguments = batch()
+    ids, mask, labels = (arguments[name] for name in ("input_ids", "attention_mask", "labels"))
+    stock = model(ids, mask, labels=labels).loss
+    apply_liger_kernel(model)
+    torch.testing.assert_close(model(ids, mask, labels=labels, skip_logits=True).loss, stock, rtol=2e-5, atol=0)
+    torch.testing.assert_close(model(ids, mask, labels=labels, head_fn=fused), stock, rtol=2e-5, atol=0)
+    with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
+        model(ids, input_ids=ids, labels=labels, skip_logits=True)

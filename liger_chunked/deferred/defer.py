@@ -88,6 +88,9 @@ def _defers(head: nn.Module, settings: Deferral) -> bool:
         return False
     if getattr(head, "_is_replica", False) and not asked.returns_loss:
         return False  # DataParallel gathers tensors
+    if any(name.endswith(_POWER_ITERATION) for name, _ in head.named_buffers()):
+        _log_reason(head, "its spectral norm changes in each call of the head, and a stand-in may need several")
+        return False
     if ddp_reads_outputs() and not asked.returns_loss:
         _log_reason(head, "DDP with find_unused_parameters or static_graph reads the graph of the logits, its output")
         return False
@@ -123,8 +126,6 @@ def refusal_of(head: nn.Module) -> str | None:
         projections_in(head)
     except ValueError as refusal:
         return str(refusal)
-    if any(name.endswith(_POWER_ITERATION) for name, _ in head.named_buffers()):
-        return "its spectral norm takes a step of the power iteration in each call, and logits may need several"
     return None
 
 

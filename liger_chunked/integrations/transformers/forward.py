@@ -191,7 +191,7 @@ def _outside(
         _WAITING += 1
     try:
         with plan.request():
-            outputs = stock_call(model, **plan.arguments)
+            outputs = stock_call(model, *plan.args, **plan.arguments)
         # A forward that was set on the instance bypassed ours.
         return outputs if plan.finished else plan.finish(outputs)
     finally:
@@ -207,7 +207,7 @@ def _inside(model: PreTrainedModel, stock: Callable[..., Any], args: tuple[Any, 
     if not _KEYWORDS.isdisjoint(kwargs):  # `model.forward(...)`, as PEFT calls it
         plan = _planned(model, args, kwargs)
         with plan.request():
-            return plan.finish(stock(model, **plan.arguments))
+            return plan.finish(stock(model, *plan.args, **plan.arguments))
     outputs = stock(model, *args, **kwargs)
     if plan is None or plan.finished or plan.model is not model:
         return outputs
@@ -217,8 +217,8 @@ def _inside(model: PreTrainedModel, stock: Callable[..., Any], args: tuple[Any, 
 class _Plan:
     """How a call with keywords runs: the arguments of the stock forward, and what becomes of its outputs."""
 
-    def __init__(self, model: PreTrainedModel, arguments: dict[str, Any]) -> None:
-        self.model, self.arguments, self.finished = model, arguments, False
+    def __init__(self, model: PreTrainedModel, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+        self.model, self.args, self.arguments, self.finished = model, args, arguments, False
 
     def request(self) -> Any:
         raise NotImplementedError
@@ -243,8 +243,7 @@ def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def _planned(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Plan:
-    _, *names = _parameters(type(model).forward)
-    kwargs = dict(zip(names, args, strict=False)) | kwargs
+    args, kwargs = _named(model, args, kwargs)
     state = state_of(model)
     if state is not None and state.rewrite is not None:
         kwargs = state.rewrite(model, kwargs)
@@ -253,17 +252,30 @@ def _planned(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, An
     if head_fn is not None:
         for name in ("skip_logits", "return_token_accuracy"):
             kwargs.pop(name, None)
-        return _HeadCall(model, kwargs, head_fn)
-    return _LossCall(model, kwargs)
+        return _HeadCall(model, args, kwargs, head_fn)
+    return _LossCall(model, args, kwargs)
+
+
+def _named(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return positional arguments under their names; as they are for a forward that takes any number of them."""
+    _, *parameters = _parameters(type(model).forward).values()
+    if any(x.kind is x.VAR_POSITIONAL for x in parameters):
+        return args, dict(kwargs)
+    names = [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    if len(args) > len(names):
+        raise TypeError(f"{type(model).__name__} takes {len(names)} positional arguments, got {len(args)}")
+    if twice := [name for name in names[: len(args)] if name in kwargs]:
+        raise TypeError(f"{type(model).__name__} got multiple values for argument {twice[0]!r}")
+    return (), dict(zip(names, args, strict=False)) | kwargs
 
 
 class _LossCall(_Plan):
     """A call with `skip_logits` or `return_token_accuracy`."""
 
-    def __init__(self, model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    def __init__(self, model: PreTrainedModel, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
         self.skip_logits = arguments.pop("skip_logits", None)
         self.accuracies: list[Any] | None = [] if arguments.pop("return_token_accuracy", False) else None
-        super().__init__(model, arguments)
+        super().__init__(model, args, arguments)
         self.labelled = any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
         if self.skip_logits and not self.labelled:
             raise ValueError("skip_logits=True needs labels= or shift_labels=: there is nothing else to return")
@@ -296,7 +308,9 @@ _OF_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 class _HeadCall(_Plan):
     """A call with `head_fn`, which takes the place of the loss."""
 
-    def __init__(self, model: PreTrainedModel, arguments: dict[str, Any], head_fn: HeadFn) -> None:
+    def __init__(
+        self, model: PreTrainedModel, args: tuple[Any, ...], arguments: dict[str, Any], head_fn: HeadFn
+    ) -> None:
         self.head_fn = head_fn
         self.of_loss = {name: arguments.pop(name, None) for name in _OF_LOSS}
         keep = arguments.get("logits_to_keep")
@@ -313,7 +327,7 @@ class _HeadCall(_Plan):
             arguments |= {**given, "labels": labels}
         if "return_dict" in takes or takes_all:
             arguments["return_dict"] = True
-        super().__init__(model, arguments)
+        super().__init__(model, args, arguments)
 
     def request(self) -> Any:
         return requested(defer=True, withhold=True)
