@@ -121,12 +121,10 @@ def assert_served(model: PreTrainedModel) -> None:
     assert_same_gradients(gradients(model, ours), exact)
 
 
-def assert_trains_as_stock(
-    model: PreTrainedModel, fused: bool | None = True, logits: bool = True, **arguments: Any
-) -> None:
-    """Check that a training step with labels has stock's loss and gradients.
+def assert_trains_as_stock(model: PreTrainedModel, fused: bool | None = True, **arguments: Any) -> None:
+    """Check that a training step with labels has stock's loss, gradients and logits.
 
-    `fused`: it needs no logits; None: it may. `logits`: they can be read after the step.
+    `fused`: it needs no logits; None: it may.
     """
     model, twin = model.train(), copy.deepcopy(model).train()
     arguments = arguments or batch()
@@ -140,8 +138,7 @@ def assert_trains_as_stock(
         (assert_fused if fused else assert_real_logits)(ours)
     torch.testing.assert_close(ours.loss, stock.loss, rtol=1e-5, atol=0)
     assert_same_gradients(gradients(twin, ours.loss), exact)
-    if logits:  # who reads those of a fused step gets stock's
-        torch.testing.assert_close(real(ours.logits), stock.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(real(ours.logits), stock.logits, rtol=1e-4, atol=1e-5)
 
 
 # Models whose config does not declare the softcap and scale of their logits, with both values.
