@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from liger_chunked.deferred.inside import Compute, real_logits, run_inside
 from liger_chunked.deferred.switches import Switches
@@ -126,11 +125,11 @@ class Call:
     def run(self, compute: Compute) -> Any:
         """Return `compute(head, hidden_states)`, called where the head would multiply."""
         with self._as_called(self.grad and torch.is_grad_enabled()):
-            result = self._with_its_weights(functools.partial(run_inside, self.head, self.hidden, compute))
-        if self.inference and not torch.is_inference_mode_enabled():
-            # A loss of inference tensors is an ordinary tensor, which others may save for their backward.
-            result = tree_map_only(Tensor, torch.clone, result)
-        return result
+            return self._with_its_weights(functools.partial(run_inside, self.head, self.hidden, compute))
+
+    def as_computed_now(self, result: Tensor) -> Tensor:
+        """Return a loss as an ordinary tensor, which others may save for their backward, outside of inference mode."""
+        return result.clone() if result.is_inference() and not torch.is_inference_mode_enabled() else result
 
 
 class _Runner(nn.Module):

@@ -604,7 +604,8 @@ class DeferredLogits(StandIn):
             )
 
         stats = self._run(compute)
-        out = {name: getattr(stats, name).reshape(target.shape).to(self.device) for name in outputs}
+        found = {name: self._call.as_computed_now(getattr(stats, name)) for name in outputs}
+        out = {name: x.reshape(target.shape).to(self.device) for name, x in found.items()}
         return {
             name: x.to(self.dtype) if name == "logps" and self._recorded.normalized else x for name, x in out.items()
         }
@@ -644,6 +645,7 @@ class DeferredLogits(StandIn):
         if accuracy is not None:
             result, metrics = result
             accuracy.append(metrics.token_accuracy)
+        result = self._call.as_computed_now(result)
         return result.reshape(target.shape if reduction == "none" else ()).to(self.device, dtype)
 
     # Everything else
