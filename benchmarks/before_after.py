@@ -345,6 +345,18 @@ def checkouts(*paths: Path, script: Path = Path(__file__), arguments: Sequence[s
             checkout.close()
 
 
+def in_turns(before: Checkout, after: Checkout, rounds: int, repeats: int) -> tuple[list[float], list[float]]:
+    """Return the milliseconds of each checkout's turns at the task that both have built."""
+    before_ms: list[float] = []
+    after_ms: list[float] = []
+    turns = [(before, before_ms), (after, after_ms)]
+    for _ in range(rounds):
+        for checkout, times in turns:
+            times.append(checkout.ask(repeats=repeats)["ms"])
+        turns.reverse()  # the first one runs on a slightly cooler card
+    return before_ms, after_ms
+
+
 def compare(before: Checkout, after: Checkout, task: str, rounds: int, milliseconds: float) -> dict[str, Any]:
     """Measure both checkouts at one task, alternating every `milliseconds` or so."""
     built = [checkout.ask(task=task, plain=checkout is before) for checkout in (before, after)]
@@ -353,13 +365,7 @@ def compare(before: Checkout, after: Checkout, task: str, rounds: int, milliseco
     estimate = before.ask(repeats=3)["ms"]
     after.ask(repeats=3)
     repeats = min(50, max(3, int(milliseconds / estimate)))
-    before_ms: list[float] = []
-    after_ms: list[float] = []
-    turns = [(before, before_ms), (after, after_ms)]
-    for _ in range(rounds):
-        for checkout, times in turns:
-            times.append(checkout.ask(repeats=repeats)["ms"])
-        turns.reverse()  # the first one runs on a slightly cooler card
+    before_ms, after_ms = in_turns(before, after, rounds, repeats)
     return {
         "task": task,
         "before_ms": round(statistics.median(before_ms), 4),

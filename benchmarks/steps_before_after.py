@@ -131,16 +131,12 @@ def worker() -> None:
 
 
 def compare(before: Any, after: Any, task: str, rounds: int, repeats: int) -> dict[str, Any]:
+    from benchmarks.before_after import in_turns  # the path is set by `main`
+
     built = [checkout.ask(task=task) for checkout in (before, after)]
     for checkout, answer in zip((before, after), built, strict=True):
         assert Path(answer["imported"]).is_relative_to(checkout.path), answer["imported"]
-    before_ms: list[float] = []
-    after_ms: list[float] = []
-    turns = [(before, before_ms), (after, after_ms)]
-    for _ in range(rounds):
-        for checkout, times in turns:
-            times.append(checkout.ask(repeats=repeats)["ms"])
-        turns.reverse()  # the first one runs on a slightly cooler card
+    before_ms, after_ms = in_turns(before, after, rounds, repeats)
     for checkout in (before, after):
         checkout.ask(task="")  # frees the memory
     _, _, n, length = task.split(":")

@@ -22,7 +22,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import tiny
 import torch
 from model_zoo import BY_ID, HIDDEN, LENGTH, VOCAB, Tiny
-from test_trl_trainers import KINDS
+from test_trl_trainers import KINDS, QUIET
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -245,13 +245,7 @@ def sft_trainer(model: Any, folder: str, ours: bool = True, **config: Any) -> An
     kind = KINDS["SFT"]
     settings = {
         "output_dir": str(folder),
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "dataloader_pin_memory": False,
+        **QUIET,
         "dataset_kwargs": {"skip_prepare_dataset": True},
         **config,
     }

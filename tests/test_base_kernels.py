@@ -196,7 +196,7 @@ once_differentiable = pytest.mark.parametrize("op", ONCE, ids=lambda op: op.id)
 
 @pytest.mark.parametrize("op", ROTATIONS, ids=lambda op: op.id)
 def test_second_derivative_of_a_rotation(op: Op) -> None:
-    """As eager code's, in float64: by inputs and upstream gradients, and once more."""
+    """Derivatives by inputs and upstream gradients, of both orders, equal those of eager code in float64."""
     inputs = op.sample(op.shapes[0], torch.float64)
 
     def penalty(function: Callable[..., Any]) -> list[Tensor]:

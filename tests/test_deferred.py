@@ -479,7 +479,7 @@ def test_grad_modes_of_the_call_and_of_the_loss() -> None:
 
 
 def test_operations_without_grad() -> None:
-    """What was made of the logits under no_grad gives them no gradient, as with tensors."""
+    """As with tensors, an operation under no_grad cuts the gradient: its result gives the logits none."""
     case = Case()
     for make in (lambda z: z.view(-1, V), lambda z: z[:, 1:], lambda z: z * 2, lambda z: z.log_softmax(-1)):
         for use in (lambda z: z.sum(), lambda z: F.cross_entropy(z.reshape(-1, V), IDS.new_zeros(z.numel() // V))):
@@ -546,7 +546,7 @@ def test_weights_that_change_before_the_logits_exist() -> None:
 
 
 def test_inference_mode_around_the_call_alone() -> None:
-    """As with tensors, the loss of inference tensors can take part in another's backward."""
+    """A loss made of inference tensors is a constant in another loss, and does not break its backward."""
     case = Case()
     defer_logits(case.head)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What surrounds a model (wrappers, copies, adapters, hooks, replaced code), before and after patching: equal to stock.
+"""A patched model equals stock with wrappers, copies, adapters, hooks or replaced code, from before or after the patch.
 
 Each row compares with the stock model in the same surroundings, and says if our step may build logits.
 """

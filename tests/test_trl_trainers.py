@@ -140,6 +140,18 @@ def run(
     return [{k: v for k, v in entry.items() if not any(t in k for t in timed)} for entry in history]
 
 
+# Settings of every trainer here: one that computes on the CPU and writes nothing.
+QUIET = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "dataloader_pin_memory": False,
+}
+
+
 def build(
     folder: Path,
     name: str,
@@ -152,13 +164,7 @@ def build(
     kind = KINDS[name]
     settings = {
         "output_dir": str(folder),
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "dataloader_pin_memory": False,
+        **QUIET,
         "logging_steps": 1,
         "max_steps": 4,
         "per_device_train_batch_size": 2,

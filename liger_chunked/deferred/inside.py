@@ -84,7 +84,7 @@ def must_project(lm_head: nn.Module) -> bool:
 
 
 def is_computing(lm_head: nn.Module) -> bool:
-    """Whether a `compute` of this head runs in this thread. What it calls gets logits, unless it asks to defer."""
+    """Whether a `compute` of this head runs in this thread. The head returns logits to it, unless it asks to defer."""
     return any(head is lm_head for head in _now().computing)
 
 

@@ -152,12 +152,14 @@ class DeferredLogits(StandIn):
     @property
     def is_modified(self) -> bool:
         """Whether real logits were changed in place, so that no transform describes them."""
+        return any(x._real is not None and version_of(x._real) != x._real_version for x in self._origins())
+
+    def _origins(self) -> Iterator[DeferredLogits]:
+        """Yield these logits, those that they were made from, and so on to the head's result."""
         node: DeferredLogits | None = self
         while node is not None:
-            if node._real is not None and version_of(node._real) != node._real_version:
-                return True
+            yield node
             node = node._made_from
-        return False
 
     @property
     def gave_zero(self) -> bool:
@@ -503,7 +505,7 @@ class DeferredLogits(StandIn):
     def log_softmax(self, dim: int, dtype: torch.dtype | None = None) -> Any:
         if self._fuses(dim) and not self._recorded.normalized and dtype in (None, torch.float32, torch.float64):
             known = result_dtype("log_softmax", self.dtype, self.device.type) if dtype is None else dtype
-            # Not what autocast makes of it where the logits are read.
+            # The dtype is fixed here, because the logits may be read later under another autocast.
             return self._made(lambda x: F.log_softmax(x, dim, dtype=known), dtype=known, normalized=True)
         return F.log_softmax(self.asked("log_softmax"), dim, dtype=dtype)
 
@@ -560,22 +562,15 @@ class DeferredLogits(StandIn):
                 shape = None if shape is None else rows.shape[:-1]
             return compute(head, rows, shape)
 
-        node: DeferredLogits | None = self
-        while node is not None:
-            node._check_captured()
-            node = node._made_from
+        for origin in self._origins():
+            origin._check_captured()
         grad = torch.is_grad_enabled() and self._recorded.has_grad
         with torch.set_grad_enabled(grad):
             return self._call.run(inside)
 
     @property
     def _reshapes_rows(self) -> bool:
-        node: DeferredLogits | None = self
-        while node is not None:
-            if node._rows is not None and not isinstance(node._rows, functools.partial):
-                return False
-            node = node._made_from
-        return True
+        return all(x._rows is None or isinstance(x._rows, functools.partial) for x in self._origins())
 
     def selected_rows(self, x: Tensor) -> Tensor:
         """Return the rows of x (..., K), like the hidden states of the call, that belong to these logits."""
