@@ -134,6 +134,7 @@ def step(
         with Logits(vocab) as logits:
             again = loss_of(call(model, **inputs))
             gradients(model, again)
+        # The same step in float32: rounding alone may differ.
         torch.testing.assert_close(again, loss, rtol=1e-5, atol=1e-6)
         held = logits.rows
     return Step(loss, grads, seen, held, output)

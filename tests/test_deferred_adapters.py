@@ -110,6 +110,7 @@ def test_adapters_of_the_call(adapter: str, use: str, loss: Loss, way: str) -> N
         value.backward()
         results.append((value.detach(), {name: p.grad for name, p in module.named_parameters() if p.grad is not None}))
     (ours, found), (theirs, exact) = results
+    # float32: the fused loss adds in another order than eager code; a gradient sums more terms.
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     for name, gradient in exact.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)

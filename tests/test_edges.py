@@ -1438,45 +1438,39 @@ def test_a_copy_of_a_trained_model_generates(kind: str) -> None:
 # 14. A reference that is the policy
 
 
-def partial_of_policy(policy: Any) -> Any:
+def reference_with(forward: Callable[..., Any]) -> Any:
+    """Return a model with weights of its own, whose `forward` is replaced."""
     ref = tiny.model(seed=2)
-    ref.forward = functools.partial(policy.forward)
-    return ref
-
-
-def method_of_policy(policy: Any) -> Any:
-    ref = tiny.model(seed=2)
-    ref.forward = policy.forward
-    return ref
-
-
-def closure_of_policy(policy: Any) -> Any:
-    ref = tiny.model(seed=2)
-    inner = policy.forward
-    ref.forward = lambda *args, **kwargs: inner(*args, **kwargs)
-    return ref
-
-
-def closure_of_module(policy: Any) -> Any:
-    ref = tiny.model(seed=2)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return policy(*args, **kwargs)
-
     ref.forward = forward
     return ref
 
 
+def partial_of_policy(policy: Any) -> Any:
+    return reference_with(functools.partial(policy.forward))
+
+
+def method_of_policy(policy: Any) -> Any:
+    return reference_with(policy.forward)
+
+
+def closure_of_policy(policy: Any) -> Any:
+    inner = policy.forward
+    return reference_with(lambda *args, **kwargs: inner(*args, **kwargs))
+
+
+def closure_of_module(policy: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return policy(*args, **kwargs)
+
+    return reference_with(forward)
+
+
 def autocast_of_policy(policy: Any) -> Any:
-    ref = tiny.model(seed=2)
-    ref.forward = torch.autocast("cpu", torch.bfloat16)(policy.forward)
-    return ref
+    return reference_with(torch.autocast("cpu", torch.bfloat16)(policy.forward))
 
 
 def nested_partial(policy: Any) -> Any:
-    ref = tiny.model(seed=2)
-    ref.forward = functools.partial(torch.no_grad()(functools.partial(policy.forward)))
-    return ref
+    return reference_with(functools.partial(torch.no_grad()(functools.partial(policy.forward))))
 
 
 def copy_of_a_wrapped_policy(policy: Any) -> Any:
