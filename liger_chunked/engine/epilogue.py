@@ -61,6 +61,14 @@ def _padded(columns: int) -> int:
     return -(-columns // _DESCRIPTOR_ELEMENTS) * _DESCRIPTOR_ELEMENTS
 
 
+def _tile_buffer(weight: Tensor, *shape: int) -> Tensor:
+    """Allocate tiles whose rows are padded for descriptors.
+
+    oneDNN's bfloat16 products on AMX read that padding too, as a factor of zero: NaN there would reach the result.
+    """
+    return weight.new_zeros(shape) if weight.device.type == "cpu" else weight.new_empty(shape)
+
+
 def _extent(tile: Tile) -> tuple[int, int]:
     return tile.rows.stop - tile.rows.start, tile.vocab.stop - tile.vocab.start
 
@@ -236,7 +244,7 @@ class EpiloguePass:
 
     def reserve(self, elements: int) -> None:
         if self.grads is not None and self.columns:
-            self._buffer = self.head.weight.new_empty(elements // self.columns, _padded(self.columns))
+            self._buffer = _tile_buffer(self.head.weight, elements // self.columns, _padded(self.columns))
 
     def release(self) -> None:
         self._buffer = self._held = self._target = None
@@ -409,7 +417,7 @@ class StatisticsPass:
     def reserve(self, tiles: list[Tile]) -> None:
         if self._buffer is None:
             extents = map(_extent, tiles)
-            self._buffer = self.head.weight.new_empty(max(n * _padded(columns) for n, columns in extents))
+            self._buffer = _tile_buffer(self.head.weight, max(n * _padded(columns) for n, columns in extents))
 
     def _view(self, tile: Tile) -> Tensor:
         assert self._buffer is not None
