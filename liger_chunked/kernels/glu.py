@@ -35,6 +35,11 @@ _GELU = {"tanh": "gelu_tanh", "none": "gelu"}
 _TANH_LINEAR = math.sqrt(8.0 / math.pi)
 _TANH_CUBIC = 0.044715 * _TANH_LINEAR
 
+# Whether a number that equals its limit has a gradient. It has one in torch's clamp before 2.14, and none since: this
+# follows the installed torch, so that a patched model trains as its stock code does in the same environment.
+LIMIT_HAS_GRADIENT = torch.__version__ < (2, 14)
+_LIMIT_HAS_GRADIENT = LIMIT_HAS_GRADIENT if tl is None else tl.constexpr(LIMIT_HAS_GRADIENT)
+
 
 @jit
 def activation(z, KIND: tl.constexpr):
@@ -66,7 +71,10 @@ def activation(z, KIND: tl.constexpr):
 def _capped(gate, up, limit):
     """Return gate and up within the limit, or NaN, and whether they have a gradient: NaN has none, as in torch."""
     unlimited = limit == float("inf")
-    gate_free, up_free = (gate <= limit) | unlimited, (tl.abs(up) <= limit) | unlimited
+    if _LIMIT_HAS_GRADIENT:
+        gate_free, up_free = (gate <= limit) | unlimited, (tl.abs(up) <= limit) | unlimited
+    else:
+        gate_free, up_free = (gate < limit) | unlimited, (tl.abs(up) < limit) | unlimited
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     return gate, up, gate_free, up_free
@@ -239,7 +247,8 @@ def _backward_torch(dy: Tensor, gate: Tensor, up: Tensor | None, unit: _Unit, gr
     activated, slope, factor = _terms_torch(gate.to(dy.dtype), up.to(dy.dtype), unit)
     gradients = dy * factor * slope, dy * activated  # both before writing: dy may share their memory
     if unit.limit < math.inf:
-        beyond = (gate <= unit.limit).logical_not_(), (up.abs() <= unit.limit).logical_not_()
+        within = torch.le if LIMIT_HAS_GRADIENT else torch.lt
+        beyond = within(gate, unit.limit).logical_not_(), within(up.abs(), unit.limit).logical_not_()
         gradients = gradients[0].masked_fill_(beyond[0], 0.0), gradients[1].masked_fill_(beyond[1], 0.0)
     dgate.copy_(gradients[0])
     dup.copy_(gradients[1])

@@ -9,7 +9,7 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-REQUIRED = {"trl": "1.15", "transformers": "5.17"}
+REQUIRED = {"trl": "1.13", "transformers": "5.5"}
 
 
 def check_versions() -> None:
