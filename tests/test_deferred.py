@@ -134,6 +134,10 @@ FUSED: dict[str, Callable[[Any], Tensor]] = {
     "selective log softmax": lambda z: selective_log_softmax(z, IDS),
     "rows of log softmax": lambda z: rows_of_log_softmax(z, IDS),
     "selective log softmax at a temperature": lambda z: selective_log_softmax(z / 0.7, IDS),
+    "mean": lambda z: (z[:, :-1] / 0.7).mean(-1),
+    "mean, function": lambda z: torch.mean(z.view(-1, V), dim=1, keepdim=True),
+    "argmax of a selection": lambda z: z.mean(-1)[:, 1:] * (z[:, 1:].argmax(dim=-1) + 1),
+    "argmax of rows by a mask": lambda z: z.mean(-1)[IDS > 3] * torch.argmax(z.detach()[IDS > 3], -1, True)[:, 0],
 }  # fmt: skip
 
 REAL: dict[str, Callable[[Any], Tensor]] = {
@@ -159,7 +163,9 @@ REAL: dict[str, Callable[[Any], Tensor]] = {
     "einsum": lambda z: torch.einsum("btv,btv->bt", z, z),
     "cat": lambda z: torch.cat([z, z], 1),
     "out": lambda z: torch.mean(z) + torch.logsumexp(z.detach(), -1, out=torch.empty(0, dtype=torch.float64)).mean(),
-    "max": lambda z: z.max(-1).values + z.argmax(-1),
+    "max": lambda z: z.max(-1).values,
+    "argmax of all": lambda z: z.sum(-1) + z.argmax(),
+    "mean of all": lambda z: z.mean() + z.mean(0).mean((0, 1)),
     "two tanh": lambda z: F.cross_entropy(z.tanh().tanh().flatten(0, 1), Y.flatten()),
     "a factor with a gradient": lambda z: z * torch.ones(V, dtype=torch.float64),
     "where": lambda z: torch.where(z > 0, z, 0.0),
@@ -785,6 +791,42 @@ def test_copies_do_not_change_with_the_logits() -> None:
                     change(z)
                     values.append((made * 1.0).sum(-1))
             assert torch.equal(*values)
+
+
+def test_statistics_are_computed_once() -> None:
+    """Metrics of rows, also detached and under `no_grad`, come from the pass that gave the log-probabilities."""
+    case = Case()
+    real = case.head(case.x).detach()
+    defer_logits(case.head)
+    z = case.head(case.x)
+    with FlopCounterMode(display=False) as counter:
+        found = z.statistics(IDS, "logps", "entropy", "mean_logits", "argmax")
+        one_pass = counter.get_total_flops()
+        later, some = z.detach()[:, 1:], IDS[:, 1:] > 3
+        assert later.argmax(-1).equal(real[:, 1:].argmax(-1))
+        torch.testing.assert_close(later[some].mean(-1), real[:, 1:][some].mean(-1))
+        assert not later.mean(-1).requires_grad
+        with torch.no_grad():
+            entropy = z.double().statistic("entropy")
+        assert entropy.equal(found["entropy"]) and not entropy.requires_grad
+        assert one_pass == counter.get_total_flops() > 0 and not z.is_computed
+        torch.testing.assert_close((z / 2).mean(-1), real.mean(-1) / 2)  # not the mean of z
+        assert counter.get_total_flops() > one_pass
+    z.mean(-1).sum().backward()
+    torch.testing.assert_close(case.head.weight.grad, case.x.detach().sum((0, 1)).expand(V, H) / V)
+    with pytest.raises(ValueError, match="not computed yet"):
+        z.log_softmax(-1).statistics(IDS, "entropy")
+
+
+def test_rounded_logits_decide_their_own_argmax() -> None:
+    """A scale rounds real logits once more, which can make the largest two equal: then the first one is returned."""
+    case = Case()
+    head, x = case.head.bfloat16(), case.x.detach().bfloat16()
+    defer_logits(head)
+    for z in (head(x), head(x).float()):
+        assert z.argmax(-1).equal(F.linear(x, head.weight, head.bias).argmax(-1)) and not z.is_computed
+    z = head(x) / 0.7
+    assert z.argmax(-1).equal((F.linear(x, head.weight, head.bias) / 0.7).argmax(-1)) and z.is_computed
 
 
 def test_a_metric_without_grad_does_not_take_the_gradient_of_the_loss() -> None:

@@ -83,7 +83,7 @@ def _defers(head: nn.Module, settings: Deferral) -> bool:
     if is_computing(head):
         return bool(asked.defer)
     if asked.defer is not None:
-        return asked.defer
+        return asked.defer and not (asked.returns_logits and ddp_reads_outputs())
     if not settings.defers(head.training):
         return False
     if getattr(head, "_is_replica", False) and not asked.returns_loss:

@@ -46,6 +46,9 @@ REASON = (
     "a head that defers its logits computes them, or a fused loss, outside of graphs; compile without fullgraph=True"
 )
 
+# Statistics that depend on no target.
+_OF_ROWS = frozenset({"lse", "entropy", "mean_logits", "argmax"})
+
 # No target is ignored: `gather` refuses negative ids.
 _NO_TARGET = -(2**31)
 
@@ -75,6 +78,15 @@ class Recorded:
     extra_bias: Tensor | None = None
     n_ids: int | None = None
 
+    def has_values_of(self, other: Recorded) -> bool:
+        """Whether statistics of a row are those of `other`, which selections, casts and `detach` do not change."""
+        return (
+            self.transform == other.transform
+            and self.normalized == other.normalized
+            and self.extra_bias is other.extra_bias
+            and self.n_ids == other.n_ids
+        )
+
 
 class DeferredLogits(StandIn):
     """Logits (..., V) of a head that computes them only if they are needed.
@@ -82,8 +94,9 @@ class DeferredLogits(StandIn):
     A head returns it to a model's forward while `defer_logits` or `apply_liger_kernel` is active. The forward uses it
     like a tensor: `shape`, `dtype` and `device` are known. Slices and views of rows, casts, products with
     numbers, `tanh`, and an added bias are recorded. `F.cross_entropy`, `F.nll_loss` of `log_softmax`, and `gather`
-    with `log_softmax` or `logsumexp` are fused: no logits exist. Every other use gets the real logits: right, computed
-    once, at the price of their memory; a line in the log names the first such use.
+    with `log_softmax` or `logsumexp` are fused, as are `mean` and `argmax` over the vocabulary: no logits exist. Every
+    other use gets the real logits: right, computed once, at the price of their memory; a line in the log names the
+    first such use.
 
     It is no `torch.Tensor`, as frameworks keep views and hooks of those. `tensor()` returns the real logits.
     """
@@ -516,30 +529,81 @@ class DeferredLogits(StandIn):
                 return self._statistics(target, "logps")["logps"][..., None]
             # The usual next step is the difference to `logsumexp`, which the same pass gives.
             stats = self._statistics(target, "logps", "lse")
-            self._stats["lse", torch.is_grad_enabled()] = stats["lse"]
             return (stats["logps"] + stats["lse"]).to(self.dtype)[..., None]
         return self.asked("gather").gather(dim, _real(index), sparse_grad=sparse_grad)
 
     def logsumexp(self, dim: Any, keepdim: bool = False) -> Any:
         if not isinstance(dim, int) or not self._fuses(dim) or self._recorded.normalized:
             return torch.logsumexp(self.asked("logsumexp"), dim, keepdim=keepdim)
-        lse = self._known("lse")
-        if lse is None:
-            target = torch.zeros(self.shape[:-1], dtype=torch.long, device=self.device)
-            lse = self._stats["lse", torch.is_grad_enabled()] = self._statistics(target, "lse")["lse"]
-        lse = lse.to(result_dtype("logsumexp", self.dtype, self.device.type))
+        lse = self._statistic("lse").to(result_dtype("logsumexp", self.dtype, self.device.type))
         return lse[..., None] if keepdim else lse
 
-    def _known(self, name: str) -> Tensor | None:
+    def mean(self, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+        if isinstance(dim, int) and self._fuses(dim) and not self._recorded.normalized and dtype is None:
+            mean = self._statistic("mean_logits").to(self.dtype)
+            return mean[..., None] if keepdim else mean
+        return self.asked("mean").mean(dim, keepdim, dtype=dtype)
+
+    def argmax(self, dim: int | None = None, keepdim: bool = False) -> Any:
+        # Real logits round after each scale, which can make the largest two equal.
+        rounds = self._recorded.transform != Transform() and self.dtype not in (torch.float32, torch.float64)
+        if dim is not None and self._fuses(dim) and not rounds:
+            argmax = self._statistic("argmax")
+            return argmax[..., None] if keepdim else argmax
+        return self.asked("argmax").argmax(dim, keepdim)
+
+    def statistics(self, target: Tensor, *outputs: str) -> dict[str, Tensor]:
+        """Return statistics of each row, as `linear_token_stats` does, in one pass and without logits.
+
+        Later calls of `logsumexp`, `mean` and `argmax`, on these logits or on rows selected from them, find here what
+        they ask for.
+
+        Args:
+            target: (...) ids, one for each row of the logits (..., V). None is ignored.
+            outputs: names of fields of `TokenStats`.
+
+        Returns:
+            Tensors (...) by name, in the dtype of the statistics, on the device of the logits.
+
+        Raises:
+            ValueError: the vocabulary is not the last dimension, or the logits are computed already (`is_computed`).
+        """
+        if not self._fuses() or self._recorded.normalized:
+            raise ValueError(f"statistics are of rows of logits that are not computed yet, got {self!r}")
+        return self._statistics(target, *outputs)
+
+    def statistic(self, name: str) -> Tensor:
+        """Return one of `statistics` that needs no target, such as "entropy", without a pass if it is known already.
+
+        Raises:
+            ValueError: as `statistics`.
+        """
+        if not self._fuses() or self._recorded.normalized:
+            raise ValueError(f"statistics are of rows of logits that are not computed yet, got {self!r}")
+        return self._statistic(name)
+
+    def _statistic(self, name: str) -> Tensor:
+        known = self._known(name, self._wants_grad)
+        if known is not None:
+            return known
+        target = torch.zeros(self.shape[:-1], dtype=torch.long, device=self.device)
+        return self._statistics(target, name)[name]
+
+    @property
+    def _wants_grad(self) -> bool:
+        return torch.is_grad_enabled() and self._recorded.has_grad
+
+    def _known(self, name: str, with_grad: bool) -> Tensor | None:
         """Return a statistic that was computed already, for these rows or for those that they were selected from."""
-        key = name, torch.is_grad_enabled()
-        if key in self._stats:
-            return self._stats[key]
+        for had_grad in (True,) if with_grad else (False, True):
+            if (name, had_grad) in self._stats:
+                known = self._stats[name, had_grad]
+                return known if with_grad else known.detach()
         origin = self._made_from
-        if origin is None or self._rows is None or self._recorded.has_grad != origin._recorded.has_grad:
+        if origin is None or not self._recorded.has_values_of(origin._recorded):
             return None
-        known = origin._known(name)
-        return None if known is None else self._rows(known[..., None])[..., 0]
+        found = origin._known(name, with_grad)
+        return found if found is None or self._rows is None else self._rows(found[..., None])[..., 0]
 
     def _run(self, compute: Callable[[Head, Tensor, torch.Size | None], Any]) -> Any:
         """Return `compute(head, rows, shape)`, inside the head's call.
@@ -564,8 +628,7 @@ class DeferredLogits(StandIn):
 
         for origin in self._origins():
             origin._check_captured()
-        grad = torch.is_grad_enabled() and self._recorded.has_grad
-        with torch.set_grad_enabled(grad):
+        with torch.set_grad_enabled(self._wants_grad):
             return self._call.run(inside)
 
     @property
@@ -601,6 +664,8 @@ class DeferredLogits(StandIn):
         stats = self._run(compute)
         found = {name: self._call.as_computed_now(getattr(stats, name)) for name in outputs}
         out = {name: x.reshape(target.shape).to(self.device) for name, x in found.items()}
+        of_rows = {name: x for name, x in out.items() if name in _OF_ROWS}
+        self._stats.update({(name, self._wants_grad): x for name, x in of_rows.items()})
         return {
             name: x.to(self.dtype) if name == "logps" and self._recorded.normalized else x for name, x in out.items()
         }
@@ -719,9 +784,9 @@ def _inverse(x: float) -> float:
 
 # Names of torch's functions that have a method here: the function calls it with its own arguments.
 _METHODS = frozenset(
-    "add bfloat16 chunk clone contiguous detach div divide double flatten float gather half log_softmax logsumexp mul "
-    "multiply narrow numel permute reshape split squeeze tanh to transpose true_divide type_as unbind unsqueeze "
-    "view".split()
+    "add argmax bfloat16 chunk clone contiguous detach div divide double flatten float gather half log_softmax "
+    "logsumexp mean mul multiply narrow numel permute reshape split squeeze tanh to transpose true_divide type_as "
+    "unbind unsqueeze view".split()
 )
 
 

@@ -37,7 +37,7 @@ _TANH_CUBIC = 0.044715 * _TANH_LINEAR
 
 # Whether a number that equals its limit has a gradient. It has one in torch's clamp before 2.14, and none since: this
 # follows the installed torch, so that a patched model trains as its stock code does in the same environment.
-LIMIT_HAS_GRADIENT = torch.__version__ < (2, 14)
+LIMIT_HAS_GRADIENT = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
 _LIMIT_HAS_GRADIENT = LIMIT_HAS_GRADIENT if tl is None else tl.constexpr(LIMIT_HAS_GRADIENT)
 
 

@@ -285,7 +285,7 @@ class _LossCall(_Plan):
 
     def request(self) -> Any:
         changes: dict[str, Any] = {} if self.skip_logits is None else {"defer": bool(self.skip_logits)}
-        return requested(accuracies=self.accuracies, returns_loss=self.labelled, **changes)
+        return requested(accuracies=self.accuracies, returns_loss=self.labelled, returns_logits=False, **changes)
 
     def result(self, outputs: Any) -> Any:
         logits = _logits_of(outputs)
@@ -330,7 +330,7 @@ class _HeadCall(_Plan):
         super().__init__(model, args, arguments)
 
     def request(self) -> Any:
-        return requested(defer=True, withhold=True)
+        return requested(defer=True, withhold=True, returns_logits=False)
 
     def result(self, outputs: Any) -> Any:
         logits = _logits_of(outputs)

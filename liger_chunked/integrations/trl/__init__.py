@@ -55,7 +55,12 @@ def __getattr__(name: str) -> Any:
     mixin = getattr(importlib.import_module(f"{__name__}.{file}"), f"{kind}Mixin")
     of_trl = getattr(importlib.import_module(module), f"{kind}Trainer")
     doc = f"{mixin.__doc__.rstrip()}\n\n    For the arguments, see TRL's trainer and `LigerTrainerMixin`."
-    trainer = type(name, (mixin, of_trl), {"__module__": __name__, "__doc__": doc})
+    bases: tuple[type[Any], ...] = (mixin, of_trl)
+    older, heads = (importlib.import_module(f"{__name__}.{file}") for file in ("older", "heads"))
+    if heads.reads_logits(of_trl, mixin.models_without_head):
+        older.let_functions_take_stand_ins(of_trl)
+        bases = (mixin, older.ReadsLogitsMixin, of_trl)
+    trainer = type(name, bases, {"__module__": __name__, "__doc__": doc})
     return globals().setdefault(name, trainer)
 
 

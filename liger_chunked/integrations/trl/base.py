@@ -91,7 +91,6 @@ class LigerTrainerMixin(_Trainer):
 
     Raises:
         ValueError: contradicting arguments, or the config sets `use_liger_kernel`.
-        RuntimeError: this TRL release's trainer would build logits.
     """
 
     loss_kind: ClassVar[type[Any] | None] = None
@@ -124,15 +123,21 @@ class LigerTrainerMixin(_Trainer):
         self.logits_budget = budget
         # TRL casts such a head itself, without an adapter.
         casts = getattr(config, "cast_lm_head_to_fp32", False)
-        heads.check_has_head(type(self), self.models_without_head)
-        settings: Any = {"logits_budget": budget, "share_prefix": self.share_prefix}
-        with heads.chunked_heads(**settings), nullcontext() if casts else heads.lora_heads(type(self)):
+        self._head_settings: Any = {"logits_budget": budget, "share_prefix": self.share_prefix}
+        with heads.chunked_heads(**self._head_settings), nullcontext() if casts else heads.lora_heads(type(self)):
             super().__init__(*args, **kwargs)
-        for name in self.models_without_head:
-            model = getattr(self, name)
-            if model is not None:
-                heads.add_chunked_lm_head(inner_model(model), **settings)
+        self.add_heads()
         rebind(self.model, inner_model(self.model))
+
+    def add_heads(self) -> None:
+        """Give chunked heads to the models that have none of TRL's."""
+        names = self.models_without_head
+        if heads.reads_logits(type(self), names):
+            names = ("model", "ref_model", *names)
+        for name in names:
+            model = getattr(self, name, None)
+            if model is not None:
+                heads.add_chunked_lm_head(inner_model(model), **self._head_settings)
 
     @property
     def mode_metrics(self) -> dict[str, list[float]]:
@@ -187,6 +192,8 @@ class LigerTrainerMixin(_Trainer):
             factory: Any = field.default_factory
             default = field.default if factory is dataclasses.MISSING else factory()
             value, same = getattr(config, field.name), cls.replaced_fields[field.name]
+            if value == "chunked_nll":  # TRL's NLL in chunks, its default before 1.15
+                continue
             own = _MISSING if same is None else _alone(functools.reduce(_attribute, same.split("."), loss))
             if value != default and _alone(value) != own:
                 of_loss = "" if own is _MISSING else f" (the loss has {same}={own!r})"

@@ -9,11 +9,9 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import trl
 from torch import Tensor
 from transformers import PreTrainedModel
 from trl.trainer import utils
-from trl.trainer.utils import FusedCausalLMOutput
 
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.engine import linear_token_stats
@@ -21,7 +19,10 @@ from liger_chunked.integrations.transformers import HeadFn, HeadInput
 from liger_chunked.integrations.transformers.attach import check_head, update
 from liger_chunked.integrations.transformers.forward import add_keywords
 from liger_chunked.integrations.transformers.shared_prefix import share_pass
+from liger_chunked.integrations.trl import older
 from liger_chunked.types import Head, TokenStats, budget_bytes
+
+FusedCausalLMOutput: Any = getattr(utils, "FusedCausalLMOutput", older.FusedCausalLMOutput)
 
 HEAD_BUDGET = 512 * 2**20  # docs/tuning.md
 
@@ -132,8 +133,8 @@ def fused_output(
     temperature: float,
     float32: bool,
     logits_budget: int | float | str | None,
-) -> FusedCausalLMOutput:
-    """Return TRL's output with the fields `outputs`: (B, T - 1), or (B, T) for `shift_labels`.
+) -> Any:
+    """Return TRL's `FusedCausalLMOutput` with the fields `outputs`: (B, T - 1), or (B, T) for `shift_labels`.
 
     `loss` is the NLL over `num_items_in_batch` or valid tokens, plus the auxiliary loss.
     """
@@ -160,7 +161,7 @@ def fused_output(
     return FusedCausalLMOutput(loss=loss, label_mask=label_mask, aux_loss=input.aux_loss, **fields)
 
 
-_THEIRS = utils.add_fused_lm_head
+_THEIRS: Any = getattr(utils, "add_fused_lm_head", None)
 
 
 def _head_of(name: str, module: Any) -> Any:
@@ -179,7 +180,12 @@ def chunked_heads(
             trainer = GRPOTrainer(...)
 
     For the arguments, see `add_chunked_lm_head`; `logits_budget` is 512 MiB by default.
+
+    TRL before 1.15 has no such head: nothing happens.
     """
+    if _THEIRS is None:
+        yield
+        return
     budget = HEAD_BUDGET if logits_budget is None else budget_bytes(logits_budget)
     with_settings = functools.partial(add_chunked_lm_head, logits_budget=budget, share_prefix=share_prefix)
     ours = functools.wraps(_THEIRS)(with_settings)
@@ -194,13 +200,10 @@ def chunked_heads(
                 module.add_fused_lm_head = before.get(name, before[utils.__name__])  # type: ignore[attr-defined]
 
 
-def check_has_head(trainer: type[Any], models_without_head: tuple[str, ...]) -> None:
+def reads_logits(trainer: type[Any], models_without_head: tuple[str, ...]) -> bool:
+    """Whether a trainer computes its loss from logits, and neither TRL's head nor ours takes their place."""
     names = [cls.__module__ for cls in trainer.__mro__]
-    if all(_head_of(name, sys.modules[name]) is None for name in names) and "model" not in models_without_head:
-        raise RuntimeError(
-            f"TRL {trl.__version__} gives {trainer.__name__} no fused head to replace, and would build its logits; "
-            "TRL 1.15 and 1.16 do"
-        )
+    return all(_head_of(name, sys.modules[name]) is None for name in names) and "model" not in models_without_head
 
 
 class _Unsupported(type):
