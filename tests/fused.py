@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
 from liger_chunked.deferred import DeferredLogits
+from liger_chunked.deferred import logits as deferred_logits
 
 
 def is_deferred(logits: Any) -> bool:
@@ -30,3 +33,20 @@ def assert_real_logits(output: Any) -> None:
     assert isinstance(output.loss, Tensor)
     logits = output.logits
     assert isinstance(logits, Tensor) or (isinstance(logits, DeferredLogits) and logits.is_computed), repr(logits)
+
+
+@contextlib.contextmanager
+def asked_logits() -> Iterator[list[str]]:
+    """Yield a list of what needs real logits of a stand-in inside the block."""
+    asked: list[str] = []
+    log_use = deferred_logits._log_use
+
+    def noted(stand_in: DeferredLogits, name: str) -> str:
+        asked.append(name)
+        return log_use(stand_in, name)
+
+    deferred_logits._log_use = noted
+    try:
+        yield asked
+    finally:
+        deferred_logits._log_use = log_use

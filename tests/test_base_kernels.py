@@ -393,7 +393,7 @@ _NUMBERS = torch.tensor([nan, inf, -inf, 0.0, -1.0, 1.0, 2.0, -2.0, 2.5, -2.5])
 @pytest.mark.parametrize("upstream", [1.0, inf, nan])
 @pytest.mark.parametrize("limit", [2.0, None])
 def test_numbers_that_are_not_finite_in_a_clamped_unit(limit: float | None, upstream: float, device: str) -> None:
-    """NaN passes a clamp, and its gradient does not; a number at the limit has one if the installed torch gives it one."""
+    """NaN passes a clamp, and its gradient does not; a number at the limit has one as in the installed torch."""
     found = []
     for function in (
         partial(lc.liger_swiglu, limit=limit, offset=1.0),

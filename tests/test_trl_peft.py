@@ -20,9 +20,9 @@ import tiny
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from test_cost import Memory
 from test_trl_trainers import KINDS, Log, assert_same, build, rare, run
-from trl.trainer.utils import FusedCausalLMOutput
 
 from liger_chunked import LigerFusedLinearDPOLoss
+from liger_chunked.integrations.trl import heads
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*is deprecated and will be removed in v6:FutureWarning",
@@ -119,8 +119,8 @@ def head_on_logits(
         }
         values = {name: x.masked_fill(~mask, 0) for name, x in values.items()}
         n_items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        fields = dict.fromkeys(f.name for f in dataclasses.fields(FusedCausalLMOutput)) | values
-        return FusedCausalLMOutput(**fields | {"loss": -values["log_probs"].sum() / n_items, "label_mask": mask})
+        fields = dict.fromkeys(f.name for f in dataclasses.fields(heads.FusedCausalLMOutput)) | values
+        return heads.FusedCausalLMOutput(**fields | {"loss": -values["log_probs"].sum() / n_items, "label_mask": mask})
 
     model.forward = forward
 

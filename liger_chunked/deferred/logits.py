@@ -509,6 +509,13 @@ class DeferredLogits(StandIn):
         index = (*(slice(None),) * (dim % self.ndim), slice(start, start + length))
         return self[index]
 
+    def index_select(self, dim: int, index: Any) -> Any:
+        of_ids = dim % self.ndim == self._recorded.class_dim % self.ndim
+        if self.is_computed or of_ids or not isinstance(index, Tensor) or index.ndim != 1:
+            return self.asked("index_select").index_select(dim, _real(index))
+        rows = (*(slice(None),) * (dim % self.ndim), index)
+        return self[rows]
+
     # Fused operations
 
     def _fuses(self, dim: int | None = None) -> bool:
@@ -784,9 +791,9 @@ def _inverse(x: float) -> float:
 
 # Names of torch's functions that have a method here: the function calls it with its own arguments.
 _METHODS = frozenset(
-    "add argmax bfloat16 chunk clone contiguous detach div divide double flatten float gather half log_softmax "
-    "logsumexp mean mul multiply narrow numel permute reshape split squeeze tanh to transpose true_divide type_as "
-    "unbind unsqueeze view".split()
+    "add argmax bfloat16 chunk clone contiguous detach div divide double flatten float gather half index_select "
+    "log_softmax logsumexp mean mul multiply narrow numel permute reshape split squeeze tanh to transpose true_divide "
+    "type_as unbind unsqueeze view".split()
 )
 
 

@@ -142,4 +142,4 @@ def run_head(model: nn.Module, head_fn: HeadFn, /, **inputs: Any) -> Any:
 
 def detach_head(model: nn.Module) -> None:
     """Undo `attach_head`. Patches of `apply_liger_kernel` stay."""
-    update(inner_model(model), head_fn=False, rewrite=None)
+    update(inner_model(model), head_fn=False, rewrite=None, logits_budget=None)

@@ -53,15 +53,17 @@ class ForwardState:
     - `fusion`: training is fused
     - `rewrite`: turns the arguments of a call with one of `add_keywords`, or with `head_fn`, into those of a call
       without the former
+    - `logits_budget`: of losses on stand-ins that a `Request` asked for; training that is fused has its own
     """
 
     head_fn: bool = False
     fusion: Fusion | None = None
     rewrite: Rewrite | None = None
+    logits_budget: int | None = None
 
     @property
     def deferral(self) -> Deferral:
-        budget = None if self.fusion is None else self.fusion.logits_budget
+        budget = self.logits_budget if self.fusion is None else self.fusion.logits_budget
         return Deferral(budget, in_training=self.fusion is not None)
 
 

@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
     older, heads = (importlib.import_module(f"{__name__}.{file}") for file in ("older", "heads"))
     if heads.reads_logits(of_trl, mixin.models_without_head):
         older.let_functions_take_stand_ins(of_trl)
-        bases = (mixin, older.ReadsLogitsMixin, of_trl)
+        bases = (older.ReadsLogitsMixin, mixin, of_trl)
     trainer = type(name, bases, {"__module__": __name__, "__doc__": doc})
     return globals().setdefault(name, trainer)
 

@@ -131,13 +131,17 @@ class LigerTrainerMixin(_Trainer):
 
     def add_heads(self) -> None:
         """Give chunked heads to the models that have none of TRL's."""
-        names = self.models_without_head
-        if heads.reads_logits(type(self), names):
-            names = ("model", "ref_model", *names)
-        for name in names:
-            model = getattr(self, name, None)
-            if model is not None:
-                heads.add_chunked_lm_head(inner_model(model), **self._head_settings)
+        if heads.reads_logits(type(self), self.models_without_head):
+            budget = self._head_settings["logits_budget"]
+            settings = {**self._head_settings, "logits_budget": heads.HEAD_BUDGET if budget is None else budget}
+            for inner in self._inner_models("model", "ref_model"):
+                heads.add_chunked_lm_head(inner, **settings)
+        for inner in self._inner_models(*self.models_without_head):
+            heads.add_chunked_lm_head(inner, **self._head_settings)
+
+    def _inner_models(self, *names: str) -> list[PreTrainedModel]:
+        models = (getattr(self, name, None) for name in names)
+        return [inner_model(model) for model in models if model is not None]
 
     @property
     def mode_metrics(self) -> dict[str, list[float]]:
@@ -192,7 +196,7 @@ class LigerTrainerMixin(_Trainer):
             factory: Any = field.default_factory
             default = field.default if factory is dataclasses.MISSING else factory()
             value, same = getattr(config, field.name), cls.replaced_fields[field.name]
-            if value == "chunked_nll":  # TRL's NLL in chunks, its default before 1.15
+            if field.name == "loss_type" and value in ("nll", "chunked_nll"):  # SFT's, the second in chunks
                 continue
             own = _MISSING if same is None else _alone(functools.reduce(_attribute, same.split("."), loss))
             if value != default and _alone(value) != own:

@@ -67,7 +67,8 @@ def add_chunked_lm_head(
         float32=cast_lm_head_to_fp32,
         logits_budget=logits_budget,
     )
-    update(model, head_fn=True, rewrite=functools.partial(_rewritten, statistics, share_prefix))
+    rewrite = functools.partial(_rewritten, statistics, share_prefix)
+    update(model, head_fn=True, rewrite=rewrite, logits_budget=budget_bytes(logits_budget))
 
 
 add_keywords("fused_lm_head", "reads_padding")

@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers.utils import ModelOutput
 from trl.trainer import sft_trainer, utils
 
@@ -143,12 +144,13 @@ class ReadsLogitsMixin(_Trainer):
         if getattr(self.args, "loss_type", None) == "chunked_nll":
             self.args.loss_type = "nll"  # the same loss, of the model's own forward
 
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, *args: Any, **kwargs: Any
-    ) -> Any:
-        # With its outputs, the logits leave the trainer.
-        with nullcontext() if return_outputs else _deferring():
-            return super().compute_loss(model, inputs, return_outputs, *args, **kwargs)
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        with _deferring():
+            return super().compute_loss(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        # Metrics of the user get tensors. If there are none, nothing computes the logits.
+        return tree_map_only(DeferredLogits, DeferredLogits.tensor, super().prediction_step(*args, **kwargs))
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         with _deferring():
