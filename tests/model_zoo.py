@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -104,7 +105,8 @@ class Tiny:
     def build(self, seed: int = 0) -> PreTrainedModel:
         """Build the model in evaluation mode, with norm weights and biases that differ from their initial values."""
         torch.manual_seed(seed)
-        config = getattr(transformers, self.config_class)(**self.config)
+        family = importlib.import_module(f"transformers.models.{self.family}")  # has classes that transformers lacks
+        config = getattr(family, self.config_class)(**self.config)
         model = getattr(transformers, self.model_class)(config).eval()
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():

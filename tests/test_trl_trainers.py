@@ -936,6 +936,7 @@ class FewArguments(LlamaForCausalLM):
         return CausalLMOutput(logits=self.lm_head(hidden))
 
 
+@replaces_trls_head  # older ones pass `labels` and `use_cache` to the model
 @pytest.mark.parametrize(("kind", "own"), [("SFT", {}), ("DPO", {"share_prefix": False})], ids=["SFT", "DPO"])
 def test_a_forward_of_few_arguments(train, kind, own):
     """TRL passes `use_cache` to backbones; ours runs the model's own forward."""
