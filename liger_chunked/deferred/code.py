@@ -10,8 +10,6 @@ from torch import nn
 
 from liger_chunked.deferred.swap import FORWARD_SLOTS as FORWARD_SLOTS
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 # Their hooks and forwards gather parameters or move devices, and accept any output.
 _FRAMEWORKS = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "liger_chunked"}
 

@@ -22,6 +22,7 @@ from liger_chunked.deferred.projection import projections_in
 from liger_chunked.deferred.swap import Patch, patch_of, set_patch
 from liger_chunked.dtensor import any_dtensor
 from liger_chunked.kernels.operands import all_plain
+from liger_chunked.private import HAS_VERSIONS, SHOWS_HOOKS, global_forward_hooks
 from liger_chunked.types import budget_bytes
 
 _LOGGER = logging.getLogger("liger_chunked")
@@ -88,7 +89,7 @@ def _defers(head: nn.Module, settings: Deferral) -> bool:
         return False
     if getattr(head, "_is_replica", False) and not asked.returns_loss:
         return False  # DataParallel gathers tensors
-    if any(name.endswith(_POWER_ITERATION) for name, _ in head.named_buffers()):
+    if any(name.endswith(_POWER_ITERATION) or name.startswith("parametrizations.") for name, _ in head.named_buffers()):
         _log_reason(head, "its spectral norm changes in each call of the head, and a stand-in may need several")
         return False
     if ddp_reads_outputs() and not asked.returns_loss:
@@ -102,7 +103,9 @@ def ddp_reads_outputs() -> bool:
 
     A stand-in has no graph: DDP would take all parameters for unused, and reduce their gradients before they exist.
     """
-    active = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if not hasattr(DistributedDataParallel, "_active_ddp_module"):  # then any DDP might
+        return torch.distributed.is_available() and torch.distributed.is_initialized()
+    active = DistributedDataParallel._active_ddp_module
     return active is not None and (active.find_unused_parameters or active.static_graph)
 
 
@@ -117,10 +120,12 @@ def _takes(hidden: Any) -> bool:
 
 def refusal_of(head: nn.Module) -> str | None:
     """Return why a call of this head gives real logits; None if it may defer."""
+    if not (SHOWS_HOOKS and HAS_VERSIONS):
+        return "a hook or a change of the weights, which this torch does not show, perhaps"
     reason = why_not_deferred(head)
     if reason is not None:
         return f"{reason} takes logits"
-    if any(foreign_code(hook) is not None for hook in torch.nn.modules.module._global_forward_hooks.values()):
+    if any(foreign_code(hook) is not None for hook in global_forward_hooks()):
         return "a global forward hook takes logits"
     try:
         projections_in(head)
@@ -129,8 +134,8 @@ def refusal_of(head: nn.Module) -> str | None:
     return None
 
 
-# Buffers of torch's spectral norms, old and new.
-_POWER_ITERATION = ("weight_u", "weight_v", "weight.0._u", "weight.0._v")
+# Buffers of torch's old spectral norm; the new one is a parametrization.
+_POWER_ITERATION = ("weight_u", "weight_v")
 
 
 _LOGGED: set[str] = set()
