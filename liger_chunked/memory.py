@@ -29,7 +29,7 @@ from liger_chunked.losses import (
     LigerFusedLinearUnpairedPreferenceBase,
 )
 from liger_chunked.losses.base import StatsLoss
-from liger_chunked.private import TorchDispatchMode, tree_leaves, without_modes
+from liger_chunked.private import DispatchMode, tree_leaves, without_modes
 from liger_chunked.types import (
     AdaptedWeight,
     LogitOptions,
@@ -183,7 +183,7 @@ _PARTS = {function.__code__: part for part, functions in _ALLOCATE.items() for f
 _COPIES = tuple(op.default for name in ("_to_copy", "clone") if (op := getattr(torch.ops.aten, name, None)))
 
 
-class _Bytes(TorchDispatchMode):
+class _Bytes(DispatchMode):
     """Counts bytes of new tensors, by part; `most` is the peak."""
 
     def __init__(self) -> None:

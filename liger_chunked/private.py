@@ -107,6 +107,13 @@ def has_children(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
+def is_replica(module: nn.Module) -> bool:
+    """Whether `nn.DataParallel` made this copy of a module: copies have no parameters. Nor has what never had any."""
+    if HAS_PARTS and module._parameters:
+        return False
+    return next(module.parameters(), None) is None
+
+
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of a module without those of its submodules, by name."""
     if HAS_PARTS:  # ten times as fast: heads ask at each call
@@ -153,7 +160,11 @@ def any_sizes(*tensors: tuple[Tensor, Sequence[int]]) -> AbstractContextManager[
         from torch.fx.experimental import _config
     except ImportError:
         return nullcontext()
-    return _config.patch(use_duck_shape=False) if hasattr(_config, "use_duck_shape") else nullcontext()
+    config: Any = _config
+    try:
+        return config.patch(use_duck_shape=False)
+    except AttributeError:
+        return nullcontext()
 
 
 # Dispatch
@@ -177,7 +188,7 @@ class _NoDispatchMode:
         )
 
 
-TorchDispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode") or _NoDispatchMode
+DispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode") or _NoDispatchMode
 
 
 # Trees of arguments. `torch.utils._pytree` is private, and knows more kinds than torch's functions take.

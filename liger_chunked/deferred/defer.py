@@ -22,7 +22,7 @@ from liger_chunked.deferred.projection import projections_in
 from liger_chunked.deferred.swap import Patch, patch_of, set_patch
 from liger_chunked.dtensor import any_dtensor
 from liger_chunked.kernels.operands import all_plain
-from liger_chunked.private import HAS_VERSIONS, SHOWS_HOOKS, global_forward_hooks
+from liger_chunked.private import HAS_VERSIONS, SHOWS_HOOKS, global_forward_hooks, is_replica
 from liger_chunked.types import budget_bytes
 
 _LOGGER = logging.getLogger("liger_chunked")
@@ -85,9 +85,9 @@ def _defers(head: nn.Module, settings: Deferral) -> bool:
         return bool(asked.defer)
     if asked.defer is not None:
         return asked.defer
-    if not settings.defers(head.training):
+    if not (HAS_VERSIONS and settings.defers(head.training)):  # a change of the weights would go unnoticed
         return False
-    if getattr(head, "_is_replica", False) and not asked.returns_loss:
+    if is_replica(head) and not asked.returns_loss:
         return False  # DataParallel gathers tensors
     if any(name.endswith(_POWER_ITERATION) or name.startswith("parametrizations.") for name, _ in head.named_buffers()):
         _log_reason(head, "its spectral norm changes in each call of the head, and a stand-in may need several")
@@ -120,8 +120,8 @@ def _takes(hidden: Any) -> bool:
 
 def refusal_of(head: nn.Module) -> str | None:
     """Return why a call of this head gives real logits; None if it may defer."""
-    if not (SHOWS_HOOKS and HAS_VERSIONS):
-        return "a hook or a change of the weights, which this torch does not show, perhaps"
+    if not SHOWS_HOOKS:
+        return "a hook, which this torch does not show, perhaps"
     reason = why_not_deferred(head)
     if reason is not None:
         return f"{reason} takes logits"

@@ -29,7 +29,7 @@ from liger_chunked.deferred.projection import Projection, projections_in
 from liger_chunked.deferred.swap import stock_class
 from liger_chunked.deferred.switches import has_unknown_switches
 from liger_chunked.dtensor import any_dtensor, distributed_like, sharded_on_rows
-from liger_chunked.private import HOOKS, SHOWS_HOOKS, hooks_of
+from liger_chunked.private import HOOKS, SHOWS_HOOKS, has_children, hooks_of
 from liger_chunked.types import AdaptedWeight, Head
 
 Compute = Callable[[Head, Tensor], Any]
@@ -131,8 +131,10 @@ def why_not_deferred(lm_head: nn.Module) -> str | None:
         parts = set(name.split("."))
         if parts & {"lora_A", "lora_dropout"}:  # they run as in PEFT's own forward
             continue
-        if name and has_unknown_switches(module):
-            return f"{name}, which may switch its adapters,"
+        if has_children(module) and has_unknown_switches(module):
+            return f"the layer {type(module).__name__}, whose adapters may be switched,"
+        if code.has_unknown_forward(module):
+            return "a forward of accelerate, which may call another"
         state = vars(module)
         own = [("forward", state.get(slot)) for slot in code.FORWARD_SLOTS]
         if parts & {"base_layer", "lora_B"}:  # a fused loss does not compute their products one by one
