@@ -179,7 +179,7 @@ _ALLOCATE: dict[Part, tuple[Any, ...]] = {
     "hidden": (Layout.input_rows,),
 }  # fmt: skip
 _PARTS = {function.__code__: part for part, functions in _ALLOCATE.items() for function in functions}
-# Without the first, a cast of the hidden states counts as "other".
+# A cast of the hidden states counts as "other" if torch lacks the first.
 _COPIES = tuple(op.default for name in ("_to_copy", "clone") if (op := getattr(torch.ops.aten, name, None)))
 
 

@@ -27,13 +27,13 @@ def find(path: str) -> Any:
 
 # Autograd
 
-# Without it: the public `disable_saved_tensors_hooks`, which raises if there are hooks, 3 microseconds slower.
+# The fallback is the public `disable_saved_tensors_hooks`, which raises if there are hooks.
 top_saved_tensors_hooks: Callable[[bool], Any] | None = find("torch._C._autograd._top_saved_tensors_default_hooks")
 
-# Without it: the graph may be used again, so no backward overwrites what it saved.
+# The fallback takes every graph for retained, so no backward overwrites what it saved.
 graph_is_retained: Callable[[], bool] = find("torch._C._autograd._get_current_graph_task_keep_graph") or (lambda: True)
 
-# Without them, autograd itself refuses such tensors, with an error of its own.
+# The fallbacks see nothing. Autograd refuses such tensors itself, with an error of its own.
 is_batched: Callable[[Tensor], bool] = find("torch._C._functorch.is_legacy_batchedtensor") or (lambda _: False)
 transforms_are_active: Callable[[], bool] = find("torch._C._are_functorch_transforms_active") or (lambda: False)
 
@@ -46,12 +46,12 @@ def version_of(x: Tensor) -> int:
     return x._version if HAS_VERSIONS and not x.is_inference() else 0
 
 
-# Without it: every tensor may be a view, and is copied before others could change what it views.
+# The fallback takes every tensor for a view, so it is copied, and not overwritten.
 is_view: Callable[[Tensor], bool] = getattr(Tensor, "_is_view", None) or (lambda _: True)
 
 
 def base_of(x: Tensor) -> Tensor:
-    """Return the tensor that `x` is a view of, or `x`. Without it: `x`; autograd protects leaves too."""
+    """Return the tensor that `x` is a view of, or `x`. The fallback returns `x`: autograd protects leaves too."""
     base = getattr(x, "_base", None)
     return x if base is None else base
 
@@ -85,8 +85,8 @@ _PARTS = ("_modules", "_parameters", "_buffers")
 HAS_PARTS = vars(nn.Module()).keys() >= {*_PARTS}
 _GLOBAL_HOOKS: Any = find("torch.nn.modules.module._global_forward_hooks")
 
-# Whether the package can see all hooks of a module, and global forward hooks. If not, nothing that a hook would notice
-# may be left out.
+# Whether the package sees all hooks of a module, and global forward hooks. If it does not, it leaves out nothing that a
+# hook would notice: no head defers its logits, and no layer works in place.
 SHOWS_HOOKS = vars(nn.Module()).keys() >= {*HOOKS} and _GLOBAL_HOOKS is not None
 
 
@@ -134,14 +134,15 @@ def _no_callback() -> None:
     return None
 
 
-# Whether Dynamo is tracing this thread: its callback, or None. Without it: no function is traced on its own.
+# Returns the callback by which Dynamo traces this thread, or None. The fallback returns None: Dynamo then finds out at
+# the first call that a loss breaks the graph.
 tracing_callback: Callable[[], Any] = find("torch._C._dynamo.eval_frame.get_eval_frame_callback") or _no_callback
 
 
 def skip_frame(function: Callable[..., Any]) -> None:
     """Make Dynamo run `function` uncompiled, but compile what it calls. Called while Dynamo traces, so it is loaded.
 
-    Without it, Dynamo traces the function too, and breaks the graph inside.
+    The fallback does nothing: Dynamo traces the function too, and breaks the graph inside.
     """
     skip = find("torch._dynamo.decorators.skip")
     if skip is not None:
@@ -151,7 +152,7 @@ def skip_frame(function: Callable[..., Any]) -> None:
 def any_sizes(*tensors: tuple[Tensor, Sequence[int]]) -> AbstractContextManager[Any]:
     """Compile what the block calls once for all sizes of these dimensions, even if some are equal in this call.
 
-    Without it, Dynamo finds out with the second call, and compiles again.
+    The fallback does nothing: Dynamo finds out with the second call, and compiles again.
     """
     mark = find("torch._dynamo.maybe_mark_dynamic")
     for x, dims in tensors if mark is not None else ():
@@ -174,7 +175,7 @@ def _no_modes() -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-# Without it, the modes of a caller see a dry run too.
+# The fallback hides nothing: the modes of a caller see a dry run too.
 without_modes: Callable[[], AbstractContextManager[Any]] = (
     find("torch.utils._python_dispatch._disable_current_modes") or _no_modes
 )

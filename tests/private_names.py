@@ -11,9 +11,7 @@ import ast
 import functools
 import inspect
 import re
-import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -479,7 +477,7 @@ def _attributes_of(cls: type) -> frozenset[str]:
 
 
 def shared_names() -> set[str]:
-    """Return private attributes of foreign objects that the package meets. It may have attributes of these names too."""
+    """Return private attributes of foreign objects that the package meets. It may have such names too."""
     import torch
     from torch import nn
 
@@ -587,7 +585,7 @@ class _Reader(ast.NodeVisitor):
 
 # Constants and attributes that are the package's own, though it defines no such name: suffixes of arguments of kernels,
 # of parts of a config, and attributes that are set without `self`.
-OWN = {"_ptr", "_desc", "_stride", "_text", "_fixed", "_cls", "_current", "_has_warned", "_ctx"}
+OWN = {"_ptr", "_desc", "_stride", "_text", "_fixed", "_cls", "_current", "_has_warned", "_ctx", "_layer"}
 # Methods of foreign objects that an object of ours imitates.
 IMITATED = {"_apply_gate"}
 

@@ -144,7 +144,8 @@ def known_counts() -> None:
     from liger_chunked.engine import known
     from liger_chunked.functional import cross_entropy_loss
 
-    weight, hidden, target = data = tensors()
+    data = tensors()
+    target = data[-1]
     expected = step(stock, *data)
     n_valid = int((target != -100).sum())
     assert_close(step(lambda *x: cross_entropy_loss(*x, n_valid=n_valid), *data), expected)
@@ -404,9 +405,7 @@ def deferred() -> None:
         lambda model: model.lm_head.register_forward_hook(halve),
         lambda model: nn.modules.module.register_module_forward_hook(halve),
         lambda model: model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,)),
-        lambda model: model.lm_head.register_full_backward_hook(
-            lambda module, of_input, of_output: (of_input[0] * 0.5,)
-        ),
+        lambda model: model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,)),
         lambda model: model.lm_head.register_full_backward_pre_hook(lambda module, of_output: (of_output[0] * 0.5,)),
     ):
         results = []

@@ -89,7 +89,7 @@ def _defers(head: nn.Module, settings: Deferral) -> bool:
         return False
     if is_replica(head) and not asked.returns_loss:
         return False  # DataParallel gathers tensors
-    if any(name.endswith(_POWER_ITERATION) or name.startswith("parametrizations.") for name, _ in head.named_buffers()):
+    if any(map(_may_change, (name for name, _ in head.named_buffers()))):
         _log_reason(head, "its spectral norm changes in each call of the head, and a stand-in may need several")
         return False
     if ddp_reads_outputs() and not asked.returns_loss:
@@ -134,8 +134,13 @@ def refusal_of(head: nn.Module) -> str | None:
     return None
 
 
-# Buffers of torch's old spectral norm; the new one is a parametrization.
-_POWER_ITERATION = ("weight_u", "weight_v")
+def _may_change(buffer: str) -> bool:
+    """Whether a call of the head may change a buffer of this name, as the spectral norms of torch, old and new, do.
+
+    The buffers of other parametrizations may be constant, but nothing public says so. That of `orthogonal` is.
+    """
+    in_parametrization = buffer.startswith("parametrizations.") and not buffer.endswith(".base")
+    return in_parametrization or buffer.endswith(("weight_u", "weight_v"))
 
 
 _LOGGED: set[str] = set()

@@ -18,10 +18,12 @@ from liger_chunked.private import is_batched
 try:
     import triton
     import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
     triton = None
     tl = None
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # no fused epilogue
     TensorDescriptor = None
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -88,7 +90,7 @@ def wide_tiles(capability: tuple[int, int]) -> bool:
 
 @functools.cache
 def has_wide_tiles(device: torch.device) -> bool:
-    if triton is None or INTERPRETED or device.type != "cuda" or torch.version.cuda is None:
+    if TensorDescriptor is None or INTERPRETED or device.type != "cuda" or torch.version.cuda is None:
         return False
     return wide_tiles(torch.cuda.get_device_capability(device))
 
