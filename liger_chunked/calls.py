@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from liger_chunked import arguments
 from liger_chunked.dtensor import any_dtensor, localized
 from liger_chunked.kernels.operands import all_plain, plain
+from liger_chunked.private import skip_frame, tracing_callback
 from liger_chunked.types import AdaptedWeight, Weight
 
 T = TypeVar("T")
@@ -100,9 +101,6 @@ def check_constants(owner: str, arguments: Iterable[tuple[str, Any]]) -> None:
         raise ValueError(message)
 
 
-_traces: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
-
-
 class _Eager:
     """Holds untraced entry points as attributes: Dynamo cannot take functions from constants."""
 
@@ -117,7 +115,7 @@ def _kept_out_of_graphs(name: str) -> str:
     if not hasattr(_EAGER, name):
         call, checked = _ENTRY_POINTS[name]
         setattr(_EAGER, name, torch.compiler.disable(checked, reason=_REASON))
-        torch._dynamo.decorators.skip(call)
+        skip_frame(call)
     return name
 
 
@@ -166,7 +164,7 @@ def entry_point(function: Function) -> Function:
                     "torch.export cannot trace a fused loss: it waits for the device to count its tokens"
                 )
             return getattr(_EAGER, _kept_out_of_graphs(name))(*args, **kwargs)
-        if _traces() is not None:  # torch 2.11 would trace `checked` on its own
+        if tracing_callback() is not None:  # torch 2.11 would trace `checked` on its own
             _kept_out_of_graphs(name)
         return getattr(_EAGER, name, checked)(*args, **kwargs)
 

@@ -11,8 +11,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from liger_chunked.engine import Group, Layout, LossWeights, Teacher, TopK, linear_token_stats, token_stats
 from liger_chunked.engine.distillation import Route, distillation_step
@@ -31,6 +29,7 @@ from liger_chunked.losses import (
     LigerFusedLinearUnpairedPreferenceBase,
 )
 from liger_chunked.losses.base import StatsLoss
+from liger_chunked.private import DispatchMode, tree_leaves, without_modes
 from liger_chunked.types import (
     AdaptedWeight,
     LogitOptions,
@@ -51,7 +50,7 @@ _HOPPER = (9, 0)
 @contextmanager
 def ordinary_autograd() -> Iterator[None]:
     with (
-        _disable_current_modes(),
+        without_modes(),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autograd.set_detect_anomaly(False),
@@ -180,10 +179,11 @@ _ALLOCATE: dict[Part, tuple[Any, ...]] = {
     "hidden": (Layout.input_rows,),
 }  # fmt: skip
 _PARTS = {function.__code__: part for part, functions in _ALLOCATE.items() for function in functions}
-_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+# A cast of the hidden states counts as "other" if torch lacks the first.
+_COPIES = tuple(op.default for name in ("_to_copy", "clone") if (op := getattr(torch.ops.aten, name, None)))
 
 
-class _Bytes(TorchDispatchMode):
+class _Bytes(DispatchMode):
     """Counts bytes of new tensors, by part; `most` is the peak."""
 
     def __init__(self) -> None:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as global_hooks
 from typing_extensions import Self
 
 from liger_chunked.dtensor import any_dtensor
@@ -23,6 +22,7 @@ from liger_chunked.kernels.logits_divergence import (
 )
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
 from liger_chunked.kernels.rms_norm import Casting, liger_rms_norm
+from liger_chunked.private import HOOKS, SHOWS_HOOKS, global_forward_hooks, hooks_of
 from liger_chunked.types import LogitOptions, described, shown
 
 _SILU = ("silu", "swish")
@@ -77,7 +77,7 @@ class LigerLayerNorm(nn.Module):
 
 def unobserved(*projections: nn.Module) -> bool:
     """Whether no forward hook, global or local, can keep outputs."""
-    if global_hooks._global_forward_hooks:
+    if not SHOWS_HOOKS or global_forward_hooks():
         return False
     return not any(module._forward_hooks for projection in projections for module in projection.modules())
 
@@ -290,9 +290,6 @@ class LigerTVDWithLogitsLoss(_DivergenceWithLogits):
         )
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
 class ChunkedLMHead(nn.Linear):
     """An `nn.Linear` that returns log-probabilities and entropies if it gets labels, without all logits in memory.
 
@@ -370,7 +367,7 @@ def _check_plain_linear(linear: Any) -> None:
     plain = any_dtensor([weight]) or type(weight) in (nn.Parameter, Tensor)
     if not plain or not weight.is_floating_point():
         raise TypeError(f"linear.weight must be a plain floating-point tensor, got {described(weight)}: dequantize it")
-    hooked = [name for name in _HOOKS if getattr(linear, name)]
+    hooked = [slot for slot in HOOKS if hooks_of(linear, slot)]
     if hooked:
         raise ValueError(f"linear must have no hooks, which the new head would lose, got {', '.join(hooked)}")
 

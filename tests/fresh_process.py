@@ -38,6 +38,10 @@ class FreshProcesses:
         """Run `code` with `arguments` as `sys.argv[1:]`, and return its output. Raises if the code fails."""
         return self._ask("", code, arguments)
 
+    def run_after(self, module: str, code: str, *arguments: str) -> str:
+        """Run `code` as `run` does, in a process that has imported `module` too. A server keeps it."""
+        return self._ask(module, code, arguments, module)
+
     def spawn(self, worker: Callable[..., Any], nprocs: int, *arguments: str) -> None:
         """Run `worker(rank, *arguments)` in `nprocs` processes. The server keeps the modules of all workers."""
         module = worker.__module__

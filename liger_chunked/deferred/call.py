@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from liger_chunked.deferred.inside import Compute, real_logits, run_inside
 from liger_chunked.deferred.switches import Switches
+from liger_chunked.private import has_children, own_tensors
+from liger_chunked.private import version_of as version_of
 from liger_chunked.types import LogitOptions
 
 
@@ -142,9 +144,8 @@ class _Runner(nn.Module):
 
 
 def _tensors_of(head: nn.Module) -> dict[str, Tensor]:
-    if len(head._modules) == 0:  # most heads: without walking through modules
-        own = {**head._parameters, **head._buffers}
-        return {name: x for name, x in own.items() if x is not None}
+    if not has_children(head):  # most heads: without walking through modules
+        return own_tensors(head)
     return {**dict(head.named_parameters(remove_duplicate=False)), **dict(head.named_buffers(remove_duplicate=False))}
 
 
@@ -152,10 +153,6 @@ def _device_of(head: nn.Module, hidden: Tensor) -> torch.device:
     """Return the device of the logits: with `device_map`, a hook of accelerate moves the hidden states there."""
     device = getattr(getattr(head, "_hf_hook", None), "execution_device", None)
     return hidden.device if device is None else torch.empty(0, device=device).device
-
-
-def version_of(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 def _is_freed(x: Tensor) -> bool:

@@ -10,8 +10,6 @@ from torch import nn
 
 from liger_chunked.deferred.swap import FORWARD_SLOTS as FORWARD_SLOTS
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 # Their hooks and forwards gather parameters or move devices, and accept any output.
 _FRAMEWORKS = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "liger_chunked"}
 
@@ -25,6 +23,15 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the forward that was set on this instance, or None."""
     forward = vars(module).get(forward_slot(module))
     return None if getattr(forward, "__func__", None) is type(module).forward else forward
+
+
+def has_unknown_forward(module: nn.Module) -> bool:
+    """Whether accelerate set a forward, but keeps the one that it calls where `forward_slot` does not look."""
+    state = vars(module)
+    if "forward" not in state or forward_slot(module) != "forward":
+        return False
+    modules = (getattr(part, "__globals__", {}).get("__name__", "") for part in unwrapped(state["forward"]))
+    return any(name.startswith("accelerate.hooks") for name in modules)
 
 
 def unwrapped(function: Any) -> Iterator[Any]:

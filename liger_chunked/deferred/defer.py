@@ -22,6 +22,7 @@ from liger_chunked.deferred.projection import projections_in
 from liger_chunked.deferred.swap import Patch, patch_of, set_patch
 from liger_chunked.dtensor import any_dtensor
 from liger_chunked.kernels.operands import all_plain
+from liger_chunked.private import HAS_VERSIONS, SHOWS_HOOKS, global_forward_hooks, is_replica
 from liger_chunked.types import budget_bytes
 
 _LOGGER = logging.getLogger("liger_chunked")
@@ -84,11 +85,11 @@ def _defers(head: nn.Module, settings: Deferral) -> bool:
         return bool(asked.defer)
     if asked.defer is not None:
         return asked.defer and not (asked.returns_logits and ddp_reads_outputs())
-    if not settings.defers(head.training):
+    if not (HAS_VERSIONS and settings.defers(head.training)):  # a change of the weights would go unnoticed
         return False
-    if getattr(head, "_is_replica", False) and not asked.returns_loss:
+    if is_replica(head) and not asked.returns_loss:
         return False  # DataParallel gathers tensors
-    if any(name.endswith(_POWER_ITERATION) for name, _ in head.named_buffers()):
+    if any(map(_may_change, (name for name, _ in head.named_buffers()))):
         _log_reason(head, "its spectral norm changes in each call of the head, and a stand-in may need several")
         return False
     if ddp_reads_outputs() and not asked.returns_loss:
@@ -102,7 +103,9 @@ def ddp_reads_outputs() -> bool:
 
     A stand-in has no graph: DDP would take all parameters for unused, and reduce their gradients before they exist.
     """
-    active = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if not hasattr(DistributedDataParallel, "_active_ddp_module"):  # then any DDP might
+        return torch.distributed.is_available() and torch.distributed.is_initialized()
+    active = DistributedDataParallel._active_ddp_module
     return active is not None and (active.find_unused_parameters or active.static_graph)
 
 
@@ -117,10 +120,12 @@ def _takes(hidden: Any) -> bool:
 
 def refusal_of(head: nn.Module) -> str | None:
     """Return why a call of this head gives real logits; None if it may defer."""
+    if not SHOWS_HOOKS:
+        return "a hook, which this torch does not show, perhaps"
     reason = why_not_deferred(head)
     if reason is not None:
         return f"{reason} takes logits"
-    if any(foreign_code(hook) is not None for hook in torch.nn.modules.module._global_forward_hooks.values()):
+    if any(foreign_code(hook) is not None for hook in global_forward_hooks()):
         return "a global forward hook takes logits"
     try:
         projections_in(head)
@@ -129,8 +134,13 @@ def refusal_of(head: nn.Module) -> str | None:
     return None
 
 
-# Buffers of torch's spectral norms, old and new.
-_POWER_ITERATION = ("weight_u", "weight_v", "weight.0._u", "weight.0._v")
+def _may_change(buffer: str) -> bool:
+    """Whether a call of the head may change a buffer of this name, as the spectral norms of torch, old and new, do.
+
+    The buffers of other parametrizations may be constant, but nothing public says so. That of `orthogonal` is.
+    """
+    in_parametrization = buffer.startswith("parametrizations.") and not buffer.endswith(".base")
+    return in_parametrization or buffer.endswith(("weight_u", "weight_v"))
 
 
 _LOGGED: set[str] = set()

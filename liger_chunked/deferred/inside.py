@@ -27,7 +27,9 @@ from liger_chunked.deferred import code, quantized
 from liger_chunked.deferred.code import foreign_code, forward_slot
 from liger_chunked.deferred.projection import Projection, projections_in
 from liger_chunked.deferred.swap import stock_class
+from liger_chunked.deferred.switches import has_unknown_switches
 from liger_chunked.dtensor import any_dtensor, distributed_like, sharded_on_rows
+from liger_chunked.private import HOOKS, SHOWS_HOOKS, has_children, hooks_of
 from liger_chunked.types import AdaptedWeight, Head
 
 Compute = Callable[[Head, Tensor], Any]
@@ -129,6 +131,10 @@ def why_not_deferred(lm_head: nn.Module) -> str | None:
         parts = set(name.split("."))
         if parts & {"lora_A", "lora_dropout"}:  # they run as in PEFT's own forward
             continue
+        if has_children(module) and has_unknown_switches(module):
+            return f"the layer {type(module).__name__}, whose adapters may be switched,"
+        if code.has_unknown_forward(module):
+            return "a forward of accelerate, which may call another"
         state = vars(module)
         own = [("forward", state.get(slot)) for slot in code.FORWARD_SLOTS]
         if parts & {"base_layer", "lora_B"}:  # a fused loss does not compute their products one by one
@@ -146,8 +152,7 @@ def _is_bare(lm_head: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether nothing but `nn.Linear.forward` runs in the call of a head, on an unquantized weight."""
     if stock_class(type(lm_head)) is not nn.Linear or quantized.is_quantized(lm_head):
         return False
-    hooks = (lm_head._forward_pre_hooks, lm_head._forward_hooks, lm_head._backward_pre_hooks, lm_head._backward_hooks)
-    return not any(hooks) and "forward" not in lm_head.__dict__
+    return SHOWS_HOOKS and "forward" not in vars(lm_head) and not any(vars(lm_head)[slot] for slot in HOOKS)
 
 
 def _at_projection(projection: Projection, compute: Compute, hidden_states: Tensor) -> Any:
@@ -188,7 +193,8 @@ def _head_of(projection: Projection, weight: Any, bias: Any) -> Head:
 def _down(layer: Any, adapters: tuple[str, ...], x: Tensor) -> Tensor:
     parts = []
     for name in adapters:
-        x = layer._cast_input_dtype(x, layer.lora_A[name].weight.dtype)
+        cast = getattr(layer, "_cast_input_dtype", Tensor.to)
+        x = cast(x, layer.lora_A[name].weight.dtype)
         u = layer.lora_A[name](layer.lora_dropout[name](x))
         # `u * scaling` may exceed float16.
         parts.append((u.float() if u.dtype == torch.float16 else u) * layer.scaling[name])
@@ -236,8 +242,10 @@ def _check_lora(layer: Any) -> None:
     """Unmerge disabled adapters, as PEFT does; reject users' hooks on parts."""
     if layer.disable_adapters and layer.merged:
         layer.unmerge()
+    if not SHOWS_HOOKS:
+        raise ValueError("this torch does not show the hooks of lm_head's LoRA layer, which a fused loss would skip")
     for part in (layer.base_layer, layer.lora_B):
-        for hook in (hook for module in part.modules() for hook in vars(module)["_forward_pre_hooks"].values()):
+        for hook in (hook for module in part.modules() for hook in hooks_of(module, "_forward_pre_hooks")):
             if foreign_code(hook) is not None:
                 name = getattr(hook, "__qualname__", type(hook).__qualname__)
                 raise ValueError(
@@ -265,7 +273,7 @@ def _skip_layouts(module: nn.Module, hidden_states: Tensor, changes: contextlib.
     """
     slots = ["_forward_hooks", *(["_forward_pre_hooks"] if isinstance(hidden_states, DTensor) else [])]
     for slot in slots:
-        hooks = vars(module)[slot]
+        hooks = vars(module).get(slot, {})
         kept = {key: hook for key, hook in hooks.items() if not _changes_layout(hook)}
         if len(kept) < len(hooks):
             changes.enter_context(_replaced(module, slot, type(hooks)(kept)))

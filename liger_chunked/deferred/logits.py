@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from liger_chunked.calls import once
 from liger_chunked.deferred import request
@@ -38,6 +37,7 @@ from liger_chunked.deferred.rows import Rows, as_rows, is_index, reshaped, row_i
 from liger_chunked.dtensor import any_dtensor
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
+from liger_chunked.private import tree_leaves, tree_map_only
 from liger_chunked.types import Head, LogitOptions, StandIn
 
 _LOGGER = logging.getLogger("liger_chunked")

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_chunked.private import own_tensors
+
 # Weight-only tensors of torchao, and attributes that are None unless hidden states are rounded too.
 _TORCHAO = {
     "Float8Tensor": ("act_quant_kwargs",),
@@ -36,12 +38,12 @@ def _of_torchao(x: Any) -> bool:
 
 def is_quantized(module: nn.Module) -> bool:
     """Whether a module has a tensor of torchao, of integers, or of floats of one byte."""
-    own = [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
+    own = own_tensors(module).values()
     return is_4bit(module) or any(_of_torchao(x) or not x.is_floating_point() or x.itemsize == 1 for x in own)
 
 
 def refusal(module: nn.Module) -> str | None:
-    weight: Any = module._parameters.get("weight")
+    weight: Any = own_tensors(module).get("weight")
     if is_4bit(module):
         why = None
     elif _of_bitsandbytes(module, "Linear8bitLt"):

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from liger_chunked.private import has_children
+
 # Attributes of any module, and of PEFT's layers and wrappers.
 _NAMES = ("training", "_disable_adapters", "_active_adapter")
 _MERGED = "merged_adapters"
@@ -26,7 +28,7 @@ class Switches:
 
     def __init__(self, head: nn.Module) -> None:
         # The mode of a plain Linear changes nothing.
-        modules = list(head.modules()) if head._modules else []
+        modules = list(head.modules()) if has_children(head) else []
         self._modules = [
             (module, {name: copy.copy(x) for name, x in _switches_of(module).items()}) for module in modules
         ]
@@ -56,6 +58,11 @@ class Switches:
                 vars(module).update(switches)
             for p, trains, _ in parameters:
                 p.requires_grad_(trains)
+
+
+def has_unknown_switches(module: nn.Module) -> bool:
+    """Whether a layer of PEFT keeps its switches in attributes that `Switches` does not know."""
+    return hasattr(module, "disable_adapters") and not all(hasattr(module, name) for name in _NAMES)
 
 
 def _switches_of(module: nn.Module) -> dict[str, Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+
+from liger_chunked.private import HAS_VERSIONS, version_of
+from liger_chunked.private import top_saved_tensors_hooks as _top_hooks
 
 
 def _any_hooks() -> bool:
@@ -18,9 +20,6 @@ def _any_hooks() -> bool:
         return True
 
 
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-
-
 def hooks_active() -> bool:
     """Whether the caller's hooks, such as a checkpoint's, see saved tensors."""
     if _top_hooks is None:
@@ -30,15 +29,16 @@ def hooks_active() -> bool:
 
 
 def _pack(x: Tensor) -> tuple[Tensor, int]:
-    return x.detach(), x._version  # detached: a result holding its own node is never freed
+    saved = x.detach()  # a result holding its own node is never freed
+    return (saved, version_of(x)) if HAS_VERSIONS else (saved.clone(), 0)  # a copy, which nothing else changes
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     x, version = packed
-    if x._version != version:  # torch does not check versions with hooks
+    if version_of(x) != version:  # torch does not check versions with hooks
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {tuple(x.shape)} is at version {x._version}; expected version {version} instead"
+            f"of shape {tuple(x.shape)} is at version {version_of(x)}; expected version {version} instead"
         )
     return x
 

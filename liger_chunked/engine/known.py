@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import on_host
+from liger_chunked.private import assert_async, foreach_add_
 from liger_chunked.types import VocabShard, described
 
 # Of all tokens, or of each sequence; None: read from the device.
@@ -22,7 +23,7 @@ def may_read(x: Tensor, n_valid: Any) -> bool:
 
 def assert_later(condition: Tensor, message: str) -> None:
     """Assert a condition () on its device without waiting. A failure ends the process's use of the device."""
-    torch._assert_async(condition, message)
+    assert_async(condition, message)
 
 
 def check_ids(name: str, low: int, high: int, vocab_size: int, ignored: str = "") -> None:
@@ -37,7 +38,7 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Return int64 numbers as a tensor, from a kernel's arguments: a copy would wait."""
     found = torch.zeros(len(numbers), dtype=torch.int64, device=device)
     if numbers:
-        torch._foreach_add_(found.unbind(), numbers)
+        foreach_add_(found.unbind(), numbers)
     return found
 
 

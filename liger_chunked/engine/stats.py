@@ -22,6 +22,7 @@ from liger_chunked.engine.known import token_count
 from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.precision import gemms
 from liger_chunked.kernels.backend import first_derivative, graph_is_retained, has_wide_tiles
+from liger_chunked.private import is_view
 from liger_chunked.types import (
     DIFFERENTIABLE,
     OUTPUTS,
@@ -130,7 +131,7 @@ class _LinearTokenStats(torch.autograd.Function):
         saved = {id(x) for x in kept}
         returned = {name: getattr(dense, name) for name in _returned(plan)}
         for name, x in returned.items():
-            if x._is_view() or id(x) in saved:
+            if is_view(x) or id(x) in saved:
                 returned[name] = x.clone()
         ctx.mark_non_differentiable(*[x for name, x in returned.items() if name not in differentiable])
         return tuple(returned.values())

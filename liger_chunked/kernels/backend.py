@@ -12,14 +12,18 @@ from torch import Tensor
 
 from liger_chunked.kernels.operands import plain
 from liger_chunked.kernels.tuning.generic import TORCH_BLOCK, TORCH_BLOCK_DEFAULT
+from liger_chunked.private import graph_is_retained as graph_is_retained
+from liger_chunked.private import is_batched
 
 try:
     import triton
     import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
     triton = None
     tl = None
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # no fused epilogue
     TensorDescriptor = None
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -86,7 +90,7 @@ def wide_tiles(capability: tuple[int, int]) -> bool:
 
 @functools.cache
 def has_wide_tiles(device: torch.device) -> bool:
-    if triton is None or INTERPRETED or device.type != "cuda" or torch.version.cuda is None:
+    if TensorDescriptor is None or INTERPRETED or device.type != "cuda" or torch.version.cuda is None:
         return False
     return wide_tiles(torch.cuda.get_device_capability(device))
 
@@ -153,26 +157,14 @@ def is_intermediate(x: Tensor) -> bool:
     return x.requires_grad and not x.is_leaf and x.is_contiguous() and not torch.compiler.is_compiling()
 
 
-# Private.
-_keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-
-
-def graph_is_retained() -> bool:
-    return _keeps_graph is None or _keeps_graph()
-
-
 def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-# Private; without it, torch raises its own error.
-_is_batched: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda _: False)
 
 
 def checked_upstream(upstream: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Return upstream gradients as plain tensors; an error names the kinds that kernels do not take."""
     upstream = plain(("an upstream gradient",) * len(upstream), upstream)
-    if not torch.compiler.is_compiling() and any(g is not None and _is_batched(g) for g in upstream):
+    if not torch.compiler.is_compiling() and any(g is not None and is_batched(g) for g in upstream):
         raise NotImplementedError(
             "fused kernels have no batched backward: call torch.autograd.grad without is_grads_batched, and "
             "torch.autograd.functional without vectorize"

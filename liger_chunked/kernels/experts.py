@@ -26,6 +26,7 @@ from liger_chunked.kernels.backend import (
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.kernels.tuning.generic import MOST_SPREAD, MOST_SUMMED
+from liger_chunked.private import is_view
 from liger_chunked.types import accumulation_dtype
 
 
@@ -217,7 +218,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, weight: Tensor, routing: Routing, dtype: torch.dtype, inplace: bool) -> Tensor:
         ctx.routing, ctx.like = routing, (y.shape, y.dtype)
-        ctx.inplace = inplace and is_intermediate(y) and not y._is_view()
+        ctx.inplace = inplace and is_intermediate(y) and not is_view(y)
         ctx.save_for_backward(y if weight.requires_grad else None, weight)
         return _sum(y, routing, dtype, weight)
 

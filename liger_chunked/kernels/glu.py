@@ -343,7 +343,8 @@ def liger_swiglu(
     for name, value, positive in (("alpha", alpha, True), ("limit", limit, True), ("offset", offset, False)):
         if value is None and name == "limit":
             continue
-        if not (isinstance(value, int | float) and math.isfinite(value) and (value > 0 or not positive)):
+        # A tuple: torch 2.9 cannot trace a union.
+        if not (isinstance(value, (int, float)) and math.isfinite(value) and (value > 0 or not positive)):
             raise ValueError(f"{name} must be a finite{' positive' * positive} number, got {shown(value)}")
     if interleaved and up is not None:
         raise ValueError("interleaved=True is for gate and up in one tensor, without up")

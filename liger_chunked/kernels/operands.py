@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from liger_chunked.private import transforms_are_active
 from liger_chunked.types import AdaptedWeight, StandIn, described
 
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _COMPLEX = ("complex32", "complex64", "complex128")
 _QUANTIZED = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")
 _NOT_REAL = frozenset(getattr(torch, name) for name in _COMPLEX + _QUANTIZED if hasattr(torch, name))
-# Public queries are slow; without these, autograd raises.
-transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+# A public query is slow; without this one, autograd raises.
 _forward_mode: Any = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
 
 

@@ -24,6 +24,7 @@ from liger_chunked.kernels.backend import (
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.operands import check_floating, described, plain
 from liger_chunked.kernels.tuning import TUNING
+from liger_chunked.private import base_of
 from liger_chunked.types import accumulation_dtype, shown
 
 
@@ -243,7 +244,7 @@ def _rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) ->
 
 
 def _check_inplace(x: Tensor, name: str) -> None:
-    base = x if x._base is None else x._base
+    base = base_of(x)
     if torch.is_grad_enabled() and base.requires_grad and base.is_leaf:
         raise ValueError(
             f"{name} is a leaf that requires a gradient, or a view of one, got {described(x)}: inplace=True would "
@@ -336,7 +337,7 @@ def liger_rotary_pos_emb(
         raise ValueError(f"unsqueeze_dim must be 1 or 2, the dimension of the heads, got {shown(unsqueeze_dim)}")
     names = ("q", "k", "cos", "sin", "position_ids")
     q, k, cos, sin, position_ids = plain(names, (q, k, cos, sin, position_ids))
-    for name, x in zip(names, (q, k, cos, sin), strict=False):
+    for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):  # torch 2.9 cannot trace zip(strict=False)
         check_floating(x, name)
     if cos.ndim == 2:
         cos, sin = (x[None] if position_ids is None else x[position_ids] for x in (cos, sin))

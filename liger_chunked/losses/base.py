@@ -36,7 +36,7 @@ class FusedLoss(nn.Module, metaclass=LossType):
     options: LogitOptions
 
     def _made(self) -> None:
-        if "_parameters" not in vars(self) or not hasattr(self, "options"):
+        if "training" not in vars(self) or not hasattr(self, "options"):
             name = type(self).__name__
             raise RuntimeError(f"{name}.__init__ does not call super().__init__(): call it first, with beta and so on")
 

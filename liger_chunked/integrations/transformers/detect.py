@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 def inner_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside wrappers (DDP, PEFT)."""
     while not isinstance(model, PreTrainedModel):
-        if isinstance(inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None), nn.Module):
+        if isinstance(inner := getattr(model, "module", None), nn.Module):
             model = inner
+        elif type(model).__name__ == "OptimizedModule":  # of torch.compile
+            (model,) = model.children()
         elif callable(get_base_model := getattr(model, "get_base_model", None)):
             model = get_base_model()
         elif type(model).__module__.startswith("peft.") and isinstance(inner := _wrapped_by_peft(model), nn.Module):
@@ -30,7 +32,8 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
 
 def _wrapped_by_peft(model: Any) -> Any:
     """Return what a PeftMixedModel, or a tuner inside it, wraps."""
-    return vars(model)["_modules"].get("base_model") or vars(model)["_modules"].get("model")
+    children = dict(model.named_children())
+    return children.get("base_model") or children.get("model")
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:

@@ -14,6 +14,7 @@ from transformers.integrations import moe
 from liger_chunked.integrations.transformers.detect import STOCK
 from liger_chunked.kernels.experts import add_bias_, combine_rows, gather_tokens, route
 from liger_chunked.kernels.operands import all_plain
+from liger_chunked.private import own_tensors
 
 GROUPED = "grouped_mm"
 EXPERTS_GATE = "_apply_gate"  # method of experts that `grouped_mm` serves
@@ -57,11 +58,11 @@ def experts_method(cls: Any) -> Callable[..., Tensor] | None:
 
 def _serves(module: Any, args: tuple[Tensor, ...]) -> bool:
     return (
-        module.config._experts_implementation == GROUPED
+        getattr(module.config, "_experts_implementation", None) == GROUPED
         and moe.ALL_EXPERTS_FUNCTIONS.get(GROUPED) is _STOCK is not None
         and args[0].dtype != torch.float64  # which grouped products refuse
         and not torch.jit.is_tracing()
-        and all_plain((*args, *module._parameters.values()))
+        and all_plain((*args, *own_tensors(module).values()))
         and _is_known(*(bool(getattr(module, name, False)) for name in _FLAGS))
     )
 

@@ -31,6 +31,7 @@ from liger_chunked.deferred.request import requested
 from liger_chunked.deferred.swap import Patch, stock_class
 from liger_chunked.integrations.transformers.detect import STOCK, head_of, inner_model
 from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput, kept
+from liger_chunked.private import is_replica
 from liger_chunked.types import Head, LogitOptions
 
 STATE = "_liger_forward"  # attribute of a model or class
@@ -115,7 +116,7 @@ def model_methods(cls: Any, stock_call: Callable[..., Any], stock_forward: Calla
         if (items := kwargs.get("num_items_in_batch")) is not None:
             kwargs["num_items_in_batch"] = _at_least_one(items)
         if _KEYWORDS.isdisjoint(kwargs) and _WAITING == 0:
-            if kwargs.get("labels") is not None and (ddp_reads_outputs() or getattr(self, "_is_replica", False)):
+            if kwargs.get("labels") is not None and (ddp_reads_outputs() or is_replica(self)):
                 return _read_by_wrapper(self, stock_forward(), args, kwargs)
             return stock_forward()(self, *args, **kwargs)
         return _inside(self, stock_forward(), args, kwargs)

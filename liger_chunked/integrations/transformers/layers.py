@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_chunked.deferred.code import HOOKS
 from liger_chunked.kernels import (
     liger_cross_entropy,
     liger_geglu,
@@ -29,6 +28,7 @@ from liger_chunked.kernels import (
     liger_swiglu,
 )
 from liger_chunked.modules import unobserved
+from liger_chunked.private import HOOKS, SHOWS_HOOKS
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _kind(activation: Any) -> Any:
 
 def _gated(act_fn: Any, *gate_and_up: Tensor, inplace: bool, limit: float | None = None) -> Tensor:
     """Apply the kernel, or the activation itself if it has hooks. `limit` is for SiLU, also if `act_fn` is None."""
-    if isinstance(act_fn, nn.Module) and any(vars(act_fn)[hooks] for hooks in HOOKS):
+    if isinstance(act_fn, nn.Module) and (not SHOWS_HOOKS or any(vars(act_fn)[slot] for slot in HOOKS)):
         gate, up = gate_and_up if len(gate_and_up) == 2 else gate_and_up[0].chunk(2, -1)
         return act_fn(gate) * up if limit is None else act_fn(gate.clamp(max=limit)) * up.clamp(-limit, limit)
     if limit is not None:
@@ -247,7 +247,7 @@ def _silu_refusal(act_fn: Any, *_: Any) -> str | None:
 
 
 def _experts_refusal(act_fn: Any, config: Any, has_gate: bool) -> str | None:
-    way = config._experts_implementation
+    way = getattr(config, "_experts_implementation", None)
     if not has_gate:
         return "these experts have no gate"
     if way not in ("grouped_mm", "batched_mm", "deepgemm"):

@@ -57,8 +57,8 @@ def layer_method(binding: Binding, stock: Method, cls: Any = None, current: Meth
         f", {owner.name}.{n}" if needed else f", getattr({owner.name}, {n!r}, None)" for n, needed in reads
     )
     replaced = f"    if _cls.{name} is not _current:\n        return _cls.{name}({owner.name}, {inputs})\n"
-    namespace: dict[str, Any] = {"_run": binding.layer.run, "_cls": cls, "_current": current}
-    body = f"{replaced if cls is not None else ''}    return _run({inputs}{attributes})"
+    namespace: dict[str, Any] = {"_layer": binding.layer.run, "_cls": cls, "_current": current}
+    body = f"{replaced if cls is not None else ''}    return _layer({inputs}{attributes})"
     exec(f"def {name}({taken}):\n{body}", namespace)
     method = namespace[name]
     vars(method)[STOCK] = stock

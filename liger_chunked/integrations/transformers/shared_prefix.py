@@ -261,7 +261,8 @@ def _inputs(model: PreTrainedModel, trie: PackedTrie, implementation: str, dense
 
 
 def _implementation(model: PreTrainedModel) -> str:
-    return model.config.get_text_config()._attn_implementation or "eager"
+    config = model.config.get_text_config()
+    return (config._attn_implementation or "eager") if hasattr(config, "_attn_implementation") else "unknown"
 
 
 def _dtype(model: PreTrainedModel) -> torch.dtype:

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental import _config as fx_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_chunked.kernels.tuning import TUNING
+from liger_chunked.private import any_sizes
 
 BLOCK = 128  # tokens
 _SMALL_HEADS = 64  # values
@@ -168,14 +168,9 @@ class _Compiled:
         if not self._is_first:
             return self._run(query, key, value, blocks, end, depth, *others)
         self._is_first = False
-        for x in (query, key, value):
-            torch._dynamo.maybe_mark_dynamic(x, [0, 2])
-        for x in (end, depth):
-            torch._dynamo.maybe_mark_dynamic(x, [0, 1])
-        for x in blocks:
-            torch._dynamo.maybe_mark_dynamic(x, [0, *range(2, x.ndim)])
-        # Else sizes that are equal in the first call must stay equal.
-        with fx_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+        sizes = [(x, (0, 2)) for x in (query, key, value)]
+        sizes += [(x, (0, 1)) for x in (end, depth)]
+        with any_sizes(*sizes, *((x, (0, *range(2, x.ndim))) for x in blocks)):
             return self._run(query, key, value, blocks, end, depth, *others)
 
 

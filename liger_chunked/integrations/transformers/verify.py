@@ -24,6 +24,7 @@ from liger_chunked.integrations.transformers import layers as kinds
 from liger_chunked.integrations.transformers.detect import stock_method
 from liger_chunked.integrations.transformers.layers import Binding, Layer
 from liger_chunked.integrations.transformers.source import source_of
+from liger_chunked.private import HAS_PARTS
 
 _TOLERANCE = 1e-4  # relative to a token's norm, in float32
 _MOST_ROUNDED = 0.02  # of a norm's bfloat16 values; another casting order changes a tenth
@@ -46,6 +47,8 @@ _PLAIN = (bool, int, float, str, tuple)
 
 def difference(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> str | None:
     """Return how the layer differs from `cls`, cached by class, source and configuration."""
+    if not HAS_PARTS:
+        return "this torch does not show the parts of a module, so it cannot be compared"
     owners = vars(module), getattr(getattr(module, "config", None), "__dict__", {})
     plain = [{n: x for n, x in o.items() if isinstance(x, _PLAIN) and n != "training"} for o in owners]
     parts = {n: (type(x), getattr(x, "ndim", 0)) for n, x in (*module._modules.items(), *module._parameters.items())}
@@ -64,6 +67,8 @@ def difference(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> str
 
 def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> None:
     """Raise Difference unless a small copy of `module` has the same results and gradients with the layer."""
+    if not HAS_PARTS:
+        raise Incomparable("this torch does not show the parts of a module")
     layer = binding.layer
     with _quiet():
         is_small = not module._modules and all(len(_shape(p)) < 2 for p in module.parameters())

@@ -20,7 +20,8 @@ _LEAST = math.log(1e-8)
 
 def is_served(uld: Any) -> bool:
     """Whether TRL's `ULDLoss` compares only sorted probabilities, and aligns tokens as we do."""
-    return not uld.use_hybrid_loss and hasattr(uld, "_align_by_byte_offsets") and hasattr(uld, "token_merge_strategy")
+    needed = ("_align_by_byte_offsets", "_get_start_and_size_answers", "token_merge_strategy")
+    return not uld.use_hybrid_loss and all(hasattr(uld, name) for name in needed)
 
 
 @dataclass

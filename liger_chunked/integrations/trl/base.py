@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple
@@ -97,6 +98,9 @@ class LigerTrainerMixin(_Trainer):
     # Config fields of TRL's loss, and equivalent attributes of `loss`, or None.
     replaced_fields: ClassVar[Mapping[str, str | None]] = {}
     models_without_head: ClassVar[tuple[str, ...]] = ()
+    # Private methods of TRL's trainer that `loss` replaces, or which are replaced in any case.
+    replaced_by_loss: ClassVar[tuple[str, ...]] = ()
+    always_replaced: ClassVar[tuple[str, ...]] = ()
     share_prefix: bool | str = False
 
     def __init__(
@@ -123,6 +127,7 @@ class LigerTrainerMixin(_Trainer):
         self.logits_budget = budget
         # TRL casts such a head itself, without an adapter.
         casts = getattr(config, "cast_lm_head_to_fp32", False)
+        heads.check_has_methods(type(self), (*self.always_replaced, *(self.replaced_by_loss if loss else ())))
         self._head_settings: Any = {"logits_budget": budget, "share_prefix": self.share_prefix}
         with heads.chunked_heads(**self._head_settings), nullcontext() if casts else heads.lora_heads(type(self)):
             super().__init__(*args, **kwargs)
@@ -145,7 +150,8 @@ class LigerTrainerMixin(_Trainer):
 
     @property
     def mode_metrics(self) -> dict[str, list[float]]:
-        return self._metrics["train" if self.model.training else "eval"]
+        metrics = getattr(self, "_metrics", None)  # of TRL, which logs them; a release without it logs none
+        return defaultdict(list) if metrics is None else metrics["train" if self.model.training else "eval"]
 
     def gathered_mean(self, value: Tensor) -> float:
         return self.accelerator.gather_for_metrics(value.detach()).mean().item()
@@ -172,8 +178,11 @@ class LigerTrainerMixin(_Trainer):
         if self.model.training:
             tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].size(1)
             tokens = torch.as_tensor(tokens, device=self.accelerator.device)
-            self._total_train_tokens += self.accelerator.gather_for_metrics(tokens).sum().item() // self._tp_size
-        self.mode_metrics["num_tokens"] = [self._total_train_tokens]
+            if hasattr(self, "_total_train_tokens"):
+                n_tokens = self.accelerator.gather_for_metrics(tokens).sum().item()
+                self._total_train_tokens += n_tokens // getattr(self.accelerator.parallelism_config, "tp_size", 1)
+        if hasattr(self, "_total_train_tokens"):
+            self.mode_metrics["num_tokens"] = [self._total_train_tokens]
         return with_outputs(value, model, inputs, return_outputs)
 
     @classmethod
@@ -262,6 +271,7 @@ _NONE: Any = object()
 
 class ReferenceMixin(LigerTrainerMixin):
     ref_columns: ClassVar[tuple[str, ...]]
+    replaced_by_loss: ClassVar = ("_compute_loss",)
 
     def __init__(
         self,

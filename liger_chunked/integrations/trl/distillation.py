@@ -138,6 +138,7 @@ class DistillationMixin(TeacherMixin):
 
     replaced_fields: ClassVar = {"beta": "beta", "temperature": "options.temperature"}
     models_without_head = ("model", "teacher_model")
+    always_replaced: ClassVar = ("_compute_loss",)
     default_budget = 2 * HEAD_BUDGET
 
     def _compute_loss(
@@ -166,6 +167,9 @@ class GKDMixin(TeacherMixin):
         return with_outputs(step.loss, model, model_inputs, return_outputs)
 
 
+_OF_IMAGES = ("_raw_images", "_raw_prompts")  # what GOLD's batches hold for a teacher that sees images
+
+
 class GOLDMixin(TeacherMixin):
     """TRL's `GOLDTrainer` without logits.
 
@@ -174,6 +178,7 @@ class GOLDMixin(TeacherMixin):
     """
 
     replaced_fields: ClassVar = {"beta": "beta", "temperature": "options.temperature"}
+    replaced_by_loss: ClassVar = ("_get_model_forward_kwargs",)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -191,14 +196,26 @@ class GOLDMixin(TeacherMixin):
         return_outputs: bool = False,
         num_items_in_batch: int | Tensor | None = None,
     ) -> Any:
+        if not self._is_served(inputs):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._across_tokenizers:
-            if not across_tokenizers.is_served(self.uld_loss_fn):
-                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             return self._distance(model, inputs, return_outputs)
-        model_inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        model_inputs |= self._get_model_forward_kwargs(inputs)
+        model_inputs = self._model_inputs(inputs)
         step = self._distil(model, model_inputs, inputs["labels"], self.temperature, num_items_in_batch)
         return with_outputs(step.loss, model, model_inputs, return_outputs)
+
+    def _model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        of_text = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        return of_text | self._get_model_forward_kwargs(inputs)
+
+    def _is_served(self, inputs: dict[str, Any]) -> bool:
+        """Whether TRL's trainer keeps images where we look for them. If not, its own loss runs, with logits."""
+        if not self._across_tokenizers:
+            return hasattr(self, "_get_model_forward_kwargs")
+        names = ("_get_model_forward_kwargs", "_teacher_processor", "_build_teacher_vlm_inputs")
+        if not (all(hasattr(self, name) for name in names) and across_tokenizers.is_served(self.uld_loss_fn)):
+            return False
+        return self._teacher_processor is None or inputs.keys() >= {*_OF_IMAGES}
 
     def _distance(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         uld, teacher = self.uld_loss_fn, self.teacher_model
@@ -213,7 +230,7 @@ class GOLDMixin(TeacherMixin):
             )
         else:
             ids, labels, mask, offsets, of_teacher = self._build_teacher_vlm_inputs(
-                texts, inputs["_raw_images"], inputs["_raw_prompts"]
+                texts, *(inputs[name] for name in _OF_IMAGES)
             )
         own = inputs.get("byte_offsets")
         if uld.use_extended_uld and own is None:
@@ -223,8 +240,7 @@ class GOLDMixin(TeacherMixin):
             across_tokenizers.Side(inputs["labels"], inputs["input_ids"], own),
             across_tokenizers.Side(labels, ids, offsets),
         )
-        model_inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        model_inputs |= self._get_model_forward_kwargs(inputs)
+        model_inputs = self._model_inputs(inputs)
         device = self.accelerator.device
 
         def in_teacher(teacher_head: Head, teacher_input: HeadInput) -> Tensor:

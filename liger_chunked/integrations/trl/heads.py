@@ -207,6 +207,17 @@ def reads_logits(trainer: type[Any], models_without_head: tuple[str, ...]) -> bo
     return all(_head_of(name, sys.modules[name]) is None for name in names) and "model" not in models_without_head
 
 
+def check_has_methods(trainer: type[Any], names: tuple[str, ...]) -> None:
+    """Raise RuntimeError unless TRL's trainer has these methods: it would not call those that replace them."""
+    theirs = [vars(cls) for cls in trainer.__mro__ if not cls.__module__.startswith("liger_chunked.")]
+    missing = [name for name in names if not any(name in members for members in theirs)]
+    if missing:
+        raise RuntimeError(
+            f"TRL {trl.__version__} does not call {', '.join(missing)} of {trainer.__name__}, which would be "
+            "replaced; TRL 1.15 and 1.16 do"
+        )
+
+
 class _Unsupported(type):
     """Replaces PEFT's `BaseTunerLayer` where TRL checks `lm_head` for an adapter.
 

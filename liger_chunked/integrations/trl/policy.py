@@ -41,6 +41,7 @@ class GRPOMixin(SharedPromptsMixin):
     """
 
     loss_kind = LigerFusedLinearPolicyBase
+    replaced_by_loss: ClassVar = ("_compute_loss",)
     replaced_fields: ClassVar = {
         "loss_type": None,
         "beta": "beta",

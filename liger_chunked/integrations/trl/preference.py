@@ -205,6 +205,7 @@ class OnlineDPOMixin(SharedPromptsMixin):
     """TRL's `OnlineDPOTrainer` without logits; it takes no `loss`."""
 
     models_without_head = ("model", "ref_model")
+    always_replaced: ClassVar = ("_forward",)
 
     def _forward(
         self,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_chunked.integrations.trl.base import ReferenceMixin, Step
+from liger_chunked.integrations.trl.heads import check_has_methods
 from liger_chunked.losses import LigerFusedLinearUnpairedPreferenceBase
 
 
@@ -27,6 +28,8 @@ class KTOMixin(ReferenceMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         loss = self.loss_override
+        if loss is not None and loss.reference_point == "kl":
+            check_has_methods(type(self), ("_compute_kl_logps",))
         if loss is not None and loss.reference_point == "kl" and not self.calculate_KL:
             raise ValueError(
                 f"{type(loss).__name__} asks for the reference point 'kl'; {type(self).__name__} needs "

@@ -1,0 +1,218 @@
+"""Private functions of torch that the package calls, each with what takes its place in a torch that lacks it.
+
+Attributes of foreign objects, such as a module's hooks, are read where they are needed. `tests/private_names.py` lists
+both kinds, and `tests/test_private_names.py` runs the package without each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def find(path: str) -> Any:
+    """Return what a path such as "torch._C._autograd" names, or None where a part of it is missing.
+
+    Most are looked up once, on import. "torch._dynamo" is not: looking it up imports the compiler, which takes seconds.
+    """
+    found: Any = torch
+    for name in path.split(".")[1:]:
+        found = getattr(found, name, None)
+    return found
+
+
+# Autograd
+
+# The fallback is the public `disable_saved_tensors_hooks`, which raises if there are hooks.
+top_saved_tensors_hooks: Callable[[bool], Any] | None = find("torch._C._autograd._top_saved_tensors_default_hooks")
+
+# The fallback takes every graph for retained, so no backward overwrites what it saved.
+graph_is_retained: Callable[[], bool] = find("torch._C._autograd._get_current_graph_task_keep_graph") or (lambda: True)
+
+# The fallbacks see nothing. Autograd refuses such tensors itself, with an error of its own.
+is_batched: Callable[[Tensor], bool] = find("torch._C._functorch.is_legacy_batchedtensor") or (lambda _: False)
+transforms_are_active: Callable[[], bool] = find("torch._C._are_functorch_transforms_active") or (lambda: False)
+
+# Whether tensors count the operations that change them in place.
+HAS_VERSIONS = hasattr(Tensor, "_version")
+
+
+def version_of(x: Tensor) -> int:
+    """Return the number of in-place operations on `x`; 0 for tensors of inference mode, which count none."""
+    return x._version if HAS_VERSIONS and not x.is_inference() else 0
+
+
+# The fallback takes every tensor for a view, so it is copied, and not overwritten.
+is_view: Callable[[Tensor], bool] = getattr(Tensor, "_is_view", None) or (lambda _: True)
+
+
+def base_of(x: Tensor) -> Tensor:
+    """Return the tensor that `x` is a view of, or `x`. The fallback returns `x`: autograd protects leaves too."""
+    base = getattr(x, "_base", None)
+    return x if base is None else base
+
+
+# Operations
+
+
+def _assert_on_host(condition: Tensor, message: str) -> None:
+    """Assert as `torch._assert_async` does, but wait for the device."""
+    if not condition.item():
+        raise RuntimeError(message)
+
+
+assert_async: Callable[[Tensor, str], Any] = find("torch._assert_async") or _assert_on_host
+
+
+def _add_one_by_one(tensors: Sequence[Tensor], numbers: Sequence[int]) -> None:
+    """Add as `torch._foreach_add_` does, in a launch for each number."""
+    for x, number in zip(tensors, numbers, strict=True):
+        x.add_(number)
+
+
+foreach_add_: Callable[[Any, Sequence[int]], Any] = find("torch._foreach_add_") or _add_one_by_one
+
+
+# Modules
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PARTS = ("_modules", "_parameters", "_buffers")
+# Whether a module shows its parts, also those that are None.
+HAS_PARTS = vars(nn.Module()).keys() >= {*_PARTS}
+_GLOBAL_HOOKS: Any = find("torch.nn.modules.module._global_forward_hooks")
+
+# Whether the package sees all hooks of a module, and global forward hooks. If it does not, it leaves out nothing that a
+# hook would notice: no head defers its logits, and no layer works in place.
+SHOWS_HOOKS = vars(nn.Module()).keys() >= {*HOOKS} and _GLOBAL_HOOKS is not None
+
+
+def hooks_of(module: nn.Module, slot: str) -> list[Any]:
+    """Return the hooks of a module in a slot, such as "_forward_hooks"; none if modules have no such slot."""
+    return list(vars(module).get(slot, {}).values())
+
+
+def global_forward_hooks() -> list[Any]:
+    """Return the forward hooks of all modules."""
+    return [] if _GLOBAL_HOOKS is None else list(_GLOBAL_HOOKS.values())
+
+
+def has_children(module: nn.Module) -> bool:
+    """Return whether a module has submodules."""
+    if HAS_PARTS:
+        return len(module._modules) > 0
+    return next(module.children(), None) is not None
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Whether `nn.DataParallel` made this copy of a module: copies have no parameters. Nor has what never had any."""
+    if HAS_PARTS and module._parameters:
+        return False
+    return next(module.parameters(), None) is None
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module without those of its submodules, by name."""
+    if HAS_PARTS:  # ten times as fast: heads ask at each call
+        named = {**module._parameters, **module._buffers}
+        return {name: x for name, x in named.items() if x is not None}
+    return dict(_named(module))
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+# Dynamo
+
+
+def _no_callback() -> None:
+    return None
+
+
+# Returns the callback by which Dynamo traces this thread, or None. The fallback returns None: Dynamo then finds out at
+# the first call that a loss breaks the graph.
+tracing_callback: Callable[[], Any] = find("torch._C._dynamo.eval_frame.get_eval_frame_callback") or _no_callback
+
+
+def skip_frame(function: Callable[..., Any]) -> None:
+    """Make Dynamo run `function` uncompiled, but compile what it calls. Called while Dynamo traces, so it is loaded.
+
+    The fallback does nothing: Dynamo traces the function too, and breaks the graph inside.
+    """
+    skip = find("torch._dynamo.decorators.skip")
+    if skip is not None:
+        skip(function)
+
+
+def any_sizes(*tensors: tuple[Tensor, Sequence[int]]) -> AbstractContextManager[Any]:
+    """Compile what the block calls once for all sizes of these dimensions, even if some are equal in this call.
+
+    The fallback does nothing: Dynamo finds out with the second call, and compiles again.
+    """
+    mark = find("torch._dynamo.maybe_mark_dynamic")
+    for x, dims in tensors if mark is not None else ():
+        mark(x, list(dims))
+    try:
+        from torch.fx.experimental import _config
+    except ImportError:
+        return nullcontext()
+    config: Any = _config
+    try:
+        return config.patch(use_duck_shape=False)
+    except AttributeError:
+        return nullcontext()
+
+
+# Dispatch
+
+
+def _no_modes() -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+# The fallback hides nothing: the modes of a caller see a dry run too.
+without_modes: Callable[[], AbstractContextManager[Any]] = (
+    find("torch.utils._python_dispatch._disable_current_modes") or _no_modes
+)
+
+
+class _NoDispatchMode:
+    def __init__(self) -> None:
+        raise RuntimeError(
+            f"estimates of memory need torch.utils._python_dispatch.TorchDispatchMode, which torch {torch.__version__} "
+            "lacks: measure a step instead"
+        )
+
+
+DispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode") or _NoDispatchMode
+
+
+# Trees of arguments. `torch.utils._pytree` is private, and knows more kinds than torch's functions take.
+
+
+def tree_leaves(tree: Any) -> Iterator[Any]:
+    """Yield what lists, tuples and dicts hold."""
+    if isinstance(tree, (list, tuple)):
+        for x in tree:
+            yield from tree_leaves(x)
+    elif isinstance(tree, dict):
+        yield from tree_leaves(list(tree.values()))
+    else:
+        yield tree
+
+
+def tree_map_only(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return `tree` with `function(x)` in place of each leaf x of a kind."""
+    if not any(isinstance(x, kind) for x in tree_leaves(tree)):
+        return tree
+    if isinstance(tree, dict):
+        return type(tree)({name: tree_map_only(kind, function, x) for name, x in tree.items()})
+    if isinstance(tree, (list, tuple)):
+        parts = [tree_map_only(kind, function, x) for x in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return function(tree)

@@ -1,0 +1,700 @@
+"""What uses private names: steps that `test_private_names.py` runs in processes where some of them are missing.
+
+Each function compares with public code of torch or with the stock model. Nothing of the package may be imported before
+the names are hidden, so each imports what it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+B, T, H, V = 2, 7, 8, 23
+
+
+def tensors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a weight, hidden states and a target with ignored tokens."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(V, H, generator=generator, dtype=dtype).requires_grad_()
+    hidden = torch.randn(B, T, H, generator=generator, dtype=dtype).requires_grad_()
+    target = torch.randint(V, (B, T), generator=generator)
+    target[0, :2] = -100
+    return weight, hidden, target
+
+
+def assert_close(ours: Any, expected: Any, bound: float = 1e-12) -> None:
+    for x, y in zip(ours, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=bound, atol=bound)
+
+
+def step(loss: Callable[..., Tensor], *data: Tensor) -> list[Tensor]:
+    """Return a loss, and its gradients by the first two arguments."""
+    value = loss(*data)
+    return [value.detach(), *torch.autograd.grad(value, data[:2])]
+
+
+def stock(weight: Tensor, hidden: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy((hidden @ weight.mT).flatten(0, -2), target.flatten())
+
+
+def fused(weight: Tensor, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
+    from liger_chunked.functional import cross_entropy_loss
+
+    return cross_entropy_loss(weight, hidden, target, logits_budget=4 * V * 8, **options)
+
+
+@contextlib.contextmanager
+def raises(*kinds: type[BaseException]) -> Iterator[None]:
+    try:
+        yield
+    except kinds:
+        return
+    raise AssertionError(f"raised none of {kinds}")
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[Any]:
+    """Yield a mesh of this process alone."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        yield init_device_mesh("cpu", (1,))
+        dist.destroy_process_group()
+
+
+# Losses and kernels
+
+
+def losses() -> None:
+    """Losses, also in a checkpoint and with a second backward, against plain torch."""
+    from torch.utils.checkpoint import checkpoint
+
+    from liger_chunked import functional, linear_token_stats
+
+    weight, hidden, target = data = tensors()
+    expected = step(stock, *data)
+    assert_close(step(fused, *data), expected)
+    assert_close(step(lambda *x: checkpoint(fused, *x, use_reentrant=False), *data), expected)
+    value = fused(*data)
+    first = torch.autograd.grad(value, data[:2], retain_graph=True)
+    assert_close([*first, *torch.autograd.grad(2 * value, data[:2])], [*expected[1:], *(2 * g for g in expected[1:])])
+
+    logps = linear_token_stats(weight, hidden, target).logps
+    logps *= 2.0  # of the caller, who may change it
+    exact = 2.0 * torch.log_softmax(hidden @ weight.mT, -1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
+    exact = torch.where(target != -100, exact, 0.0)
+    assert_close(
+        [logps.detach(), *torch.autograd.grad(logps.sum(), data[:2])],
+        [exact.detach(), *torch.autograd.grad(exact.sum(), data[:2])],
+    )
+
+    pairs = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(1))
+    no_reference = torch.zeros(B, T, dtype=torch.float64)
+    ours = step(lambda *x: functional.dpo_loss(*x, ref_logps=no_reference)[0], weight, hidden, pairs)
+    assert_close(ours, step(stock_dpo, weight, hidden, pairs))
+
+
+def stock_dpo(weight: Tensor, hidden: Tensor, target: Tensor) -> Tensor:
+    logps = torch.log_softmax(hidden @ weight.mT, -1).gather(-1, target[..., None])[..., 0].sum(1)
+    return -F.logsigmoid(0.1 * (logps[: B // 2] - logps[B // 2 :])).mean()
+
+
+def changed_inputs() -> None:
+    """A tensor that a checkpointed loss saved is changed before its backward: an error, or the right gradient."""
+    from torch.autograd.graph import save_on_cpu
+
+    weight, hidden, target = tensors()
+    expected = step(stock, weight, hidden, target)
+    copies = [x.detach().clone().requires_grad_() for x in (weight, hidden)]
+    with save_on_cpu():
+        value = fused(copies[0] * 1, copies[1] * 1, target)
+    assert_close([value.detach(), *torch.autograd.grad(value, copies)], expected)
+
+
+def transforms() -> None:
+    """Transforms of torch that no fused loss supports raise, whoever notices them."""
+    from torch.autograd import forward_ad
+
+    weight, hidden, target = tensors()
+    failures = (RuntimeError, NotImplementedError)
+    with raises(*failures):
+        torch.func.grad(fused)(weight.detach(), hidden.detach(), target)
+    with raises(*failures), forward_ad.dual_level():
+        fused(forward_ad.make_dual(weight.detach(), torch.ones_like(weight)), hidden.detach(), target)
+    values = fused(weight, hidden, target, reduction="none")
+    with raises(*failures):
+        upstream = torch.eye(B * T, dtype=torch.float64).view(B * T, *values.shape)
+        torch.autograd.grad(values, weight, upstream, is_grads_batched=True)
+    assert_close(step(fused, weight, hidden, target), step(stock, weight, hidden, target))
+
+
+def known_counts() -> None:
+    """Losses whose caller knows the number of tokens, which the device asserts."""
+    from liger_chunked import LigerFusedLinearDPOLoss
+    from liger_chunked.engine import known
+    from liger_chunked.functional import cross_entropy_loss
+
+    data = tensors()
+    target = data[-1]
+    expected = step(stock, *data)
+    n_valid = int((target != -100).sum())
+    assert_close(step(lambda *x: cross_entropy_loss(*x, n_valid=n_valid), *data), expected)
+    assert known.on_device([3, 0, 5], torch.device("cpu")).tolist() == [3, 0, 5]
+    known.assert_later(torch.tensor(True), "holds")
+    with raises(RuntimeError):
+        known.assert_later(torch.tensor(False), "does not hold")
+    counts = (target != -100).sum(1).tolist()
+    loss = LigerFusedLinearDPOLoss(use_ref_model=False)
+    ours = step(lambda *x: loss(*x, n_valid=counts)[0], *data)
+    assert_close(ours, step(lambda *x: loss(*x)[0], *data))
+
+
+def base_kernels() -> None:
+    """Kernels that may work in place."""
+    from liger_chunked.kernels import liger_rotary_pos_emb, liger_swiglu
+
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 5, 4, generator=generator, dtype=torch.float64) for heads in (2, 1))
+    angle = torch.randn(1, 5, 4, generator=generator, dtype=torch.float64)
+    angle[..., 2:] = angle[..., :2]
+
+    def rotated(x: Tensor) -> Tensor:
+        turned = torch.cat([-x[..., 2:], x[..., :2]], -1)
+        return x * angle.cos()[:, None] + turned * angle.sin()[:, None]
+
+    mine = liger_rotary_pos_emb(q.clone(), k.clone(), angle.cos(), angle.sin(), inplace=True)
+    assert_close(mine, [rotated(q), rotated(k)])
+    leaf = q.clone().requires_grad_()
+    with raises(ValueError, RuntimeError):  # a view of a leaf
+        liger_rotary_pos_emb(leaf[:], k.clone(), angle.cos(), angle.sin(), inplace=True)
+
+    gate, up = (torch.randn(3, 8, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2))
+
+    def of(swiglu: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        y = swiglu(gate * 1, up * 1)
+        return [y.detach(), *torch.autograd.grad(y.sin().sum(), (gate, up))]
+
+    expected = of(lambda a, b: F.silu(a) * b)
+    assert_close(of(lambda a, b: liger_swiglu(a, b, inplace=True)), expected)
+    y = liger_swiglu(gate * 1, up * 1, inplace=True)
+    assert_close(torch.autograd.grad(y.sin().sum(), (gate, up), retain_graph=True), expected[1:])
+    assert_close(torch.autograd.grad(y.sin().sum(), (gate, up)), expected[1:])
+
+
+def interpreted() -> None:
+    """The Triton kernels, in Triton's interpreter."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from liger_chunked.functional import cross_entropy_loss
+    from liger_chunked.kernels import backend
+
+    assert backend.INTERPRETED and backend.triton is not None
+    data = tensors(torch.float32)
+    assert_close(step(cross_entropy_loss, *data), step(stock, *data), 1e-5)
+
+
+class Launches:
+    """In place of a jitted kernel and of what it compiles to: counts launches, by Triton or by us."""
+
+    function, packed_metadata = 7, ()
+
+    def __init__(self, hooks: Any) -> None:
+        self.hooks = hooks
+        self.launched: list[str] = []
+        self._run: Callable[..., Any] = self.launch
+
+    @property
+    def run(self) -> Callable[..., Any]:
+        return self._run
+
+    def launch(self, *received: Any) -> None:
+        self.launched.append("us" if isinstance(received[9], int) else "Triton")
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def jitted(*arguments: Any, **options: Any) -> Launches:
+            hooks = self.hooks.launch_enter_hook, self.hooks.launch_exit_hook
+            self.run(*grid, STREAM, self.function, self.packed_metadata, None, *hooks, *arguments)
+            return self
+
+        return jitted
+
+
+STREAM = 11
+
+
+def launches() -> None:
+    """Each launch of a kernel happens once, whether by Triton or by us."""
+    from types import SimpleNamespace
+
+    from triton.knobs import runtime
+
+    from liger_chunked.kernels import launch
+
+    if getattr(launch, "driver", None) is not None:  # this machine may have none
+        launch.driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: STREAM))
+    launch._HAS_CURRENT_DEVICE = False
+    launch.jit = lambda function: Launches(runtime)  # type: ignore[assignment]
+    kernel = launch.Kernel(lambda x_ptr, n: None)
+    kernel._remembers = getattr(launch, "hooks", None) is not None
+    for _ in range(4):
+        kernel((1, 1, 1), (torch.zeros(32),), (32,), 4)
+    launched = kernel.kernel.launched
+    assert len(launched) == 4 and launched[0] == "Triton", launched
+    with launch.compiled_together(torch.device("cpu")):
+        pass
+    data = tensors()
+    assert_close(step(fused, *data), step(stock, *data))
+
+
+def memory() -> None:
+    """Estimates of memory, or an error that says what they need."""
+    from liger_chunked import LigerFusedLinearCrossEntropyLoss, estimate_memory
+
+    loss = LigerFusedLinearCrossEntropyLoss()
+    sizes = dict(vocab_size=1024, hidden_size=64, dtype=torch.float32)
+    try:
+        estimate = estimate_memory(loss, shape=(2, 32), **sizes)
+    except RuntimeError as error:
+        assert "TorchDispatchMode" in str(error)
+    else:
+        assert 0 < estimate.logits <= 4 * 1024 * 64 and estimate.weight_grad == 4 * 1024 * 64
+    assert_close(step(fused, *tensors()), step(stock, *tensors()))
+
+
+def tensor_kinds() -> None:
+    """Tensors that are not what they seem: right, or refused with a TypeError."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    weight, hidden, target = tensors()
+    expected = stock(weight, hidden, target)
+    with torch.no_grad():
+        try:
+            value = fused(weight, AsyncCollectiveTensor(hidden.detach()), target)
+        except TypeError as error:
+            assert "pass the plain torch.Tensor" in str(error)
+        else:
+            assert_close([value], [expected.detach()])
+    with FakeTensorMode(), raises(TypeError):
+        fused(torch.empty(V, H), torch.empty(B, T, H), torch.empty(B, T, dtype=torch.int64))
+    assert_close([fused(weight, hidden, target)], [expected])
+
+
+# Compiled code
+
+
+def compiled() -> None:
+    """Compiled steps, whose graph breaks at a loss."""
+    from liger_chunked import LigerFusedLinearCrossEntropyLoss, functional
+    from liger_chunked.functional import cross_entropy_loss
+
+    data = tensors()
+    expected = step(stock, *data)
+    module = LigerFusedLinearCrossEntropyLoss()
+
+    @torch.compile(backend="eager")
+    def by_function(weight: Tensor, hidden: Tensor, target: Tensor) -> Tensor:
+        return 2 * cross_entropy_loss(weight * 1, hidden * 1, target)
+
+    @torch.compile(backend="eager")
+    def by_module(weight: Tensor, hidden: Tensor, target: Tensor) -> Tensor:
+        return 2 * module(weight * 1, hidden * 1, target)
+
+    for compiled in (by_function, by_module, torch.compile(functional.cross_entropy_loss, backend="eager")):
+        for _ in range(2):
+            value, *gradients = step(compiled, *data)
+            factor = 1 if compiled not in (by_function, by_module) else 2
+            assert_close([value, *gradients], [factor * x for x in expected])
+
+
+def any_sizes() -> None:
+    """FlexAttention that is compiled once for all sizes."""
+    from liger_chunked import private
+    from liger_chunked.integrations.transformers import trie_attention
+
+    assert trie_attention.any_sizes is private.any_sizes
+    run = torch.compile(lambda x, y: x @ y.mT + y.shape[0], backend="eager", fullgraph=True)
+    for n in (5, 5, 9):
+        x, y = torch.randn(n, 3), torch.randn(5, 3)
+        with private.any_sizes((x, (0,)), (y, (0,))):
+            assert_close([run(x, y)], [x @ y.mT + 5], 1e-6)
+
+
+# Deferred logits
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(V, H)
+        self.body = nn.Sequential(nn.Linear(H, H), nn.GELU())
+        self.lm_head = nn.Linear(H, V, bias=False)
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.lm_head(self.body(self.embedding(ids)))
+
+
+IDS = torch.arange(20).view(2, 10) % V
+
+
+def decoder_loss(model: nn.Module) -> Tensor:
+    return F.cross_entropy(model(IDS[:, :-1]).flatten(0, 1), IDS[:, 1:].flatten())
+
+
+def training(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> list[Tensor]:
+    """Return the losses of two steps, and the parameters after them."""
+    values = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for _ in range(2):
+        value = loss(model)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(value.detach())
+    return [*values, *(p.detach() for p in model.parameters())]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 2
+
+
+def token_logps(model: nn.Module) -> Tensor:
+    logits = model(IDS[:, :-1])
+    rows = zip(logits, IDS[:, 1:], strict=True)
+    return -torch.stack([F.log_softmax(z, dim=-1).gather(-1, ids[:, None])[:, 0] for z, ids in rows]).mean()
+
+
+USES: dict[str, Callable[[nn.Module], Tensor]] = {
+    "loss": decoder_loss,
+    "log_softmax": token_logps,
+    "sums": lambda model: torch.stack([model(IDS).exp().mean(), model(IDS).sum()]).sum() / 100,
+    "function": lambda model: Doubled.apply(model(IDS)).logsumexp(-1).mean(),
+}
+
+
+def deferred() -> None:
+    """Heads that defer their logits, in each use of them, and with hooks that see them."""
+    from liger_chunked import defer_logits
+
+    for use in USES.values():
+        expected = training(Decoder(), use)
+        model = Decoder()
+        defer_logits(model.lm_head)
+        assert_close(training(model, use), expected, 1e-5)
+
+    def halve(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * 0.5 if isinstance(module, nn.Linear) and module.out_features == V else output
+
+    for register in (
+        lambda model: model.lm_head.register_forward_hook(halve),
+        lambda model: nn.modules.module.register_module_forward_hook(halve),
+        lambda model: model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,)),
+        lambda model: model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,)),
+        lambda model: model.lm_head.register_full_backward_pre_hook(lambda module, of_output: (of_output[0] * 0.5,)),
+    ):
+        results = []
+        for deferring in (False, True):
+            model = Decoder()
+            if deferring:
+                defer_logits(model.lm_head)
+            handle = register(model)
+            results.append(training(model, decoder_loss))
+            handle.remove()
+        assert_close(*results, 1e-5)
+
+    # The weights change between the call of the model and the loss: an error, or the value of the call.
+    model = Decoder()
+    exact = model(IDS).logsumexp(-1).mean().detach()
+    defer_logits(model.lm_head)
+    logits = model(IDS)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    try:
+        value = logits.logsumexp(-1).mean().detach()
+    except RuntimeError as error:
+        assert "changed after the model called it" in str(error)
+    else:
+        assert_close([value], [exact], 1e-5)
+
+
+def deferred_in_ddp() -> None:
+    """A deferring head in DDP, which may read the graph of its outputs."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from liger_chunked import defer_logits
+
+    expected = training(Decoder(), decoder_loss)
+    with one_rank():
+        for settings in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+            model = Decoder()
+            defer_logits(model.lm_head)
+            assert_close(training(DistributedDataParallel(model, **settings), decoder_loss), expected, 1e-5)
+
+
+# Models of transformers
+
+
+def llama(**changes: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).train()
+
+
+def labelled_loss(model: nn.Module) -> Tensor:
+    return model(input_ids=IDS, labels=IDS).loss
+
+
+def head_fn_loss(model: nn.Module) -> Tensor:
+    from liger_chunked.functional import cross_entropy_loss
+
+    def fn(head: Any, given: Any) -> Tensor:
+        return cross_entropy_loss(head.weight, given.hidden_states, given.target, head.bias)
+
+    return model(input_ids=IDS, labels=IDS, head_fn=fn)
+
+
+def patched() -> None:
+    """A patched model, one with `attach_head`, and their removal."""
+    from liger_chunked import apply_liger_kernel, attach_head, revert_liger_kernel
+
+    expected = training(llama(), labelled_loss)
+    model = llama()
+    apply_liger_kernel(model)
+    assert_close(training(model, labelled_loss), expected, 1e-4)
+    revert_liger_kernel(model)
+    assert_close([labelled_loss(model)], [labelled_loss(with_parameters_of(model))], 1e-6)
+    model = llama()
+    attach_head(model)
+    try:
+        trained = training(model, head_fn_loss)
+    except ValueError as error:
+        assert "which this torch does not show" in str(error)
+    else:
+        assert_close(trained, expected, 1e-4)
+    model = llama()
+    attach_head(model)
+    compiled = torch.compile(model, backend="eager")
+    assert_close(training(compiled, labelled_loss), expected, 1e-4)
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda module, args, output: output * 0.5)
+    apply_liger_kernel(model)
+    twin = with_parameters_of(model)
+    twin.model.layers[0].mlp.act_fn.register_forward_hook(lambda module, args, output: output * 0.5)
+    assert_close(training(model, labelled_loss), training(twin, labelled_loss), 1e-4)
+
+
+def with_parameters_of(model: nn.Module) -> Any:
+    twin = llama()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def experts() -> None:
+    """A patched mixture of experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from liger_chunked import apply_liger_kernel
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        sizes = dict(vocab_size=V, hidden_size=16, intermediate_size=24, moe_intermediate_size=24, head_dim=8)
+        layers = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+        config = Qwen3MoeConfig(**sizes, **layers, num_experts=4, num_experts_per_tok=2)
+        model = Qwen3MoeForCausalLM(config).train()
+        model.set_experts_implementation("grouped_mm")
+        return model
+
+    expected = training(build(), labelled_loss)
+    model = build()
+    apply_liger_kernel(model)
+    assert_close(training(model, labelled_loss), expected, 1e-4)
+
+
+def shared_prompts() -> None:
+    """Prompts that are computed once for several sequences, or a reason why not."""
+    from liger_chunked.integrations.transformers.shared_prefix import why_not_shared
+
+    model = llama(attn_implementation="sdpa").eval()
+    assert why_not_shared(model) is None or "attention" in str(why_not_shared(model))
+    from liger_chunked.integrations.transformers import survey
+    from liger_chunked.integrations.transformers.survey import small_model
+
+    assert survey and small_model("LlamaForCausalLM").training
+
+
+def offloaded() -> None:
+    """Models whose weights accelerate's hooks bring and take away."""
+    from accelerate import cpu_offload
+
+    from liger_chunked import apply_liger_kernel, defer_logits
+
+    def loss(model: nn.Module) -> list[Tensor]:
+        value = F.cross_entropy(model(input_ids=IDS).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+        return [value.detach()]
+
+    expected = loss(llama())
+    for prepare in (
+        lambda model: (cpu_offload(model), defer_logits(model.lm_head)),
+        lambda model: (defer_logits(model.lm_head), cpu_offload(model)),
+        lambda model: (cpu_offload(model), apply_liger_kernel(model)),
+        lambda model: (apply_liger_kernel(model), cpu_offload(model)),
+    ):
+        model = llama()
+        prepare(model)
+        with torch.no_grad():
+            assert_close(loss(model), expected, 1e-4)
+
+
+def adapted() -> None:
+    """A head with LoRA, whose adapter is switched between the call of the model and the loss."""
+    from peft import LoraConfig, get_peft_model
+
+    from liger_chunked import attach_head, defer_logits
+
+    def build() -> Any:
+        model = llama()
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+        return model.train()
+
+    def trained(model: Any, loss: Callable[[nn.Module], Tensor]) -> list[Tensor]:
+        value = loss(model)
+        value.backward()
+        return [value.detach(), *(p.grad for p in model.parameters() if p.requires_grad)]
+
+    expected = trained(build(), labelled_loss)
+    model = build()
+    attach_head(model)
+    try:
+        ours = trained(model, head_fn_loss)
+    except ValueError as error:
+        assert "whose adapters may be switched" in str(error)
+    else:
+        assert_close(ours, expected, 1e-4)
+
+    def switched(model: Any) -> Tensor:
+        logits = model(input_ids=IDS).logits
+        with model.disable_adapter():
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+
+    model = build()
+    defer_logits(model.base_model.model.lm_head)
+    assert_close(trained(model, switched), expected, 1e-4)
+
+
+def replicated() -> None:
+    """The copies of `nn.DataParallel` return tensors, which it gathers."""
+    from liger_chunked import DeferredLogits, defer_logits
+
+    model = Decoder().train()
+    defer_logits(model.lm_head)
+    assert isinstance(model(IDS), DeferredLogits)
+    copy = model.lm_head._replicate_for_data_parallel()
+    copy.weight, copy.bias = model.lm_head.weight * 1, None
+    assert type(copy(torch.randn(2, H))) is Tensor
+
+
+def parallel() -> None:
+    """Layers that `parallelize_module` runs on DTensors."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+    from liger_chunked import apply_liger_kernel
+
+    def build(mesh: Any) -> Any:
+        model = llama()
+        layer = "model.layers.0."
+        plan = {
+            f"{layer}mlp.gate_proj": ColwiseParallel(),
+            f"{layer}mlp.up_proj": ColwiseParallel(),
+            f"{layer}mlp.down_proj": RowwiseParallel(),
+            "model.norm": SequenceParallel(use_local_output=True),
+        }
+        return parallelize_module(model, mesh, plan)
+
+    with one_rank() as mesh:
+        expected = build(mesh)(input_ids=IDS, labels=IDS).loss
+        model = build(mesh)
+        apply_liger_kernel(model)
+        try:
+            value = model(input_ids=IDS, labels=IDS).loss
+        except (TypeError, RuntimeError) as error:
+            assert "DTensor" in str(error)
+        else:
+            assert_close([value], [expected], 1e-5)
+
+
+# Trainers of TRL
+
+
+def _log(name: str, ours: bool, **arguments: Any) -> list[dict[str, float]]:
+    from test_trl_trainers import run
+
+    with tempfile.TemporaryDirectory() as folder:
+        return run(Path(folder), name, ours, {"max_steps": 2}, **arguments)
+
+
+def _assert_same_training(name: str, loss: nn.Module | None = None, **arguments: Any) -> None:
+    """Train two steps as TRL does, or raise a RuntimeError that names TRL."""
+    theirs = _log(name, False, **arguments)
+    given = {} if loss is None else {"loss": loss}
+    try:
+        ours = _log(name, True, **given, **arguments)
+    except RuntimeError as error:
+        assert "TRL" in str(error)
+        return
+    for mine, stock in zip(ours, theirs, strict=True):
+        for key in mine.keys() & stock.keys() & {"loss", "grad_norm", "train_loss"}:
+            assert abs(mine[key] - stock[key]) <= 1e-4 * abs(stock[key]) + 1e-5, (key, mine, stock)
+
+
+def dpo_trainer() -> None:
+    from liger_chunked import LigerFusedLinearDPOLoss
+
+    _assert_same_training("DPO", LigerFusedLinearDPOLoss())
+
+
+def kto_trainer() -> None:
+    from liger_chunked import LigerFusedLinearKTOLoss
+
+    _assert_same_training("KTO", LigerFusedLinearKTOLoss())
+
+
+def online_trainer() -> None:
+    _assert_same_training("OnlineDPO")
+
+
+def gold_trainer() -> None:
+    """With the same tokenizer for both models, and with two."""
+    import tiny
+    from test_trl_trainers import run
+    from test_trl_uld import settings
+
+    _assert_same_training("GOLD")
+    logs = []
+    for ours in (True, False):
+        with tempfile.TemporaryDirectory() as folder:
+            models = {
+                "model": tiny.model(vocab_size=260),
+                "teacher_model": tiny.model("softcap", seed=1, vocab_size=330),
+            }
+            logs.append(run(Path(folder), "GOLD", ours, {**settings(Path(folder)), "max_steps": 1}, **models))
+    for mine, stock in zip(*logs, strict=True):
+        for key in mine.keys() & stock.keys() & {"loss", "grad_norm", "train_loss"}:
+            assert abs(mine[key] - stock[key]) <= 1e-4 * abs(stock[key]) + 1e-5, (key, mine, stock)
