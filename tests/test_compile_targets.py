@@ -1,8 +1,8 @@
 """Every Triton kernel compiles for GPUs that are not here, within their limits (scripts/compile_matrix.py).
 
-Nothing runs: this shows neither results nor speed. By default, one variant of each kernel is compiled for the GPUs with
-the least shared memory of each vendor, and for Hopper, which alone has the fused epilogue; `--exhaustive` compiles all
-variants for all targets, in about half an hour of a core.
+Nothing runs: this shows neither results nor speed. By default, the largest variant of each kernel is compiled for the
+GPUs with the least shared memory of each vendor, and for Hopper, which alone has the fused epilogue. That takes a
+core about a minute. `--exhaustive` compiles all variants for all targets, in about a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @compiles
-def test_one_variant_of_each_kernel(cold: None) -> None:
+def test_the_largest_variant_of_each_kernel(cold: None) -> None:
     check(matrix.compile_matrix(QUICK, quick=True), QUICK)
 
 
@@ -87,8 +87,6 @@ def test_one_variant_of_each_kernel(cold: None) -> None:
 def test_all_variants(cold: None) -> None:
     variants = matrix.compile_matrix(matrix.TARGETS, processes=os.cpu_count() or 1)
     check(variants, tuple(matrix.TARGETS))
-    spilling = {(v.kernel, v.target) for v in variants if v.spills}
-    assert set(matrix.ALLOWED_SPILLS) == spilling, "a reason for spills that do not happen"
 
 
 # Compiles two kernels for sm_90: with Triton's default of now, with that of Triton 3.10, and with fusion off.
@@ -139,7 +137,7 @@ def test_multiplications_and_additions_are_fused_whatever_the_default(cold: None
         ("sm_90", {"registers": 136, "num_warps": 16}, "136 registers, and 16 warps leave it 128"),
         ("gfx942", {"registers": 512}, ""),
         ("gfx942", {"registers": 264, "num_warps": 8}, "264 registers, and 8 warps leave it 256"),
-        ("sm_80", {"spills": 2}, "2 registers spill"),
+        ("sm_80", {"spills": 2}, "2 registers spill, and 0 may"),
         ("sm_80", {"error": "does not compile"}, "does not compile"),
     ],
 )
@@ -154,7 +152,7 @@ def test_usage_of_an_amd_kernel_is_read() -> None:
         f"    .{name}: {n}"
         for name, n in {
             "private_segment_fixed_size": 16,
-            "sgpr_spill_count": 1,
+            "sgpr_spill_count": 9,  # to vector registers
             "vgpr_count": 130,
             "vgpr_spill_count": 2,
         }.items()
