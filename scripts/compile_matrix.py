@@ -101,14 +101,17 @@ class Allowed:
 
 
 _LARGE_TILES = "measured with these spills on Hopper; smaller tiles were slower (docs/tuning.md, Fused epilogue)"
-_ONE_WORD = "ptxas uses 64 of 255 registers there, and puts a word on the stack: not for lack of registers"
+_FEW_WORDS = "ptxas uses 64 to 96 of 255 registers, and puts a word or two on the stack: no lack of registers"
 ALLOWED_SPILLS = (
     Allowed("projection.project", ("sm_90",), 32, _LARGE_TILES),
     Allowed("projection.rescue", ("sm_90",), 32, _LARGE_TILES),
     Allowed("projection_grad.project_grad", ("sm_90",), 32, _LARGE_TILES),
-    Allowed("logits_stats.logits_stats", NVIDIA, 4, _ONE_WORD),
-    Allowed("divergence_sums.sums", NVIDIA, 4, _ONE_WORD),
-    Allowed("rms_norm.backward", NVIDIA, 16, "a gated norm keeps three tensors of 4096 elements in 4 warps"),
+    Allowed("logits_stats.logits_stats", NVIDIA, 6, _FEW_WORDS),
+    Allowed("divergence_sums.sums", NVIDIA, 6, _FEW_WORDS),
+    Allowed("divergence_sums.products", NVIDIA, 6, _FEW_WORDS),
+    Allowed(
+        "rms_norm.backward", NVIDIA, 16, "gated norms hold three tensors of 4096 elements in 4 warps, mostly float32"
+    ),
 )
 
 
