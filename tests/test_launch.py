@@ -33,7 +33,8 @@ class Recorder:
         self.received: tuple[Any, ...] = ()
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]:
-        def jitted(*arguments: Any, num_warps: int, num_stages: int | None = None) -> Recorder:
+        def jitted(*arguments: Any, num_warps: int, enable_fp_fusion: bool, num_stages: int | None = None) -> Recorder:
+            assert enable_fp_fusion
             self.launched.append("jitted")
             self.received = (*grid, *arguments)
             self.num_stages = num_stages
@@ -445,7 +446,8 @@ def test_collected_launches_compile_in_threads(kernel: launch.Kernel, monkeypatc
             kernel((4, 1, 1), (x, None, y), (n, 1e-6, True, 128), 4, 3)
         assert not compiler.asked
     arguments = (torch.float32, None, torch.half, 48, 1e-6, True, 128)
-    assert compiler.asked[1] == (arguments, {"grid": (4, 1, 1), "num_warps": 4, "num_stages": 3})
+    options = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
+    assert compiler.asked[1] == (arguments, {"grid": (4, 1, 1), **options})
     assert compiler.loaded == {0, 2}
     assert prepared == [0]
     assert threading.get_ident() not in compiler.threads
@@ -523,7 +525,7 @@ class Triton:
         self.executed: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]:
-        def launch_(*arguments: Any, num_warps: int) -> Compiled | None:
+        def launch_(*arguments: Any, num_warps: int, enable_fp_fusion: bool) -> Compiled | None:
             self.public += 1
             run, hooks = self.compiled.run, (launch.hooks.launch_enter_hook, launch.hooks.launch_exit_hook)
             start = (*grid, STREAM, 7, (4, 1, 0))

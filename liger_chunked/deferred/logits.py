@@ -34,6 +34,7 @@ from liger_chunked.deferred.call import Call, Transform, name_of, version_of
 from liger_chunked.deferred.inside import Compute
 from liger_chunked.deferred.result_dtype import result_dtype
 from liger_chunked.deferred.rows import Rows, as_rows, is_index, reshaped, row_index
+from liger_chunked.device import is_gpu
 from liger_chunked.dtensor import any_dtensor
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
@@ -155,7 +156,7 @@ class DeferredLogits(StandIn):
 
     @property
     def is_cuda(self) -> bool:
-        return self.device.type == "cuda"
+        return is_gpu(self.device)
 
     @property
     def is_computed(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
+from liger_chunked.device import IS_NVIDIA, is_capturing, is_on_gpu
 from liger_chunked.engine.batch import Chunk, Layout
 from liger_chunked.engine.gradients import Needs
 from liger_chunked.engine.plan import Plan
@@ -20,7 +21,7 @@ _compiled: set[Hashable] = set()
 
 
 def _applies(input: Tensor) -> bool:
-    return input.is_cuda and torch.version.cuda is not None and not INTERPRETED
+    return is_on_gpu(input) and IS_NVIDIA and not INTERPRETED
 
 
 def compile_ahead(
@@ -41,7 +42,7 @@ def compile_ahead(
         input.device, input.dtype, weight.dtype, weight.shape, None if u is None else u.shape[-1], head.bias is None,
         plan.class_weight is None, layout.rows is None, layout.temperature is None, len(plan.tiles[0]) > 1,
     )  # fmt: skip
-    if kind in _compiled or not layout.n_valid or (input.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if kind in _compiled or not layout.n_valid or (is_on_gpu(input) and is_capturing()):
         return
     _compiled.add(kind)
     try:

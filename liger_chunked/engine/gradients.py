@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_chunked.device import is_on_gpu
 from liger_chunked.engine.batch import Tile, along
 from liger_chunked.kernels import add_target_rows_, occurrences, scale_
 from liger_chunked.kernels.launch import is_dry
@@ -22,7 +23,7 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         return  # a product on a GPU allocates nothing
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if first else out.addmm_(a, b)
-    elif out.device.type == "cuda" and out.dtype == torch.float32:
+    elif is_on_gpu(out) and out.dtype == torch.float32:
         if first:
             torch.mm(a, b, out_dtype=torch.float32, out=out)
         else:
@@ -37,7 +38,7 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `x.sum(0)` without torch's large workspace on a GPU."""
-    if x.device.type == "cuda":
+    if is_on_gpu(x):
         ones = x.new_ones(1, x.shape[0])
         return torch.mm(ones, x)[0] if x.dtype == dtype else torch.mm(ones, x, out_dtype=dtype)[0]
     return x.sum(0, dtype=dtype)

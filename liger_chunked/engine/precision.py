@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 import torch
 
+from liger_chunked.device import is_elsewhere, matmul_settings, on_device
 from liger_chunked.engine.checks import autocasts
 
 
 class Refused:
-    """A setting of `torch.backends.cuda.matmul` that allows rounded sums, off while any step runs on any thread."""
+    """A setting of matrix products that allows rounded sums, off while any step runs on any thread."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -21,9 +22,8 @@ class Refused:
 
     def __enter__(self) -> None:
         with self._lock:
-            matmul = torch.backends.cuda.matmul
-            if getattr(matmul, self.name):
-                setattr(matmul, self.name, False)
+            if getattr(matmul_settings, self.name):
+                setattr(matmul_settings, self.name, False)
                 self._was_given = True
             self._inside += 1
 
@@ -32,7 +32,7 @@ class Refused:
             self._inside -= 1
             if self._inside == 0 and self._was_given:
                 self._was_given = False
-                setattr(torch.backends.cuda.matmul, self.name, True)
+                setattr(matmul_settings, self.name, True)
 
 
 # cuBLAS may add parts of a sum in the product's dtype. TF32 is the user's choice.
@@ -50,7 +50,7 @@ def refused(dtypes: tuple[torch.dtype | None, ...]) -> tuple[Refused, ...]:
 def gemms(device: torch.device, *dtypes: torch.dtype | None) -> AbstractContextManager[None]:
     """Run a block on `device`, without autocast; products accumulate in float32."""
     permissions, autocast = refused(dtypes), autocasts(device.type)
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    elsewhere = is_elsewhere(device)
     if len(permissions) == 1 and not (autocast or elsewhere):
         return permissions[0]
     if not (permissions or autocast or elsewhere):
@@ -67,7 +67,7 @@ def _changed(device: torch.device, permissions: tuple[Refused, ...], autocast: b
         for permission in permissions:
             stack.enter_context(permission)
         if elsewhere:
-            stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(on_device(device))
         if autocast:
             stack.enter_context(torch.autocast(device.type, enabled=False))
         yield

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
+from liger_chunked.device import current_stream, is_accelerator, on_stream, priority_stream
+
 
 @functools.cache
-def _other_stream(device: torch.device) -> torch.cuda.Stream:
-    # Free multiprocessors take these blocks first.
-    return torch.cuda.Stream(device, priority=-1)
+def _other_stream(device: torch.device) -> Any:
+    return priority_stream(device)
 
 
 class SideStream:
     def __init__(self, device: torch.device) -> None:
-        self._other = _other_stream(device) if device.type == "cuda" else None
+        self._other = _other_stream(device) if is_accelerator(device) else None
         self._forked = False
 
     def __enter__(self) -> SideStream:
@@ -33,10 +35,10 @@ class SideStream:
         if self._other is None:
             return nullcontext()
         self._forked = True
-        self._other.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._other)
+        self._other.wait_stream(current_stream())
+        return on_stream(self._other)
 
     def join(self) -> None:
         if self._other is not None and self._forked:
             self._forked = False
-            torch.cuda.current_stream().wait_stream(self._other)
+            current_stream().wait_stream(self._other)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import spmd_types as spmd
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
 from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
 
+from liger_chunked.device import is_capturing, is_on_gpu
 from liger_chunked.functional import cross_entropy_loss
 from liger_chunked.integrations.tensor_parallel import call_in_forward, even_shard
 from liger_chunked.types import VocabShard
@@ -49,7 +49,7 @@ class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
             raise ValueError("lm_head must be set before the first call: call set_lm_head")
         if get_spmd_backend() == "full_dtensor":
             raise ValueError("spmd_backend must be 'spmd_types' or 'partial_dtensor', got 'full_dtensor'")
-        if pred.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_on_gpu(pred) and is_capturing():
             raise RuntimeError("the loss reads numbers on the host: set training.disable_cuda_graphs")
         with spmd.local():
             loss = call_in_forward(self.lm_head, self._sum_of_tokens, pred, labels)

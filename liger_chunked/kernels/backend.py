@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from liger_chunked.device import IS_NVIDIA, capability, runs_triton
 from liger_chunked.kernels.operands import plain
 from liger_chunked.kernels.tuning.generic import TORCH_BLOCK, TORCH_BLOCK_DEFAULT
 from liger_chunked.private import graph_is_retained as graph_is_retained
@@ -55,7 +56,7 @@ def wide_tiles_setting(text: str | None) -> tuple[int, ...]:
 
 WIDE_TILES = wide_tiles_setting(os.environ.get(WIDE_TILES_VARIABLE))
 
-PTX = tl is not None and tl.constexpr(torch.version.cuda is not None and not INTERPRETED)
+PTX = tl is not None and tl.constexpr(IS_NVIDIA and not INTERPRETED)
 
 # Largest distance of maximum and centre: sums of squared exponentials fit in float32.
 REACH = 30.0 if tl is None else tl.constexpr(30.0)
@@ -77,7 +78,7 @@ def use_triton(x: Tensor) -> bool:
         return True
     if triton is None:
         return False
-    return x.is_cuda or x.is_xpu or (INTERPRETED and x.is_cpu)
+    return runs_triton(x) or (INTERPRETED and x.is_cpu)
 
 
 def on_host(x: Tensor) -> bool:
@@ -90,9 +91,11 @@ def wide_tiles(capability: tuple[int, int]) -> bool:
 
 @functools.cache
 def has_wide_tiles(device: torch.device) -> bool:
-    if TensorDescriptor is None or INTERPRETED or device.type != "cuda" or torch.version.cuda is None:
+    """Whether the fused epilogue runs on `device`. False for AMD and Intel: it needs NVIDIA's tensor descriptors."""
+    if TensorDescriptor is None or INTERPRETED:
         return False
-    return wide_tiles(torch.cuda.get_device_capability(device))
+    found = capability(device)
+    return found is not None and wide_tiles(found)
 
 
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -232,15 +235,6 @@ def power_of_two(n: int) -> int:
 
 def block_size(n: int, most: int) -> int:
     return most if n >= most else 1 << (n - 1).bit_length()
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    if device.type == "xpu":
-        return torch.xpu.get_device_properties(device).max_compute_units
-    return 2  # to test sweeps
 
 
 def row_blocks(x: Tensor) -> Iterator[slice]:

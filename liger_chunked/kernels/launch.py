@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_chunked.device import HAS_ACCELERATOR, IS_NVIDIA, accelerator, is_on_gpu, on_device
 from liger_chunked.kernels.backend import INTERPRETED, NUMBER_OF_TOKENS, TensorDescriptor, has_own_memory, jit
 from liger_chunked.kernels.tuning.generic import REMEMBERED
 from liger_chunked.types import described
@@ -35,10 +36,9 @@ try:
 except ImportError:
     triton_key = None
 
-# A query would initialize CUDA on import.
-_HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
+_HAS_CURRENT_DEVICE = not INTERPRETED and HAS_ACCELERATOR
 # AMD's variants depend on a tensor's size too.
-_REMEMBERS = torch.version.cuda is not None and not INTERPRETED and hooks is not None
+_REMEMBERS = IS_NVIDIA and not INTERPRETED and hooks is not None
 _MOST_REMEMBERED = REMEMBERED
 # Run function, handle, launch options, getter of a stream.
 _Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
@@ -51,9 +51,21 @@ _PREPARATIONS: tuple[Callable[[], object], ...] = (
     lambda: import_module("triton.experimental.gluon.nvidia.hopper"),
 )
 
-_Launches = list[tuple["Kernel", tuple[Any, ...]]]
-_collected: ContextVar[_Launches | None] = ContextVar("_collected", default=None)
-_postponed: _Launches = []
+# A kernel, and its call without values: grid, dtypes, numbers, warps, stages, descriptors.
+Launch = tuple["Kernel", tuple[Any, ...]]
+_collected: ContextVar[list[Launch] | None] = ContextVar("_collected", default=None)
+_postponed: list[Launch] = []
+
+
+@contextmanager
+def collected_launches() -> Iterator[list[Launch]]:
+    """Collect what the block would launch. Nothing runs: results are not set, and tensors may be on the meta device."""
+    launches: list[Launch] = []
+    token = _collected.set(launches)
+    try:
+        yield launches
+    finally:
+        _collected.reset(token)
 
 
 @contextmanager
@@ -62,23 +74,19 @@ def compiled_together(device: torch.device) -> Iterator[None]:
 
     A kernel that does not compile raises at its launch.
     """
-    launches: _Launches = []
-    token = _collected.set(launches)
-    try:
+    with collected_launches() as launches:
         yield
-    finally:
-        _collected.reset(token)
     if AsyncCompileMode is None or not launches:
         return
     launches += _postponed
     _postponed.clear()  # shared by threads
     launches.sort(key=lambda launch: not launch[1][-1])  # products, which have descriptors, take longest
     n_threads = min(len(launches), os.cpu_count() or 1)
-    with torch.cuda.device(device), ThreadPoolExecutor(n_threads) as threads:
+    with on_device(device), ThreadPoolExecutor(n_threads) as threads:
         wait([threads.submit(prepare) for prepare in _PREPARATIONS])
         with AsyncCompileMode(_Compiler(threads, device), ignore_errors=True):
             for kernel, call in launches:
-                kernel._compile(*call)
+                kernel.compile(*call)
 
 
 def is_dry() -> bool:
@@ -95,7 +103,7 @@ class _Compiler:
 
     def submit(self, compile: Callable[[], Any]) -> Future[Any]:
         def run() -> Any:
-            with torch.cuda.device(self.device):
+            with on_device(self.device):
                 compiled = compile()
                 _ = compiled.run  # builds the launcher with gcc
                 return compiled
@@ -190,8 +198,8 @@ class Kernel:
         if tensors[0].is_meta:  # type: ignore[union-attr]
             return
         device = tensors[0].get_device()  # type: ignore[union-attr]
-        if _HAS_CURRENT_DEVICE and device != torch.cuda.current_device():
-            with torch.cuda.device(device):
+        if _HAS_CURRENT_DEVICE and device != accelerator.current_device():
+            with on_device(device):
                 self(*call)
             return
         try:
@@ -246,7 +254,7 @@ class Kernel:
     ) -> bool:
         """Compile the first launch with a later `compiled_together`; return False if the caller must launch."""
         by_others = self._is_new and _REMEMBERS and AsyncCompileMode is not None
-        if not by_others or not tensors[0].is_cuda:  # type: ignore[union-attr]
+        if not by_others or not is_on_gpu(tensors[0]):  # type: ignore[arg-type]
             return False
         self._is_new = False
         _postponed.append((self, _without_values((grid, tensors, numbers, num_warps, None, ()))))
@@ -326,7 +334,7 @@ class Kernel:
         options = _options(num_warps, num_stages)
         return self.kernel[grid](*self._in_order((*tensors, *numbers, *descriptors)), **options)
 
-    def _compile(
+    def compile(
         self,
         grid: tuple[int, int, int],
         dtypes: tuple[torch.dtype | None, ...],
@@ -334,15 +342,21 @@ class Kernel:
         num_warps: int,
         num_stages: int | None,
         descriptors: tuple[TensorDescriptor | None, ...],
-    ) -> None:
-        """Compile the variant of a launch on aligned tensors of these dtypes."""
+    ) -> Any:
+        """Return Triton's compiled variant of a collected launch on aligned tensors, for the active target."""
         arguments = self._in_order((*dtypes, *numbers, *descriptors))
-        self.kernel.warmup(*arguments, grid=grid, **_options(num_warps, num_stages))
+        return self.kernel.warmup(*arguments, grid=grid, **_options(num_warps, num_stages))
 
 
 def _without_values(call: tuple[Any, ...]) -> tuple[Any, ...]:
     return call[0], tuple(None if x is None else x.dtype for x in call[1]), *call[2:]
 
 
-def _options(num_warps: int, num_stages: int | None) -> dict[str, int]:
-    return {"num_warps": num_warps} if num_stages is None else {"num_warps": num_warps, "num_stages": num_stages}
+def _options(num_warps: int, num_stages: int | None) -> dict[str, Any]:
+    """Return the options of launches and of compilations ahead.
+
+    Fused multiply-adds are asked for: bits of results rely on them, and Triton 3.10 will not fuse by default
+    (docs/numerics.md). All launches have this option, so it is no part of a variant's key.
+    """
+    options = {"num_warps": num_warps, "enable_fp_fusion": True}
+    return options if num_stages is None else {**options, "num_stages": num_stages}

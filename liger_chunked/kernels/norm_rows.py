@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import jit, power_of_two, processors, tl
+from liger_chunked.device import processors
+from liger_chunked.kernels.backend import jit, power_of_two, tl
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.kernels.tuning.generic import REMEMBERED

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_chunked.device import current_stream, is_on_gpu
 from liger_chunked.kernels.backend import block_size, jit, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning import TUNING
@@ -21,7 +22,7 @@ class Survey(NamedTuple):
     def read(self) -> list[list[list[int]]]:
         if self.on_host is None:
             return self.summary.tolist()
-        torch.cuda.current_stream(self.summary.device).synchronize()
+        current_stream(self.summary.device).synchronize()
         return self.on_host.tolist()
 
 
@@ -58,7 +59,7 @@ def _survey_triton(target: Tensor, ignore_index: int, to_read: bool) -> Survey:
     summary = torch.empty(shape, dtype=torch.int64, device=target.device)
     # docs/tuning.md
     on_host = None
-    if to_read and target.is_cuda:
+    if to_read and is_on_gpu(target):
         on_host = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True)
     launch = (n_rows, shape[2], 1), (target, mask, summary, on_host), (n_cols, ignore_index, block), num_warps
     if to_read and _survey_kernel.postpone(*launch):

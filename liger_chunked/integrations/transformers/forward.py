@@ -29,6 +29,7 @@ from liger_chunked.deferred.defer import ddp_reads_outputs, refusal_of
 from liger_chunked.deferred.logits import REASON
 from liger_chunked.deferred.request import requested
 from liger_chunked.deferred.swap import Patch, stock_class
+from liger_chunked.device import is_gpu
 from liger_chunked.integrations.transformers.detect import STOCK, head_of, inner_model
 from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput, kept
 from liger_chunked.private import is_replica
@@ -414,7 +415,7 @@ def logit_options(model: nn.Module, *, ignore_index: int = -100) -> LogitOptions
     if lent:
         set_deferral(head, Deferral(in_training=False))
     try:
-        gpus = [inner.device] if inner.device.type == "cuda" else []
+        gpus = [inner.device] if is_gpu(inner.device) else []
         # A model in training draws random numbers for dropout: the caller's stay as they are.
         # With gradients, a factor that is computed from a parameter does not look like a number.
         with torch.random.fork_rng(gpus), torch.enable_grad(), requested(defer=True, withhold=True):

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from liger_chunked.deferred.code import foreign_code, own_forward
 from liger_chunked.deferred.swap import stock_class
+from liger_chunked.device import is_gpu, is_on_gpu
 from liger_chunked.integrations.transformers.attach import attach_head
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput, kept
@@ -212,7 +213,7 @@ def _hidden_states(head: Head, input: HeadInput) -> Tensor:
 def _plan(
     model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, with_trailing: bool = False
 ) -> TriePlan:
-    if input_ids.is_cuda:
+    if is_on_gpu(input_ids):
         row_tokens, tree_tokens, multiple = _ROW, None, 2 * BLOCK
     else:
         # Dense attention grows with a row's square. Twice the width holds any pair.
@@ -227,7 +228,7 @@ def _plan(
 def _share(model: PreTrainedModel, plan: TriePlan) -> SharedBatch:
     implementation = _implementation(model)
     dense = implementation in _TAKE_DENSE
-    if plan.input_ids.is_cuda:
+    if is_on_gpu(plan.input_ids):
         dense = dense and (plan.row_length <= _DENSE or _dtype(model) == torch.float64)
     if not dense:
         serve(implementation)
@@ -349,7 +350,7 @@ def _reason_now(model: PreTrainedModel) -> str | None:
         return "NEFTune scales its noise by the length of a row; set neftune_noise_alpha=None"
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return "its layers are on several devices (device_map)"
-    if _implementation(model) == "eager" and model.device.type == "cuda":
+    if _implementation(model) == "eager" and is_gpu(model.device):
         return "eager attention needs too much memory; call model.set_attn_implementation('flex_attention')"
     return None
 

@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from liger_chunked.device import is_on_gpu
+
 _Array = NDArray[Any]
 
 _CHUNK = 1 << 24  # float32 gradients at once
@@ -110,7 +112,7 @@ def _on_host(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[_Array, 
     n, ids = input_ids.numel(), input_ids.int()
     valid = [] if attention_mask is None else [(attention_mask != 0).flatten()]
     device_bytes = torch.cat([x.view(torch.uint8) for x in (ids.flatten(), *valid, (ids == input_ids).all().view(1))])
-    host_bytes = torch.empty(device_bytes.shape, dtype=torch.uint8, pin_memory=input_ids.is_cuda)
+    host_bytes = torch.empty(device_bytes.shape, dtype=torch.uint8, pin_memory=is_on_gpu(input_ids))
     values = host_bytes.copy_(device_bytes).numpy()
     if not values[-1]:
         raise ValueError("input_ids must be of 32 bits, got larger ones: no vocabulary has them")
@@ -162,7 +164,7 @@ class TriePlan:
     def pack(self) -> PackedTrie:
         batch, places, trailing, shared = self.batch, self.places, self.trailing, self.shared
         shape = len(self.rows), self.row_length
-        host = _buffer(shape, batch.shape, pinned=self.input_ids.is_cuda)
+        host = _buffer(shape, batch.shape, pinned=is_on_gpu(self.input_ids))
         all_ids, all_depths, all_ends, node = (x.numpy() for x in _parts(host, shape, batch.shape))
         node.fill(-1)
         depth = np.arange(batch.shape[1], dtype=np.int32)
@@ -351,7 +353,7 @@ class _GatherRows(torch.autograd.Function):
         for i in range(0, len(index), step):
             part = slice(i, i + step)
             values = grad[part].to(dtype).masked_fill(padding[part, None], 0)
-            if grad.is_cuda:
+            if is_on_gpu(grad):
                 total.index_put_((index[part],), values, accumulate=True)  # deterministic
             else:
                 total.index_add_(0, index[part], values)

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import trl
 from torch import Tensor
 from transformers import PreTrainedModel
 from trl.trainer import utils
@@ -214,7 +215,7 @@ def check_has_methods(trainer: type[Any], names: tuple[str, ...]) -> None:
     if missing:
         raise RuntimeError(
             f"TRL {trl.__version__} does not call {', '.join(missing)} of {trainer.__name__}, which would be "
-            "replaced; TRL 1.15 and 1.16 do"
+            "replaced; TRL 1.13 to 1.16 do"
         )
 
 

@@ -1,0 +1,160 @@
+"""Every Triton kernel compiles for GPUs that are not here, within their limits (scripts/compile_matrix.py).
+
+Nothing runs: this shows neither results nor speed. By default, the largest variant of each kernel is compiled for the
+GPUs with the least shared memory of each vendor, and for Hopper, which alone has the fused epilogue. That takes a
+core about a minute. `--exhaustive` compiles all variants for all targets, in about 20 minutes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liger_chunked.kernels import backend
+from scripts import compile_matrix as matrix
+
+# Cross-compiling needs `driver.set_active`, a target without a device in `warmup`, and cuobjdump in the wheel.
+OLDEST = (3, 5)
+
+
+def why_not() -> str:
+    if backend.triton is None:
+        return "no Triton"
+    if backend.INTERPRETED:
+        return "nothing is compiled under TRITON_INTERPRET=1"
+    version = tuple(map(int, backend.triton.__version__.split(".")[:2]))
+    return "" if version >= OLDEST else f"Triton {backend.triton.__version__} is older than 3.5"
+
+
+compiles = pytest.mark.skipif(bool(why_not()), reason=why_not() or "compiles")
+QUICK = ("sm_89", "sm_90", "gfx942")
+# The fused epilogue, and kernels that only it launches.
+ON_HOPPER = {
+    "merge_ranks.merge_ranks",
+    "projection.centre",
+    "projection.project",
+    "projection.reduce",
+    "projection.rescue",
+    "projection_grad.from_exponentials",
+    "projection_grad.project_grad",
+    "projection_grad.row_factors",
+    "target_rows.input",
+    "target_rows.order",
+    "target_rows.scale_rows",
+    "target_rows.target_rows",
+}
+
+
+def all_kernels() -> set[str]:
+    """Return the names of the kernels in the source, as the matrix names them."""
+    folder, found = Path(backend.__file__).parent, set()
+    for file in folder.glob("*.py"):
+        lines = file.read_text().splitlines()
+        names = [after for line, after in pairwise(lines) if line == "@Kernel"]
+        found |= {f"{file.stem}.{name[5:].partition('(')[0].strip('_').removesuffix('_kernel')}" for name in names}
+    return found
+
+
+def check(variants: list[matrix.Variant], targets: tuple[str, ...]) -> None:
+    problems = [f"{v.kernel} for {v.target}: {v.problem} ({v.task}: {v.arguments})" for v in variants if v.problem]
+    assert not problems
+    kernels = all_kernels()
+    assert len(kernels) > 30 and kernels > ON_HOPPER
+    for target in targets:
+        compiled = {variant.kernel for variant in variants if variant.target == target}
+        assert compiled == (kernels if target == "sm_90" else kernels - ON_HOPPER)
+
+
+@pytest.fixture
+def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile anew, and leave the user's cache alone."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    yield
+
+
+@compiles
+def test_the_largest_variant_of_each_kernel(cold: None) -> None:
+    check(matrix.compile_matrix(QUICK, quick=True), QUICK)
+
+
+@compiles
+@pytest.mark.exhaustive
+def test_all_variants(cold: None) -> None:
+    variants = matrix.compile_matrix(matrix.TARGETS, processes=os.cpu_count() or 1)
+    check(variants, tuple(matrix.TARGETS))
+
+
+# Compiles two kernels for sm_90: with Triton's default of now, with that of Triton 3.10, and with fusion off.
+FUSION = """
+from scripts import compile_matrix as matrix
+driver = matrix.pretend(True)
+driver.select(matrix.TARGETS["sm_90"])
+import torch
+from triton import knobs
+from liger_chunked.kernels import launch, liger_rms_norm, logits_stats
+from liger_chunked.types import LogitOptions
+
+meta = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")
+with launch.collected_launches() as launches:
+    liger_rms_norm(meta(64, 256), meta(256), 1e-6)
+    logits_stats(meta(64, 4096), meta(64, dtype=torch.int64), LogitOptions(), ("logps",))
+assert len(launches) == 2
+
+def compiled():
+    for kernel, _ in launches:
+        kernel.kernel.device_caches.clear()
+    return [kernel.compile(*call).asm["cubin"] for kernel, call in launches]
+
+now = compiled()
+knobs.language.default_fp_fusion = False
+later = compiled()
+assert now == later
+options = launch._options
+launch._options = lambda *sizes: {**options(*sizes), "enable_fp_fusion": False}
+assert all(fused != apart for fused, apart in zip(now, compiled(), strict=True))
+"""
+
+
+@compiles
+def test_multiplications_and_additions_are_fused_whatever_the_default(cold: None, fresh_process: Any) -> None:
+    """The code is the same with Triton's default of 3.9 and with that of 3.10, and another without fusion."""
+    fresh_process.run(FUSION)
+
+
+@pytest.mark.parametrize(
+    ("target", "used", "problem"),
+    [
+        ("sm_89", {"shared": 99 << 10}, ""),
+        ("sm_89", {"shared": (99 << 10) + 1}, "101377 bytes of shared memory, and sm_89 has 101376"),
+        ("gfx942", {"shared": 65 << 10}, "66560 bytes of shared memory, and gfx942 has 65536"),
+        ("gfx950", {"shared": 65 << 10}, ""),
+        ("sm_90", {"registers": 255}, ""),
+        ("sm_90", {"registers": 136, "num_warps": 16}, "136 registers, and 16 warps leave it 128"),
+        ("gfx942", {"registers": 512}, ""),
+        ("gfx942", {"registers": 264, "num_warps": 8}, "264 registers, and 8 warps leave it 256"),
+        ("sm_80", {"spills": 2}, "2 registers spill, and 0 may"),
+        ("sm_80", {"error": "does not compile"}, "does not compile"),
+    ],
+)
+def test_what_does_not_fit_is_reported(target: str, used: dict[str, Any], problem: str) -> None:
+    common = {"kernel": "glu.forward", "target": target, "task": "", "arguments": "", "num_warps": 4}
+    found = matrix.Variant(**(common | used)).problem
+    assert problem in found and bool(found) == bool(problem)
+
+
+def test_usage_of_an_amd_kernel_is_read() -> None:
+    assembly = "\n".join(
+        f"    .{name}: {n}"
+        for name, n in {
+            "private_segment_fixed_size": 16,
+            "sgpr_spill_count": 9,  # to vector registers
+            "vgpr_count": 130,
+            "vgpr_spill_count": 2,
+        }.items()
+    )
+    assert matrix.amd_usage(assembly) == {"registers": 130, "spills": 4}
