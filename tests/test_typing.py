@@ -1,4 +1,4 @@
-"""The stub of the trainers has the arguments that they really take.
+"""The stubs have the arguments that functions and trainers made at run time really take.
 
 `make lint` checks the types themselves: `typed_calls.py` with mypy and pyright.
 """
@@ -8,15 +8,23 @@ from __future__ import annotations
 import ast
 import inspect
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 trl = pytest.importorskip("trl")
 
+from liger_chunked.compat.chunked_loss import functional  # noqa: E402
 from liger_chunked.integrations import trl as trainers  # noqa: E402
 
-STUB = ast.parse(Path(trainers.__file__).with_suffix(".pyi").read_text())
+
+def stub_of(module: ModuleType) -> ast.Module:
+    assert module.__file__ is not None
+    return ast.parse(Path(module.__file__).with_suffix(".pyi").read_text())
+
+
+STUB = stub_of(trainers)
 CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
 WRITTEN_FOR = "1.16"  # the stub's version of TRL
 
@@ -63,3 +71,25 @@ def test_a_trainer_of_the_stub_takes_what_the_real_one_takes(name: str) -> None:
     if trl.__version__.startswith(f"{WRITTEN_FOR}."):
         of_trl = {argument: x for argument, x in listed.items() if argument not in ours}
         assert list(of_trl.items()) == list(theirs.items())
+
+
+def test_the_stub_of_the_functions_by_position() -> None:
+    nodes = stub_of(functional).body
+    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+    classes = {node.name: ast.unparse(node.body[0]) for node in nodes if isinstance(node, ast.ClassDef)}
+    assert set(functional.__all__) <= {*functions, *classes}
+    for name in functional.__all__:
+        real = getattr(functional, name)
+        if not name.startswith("liger"):
+            assert classes[name] == f"apply = staticmethod({function_name(real.apply)})"
+            continue
+        parameters = inspect.signature(real).parameters.values()
+        args = functions[name].args
+        assert [arg.arg for arg in args.args] == [p.name for p in parameters]
+        assert [ast.literal_eval(default) for default in args.defaults] == [
+            p.default for p in parameters if p.default is not p.empty
+        ]
+
+
+def function_name(function: Any) -> str:
+    return next(name for name, x in vars(functional).items() if x is function)
