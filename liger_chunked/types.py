@@ -14,7 +14,7 @@ from torch import Tensor
 from liger_chunked.arguments import own_options
 
 try:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup as ProcessGroup
 except ImportError:  # a torch without distributed
 
     class ProcessGroup:  # type: ignore[no-redef]
@@ -225,7 +225,7 @@ class HeadTensors(NamedTuple):
     def to(self, dtype: torch.dtype) -> HeadTensors:
         """Return the head in `dtype`, without padding."""
         weight, bias, up, shard = self
-        if weight.dtype == dtype and bias is up is shard is None:
+        if weight.dtype == dtype and bias is None and up is None and shard is None:
             return self
         if shard is not None and self.is_padded:
             rows = slice(0, shard.columns(weight.shape[0]))

@@ -142,7 +142,7 @@ class CrossEntropySettings(LogitOptionsDict, total=False):
 
 WithMetrics: TypeAlias = tuple[Tensor, CrossEntropyMetrics]
 # What a call returns, for type checkers: a tensor, or with a `return_...` flag a tuple.
-Result = TypeVar("Result", default=Tensor)
+Result = TypeVar("Result", bound=Tensor | WithMetrics, default=Tensor)
 
 
 class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):

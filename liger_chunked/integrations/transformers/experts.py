@@ -60,7 +60,7 @@ def _serves(module: Any, args: tuple[Tensor, ...]) -> bool:
         module.config._experts_implementation == GROUPED
         and moe.ALL_EXPERTS_FUNCTIONS.get(GROUPED) is _STOCK is not None
         and args[0].dtype != torch.float64  # which grouped products refuse
-        and not torch.jit.is_tracing()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
         and all_plain((*args, *module._parameters.values()))
         and _is_known(*(bool(getattr(module, name, False)) for name in _FLAGS))
     )
