@@ -100,7 +100,7 @@ def check_constants(owner: str, arguments: Iterable[tuple[str, Any]]) -> None:
         raise ValueError(message)
 
 
-_traces: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+_traces: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Eager:

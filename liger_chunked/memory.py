@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Literal
 
 import torch
@@ -179,7 +179,9 @@ _ALLOCATE: dict[Part, tuple[Any, ...]] = {
     "input_grad": (HeadGradients._input_gradient, HeadGradients.open_input),
     "hidden": (Layout.input_rows,),
 }  # fmt: skip
-_PARTS = {function.__code__: part for part, functions in _ALLOCATE.items() for function in functions}
+_PARTS: dict[CodeType, Part] = {
+    function.__code__: part for part, functions in _ALLOCATE.items() for function in functions
+}
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 
 

@@ -209,7 +209,7 @@ class LigerKLDIVLoss(nn.Module):
         self, reduction: Literal["none", "sum", "mean", "batchmean"] = "mean", log_target: bool = False
     ) -> None:
         super().__init__()
-        self.reduction = reduction
+        self.reduction: Reduction = reduction
         self.log_target = log_target
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ class LigerTVDLoss(nn.Module):
         self, reduction: Literal["none", "sum", "mean", "batchmean"] = "batchmean", ignore_index: int = -100
     ) -> None:
         super().__init__()
-        self.reduction = reduction
+        self.reduction: Reduction = reduction
         self.ignore_index = ignore_index
 
     def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
@@ -454,7 +454,7 @@ def logps_and_entropy(
     """Return both at `temperature`, as in `ChunkedLMHead.forward`, not at that of `options`."""
     if isinstance(temperature, Tensor) and temperature.is_floating_point():
         temperature = temperature.item() if temperature.numel() == 1 else temperature.float()
-    settings = asdict(options) | {"temperature": temperature}
+    settings: dict[str, Any] = asdict(options) | {"temperature": temperature}
     stats = linear_token_stats(head.weight, hidden, labels, head.bias, outputs=("logps", "entropy"), **settings)
     assert stats.logps is not None and stats.entropy is not None
     return stats.logps, stats.entropy

@@ -6,19 +6,22 @@ import math
 import numbers
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
 
 from liger_chunked.arguments import own_options
 
-try:
+if TYPE_CHECKING:
     from torch.distributed import ProcessGroup as ProcessGroup
-except ImportError:  # a torch without distributed
+else:
+    try:
+        from torch.distributed import ProcessGroup
+    except ImportError:  # a torch without distributed
 
-    class ProcessGroup:  # type: ignore[no-redef]
-        pass
+        class ProcessGroup:
+            pass
 
 
 class TokenStats(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ def _any_hooks() -> bool:
         return True
 
 
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009, because type checkers do not know it
+_top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def hooks_active() -> bool:

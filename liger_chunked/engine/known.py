@@ -22,7 +22,7 @@ def may_read(x: Tensor, n_valid: Any) -> bool:
 
 def assert_later(condition: Tensor, message: str) -> None:
     """Assert a condition () on its device without waiting. A failure ends the process's use of the device."""
-    torch._assert_async(condition, message)
+    torch._assert_async(condition, message)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def check_ids(name: str, low: int, high: int, vocab_size: int, ignored: str = "") -> None:
@@ -37,7 +37,7 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Return int64 numbers as a tensor, from a kernel's arguments: a copy would wait."""
     found = torch.zeros(len(numbers), dtype=torch.int64, device=device)
     if numbers:
-        torch._foreach_add_(found.unbind(), numbers)
+        torch._foreach_add_(found.unbind(), numbers)  # pyright: ignore[reportPrivateImportUsage]
     return found
 
 

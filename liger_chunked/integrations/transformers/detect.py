@@ -17,7 +17,8 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
         if isinstance(inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None), nn.Module):
             model = inner
         elif callable(get_base_model := getattr(model, "get_base_model", None)):
-            model = get_base_model()
+            wrapped: Any = get_base_model()
+            model = wrapped
         elif type(model).__module__.startswith("peft.") and isinstance(inner := _wrapped_by_peft(model), nn.Module):
             model = inner
         else:
