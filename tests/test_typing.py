@@ -93,3 +93,19 @@ def test_the_stub_of_the_functions_by_position() -> None:
 
 def function_name(function: Any) -> str:
     return next(name for name, x in vars(functional).items() if x is function)
+
+
+def test_only_device_functions_of_the_kernels_have_no_types() -> None:
+    kernels = Path(trainers.__file__).parents[2] / "kernels"
+    untyped = []
+    for path in sorted(kernels.rglob("*.py")):
+        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        for function in functions:
+            on_device = any(ast.unparse(x).split(".")[-1] in ("jit", "Kernel") for x in function.decorator_list)
+            if not on_device and (function.returns is None or any(map(lacks_type, function.args.args))):
+                untyped.append(f"{path.name}:{function.lineno} {function.name}")
+    assert not untyped
+
+
+def lacks_type(arg: ast.arg) -> bool:
+    return arg.annotation is None and arg.arg not in ("self", "cls")
