@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from liger_chunked.integrations.transformers import (
         run_head as run_head,
     )
+    from liger_chunked.integrations.transformers.patch import FamilyFunction
     from liger_chunked.kernels import (
         liger_cross_entropy,
         liger_geglu,
@@ -207,9 +208,12 @@ if find_spec("transformers") is not None:
     __all__ += list(_OF_TRANSFORMERS)
 
 
-def __getattr__(name: str) -> Any:
+# For type checkers every other name is an `apply_liger_kernel_to_<family>`: they report a wrong one where it is used.
+def __getattr__(name: str) -> "FamilyFunction":
+    value: Any
     if name in _MODULES:
-        return import_module(f"{__name__}.{name}")
+        value = import_module(f"{__name__}.{name}")
+        return value
     if name in _OF_TRANSFORMERS or name.startswith("apply_liger_kernel_to_"):
         return getattr(import_module(f"{__name__}.integrations.transformers"), name)
     if name in __all__:

@@ -103,7 +103,8 @@ def _own_rows(name: str, x: Any, weight: Any, dim: int | None, sequence_group: A
         x = distributed_like(weight, x)
     if _sharded_dim(name, x) != dim:
         raise TypeError(f"{name} must be distributed like weight {_placed(weight)}, got {_placed(x)}")
-    return x.to_local(grad_placements=_grad_placements(x, sequence_group))
+    distributed: Any = x
+    return distributed.to_local(grad_placements=_grad_placements(x, sequence_group))
 
 
 def _grad_placements(x: Any, sequence_group: Any) -> list[Any]:

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from liger_chunked import arguments, losses
 from liger_chunked.calls import entry_point, once
 from liger_chunked.engine import linear_token_stats
+from liger_chunked.losses.cross_entropy import CrossEntropySettings, WithMetrics
 from liger_chunked.types import (
-    CrossEntropyMetrics,
     DistillationMetrics,
     LogitOptions,
     Pairs,
@@ -56,6 +57,86 @@ def _evaluate(cls: Any, given: dict[str, Any]) -> Any:
     return once(cls, **settings)(**data)
 
 
+class _CrossEntropyArguments(CrossEntropySettings, total=False):
+    """The arguments on which the type of the result does not depend."""
+
+    num_items: float | Tensor | None
+    token_weights: Tensor | None
+    n_valid: int | None
+    vocab_shard: VocabShard | None
+    sequence_group: ProcessGroup | None
+
+
+@overload
+def cross_entropy_loss(
+    weight: Weight,
+    hidden: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_z_loss: Literal[False] = False,
+    return_token_accuracy: Literal[False] = False,
+    return_predicted_tokens: Literal[False] = False,
+    **arguments: Unpack[_CrossEntropyArguments],
+) -> Tensor: ...
+
+
+@overload
+def cross_entropy_loss(
+    weight: Weight,
+    hidden: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_z_loss: Literal[True],
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    **arguments: Unpack[_CrossEntropyArguments],
+) -> WithMetrics: ...
+
+
+@overload
+def cross_entropy_loss(
+    weight: Weight,
+    hidden: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_z_loss: bool = False,
+    return_token_accuracy: Literal[True],
+    return_predicted_tokens: bool = False,
+    **arguments: Unpack[_CrossEntropyArguments],
+) -> WithMetrics: ...
+
+
+@overload
+def cross_entropy_loss(
+    weight: Weight,
+    hidden: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: Literal[True],
+    **arguments: Unpack[_CrossEntropyArguments],
+) -> WithMetrics: ...
+
+
+@overload
+def cross_entropy_loss(
+    weight: Weight,
+    hidden: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    **arguments: Unpack[_CrossEntropyArguments],
+) -> Tensor | WithMetrics: ...
+
+
 @entry_point
 def cross_entropy_loss(
     weight: Weight,
@@ -84,7 +165,7 @@ def cross_entropy_loss(
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
-) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
+) -> Tensor | WithMetrics:
     """Compute `LigerFusedLinearCrossEntropyLoss`: `mean(logsumexp(z) - z[target])` of the logits `z`.
 
     `hidden` is (B, T, H) or (N, H), `target` (B, T) or (N,).

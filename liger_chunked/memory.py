@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Literal
 
 import torch
@@ -178,12 +178,14 @@ _ALLOCATE: dict[Part, tuple[Any, ...]] = {
     "input_grad": (HeadGradients._input_gradient, HeadGradients.open_input),
     "hidden": (Layout.input_rows,),
 }  # fmt: skip
-_PARTS = {function.__code__: part for part, functions in _ALLOCATE.items() for function in functions}
+_PARTS: dict[CodeType, Part] = {
+    function.__code__: part for part, functions in _ALLOCATE.items() for function in functions
+}
 # A cast of the hidden states counts as "other" if torch lacks the first.
 _COPIES = tuple(op.default for name in ("_to_copy", "clone") if (op := getattr(torch.ops.aten, name, None)))
 
 
-class _Bytes(DispatchMode):
+class _Bytes(DispatchMode):  # type: ignore[misc]
     """Counts bytes of new tensors, by part; `most` is the peak."""
 
     def __init__(self) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
+from liger_chunked.calls import typed_like
 from liger_chunked.dtensor import any_dtensor
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.kernels.cross_entropy import liger_cross_entropy
@@ -48,10 +49,21 @@ class LigerRMSNorm(nn.Module):
         self.offset = offset
         self.casting: Casting = casting
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+    @overload
+    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         return liger_rms_norm(
             x, self.weight, self.variance_epsilon, offset=self.offset, casting=self.casting, residual=residual
         )
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def extra_repr(self) -> str:
         return (
@@ -70,6 +82,11 @@ class LigerLayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return liger_layer_norm(x, self.weight, self.bias, self.eps)
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}, bias={self.bias is not None}"
@@ -118,6 +135,11 @@ class LigerSwiGLUMLP(_GatedMLP):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(liger_swiglu(self.gate_proj(x), self.up_proj(x), inplace=self._inplace))
 
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
 
 class LigerGEGLUMLP(_GatedMLP):
     """`down_proj(gelu(gate_proj(x)) * up_proj(x))`, with the parameters of `GemmaMLP`.
@@ -132,6 +154,11 @@ class LigerGEGLUMLP(_GatedMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(liger_geglu(self.gate_proj(x), self.up_proj(x), self.approximate, inplace=self._inplace))
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class LigerCrossEntropyLoss(nn.Module):
@@ -166,6 +193,11 @@ class LigerCrossEntropyLoss(nn.Module):
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         return liger_cross_entropy(logits, target, self.weight, **self.options)
 
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
@@ -177,11 +209,16 @@ class LigerKLDIVLoss(nn.Module):
         self, reduction: Literal["none", "sum", "mean", "batchmean"] = "mean", log_target: bool = False
     ) -> None:
         super().__init__()
-        self.reduction = reduction
+        self.reduction: Reduction = reduction
         self.log_target = log_target
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return liger_kl_div(input, target, reduction=self.reduction, log_target=self.log_target)
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class LigerJSD(nn.Module):
@@ -195,6 +232,11 @@ class LigerJSD(nn.Module):
     def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
         return liger_jsd(log_q, log_p, shift_labels, beta=self.beta, ignore_index=self.ignore_index)
 
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
 
 class LigerTVDLoss(nn.Module):
     """Total variation distance of probabilities; see `liger_tvd`."""
@@ -203,14 +245,19 @@ class LigerTVDLoss(nn.Module):
         self, reduction: Literal["none", "sum", "mean", "batchmean"] = "batchmean", ignore_index: int = -100
     ) -> None:
         super().__init__()
-        self.reduction = reduction
+        self.reduction: Reduction = reduction
         self.ignore_index = ignore_index
 
     def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
         return liger_tvd(p, q, shift_labels, reduction=self.reduction, ignore_index=self.ignore_index)
 
+    if TYPE_CHECKING:
 
-Reduction = Literal["none", "sum", "mean", "batchmean"]
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+Reduction: TypeAlias = Literal["none", "sum", "mean", "batchmean"]
 
 
 class _DivergenceWithLogits(nn.Module):
@@ -221,6 +268,11 @@ class _DivergenceWithLogits(nn.Module):
 
     def forward(self, student_logits: Tensor, teacher_logits: Tensor, shift_labels: Tensor | None = None) -> Tensor:
         return self._function(student_logits, teacher_logits, shift_labels, **self.options)
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
@@ -290,6 +342,14 @@ class LigerTVDWithLogitsLoss(_DivergenceWithLogits):
         )
 
 
+class _HeadOptions(TypedDict, total=False):
+    ignore_index: int
+    softcap: float | None
+    logit_scale: float
+    logits_budget: int | float | str | None
+    logits_dtype: torch.dtype | None
+
+
 class ChunkedLMHead(nn.Linear):
     """An `nn.Linear` that returns log-probabilities and entropies if it gets labels, without all logits in memory.
 
@@ -326,7 +386,7 @@ class ChunkedLMHead(nn.Linear):
         )
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
+    def from_linear(cls, linear: nn.Linear, **options: Unpack[_HeadOptions]) -> Self:
         """Return a head with the parameters of `linear`, the same objects.
 
         Convert before FSDP or an adapter wraps the model.
@@ -340,7 +400,15 @@ class ChunkedLMHead(nn.Linear):
         head.weight, head.bias = linear.weight, linear.bias
         return head.train(linear.training)
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None, temperature: float | Tensor = 1.0) -> Any:
+    @overload
+    def forward(self, hidden: Tensor, labels: None = None, temperature: float | Tensor = 1.0) -> Tensor: ...
+
+    @overload
+    def forward(self, hidden: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> dict[str, Tensor]: ...
+
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None = None, temperature: float | Tensor = 1.0
+    ) -> Tensor | dict[str, Tensor]:
         """Return {"logps": ..., "entropy": ...} in the labels' shape, differentiable; logits without labels.
 
         Args:
@@ -352,6 +420,11 @@ class ChunkedLMHead(nn.Linear):
             return super().forward(hidden)
         logps, entropy = logps_and_entropy(self, hidden, labels, temperature, self.options)
         return {"logps": logps, "entropy": entropy}
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.options}"
@@ -378,7 +451,7 @@ def logps_and_entropy(
     """Return both at `temperature`, as in `ChunkedLMHead.forward`, not at that of `options`."""
     if isinstance(temperature, Tensor) and temperature.is_floating_point():
         temperature = temperature.item() if temperature.numel() == 1 else temperature.float()
-    settings = asdict(options) | {"temperature": temperature}
+    settings: dict[str, Any] = asdict(options) | {"temperature": temperature}
     stats = linear_token_stats(head.weight, hidden, labels, head.bias, outputs=("logps", "entropy"), **settings)
     assert stats.logps is not None and stats.entropy is not None
     return stats.logps, stats.entropy

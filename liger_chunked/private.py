@@ -155,8 +155,9 @@ def any_sizes(*tensors: tuple[Tensor, Sequence[int]]) -> AbstractContextManager[
     The fallback does nothing: Dynamo finds out with the second call, and compiles again.
     """
     mark = find("torch._dynamo.maybe_mark_dynamic")
-    for x, dims in tensors if mark is not None else ():
-        mark(x, list(dims))
+    if mark is not None:
+        for x, dims in tensors:
+            mark(x, list(dims))
     try:
         from torch.fx.experimental import _config
     except ImportError:

@@ -7,7 +7,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,10 +40,14 @@ _METHODS: dict[type[nn.Module], str | None] = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name == "check_model":
-        return import_module("liger_chunked.integrations.transformers.check").check_model
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
+    from liger_chunked.integrations.transformers.check import check_model as check_model
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name == "check_model":
+            return import_module("liger_chunked.integrations.transformers.check").check_model
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class Sizes(NamedTuple):

@@ -6,19 +6,22 @@ import math
 import numbers
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
 
 from liger_chunked.arguments import own_options
 
-try:
-    from torch.distributed import ProcessGroup
-except ImportError:  # a torch without distributed
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup as ProcessGroup
+else:
+    try:
+        from torch.distributed import ProcessGroup
+    except ImportError:  # a torch without distributed
 
-    class ProcessGroup:  # type: ignore[no-redef]
-        pass
+        class ProcessGroup:
+            pass
 
 
 class TokenStats(NamedTuple):
@@ -225,7 +228,7 @@ class HeadTensors(NamedTuple):
     def to(self, dtype: torch.dtype) -> HeadTensors:
         """Return the head in `dtype`, without padding."""
         weight, bias, up, shard = self
-        if weight.dtype == dtype and bias is up is shard is None:
+        if weight.dtype == dtype and bias is None and up is None and shard is None:
             return self
         if shard is not None and self.is_padded:
             rows = slice(0, shard.columns(weight.shape[0]))

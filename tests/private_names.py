@@ -394,6 +394,13 @@ PRIVATE = (
         "dpo_trainer",
     ),
     Private(
+        "_patch_chunked_ce_lm_head",
+        "TRL before 1.15: SFTTrainer's module",
+        "keep TRL from replacing a model's forward",
+        "there is nothing to keep it from",
+        "sft_trainer",
+    ),
+    Private(
         "_compute_kl_logps",
         "TRL: KTOTrainer",
         "score mismatched completions",

@@ -670,6 +670,10 @@ def dpo_trainer() -> None:
     _assert_same_training("DPO", LigerFusedLinearDPOLoss())
 
 
+def sft_trainer() -> None:
+    _assert_same_training("SFT")
+
+
 def kto_trainer() -> None:
     from liger_chunked import LigerFusedLinearKTOLoss
 

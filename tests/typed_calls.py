@@ -1,70 +1,261 @@
-"""Calls of the library in strictly typed code. `make lint` checks them with mypy --strict; nothing runs."""
+"""Calls of the library in strictly typed code. `make lint` checks them with mypy and pyright; nothing runs.
+
+`assert_type` says what a call returns. The comments `type: ignore[...]` mark mistakes that a type checker must report:
+mypy warns of one that reports nothing, so types that are lost fail here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import _BaseModelWithGenerate  # pyright: ignore[reportPrivateUsage]
+from trl.experimental.orpo.orpo_trainer import ORPOTrainer
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.sft_trainer import SFTTrainer
 from typing_extensions import assert_type
 
+import liger_chunked
 from liger_chunked import (
+    AutoLigerKernelForCausalLM,
+    ChunkedLMHead,
+    CrossEntropyMetrics,
+    DeferHandle,
+    DistillationMetrics,
+    Examples,
     LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDistillationBase,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKTOLoss,
+    LigerFusedLinearOnPolicyDistillationLoss,
+    LigerFusedLinearPolicyBase,
     LigerFusedLinearPreferenceBase,
+    LigerFusedLinearULDLoss,
+    LigerFusedLinearUnpairedPreferenceBase,
+    LigerLayerNorm,
+    LigerRMSNorm,
+    LogitOptions,
+    MemoryEstimate,
     Pairs,
+    PolicyMetrics,
+    PreferenceMetrics,
+    Rollouts,
     TokenStats,
+    UnpairedPreferenceMetrics,
     apply_liger_kernel,
+    attach_head,
+    defer_logits,
     estimate_memory,
     liger_rms_norm,
     linear_token_stats,
+    logit_options,
+    revert_liger_kernel,
+    run_head,
     shifted,
 )
-from liger_chunked.functional import cross_entropy_loss, dpo_loss
-from liger_chunked.integrations.transformers import Applied
-from liger_chunked.types import DistillationMetrics, MemoryEstimate, PolicyMetrics, PreferenceMetrics
+from liger_chunked.compat import chunked_loss as liger_losses
+from liger_chunked.compat import transformers as liger_layers
+from liger_chunked.compat.chunked_loss import PairMetrics
+from liger_chunked.compat.chunked_loss.functional import LigerFusedLinearDPOFunction, liger_fused_linear_dpo
+from liger_chunked.functional import (
+    bco_loss,
+    cross_entropy_loss,
+    dpo_loss,
+    grpo_loss,
+    jsd_loss,
+    kto_loss,
+    on_policy_distillation_loss,
+    uld_loss,
+)
+from liger_chunked.integrations.cut_cross_entropy import linear_cross_entropy
+from liger_chunked.integrations.prime_rl import FusedOutputLinear
+from liger_chunked.integrations.transformers import Applied, HeadInput, ModelReport
+from liger_chunked.integrations.trl import (
+    LigerDPOTrainer,
+    LigerGKDTrainer,
+    LigerGRPOTrainer,
+    LigerORPOTrainer,
+    LigerSFTTrainer,
+    chunked_heads,
+)
+from liger_chunked.testing import LossReport, check_loss, check_model
+from liger_chunked.types import Head
 
 
 class Hinge(LigerFusedLinearPreferenceBase):
     def preference_loss(self, pairs: Pairs) -> Tensor:
+        assert_type(pairs.logratios, Tensor)
         return torch.relu(1 - self.beta * (pairs.logps[:, 0] - pairs.logps[:, 1]))
 
 
-def losses(weight: Tensor, x: Tensor, target: Tensor, labels: Tensor) -> list[Tensor]:
+class Signed(LigerFusedLinearUnpairedPreferenceBase):
+    def preference_loss(self, examples: Examples) -> Tensor:
+        return -examples.signs * examples.logratios
+
+
+class Reinforce(LigerFusedLinearPolicyBase):
+    token_outputs = ("mean_logits",)
+
+    def policy_loss(self, rollouts: Rollouts) -> Tensor:
+        return -rollouts.advantages * rollouts.logps
+
+
+class Squared(LigerFusedLinearDistillationBase):
+    def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        return (student_logits - teacher_logits).square().sum(-1)
+
+
+def losses(weight: Tensor, x: Tensor, target: Tensor, labels: Tensor) -> None:
     dpo = LigerFusedLinearDPOLoss(beta=0.1, loss_type="ipo", logits_budget="256MiB")
+    assert_type(dpo, LigerFusedLinearDPOLoss)
+    assert_type(dpo.options, LogitOptions)
     loss, metrics = dpo(weight, x, target, ref_logps=None)
     assert_type(loss, Tensor)
     assert_type(metrics, PreferenceMetrics)
-    of_policy, rollouts = LigerFusedLinearGRPOLoss.from_loss_type("dapo")(weight, x, target, torch.ones(4))
-    assert_type(rollouts, PolicyMetrics)
-    of_teacher, distilled = LigerFusedLinearJSDLoss(temperature=2.0)(weight, x, weight, x, target)
-    assert_type(distilled, DistillationMetrics)
-    unpaired, _ = LigerFusedLinearKTOLoss()(weight, x, target, labels)
-    hinge, _ = Hinge(beta=1.0)(weight, x, target)
-    functional, _ = dpo_loss(weight, x, target, beta=0.2)
-    cross_entropy = LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)(weight, *shifted(x, target))
-    return [
-        loss,
-        of_policy,
-        of_teacher,
-        unpaired,
-        hinge,
-        functional,
-        *([cross_entropy] if isinstance(cross_entropy, Tensor) else []),
-    ]
+    assert_type(metrics.reward_margins, Tensor)
+    grpo = LigerFusedLinearGRPOLoss.from_loss_type("dapo")
+    assert_type(grpo, LigerFusedLinearGRPOLoss)
+    assert_type(grpo(weight, x, target, torch.ones(4)), tuple[Tensor, PolicyMetrics])
+    jsd = LigerFusedLinearJSDLoss(temperature=2.0)
+    assert_type(jsd(weight, x, weight, x, target), tuple[Tensor, DistillationMetrics])
+    assert_type(LigerFusedLinearKTOLoss()(weight, x, target, labels), tuple[Tensor, UnpairedPreferenceMetrics])
+    assert_type(LigerFusedLinearULDLoss()(weight, x, weight, x), tuple[Tensor, DistillationMetrics])
+    on_policy = LigerFusedLinearOnPolicyDistillationLoss()
+    assert_type(on_policy(weight, x, weight, x, target), tuple[Tensor, PolicyMetrics])
+    assert_type(Hinge(beta=1.0)(weight, x, target), tuple[Tensor, PreferenceMetrics])
+    assert_type(Signed()(weight, x, target, labels), tuple[Tensor, UnpairedPreferenceMetrics])
+    assert_type(Reinforce()(weight, x, target, torch.ones(4)), tuple[Tensor, PolicyMetrics])
+    assert_type(Squared()(weight, x, weight, x, target), tuple[Tensor, DistillationMetrics])
 
 
-def statistics(weight: Tensor, x: Tensor, target: Tensor) -> Tensor:
+def cross_entropy(weight: Tensor, x: Tensor, target: Tensor, flag: bool) -> None:
+    plain = LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)
+    assert_type(plain, LigerFusedLinearCrossEntropyLoss[Tensor])
+    assert_type(plain(weight, *shifted(x, target)), Tensor)
+    with_metrics = LigerFusedLinearCrossEntropyLoss(return_token_accuracy=True, reduction="sum")
+    assert_type(with_metrics(weight, x, target), tuple[Tensor, CrossEntropyMetrics])
+    either = LigerFusedLinearCrossEntropyLoss(return_z_loss=flag)
+    assert_type(either(weight, x, target), Tensor | tuple[Tensor, CrossEntropyMetrics])
+    assert_type(cross_entropy_loss(weight, x, target, softcap=30.0), Tensor)
+    assert_type(cross_entropy_loss(weight, x, target, return_z_loss=True), tuple[Tensor, CrossEntropyMetrics])
+
+
+def functions(weight: Tensor, x: Tensor, target: Tensor, labels: Tensor) -> None:
+    assert_type(dpo_loss(weight, x, target, beta=0.2), tuple[Tensor, PreferenceMetrics])
+    assert_type(kto_loss(weight, x, target, labels), tuple[Tensor, UnpairedPreferenceMetrics])
+    assert_type(bco_loss(weight, x, target, labels), tuple[Tensor, UnpairedPreferenceMetrics])
+    assert_type(grpo_loss(weight, x, target, torch.ones(4)), tuple[Tensor, PolicyMetrics])
+    assert_type(jsd_loss(weight, x, weight, x, target), tuple[Tensor, DistillationMetrics])
+    assert_type(uld_loss(weight, x, weight, x), tuple[Tensor, DistillationMetrics])
+    assert_type(on_policy_distillation_loss(weight, x, weight, x, target), tuple[Tensor, PolicyMetrics])
     stats = linear_token_stats(weight, x, target, outputs=("logps", "entropy"))
     assert_type(stats, TokenStats)
-    assert stats.logps is not None and stats.entropy is not None
-    return stats.logps.sum() + stats.entropy.sum() + liger_rms_norm(x, weight[0], 1e-6).sum()
+    assert_type(stats.entropy, Tensor | None)
 
 
-def others(model: torch.nn.Module) -> Applied:
+def modules(x: Tensor, labels: Tensor) -> None:
+    assert_type(liger_rms_norm(x, x[0], 1e-6), Tensor)
+    assert_type(LigerRMSNorm(8)(x), Tensor)
+    assert_type(LigerRMSNorm(8)(x, x), tuple[Tensor, Tensor])
+    assert_type(LigerLayerNorm(8)(x), Tensor)
+    head = ChunkedLMHead.from_linear(torch.nn.Linear(8, 16), softcap=30.0)
+    assert_type(head, ChunkedLMHead)
+    assert_type(head(x), Tensor)
+    assert_type(head(x, labels)["logps"], Tensor)
+    assert_type(FusedOutputLinear(8, 16)(x, labels), dict[str, Tensor])
+    assert_type(linear_cross_entropy(x, x, labels), Tensor | tuple[Tensor, Tensor])
+
+
+def models(model: PreTrainedModel, lm_head: torch.nn.Linear, ids: Tensor) -> None:
+    applied = apply_liger_kernel(model, logits_budget="1GB", rope=False, rms_norm=True, cross_entropy=None)
+    assert_type(applied, Applied)
+    assert_type(applied.left, dict[str, str])
+    assert_type(liger_chunked.apply_liger_kernel_to_llama(rope=False), Applied)
+    revert_liger_kernel(model)
+    handle = defer_logits(lm_head)
+    assert_type(handle, DeferHandle)
+    handle.remove()
+    attach_head(model)
+    assert_type(logit_options(model), LogitOptions)
+
+    def head_fn(head: Head, input: HeadInput) -> tuple[Tensor, PreferenceMetrics]:
+        assert_type(input.target, Tensor)
+        return input.loss(LigerFusedLinearDPOLoss(), head)
+
+    assert_type(run_head(model, head_fn, input_ids=ids), tuple[Tensor, PreferenceMetrics])
+    assert_type(check_model(model, swiglu=False), ModelReport)
+    assert_type(AutoLigerKernelForCausalLM.from_pretrained("a/model"), _BaseModelWithGenerate)
+
+
+def trainers(model: PreTrainedModel, rewards: Sequence[float]) -> None:
+    def reward(completions: list[str], **_: object) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    grpo = LigerGRPOTrainer(
+        model, reward, GRPOConfig(), loss=LigerFusedLinearGRPOLoss(reduction="dapo"), share_prefix="auto"
+    )
+    assert_type(grpo, LigerGRPOTrainer)
+    of_trl: GRPOTrainer = grpo
+    assert isinstance(of_trl, LigerGRPOTrainer)
+    dpo: DPOTrainer = LigerDPOTrainer(model, args=DPOConfig(beta=0.2), loss=Hinge(beta=1.0), logits_budget=None)
+    assert isinstance(dpo, LigerDPOTrainer)
+    sft: SFTTrainer = LigerSFTTrainer(model="a/model", loss=LigerFusedLinearCrossEntropyLoss(dft=True))
+    orpo: ORPOTrainer = LigerORPOTrainer(model, share_prefix=False)
+    gkd = LigerGKDTrainer(model, teacher_model="a/model", loss=LigerFusedLinearJSDLoss())
+    assert isinstance(sft, LigerSFTTrainer) and isinstance(orpo, LigerORPOTrainer)
+    assert_type(gkd, LigerGKDTrainer)
+    with chunked_heads(logits_budget="1GB"):
+        pass
+
+
+class OwnTrainer(LigerDPOTrainer):
+    """A user's subclass has the arguments too."""
+
+
+def others(weight: Tensor, x: Tensor, target: Tensor) -> None:
     estimate = estimate_memory(LigerFusedLinearDPOLoss(), vocab_size=100, hidden_size=8, shape=(2, 4))
     assert_type(estimate, MemoryEstimate)
     assert_type(estimate.peak, int)
-    assert callable(cross_entropy_loss)
-    return apply_liger_kernel(model)
+    report = check_loss(Hinge())
+    assert_type(report, LossReport)
+    assert_type(report.budgets, tuple[int, ...])
+    compatible = liger_losses.LigerFusedLinearDPOLoss(beta=0.1)
+    assert_type(compatible(weight, x, target), tuple[Tensor, PairMetrics])
+    assert_type(liger_fused_linear_dpo(x, weight, target, beta=0.2), tuple[Tensor, PairMetrics])
+    assert_type(LigerFusedLinearDPOFunction.apply(x, weight, target), tuple[Tensor, PairMetrics])
+    assert_type(liger_layers.LigerLayerNorm(8)(x), Tensor)
+    assert_type(liger_layers.apply_liger_kernel_to_llama(False, True, model=None), Applied)
+
+
+def mistakes(model: PreTrainedModel, weight: Tensor, x: Tensor, target: Tensor) -> None:
+    LigerFusedLinearDPOLoss(bta=0.1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    LigerFusedLinearDPOLoss(beta="large")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    LigerFusedLinearDPOLoss()(weight, x)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    LigerFusedLinearDPOLoss()(weight, x, target, 3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    dpo_loss(weight, x, target, loss_kind="ipo")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    print(dpo_loss(weight, x, target)[1].margins)  # type: ignore[attr-defined]  # pyright: ignore
+    cross_entropy_loss(weight, x, target, softcap="30")  # type: ignore[call-overload]  # pyright: ignore
+    LigerRMSNorm(8)("x")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    apply_liger_kernel(model, silu=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    apply_liger_kernel(model, rope="yes")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    check_model(model, silu=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    defer_logits(model, budget=1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    liger_chunked.defer_logit(model)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    LigerGRPOTrainer(model, lss=None)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    LigerGRPOTrainer(model, loss=Hinge())  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    LigerDPOTrainer(model, share_prefix="always")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    LigerDPOTrainer(model, args=GRPOConfig())  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    OwnTrainer(args=None)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    liger_fused_linear_dpo(x, weight)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+
+
+class Wrong(LigerFusedLinearPreferenceBase):
+    def preference_loss(self, pairs: Rollouts) -> Tensor:  # type: ignore[override]  # pyright: ignore
+        return pairs.logps

@@ -1,5 +1,8 @@
 """The commands; Typer reads their arguments."""
 
+# Choices of the command line are computed.
+# pyright: reportInvalidTypeForm=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 import enum
@@ -45,8 +48,8 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if isinstance(error, (ValueError, TypeError)):
             print(f"liger-chunked: error: {error}", file=sys.stderr)
-        elif hasattr(error, "format_message"):
-            if message := error.format_message():  # none with the help
+        elif (format_message := getattr(error, "format_message", None)) is not None:
+            if message := format_message():  # none with the help
                 print(f"liger-chunked: error: {message}", file=sys.stderr)
         else:
             raise

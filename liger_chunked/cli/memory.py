@@ -116,7 +116,8 @@ class Case:
 
         own = head(self.settings["hidden_size"], get("trainable_head", True), get("trainable_input", True))
         ref, teacher = (size and head(size) for size in (get("ref_hidden_size"), get("teacher_hidden_size")))
-        rank, top_k = get("lora_rank"), get("teacher_top_k") or 0
+        rank: Any = get("lora_rank")
+        top_k = get("teacher_top_k") or 0
         shapes = ((rank, own[1].shape[1]), (vocab_size, rank))
         adapter = rank and [given(*shape, trainable=True, dtype=torch.float32) for shape in shapes]
         target = given(n, dtype=torch.int64)

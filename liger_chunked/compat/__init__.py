@@ -8,7 +8,7 @@ NotImplementedError.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from liger_chunked.compat.imports import install, uninstall
 from liger_chunked.compat.unsupported import missing
@@ -16,5 +16,7 @@ from liger_chunked.compat.unsupported import missing
 __all__ = ["install", "uninstall"]
 
 
-def __getattr__(name: str) -> Any:
-    return missing(__name__, name)
+if not TYPE_CHECKING:  # else every wrong name would pass
+
+    def __getattr__(name: str) -> Any:
+        return missing(__name__, name)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from liger_chunked import kernels
 from liger_chunked.compat.chunked_loss.functional import applied
 from liger_chunked.compat.transformers import CrossEntropyOutput, functional
 from liger_chunked.compat.unsupported import missing
+from liger_chunked.modules import Reduction
 
 
 def _four(result: Tensor | CrossEntropyOutput) -> tuple[Tensor | None, ...]:
@@ -27,7 +27,7 @@ def _cross_entropy(
     ignore_index: int = -100,
     lse_square_scale: float = 0.0,
     label_smoothing: float = 0.0,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
     softcap: float | None = None,
     return_z_loss: bool = False,
     return_token_accuracy: bool = False,
@@ -101,13 +101,17 @@ def _jsd(*args: Any) -> Tensor:
 
 
 def _kl_div(
-    y_pred: Tensor, y_true: Tensor, reduction: str = "batchmean", log_target: bool = False, eps: float = 1e-10
+    y_pred: Tensor, y_true: Tensor, reduction: Reduction = "batchmean", log_target: bool = False, eps: float = 1e-10
 ) -> Tensor:
     return functional.liger_kl_div(y_pred, y_true, reduction=reduction, log_target=log_target, eps=eps)
 
 
 def _tvd(
-    p: Tensor, q: Tensor, shift_labels: Tensor | None = None, reduction: str = "batchmean", ignore_index: int = -100
+    p: Tensor,
+    q: Tensor,
+    shift_labels: Tensor | None = None,
+    reduction: Reduction = "batchmean",
+    ignore_index: int = -100,
 ) -> Tensor:
     return functional.liger_tvd(p, q, shift_labels, reduction, ignore_index)
 
@@ -130,23 +134,24 @@ def _silu_mul(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplie
     return product if down_multiplier == 1.0 else product * down_multiplier
 
 
-_APPLY: dict[str, Callable[..., Any]] = {
-    "LigerCrossEntropyFunction": _cross_entropy,
-    "LigerFusedAddRMSNormFunction": _fused_add_rms_norm,
-    "LigerFusedGateUpSiLUMulFunction": _fused_gate_up,
-    "LigerFusedLinearCrossEntropyFunction": _fused_linear_cross_entropy,
-    "LigerFusedLinearJSDFunction": _fused_linear_jsd,
-    "LigerGELUMulFunction": functional.liger_geglu,
-    "LigerJSDFunction": _jsd,
-    "LigerKLDivLossFunction": _kl_div,
-    "LigerLayerNormFunction": functional.liger_layer_norm,
-    "LigerRMSNormFunction": _rms_norm,
-    "LigerRopeFunction": functional.liger_rope,
-    "LigerSiLUMulFunction": _silu_mul,
-    "LigerTVDLossFunction": _tvd,
-}
-globals().update({name: applied(name, __name__, function) for name, function in _APPLY.items()})
+LigerCrossEntropyFunction = applied("LigerCrossEntropyFunction", __name__, _cross_entropy)
+LigerFusedAddRMSNormFunction = applied("LigerFusedAddRMSNormFunction", __name__, _fused_add_rms_norm)
+LigerFusedGateUpSiLUMulFunction = applied("LigerFusedGateUpSiLUMulFunction", __name__, _fused_gate_up)
+LigerFusedLinearCrossEntropyFunction = applied(
+    "LigerFusedLinearCrossEntropyFunction", __name__, _fused_linear_cross_entropy
+)
+LigerFusedLinearJSDFunction = applied("LigerFusedLinearJSDFunction", __name__, _fused_linear_jsd)
+LigerGELUMulFunction = applied("LigerGELUMulFunction", __name__, functional.liger_geglu)
+LigerJSDFunction = applied("LigerJSDFunction", __name__, _jsd)
+LigerKLDivLossFunction = applied("LigerKLDivLossFunction", __name__, _kl_div)
+LigerLayerNormFunction = applied("LigerLayerNormFunction", __name__, functional.liger_layer_norm)
+LigerRMSNormFunction = applied("LigerRMSNormFunction", __name__, _rms_norm)
+LigerRopeFunction = applied("LigerRopeFunction", __name__, functional.liger_rope)
+LigerSiLUMulFunction = applied("LigerSiLUMulFunction", __name__, _silu_mul)
+LigerTVDLossFunction = applied("LigerTVDLossFunction", __name__, _tvd)
 
 
-def __getattr__(name: str) -> Any:
-    return missing(__name__, name)
+if not TYPE_CHECKING:  # else every wrong name would pass
+
+    def __getattr__(name: str) -> Any:
+        return missing(__name__, name)

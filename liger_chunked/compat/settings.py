@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,7 +19,7 @@ class Loss(nn.Module):
         super().__init_subclass__(**kwargs)
         if "__init__" not in vars(cls):
             return
-        init = cls.__init__
+        init: Callable[..., None] = cls.__init__
         signature = inspect.signature(init)
 
         @functools.wraps(init)

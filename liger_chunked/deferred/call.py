@@ -122,6 +122,7 @@ class Call:
             # Not in the mode of who reads them: others may need their gradient.
             with torch.inference_mode(self.inference), self._as_called(self.grad):
                 self.real = self._with_its_weights(functools.partial(real_logits, self.head, self.hidden))
+            assert self.real is not None
         return self.real
 
     def run(self, compute: Compute) -> Any:

@@ -63,7 +63,7 @@ class DeferringHead(Patch):
         return {"__call__": __call__, "_liger_defers": True}
 
 
-@torch.compiler.disable(reason=REASON)
+@torch.compiler.disable(reason=REASON)  # type: ignore[untyped-decorator]
 def _called(head: nn.Module, stock_call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     settings: Deferral = vars(head)[_SETTINGS]
     if kwargs or len(args) != 1 or not _defers(head, settings) or not _takes(args[0]):
@@ -113,7 +113,7 @@ def _takes(hidden: Any) -> bool:
     """Whether a fused loss could take these hidden states: a plain tensor, outside of transforms and traces."""
     if not isinstance(hidden, Tensor) or hidden.is_meta or hidden.ndim < 2 or not hidden.is_floating_point():
         return False
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
         return False
     return any_dtensor([hidden]) or all_plain([hidden])
 

@@ -798,7 +798,7 @@ _METHODS = frozenset(
 )
 
 
-@torch.compiler.disable(reason=REASON)
+@torch.compiler.disable(reason=REASON)  # type: ignore[untyped-decorator]
 def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of torch that got a stand-in among its arguments."""
     name = getattr(func, "__name__", str(func))

@@ -17,7 +17,7 @@ from liger_chunked.engine.known import Counts, assert_later, check_ids, may_read
 from liger_chunked.engine.packed import Packing, Sequences
 from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.kernels import agrees, survey
-from liger_chunked.kernels.operands import along
+from liger_chunked.kernels.operands import along as along
 from liger_chunked.types import TokenStats
 
 Group = Literal["token", "sequence", "pair"]

@@ -139,7 +139,13 @@ class Plan:
 
         by_epilogue = False
         wide_tiles = wide_tiles and (batch_invariant or epilogue.is_large(n_valid * shape[0], shape[1]))
-        if wide_tiles and filter is candidates is layout.temperature is None and all_have_wide_tiles(head):
+        if (
+            wide_tiles
+            and filter is None
+            and candidates is None
+            and layout.temperature is None
+            and all_have_wide_tiles(head)
+        ):
             cut = tiles(n_valid, shape[0], elements(dtype.itemsize), square=True)  # of gradients, never of logits
             by_epilogue = epilogue.serves_statistics(
                 head, dtype, options, class_weight, outputs, cut, needs_grad, at_any_size=batch_invariant

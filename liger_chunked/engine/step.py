@@ -198,7 +198,7 @@ class GradientInForward(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if upstream is None:
             return (None,) * 7
-        if ctx.gradients is None:
+        if not ctx.gradients:
             _ = ctx.saved_tensors  # raises if the graph was freed
         gradients = ctx.gradients
         if graph_is_retained():

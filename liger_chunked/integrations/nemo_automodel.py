@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
 from torch import Tensor
 
+from liger_chunked.calls import typed_like
 from liger_chunked.functional import cross_entropy_loss
 
 __all__ = ["FusedLinearCrossEntropy"]
@@ -53,3 +54,8 @@ class FusedLinearCrossEntropy(LinearCrossEntropy):
         )
         assert isinstance(loss, Tensor)
         return loss if num_label_tokens is None else loss / max(num_label_tokens, 1)
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...

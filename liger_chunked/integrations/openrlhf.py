@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.models import actor
 from torch import Tensor
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
+from liger_chunked.calls import typed_like
 from liger_chunked.functional import linear_token_stats
 from liger_chunked.integrations.transformers import HeadInput, attach_head
 from liger_chunked.types import Head
@@ -84,6 +85,11 @@ class FusedActor(actor.Actor):
         if action_mask is not None:
             logps = logps[:, -action_mask.shape[1] :] * action_mask.float()
         return (logps, output) if return_output else logps
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 def _statistics(

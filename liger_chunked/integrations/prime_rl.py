@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from torch import Tensor, nn
 
+from liger_chunked.calls import typed_like
 from liger_chunked.integrations.tensor_parallel import budget_of
 from liger_chunked.modules import logps_and_entropy
 from liger_chunked.types import LogitOptions
@@ -33,6 +36,11 @@ class FusedOutputLinear(nn.Linear):
         options = LogitOptions(softcap=self.softcap, logits_budget=budget_of(self.chunk_size, self.weight))
         logps, entropy = logps_and_entropy(self, hidden_states, labels, temperature, options)
         return {"logprobs": logps, "entropy": entropy}
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class GemmaFusedOutputLinear(FusedOutputLinear):

@@ -34,7 +34,7 @@ def install(args: Any) -> None:
 
     @functools.wraps(stock)
     def forward(self: Any, input_ids: Tensor, *rest: Any, **kwargs: Any) -> Any:
-        head = getattr(self, "output_layer", None)
+        head: Any = getattr(self, "output_layer", None)
         if not isinstance(head, ColumnParallelLinear):  # a critic, or not the last stage
             return stock(self, input_ids, *rest, **kwargs)
         # slime does not read the last token's label, of the next sequence.

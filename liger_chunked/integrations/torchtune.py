@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torchtune.modules.loss import SFTLoss
 
+from liger_chunked.calls import typed_like
 from liger_chunked.functional import cross_entropy_loss
 from liger_chunked.integrations.tensor_parallel import call_in_forward
 
@@ -41,6 +42,11 @@ class FusedLinearCrossEntropyLoss(SFTLoss, nn.Module):
             raise ValueError("the model must be set before the first call: call set_model_output")
         (owner,) = self._owner
         return call_in_forward(owner, self._mean_of_tokens, outputs, targets)
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _mean_of_tokens(self, outputs: Tensor, targets: Tensor) -> Tensor:
         (head,) = self._owner

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from liger_chunked.calls import typed_like
 from liger_chunked.functional import linear_token_stats
 from liger_chunked.integrations.tensor_parallel import budget_of, even_shard
 from liger_chunked.types import VocabShard
@@ -53,6 +54,11 @@ class FusedLinearForPPO(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         budget = budget_of(self.chunk_size, vocab_weights)
         return _logps_and_entropy(hidden_states, vocab_weights, input_ids, temperature, logits_budget=budget)
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 def _logps_and_entropy(

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from liger_chunked.private import transforms_are_active
-from liger_chunked.types import AdaptedWeight, StandIn, described
+from liger_chunked.types import AdaptedWeight, StandIn
+from liger_chunked.types import described as described
 
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _COMPLEX = ("complex32", "complex64", "complex128")

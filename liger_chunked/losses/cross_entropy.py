@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, cast, overload
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import TypeVar, Unpack
 
 from liger_chunked.calls import check_constants, entry_point, typed_like
 from liger_chunked.engine import (
@@ -128,7 +128,24 @@ def _objective(batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tenso
     return loss + _weighed(regularizer, weights).sum(dtype=torch.float64) / batch.per_token
 
 
-class LigerFusedLinearCrossEntropyLoss(StatsLoss):
+class CrossEntropySettings(LogitOptionsDict, total=False):
+    """The settings on which the type of the result does not depend."""
+
+    reduction: str
+    label_smoothing: float
+    lse_square_scale: float
+    ce_weight: Tensor | None
+    focal_gamma: float
+    dft: bool
+    entropy_weight: float
+
+
+WithMetrics: TypeAlias = tuple[Tensor, CrossEntropyMetrics]
+# What a call returns, for type checkers: a tensor, or with a `return_...` flag a tuple.
+Result = TypeVar("Result", bound=Tensor | WithMetrics, default=Tensor)
+
+
+class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
     """Cross entropy of `lm_head` logits against token ids, fused.
 
     Equal, in nats, to
@@ -164,6 +181,56 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
 
     ce_weight: Tensor | None
     _group: ClassVar[Group] = "token"
+
+    @overload
+    def __init__(
+        self: LigerFusedLinearCrossEntropyLoss[Tensor],
+        *,
+        return_z_loss: Literal[False] = False,
+        return_token_accuracy: Literal[False] = False,
+        return_predicted_tokens: Literal[False] = False,
+        **settings: Unpack[CrossEntropySettings],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: LigerFusedLinearCrossEntropyLoss[WithMetrics],
+        *,
+        return_z_loss: Literal[True],
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        **settings: Unpack[CrossEntropySettings],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: LigerFusedLinearCrossEntropyLoss[WithMetrics],
+        *,
+        return_z_loss: bool = False,
+        return_token_accuracy: Literal[True],
+        return_predicted_tokens: bool = False,
+        **settings: Unpack[CrossEntropySettings],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: LigerFusedLinearCrossEntropyLoss[WithMetrics],
+        *,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: Literal[True],
+        **settings: Unpack[CrossEntropySettings],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: LigerFusedLinearCrossEntropyLoss[Tensor | WithMetrics],
+        *,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        **settings: Unpack[CrossEntropySettings],
+    ) -> None: ...
 
     def __init__(
         self,
@@ -218,7 +285,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         n_valid: int | None = None,
         vocab_shard: VocabShard | None = None,
         sequence_group: ProcessGroup | None = None,
-    ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
+    ) -> Result:
         """Return the loss, with `CrossEntropyMetrics` if a `return_...` flag is set.
 
         Args:
@@ -267,8 +334,8 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         else:
             loss, z_loss, stats = self._reduced(head, input, target, layout, definition, weights, num_items)
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
-            return loss
-        return loss, self._metrics(stats, target, layout, z_loss, split)
+            return cast(Result, loss)
+        return cast(Result, (loss, self._metrics(stats, target, layout, z_loss, split)))
 
     if TYPE_CHECKING:
 

@@ -376,7 +376,8 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
         """
         if loss_type not in LOSS_TYPES:
             raise ValueError(f"unknown loss_type {shown(loss_type)}, expected one of {sorted(LOSS_TYPES)}")
-        return cls(**{**LOSS_TYPES[loss_type], **settings})
+        arguments: dict[str, Any] = {**LOSS_TYPES[loss_type], **settings}
+        return cls(**arguments)
 
     def policy_loss(self, rollouts: Rollouts) -> Tensor:
         return SURROGATES[self.surrogate].loss(rollouts, self.settings)

@@ -3,12 +3,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.calls import entry_point
+from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import as_counts, check_projection, check_target, linear_token_stats
 from liger_chunked.losses.base import FusedLoss
 from liger_chunked.losses.policy import Clipped, LigerFusedLinearPolicyBase, masked
@@ -194,6 +195,11 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
             cu_seqlens=cu_seqlens,
             sequence_group=sequence_group,
         )
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     @torch.no_grad()
     def _teacher_logps(

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.calls import entry_point
+from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
     LossWeights,
     Ranked,
@@ -142,6 +142,11 @@ class LigerFusedLinearULDLoss(FusedLoss):
             loss = loss + (by_scale * (own - own.detach())).sum().to(loss.dtype) / n_items
         soft_loss = distance.sum() / n_items
         return loss, DistillationMetrics(soft_loss, torch.zeros_like(soft_loss))
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def extra_repr(self) -> str:
         own = "" if self.teacher_options is self.options else f", teacher_options={self.teacher_options}"

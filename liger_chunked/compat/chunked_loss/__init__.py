@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_chunked import losses
+from liger_chunked.calls import typed_like
 from liger_chunked.compat.settings import Loss
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses import dpo
@@ -125,6 +126,11 @@ class LigerFusedLinearDPOLoss(Loss):
         reference = (ref_input, ref_weight, ref_bias) if self.use_ref_model else ()
         return _as_liger_kernel(self.loss(lin_weight, _input, target, bias, *reference), lin_weight, _input, bias)
 
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
 
 class LigerFusedLinearORPOLoss(Loss):
     """`losses.LigerFusedLinearORPOLoss`.
@@ -180,6 +186,11 @@ class LigerFusedLinearORPOLoss(Loss):
         difference = log_odds(metrics.chosen_logps) - log_odds(metrics.rejected_logps)
         return loss, (*metrics, -logistic(difference).mean(), difference.mean())
 
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
 
 class LigerFusedLinearCPOLoss(Loss):
     """`losses.LigerFusedLinearCPOLoss`; without `alpha`, the metric `nll_loss` is 0."""
@@ -212,6 +223,11 @@ class LigerFusedLinearCPOLoss(Loss):
     ) -> tuple[Tensor, PairMetrics]:
         return _as_liger_kernel(self.loss(lin_weight, _input, target, bias), lin_weight, _input, bias)
 
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
 
 class LigerFusedLinearSimPOLoss(Loss):
     """`losses.LigerFusedLinearSimPOLoss`, with the NLL term by default."""
@@ -240,6 +256,11 @@ class LigerFusedLinearSimPOLoss(Loss):
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, PairMetrics]:
         return _as_liger_kernel(self.loss(lin_weight, _input, target, bias), lin_weight, _input, bias)
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class LigerFusedLinearKTOLoss(Loss):
@@ -292,6 +313,11 @@ class LigerFusedLinearKTOLoss(Loss):
             m.chosen_rewards * m.chosen_count,
             m.rejected_rewards * m.rejected_count,
         )
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class LigerFusedLinearGRPOLoss(Loss):
@@ -404,6 +430,11 @@ class LigerFusedLinearGRPOLoss(Loss):
             kl = zero if metrics.kl is None else metrics.kl
         return loss, ((kl, clip_ratio) if self.beta else (clip_ratio,))
 
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
     def _luspo(
         self,
         head: tuple[Tensor, Tensor, Tensor, Tensor | None],
@@ -511,6 +542,11 @@ class _Distillation(Loss):
             soft, metrics = self.soft(weight, student_input, *teacher, bias, teacher_bias)
             loss = soft + self.weight_hard_loss * hard
         return (loss, self._scale * metrics.soft_loss, hard.detach()) if self.return_soft_hard_loss else loss
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class LigerFusedLinearJSDLoss(_Distillation):

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from liger_chunked import kernels, losses, modules
+from liger_chunked.calls import typed_like
 from liger_chunked.compat.settings import Loss
 from liger_chunked.compat.transformers.mlp import (
     LigerBlockSparseTop2MLP,
@@ -29,6 +30,19 @@ from liger_chunked.kernels.logits_stats import row_stats
 from liger_chunked.kernels.rms_norm import Casting
 from liger_chunked.modules import LigerSwiGLUMLP, Reduction
 from liger_chunked.types import LogitOptions, shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from liger_chunked.integrations.transformers import (
+        AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM,
+    )
+    from liger_chunked.integrations.transformers import (
+        AutoLigerKernelForImageTextToText as AutoLigerKernelForImageTextToText,
+    )
+    from liger_chunked.integrations.transformers.report import Applied
+
+    MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, _FamilyFunction]
 
 __all__ = [
     "CrossEntropyOutput",
@@ -63,7 +77,8 @@ __all__ = [
     "liger_rotary_pos_emb",
 ]
 
-LigerQwen3MoeSwiGLUMLP = LigerSwiGLUMLPForMuseGlimmer = LigerSwiGLUMLP
+LigerQwen3MoeSwiGLUMLP: TypeAlias = LigerSwiGLUMLP
+LigerSwiGLUMLPForMuseGlimmer: TypeAlias = LigerSwiGLUMLP
 _CASTINGS: dict[str, Casting] = {"llama": "llama", "gemma": "gemma"}
 _INITIAL: dict[str, Callable[[int], Tensor]] = {"ones": torch.ones, "zeros": torch.zeros}
 
@@ -132,6 +147,11 @@ class LigerRMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode)
 
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
     def extra_repr(self) -> str:
         shape = None if self.weight is None else tuple(self.weight.shape)
         return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
@@ -155,6 +175,11 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
         return fused_add_rms_norm(
             hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode
         )
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[override]
 
 
 class LigerRMSNormForGemma(LigerRMSNorm):
@@ -231,6 +256,11 @@ class LigerLayerNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         return kernels.liger_layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
 
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
 
@@ -299,6 +329,11 @@ class LigerCrossEntropyLoss(Loss):
             predicted if self.return_predicted_tokens else None,
         )
 
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
     def _metrics(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         options, valid = LogitOptions(softcap=self.softcap), target != self.ignore_index
         stats = row_stats(logits, target.where(valid, 0).long(), options, ("lse", "argmax"))[1]
@@ -361,6 +396,11 @@ class LigerFusedLinearCrossEntropyLoss(Loss):
         z_loss = None if z_loss is None else z_loss.to(_input.dtype)
         return CrossEntropyOutput(loss, z_loss, accuracy, predicted if self.return_predicted_tokens else None)
 
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
 
 class LigerFusedLinearJSD(Loss):
     """`losses.LigerFusedLinearJSDLoss` without a hard loss."""
@@ -395,6 +435,11 @@ class LigerFusedLinearJSD(Loss):
         loss, _ = self.loss(student_weight, student_input, teacher_weight, teacher_input, mask=mask)
         return loss
 
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
 
 def _of_one_dtype(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(student.dtype, teacher.dtype)
@@ -413,6 +458,11 @@ class LigerJSD(Loss):
         )
         return loss.to(log_q.dtype)
 
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
 
 class LigerTVDLoss(Loss):
     """`liger_chunked.LigerTVDLoss`."""
@@ -424,6 +474,11 @@ class LigerTVDLoss(Loss):
         return kernels.liger_tvd(
             *_of_one_dtype(p, q), shift_labels, reduction=self.reduction, ignore_index=self.ignore_index
         )
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 _EPS = 1e-10
@@ -453,6 +508,11 @@ class LigerKLDIVLoss(Loss):
             return terms
         divisors = {"mean": terms.numel(), "batchmean": terms.shape[0], "sum": 1}
         return terms.sum() / divisors[self.chosen]
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 _INTEGRATION = "liger_chunked.integrations.transformers"
@@ -485,6 +545,22 @@ _INNER = {
         for family in "llama4 qwen2_vl qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe".split()
     },
 }
+
+
+class _FamilyFunction(Protocol):
+    def __call__(
+        self,
+        *switches: bool | PreTrainedModel | None,
+        model: PreTrainedModel | None = None,
+        rope: bool | None = None,
+        rms_norm: bool | None = None,
+        layer_norm: bool | None = None,
+        swiglu: bool | None = None,
+        geglu: bool | None = None,
+        relu_squared: bool | None = None,
+        cross_entropy: bool | None = None,
+        fused_linear_cross_entropy: bool | None = None,
+    ) -> Applied: ...
 
 
 def _positional(apply: Callable[..., Any], family: str) -> Callable[..., Any]:
@@ -547,9 +623,12 @@ def _functions_by_type() -> dict[str, Callable[..., Any]]:
     return functions
 
 
-def __getattr__(name: str) -> Any:
+# For type checkers every other name is an `apply_liger_kernel_to_<family>`, whose positions depend on the family.
+def __getattr__(name: str) -> _FamilyFunction:
+    value: Any
     if name == "MODEL_TYPE_TO_APPLY_LIGER_FN":
-        return _functions_by_type()
+        value = _functions_by_type()
+        return value
     if name in ("AutoLigerKernelForCausalLM", "AutoLigerKernelForImageTextToText"):
         return getattr(import_module(_INTEGRATION), name)
     if name.startswith(_APPLY):

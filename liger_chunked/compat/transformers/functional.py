@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from liger_chunked import kernels
 from liger_chunked.compat import transformers as modules
 from liger_chunked.compat.unsupported import missing
+from liger_chunked.modules import Reduction
 
 __all__ = [
     "CrossEntropyOutput",
@@ -37,14 +38,14 @@ def liger_cross_entropy(
     size_average: bool | None = None,
     ignore_index: int = -100,
     reduce: bool | None = None,
-    reduction: Any = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
     return_z_loss: bool = False,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
-) -> Any:
+) -> Tensor | CrossEntropyOutput:
     """`size_average` and `reduce` are not read."""
     loss = modules.LigerCrossEntropyLoss(
         weight,
@@ -69,7 +70,7 @@ def liger_fused_linear_cross_entropy(
     ignore_index: int = -100,
     lse_square_scale: float = 0.0,
     label_smoothing: float = 0.0,
-    reduction: Any = "mean",
+    reduction: str = "mean",
     softcap: float | None = None,
     return_z_loss: bool = False,
     accum_dtype: torch.dtype | None = None,
@@ -77,7 +78,7 @@ def liger_fused_linear_cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
     chunk_mem_const: int = 1,
-) -> Any:
+) -> Tensor | CrossEntropyOutput:
     loss = modules.LigerFusedLinearCrossEntropyLoss(
         ce_weight,
         ignore_index,
@@ -120,7 +121,7 @@ def liger_kl_div(
     target: Tensor,
     size_average: bool = True,
     reduce: bool = True,
-    reduction: Any = "mean",
+    reduction: Reduction = "mean",
     log_target: bool = False,
     eps: float = 1e-10,
 ) -> Tensor:
@@ -132,7 +133,7 @@ def liger_tvd(
     input: Tensor,
     target: Tensor,
     shift_labels: Tensor | None = None,
-    reduction: Any = "mean",
+    reduction: Reduction = "mean",
     ignore_index: int = -100,
 ) -> Tensor:
     return modules.LigerTVDLoss(reduction, ignore_index)(input, target, shift_labels)
@@ -171,5 +172,7 @@ def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
     return kernels.liger_swiglu(a, b)
 
 
-def __getattr__(name: str) -> Any:
-    return missing(__name__, name)
+if not TYPE_CHECKING:  # else every wrong name would pass
+
+    def __getattr__(name: str) -> Any:
+        return missing(__name__, name)

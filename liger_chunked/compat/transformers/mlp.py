@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_chunked.calls import typed_like
 from liger_chunked.kernels import liger_geglu, liger_swiglu
 from liger_chunked.types import shown
 
@@ -33,6 +34,11 @@ class LigerGEGLUMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(liger_geglu(self.gate_proj(x), self.up_proj(x)))
 
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
     """`LigerGEGLUMLP`, twice as wide in layers that share keys and values if `config.use_double_wide_mlp`."""
@@ -55,6 +61,11 @@ class LigerPhi3SwiGLUMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(liger_swiglu(self.gate_up_proj(x)))
 
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
 
 class LigerBlockSparseTop2MLP(nn.Module):
     """One expert of an early Mixtral: `w2(silu(w1(x)) * w3(x))`."""
@@ -68,6 +79,11 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(liger_swiglu(self.w1(x), self.w3(x)))
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class LigerFalconH1SwiGLUMLP(nn.Module):
@@ -85,6 +101,11 @@ class LigerFalconH1SwiGLUMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate_proj(x) * self.gate_multiplier
         return self.down_proj(liger_swiglu(gate, self.up_proj(x)) * self.down_multiplier)
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class LigerExperts(nn.Module):
@@ -110,3 +131,8 @@ class LigerExperts(nn.Module):
             part = F.linear(product, self.down_proj[expert]) * weights[token, k, None]
             y = y.index_add(0, token, part.to(y.dtype))
         return y.view_as(hidden_states)
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -3,8 +3,6 @@
 Read `patch.py` first, then `forward.py`.
 """
 
-from typing import Any
-
 from liger_chunked.integrations.transformers.attach import attach_head, detach_head, run_head
 from liger_chunked.integrations.transformers.check import ModelReport, check_model
 from liger_chunked.integrations.transformers.forward import logit_options
@@ -12,6 +10,7 @@ from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput
 from liger_chunked.integrations.transformers.patch import (
     AutoLigerKernelForCausalLM,
     AutoLigerKernelForImageTextToText,
+    FamilyFunction,
     apply_liger_kernel,
     family_function,
     register_layer,
@@ -28,7 +27,8 @@ from liger_chunked.integrations.transformers.shared_prefix import (
 _APPLY_TO = "apply_liger_kernel_to_"
 
 
-def __getattr__(name: str) -> Any:
+# For type checkers every other name is such a function: they report a wrong one where it is used.
+def __getattr__(name: str) -> FamilyFunction:
     if not name.startswith(_APPLY_TO):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -23,10 +23,11 @@ from liger_chunked.integrations.transformers.forward import (
     deferral_for,
     model_methods,
 )
-from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput
+from liger_chunked.integrations.transformers.head_input import HeadInput
 from liger_chunked.integrations.transformers.replaced import Patches
 from liger_chunked.types import Head
 
+T = TypeVar("T")
 _CLASS_PATCHES = "_liger_class_patches"
 
 
@@ -122,16 +123,16 @@ def check_head(model: PreTrainedModel) -> None:
     patched_class(stock_class(type(model)), ModelPatch())  # raises if Python cannot make the subclass
 
 
-def run_head(model: nn.Module, head_fn: HeadFn, /, **inputs: Any) -> Any:
+def run_head(model: nn.Module, head_fn: Callable[[Head, HeadInput], T], /, **inputs: Any) -> T:
     """Return `model(**inputs, head_fn=head_fn)`; RuntimeError if `head_fn` is ignored."""
     called = False
 
-    def noted(head: Head, input: HeadInput) -> Any:
+    def noted(head: Head, input: HeadInput) -> T:
         nonlocal called
         called = True
         return head_fn(head, input)
 
-    result = model(**inputs, head_fn=noted)
+    result: T = model(**inputs, head_fn=noted)
     if not called:
         raise RuntimeError(
             f"{type(model).__name__} ignored head_fn: call attach_head(model) first, and let a forward that replaces "

@@ -17,7 +17,12 @@ from liger_chunked.integrations.transformers import verify
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.forward import STATE
 from liger_chunked.integrations.transformers.overrides import rope_of
-from liger_chunked.integrations.transformers.patch import FAMILY_WIDE, apply_liger_kernel, revert_liger_kernel
+from liger_chunked.integrations.transformers.patch import (
+    FAMILY_WIDE,
+    apply_liger_kernel,
+    lists_switches,
+    revert_liger_kernel,
+)
 from liger_chunked.integrations.transformers.patched_class import has_our_layer, patch_of, stock_class
 from liger_chunked.integrations.transformers.replaced import ROPES
 from liger_chunked.integrations.transformers.report import APPLIED, FUSED, Applied
@@ -66,14 +71,22 @@ class ModelReport:
         return "\n".join([str(self.patched), *lines])
 
 
+@lists_switches
 def check_model(
     model: nn.Module,
     *,
     input_ids: Tensor | None = None,
     labels: Tensor | None = None,
     factor: float = 2.0,
-    logits_budget: int | None = None,
-    **switches: bool | None,
+    logits_budget: int | float | str | None = None,
+    rope: bool | None = None,
+    rms_norm: bool | None = None,
+    layer_norm: bool | None = None,
+    swiglu: bool | None = None,
+    geglu: bool | None = None,
+    relu_squared: bool | None = None,
+    cross_entropy: bool | None = None,
+    fused_linear_cross_entropy: bool | None = None,
 ) -> ModelReport:
     """Compare a model's loss, gradients and patched layers with the unpatched model's.
 
@@ -84,7 +97,8 @@ def check_model(
         model: a transformers model, also in PEFT, not quantized, sharded or offloaded.
         input_ids, labels: (B, T), as in `model(input_ids, labels=labels)`; None for random tokens.
         factor: the allowed multiple of the original's error, plus rounding.
-        logits_budget, **switches: see `apply_liger_kernel`. Without any, a patched model keeps its patches.
+        logits_budget, rope ... fused_linear_cross_entropy: see `apply_liger_kernel`. If all are None, a patched model
+            keeps its patches.
 
     Raises:
         AssertionError: something differs.
@@ -103,9 +117,19 @@ def check_model(
             f"({on_meta[0]} and {len(on_meta) - 1} more): load the model without offloading"
         )
     dtype = next(p.dtype for p in inner.parameters() if p.is_floating_point())
-    options: dict[str, Any] = {**switches, **({} if logits_budget is None else {"logits_budget": logits_budget})}
+    options: dict[str, Any] = {
+        "logits_budget": logits_budget,
+        "rope": rope,
+        "rms_norm": rms_norm,
+        "layer_norm": layer_norm,
+        "swiglu": swiglu,
+        "geglu": geglu,
+        "relu_squared": relu_squared,
+        "cross_entropy": cross_entropy,
+        FUSED: fused_linear_cross_entropy,
+    }
     with _as_found(model), torch.random.fork_rng(), torch.autocast(inner.device.type, enabled=False):
-        if options or APPLIED not in vars(inner):
+        if APPLIED not in vars(inner) or any(x is not None for x in options.values()):
             apply_liger_kernel(inner, **options)
         applied = vars(inner)[APPLIED]
         if applied.family in FAMILY_WIDE:

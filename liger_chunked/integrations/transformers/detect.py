@@ -19,7 +19,8 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
         elif type(model).__name__ == "OptimizedModule":  # of torch.compile
             (model,) = model.children()
         elif callable(get_base_model := getattr(model, "get_base_model", None)):
-            model = get_base_model()
+            wrapped: Any = get_base_model()
+            model = wrapped
         elif type(model).__module__.startswith("peft.") and isinstance(inner := _wrapped_by_peft(model), nn.Module):
             model = inner
         else:

@@ -61,7 +61,7 @@ def _serves(module: Any, args: tuple[Tensor, ...]) -> bool:
         getattr(module.config, "_experts_implementation", None) == GROUPED
         and moe.ALL_EXPERTS_FUNCTIONS.get(GROUPED) is _STOCK is not None
         and args[0].dtype != torch.float64  # which grouped products refuse
-        and not torch.jit.is_tracing()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
         and all_plain((*args, *own_tensors(module).values()))
         and _is_known(*(bool(getattr(module, name, False)) for name in _FLAGS))
     )

@@ -170,7 +170,7 @@ def hold_head(model: PreTrainedModel) -> None:
     _hold(model, head)
 
 
-@torch.compiler.disable(reason=REASON)
+@torch.compiler.disable(reason=REASON)  # type: ignore[untyped-decorator]
 def _hold(model: PreTrainedModel, head: nn.Module) -> None:
     wanted = deferral_for(model)
     if wanted is not None and deferral_of(head) != wanted:
@@ -183,7 +183,7 @@ _INNERMOST = threading.local()
 _COUNT = threading.Lock()
 
 
-@torch.compiler.disable(recursive=False)
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def _outside(
     model: PreTrainedModel, stock_call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -204,7 +204,7 @@ def _outside(
             _WAITING -= 1
 
 
-@torch.compiler.disable(recursive=False)
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def _inside(model: PreTrainedModel, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the forward of a call with keywords, given here or taken by `_outside`."""
     plan = getattr(_INNERMOST, "plan", None)

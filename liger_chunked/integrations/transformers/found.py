@@ -66,8 +66,7 @@ class Found:
         self.ropes, self.other_ropes = tuple(keys[True]), tuple(keys[False])
 
     def chosen(self, family: str, switches: dict[str, bool | None]) -> list[str]:
-        if unknown := switches.keys() - set(overrides.SWITCHES):
-            raise TypeError(f"unknown switches {sorted(unknown)}; there are {sorted(overrides.SWITCHES)}")
+        check_switches(switches.keys() - set(overrides.SWITCHES))
         for switch, on in switches.items():
             if not (on is None or isinstance(on, bool)):
                 raise TypeError(f"{switch} must be True, False or None, got {on!r}")
@@ -82,6 +81,11 @@ class Found:
         off = {switch for switch, on in switches.items() if on is False}
         off.add(FUSED if "cross_entropy" in wanted else "cross_entropy")
         return [switch for switch in self.switches if switch not in off]
+
+
+def check_switches(unknown: set[str]) -> None:
+    if unknown:
+        raise TypeError(f"unknown switches {sorted(unknown)}; there are {sorted(overrides.SWITCHES)}")
 
 
 _VARIANT = "a variant that no kernel computes"

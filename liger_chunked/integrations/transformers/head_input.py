@@ -4,14 +4,16 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers.utils import ModelOutput
+from torch import Tensor
+from transformers.utils.generic import ModelOutput
 
 from liger_chunked.types import Head, LogitOptions
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class HeadInput:
             target = F.pad(self.labels[..., 1:], (0, 1), value=self.options.ignore_index)
         return target.to(self.hidden_states.device)
 
-    def loss(self, loss: nn.Module, head: Head, **tensors: Any) -> Any:
+    def loss(self, loss: Callable[..., T], head: Head, **tensors: Any) -> T:
         """Return the value of `loss`, at the model's softcap and scale.
 
         `tensors` are more arguments, such as `num_items=input.num_items_in_batch`, which is not passed by itself.
@@ -56,7 +58,8 @@ class HeadInput:
         ...     return input.loss(LigerFusedLinearCrossEntropyLoss(), head)
         """
         own = fitted(loss, self.options)
-        return own(head.weight, self.hidden_states, target=self.target, bias=head.bias, **tensors)
+        value: T = own(head.weight, self.hidden_states, target=self.target, bias=head.bias, **tensors)
+        return value
 
 
 TRANSFORM = ("softcap", "logit_scale")
@@ -72,13 +75,13 @@ def with_transform(own: LogitOptions, model: LogitOptions, names: tuple[str, ...
     return dataclasses.replace(own, **{name: getattr(model, name) for name in names})
 
 
-def fitted(loss: nn.Module, options: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> Any:
+def fitted(loss: Callable[..., Any], options: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> Any:
     own: Any = copy.copy(loss)
     own.options = with_transform(own.options, options, names)
     return own
 
 
-HeadFn = Callable[[Head, HeadInput], Any]
+HeadFn: TypeAlias = Callable[[Head, HeadInput], Any]
 
 
 def kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:

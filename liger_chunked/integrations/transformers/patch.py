@@ -10,10 +10,11 @@ import contextlib
 import functools
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
@@ -24,7 +25,13 @@ from liger_chunked.integrations.transformers.attach import attach_head, detach_h
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.experts import EXPERTS_GATE, experts_method
 from liger_chunked.integrations.transformers.forward import Fusion
-from liger_chunked.integrations.transformers.found import Found, found_in, found_in_classes, owner_of
+from liger_chunked.integrations.transformers.found import (
+    Found,
+    check_switches,
+    found_in,
+    found_in_classes,
+    owner_of,
+)
 from liger_chunked.integrations.transformers.layers import Layer, causal_lm_loss, has_causal_loss
 from liger_chunked.integrations.transformers.overrides import family_modeling, family_of
 from liger_chunked.integrations.transformers.patched_class import (
@@ -38,6 +45,9 @@ from liger_chunked.integrations.transformers.patched_class import (
 from liger_chunked.integrations.transformers.replaced import ROPES, keep_current_rope
 from liger_chunked.integrations.transformers.report import APPLIED, FUSED, Applied
 from liger_chunked.types import budget_bytes, shown
+
+if TYPE_CHECKING:
+    from transformers.models.auto.modeling_auto import _BaseModelWithGenerate as GenerativeModel
 
 __all__ = [
     "Applied",
@@ -60,9 +70,35 @@ _LOGGER = logging.getLogger(__name__)
 
 FAMILY_WIDE: dict[str, Applied] = {}
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
+
+def lists_switches(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a keyword that `function` lacks raise the TypeError that lists the switches."""
+    known = inspect.signature(function).parameters.keys()
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        check_switches(kwargs.keys() - known)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@lists_switches
 def apply_liger_kernel(
-    model: nn.Module, *, logits_budget: int | float | str | None = None, **switches: bool | None
+    model: nn.Module,
+    *,
+    logits_budget: int | float | str | None = None,
+    rope: bool | None = None,
+    rms_norm: bool | None = None,
+    layer_norm: bool | None = None,
+    swiglu: bool | None = None,
+    geglu: bool | None = None,
+    relu_squared: bool | None = None,
+    cross_entropy: bool | None = None,
+    fused_linear_cross_entropy: bool | None = None,
 ) -> Applied:
     """Patch the base kernels and the fused loss into one model, in place.
 
@@ -79,9 +115,10 @@ def apply_liger_kernel(
     Args:
         model: a transformers model, maybe wrapped.
         logits_budget: see `LogitOptions`.
-        **switches: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `relu_squared`, `cross_entropy`,
-            `fused_linear_cross_entropy`.
-            By default, all that the model has but `cross_entropy`, which excludes `fused_linear_cross_entropy`.
+        rope, rms_norm, layer_norm, swiglu, geglu, relu_squared: switches of the layers; None turns on those that the
+            model has, True requires that it has them.
+        cross_entropy: the loss on logits; off by default, because it excludes `fused_linear_cross_entropy`.
+        fused_linear_cross_entropy: the loss without logits; None turns it on if the model's head allows it.
 
     Raises:
         TypeError: an unknown switch, or no transformers model.
@@ -110,9 +147,20 @@ def apply_liger_kernel(
             "this model runs kernels of the Hugging Face hub (use_kernels=True), which replace the forward of its "
             "layers again at every train() and eval(): load it with use_kernels=False"
         )
-    found = found_in(inner, switches.get(FUSED))
+    switches = {
+        "rope": rope,
+        "rms_norm": rms_norm,
+        "layer_norm": layer_norm,
+        "swiglu": swiglu,
+        "geglu": geglu,
+        "relu_squared": relu_squared,
+        "cross_entropy": cross_entropy,
+        FUSED: fused_linear_cross_entropy,
+    }
+    found = found_in(inner, fused_linear_cross_entropy)
     on = found.chosen(family, switches)
-    if FUSED not in on and FUSED not in switches and (reason := found.left.get(owner_of(inner).__name__)):
+    reason = found.left.get(owner_of(inner).__name__)
+    if reason and FUSED not in on and fused_linear_cross_entropy is None:
         _LOGGER.warning("%s trains with logits: %s", type(inner).__name__, reason)
     revert_liger_kernel(inner)
     applied = Applied(family, left=found.left)
@@ -210,8 +258,27 @@ def apply_to_family(name: str, *, logits_budget: int | float | str | None = None
     return applied
 
 
+class FamilyFunction(Protocol):
+    """The type of `apply_liger_kernel_to_<family>`: patches `model`, or the classes of the family if it is None."""
+
+    def __call__(
+        self,
+        *,
+        model: PreTrainedModel | None = None,
+        logits_budget: int | float | str | None = None,
+        rope: bool | None = None,
+        rms_norm: bool | None = None,
+        layer_norm: bool | None = None,
+        swiglu: bool | None = None,
+        geglu: bool | None = None,
+        relu_squared: bool | None = None,
+        cross_entropy: bool | None = None,
+        fused_linear_cross_entropy: bool | None = None,
+    ) -> Applied: ...
+
+
 @functools.cache
-def family_function(name: str) -> Callable[..., Applied]:
+def family_function(name: str) -> FamilyFunction:
     overrides.check_family(name)
 
     def apply(*, model: PreTrainedModel | None = None, **options: Any) -> Applied:
@@ -286,11 +353,13 @@ class _Patched:
     _stock: Any
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], *model_args: Any, **kwargs: Any
+    ) -> GenerativeModel:
         return _built_patched(cls._stock.from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
 
     @classmethod
-    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
+    def from_config(cls, *args: Any, **kwargs: Any) -> GenerativeModel:
         return _built_patched(cls._stock.from_config, *args, **kwargs)
 
 
@@ -306,7 +375,7 @@ class AutoLigerKernelForImageTextToText(_Patched, AutoModelForImageTextToText):
     _stock = AutoModelForImageTextToText
 
 
-def _built_patched(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _built_patched(build: Callable[..., GenerativeModel], *args: Any, **kwargs: Any) -> GenerativeModel:
     options = {name: kwargs.pop(name) for name in ("logits_budget", *overrides.SWITCHES) if name in kwargs}
     model = build(*args, **kwargs)
     apply_liger_kernel(model, **options)

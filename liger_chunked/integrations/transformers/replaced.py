@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from liger_chunked.integrations.transformers.overrides import rope_of
-from liger_chunked.kernels.operands import transforms_are_active
+from liger_chunked.private import transforms_are_active
 
 _ABSENT = object()
 OURS = "_liger_ours"  # attribute of a rotary function: the one of ours that it calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import logging
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -74,7 +75,7 @@ def class_names(patterns: Sequence[str] = ()) -> list[str]:
 
 def survey(name: str) -> Row:
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    transformers.logging.set_verbosity(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -148,6 +148,7 @@ def _attend(
     if sinks is None:
         return flex_attention(query, key, value, **options)
     output, aux = flex_attention(query, key, value, **options, return_aux=AuxRequest(lse=True))
+    assert aux.lse is not None  # as requested
     share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype))  # of the weight that the sink leaves to the keys
     return (output * share[..., None]).to(query.dtype)
 

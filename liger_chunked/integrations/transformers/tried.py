@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from typing import Any
 
@@ -70,7 +71,7 @@ def training_step(model: PreTrainedModel, inputs: dict[str, Any]) -> str | None:
 def _apart() -> Any:
     """Leave no trace: no warnings or log lines, and the caller's random numbers and modes."""
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    transformers.logging.set_verbosity(logging.CRITICAL)
     try:
         with (
             warnings.catch_warnings(),

@@ -214,7 +214,7 @@ def built(binding: Binding, cls: type[nn.Module], modeling: ModuleType) -> nn.Mo
     """Build a module on the meta device that the layer supports."""
     reasons = []
     for config in (*_configs(modeling), None):
-        if hasattr(config, "_experts_implementation"):
+        if config is not None and hasattr(config, "_experts_implementation"):
             config._experts_implementation = "grouped_mm"
         try:
             with torch.device("meta"), warnings.catch_warnings():

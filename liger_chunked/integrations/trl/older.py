@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 from trl.trainer import sft_trainer, utils
 
 from liger_chunked.deferred import DeferredLogits
 from liger_chunked.deferred.request import requested
+from liger_chunked.private import tree_map_only
 
 HAS_FUSED_HEAD = hasattr(utils, "add_fused_lm_head")
 
