@@ -525,6 +525,11 @@ class _Reader(ast.NodeVisitor):
         for name in names:
             self.lines.setdefault(name, node.lineno)  # type: ignore[attr-defined]
 
+    def visit_If(self, node: ast.If) -> None:
+        if ast.unparse(node.test) == "TYPE_CHECKING":  # nothing of it runs
+            node.body = []
+        self.generic_visit(node)
+
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             self.add(_after_private(alias.name), node)
