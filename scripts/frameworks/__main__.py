@@ -49,7 +49,11 @@ def run(script: Path, environment: Path) -> int:
     """Return the exit code of a script."""
     if not (environment / "bin/python").exists():
         make(environment, metadata(script))
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    # Some frameworks compile small functions, which takes minutes for steps that take seconds.
+    variables["TORCHDYNAMO_DISABLE"] = "1"
+    # Because uv does not compile modules: without their bytecode, each process would compile those of torch again.
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
     return subprocess.run([environment / "bin/python", script], env=variables).returncode
 
 

@@ -7,6 +7,7 @@ import importlib.metadata
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 from unittest.mock import MagicMock
@@ -14,17 +15,26 @@ from unittest.mock import MagicMock
 PACKAGES = ("torch", "transformers", "trl")
 
 
-def stub(*modules: str) -> None:
-    """Let `import` find modules that are not installed. Their attributes are mocks.
+class _Stubs(MetaPathFinder, Loader):
+    """Finds every module of some packages, as a mock."""
 
-    Name each submodule too, after its package: `stub("vllm", "vllm.lora")`.
-    """
-    for name in modules:
-        module = MagicMock(name=name, __path__=[], __spec__=ModuleSpec(name, None))
-        sys.modules[name] = module
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
+    def __init__(self, packages: tuple[str, ...]) -> None:
+        self.packages = packages
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        stubbed = any(f"{fullname}.".startswith(f"{package}.") for package in self.packages)
+        return ModuleSpec(fullname, self, is_package=True) if stubbed else None
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return MagicMock(name=spec.name)
+
+    def exec_module(self, module: Any) -> None:
+        pass
+
+
+def stub(*packages: str) -> None:
+    """Let `import` find packages that are not installed, with all their modules. Their attributes are mocks."""
+    sys.meta_path.insert(0, _Stubs(packages))
 
 
 def count_calls(owner: Any, name: str) -> Counter[str]:
