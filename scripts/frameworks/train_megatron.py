@@ -22,50 +22,25 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import compare, count_calls
+from megatron_common import LENGTH, VOCAB, build, initialize, inputs
 
-RANKS, STEPS, BATCH, LENGTH, VOCAB = 2, 8, 4, 16, 512
+RANKS, STEPS, BATCH = 2, 8, 4
 
 
 def train(tied: bool, ours: bool) -> list[float]:
-    """Return the loss of each step, from the same random weights."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
-
+    """Return the loss of each step, from equal random weights."""
     from liger_chunked.integrations.megatron import OutputProcessor
 
-    torch.manual_seed(0)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        tensor_model_parallel_size=RANKS,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-    )
-    model = GPTModel(
-        config,
-        get_gpt_layer_local_spec(normalization="LayerNorm"),
-        vocab_size=VOCAB,
-        max_sequence_length=LENGTH,
-        share_embeddings_and_output_weights=tied,
-    )
+    model = build(RANKS, tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(1)
-    positions = torch.arange(LENGTH).expand(BATCH, -1)
-    mask = torch.ones(1, 1, LENGTH, LENGTH).tril() < 0.5
     losses = []
     for _ in range(STEPS):
         ids = torch.randint(VOCAB // 8, (BATCH, LENGTH + 1), generator=generator)
         loss_mask = torch.rand(BATCH, LENGTH, generator=generator) < 0.8
         processor = OutputProcessor() if ours else None
         given = {"labels": ids[:, 1:], "loss_mask": loss_mask, "output_processor": processor}
-        tokens = model(ids[:, :-1], positions, mask, **given)
+        tokens = model(ids[:, :-1], *inputs(BATCH), **given)
         loss = (tokens * loss_mask).sum() / loss_mask.sum()
         loss.backward()
         optimizer.step()
@@ -75,17 +50,10 @@ def train(tied: bool, ours: bool) -> list[float]:
 
 
 def worker(rank: int, folder: str) -> None:
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import random
+    from liger_chunked.integrations.megatron import OutputProcessor
 
-    from liger_chunked.integrations import megatron as adapter
-
-    torch.set_num_threads(1)
-    torch.cuda.current_device = lambda: "cpu"
-    random.get_cuda_rng_tracker().fork = torch.random.fork_rng
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS, store=dist.FileStore(f"{folder}/store", RANKS))
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
-    calls = count_calls(adapter.OutputProcessor, "__call__")
+    initialize(rank, RANKS, folder)
+    calls = count_calls(OutputProcessor, "__call__")
     stock, ours = ([loss for tied in (False, True) for loss in train(tied, ours)] for ours in (False, True))
     if rank == 0:
         torch.save((stock, ours, dict(calls)), f"{folder}/losses")

@@ -1,6 +1,9 @@
 # /// script
 # requires-python = "==3.12.*"
-# dependencies = ["torch==2.11.0", "transformers==5.15.0", "peft", "accelerate", "datasets", "einops", "torchdata", "aiohttp", "pillow", "sympy", "pylatexenc", "tqdm"]
+# dependencies = [
+#     "torch==2.11.0", "transformers==5.15.0", "peft", "accelerate", "datasets", "einops", "torchdata", "aiohttp",
+#     "pillow", "sympy", "pylatexenc", "tqdm",
+# ]
 #
 # [tool.frameworks]
 # no-deps = ["openrlhf==0.11.2"]
@@ -13,8 +16,8 @@ engine, with the same division by the number of accumulated micro-batches.
 
 Runs `SFTTrainer.fit` (two micro-batches per update) and `ActorPPOTrainer.training_step` (a KL term, an entropy bonus, a
 temperature) on a tiny random Llama. Samples are padded: packing needs flash-attn. Compares the loss of each micro-batch
-of SFT (steps 0 to 11), then the policy loss and the entropy of each PPO step (12 to 27), and exits with 1 if one differs
-by more than 1e-5. All is float32.
+of SFT (steps 0 to 11), then the policy loss and the entropy of each PPO step (12 to 27), and exits with 1 if one
+differs by more than 1e-5. All is float32.
 """
 
 from __future__ import annotations

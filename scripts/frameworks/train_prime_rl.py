@@ -19,8 +19,8 @@ linear attention, tilelang, dion, wandb, quack, verifiers and renderers, which i
 Its trainer is one function that needs NCCL, FSDP and an orchestrator. The steps here are its micro-step, in order:
 `inject_prime_lm_head` with a chunk size, labels and a temperature for each token, `shift_tensor_right`, `compute_loss`
 with the default loss (DPPO with a KL term) over packed sequences, `backward`, SGD. Compares the loss of each step, and
-exits with 1 if one differs by more than 1e-5: steps 0 to 7 are Llama's, and 8 to 15 Gemma 2's, whose head has a softcap.
-All is float32.
+exits with 1 if one differs by more than 1e-5: steps 0 to 7 are Llama's, and 8 to 15 Gemma 2's, whose head has a
+softcap. All is float32.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def train(config: Any) -> list[float]:
     lm_head.inject_prime_lm_head(model, chunk_size=16)
     # Not Adam: it divides by the gradient's size, so rounding of tiny gradients becomes whole steps, and these losses
     # are sums of both signs near zero.
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     loss_fn = prime_loss.setup_rl_loss_fn(DefaultLossConfig())
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
     losses = []

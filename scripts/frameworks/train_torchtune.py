@@ -1,8 +1,9 @@
 # /// script
 # requires-python = "==3.12.*"
 # dependencies = [
-#     "torch==2.11.0", "torchvision==0.26.0", "torchao==0.18.0", "torchdata==0.11.0", "datasets", "huggingface_hub", "safetensors", "kagglehub",
-#     "sentencepiece", "tiktoken", "blobfile", "tokenizers", "numpy", "tqdm", "omegaconf", "psutil", "pillow",
+#     "torch==2.11.0", "torchvision==0.26.0", "torchao==0.18.0", "torchdata==0.11.0", "datasets", "huggingface_hub",
+#     "safetensors", "kagglehub", "sentencepiece", "tiktoken", "blobfile", "tokenizers", "numpy", "tqdm", "omegaconf",
+#     "psutil", "pillow", "transformers==5.18.0",
 # ]
 #
 # [tool.frameworks]
@@ -10,9 +11,9 @@
 # ///
 """torchtune, commit bd2a0fc: its recipe for full fine-tuning, with `LinearCrossEntropyLoss` and with our loss.
 
-Environment: torchtune with its dependencies, torch 2.11.0 and torchao 0.18.0. The released torchtune 0.6.1 does not have
-the interface of losses on hidden states. No package is a stub. The tokenizer, the data set of random tokens, the logger
-and the checkpointer, which keeps nothing, are components of this file.
+Environment: torchtune with its dependencies, torch 2.11.0 and torchao 0.18.0, which it needs. The released torchtune
+0.6.1 does not have the interface of losses on hidden states. No package is a stub. The tokenizer, the data set of
+random tokens, the logger and the checkpointer, which keeps nothing, are components of this file.
 
 Runs `FullFinetuneRecipeSingleDevice` on the CPU with a tiny Llama 3, two micro-batches per update. Compares the logged
 loss of each step (0 to 7 an own head, 8 to 15 tied embeddings), and exits with 1 if one differs by more than 1e-5. All
