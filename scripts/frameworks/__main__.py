@@ -42,7 +42,8 @@ def make(environment: Path, wanted: dict[str, Any]) -> None:
     subprocess.run([*install, *wanted["dependencies"]], check=True)
     without = wanted.get("tool", {}).get("frameworks", {}).get("no-deps", [])
     if without:
-        subprocess.run([*install, "--no-deps", *without], check=True)
+        # Without the sources that a repository names for its dependencies, which uv would want to find.
+        subprocess.run([*install, "--no-deps", "--no-sources", *without], check=True)
 
 
 def run(script: Path, environment: Path) -> int:

@@ -10,7 +10,8 @@
 Environment: transformers 5.18.0, which NeMo-Automodel pins, torch 2.11.0, and NeMo-Automodel without its other
 dependencies. No package is a stub. Its own `FusedLinearCrossEntropy` needs the Triton kernels of `cut_cross_entropy`
 and a GPU, so the head beside ours is `MaskedCrossEntropy` on logits. Its recipe was not run: the steps here are those
-of the recipe, which calls the model with `logits_to_keep=1` and `output_hidden_states=True` for a loss on hidden states.
+of the recipe, which calls the model with `logits_to_keep=1` and `output_hidden_states=True` for a loss on hidden
+states.
 
 Trains a tiny random Llama (steps 0 to 7) and a Gemma 2 with a softcap (8 to 15) with AdamW, two micro-batches per step,
 each divided by the step's number of labelled tokens. Compares the loss of each step, and exits with 1 if one differs by

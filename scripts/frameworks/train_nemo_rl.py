@@ -1,16 +1,19 @@
 # /// script
-# requires-python = "==3.12.*"
+# requires-python = ">=3.13.14,<3.14"
 # dependencies = ["torch==2.11.0", "megatron-core==0.19.2"]
 #
 # [tool.frameworks]
-# no-deps = ["nemo-rl @ git+https://github.com/NVIDIA-NeMo/RL@7ea279abf"]
+# # An archive, because a git checkout would fetch the submodules too.
+# no-deps = ["nemo-rl @ https://github.com/NVIDIA-NeMo/RL/archive/7ea279abfbeb698b092856d0dab61e7cf39bc909.tar.gz"]
 # ///
 """NeMo-RL, commit 7ea279a: policy-gradient steps of its fused path on Megatron-Core, with its function and with ours.
 
-Environment: NeMo-RL without its dependencies, torch 2.11.0 and megatron-core 0.19.2. No package is a stub. Its worker
-needs Ray, NCCL and Transformer Engine: the steps here are those of its loss with linear cross entropy fusion,
-`patch_gpt_model_forward_for_linear_ce_fusion`, the patched `GPTModel` with
-`return_logprobs_for_linear_ce_fusion`, a clipped policy loss, SGD.
+Environment: NeMo-RL without its dependencies, torch 2.11.0 and megatron-core 0.19.2. No package is a stub. (It was run
+on Python 3.12 with the repository on the path, because NeMo-RL refuses to install on a Python before 3.13.14.)
+
+Its worker runs under Ray and starts NCCL: the steps here are those of its loss with linear cross entropy fusion,
+`patch_gpt_model_forward_for_linear_ce_fusion`, the patched `GPTModel` with `return_logprobs_for_linear_ce_fusion`, a
+clipped policy loss, SGD.
 
 Runs a tiny `GPTModel` on one gloo rank, because its function needs sequence parallelism on several, whose norm needs
 Apex or Transformer Engine. Compares the loss of each step from equal weights (0 to 7 an own head, 8 to 15 tied

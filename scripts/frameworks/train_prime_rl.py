@@ -7,8 +7,8 @@
 #
 # [tool.frameworks]
 # no-deps = [
-#     "prime-rl @ git+https://github.com/PrimeIntellect-ai/prime-rl@559b44772",
-#     "prime-rl-configs @ git+https://github.com/PrimeIntellect-ai/prime-rl@559b44772#subdirectory=packages/prime-rl-configs",
+#     "prime-rl @ https://github.com/PrimeIntellect-ai/prime-rl/archive/559b44772e471d1538537b8805cc77f3824a5e64.tar.gz",
+#     "prime-rl-configs @ https://github.com/PrimeIntellect-ai/prime-rl/archive/559b44772e471d1538537b8805cc77f3824a5e64.tar.gz#subdirectory=packages/prime-rl-configs",
 # ]
 # ///
 """prime-rl 0.8.0 (commit 559b447): training steps with its injected head and loss, and with our heads in their place.
@@ -16,7 +16,7 @@
 Environment: transformers 5.6.2, which prime-rl pins, and torch 2.11.0. Stubs: vLLM, ring-flash-attn, torchtitan, flash
 linear attention, tilelang, dion, wandb, quack, verifiers and renderers, which its models and utilities import.
 
-Its trainer is one function that needs NCCL, FSDP and an orchestrator. The steps here are its micro-step, in order:
+Its trainer is one function that needs CUDA and an orchestrator. The steps here are its micro-step, in order:
 `inject_prime_lm_head` with a chunk size, labels and a temperature for each token, `shift_tensor_right`, `compute_loss`
 with the default loss (DPPO with a KL term) over packed sequences, `backward`, SGD. Compares the loss of each step, and
 exits with 1 if one differs by more than 1e-5: steps 0 to 7 are Llama's, and 8 to 15 Gemma 2's, whose head has a

@@ -1,19 +1,16 @@
 # /// script
 # requires-python = "==3.12.*"
-# dependencies = ["torch==2.11.0", "transformers==5.15.0", "megatron-core==0.19.2"]
-#
-# [tool.frameworks]
-# no-deps = ["skyrl==0.4.0"]
+# dependencies = ["torch==2.11.0", "transformers==5.16.1", "megatron-core==0.19.2", "skyrl==0.4.0"]
 # ///
 """SkyRL 0.4.0: policy-gradient steps of its fused path on Megatron-Core, with its function and with ours.
 
-Environment: SkyRL without its dependencies, torch 2.11.0 and megatron-core 0.19.2. Stubs: the packages of SkyRL's
-server that the package imports, listed in `worker`. Its worker needs Ray, NCCL and Transformer Engine: the steps here
-are those of its Megatron wrapper with `fused_lm_head_logprob`, `call_model_with_fused_lm_head`, then
-`from_parallel_hidden_to_logprobs` with the backend "torch" and a temperature, a clipped policy loss, SGD.
+Environment: SkyRL with its dependencies, transformers 5.16.1, the newest that it allows, torch 2.11.0 and megatron-core
+0.19.2. No package is a stub. Its worker runs under Ray and starts NCCL: the steps here are those of its Megatron
+wrapper with `fused_lm_head_logprob`: `call_model_with_fused_lm_head`, then `from_parallel_hidden_to_logprobs` with the
+backend "torch" and a temperature, a clipped policy loss, SGD.
 
-Runs a tiny `GPTModel` on two gloo ranks with tensor parallelism. Compares the loss of each step from equal weights (0 to
-7 an own head, 8 to 15 tied embeddings), and exits with 1 if one differs by more than 1e-5. All is float32.
+Runs a tiny `GPTModel` on two gloo ranks with tensor parallelism. Compares the loss of each step from equal weights (0
+to 7 an own head, 8 to 15 tied embeddings), and exits with 1 if one differs by more than 1e-5. All is float32.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from common import compare, count_calls, stub
+from common import compare, count_calls
 from megatron_common import LENGTH, VOCAB, build, initialize, inputs
 
 RANKS, STEPS, BATCH = 2, 8, 4
@@ -80,9 +77,6 @@ def train(tied: bool) -> list[float]:
 
 def worker(rank: int, folder: str) -> None:
     initialize(rank, RANKS, folder)
-    stub(
-        "ray", "vllm", "loguru", "omegaconf", "hydra", "cloudpathlib", "fastapi", "pydantic", "sqlmodel", "jax", "peft"
-    )
     from skyrl.backends.skyrl_train.distributed.megatron import model_utils
 
     from liger_chunked.integrations.skyrl import FusedLinearChunkedDistributedLogprob

@@ -3,18 +3,18 @@
 # dependencies = ["torch==2.11.0", "transformers==5.15.0", "megatron-core==0.19.2"]
 #
 # [tool.frameworks]
-# no-deps = ["slime @ git+https://github.com/THUDM/slime@624b824a8"]
+# no-deps = ["slime @ https://github.com/THUDM/slime/archive/624b824a898ab0ec1fcb4d373004c7f3852bf515.tar.gz"]
 # ///
 """slime 0.3.1 (commit 624b824): steps of its policy loss on Megatron-Core, stock and after our `install`.
 
 Environment: slime without its dependencies, torch 2.11.0 and megatron-core 0.19.2. Stubs: Ray, torch_memory_saver,
-`megatron.training`, Megatron-Bridge, mbridge, SGLang and its router, and wandb. Its actor needs Ray, NCCL and
-Transformer Engine: the steps here are those of its loss, `GPTModel` on concatenated sequences, then slime's
+`megatron.training`, Megatron-Bridge, mbridge, SGLang and its router, and wandb. Its actor runs under Ray and
+starts NCCL: the steps here are those of its loss, `GPTModel` on concatenated sequences, then slime's
 `policy_loss_function` with an entropy bonus, a KL term and a temperature, SGD. Megatron's local attention has no packed
 sequences, so the samples of a row attend to each other, in both runs.
 
-Runs a tiny `GPTModel` on two gloo ranks with tensor parallelism. Compares the loss of each step from equal weights (0 to
-7 an own head, 8 to 15 tied embeddings), and exits with 1 if one differs by more than 1e-5. All is float32.
+Runs a tiny `GPTModel` on two gloo ranks with tensor parallelism. Compares the loss of each step from equal weights (0
+to 7 an own head, 8 to 15 tied embeddings), and exits with 1 if one differs by more than 1e-5. All is float32.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 # dependencies = [
 #     "torch==2.11.0", "torchvision==0.26.0", "torchao==0.18.0", "torchdata==0.11.0", "datasets", "huggingface_hub",
 #     "safetensors", "kagglehub", "sentencepiece", "tiktoken", "blobfile", "tokenizers", "numpy", "tqdm", "omegaconf",
-#     "psutil", "pillow", "transformers==5.18.0",
+#     "psutil", "pillow",
 # ]
 #
 # [tool.frameworks]
-# no-deps = ["torchtune @ git+https://github.com/pytorch/torchtune@bd2a0fc7c"]
+# no-deps = ["torchtune @ https://github.com/pytorch/torchtune/archive/bd2a0fc7c31430972728494fa01aaeeb0ebf1ba1.tar.gz"]
 # ///
 """torchtune, commit bd2a0fc: its recipe for full fine-tuning, with `LinearCrossEntropyLoss` and with our loss.
 
