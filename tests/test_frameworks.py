@@ -756,8 +756,8 @@ def slime_worker(rank: int, folder: str) -> None:
 test_slime = run(slime_worker)
 
 
-# OpenRLHF, commit 3c3be62 of 2026-08-13 (0.11.0), openrlhf/models/actor.py: log-probabilities at the temperature,
-# entropies at temperature 1, both without the last position. The stub computes them from logits, as the original does.
+# OpenRLHF 0.11.2, openrlhf/models/actor.py: log-probabilities and entropies at the temperature, both without the last
+# position. The stub computes them from logits, as the original does. (In 0.11.0 the entropy was at temperature 1.)
 def stub_openrlhf() -> Any:
     def unpad_and_slice_tensor(sequences: Tensor, attention_mask: Tensor, ring_attn_group: Any) -> Any:
         indices = attention_mask.flatten().nonzero()[:, 0]
@@ -794,9 +794,9 @@ def stub_openrlhf() -> Any:
             output = self.model(ids, attention_mask=mask, position_ids=positions)
             if action_mask is None and not return_logprobs:
                 return output
-            log_p = output.logits.log_softmax(-1)
+            log_p = (output.logits / self.temperature).log_softmax(-1)
             entropy = -(log_p.exp() * log_p).sum(-1)
-            logps = (output.logits / self.temperature).log_softmax(-1).gather(-1, target[..., None])[..., 0]
+            logps = log_p.gather(-1, target[..., None])[..., 0]
             if self.packing_samples:
                 logps, entropy = (
                     gather_and_pad_tensor(x, None, 0, indices, *sequences.shape) for x in (logps, entropy)

@@ -1,4 +1,4 @@
-"""OpenRLHF, from 0.11."""
+"""OpenRLHF, from 0.11.1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ __all__ = ["FusedActor"]
 class FusedActor(actor.Actor):
     """OpenRLHF's `Actor`, whose outputs with log-probabilities have no logits.
 
-    Models of images and text, and calls for logits alone, run OpenRLHF's code.
+    Log-probabilities and entropies are those of the policy at `temperature`. OpenRLHF 0.11.0 still took the entropy at
+    temperature 1. Models of images and text, and calls for logits alone, run OpenRLHF's code.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -64,10 +65,19 @@ class FusedActor(actor.Actor):
             positions = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
 
         def head_fn(head: Head, input: HeadInput) -> Any:
-            logps, entropy = _statistics(head, input, self.temperature, return_entropy)
+            stats = linear_token_stats(
+                head.weight,
+                input.hidden_states,
+                input.target,
+                head.bias,
+                outputs=("logps", "entropy") if return_entropy else ("logps",),
+                temperature=self.temperature,
+                softcap=input.options.softcap,
+                logit_scale=input.options.logit_scale,
+            )
             output = MoeCausalLMOutputWithPast(aux_loss=input.aux_loss)
-            output.entropy = entropy
-            return logps, output
+            output.entropy = stats.entropy
+            return stats.logps, output
 
         mask = None if packed else attention_mask
         logps, output = self.model(
@@ -90,26 +100,3 @@ class FusedActor(actor.Actor):
 
         @typed_like(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-def _statistics(
-    head: Head, input: HeadInput, temperature: float, with_entropy: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return log-probabilities, and entropies at temperature 1, as OpenRLHF does."""
-
-    def of(outputs: tuple[str, ...], temperature: float) -> Any:
-        return linear_token_stats(
-            head.weight,
-            input.hidden_states,
-            input.target,
-            head.bias,
-            outputs=outputs,
-            temperature=temperature,
-            softcap=input.options.softcap,
-            logit_scale=input.options.logit_scale,
-        )
-
-    if not with_entropy or temperature == 1.0:
-        stats = of(("logps", "entropy") if with_entropy else ("logps",), temperature)
-        return stats.logps, stats.entropy
-    return of(("logps",), temperature).logps, of(("entropy",), 1.0).entropy
