@@ -3,9 +3,11 @@
     python scripts/frameworks verl            # in a new environment, which is deleted afterwards
     python scripts/frameworks verl --keep DIR # in the environment DIR, made if it does not exist
 
-Needs uv. Each script of this folder starts with a header of inline metadata (PEP 723) that lists its environment:
-`requires-python`, `dependencies`, and under `[tool.frameworks]` the packages of `no-deps`, installed without their
-dependencies because these need a GPU or much disk.
+Needs uv, and Python 3.11 or newer. `train_NAME.py` trains in the framework NAME. A file NAME.py would hide the
+framework's package, because Python looks for modules in the folder of the script first. Each starts with a header
+of inline metadata (PEP 723) that lists its environment: `requires-python`, `dependencies`, and under
+`[tool.frameworks]` the packages of `no-deps`, installed without their dependencies because these need a GPU or much
+disk.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ import re
 import subprocess
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -52,12 +55,11 @@ def run(script: Path, environment: Path) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "framework", choices=sorted(f.stem for f in FOLDER.glob("*.py") if f.stem not in ("__main__", "common"))
-    )
+    scripts = {f.stem.removeprefix("train_"): f for f in sorted(FOLDER.glob("train_*.py"))}
+    parser.add_argument("framework", choices=scripts)
     parser.add_argument("--keep", type=Path, metavar="DIR")
     given = parser.parse_args()
-    script = FOLDER / f"{given.framework}.py"
+    script = scripts[given.framework]
     if given.keep is not None:
         return run(script, given.keep)
     with tempfile.TemporaryDirectory() as folder:
