@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
-from typing import NoReturn
+from typing import Any, NoReturn
 from unittest.mock import MagicMock
 
 PACKAGES = ("torch", "transformers", "trl")
@@ -25,13 +27,29 @@ def stub(*modules: str) -> None:
             setattr(sys.modules[parent], child, module)
 
 
-def compare(framework: str, stock: Sequence[float], ours: Sequence[float], bound: float) -> NoReturn:
+def count_calls(owner: Any, name: str) -> Counter[str]:
+    """Replace the function `owner.name` by itself with a counter, which shows that a framework really calls it."""
+    function, calls = getattr(owner, name), Counter[str]()
+
+    @functools.wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[name] += 1
+        return function(*args, **kwargs)
+
+    setattr(owner, name, counted)
+    return calls
+
+
+def compare(
+    framework: str, stock: Sequence[float], ours: Sequence[float], bound: float, calls: Counter[str] | None = None
+) -> NoReturn:
     """Print the losses of both runs, and exit: 0 if all differ by at most `bound`, relative to stock, else 1.
 
     Args:
         framework: the name of its package, of which the version is printed.
         stock, ours: the losses of the steps, of two trainings from equal weights on equal data. At least two steps
             must differ from each other, because a run that does not train shows nothing.
+        calls: of `count_calls`. Without a call, the exit code is 1 too: both runs would be stock.
     """
     versions = (f"{name} {importlib.metadata.version(name)}" for name in (framework, *PACKAGES) if _is_installed(name))
     print(", ".join(versions))
@@ -41,8 +59,11 @@ def compare(framework: str, stock: Sequence[float], ours: Sequence[float], bound
         print(f"{i:>4} {e:>12.7f} {x:>12.7f} {error:>12.1e}")
     trained = len(set(stock)) > 1
     equal = all(error <= bound for error in errors)  # False for nan
+    if calls is not None:
+        print(f"calls of this library: {dict(calls)}")
+        trained = trained and calls.total() > 0
     print(f"{len(stock)} steps, the largest difference {max(errors):.1e}, allowed {bound:.0e}", end="")
-    print(": equal" if equal and trained else ": NOT equal" if trained else ": the losses do not change")
+    print(": equal" if equal and trained else ": NOT equal" if trained else ": nothing was compared")
     sys.exit(0 if equal and trained else 1)
 
 
