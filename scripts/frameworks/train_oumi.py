@@ -1,0 +1,89 @@
+"""oumi on a CPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hf_common import Case, main, sums, write_rows
+
+KERNELS = """
+from liger_chunked import apply_liger_kernel_to_llama
+
+print(apply_liger_kernel_to_llama({options}))
+"""
+
+
+def run(folder: Path, fused: bool, trainer_type: str, data: dict[str, Any], kernels: str = "", **options: Any) -> None:
+    """Do what `OUMI_EXTRA_DEPS_FILE=deps.txt oumi train -c config.yaml` does."""
+    import yaml
+
+    output = Path(tempfile.mkdtemp(dir=folder))
+    if fused:
+        (output / "oumi_kernels.py").write_text(KERNELS.format(options=kernels))
+        (output / "deps.txt").write_text(f"{output / 'oumi_kernels.py'}\n")
+        os.environ["OUMI_EXTRA_DEPS_FILE"] = str(output / "deps.txt")
+    path = str(folder / data.pop("dataset_path"))
+    config = {
+        "model": {
+            "model_name": str(folder / "llama"),
+            "model_max_length": 128,
+            "torch_dtype_str": "float32",
+            "attn_implementation": "sdpa",
+            "device_map": "cpu",
+        },
+        "data": {"train": {"collator_name": "text_with_padding", "datasets": [{"dataset_path": path, **data}]}},
+        "training": {
+            "trainer_type": trainer_type,
+            "output_dir": str(output),
+            "max_steps": 4,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "save_steps": 0,
+            "save_final_model": False,
+            "enable_wandb": False,
+            "enable_tensorboard": False,
+            "dataloader_num_workers": 0,
+            "include_performance_metrics": False,
+            **options,
+        },
+    }
+    (output / "config.yaml").write_text(yaml.safe_dump(config))
+    from oumi.core.configs import TrainingConfig
+    from oumi.train import train
+
+    configuration = TrainingConfig.from_yaml(output / "config.yaml")
+    configuration.finalize_and_validate()
+    train(configuration)
+
+
+def case(name: str, trainer_type: str, data: dict[str, Any], real_logits: tuple[str, ...] = (), **options: Any) -> Case:
+    return Case(name, lambda folder, fused: run(folder, fused, trainer_type, dict(data), **options), real_logits)
+
+
+SFT = {"dataset_name": "text_sft_jsonl", "dataset_path": "answers.jsonl"}
+DPO = {"dataset_name": "dpo_jsonl", "dataset_path": "pairs.jsonl"}
+CASES = [
+    case("hf", "hf", SFT),
+    case("oumi", "oumi", SFT),
+    case("trl-sft", "trl_sft", SFT, ("x",)),
+    case("trl-dpo", "trl_dpo", DPO, ("x",)),
+]
+
+
+def prepare(folder: Path) -> None:
+    def talk(row: dict[str, str], answer: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[answer]}]
+
+    rows = sums()
+    write_rows(folder / "answers.jsonl", [{"messages": talk(row, "chosen")} for row in rows])
+    write_rows(folder / "pairs.jsonl", rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main(CASES, ("oumi", "torch", "transformers", "trl"), ["oumi.train"], prepare))
