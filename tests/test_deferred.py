@@ -131,6 +131,12 @@ FUSED: dict[str, Callable[[Any], Tensor]] = {
     "nll_loss": lambda z: F.nll_loss(F.log_softmax(z.view(-1, V), -1), Y.view(-1)),
     "gather, logsumexp": lambda z: z.gather(-1, IDS[..., None])[..., 0] - z.logsumexp(-1),
     "logsumexp": lambda z: torch.logsumexp(z[:, 1:], dim=-1, keepdim=True),
+    "argmax": lambda z: z[:, 1:].logsumexp(-1, keepdim=True) + z[:, 1:].argmax(-1, keepdim=True),
+    "argmax, function": lambda z: (torch.argmax(-2 * z, dim=-1) + torch.logsumexp(z, 2)),
+    "mean": lambda z: z[Y != -100].mean(-1).sum() + torch.mean(z),
+    "mean of a softcap": lambda z: (torch.tanh(z / 3.0) * 3.0).mean(),
+    "sums": lambda z: z.sum(-1) + z.sum(dim=2) + torch.sum(z[1:, :2]),
+    "nansum": lambda z: z[:, 1:].nansum() + z.nansum(-1).cos(),
     "selective log softmax": lambda z: selective_log_softmax(z, IDS),
     "rows of log softmax": lambda z: rows_of_log_softmax(z, IDS),
     "selective log softmax at a temperature": lambda z: selective_log_softmax(z / 0.7, IDS),
@@ -158,6 +164,9 @@ REAL: dict[str, Callable[[Any], Tensor]] = {
     "fewer rows of an index": lambda z: z.gather(-1, IDS[:, :2, None]),
     "einsum": lambda z: torch.einsum("btv,btv->bt", z, z),
     "cat": lambda z: torch.cat([z, z], 1),
+    "mean of rows": lambda z: z.mean(1).sum(0) + z.sum((0, 1)) + z.sum(0).mean(0),
+    "mean of fewer classes": lambda z: z.transpose(1, 2).mean(-1).sum(-1),
+    "sums in another dtype": lambda z: z.sum(dtype=torch.float64) + z.mean(-1, dtype=torch.float64),
     "out": lambda z: torch.mean(z) + torch.logsumexp(z.detach(), -1, out=torch.empty(0, dtype=torch.float64)).mean(),
     "max": lambda z: z.max(-1).values + z.argmax(-1),
     "two tanh": lambda z: F.cross_entropy(z.tanh().tanh().flatten(0, 1), Y.flatten()),
@@ -208,6 +217,11 @@ OF_DTYPE: dict[str, Callable[[Any], Tensor]] = {
     "nll_loss": lambda z: F.nll_loss(F.log_softmax(z.view(-1, V), -1), Y.view(-1)),
     "gather": lambda z: z.gather(-1, IDS[..., None]),
     "logsumexp": lambda z: z.logsumexp(-1),
+    "mean": lambda z: z.mean(-1),
+    "mean of all": lambda z: z.mean(),
+    "sum": lambda z: z.sum(-1),
+    "sum in float32": lambda z: z.sum(-1, keepdim=True, dtype=torch.float32),
+    "nansum": lambda z: z.nansum(),
 }
 
 
@@ -792,6 +806,7 @@ def test_a_metric_without_grad_does_not_take_the_gradient_of_the_loss() -> None:
         lambda z: z.logsumexp(-1),
         lambda z: z.gather(-1, IDS[..., None]),
         lambda z: z.argmax(-1),
+        lambda z: z.mean(),
         lambda z: z.softmax(-1),
     ):
         for mode in (torch.no_grad, torch.inference_mode):
