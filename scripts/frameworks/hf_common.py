@@ -3,11 +3,11 @@
 A script of this folder describes its runs as `Case`s and calls `main(cases)`:
 
 1. The parent saves a tiny random model, its tokenizer and data sets in a temporary folder.
-2. Each case runs twice, each time in a process of its own, through the framework's own entry point: `stock`, and `fused`, as
-   docs/frameworks.md says. Both start from the same weights and see the same batches.
-3. Each process records every tensor whose `backward` is called, which is the loss of a micro-batch in full precision, how
-   often a fused loss ran in a head that defers its logits, how often such a head computed its logits, and the places
-   that asked for them.
+2. Each case runs twice, each time in a process of its own, through the framework's own entry point: `stock`, and
+   `fused`, as docs/frameworks.md says. Both start from the same weights and see the same batches.
+3. Each process records every tensor whose `backward` is called: the loss of a micro-batch in full precision. It counts
+   how often a fused loss or metric ran in a head that defers its logits, and how often such a head computed its
+   logits. The library's log names the places that asked for them.
 4. The parent prints the losses side by side. It exits with 1 if a loss differs by more than the tolerance, if no fused
    loss ran, if the loss did not change between steps, or if real logits were computed at another place than the case
    says.
@@ -92,11 +92,12 @@ class Record:
             backward(loss, *args, **kwargs)
 
         def fused_loss(self_: Any, compute: Any) -> Any:
-            self.fused_losses += 1
+            # `apply_liger_kernel(model)` tries the forward on the meta device.
+            self.fused_losses += not self_.hidden.is_meta
             return run(self_, compute)
 
         def real_logits(self_: Any) -> Any:
-            self.computed_logits += self_.real is None
+            self.computed_logits += self_.real is None and not self_.hidden.is_meta
             return logits(self_)
 
         torch.Tensor.backward = backward_of_loss

@@ -1,4 +1,23 @@
-"""Axolotl on a CPU."""
+# /// script
+# requires-python = "==3.12.*"
+# dependencies = [
+#     "torch==2.14.1", "transformers==5.20.1", "accelerate==1.15.0", "datasets==5.0.1", "peft==0.21.2", "trl==1.14.1",
+#     "addict", "art", "colorama", "einops", "evaluate", "fire", "kernels==0.17.2", "mistral-common", "numba",
+#     "posthog", "pydantic", "python-dotenv", "pyyaml", "requests", "schedulefree", "scipy", "sentencepiece", "setuptools",
+#     "tensorboard", "trackio", "typer", "wandb", "zstandard", "axolotl-contribs-lgpl==0.0.7",
+#     "axolotl-contribs-mit==0.0.6",
+# ]
+# [tool.frameworks]
+# no-deps = ["axolotl==0.21.0", "bitsandbytes==0.50.2", "fastcore"]
+# ///
+"""Axolotl 0.21.0: the plugin of docs/frameworks.md, through the function behind `axolotl train`, on a CPU.
+
+Environment: the packages of the header, which Axolotl pins, without those that need a GPU (xformers, torchao,
+liger-kernel, flash-linear-attention) and without cloud storage. No module is a stub. AXOLOTL019
+
+Trains sft (plain, packed, LoRA), and dpo, kto, orpo, simpo and grpo, which are trainers of TRL. See hf_common.py for
+what is compared.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +28,7 @@ from typing import Any
 
 from hf_common import Case, main, sums, write_rows
 
-PLUGIN = '''
+PLUGIN = """
 from axolotl.integrations.base import BasePlugin
 from liger_chunked import apply_liger_kernel
 
@@ -17,7 +36,7 @@ from liger_chunked import apply_liger_kernel
 class LigerChunkedPlugin(BasePlugin):
     def post_model_build(self, cfg, model):
         print(apply_liger_kernel(model))
-'''
+"""
 
 REWARDS = """
 def length(completions, **kwargs):
@@ -31,16 +50,16 @@ def transform(cfg, *args, **kwargs):
 
 def run(folder: Path, fused: bool, **options: Any) -> None:
     """Do what `axolotl train config.yaml` does."""
+    import yaml
+    from axolotl.cli.args import TrainerCliArgs
     from axolotl.cli.config import load_cfg
     from axolotl.cli.train import do_train
-    from axolotl.cli.args import TrainerCliArgs
-    import yaml
 
     config = {
         "base_model": str(folder / "llama"),
         "output_dir": tempfile.mkdtemp(dir=folder),
         "dataset_prepared_path": tempfile.mkdtemp(dir=folder),
-        "sequence_len": 128,
+        "sequence_len": 256,
         "micro_batch_size": 4,
         "gradient_accumulation_steps": 2,
         "max_steps": 4,
@@ -100,7 +119,9 @@ def prepare(folder: Path) -> None:
     (folder / "liger_chunked_plugin.py").write_text(PLUGIN)
     (folder / "axolotl_rewards.py").write_text(REWARDS)
     rows = sums()
-    write_rows(folder / "answers.jsonl", [{"instruction": r["prompt"], "input": "", "output": r["chosen"]} for r in rows])
+    write_rows(
+        folder / "answers.jsonl", [{"instruction": r["prompt"], "input": "", "output": r["chosen"]} for r in rows]
+    )
     write_rows(folder / "pairs.jsonl", [{"question": r["prompt"], **r} for r in rows])
 
     def talk(row: dict[str, str], answer: str) -> list[dict[str, str]]:

@@ -1,4 +1,15 @@
-"""HF Trainer on a CPU, with the oldest and the newest transformers that this library supports."""
+# /// script
+# requires-python = "==3.12.*"
+# dependencies = ["torch==2.14.1", "transformers==5.24.0", "accelerate==1.15.0", "peft==0.21.2"]
+# ///
+"""HF Trainer of transformers 5.24.0: a patched model, on a CPU.
+
+Environment: the packages of the header. The oldest ones that were run are Python 3.10, torch 2.9.1 and transformers
+5.5.4: make such an environment and name it with `--keep`.
+
+Trains Llama and Qwen 3, with gradient checkpointing, with LoRA on the head, with a `compute_loss_func`, and with
+`label_smoothing_factor`, which needs real logits. See hf_common.py for what is compared.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""PyTorch Lightning on a CPU."""
+# /// script
+# requires-python = "==3.12.*"
+# dependencies = [
+#     "torch==2.14.1", "transformers==5.24.0", "accelerate", "peft", "pytorch-lightning==2.6.6", "lightning==2.6.6",
+# ]
+# ///
+"""PyTorch Lightning 2.6.6, under both import names, on a CPU.
+
+Environment: the packages of the header.
+
+Trains a `training_step` with a cross entropy of logits, with `defer_logits` and with a patched model, in float32 and in
+`bf16-mixed`, with validation on real logits; and the DPO of examples/lightning_module.py beside the same loss on whole
+logits. See hf_common.py for what is compared.
+"""
 
 from __future__ import annotations
 

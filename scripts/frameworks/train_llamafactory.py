@@ -1,6 +1,20 @@
-"""LLaMA-Factory 0.9.5 on a CPU.
+# /// script
+# requires-python = "==3.11.*"
+# dependencies = [
+#     "torch==2.13.0", "transformers==5.6.0", "accelerate==1.11.0", "datasets==4.0.0", "peft==0.18.1", "trl==0.24.0",
+#     "av<=16", "einops", "fire", "matplotlib", "modelscope", "omegaconf", "pandas", "pillow", "protobuf", "psutil",
+#     "pydantic", "scipy", "sentencepiece", "setuptools", "tiktoken", "tyro<0.9",
+# ]
+# [tool.frameworks]
+# no-deps = ["llamafactory==0.9.5"]
+# ///
+"""LLaMA-Factory 0.9.5: the launcher of docs/frameworks.md, through `run_exp`, on a CPU.
 
-Stages `pt`, `sft`, `dpo`, `kto` and `rm`.
+Environment: the packages of the header, which are the newest that LLaMA-Factory accepts, without its web interface.
+`torchaudio` is a stub.
+
+Trains the stages pt, sft, dpo, kto and rm, with LoRA, packing, and the losses that LLaMA-Factory has itself. See
+hf_common.py for what is compared. `use_asft_loss` and `use_eaft_loss` need real logits.
 """
 
 from __future__ import annotations
@@ -55,26 +69,33 @@ CASES = [
     case("pt", stage="pt", dataset="text"),
     case("sft", stage="sft", dataset="answers"),
     case("sft-lora", stage="sft", dataset="answers", finetuning_type="lora", lora_target="all"),
-    case("dpo", ("mean at", ), stage="dpo", dataset="pairs"),
-    case("orpo", ("mean at", ), stage="dpo", dataset="pairs", pref_loss="orpo"),
-    case("simpo", ("mean at", ), stage="dpo", dataset="pairs", pref_loss="simpo"),
-    case("kto", ("nansum at",), stage="kto", dataset="ratings"),
-    case("rm", ("x",), stage="rm", dataset="pairs"),
-    case("asft", ("x",), stage="sft", dataset="answers", use_asft_loss=True),
-    case("dft", ("x",), stage="sft", dataset="answers", use_dft_loss=True),
-    case("eaft", ("x",), stage="sft", dataset="answers", use_eaft_loss=True),
-    case("packing", stage="sft", dataset="answers", packing=True),
+    case("sft-packing", stage="sft", dataset="answers", packing=True),
+    case("dft", stage="sft", dataset="answers", use_dft_loss=True),
+    case("asft", ("kl_div at",), stage="sft", dataset="answers", use_asft_loss=True),
+    case("eaft", ("topk at",), stage="sft", dataset="answers", use_eaft_loss=True),
+    case("dpo", stage="dpo", dataset="pairs"),
+    case("orpo", stage="dpo", dataset="pairs", pref_loss="orpo"),
+    case("simpo", stage="dpo", dataset="pairs", pref_loss="simpo"),
+    case("kto", stage="kto", dataset="ratings"),
+    case("rm", stage="rm", dataset="pairs"),
 ]
 
 
 def prepare(folder: Path) -> None:
     rows = sums()
     write_rows(folder / "text.json", [{"text": f"{row['prompt']} {row['chosen']}"} for row in rows])
-    write_rows(folder / "answers.json", [{"instruction": r["prompt"], "input": "", "output": r["chosen"]} for r in rows])
+    write_rows(
+        folder / "answers.json", [{"instruction": r["prompt"], "input": "", "output": r["chosen"]} for r in rows]
+    )
     pairs = [{"instruction": row["prompt"], "input": "", **row} for row in rows]
     write_rows(folder / "pairs.json", pairs)
     ratings = [
-        {"instruction": row["prompt"], "input": "", "output": row["chosen" if i % 2 else "rejected"], "tag": bool(i % 2)}
+        {
+            "instruction": row["prompt"],
+            "input": "",
+            "output": row["chosen" if i % 2 else "rejected"],
+            "tag": bool(i % 2),
+        }
         for i, row in enumerate(rows)
     ]
     write_rows(folder / "ratings.json", ratings)

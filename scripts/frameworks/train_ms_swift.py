@@ -1,4 +1,22 @@
-"""ms-swift on a CPU."""
+# /// script
+# requires-python = "==3.11.*"
+# dependencies = [
+#     "torch==2.13.0", "transformers==5.16.1", "accelerate==1.15.0", "datasets==4.8.4", "peft==0.20.0", "trl==0.29.1",
+#     "addict", "aiohttp", "attrdict", "binpacking", "dacite", "einops", "fastapi", "importlib-metadata", "json-repair",
+#     "matplotlib", "modelscope", "nltk", "openai", "oss2", "pandas", "pillow", "requests", "rouge", "sentencepiece",
+#     "setuptools", "simplejson", "sortedcontainers", "tensorboard", "tiktoken", "uvicorn", "zstandard",
+# ]
+# [tool.frameworks]
+# no-deps = ["ms-swift==4.6.0"]
+# ///
+"""ms-swift 4.6.0: the plugin of docs/frameworks.md, through `sft_main` and `rlhf_main`, on a CPU.
+
+Environment: the packages of the header. ms-swift accepts transformers below 5.20 and TRL below 1.0. No module is a
+stub.
+
+Trains sft (full, LoRA, weights of tokens by `loss_scale`, DFT, losses of channels), and dpo, kto, orpo, simpo and cpo.
+All log the accuracy of tokens or the mean of logits in each step. See hf_common.py for what is compared.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +55,18 @@ def case(name: str, *options: str, real_logits: tuple[str, ...] = ()) -> Case:
     return Case(name, lambda folder, fused: run(folder, fused, *options), real_logits, model="qwen3")
 
 
-SFT, DPO, KTO = (("--dataset", f"{name}.jsonl") for name in ("answers", "pairs", "ratings"))
+SFT, ACTIONS, DPO, KTO = (("--dataset", f"{name}.jsonl") for name in ("answers", "actions", "pairs", "ratings"))
 CASES = [
     case("sft", *SFT),
     case("sft-lora", *SFT, "--tuner_type", "lora"),
-    case("loss-scale", *SFT, "--loss_scale", "default+ignore_empty_think"),
-    case("react", *SFT, "--loss_scale", "default+react"),
-    case("dft", *SFT, "--enable_dft_loss", "true", real_logits=("x",)),
-    case("channel", *SFT, "--enable_channel_loss", "true", real_logits=("x",)),
-    case("dpo", *DPO, "--rlhf_type", "dpo", real_logits=("mean at",)),
-    case("kto", *KTO, "--rlhf_type", "kto", real_logits=("sum at",)),
-    case("orpo", *DPO, "--rlhf_type", "orpo", real_logits=("mean at",)),
-    case("simpo", *DPO, "--rlhf_type", "simpo", real_logits=("mean at",)),
-    case("cpo", *DPO, "--rlhf_type", "cpo", real_logits=("mean at",)),
+    case("loss-scale", *ACTIONS, "--loss_scale", "react"),
+    case("dft", *SFT, "--enable_dft_loss", "true"),
+    case("channel", *SFT, "--enable_channel_loss", "true"),
+    case("dpo", *DPO, "--rlhf_type", "dpo"),
+    case("kto", *KTO, "--rlhf_type", "kto"),
+    case("orpo", *DPO, "--rlhf_type", "orpo"),
+    case("simpo", *DPO, "--rlhf_type", "simpo"),
+    case("cpo", *DPO, "--rlhf_type", "cpo"),
 ]
 
 
@@ -61,6 +78,9 @@ def prepare(folder: Path) -> None:
 
     rows = sums()
     write_rows(folder / "answers.jsonl", [{"messages": talk(row, "chosen"), "channel": "sums"} for row in rows])
+    # The loss scale "react" gives an action the weight 2.
+    actions = [{**row, "chosen": f"Thought: add\nAction: sum\nAction Input: {row['prompt']}\n"} for row in rows]
+    write_rows(folder / "actions.jsonl", [{"messages": talk(row, "chosen")} for row in actions])
     pairs = [{"messages": talk(row, "chosen"), "rejected_response": row["rejected"]} for row in rows]
     write_rows(folder / "pairs.jsonl", pairs)
     ratings = [{"messages": talk(r, ("rejected", "chosen")[i % 2]), "label": bool(i % 2)} for i, r in enumerate(rows)]

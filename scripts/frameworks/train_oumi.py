@@ -1,4 +1,21 @@
-"""oumi on a CPU."""
+# /// script
+# requires-python = "==3.10.*"
+# dependencies = [
+#     "torch==2.9.1", "transformers==5.16.1", "accelerate==1.15.0", "datasets==4.8.5", "peft==0.19.1", "trl==1.6.0",
+#     "aiofiles", "aiohttp", "backoff", "httpx", "jsonlines", "jsonschema", "mlflow-skinny", "numpy<2.4",
+#     "omegaconf==2.4.0.dev4", "packaging", "pandas<3", "pexpect", "pillow", "posthog<8", "protobuf", "pydantic<2.14",
+#     "requests", "rich", "safetensors", "setuptools", "tensorboard", "tqdm", "typer<0.25.2", "wandb<0.26",
+# ]
+# [tool.frameworks]
+# no-deps = ["oumi==0.9", "torchvision==0.24.1"]
+# ///
+"""oumi 0.9: the file of docs/frameworks.md, through the function behind `oumi train`, on a CPU.
+
+Environment: the packages of the header, which oumi accepts, without its launcher and its evaluation. No module is a
+stub.
+
+Trains with the trainer types `HF`, `OUMI`, `TRL_SFT` and `TRL_DPO`. See hf_common.py for what is compared.
+"""
 
 from __future__ import annotations
 

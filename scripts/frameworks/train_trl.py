@@ -1,7 +1,21 @@
-"""TRL's own trainers, of a release before those that this library's trainers need, on a patched model, on a CPU."""
+# /// script
+# requires-python = "==3.10.*"
+# dependencies = [
+#     "torch==2.9.1", "transformers==5.5.4", "accelerate==1.15.0", "datasets==5.2.0", "trl==1.13.0", "peft==0.21.2",
+# ]
+# ///
+"""TRL 1.13.0: its own trainers on a patched model, on a CPU.
+
+Environment: the packages of the header. This release is older than the `Liger*Trainer` classes need.
+
+Trains SFT with `loss_type="nll"`, DPO, KTO, ORPO, SimPO and GRPO. SFT's default, "chunked_nll", is TRL's own fused
+loss, which does not call the head. The trainers that log an entropy read logits for it, and so does GRPO's generation.
+See hf_common.py for what is compared.
+"""
 
 from __future__ import annotations
 
+import importlib
 import sys
 import tempfile
 from pathlib import Path
@@ -12,8 +26,6 @@ from hf_common import Case, main, sums
 
 def run(folder: Path, fused: bool, trainer: str, rows: list[dict[str, Any]], **options: Any) -> None:
     """Train with a trainer of TRL, given by its name."""
-    import importlib
-
     import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,8 +33,7 @@ def run(folder: Path, fused: bool, trainer: str, rows: list[dict[str, Any]], **o
     from liger_chunked import apply_liger_kernel
 
     name = trainer.removesuffix("Trainer")
-    places = [trl, *(importlib.import_module(f"trl.experimental.{x}") for x in (name.lower(),) if not hasattr(trl, trainer))]
-    (place,) = (place for place in places if hasattr(place, trainer))
+    place = trl if hasattr(trl, trainer) else importlib.import_module(f"trl.experimental.{name.lower()}")
     model = AutoModelForCausalLM.from_pretrained(folder / "llama")
     if fused:
         print(apply_liger_kernel(model))
@@ -40,7 +51,9 @@ def run(folder: Path, fused: bool, trainer: str, rows: list[dict[str, Any]], **o
         "gradient_checkpointing": False,
         **options,
     }
-    extra = {"reward_funcs": lambda completions, **kwargs: [float(len(x) % 7) for x in completions]} if name == "GRPO" else {}
+    extra: dict[str, Any] = {}
+    if name == "GRPO":
+        extra["reward_funcs"] = lambda completions, **kwargs: [float(len(x) % 7) for x in completions]
     if name in ("DPO", "KTO"):
         extra["ref_model"] = AutoModelForCausalLM.from_pretrained(folder / "llama")
     getattr(place, trainer)(
@@ -52,7 +65,9 @@ def run(folder: Path, fused: bool, trainer: str, rows: list[dict[str, Any]], **o
     ).train()
 
 
-def case(name: str, trainer: str, rows: list[dict[str, Any]], real_logits: tuple[str, ...] = (), **options: Any) -> Case:
+def case(
+    name: str, trainer: str, rows: list[dict[str, Any]], real_logits: tuple[str, ...] = (), **options: Any
+) -> Case:
     return Case(name, lambda folder, fused: run(folder, fused, trainer, rows, **options), real_logits)
 
 
@@ -62,13 +77,14 @@ RATED = [
     for i, r in enumerate(sums())
 ]
 GRPO = {"num_generations": 4, "max_completion_length": 8, "beta": 0.0, "num_iterations": 2}
+ENTROPY = ("exp at",)  # of `entropy_from_logits`, a metric
 CASES = [
-    case("sft", "SFTTrainer", SFT, ("x",)),
-    case("dpo", "DPOTrainer", sums(), ("x",)),
-    case("kto", "KTOTrainer", RATED, ("x",)),
-    case("orpo", "ORPOTrainer", sums(), ("x",)),
-    case("cpo", "CPOTrainer", sums(), ("x",), loss_type="simpo", cpo_alpha=0.0),
-    case("grpo", "GRPOTrainer", [{"prompt": row["prompt"]} for row in sums()], ("x",), **GRPO),
+    case("sft", "SFTTrainer", SFT, ENTROPY, loss_type="nll"),
+    case("dpo", "DPOTrainer", sums(), ENTROPY),
+    case("kto", "KTOTrainer", RATED, ENTROPY),
+    case("orpo", "ORPOTrainer", sums()),
+    case("simpo", "CPOTrainer", sums(), loss_type="simpo", cpo_alpha=0.0),
+    case("grpo", "GRPOTrainer", [{"prompt": row["prompt"]} for row in sums()], (*ENTROPY, "softmax at"), **GRPO),
 ]
 
 if __name__ == "__main__":
