@@ -3,8 +3,8 @@
 # dependencies = [
 #     "torch==2.14.1", "transformers==5.20.1", "accelerate==1.15.0", "datasets==5.0.1", "peft==0.21.2", "trl==1.14.1",
 #     "addict", "art", "colorama", "einops", "evaluate", "fire", "kernels==0.17.2", "mistral-common", "numba",
-#     "posthog", "pydantic", "python-dotenv", "pyyaml", "requests", "schedulefree", "scipy", "sentencepiece", "setuptools",
-#     "tensorboard", "trackio", "typer", "wandb", "zstandard", "axolotl-contribs-lgpl==0.0.7",
+#     "posthog", "pydantic", "python-dotenv", "pyyaml", "requests", "schedulefree", "scipy", "sentencepiece",
+#     "setuptools", "tensorboard", "trackio", "typer", "wandb", "zstandard", "axolotl-contribs-lgpl==0.0.7",
 #     "axolotl-contribs-mit==0.0.6",
 # ]
 # [tool.frameworks]
@@ -13,7 +13,7 @@
 """Axolotl 0.21.0: the plugin of docs/frameworks.md, through the function behind `axolotl train`, on a CPU.
 
 Environment: the packages of the header, which Axolotl pins, without those that need a GPU (xformers, torchao,
-liger-kernel, flash-linear-attention) and without cloud storage. No module is a stub. AXOLOTL019
+liger-kernel, flash-linear-attention) and without cloud storage. No module is a stub.
 
 Trains sft (plain, packed, LoRA), and dpo, kto, orpo, simpo and grpo, which are trainers of TRL. See hf_common.py for
 what is compared.
@@ -105,7 +105,7 @@ GRPO = {
 }
 CASES = [
     case("sft", datasets=ANSWERS),
-    case("sft-packed", datasets=ANSWERS, sample_packing=True, pad_to_sequence_len=True),
+    case("sft-packed", datasets=ANSWERS, sequence_len=512, sample_packing=True, pad_to_sequence_len=True),
     case("sft-lora", datasets=ANSWERS, adapter="lora", lora_r=8, lora_alpha=16, lora_target_linear=True),
     case("dpo", ("x",), rl="dpo", datasets=PAIRS),
     case("kto", ("x",), rl="kto", datasets=RATINGS, remove_unused_columns=False),

@@ -15,13 +15,16 @@ logits. See hf_common.py for what is compared.
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from hf_common import ROOT, Case, main, sums
+from hf_common import Case, main, sums
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def rows(folder: Path) -> Any:
@@ -39,8 +42,6 @@ def rows(folder: Path) -> Any:
 
 def run(folder: Path, fused: bool, package: str, *, patch: bool, **options: Any) -> None:
     """Train with a cross entropy on logits, as `training_step` had it before."""
-    import importlib
-
     import torch
     import torch.nn.functional as F
     from transformers import AutoModelForCausalLM
@@ -92,12 +93,10 @@ def example_dpo(folder: Path, fused: bool) -> None:
     import torch.nn.functional as F
     from torch.utils.data import DataLoader
 
-    sys.path.insert(0, str(ROOT / "examples"))
-    example = runpy.run_path(str(ROOT / "examples" / "lightning_module.py"))
-    toy = __import__("toy")
+    sys.path.insert(0, str(EXAMPLES))
+    toy = importlib.import_module("toy")
+    example = runpy.run_path(str(EXAMPLES / "lightning_module.py"))
     model, tokenizer = toy.tiny_model(), toy.byte_tokenizer()
-    # Another policy than the reference, so that the first loss is not log(2).
-    torch.manual_seed(1)
 
     class Eager(example["DPO"]):  # type: ignore[misc]
         def logps(self, model: Any, batch: Any) -> Any:

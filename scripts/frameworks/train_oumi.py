@@ -86,10 +86,10 @@ def case(name: str, trainer_type: str, data: dict[str, Any], real_logits: tuple[
 SFT = {"dataset_name": "text_sft_jsonl", "dataset_path": "answers.jsonl"}
 DPO = {"dataset_name": "dpo_jsonl", "dataset_path": "pairs.jsonl"}
 CASES = [
-    case("hf", "hf", SFT),
-    case("oumi", "oumi", SFT),
-    case("trl-sft", "trl_sft", SFT, ("x",)),
-    case("trl-dpo", "trl_dpo", DPO, ("x",)),
+    case("hf", "HF", SFT),
+    case("oumi", "OUMI", SFT),
+    case("trl-sft", "TRL_SFT", SFT, ("x",)),
+    case("trl-dpo", "TRL_DPO", DPO, ("x",)),
 ]
 
 
