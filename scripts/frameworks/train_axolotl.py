@@ -97,6 +97,16 @@ PAIRS = [{"path": "pairs.jsonl", "ds_type": "json", "split": "train", "type": "c
 TALKS = [{"path": "talks.jsonl", "ds_type": "json", "type": "orpo.chat_template"}]
 RATINGS = [{"path": "ratings.jsonl", "ds_type": "json", "split": "train", "type": "chatml.argilla"}]
 QUESTIONS = [{"path": "questions.jsonl", "ds_type": "json", "split": "train", "type": "axolotl_rewards.transform"}]
+LORA = {
+    "adapter": "lora",
+    "lora_r": 8,
+    "lora_alpha": 16,
+    "lora_target_linear": True,
+    # Axolotl's kernels for LoRA need a GPU.
+    "lora_mlp_kernel": False,
+    "lora_qkv_kernel": False,
+    "lora_o_kernel": False,
+}
 GRPO = {
     "reward_funcs": ["axolotl_rewards.length"],
     "num_generations": 4,
@@ -106,7 +116,7 @@ GRPO = {
 CASES = [
     case("sft", datasets=ANSWERS),
     case("sft-packed", datasets=ANSWERS, sequence_len=512, sample_packing=True, pad_to_sequence_len=True),
-    case("sft-lora", datasets=ANSWERS, adapter="lora", lora_r=8, lora_alpha=16, lora_target_linear=True),
+    case("sft-lora", datasets=ANSWERS, **LORA),
     case("dpo", ("x",), rl="dpo", datasets=PAIRS),
     case("kto", ("x",), rl="kto", datasets=RATINGS, remove_unused_columns=False),
     case("orpo", ("x",), rl="orpo", datasets=TALKS, chat_template="chatml", remove_unused_columns=False),

@@ -88,7 +88,7 @@ CASES = [
     case("checkpointing", gradient_checkpointing=True),
     case("lora", lora=True),
     case("own-loss", own=True),
-    case("label-smoothing", real_logits=("label_smoothing",), label_smoothing_factor=0.1),
+    case("label-smoothing", real_logits=("__neg__ at",), label_smoothing_factor=0.1),
 ]
 
 if __name__ == "__main__":
