@@ -113,15 +113,16 @@ GRPO = {
     "max_completion_length": 8,
     "use_vllm": False,
 }
+ENTROPY = ("exp at",)  # of `entropy_from_logits` of TRL, a metric
 CASES = [
     case("sft", datasets=ANSWERS),
     case("sft-packed", datasets=ANSWERS, sequence_len=512, sample_packing=True, pad_to_sequence_len=True),
     case("sft-lora", datasets=ANSWERS, **LORA),
-    case("dpo", ("x",), rl="dpo", datasets=PAIRS),
-    case("kto", ("x",), rl="kto", datasets=RATINGS, remove_unused_columns=False),
-    case("orpo", ("x",), rl="orpo", datasets=TALKS, chat_template="chatml", remove_unused_columns=False),
-    case("simpo", ("x",), rl="simpo", datasets=PAIRS),
-    case("grpo", ("x",), rl="grpo", datasets=QUESTIONS, trl=GRPO),
+    case("dpo", ENTROPY, rl="dpo", datasets=PAIRS),
+    case("kto", ENTROPY, rl="kto", datasets=RATINGS, remove_unused_columns=False),
+    case("orpo", rl="orpo", datasets=TALKS, chat_template="chatml", remove_unused_columns=False),
+    case("simpo", rl="simpo", datasets=PAIRS),
+    case("grpo", (*ENTROPY, "softmax at"), rl="grpo", datasets=QUESTIONS, trl=GRPO),
 ]
 
 

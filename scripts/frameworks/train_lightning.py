@@ -53,7 +53,8 @@ def run(folder: Path, fused: bool, package: str, *, patch: bool, **options: Any)
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = AutoModelForCausalLM.from_pretrained(folder / "llama")
+            # Lightning keeps the mode of each module, and `from_pretrained` returns a model in evaluation mode.
+            self.model = AutoModelForCausalLM.from_pretrained(folder / "llama").train()
             if fused:
                 if patch:
                     print(apply_liger_kernel(self.model))
