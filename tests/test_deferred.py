@@ -356,6 +356,21 @@ def test_work_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counter.get_total_flops() == 3 * 2 * n * h * v
 
 
+def test_metrics_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What trainers log takes a pass over the head and no logits, with a gradient or without."""
+    monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
+    n, h, v = 256, 32, 1009
+    head, x = nn.Linear(h, v), torch.randn(4, n // 4, h).requires_grad_()
+    defer_logits(head, logits_budget=4 * v * 20)
+    for use in (lambda z: z.argmax(-1), lambda z: z.mean(-1), lambda z: z[:2].mean(), lambda z: z.nansum()):
+        memory = Memory()
+        memory.expect(x, *head.parameters())
+        with memory, FlopCounterMode(display=False) as counter:
+            use(head(x))
+        assert memory.largest <= 4 * v * h  # a float32 copy of the weight; logits are 8 times as large
+        assert counter.get_total_flops() <= 2 * n * h * v
+
+
 COPIES: dict[str, Any] = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
 
 
