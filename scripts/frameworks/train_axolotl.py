@@ -94,7 +94,7 @@ def case(name: str, real_logits: tuple[str, ...] = (), **options: Any) -> Case:
 PACKAGES = ("axolotl", "torch", "transformers", "trl", "peft")
 ANSWERS = [{"path": "answers.jsonl", "ds_type": "json", "type": "alpaca"}]
 PAIRS = [{"path": "pairs.jsonl", "ds_type": "json", "split": "train", "type": "chatml.intel"}]
-TALKS = [{"path": "talks.jsonl", "ds_type": "json", "type": "orpo.chat_template"}]
+TALKS = [{"path": "talks.jsonl", "ds_type": "json", "type": "chat_template.argilla"}]
 RATINGS = [{"path": "ratings.jsonl", "ds_type": "json", "split": "train", "type": "chatml.argilla"}]
 QUESTIONS = [{"path": "questions.jsonl", "ds_type": "json", "split": "train", "type": "axolotl_rewards.transform"}]
 LORA = {
@@ -121,7 +121,7 @@ CASES = [
     case("dpo", ENTROPY, rl="dpo", datasets=PAIRS),
     case("kto", ENTROPY, rl="kto", datasets=RATINGS, remove_unused_columns=False),
     case("orpo", rl="orpo", datasets=TALKS, chat_template="chatml", remove_unused_columns=False),
-    case("simpo", rl="simpo", datasets=PAIRS),
+    case("simpo", rl="simpo", simpo_gamma=0.5, datasets=PAIRS),
     case("grpo", (*ENTROPY, "softmax at"), rl="grpo", datasets=QUESTIONS, trl=GRPO),
 ]
 
