@@ -131,10 +131,16 @@ FUSED: dict[str, Callable[[Any], Tensor]] = {
     "nll_loss": lambda z: F.nll_loss(F.log_softmax(z.view(-1, V), -1), Y.view(-1)),
     "gather, logsumexp": lambda z: z.gather(-1, IDS[..., None])[..., 0] - z.logsumexp(-1),
     "logsumexp": lambda z: torch.logsumexp(z[:, 1:], dim=-1, keepdim=True),
+    "argmax": lambda z: z[:, 1:].logsumexp(-1, keepdim=True) + z[:, 1:].argmax(-1, keepdim=True),
+    "argmax, function": lambda z: (torch.argmax(-2 * z, dim=-1) + torch.logsumexp(z, 2)),
+    "mean": lambda z: z[Y != -100].mean(-1).sum() + torch.mean(z),
+    "mean of a softcap": lambda z: (torch.tanh(z / 3.0) * 3.0).mean(),
+    "sums": lambda z: z.sum(-1) + z.sum(dim=2) + torch.sum(z[1:, :2]),
+    "nansum": lambda z: z[:, 1:].nansum() + z.nansum(-1).cos(),
     "selective log softmax": lambda z: selective_log_softmax(z, IDS),
     "rows of log softmax": lambda z: rows_of_log_softmax(z, IDS),
     "selective log softmax at a temperature": lambda z: selective_log_softmax(z / 0.7, IDS),
-    "mean": lambda z: (z[:, :-1] / 0.7).mean(-1),
+    "mean of a slice": lambda z: (z[:, :-1] / 0.7).mean(-1),
     "index_select": lambda z: z.index_select(0, IDS[0, :2] % B).logsumexp(-1),
     "index_select, function": lambda z: torch.index_select(z, 1, IDS[0] % T).mean(-1),
     "mean, function": lambda z: torch.mean(z.view(-1, V), dim=1, keepdim=True),
@@ -164,6 +170,9 @@ REAL: dict[str, Callable[[Any], Tensor]] = {
     "fewer rows of an index": lambda z: z.gather(-1, IDS[:, :2, None]),
     "einsum": lambda z: torch.einsum("btv,btv->bt", z, z),
     "cat": lambda z: torch.cat([z, z], 1),
+    "mean of rows": lambda z: z.mean(1).sum(0) + z.sum((0, 1)) + z.sum(0).mean(0),
+    "mean of fewer classes": lambda z: z.transpose(1, 2).mean(-1).sum(-1),
+    "sums in another dtype": lambda z: z.sum(dtype=torch.float64) + z.mean(-1, dtype=torch.float64),
     "out": lambda z: torch.mean(z) + torch.logsumexp(z.detach(), -1, out=torch.empty(0, dtype=torch.float64)).mean(),
     "max": lambda z: z.max(-1).values,
     "argmax of all": lambda z: z.sum(-1) + z.argmax(),
@@ -217,6 +226,11 @@ OF_DTYPE: dict[str, Callable[[Any], Tensor]] = {
     "nll_loss": lambda z: F.nll_loss(F.log_softmax(z.view(-1, V), -1), Y.view(-1)),
     "gather": lambda z: z.gather(-1, IDS[..., None]),
     "logsumexp": lambda z: z.logsumexp(-1),
+    "mean": lambda z: z.mean(-1),
+    "mean of all": lambda z: z.mean(),
+    "sum": lambda z: z.sum(-1),
+    "sum in float32": lambda z: z.sum(-1, keepdim=True, dtype=torch.float32),
+    "nansum": lambda z: z.nansum(),
 }
 
 
@@ -349,6 +363,21 @@ def test_work_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with FlopCounterMode(display=False) as counter:
         F.cross_entropy(head(x).view(-1, v), target.view(-1)).backward()
     assert counter.get_total_flops() == 3 * 2 * n * h * v
+
+
+def test_metrics_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What trainers log takes a pass over the head and no logits, with a gradient or without."""
+    monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
+    n, h, v = 256, 32, 1009
+    head, x = nn.Linear(h, v), torch.randn(4, n // 4, h).requires_grad_()
+    defer_logits(head, logits_budget=4 * v * 20)
+    for use in (lambda z: z.argmax(-1), lambda z: z.mean(-1), lambda z: z[:2].mean(), lambda z: z.nansum()):
+        memory = Memory()
+        memory.expect(x, *head.parameters())
+        with memory, FlopCounterMode(display=False) as counter:
+            use(head(x))
+        assert memory.largest <= 4 * v * h  # a float32 copy of the weight; logits are 8 times as large
+        assert counter.get_total_flops() <= 2 * n * h * v
 
 
 COPIES: dict[str, Any] = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
@@ -837,6 +866,7 @@ def test_a_metric_without_grad_does_not_take_the_gradient_of_the_loss() -> None:
         lambda z: z.logsumexp(-1),
         lambda z: z.gather(-1, IDS[..., None]),
         lambda z: z.argmax(-1),
+        lambda z: z.mean(),
         lambda z: z.softmax(-1),
     ):
         for mode in (torch.no_grad, torch.inference_mode):

@@ -94,8 +94,8 @@ class DeferredLogits(StandIn):
 
     A head returns it to a model's forward while `defer_logits` or `apply_liger_kernel` is active. The forward uses it
     like a tensor: `shape`, `dtype` and `device` are known. Slices and views of rows, casts, products with
-    numbers, `tanh`, and an added bias are recorded. `F.cross_entropy`, `F.nll_loss` of `log_softmax`, and `gather`
-    with `log_softmax` or `logsumexp` are fused, as are `mean` and `argmax` over the vocabulary: no logits exist. Every
+    numbers, `tanh`, and an added bias are recorded. `F.cross_entropy`, `F.nll_loss` of `log_softmax`, `gather` with
+    `log_softmax` or `logsumexp`, `argmax`, and the mean or sum over the vocabulary are fused: no logits exist. Every
     other use gets the real logits: right, computed once, at the price of their memory; a line in the log names the
     first such use.
 
@@ -546,11 +546,36 @@ class DeferredLogits(StandIn):
         lse = self._statistic("lse").to(result_dtype("logsumexp", self.dtype, self.device.type))
         return lse[..., None] if keepdim else lse
 
+    # Metrics that trainers log in each step: with real logits they would take more memory than the loss.
+
     def mean(self, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-        if isinstance(dim, int) and self._fuses(dim) and not self._recorded.normalized and dtype is None:
-            mean = self._statistic("mean_logits").to(self.dtype)
-            return mean[..., None] if keepdim else mean
-        return self.asked("mean").mean(dim, keepdim, dtype=dtype)
+        return self._reduced("mean", dim, keepdim, dtype)
+
+    def sum(self, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+        return self._reduced("sum", dim, keepdim, dtype)
+
+    def nansum(self, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+        total = self._reduced("sum", dim, keepdim, dtype)
+        if total.isfinite().all():
+            return total
+        return torch.nansum(self.asked("nansum"), dim, keepdim, dtype=dtype)
+
+    def _reduced(self, name: str, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Any:
+        """Return the mean or the sum over the vocabulary (`dim` -1) or over everything (`dim` None)."""
+        of_ids = isinstance(dim, int)
+        takes_dtype = dtype is None or (dtype == torch.float32 and self.dtype != torch.float64)
+        fuses = (of_ids or (dim is None and not keepdim)) and self._fuses(dim)
+        if not fuses or not takes_dtype or self._recorded.normalized or self.shape.numel() == 0:
+            real = self.asked(name)
+            if dim is None and not keepdim:
+                return getattr(real, name)(dtype=dtype)
+            return getattr(real, name)(dim, keepdim, dtype=dtype)
+        means = self._statistic("mean_logits")
+        result = means if of_ids else means.mean()
+        if name == "sum":
+            result = result * (self._vocabulary if of_ids else self.numel())
+        result = result.to(result_dtype(name, self.dtype, self.device.type) if dtype is None else dtype)
+        return result[..., None] if keepdim else result
 
     def argmax(self, dim: int | None = None, keepdim: bool = False) -> Any:
         # Real logits round after each scale, which can make the largest two equal.
@@ -793,8 +818,8 @@ def _inverse(x: float) -> float:
 # Names of torch's functions that have a method here: the function calls it with its own arguments.
 _METHODS = frozenset(
     "add argmax bfloat16 chunk clone contiguous detach div divide double flatten float gather half index_select "
-    "log_softmax logsumexp mean mul multiply narrow numel permute reshape split squeeze tanh to transpose true_divide "
-    "type_as unbind unsqueeze view".split()
+    "log_softmax logsumexp mean mul multiply nansum narrow numel permute reshape split squeeze sum tanh to transpose "
+    "true_divide type_as unbind unsqueeze view".split()
 )
 
 

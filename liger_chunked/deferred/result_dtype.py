@@ -14,6 +14,8 @@ _FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "nll_loss": F.nll_loss,
     "log_softmax": lambda logits, target: F.log_softmax(logits, -1),
     "logsumexp": lambda logits, target: logits.logsumexp(-1),
+    "mean": lambda logits, target: logits.mean(-1),
+    "sum": lambda logits, target: logits.sum(-1),
 }
 
 
