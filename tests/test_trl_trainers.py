@@ -874,10 +874,13 @@ def test_versions(monkeypatch):
 
 @replaces_trls_head
 def test_a_trl_without_fused_heads(tmp_path, monkeypatch):
-    """Trainers that ask for no fused head, as perhaps those of a later TRL: their models have ours all the same."""
+    """Trainers that get no fused head of TRL, as perhaps those of a later one: their models have ours all the same."""
     for kind in KINDS.values():
-        for module in {sys.modules[cls.__module__] for cls in kind.ours().__mro__}:
-            monkeypatch.delattr(module, "add_fused_lm_head", raising=False)
+        for module in {sys.modules[cls.__module__] for cls in kind.stock().__mro__}:
+            if "add_fused_lm_head" in vars(module):
+                monkeypatch.setattr(module, "add_fused_lm_head", lambda *args, **kwargs: None)
+    monkeypatch.setattr(heads, "_THEIRS", None)
+    monkeypatch.setattr(heads, "_head_of", lambda name, module: None)
     trainer = build(tmp_path, "DPO", ours=True)
     ids = torch.tensor([[5, 6, 7]])
     for model in (trainer.model, trainer.ref_model):

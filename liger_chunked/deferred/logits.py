@@ -250,6 +250,7 @@ class DeferredLogits(StandIn):
 
     def asked(self, name: str) -> Tensor:
         """Return the real logits, and say in the log, once for each place, that `name` needed them."""
+        self._check_reader()
         if self._call.real is None:
             self._call.asked_by = _log_use(self, name)
         if _is_in_place(name):
@@ -258,6 +259,29 @@ class DeferredLogits(StandIn):
                 if (other := reference()) is not None:
                     other.tensor()
         return self.tensor()
+
+    def _check_reader(self) -> None:
+        """Raise RuntimeError inside the forward of a custom function of autograd, which would lose the gradient.
+
+        `custom_functions.py` gives them real logits. Since torch 2.14 it cannot do so for a `MyFunction.apply` that was
+        kept as an attribute before the first head deferred.
+        """
+        if torch.is_grad_enabled() or not self.requires_grad:
+            return
+        frame = sys._getframe(1)
+        while (caller := frame.f_back) is not None:
+            frame, names = caller, caller.f_code.co_varnames[: caller.f_code.co_argcount]
+            context = frame.f_locals.get(names[0]) if len(names) > 1 else None
+            if not isinstance(context, torch.autograd.function.FunctionCtx):
+                continue
+            function: Any = getattr(type(context), "_forward_cls", type(context))
+            of_torch = function.__module__.startswith("torch.")  # a checkpoint runs the code again, with gradients
+            if not of_torch and any(type(frame.f_locals.get(name)) is DeferredLogits for name in names):
+                raise RuntimeError(
+                    f"{function.__name__}.forward got logits that are not computed, and their gradient would be lost: "
+                    f"its apply was kept before a head deferred. Write {function.__name__}.apply where it is called, "
+                    "or pass logits.tensor()"
+                )
 
     # Recorded operations
 
@@ -659,6 +683,7 @@ class DeferredLogits(StandIn):
                 shape = None if shape is None else rows.shape[:-1]
             return compute(head, rows, shape)
 
+        self._check_reader()
         for origin in self._origins():
             origin._check_captured()
         with torch.set_grad_enabled(self._wants_grad):
