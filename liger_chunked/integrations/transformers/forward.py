@@ -270,7 +270,8 @@ def _named(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
         raise TypeError(f"{type(model).__name__} takes {len(names)} positional arguments, got {len(args)}")
     if twice := [name for name in names[: len(args)] if name in kwargs]:
         raise TypeError(f"{type(model).__name__} got multiple values for argument {twice[0]!r}")
-    return (), dict(zip(names, args, strict=False)) | kwargs
+    # Dynamo of torch 2.9 cannot trace `strict=False`.
+    return (), dict(zip(names, args)) | kwargs  # noqa: B905
 
 
 class _LossCall(_Plan):
