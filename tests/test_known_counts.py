@@ -75,12 +75,13 @@ class Waits(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.of_torch = in_quantile()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
         indices = args[1] if name.startswith("index") and len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
         by_mask = any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in indices)
-        if (name in self.NAMES and name not in in_quantile()) or by_mask:
+        if (name in self.NAMES and name not in self.of_torch) or by_mask:
             self.found.append(str(function))
         return function(*args, **kwargs or {})
 
