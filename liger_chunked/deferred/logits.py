@@ -586,6 +586,13 @@ class DeferredLogits(StandIn):
 
     def _reduced(self, name: str, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Any:
         """Return the mean or the sum over the vocabulary (`dim` -1) or over everything (`dim` None)."""
+        if self.shape.numel() == 0 and not self.is_computed and not self._wants_grad:
+            nothing = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            return (
+                getattr(nothing, name)(dtype=dtype)
+                if dim is None
+                else getattr(nothing, name)(dim, keepdim, dtype=dtype)
+            )
         of_ids = isinstance(dim, int)
         takes_dtype = dtype is None or (dtype == torch.float32 and self.dtype != torch.float64)
         fuses = (of_ids or (dim is None and not keepdim)) and self._fuses(dim)

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import trl
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 from trl.models.utils import disable_gradient_checkpointing
@@ -234,6 +235,13 @@ class SharedPromptsMixin(LigerTrainerMixin):
         if getattr(parallelism, "cp_size", 1) > 1 or getattr(parallelism, "sp_size", 1) > 1:
             if share_prefix is True:
                 raise ValueError("share_prefix=True needs whole sequences, and parallelism_config splits them")
+            share_prefix = False
+        if heads.reads_logits(type(self), self.models_without_head) and kwargs.get("loss") is None:
+            if share_prefix is True:
+                raise ValueError(
+                    f"share_prefix=True needs loss= with TRL {trl.__version__}, whose own loss reads the logits of whole "
+                    "sequences; TRL 1.15 and later share prompts without it"
+                )
             share_prefix = False
         self.share_prefix = share_prefix
         super().__init__(*args, **kwargs)

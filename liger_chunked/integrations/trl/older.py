@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 from trl.trainer import sft_trainer, utils
+from trl.trainer.sft_config import SFTConfig
 
 from liger_chunked.deferred import DeferredLogits
 from liger_chunked.deferred.request import requested
@@ -47,12 +48,15 @@ _METRICS = ("entropy", "mean_logits", "argmax")
 
 def _log_probs(logits: DeferredLogits, index: Tensor) -> Tensor:
     outputs = ("logps", *_METRICS) if torch.is_grad_enabled() else ("logps",)
-    return logits.statistics(index, *outputs)["logps"]
+    # A copy, because TRL writes zeros into it, and this may be a view that a hook of the head made.
+    return logits.statistics(index, *outputs)["logps"].clone()
 
 
 def _reads_rows(logits: Any, index: Tensor | None = None) -> bool:
     """Whether `logits` is a stand-in, with one id for each row in `index`."""
-    return isinstance(logits, DeferredLogits) and not logits.is_computed and (index is None or index.ndim < logits.ndim)
+    if not isinstance(logits, DeferredLogits) or logits.is_computed:
+        return False
+    return index is None or index.shape == logits.shape[:-1]
 
 
 def _selective_log_softmax(
@@ -139,6 +143,9 @@ class ReadsLogitsMixin(_Trainer):
     """Lets a trainer of TRL 1.13 or 1.14 get stand-ins where it reads logits: in its loss and for its reference."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        for config in (x for x in (*args, kwargs.get("args")) if isinstance(x, SFTConfig)):
+            if config.loss_type == "chunked_nll":
+                config.loss_type = "nll"  # the same loss, and TRL takes an adapter on the head with it
         with _without_chunked_forward():
             super().__init__(*args, **kwargs)
         if getattr(self.args, "loss_type", None) == "chunked_nll":
