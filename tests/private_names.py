@@ -394,6 +394,13 @@ PRIVATE = (
         "dpo_trainer",
     ),
     Private(
+        "_get_per_token_logps_and_entropies _precompute_ref_logps",
+        "TRL before 1.15: trainers",
+        "score rollouts and references from stand-ins",
+        "they are scored from logits",
+        "grpo_trainer",
+    ),
+    Private(
         "_patch_chunked_ce_lm_head",
         "TRL before 1.15: SFTTrainer's module",
         "keep TRL from replacing a model's forward",

@@ -670,6 +670,10 @@ def dpo_trainer() -> None:
     _assert_same_training("DPO", LigerFusedLinearDPOLoss())
 
 
+def grpo_trainer() -> None:
+    _assert_same_training("GRPO")
+
+
 def sft_trainer() -> None:
     _assert_same_training("SFT")
 

@@ -239,8 +239,8 @@ class SharedPromptsMixin(LigerTrainerMixin):
         if heads.reads_logits(type(self), self.models_without_head) and kwargs.get("loss") is None:
             if share_prefix is True:
                 raise ValueError(
-                    f"share_prefix=True needs loss= with TRL {trl.__version__}, whose own loss reads the logits of whole "
-                    "sequences; TRL 1.15 and later share prompts without it"
+                    f"share_prefix=True needs loss= with TRL {trl.__version__}, whose own loss reads the logits of "
+                    "whole sequences; TRL 1.15 and later share prompts without it"
                 )
             share_prefix = False
         self.share_prefix = share_prefix
