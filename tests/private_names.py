@@ -14,6 +14,7 @@ import re
 from collections import defaultdict
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -394,13 +395,6 @@ PRIVATE = (
         "dpo_trainer",
     ),
     Private(
-        "_get_per_token_logps_and_entropies _precompute_ref_logps",
-        "TRL before 1.15: trainers",
-        "score rollouts and references from stand-ins",
-        "they are scored from logits",
-        "grpo_trainer",
-    ),
-    Private(
         "_patch_chunked_ce_lm_head",
         "TRL before 1.15: SFTTrainer's module",
         "keep TRL from replacing a model's forward",
@@ -436,6 +430,16 @@ PRIVATE = (
         "gold_trainer",
     ),
 )
+if tuple(map(int, version("trl").split(".")[:2])) < (1, 15):
+    PRIVATE += (
+        Private(
+            "_get_per_token_logps_and_entropies _precompute_ref_logps",
+            "TRL before 1.15: trainers",
+            "score rollouts and references from stand-ins",
+            "they are scored from logits",
+            "grpo_trainer",
+        ),
+    )
 
 # The names in the source
 

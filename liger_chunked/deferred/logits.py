@@ -274,13 +274,13 @@ class DeferredLogits(StandIn):
             context = frame.f_locals.get(names[0]) if len(names) > 1 else None
             if not isinstance(context, torch.autograd.function.FunctionCtx):
                 continue
-            function: Any = getattr(type(context), "_forward_cls", type(context))
-            of_torch = function.__module__.startswith("torch.")  # a checkpoint runs the code again, with gradients
+            of_torch = frame.f_globals.get("__name__", "").startswith("torch.")  # a checkpoint runs it with gradients
             if not of_torch and any(type(frame.f_locals.get(name)) is DeferredLogits for name in names):
+                function = type(context).__name__.removesuffix("Backward")
                 raise RuntimeError(
-                    f"{function.__name__}.forward got logits that are not computed, and their gradient would be lost: "
-                    f"its apply was kept before a head deferred. Write {function.__name__}.apply where it is called, "
-                    "or pass logits.tensor()"
+                    f"{function}.forward got logits that are not computed, and their gradient would be lost: its apply "
+                    f"was kept before a head deferred. Write {function}.apply where it is called, or pass "
+                    "logits.tensor()"
                 )
 
     # Recorded operations
