@@ -105,8 +105,9 @@ class Tiny:
     def build(self, seed: int = 0) -> PreTrainedModel:
         """Build the model in evaluation mode, with norm weights and biases that differ from their initial values."""
         torch.manual_seed(seed)
-        family = importlib.import_module(f"transformers.models.{self.family}")  # has classes that transformers lacks
-        config = getattr(family, self.config_class)(**self.config)
+        # Has classes that older transformers do not export.
+        configuration = importlib.import_module(f"transformers.models.{self.family}.configuration_{self.family}")
+        config = getattr(configuration, self.config_class)(**self.config)
         model = getattr(transformers, self.model_class)(config).eval()
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():

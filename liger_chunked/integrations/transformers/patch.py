@@ -42,7 +42,7 @@ from liger_chunked.integrations.transformers.patched_class import (
     set_patch,
     stock_class,
 )
-from liger_chunked.integrations.transformers.replaced import ROPES, keep_current_rope
+from liger_chunked.integrations.transformers.replaced import ROPES, keep_rope
 from liger_chunked.integrations.transformers.report import APPLIED, FUSED, Applied
 from liger_chunked.types import budget_bytes, shown
 
@@ -178,7 +178,7 @@ def apply_liger_kernel(
         rebind(model, inner)
         applied.count(FUSED, owner_of(inner).__name__)
     vars(inner)[APPLIED] = applied
-    keep_current_rope(inner)
+    keep_rope(inner, patched=True)
     return applied
 
 
@@ -209,7 +209,7 @@ def revert_liger_kernel(model: nn.Module | str) -> None:
         if not has_causal_loss(inner):
             inner.loss_function = ForCausalLMLoss
     _release(vars(inner).pop(APPLIED, None))
-    keep_current_rope(inner)
+    keep_rope(inner, patched=False)
 
 
 def _revert_family(modeling: ModuleType) -> None:

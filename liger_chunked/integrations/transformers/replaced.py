@@ -100,13 +100,17 @@ def _outside_transforms(ours: Callable[..., Any], stock: Callable[..., Any]) -> 
 ROPES = functools.cache(_Rope)
 
 
-def keep_current_rope(model: torch.nn.Module) -> None:
-    """Let layers that keep a rotary function as an attribute, as in older transformers, keep the current one.
+def keep_rope(model: torch.nn.Module, patched: bool) -> None:
+    """Let layers that keep a rotary function as an attribute, as in older transformers, keep the patched or stock one.
 
     Their forward calls the one of their module. But pickle writes a function as its name, and refuses one that is not
     what its module has under this name.
     """
     for layer in model.modules():
         kept = vars(layer).get("rotary_fn")
-        if kept is not None:
+        if kept is None:
+            continue
+        if patched:
             layer.rotary_fn = getattr(importlib.import_module(kept.__module__), kept.__name__, kept)
+        elif OURS in vars(kept):
+            layer.rotary_fn = kept.__wrapped__
