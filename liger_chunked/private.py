@@ -108,7 +108,7 @@ def has_children(module: nn.Module) -> bool:
 
 
 def is_replica(module: nn.Module) -> bool:
-    """Whether `nn.DataParallel` made this copy of a module: copies have no parameters. Nor has what never had any."""
+    """Whether `nn.DataParallel` made this copy of a module: copies have no parameters. True for all modules without."""
     if HAS_PARTS and module._parameters:
         return False
     return next(module.parameters(), None) is None

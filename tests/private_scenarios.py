@@ -203,7 +203,7 @@ def interpreted() -> None:
 
 
 class Launches:
-    """In place of a jitted kernel and of what it compiles to: counts launches, by Triton or by us."""
+    """Stands for a jitted kernel and its compiled form. Counts launches by Triton and by this library."""
 
     function, packed_metadata = 7, ()
 

@@ -138,6 +138,7 @@ def assert_trains_as_stock(model: PreTrainedModel, fused: bool | None = True, **
         (assert_fused if fused else assert_real_logits)(ours)
     torch.testing.assert_close(ours.loss, stock.loss, rtol=1e-5, atol=0)
     assert_same_gradients(gradients(twin, ours.loss), exact)
+    # float32: patched layers round in other places than stock ones, and a logit near zero is a difference of large terms.
     torch.testing.assert_close(real(ours.logits), stock.logits, rtol=1e-4, atol=1e-5)
 
 
@@ -854,7 +855,9 @@ def llama4() -> PreTrainedModel:
     model = tiny("Llama4ForConditionalGeneration", **LLAMA4)
     try:
         model(**batch())
-    except AttributeError as error:  # transformers 5.24.0 reads a field that the language model's output lacks
+    except AttributeError as error:
+        if "image_outputs" not in str(error):  # transformers 5.24.0 reads it of an output that has no such field
+            raise
         pytest.skip(f"the stock model fails: {error}")
     return model
 
@@ -947,6 +950,7 @@ def test_positional_arguments(cls):
     ids, mask, labels = (arguments[name] for name in ("input_ids", "attention_mask", "labels"))
     stock = model(ids, mask, labels=labels).loss
     apply_liger_kernel(model)
+    # float32: patched layers round in other places, and the fused loss adds in another order.
     torch.testing.assert_close(model(ids, mask, labels=labels, skip_logits=True).loss, stock, rtol=2e-5, atol=0)
     torch.testing.assert_close(model(ids, mask, labels=labels, head_fn=fused), stock, rtol=2e-5, atol=0)
     with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):

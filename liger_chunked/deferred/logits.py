@@ -586,21 +586,16 @@ class DeferredLogits(StandIn):
 
     def _reduced(self, name: str, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Any:
         """Return the mean or the sum over the vocabulary (`dim` -1) or over everything (`dim` None)."""
-        if self.shape.numel() == 0 and not self.is_computed and not self._wants_grad:
-            nothing = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-            return (
-                getattr(nothing, name)(dtype=dtype)
-                if dim is None
-                else getattr(nothing, name)(dim, keepdim, dtype=dtype)
-            )
         of_ids = isinstance(dim, int)
         takes_dtype = dtype is None or (dtype == torch.float32 and self.dtype != torch.float64)
         fuses = (of_ids or (dim is None and not keepdim)) and self._fuses(dim)
-        if not fuses or not takes_dtype or self._recorded.normalized or self.shape.numel() == 0:
-            real = self.asked(name)
-            if dim is None and not keepdim:
-                return getattr(real, name)(dtype=dtype)
-            return getattr(real, name)(dim, keepdim, dtype=dtype)
+        has_no_rows = self.shape.numel() == 0
+        if not fuses or not takes_dtype or self._recorded.normalized or has_no_rows:
+            # A metric of a selection without rows is no reason to compute the logits of all rows.
+            needs_none = has_no_rows and not self.is_computed and not self._wants_grad
+            real = torch.empty(self.shape, dtype=self.dtype, device=self.device) if needs_none else self.asked(name)
+            dims = () if dim is None and not keepdim else (dim, keepdim)
+            return getattr(real, name)(*dims, dtype=dtype)
         means = self._statistic("mean_logits")
         result = means if of_ids else means.mean()
         if name == "sum":
@@ -619,8 +614,7 @@ class DeferredLogits(StandIn):
     def statistics(self, target: Tensor, *outputs: str) -> dict[str, Tensor]:
         """Return statistics of each row, as `linear_token_stats` does, in one pass and without logits.
 
-        Later calls of `logsumexp`, `mean` and `argmax`, on these logits or on rows selected from them, find here what
-        they ask for.
+        Later calls of `logsumexp`, `mean` and `argmax`, on these logits or on rows selected from them, reuse them.
 
         Args:
             target: (...) ids, one for each row of the logits (..., V). None is ignored.
@@ -632,8 +626,7 @@ class DeferredLogits(StandIn):
         Raises:
             ValueError: the vocabulary is not the last dimension, or the logits are computed already (`is_computed`).
         """
-        if not self._fuses() or self._recorded.normalized:
-            raise ValueError(f"statistics are of rows of logits that are not computed yet, got {self!r}")
+        self._check_rows()
         return self._statistics(target, *outputs)
 
     def statistic(self, name: str) -> Tensor:
@@ -642,9 +635,12 @@ class DeferredLogits(StandIn):
         Raises:
             ValueError: as `statistics`.
         """
+        self._check_rows()
+        return self._statistic(name)
+
+    def _check_rows(self) -> None:
         if not self._fuses() or self._recorded.normalized:
             raise ValueError(f"statistics are of rows of logits that are not computed yet, got {self!r}")
-        return self._statistic(name)
 
     def _statistic(self, name: str) -> Tensor:
         known = self._known(name, self._wants_grad)

@@ -1,7 +1,7 @@
 """Trainers of TRL 1.13 and 1.14, which compute log-probabilities and metrics from logits.
 
 From 1.15 on, TRL's trainers ask their model for log-probabilities, and `heads.py` computes these. Before, they read
-`output.logits` and call a few functions of TRL on it. So here the heads defer ([deferred logits](deferred-logits.md)),
+`output.logits` and call a few functions of TRL on it. So here the heads defer (docs/deferred-logits.md),
 and these functions take a stand-in for logits too: one pass gives log-probabilities and what the metrics need later.
 Everything else stays TRL's.
 """
@@ -79,12 +79,11 @@ def _selective_log_softmax_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     if temperature != 1.0:
         logits = logits / temperature
-    log_probs, entropy = _log_probs(logits, index), logits.statistic("entropy")
+    log_probs = _selective_log_softmax(logits, index, row_mask=row_mask)
+    entropy = logits.statistic("entropy")  # of the same pass
     if not entropy_requires_grad:
         entropy = entropy.detach()
-    if row_mask is None:
-        return log_probs, entropy
-    return log_probs.masked_fill(row_mask == 0, 0.0), entropy.masked_fill(row_mask == 0, 0.0)
+    return log_probs, entropy if row_mask is None else entropy.masked_fill(row_mask == 0, 0.0)
 
 
 # Functions of TRL, and what takes their place if the logits are a stand-in.
@@ -109,7 +108,7 @@ def let_functions_take_stand_ins(trainer: type[Any]) -> None:
     for module in {sys.modules[cls.__module__] for cls in trainer.__mro__ if cls.__module__.startswith("trl.")}:
         for name, ours in _FUNCTIONS.items():
             theirs = vars(module).get(name)
-            if theirs is not None and not hasattr(theirs, "__wrapped__"):
+            if theirs is not None and not hasattr(theirs, "__wrapped__"):  # replaced for another trainer
                 setattr(module, name, _taking_stand_ins(theirs, ours))
 
 
@@ -149,7 +148,7 @@ class ReadsLogitsMixin(_Trainer):
         with _without_chunked_forward():
             super().__init__(*args, **kwargs)
         if getattr(self.args, "loss_type", None) == "chunked_nll":
-            self.args.loss_type = "nll"  # the same loss, of the model's own forward
+            self.args.loss_type = "nll"  # a trainer without a config makes its own
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         with _deferring():
