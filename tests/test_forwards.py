@@ -138,7 +138,7 @@ def assert_trains_as_stock(model: PreTrainedModel, fused: bool | None = True, **
         (assert_fused if fused else assert_real_logits)(ours)
     torch.testing.assert_close(ours.loss, stock.loss, rtol=1e-5, atol=0)
     assert_same_gradients(gradients(twin, ours.loss), exact)
-    # float32: patched layers round in other places than stock ones, and a logit near zero is a difference of large terms.
+    # float32: patched layers round in other places, and a logit near zero is a difference of large terms.
     torch.testing.assert_close(real(ours.logits), stock.logits, rtol=1e-4, atol=1e-5)
 
 
