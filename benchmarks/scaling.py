@@ -18,8 +18,7 @@ import torch
 
 from benchmarks.harness import OURS, RESULTS
 from benchmarks.report import Run, by_age, load
-from liger_chunked.engine.plan import budget_elements, pieces
-from liger_chunked.types import LogitOptions
+from liger_chunked.engine.cutting import Budget, pieces
 
 PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
 FLOAT32, FLOAT64, INT64 = 4, 8, 8  # bytes
@@ -147,7 +146,7 @@ class Memory(NamedTuple):
 def memory(n: int, v: int, h: int, ranks: int, dtype: torch.dtype = DTYPE) -> Memory:
     """Return what a cross entropy step of n tokens holds: automatic budget, everything trainable."""
     rows = -(-v // ranks)
-    chunk = pieces(n, budget_elements(LogitOptions(), (rows, h), dtype, n, dtype.itemsize) // rows)[0].stop
+    chunk = pieces(n, Budget(None, rows, h, dtype.itemsize).logits(n, dtype.itemsize) // rows)[0].stop
     weight = rows * h * dtype.itemsize
     return Memory(
         weight=weight,

@@ -12,14 +12,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from liger_chunked.engine import Group, Layout, LossWeights, Teacher, TopK, linear_token_stats, token_stats
-from liger_chunked.engine.distillation import Route, distillation_step
+from liger_chunked.engine import Group, Layout, LossWeights, Teacher, TopK, choose, linear_token_stats, token_stats
+from liger_chunked.engine.choose import logit_bytes
+from liger_chunked.engine.distillation import DistillationStep, Route, distillation_step
 from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.hooks import isolated
-from liger_chunked.engine.plan import Plan, logit_bytes
-from liger_chunked.engine.step import Step, run_step
+from liger_chunked.engine.step import StatisticsStep, run_step
 from liger_chunked.kernels.backend import has_wide_tiles, wide_tiles
 from liger_chunked.losses import (
     LigerFusedLinearCrossEntropyLoss,
@@ -138,7 +138,7 @@ def estimate_memory(
         elif isinstance(loss, StatsLoss) and not (
             isinstance(loss, LigerFusedLinearCrossEntropyLoss) and loss.reduction == "none"
         ):
-            plan = Plan.of_loss(
+            plan = choose.for_loss(
                 head,
                 layout,
                 compute_dtype,
@@ -152,7 +152,7 @@ def estimate_memory(
             def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
                 return functools.reduce(torch.add, (getattr(stats, name).sum() for name in plan.differentiates))
 
-            _differentiate(run_step(Step(plan, objective, plan.make_pass), head, input)[0], head, input)
+            _differentiate(run_step(StatisticsStep(plan, objective), head, input)[0], head, input)
         else:
             stats = token_stats(head, input, layout, ("logps",), options, dtype=compute_dtype, wide_tiles=wide_tiles)
             assert stats.logps is not None
@@ -270,7 +270,7 @@ def _distillation(
     options: LogitOptions,
     given_teacher: tuple[LossHead, Tensor] | None,
     teacher_top_k: int | None,
-) -> Step:
+) -> DistillationStep:
     teacher = None
     route: Route
     if given_teacher is not None:

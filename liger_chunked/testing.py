@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from liger_chunked.eager.token_stats import logits, token_stats
 from liger_chunked.engine import Layout
-from liger_chunked.engine.batch import Chunk
+from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.step import LinearObjective, Objective
 from liger_chunked.losses import (
     LigerFusedLinearCrossEntropyLoss,

@@ -17,7 +17,7 @@ import os
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ import pytest
 import torch
 from fresh_process import FreshProcesses
 
-from liger_chunked.engine import stats, step
+from liger_chunked.engine import cutting, stats, step
 from liger_chunked.kernels import backend
 
 
@@ -180,6 +180,23 @@ def fresh_process() -> Iterator[FreshProcesses]:
     processes = FreshProcesses()
     yield processes
     processes.close()
+
+
+@pytest.fixture
+def cut_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Set constants of `engine.cutting`, such as `cut_with(ROUND=4)`. Cuts made with others are forgotten."""
+
+    def forget() -> None:
+        for cached in (cutting.chunks_of_tokens, cutting.tiles, cutting.whole_rows):
+            cached.cache_clear()
+
+    def cut(**constants: int) -> None:
+        for name, value in constants.items():
+            monkeypatch.setattr(cutting, name, value)
+        forget()
+
+    yield cut
+    forget()
 
 
 @pytest.fixture

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from table import SMALL, evaluate, relative_error, students
 from test_distillation import LOSSES, SOFT, SymmetricKL
 
-from liger_chunked import LogitOptions
-from liger_chunked.engine import plan
+from liger_chunked.engine import cutting
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
 
 
-def test_blocks_of_a_chunk(monkeypatch):
+def test_blocks_of_a_chunk(monkeypatch, cut_with):
     """Each gradient takes one product, for any number of teacher blocks."""
     batch = students(SMALL, seed=0)
     losses = {**LOSSES, "one's own": SymmetricKL(**SOFT)}
     whole = {name: evaluate(lambda b, loss=loss: loss(**b)[0], batch) for name, loss in losses.items()}
-    for name in ("FEWEST_TEACHER_TOKENS", "TEACHER_TOKENS", "TEACHER_VOCAB"):
-        monkeypatch.setattr(plan, name, 4)
+    cut_with(FEWEST_TEACHER_TOKENS=4, TEACHER_TOKENS=4, TEACHER_VOCAB=4)
     projected, added = [], []
     project, add = HeadPass.project, HeadGradients.add
 
@@ -49,15 +46,14 @@ def test_blocks_of_a_chunk(monkeypatch):
 @pytest.mark.parametrize("beside", [0, 2, 34])  # nothing, a teacher's logits, a user-defined divergence
 def test_chunk_and_block_are_within_the_budget(beside, budget, vocab):
     n = 8192 * 151936 // vocab
-    options, shape = LogitOptions(logits_budget=budget), torch.Size((vocab, 1536))
-    tokens, block = plan.chunk_and_tile(options, shape, torch.bfloat16, n, 2 + beside, wants_weight=True)
+    tokens, block = cutting.chunk_and_tile(cutting.Budget(budget, vocab, 1536, 2), n, 2 + beside, wants_weight=True)
     assert 1 <= block <= tokens
     held = vocab * (2 * tokens + beside * block)
     if budget is not None:
         assert block == tokens == 1 or held <= budget
         assert tokens == 1 or beside == 0 or held > budget - vocab * (2 + beside)
     else:
-        assert held <= 1.5 * plan.ONE_CHUNK
+        assert held <= 1.5 * cutting.ONE_CHUNK
         assert tokens >= n or beside == 34
     if beside == 2:
         assert block == tokens or block * vocab >= 512 * 128000, "of a small vocabulary as many logits"
@@ -65,7 +61,6 @@ def test_chunk_and_block_are_within_the_budget(beside, budget, vocab):
 
 def test_a_frozen_head_holds_no_more_for_fewer_chunks():
     """A frozen head has no weight gradient to accumulate, so larger chunks gain nothing."""
-    shape, options = torch.Size((151936, 1536)), LogitOptions()
     for n in (5000, 8192, 16384):
-        frozen = plan.chunk_and_tile(options, shape, torch.bfloat16, n, 4, wants_weight=False)
+        frozen = cutting.chunk_and_tile(cutting.Budget(None, 151936, 1536, 2), n, 4, wants_weight=False)
         assert frozen == (4096, 4096)

@@ -22,8 +22,7 @@ from liger_chunked import (
     eager,
     estimate_memory,
 )
-from liger_chunked.engine import epilogue, gradients, step
-from liger_chunked.engine import plan as cut
+from liger_chunked.engine import choose, cutting, epilogue, gradients, step
 from liger_chunked.engine.batch import lay_out_every
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.kernels import backend, projection, target_rows
@@ -281,7 +280,7 @@ def served(change: dict) -> bool:
         "class_weight": None,
         "outputs": OUTPUTS,
         "differentiates": ("logps", "lse"),
-        "chunks": [cut.tiles(3, 16, 64)] * 2,
+        "chunks": [cutting.tiles(3, 16, 64)] * 2,
     }
     arguments |= change
     return epilogue.serves(**{"dtype": arguments["head"].weight.dtype} | arguments)
@@ -302,7 +301,7 @@ REFUSED = {
     "class-weight": {"class_weight": torch.ones(16)},
     "argmax": {"outputs": ("logps", "argmax")},
     "entropy-in-the-loss": {"differentiates": ("logps", "entropy")},
-    "slices": {"chunks": [cut.tiles(3, 16, 8)]},
+    "slices": {"chunks": [cutting.tiles(3, 16, 8)]},
 }
 
 
@@ -353,7 +352,7 @@ def test_the_automatic_budget(change, tokens, monkeypatch):
 
 def test_chunks_in_the_place_of_one_chunk_are_large():
     def several(*tokens: int, vocab_size: int = 1 << 18) -> bool:
-        chunks = [cut.tiles(n, vocab_size, 1 << 40) for n in tokens]
+        chunks = [cutting.tiles(n, vocab_size, 1 << 40) for n in tokens]
         return epilogue.instead_of_one_chunk(chunks, hidden_size=1024)
 
     assert several(4096, 4096) and several(3584, 4096, 4096)
@@ -366,7 +365,7 @@ def test_chunks_in_the_place_of_one_chunk_are_large():
 def test_a_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypatch):
     monkeypatch.setattr(epilogue, "SMALLEST", SMALLEST)
     weight = torch.empty(896, 151936, dtype=torch.bfloat16, device="meta").t()
-    plan = cut.Plan.of_loss(
+    plan = choose.for_loss(
         LossHead(weight if transposed else weight.contiguous()),
         lay_out_every((8192,)),
         torch.bfloat16,
@@ -383,7 +382,7 @@ def test_small_chunks_are_left_to_the_logits(monkeypatch):
     """Small chunks do not use the epilogue, because the host is the bottleneck: the largest chunk decides."""
     largest = 3 * 16 * 8
     monkeypatch.setattr(epilogue, "SMALLEST", largest)
-    chunks = [cut.tiles(n, 16, 64) for n in (1, 3, 2)]
+    chunks = [cutting.tiles(n, 16, 64) for n in (1, 3, 2)]
     assert served({"chunks": chunks})
     monkeypatch.setattr(epilogue, "SMALLEST", largest + 1)
     assert not served({"chunks": chunks})

@@ -9,7 +9,7 @@ from test_epilogue import BATCHES, HIDDEN, VOCAB, assert_error_is_that_of_eager_
 from torch import Tensor
 
 from liger_chunked import LogitOptions, eager, estimate_memory, linear_token_stats
-from liger_chunked.engine import epilogue, plan
+from liger_chunked.engine import epilogue
 from liger_chunked.engine.batch import Tile
 from liger_chunked.engine.epilogue import StatisticsPass, serves_statistics
 from liger_chunked.kernels import grad_from_exponentials_, projection
@@ -100,12 +100,11 @@ KEPT = {
 @pytest.mark.triton
 @pytest.mark.parametrize("kind", KEPT)
 @pytest.mark.parametrize("wanted", [("logps",), ("logps", "lse", "mean_logits")], ids=["logps", "more"])
-def test_the_last_tile_is_not_projected_again(kind, wanted, device, passes, monkeypatch):
+def test_the_last_tile_is_not_projected_again(kind, wanted, device, passes, monkeypatch, cut_with):
     if (kind, wanted) == ("blocks", ("logps",)):
         pytest.skip("without entropies, one block")
     n, elements, blocks, regions = KEPT[kind]
-    monkeypatch.setattr(plan, "MIN_TILE_COLUMNS", 128)
-    monkeypatch.setattr(plan, "ROUND", 128)
+    cut_with(MIN_TILE_COLUMNS=128, ROUND=128)
     for name in ("FEWEST_TILES", "FEWEST_TILES_OF_ENTROPY"):
         monkeypatch.setattr(epilogue, name, 1)
     kept, found = [], []
@@ -218,10 +217,9 @@ def nearly_certain(device: str) -> Batch:
 
 
 @pytest.mark.triton
-def test_entropy_gradient_near_certainty(device, passes, monkeypatch):
+def test_entropy_gradient_near_certainty(device, passes, cut_with):
     """The last tile, with the certain token, is projected again: the rounding of p would exceed `log p + entropy`."""
-    monkeypatch.setattr(plan, "MIN_TILE_COLUMNS", 128)
-    monkeypatch.setattr(plan, "ROUND", 128)
+    cut_with(MIN_TILE_COLUMNS=128, ROUND=128)
     batch = nearly_certain(device)
     exact = eager.token_stats(**moved(batch, torch.float64), outputs=("entropy",))["entropy"]
     assert 1e-3 < exact.median() < 0.1

@@ -31,7 +31,6 @@ from liger_chunked import (
     estimate_memory,
     linear_token_stats,
 )
-from liger_chunked.engine import plan
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.kernels import backend
@@ -174,9 +173,8 @@ def test_agrees_with_steps_on_a_cpu(row, part, trainable, monkeypatch):
 @pytest.mark.parametrize("trainable", TRAINABLE)
 @pytest.mark.parametrize("part", [1.0, 0.3])
 @pytest.mark.parametrize("row", rows("kl", "jsd", "squared-error"), ids=repr)
-def test_agrees_with_steps_of_several_blocks(row, part, trainable, monkeypatch):
-    for name in ("FEWEST_TEACHER_TOKENS", "TEACHER_TOKENS", "TEACHER_VOCAB"):
-        monkeypatch.setattr(plan, name, 16)
+def test_agrees_with_steps_of_several_blocks(row, part, trainable, monkeypatch, cut_with):
+    cut_with(FEWEST_TEACHER_TOKENS=16, TEACHER_TOKENS=16, TEACHER_VOCAB=16)
     assert_agrees_on_a_cpu(row, part, trainable, monkeypatch, length=160)
 
 

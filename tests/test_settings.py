@@ -29,7 +29,7 @@ from liger_chunked import (
     estimate_memory,
     linear_token_stats,
 )
-from liger_chunked.engine import plan
+from liger_chunked.engine import choose
 from liger_chunked.losses import cpo, dpo, kto
 from liger_chunked.losses.grpo import SurrogateSettings
 
@@ -359,7 +359,7 @@ ROW = 32768 * 4
     ids=["stats", "fused", "distillation"],
 )
 def test_a_budget_of_a_few_rows(call):
-    plan._warn_of_few_rows.cache_clear()
+    choose._warn_once_of_few_rows.cache_clear()
     message = r"holds only 2 rows of logits: a row takes (131072|262144) bytes for a vocabulary of 32768, .* '256MiB'"
     with pytest.warns(UserWarning, match=message):
         call(2 * ROW)
@@ -368,7 +368,7 @@ def test_a_budget_of_a_few_rows(call):
 
 
 def test_a_budget_of_less_than_a_row():
-    plan._warn_of_few_rows.cache_clear()
+    choose._warn_once_of_few_rows.cache_clear()
     sizes = {"vocab_size": 8192, "hidden_size": 8, "shape": (40,)}
     with pytest.warns(UserWarning, match=r"logits_budget=16000 bytes holds less than one row of logits"):
         estimate_memory(LigerFusedLinearCrossEntropyLoss(logits_budget=16000), **sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -10,20 +11,19 @@ from table import Batch, Sizes, evaluate, moved, relative_error, rows
 from torch import Tensor
 
 from liger_chunked import eager, linear_token_stats
-from liger_chunked.engine import plan
+from liger_chunked.engine import cutting
 
 SIZES = Sizes(sequences=4, length=16, hidden=8, vocab=203, ref_hidden=3)
 ELEMENTS = 150
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "MIN_TILE_COLUMNS", 4)
-    monkeypatch.setattr(plan, "ROUND", 4)
+def small(cut_with: Callable[..., None]) -> None:
+    cut_with(MIN_TILE_COLUMNS=4, ROUND=4)
 
 
 def test_tiles_cover_the_logits(small):
-    found = plan.tiles(61, 203, ELEMENTS, square=True)
+    found = cutting.tiles(61, 203, ELEMENTS, square=True)
     times = torch.zeros(61, 203)
     for block, vocab in found:
         times[block, vocab] += 1
@@ -35,8 +35,8 @@ def test_tiles_cover_the_logits(small):
 
 
 def test_few_tokens_are_not_cut():
-    assert all(tile.rows == slice(0, 4000) for tile in plan.tiles(4000, 1 << 17, 1 << 24, square=True))
-    assert len({tile.rows.start for tile in plan.tiles(40000, 1 << 17, 1 << 24, square=True)}) > 1
+    assert all(tile.rows == slice(0, 4000) for tile in cutting.tiles(4000, 1 << 17, 1 << 24, square=True))
+    assert len({tile.rows.start for tile in cutting.tiles(40000, 1 << 17, 1 << 24, square=True)}) > 1
 
 
 @pytest.mark.parametrize("row", rows("stats-logps", "stats-all", "stats-any-order-transformed"), ids=repr)

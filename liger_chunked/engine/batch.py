@@ -6,13 +6,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from liger_chunked.engine.collectives import Values, mapped
+from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.known import Counts, assert_later, check_ids, may_read, on_device
 from liger_chunked.engine.packed import Packing, Sequences
 from liger_chunked.engine.sequence import SequenceSplit
@@ -27,32 +28,6 @@ def joined(parts: Sequence[Values]) -> Values:
     if len(parts) == 1:
         return parts[0]
     return parts[0]._make(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True))
-
-
-class Chunk(NamedTuple):
-    """Consecutive `groups`, and the `rows` of their tokens."""
-
-    rows: slice
-    groups: slice
-
-
-class Tile(NamedTuple):
-    """`rows` of the chunk, and columns `vocab` of its logits."""
-
-    rows: slice
-    vocab: slice
-
-
-def row_blocks(tiles: list[Tile]) -> int:
-    """Return how often a chunk adds to dW."""
-    return sum(tile.vocab.start == 0 for tile in tiles)
-
-
-def largest(tiles: list[Tile]) -> int:
-    if not tiles:
-        return 0
-    rows, vocab = tiles[0]
-    return (rows.stop - rows.start) * (vocab.stop - vocab.start)
 
 
 @dataclass(eq=False)  # not frozen, which would take twice as long
@@ -92,6 +67,11 @@ class Layout:
     def cut_lengths(self) -> Sequence[int] | None:
         """The lengths that decide where chunks end, equal on all ranks."""
         return self.group_lengths
+
+    @property
+    def ranks_cut_alike(self) -> bool:
+        """Whether ranks split sequences and compute the same groups, so that all must cut after the same ones."""
+        return False
 
     @property
     def divisors(self) -> Tensor:
@@ -317,6 +297,10 @@ class SplitLayout(Layout):
     @property
     def cut_lengths(self) -> Sequence[int] | None:
         return self.longest
+
+    @property
+    def ranks_cut_alike(self) -> bool:
+        return self.longest is not None
 
     def _gather(self, dense: Values) -> Values:
         if self.group_lengths is not None:

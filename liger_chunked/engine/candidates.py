@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.batch import Tile, along
+from liger_chunked.engine.batch import along
+from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.known import Counts, assert_later, check_ids, may_read
 from liger_chunked.kernels import LogitsCotangents, logits_grad_
 from liger_chunked.kernels.transform import transform, transform_and_slope

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from liger_chunked.device import IS_NVIDIA, is_capturing, is_on_gpu
-from liger_chunked.engine.batch import Chunk, Layout
+from liger_chunked.engine.batch import Layout
+from liger_chunked.engine.choose import Path, Plan
+from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.gradients import Needs
-from liger_chunked.engine.plan import Plan
 from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.kernels.launch import compiled_together, is_dry
 from liger_chunked.types import HeadTensors
@@ -35,10 +36,15 @@ def compile_ahead(
     layout, weight = plan.layout, head.weight
     if not _applies(input) or is_dry():
         return
-    if plan.shard is not None or plan.filter is not None or plan.candidates is not None or type(layout) is not Layout:
+    if (
+        plan.shard is not None
+        or plan.path is Path.FILTERED
+        or plan.candidates is not None
+        or type(layout) is not Layout
+    ):
         return
     kind = (
-        dry_run, plan.by_epilogue, plan.dtype, plan.outputs, plan.differentiates, plan.options.logits_dtype, needs,
+        dry_run, plan.path, plan.dtype, plan.outputs, plan.differentiates, plan.options.logits_dtype, needs,
         input.device, input.dtype, weight.dtype, weight.shape, None if u is None else u.shape[-1], head.bias is None,
         plan.class_weight is None, layout.rows is None, layout.temperature is None, len(plan.tiles[0]) > 1,
     )  # fmt: skip
@@ -62,4 +68,4 @@ def _first_chunk(plan: Plan) -> Plan:
         rows=None if given.rows is None else given.rows[rows],
         temperature=None if given.temperature is None else given.temperature[rows],
     )
-    return dataclasses.replace(plan, layout=layout, chunks=[Chunk(rows, rows)], tiles=plan.tiles[:1])
+    return dataclasses.replace(plan, layout=layout, chunks=(Chunk(rows, rows),), tiles=plan.tiles[:1])

@@ -5,23 +5,24 @@ The loss is linear in the divergences, so their upstream gradients are known.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from liger_chunked.engine import choose
 from liger_chunked.engine.adapter import apply_down
-from liger_chunked.engine.batch import Layout, Tile, along, joined
+from liger_chunked.engine.batch import Layout, along
 from liger_chunked.engine.checks import compute_dtype
+from liger_chunked.engine.choose import Plan, flattened
+from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
-from liger_chunked.engine.gradients import HeadGradients
-from liger_chunked.engine.head import HeadPass, Tokens
-from liger_chunked.engine.plan import Plan
+from liger_chunked.engine.gradients import HeadGradients, Needs
+from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.precision import gemms
 from liger_chunked.engine.ranked import Ranked
-from liger_chunked.engine.step import LinearObjective, Step
 from liger_chunked.engine.top_k import TopK
 from liger_chunked.types import HeadTensors, LogitOptions, LossHead, accumulation_dtype
 
@@ -34,20 +35,19 @@ class Divergences(NamedTuple):
     logps: Tensor | None  # of the target
 
 
-@dataclass(frozen=True)
-class LossWeights(LinearObjective):
+class LossWeights(NamedTuple):
+    """The upstream gradients of a token's divergence, and of its target's log-probability if that is in the loss."""
+
     divergence: float | Tensor
     logps: float | Tensor | None
 
     def loss(self, values: Divergences) -> Tensor:
+        """Return the batch's loss (), float64."""
         loss = self.divergence * values.divergence.sum(dtype=torch.float64)
         if self.logps is None:
             return loss
         assert values.logps is not None
         return loss + self.logps * values.logps.sum(dtype=torch.float64)
-
-    def gradients(self, values: Divergences) -> dict[str, Tensor]:
-        return {}  # `DistillationPass.statistics` has the teacher's logits
 
 
 class Teacher(NamedTuple):
@@ -71,84 +71,111 @@ class Teacher(NamedTuple):
         return [plan.reader(x, chunk_rows, self.dtype) for x in (self.input, self.u) if x is not None]
 
 
-@dataclass
-class DistillationPass:
-    """A `Pass`. `teacher` is None if `route` has log-probabilities."""
+@dataclass(eq=False)
+class DistillationStep:
+    """The loss of divergences of a student and a teacher.
+
+    For each chunk: project the student; for each tile of its rows, project the teacher, measure the divergence, and
+    overwrite the student's logits with their gradient; then add the chunk's dX, dW and db. The loss is linear in the
+    divergences, so gradients need no second pass over the logits.
+
+    Attributes:
+        route: what measures; `TopK` and the like, which have log-probabilities, need no `teacher`.
+    """
 
     plan: Plan
     weights: LossWeights
     route: Route
     teacher: Teacher | None
     has_target: bool
-    head: HeadTensors
-    grads: HeadGradients | None
-    _student: HeadPass = field(init=False, repr=False)
-    _teacher: HeadPass | None = field(default=None, init=False, repr=False)
-    _readers: list[Callable[[slice], Tensor]] = field(default_factory=list, init=False, repr=False)
-    _gradient: Tensor | None = field(default=None, init=False, repr=False)  # of the chunk's logits
+    values: Any = field(default=None, init=False)  # dense `Divergences`
 
-    def __post_init__(self) -> None:
-        self._student = HeadPass(self.head, self.plan.options)
-        longest = max(rows.stop - rows.start for rows, _ in self.plan.chunks)
-        self._student.reserve(longest * self._student.columns)
+    def run(
+        self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        plan = self.plan
+        flat, flat_u = flattened(input, u)
+        grads = HeadGradients(plan, flat, head, needs, flat_u) if True in needs else None
+        student = HeadPass(head.to(plan.dtype), plan.options)
+        student.reserve(max(chunk.length for chunk in plan.chunks) * student.columns)
+        teacher = None if self.teacher is None else _TeacherLogits(plan, self.teacher)
+        upstream = {} if grads is None else self._upstream(input.device)
+        parts = []
+        with gemms(input.device, plan.dtype, None if self.teacher is None else self.teacher.dtype):
+            for i, chunk in enumerate(plan.chunks):
+                tokens = plan.tokens(i, flat, flat_u)
+                logits = student.project_all(tokens.x, tokens.u)  # (n, V)
+                if teacher is not None:
+                    teacher.open(chunk.rows)
+                for rows, _ in tokens.tiles or (Tile(slice(0, 0), slice(0, 0)),):
+                    of_layout = slice(chunk.rows.start + rows.start, chunk.rows.start + rows.stop)
+                    parts.append(self._measure(along(logits, rows), of_layout, teacher, grads, upstream))
+                if i == len(plan.chunks) - 1:
+                    teacher = None  # dW can use its memory
+                if grads is not None and chunk.length:
+                    dx = grads.open_input(tokens.x, chunk.rows, True, tokens.u, student.head.up)
+                    whole = Tile(slice(0, chunk.length), slice(0, student.columns))
+                    grads.add(whole, logits, tokens.x, student.head.weight, dx)
+                    grads.close_chunk(dx)
+        student.release()
+        del logits
+        self.values = plan.layout.join(parts)
+        loss = self.weights.loss(self.values).to(accumulation_dtype(plan.dtype))
+        return loss, (None,) * len(needs) if grads is None else grads.finish()
 
-    def statistics(self, tokens: Tokens) -> Divergences:
-        """Return divergences. With `grads`, overwrite logits with their gradient."""
-        logits = self._student.project_all(tokens.x, tokens.u)
-        start = tokens.rows.start
-        self._readers = [] if self.teacher is None else self.teacher.readers(self.plan, tokens.rows)
-        found = [
-            self._measure(along(logits, rows), slice(start + rows.start, start + rows.stop))
-            for rows, _ in tokens.tiles or [Tile(slice(0, 0), slice(0, 0))]
-        ]
-        if tokens.rows.stop == self.plan.layout.n_valid:
-            self._teacher = None  # dW can use its memory
-        self._gradient = logits
-        return joined(found)
-
-    def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
-        grads, dz, self._gradient = self.grads, self._gradient, None
-        assert grads is not None and dz is not None
-        dx = grads.open_input(tokens.x, tokens.rows, True, tokens.u, self.head.up)
-        grads.add(Tile(slice(0, dz.shape[0]), slice(0, dz.shape[1])), dz, tokens.x, self.head.weight, dx)
-        grads.close_chunk(dx)
-
-    def release(self) -> None:
-        self._gradient = None
-        self._student.release()
-
-    @functools.cached_property
-    def _weights_of_tokens(self) -> dict[str, Tensor]:
-        n, dtype = self.plan.most_rows, accumulation_dtype(self.plan.dtype)
-        given = {"divergence": self.weights.divergence, "logps": self.weights.logps}
-        return {k: self.head.weight.new_empty(n, dtype=dtype).fill_(x) for k, x in given.items() if x is not None}
-
-    def _measure(self, logits: Tensor, rows: slice) -> Divergences:
-        layout = self.plan.layout
+    def _measure(
+        self,
+        logits: Tensor,
+        rows: slice,
+        teacher: _TeacherLogits | None,
+        grads: HeadGradients | None,
+        upstream: dict[str, Tensor],
+    ) -> Divergences:
+        """Return the divergences of a tile, the layout's `rows`. With `grads`, its logits become their gradient."""
         measured = self.route.measure(
             student=logits,
-            teacher=self._teacher_logits(rows),
-            target=layout.target[rows] if self.has_target else None,
+            teacher=None if teacher is None else teacher.project(rows),
+            target=self.plan.layout.target[rows] if self.has_target else None,
             rows=rows,
-            with_gradient=self.grads is not None,
+            with_gradient=grads is not None,
         )
-        if self.grads is not None and logits.shape[0]:
-            every = slice(0, logits.shape[0])
+        n_rows = slice(0, logits.shape[0])
+        if grads is not None and n_rows.stop:
             # A user's divergence may have another dtype.
-            weights = self._weights_of_tokens
-            given = {name: along(g, every).to(getattr(measured, name).dtype) for name, g in weights.items()}
-            gradients = self.grads.normalize(given)
-            measured.backward(gradients["divergence"], gradients.get("logps"))
+            given = {name: along(g, n_rows).to(getattr(measured, name).dtype) for name, g in upstream.items()}
+            given = grads.normalize(given)
+            measured.backward(given["divergence"], given.get("logps"))
         return Divergences(measured.divergence, measured.logps)
 
-    def _teacher_logits(self, rows: slice) -> Tensor | None:
-        if self.teacher is None:
-            return None
-        if self._teacher is None:
-            # Late: the GPU is idle until the student's first product.
-            self._teacher = HeadPass(self.teacher.head.to(self.teacher.dtype), self.teacher.options)
-            self._teacher.reserve(self.plan.most_rows * self._teacher.columns)
-        return self._teacher.project_all(*(read(rows) for read in self._readers))
+    def _upstream(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the upstream gradients (n,) of as many tokens as the longest tile has."""
+        n_rows, dtype = self.plan.most_rows, accumulation_dtype(self.plan.dtype)
+        return {
+            name: torch.empty(n_rows, dtype=dtype, device=device).fill_(weight)
+            for name, weight in self.weights._asdict().items()
+            if weight is not None
+        }
+
+
+class _TeacherLogits:
+    """Projects a teacher for the tiles of one chunk after another, into one buffer."""
+
+    def __init__(self, plan: Plan, teacher: Teacher) -> None:
+        self._plan, self._teacher = plan, teacher
+        self._head_pass: HeadPass | None = None
+        self._readers: list[Callable[[slice], Tensor]] = []
+
+    def open(self, rows: slice) -> None:
+        """Start a chunk of the layout's `rows`."""
+        self._readers = self._teacher.readers(self._plan, rows)
+
+    def project(self, rows: slice) -> Tensor:
+        """Return the untransformed logits (n, V) of the layout's `rows`, until the next call."""
+        if self._head_pass is None:
+            # Not earlier: the GPU is idle until the student's first product.
+            self._head_pass = HeadPass(self._teacher.head.to(self._teacher.dtype), self._teacher.options)
+            self._head_pass.reserve(self._plan.most_rows * self._head_pass.columns)
+        return self._head_pass.project_all(*(read(rows) for read in self._readers))
 
 
 def distillation_step(
@@ -160,12 +187,12 @@ def distillation_step(
     route: Route,
     options: LogitOptions,
     has_target: bool,
-) -> Step:
+) -> DistillationStep:
     wide = options.logits_dtype or (None if teacher is None else teacher.options.logits_dtype)
     if wide is not None:
         raise ValueError(f"distillation rounds logits to the products' dtype, got logits_dtype={wide}")
     teacher_dtype = None if teacher is None else teacher.dtype
-    plan = Plan.of_distillation(
+    plan = choose.for_distillation(
         head,
         layout.local(),
         dtype,
@@ -176,5 +203,4 @@ def distillation_step(
     if plan.scattered is not None and isinstance(route, TopK):
         order = plan.scattered.order
         route = replace(route, logps=route.logps[order], ids=route.ids[order])
-    make_pass = functools.partial(DistillationPass, plan, weights, route, teacher, has_target)
-    return Step(plan, weights, make_pass, teacher_dtype)
+    return DistillationStep(plan, weights, route, teacher, has_target)

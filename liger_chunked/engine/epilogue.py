@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_chunked.engine.batch import Tile, along, joined, largest, row_blocks
+from liger_chunked.engine.batch import along, joined
 from liger_chunked.engine.collectives import gather_tensor
+from liger_chunked.engine.cutting import Tile, Tiles, largest, row_blocks
 from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.engine.head import Tokens
 from liger_chunked.engine.side_stream import SideStream
@@ -94,7 +95,7 @@ def serves(
     class_weight: Tensor | None,
     outputs: tuple[str, ...],
     differentiates: tuple[str, ...],
-    chunks: list[list[Tile]],
+    chunks: tuple[Tiles, ...],
 ) -> bool:
     """Whether `EpiloguePass` can replace `HeadPass`, and is faster."""
     return (
@@ -112,7 +113,7 @@ def serves_statistics(
     options: LogitOptions,
     class_weight: Tensor | None,
     outputs: tuple[str, ...],
-    tiles: list[Tile],
+    tiles: Tiles,
     needs_grad: bool,
     at_any_size: bool = False,
 ) -> bool:
@@ -198,7 +199,7 @@ def _project(
     return merge_ranks(gathered, x.shape[0], dist.get_rank(shard.group), blocks[0].out, outputs)
 
 
-def instead_of_one_chunk(chunks: list[list[Tile]], hidden_size: int) -> bool:
+def instead_of_one_chunk(chunks: tuple[Tiles, ...], hidden_size: int) -> bool:
     """Whether chunks with the fused epilogue need less memory than one without, in about the same time.
 
     One chunk of N tokens holds 2 V (N + H) bytes of logits and dW. Chunks of n hold 2 V (n + 2 H), with float32 dW.
@@ -355,13 +356,13 @@ class StatisticsPass:
         self._entropy = stats.entropy
         return stats
 
-    def _hold_last(self, tiles: list[Tile], tiling: Tiling) -> None:
+    def _hold_last(self, tiles: Tiles, tiling: Tiling) -> None:
         """Allocate the last tile if the kernel's blocks can start there."""
         if tiles and tiles[-1].rows.start % tiling.rows == tiles[-1].vocab.start % tiling.cols == 0:
             self.reserve(tiles)
             self._held = self._view(tiles[-1])
 
-    def _blocks(self, n: int, tiles: list[Tile], tiling: Tiling) -> list[_Block]:
+    def _blocks(self, n: int, tiles: Tiles, tiling: Tiling) -> list[_Block]:
         """Cut rows so that float32 partial sums fit a bfloat16 tile."""
         columns = self.head.weight.shape[0]
         partial_sums = max(1, -(-columns // tiling.cols)) * (1 + ("entropy" in self.outputs))
@@ -414,7 +415,7 @@ class StatisticsPass:
             self.grads.add(tile, dz, x, weight, dx)
         self.grads.close_chunk(dx)
 
-    def reserve(self, tiles: list[Tile]) -> None:
+    def reserve(self, tiles: Tiles) -> None:
         if self._buffer is None:
             extents = map(_extent, tiles)
             self._buffer = _tile_buffer(self.head.weight, max(n * _padded(columns) for n, columns in extents))

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.batch import Tile, along
+from liger_chunked.engine.batch import along
+from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.kernels import LogitsCotangents
 from liger_chunked.kernels.tuning.generic import SORT_BLOCK

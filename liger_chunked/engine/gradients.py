@@ -7,14 +7,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.device import is_on_gpu
-from liger_chunked.engine.batch import Tile, along
+from liger_chunked.engine.batch import along
+from liger_chunked.engine.cutting import Tile
 from liger_chunked.kernels import add_target_rows_, occurrences, scale_
 from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.tuning.generic import UPCAST_BLOCK
 from liger_chunked.types import HeadTensors, accumulation_dtype
 
 if TYPE_CHECKING:
-    from liger_chunked.engine.plan import Plan
+    from liger_chunked.engine.choose import Plan
 
 
 def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.batch import Tile, along, row_blocks
+from liger_chunked.engine.batch import along
 from liger_chunked.engine.candidates import Candidates
+from liger_chunked.engine.cutting import Tile, Tiles, row_blocks
 from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.kernels import (
     LogitsCotangents,
@@ -36,26 +37,29 @@ class Tokens(NamedTuple):
     x: Tensor  # (n, H) hidden states in the products' dtype
     target: Tensor  # (n,) int64
     rows: slice  # in the layout
-    tiles: list[Tile]
+    tiles: Tiles
     u: Tensor | None = None  # (n, r), an adapter's `down(x)`, in the same dtype
     temperature: Tensor | None = None  # (n,), see `Layout`
 
 
 class Pass(Protocol):
-    """Runs the head of one step, chunk by chunk."""
+    """Runs the head of one step: for each chunk `statistics`, then `backward` unless nothing has a gradient."""
 
-    def statistics(self, tokens: Tokens) -> Any:
-        """Return a NamedTuple of values (n,) of the chunk's tokens."""
+    def statistics(self, tokens: Tokens) -> TokenStats:
+        """Return the statistics (n,) of the chunk's tokens."""
         ...
 
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
-        """Add the chunk's dX, dW and db, right after its `statistics`.
+        """Add the chunk's dX, dW and db.
 
-        `gradients` is empty if the loss ignores the chunk, or `statistics` used them.
+        Args:
+            gradients: (n,) upstream gradients of statistics, by name; empty if the loss ignores the chunk.
         """
         ...
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Free the logits after the last chunk."""
+        ...
 
 
 @dataclass

@@ -15,8 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_chunked.engine.batch import Chunk, Layout, along
+from liger_chunked.engine.batch import Layout, along
 from liger_chunked.engine.collectives import gather_tensor
+from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.known import on_device
 from liger_chunked.types import VocabShard
 
@@ -82,7 +83,9 @@ class ScatteredRows:
             out.index_copy_(0, own, own_dx.to(out.dtype))
 
 
-def scatter_rows(layout: Layout, chunks: list[Chunk], shard: VocabShard | None) -> tuple[Layout, ScatteredRows | None]:
+def scatter_rows(
+    layout: Layout, chunks: Sequence[Chunk], shard: VocabShard | None
+) -> tuple[Layout, ScatteredRows | None]:
     """Return the layout with each chunk's tokens in rank order, and its `ScatteredRows`.
 
     If groups are tokens, chunks take a token of each rank in turn, so that ranks send equally much.

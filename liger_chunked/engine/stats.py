@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 from liger_chunked.calls import entry_point
+from liger_chunked.engine import choose
 from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.batch import Layout, lay_out
 from liger_chunked.engine.candidates import Candidates, check_candidates
 from liger_chunked.engine.checks import check_projection, check_target, check_temperature, compute_dtype
+from liger_chunked.engine.choose import Plan, flattened
 from liger_chunked.engine.compile_ahead import compile_ahead
-from liger_chunked.engine.epilogue import StatisticsPass, readable
+from liger_chunked.engine.epilogue import StatisticsPass
 from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.hooks import hooks_active
 from liger_chunked.engine.known import token_count
-from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.precision import gemms
 from liger_chunked.kernels.backend import first_derivative, graph_is_retained, has_wide_tiles
 from liger_chunked.private import is_view
@@ -39,18 +40,11 @@ from liger_chunked.types import (
 StatsPass = HeadPass | StatisticsPass
 
 
-def _make_pass(plan: Plan, given: HeadTensors, holds: bool = False) -> StatsPass:
-    head = given.to(plan.dtype)
-    if plan.by_epilogue:
-        return StatisticsPass(readable(head), plan.options, plan.outputs, plan.largest_tile, holds)
-    return plan.make_head_pass(head, None)
-
-
 def _statistics(
     plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None, needs: Needs = NOTHING_NEEDED
 ) -> tuple[StatsPass, TokenStats]:
     compile_ahead(_dry_run, plan, input, given, u, needs)
-    head_pass = _make_pass(plan, given, True in needs and not hooks_active())
+    head_pass = choose.pass_of_statistics(plan, given.to(plan.dtype), True in needs and not hooks_active())
     with gemms(input.device, plan.dtype):
         stats = head_pass.statistics(plan.tokens(0, *flattened(input, u)))
     return head_pass, plan.layout.scatter_stats({name: getattr(stats, name) for name in _returned(plan)})
@@ -145,7 +139,7 @@ class _LinearTokenStats(torch.autograd.Function):
         input, weight, bias, u, up, *rest = ctx.saved_tensors
         plan = _holding(ctx.plan, rest[ctx.n_kept :]) if ctx.plan.layout.mask is None else ctx.plan
         layout, given = plan.layout, HeadTensors(weight, bias, up, plan.shard)
-        head_pass, ctx.head_pass = ctx.head_pass or _make_pass(plan, given), None
+        head_pass, ctx.head_pass = ctx.head_pass or choose.pass_of_statistics(plan, given.to(plan.dtype)), None
         if not graph_is_retained():
             ctx.plan = None  # else its tensors live as long as the results
         if isinstance(head_pass, HeadPass) and plan.candidates is not None:
@@ -182,7 +176,7 @@ def token_stats(
     tensors, u = apply_down(head, input, dtype)
     given = (input, tensors.weight, tensors.bias, u, tensors.up)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    plan = Plan.of_statistics(
+    plan = choose.for_statistics(
         head,
         layout.local(),
         dtype,

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from liger_chunked.engine import choose
 from liger_chunked.engine.adapter import apply_down
-from liger_chunked.engine.batch import Chunk, Layout
+from liger_chunked.engine.batch import Layout
 from liger_chunked.engine.checks import check_graph, compute_dtype
+from liger_chunked.engine.choose import Plan, flattened
 from liger_chunked.engine.compile_ahead import compile_ahead
+from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
-from liger_chunked.engine.head import Pass
 from liger_chunked.engine.hooks import isolated
-from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.precision import gemms
 from liger_chunked.kernels import scale_
 from liger_chunked.kernels.backend import first_derivative, graph_is_retained, has_wide_tiles
@@ -58,30 +59,45 @@ class NegativeLogLikelihood(LinearObjective):
         return {"logps": torch.empty_like(values.logps).fill_(-1 / self.items)}
 
 
-@dataclass(eq=False)
-class Step:
+class Step(Protocol):
+    """What `GradientInForward` runs: a loss and its gradients, chunk by chunk."""
+
     plan: Plan
-    objective: Objective | LinearObjective
-    make_pass: Callable[[HeadTensors, HeadGradients | None], Pass]  # of a head in the products' dtype
-    teacher_dtype: torch.dtype | None = None
-    values: Any = field(default=None, init=False)  # the pass's NamedTuple, detached, once the step ran
+    values: Any  # a NamedTuple of detached values of tokens, once the step ran
 
     def run(
         self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Return the loss () and the gradients that are needed; set `values`."""
+        """Return the loss () and the gradients that are needed, in the order of `Needs`; set `values`."""
+        ...
+
+
+@dataclass(eq=False)
+class StatisticsStep:
+    """The loss of an objective of token statistics.
+
+    For each chunk: project the hidden states and reduce their logits to statistics, evaluate the objective and its
+    gradient by the statistics, and turn that into the chunk's part of dX, dW and db.
+    """
+
+    plan: Plan
+    objective: Objective | LinearObjective
+    values: Any = field(default=None, init=False)  # dense `TokenStats`
+
+    def run(
+        self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         plan, layout, objective = self.plan, self.plan.layout, self.objective
-        if self.make_pass == plan.make_pass:
-            compile_ahead(_dry_run, plan, input, head, u, needs)
+        compile_ahead(_dry_run, plan, input, head, u, needs)
         flat, flat_u = flattened(input, u)
         grads = HeadGradients(plan, flat, head, needs, flat_u) if True in needs else None
-        head_pass = self.make_pass(head.to(plan.dtype), grads)
+        head_pass = choose.pass_of_loss(plan, head.to(plan.dtype), grads)
 
         parts: list[Any] = []
         loss: Tensor | None = None
         has_gradient = isinstance(objective, LinearObjective)
         assert not has_gradient or layout.group_lengths is None  # values stay in token order
-        with gemms(input.device, plan.dtype, self.teacher_dtype):
+        with gemms(input.device, plan.dtype):
             for i, chunk in enumerate(plan.chunks):
                 tokens = plan.tokens(i, flat, flat_u)
                 values = head_pass.statistics(tokens)
@@ -125,7 +141,7 @@ class Step:
             loss = objective(dense, layout.index(chunk))
         gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if loss.requires_grad:
-            # Switching threads takes longer.
+            # Handing this small graph to autograd's worker thread takes longer than running it here.
             with torch.autograd.set_multithreading_enabled(False):
                 # With an upstream gradient, torch imports sympy.
                 gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
@@ -156,7 +172,7 @@ class _EveryStatistic(LinearObjective):
 
 
 def _dry_run(plan: Plan, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs) -> None:
-    loss, grads = Step(plan, _EveryStatistic(plan.differentiates), plan.make_pass).run(input, head, u, needs)
+    loss, grads = StatisticsStep(plan, _EveryStatistic(plan.differentiates)).run(input, head, u, needs)
     scale_([g for g in grads if g is not None], loss)
 
 
@@ -232,7 +248,7 @@ def fused_loss(
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown:
         raise ValueError(f"token_outputs must name fields of TokenStats {OUTPUTS}, got {unknown}")
-    plan = Plan.of_loss(
+    plan = choose.for_loss(
         head,
         layout.local(whole_batch),
         compute_dtype(head, input),
@@ -243,4 +259,4 @@ def fused_loss(
         wide_tiles=has_wide_tiles(input.device),
         class_weight=class_weight,
     )
-    return run_step(Step(plan, objective, plan.make_pass), head, input)
+    return run_step(StatisticsStep(plan, objective), head, input)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.batch import Tile
+from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.kernels import PartialStats
 
