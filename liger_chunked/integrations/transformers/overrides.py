@@ -226,8 +226,12 @@ def causal_classes(modeling: ModuleType) -> list[Any]:
     ]
 
 
+# Model types whose module older transformers, such as 5.5, do not know.
+_MODULES = {"mllama_text_model": "mllama"}
+
+
 def family_modeling(name: str) -> ModuleType:
-    modeling, heads = _modeling(name) or _modeling(model_type_to_module_name(name)), _heads()
+    modeling, heads = _modeling(name) or _modeling(_MODULES.get(name) or model_type_to_module_name(name)), _heads()
     if modeling is None and name in heads:
         modeling = importlib.import_module(getattr(transformers, heads[name]).__module__)
     if modeling is None or not (causal_classes(modeling) or _has_layers(modeling)):
