@@ -403,7 +403,8 @@ def test_bfloat16(name: str, served: list[str], device: str) -> None:
     model = MODELS[name]()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    n = 32 if INTERPRETED else 512  # the gradients of few routing weights scatter: by a third of the bound for 32 tokens
+    # The error of few routing weights scatters from draw to draw, by a third of the bound for 32 tokens.
+    n = 32 if INTERPRETED else 512
     module = model.to(torch.bfloat16).model.layers[-1].mlp.experts
     leaves = [torch.randn(n, 32, dtype=torch.bfloat16), torch.rand(n, 2, dtype=torch.bfloat16)]
     index, upstream = chosen(n, 2, 4, "cpu"), torch.randn(n, 32, dtype=torch.bfloat16)

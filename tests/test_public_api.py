@@ -67,7 +67,8 @@ def described(name: str, x: Any, public: set[type]) -> Iterator[str]:
 
 
 def is_class(x: Any) -> bool:
-    return inspect.isclass(x) and get_origin(x) is None  # an alias such as `Callable[..., Any]` is a class in Python 3.10
+    # An alias such as `Callable[..., Any]` is a class for Python 3.10.
+    return inspect.isclass(x) and get_origin(x) is None
 
 
 def constructor(cls: type) -> str:

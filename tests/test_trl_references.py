@@ -203,7 +203,7 @@ def test_a_policy_whose_forward_runs_the_reference(tmp_path):
 
 
 def test_a_copy_of_a_model_that_trl_trained(tmp_path):
-    """TRL's own trainers set a forward that stays bound to the original. Before 1.15, SFT's "chunked_nll" alone does."""
+    """TRL's own trainers set a forward that stays bound to the original. Before 1.15, only SFT's "chunked_nll" does."""
     model = Chain(tmp_path, False).sft(**({} if older.HAS_FUSED_HEAD else {"loss_type": "chunked_nll"})).model
     with pytest.raises(ValueError, match="runs another model"):
         build(tmp_path, "DPO", True, model=model, ref_model=copy.deepcopy(model))
