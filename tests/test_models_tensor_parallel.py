@@ -252,10 +252,14 @@ def plain_plans(rank: int, folder: str) -> None:
     plan = {f"model.layers.*.mlp.{name}": style for name, style in mlp.items()}
     for tp_plan in ("auto", {**plan, "lm_head": "colwise_gather_output"}):
         for way in WAYS:
-            if way == "head_fn" and tp_plan != "auto":
-                continue
             patch, run = WAYS[way]
             model = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/llama", tp_plan=tp_plan).train()
+            if tp_plan != "auto":
+                with pytest.raises(ValueError, match=r"part of lm_head's weight, .* leave lm_head out of tp_plan"):
+                    attach_head(model)
+                if way == "head_fn":
+                    continue
+                assert "part of lm_head's weight" in apply_liger_kernel(model).left["LlamaForCausalLM"]
             patch(model)
             found = run(model, sample)
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
@@ -271,7 +275,7 @@ def plain_plans(rank: int, folder: str) -> None:
 
 @pytest.mark.skipif(TAKES_SIZES, reason="this transformers shards DTensors")
 def test_plans_of_plain_tensors(tmp_path: Path, fresh_process: FreshProcesses) -> None:
-    """A head that such a plan splits computes real logits: a hook of transformers gathers them."""
+    """A head that such a plan splits trains with logits, which a hook of transformers gathers, and `left` says so."""
     fresh_process.spawn(plain_plans, WORLD, str(tmp_path))
 
 
