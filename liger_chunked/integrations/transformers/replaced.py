@@ -100,6 +100,9 @@ def _outside_transforms(ours: Callable[..., Any], stock: Callable[..., Any]) -> 
 ROPES = functools.cache(_Rope)
 
 
+KEPT_ROPE = "rotary_fn"
+
+
 def keep_rope(model: torch.nn.Module, patched: bool) -> None:
     """Let layers that keep a rotary function as an attribute, as in older transformers, keep the patched or stock one.
 
@@ -107,7 +110,7 @@ def keep_rope(model: torch.nn.Module, patched: bool) -> None:
     what its module has under this name.
     """
     for layer in model.modules():
-        kept = vars(layer).get("rotary_fn")
+        kept = vars(layer).get(KEPT_ROPE)
         if kept is None:
             continue
         if patched:
