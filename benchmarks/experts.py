@@ -38,6 +38,9 @@ from benchmarks.harness import (
 )
 from liger_chunked import apply_liger_kernel
 
+# torch 2.9 has it under this name.
+GROUPED_MM: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
+
 _ONE_LAYER: dict[str, Any] = {"vocab_size": 512, "num_hidden_layers": 1, "pad_token_id": None}
 _TINY: dict[str, Any] = {
     **_ONE_LAYER,
@@ -170,7 +173,7 @@ class Layer:
         def products() -> None:
             for x, matrix, grad in operands:
                 x, matrix = x.requires_grad_(), matrix.requires_grad_()
-                torch.autograd.grad(F.grouped_mm(x, matrix, offs=ends), (x, matrix), grad)
+                torch.autograd.grad(GROUPED_MM(x, matrix, offs=ends), (x, matrix), grad)
 
         return median_ms(products)
 

@@ -374,9 +374,10 @@ class Table:
             reason = f"failed: {type(failure).__name__}: {str(failure).strip().split(chr(10))[0][:160]}"
             row.failure = "out of memory" if is_out_of_memory(failure) else reason
         self._clean_up(row)
-        row.seconds = round(time.perf_counter() - begin, 2)
+        seconds = time.perf_counter() - begin
+        row.seconds = round(seconds, 2)
         if is_peer:
-            self.peer_seconds += row.seconds
+            self.peer_seconds += seconds  # not rounded: many short rows add up
 
     def _clean_up(self, row: Row) -> None:
         """Free memory, and reset torch.compile, which would otherwise treat the next shape as dynamic."""

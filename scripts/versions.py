@@ -2,6 +2,7 @@
 
     python scripts/versions.py                       all rows, before a release: hours, and 40 GB of disk
     python scripts/versions.py newest --keep DIR     one row, in environments that stay in DIR
+    python scripts/versions.py --here torch-2.11     one row, with the packages of this Python
     python scripts/versions.py --table               the table of docs/reliability.md, from benchmarks/results/versions/
 
 Needs uv, which shares packages among environments and brings Pythons along. A row's result is a file in
@@ -48,8 +49,8 @@ class Row:
 
 ROWS = (
     Row("oldest", "3.10", "2.9.1", "5.5.4", "1.13.0"),
-    Row("torch-2.10", "3.11", "2.10.0", "5.8.1", "1.14.2"),
-    Row("torch-2.11", "3.12", "2.11.0", "5.12.1", "1.15.0"),
+    Row("torch-2.10", "3.11", "2.10.0", "5.8.1", "1.13.0"),
+    Row("torch-2.11", "3.12", "2.11.0", "5.12.1", "1.14.2"),
     Row("torch-2.12", "3.12", "2.12.1", "5.17.0", "1.16.0"),
     Row("gate", "3.11", "2.13.0", "5.23.0", "1.16.0", triton="3.9.0"),
     Row("torch-2.14", "3.13", "2.14.1", "5.24.0", "1.16.0"),
@@ -87,13 +88,13 @@ def outcome(output: str) -> dict[str, object]:
     return {"counts": counts, "failed": re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.M)}
 
 
-def run(row: Row, part: str, environment: Path, more: list[str]) -> dict[str, object]:
+def run(part: str, python: Path, more: list[str]) -> dict[str, object]:
     variables, arguments = PARTS[part]
     pytest = ["-m", "pytest", "-q", "-n", "auto", "--dist", "worksteal", "--tb=short", "-p", "no:cacheprovider"]
     command = [*pytest, *arguments, *more]
     started = time.monotonic()
     done = subprocess.run(
-        [environment / "bin/python", *command],
+        [python, *command],
         cwd=ROOT,
         env=os.environ | variables | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
@@ -115,16 +116,14 @@ def commit() -> str:
     return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def measure(row: Row, parts: list[str], environment: Path, more: list[str]) -> dict[str, object]:
-    if not (environment / "bin/python").exists():
-        make(row, environment)
+def measure(row: Row, parts: list[str], python: Path, more: list[str]) -> dict[str, object]:
     result = {
         "row": asdict(row),
-        "versions": versions(environment / "bin/python"),
+        "versions": versions(python),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, no GPU",
         "date": date.today().isoformat(),
         "commit": commit(),
-        "parts": {part: run(row, part, environment, more) for part in parts},
+        "parts": {part: run(part, python, more) for part in parts},
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{row.name}.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -162,6 +161,7 @@ def main() -> int:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"among {', '.join(by_name)}; all by default")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--keep", type=Path, metavar="DIR", help="folder of the environments, which stay there")
+    parser.add_argument("--here", action="store_true", help="run in the environment of this Python")
     parser.add_argument("--table", action="store_true", help="print the table and run nothing")
     given = parser.parse_args(own.split())
     if unknown := [name for name in given.rows if name not in by_name]:
@@ -172,7 +172,11 @@ def main() -> int:
     failed = False
     for row in [by_name[name] for name in given.rows] or ROWS:
         with tempfile.TemporaryDirectory() as folder:
-            result = measure(row, given.parts, (given.keep or Path(folder)).resolve() / row.name, more.split())
+            environment = (given.keep or Path(folder)).resolve() / row.name
+            python = Path(sys.executable) if given.here else environment / "bin/python"
+            if not python.exists():
+                make(row, environment)
+            result = measure(row, given.parts, python, more.split())
         parts = result["parts"]
         assert isinstance(parts, dict)
         failed |= any(part["exit_status"] != 0 for part in parts.values())

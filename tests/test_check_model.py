@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 
 import pytest
 
@@ -182,7 +183,10 @@ def test_what_cannot_be_compared_is_refused():
 def test_variants_of_layers(name, switch, served):
     if name not in survey.CAUSAL:
         pytest.skip(f"this transformers has no {name}")
-    assert served in check_model(survey.small_model(name)).patched.replaced[switch]
+    model = survey.small_model(name)
+    if not hasattr(sys.modules[type(model).__module__], served) and name == "NemotronHForCausalLM":
+        served = "Zamba2RMSNormGated"  # stock 5.5 has no class of its own
+    assert served in check_model(model).patched.replaced[switch]
 
 
 def test_hidden_states_wider_than_the_head():

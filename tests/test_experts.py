@@ -388,8 +388,11 @@ def test_frozen_inputs(needs: tuple[bool, ...]) -> None:
 @pytest.mark.parametrize("flags", list(itertools.product((False, True), repeat=5)), ids=str)
 def test_every_layout_of_transformers(flags: tuple[bool, ...]) -> None:
     """Gate, bias, transposed weights, norm, expert parallelism. Not the last two at once; old versions know no norm."""
+    *_, has_norm, is_parallel = flags
+    if is_parallel and not has_norm and "_is_expert_parallel" not in inspect.getsource(experts._STOCK):
+        pytest.skip("stock 5.5 has no flag of expert parallelism, and leaves rows of no expert as they were in memory")
     has_norms = "has_post_expert_norm" in inspect.signature(moe.use_experts_implementation).parameters
-    assert experts._is_known(*flags) == (not flags[-2] or (has_norms and not flags[-1]))
+    assert experts._is_known(*flags) == (not has_norm or (has_norms and not is_parallel))
 
 
 @pytest.mark.triton
@@ -400,7 +403,8 @@ def test_bfloat16(name: str, served: list[str], device: str) -> None:
     model = MODELS[name]()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    n = 512 if device == "cuda" else 32
+    # The error of few routing weights scatters from draw to draw, by a third of the bound for 32 tokens.
+    n = 32 if INTERPRETED else 512
     module = model.to(torch.bfloat16).model.layers[-1].mlp.experts
     leaves = [torch.randn(n, 32, dtype=torch.bfloat16), torch.rand(n, 2, dtype=torch.bfloat16)]
     index, upstream = chosen(n, 2, 4, "cpu"), torch.randn(n, 32, dtype=torch.bfloat16)

@@ -83,11 +83,22 @@ CLASSES = [
 ]
 
 
+# Layers that older transformers write without an attribute, and what serves them there.
+WITHOUT = {
+    "RMS_NORM_GATED": ("activation", "_RMS_NORM_GATED_SILU"),
+    "RMS_NORM_GATE_FIRST": ("group_size", "_RMS_NORM_GATE_FIRST_ONE_GROUP"),
+}
+
+
 @pytest.mark.parametrize(("path", "kind", "names"), CLASSES, ids=[row[0] for row in CLASSES])
 def test_classes(path, kind, names):
     family, name = path.split(".")
     module = transformers.activations if family == "transformers" else modeling(family)
-    binding = overrides.binding_of(getattr(module, name))
+    cls = getattr(module, name)
+    if kind in WITHOUT and WITHOUT[kind][0] not in inspect.getsource(cls):
+        attribute, kind = WITHOUT[kind]
+        names = names.removesuffix(f" {attribute}")
+    binding = overrides.binding_of(cls)
     assert (binding and KINDS[id(binding.layer)]) == kind
     assert kind is None or " ".join(binding.names) == names
 
@@ -116,6 +127,8 @@ def test_rotary_functions(family, ours):
 def test_rotary_rows(path, ours):
     family, name = path.split(".")
     function = getattr(modeling(family), name)
+    if path == "glm4v.apply_rotary_pos_emb" and "repeat_interleave" in inspect.getsource(function):
+        ours = layers.rotate_pairs  # older transformers repeat the angles here, as GLM-4 does
     assert overrides.rope_of(function) is ours
     assert verify.rotary_difference(ours, function, []) is None
 
@@ -181,13 +194,14 @@ def test_sparse_gates(layer_idx):
 def test_every_row_is_read_and_equal():
     """Compares each row's class with its layer, on modules of default configurations."""
     begin, state = time.perf_counter(), torch.get_rng_state()
-    for path, layer, names in overrides._ROWS:
+    for path, _, _ in overrides._ROWS:
         family, name = path.split(".")
         if overrides._modeling(family) is None and EARLIER:
             continue
         cls = getattr(modeling(family), name)
         binding = overrides.binding_of(cls)
-        assert binding == overrides.bound(layer, names), path
+        first, *older = [overrides.bound(layer, names) for same, layer, names in overrides._ROWS if same == path]
+        assert binding == first or (EARLIER and binding in older), path
         verify.check_layer(binding, verify.built(binding, cls, modeling(family)), cls)
     assert time.perf_counter() - begin < 10  # on a busy machine
     assert state.equal(torch.get_rng_state())

@@ -38,7 +38,8 @@ from liger_chunked.integrations.transformers import (
     revert_liger_kernel,
     run_head,
 )
-from liger_chunked.integrations.transformers.layers import rotate_halves, rotate_pairs
+from liger_chunked.integrations.transformers.detect import calls_loss_function
+from liger_chunked.integrations.transformers.layers import rotate_halves, rotate_pairs, rotate_vision
 from liger_chunked.integrations.transformers.overrides import SWITCHES, family_modeling
 from liger_chunked.integrations.transformers.patch import is_patched, stock_class
 from liger_chunked.integrations.transformers.replaced import OURS
@@ -121,12 +122,21 @@ def test_training_step(tiny, fresh, device):
         torch.testing.assert_close(ours[0].aux_loss, stock[0].aux_loss)
 
 
-VISION_ROPE = {key: {"apply_rotary_pos_emb_vision": 1} for key in ("qwen2_vl", "qwen2_5_vl")}
+VISION = ("qwen2_vl", "qwen2_5_vl")
+# A stock module's other rotary function: in older versions, such as 5.5, text takes one with sections of the angles.
+SECTIONS = "apply_multimodal_rotary_pos_emb"
+
+
+def ropes_of(family: str) -> dict[str, int]:
+    """Return the functions that `rope` replaces."""
+    text = {} if hasattr(family_modeling(family), SECTIONS) else {"apply_rotary_pos_emb": 1}
+    return {**text, "apply_rotary_pos_emb_vision": 1} if family in VISION else text
 
 
 def rotates(modeling: Any) -> Any:
     """Return which function of ours a module's rotary function calls; None if it is stock's."""
-    return vars(modeling.apply_rotary_pos_emb).get(OURS)
+    name = "apply_rotary_pos_emb_vision" if hasattr(modeling, SECTIONS) else "apply_rotary_pos_emb"
+    return vars(getattr(modeling, name)).get(OURS)
 
 
 @by_family
@@ -134,16 +144,18 @@ def test_everything_was_patched(tiny, fresh):
     model = fresh(tiny.name)
     applied = apply_liger_kernel(model)
     head = {tiny.model_class: 1}
-    rope = {"apply_rotary_pos_emb": 1, **VISION_ROPE.get(tiny.name, {})}
+    rope = ropes_of(tiny.family)
     assert applied.replaced == {**SERVED[tiny.name], "rope": rope, "fused_linear_cross_entropy": head}
-    assert applied.left == {}
+    variant = "apply_rotary_pos_emb" not in rope
+    assert applied.left == ({SECTIONS: "a variant that no kernel computes"} if variant else {})
     norms = [m for m in model.modules() if re.search("(RMS|Layer)Norm$", type(m).__name__)]
     gated = [m for m in model.modules() if hasattr(m, "down_proj")]
     assert norms and all(map(is_patched, norms))
     assert gated and all(map(is_patched, gated))
-    assert rotates(family_modeling(tiny.family)) is (rotate_pairs if tiny.name == "glm4" else rotate_halves)
+    halves = rotate_vision if variant else rotate_halves
+    assert rotates(family_modeling(tiny.family)) is (rotate_pairs if tiny.name == "glm4" else halves)
     assert all(switch in str(applied) for switch in applied.replaced)
-    assert "Left alone" not in str(applied)
+    assert ("Left alone" in str(applied)) == variant
 
 
 # The operator that each switch adds: its module and name.
@@ -182,7 +194,11 @@ def test_each_switch_alone(tiny, way, fresh, calls):
     stock = step(model, arguments)
     everything = apply(**({"model": model} if way == "model" else {})).replaced
     revert_liger_kernel(model if way == "model" else tiny.family)
-    for switch in (*everything, "cross_entropy"):
+    of_logits = ["cross_entropy"] * calls_loss_function(type(model))
+    if not of_logits and way == "model":  # stock Gemma 3 of 5.5 computes its loss itself
+        with pytest.raises(ValueError, match=r"\['cross_entropy'\] matches nothing in"):
+            apply(cross_entropy=True, model=model)
+    for switch in (*everything, *of_logits):
         on = {name: name == switch for name in SWITCHES if name == switch or name in everything}
         try:
             applied = apply(**on, **({"model": model} if way == "model" else {}))
@@ -194,6 +210,18 @@ def test_each_switch_alone(tiny, way, fresh, calls):
         assert calls.keys() == ({OPERATORS[switch][0]} if switch in OPERATORS else set())
         (assert_fused if switch == "fused_linear_cross_entropy" else assert_real_logits)(ours[0])
         assert_same_step(ours, stock)
+
+
+@pytest.mark.parametrize("way", ["model", "family"])
+def test_a_model_that_calls_no_loss_function(way):
+    """Bart computes its loss itself: `cross_entropy` would change nothing, and is refused."""
+    config = transformers.BartConfig(
+        vocab_size=VOCAB, d_model=HIDDEN, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=32,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    model = {"model": transformers.BartForCausalLM(config)} if way == "model" else {}
+    with pytest.raises(ValueError, match=r"\['cross_entropy'\] matches nothing in bart"):
+        liger_chunked.apply_liger_kernel_to_bart(cross_entropy=True, **model)
 
 
 @by_family
@@ -537,7 +565,7 @@ def test_a_patched_model_pickles(tiny, tmp_path):
     model.save_pretrained(tmp_path)
     ours = step(model, arguments)
     revert_liger_kernel(model)
-    assert rotates(family_modeling(tiny.family)) in (rotate_halves, rotate_pairs), "the twin wants it"
+    assert rotates(family_modeling(tiny.family)) in (rotate_halves, rotate_pairs, rotate_vision), "the twin wants it"
     again = step(twin, arguments)
     assert_fused(again[0])
     assert again[0].loss.equal(ours[0].loss)
@@ -814,7 +842,7 @@ def test_a_family_before_its_models_are_built(family):
     assert set(inspect.signature(apply).parameters) == {*SWITCHES, "logits_budget", "model"}
     applied = apply()
     try:
-        assert applied.replaced.pop("rope") == {"apply_rotary_pos_emb": 1, **VISION_ROPE.get(family, {})}
+        assert applied.replaced.pop("rope") == ropes_of(family)
         assert {name for counts in applied.replaced.values() for name in counts} == SERVED_CLASSES[family]
         model = tiny.build()
         ours = step(model, arguments)

@@ -223,7 +223,10 @@ class Unusual(transformers.MixtralForCausalLM):
 @pytest.mark.parametrize("cls", [Doubled, Unusual])
 def test_a_forward_of_ones_own(cls):
     torch.manual_seed(0)
-    ours, stock, without = assert_as_stock(cls(build("MixtralForCausalLM").config).train())
+    config = build("MixtralForCausalLM").config
+    if not cls._can_set_experts_implementation():  # stock 5.5 looks for its decorator in this file
+        config._experts_implementation = "eager"
+    ours, stock, without = assert_as_stock(cls(config).train())
     torch.testing.assert_close(ours.aux_loss, stock.aux_loss)
     assert abs(stock.loss - without.loss) > 0.01
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 
@@ -48,9 +48,7 @@ def public_api() -> list[str]:
     lines = ["# Written by `python tests/test_public_api.py`."]
     modules = [import_module(name) for name in MODULES]
     public = {name: {*module.__all__, *ON_REQUEST.get(name, ())} for name, module in zip(MODULES, modules, strict=True)}
-    classes = {
-        x for module in modules for name in public[module.__name__] if inspect.isclass(x := getattr(module, name))
-    }
+    classes = {x for module in modules for name in public[module.__name__] if is_class(x := getattr(module, name))}
     for module in modules:
         lines += ["", f"{module.__name__}:"]
         for name in sorted(public[module.__name__]):
@@ -59,7 +57,7 @@ def public_api() -> list[str]:
 
 
 def described(name: str, x: Any, public: set[type]) -> Iterator[str]:
-    if inspect.isclass(x):
+    if is_class(x):
         # Private bases may come and go.
         base = next(base for base in x.__mro__[1:] if base in public or not is_ours(base))
         yield f"class {name}({base.__name__})" + constructor(x)
@@ -68,10 +66,17 @@ def described(name: str, x: Any, public: set[type]) -> Iterator[str]:
         yield name + (signature(x) if inspect.isroutine(x) else "")
 
 
+def is_class(x: Any) -> bool:
+    # An alias such as `Callable[..., Any]` is a class for Python 3.10.
+    return inspect.isclass(x) and get_origin(x) is None
+
+
 def constructor(cls: type) -> str:
     if hasattr(cls, "_fields"):
         return signature(cls.__new__)
-    inits = [vars(base)["__init__"] for base in cls.__mro__ if is_ours(base) and "__init__" in vars(base)]
+    ours = [base for base in cls.__mro__ if is_ours(base) and "__init__" in vars(base)]
+    # Passes every argument on, in trainers of TRL before 1.15.
+    inits = [vars(base)["__init__"] for base in ours if base.__name__ != "ReadsLogitsMixin"]
     if not inits:
         return ""
     if cls.__name__.endswith("Trainer"):  # the keywords of its mixins too

@@ -602,11 +602,11 @@ def test_functional_call_is_served() -> None:
 
 
 def test_a_torch_without_the_private_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autograd then raises its own error."""
+    """Torch then raises its own error: autograd's or, in 2.9, that of a wrapped tensor whose values we read."""
     monkeypatch.setattr("liger_chunked.kernels.operands.transforms_are_active", lambda: False)
     batch = tokens(SMALL, 0)
     loss = lc.LigerFusedLinearCrossEntropyLoss()
-    with pytest.raises(RuntimeError, match=r"autograd.Function with functorch transforms"):
+    with pytest.raises(RuntimeError, match=r"autograd.Function with functorch transforms|doesn't have storage"):
         torch.func.grad(lambda x: loss(**{**batch, "input": x}))(batch["input"])
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from liger_chunked.deferred import set_deferral
@@ -25,6 +26,7 @@ from liger_chunked.integrations.transformers.forward import (
 )
 from liger_chunked.integrations.transformers.head_input import HeadInput
 from liger_chunked.integrations.transformers.replaced import Patches
+from liger_chunked.private import hooks_of
 from liger_chunked.types import Head
 
 T = TypeVar("T")
@@ -120,7 +122,20 @@ def check_head(model: PreTrainedModel) -> None:
     if head is None:
         raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head: pass the model that has the head")
     projections_in(head)
+    if any(map(_is_part, head.modules())):
+        raise ValueError(
+            "each rank has a plain tensor with its part of lm_head's weight, whose outputs a hook of transformers "
+            "gathers: leave lm_head out of tp_plan, or load the model with a transformers that shards DTensors"
+        )
     patched_class(stock_class(type(model)), ModelPatch())  # raises if Python cannot make the subclass
+
+
+def _is_part(module: nn.Module) -> bool:
+    """Whether a `tp_plan` of older transformers, such as 5.5, splits this module."""
+    hooks = hooks_of(module, "_forward_pre_hooks")
+    names = [getattr(hook, "__globals__", {}).get("__name__") for hook in hooks]
+    weight = getattr(module, "weight", None)
+    return "transformers.integrations.tensor_parallel" in names and not isinstance(weight, DTensor)
 
 
 def run_head(model: nn.Module, head_fn: Callable[[Head, HeadInput], T], /, **inputs: Any) -> T:

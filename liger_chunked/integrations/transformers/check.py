@@ -24,10 +24,20 @@ from liger_chunked.integrations.transformers.patch import (
     revert_liger_kernel,
 )
 from liger_chunked.integrations.transformers.patched_class import has_our_layer, patch_of, stock_class
-from liger_chunked.integrations.transformers.replaced import ROPES
+from liger_chunked.integrations.transformers.replaced import KEPT_FUNCTIONS, KEPT_ROPE, ROPES
 from liger_chunked.integrations.transformers.report import APPLIED, FUSED, Applied
 
-_CHANGED = (STATE, APPLIED, SETTINGS, "_loss_function", "forward", "_old_forward", "training")
+_CHANGED = (
+    STATE,
+    APPLIED,
+    SETTINGS,
+    KEPT_ROPE,
+    KEPT_FUNCTIONS,
+    "_loss_function",
+    "forward",
+    "_old_forward",
+    "training",
+)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import textwrap
 from typing import Any
 
@@ -70,3 +71,11 @@ STOCK = "_liger_stock"  # attribute of our methods: the originals
 def stock_method(cls: type, name: str) -> Any:
     method = getattr(cls, name, None)
     return getattr(method, STOCK, method)
+
+
+def calls_loss_function(cls: type) -> bool:
+    """Whether a model's code reads its `loss_function`. Others compute their loss themselves (Bart, older Gemma 3)."""
+    bases = itertools.takewhile(lambda base: base is not PreTrainedModel, cls.__mro__)
+    methods = (getattr(x, STOCK, x) for base in bases for x in vars(base).values() if inspect.isfunction(x))
+    codes = (getattr(inspect.unwrap(method), "__code__", None) for method in methods)
+    return any(code is not None and "loss_function" in code.co_names for code in codes)

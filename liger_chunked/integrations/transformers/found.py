@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from liger_chunked.deferred.code import own_forward
 from liger_chunked.integrations.transformers import overrides, source, tried, verify
 from liger_chunked.integrations.transformers.attach import check_head
-from liger_chunked.integrations.transformers.detect import head_of
+from liger_chunked.integrations.transformers.detect import calls_loss_function, head_of
 from liger_chunked.integrations.transformers.layers import Binding, has_causal_loss
 from liger_chunked.integrations.transformers.overrides import binding_of, rope_of
 from liger_chunked.integrations.transformers.patched_class import LayerPatch, patched_class, stock_class
@@ -108,7 +108,8 @@ def found_in(model: PreTrainedModel, fused: bool | None = None) -> Found:
     found.add_ropes(used, [module for module in model.modules() if "Rotary" in type(module).__name__])
     if head_of(model) is not None:
         reason = None if fused is False else head_refusal(model)
-        switches = {"cross_entropy": has_causal_loss(model), FUSED: fused is not False and reason is None}
+        on_logits = has_causal_loss(model) and calls_loss_function(stock_class(type(model)))
+        switches = {"cross_entropy": on_logits, FUSED: fused is not False and reason is None}
         found.heads = tuple(switch for switch, on in switches.items() if on)
         found.left |= {} if reason is None else {owner_of(model).__name__: reason}
     elif model.can_generate():
@@ -131,7 +132,9 @@ def head_refusal(model: PreTrainedModel) -> str | None:
 
 
 def found_in_classes(modeling: ModuleType) -> Found:
-    found = Found(heads=overrides.HEAD_SWITCHES if overrides.causal_classes(modeling) else ())
+    causal = overrides.causal_classes(modeling)
+    heads = {"cross_entropy": any(map(calls_loss_function, causal)), FUSED: bool(causal)}
+    found = Found(heads=tuple(switch for switch, on in heads.items() if on))
     classes: list[Any] = [x for x in vars(modeling).values() if inspect.isclass(x) and issubclass(x, nn.Module)]
     classes = [cls for cls in classes if cls.__module__.partition(".")[0] != "torch"]
     for cls in dict.fromkeys(classes):

@@ -122,6 +122,10 @@ def _rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activat
     return liger_rms_norm_gated(x, gate, weight, eps, activation=activation)
 
 
+def _rms_norm_gated_silu(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return liger_rms_norm_gated(x, gate, weight, eps)
+
+
 def _rms_norm_gated_fp32(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: Any) -> Tensor:
     return liger_rms_norm_gated(x, gate, weight, eps, activation=activation, casting="olmo2")
 
@@ -132,6 +136,10 @@ def _gated_refusal(weight: Any, eps: float, activation: str) -> str | None:
 
 def _rms_norm_gate_first(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, group_size: int) -> Tensor:
     return liger_rms_norm_gated(x, gate, weight, eps, gate_first=True, groups=x.shape[-1] // group_size)
+
+
+def _rms_norm_gate_first_one_group(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    return liger_rms_norm_gated(x, gate, weight, eps, gate_first=True)
 
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, normalized_shape: Any) -> Tensor:
@@ -278,6 +286,10 @@ RMS_NORM_GATED_FP32 = Layer(_rms_norm_gated_fp32, "rms_norm", refusal=_gated_ref
 
 RMS_NORM_GATE_FIRST = Layer(_rms_norm_gate_first, "rms_norm", inputs=2)
 """`RMS_NORM` of `x * silu(gate)`, by groups of columns (Mamba 2)."""
+
+# Older transformers, such as 5.5, write these two layers without the attributes `activation` and `group_size`.
+_RMS_NORM_GATED_SILU = Layer(_rms_norm_gated_silu, "rms_norm", inputs=2)
+_RMS_NORM_GATE_FIRST_ONE_GROUP = Layer(_rms_norm_gate_first_one_group, "rms_norm", inputs=2)
 
 LAYER_NORM = Layer(_layer_norm, "layer_norm", refusal=_layer_norm_refusal)
 """`nn.LayerNorm` over the last dimension."""

@@ -22,6 +22,8 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 
 from liger_chunked.integrations.transformers import detect, layers, source
 from liger_chunked.integrations.transformers.layers import (
+    _RMS_NORM_GATE_FIRST_ONE_GROUP,
+    _RMS_NORM_GATED_SILU,
     EXPERTS,
     EXPERTS_CLAMPED,
     EXPERTS_INTERLEAVED,
@@ -54,7 +56,8 @@ LAYER_SWITCHES = ("rms_norm", "layer_norm", "swiglu", "geglu", "relu_squared")
 SWITCHES = ("rope", *LAYER_SWITCHES, *HEAD_SWITCHES)
 
 # Class, layer, and the attributes named unlike the arguments of `Layer.run`. Frequent ones come first: a row's module
-# is imported if no earlier row matches.
+# is imported if no earlier row matches. The last rows are for older versions of transformers: they name classes once
+# more, whose attributes tell which row of a class is this version's.
 _ROWS: list[tuple[str, Layer, dict[str, str]]] = [
     ("llama.LlamaRMSNorm", RMS_NORM, {"eps": "variance_epsilon"}),
     ("llama.LlamaMLP", GLU, {}),
@@ -92,6 +95,9 @@ _ROWS: list[tuple[str, Layer, dict[str, str]]] = [
     ("qwen3_next.Qwen3NextRMSNormGated", RMS_NORM_GATED, {"eps": "variance_epsilon"}),
     ("mamba2.MambaRMSNormGated", RMS_NORM_GATE_FIRST, {"eps": "variance_epsilon"}),
     ("kimi_linear.KimiLinearRMSNormGated", RMS_NORM_GATED_FP32, {"eps": "variance_epsilon"}),
+    ("zamba2.Zamba2RMSNormGated", RMS_NORM_GATE_FIRST, {"eps": "variance_epsilon"}),
+    ("qwen3_next.Qwen3NextRMSNormGated", _RMS_NORM_GATED_SILU, {"eps": "variance_epsilon"}),
+    ("mamba2.MambaRMSNormGated", _RMS_NORM_GATE_FIRST_ONE_GROUP, {"eps": "variance_epsilon"}),
 ]
 
 # Rotary functions, and ours with the same arguments.
@@ -220,8 +226,12 @@ def causal_classes(modeling: ModuleType) -> list[Any]:
     ]
 
 
+# Model types whose module older transformers, such as 5.5, do not know.
+_MODULES = {"mllama_text_model": "mllama"}
+
+
 def family_modeling(name: str) -> ModuleType:
-    modeling, heads = _modeling(name) or _modeling(model_type_to_module_name(name)), _heads()
+    modeling, heads = _modeling(name) or _modeling(_MODULES.get(name) or model_type_to_module_name(name)), _heads()
     if modeling is None and name in heads:
         modeling = importlib.import_module(getattr(transformers, heads[name]).__module__)
     if modeling is None or not (causal_classes(modeling) or _has_layers(modeling)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -100,17 +101,29 @@ def _outside_transforms(ours: Callable[..., Any], stock: Callable[..., Any]) -> 
 ROPES = functools.cache(_Rope)
 
 
+# Where layers of older transformers keep functions that kernels of the hub may replace.
+KEPT_ROPE, KEPT_FUNCTIONS = "rotary_fn", "_hidden_kernels"
+
+
 def keep_rope(model: torch.nn.Module, patched: bool) -> None:
-    """Let layers that keep a rotary function as an attribute, as in older transformers, keep the patched or stock one.
+    """Let layers that keep a rotary function, as in older transformers, keep the patched or stock one.
 
     Their forward calls the one of their module. But pickle writes a function as its name, and refuses one that is not
     what its module has under this name.
     """
     for layer in model.modules():
-        kept = vars(layer).get("rotary_fn")
-        if kept is None:
-            continue
-        if patched:
-            layer.rotary_fn = getattr(importlib.import_module(kept.__module__), kept.__name__, kept)
-        elif OURS in vars(kept):
-            layer.rotary_fn = kept.__wrapped__
+        fields = vars(layer)
+        if KEPT_ROPE in fields:
+            fields[KEPT_ROPE] = _current(fields[KEPT_ROPE], patched)
+        functions = fields.get(KEPT_FUNCTIONS)
+        if functions:
+            fields[KEPT_FUNCTIONS] = {name: _current(function, patched) for name, function in functions.items()}
+
+
+def _current(kept: Any, patched: bool) -> Any:
+    """Return what the function's module has under its name if `patched`, else the stock function."""
+    if not isinstance(kept, types.FunctionType):
+        return kept
+    if patched:
+        return getattr(importlib.import_module(kept.__module__), kept.__name__, kept)
+    return kept.__wrapped__ if OURS in vars(kept) else kept  # type: ignore[attr-defined]

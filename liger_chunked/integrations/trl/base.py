@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -21,6 +22,8 @@ from liger_chunked.integrations.transformers.head_input import fitted
 from liger_chunked.integrations.transformers.shared_prefix import why_not_shared
 from liger_chunked.integrations.trl import heads, references
 from liger_chunked.types import Head, budget_bytes
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Step(NamedTuple):
@@ -225,7 +228,8 @@ class SharedPromptsMixin(LigerTrainerMixin):
 
     Args:
         share_prefix: compute a prompt once for its sequences: "auto" if the model allows it and a tenth of a batch's
-            tokens is saved; True raises ValueError for other models (docs/shared_prefix.md).
+            tokens is saved; True raises ValueError for other models (docs/shared_prefix.md). TRL before 1.15 shares
+            with `loss=` only.
     """
 
     def __init__(self, *args: Any, share_prefix: bool | str = "auto", **kwargs: Any) -> None:
@@ -242,6 +246,9 @@ class SharedPromptsMixin(LigerTrainerMixin):
                     f"share_prefix=True needs loss= with TRL {trl.__version__}, whose own loss reads the logits of "
                     "whole sequences; TRL 1.15 and later share prompts without it"
                 )
+            if share_prefix:
+                reads = f"the loss of TRL {trl.__version__} reads the logits of whole sequences"
+                _LOGGER.info("%s shares no prompts without loss=: %s", type(self).__name__, reads)
             share_prefix = False
         self.share_prefix = share_prefix
         super().__init__(*args, **kwargs)

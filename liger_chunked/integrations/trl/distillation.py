@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -222,11 +223,14 @@ class GOLDMixin(TeacherMixin):
         texts = inputs["original_completion_text"]
         of_teacher: dict[str, Tensor] = {}
         if self._teacher_processor is None:
-            ids, labels, mask, offsets = gold_trainer().build_teacher_inputs_from_texts(
+            build = gold_trainer().build_teacher_inputs_from_texts
+            # TRL 1.13 always computes the offsets.
+            names = {"use_extended_uld"} & inspect.signature(build).parameters.keys()
+            ids, labels, mask, offsets = build(
                 self.teacher_tokenizer,
                 inputs["original_prompt_text"],
                 texts,
-                use_extended_uld=uld.use_extended_uld,
+                **{name: getattr(uld, name) for name in names},
             )
         else:
             ids, labels, mask, offsets, of_teacher = self._build_teacher_vlm_inputs(
