@@ -101,8 +101,8 @@ def run(part: str, python: Path, more: list[str]) -> dict[str, object]:
         text=True,
     )
     found = outcome(done.stdout)
-    if done.returncode > 1 or not found["counts"]:  # 1: some tests failed
-        print(done.stdout[-3000:], done.stderr[-3000:], sep="\n", file=sys.stderr)
+    if done.returncode:  # also where tests failed, because a failure may not come again
+        print(done.stdout[-20000:], done.stderr[-3000:], sep="\n", file=sys.stderr)
     return {
         "command": " ".join([*(f"{name}={value}" for name, value in variables.items()), "python", *command]),
         "seconds": round(time.monotonic() - started),

@@ -44,6 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
         find_builtins_once()
         # tl.where computes both sides, and NumPy warns about the side that is not used.
         config.addinivalue_line("filterwarnings", "ignore:.* encountered in .*:RuntimeWarning")
+    # Hypothesis warns where the garbage collector sees no reference to its generator of random numbers. On Python 3.14
+    # it sees none here, because the dictionary that holds the generator is among the frozen objects.
+    config.addinivalue_line("filterwarnings", "ignore:It looks like `register_random` was passed an object")
     config.addinivalue_line("markers", "triton: reaches the Triton kernels wherever they run")
     config.addinivalue_line("markers", "ordinary_memory: runs outside deterministic mode")
     config.addinivalue_line("markers", "exhaustive: runs with --exhaustive only")

@@ -443,7 +443,13 @@ def lora_config(*targets: str, **config: Any) -> Any:
 
 
 def adapter_added(model: Any) -> Any:
-    model.add_adapter(lora_config("q_proj", "lm_head"))
+    try:
+        model.add_adapter(lora_config("q_proj", "lm_head"))
+    except ValueError as error:
+        if "The version of PEFT" not in str(error):
+            raise
+        # transformers 5.24.0 asks for PEFT 0.22.0. No such release was there when it came: the newest was 0.21.2.
+        pytest.skip(f"transformers {transformers.__version__}, PEFT {peft.__version__}: {error}")
     return model
 
 
