@@ -23,7 +23,7 @@ from liger_chunked.kernels.logits_divergence import (
 )
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
 from liger_chunked.kernels.rms_norm import Casting, liger_rms_norm
-from liger_chunked.private import HOOKS, SHOWS_HOOKS, global_forward_hooks, hooks_of
+from liger_chunked.private import HOOKS, SHOWS_HOOKS, global_forward_hooks, has_children, hooks_of
 from liger_chunked.types import LogitOptions, described, shown
 
 _SILU = ("silu", "swish")
@@ -96,7 +96,12 @@ def unobserved(*projections: nn.Module) -> bool:
     """Whether no forward hook, global or local, can keep outputs."""
     if not SHOWS_HOOKS or global_forward_hooks():
         return False
-    return not any(module._forward_hooks for projection in projections for module in projection.modules())
+    for projection in projections:
+        # Most projections have no modules inside, and listing one takes as long as a launch.
+        for module in projection.modules() if has_children(projection) else (projection,):
+            if module._forward_hooks:
+                return False
+    return True
 
 
 class _GatedMLP(nn.Module):

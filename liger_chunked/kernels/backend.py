@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.device import IS_NVIDIA, capability, runs_triton
-from liger_chunked.kernels.operands import plain
+from liger_chunked.kernels.operands import all_plain, plain
 from liger_chunked.kernels.tuning.generic import TORCH_BLOCK, TORCH_BLOCK_DEFAULT
 from liger_chunked.private import graph_is_retained as graph_is_retained
 from liger_chunked.private import is_batched
@@ -166,12 +166,16 @@ def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def checked_upstream(upstream: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Return upstream gradients as plain tensors; an error names the kinds that kernels do not take."""
-    upstream = plain(("an upstream gradient",) * len(upstream), upstream)
-    if not torch.compiler.is_compiling() and any(g is not None and is_batched(g) for g in upstream):
-        raise NotImplementedError(
-            "fused kernels have no batched backward: call torch.autograd.grad without is_grads_batched, and "
-            "torch.autograd.functional without vectorize"
-        )
+    if torch.compiler.is_compiling():
+        return upstream
+    if not all_plain(upstream):
+        upstream = plain(("an upstream gradient",) * len(upstream), upstream)
+    for g in upstream:
+        if g is not None and is_batched(g):
+            raise NotImplementedError(
+                "fused kernels have no batched backward: call torch.autograd.grad without is_grads_batched, and "
+                "torch.autograd.functional without vectorize"
+            )
     return upstream
 
 

@@ -8,7 +8,7 @@ Bytes: forward 3, backward 5 times `gate`.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -143,18 +143,10 @@ def _backward_kernel(
         tl.store(dup_ptr + row * dup_stride + cols, dup.to(dup_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-class _Unit(NamedTuple):
-    """Options of a unit: `act(alpha gate)/alpha (up + offset)`, of a gate and up clamped to `limit`."""
-
-    kind: str
-    interleaved: bool = False
-    alpha: float = 1.0
-    limit: float = math.inf
-    offset: float = 0.0
-
-    @property
-    def capped(self) -> bool:
-        return (self.alpha, self.limit, self.offset) != (1.0, math.inf, 0.0)
+# Kind, interleaved, alpha, limit and offset of `act(alpha gate)/alpha (up + offset)`, of a gate and up clamped to the
+# limit: the last arguments of `_forward` and `_backward`.
+_Options = tuple[str, bool, float, float, float]
+_UNCAPPED = 1.0, math.inf, 0.0
 
 
 def _halves(gate: Tensor, up: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -162,33 +154,30 @@ def _halves(gate: Tensor, up: Tensor | None, interleaved: bool) -> tuple[Tensor,
         return gate, up
     if interleaved:
         return gate[..., ::2], gate[..., 1::2]
-    half = gate.shape[-1] // 2
-    return gate[..., :half], gate[..., half:]
+    gate, up = gate.chunk(2, -1)
+    return gate, up
 
 
-def _launch(kernel: Kernel, unit: _Unit, like: Tensor, *tensors: Tensor | None) -> None:
+def launch_elementwise(
+    kernel: Kernel, like: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]
+) -> None:
+    """Launch `kernel` on blocks of columns of `tensors`, which have the shape of `like`.
+
+    Its numbers are a stride of rows for each tensor, columns, blocks of a row, `options`, and columns of a block.
+    """
     n_rows, n_cols = 1, like.numel()
     if not n_cols:
         return
     strides: tuple[int, ...] = (0,) * len(tensors)
-    if not all(x is None or x.is_contiguous() for x in tensors):  # else one long row
-        n_cols = like.shape[-1]
-        n_rows = like.numel() // n_cols
-        tensors, strides = zip(*((None, 0) if x is None else strided_rows(x) for x in tensors), strict=True)
+    for x in tensors:
+        if x is not None and not x.is_contiguous():  # else one long row
+            n_cols = like.shape[-1]
+            n_rows = like.numel() // n_cols
+            tensors, strides = zip(*((None, 0) if x is None else strided_rows(x) for x in tensors), strict=True)
+            break
     block, num_warps = TUNING[like.device].glu
     blocks_per_row = -(-n_cols // block)
-    numbers = *strides, n_cols, blocks_per_row, unit.alpha, unit.limit, unit.offset, unit.kind, unit.capped, block
-    kernel((n_rows * blocks_per_row, 1, 1), tensors, numbers, num_warps)
-
-
-def _for_kernel(gate: Tensor, up: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor | None]:
-    return (gate, None) if interleaved else _halves(gate, up, False)
-
-
-def _forward_triton(gate: Tensor, up: Tensor | None, unit: _Unit) -> Tensor:
-    y = contiguous_like(_halves(gate, up, unit.interleaved)[0])
-    _launch(_forward_kernel, unit, y, *_for_kernel(gate, up, unit.interleaved), y)
-    return y
+    kernel((n_rows * blocks_per_row, 1, 1), tensors, (*strides, n_cols, blocks_per_row, *options, block), num_warps)
 
 
 def activation_torch(z: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -205,18 +194,19 @@ def activation_torch(z: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return z * cdf, cdf + z * torch.exp(-0.5 * z.square()) / math.sqrt(2.0 * math.pi)
 
 
-def _terms_torch(gate: Tensor, up: Tensor, unit: _Unit) -> tuple[Tensor, Tensor, Tensor]:
+def _terms_torch(
+    gate: Tensor, up: Tensor, kind: str, alpha: float, limit: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the activated gate and its slope, and what multiplies them."""
-    if unit.capped:
-        gate, up = gate.clamp(max=unit.limit), up.clamp(-unit.limit, unit.limit) + unit.offset
-    activated, slope = activation_torch(gate * unit.alpha if unit.capped else gate, unit.kind)
-    return activated / unit.alpha if unit.capped else activated, slope, up
+    if (alpha, limit, offset) == _UNCAPPED:
+        return *activation_torch(gate, kind), up
+    activated, slope = activation_torch(gate.clamp(max=limit) * alpha, kind)
+    return activated / alpha, slope, up.clamp(-limit, limit) + offset
 
 
-def _forward_torch(gate: Tensor, up: Tensor | None, unit: _Unit) -> Tensor:
-    gate, up = _halves(gate, up, unit.interleaved)
+def _forward_torch(gate: Tensor, up: Tensor, *options: Any) -> Tensor:
     dtype = accumulation_dtype(gate.dtype)
-    activated, _, factor = _terms_torch(gate.contiguous().to(dtype), up.contiguous().to(dtype), unit)
+    activated, _, factor = _terms_torch(gate.contiguous().to(dtype), up.contiguous().to(dtype), *options)
     return (activated * factor).to(gate.dtype)
 
 
@@ -224,56 +214,71 @@ def _forward_torch(gate: Tensor, up: Tensor | None, unit: _Unit) -> Tensor:
 def _forward(
     gate: Tensor, up: Tensor | None, kind: str, interleaved: bool, alpha: float, limit: float, offset: float
 ) -> Tensor:
-    unit = _Unit(kind, interleaved, alpha, limit, offset)
-    return (_forward_triton if use_triton(gate) else _forward_torch)(gate, up, unit)
+    if not use_triton(gate):
+        return _forward_torch(*_halves(gate, up, interleaved), kind, alpha, limit, offset)
+    if interleaved:
+        y = contiguous_like(gate[..., ::2])
+    else:
+        gate, up = _halves(gate, up, False)
+        y = contiguous_like(gate)
+    capped = (alpha, limit, offset) != _UNCAPPED
+    launch_elementwise(_forward_kernel, y, (gate, up, y), (alpha, limit, offset, kind, capped))
+    return y
 
 
-def _gradients(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return contiguous_like(gate), None if up is None else contiguous_like(up)
-
-
-Halves = tuple[Tensor, Tensor | None]
-
-
-def _backward_triton(dy: Tensor, gate: Tensor, up: Tensor | None, unit: _Unit, grads: Halves) -> None:
-    given, results = (_for_kernel(*pair, unit.interleaved) for pair in ((gate, up), grads))
-    _launch(_backward_kernel, unit, dy, dy, *given, *results)
-
-
-def _backward_torch(dy: Tensor, gate: Tensor, up: Tensor | None, unit: _Unit, grads: Halves) -> None:
-    gate, up = _halves(gate, up, unit.interleaved)
-    dgate, dup = _halves(*grads, unit.interleaved)
+def _backward_torch(
+    dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, kind: str, alpha: float, limit: float,
+    offset: float,
+) -> None:  # fmt: skip
     dy = dy.to(accumulation_dtype(gate.dtype))
-    activated, slope, factor = _terms_torch(gate.to(dy.dtype), up.to(dy.dtype), unit)
+    activated, slope, factor = _terms_torch(gate.to(dy.dtype), up.to(dy.dtype), kind, alpha, limit, offset)
     gradients = dy * factor * slope, dy * activated  # both before writing: dy may share their memory
-    if unit.limit < math.inf:
+    if limit < math.inf:
         within = torch.le if LIMIT_HAS_GRADIENT else torch.lt
-        beyond = within(gate, unit.limit).logical_not_(), within(up.abs(), unit.limit).logical_not_()
+        beyond = within(gate, limit).logical_not_(), within(up.abs(), limit).logical_not_()
         gradients = gradients[0].masked_fill_(beyond[0], 0.0), gradients[1].masked_fill_(beyond[1], 0.0)
     dgate.copy_(gradients[0])
     dup.copy_(gradients[1])
 
 
-def _backward_into(grads: Halves, dy: Tensor, gate: Tensor, up: Tensor | None, unit: _Unit) -> Halves:
-    (_backward_triton if use_triton(gate) else _backward_torch)(dy, gate, up, unit, grads)
-    return grads
+def _backward_into(
+    dgate: Tensor, dup: Tensor | None, dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, interleaved: bool,
+    alpha: float, limit: float, offset: float,
+) -> None:  # fmt: skip
+    """Write gradients into `dgate` and `dup`, laid out as `gate` and `up`; they may share memory."""
+    by_kernel = use_triton(gate)
+    if up is None and not (interleaved and by_kernel):  # the kernel splits neighbouring columns itself
+        gate, up = _halves(gate, None, interleaved)
+        dgate, dup = _halves(dgate, None, interleaved)
+    if by_kernel:
+        capped = (alpha, limit, offset) != _UNCAPPED
+        tensors = dy, gate, up, dgate, dup
+        launch_elementwise(_backward_kernel, dy, tensors, (alpha, limit, offset, kind, capped))
+    else:
+        assert up is not None and dup is not None
+        _backward_torch(dy, gate, up, dgate, dup, kind, alpha, limit, offset)
 
 
-@operator("glu_backward", fake=lambda dy, gate, up, *_: _gradients(gate, up))
+def _gradients(dy: Tensor, gate: Tensor, up: Tensor | None, *_: Any) -> tuple[Tensor, Tensor | None]:
+    return contiguous_like(gate), None if up is None else contiguous_like(up)
+
+
+@operator("glu_backward", fake=_gradients)
 def _backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, interleaved: bool, alpha: float, limit: float, offset: float
 ) -> tuple[Tensor, Tensor]:
-    unit = _Unit(kind, interleaved, alpha, limit, offset)
-    return _backward_into(_gradients(gate, up), dy, gate, up, unit)  # type: ignore[return-value]
+    dgate, dup = _gradients(dy, gate, up)
+    _backward_into(dgate, dup, dy, gate, up, kind, interleaved, alpha, limit, offset)
+    return dgate, dup  # type: ignore[return-value]
 
 
 class _GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, unit: _Unit, inplace: bool) -> Tensor:
-        ctx.unit = unit
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, options: _Options, inplace: bool) -> Tensor:
+        ctx.options = options
         ctx.inplace = inplace and _are_free(gate, up)
         ctx.save_for_backward(gate, up)
-        return _forward(gate, up, *unit)
+        return _forward(gate, up, *options)
 
     @staticmethod
     @first_derivative
@@ -282,10 +287,10 @@ class _GLU(torch.autograd.Function):
         if ctx.inplace and not graph_is_retained():
             # Makes operations that saved gate or up raise.
             torch.autograd.graph.increment_version([x for x in (gate, up) if x is not None])
-            places = gate.detach(), None if up is None else up.detach()
-            dgate, dup = _backward_into(places, dy, gate, up, ctx.unit)
+            dgate, dup = gate.detach(), None if up is None else up.detach()
+            _backward_into(dgate, dup, dy, gate, up, *ctx.options)
         else:
-            dgate, dup = _backward(dy, gate, up, *ctx.unit)
+            dgate, dup = _backward(dy, gate, up, *ctx.options)
         needs_dgate, needs_dup, *_ = ctx.needs_input_grad
         return dgate if needs_dgate else None, dup if needs_dup else None, None, None
 
@@ -297,7 +302,7 @@ def _are_free(gate: Tensor, up: Tensor | None) -> bool:
     return apart and abs(gate.data_ptr() - up.data_ptr()) >= gate.nbytes
 
 
-def _glu(gate: Tensor, up: Tensor | None, unit: _Unit, inplace: bool) -> Tensor:
+def _glu(gate: Tensor, up: Tensor | None, options: _Options, inplace: bool) -> Tensor:
     given = gate, up
     gate, up = plain(("gate", "up"), given)
     inplace = inplace and gate is given[0] and up is given[1]  # unwrapped tensors may be leaves
@@ -309,8 +314,8 @@ def _glu(gate: Tensor, up: Tensor | None, unit: _Unit, inplace: bool) -> Tensor:
             f"gate without up holds both halves, so its last dimension must be even, got {tuple(gate.shape)}"
         )
     if not torch.is_grad_enabled():
-        return _forward(gate, up, *unit)
-    return _GLU.apply(gate, up, unit, inplace)
+        return _forward(gate, up, *options)
+    return _GLU.apply(gate, up, options, inplace)
 
 
 def liger_swiglu(
@@ -348,8 +353,8 @@ def liger_swiglu(
             raise ValueError(f"{name} must be a finite{' positive' * positive} number, got {shown(value)}")
     if interleaved and up is not None:
         raise ValueError("interleaved=True is for gate and up in one tensor, without up")
-    unit = _Unit("silu", interleaved, float(alpha), math.inf if limit is None else float(limit), float(offset))
-    return _glu(gate, up, unit, inplace)
+    options = "silu", interleaved, float(alpha), math.inf if limit is None else float(limit), float(offset)
+    return _glu(gate, up, options, inplace)
 
 
 def liger_geglu(
@@ -366,4 +371,4 @@ def liger_geglu(
     """
     if approximate not in _GELU:
         raise ValueError(f"approximate must be one of {tuple(_GELU)}, got {shown(approximate)}")
-    return _glu(gate, up, _Unit(_GELU[approximate]), inplace)
+    return _glu(gate, up, (_GELU[approximate], False, *_UNCAPPED), inplace)

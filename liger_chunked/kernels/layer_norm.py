@@ -80,23 +80,6 @@ def _backward_kernel(
         tl.store(partial_ptr + offsets, tl.sum(db, axis=0), mask=cols < n_cols)
 
 
-def _forward_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    n_cols = x.shape[-1]
-    n_rows = x.numel() // n_cols
-    tile_rows, block, num_warps = row_tile(n_cols, x.device)
-    rows, stride = strided_rows(x)
-    y = contiguous_like(x)
-    stats = x.new_empty((2, n_rows), dtype=torch.float32)
-    if n_rows:
-        _forward_kernel(
-            (-(-n_rows // tile_rows), 1, 1),
-            (rows, weight, bias, y, stats),
-            (stride, n_rows, n_cols, eps, tile_rows, block),
-            num_warps,
-        )
-    return y, stats
-
-
 def _forward_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.contiguous().to(accumulation_dtype(x.dtype))
     mean = wide.mean(-1)
@@ -112,34 +95,22 @@ def _forward_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
 
 @operator("layer_norm", fake=_forward_torch)
 def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    compute = _forward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _forward_torch
-    return compute(x, weight, bias, eps)
-
-
-def _backward_triton(
-    dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, needs_dx: bool, dw_dtype: torch.dtype | None,
-    db_dtype: torch.dtype | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     n_cols = x.shape[-1]
+    if n_cols > MAX_ROW or not use_triton(x):
+        return _forward_torch(x, weight, bias, eps)
     n_rows = x.numel() // n_cols
-    tile, programs, stages = row_sweep(n_rows, n_cols, 1, x.element_size(), x.device)
+    tile, block, num_warps = row_tile(n_cols, x.device)
     rows, stride = strided_rows(x)
-    dy, dy_stride = strided_rows(dy)
-    dx = contiguous_like(x) if needs_dx else None
-    dw = None if dw_dtype is None else x.new_empty(n_cols, dtype=dw_dtype)
-    db = None if db_dtype is None else x.new_empty(n_cols, dtype=db_dtype)
-    sums = [d for d in (dw, db) if d is not None]
-    partial = stats.new_empty((len(sums), programs, n_cols)) if sums else None
+    y = contiguous_like(x)
+    stats = x.new_empty(2, n_rows, dtype=torch.float32)
     if n_rows:
-        _backward_kernel(
-            (programs if sums else -(-n_rows // tile.rows), 1, 1),
-            (dy, rows, weight, stats, dx, partial),
-            (dy_stride, stride, n_rows, n_cols, dw is not None, db is not None, tile.rows, tile.block, stages),
-            tile.num_warps,
+        _forward_kernel(
+            (-(-n_rows // tile), 1, 1),
+            (rows, weight, bias, y, stats),
+            (stride, n_rows, n_cols, eps, tile, block),
+            num_warps,
         )
-    if partial is not None:
-        sum_partials(partial, *sums)
-    return dx, dw, db
+    return y, stats
 
 
 def _backward_torch(
@@ -167,8 +138,28 @@ def _backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, needs_dx: bool, dw_dtype: torch.dtype | None,
     db_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    compute = _backward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _backward_torch
-    return compute(dy, x, weight, stats, needs_dx, dw_dtype, db_dtype)  # type: ignore[return-value]
+    n_cols = x.shape[-1]
+    if n_cols > MAX_ROW or not use_triton(x):
+        return _backward_torch(dy, x, weight, stats, needs_dx, dw_dtype, db_dtype)  # type: ignore[return-value]
+    n_rows = x.numel() // n_cols
+    tile, block, num_warps, programs, stages = row_sweep(n_rows, n_cols, 1, x.element_size(), x.device)
+    rows, stride = strided_rows(x)
+    dy, dy_stride = strided_rows(dy)
+    dx = contiguous_like(x) if needs_dx else None
+    dw = None if dw_dtype is None else x.new_empty(n_cols, dtype=dw_dtype)
+    db = None if db_dtype is None else x.new_empty(n_cols, dtype=db_dtype)
+    sums = [d for d in (dw, db) if d is not None]
+    partial = stats.new_empty(len(sums), programs, n_cols) if sums else None
+    if n_rows:
+        _backward_kernel(
+            (programs if sums else -(-n_rows // tile), 1, 1),
+            (dy, rows, weight, stats, dx, partial),
+            (dy_stride, stride, n_rows, n_cols, dw is not None, db is not None, tile, block, stages),
+            num_warps,
+        )
+    if partial is not None:
+        sum_partials(partial, *sums)
+    return dx, dw, db  # type: ignore[return-value]
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -33,7 +33,11 @@ def row_tile(n_cols: int, device: torch.device) -> RowTile:
 
 
 class RowSweep(NamedTuple):
-    tile: RowTile
+    """A `RowTile`, programs that take turns at all tiles, and tiles loaded ahead."""
+
+    rows: int
+    block: int
+    num_warps: int
     programs: int
     stages: int
 
@@ -50,7 +54,7 @@ def row_sweep(n_rows: int, n_cols: int, groups: int, element_size: int, device: 
     tiles = -(-n_rows // rows)
     turns = -(-tiles * groups // (max(1, tuned.norm_resident_elements // elements) * processors(device)))
     stages = 3 if elements * element_size <= tuned.norm_pipelined_bytes else 1
-    return RowSweep(RowTile(rows, block, num_warps), -(-tiles // max(1, turns)), stages)
+    return RowSweep(rows, block, num_warps, -(-tiles // max(1, turns)), stages)
 
 
 @jit
@@ -81,10 +85,9 @@ def _sum_kernel(
             tl.store(second_ptr + cols, total.to(second_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def sum_partials(partial: Tensor, *sums: Tensor) -> None:
-    """Sum `partial`, (1 or 2, P, D) float32 contiguous, over P into `sums`, (D,) each."""
-    _, n_partials, n_cols = partial.shape
-    first, second = sums if len(sums) == 2 else (*sums, None)
+def sum_partials(partial: Tensor, first: Tensor, second: Tensor | None = None) -> None:
+    """Sum `partial`, (1 or 2, P, D) float32 contiguous, over P into `first` and `second`, (D,) each."""
+    n_sums, n_partials, n_cols = partial.shape
     rows, cols, num_warps = TUNING[partial.device].norm_sums
-    grid = -(-n_cols // cols), len(sums), 1
+    grid = -(-n_cols // cols), n_sums, 1
     _sum_kernel(grid, (partial, first, second), (n_partials, n_cols, rows, cols), num_warps)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import contiguous_like, first_derivative, operator, strided_rows, tl, use_triton
+from liger_chunked.kernels.backend import contiguous_like, first_derivative, operator, tl, use_triton
+from liger_chunked.kernels.glu import launch_elementwise
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.operands import check_floating, plain
-from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import accumulation_dtype
 
 
@@ -37,23 +37,6 @@ def _kernel(
     tl.store(out_ptr + row * out_stride + cols, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _run_triton(x: Tensor, dy: Tensor | None) -> Tensor:
-    out = contiguous_like(x)
-    n_cols, n_rows = x.numel(), 1
-    if not n_cols:
-        return out
-    tensors: tuple[Tensor | None, ...] = x, dy, out
-    strides: tuple[int, ...] = 0, 0, 0
-    if not all(t is None or t.is_contiguous() for t in tensors):
-        n_cols = x.shape[-1]
-        n_rows = x.numel() // n_cols
-        tensors, strides = zip(*((None, 0) if t is None else strided_rows(t) for t in tensors), strict=True)
-    block, num_warps = TUNING[x.device].glu
-    blocks_per_row = -(-n_cols // block)
-    _kernel((n_rows * blocks_per_row, 1, 1), tensors, (*strides, n_cols, blocks_per_row, block), num_warps)
-    return out
-
-
 def _run_torch(x: Tensor, dy: Tensor | None) -> Tensor:
     z = x.contiguous().to(accumulation_dtype(x.dtype)).clamp(min=0)
     return (z.square() if dy is None else (2 * z * dy.contiguous()).masked_fill_(z == 0, 0.0)).to(x.dtype)
@@ -61,7 +44,11 @@ def _run_torch(x: Tensor, dy: Tensor | None) -> Tensor:
 
 @operator("relu_squared", fake=lambda x, dy: contiguous_like(x))
 def _run(x: Tensor, dy: Tensor | None) -> Tensor:
-    return (_run_triton if use_triton(x) else _run_torch)(x, dy)
+    if not use_triton(x):
+        return _run_torch(x, dy)
+    out = contiguous_like(x)
+    launch_elementwise(_kernel, out, (x, dy, out), ())
+    return out
 
 
 class _ReLUSquared(torch.autograd.Function):

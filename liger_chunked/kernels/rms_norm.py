@@ -5,7 +5,7 @@ Bytes: forward 2, backward 3 times `x`; 4 each with a residual; 3 and 5 with a g
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from liger_chunked.types import accumulation_dtype, shown
 Casting = Literal["llama", "gemma", "olmo2"]
 _CASTS_FIRST = {"llama": True, "gemma": False, "olmo2": False}
 _GATES = ("silu", "sigmoid")
+# eps, offset, cast_first, the gate's activation, gate_first, groups: the last arguments of `_forward`
+_Options = tuple[float, float, bool, str, bool, int]
 
 
 @Kernel
@@ -116,15 +118,6 @@ def _backward_kernel(
         tl.store(ptrs, tl.sum(dw, axis=0), mask=inside_cols)
 
 
-class _Options(NamedTuple):
-    eps: float
-    offset: float
-    cast_first: bool
-    kind: str = "silu"  # of the gate
-    gate_first: bool = False
-    groups: int = 1
-
-
 def _output_dtype(
     x: Tensor, weight: Tensor | None, gate: Tensor | None, cast_first: bool, gate_first: bool
 ) -> torch.dtype:
@@ -132,32 +125,6 @@ def _output_dtype(
     if weight is None or weight.dtype == x.dtype or not cast_first or not (gate is None or gate_first):
         return x.dtype
     return torch.promote_types(x.dtype, weight.dtype)
-
-
-def _forward_triton(
-    x: Tensor, weight: Tensor | None, residual: Tensor | None, gate: Tensor | None, eps: float, offset: float,
-    cast_first: bool, kind: str, gate_first: bool, groups: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    width = x.shape[-1]
-    n_rows, n_cols = x.numel() // width, width // groups
-    tile_rows, block, num_warps = row_tile(n_cols, x.device)
-    rows, stride = strided_rows(x)
-    residual_rows, residual_stride = (None, 0) if residual is None else strided_rows(residual)
-    gate_rows, gate_stride = (None, 0) if gate is None else strided_rows(gate)
-    y = contiguous_like(x, _output_dtype(x, weight, gate, cast_first, gate_first))
-    total = None if residual is None else contiguous_like(x)
-    rstd = x.new_empty(n_rows * groups, dtype=torch.float32)
-    if n_rows:
-        _forward_kernel(
-            (-(-n_rows // tile_rows), groups, 1),
-            (rows, residual_rows, gate_rows, weight, y, total, rstd),
-            (
-                *(stride, residual_stride, gate_stride, n_rows, n_cols, eps, offset),
-                *(cast_first, kind, gate_first, tile_rows, block),
-            ),
-            num_warps,
-        )
-    return y, rstd, total
 
 
 def _forward_torch(
@@ -188,40 +155,29 @@ def _forward(
     x: Tensor, weight: Tensor | None, residual: Tensor | None, gate: Tensor | None, eps: float, offset: float,
     cast_first: bool, kind: str, gate_first: bool, groups: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    compute = _forward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW * groups else _forward_torch
-    return compute(x, weight, residual, gate, eps, offset, cast_first, kind, gate_first, groups)  # type: ignore[return-value]
-
-
-def _backward_triton(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, gate: Tensor | None,
-    offset: float, kind: str, gate_first: bool, groups: int, needs_dx: bool, needs_dw: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     width = x.shape[-1]
+    if width > MAX_ROW * groups or not use_triton(x):
+        options = eps, offset, cast_first, kind, gate_first, groups
+        return _forward_torch(x, weight, residual, gate, *options)  # type: ignore[return-value]
     n_rows, n_cols = x.numel() // width, width // groups
-    tile, programs, stages = row_sweep(n_rows, n_cols, groups, x.element_size(), x.device)
+    tile, block, num_warps = row_tile(n_cols, x.device)
     rows, stride = strided_rows(x)
-    dy, dy_stride = strided_rows(dy)
-    dtotal_rows, dtotal_stride = (None, 0) if dtotal is None else strided_rows(dtotal)
+    residual_rows, residual_stride = (None, 0) if residual is None else strided_rows(residual)
     gate_rows, gate_stride = (None, 0) if gate is None else strided_rows(gate)
-    dx = contiguous_like(x) if needs_dx else None
-    dgate = None if gate is None else contiguous_like(gate)
-    dw = partial = None
-    if needs_dw:
-        assert weight is not None
-        dw, partial = contiguous_like(weight), rstd.new_empty((1, programs, width))
+    y = contiguous_like(x, _output_dtype(x, weight, gate, cast_first, gate_first))
+    total = None if residual is None else contiguous_like(x)
+    rstd = x.new_empty(n_rows * groups, dtype=torch.float32)
     if n_rows:
-        _backward_kernel(
-            (programs if needs_dw else -(-n_rows // tile.rows), groups, 1),
-            (dy, dtotal_rows, rows, gate_rows, weight, rstd, dx, dgate, partial),
+        _forward_kernel(
+            (-(-n_rows // tile), groups, 1),
+            (rows, residual_rows, gate_rows, weight, y, total, rstd),
             (
-                *(dy_stride, dtotal_stride, stride, gate_stride, n_rows, n_cols, offset),
-                *(kind, gate_first, tile.rows, tile.block, stages),
+                stride, residual_stride, gate_stride, n_rows, n_cols, eps, offset,
+                cast_first, kind, gate_first, tile, block,
             ),
-            tile.num_warps,
-        )
-    if dw is not None and partial is not None:
-        sum_partials(partial, dw)
-    return dx, dw, dgate
+            num_warps,
+        )  # fmt: skip
+    return y, rstd, total  # type: ignore[return-value]
 
 
 def _backward_torch(
@@ -261,8 +217,34 @@ def _backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, gate: Tensor | None,
     offset: float, kind: str, gate_first: bool, groups: int, needs_dx: bool, needs_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    compute = _backward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW * groups else _backward_torch
-    return compute(dy, dtotal, x, weight, rstd, gate, offset, kind, gate_first, groups, needs_dx, needs_dw)  # type: ignore[return-value]
+    width = x.shape[-1]
+    if width > MAX_ROW * groups or not use_triton(x):
+        options = offset, kind, gate_first, groups, needs_dx, needs_dw
+        return _backward_torch(dy, dtotal, x, weight, rstd, gate, *options)  # type: ignore[return-value]
+    n_rows, n_cols = x.numel() // width, width // groups
+    tile, block, num_warps, programs, stages = row_sweep(n_rows, n_cols, groups, x.element_size(), x.device)
+    rows, stride = strided_rows(x)
+    dy, dy_stride = strided_rows(dy)
+    dtotal_rows, dtotal_stride = (None, 0) if dtotal is None else strided_rows(dtotal)
+    gate_rows, gate_stride = (None, 0) if gate is None else strided_rows(gate)
+    dx = contiguous_like(x) if needs_dx else None
+    dgate = None if gate is None else contiguous_like(gate)
+    dw = partial = None
+    if needs_dw and weight is not None:
+        dw, partial = torch.empty_like(weight), rstd.new_empty(1, programs, width)
+    if n_rows:
+        _backward_kernel(
+            (programs if needs_dw else -(-n_rows // tile), groups, 1),
+            (dy, dtotal_rows, rows, gate_rows, weight, rstd, dx, dgate, partial),
+            (
+                dy_stride, dtotal_stride, stride, gate_stride, n_rows, n_cols, offset,
+                kind, gate_first, tile, block, stages,
+            ),
+            num_warps,
+        )  # fmt: skip
+    if dw is not None and partial is not None:
+        sum_partials(partial, dw)
+    return dx, dw, dgate  # type: ignore[return-value]
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -342,14 +324,11 @@ def liger_rms_norm(
         weight = weight.contiguous()
     if residual is not None:
         check_like(residual, "residual", x, "x")
-    return _rms_norm(x, weight, residual, None, _Options(float(eps), float(offset), _CASTS_FIRST[casting]))
-
-
-def _rms_norm(x: Tensor, weight: Tensor | None, residual: Tensor | None, gate: Tensor | None, options: _Options) -> Any:
-    if not torch.is_grad_enabled():
-        y, _, total = _forward(x, weight, residual, gate, *options)
-        return y if residual is None else (y, total)
-    return _RMSNorm.apply(x, weight, residual, gate, options)
+    options = float(eps), float(offset), _CASTS_FIRST[casting], "silu", False, 1
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(x, weight, residual, None, options)
+    y, _, total = _forward(x, weight, residual, None, *options)
+    return y if residual is None else (y, total)
 
 
 def liger_rms_norm_gated(
@@ -394,5 +373,7 @@ def liger_rms_norm_gated(
     if weight is not None:
         check_row(weight, "weight", x)
         weight = weight.contiguous()
-    options = _Options(float(eps), 0.0, _CASTS_FIRST[casting], activation, bool(gate_first), groups)
-    return _rms_norm(x, weight, None, gate, options)
+    options = float(eps), 0.0, _CASTS_FIRST[casting], activation, bool(gate_first), groups
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(x, weight, None, gate, options)
+    return _forward(x, weight, None, gate, *options)[0]

@@ -118,38 +118,44 @@ def _empty(x: Tensor, by_token: bool) -> Tensor:
 
 
 def _rope_triton(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, inverse: bool,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, half: int, pairs_in: bool, pairs_out: bool, inverse: bool,
     by_token: bool, inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     n_batch, q_heads, n_tokens, head_dim = q.shape
-    k_heads, rotary_dim = k.shape[1], 2 * cos.shape[-1]
+    k_heads = k.shape[1]
     q, k, cos, sin = [x if x.stride()[-1] == 1 else x.contiguous() for x in (q, k, cos, sin)]
     q_out, k_out = (None, None) if inplace else (_empty(q, by_token), _empty(k, by_token))
     q_rows, k_rows = n_batch * n_tokens * q_heads, n_batch * n_tokens * k_heads
-    tile, half, rest, num_warps = _tiling(head_dim, rotary_dim, q.device)
+    tile, half_block, rest, num_warps = _tiling(head_dim, 2 * half, q.device)
     if q_rows or k_rows:
-        shared = cos.shape[0] == 1
-        cos_strides, sin_strides = [(0 if shared else batch, token) for batch, token, _ in (cos.stride(), sin.stride())]
+        cos_batch, cos_token, _ = cos.stride()
+        sin_batch, sin_token, _ = sin.stride()
+        if cos.shape[0] == 1:
+            cos_batch = sin_batch = 0
+        written = q_out, k_out
+        if by_token and q_out is not None and k_out is not None:
+            # As contiguous tensors, because a launch checks the strides of others at length.
+            written = q_out.transpose(1, 2), k_out.transpose(1, 2)
         _rope_kernel(
             (-(-q_rows // tile) + -(-k_rows // tile), 1, 1),
-            (q, k, cos, sin, q_out, k_out),
+            (q, k, cos, sin, *written),
             (
-                *(*q.stride()[:3], *k.stride()[:3], *cos_strides, *sin_strides),
-                *(n_tokens, q_rows, k_rows, q_heads, k_heads, head_dim, rotary_dim // 2),
-                *(tile, half, rest, by_token, pairs_in, pairs_out, inverse),
+                *q.stride()[:3], *k.stride()[:3], cos_batch, cos_token, sin_batch, sin_token,
+                n_tokens, q_rows, k_rows, q_heads, k_heads, head_dim, half,
+                tile, half_block, rest, by_token, pairs_in, pairs_out, inverse,
             ),
             num_warps,
-        )
+        )  # fmt: skip
     return q if q_out is None else q_out, k if k_out is None else k_out
 
 
 def _rope_torch(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, inverse: bool,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, half: int, pairs_in: bool, pairs_out: bool, inverse: bool,
     by_token: bool, inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    half, rotary_dim = cos.shape[-1], 2 * cos.shape[-1]
+    rotary_dim = 2 * half
     dtype = accumulation_dtype(q.dtype)
-    cos, sin = (x.to(dtype).unsqueeze(1) for x in (cos, sin))
+    cos, sin = (x[..., :half].to(dtype).unsqueeze(1) for x in (cos, sin))
     if inverse:
         sin = -sin
     halves = slice(half), slice(half, rotary_dim)
@@ -170,26 +176,31 @@ def _rope_torch(
 
 @operator("rotary_pos_emb", fake=_rope_torch)
 def _rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, inverse: bool, by_token: bool
-) -> tuple[Tensor, Tensor]:
-    """Rotate by `cos` and `sin` of (B or 1, T, R/2)."""
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, half: int, pairs_in: bool, pairs_out: bool, inverse: bool,
+    by_token: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rotate by the first `half` columns of `cos` and `sin`, (B or 1, T, at least R/2)."""
     compute = _rope_triton if use_triton(q) else _rope_torch
-    return compute(q, k, cos, sin, pairs_in, pairs_out, inverse, by_token)
+    return compute(q, k, cos, sin, half, pairs_in, pairs_out, inverse, by_token)
+
+
+# half, pairs_in, pairs_out, inverse: arguments of `_rope`
+_Options = tuple[int, bool, bool, bool]
 
 
 def _is_by_token(q: Tensor) -> bool:
-    return q.stride(1) <= q.stride(2)
+    _, head, token, _ = q.stride()
+    return head <= token
 
 
 class _RotaryPosEmb(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, inverse: bool
-    ) -> tuple[Tensor, Tensor]:
-        ctx.options = pairs_out, pairs_in, not inverse
-        ctx.by_token = _is_by_token(q)
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
+        half, pairs_in, pairs_out, inverse = options
+        ctx.options = half, pairs_out, pairs_in, not inverse
+        ctx.by_token = by_token = _is_by_token(q)
         ctx.save_for_backward(cos, sin)
-        return _rope(q, k, cos, sin, pairs_in, pairs_out, inverse, ctx.by_token)
+        return _rope(q, k, cos, sin, half, pairs_in, pairs_out, inverse, by_token)
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
@@ -197,11 +208,11 @@ class _RotaryPosEmb(torch.autograd.Function):
         # The gradient of a rotation is the inverse rotation, which has derivatives of its own: a model that is not
         # patched shares this function with one that is, and may need them.
         if torch.is_grad_enabled():
-            dq, dk = _RotaryPosEmb.apply(dq, dk, *ctx.saved_tensors, *ctx.options)
+            dq, dk = _RotaryPosEmb.apply(dq, dk, *ctx.saved_tensors, ctx.options)
         else:
             dq, dk = _rope(dq, dk, *ctx.saved_tensors, *ctx.options, ctx.by_token)
         needs_dq, needs_dk, *_ = ctx.needs_input_grad
-        return dq if needs_dq else None, dk if needs_dk else None, None, None, None, None, None
+        return dq if needs_dq else None, dk if needs_dk else None, None, None, None
 
 
 class _WrittenOver(torch.autograd.Function):
@@ -211,8 +222,8 @@ class _WrittenOver(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        ctx.options = interleaved, interleaved, True, _is_by_token(x)
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, half: int, interleaved: bool) -> Tensor:
+        ctx.options = half, interleaved, interleaved, True, _is_by_token(x)
         ctx.save_for_backward(cos, sin)
         ctx.mark_dirty(x)
         return x
@@ -221,25 +232,26 @@ class _WrittenOver(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         no_heads = dy[:, :0]
-        return _rope(dy, no_heads, *ctx.saved_tensors, *ctx.options)[0], None, None, None
+        return _rope(dy, no_heads, *ctx.saved_tensors, *ctx.options)[0], None, None, None, None
 
 
-def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool) -> tuple[Tensor, Tensor]:
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
     if not torch.is_grad_enabled():
-        return _rope(q, k, cos, sin, pairs_in, pairs_out, False, _is_by_token(q))
-    return _RotaryPosEmb.apply(q, k, cos, sin, pairs_in, pairs_out, False)
+        return _rope(q, k, cos, sin, *options, _is_by_token(q))
+    return _RotaryPosEmb.apply(q, k, cos, sin, options)
 
 
-def _rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    options = half, interleaved, interleaved, False
     if torch.compiler.is_compiling():
         # The compiler removes these copies if it owns q and k.
-        rotated = _rotated(q, k, cos, sin, interleaved, interleaved)
+        rotated = _rotated(q, k, cos, sin, options)
         return q.copy_(rotated[0]), k.copy_(rotated[1])
     for name, x in (("q", q), ("k", k)):
         _check_inplace(x, name)
-    q, k = (_WrittenOver.apply(x, cos, sin, interleaved) for x in (q, k))
+    q, k = (_WrittenOver.apply(x, cos, sin, half, interleaved) for x in (q, k))
     compute = _rope_triton if use_triton(q) else _rope_torch
-    compute(q.detach(), k.detach(), cos, sin, interleaved, interleaved, inverse=False, by_token=False, inplace=True)
+    compute(q.detach(), k.detach(), cos, sin, *options, by_token=False, inplace=True)
     return q, k
 
 
@@ -347,9 +359,8 @@ def liger_rotary_pos_emb(
         raise ValueError("deinterleave=True needs interleaved=True, and inplace=False")
     _check(q, k, cos, sin, rotary_dim)
     half = (cos.shape[-1] if rotary_dim is None else rotary_dim) // 2
-    cos, sin = cos[..., :half], sin[..., :half]
     if inplace:
-        q, k = _rope_(q, k, cos, sin, interleaved)
+        q, k = _rope_(q, k, cos, sin, half, interleaved)
     else:
-        q, k = _rotated(q, k, cos, sin, interleaved, interleaved and not deinterleave)
+        q, k = _rotated(q, k, cos, sin, (half, interleaved, interleaved and not deinterleave, False))
     return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 2 else (q, k)
