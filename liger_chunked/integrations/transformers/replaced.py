@@ -115,9 +115,9 @@ def keep_rope(model: torch.nn.Module, patched: bool) -> None:
         fields = vars(layer)
         if KEPT_ROPE in fields:
             fields[KEPT_ROPE] = _current(fields[KEPT_ROPE], patched)
-        functions = fields.get(KEPT_FUNCTIONS)
-        if functions:
-            fields[KEPT_FUNCTIONS] = {name: _current(function, patched) for name, function in functions.items()}
+        functions = fields.get(KEPT_FUNCTIONS, {})
+        for name, function in functions.items():
+            functions[name] = _current(function, patched)
 
 
 def _current(kept: Any, patched: bool) -> Any:
