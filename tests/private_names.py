@@ -437,16 +437,19 @@ PRIVATE = (
         "gold_trainer",
     ),
 )
+# What only older trainers have. The table of the documentation lists it with every version.
+OLDER = (
+    Private(
+        "_get_per_token_logps_and_entropies _precompute_ref_logps",
+        "TRL before 1.15: trainers",
+        "score rollouts and references from stand-ins",
+        "they are scored from logits",
+        "grpo_trainer",
+    ),
+)
+LISTED = (*PRIVATE, *OLDER)
 if tuple(map(int, version("trl").split(".")[:2])) < (1, 15):
-    PRIVATE += (
-        Private(
-            "_get_per_token_logps_and_entropies _precompute_ref_logps",
-            "TRL before 1.15: trainers",
-            "score rollouts and references from stand-ins",
-            "they are scored from logits",
-            "grpo_trainer",
-        ),
-    )
+    PRIVATE = LISTED
 
 # The names in the source
 
@@ -690,7 +693,7 @@ class _Renaming(SourceFileLoader):
 
 def table() -> str:
     lines = ["| name | of | for | without it |", "|---|---|---|---|"]
-    lines += [f"| `{x.names.replace(' ', '`, `')}` | {x.owner} | {x.use} | {x.without} |" for x in PRIVATE]
+    lines += [f"| `{x.names.replace(' ', '`, `')}` | {x.owner} | {x.use} | {x.without} |" for x in LISTED]
     return "\n".join(lines)
 
 

@@ -145,6 +145,8 @@ OTHER_LOSS = (
 @pytest.mark.parametrize("name", sampled(list(OTHER_LOSS)))
 def test_attached_head_of_another_loss(name):
     """`head_fn` gets the head and its input, whatever the class's own loss is."""
+    if not hasattr(transformers, name):
+        pytest.skip(f"this transformers has no {name}")
     model, arguments = build(name), batch(name)
     labels = arguments.pop("labels")
     with torch.no_grad():
