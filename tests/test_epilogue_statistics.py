@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_chunked import LogitOptions, eager, estimate_memory, linear_token_stats
 from liger_chunked.engine import epilogue
-from liger_chunked.engine.batch import Tile
+from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.epilogue import StatisticsPass, serves_statistics
 from liger_chunked.kernels import grad_from_exponentials_, projection
 from liger_chunked.kernels.launch import is_dry

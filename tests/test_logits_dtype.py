@@ -27,7 +27,7 @@ from liger_chunked import (
     linear_token_stats,
 )
 from liger_chunked.engine import epilogue
-from liger_chunked.engine.batch import Tile
+from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.types import LossHead

@@ -30,7 +30,8 @@ from liger_chunked import (
     linear_token_stats,
 )
 from liger_chunked.engine import collectives, scattered
-from liger_chunked.engine.batch import Chunk, lay_out_every
+from liger_chunked.engine.batch import lay_out_every
+from liger_chunked.engine.cutting import Chunk
 from liger_chunked.functional import dpo_loss
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")

@@ -1,8 +1,11 @@
 """The engine: losses and gradients of chunks of tokens. It knows no loss by name.
 
-batch, known, plan               which tokens count; how they are cut
-step                             the loop over chunks, and its autograd Function
-head, epilogue, distillation     passes: plain logits, fused epilogue, student and teacher
+batch, known                     which tokens count, and in which order
+cutting                          chunks and tiles within the budget: integers only
+choose                           the one place that decides what runs, as a `Plan`
+step                             the loop over chunks, and the autograd Function
+head, epilogue                   passes over a chunk: plain logits, fused epilogue
+distillation                     a loop of its own, of a student and a teacher
 gradients                        accumulators of dX, dW and db
 divergences, top_k, ranked       divergences of a tile of logits
 stats                            linear_token_stats
