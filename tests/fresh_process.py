@@ -26,7 +26,14 @@ from importlib import import_module
 import torch
 module, name, nprocs, *arguments = sys.argv[1:]
 worker = getattr(import_module(module), name)
-torch.multiprocessing.start_processes(worker, arguments, int(nprocs), start_method="fork")
+
+def work(rank, *arguments):
+    # A fork replaces its thread pool in the first call of this. If that comes from autograd's threads, several at once,
+    # one of them can find no pool, which ends the process.
+    torch.set_num_threads(1)
+    worker(rank, *arguments)
+
+torch.multiprocessing.start_processes(work, arguments, int(nprocs), start_method="fork")
 """
 
 
