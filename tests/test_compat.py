@@ -1231,6 +1231,20 @@ def test_install(fresh_process: Any) -> None:
     fresh_process.run(textwrap.dedent(code))
 
 
+AVAILABILITY = """
+from liger_chunked import compat
+compat.install()
+import liger_kernel
+from transformers.utils import is_liger_kernel_available
+print(liger_kernel.__version__, is_liger_kernel_available())
+"""
+
+
+def test_a_framework_that_asks_for_the_version(fresh_process: Any) -> None:
+    """transformers reads it before `use_liger_kernel`, and then says that liger_kernel is missing."""
+    assert fresh_process.run(AVAILABILITY).split() == ["0", "False"]
+
+
 def test_install_refuses_an_installed_liger_kernel(fresh_process: Any, tmp_path: Path) -> None:
     (tmp_path / "liger_kernel").mkdir()
     (tmp_path / "liger_kernel" / "__init__.py").write_text("theirs = True")

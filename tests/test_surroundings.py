@@ -27,7 +27,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import liger_chunked as lc
 from liger_chunked.engine import gradients, head, stats
 from liger_chunked.engine import hooks as engine_hooks
-from liger_chunked.engine import step as engine_step
+from liger_chunked.engine.distillation import DistillationStep
+from liger_chunked.engine.step import StatisticsStep
 from liger_chunked.losses.base import FusedLoss
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
@@ -93,7 +94,8 @@ def hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ho
 
         return marking
 
-    monkeypatch.setattr(engine_step.Step, "run", marked(engine_step.Step.run))
+    for step in (StatisticsStep, DistillationStep):
+        monkeypatch.setattr(step, "run", marked(step.run))
     monkeypatch.setattr(stats, "_statistics", marked(stats._statistics))
     return hooks
 

@@ -79,6 +79,10 @@ class _Finder(MetaPathFinder, Loader):
             raise unknown[0]
 
         module.__doc__ = served[0].__doc__
+        if module.__name__ == _ROOT:
+            # Frameworks compare it with the oldest liger_kernel that they take. They get no: their own patches expect
+            # internals of that package. Without a version, transformers raises InvalidVersion.
+            vars(module)["__version__"] = "0"
         vars(module)["__getattr__"] = lookup
         vars(module)["__dir__"] = lambda: sorted({name for source in served for name in dir(source)})
 

@@ -4,7 +4,8 @@
     for_statistics    `linear_token_stats`, whose backward comes later, in one chunk
     for_distillation  two heads, in chunks of the student and tiles of the teacher
 
-Each returns a `Plan`, which later code follows without asking again.
+Each returns a `Plan`. `pass_of_loss` and `pass_of_statistics` then make what runs it: what is known only once the
+gradients are set up, whether dW is float32, is asked there.
 """
 
 from __future__ import annotations
@@ -274,8 +275,8 @@ def for_statistics(
             head, dtype, options, class_weight, outputs, of_epilogue, needs_grad, at_any_size=batch_invariant
         ):
             path, tiles = Path.EPILOGUE, cutting.tiles(n_valid, columns, limit, square=True)
-    if batch_invariant and path is not Path.EPILOGUE:
-        path, tiles = Path.BY_TOKEN, cutting.whole_rows(n_valid, columns, 1)
+    if batch_invariant and path is Path.LOGITS:
+        path, tiles = Path.BY_TOKEN, cutting.single_rows(n_valid, columns)
         if n_valid and layout.target.device.type != "cpu":
             raise ValueError(
                 'deterministic="batch" on a GPU needs Hopper, bfloat16, contiguous weights with H a multiple of 8, '

@@ -23,8 +23,8 @@ from liger_chunked.kernels.tuning.generic import (
     TEACHER_VOCAB,
 )
 
-# Batches differ in their numbers of tokens, so the caches forget.
-_REMEMBERED = 256
+# Few: a small budget cuts a batch into thousands of pieces, and batches of other lengths are cut anew.
+_REMEMBERED = 32
 
 
 class Chunk(NamedTuple):
@@ -177,6 +177,11 @@ def tiles(n_rows: int, columns: int, limit: int, square: bool = False) -> Tiles:
 def whole_rows(n_rows: int, columns: int, limit: int) -> Tiles:
     """Cut a chunk into tiles of all columns and at most `limit` rows."""
     return tuple(Tile(rows, slice(0, columns)) for rows in pieces(n_rows, max(1, limit)))
+
+
+def single_rows(n_rows: int, columns: int) -> Tiles:
+    """Cut a chunk into tiles of one row and all columns. Not cached, because there are as many as tokens."""
+    return tuple(Tile(slice(row, row + 1), slice(0, columns)) for row in range(n_rows))
 
 
 def chunk_and_tile(budget: Budget, n_tokens: int, bytes_per_logit: int, wants_weight: bool) -> tuple[int, int]:

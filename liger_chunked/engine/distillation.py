@@ -99,12 +99,14 @@ class DistillationStep:
         student = HeadPass(head.to(plan.dtype), plan.options)
         student.reserve(max(chunk.length for chunk in plan.chunks) * student.columns)
         teacher = None if self.teacher is None else _TeacherLogits(plan, self.teacher)
-        upstream = {} if grads is None else self._upstream(input.device)
+        upstream: dict[str, Tensor] = {}
         parts = []
         with gemms(input.device, plan.dtype, None if self.teacher is None else self.teacher.dtype):
             for i, chunk in enumerate(plan.chunks):
                 tokens = plan.tokens(i, flat, flat_u)
                 logits = student.project_all(tokens.x, tokens.u)  # (n, V)
+                if grads is not None and not upstream:
+                    upstream = self._upstream(input.device)  # now: the GPU is idle until the first product
                 if teacher is not None:
                     teacher.open(chunk.rows)
                 for rows, _ in tokens.tiles or (Tile(slice(0, 0), slice(0, 0)),):

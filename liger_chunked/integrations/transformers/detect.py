@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-import itertools
 import textwrap
+import types
 from typing import Any
 
 from torch import nn
@@ -75,7 +75,17 @@ def stock_method(cls: type, name: str) -> Any:
 
 def calls_loss_function(cls: type) -> bool:
     """Whether a model's code reads its `loss_function`. Others compute their loss themselves (Bart, older Gemma 3)."""
-    bases = itertools.takewhile(lambda base: base is not PreTrainedModel, cls.__mro__)
+    bases = set(cls.__mro__) - set(PreTrainedModel.__mro__)
     methods = (getattr(x, STOCK, x) for base in bases for x in vars(base).values() if inspect.isfunction(x))
-    codes = (getattr(inspect.unwrap(method), "__code__", None) for method in methods)
-    return any(code is not None and "loss_function" in code.co_names for code in codes)
+    return any(_reads_loss_function(getattr(inspect.unwrap(method), "__code__", None)) for method in methods)
+
+
+def _reads_loss_function(code: Any) -> bool:
+    """Whether a code object, or a function inside it, names `loss_function`: as an attribute, or for `getattr`."""
+    if not isinstance(code, types.CodeType):
+        return False
+    return (
+        "loss_function" in code.co_names
+        or "loss_function" in code.co_consts
+        or any(map(_reads_loss_function, code.co_consts))
+    )

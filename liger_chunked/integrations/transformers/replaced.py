@@ -115,7 +115,7 @@ def keep_rope(model: torch.nn.Module, patched: bool) -> None:
         fields = vars(layer)
         if KEPT_ROPE in fields:
             fields[KEPT_ROPE] = _current(fields[KEPT_ROPE], patched)
-        functions = fields.get(KEPT_FUNCTIONS, {})
+        functions = fields.get(KEPT_FUNCTIONS) or {}
         for name, function in functions.items():
             functions[name] = _current(function, patched)
 
@@ -125,5 +125,6 @@ def _current(kept: Any, patched: bool) -> Any:
     if not isinstance(kept, types.FunctionType):
         return kept
     if patched:
-        return getattr(importlib.import_module(kept.__module__), kept.__name__, kept)
+        current = getattr(importlib.import_module(kept.__module__), kept.__name__, kept)
+        return current if hasattr(current, OURS) else kept  # not what somebody else put there
     return kept.__wrapped__ if OURS in vars(kept) else kept  # type: ignore[attr-defined]
