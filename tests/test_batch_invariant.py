@@ -11,7 +11,10 @@ from table import relative_error
 from torch import Tensor
 
 from liger_chunked import AdaptedWeight, eager, linear_token_stats
+from liger_chunked.engine import choose, lay_out_every
+from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.kernels import backend
+from liger_chunked.types import LogitOptions, LossHead
 
 N, H, V = 75, 40, 331
 FLOATS = ("logps", "lse", "entropy", "mean_logits")
@@ -157,3 +160,17 @@ def test_bits_on_a_gpu() -> None:
     for refused in ({"softcap": 3.0}, {"bias": torch.zeros(V, device=device, dtype=torch.bfloat16)}):
         with pytest.raises(ValueError, match="needs Hopper"):
             invariant(**given | refused)
+
+
+def test_a_filter_comes_before_single_rows() -> None:
+    """Rows of one token have no filter. The public function refuses both together; the engine must not drop one."""
+    plan = choose.for_statistics(
+        LossHead(torch.ones(11, 4)),
+        lay_out_every((5,)),
+        torch.float32,
+        outputs=("logps",),
+        options=LogitOptions(),
+        filter=SamplingFilter(top_k=3),
+        batch_invariant=True,
+    )
+    assert plan.path is choose.Path.FILTERED

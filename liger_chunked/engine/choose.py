@@ -5,7 +5,7 @@
     for_distillation  two heads, in chunks of the student and tiles of the teacher
 
 Each returns a `Plan`. `pass_of_loss` and `pass_of_statistics` then make what runs it: what is known only once the
-gradients are set up, whether dW is float32, is asked there.
+gradients are set up, whether dW is float32, decides there.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Plan:
         tiles: of each chunk; whole rows with a teacher.
         dtype: of the matrix products.
         n_contributions: how often the step adds to each element of dW.
-        path: what computes statistics.
+        path: what computes statistics. A loss leaves `Path.EPILOGUE` for logits if its dW is rounded (`pass_of_loss`).
         outputs, differentiates: the statistics to compute, and those that the gradient may reach.
         class_weight: (V,) weights of `mean_logits`.
         filter: of `Path.FILTERED`.
@@ -148,17 +148,17 @@ class _Cut:
     tiles: tuple[Tiles, ...]
 
 
-def _cut(layout: Layout, budget: Budget, n_tokens: int, bytes_per_logit: int, whole_batch: bool) -> _Cut:
+def _cut_batch(layout: Layout, budget: Budget, n_tokens: int, bytes_per_logit: int, whole_batch: bool) -> _Cut:
     limit = budget.logits(n_tokens, bytes_per_logit)
     tokens = max(1, limit // budget.vocab_size)
-    lengths, most = layout.group_lengths, layout.cut_lengths
+    lengths, cut_lengths = layout.group_lengths, layout.cut_lengths
     n_valid, n_groups = layout.n_valid, layout.n_valid if lengths is None else len(lengths)
-    if whole_batch or (most is not None and sum(most) <= tokens):
+    if whole_batch or (cut_lengths is not None and sum(cut_lengths) <= tokens):
         chunks: tuple[Chunk, ...] = (Chunk(slice(0, n_valid), slice(0, n_groups)),)
-    elif lengths is None or most is None:
+    elif lengths is None or cut_lengths is None:
         chunks = cutting.chunks_of_tokens(n_valid, tokens)
     else:
-        chunks = cutting.chunks_of_groups(lengths, most, tokens)
+        chunks = cutting.chunks_of_groups(lengths, cut_lengths, tokens)
     return _Cut(chunks, limit, _tiles(chunks, budget.vocab_size, limit))
 
 
@@ -192,7 +192,7 @@ def for_loss(
     bytes_per_logit = logit_bytes(options, dtype)
     _warn_of_few_rows(budget, bytes_per_logit, layout.n_valid)
 
-    cut, path = _cut(layout, budget, n_tokens, bytes_per_logit, whole_batch), Path.LOGITS
+    cut, path = _cut_batch(layout, budget, n_tokens, bytes_per_logit, whole_batch), Path.LOGITS
     if (
         wide_tiles
         and layout.temperature is None
@@ -204,7 +204,8 @@ def for_loss(
         # Ranks that split sequences must cut the same chunks, but each would judge its own tiles.
         if not layout.ranks_cut_alike and (is_one_chunk or bytes_per_logit > dtype.itemsize):
             # The epilogue keeps exponentials in the products' dtype, never float32 logits, and no whole batch of them.
-            several = _cut(layout, budget, 0, dtype.itemsize, whole_batch)
+            # 0 tokens: not in one chunk.
+            several = _cut_batch(layout, budget, 0, dtype.itemsize, whole_batch)
             is_better = (
                 epilogue.instead_of_one_chunk(several.tiles, budget.hidden_size)
                 if is_one_chunk
@@ -257,7 +258,7 @@ def for_statistics(
     budget, bytes_per_logit = budget_of(head, options, dtype), logit_bytes(options, dtype)
     _warn_of_few_rows(budget, bytes_per_logit, layout.n_valid)
     n_valid, columns = layout.n_valid, head.columns
-    path, tiles = Path.LOGITS, cutting.tiles(n_valid, columns, budget.logits(0, bytes_per_logit), square=True)
+    path, tiles = Path.LOGITS, None
     if filter is not None:
         path = Path.FILTERED
         tiles = cutting.whole_rows(n_valid, columns, budget.logits(0, bytes_per_logit) // columns)
@@ -283,6 +284,8 @@ def for_statistics(
                 'outputs among "logps", "lse", "entropy" and "mean_logits", and no bias, adapter, softcap, '
                 "candidates or temperature of tokens; got another call"
             )
+    if tiles is None:
+        tiles = cutting.tiles(n_valid, columns, budget.logits(0, bytes_per_logit), square=True)
     chunks = (Chunk(slice(0, n_valid), slice(0, n_valid)),)
     layout, scattered = scatter_rows(layout, chunks, head.shard)
     if candidates is not None and layout.slots is not None:
@@ -321,14 +324,14 @@ def for_distillation(
     """
     budget, n_valid = budget_of(head, options, dtype), layout.n_valid
     _warn_of_few_rows(budget, bytes_per_logit, n_valid)
-    tokens, rows = cutting.chunk_and_tile(budget, n_valid, bytes_per_logit, wants_weight)
-    chunks = cutting.chunks_of_tokens(n_valid, tokens)
+    chunk_tokens, tile_rows = cutting.chunk_and_tile(budget, n_valid, bytes_per_logit, wants_weight)
+    chunks = cutting.chunks_of_tokens(n_valid, chunk_tokens)
     layout, scattered = scatter_rows(layout, chunks, head.shard)
     return Plan(
         layout=layout,
         scattered=scattered,
         chunks=chunks,
-        tiles=tuple(cutting.whole_rows(chunk.length, head.columns, rows) for chunk in chunks),
+        tiles=tuple(cutting.whole_rows(chunk.length, head.columns, tile_rows) for chunk in chunks),
         dtype=dtype,
         n_contributions=len(chunks) if n_valid else 0,
         options=options,

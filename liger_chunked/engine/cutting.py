@@ -54,7 +54,7 @@ Tiles = tuple[Tile, ...]
 
 
 def row_blocks(tiles: Tiles) -> int:
-    """Return how many blocks of rows the tiles of a chunk have: so often the chunk adds to each element of dW."""
+    """Return how many times a chunk adds to each element of dW: once for each block of rows among its tiles."""
     return sum([tile.vocab.start == 0 for tile in tiles])
 
 
@@ -118,17 +118,17 @@ def chunks_of_tokens(n_tokens: int, limit: int) -> tuple[Chunk, ...]:
     return tuple(Chunk(rows, rows) for rows in pieces(n_tokens, limit))
 
 
-def chunks_of_groups(lengths: Sequence[int], most: Iterable[int], limit: int) -> tuple[Chunk, ...]:
+def chunks_of_groups(lengths: Sequence[int], cut_lengths: Iterable[int], limit: int) -> tuple[Chunk, ...]:
     """Cut groups into chunks of whole groups of at most `limit` tokens, or of one group that is larger.
 
     Args:
         lengths: tokens of each group.
-        most: tokens of each group on the rank that has most of them, if ranks split sequences, else `lengths`: all
-            ranks must cut after the same groups.
+        cut_lengths: tokens of each group on the rank that has most of them, if ranks split sequences, else `lengths`.
+            All ranks must cut after the same groups.
     """
     cut = []
     first_row = first_group = row = held = 0
-    for group, (length, longest) in enumerate(zip(lengths, most, strict=True)):
+    for group, (length, longest) in enumerate(zip(lengths, cut_lengths, strict=True)):
         if held and held + longest > limit:
             cut.append(Chunk(slice(first_row, row), slice(first_group, group)))
             first_row, first_group, held = row, group, 0

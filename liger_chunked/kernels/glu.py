@@ -163,7 +163,8 @@ def launch_elementwise(
 ) -> None:
     """Launch `kernel` on blocks of columns of `tensors`, which have the shape of `like`.
 
-    Its numbers are a stride of rows for each tensor, columns, blocks of a row, `options`, and columns of a block.
+    The kernel takes these numbers, in order: the row stride of each tensor, the columns of a row, the blocks of a row,
+    `options`, and the columns of a block. Contiguous tensors are one long row.
     """
     n_rows, n_cols = 1, like.numel()
     if not n_cols:

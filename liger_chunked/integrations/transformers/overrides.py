@@ -56,8 +56,8 @@ LAYER_SWITCHES = ("rms_norm", "layer_norm", "swiglu", "geglu", "relu_squared")
 SWITCHES = ("rope", *LAYER_SWITCHES, *HEAD_SWITCHES)
 
 # Class, layer, and the attributes named unlike the arguments of `Layer.run`. Frequent ones come first: a row's module
-# is imported if no earlier row matches. The last rows are for older versions of transformers: they name classes once
-# more, whose attributes tell which row of a class is this version's.
+# is imported if no earlier row matches. The last rows are for older versions of transformers. Some of their
+# classes are also named above: the row whose attributes a class has is the one that serves it.
 _ROWS: list[tuple[str, Layer, dict[str, str]]] = [
     ("llama.LlamaRMSNorm", RMS_NORM, {"eps": "variance_epsilon"}),
     ("llama.LlamaMLP", GLU, {}),
