@@ -197,12 +197,8 @@ class _RotaryPosEmb(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
         half, pairs_in, pairs_out, inverse = options
-        ctx.options = (
-            half,
-            pairs_out,
-            pairs_in,
-            not inverse,
-        )  # of the gradient: the inverse, from output to input layout
+        # Of the gradient, which rotates back and into the input's layout.
+        ctx.options = half, pairs_out, pairs_in, not inverse
         ctx.by_token = by_token = _is_by_token(q)
         ctx.save_for_backward(cos, sin)
         return _rope(q, k, cos, sin, half, pairs_in, pairs_out, inverse, by_token)
