@@ -19,6 +19,7 @@ from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.hooks import isolated
+from liger_chunked.engine.objective import Differentiated
 from liger_chunked.engine.step import StatisticsStep, run_step
 from liger_chunked.kernels.backend import has_wide_tiles, wide_tiles
 from liger_chunked.losses import (
@@ -134,7 +135,7 @@ def estimate_memory(
             token_stats(*reference, layout, ("logps",), options, dtype=compute_dtype, wide_tiles=wide_tiles)
         if isinstance(loss, LigerFusedLinearDistillationBase):
             step = _distillation(loss, layout, compute_dtype, head, options, given_teacher, teacher_top_k)
-            _differentiate(run_step(step, head, input)[0], head, input)
+            _differentiate(run_step(step, head, input), head, input)
         elif isinstance(loss, StatsLoss) and not (
             isinstance(loss, LigerFusedLinearCrossEntropyLoss) and loss.reduction == "none"
         ):
@@ -152,7 +153,7 @@ def estimate_memory(
             def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
                 return functools.reduce(torch.add, (getattr(stats, name).sum() for name in plan.differentiates))
 
-            _differentiate(run_step(StatisticsStep(plan, objective), head, input)[0], head, input)
+            _differentiate(run_step(StatisticsStep(plan, Differentiated(objective)), head, input), head, input)
         else:
             stats = token_stats(head, input, layout, ("logps",), options, dtype=compute_dtype, wide_tiles=wide_tiles)
             assert stats.logps is not None

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from liger_chunked.eager.token_stats import logits, token_stats
 from liger_chunked.engine import Layout
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.step import LinearObjective, Objective
+from liger_chunked.engine.objective import Objective
+from liger_chunked.engine.step import Fused
 from liger_chunked.losses import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDistillationBase,
@@ -285,9 +286,9 @@ def full_loss(loss: nn.Module, batch: Batch) -> Tensor:
         head: LossHead,
         input: Tensor,
         layout: Layout,
-        objective: Objective | LinearObjective,
+        objective: Objective,
         class_weight: Tensor | None = None,
-    ) -> tuple[Tensor, TokenStats]:
+    ) -> Fused:
         assert isinstance(head.weight, Tensor)
         every = Chunk(slice(0, layout.n_valid), slice(0, layout.shape[0]))
         x = layout.input_rows(input.reshape(-1, input.shape[-1]), every.rows)
@@ -298,10 +299,10 @@ def full_loss(loss: nn.Module, batch: Batch) -> Tensor:
         if class_weight is not None and "mean_logits" in values:
             values["mean_logits"] = (logits(head.weight, x, head.bias, **transform) * class_weight).mean(-1)
         dense = TokenStats(**{name: layout.dense(x, every) for name, x in values.items()})
-        value = (
-            objective.loss(dense) if isinstance(objective, LinearObjective) else objective(dense, layout.index(every))
-        )
-        return value, layout.join([TokenStats(*(None if f is None else f.detach() for f in dense))])
+        detached = TokenStats(*(None if f is None else f.detach() for f in dense))
+        index = layout.index(every)
+        aux = objective.value_and_grad(detached, index, with_gradient=False).aux
+        return Fused(objective.loss(dense, index), layout.join([detached]), aux)
 
     own._fuse = full
     result = own(**batch)

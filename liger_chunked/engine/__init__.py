@@ -3,6 +3,7 @@
 batch, known                     which tokens count, and in which order
 cutting                          chunks and tiles within the budget: integers only
 choose                           the one place that decides what runs, as a `Plan`
+objective                        the loss of a chunk, and its gradient by the statistics
 step                             the loop over chunks, and the autograd Function
 head, epilogue                   passes over a chunk: plain logits, fused epilogue
 distillation                     a loop of its own, of a student and a teacher
@@ -25,20 +26,29 @@ from liger_chunked.engine.checks import (
 from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_step
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.known import as_counts, assert_later, may_read, sequence_counts, token_count
+from liger_chunked.engine.objective import (
+    Differentiated,
+    NegativeLogLikelihood,
+    Objective,
+    Share,
+    gradients_of,
+    leaves_of,
+)
 from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
 from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.sequence import SequenceSplit, check_group
 from liger_chunked.engine.stats import linear_token_stats, token_stats
-from liger_chunked.engine.step import LinearObjective, NegativeLogLikelihood, Objective, fused_loss, run_step
+from liger_chunked.engine.step import Fused, fused_loss, run_step
 from liger_chunked.engine.top_k import TopK
 from liger_chunked.kernels.operands import plain
 
 __all__ = [
     "ByAutograd",
     "ClosedForm",
+    "Differentiated",
+    "Fused",
     "Group",
     "Layout",
-    "LinearObjective",
     "LossWeights",
     "NegativeLogLikelihood",
     "Objective",
@@ -46,6 +56,7 @@ __all__ = [
     "Ranked",
     "SequenceSplit",
     "Sequences",
+    "Share",
     "Teacher",
     "TopK",
     "along",
@@ -61,8 +72,10 @@ __all__ = [
     "count",
     "distillation_step",
     "fused_loss",
+    "gradients_of",
     "lay_out",
     "lay_out_every",
+    "leaves_of",
     "linear_token_stats",
     "may_read",
     "plain",

@@ -114,7 +114,7 @@ class Layout:
         return self._unflatten(values, n_groups)
 
     def dense_values(self, values: Values, chunk: Chunk) -> Values:
-        return mapped(lambda f: self.dense(f, chunk), values)
+        return values if self.group_lengths is None else mapped(lambda f: self.dense(f, chunk), values)
 
     def sum_of_shares(self, loss: Tensor) -> Tensor:
         return loss

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from liger_chunked.calls import LossType
-from liger_chunked.engine import Group, Layout, LinearObjective, Objective, fused_loss
-from liger_chunked.types import OUTPUTS, LogitOptions, LossHead, TokenStats
+from liger_chunked.engine import Fused, Group, Layout, Objective, fused_loss
+from liger_chunked.types import OUTPUTS, LogitOptions, LossHead
 
 
 def check_declared(loss: Any, name: str, statistics: tuple[str, ...], scopes: tuple[str, ...]) -> None:
@@ -80,9 +80,9 @@ class StatsLoss(FusedLoss):
         head: LossHead,
         input: Tensor,
         layout: Layout,
-        objective: Objective | LinearObjective,
+        objective: Objective,
         class_weight: Tensor | None = None,
-    ) -> tuple[Tensor, TokenStats]:
+    ) -> Fused:
         return fused_loss(
             head,
             input,

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, cast, overload
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from liger_chunked.engine import (
     Group,
     Layout,
     NegativeLogLikelihood,
+    Objective,
     SequenceSplit,
     check_group,
     check_projection,
@@ -110,22 +110,22 @@ def _weighed(x: Tensor, weights: Tensor | None) -> Tensor:
     return x if weights is None else x * weights
 
 
-class _Batch(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _WeighedTokens(Objective):
     definition: _CrossEntropy
     target: Tensor  # (N,)
     weights: Tensor | None  # (N,)
     per_token: float | Tensor  # divides the regularizer
     per_class: float | Tensor  # divides the cross entropy
 
-
-def _objective(batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tensor:
-    weights = None if batch.weights is None else batch.weights[index]
-    of_tokens = batch.definition.cross_entropy(stats, batch.target[index])
-    loss = _weighed(of_tokens, weights).sum(dtype=torch.float64) / batch.per_class
-    regularizer = batch.definition.regularizer(stats)
-    if regularizer is None:
-        return loss
-    return loss + _weighed(regularizer, weights).sum(dtype=torch.float64) / batch.per_token
+    def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
+        weights = None if self.weights is None else self.weights[index]
+        of_tokens = self.definition.cross_entropy(values, self.target[index])
+        loss = _weighed(of_tokens, weights).sum(dtype=torch.float64) / self.per_class
+        regularizer = self.definition.regularizer(values)
+        if regularizer is None:
+            return loss
+        return loss + _weighed(regularizer, weights).sum(dtype=torch.float64) / self.per_token
 
 
 class CrossEntropySettings(LogitOptionsDict, total=False):
@@ -403,13 +403,13 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
     ) -> tuple[Tensor, Tensor | None, TokenStats]:
         per_token, per_class = self._denominators(layout, definition, weights, num_items)
         plain = definition.is_plain and weights is None
-        loss, stats = self._fuse(
+        loss, stats, _ = self._fuse(
             head,
             input,
             layout,
             NegativeLogLikelihood(per_class)
             if plain
-            else functools.partial(_objective, _Batch(definition, target.reshape(-1), weights, per_token, per_class)),
+            else _WeighedTokens(definition, target.reshape(-1), weights, per_token, per_class),
             self._smoothing_weight(definition),
         )
         z_loss = None

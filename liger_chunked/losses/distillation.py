@@ -173,7 +173,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         weights = LossWeights(self.weight_soft_loss / n_items, -hard / n_items if hard else None)
         dtype, has_target = compute_dtype(head, input), target is not None
         step = distillation_step(head, dtype, teacher, layout, weights, route, self.options, has_target)
-        loss, (divergence, logps) = run_step(step, head, input)
+        loss = run_step(step, head, input)
+        divergence, logps = step.values
         soft_loss = divergence.sum() / n_items
         hard_loss = torch.zeros_like(soft_loss) if logps is None else -logps.sum() / n_items
         return loss, DistillationMetrics(soft_loss, hard_loss)

@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
+    Differentiated,
     Group,
     assert_later,
     check_projection,
@@ -418,7 +419,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
             return self._objective(batch(), batch().rollouts(stats, index), index, items)
 
-        loss, stats = self._fuse(head, input, layout, objective)
+        loss, stats, _ = self._fuse(head, input, layout, Differentiated(objective))
         return loss, self._metrics(batch().rollouts(stats, slice(None)), whole_target.shape)
 
     if TYPE_CHECKING:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +13,17 @@ from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
     Group,
     Layout,
+    Objective,
+    Share,
     along,
     assert_later,
     check_projection,
     check_target,
     check_values,
     count,
+    gradients_of,
     lay_out,
+    leaves_of,
     may_read,
     sequence_counts,
     sequences_of,
@@ -65,6 +69,18 @@ class _Sequences:
         if self.token_weights is not None:
             token_logps = token_logps * along(self.token_weights, index)
         return sequence_logps(token_logps, along(self.lengths, index), self.average_log_prob)
+
+    def spread(self, g: Tensor, index: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the gradient by `token_logps` (n, 2, T) for one by `logps` (n, 2)."""
+        g = (g / along(self.lengths, index) if self.average_log_prob else g).to(dtype)
+        of_tokens = g[..., None].expand(*g.shape, self.mask.shape[-1])
+        if self.token_weights is not None:
+            of_tokens = of_tokens * along(self.token_weights, index)
+        return self.own(of_tokens, index)
+
+
+class _OfPairs(NamedTuple):
+    logps: Tensor  # (n, 2), as in `Pairs`
 
 
 @dataclass(eq=False)
@@ -257,29 +273,10 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             target, nll_target = (whole(x, sequences, ignore_index) for x in (target, nll_target))
         batch = self._batch(head, target, nll_target, layout, ref_logps)
         n_pairs = max(1, n // 2)
-        summed: dict[int, Tensor] = {}  # by first pair
-
-        def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
-            assert stats.logps is not None and isinstance(index, slice)
-            logps = batch.sequences.logps(stats.logps, index)
-            summed[index.start] = logps.detach()
-            nll = self.alpha * batch.nll(stats, index) if self.compute_nll_loss else None
-            if self._whole_batch and batch.has_tokens is not None:
-                # A loss that sorts must not see empty pairs.
-                lengths = None if nll_target is not None else layout.group_lengths
-                index = _places(batch.has_tokens, lengths)
-                logps, stats = logps[index], TokenStats(*(None if f is None else f[index] for f in stats))
-            pairs = batch.pairs(logps, stats, index)
-            losses = self.preference_loss(pairs)
-            check_values("preference_loss", losses, pairs.logps.shape[:1], "pairs")
-            if batch.has_tokens is not None:
-                losses = torch.where(along(batch.has_tokens, index), losses, 0.0)
-            loss = share_of_mean(losses, n_pairs)
-            return loss if nll is None else loss + nll
-
-        loss, stats = self._fuse(head, input, layout, objective)
-        logps = torch.cat(list(summed.values())) if len(summed) > 1 else summed[0]
-        return loss, self._metrics(batch, logps, stats)
+        has_own_nll = nll_target is not None
+        objective = _MeanOverPairs(self, batch, n_pairs, None if has_own_nll else layout.group_lengths)
+        loss, stats, aux = self._fuse(head, input, layout, objective)
+        return loss, self._metrics(batch, aux.logps, stats)
 
     if TYPE_CHECKING:
 
@@ -373,3 +370,47 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     def extra_repr(self) -> str:
         return f"beta={self.beta}, {self.options}"
+
+
+@dataclass(frozen=True, eq=False)
+class _MeanOverPairs(Objective):
+    """The mean of a loss's `preference_loss`, and its NLL term."""
+
+    of: LigerFusedLinearPreferenceBase
+    batch: _Batch
+    n_pairs: int
+    lengths: Sequence[int] | None  # of the pairs, on the host; None: known only to the device
+
+    def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
+        assert values.logps is not None
+        return self._share(values, self.batch.sequences.logps(values.logps, index), index)
+
+    def value_and_grad(self, values: TokenStats, index: slice | Tensor, with_gradient: bool) -> Share:
+        """Differentiate by the sequences' log-probabilities, because their sum over tokens needs no graph."""
+        assert values.logps is not None
+        sequences = self.batch.sequences
+        logps = sequences.logps(values.logps, index)
+        leaves = {"sequences": logps.requires_grad_(), **leaves_of(values)} if with_gradient else {}
+        with torch.set_grad_enabled(with_gradient):
+            loss = self._share(values, logps, index)
+        gradients = gradients_of(loss, leaves)
+        of_sequences = gradients.pop("sequences", None)
+        if of_sequences is not None:
+            of_tokens = sequences.spread(of_sequences, index, values.logps.dtype)
+            gradients["logps"] = of_tokens + gradients["logps"] if "logps" in gradients else of_tokens
+        return Share(loss.detach(), gradients, _OfPairs(logps))
+
+    def _share(self, values: TokenStats, logps: Tensor, index: slice | Tensor) -> Tensor:
+        of, batch = self.of, self.batch
+        nll = of.alpha * batch.nll(values, index) if of.compute_nll_loss else None
+        if of._whole_batch and batch.has_tokens is not None:
+            # A loss that sorts must not see empty pairs.
+            index = _places(batch.has_tokens, self.lengths)
+            logps, values = logps[index], TokenStats(*(None if f is None else f[index] for f in values))
+        pairs = batch.pairs(logps, values, index)
+        losses = of.preference_loss(pairs)
+        check_values("preference_loss", losses, pairs.logps.shape[:1], "pairs")
+        if batch.has_tokens is not None:
+            losses = torch.where(along(batch.has_tokens, index), losses, 0.0)
+        loss = share_of_mean(losses, self.n_pairs)
+        return loss if nll is None else loss + nll

@@ -3,7 +3,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +13,17 @@ from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
     Group,
     Layout,
+    Objective,
+    Share,
     along,
     assert_later,
     check_projection,
     check_target,
     check_values,
     count,
+    gradients_of,
     lay_out,
+    leaves_of,
     may_read,
     sequence_counts,
     sequences_of,
@@ -57,15 +61,17 @@ class _Batch:
     sides: Tensor  # (2, n) `desirable` and its opposite
     counts: Tensor  # (2,) of `sides`
 
-    def examples(self, stats: TokenStats, index: slice | Tensor) -> Examples:
-        stats = TokenStats(*(None if f is None else f.squeeze(1) for f in stats))
+    def logps(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
         assert stats.logps is not None
-        lengths = along(self.lengths, index)
+        return sequence_logps(stats.logps.squeeze(1), along(self.lengths, index), self.average_log_prob)
+
+    def examples(self, logps: Tensor, stats: TokenStats, index: slice | Tensor) -> Examples:
+        stats = TokenStats(*(None if f is None else f.squeeze(1) for f in stats))
         return Examples(
-            logps=sequence_logps(stats.logps, lengths, self.average_log_prob),
+            logps=logps,
             ref_logps=along(self.ref_logps, index),
             desirable=along(self.desirable, index),
-            lengths=lengths,
+            lengths=along(self.lengths, index),
             reference_point=self.reference_point,
             mask=along(self.mask, index),
             token_stats=DeclaredStats(*stats),
@@ -191,21 +197,9 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         )
         logps = reference_logps(reference, self, head, target, layout, sequences, required=self.use_ref_model)
         batch = self._batch(layout, preference_labels, example_weights, point, logps)
-        n = max(1, n)
-        some_are_empty = 0 in (layout.group_lengths or ())
-
-        def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
-            examples = batch.examples(stats, index)
-            losses = self.preference_loss(examples)
-            check_values("preference_loss", losses, examples.logps.shape, "sequences")
-            if some_are_empty:
-                losses = torch.where(along(batch.tokens, index) > 0, losses, 0.0)
-            if batch.weights is not None:
-                losses = losses * along(batch.weights, index)
-            return share_of_mean(losses, n)
-
-        loss, stats = self._fuse(head, input, layout, objective)
-        return loss, self._metrics(batch, stats)
+        objective = _MeanOverExamples(self, batch, max(1, n), some_are_empty=0 in (layout.group_lengths or ()))
+        loss, stats, aux = self._fuse(head, input, layout, objective)
+        return loss, self._metrics(batch, aux.logps, stats)
 
     if TYPE_CHECKING:
 
@@ -244,18 +238,17 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         )
 
     @torch.no_grad()
-    def _metrics(self, batch: _Batch, stats: TokenStats) -> UnpairedPreferenceMetrics:
-        examples = batch.examples(stats, slice(0, batch.mask.shape[0]))
-        assert examples.token_stats.mean_logits is not None
+    def _metrics(self, batch: _Batch, sequence_logps: Tensor, stats: TokenStats) -> UnpairedPreferenceMetrics:
+        assert stats.mean_logits is not None
 
         def by_side(values: Tensor) -> Tensor:
             return torch.where(batch.sides, values, 0).sum(1)
 
         counts, tokens = batch.counts, by_side(batch.tokens)
-        logps = by_side(examples.logps) / counts.clamp(min=1)
-        rewards = by_side(self.beta * examples.logratios) / counts.clamp(min=1)
-        logits_mean = by_side(examples.token_stats.mean_logits.sum(-1)) / tokens.clamp(min=1)
-        dtype = examples.token_stats.mean_logits.dtype
+        logps = by_side(sequence_logps) / counts.clamp(min=1)
+        rewards = by_side(self.beta * (sequence_logps - batch.ref_logps)) / counts.clamp(min=1)
+        logits_mean = by_side(stats.mean_logits.sum((1, 2))) / tokens.clamp(min=1)
+        dtype = stats.mean_logits.dtype
         logps, rewards = logps.to(dtype), rewards.to(dtype)
         return UnpairedPreferenceMetrics(
             chosen_logps=logps[0],
@@ -273,6 +266,50 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
     def extra_repr(self) -> str:
         return f"beta={self.beta}, {self.options}"
+
+
+class _OfExamples(NamedTuple):
+    logps: Tensor  # (n,), as in `Examples`
+
+
+@dataclass(frozen=True, eq=False)
+class _MeanOverExamples(Objective):
+    """The mean of a loss's `preference_loss`."""
+
+    of: LigerFusedLinearUnpairedPreferenceBase
+    batch: _Batch
+    n: int
+    some_are_empty: bool
+
+    def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
+        return self._share(values, self.batch.logps(values, index), index)
+
+    def value_and_grad(self, values: TokenStats, index: slice | Tensor, with_gradient: bool) -> Share:
+        """Differentiate by the sequences' log-probabilities, because their sum over tokens needs no graph."""
+        assert values.logps is not None
+        batch = self.batch
+        logps = batch.logps(values, index)
+        leaves = {"sequences": logps.requires_grad_(), **leaves_of(values)} if with_gradient else {}
+        with torch.set_grad_enabled(with_gradient):
+            loss = self._share(values, logps, index)
+        gradients = gradients_of(loss, leaves)
+        of_sequences = gradients.pop("sequences", None)
+        if of_sequences is not None:
+            if batch.average_log_prob:
+                of_sequences = of_sequences / along(batch.lengths, index)
+            of_tokens = of_sequences.to(values.logps.dtype)[:, None, None].expand_as(values.logps)
+            gradients["logps"] = of_tokens + gradients["logps"] if "logps" in gradients else of_tokens
+        return Share(loss.detach(), gradients, _OfExamples(logps))
+
+    def _share(self, values: TokenStats, logps: Tensor, index: slice | Tensor) -> Tensor:
+        batch = self.batch
+        losses = self.of.preference_loss(batch.examples(logps, values, index))
+        check_values("preference_loss", losses, logps.shape, "sequences")
+        if self.some_are_empty:
+            losses = torch.where(along(batch.tokens, index) > 0, losses, 0.0)
+        if batch.weights is not None:
+            losses = losses * along(batch.weights, index)
+        return share_of_mean(losses, self.n)
 
 
 def _labels(labels: Tensor, n: int, input: Tensor, n_valid: Any) -> Tensor:

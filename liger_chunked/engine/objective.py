@@ -1,0 +1,96 @@
+"""What a step minimises: a function of token statistics, and its gradient by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_chunked.engine.checks import check_graph
+from liger_chunked.types import DIFFERENTIABLE, TokenStats
+
+
+class Share(NamedTuple):
+    """A chunk's part of the loss.
+
+    Attributes:
+        loss: (), detached.
+        gradients: dense gradients of `loss`, by name of the statistic. Empty if it depends on none, or none is wanted.
+        aux: what the loss computed of the chunk's groups and its metrics read, a NamedTuple of tensors (groups, ...),
+            which the step joins over chunks; or None.
+    """
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor]
+    aux: Any = None
+
+
+class Objective:
+    """A loss of token statistics. The default differentiates `loss` by autograd."""
+
+    def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
+        """Return some groups' differentiable share of the loss, ().
+
+        Args:
+            values: dense statistics of these groups (see `Layout`).
+            index: selects the groups from tensors of the whole batch.
+        """
+        raise NotImplementedError
+
+    def value_and_grad(self, values: TokenStats, index: slice | Tensor, with_gradient: bool) -> Share:
+        leaves = leaves_of(values) if with_gradient else {}
+        with torch.set_grad_enabled(with_gradient):
+            loss = self.loss(values, index)
+        return Share(loss.detach(), gradients_of(loss, leaves))
+
+
+@dataclass(frozen=True)
+class Differentiated(Objective):
+    """A function as an objective."""
+
+    function: Callable[[TokenStats, slice | Tensor], Tensor]
+
+    def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
+        return self.function(values, index)
+
+
+@dataclass(frozen=True)
+class NegativeLogLikelihood(Objective):
+    """`-sum(logps) / items`, whose gradient needs no autograd."""
+
+    items: float | Tensor
+
+    def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
+        assert values.logps is not None
+        return (-values.logps).sum(dtype=torch.float64) / self.items  # not -0 without tokens
+
+    def value_and_grad(self, values: TokenStats, index: slice | Tensor, with_gradient: bool) -> Share:
+        assert values.logps is not None
+        gradients = {"logps": torch.empty_like(values.logps).fill_(-1 / self.items)} if with_gradient else {}
+        return Share(self.loss(values, index), gradients)
+
+
+def leaves_of(values: TokenStats) -> dict[str, Tensor]:
+    """Return the statistics that have gradients, by name, after they were made to require one."""
+    return {name: x.requires_grad_() for name in DIFFERENTIABLE if (x := getattr(values, name)) is not None}
+
+
+def gradients_of(loss: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients by the leaves that `loss` depends on. The leaves require none afterwards.
+
+    Raises:
+        ValueError: the loss depends on another tensor that requires a gradient, and would give it none.
+    """
+    check_graph("the loss", loss, list(leaves.values()))
+    found: tuple[Tensor | None, ...] = ()
+    if loss.requires_grad:
+        # Handing this small graph to autograd's worker thread takes longer than running it here.
+        with torch.autograd.set_multithreading_enabled(False):
+            # With an upstream gradient, torch imports sympy.
+            found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    for leaf in leaves.values():
+        leaf.requires_grad_(False)
+    return {name: g for name, g in zip(leaves, found, strict=False) if g is not None}
