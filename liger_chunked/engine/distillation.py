@@ -33,6 +33,7 @@ Route = ByAutograd | ClosedForm | Ranked | TopK
 class Divergences(NamedTuple):
     divergence: Tensor
     logps: Tensor | None  # of the target
+    by_scale: Tensor | None  # as in `Measured`
 
 
 class LossWeights(NamedTuple):
@@ -147,7 +148,7 @@ class DistillationStep:
             given = {name: along(g, n_rows).to(getattr(measured, name).dtype) for name, g in upstream.items()}
             given = grads.normalize(given)
             measured.backward(given["divergence"], given.get("logps"))
-        return Divergences(measured.divergence, measured.logps)
+        return Divergences(measured.divergence, measured.logps, measured.by_scale)
 
     def _upstream(self, device: torch.device) -> dict[str, Tensor]:
         """Return the upstream gradients (n,) of as many tokens as the longest tile has."""

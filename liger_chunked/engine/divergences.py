@@ -25,8 +25,9 @@ class Measured(NamedTuple):
     """A block's results. `backward(g_divergence, g_logps)` overwrites student logits with their gradient."""
 
     divergence: Tensor
-    logps: Tensor | None
+    logps: Tensor | None  # of the target
     backward: Callable[[Tensor, Tensor | None], object]
+    by_scale: Tensor | None = None  # of `Ranked`: the derivative of the divergence by the student's scale
 
 
 def transformed(logits: Tensor, options: LogitOptions) -> Tensor:

@@ -15,10 +15,7 @@ _INDEX = 8  # bytes of a sort's index
 
 @dataclass(frozen=True)
 class Ranked:
-    """Computes `sum(|a sorted(p) - b sorted(q)|)`, the shorter one padded with zeros.
-
-    `Measured.logps` is the derivative by `a`.
-    """
+    """Computes `sum(|a sorted(p) - b sorted(q)|)`, the shorter one padded with zeros."""
 
     options: LogitOptions
     teacher_options: LogitOptions
@@ -65,7 +62,7 @@ class Ranked:
                 g *= slope
             return student.copy_(g)
 
-        return Measured(divergence, by_scale, backward)
+        return Measured(divergence, None, backward, by_scale)
 
 
 def _probabilities(logits: Tensor, options: LogitOptions, dtype: torch.dtype) -> Tensor:

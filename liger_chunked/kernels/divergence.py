@@ -47,10 +47,15 @@ class Gather(Protocol):
     def __call__(self, values: Values, /) -> list[Values]: ...
 
 
-class _Compared(NamedTuple):
+class _Mixture(NamedTuple):
     divergence: Tensor
     slope: Tensor
-    other_slope: Tensor
+
+
+class _TotalVariation(NamedTuple):
+    divergence: Tensor
+    below: Tensor
+    above: Tensor
 
 
 def _added(values: Values, gather: Gather | None) -> Values:
@@ -61,19 +66,24 @@ def _added(values: Values, gather: Gather | None) -> Values:
 
 
 class DivergenceStats(NamedTuple):
-    """Statistics of rows, (N,) each; fields as in `Sums`."""
+    """Divergences of pairs of rows, and what their gradients read, (N,) each; None where nothing reads it."""
 
-    divergence: Tensor  # log_sum without a teacher
-    centre: Tensor
-    sum_exp: Tensor
-    log_sum: Tensor
-    hard_sum_exp: Tensor | None = None
+    divergence: Tensor
+    normalisers: Sums | None  # None: a cosine without a target
     logps: Tensor | None = None  # log p(target) at T = 1
-    teacher_centre: Tensor | None = None
-    teacher_sum_exp: Tensor | None = None
-    teacher_log_sum: Tensor | None = None
-    slope: Tensor | None = None  # TVD: `below`; cosine: factor of z in the gradient
-    other_slope: Tensor | None = None  # TVD: `above`; cosine: factor of t
+    slope: Tensor | None = None  # of reverse KL and mixtures
+    below: Tensor | None = None  # of TVD
+    above: Tensor | None = None
+    of_student: Tensor | None = None  # of the cosine: factor of z in the gradient
+    of_teacher: Tensor | None = None  # factor of t
+
+    def of_gradient(self, kind: str) -> tuple[Tensor | None, Tensor | None]:
+        """Return the two values of a row that the gradient of this kind of divergence reads."""
+        if kind == "tvd":
+            return self.below, self.above
+        if kind == "cosine":
+            return self.of_student, self.of_teacher
+        return self.slope, None
 
 
 @jit
@@ -167,7 +177,7 @@ def _compare_block(
 def _second_sweep_kernel(
     z_ptr, z_stride, t_ptr, t_stride,
     centre_ptr, sum_exp_ptr, log_sum_ptr, teacher_centre_ptr, teacher_sum_exp_ptr, teacher_log_sum_ptr,
-    divergence_ptr, slope_ptr, other_slope_ptr,
+    divergence_ptr, first_ptr, second_ptr,
     n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     beta, one_minus_beta, even, on_student, on_teacher, on_ratio,
     KIND: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
@@ -204,8 +214,8 @@ def _second_sweep_kernel(
     slope = 0.0
     if KIND == "tvd":
         divergence += 0.5 * tl.sum(on_q, axis=0)
-        slope += tl.sum(on_p, axis=0)
-        tl.store(other_slope_ptr + row, tl.sum(ratio_sum, axis=0))
+        slope += tl.sum(on_p, axis=0)  # `below`
+        tl.store(second_ptr + row, tl.sum(ratio_sum, axis=0))
     else:
         unit = 0.6931471805599453 if CENTRAL else 1.0  # bits or nats
         if on_teacher is not None:
@@ -217,7 +227,7 @@ def _second_sweep_kernel(
         if on_ratio is not None:
             slope += on_ratio * tl.sum(ratio_sum, axis=0)
     tl.store(divergence_ptr + row, divergence)
-    tl.store(slope_ptr + row, slope)
+    tl.store(first_ptr + row, slope)
 
 
 def _even(beta: float) -> float:
@@ -236,30 +246,32 @@ def mixture_arguments(divergence: Divergence, dtype: torch.dtype) -> dict[str, f
     }
 
 
-def normaliser_arguments(stats: DivergenceStats) -> dict[str, Tensor | None]:
-    names = ("centre", "sum_exp", "log_sum", "teacher_centre", "teacher_sum_exp", "teacher_log_sum")
-    return {f"{name}_ptr": getattr(stats, name) for name in names}
+NORMALISERS = ("centre", "sum_exp", "log_sum", "teacher_centre", "teacher_sum_exp", "teacher_log_sum")
+
+
+def normaliser_arguments(normalisers: Sums | None) -> dict[str, Tensor | None]:
+    return {f"{name}_ptr": None if normalisers is None else getattr(normalisers, name) for name in NORMALISERS}
 
 
 def _second_sweep_triton(
-    student: Tensor, teacher: Tensor, stats: DivergenceStats, divergence: Divergence, options: LogitOptions,
+    student: Tensor, teacher: Tensor, normalisers: Sums, divergence: Divergence, options: LogitOptions,
     teacher_options: LogitOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     n = student.shape[0]
-    value, slope, other_slope = (torch.empty_like(stats.centre) for _ in range(3))
+    value, first, second = (torch.empty_like(normalisers.centre) for _ in range(3))
     if n:
         _second_sweep_kernel[(n,)](
             **pair_arguments(student, teacher, options, teacher_options),
-            **normaliser_arguments(stats),
+            **normaliser_arguments(normalisers),
             divergence_ptr=value,
-            slope_ptr=slope,
-            other_slope_ptr=other_slope,
+            first_ptr=first,
+            second_ptr=second,
             **mixture_arguments(divergence, student.dtype),
             on_teacher=divergence.on_teacher or None,
             KIND=divergence.kind,
             STAGES=TUNING[student.device].loads_in_flight,
         )
-    return value, slope, other_slope
+    return value, first, second
 
 
 def log_ratios_torch(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -276,57 +288,46 @@ def log_ratios_torch(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor,
 
 
 def _second_sweep_torch(
-    student: Tensor, teacher: Tensor, stats: DivergenceStats, divergence: Divergence, options: LogitOptions,
+    student: Tensor, teacher: Tensor, normalisers: Sums, divergence: Divergence, options: LogitOptions,
     teacher_options: LogitOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    value, slope, other_slope = (torch.empty_like(stats.centre) for _ in range(3))
+    value, first, second = (torch.empty_like(normalisers.centre) for _ in range(3))
     for rows in row_blocks(student):
-        log_p, log_q = log_probs_torch(student, teacher, stats, rows, options, teacher_options)
+        log_p, log_q = log_probs_torch(student, teacher, normalisers, rows, options, teacher_options)
         if divergence.kind == "tvd":
             p, q = log_p.exp(), log_q.exp()
             below = p * (0.5 - 0.5 * (p - q).sign())
             value[rows] = 0.5 * (p - q).abs().sum(1)
-            slope[rows], other_slope[rows] = below.sum(1), (p - below).sum(1)
+            first[rows], second[rows] = below.sum(1), (p - below).sum(1)
             continue
         log_p, log_q = log_p.clamp_(min=LOG_ZERO), log_q.clamp_(min=LOG_ZERO)
         p = log_p.exp()
         log_p_over_m, log_q_over_m = log_ratios_torch(log_p, log_q, divergence.beta)
         student_term = divergence.on_student * (p * log_p_over_m).sum(1)
         value[rows] = student_term + divergence.on_teacher * (log_q.exp() * log_q_over_m).sum(1)
-        slope[rows] = student_term + divergence.on_ratio * (p * log_q_over_m.exp()).sum(1)
-    return value, slope, other_slope
+        first[rows] = student_term + divergence.on_ratio * (p * log_q_over_m.exp()).sum(1)
+    return value, first, second
 
 
 def log_probs_torch(
-    student: Tensor, teacher: Tensor, stats: DivergenceStats, rows: slice, options: LogitOptions,
+    student: Tensor, teacher: Tensor, normalisers: Sums, rows: slice, options: LogitOptions,
     teacher_options: LogitOptions,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    assert stats.teacher_centre is not None and stats.teacher_log_sum is not None
+    assert normalisers.teacher_centre is not None and normalisers.teacher_log_sum is not None
     dtype = accumulation_dtype(student.dtype)
     z = widened(student[rows], options, dtype)
     t = widened(teacher[rows], teacher_options, dtype)
-    z = z.sub_(stats.centre[rows, None]).div_(options.temperature)
-    t = t.sub_(stats.teacher_centre[rows, None]).div_(teacher_options.temperature)
-    return z.sub_(stats.log_sum[rows, None]), t.sub_(stats.teacher_log_sum[rows, None])
+    z = z.sub_(normalisers.centre[rows, None]).div_(options.temperature)
+    t = t.sub_(normalisers.teacher_centre[rows, None]).div_(teacher_options.temperature)
+    return z.sub_(normalisers.log_sum[rows, None]), t.sub_(normalisers.teacher_log_sum[rows, None])
 
 
-def _normalised(sums: Sums) -> DivergenceStats:
-    logps = None
-    if sums.target_logit is not None:
-        hard_log_sum = sums.log_sum if sums.hard_sum_exp is None else sums.hard_sum_exp.log()
-        # Exact for large logits.
-        logps = (sums.target_logit - sums.centre) - hard_log_sum
-    return DivergenceStats(
-        divergence=sums.log_sum if sums.divergence is None else sums.divergence,
-        centre=sums.centre,
-        sum_exp=sums.sum_exp,
-        log_sum=sums.log_sum,
-        hard_sum_exp=sums.hard_sum_exp,
-        logps=logps,
-        teacher_centre=sums.teacher_centre,
-        teacher_sum_exp=sums.teacher_sum_exp,
-        teacher_log_sum=sums.teacher_log_sum,
-    )
+def _log_prob(sums: Sums) -> Tensor | None:
+    """Return the target's log-probability at T = 1."""
+    if sums.target_logit is None:
+        return None
+    hard_log_sum = sums.log_sum if sums.hard_sum_exp is None else sums.hard_sum_exp.log()
+    return (sums.target_logit - sums.centre) - hard_log_sum  # in this order, exact for large logits
 
 
 def _cosine_stats(
@@ -337,12 +338,14 @@ def _cosine_stats(
     norm = found.square.sqrt().clamp(min=_MIN_NORM)
     inv_norms = 1.0 / (norm * found.teacher_square.sqrt().clamp(min=_MIN_NORM))
     cosine = found.dot * inv_norms
-    stats = DivergenceStats(cosine, centre=cosine, sum_exp=cosine, log_sum=cosine)
+    normalisers = logps = None
     if target is not None:
         hard = options.temperature != 1.0
-        stats = _normalised(_sums(student, None, target, "student", options, options, hard, gather))
+        normalisers = _sums(student, None, target, "student", options, options, hard, gather)
+        logps = _log_prob(normalisers)
     # d(1 - cos)/dz = cos z/|z|**2 - t/(|z| |t|)
-    return stats._replace(divergence=1.0 - cosine, slope=cosine / norm.square(), other_slope=inv_norms)
+    of_student = cosine / norm.square()
+    return DivergenceStats(1.0 - cosine, normalisers, logps, of_student=of_student, of_teacher=inv_norms)
 
 
 def _sums(
@@ -372,17 +375,24 @@ def divergence_stats(
     if divergence.kind == "cosine":
         return _cosine_stats(student, teacher, target, options, teacher_options, gather)
     hard = target is not None and options.temperature != 1.0
-    stats = _normalised(_sums(student, teacher, target, divergence.kind, options, teacher_options, hard, gather))
+    normalisers = _sums(student, teacher, target, divergence.kind, options, teacher_options, hard, gather)
+    logps = _log_prob(normalisers)
     if divergence.kind in _TWO_SWEEPS:
         on_triton = both_on_triton(student, teacher) and student.shape[1]
         compute = _second_sweep_triton if on_triton else _second_sweep_torch
-        found = _Compared(*compute(student, teacher, stats, divergence, options, teacher_options))
-        return stats._replace(**_added(found, gather)._asdict())
-    # The slope of forward KL is -1.
-    return stats._replace(slope=stats.divergence) if divergence.kind == "reverse_kl" else stats
+        value, first, second = compute(student, teacher, normalisers, divergence, options, teacher_options)
+        if divergence.kind == "tvd":
+            distance = _added(_TotalVariation(value, first, second), gather)
+            return DivergenceStats(distance.divergence, normalisers, logps, below=distance.below, above=distance.above)
+        mixture = _added(_Mixture(value, first), gather)
+        return DivergenceStats(mixture.divergence, normalisers, logps, slope=mixture.slope)
+    assert normalisers.divergence is not None
+    # The slope of reverse KL is the divergence, that of forward KL -1.
+    slope = normalisers.divergence if divergence.kind == "reverse_kl" else None
+    return DivergenceStats(normalisers.divergence, normalisers, logps, slope=slope)
 
 
-def tail_stats(logits: Tensor, options: LogitOptions, hard: bool, gather: Gather | None = None) -> DivergenceStats:
+def tail_stats(logits: Tensor, options: LogitOptions, hard: bool, gather: Gather | None = None) -> Sums:
     """Return normalisers without inputs of -inf."""
     hard = hard and options.temperature != 1.0
-    return _normalised(_sums(logits, None, None, "tail", options, options, hard, gather))
+    return _sums(logits, None, None, "tail", options, options, hard, gather)

@@ -21,7 +21,7 @@ from liger_chunked.kernels.divergence import (
     normaliser_arguments,
     softmax_block,
 )
-from liger_chunked.kernels.divergence_sums import both_on_triton, columns_of, pair_arguments, widened
+from liger_chunked.kernels.divergence_sums import Sums, both_on_triton, columns_of, pair_arguments, widened
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.transform import (
     load_block,
@@ -37,7 +37,7 @@ from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
 def _divergence_grad_kernel(
     z_ptr, z_stride, t_ptr, t_stride, dz_ptr, dz_stride, target_ptr, g_divergence_ptr, g_logps_ptr,
     centre_ptr, sum_exp_ptr, log_sum_ptr, hard_sum_exp_ptr, teacher_centre_ptr, teacher_sum_exp_ptr,
-    teacher_log_sum_ptr, slope_ptr, other_slope_ptr,
+    teacher_log_sum_ptr, first_ptr, second_ptr,
     n_tokens, n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     beta, one_minus_beta, even, on_student, on_ratio,
     KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
@@ -55,9 +55,10 @@ def _divergence_grad_kernel(
             return
     raw = load_block(z_ptr + row * z_stride, cols, n_cols, False)
     z, tanh_z = transform_and_tanh(raw, scale, softcap, None)
-    centre = tl.load(centre_ptr + row)
-    sum_exp = tl.load(sum_exp_ptr + row)
-    p, log_p = softmax_block(z, centre, sum_exp, tl.load(log_sum_ptr + row), inv_temperature, PRECISE)
+    if centre_ptr is not None:
+        centre = tl.load(centre_ptr + row)
+        sum_exp = tl.load(sum_exp_ptr + row)
+        p, log_p = softmax_block(z, centre, sum_exp, tl.load(log_sum_ptr + row), inv_temperature, PRECISE)
     if KIND == "tail":
         p = tl.where(raw == -float("inf"), 0.0, p)
     else:
@@ -74,21 +75,21 @@ def _divergence_grad_kernel(
     elif KIND == "forward_kl":
         grad = p - q
     elif KIND == "reverse_kl":
-        grad = tl.where(p == 0.0, 0.0, p * (log_p - log_q - tl.load(slope_ptr + row)))
+        grad = tl.where(p == 0.0, 0.0, p * (log_p - log_q - tl.load(first_ptr + row)))
     elif KIND == "mixture":
         log_p_over_m, log_q_over_m = log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL)
-        a = -tl.load(slope_ptr + row)
+        a = -tl.load(first_ptr + row)
         if on_student is not None:
             a += on_student * log_p_over_m
         if on_ratio is not None:
             a += on_ratio * exp(log_q_over_m, PRECISE)
         grad = p * a
     elif KIND == "tvd":
-        below = tl.load(slope_ptr + row)
-        above = tl.load(other_slope_ptr + row)
+        below = tl.load(first_ptr + row)
+        above = tl.load(second_ptr + row)
         grad = p * tl.where(p > q, below, tl.where(p < q, -above, 0.5 * (below - above)))
     else:
-        grad = tl.load(slope_ptr + row) * z - tl.load(other_slope_ptr + row) * t
+        grad = tl.load(first_ptr + row) * z - tl.load(second_ptr + row) * t
     if inv_temperature is not None and KIND != "cosine":
         grad = grad * inv_temperature
     grad = grad * g_divergence
@@ -110,14 +111,16 @@ def _divergence_grad_triton_(
     out: Tensor,
 ) -> Tensor:  # fmt: skip
     n, n_cols = student.shape
+    kind, normalisers = "tail" if divergence is None else divergence.kind, stats.normalisers
+    first, second = stats.of_gradient(kind)
     both = pair_arguments(student, teacher, options, teacher_options)
     if n:
         _divergence_grad_kernel[grid_of_rows(n, -(-n_cols // both["BLOCK"]))](
             **both,
-            **normaliser_arguments(stats),
-            hard_sum_exp_ptr=stats.hard_sum_exp,
-            slope_ptr=stats.slope,
-            other_slope_ptr=stats.other_slope,
+            **normaliser_arguments(normalisers),
+            hard_sum_exp_ptr=None if normalisers is None else normalisers.hard_sum_exp,
+            first_ptr=first,
+            second_ptr=second,
             dz_ptr=out,
             dz_stride=out.stride(0),
             target_ptr=target,
@@ -125,7 +128,7 @@ def _divergence_grad_triton_(
             g_logps_ptr=None if g_logps is None else g_logps.contiguous(),
             n_tokens=n,
             **mixture_arguments(divergence or Divergence("tvd"), student.dtype),
-            KIND="tail" if divergence is None else divergence.kind,
+            KIND=kind,
         )
     return out
 
@@ -134,25 +137,27 @@ def _soft_gradient_torch(
     student: Tensor, teacher: Tensor, stats: DivergenceStats, rows: slice, divergence: Divergence,
     options: LogitOptions, teacher_options: LogitOptions,
 ) -> Tensor:  # fmt: skip
-    slope = (stats.centre if stats.slope is None else stats.slope)[rows, None]
+    first, second = (None if x is None else x[rows, None] for x in stats.of_gradient(divergence.kind))
     if divergence.kind == "cosine":
-        assert stats.other_slope is not None
+        assert first is not None and second is not None
         dtype = accumulation_dtype(student.dtype)
         z, t = widened(student[rows], options, dtype), widened(teacher[rows], teacher_options, dtype)
-        return (slope * z - stats.other_slope[rows, None] * t).mul_(options.temperature)
-    log_p, log_q = log_probs_torch(student, teacher, stats, rows, options, teacher_options)
+        return (first * z - second * t).mul_(options.temperature)
+    assert stats.normalisers is not None
+    log_p, log_q = log_probs_torch(student, teacher, stats.normalisers, rows, options, teacher_options)
     p = log_p.exp()
     if divergence.kind == "forward_kl":
         return p.sub_(log_q.exp_())
+    assert first is not None
     if divergence.kind == "reverse_kl":
-        return (p * (log_p - log_q - slope)).masked_fill_(p == 0, 0.0)
+        return (p * (log_p - log_q - first)).masked_fill_(p == 0, 0.0)
     if divergence.kind == "tvd":
-        assert stats.other_slope is not None
-        q, below, above = log_q.exp_(), slope, stats.other_slope[rows, None]
+        assert second is not None
+        q, below, above = log_q.exp_(), first, second
         return p * torch.where(p > q, below, torch.where(p < q, -above, 0.5 * (below - above)))
     log_p, log_q = log_p.clamp_(min=LOG_ZERO), log_q.clamp_(min=LOG_ZERO)
     log_p_over_m, log_q_over_m = log_ratios_torch(log_p, log_q, divergence.beta)
-    return p * (divergence.on_student * log_p_over_m + divergence.on_ratio * log_q_over_m.exp_() - slope)
+    return p * (divergence.on_student * log_p_over_m + divergence.on_ratio * log_q_over_m.exp_() - first)
 
 
 def _divergence_grad_torch_(
@@ -160,15 +165,16 @@ def _divergence_grad_torch_(
     g_logps: Tensor | None, divergence: Divergence | None, options: LogitOptions, teacher_options: LogitOptions,
     out: Tensor,
 ) -> Tensor:  # fmt: skip
-    dtype = accumulation_dtype(student.dtype)
+    dtype, normalisers = accumulation_dtype(student.dtype), stats.normalisers
     for rows in row_blocks(student):
         holes = None
         z = student[rows].to(dtype, copy=True)
         z, cap_slope = transform_and_slope(z, options.logit_scale, options.softcap, 1.0)
-        centred = z.sub_(stats.centre[rows, None])
+        centred = z if normalisers is None else z.sub_(normalisers.centre[rows, None])
         if divergence is None:
+            assert normalisers is not None
             holes = student[rows] == -torch.inf
-            p = (centred / options.temperature).exp_().div_(stats.sum_exp[rows, None])
+            p = (centred / options.temperature).exp_().div_(normalisers.sum_exp[rows, None])
             grad = p.masked_fill_(holes, 0.0)
         else:
             assert teacher is not None
@@ -176,7 +182,8 @@ def _divergence_grad_torch_(
         g = g_divergence[rows, None]
         grad.mul_(1.0 / options.temperature).mul_(g).masked_fill_(g == 0, 0.0)
         if g_logps is not None:
-            sum_exp = stats.sum_exp if stats.hard_sum_exp is None else stats.hard_sum_exp
+            assert normalisers is not None
+            sum_exp = normalisers.sum_exp if normalisers.hard_sum_exp is None else normalisers.hard_sum_exp
             p = centred.exp_().div_(sum_exp[rows, None])
             if holes is not None:
                 p.masked_fill_(holes, 0.0)
@@ -215,12 +222,13 @@ def divergence_grad_(
 
 
 def tail_grad_(
-    logits: Tensor, stats: DivergenceStats, g_log_sum: Tensor, g_hard_log_sum: Tensor | None, options: LogitOptions
+    logits: Tensor, normalisers: Sums, g_log_sum: Tensor, g_hard_log_sum: Tensor | None, options: LogitOptions
 ) -> Tensor:
-    """Overwrite logits with their gradient, 0 at -inf; return it. `stats` is from `tail_stats`."""
+    """Overwrite logits with their gradient, 0 at -inf; return it. `normalisers` are from `tail_stats`."""
     compute = _divergence_grad_triton_ if both_on_triton(logits, None) else _divergence_grad_torch_
     if logits.shape[1] == 0:
         return logits
+    stats = DivergenceStats(normalisers.log_sum, normalisers)
     # d(hard_log_sum)/dz = p1
     g_logps = None if g_hard_log_sum is None else -g_hard_log_sum
     return compute(logits, None, None, stats, g_log_sum, g_logps, None, options, options, logits)

@@ -11,24 +11,20 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import contiguous_like, first_derivative, matrix, may_overwrite, operator
-from liger_chunked.kernels.divergence import DivergenceStats, divergence_stats
+from liger_chunked.kernels.divergence import NORMALISERS, DivergenceStats, divergence_stats
 from liger_chunked.kernels.divergence_grad import divergence_grad_
+from liger_chunked.kernels.divergence_sums import Sums
 from liger_chunked.kernels.operands import check_floating, check_labels, described, plain
 from liger_chunked.kernels.pointwise_divergence import REDUCTIONS, reduced_rows
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype, shown
 
-# For the backward. The slope of reverse KL is the divergence.
-_SAVED = ("centre", "sum_exp", "log_sum", "teacher_centre", "teacher_sum_exp", "teacher_log_sum")
-_SLOPES = {"mixture": ("slope",), "tvd": ("slope", "other_slope")}
-
-
-def _fields(kind: str) -> tuple[str, ...]:
-    return *_SAVED, *_SLOPES.get(kind, ())
+# What the backward reads beside the normalisers. The slope of reverse KL is the divergence.
+_OF_GRADIENT = {"mixture": ("slope",), "tvd": ("below", "above")}
 
 
 def _stats_fake(student: Tensor, teacher: Tensor, kind: str, *_: float) -> list[Tensor]:
     n, dtype = student.numel() // student.shape[-1], accumulation_dtype(student.dtype)
-    return [student.new_empty(n, dtype=dtype) for _ in ("divergence", *_fields(kind))]
+    return [student.new_empty(n, dtype=dtype) for _ in ("divergence", *NORMALISERS, *_OF_GRADIENT.get(kind, ()))]
 
 
 @operator("logits_divergence", fake=_stats_fake)
@@ -38,7 +34,8 @@ def _stats(
     divergence = Divergence(kind, beta, on_student, on_teacher)  # type: ignore[arg-type]
     options = LogitOptions(temperature=temperature)
     stats = divergence_stats(matrix(student), matrix(teacher), None, divergence, options, options)
-    return [stats.divergence, *(getattr(stats, name) for name in _fields(kind))]
+    normalisers = (getattr(stats.normalisers, name) for name in NORMALISERS)
+    return [stats.divergence, *normalisers, *(getattr(stats, name) for name in _OF_GRADIENT.get(kind, ()))]
 
 
 def _grad_fake(student: Tensor, *_: Any) -> Tensor:
@@ -50,13 +47,14 @@ def _grad(
     student: Tensor, teacher: Tensor, stats: list[Tensor], g: Tensor, kind: str, beta: float, on_student: float,
     on_teacher: float, temperature: float, inplace: bool,
 ) -> Tensor:  # fmt: skip
-    value, *saved = stats
-    known = {"slope": value} | dict(zip(_fields(kind), saved, strict=True))
+    value, saved = stats[0], stats[1:]
+    normalisers = Sums(**dict(zip(NORMALISERS, saved, strict=False)))
+    of_gradient = {"slope": value} | dict(zip(_OF_GRADIENT.get(kind, ()), saved[len(NORMALISERS) :], strict=True))
     divergence = Divergence(kind, beta, on_student, on_teacher)  # type: ignore[arg-type]
     options = LogitOptions(temperature=temperature)
     rows = matrix(student)
     out = rows if inplace else contiguous_like(rows)
-    of_rows = DivergenceStats(divergence=value, **known)
+    of_rows = DivergenceStats(value, normalisers, **of_gradient)
     divergence_grad_(rows, matrix(teacher), None, of_rows, g.contiguous(), None, divergence, options, options, out)
     return out.view(student.shape)
 

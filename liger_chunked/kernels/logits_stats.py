@@ -73,7 +73,7 @@ def _add_block(
 @Kernel
 def _logits_stats_kernel(
     logits_ptr, target_ptr, class_weight_ptr, temperature_ptr,
-    max_ptr, sum_exp_ptr, target_logit_ptr, sum_exp_z_ptr, sum_z_ptr, sum_exp_sq_ptr, argmax_ptr, lse_ptr,
+    max_ptr, sum_exp_ptr, of_target_ptr, moment_ptr, mean_ptr, squares_ptr, argmax_ptr, lse_ptr,
     logits_stride, vocab_start, n_cols, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISE: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
@@ -107,19 +107,19 @@ def _logits_stats_kernel(
             top, argmax, sum_exp, sum_exp_z, sum_exp_sq, sum_z = _add_block(
                 row_ptr, class_weight_ptr, start + lanes, n_cols, centre,
                 top, argmax, sum_exp, sum_exp_z, sum_exp_sq, sum_z, scale, softcap, inv_temperature, True, PRECISE,
-                argmax_ptr is not None, sum_exp_z_ptr is not None, sum_exp_sq_ptr is not None, sum_z_ptr is not None,
+                argmax_ptr is not None, moment_ptr is not None, squares_ptr is not None, mean_ptr is not None,
             )  # fmt: skip
         if whole_blocks < n_cols:
             top, argmax, sum_exp, sum_exp_z, sum_exp_sq, sum_z = _add_block(
                 row_ptr, class_weight_ptr, whole_blocks + lanes, n_cols, centre,
                 top, argmax, sum_exp, sum_exp_z, sum_exp_sq, sum_z, scale, softcap, inv_temperature, False, PRECISE,
-                argmax_ptr is not None, sum_exp_z_ptr is not None, sum_exp_sq_ptr is not None, sum_z_ptr is not None,
+                argmax_ptr is not None, moment_ptr is not None, squares_ptr is not None, mean_ptr is not None,
             )  # fmt: skip
         row_max = tl.max(top, axis=0)
         row_sum_exp = tl.sum(sum_exp, axis=0)
-        if sum_exp_z_ptr is not None:
+        if moment_ptr is not None:
             row_sum_exp_z = tl.sum(sum_exp_z, axis=0)
-        if sum_exp_sq_ptr is not None:
+        if squares_ptr is not None:
             row_sum_exp_sq = tl.sum(sum_exp_sq, axis=0)
         if argmax_ptr is not None:
             row_argmax = tl.min(tl.where(top == row_max, argmax, n_cols), axis=0)
@@ -152,14 +152,14 @@ def _logits_stats_kernel(
             tl.store(lse_ptr + row, row_max + log_sum)
     tl.store(max_ptr + row, row_max)
     tl.store(sum_exp_ptr + row, normaliser)
-    if target_logit_ptr is not None:
-        tl.store(target_logit_ptr + row, of_target)
-    if sum_exp_z_ptr is not None:
-        tl.store(sum_exp_z_ptr + row, moment)
-    if sum_z_ptr is not None:
-        tl.store(sum_z_ptr + row, mean)
-    if sum_exp_sq_ptr is not None:
-        tl.store(sum_exp_sq_ptr + row, squares)
+    if of_target_ptr is not None:
+        tl.store(of_target_ptr + row, of_target)
+    if moment_ptr is not None:
+        tl.store(moment_ptr + row, moment)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, mean)
+    if squares_ptr is not None:
+        tl.store(squares_ptr + row, squares)
     if argmax_ptr is not None:
         tl.store(argmax_ptr + row, row_argmax + vocab_start)
 
@@ -173,27 +173,39 @@ def _wanted(outputs: tuple[str, ...]) -> dict[str, bool]:
     }
 
 
+class _Stored(NamedTuple):
+    """What the kernel stores of each row: sums of a tile, or statistics of a whole row."""
+
+    max: Tensor
+    sum_exp: Tensor
+    of_target: Tensor | None  # logit, or its log-probability
+    moment: Tensor | None  # `sum_exp_z`, or the entropy
+    mean: Tensor | None  # `sum_z`, or the mean logit
+    squares: Tensor | None  # `sum_exp_sq`, or `log_sum_sq_probs`
+    argmax: Tensor | None
+    lse: Tensor | None  # only of whole rows
+
+
 def _logits_stats_triton(
     logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], vocab_start: int,
     class_weight: Tensor | None, temperature: Tensor | None, whole: bool,
-) -> tuple[PartialStats, Tensor | None]:  # fmt: skip
-    """Return sums; for `whole` rows, finished values and the lse."""
+) -> _Stored:  # fmt: skip
     n, n_cols = logits.shape
 
-    def buffer(dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(n, dtype=dtype, device=logits.device)
+    def buffer(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return torch.empty(n, dtype=dtype, device=logits.device) if wanted else None
 
     wanted = _wanted(outputs)
-    stats = PartialStats(
-        max=buffer(),
-        sum_exp=buffer(),
-        target_logit=buffer() if "logps" in outputs or not whole else None,
-        sum_exp_z=buffer() if wanted["sum_exp_z"] else None,
-        sum_z=buffer() if wanted["sum_z"] else None,
-        sum_exp_sq=buffer() if wanted["sum_exp_sq"] else None,
-        argmax=buffer(torch.int64) if wanted["argmax"] else None,
+    stored = _Stored(
+        max=buffer(True),  # type: ignore[arg-type]
+        sum_exp=buffer(True),  # type: ignore[arg-type]
+        of_target=buffer("logps" in outputs or not whole),
+        moment=buffer(wanted["sum_exp_z"]),
+        mean=buffer(wanted["sum_z"]),
+        squares=buffer(wanted["sum_exp_sq"]),
+        argmax=buffer(wanted["argmax"], torch.int64),
+        lse=buffer(whole and "lse" in outputs),
     )
-    lse = buffer() if whole and "lse" in outputs else None
     if n:
         tuned = TUNING[logits.device]
         most, num_warps = tuned.logits_stats
@@ -202,11 +214,11 @@ def _logits_stats_triton(
         flags = block, tuned.loads_in_flight, logits.dtype == torch.float32, whole
         _logits_stats_kernel(
             (n, 1, 1),
-            (logits, target, class_weight, temperature, *stats, lse),
+            (logits, target, class_weight, temperature, *stored),
             (logits.stride(0), vocab_start, n_cols, *factors, *flags),
             num_warps,
         )
-    return stats, lse
+    return stored
 
 
 def _logits_stats_torch(
@@ -273,10 +285,10 @@ def logits_stats(
     if logits.shape[1] == 0:
         return _of_no_columns(logits, outputs)
     if use_triton(logits):
-        stats, _ = _logits_stats_triton(
+        stored = _logits_stats_triton(
             logits, target, options, outputs, vocab_start, class_weight, temperature, whole=False
         )
-        return stats
+        return PartialStats(*stored[:-1])
     return _logits_stats_torch(logits, target, options, outputs, vocab_start, class_weight, temperature)
 
 
@@ -291,15 +303,15 @@ def row_stats(
     if not use_triton(logits):
         partial = _logits_stats_torch(logits, target, options, outputs, 0, class_weight, temperature)
         return partial, finish(partial, target, logits.shape[1], outputs)
-    stored, lse = _logits_stats_triton(logits, target, options, outputs, 0, class_weight, temperature, whole=True)
+    stored = _logits_stats_triton(logits, target, options, outputs, 0, class_weight, temperature, whole=True)
     stats = TokenStats(
-        logps=stored.target_logit,
-        lse=lse,
-        entropy=stored.sum_exp_z,
-        mean_logits=stored.sum_z,
+        logps=stored.of_target,
+        lse=stored.lse,
+        entropy=stored.moment,
+        mean_logits=stored.mean,
         argmax=stored.argmax if "argmax" in outputs else None,
         is_top1=torch.eq(stored.argmax, target) if "is_top1" in outputs else None,  # type: ignore[arg-type]
-        log_sum_sq_probs=stored.sum_exp_sq,
+        log_sum_sq_probs=stored.squares,
     )
     return PartialStats(stored.max, stored.sum_exp), stats
 

@@ -174,7 +174,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         dtype, has_target = compute_dtype(head, input), target is not None
         step = distillation_step(head, dtype, teacher, layout, weights, route, self.options, has_target)
         loss = run_step(step, head, input)
-        divergence, logps = step.values
+        divergence, logps, _ = step.values
         soft_loss = divergence.sum() / n_items
         hard_loss = torch.zeros_like(soft_loss) if logps is None else -logps.sum() / n_items
         return loss, DistillationMetrics(soft_loss, hard_loss)
