@@ -286,22 +286,33 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
         vocab_shard: VocabShard | None = None,
         sequence_group: ProcessGroup | None = None,
     ) -> Result:
-        """Return the loss, with `CrossEntropyMetrics` if a `return_...` flag is set.
+        """Return the loss, with metrics if a `return_...` flag is set.
 
         Args:
-            weight, bias: (V, H) or an `AdaptedWeight`, and (V,).
-            input: (B, T, H) or (N, H) hidden states.
-            target: (B, T) or (N,) token ids that `input` predicts (shift labels, see `shifted`).
-            num_items: divisor of "mean": the valid tokens of all steps that accumulate gradients (transformers'
-                `num_items_in_batch`). 0 counts as 1: a step without tokens has loss 0.
-            token_weights: factors, like `target`. "mean" without `num_items` divides by their sum (for the cross
-                entropy, times `ce_weight`), or 1 if that is 0.
-            ce_weight: (V,) replaces the constructor's.
+            weight: (V, H), the head's matrix, such as `lm_head.weight`, or an `AdaptedWeight`.
+            input: (B, T, H) or (N, H), hidden states in the dtype of `weight`, or in any under autocast.
+            target: (B, T) or (N,), integer ids of the tokens that `input` predicts (shift labels, see `shifted`), or
+                `ignore_index`.
+            bias: (V,) or None.
+            num_items: divisor of the reduction "mean": the valid tokens of all steps that accumulate gradients
+                (transformers' `num_items_in_batch`). 0 counts as 1: a step without tokens has loss 0. None: the valid
+                tokens of this call.
+            token_weights: floating-point factors of tokens, shaped like `target`. "mean" without `num_items` divides by
+                their sum (for the cross entropy, times `ce_weight`), or by 1 if that is 0.
+            ce_weight: (V,), replaces the constructor's.
             n_valid: the number of tokens that have a target, so that the host does not wait; the device asserts it and
                 the range of targets ("Without waiting" in `docs/how-it-works.md`).
-            vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
+            vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
             sequence_group: the ranks that split the sequences (`docs/distributed.md`). Loss and metrics cover whole
                 sequences, but `predicted_tokens` and `reduction="none"` this rank's positions.
+
+        Returns:
+            The loss in nats, float32, or float64 for float64 inputs: (), or with `reduction="none"` shaped like
+            `target`. With a `return_...` flag, the tuple (loss, `CrossEntropyMetrics`).
+
+        Raises:
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: shapes, devices, target ids or options do not fit. The message says what was expected and found.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)

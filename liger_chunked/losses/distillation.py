@@ -142,15 +142,33 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
     ) -> tuple[Tensor, DistillationMetrics]:
         """Return loss and metrics.
 
-        Other arguments: see `LigerFusedLinearCrossEntropyLoss.forward`. Without a target, there is no hard loss.
-        `n_valid` counts tokens that `mask` keeps. A shard has the rows of both models.
-
         Args:
-            teacher_weight, teacher_input, teacher_bias: of any hidden size. The softmax ignores rows beyond V.
-            teacher_logps: instead, (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the loss's
-                temperature; -inf if missing. The divergence has k + 1 bins: these tokens, and all others.
-            teacher_ids: their distinct ids, in the same shape.
+            weight: (V, H), the student's head, such as `lm_head.weight`, or an `AdaptedWeight`.
+            input: (B, T, H) or (N, H), the student's hidden states in the dtype of `weight`, or in any under autocast.
+            teacher_weight, teacher_input, teacher_bias: (V_teacher, H_teacher) or an `AdaptedWeight`,
+                (B, T, H_teacher) or (N, H_teacher), and (V_teacher,). The softmax ignores rows beyond V. Without
+                gradient.
+            target: (B, T) or (N,), integer ids of the tokens that `input` predicts (shift labels, see `shifted`), or
+                `ignore_index`. None: all tokens count, and there is no hard loss.
+            bias: (V,) or None.
+            teacher_logps: instead of hidden states, (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the
+                loss's temperature; -inf if missing. The divergence has k + 1 bins: these tokens, and all others.
+            teacher_ids: their ids, integers of the same shape, distinct in each row.
             mask: (B, T) or (N,) bool, False at more ignored tokens.
+            num_items: divisor of both terms: the tokens that count in all steps that accumulate gradients. None: those
+                of this call.
+            n_valid: the number of tokens that have a target and that `mask` keeps, so that the host does not wait for
+                the device ("Without waiting" in `docs/how-it-works.md`).
+            vocab_shard: this rank's rows of both models' heads, if ranks split the vocabulary (`docs/distributed.md`).
+            sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
+                and metrics are those of whole sequences.
+
+        Returns:
+            (loss, metrics): the loss (), float32, or float64 for float64 inputs, and `DistillationMetrics`.
+
+        Raises:
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: shapes, devices, target ids or options do not fit. The message says what was expected and found.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)

@@ -143,13 +143,35 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
     ) -> tuple[Tensor, PolicyMetrics]:
         """Return loss and metrics.
 
-        Other arguments: see `LigerFusedLinearPolicyBase.forward`.
-
         Args:
-            target: the sampled tokens, (B, T). Required.
-            teacher_weight, teacher_input, teacher_bias: as in `LigerFusedLinearDistillationBase.forward`.
-            teacher_logps: instead, (B, T) in nats, of the sampled tokens.
-            advantages: of rewards, (B,), (B, 1) or (B, T); None: 0.
+            weight: (V, H), the student's head, such as `lm_head.weight`, or an `AdaptedWeight`.
+            input: (B, T, H), the student's hidden states in the dtype of `weight`, or in any under autocast.
+            teacher_weight, teacher_input, teacher_bias: (V_teacher, H_teacher) or an `AdaptedWeight`,
+                (B, T, H_teacher) and (V_teacher,). The softmax ignores rows beyond V. Without gradient.
+            target: (B, T), the sampled tokens, integer ids that `input` predicts (shift labels, see `shifted`), or
+                `ignore_index`. Required.
+            bias: (V,) or None.
+            teacher_logps: instead of the teacher's hidden states, (B, T), its log-probabilities of `target` in nats.
+            advantages: (B,), (B, 1) or (B, T), of rewards beside the teacher; None: 0.
+            attention_mask: (B, T), 0 at tokens to ignore, else 1.
+            old_logps: (B, T), log-probabilities of `target` under the policy that sampled it, in nats. None: on-policy.
+            importance_weights: (B, T), (B,) or (B, 1), factors of the cost.
+            num_items: as in `LigerFusedLinearPolicyBase.forward`, a divisor for accumulated gradients.
+            n_valid: B ints, the numbers of each sequence's tokens that have a target and that `attention_mask` keeps,
+                so that the host does not wait for the device ("Without waiting" in `docs/how-it-works.md`).
+            vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
+            cu_seqlens: (B + 1,) int32, for packed sequences without padding: the first row of each sequence, then N.
+                Tensors of tokens are then (N, ...). With `n_valid`, on the CPU.
+            sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
+                and metrics are those of whole sequences.
+
+        Returns:
+            (loss, metrics): the loss (), float32, or float64 for float64 inputs, and `PolicyMetrics`; `kl` is the mean
+            of `log p(y) - log q(y)` in nats.
+
+        Raises:
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: shapes, devices, target ids or options do not fit. The message says what was expected and found.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)

@@ -353,18 +353,39 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     ) -> tuple[Tensor, PolicyMetrics]:
         """Return loss and metrics.
 
-        Other arguments: see `LigerFusedLinearPreferenceBase.forward`, for (B, T) tokens. `n_valid` counts tokens that
-        `attention_mask` keeps.
-
         Args:
-            advantages: (B,) or (B, 1) per sequence, or (B, T) per token.
-            attention_mask: (B, T), 0 at ignored tokens, else 1.
-            old_logps, ref_logps: (B, T) in nats, under the sampling policy (None on-policy) and the reference.
-            importance_weights: (B, T), (B,) or (B, 1).
-            num_items: divisor of `dapo`: the valid tokens of all steps that accumulate gradients. If ranks average
-                gradients, pass all ranks' tokens divided by the number of ranks. With other reductions, divide the loss
-                by the number of steps.
-            temperature: float32 (B, T), replaces that of `options`, also for the reference.
+            weight: (V, H), the head's matrix, such as `lm_head.weight`, or an `AdaptedWeight`.
+            input: (B, T, H), hidden states of B completions in the dtype of `weight`, or in any under autocast.
+            target: (B, T), the sampled tokens, integer ids that `input` predicts (shift labels, see `shifted`), or
+                `ignore_index` at prompts and padding.
+            advantages: (B,) or (B, 1) per sequence, or (B, T) per token. Without gradient.
+            bias: (V,) or None.
+            attention_mask: (B, T), 0 at tokens to ignore, else 1.
+            old_logps: (B, T), log-probabilities of the target under the policy that sampled it, in nats. None:
+                on-policy, the ratio is 1.
+            ref_logps: (B, T), the same under the reference.
+            ref_input, ref_weight, ref_bias: instead, (B, T, H_ref), (V, H_ref) and (V,), the reference's. Without
+                gradient.
+            importance_weights: (B, T) per token, or (B,) or (B, 1) per sequence: factors of the cost, such as those of
+                `rollout_importance_weights`.
+            num_items: divisor of the reduction `dapo`: the valid tokens of all steps that accumulate gradients. If
+                ranks average gradients, pass all ranks' tokens divided by the number of ranks. With other reductions,
+                divide the loss by the number of steps.
+            temperature: (B, T) float32, the sampler's, one a token, instead of that of `options`; also the reference's.
+            n_valid: B ints, the numbers of each sequence's tokens that have a target and that `attention_mask` keeps,
+                so that the host does not wait for the device ("Without waiting" in `docs/how-it-works.md`).
+            vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
+            cu_seqlens: (B + 1,) int32, for packed sequences without padding: the first row of each sequence, then N.
+                Tensors of tokens are then (N, ...). With `n_valid`, on the CPU.
+            sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
+                and metrics are those of whole sequences.
+
+        Returns:
+            (loss, metrics): the loss (), float32, or float64 for float64 inputs, and `PolicyMetrics`.
+
+        Raises:
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: shapes, devices, target ids or options do not fit. The message says what was expected and found.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)

@@ -236,18 +236,30 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         """Return loss and metrics.
 
         Args:
-            weight, bias, vocab_shard, sequence_group: as in `LigerFusedLinearCrossEntropyLoss.forward`.
-            input: (2 n, T, H) hidden states, all chosen sequences first.
-            target: (2 n, T) token ids that `input` predicts (shift labels, see `shifted`), `ignore_index` at prompts
-                and padding.
-            ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref), (V,): the reference.
-            ref_logps: instead, its log-probabilities in nats: (2 n, T), or (2 n,) like `Pairs.logps` without
-                `ld_alpha`.
-            nll_target: (2 n, T), of the NLL term; None for `target`.
-            n_valid: 2 n ints, each sequence's number of tokens that have a target (or `nll_target`), see
-                `LigerFusedLinearCrossEntropyLoss.forward`.
-            cu_seqlens: (2 n + 1,) int32, the first row of each sequence, then N; tensors of tokens are then (N, ...),
-                without padding. With `n_valid`, on the CPU.
+            weight: (V, H), the head's matrix, such as `lm_head.weight`, or an `AdaptedWeight`.
+            input: (2 n, T, H), hidden states of n pairs in the dtype of `weight`, or in any under autocast: all chosen
+                sequences first, then the rejected ones in the same order.
+            target: (2 n, T), integer ids of the tokens that `input` predicts (shift labels, see `shifted`), or
+                `ignore_index` at prompts and padding.
+            bias: (V,) or None.
+            ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref) and (V,), the reference's. Without gradient.
+            ref_logps: instead, the reference's log-probabilities in nats: (2 n, T), one a token, or (2 n,), one a
+                sequence like `Pairs.logps`, which `ld_alpha` excludes.
+            nll_target: (2 n, T), the target of the NLL term, for example with the prompt; None: `target`.
+            n_valid: 2 n ints, the numbers of each sequence's tokens that `target` or `nll_target` counts, so that the
+                host does not wait for the device ("Without waiting" in `docs/how-it-works.md`).
+            vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
+            cu_seqlens: (2 n + 1,) int32, for packed sequences without padding: the first row of each sequence, then N.
+                Tensors of tokens are then (N, ...). With `n_valid`, on the CPU.
+            sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
+                and metrics are those of whole sequences.
+
+        Returns:
+            (loss, metrics): the loss () in nats, float32, or float64 for float64 inputs, and `PreferenceMetrics`.
+
+        Raises:
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: shapes, devices, target ids or options do not fit. The message says what was expected and found.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)

@@ -83,13 +83,26 @@ class LigerFusedLinearULDLoss(FusedLoss):
         """Return loss and metrics.
 
         Args:
-            weight, input, bias: (V, H), (N, H) or (B, T, H), (V,).
-            teacher_weight, teacher_input, teacher_bias: the same of the teacher, with any V and H.
-            scale, teacher_scale: (N,) or (B, T), at least 0; None: 1. `scale` may have a gradient.
-            mask: (N,) or (B, T) bool, False at rows to ignore.
+            weight: (V, H), the student's head, such as `lm_head.weight`, or an `AdaptedWeight`.
+            input: (B, T, H) or (N, H), the student's hidden states in the dtype of `weight`, or in any under autocast.
+            teacher_weight, teacher_input, teacher_bias: (V_teacher, H_teacher) or an `AdaptedWeight`,
+                (B, T, H_teacher) or (N, H_teacher), and (V_teacher,): rows aligned with those of `input`. Without
+                gradient.
+            bias: (V,) or None.
+            scale, teacher_scale: (B, T) or (N,), factors of the probabilities, at least 0; None: 1. `scale` may have a
+                gradient.
+            mask: (B, T) or (N,) bool, False at rows to ignore.
             num_items: divisor of the sum; None: the rows that count.
-            n_valid: the number of rows that count, see `LigerFusedLinearCrossEntropyLoss.forward`.
-            vocab_shard: refused.
+            n_valid: the number of rows that count, so that the host does not wait for the device ("Without waiting" in
+                `docs/how-it-works.md`).
+            vocab_shard: refused, because ranks cannot sort one vocabulary together.
+
+        Returns:
+            (loss, metrics): the loss (), float32, or float64 for float64 inputs, and `DistillationMetrics`.
+
+        Raises:
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: shapes, devices, target ids or options do not fit. The message says what was expected and found.
         """
         if vocab_shard is not None:
             raise ValueError(f"{type(self).__name__} sorts whole rows of logits, got vocab_shard: gather the weights")

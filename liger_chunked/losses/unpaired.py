@@ -154,18 +154,39 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
         """Return loss and metrics.
 
-        Other arguments: see `LigerFusedLinearPreferenceBase.forward`, for n sequences.
-
         Args:
-            preference_labels: (n,) bool or integers, 1 if desirable, else 0.
-            kl: in nats, clamped at zero; for losses with this reference point.
+            weight: (V, H), the head's matrix, such as `lm_head.weight`, or an `AdaptedWeight`.
+            input: (n, T, H), hidden states of n sequences in the dtype of `weight`, or in any under autocast.
+            target: (n, T), integer ids of the tokens that `input` predicts (shift labels, see `shifted`), or
+                `ignore_index` at prompts and padding.
+            preference_labels: (n,), bool or integers: 1 if the sequence is desirable, else 0.
+            bias: (V,) or None.
+            ref_input, ref_weight, ref_bias: (n, T, H_ref), (V, H_ref) and (V,), the reference's. Without gradient.
+            ref_logps: instead, the reference's log-probabilities in nats, (n, T) or (n,) like `Examples.logps`.
+            kl: estimate of `KL(policy || reference)` in nats, clamped at zero; for losses with this reference point.
             kl_input, kl_target: instead of `kl`, (m, T', H) and (m, T'), padded: this rank's completions of other
-                prompts, or with `sequence_group` its positions. Cost one GEMM.
-            ref_kl_input, ref_kl_logps: their reference.
-            delta: in units of rewards; for losses with this reference point.
-            example_weights: (n,) factors; the mean divides by n.
-            n_valid, kl_n_valid: numbers of tokens of each sequence of `target` and `kl_target`. With `kl_target`, both
-                or neither.
+                prompts, or with `sequence_group` its positions. Cost one matrix product, without gradient.
+            ref_kl_input, ref_kl_logps: their reference's hidden states (m, T', H_ref), or log-probabilities (m, T') or
+                (m,) in nats.
+            delta: a number or (), in units of rewards; for losses with this reference point.
+            example_weights: (n,), floating-point factors of sequences; the mean divides by n.
+            kl_n_valid: m ints, the numbers of tokens of each sequence of `kl_target`. With `kl_target`, pass both
+                `n_valid` and this, or neither.
+            n_valid: n ints, the numbers of each sequence's tokens that have a target, so that the host does not wait
+                for the device ("Without waiting" in `docs/how-it-works.md`).
+            vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
+            cu_seqlens: (n + 1,) int32, for packed sequences without padding: the first row of each sequence, then N.
+                Tensors of tokens are then (N, ...). With `n_valid`, on the CPU.
+            sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
+                and metrics are those of whole sequences.
+
+        Returns:
+            (loss, metrics): the loss () in nats, float32, or float64 for float64 inputs, and
+            `UnpairedPreferenceMetrics`.
+
+        Raises:
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: shapes, devices, target ids or options do not fit. The message says what was expected and found.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
