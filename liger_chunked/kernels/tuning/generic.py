@@ -26,6 +26,13 @@ class Tuning(NamedTuple):
     loads_in_flight: int = 4  # blocks loaded ahead
     hidden: Launch = Launch(1024, 4)  # columns of hidden states
 
+    # Entries and columns of hidden states at a time, warps: "Kept ids"
+    kept_logits: tuple[int, int, int] = (16, 256, 4)
+    kept_input_grad: tuple[int, int, int] = (8, 512, 4)
+    kept_weight_grad: tuple[int, int, int] = (8, 512, 4)
+    kept_stats: Launch = Launch(64, 1)  # entries of a token
+    kept_grad: Launch = Launch(1024, 4)  # entries
+
     # "Norms and gated units" and "Launch sizes"
     norm_forward_elements: int = 2048  # of a tile
     norm_backward_elements: int = 4096  # of a tile

@@ -1,0 +1,149 @@
+"""Logits, statistics and gradients of kept ids against autograd on whole rows of logits, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_chunked.kernels import kept
+from liger_chunked.kernels.logits_grad import LogitsCotangents
+from liger_chunked.types import LogitOptions
+
+N, H, V = 9, 24, 37
+OPTIONS = {
+    "plain": LogitOptions(),
+    "softcap": LogitOptions(softcap=3.0, logit_scale=0.7, temperature=1.3),
+    "temperature": LogitOptions(temperature=0.5),
+}
+# float32 sums of H products, and bfloat16 results rounded once.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
+
+
+def lists() -> list[list[int]]:
+    """Return kept ids of tokens: singletons, an empty slice, a whole vocabulary, an id that many tokens keep."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [1, 1, 0, 5, V, 1, 3, 8, 0]
+    return [sorted(set(torch.randperm(V, generator=generator)[:n].tolist()) | ({3} if n else set())) for n in sizes]
+
+
+def entries_of(ids: list[list[int]], device: str, start: int = 0) -> kept.Entries:
+    generator = torch.Generator().manual_seed(1)
+    flat = torch.tensor([i for row in ids for i in row])
+    lengths = torch.tensor([len(row) for row in ids])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    places = (torch.rand(len(ids), generator=generator) * lengths).long()
+    tokens = torch.repeat_interleave(torch.arange(len(ids)), lengths)
+    return kept.Entries(*(x.to(device) for x in (flat - start, offsets, tokens, offsets[:-1] + places)))
+
+
+def exact(x: Tensor, weight: Tensor, bias: Tensor | None, ids: list[list[int]], entries: kept.Entries,
+          options: LogitOptions, temperature: Tensor | None) -> dict[str, Tensor]:  # fmt: skip
+    """Return statistics by a mask over whole rows of logits; 0 without entries."""
+    z = x @ weight.T if bias is None else x @ weight.T + bias
+    z = options.logit_scale * z
+    z = z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
+    z = z / (options.temperature if temperature is None else temperature[:, None].double())
+    mask = torch.zeros_like(z, dtype=torch.bool)
+    for row, of_row in enumerate(ids):
+        mask[row, of_row] = True
+    some = mask.any(1)
+    logp = z.masked_fill(~mask, -torch.inf)[some].log_softmax(-1)
+    target = entries.ids[entries.target.clamp(max=len(entries.ids) - 1)][some]
+    found = {
+        "logps": logp.gather(1, target[:, None])[:, 0],
+        "lse": z.masked_fill(~mask, -torch.inf)[some].logsumexp(-1),
+        "entropy": -(logp.exp() * logp.masked_fill(~mask[some], 0.0)).sum(-1),
+        "argmax": logp.argmax(-1),
+    }
+    return {
+        name: torch.zeros(len(ids), dtype=v.dtype, device=v.device).masked_scatter(some, v) for name, v in found.items()
+    }
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("by_token", [False, True], ids=["", "temperatures"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_statistics_and_gradients(
+    dtype: torch.dtype, options: LogitOptions, has_bias: bool, by_token: bool, device: str
+) -> None:
+    if by_token and options.temperature != 1.0:
+        pytest.skip("one temperature")
+    ids = lists()
+    entries = entries_of(ids, device)
+    generator = torch.Generator().manual_seed(2)
+    x, weight, bias = (torch.randn(shape, generator=generator).to(dtype).to(device) for shape in ((N, H), (V, H), (V,)))
+    temperature = (0.5 + torch.rand(N, generator=generator)).to(device) if by_token else None
+    given = bias if has_bias else None
+    z = kept.kept_logits(x, weight, given, entries)
+    stats = kept.kept_stats(z, entries, options, temperature)
+
+    leaves = [t.double().requires_grad_() for t in (x, weight, bias)]
+    expected = exact(leaves[0], leaves[1], leaves[2] if has_bias else None, ids, entries, options, temperature)
+    some = torch.tensor([bool(row) for row in ids], device=device)
+    for name in ("logps", "lse", "entropy"):
+        found = getattr(stats, name)[some].double()
+        # bfloat16 inputs are exact here: sums are float32.
+        tolerance = TOLERANCE[torch.float64 if dtype == torch.float64 else torch.float32]
+        torch.testing.assert_close(found, expected[name][some], rtol=tolerance, atol=10 * tolerance)
+    assert (entries.ids[stats.argmax[some]] == expected["argmax"][some]).all()
+
+    g = {name: torch.randn(N, generator=generator).to(z.dtype).to(device) for name in ("logps", "lse", "entropy")}
+    loss = sum((g[name].double() * expected[name])[some].sum() for name in g)
+    assert isinstance(loss, Tensor)
+    wanted = torch.autograd.grad(loss, leaves, allow_unused=True)
+    cotangents = LogitsCotangents(stats.max, stats.sum_exp, **g, entropy_value=stats.entropy, temperature=temperature)
+    dz = kept.kept_logits_grad(z, entries, cotangents, options)
+    dx, dw = torch.full_like(x, torch.nan), torch.zeros_like(weight)
+    db = torch.zeros(V, dtype=z.dtype, device=device) if has_bias else None
+    kept.kept_input_grad(dz, weight, entries, dx)
+    kept.add_kept_weight_grad_(dw, db, dz, x, entries, kept.sorted_by_id(entries))
+    for found, expected_grad in zip((dx, dw, db), wanted, strict=True):
+        if found is None or expected_grad is None:
+            assert found is None and expected_grad is None
+            continue
+        tolerance = TOLERANCE[found.dtype]
+        # Sums of float32 terms are as exact as their largest term; a rounded result is, of itself.
+        absolute = (20 if tolerance < 1e-3 else 1) * tolerance * float(expected_grad.abs().max())
+        torch.testing.assert_close(found.double(), expected_grad, rtol=tolerance, atol=absolute)
+    assert (dx[~some] == 0).all()
+
+
+@pytest.mark.triton
+def test_ranks_add_up(device: str) -> None:
+    """Each rank has some rows: logits and dX of the ranks sum to the whole, and each dW is a part of it."""
+    ids = lists()
+    generator = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(N, H, generator=generator).to(device), torch.randn(V, H, generator=generator).to(device)
+    whole = entries_of(ids, device)
+    z = kept.kept_logits(x, weight, None, whole)
+    dz = torch.randn(z.shape, generator=generator).to(device)
+    dx, dw = torch.empty_like(x), torch.zeros_like(weight)
+    kept.kept_input_grad(dz, weight, whole, dx)
+    kept.add_kept_weight_grad_(dw, None, dz, x, whole, kept.sorted_by_id(whole))
+    sums, sums_dx = torch.zeros_like(z), torch.zeros_like(x)
+    for start, stop in ((0, 11), (11, 30), (30, V), (V, V)):
+        part, own = entries_of(ids, device, start), weight[start:stop]
+        sums += kept.kept_logits(x, own, None, part)
+        dx_part, dw_part = torch.empty_like(x), torch.zeros_like(own)
+        kept.kept_input_grad(dz, own, part, dx_part)
+        kept.add_kept_weight_grad_(dw_part, None, dz, x, part, kept.sorted_by_id(part))
+        sums_dx += dx_part
+        assert torch.equal(dw_part, dw[start:stop])
+    assert torch.equal(sums, z)  # the other ranks add zeros
+    torch.testing.assert_close(sums_dx, dx, rtol=2e-6, atol=1e-5)
+
+
+@pytest.mark.triton
+def test_without_entries(device: str) -> None:
+    ids: list[list[int]] = [[], []]
+    entries = kept.Entries(*(torch.zeros(n, dtype=torch.int64, device=device) for n in (0, 3, 0, 2)))
+    assert len(ids) == 2
+    x, weight = torch.randn(2, H, device=device), torch.randn(V, H, device=device)
+    z = kept.kept_logits(x, weight, None, entries)
+    dx, dw = torch.full_like(x, torch.nan), torch.zeros_like(weight)
+    kept.kept_input_grad(z, weight, entries, dx)
+    kept.add_kept_weight_grad_(dw, None, z, x, entries, kept.sorted_by_id(entries))
+    assert z.numel() == 0 and (dx == 0).all() and (dw == 0).all()
