@@ -1,8 +1,9 @@
 """Losses for post-training: `lm_head` and loss fused, chunk by chunk, without the full logits."""
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from liger_chunked import versions
 
 if TYPE_CHECKING:
     from liger_chunked.deferred import DeferHandle, DeferredLogits, defer_logits
@@ -203,8 +204,8 @@ _OF_TRANSFORMERS = (
     "revert_liger_kernel",
     "run_head",
 )
-# `from liger_chunked import *` resolves `__all__`, which fails for these without transformers.
-if find_spec("transformers") is not None:
+# `from liger_chunked import *` resolves `__all__`, which fails for these without transformers, or with an older one.
+if versions.suffices("transformers"):
     __all__ += list(_OF_TRANSFORMERS)
 
 

@@ -21,6 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_chunked import versions
+
+versions.require("liger_chunked", "torch")
+
 _KNOWN = ("cuda", "xpu", "npu")
 
 

@@ -240,8 +240,27 @@ def test_a_model_that_calls_no_loss_function(way):
         max_position_embeddings=32,
     )  # fmt: skip
     model = {"model": transformers.BartForCausalLM(config)} if way == "model" else {}
-    with pytest.raises(ValueError, match=r"\['cross_entropy'\] matches nothing in bart"):
-        liger_chunked.apply_liger_kernel_to_bart(cross_entropy=True, **model)
+    apply = functools.partial(liger_chunked.apply_liger_kernel_to_bart, **model)
+    reason = "its code computes the loss itself and does not call loss_function"
+    with pytest.raises(
+        ValueError, match=rf"(?s)\['cross_entropy'\] matches nothing in bart.*BartForCausalLM: {reason}"
+    ):
+        apply(cross_entropy=True)
+    try:
+        assert apply(fused_linear_cross_entropy=False).left.get("BartForCausalLM") == reason
+        assert "BartForCausalLM" not in apply(fused_linear_cross_entropy=False, cross_entropy=False).left
+        assert "BartForCausalLM" not in apply().left  # fused
+    finally:
+        revert_liger_kernel(model.get("model", "bart"))
+
+
+def test_a_loss_function_that_is_not_the_causal_one():
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BY_ID["llama"].config))
+    model.loss_function = lambda logits, labels, **kwargs: logits.square().mean()
+    with pytest.raises(ValueError, match="LlamaForCausalLM: its loss_function is not the causal one of transformers"):
+        apply_liger_kernel(model, cross_entropy=True)
+    assert "LlamaForCausalLM" in apply_liger_kernel(model, fused_linear_cross_entropy=False).left
+    revert_liger_kernel(model)
 
 
 @by_family

@@ -858,20 +858,6 @@ def test_budget_of_a_head_in_the_place_of_trls(tmp_path, monkeypatch, given, exp
     assert budgets == [expected] * 2  # for the policy and for the reference
 
 
-def test_versions(monkeypatch):
-    def version(package: str) -> str:
-        if package == "trl":
-            raise integration.PackageNotFoundError(package)
-        return "5.16.2"
-
-    monkeypatch.setattr(integration, "version", version)
-    with pytest.raises(ImportError, match=r"needs trl >= 1.13, found none"):
-        integration.check_versions()
-    monkeypatch.setattr(integration, "REQUIRED", {"transformers": "5.17"})
-    with pytest.raises(ImportError, match=r"needs transformers >= 5.17, found 5.16.2"):
-        integration.check_versions()
-
-
 @replaces_trls_head
 def test_a_trl_without_fused_heads(tmp_path, monkeypatch):
     """Trainers that get no fused head of TRL, as perhaps those of a later one: their models have ours all the same."""

@@ -23,7 +23,7 @@ from liger_chunked.cli import bench as benchmark
 from liger_chunked.cli import check as self_test
 from liger_chunked.cli import memory as sizes
 from liger_chunked.cli.losses import LOSSES
-from liger_chunked.kernels.backend import WIDE_TILES, use_triton
+from liger_chunked.kernels.backend import TRITON_ERROR, WIDE_TILES, triton, use_triton
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INTEGRATIONS = ("transformers", "trl", "peft", "accelerate")
@@ -84,7 +84,8 @@ def facts() -> dict[str, str]:
         "liger_chunked": library.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        # Not the version of a package, which has other names for ROCm and Intel.
+        "triton": triton.__version__ if TRITON_ERROR is None else TRITON_ERROR,
         "device": name,
         "kernels": "Triton" if use_triton(torch.empty(0, device=device)) else "torch",
         "wide_tiles": ", ".join(map(str, WIDE_TILES)) or "none",

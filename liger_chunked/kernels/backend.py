@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, requires
 from typing import Any, NoReturn
 
 import torch
@@ -16,15 +18,20 @@ from liger_chunked.kernels.tuning.generic import TORCH_BLOCK, TORCH_BLOCK_DEFAUL
 from liger_chunked.private import graph_is_retained as graph_is_retained
 from liger_chunked.private import is_batched
 
+# Why there is no Triton. To torch's has_triton_package too, an ImportError says that it is not installed, and any other
+# error that it is broken. A CPU needs it in neither case, so the error waits for the first tensor that does.
+TRITON_ERROR: str | None = None
+TRITON_IS_BROKEN = False
 try:
     import triton
     import triton.language as tl
-except ImportError:
+except Exception as error:
     triton = None
     tl = None
+    TRITON_ERROR, TRITON_IS_BROKEN = f"{type(error).__name__}: {error}", not isinstance(error, ImportError)
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # no fused epilogue
+except Exception:  # no fused epilogue; a broken Triton fails again as above
     TensorDescriptor = None
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -77,8 +84,34 @@ def use_triton(x: Tensor) -> bool:
     if x.is_meta:
         return True
     if triton is None:
+        if runs_triton(x) and not torch.compiler.is_compiling():
+            say_what_triton_lacks(x.device.type)
         return False
     return runs_triton(x) or (INTERPRETED and x.is_cpu)
+
+
+@functools.cache  # warns once; errors are not kept
+def say_what_triton_lacks(device_type: str) -> None:
+    """Warn that PyTorch code runs on a GPU without Triton.
+
+    Raises:
+        RuntimeError: Triton is installed and broken, which nobody wants to find out by slow steps.
+    """
+    text = f"`import triton` fails with {TRITON_ERROR}"
+    if TRITON_IS_BROKEN:
+        raise RuntimeError(f"{text}. The kernels of liger_chunked need it on {device_type}: repair or uninstall it")
+    try:
+        wanted = [line.partition(";")[0].strip() for line in requires("torch") or () if "triton" in line]
+    except PackageNotFoundError:
+        wanted = []
+    # A build of torch knows the name of its Triton, and the version.
+    install = f"{wanted[0]}, which torch {torch.__version__} requires" if wanted else "the Triton of your torch"
+    warnings.warn(
+        f"liger_chunked runs PyTorch code on {device_type}, which is slower and takes more memory than its kernels, "
+        f"because {text}. Install {install}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def on_host(x: Tensor) -> bool:

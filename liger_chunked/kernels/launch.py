@@ -22,18 +22,19 @@ from liger_chunked.kernels.backend import INTERPRETED, NUMBER_OF_TOKENS, TensorD
 from liger_chunked.kernels.tuning.generic import REMEMBERED
 from liger_chunked.types import described
 
+# Not ImportError alone: a broken Triton raises its own error again (see backend.py).
 try:
     from triton.knobs import runtime as hooks
     from triton.runtime import driver
-except ImportError:
+except Exception:
     hooks = driver = None
 try:
     from triton import AsyncCompileMode
-except ImportError:
+except Exception:
     AsyncCompileMode = None
 try:
     from triton.runtime.cache import triton_key
-except ImportError:
+except Exception:
     triton_key = None
 
 _HAS_CURRENT_DEVICE = not INTERPRETED and HAS_ACCELERATOR

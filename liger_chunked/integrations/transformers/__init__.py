@@ -3,6 +3,11 @@
 Read `patch.py` first, then `forward.py`.
 """
 
+# ruff: noqa: E402 (an old transformers fails at the first name that it lacks)
+from liger_chunked import versions
+
+versions.require(__name__, "transformers")
+
 from liger_chunked.integrations.transformers.attach import attach_head, detach_head, run_head
 from liger_chunked.integrations.transformers.check import ModelReport, check_model
 from liger_chunked.integrations.transformers.forward import logit_options

@@ -29,6 +29,7 @@ class Found:
     other_ropes: tuple[tuple[str, str], ...] = ()
     heads: tuple[str, ...] = ()  # switches
     left: dict[str, str] = field(default_factory=dict)
+    other_losses: dict[str, str] = field(default_factory=dict)  # classes that cross_entropy cannot serve, and why
 
     @property
     def switches(self) -> list[str]:
@@ -71,6 +72,8 @@ class Found:
             if not (on is None or isinstance(on, bool)):
                 raise TypeError(f"{switch} must be True, False or None, got {on!r}")
         wanted = {switch for switch, on in switches.items() if on}
+        if "cross_entropy" in wanted:
+            self._leave_other_losses()
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in self.left.items())
         if absent := wanted - set(self.switches):
             raise ValueError(f"{sorted(absent)} matches nothing in {family} here; it has {self.switches}{reasons}")
@@ -80,7 +83,13 @@ class Found:
             raise ValueError(f"our kernels serve nothing in {family}{reasons}")
         off = {switch for switch, on in switches.items() if on is False}
         off.add(FUSED if "cross_entropy" in wanted else "cross_entropy")
+        if FUSED in off and switches.get("cross_entropy") is not False:
+            self._leave_other_losses()  # where the fused loss is on, none of them is left alone
         return [switch for switch in self.switches if switch not in off]
+
+    def _leave_other_losses(self) -> None:
+        for name, reason in self.other_losses.items():
+            self.left.setdefault(name, reason)
 
 
 def check_switches(unknown: set[str]) -> None:
@@ -89,6 +98,8 @@ def check_switches(unknown: set[str]) -> None:
 
 
 _VARIANT = "a variant that no kernel computes"
+_OWN_LOSS = "its code computes the loss itself and does not call loss_function"
+_OTHER_LOSS = "its loss_function is not the causal one of transformers"
 
 
 def found_in(model: PreTrainedModel, fused: bool | None = None) -> Found:
@@ -108,7 +119,11 @@ def found_in(model: PreTrainedModel, fused: bool | None = None) -> Found:
     found.add_ropes(used, [module for module in model.modules() if "Rotary" in type(module).__name__])
     if head_of(model) is not None:
         reason = None if fused is False else head_refusal(model)
-        on_logits = has_causal_loss(model) and calls_loss_function(stock_class(type(model)))
+        own_loss = None if calls_loss_function(stock_class(type(model))) else _OWN_LOSS
+        other_loss = own_loss or (None if has_causal_loss(model) else _OTHER_LOSS)
+        if other_loss is not None:
+            found.other_losses[owner_of(model).__name__] = other_loss
+        on_logits = other_loss is None
         switches = {"cross_entropy": on_logits, FUSED: fused is not False and reason is None}
         found.heads = tuple(switch for switch, on in switches.items() if on)
         found.left |= {} if reason is None else {owner_of(model).__name__: reason}
@@ -133,8 +148,9 @@ def head_refusal(model: PreTrainedModel) -> str | None:
 
 def found_in_classes(modeling: ModuleType) -> Found:
     causal = overrides.causal_classes(modeling)
-    heads = {"cross_entropy": any(map(calls_loss_function, causal)), FUSED: bool(causal)}
-    found = Found(heads=tuple(switch for switch, on in heads.items() if on))
+    other_losses = {cls.__name__: _OWN_LOSS for cls in causal if not calls_loss_function(cls)}
+    heads = {"cross_entropy": len(other_losses) < len(causal), FUSED: bool(causal)}
+    found = Found(heads=tuple(switch for switch, on in heads.items() if on), other_losses=other_losses)
     classes: list[Any] = [x for x in vars(modeling).values() if inspect.isclass(x) and issubclass(x, nn.Module)]
     classes = [cls for cls in classes if cls.__module__.partition(".")[0] != "torch"]
     for cls in dict.fromkeys(classes):

@@ -22,7 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_chunked.integrations.transformers import overrides, verify
 from liger_chunked.integrations.transformers.attach import attach_head, detach_head, fuse, fuse_class, rebind
-from liger_chunked.integrations.transformers.detect import calls_loss_function, inner_model
+from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.experts import EXPERTS_GATE, experts_method
 from liger_chunked.integrations.transformers.forward import Fusion
 from liger_chunked.integrations.transformers.found import (
@@ -248,9 +248,7 @@ def apply_to_family(name: str, *, logits_budget: int | float | str | None = None
                 applied.count(switch, cls.__name__)
     _hold_ropes(found, on, applied)
     for owner in overrides.causal_classes(modeling):
-        if "cross_entropy" in on and not calls_loss_function(owner):
-            applied.left[owner.__name__] = "its code computes the loss itself and does not call loss_function"
-        elif "cross_entropy" in on:
+        if "cross_entropy" in on and owner.__name__ not in found.other_losses:
             applied.patches.set(owner, "_loss_function", staticmethod(causal_lm_loss))
             applied.count("cross_entropy", "loss_function")
         if FUSED in on:
