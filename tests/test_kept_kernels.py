@@ -99,7 +99,10 @@ def test_statistics_and_gradients(
     dx, dw = torch.full_like(x, torch.nan), torch.zeros_like(weight)
     db = torch.zeros(V, dtype=z.dtype, device=device) if has_bias else None
     kept.kept_input_grad(dz, weight, entries, dx)
-    kept.add_kept_weight_grad_(dw, db, dz, x, entries, kept.sorted_by_id(entries))
+    by_id = kept.sorted_by_id(entries, dz)
+    kept.add_kept_weight_grad_(dw, x, by_id)
+    if db is not None:
+        kept.add_kept_weight_grad_(db[:, None], x.new_ones(N, 1), by_id)
     for found, expected_grad in zip((dx, dw, db), wanted, strict=True):
         if found is None or expected_grad is None:
             assert found is None and expected_grad is None
@@ -122,14 +125,14 @@ def test_ranks_add_up(device: str) -> None:
     dz = torch.randn(z.shape, generator=generator).to(device)
     dx, dw = torch.empty_like(x), torch.zeros_like(weight)
     kept.kept_input_grad(dz, weight, whole, dx)
-    kept.add_kept_weight_grad_(dw, None, dz, x, whole, kept.sorted_by_id(whole))
+    kept.add_kept_weight_grad_(dw, x, kept.sorted_by_id(whole, dz))
     sums, sums_dx = torch.zeros_like(z), torch.zeros_like(x)
     for start, stop in ((0, 11), (11, 30), (30, V), (V, V)):
         part, own = entries_of(ids, device, start), weight[start:stop]
         sums += kept.kept_logits(x, own, None, part)
         dx_part, dw_part = torch.empty_like(x), torch.zeros_like(own)
         kept.kept_input_grad(dz, own, part, dx_part)
-        kept.add_kept_weight_grad_(dw_part, None, dz, x, part, kept.sorted_by_id(part))
+        kept.add_kept_weight_grad_(dw_part, x, kept.sorted_by_id(part, dz))
         sums_dx += dx_part
         assert torch.equal(dw_part, dw[start:stop])
     assert torch.equal(sums, z)  # the other ranks add zeros
@@ -145,5 +148,22 @@ def test_without_entries(device: str) -> None:
     z = kept.kept_logits(x, weight, None, entries)
     dx, dw = torch.full_like(x, torch.nan), torch.zeros_like(weight)
     kept.kept_input_grad(z, weight, entries, dx)
-    kept.add_kept_weight_grad_(dw, None, z, x, entries, kept.sorted_by_id(entries))
+    kept.add_kept_weight_grad_(dw, x, kept.sorted_by_id(entries, z))
     assert z.numel() == 0 and (dx == 0).all() and (dw == 0).all()
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("n", [128, 129, 700])
+def test_an_id_that_many_tokens_keep(n: int, device: str) -> None:
+    """Its entries are summed by several programs, beside ids that end or begin within theirs."""
+    ids = [[5] if row % 3 else [1 + row % 2, 5, 7 + row % 4] for row in range(n)]
+    entries = entries_of(ids, device)
+    generator = torch.Generator().manual_seed(4)
+    x, dz = (torch.randn(*shape, generator=generator).to(device) for shape in ((n, 8), entries.ids.shape))
+    found, expected = torch.zeros(V, 8, device=device), torch.zeros(V, 8, dtype=torch.float64, device=device)
+    kept.add_kept_weight_grad_(found, x, kept.sorted_by_id(entries, dz))
+    expected.index_add_(0, entries.ids, dz[:, None].double() * x[entries.tokens].double())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    again = torch.zeros_like(found)
+    kept.add_kept_weight_grad_(again, x, kept.sorted_by_id(entries, dz))
+    assert torch.equal(again, found)

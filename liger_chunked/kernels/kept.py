@@ -200,8 +200,8 @@ def kept_stats(z: Tensor, entries: Entries, options: LogitOptions, temperature: 
         temperature: (N,) float32, instead of that of `options`, which is then 1.
     """
     n = entries.offsets.shape[0] - 1
-    floats = (torch.empty(n, dtype=z.dtype, device=z.device) for _ in KeptStats._fields[:-1])
-    found = KeptStats(*floats, torch.empty(n, dtype=torch.int64, device=z.device))
+    dtypes = [z.dtype] * 5 + [torch.int64]
+    found = KeptStats._make(torch.empty(n, dtype=dtype, device=z.device) for dtype in dtypes)
     if not n:
         return found
     if use_triton(z) and z.numel():
@@ -370,79 +370,120 @@ def kept_input_grad(dz: Tensor, weight: Tensor, entries: Entries, out: Tensor) -
 
 
 class Sorted(NamedTuple):
-    """Entries in the order of their ids, stable. An entry beyond this rank's rows has none."""
+    """Entries in the order of their ids, (M,) each; equal ids in the order of the entries."""
 
-    order: Tensor  # (M,) int64
-    ids: Tensor  # (M,) sorted
-    length: Tensor  # (M,) int32 entries with this id, 0 but at the first of them
+    ids: Tensor
+    tokens: Tensor
+    dz: Tensor
 
 
-def sorted_by_id(entries: Entries) -> Sorted:
+def sorted_by_id(entries: Entries, dz: Tensor) -> Sorted:
     ids, order = torch.sort(entries.ids, stable=True)
-    end = torch.searchsorted(ids, ids, right=True, out_int32=True)
-    places = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)
-    is_first = torch.ones_like(ids, dtype=torch.bool)
-    is_first[1:] = ids[1:] != ids[:-1]
-    return Sorted(order, ids, torch.where(is_first, end - places, 0))
+    return Sorted(ids, entries.tokens[order], dz[order])
+
+
+@jit
+def _add_row(grad_ptr, row, grad_stride, n_rows, cols, hidden, total):
+    """Add a sum to a row of this rank's dW, rounded once."""
+    own = cols < tl.where((row >= 0) & (row < n_rows), hidden, 0)
+    place = grad_ptr + tl.where(row >= 0, row, 0) * grad_stride + cols
+    sums = tl.load(place, mask=own, other=0.0).to(tl.float32) + total
+    tl.store(place, sums.to(grad_ptr.dtype.element_ty), mask=own)
 
 
 @Kernel
 def _weight_kernel(
-    grad_ptr, grad_stride, bias_grad_ptr, x_ptr, x_stride, dz_ptr, tokens_ptr, order_ptr, ids_ptr, length_ptr,
+    grad_ptr, grad_stride, head_ptr, tail_ptr, x_ptr, x_stride, ids_ptr, entry_tokens_ptr, dz_ptr,
     n_tokens, hidden, n_rows, RUN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # An id's first entry adds them all.
-    place = grid_row()
-    if place >= n_tokens:
-        return
-    length = tl.load(length_ptr + place)
-    if length == 0:
-        return
-    row = tl.load(ids_ptr + place)
-    if row < 0:
-        return
-    if row >= n_rows:
+    # A program sums RUN sorted entries. Where an id's entries reach over its ends, the sums go to `head` and `tail`, so
+    # that an id of many entries, such as a newline, keeps many programs busy.
+    run = grid_row()
+    first = run * RUN
+    if first >= n_tokens:
         return
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < hidden
-    order_ptr += place
-    total = tl.zeros([RUN, BLOCK], tl.float32)
-    of_bias = tl.zeros([RUN], tl.float32)
-    for start in range(0, length, RUN):
-        there = start + tl.arange(0, RUN) < length
-        entry = tl.load(order_ptr + start + tl.arange(0, RUN), mask=there, other=0)
-        dz = tl.load(dz_ptr + entry, mask=there, other=0.0)
-        token = tl.load(tokens_ptr + entry, mask=there, other=0)
-        x = tl.load(x_ptr + token[:, None] * x_stride + cols[None, :], mask=there[:, None] & inside[None, :], other=0.0)
-        total += dz[:, None] * x.to(tl.float32)
-        of_bias += dz
-    out = grad_ptr + row * grad_stride + cols
-    sums = tl.load(out, mask=inside).to(tl.float32) + tl.sum(total, axis=0)
-    tl.store(out, sums.to(grad_ptr.dtype.element_ty), mask=inside)
-    if bias_grad_ptr is not None:
-        if tl.program_id(0) == 0:
-            tl.store(bias_grad_ptr + row, tl.load(bias_grad_ptr + row) + tl.sum(of_bias, axis=0))
+    end = tl.minimum(first + RUN, n_tokens)
+    row = tl.load(ids_ptr + first)
+    before = tl.load(ids_ptr + first - 1, mask=first > 0, other=-1)
+    in_head = (first > 0) & (before == row)
+    total = tl.zeros([BLOCK], tl.float32)
+    for entry in range(first, end):
+        next_row = tl.load(ids_ptr + entry)
+        if next_row != row:
+            if in_head:
+                tl.store(head_ptr + run * hidden + cols, total, mask=inside)
+            else:
+                _add_row(grad_ptr, row, grad_stride, n_rows, cols, hidden, total)
+            total = tl.zeros([BLOCK], tl.float32)
+            in_head = first < 0  # False
+            row = next_row
+        x = tl.load(x_ptr + tl.load(entry_tokens_ptr + entry) * x_stride + cols, mask=inside, other=0.0)
+        total += tl.load(dz_ptr + entry) * x.to(tl.float32)
+    after = tl.load(ids_ptr + end, mask=end < n_tokens, other=-1)
+    if in_head:
+        tl.store(head_ptr + run * hidden + cols, total, mask=inside)
+    elif (end < n_tokens) & (after == row):
+        tl.store(tail_ptr + run * hidden + cols, total, mask=inside)
+    else:
+        _add_row(grad_ptr, row, grad_stride, n_rows, cols, hidden, total)
 
 
-def add_kept_weight_grad_(
-    grad: Tensor, bias_grad: Tensor | None, dz: Tensor, x: Tensor, entries: Entries, by_id: Sorted
-) -> None:
-    """Add dweight to `grad` (V, H), in its dtype, and dbias to `bias_grad` (V,), float32 or float64."""
-    n_entries, hidden = dz.shape[0], x.shape[1]
-    if use_triton(x) and n_entries and grad.shape[0]:
-        run, most, num_warps = TUNING[x.device].kept_weight_grad
-        block = block_size(hidden, most)
-        _weight_kernel[grid_of_rows(n_entries, -(-hidden // block))](
+@Kernel
+def _joined_kernel(
+    grad_ptr, grad_stride, head_ptr, tail_ptr, ids_ptr, n_tokens, hidden, n_rows,
+    RUN: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # The program of the run in which such an id begins adds its sums, in order.
+    run = grid_row()
+    first, end = run * RUN, (run + 1) * RUN
+    if end >= n_tokens:
+        return
+    row = tl.load(ids_ptr + end - 1)
+    if tl.load(ids_ptr + end) != row:
+        return
+    before = tl.load(ids_ptr + first - 1, mask=first > 0, other=-1)
+    if (first > 0) & (before == row) & (tl.load(ids_ptr + first) == row):
+        return
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < hidden
+    total = tl.zeros([TOGETHER, BLOCK], tl.float32)
+    following = run + 1
+    more = True
+    while more:
+        others = following + tl.arange(0, TOGETHER)
+        there = others * RUN < n_tokens
+        same = there & (tl.load(ids_ptr + others * RUN, mask=there, other=-1) == row)
+        total += tl.load(
+            head_ptr + others[:, None] * hidden + cols[None, :], mask=same[:, None] & inside[None, :], other=0.0
+        )
+        more = tl.sum(same.to(tl.int32), axis=0) == TOGETHER
+        following += TOGETHER
+    sums = tl.load(tail_ptr + run * hidden + cols, mask=inside, other=0.0) + tl.sum(total, axis=0)
+    _add_row(grad_ptr, row, grad_stride, n_rows, cols, hidden, sums)
+
+
+def add_kept_weight_grad_(grad: Tensor, x: Tensor, by_id: Sorted) -> None:
+    """Add dweight to `grad` (V, H), rounded once to its dtype. With an `x` of ones (N, 1), `grad` (V, 1) is dbias."""
+    n_entries, hidden = by_id.ids.shape[0], x.shape[1]
+    if not grad.shape[0] or not n_entries:
+        return
+    if use_triton(x):
+        run, together, most, num_warps = TUNING[x.device].kept_weight_grad
+        n_runs, block = -(-n_entries // run), block_size(hidden, most)
+        head, tail = (torch.empty(n_runs, hidden, dtype=torch.float32, device=x.device) for _ in range(2))
+        grid = grid_of_rows(n_runs, -(-hidden // block))
+        _weight_kernel[grid](
             grad_ptr=grad,
             grad_stride=grad.stride(0),
-            bias_grad_ptr=bias_grad,
+            head_ptr=head,
+            tail_ptr=tail,
             x_ptr=x,
             x_stride=x.stride(0),
-            dz_ptr=dz,
-            tokens_ptr=entries.tokens,
-            order_ptr=by_id.order,
             ids_ptr=by_id.ids,
-            length_ptr=by_id.length,
+            entry_tokens_ptr=by_id.tokens,
+            dz_ptr=by_id.dz,
             n_tokens=n_entries,
             hidden=hidden,
             n_rows=grad.shape[0],
@@ -450,18 +491,28 @@ def add_kept_weight_grad_(
             BLOCK=block,
             num_warps=num_warps,
         )
-        return
-    if not grad.shape[0]:
+        _joined_kernel[grid](
+            grad_ptr=grad,
+            grad_stride=grad.stride(0),
+            head_ptr=head,
+            tail_ptr=tail,
+            ids_ptr=by_id.ids,
+            n_tokens=n_entries,
+            hidden=hidden,
+            n_rows=grad.shape[0],
+            RUN=run,
+            TOGETHER=together,
+            BLOCK=block,
+            num_warps=num_warps,
+        )
         return
     dtype = accumulation_dtype(x.dtype)
     # One sum a row, rounded once.
-    rows, places = torch.unique(entries.ids, return_inverse=True)
+    rows, places = torch.unique_consecutive(by_id.ids, return_inverse=True)
     total = torch.zeros(rows.shape[0], hidden, dtype=dtype, device=x.device)
-    for part, _, _ in _blocks(entries, grad, hidden):
-        total.index_add_(0, places[part], dz[part, None] * x[entries.tokens[part]].to(dtype))
+    size = max(1, _BLOCK // max(1, hidden))
+    for start in range(0, n_entries, size):
+        part = slice(start, start + size)
+        total.index_add_(0, places[part], by_id.dz[part, None] * x[by_id.tokens[part]].to(dtype))
     own = (rows >= 0) & (rows < grad.shape[0])
     grad[rows[own]] = (grad[rows[own]].to(dtype) + total[own]).to(grad.dtype)
-    if bias_grad is not None:
-        of_bias = torch.zeros(rows.shape[0], dtype=bias_grad.dtype, device=x.device)
-        of_bias.index_add_(0, places, dz.to(bias_grad.dtype))
-        bias_grad[rows[own]] += of_bias[own]

@@ -26,10 +26,11 @@ class Tuning(NamedTuple):
     loads_in_flight: int = 4  # blocks loaded ahead
     hidden: Launch = Launch(1024, 4)  # columns of hidden states
 
-    # Entries and columns of hidden states at a time, warps: "Kept ids"
-    kept_logits: tuple[int, int, int] = (16, 256, 4)
-    kept_input_grad: tuple[int, int, int] = (8, 512, 4)
-    kept_weight_grad: tuple[int, int, int] = (8, 512, 4)
+    # Of kept ids ("Kept ids"): entries and columns of hidden states at a time, warps
+    kept_logits: tuple[int, int, int] = (8, 256, 4)
+    kept_input_grad: tuple[int, int, int] = (2, 2048, 4)
+    # Entries of a program, sums added at a time, columns, warps
+    kept_weight_grad: tuple[int, int, int, int] = (64, 8, 512, 2)
     kept_stats: Launch = Launch(64, 1)  # entries of a token
     kept_grad: Launch = Launch(1024, 4)  # entries
 
