@@ -1,0 +1,236 @@
+"""Token statistics of the softmax over the ids that a sampler kept, differentiable."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_chunked.engine.adapter import apply_down
+from liger_chunked.engine.known import assert_later
+from liger_chunked.kept_ids import KeptIds
+from liger_chunked.kernels import LogitsCotangents
+from liger_chunked.kernels.backend import first_derivative
+from liger_chunked.kernels.kept import (
+    Entries,
+    KeptStats,
+    add_kept_weight_grad_,
+    kept_input_grad,
+    kept_logits,
+    kept_logits_grad,
+    kept_stats,
+    sorted_by_id,
+)
+from liger_chunked.types import HeadTensors, LogitOptions, LossHead, TokenStats, VocabShard, described
+
+# `mean_logits` and `log_sum_sq_probs` are of the whole vocabulary.
+OUTPUTS_OF_KEPT = ("logps", "lse", "entropy", "argmax", "is_top1")
+
+
+class Placed(NamedTuple):
+    """Kept ids at the positions of a target.
+
+    Attributes:
+        entries: of all positions.
+        has_entries: (N,) bool; False: the position has the whole vocabulary.
+        n_whole: how many positions with a target have the whole vocabulary.
+    """
+
+    entries: Entries
+    has_entries: Tensor
+    n_whole: int
+
+
+def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, may_wait: bool) -> Placed:
+    """Check kept ids, and find each target among those of its position.
+
+    Args:
+        target: (N,) int64.
+        is_valid: (N,), False at ignored positions.
+        may_wait: whether the host may wait for the device. Otherwise the device asserts what the host would check, and
+            that no position with a target has the whole vocabulary.
+
+    Raises:
+        TypeError, ValueError: offsets or ids are no kept ids of these positions, or miss a target.
+    """
+    if not isinstance(kept, KeptIds):
+        raise TypeError(f"kept must be a KeptIds, got {described(kept)}")
+    n, m, device = target.shape[0], kept.ids.shape[0], target.device
+    if kept.positions != n:
+        raise ValueError(
+            f"kept must have the ids of {n} positions, those of the target in order, got {kept.positions}: its offsets "
+            f"are {described(kept.offsets)}"
+        )
+    if kept.ids.device != device:
+        raise ValueError(
+            f"kept is on {kept.ids.device}, target on {device}: expected one device, as by kept.to(device)"
+        )
+    ids, offsets = kept.ids.long().contiguous(), kept.offsets.long().contiguous()
+    lengths = offsets[1:] - offsets[:-1]
+    ordered = (lengths >= 0).all() & (offsets[0] == 0) & (offsets[-1] == m)
+    _require(ordered, may_wait, f"kept.offsets must rise from 0 to the number of ids, {m}")
+    tokens = torch.repeat_interleave(lengths, output_size=m)
+    places = torch.arange(m, device=device)
+    is_target = ids == target[tokens]
+    first = offsets[:-1]
+    # Each position's place of the target, or -1.
+    found = torch.full_like(first, -1).scatter_reduce_(0, tokens, torch.where(is_target, places, -1), "amax")
+    has_entries = lengths > 0
+    missing = is_valid & has_entries & (found < 0)
+    whole = (is_valid & ~has_entries).sum()
+    keys = (tokens * vocab_size + ids).sort().values
+    repeated = (keys[1:] == keys[:-1]).any() if m > 1 else torch.zeros((), dtype=torch.bool, device=device)
+    outside = ((ids < 0) | (ids >= vocab_size)).any()
+    n_whole = 0
+    if may_wait:
+        at = torch.where(missing, torch.arange(n, device=device), n).amin() if n else whole
+        n_whole, first_missing, is_repeated, is_outside = torch.stack(
+            [whole, at, repeated.long(), outside.long()]
+        ).tolist()
+        if is_outside:
+            raise ValueError(f"kept.ids must be indices into the vocabulary of weight, 0 to {vocab_size - 1}")
+        if is_repeated:
+            raise ValueError("kept.ids must be distinct within a position")
+        if n and first_missing < n:
+            raise ValueError(
+                f"kept has no id {int(target[first_missing])} at position {first_missing} of the flattened target, "
+                "which that token was sampled from: kept ids are those of the sampler, in the order of the target"
+            )
+    else:
+        assert_later(
+            ~(missing.any() | repeated | outside | (whole > 0)),
+            "kept must hold, at each position with a target, distinct ids of the vocabulary with the target among them",
+        )
+    target_places = torch.where(found < 0, torch.minimum(first, first.new_tensor(max(0, m - 1))), found)
+    return Placed(Entries(ids, offsets, tokens, target_places), has_entries, n_whole)
+
+
+def _require(condition: Tensor, may_wait: bool, message: str) -> None:
+    if not may_wait:
+        assert_later(condition, message)
+    elif not bool(condition):
+        raise ValueError(message)
+
+
+class _KeptTokenStats(torch.autograd.Function):
+    """`apply(input, weight, bias, u, up, entries, temperature, shard, options, outputs)`: the outputs, (N,) each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        u: Tensor | None,
+        up: Tensor | None,
+        entries: Entries,
+        temperature: Tensor | None,
+        shard: VocabShard | None,
+        options: LogitOptions,
+        outputs: tuple[str, ...],
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        own = _own_entries(entries, shard)
+        z = kept_logits(_rows(input), _strided(weight), bias, own)
+        if u is not None and up is not None:
+            z = z + kept_logits(_rows(u), _strided(up), None, own)
+        if shard is not None and z.numel():
+            dist.all_reduce(z, group=shard.group)  # each entry is one rank's: the others add zeros
+        stats = kept_stats(z, entries, options, temperature)
+        ctx.shard, ctx.options, ctx.outputs = shard, options, outputs
+        ctx.save_for_backward(
+            input, weight, bias, u, up, z, stats.max, stats.sum_exp, stats.entropy, temperature, *entries
+        )
+        returned = _returned(stats, entries, outputs)
+        ctx.mark_non_differentiable(*[x for name, x in returned.items() if name in ("argmax", "is_top1")])
+        # Copies, because the backward reads the entropy.
+        return tuple(x.clone() if name == "entropy" else x for name, x in returned.items())
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(g is None for g in upstream):
+            return (None,) * 10
+        input, weight, bias, u, up, z, largest, sum_exp, entropy, temperature, *saved = ctx.saved_tensors
+        entries, shard = Entries(*saved), ctx.shard
+        g = {name: g.to(z.dtype).contiguous() for name, g in zip(ctx.outputs, upstream, strict=True) if g is not None}
+        cotangents = LogitsCotangents(largest, sum_exp, **g, entropy_value=entropy, temperature=temperature)
+        dz = kept_logits_grad(z, entries, cotangents, ctx.options)
+        own = _own_entries(entries, shard)
+        needs = ctx.needs_input_grad
+        by_id = sorted_by_id(own, dz) if any(needs[1:3]) or needs[4] else None
+        grads: list[Tensor | None] = [None] * 5
+        for i, (x, matrix) in enumerate(((input, weight), (u, up))):
+            at_x, at_matrix = (0, 1) if i == 0 else (3, 4)
+            if x is None:
+                continue
+            if needs[at_x]:
+                grads[at_x] = _input_gradient(x, dz, matrix, own, shard)
+            if needs[at_matrix]:
+                assert by_id is not None
+                grads[at_matrix] = of_matrix = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
+                add_kept_weight_grad_(of_matrix, _rows(x), by_id)
+        if needs[2] and bias is not None:
+            assert by_id is not None
+            of_bias = torch.zeros(bias.shape[0], 1, dtype=z.dtype, device=z.device)
+            add_kept_weight_grad_(of_bias, z.new_ones(entries.offsets.shape[0] - 1, 1), by_id)
+            grads[2] = of_bias[:, 0].to(bias.dtype)
+        return *grads, *(None,) * 5
+
+
+def _rows(x: Tensor) -> Tensor:
+    return _strided(x.reshape(-1, x.shape[-1]))
+
+
+def _strided(x: Tensor) -> Tensor:
+    """Return a matrix whose rows the kernels can read."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _own_entries(entries: Entries, shard: VocabShard | None) -> Entries:
+    """Return entries with ids relative to this rank's first row; padding rows have no ids."""
+    return entries if shard is None else entries._replace(ids=entries.ids - shard.start)
+
+
+def _input_gradient(x: Tensor, dz: Tensor, matrix: Tensor, own: Entries, shard: VocabShard | None) -> Tensor:
+    sums_ranks = shard is not None and shard.input_grad == "all_reduce"
+    dtype = dz.dtype if sums_ranks else x.dtype
+    dx = torch.empty(x.reshape(-1, x.shape[-1]).shape, dtype=dtype, device=x.device)
+    kept_input_grad(dz, _strided(matrix), own, dx)
+    if sums_ranks:
+        assert shard is not None
+        dist.all_reduce(dx, group=shard.group)
+    return dx.to(x.dtype).view(x.shape)
+
+
+def _returned(stats: KeptStats, entries: Entries, outputs: tuple[str, ...]) -> dict[str, Tensor]:
+    values: dict[str, Tensor] = {"logps": stats.logps, "lse": stats.lse, "entropy": stats.entropy}
+    if "argmax" in outputs or "is_top1" in outputs:
+        last = max(0, entries.ids.shape[0] - 1)
+        place = stats.argmax.clamp(max=last)
+        values["argmax"] = entries.ids[place] if entries.ids.numel() else place
+        values["is_top1"] = place == entries.target
+    return {name: values[name] for name in outputs}
+
+
+def kept_token_stats(
+    head: LossHead,
+    input: Tensor,
+    placed: Placed,
+    outputs: tuple[str, ...],
+    options: LogitOptions,
+    temperature: Tensor | None,
+    dtype: torch.dtype,
+) -> TokenStats:
+    """Return statistics (N,) of positions that have kept ids; those of the others are arbitrary.
+
+    Sums are float32, or float64 for float64 inputs, of operands as they are: autocast rounds none.
+    """
+    (weight, bias, up, shard), u = apply_down(head, input, dtype)
+    head_tensors = HeadTensors(weight, bias, up, shard)
+    values = _KeptTokenStats.apply(
+        input, head_tensors.weight, bias, u, up, placed.entries, temperature, shard, options, outputs
+    )
+    return TokenStats(**dict(zip(outputs, values, strict=True)))

@@ -1,0 +1,153 @@
+"""The ids that a sampler kept of each token's vocabulary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from liger_chunked.types import check_number, described
+
+
+@dataclass(frozen=True, eq=False)
+class KeptIds:
+    """The ids that a sampler kept, for each position of a target: its distribution was a softmax over these alone.
+
+    With `kept=`, `linear_token_stats` and the policy losses take log-probabilities and entropies under this softmax,
+    after the temperature. They read only these rows of the head, and form no logits of the others.
+
+    Attributes:
+        ids: (M,) integers, those of all positions in the order of the flattened target, distinct within a position.
+        offsets: (positions + 1,) integers from 0 to M: `ids[offsets[i] : offsets[i + 1]]` are those of position i. An
+            empty slice stands for the whole vocabulary; at an ignored position it costs nothing.
+
+    Raises:
+        TypeError, ValueError: a tensor has the wrong dtype, shape or device.
+
+    >>> kept = KeptIds.from_lists([[], [7, 3], [5]])        # a prompt's token, and two sampled ones
+    >>> kept.ids, kept.offsets
+    (tensor([7, 3, 5]), tensor([0, 0, 2, 3]))
+    """
+
+    ids: Tensor
+    offsets: Tensor
+
+    def __post_init__(self) -> None:
+        for name, x in (("ids", self.ids), ("offsets", self.offsets)):
+            if not isinstance(x, Tensor) or x.dtype not in (torch.int64, torch.int32, torch.int16):
+                raise TypeError(f"KeptIds.{name} must be a tensor of integers, got {described(x)}")
+            if x.ndim != 1:
+                raise ValueError(f"KeptIds.{name} must have one dimension, got {described(x)}")
+        if not self.offsets.numel():
+            raise ValueError(
+                "KeptIds.offsets must be (positions + 1,), from 0 to the number of ids, got an empty tensor"
+            )
+        if self.ids.device != self.offsets.device:
+            raise ValueError(
+                f"KeptIds.ids is on {self.ids.device}, offsets on {self.offsets.device}: expected one device"
+            )
+
+    @property
+    def positions(self) -> int:
+        """How many positions there are."""
+        return self.offsets.shape[0] - 1
+
+    def to(self, device: torch.device | str) -> KeptIds:
+        """Return the ids on a device."""
+        return KeptIds(self.ids.to(device), self.offsets.to(device))
+
+    @classmethod
+    def from_lists(cls, lists: Iterable[Sequence[int] | None], device: torch.device | str | None = None) -> KeptIds:
+        """Return the ids of lists, one for each position of the flattened target.
+
+        Args:
+            lists: the ids of each position; None or an empty list for the whole vocabulary.
+            device: where the tensors go; None: torch's default device.
+        """
+        rows = [[] if ids is None else list(ids) for ids in lists]
+        lengths = torch.tensor([0, *map(len, rows)])
+        flat = torch.tensor([i for row in rows for i in row], dtype=torch.int64)
+        kept = cls(flat, lengths.cumsum(0))
+        return kept if device is None else kept.to(device)
+
+    @classmethod
+    def from_mask(cls, mask: Tensor) -> KeptIds:
+        """Return the ids where a mask is True. Waits for the device.
+
+        Args:
+            mask: (..., V) bool, the positions in the order of the target. A row of True alone becomes an empty slice,
+                the whole vocabulary; a row of False alone is refused.
+
+        Raises:
+            TypeError: the mask is not bool.
+            ValueError: a position keeps nothing.
+        """
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not mask.ndim:
+            raise TypeError(f"mask must be bool (..., V), got {described(mask)}")
+        flat = mask.reshape(-1, mask.shape[-1])
+        counts = flat.sum(1)
+        if bool((counts == 0).any()):
+            raise ValueError(f"mask keeps no id at position {int((counts == 0).nonzero()[0])}, expected at least one")
+        is_whole = counts == flat.shape[1]
+        ids = (flat & ~is_whole[:, None]).nonzero()[:, 1]
+        counts = counts.masked_fill(is_whole, 0)
+        return cls(ids, torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+
+    @classmethod
+    def from_top_p(
+        cls,
+        logits: Tensor,
+        top_p: float | None = None,
+        *,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        temperature: float | Tensor = 1.0,
+    ) -> KeptIds:
+        """Return what a sampler keeps of materialized logits: first `top_k`, then `top_p`, then `min_p`.
+
+        The order is that of vLLM and of transformers' `generate`. Waits for the device.
+
+        Args:
+            logits: (..., V), the positions in the order of the target.
+            top_p: keep the fewest of the largest probabilities that sum to it, in (0, 1]; None: all.
+            top_k: keep the largest logits, and ties with the smallest of them; None: all.
+            min_p: keep probabilities of at least `min_p` times the largest, in [0, 1]; None: all.
+            temperature: divides the logits before; a number, or (...) one of each position.
+
+        Raises:
+            TypeError, ValueError: an option has the wrong type, or is out of range.
+
+        >>> logits = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.97, 0.01, 0.01, 0.01]]).log()
+        >>> kept = KeptIds.from_top_p(logits, 0.8)
+        >>> kept.ids, kept.offsets
+        (tensor([0, 1, 0]), tensor([0, 2, 3]))
+        """
+        if not isinstance(logits, Tensor) or not logits.is_floating_point() or not logits.ndim:
+            raise TypeError(f"logits must be floating-point (..., V), got {described(logits)}")
+        check_number("top_k", top_k, whole=True, optional=True)
+        for name, x in (("top_p", top_p), ("min_p", min_p)):
+            check_number(name, x, optional=True)
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k must be 1 or more, or None, got {top_k}")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], or None, got {top_p}")
+        if min_p is not None and not 0 <= min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], or None, got {min_p}")
+        z = logits.detach().reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
+        of_rows = temperature.reshape(-1, 1).to(z.dtype) if isinstance(temperature, Tensor) else temperature
+        z = z / of_rows
+        if top_k is not None and top_k < z.shape[1]:
+            z = z.masked_fill(z < z.topk(top_k).values[:, -1:], -math.inf)
+        if top_p is not None and top_p < 1:
+            largest, order = z.sort(descending=True, stable=True)
+            # The probability from each id on. From the smallest, because a sum from the largest reaches 1 too early.
+            left = largest.softmax(-1).flip(-1).cumsum(-1).flip(-1)
+            dropped = (left <= 1 - top_p).scatter(1, order[:, :1] * 0, False)
+            z = z.masked_fill(dropped.gather(1, order.argsort(1)), -math.inf)
+        if min_p is not None:
+            p = z.softmax(-1)
+            z = z.masked_fill(p < min_p * p.amax(-1, keepdim=True), -math.inf)
+        return cls.from_mask(z > -math.inf)

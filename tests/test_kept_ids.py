@@ -1,0 +1,249 @@
+"""Losses under the sampler's own distribution: `kept=`, against eager code in float64 that masks whole rows of logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_chunked import (
+    AdaptedWeight,
+    KeptIds,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearPolicyBase,
+    Rollouts,
+    linear_token_stats,
+)
+from liger_chunked.eager import grpo_loss as eager_grpo_loss
+
+B, T, H, V, R = 2, 5, 8, 23, 3
+OUTPUTS = ("logps", "lse", "entropy", "argmax", "is_top1")
+
+
+def drawn_lists(target: Tensor, seed: int = 0, mixed: bool = True) -> list[list[int]]:
+    """Return each position's ids, with its target: singletons, several, all; if `mixed`, also empty lists."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for i, y in enumerate(target.reshape(-1).tolist()):
+        n = [1, 4, 0 if mixed else 2, V, 7][i % 5]
+        ids = torch.randperm(V, generator=generator)[:n].tolist()
+        if n and y >= 0 and y not in ids:
+            ids[0] = y
+        found.append(ids)
+    return found
+
+
+def masked(z: Tensor, lists: Sequence[Sequence[int]]) -> Tensor:
+    """Return logits (..., V) with -inf at ids that were not kept."""
+    mask = torch.ones(z.shape[:-1].numel(), z.shape[-1], dtype=torch.bool, device=z.device)
+    for row, ids in zip(mask, lists, strict=True):
+        if ids:
+            row.fill_(False)
+            row[ids] = True
+    return z.masked_fill(~mask.view(z.shape), -math.inf)
+
+
+def transformed(
+    z: Tensor, temperature: float | Tensor, softcap: float | None = None, logit_scale: float = 1.0
+) -> Tensor:
+    z = logit_scale * z
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    return z / (temperature[..., None] if isinstance(temperature, Tensor) else temperature)
+
+
+def batch(dtype: torch.dtype = torch.float64, device: str = "cpu") -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    drawn = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+        for name, shape in (("weight", (V, H)), ("input", (B, T, H)), ("bias", (V,)), ("down", (H, R)), ("up", (V, R)))
+    }
+    target = torch.randint(V, (B, T), generator=generator)
+    target[1, 3:] = -100
+    return {**drawn, "target": target.to(device)}
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["", "mixed"])
+@pytest.mark.parametrize("case", ["plain", "bias", "softcap", "temperatures", "adapter"])
+def test_statistics(case: str, mixed: bool) -> None:
+    given = batch()
+    target, lists = given["target"], drawn_lists(given["target"], mixed=mixed)
+    leaves = {name: x.requires_grad_() for name, x in given.items() if x.is_floating_point()}
+    weight: Any = leaves["weight"]
+    z = leaves["input"] @ leaves["weight"].T
+    options: dict[str, Any] = {}
+    if case == "bias":
+        options["bias"], z = leaves["bias"], z + leaves["bias"]
+    elif case == "adapter":
+        weight = AdaptedWeight(leaves["weight"], leaves["up"], lambda x: x @ leaves["down"])
+        z = z + leaves["input"] @ leaves["down"] @ leaves["up"].T
+    temperature: float | Tensor = 0.7
+    if case == "temperatures":
+        temperature = (0.5 + torch.rand(B, T, generator=torch.Generator().manual_seed(1))).float()
+    if case == "softcap":
+        options |= {"softcap": 3.0, "logit_scale": 0.5}
+    z = transformed(z, temperature.double() if isinstance(temperature, Tensor) else temperature,
+                    options.get("softcap"), options.get("logit_scale", 1.0))  # fmt: skip
+    logp = masked(z, lists).log_softmax(-1)
+    valid = target >= 0
+    expected = {
+        "logps": logp.gather(-1, target.clamp(min=0)[..., None])[..., 0],
+        "lse": masked(z, lists).logsumexp(-1),
+        "entropy": -(logp.exp() * logp.masked_fill(logp == -math.inf, 0.0)).sum(-1),
+        "argmax": logp.argmax(-1),
+    }
+    expected["is_top1"] = expected["argmax"] == target
+    found = linear_token_stats(
+        weight, leaves["input"], target, outputs=OUTPUTS, temperature=temperature, kept=KeptIds.from_lists(lists),
+        **options,
+    )  # fmt: skip
+    for name in OUTPUTS:
+        torch.testing.assert_close(getattr(found, name)[valid], expected[name][valid], rtol=1e-9, atol=1e-9)
+    assert (found.logps[~valid] == 0).all() and (found.argmax[~valid] == -1).all()
+    generator = torch.Generator().manual_seed(3)
+    g = [torch.randn(B, T, generator=generator, dtype=torch.float64) * valid for _ in range(3)]
+    names = ("logps", "lse", "entropy")
+    used = [x for x in leaves.values()]
+    ours = torch.autograd.grad(
+        sum((getattr(found, n) * x).sum() for n, x in zip(names, g, strict=True)), used, allow_unused=True
+    )
+    exact = torch.autograd.grad(
+        sum(torch.where(valid, expected[n] * x, 0.0).sum() for n, x in zip(names, g, strict=True)), used,
+        allow_unused=True,
+    )  # fmt: skip
+    for name, a, b in zip(leaves, ours, exact, strict=True):
+        assert (a is None) == (b is None), name
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_a_token_does_not_depend_on_the_batch() -> None:
+    given = batch(torch.float32)
+    lists = drawn_lists(given["target"], mixed=False)
+    whole = linear_token_stats(given["weight"], given["input"], given["target"], kept=KeptIds.from_lists(lists))
+    one = linear_token_stats(
+        given["weight"], given["input"][:1], given["target"][:1], kept=KeptIds.from_lists(lists[:T])
+    )
+    assert torch.equal(whole.logps[:1], one.logps)
+
+
+def test_no_logits_of_other_ids_are_read() -> None:
+    """NaN in every other row of the head reaches neither values nor gradients."""
+    given = batch(torch.float32)
+    lists = [[y if y >= 0 else 0, 3] if y != 3 else [3] for y in given["target"].reshape(-1).tolist()]
+    read = sorted({i for ids in lists for i in ids})
+    weight = given["weight"].clone()
+    weight[[i for i in range(V) if i not in read]] = math.nan
+    weight.requires_grad_()
+    input = given["input"].requires_grad_()
+    stats = linear_token_stats(weight, input, given["target"], kept=KeptIds.from_lists(lists))
+    assert stats.logps is not None
+    stats.logps.sum().backward()
+    assert weight.grad is not None and input.grad is not None
+    assert stats.logps.isfinite().all() and input.grad.isfinite().all() and weight.grad.isfinite().all()
+    others = torch.ones(V, dtype=torch.bool)
+    others[read] = False
+    assert (weight.grad[others] == 0).all()
+
+
+class Weighted(LigerFusedLinearPolicyBase):
+    def policy_loss(self, rollouts: Rollouts) -> Tensor:
+        return -rollouts.ratio * rollouts.advantages
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"beta": 0.1}, {"importance_level": "sequence"}, {"reduction": "dapo", "entropy_coef": 0.05},
+    {"top_entropy_quantile": 0.5}, {"temperature": 0.7, "surrogate": "cispo", "epsilon_high": 5.0},
+])  # fmt: skip
+def test_policy_losses(options: dict[str, Any]) -> None:
+    """Eager code gets logits with -inf at the other ids, by a bias."""
+    given = batch()
+    target, lists = given["target"], drawn_lists(given["target"])
+    generator = torch.Generator().manual_seed(5)
+    old, ref = (-2 + torch.randn(B, T, generator=generator, dtype=torch.float64) for _ in range(2))
+    sides = {"old_logps": old, "ref_logps": ref if options.get("beta") else None}
+    advantages = torch.tensor([1.0, -0.5], dtype=torch.float64)
+    leaves = [given["weight"].requires_grad_(), given["input"].requires_grad_()]
+    loss, metrics = LigerFusedLinearGRPOLoss(**options)(
+        leaves[0], leaves[1], target, advantages, kept=KeptIds.from_lists(lists), **sides
+    )
+    ours = torch.autograd.grad(loss, leaves)
+    # One column of hidden states per position, with a weight of 0 at kept ids and -inf at the others, masks the logits.
+    n = B * T
+    mask = torch.zeros(n, V, dtype=torch.float64)
+    mask = torch.where(masked(mask, lists) == 0, 0.0, -1e9)
+    wide = torch.cat([leaves[0], mask.T], 1)
+    selector = torch.eye(n, dtype=torch.float64).view(B, T, n)
+    expected, exact_metrics = eager_grpo_loss(
+        wide, torch.cat([leaves[1], selector], -1), target, advantages, **sides, **options
+    )
+    exact = torch.autograd.grad(expected, leaves)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    for a, b in zip(ours, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(metrics.entropy, exact_metrics.entropy, rtol=1e-9, atol=1e-9)
+
+
+def test_packed_sequences() -> None:
+    given = batch()
+    lists = drawn_lists(given["target"])
+    advantages = torch.tensor([1.0, -0.5], dtype=torch.float64)
+    padded, _ = LigerFusedLinearGRPOLoss()(
+        given["weight"], given["input"], given["target"], advantages, kept=KeptIds.from_lists(lists)
+    )
+    flat = [x.reshape(B * T, *x.shape[2:])[: T + 3] for x in (given["input"], given["target"])]
+    found, _ = LigerFusedLinearGRPOLoss()(
+        given["weight"], *flat, advantages, kept=KeptIds.from_lists(lists[: T + 3]),
+        cu_seqlens=torch.tensor([0, T, T + 3], dtype=torch.int32),
+    )  # fmt: skip
+    torch.testing.assert_close(found, padded, rtol=1e-12, atol=1e-12)
+
+
+def test_errors() -> None:
+    given = batch(torch.float32)
+    target = given["target"]
+    call = (given["weight"], given["input"], target)
+    lists = drawn_lists(target)
+
+    def refused(message: str, error: type[Exception] = ValueError, **named: Any) -> None:
+        with pytest.raises(error, match=message):
+            linear_token_stats(*call, **named)
+
+    wrong = [list(x) for x in lists]
+    wrong[1] = [i for i in range(V) if i != int(target[0, 1])][:3]
+    refused("no id .* at position 1 of the flattened target", kept=KeptIds.from_lists(wrong))
+    wrong[1] = [int(target[0, 1]), 2, 2]
+    refused("distinct within a position", kept=KeptIds.from_lists(wrong))
+    wrong[1] = [int(target[0, 1]), V]
+    refused("indices into the vocabulary", kept=KeptIds.from_lists(wrong))
+    refused("the ids of 10 positions", kept=KeptIds.from_lists(lists[:-1]))
+    refused("kept must be a KeptIds", TypeError, kept=lists)
+    kept = KeptIds.from_lists(lists)
+    refused("rise from 0", kept=KeptIds(kept.ids, kept.offsets.flip(0)))
+    refused("mean_logits", kept=kept, outputs=("mean_logits",))
+    refused("top_k", kept=kept, top_k=3)
+    with pytest.raises(TypeError, match="integers"):
+        KeptIds(kept.ids.float(), kept.offsets)
+    with pytest.raises(ValueError, match="keeps no id at position 1"):
+        KeptIds.from_mask(torch.tensor([[True, False], [False, False]]))
+
+
+def test_sources_agree() -> None:
+    """`from_top_p` is what transformers' samplers keep, `from_mask` and `from_lists` hold the same ids."""
+    warpers = pytest.importorskip("transformers.generation.logits_process")
+    z = torch.randn(6, V, generator=torch.Generator().manual_seed(0)) * 2
+    options = {"top_k": 9, "top_p": 0.8, "min_p": 0.1, "temperature": 0.7}
+    scores = warpers.TemperatureLogitsWarper(0.7)(None, z)
+    for kind, value in (("TopKLogitsWarper", 9), ("TopPLogitsWarper", 0.8), ("MinPLogitsWarper", 0.1)):
+        scores = getattr(warpers, kind)(value)(None, scores)
+    kept = KeptIds.from_top_p(z, **options)
+    by_mask = KeptIds.from_mask(scores > -math.inf)
+    assert torch.equal(kept.ids, by_mask.ids) and torch.equal(kept.offsets, by_mask.offsets)
+    assert 0 < kept.ids.numel() < 6 * 9
+    lists = [row.nonzero()[:, 0].tolist() for row in scores > -math.inf]
+    assert torch.equal(KeptIds.from_lists(lists).ids, kept.ids)
+    everything = KeptIds.from_mask(torch.ones(2, V, dtype=torch.bool))
+    assert everything.ids.numel() == 0 and everything.positions == 2
