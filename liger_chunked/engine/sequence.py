@@ -83,7 +83,11 @@ class SequenceSplit:
         """Sum in rank order: all ranks get the same bits."""
         return gather_tensor(x, self.group).sum(0)
 
-    def slots(self, own: Tensor) -> Tensor:
+    def own_positions(self, x: Tensor) -> Tensor:
+        """Return this rank's part (B * T_r, ...) of a flattened (B * T, ...)."""
+        return x.unflatten(0, (self.batch, self.length))[:, self.own].flatten(0, 1)
+
+    def dense_index(self, own: Tensor) -> Tensor:
         """Convert indices into (B, T_r) to indices into (B, T)."""
         length = max(1, self.own_length)
         return own.div(length, rounding_mode="floor") * self.length + self.own.start + own % length

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from liger_chunked.engine import choose
 from liger_chunked.engine.adapter import apply_down
-from liger_chunked.engine.batch import Layout
 from liger_chunked.engine.checks import check_graph, compute_dtype
 from liger_chunked.engine.choose import Plan, flattened
 from liger_chunked.engine.compile_ahead import compile_ahead
@@ -19,6 +18,7 @@ from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.hooks import isolated
 from liger_chunked.engine.precision import gemms
+from liger_chunked.engine.rows import Rows
 from liger_chunked.kernels import scale_
 from liger_chunked.kernels.backend import first_derivative, graph_is_retained, has_wide_tiles
 from liger_chunked.types import (
@@ -31,7 +31,7 @@ from liger_chunked.types import (
     accumulation_dtype,
 )
 
-# Maps some groups' dense statistics (see `Layout`) to their share of the loss. `index` selects them.
+# Maps some groups' dense statistics (see `Rows`) to their share of the loss. `index` selects them.
 Objective = Callable[[TokenStats, slice | Tensor], Tensor]
 
 
@@ -87,16 +87,16 @@ class StatisticsStep:
     def run(
         self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        plan, layout, objective = self.plan, self.plan.layout, self.objective
+        plan, rows, objective = self.plan, self.plan.rows, self.objective
         compile_ahead(_dry_run, plan, input, head, u, needs)
         flat, flat_u = flattened(input, u)
         grads = HeadGradients(plan, flat, head, needs, flat_u) if True in needs else None
-        head_pass = choose.pass_of_loss(plan, head.to(plan.dtype), grads)
+        head_pass = choose.pass_of_loss(plan, head.for_products(plan.dtype), grads)
 
         parts: list[Any] = []
         loss: Tensor | None = None
         has_gradient = isinstance(objective, LinearObjective)
-        assert not has_gradient or layout.group_lengths is None  # values stay in token order
+        assert not has_gradient or rows.groups is None  # values stay in token order
         with gemms(input.device, plan.dtype):
             for i, chunk in enumerate(plan.chunks):
                 tokens = plan.tokens(i, flat, flat_u)
@@ -116,29 +116,29 @@ class StatisticsStep:
                     # Add in float64, before rounding.
                     loss = share.detach().double() if loss is None else loss + share.detach()
         head_pass.release()
-        if grads is not None and layout.n_valid and not has_gradient:
+        if grads is not None and rows.n_valid and not has_gradient:
             raise ValueError(
                 "the loss has no gradient: it does not depend on the statistics it was given, or is detached from them"
             )
-        self.values = layout.join(parts)
+        self.values = rows.join(parts)
         if isinstance(objective, LinearObjective):
             loss = objective.loss(self.values)
         else:
             assert loss is not None
-            loss = layout.sum_of_shares(loss)
+            loss = rows.sum_of_shares(loss)
         loss = loss.to(accumulation_dtype(plan.dtype))
         return loss, (None,) * len(needs) if grads is None else grads.finish()
 
     def _differentiate(
         self, stats: TokenStats, chunk: Chunk, with_gradient: bool
     ) -> tuple[TokenStats, Tensor, dict[str, Tensor]]:
-        layout, objective = self.plan.layout, cast(Objective, self.objective)
-        dense = layout.dense_values(stats, chunk)
+        rows, objective = self.plan.rows, cast(Objective, self.objective)
+        dense = rows.dense(stats, chunk)
         leaves = {name: f for name in DIFFERENTIABLE if with_gradient and (f := getattr(dense, name)) is not None}
         for leaf in leaves.values():
             leaf.requires_grad_()
         with torch.set_grad_enabled(with_gradient):
-            loss = objective(dense, layout.index(chunk))
+            loss = objective(dense, rows.index(chunk))
         gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if loss.requires_grad:
             # Handing this small graph to autograd's worker thread takes longer than running it here.
@@ -154,7 +154,7 @@ class StatisticsStep:
                 f"the gradient of the loss reaches {', '.join(undeclared)}, which the loss does not declare: add it to "
                 f"token_outputs, as in token_outputs = {undeclared}"
             )
-        by_name = {name: layout.compact(g, chunk) for name, g in reached.items()}
+        by_name = {name: rows.compact(g, chunk) for name, g in reached.items()}
         return dense, loss, by_name
 
 
@@ -235,7 +235,7 @@ def run_step(step: Step, head: LossHead, input: Tensor) -> tuple[Tensor, Any]:
 def fused_loss(
     head: LossHead,
     input: Tensor,
-    layout: Layout,
+    rows: Rows,
     objective: Objective | LinearObjective,
     *,
     outputs: tuple[str, ...],
@@ -250,7 +250,7 @@ def fused_loss(
         raise ValueError(f"token_outputs must name fields of TokenStats {OUTPUTS}, got {unknown}")
     plan = choose.for_loss(
         head,
-        layout.local(whole_batch),
+        rows.on_this_rank(whole_batch),
         compute_dtype(head, input),
         outputs=outputs,
         differentiates=differentiates,

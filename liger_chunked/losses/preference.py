@@ -12,15 +12,15 @@ from typing_extensions import Unpack
 from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
     Group,
-    Layout,
+    Rows,
     along,
     assert_later,
     check_projection,
     check_target,
     check_values,
     count,
-    lay_out,
-    may_read,
+    host_may_sync,
+    select_rows,
     sequence_counts,
     sequences_of,
     whole,
@@ -233,8 +233,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             cu_seqlens: (2 n + 1,) int32, the first row of each sequence, then N; tensors of tokens are then (N, ...),
                 without padding. With `n_valid`, on the CPU.
         """
-        head = LossHead(weight, bias, vocab_shard)
-        check_projection(head, input)
+        head = check_projection(LossHead(weight, bias, vocab_shard), input)
         check_target(target, input, head=head)
         sequences = sequences_of(
             head, input, cu_seqlens, sequence_group, "(2 n, T, H), chosen then rejected sequences", n_valid=n_valid
@@ -250,12 +249,14 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         whole_union = whole(union, sequences, ignore_index)
         if n_valid is not None:
             n_valid = sequence_counts(n_valid, whole_union, sequence_group, vocab_shard)
-        layout = lay_out(whole_union, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid)
+        rows = select_rows(
+            whole_union, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid
+        )
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
-        ref_logps = reference_logps(reference, self, head, target, layout, sequences, required=self.use_ref_model)
+        ref_logps = reference_logps(reference, self, head, target, rows, sequences, required=self.use_ref_model)
         if nll_target is not None:
             target, nll_target = (whole(x, sequences, ignore_index) for x in (target, nll_target))
-        batch = self._batch(head, target, nll_target, layout, ref_logps)
+        batch = self._batch(head, target, nll_target, rows, ref_logps)
         n_pairs = max(1, n // 2)
         summed: dict[int, Tensor] = {}  # by first pair
 
@@ -266,7 +267,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             nll = self.alpha * batch.nll(stats, index) if self.compute_nll_loss else None
             if self._whole_batch and batch.has_tokens is not None:
                 # A loss that sorts must not see empty pairs.
-                lengths = None if nll_target is not None else layout.group_lengths
+                lengths = None if nll_target is not None or rows.groups is None else rows.groups.host_counts
                 index = _places(batch.has_tokens, lengths)
                 logps, stats = logps[index], TokenStats(*(None if f is None else f[index] for f in stats))
             pairs = batch.pairs(logps, stats, index)
@@ -277,7 +278,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             loss = share_of_mean(losses, n_pairs)
             return loss if nll is None else loss + nll
 
-        loss, stats = self._fuse(head, input, layout, objective)
+        loss, stats = self._fuse(head, input, rows, objective)
         logps = torch.cat(list(summed.values())) if len(summed) > 1 else summed[0]
         return loss, self._metrics(batch, logps, stats)
 
@@ -297,7 +298,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         ignore_index = self.options.ignore_index
         in_both = (nll_target != ignore_index) & (target != ignore_index)
         differ = (in_both & (target != nll_target)).any()
-        if not may_read(target, n_valid):
+        if not host_may_sync(target, n_valid):
             assert_later(~differ, _DISAGREE)
         elif bool(differ):
             raise ValueError(_DISAGREE)
@@ -308,20 +309,20 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         head: LossHead,
         target: Tensor,
         nll_target: Tensor | None,
-        layout: Layout,
+        rows: Rows,
         ref_logps: Tensor | None,
     ) -> _Batch:
-        mask, lengths, at_least_1, nll_mask, nll_only = layout.mask, layout.lengths, layout.divisors, None, None
-        batch_lengths = layout.side_lengths
-        assert lengths is not None and batch_lengths is not None and layout.group_lengths is not None
+        groups, mask, nll_mask, nll_only = rows.groups, rows.mask, None, None
+        assert groups is not None and groups.side_lengths is not None and mask is not None
+        lengths, at_least_1, batch_lengths = groups.lengths, groups.divisors, groups.side_lengths
         if nll_target is not None:
             ignore_index = self.options.ignore_index
-            mask = layout.arrange(target != ignore_index)
+            union, mask = mask, rows.arrange(target != ignore_index)
             lengths = mask.sum(-1)
             batch_lengths = lengths.sum(0)
             at_least_1 = lengths.clamp(min=1)
-            nll_mask = layout.arrange(nll_target != ignore_index)[:, 0]
-            nll_only = layout.mask & ~mask
+            nll_mask = rows.arrange(nll_target != ignore_index)[:, 0]
+            nll_only = union & ~mask
         dtype = accumulation_dtype(head.weight.dtype)
         sequences = _Sequences(
             mask=mask,
@@ -330,12 +331,12 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             token_weights=None if self.ld_alpha is None else _tail_weights(mask, lengths, self.ld_alpha, dtype),
             nll_only=nll_only,
         )
-        may_be_empty = nll_target is not None or not layout.shortest
+        may_be_empty = nll_target is not None or not groups.shortest
         return _Batch(
             sequences=sequences,
             batch_lengths=batch_lengths.clamp(min=1) if may_be_empty else batch_lengths,
             ref_logps=self._ref_logps(target, sequences, ref_logps),
-            has_tokens=lengths.sum(-1) > 0 if nll_target is not None or 0 in layout.group_lengths else None,
+            has_tokens=lengths.sum(-1) > 0 if nll_target is not None or 0 in groups.host_counts else None,
             nll_mask=nll_mask,
         )
 

@@ -12,15 +12,15 @@ from typing_extensions import Unpack
 from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
     Group,
-    Layout,
+    Rows,
     along,
     assert_later,
     check_projection,
     check_target,
     check_values,
     count,
-    lay_out,
-    may_read,
+    host_may_sync,
+    select_rows,
     sequence_counts,
     sequences_of,
     whole,
@@ -161,8 +161,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             n_valid, kl_n_valid: numbers of tokens of each sequence of `target` and `kl_target`. With `kl_target`, both
                 or neither.
         """
-        head = LossHead(weight, bias, vocab_shard)
-        check_projection(head, input)
+        head = check_projection(LossHead(weight, bias, vocab_shard), input)
         check_target(target, input, head=head)
         sequences = sequences_of(
             head, input, cu_seqlens, sequence_group, "(n, T, H), a sequence a row", n_valid=n_valid
@@ -175,7 +174,9 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         whole_target = whole(target, sequences, ignore_index)
         if n_valid is not None:
             n_valid = sequence_counts(n_valid, whole_target, sequence_group, vocab_shard)
-        layout = lay_out(whole_target, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid)
+        rows = select_rows(
+            whole_target, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid
+        )
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         point = reference_point(
             self.reference_point,
@@ -189,10 +190,11 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             sequence_group=sequence_group,
             waits=n_valid is None,
         )
-        logps = reference_logps(reference, self, head, target, layout, sequences, required=self.use_ref_model)
-        batch = self._batch(layout, preference_labels, example_weights, point, logps)
+        logps = reference_logps(reference, self, head, target, rows, sequences, required=self.use_ref_model)
+        batch = self._batch(rows, preference_labels, example_weights, point, logps)
         n = max(1, n)
-        some_are_empty = 0 in (layout.group_lengths or ())
+        assert rows.groups is not None
+        some_are_empty = 0 in rows.groups.host_counts
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
             examples = batch.examples(stats, index)
@@ -204,7 +206,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
                 losses = losses * along(batch.weights, index)
             return share_of_mean(losses, n)
 
-        loss, stats = self._fuse(head, input, layout, objective)
+        loss, stats = self._fuse(head, input, rows, objective)
         return loss, self._metrics(batch, stats)
 
     if TYPE_CHECKING:
@@ -214,16 +216,17 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
     def _batch(
         self,
-        layout: Layout,
+        rows: Rows,
         desirable: Tensor,
         weights: Tensor | None,
         reference_point: Tensor,
         ref_logps: Tensor | None,
     ) -> _Batch:
-        assert layout.lengths is not None
-        tokens = layout.lengths.squeeze(1)
+        groups, mask = rows.groups, rows.mask
+        assert groups is not None and mask is not None
+        tokens = groups.lengths.squeeze(1)
         sides = torch.stack([desirable, ~desirable])
-        lengths = layout.divisors.squeeze(1)
+        lengths = groups.divisors.squeeze(1)
         if ref_logps is None:
             ref_logps = without_reference(self, lengths)
         else:
@@ -231,7 +234,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             if ref_logps.ndim == 2:
                 ref_logps = sequence_logps(ref_logps, lengths, self.average_log_prob)
         return _Batch(
-            mask=layout.mask.squeeze(1),
+            mask=mask.squeeze(1),
             lengths=lengths,
             tokens=tokens,
             desirable=desirable,
@@ -285,7 +288,7 @@ def _labels(labels: Tensor, n: int, input: Tensor, n_valid: Any) -> Tensor:
     _check_each("preference_labels", labels, n, input)
     if labels.dtype == torch.bool:
         return labels
-    if not may_read(labels, n_valid):
+    if not host_may_sync(labels, n_valid):
         assert_later(((labels == 0) | (labels == 1)).all(), "preference_labels must be bool, or integers 0 and 1")
     elif bool(((labels != 0) & (labels != 1)).any()):
         raise ValueError(
