@@ -51,10 +51,8 @@ def joined(parts: Sequence[Values]) -> Values:
     return parts[0]._make(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True))
 
 
-def _spread(values: Tensor, index: Tensor | None, n_positions: int, fill: float = 0) -> Tensor:
-    """Return (n_positions, ...): `values` (n, ...) at `index`, and `fill` elsewhere; without `index`, the values."""
-    if index is None:
-        return values
+def _spread(values: Tensor, index: Tensor, n_positions: int, fill: float = 0) -> Tensor:
+    """Return (n_positions, ...): `values` (n, ...) at `index`, and `fill` elsewhere."""
     spread = values.new_full((n_positions, *values.shape[1:]), fill)
     return (spread.scatter_ if values.ndim == 1 else spread.index_copy_)(0, index, values)
 
@@ -87,9 +85,9 @@ class Groups(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Sequences that ranks split: this rank's tokens, and which positions each rank holds."""
+    """Sequences that ranks split: the tokens of this rank, and which positions each rank holds."""
 
-    own: Rows
+    local: Rows
     ranks: SequenceSplit
 
 
@@ -144,23 +142,23 @@ class Rows(abc.ABC):
         side = {**self.side, name: values if self.dense_index is None else values[self.dense_index]}
         split = self.split
         if split is not None:
-            split = split._replace(own=split.own.with_side(name, split.ranks.own_positions(values)))
+            split = split._replace(local=split.local.with_side(name, split.ranks.local_positions(values)))
         return replace(self, side=side, split=split)
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """Return, by name, what a later backward reads."""
-        own = {"target": self.target, "input_index": self.input_index, "dense_index": self.dense_index}
-        return {**own, **self.side}
+        """Return, by name, what a later backward reads: ids, indices and side inputs."""
+        indices = {"input_index": self.input_index, "dense_index": self.dense_index}
+        return {"target": self.target, **indices, **self.side}
 
     def without_tensors(self) -> Self:
-        """Return rows that hold no tensors of tokens; `with_tensors` gives them back."""
+        """Return rows that hold none of `tensors`, nor the mask, which no backward reads."""
         return replace(self, target=None, mask=None, input_index=None, dense_index=None, side={})
 
     def with_tensors(self, tensors: Mapping[str, Tensor | None]) -> Self:
-        side = dict(tensors)
-        target, input_index, dense_index = (side.pop(name) for name in ("target", "input_index", "dense_index"))
-        inputs = {name: x for name, x in side.items() if x is not None}  # none is
-        return replace(self, target=target, input_index=input_index, dense_index=dense_index, side=inputs)
+        """Return the rows of `without_tensors` with what `tensors` returned before."""
+        side = {name: x for name, x in tensors.items() if x is not None}
+        target, input_index, dense_index = (side.pop(name, None) for name in ("target", "input_index", "dense_index"))
+        return replace(self, target=target, input_index=input_index, dense_index=dense_index, side=side)
 
     def reordered(self, order: Tensor) -> Self:
         """Return the tokens in another order. `order` (n_valid,) holds their places in this one."""
@@ -217,6 +215,10 @@ class Rows(abc.ABC):
         return loss
 
 
+def _computed(stats: TokenStats) -> dict[str, Tensor]:
+    return {name: x for name, x in stats._asdict().items() if x is not None}
+
+
 @dataclass(eq=False)
 class TokenRows(Rows):
     """Groups are tokens. The objective sees compact values, and `index` selects these from dense ones."""
@@ -224,10 +226,10 @@ class TokenRows(Rows):
     def on_this_rank(self, whole_batch: bool = False) -> Rows:
         if self.split is None:
             return self
-        own, ranks = self.split
+        local, ranks = self.split
         if whole_batch:
-            return GatheredTokens(**vars(own), ranks=ranks, whole=self)
-        return TokenShares(**vars(own), ranks=ranks)
+            return GatheredTokens(**vars(local), ranks=ranks, batch_rows=self)
+        return TokenShares(**vars(local), ranks=ranks)
 
     def arrange(self, x: Tensor) -> Tensor:
         return x.reshape(self.dense_shape)
@@ -243,12 +245,12 @@ class TokenRows(Rows):
 
     def join(self, parts: list[Any]) -> Any:
         values = joined(parts)
-        if not isinstance(values, TokenStats):
+        if self.dense_index is None or not isinstance(values, TokenStats):
             return values
-        return self.scatter_stats({name: x for name, x in values._asdict().items() if x is not None})
+        return self.scatter_stats(_computed(values))
 
     def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
-        return _spread(values, self.dense_index, self.n_positions, fill)
+        return values if self.dense_index is None else _spread(values, self.dense_index, self.n_positions, fill)
 
 
 @dataclass(eq=False)
@@ -258,7 +260,7 @@ class GroupRows(Rows):
     groups: Groups = field(kw_only=True)  # never None
 
     def on_this_rank(self, whole_batch: bool = False) -> Rows:
-        return self if self.split is None else GatheredGroups(**vars(self.split.own), ranks=self.split.ranks)
+        return self if self.split is None else GatheredGroups(**vars(self.split.local), ranks=self.split.ranks)
 
     def in_group_order(self) -> GroupRows:
         if not self.groups.stacked:
@@ -295,9 +297,9 @@ class GroupRows(Rows):
         n_groups = chunk.group_slice.stop - chunk.group_slice.start
         n_positions = n_groups * self.dense_shape[1] * self.dense_shape[2]
         index = self._index_in(chunk, n_positions)
-        return values._make(
-            [None if x is None else self._unflatten(_spread(x, index, n_positions), n_groups) for x in values]
-        )
+        if index is not None:
+            values = mapped(lambda x: _spread(x, index, n_positions), values)
+        return values._make([None if x is None else self._unflatten(x, n_groups) for x in values])
 
     def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
         flat = (dense.transpose(0, 1) if self.groups.stacked else dense).reshape(-1)
@@ -311,12 +313,14 @@ class GroupRows(Rows):
         return joined(parts)
 
     def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
-        return self._unflatten(_spread(values, self.dense_index, self.n_positions, fill), self.dense_shape[0])
+        if self.dense_index is not None:
+            values = _spread(values, self.dense_index, self.n_positions, fill)
+        return self._unflatten(values, self.dense_shape[0])
 
 
 def _gather_tokens(values: Values, ranks: SequenceSplit) -> Values:
     """Gather the ranks' values of all their positions, (B * T_r,), to (B * T,)."""
-    by_sequence = mapped(lambda x: x.view(ranks.batch, ranks.own_length), values)
+    by_sequence = mapped(lambda x: x.view(ranks.batch, ranks.local_length), values)
     return mapped(lambda x: x.reshape(-1), ranks.whole_values(by_sequence))
 
 
@@ -328,16 +332,16 @@ class TokenShares(TokenRows):
     gathers_statistics: ClassVar[bool] = True
 
     def index(self, chunk: Chunk) -> slice | Tensor:
-        own = super().index(chunk)
-        if isinstance(own, slice):
+        local = super().index(chunk)
+        if isinstance(local, slice):
             assert self.target is not None  # a loss without one has no objective
-            own = torch.arange(own.start, own.stop, device=self.target.device)
-        return self.ranks.dense_index(own)
+            local = torch.arange(local.start, local.stop, device=self.target.device)
+        return self.ranks.dense_index(local)
 
     def join(self, parts: list[Any]) -> Any:
-        values = super().join(parts)
+        values = joined(parts)
         if isinstance(values, TokenStats):
-            return values  # gathered by `scatter_stats`
+            return self.scatter_stats(_computed(values))
         return _gather_tokens(mapped(self.scatter, values), self.ranks)
 
     def scatter_stats(self, values: Mapping[str, Tensor]) -> TokenStats:
@@ -352,24 +356,23 @@ class GatheredTokens(TokenRows):
     """This rank's tokens of sequences split over ranks. The objective sees the tokens of all ranks, in one chunk."""
 
     ranks: SequenceSplit = field(kw_only=True)
-    whole: TokenRows = field(kw_only=True)  # of all ranks
+    batch_rows: TokenRows = field(kw_only=True)  # of all ranks
     gathers_statistics: ClassVar[bool] = True
 
     def dense(self, values: Values, chunk: Chunk) -> Values:
-        gathered, index = _gather_tokens(mapped(self.scatter, values), self.ranks), self.whole.dense_index
+        gathered, index = _gather_tokens(mapped(self.scatter, values), self.ranks), self.batch_rows.dense_index
         return gathered if index is None else mapped(lambda x: x[index], gathered)
 
     def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
-        whole = self.whole.scatter(dense).view(self.ranks.batch, self.ranks.length)
-        own = whole[:, self.ranks.own].reshape(-1)
-        return own if self.dense_index is None else own[self.dense_index]
+        local = self.ranks.local_positions(self.batch_rows.scatter(dense))
+        return local if self.dense_index is None else local[self.dense_index]
 
     def index(self, chunk: Chunk) -> slice | Tensor:
-        all_tokens = slice(0, self.whole.n_valid)
-        return self.whole.index(Chunk(all_tokens, all_tokens))
+        all_tokens = slice(0, self.batch_rows.n_valid)
+        return self.batch_rows.index(Chunk(all_tokens, all_tokens))
 
     def join(self, parts: list[Any]) -> Any:
-        return self.whole.join(parts)
+        return self.batch_rows.join(parts)
 
 
 @dataclass(eq=False)
@@ -384,7 +387,7 @@ class GatheredGroups(GroupRows):
         return self.ranks.whole_values(super().dense(values, chunk))
 
     def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
-        return super().compact(dense[..., self.ranks.own], chunk)
+        return super().compact(dense[..., self.ranks.local_slice], chunk)
 
     def scatter_stats(self, values: Mapping[str, Tensor]) -> TokenStats:
         return self.ranks.whole_values(super().scatter_stats(values))
@@ -419,12 +422,13 @@ def select_rows(
         if rows.input_index is not None:
             input_index = input_index[rows.input_index]
         return replace(rows, input_index=input_index, sequence_length=sum(sequences.lengths))
-    own = _select(target[..., sequences.own], group, ignore_index, vocab_size, name)
-    if own.groups is not None:
+    local = _select(target[..., sequences.local_slice], group, ignore_index, vocab_size, name)
+    if local.groups is not None:
         assert rows.mask is not None
-        of_ranks = [mask.flatten(1).sum(1) for mask in rows.mask.split(list(sequences.lengths), -1)]
-        own = replace(own, groups=own.groups._replace(cut_counts=torch.stack(of_ranks).amax(0).tolist()))
-    return replace(rows, split=Split(own, sequences))
+        counts_by_rank = [mask.flatten(1).sum(1) for mask in rows.mask.split(list(sequences.lengths), -1)]
+        cut_counts = torch.stack(counts_by_rank).amax(0).tolist()
+        local = replace(local, groups=local.groups._replace(cut_counts=cut_counts))
+    return replace(rows, split=Split(local, sequences))
 
 
 def _select(
@@ -433,12 +437,12 @@ def _select(
     target = target.contiguous()
     flat, may_sync = target.view(-1), host_may_sync(target, n_valid)
     by_sequence = group != "token" or isinstance(n_valid, tuple)
-    found = survey(target if by_sequence else flat.view(1, -1), ignore_index, may_sync)
+    surveyed = survey(target if by_sequence else flat.view(1, -1), ignore_index, may_sync)
     # Launched before the host waits: until the first product, the device has nothing else to do.
-    lengths = None if group == "token" else _lengths(found.summary, group)
+    lengths = None if group == "token" else _lengths(surveyed.summary, group)
     side_lengths = None if lengths is None or group != "pair" else lengths.sum(0)
     if may_sync:
-        sizes, lows, highs = found.read()
+        sizes, lows, highs = surveyed.read()
         host_counts = [sum(row) for row in sizes]
         low, high = min(map(min, lows), default=0), max(map(max, highs), default=0)
         check_ids(name, low, high, vocab_size, f"ignore_index ({ignore_index}) or ")
@@ -447,25 +451,25 @@ def _select(
     else:
         assert n_valid is not None
         host_counts = [n_valid] if isinstance(n_valid, int) else list(n_valid)
-        given = on_device(n_valid, found.summary.device) if isinstance(n_valid, tuple) else n_valid
+        expected = on_device(n_valid, surveyed.summary.device) if isinstance(n_valid, tuple) else n_valid
         assert_later(
-            counts_match(found.summary, given, vocab_size),
+            counts_match(surveyed.summary, expected, vocab_size),
             f"{name} must be ignore_index or an index into the vocabulary, 0 to {vocab_size - 1}, and n_valid must "
             f"count the tokens of {name} that are not ignore_index",
         )
     n_tokens, index = sum(host_counts), None
     if n_tokens != flat.numel():
-        index = torch.nonzero_static(found.mask.view(-1), size=n_tokens).view(-1)
+        index = torch.nonzero_static(surveyed.mask.view(-1), size=n_tokens).view(-1)
         flat = flat[index]
     if lengths is None:
-        return token_rows(flat, found.mask.view(-1), index, target.shape[-1])
-    return group_rows(flat, found.mask.view(target.shape), index, host_counts, lengths, side_lengths)
+        return token_rows(flat, surveyed.mask.view(-1), index, target.shape[-1])
+    return group_rows(flat, surveyed.mask, index, host_counts, lengths, side_lengths)
 
 
 def _lengths(summary: Tensor, group: Group) -> Tensor:
     """Return `Groups.lengths` from the summary of a target, by sequence."""
-    of_blocks = summary[0]
-    counts = of_blocks if of_blocks.shape[1] == 1 else of_blocks.sum(-1)  # (B, 1) or (B,)
+    counts = summary[0]  # (B, blocks of a kernel)
+    counts = counts if counts.shape[1] == 1 else counts.sum(-1)
     return counts.view(SEQUENCES_PER_GROUP[group], -1).t()
 
 
@@ -529,8 +533,8 @@ def all_rows(shape: Sequence[int], split: SequenceSplit | None = None, n_valid: 
     n, length = math.prod(shape), shape[-1]
     if n_valid is not None and n_valid != n:
         raise ValueError(f"n_valid must be {n}, all positions of input, without a target or mask, got {n_valid}")
-    own = TokenRows(n, (n,), None, None, sequence_length=length)
+    local = TokenRows(n, (n,), None, None, sequence_length=length)
     if split is None:
-        return own
-    whole = split.batch * split.length
-    return TokenRows(whole, (whole,), None, None, sequence_length=split.length, split=Split(own, split))
+        return local
+    n = split.batch * split.length
+    return TokenRows(n, (n,), None, None, sequence_length=split.length, split=Split(local, split))

@@ -148,8 +148,8 @@ class _LinearTokenStats(torch.autograd.Function):
 
         gradients = {name: compact(name, g) for name, g in zip(_returned(plan), upstream, strict=True) if g is not None}
         grads = _run_backward(head_pass, plan, head, input, u, Needs(*ctx.needs_input_grad[:5]), gradients)
-        found = zip(grads, inputs.values(), strict=True)
-        return *(None if g is None or x is None else g.view(x.shape).to(x.dtype) for g, x in found), None
+        pairs = zip(grads, inputs.values(), strict=True)
+        return *(None if g is None or x is None else g.view(x.shape).to(x.dtype) for g, x in pairs), None
 
 
 def token_stats(

@@ -448,7 +448,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
             assert stats.argmax is not None
             predicted = stats.argmax.view(target.shape)
             if split is not None:
-                predicted = predicted[..., split.own]
+                predicted = predicted[..., split.local_slice]
         if self.return_z_loss:
             z_loss = torch.zeros((), device=target.device) if z_loss is None else z_loss.detach()
         return CrossEntropyMetrics(z_loss if self.return_z_loss else None, accuracy, predicted)
