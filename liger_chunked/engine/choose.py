@@ -201,7 +201,7 @@ def for_loss(
     """
     budget = budget_of(head, options, dtype)
     n_tokens = rows.n_valid if rows.groups is None else sum(rows.groups.cut_counts)
-    differentiates = tuple(name for name in DIFFERENTIABLE if name in differentiates and name in outputs)
+    differentiates = tuple([name for name in DIFFERENTIABLE if name in differentiates and name in outputs])
     bytes_per_logit = logit_bytes(options, dtype)
     _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
 

@@ -282,28 +282,27 @@ class GroupRows(Rows):
             return flat.view(sequences, n_groups, length).transpose(0, 1)
         return flat.view(n_groups, sequences, length)
 
-    def _index_in(self, chunk: Chunk, n_positions: int) -> Tensor | None:
-        """Return the places of a chunk's tokens in the dense values of its groups, (n_positions,) flattened."""
+    def _index_in(self, chunk: Chunk) -> Tensor | None:
+        """Return the places of a chunk's tokens in the flattened dense values of its groups."""
         first_group = chunk.group_slice.start
         if self.dense_index is None or first_group == 0:
             return None if self.dense_index is None else along(self.dense_index, chunk.row_slice)
-        n_groups = chunk.group_slice.stop - first_group
-        return self.dense_index[chunk.row_slice] - first_group * (n_positions // n_groups)
+        return self.dense_index[chunk.row_slice] - first_group * math.prod(self.dense_shape[1:])
 
     def arrange(self, x: Tensor) -> Tensor:
         return x.unflatten(0, (self.dense_shape[1], -1)).transpose(0, 1)
 
     def dense(self, values: Values, chunk: Chunk) -> Values:
         n_groups = chunk.group_slice.stop - chunk.group_slice.start
-        n_positions = n_groups * self.dense_shape[1] * self.dense_shape[2]
-        index = self._index_in(chunk, n_positions)
+        index = self._index_in(chunk)
         if index is not None:
+            n_positions = n_groups * math.prod(self.dense_shape[1:])
             values = mapped(lambda x: _spread(x, index, n_positions), values)
         return values._make([None if x is None else self._unflatten(x, n_groups) for x in values])
 
     def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
         flat = (dense.transpose(0, 1) if self.groups.stacked else dense).reshape(-1)
-        index = self._index_in(chunk, flat.shape[0])
+        index = self._index_in(chunk)
         return (flat if index is None else flat.index_select(0, index)).contiguous()
 
     def index(self, chunk: Chunk) -> slice | Tensor:
