@@ -271,8 +271,8 @@ class GroupRows(Rows):
         if self.dense_index is not None:
             assert self.mask is not None
             dense_index = torch.nonzero_static(self.mask.reshape(-1), size=self.n_valid).view(-1)
-            token_at = torch.empty_like(order)  # by the target's position
-            token_at[self.dense_index] = torch.arange(self.n_valid, device=device)
+            tokens = torch.arange(self.n_valid, device=device)
+            token_at = torch.empty_like(order).scatter_(0, self.dense_index, tokens)  # by the target's position
             order = token_at[order[dense_index]]
         return replace(self.reordered(order), dense_index=dense_index, groups=self.groups._replace(stacked=False))
 
