@@ -11,7 +11,7 @@ from liger_chunked.losses import (
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearUnpairedPreferenceBase,
 )
-from liger_chunked.memory import Loss, check_sizes, meta_layout, ordinary_autograd, read_loss, valid_lengths
+from liger_chunked.memory import Loss, check_sizes, meta_rows, ordinary_autograd, read_loss, valid_lengths
 from liger_chunked.types import AdaptedWeight, TokenStats, described
 
 # Triton compiles a variant for sizes and addresses that are no multiples of 16.
@@ -58,7 +58,7 @@ def warmup(
                 teacher_top_k=teacher_top_k)  # fmt: skip
     group, options = read_loss(loss, ref_hidden_size, teacher_hidden_size, teacher_top_k)
     shape = tuple(shape)
-    meta_layout(group, shape, valid)  # checks both
+    meta_rows(group, shape, valid)  # checks both
     if teacher_top_k is not None and teacher_top_k > vocab_size:
         raise ValueError(f"teacher_top_k must be at most vocab_size={vocab_size}, got {teacher_top_k}")
     found = _device(device)

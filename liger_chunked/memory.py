@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from liger_chunked.engine import Group, Layout, LossWeights, Teacher, TopK, choose, linear_token_stats, token_stats
+from liger_chunked.engine import Group, LossWeights, Rows, Teacher, TopK, choose, linear_token_stats, token_stats
 from liger_chunked.engine.choose import logit_bytes
 from liger_chunked.engine.distillation import DistillationStep, Route, distillation_step
 from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
@@ -20,6 +20,7 @@ from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.hooks import isolated
 from liger_chunked.engine.objective import Differentiated
+from liger_chunked.engine.rows import SEQUENCES_PER_GROUP, group_rows, token_rows
 from liger_chunked.engine.step import StatisticsStep, run_step
 from liger_chunked.kernels.backend import has_wide_tiles, wide_tiles
 from liger_chunked.losses import (
@@ -121,10 +122,10 @@ def estimate_memory(
         options = dataclasses.replace(options, logits_budget=logits_budget)
     counted = _Bytes()
     with counted:
-        layout = meta_layout(group, tuple(shape), valid)
+        rows = meta_rows(group, tuple(shape), valid)
     compute_dtype = autocast or dtype
-    _check_pieces(options, layout.n_valid, vocab_size, compute_dtype)
-    inputs = functools.partial(_inputs, vocab_size, layout.mask.numel(), dtype, bias)
+    _check_pieces(options, rows.n_valid, vocab_size, compute_dtype)
+    inputs = functools.partial(_inputs, vocab_size, rows.n_positions, dtype, bias)
     head, input = counted.given(*inputs(hidden_size, trainable_head, trainable_input, lora_rank))
     reference, given_teacher = (
         None if size is None else counted.given(*inputs(size)) for size in (ref_hidden_size, teacher_hidden_size)
@@ -132,16 +133,16 @@ def estimate_memory(
     wide_tiles = _has_wide_tiles(capability)
     with counted:
         if reference is not None:
-            token_stats(*reference, layout, ("logps",), options, dtype=compute_dtype, wide_tiles=wide_tiles)
+            token_stats(*reference, rows, ("logps",), options, dtype=compute_dtype, wide_tiles=wide_tiles)
         if isinstance(loss, LigerFusedLinearDistillationBase):
-            step = _distillation(loss, layout, compute_dtype, head, options, given_teacher, teacher_top_k)
+            step = _distillation(loss, rows, compute_dtype, head, options, given_teacher, teacher_top_k)
             _differentiate(run_step(step, head, input), head, input)
         elif isinstance(loss, StatsLoss) and not (
             isinstance(loss, LigerFusedLinearCrossEntropyLoss) and loss.reduction == "none"
         ):
             plan = choose.for_loss(
                 head,
-                layout,
+                rows,
                 compute_dtype,
                 outputs=loss._outputs,
                 differentiates=loss._differentiates,
@@ -155,7 +156,7 @@ def estimate_memory(
 
             _differentiate(run_step(StatisticsStep(plan, Differentiated(objective)), head, input), head, input)
         else:
-            stats = token_stats(head, input, layout, ("logps",), options, dtype=compute_dtype, wide_tiles=wide_tiles)
+            stats = token_stats(head, input, rows, ("logps",), options, dtype=compute_dtype, wide_tiles=wide_tiles)
             assert stats.logps is not None
             _differentiate(stats.logps.sum(), head, input)
     return counted.most
@@ -177,7 +178,7 @@ _ALLOCATE: dict[Part, tuple[Any, ...]] = {
         HeadGradients.__init__, HeadGradients.weight_gradient, HeadGradients.add, HeadGradients.add_exponentials,
     ),
     "input_grad": (HeadGradients._input_gradient, HeadGradients.open_input),
-    "hidden": (Layout.input_rows,),
+    "hidden": (Rows.take,),
 }  # fmt: skip
 _PARTS: dict[CodeType, Part] = {
     function.__code__: part for part, functions in _ALLOCATE.items() for function in functions
@@ -265,7 +266,7 @@ def _differentiate(loss: Tensor, head: LossHead, input: Tensor) -> None:
 
 def _distillation(
     loss: LigerFusedLinearDistillationBase,
-    layout: Layout,
+    rows: Rows,
     dtype: torch.dtype,
     head: LossHead,
     options: LogitOptions,
@@ -279,12 +280,12 @@ def _distillation(
         route = loss._route_of_logits()
     else:
         assert teacher_top_k is not None
-        n, every = layout.mask.numel(), slice(0, layout.n_valid)
-        logps, ids = (layout.input_rows(_meta(n, teacher_top_k, dtype=t), every) for t in (torch.float32, torch.int64))
+        n, every = rows.n_positions, slice(0, rows.n_valid)
+        logps, ids = (rows.take(_meta(n, teacher_top_k, dtype=t), every) for t in (torch.float32, torch.int64))
         route = TopK(loss.divergence, loss.options, logps, ids)
     hard = loss.weight_hard_loss > 0
     weights = LossWeights(1.0, -1.0 if hard else None)
-    return distillation_step(head, dtype, teacher, layout, weights, route, options, has_target=hard)
+    return distillation_step(head, dtype, teacher, rows, weights, route, options, has_target=hard)
 
 
 def _check_pieces(options: LogitOptions, n_valid: int, vocab_size: int, dtype: torch.dtype) -> None:
@@ -351,7 +352,7 @@ def read_loss(
     return group, options
 
 
-def meta_layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | None) -> Layout:
+def meta_rows(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | None) -> Rows:
     n_sequences, length = (shape if len(shape) == 2 else (1, *shape)) if shape else (0, 0)
     if len(shape) not in (1, 2) or (group != "token" and len(shape) != 2) or min(shape) < 1:
         expected = "(B, T) or (N,)" if group == "token" else "(B, T)"
@@ -359,23 +360,14 @@ def meta_layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int]
     if group == "pair" and n_sequences % 2:
         raise ValueError(f"shape must stack as many chosen as rejected sequences, got an odd {n_sequences} in {shape}")
     lengths = valid_lengths(valid, n_sequences, length)
-    per_group = {"token": n_sequences, "sequence": 1, "pair": 2}[group]
-    n_groups = n_sequences // per_group
-    group_lengths = [sum(lengths[i::n_groups]) for i in range(n_groups)]
     n, n_positions = sum(lengths), n_sequences * length
-    slots = None if n == n_positions else _meta(n)
-    dense = (n_positions,) if group == "token" else (n_groups, per_group, length)
-    return Layout(
-        shape=dense,
-        target=_meta(1).expand(n) if slots is None else _meta(n),  # the caller's
-        rows=slots,
-        slots=slots,
-        mask=_meta(*dense, dtype=torch.bool),
-        lengths=None if group == "token" else _meta(n_groups, per_group),
-        side_lengths=_meta(2) if group == "pair" else None,
-        group_lengths=None if group == "token" else group_lengths,
-        stacked=group == "pair" and n_groups > 1,
-    )
+    index = None if n == n_positions else _meta(n)
+    target = _meta(1).expand(n) if index is None else _meta(n)  # the caller's, unless some tokens are ignored
+    if group == "token":
+        return token_rows(target, _meta(n_positions, dtype=torch.bool), index, length)
+    per_group = SEQUENCES_PER_GROUP[group]
+    counts, of_sides = _meta(n_sequences // per_group, per_group), _meta(2) if group == "pair" else None
+    return group_rows(target, _meta(*shape, dtype=torch.bool), index, lengths, counts, of_sides)
 
 
 def valid_lengths(valid: int | Sequence[int] | None, n_sequences: int, length: int) -> list[int]:

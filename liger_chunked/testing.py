@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_chunked.eager.token_stats import logits, token_stats
-from liger_chunked.engine import Layout
+from liger_chunked.engine import Rows
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.objective import Objective
 from liger_chunked.engine.step import Fused
@@ -285,24 +285,24 @@ def full_loss(loss: nn.Module, batch: Batch) -> Tensor:
     def full(
         head: LossHead,
         input: Tensor,
-        layout: Layout,
+        rows: Rows,
         objective: Objective,
         class_weight: Tensor | None = None,
     ) -> Fused:
-        assert isinstance(head.weight, Tensor)
-        every = Chunk(slice(0, layout.n_valid), slice(0, layout.shape[0]))
-        x = layout.input_rows(input.reshape(-1, input.shape[-1]), every.rows)
+        assert isinstance(head.weight, Tensor) and rows.target is not None
+        every = Chunk(slice(0, rows.n_valid), slice(0, rows.dense_shape[0]))
+        x = rows.take(input.reshape(-1, input.shape[-1]), every.row_slice)
         transform = _transform(own.options)
-        # The layout has no ignored tokens.
+        # The rows have no ignored tokens.
         outputs = tuple(dict.fromkeys(own._outputs))
-        values = token_stats(head.weight, x, layout.target, head.bias, outputs=outputs, ignore_index=-1, **transform)
+        values = token_stats(head.weight, x, rows.target, head.bias, outputs=outputs, ignore_index=-1, **transform)
         if class_weight is not None and "mean_logits" in values:
             values["mean_logits"] = (logits(head.weight, x, head.bias, **transform) * class_weight).mean(-1)
-        dense = TokenStats(**{name: layout.dense(x, every) for name, x in values.items()})
+        dense = rows.dense(TokenStats(**values), every)
         detached = TokenStats(*(None if f is None else f.detach() for f in dense))
-        index = layout.index(every)
+        index = rows.index(every)
         aux = objective.value_and_grad(detached, index, with_gradient=False).aux
-        return Fused(objective.loss(dense, index), layout.join([detached]), aux)
+        return Fused(objective.loss(dense, index), rows.join([detached]), aux)
 
     own._fuse = full
     result = own(**batch)

@@ -174,18 +174,26 @@ class StandIn:
 
 
 class Head(NamedTuple):
-    """An output projection, `x @ weight.T + bias`."""
+    """A model's output projection, `x @ weight.T + bias`, as a `head_fn` gets it."""
 
     weight: Weight
     bias: Tensor | None = None
 
 
+class RankFacts(NamedTuple):
+    """What all ranks know of each other's parts of a vocabulary, so that all choose alike."""
+
+    most_columns: int  # of the rank that has most
+    have_wide_tiles: bool  # the GPUs of all ranks
+
+
 class LossHead(NamedTuple):
-    """The `Head` of a loss."""
+    """The head that a loss was called with. `check_projection` fills in `rank_facts`, if there is a `shard`."""
 
     weight: Weight
     bias: Tensor | None = None
     shard: VocabShard | None = None
+    rank_facts: RankFacts | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -205,7 +213,10 @@ class LossHead(NamedTuple):
 
 
 class HeadTensors(NamedTuple):
-    """The tensors of `x @ weight.T + u @ up.T + bias`: `u` is (N, r), `up` (V, r)."""
+    """A `LossHead` whose adapter has seen the hidden states: `x @ weight.T + u @ up.T + bias`, `u` (N, r), `up` (V, r).
+
+    Unlike `AdaptedWeight.down`, all of it is tensors, which an autograd Function can take.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
@@ -225,8 +236,8 @@ class HeadTensors(NamedTuple):
         rows = self.weight.shape[0]
         return self.shard is not None and self.shard.columns(rows) < rows
 
-    def to(self, dtype: torch.dtype) -> HeadTensors:
-        """Return the head in `dtype`, without padding."""
+    def for_products(self, dtype: torch.dtype) -> HeadTensors:
+        """Return what matrix products read: tensors in `dtype`, without the rows that pad this rank's vocabulary."""
         weight, bias, up, shard = self
         if weight.dtype == dtype and bias is None and up is None and shard is None:
             return self

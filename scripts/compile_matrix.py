@@ -221,10 +221,10 @@ def statistics(target: Target) -> Iterator[Task]:
     from liger_chunked.types import LogitOptions
 
     def run(n: int, h: int, v: int, outputs: tuple[str, ...], differentiated: tuple[str, ...]) -> None:
-        layout = memory.meta_layout("token", (n,), None)
+        rows = memory.meta_rows("token", (n,), None)
         head, input = memory._inputs(v, n, torch.bfloat16, False, h, trainable_head=True, trainable_input=True)
         options = LogitOptions(logits_budget="256MiB")
-        stats = token_stats(head, input, layout, outputs, options, wide_tiles=target.name == "sm_90")
+        stats = token_stats(head, input, rows, outputs, options, wide_tiles=target.name == "sm_90")
         sums = [getattr(stats, name).sum() for name in differentiated]
         if sums:
             sum(sums).backward()
@@ -292,7 +292,7 @@ def split_vocabulary(target: Target) -> Iterator[Task]:
 def surveys() -> Iterator[Task]:
     import torch
 
-    from liger_chunked.kernels import agrees, survey, survey_top_k
+    from liger_chunked.kernels import counts_match, survey, survey_top_k
     from liger_chunked.kernels.survey import _survey_kernel
 
     meta = partial(torch.empty, device="meta")
@@ -300,8 +300,8 @@ def surveys() -> Iterator[Task]:
     def of_target(rows: int, columns: int) -> None:
         target = meta(rows, columns, dtype=torch.int64)
         mask, summary, _ = survey(target, -100)
-        agrees(summary, rows * columns, 128256)
-        agrees(summary, meta(rows, dtype=torch.int64), 128256)
+        counts_match(summary, rows * columns, 128256)
+        counts_match(summary, meta(rows, dtype=torch.int64), 128256)
         # As `survey` launches it on a GPU: a meta tensor stands for the pinned memory of the host.
         _survey_kernel((rows, 1, 1), (target, mask, summary, summary), (columns, -100, 1024), num_warps=4)
 

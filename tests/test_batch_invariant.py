@@ -11,7 +11,7 @@ from table import relative_error
 from torch import Tensor
 
 from liger_chunked import AdaptedWeight, eager, linear_token_stats
-from liger_chunked.engine import choose, lay_out_every
+from liger_chunked.engine import all_rows, choose
 from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.kernels import backend
 from liger_chunked.types import LogitOptions, LossHead
@@ -166,7 +166,7 @@ def test_a_filter_comes_before_single_rows() -> None:
     """Rows of one token have no filter. The public function refuses both together; the engine must not drop one."""
     plan = choose.for_statistics(
         LossHead(torch.ones(11, 4)),
-        lay_out_every((5,)),
+        all_rows((5,)),
         torch.float32,
         outputs=("logps",),
         options=LogitOptions(),

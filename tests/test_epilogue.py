@@ -23,8 +23,8 @@ from liger_chunked import (
     estimate_memory,
 )
 from liger_chunked.engine import choose, cutting, epilogue, gradients, step
-from liger_chunked.engine.batch import lay_out_every
 from liger_chunked.engine.epilogue import EpiloguePass
+from liger_chunked.engine.rows import all_rows
 from liger_chunked.kernels import backend, projection, target_rows
 from liger_chunked.kernels.launch import is_dry
 from liger_chunked.types import AdaptedWeight, LossHead
@@ -367,7 +367,7 @@ def test_a_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypat
     weight = torch.empty(896, 151936, dtype=torch.bfloat16, device="meta").t()
     plan = choose.for_loss(
         LossHead(weight if transposed else weight.contiguous()),
-        lay_out_every((8192,)),
+        all_rows((8192,)),
         torch.bfloat16,
         outputs=("logps",),
         differentiates=("logps",),

@@ -16,7 +16,7 @@ from liger_chunked import LogitOptions, TokenStats
 from liger_chunked.kernels import (
     LogitsCotangents,
     PartialStats,
-    agrees,
+    counts_match,
     finish,
     logits_grad_,
     logits_stats,
@@ -442,7 +442,7 @@ def test_agreement_with_a_survey(shape, by_row, device):
     given = counts.to(device) if by_row else int(counts.sum())
 
     def found(target: Tensor, given: Tensor | int, vocab_size: int = 50) -> bool:
-        agreed = agrees(survey(target.to(device), -100).summary, given, vocab_size)
+        agreed = counts_match(survey(target.to(device), -100).summary, given, vocab_size)
         assert agreed.shape == () and agreed.device == target.to(device).device
         return bool(agreed)
 

@@ -21,7 +21,7 @@ from liger_chunked import (
     functional,
     linear_token_stats,
 )
-from liger_chunked.engine import lay_out
+from liger_chunked.engine import select_rows
 from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
 from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.types import OUTPUTS
@@ -482,7 +482,9 @@ def test_a_temperature_moves_with_its_target(ignored: bool) -> None:
     target = torch.arange(24).view(4, 6)
     if ignored:
         target[1, 2:] = target[2, :3] = -100
-    layout = lay_out(target, "pair", -100, 24).at_temperature(target.float() + 1)
-    for order in (layout, layout.by_group()):
-        assert torch.equal(order.temperature, order.target.float() + 1)  # type: ignore[arg-type]
-    assert not torch.equal(layout.by_group().target, layout.target)
+    rows = select_rows(target, "pair", -100, 24).with_side("temperature", target.reshape(-1).float() + 1)
+    by_group = rows.in_group_order()
+    assert rows.target is not None and by_group.target is not None
+    for order in (rows, by_group):
+        assert torch.equal(order.side["temperature"], order.target.float() + 1)  # type: ignore[union-attr]
+    assert not torch.equal(by_group.target, rows.target)

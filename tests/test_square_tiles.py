@@ -31,12 +31,12 @@ def test_tiles_cover_the_logits(small):
         assert n * columns <= ELEMENTS and (vocab.stop == 203 or columns in (8, 12))
     assert (times == 1).all()
     # A slice is finished before the next.
-    assert [tile.vocab.start for tile in found] == sorted(tile.vocab.start for tile in found)
+    assert [tile.vocab_slice.start for tile in found] == sorted(tile.vocab_slice.start for tile in found)
 
 
 def test_few_tokens_are_not_cut():
-    assert all(tile.rows == slice(0, 4000) for tile in cutting.tiles(4000, 1 << 17, 1 << 24, square=True))
-    assert len({tile.rows.start for tile in cutting.tiles(40000, 1 << 17, 1 << 24, square=True)}) > 1
+    assert all(tile.row_slice == slice(0, 4000) for tile in cutting.tiles(4000, 1 << 17, 1 << 24, square=True))
+    assert len({tile.row_slice.start for tile in cutting.tiles(40000, 1 << 17, 1 << 24, square=True)}) > 1
 
 
 @pytest.mark.parametrize("row", rows("stats-logps", "stats-all", "stats-any-order-transformed"), ids=repr)

@@ -90,11 +90,11 @@ def assert_right_in_float32(row, elements: int, device: str) -> None:
 def test_slices_of_the_vocabulary_are_what_they_are_called():
     tiles = cutting.tiles(8, 2503, 5 * 2503)
     # The budget fits 1536 columns: two slices, equal up to whole tiles of 256.
-    assert [tile.vocab for tile in tiles] == [slice(0, 1280), slice(1280, 2503)]
-    assert [tile.rows for tile in tiles] == 2 * [slice(0, 8)]
+    assert [tile.vocab_slice for tile in tiles] == [slice(0, 1280), slice(1280, 2503)]
+    assert [tile.row_slice for tile in tiles] == 2 * [slice(0, 8)]
     tiles = cutting.tiles(8, 2503, 2 * 2503)
-    assert [tile.vocab.start for tile in tiles[::2]] == [0, 1024, 2048]
-    assert [tile.rows for tile in tiles[:2]] == [slice(0, 4), slice(4, 8)]
+    assert [tile.vocab_slice.start for tile in tiles[::2]] == [0, 1024, 2048]
+    assert [tile.row_slice for tile in tiles[:2]] == [slice(0, 4), slice(4, 8)]
 
 
 # The bound is a factor times the error of eager code in the same dtype. Both round the same numbers once, in another

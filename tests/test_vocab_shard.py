@@ -30,9 +30,10 @@ from liger_chunked import (
     linear_token_stats,
 )
 from liger_chunked.engine import collectives, scattered
-from liger_chunked.engine.batch import lay_out_every
 from liger_chunked.engine.cutting import Chunk
+from liger_chunked.engine.rows import all_rows
 from liger_chunked.functional import dpo_loss
+from liger_chunked.types import LossHead
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 
@@ -262,7 +263,7 @@ def scattered_contracts(rank: int, folder: str) -> None:
 
     # If all tokens count, the host does not wait (meta tensors have no values), and no hidden states are copied.
     chunks = [Chunk(rows, rows) for rows in (slice(0, 48), slice(48, 64))]
-    _, found = scattered.scatter_rows(lay_out_every((2, 32)), chunks, shard)
+    _, found = scattered.scatter_rows(all_rows((2, 32)), chunks, LossHead(heads[0].to("meta"), shard=shard))
     assert found is not None and found.own is None and list(found.counts.values()) == [[24, 24], [8, 8]]
 
     # Sequences without padding, whose rows are split evenly.

@@ -285,7 +285,7 @@ def contracts(rank: int, folder: str, device: str) -> None:
 
     # A rank without the tiles: all ranks keep the logits.
     with fused() as ran, pytest.MonkeyPatch.context() as patch:
-        checks._CHECKED.clear()
+        checks.CHECKED.clear()
         patch.setattr(checks, "has_wide_tiles", lambda device: rank == 0)
         gradients()
         assert {kind for kind, _ in ran} == {"ShardedPass"}

@@ -1,6 +1,7 @@
 """The engine: losses and gradients of chunks of tokens. It knows no loss by name.
 
-batch, known                     which tokens count, and in which order
+rows, known                      which tokens count, in which order, and how values return to the batch
+checks, once                     what a caller gave, and what ranks must agree on
 cutting                          chunks and tiles within the budget: integers only
 choose                           the one place that decides what runs, as a `Plan`
 objective                        the loss of a chunk, and its gradient by the statistics
@@ -9,15 +10,15 @@ head, epilogue                   passes over a chunk: plain logits, fused epilog
 distillation                     a loop of its own, of a student and a teacher
 gradients                        accumulators of dX, dW and db
 divergences, top_k, ranked       divergences of a tile of logits
-stats                            linear_token_stats
+stats, saved                     linear_token_stats, and tensors that autograd keeps for its backward
 shard, scattered, sequence       a vocabulary, hidden states, or sequences split over ranks
 """
 
-from liger_chunked.engine.batch import Group, Layout, along, lay_out, lay_out_every
 from liger_chunked.engine.checks import (
     check_projection,
     check_target,
     check_temperature,
+    check_temperature_values,
     check_top_k,
     check_values,
     compute_dtype,
@@ -25,7 +26,7 @@ from liger_chunked.engine.checks import (
 )
 from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_step
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
-from liger_chunked.engine.known import as_counts, assert_later, may_read, sequence_counts, token_count
+from liger_chunked.engine.known import as_counts, assert_later, host_may_sync, sequence_counts, token_count
 from liger_chunked.engine.objective import (
     Differentiated,
     NegativeLogLikelihood,
@@ -36,11 +37,12 @@ from liger_chunked.engine.objective import (
 )
 from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
 from liger_chunked.engine.ranked import Ranked
+from liger_chunked.engine.rows import Group, Rows, all_rows, select_rows
 from liger_chunked.engine.sequence import SequenceSplit, check_group
 from liger_chunked.engine.stats import linear_token_stats, token_stats
 from liger_chunked.engine.step import Fused, fused_loss, run_step
 from liger_chunked.engine.top_k import TopK
-from liger_chunked.kernels.operands import plain
+from liger_chunked.kernels.operands import along, plain
 
 __all__ = [
     "ByAutograd",
@@ -48,17 +50,18 @@ __all__ = [
     "Differentiated",
     "Fused",
     "Group",
-    "Layout",
     "LossWeights",
     "NegativeLogLikelihood",
     "Objective",
     "Packing",
     "Ranked",
+    "Rows",
     "SequenceSplit",
     "Sequences",
     "Share",
     "Teacher",
     "TopK",
+    "all_rows",
     "along",
     "as_counts",
     "assert_later",
@@ -66,6 +69,7 @@ __all__ = [
     "check_projection",
     "check_target",
     "check_temperature",
+    "check_temperature_values",
     "check_top_k",
     "check_values",
     "compute_dtype",
@@ -73,13 +77,12 @@ __all__ = [
     "distillation_step",
     "fused_loss",
     "gradients_of",
-    "lay_out",
-    "lay_out_every",
+    "host_may_sync",
     "leaves_of",
     "linear_token_stats",
-    "may_read",
     "plain",
     "run_step",
+    "select_rows",
     "sequence_counts",
     "sequences_of",
     "shifted",

@@ -1,34 +1,47 @@
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.batch import along
 from liger_chunked.engine.cutting import Tile
-from liger_chunked.engine.known import Counts, assert_later, check_ids, may_read
+from liger_chunked.engine.known import Counts, assert_later, check_ids, host_may_sync
 from liger_chunked.kernels import LogitsCotangents, logits_grad_
+from liger_chunked.kernels.operands import along
 from liger_chunked.kernels.transform import transform, transform_and_slope
 from liger_chunked.types import LogitOptions, accumulation_dtype, described
 
 
 @dataclass
 class Candidates:
-    """The ids (n, K) of a chunk, and their untransformed logits, read tile by tile."""
+    """The candidates of a chunk's tokens.
+
+        candidates = Candidates(ids, dtype)
+        candidates.read(logits, tile, vocab_start)       for each tile
+        logps = candidates.logps(maximum, sum_exp, options)
+        write = candidates.gradient(logits, ...)         in the backward, for each tile; needs only the ids
+
+    Attributes:
+        ids: (n, K), distinct for each token.
+        dtype: of the logits.
+        logits: (n, K) untransformed logits of the tiles that were read; zero for others.
+    """
 
     ids: Tensor
-    logits: Tensor = field(init=False, repr=False)
+    dtype: torch.dtype
 
-    def start(self, dtype: torch.dtype) -> None:
-        self.logits = self.ids.new_zeros(self.ids.shape, dtype=dtype)
+    @functools.cached_property
+    def logits(self) -> Tensor:
+        return self.ids.new_zeros(self.ids.shape, dtype=self.dtype)
 
     def _columns(self, tile: Tile, vocab_start: int) -> tuple[Tensor, Tensor]:
-        columns = along(self.ids, tile.rows) - (vocab_start + tile.vocab.start)
-        inside = (columns >= 0) & (columns < tile.vocab.stop - tile.vocab.start)
+        columns = along(self.ids, tile.row_slice) - (vocab_start + tile.vocab_slice.start)
+        inside = (columns >= 0) & (columns < tile.vocab_slice.stop - tile.vocab_slice.start)
         return columns, inside
 
     def read(self, logits: Tensor, tile: Tile, vocab_start: int) -> None:
@@ -36,7 +49,7 @@ class Candidates:
             return
         columns, inside = self._columns(tile, vocab_start)
         found = logits.gather(1, columns.clamp(0, logits.shape[1] - 1))
-        along(self.logits, tile.rows).copy_(torch.where(inside, found, along(self.logits, tile.rows)))
+        along(self.logits, tile.row_slice).copy_(torch.where(inside, found, along(self.logits, tile.row_slice)))
 
     def logps(
         self, maximum: Tensor, sum_exp: Tensor, options: LogitOptions, temperature: Tensor | None = None
@@ -70,7 +83,7 @@ class Candidates:
         columns = torch.where(inside, columns, columns.gather(1, first)).clamp(0, logits.shape[1] - 1)
         any_inside = inside.gather(1, first)
         raw = logits.gather(1, columns).to(accumulation_dtype(logits.dtype))
-        matches = inside & (along(self.ids, tile.rows) == target[:, None])
+        matches = inside & (along(self.ids, tile.row_slice) == target[:, None])
         position = torch.where(matches.any(1), matches.int().argmax(1), -1)
         temperature: float | Tensor = options.temperature
         if cotangents.temperature is not None:
@@ -102,7 +115,7 @@ def check_candidates(candidates: Any, target: Tensor, vocab_size: int, n_valid: 
         return ids
     ordered = ids.sort(-1).values
     distinct = (ordered[:, 1:] != ordered[:, :-1]).all()
-    if may_read(ids, n_valid):
+    if host_may_sync(ids, n_valid):
         low, high = (int(x) for x in ids.aminmax())
         check_ids("candidates", low, high, vocab_size)
         if not distinct:

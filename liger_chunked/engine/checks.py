@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_chunked.engine.known import Counts, assert_later, check_ids, may_read
+from liger_chunked.engine.known import Counts, assert_later, check_ids, host_may_sync
+from liger_chunked.engine.once import OncePerGroup
 from liger_chunked.kernels import survey_top_k
 from liger_chunked.kernels.backend import has_wide_tiles
 from liger_chunked.kernels.operands import check_class_ids, described
-from liger_chunked.types import AdaptedWeight, LossHead, VocabShard
+from liger_chunked.types import AdaptedWeight, LossHead, RankFacts, VocabShard
+
+# What ranks have checked together: the parts of a vocabulary, and that their targets are equal.
+CHECKED = OncePerGroup()
 
 _has_autocast = functools.cache(torch.amp.is_autocast_available)
 
@@ -113,7 +118,17 @@ def _check_adapted(weight: AdaptedWeight, name: str) -> None:
         raise ValueError(f"{name}.up is on {up.device}, {name}.weight on {matrix.device}: expected one device")
 
 
-def check_projection(head: LossHead, input: Tensor, prefix: str = "", input_name: str = "input") -> None:
+def check_projection(head: LossHead, input: Tensor, prefix: str = "", input_name: str = "input") -> LossHead:
+    """Return the head after checks of its tensors and of hidden states, with `rank_facts` if its vocabulary is split.
+
+    Ranks compare their parts of a vocabulary in the first call for a group and these parts, which waits for the device.
+
+    Args:
+        prefix, input_name: of the arguments' names, as "ref_", for messages.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes or devices do not fit, or ranks do not cover the vocabulary.
+    """
     weight, bias, own = head.weight, head.bias, "weight"
     if isinstance(weight, AdaptedWeight):
         weight, own = weight.weight, "weight.weight"
@@ -149,47 +164,28 @@ def check_projection(head: LossHead, input: Tensor, prefix: str = "", input_name
         )
     if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
         compute_dtype(head, input, prefix, input_name)
-    if head.shard is not None:
-        _check_shard(head.shard, weight.shape[0], input)
+    return head if head.shard is None else head._replace(rank_facts=_checked_shard(head.shard, weight.shape[0], input))
 
 
-def _check_shard(shard: VocabShard, rows: int, input: Tensor) -> None:
+def _checked_shard(shard: VocabShard, n_rows: int, input: Tensor) -> RankFacts:
+    """Return what the ranks of a split vocabulary found. `n_rows` are this rank's rows of the weight, with padding."""
     if not isinstance(shard, VocabShard):
         raise TypeError(f"vocab_shard must be a VocabShard, got {described(shard)}")
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("vocab_shard needs torch.distributed: call init_process_group first")
     # The key ignores padding: if it changed on one rank, that rank would call the collective alone.
-    key = _shard_key(shard, rows)
-    if key not in _CHECKED:
-        _CHECKED[key] = _check_ranks(*key[:4], input[..., :0] if key[4] else input)
+    columns, scattered = shard.columns(n_rows), shard.input_grad == "reduce_scatter"
+    key = "vocab_shard", min(shard.start, shard.vocab_size), columns, shard.vocab_size, scattered
+    return CHECKED.result(
+        shard.group, key, lambda: _check_ranks(shard, columns, input[..., :0] if scattered else input)
+    )
 
 
-class Ranks(NamedTuple):
-    """What all ranks know of a split vocabulary, to choose alike."""
-
-    columns: int  # most of a rank
-    wide_tiles: bool
-
-
-_ShardKey = tuple[dist.ProcessGroup | None, int, int, int, bool]
-_CHECKED: dict[_ShardKey, Ranks] = {}
-
-
-def _shard_key(shard: VocabShard, rows: int) -> _ShardKey:
-    group = dist.group.WORLD if shard.group is None else shard.group
-    start, columns = min(shard.start, shard.vocab_size), shard.columns(rows)
-    return group, start, columns, shard.vocab_size, shard.input_grad == "reduce_scatter"
-
-
-def ranks_of(shard: VocabShard, rows: int) -> Ranks:
-    """Return what `check_projection` has gathered for this shard."""
-    return _CHECKED[_shard_key(shard, rows)]
-
-
-def _check_ranks(group: dist.ProcessGroup | None, start: int, rows: int, vocab_size: int, input: Tensor) -> Ranks:
-    """Check that the ranks' rows cover the vocabulary, and that hidden states are equal."""
+def _check_ranks(shard: VocabShard, columns: int, input: Tensor) -> RankFacts:
+    """Check that the ranks' columns cover the vocabulary, and that hidden states are equal."""
+    group, start, vocab_size = shard.group, min(shard.start, shard.vocab_size), shard.vocab_size
     some = input.detach().reshape(-1)[:: max(1, input.numel() // 64)].tolist()
-    mine = (start, rows, vocab_size, tuple(input.shape), some, has_wide_tiles(input.device))
+    mine = (start, columns, vocab_size, tuple(input.shape), some, has_wide_tiles(input.device))
     parts = [mine] * dist.get_world_size(group)
     dist.all_gather_object(parts, mine, group=group)
     sizes = {part[2] for part in parts}
@@ -218,7 +214,7 @@ def _check_ranks(group: dist.ProcessGroup | None, start: int, rows: int, vocab_s
                 f"{parts[0][3]} and {shape}. A weight that FSDP shards is not split over the tokens' ranks: call the "
                 "loss inside the forward of the module that owns it, where the weight is whole"
             )
-    return Ranks(max(n for _, n in starts_and_rows), all(part[5] for part in parts))
+    return RankFacts(max(n for _, n in starts_and_rows), all(part[5] for part in parts))
 
 
 def check_target(
@@ -239,11 +235,12 @@ def check_target(
     if target.device != input.device:
         raise ValueError(f"{name} is on {target.device}, {input_name} on {input.device}: expected one device")
     if head is not None and head.shard is not None and head.shard.input_grad == "reduce_scatter":
-        _check_same_targets(head.shard, target, name)
+        group = head.shard.group
+        CHECKED.result(group, "same targets", lambda: _check_same_targets(group, target, name))
 
 
 def check_temperature(temperature: Tensor, target: Tensor) -> None:
-    """Check shape and dtype; `at_temperature` checks the values."""
+    """Check the dtype and shape of temperatures of tokens; `check_temperature_values` checks the values."""
     if temperature.dtype != torch.float32:
         raise TypeError(f"temperature must be a number or a float32 tensor, got {described(temperature)}")
     if temperature.shape != target.shape or temperature.device != target.device:
@@ -253,13 +250,18 @@ def check_temperature(temperature: Tensor, target: Tensor) -> None:
         )
 
 
-_SAME_TARGETS: set[Any] = set()
+def check_temperature_values(temperature: Tensor, n_valid: Counts = None) -> None:
+    """Check the temperatures (n_valid,) of tokens that count; on the device if the host must not wait."""
+    expected = "temperature must be positive and finite at each token that counts"
+    if not host_may_sync(temperature, n_valid):
+        assert_later(((temperature > 0) & (temperature < math.inf)).all(), expected)
+    elif temperature.numel():
+        low, high = torch.stack(temperature.aminmax()).tolist()
+        if not 0 < low <= high < math.inf:  # NaN too
+            raise ValueError(f"{expected}, got {low:g} to {high:g}")
 
 
-def _check_same_targets(shard: VocabShard, target: Tensor, name: str) -> None:
-    group = dist.group.WORLD if shard.group is None else shard.group
-    if group in _SAME_TARGETS:
-        return
+def _check_same_targets(group: dist.ProcessGroup | None, target: Tensor, name: str) -> None:
     some = target.reshape(-1)[:: max(1, target.numel() // 64)].tolist()
     parts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, (tuple(target.shape), some), group=group)
@@ -268,7 +270,6 @@ def _check_same_targets(shard: VocabShard, target: Tensor, name: str) -> None:
             f"{name} must be whole and the same on all ranks of vocab_shard, for input_grad='reduce_scatter', got "
             f"{[part[0] for part in parts]} with different ids"
         )
-    _SAME_TARGETS.add(group)
 
 
 def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -302,7 +303,7 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def check_top_k(logps: Tensor, ids: Tensor, vocab_size: int, n_valid: Counts = None) -> None:
     """Check a teacher's top-k (N, k), -inf where missing."""
     found = survey_top_k(logps, ids)
-    if not may_read(found, n_valid):
+    if not host_may_sync(found, n_valid):
         within = (found[0] < 0) & (found[1] < vocab_size)
         assert_later(within, f"teacher_ids must be indices into the vocabulary of weight, 0 to {vocab_size - 1}")
         assert_later(

@@ -13,24 +13,23 @@ from __future__ import annotations
 import enum
 import functools
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from liger_chunked.engine import cutting, epilogue
-from liger_chunked.engine.batch import Layout, along
-from liger_chunked.engine.candidates import Candidates
-from liger_chunked.engine.checks import ranks_of
 from liger_chunked.engine.cutting import Budget, Chunk, Tiles
 from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
 from liger_chunked.engine.filtered import FilteredPass, SamplingFilter
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass, Tokens
+from liger_chunked.engine.rows import Rows
 from liger_chunked.engine.scattered import ScatteredRows, scatter_rows
 from liger_chunked.engine.shard import ShardedPass
 from liger_chunked.engine.token_pass import TokenPass
+from liger_chunked.kernels.operands import along
 from liger_chunked.types import DIFFERENTIABLE, HeadTensors, LogitOptions, LossHead, VocabShard
 
 
@@ -48,8 +47,8 @@ class Plan:
     """How a step is cut, and what computes it.
 
     Attributes:
-        layout: the tokens with a target, in the order of the chunks' rows.
-        chunks: rows of the layout, in order.
+        rows: the tokens that count, in the order of the chunks.
+        chunks: consecutive parts of `rows`.
         tiles: of each chunk; whole rows with a teacher.
         dtype: of the matrix products.
         n_contributions: how often the step adds to each element of dW.
@@ -57,11 +56,10 @@ class Plan:
         outputs, differentiates: the statistics to compute, and those that the gradient may reach.
         class_weight: (V,) weights of `mean_logits`.
         filter: of `Path.FILTERED`.
-        candidates: (n_valid, K) ids.
         scattered: which rows each rank holds, if ranks split both vocabulary and hidden states.
     """
 
-    layout: Layout
+    rows: Rows
     chunks: tuple[Chunk, ...]
     tiles: tuple[Tiles, ...]
     dtype: torch.dtype
@@ -73,38 +71,51 @@ class Plan:
     class_weight: Tensor | None = None
     shard: VocabShard | None = None
     filter: SamplingFilter | None = None
-    candidates: Tensor | None = None
     scattered: ScatteredRows | None = None
 
     def tokens(self, i: int, flat: Tensor, flat_u: Tensor | None) -> Tokens:
         """Return chunk `i` of flattened hidden states (N, H), and of an adapter's `u` (N, r)."""
-        rows, temperature = self.chunks[i].rows, self.layout.temperature
+        row_slice, target, side = self.chunks[i].row_slice, self.rows.target, self.rows.side
+        assert target is not None
         return Tokens(
-            x=self._input_rows(flat, rows),
-            target=along(self.layout.target, rows),
-            rows=rows,
+            x=self.take(flat, row_slice),
+            target=along(target, row_slice),
+            row_slice=row_slice,
             tiles=self.tiles[i],
-            u=None if flat_u is None else self._input_rows(flat_u, rows),
-            temperature=None if temperature is None else along(temperature, rows),
+            u=None if flat_u is None else self.take(flat_u, row_slice),
+            side=side and {name: along(x, row_slice) for name, x in side.items()},
         )
 
-    def _input_rows(self, flat: Tensor, rows: slice) -> Tensor:
+    def take(self, flat: Tensor, row_slice: slice) -> Tensor:
+        """Return a chunk's rows of (N, ...), in the products' dtype."""
         if self.scattered is not None:
-            return self.scattered.gather(flat, rows, self.dtype)
-        return self.layout.input_rows(flat, rows).to(self.dtype)
+            return self.scattered.gather(flat, row_slice, self.dtype)
+        return self.rows.take(flat, row_slice).to(self.dtype)
 
-    def reader(self, input: Tensor, rows: slice, dtype: torch.dtype) -> Callable[[slice], Tensor]:
-        """Return a function that reads parts of a chunk's `rows` from another model's hidden states (..., H)."""
+    def reader(self, input: Tensor, row_slice: slice, dtype: torch.dtype) -> Callable[[slice], Tensor]:
+        """Return a function that reads parts of a chunk from another model's hidden states (..., H)."""
         flat = input.reshape(-1, input.shape[-1])
         if self.scattered is None:
-            return lambda part: self.layout.input_rows(flat, part).to(dtype)
-        chunk = self.scattered.gather(flat, rows, dtype)
-        return lambda part: along(chunk, slice(part.start - rows.start, part.stop - rows.start))
+            return lambda part: self.rows.take(flat, part).to(dtype)
+        chunk, start = self.scattered.gather(flat, row_slice, dtype), row_slice.start
+        return lambda part: along(chunk, slice(part.start - start, part.stop - start))
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """Return, by name, what a later backward reads of the plan."""
+        return {"class_weight": self.class_weight, **self.rows.tensors()}
+
+    def without_tensors(self) -> Plan:
+        """Return a plan that holds none of `tensors`; `with_tensors` gives them back."""
+        return replace(self, rows=self.rows.without_tensors(), class_weight=None)
+
+    def with_tensors(self, tensors: Mapping[str, Tensor | None]) -> Plan:
+        of_rows = dict(tensors)
+        return replace(self, class_weight=of_rows.pop("class_weight"), rows=self.rows.with_tensors(of_rows))
 
     @property
     def most_rows(self) -> int:
         """The most rows of a tile."""
-        return max((tile.rows.stop - tile.rows.start for tiles in self.tiles for tile in tiles), default=0)
+        return max((rows.stop - rows.start for tiles in self.tiles for rows, _ in tiles), default=0)
 
     @property
     def largest_tile(self) -> int:
@@ -129,14 +140,16 @@ def logit_bytes(options: LogitOptions, dtype: torch.dtype) -> int:
 
 def budget_of(head: LossHead, options: LogitOptions, dtype: torch.dtype) -> Budget:
     """Return the budget of a head, or of the rank whose part of it has most rows."""
-    rows, hidden_size = head.weight.shape
-    vocab_size = rows if head.shard is None else ranks_of(head.shard, rows).columns
+    vocab_size, hidden_size = head.weight.shape
+    if head.shard is not None:
+        assert head.rank_facts is not None  # `check_projection` asked them
+        vocab_size = head.rank_facts.most_columns
     assert options.logits_budget is None or isinstance(options.logits_budget, int)
     return Budget(options.logits_budget, vocab_size, hidden_size, dtype.itemsize)
 
 
 def _all_ranks_have_wide_tiles(head: LossHead) -> bool:
-    return head.shard is None or ranks_of(head.shard, head.weight.shape[0]).wide_tiles
+    return head.rank_facts is None or head.rank_facts.have_wide_tiles
 
 
 @dataclass(frozen=True)
@@ -148,17 +161,17 @@ class _Cut:
     tiles: tuple[Tiles, ...]
 
 
-def _cut_batch(layout: Layout, budget: Budget, n_tokens: int, bytes_per_logit: int, whole_batch: bool) -> _Cut:
+def _cut_batch(rows: Rows, budget: Budget, n_tokens: int, bytes_per_logit: int, whole_batch: bool) -> _Cut:
     limit = budget.logits(n_tokens, bytes_per_logit)
     tokens = max(1, limit // budget.vocab_size)
-    lengths, cut_lengths = layout.group_lengths, layout.cut_lengths
-    n_valid, n_groups = layout.n_valid, layout.n_valid if lengths is None else len(lengths)
-    if whole_batch or (cut_lengths is not None and sum(cut_lengths) <= tokens):
+    n_valid, groups = rows.n_valid, rows.groups
+    if whole_batch or (groups is not None and sum(groups.cut_counts) <= tokens):
+        n_groups = n_valid if groups is None else len(groups.host_counts)
         chunks: tuple[Chunk, ...] = (Chunk(slice(0, n_valid), slice(0, n_groups)),)
-    elif lengths is None or cut_lengths is None:
+    elif groups is None:
         chunks = cutting.chunks_of_tokens(n_valid, tokens)
     else:
-        chunks = cutting.chunks_of_groups(lengths, cut_lengths, tokens)
+        chunks = cutting.chunks_of_groups(groups.host_counts, groups.cut_counts, tokens)
     return _Cut(chunks, limit, _tiles(chunks, budget.vocab_size, limit))
 
 
@@ -168,7 +181,7 @@ def _tiles(chunks: tuple[Chunk, ...], columns: int, limit: int) -> tuple[Tiles, 
 
 def for_loss(
     head: LossHead,
-    layout: Layout,
+    rows: Rows,
     dtype: torch.dtype,
     *,
     outputs: tuple[str, ...],
@@ -187,25 +200,25 @@ def for_loss(
         class_weight: (V,) weights of `mean_logits`.
     """
     budget = budget_of(head, options, dtype)
-    n_tokens = layout.n_valid if layout.cut_lengths is None else sum(layout.cut_lengths)
-    differentiates = tuple(name for name in DIFFERENTIABLE if name in differentiates and name in outputs)
+    n_tokens = rows.n_valid if rows.groups is None else sum(rows.groups.cut_counts)
+    differentiates = tuple([name for name in DIFFERENTIABLE if name in differentiates and name in outputs])
     bytes_per_logit = logit_bytes(options, dtype)
-    _warn_of_few_rows(budget, bytes_per_logit, layout.n_valid)
+    _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
 
-    cut, path = _cut_batch(layout, budget, n_tokens, bytes_per_logit, whole_batch), Path.LOGITS
+    cut, path = _cut_batch(rows, budget, n_tokens, bytes_per_logit, whole_batch), Path.LOGITS
     if (
         wide_tiles
-        and layout.temperature is None
-        and epilogue.is_large(layout.n_valid * budget.vocab_size, budget.hidden_size)
+        and not rows.side
+        and epilogue.is_large(rows.n_valid * budget.vocab_size, budget.hidden_size)
         and _all_ranks_have_wide_tiles(head)
     ):
         serves = functools.partial(epilogue.serves, head, dtype, options, class_weight, outputs, differentiates)
         is_one_chunk = len(cut.chunks) == 1
         # Ranks that split sequences must cut the same chunks, but each would judge its own tiles.
-        if not layout.ranks_cut_alike and (is_one_chunk or bytes_per_logit > dtype.itemsize):
+        if not rows.ranks_cut_alike and (is_one_chunk or bytes_per_logit > dtype.itemsize):
             # The epilogue keeps exponentials in the products' dtype, never float32 logits, and no whole batch of them.
             # 0 tokens: not in one chunk.
-            several = _cut_batch(layout, budget, 0, dtype.itemsize, whole_batch)
+            several = _cut_batch(rows, budget, 0, dtype.itemsize, whole_batch)
             is_better = (
                 epilogue.instead_of_one_chunk(several.tiles, budget.hidden_size)
                 if is_one_chunk
@@ -215,9 +228,9 @@ def for_loss(
                 cut = several
         path = Path.EPILOGUE if serves(cut.tiles) else Path.LOGITS
     tiles = cut.tiles if head.columns == budget.vocab_size else _tiles(cut.chunks, head.columns, cut.limit)
-    layout, scattered = scatter_rows(layout if len(cut.chunks) == 1 else layout.by_group(), cut.chunks, head.shard)
+    rows, scattered = scatter_rows(rows if len(cut.chunks) == 1 else rows.in_group_order(), cut.chunks, head)
     return Plan(
-        layout=layout,
+        rows=rows,
         scattered=scattered,
         chunks=cut.chunks,
         tiles=tiles,
@@ -234,14 +247,13 @@ def for_loss(
 
 def for_statistics(
     head: LossHead,
-    layout: Layout,
+    rows: Rows,
     dtype: torch.dtype,
     *,
     outputs: tuple[str, ...],
     options: LogitOptions,
     class_weight: Tensor | None = None,
     filter: SamplingFilter | None = None,
-    candidates: Tensor | None = None,
     needs_grad: bool = True,
     wide_tiles: bool = False,
     batch_invariant: bool = False,
@@ -249,23 +261,21 @@ def for_statistics(
     """Plan a forward whose backward comes later, in one chunk.
 
     Args:
-        candidates: (N, K) ids of all positions.
         batch_invariant: whether a token's bits may not depend on the batch.
 
     Raises:
         ValueError: nothing computes such statistics independently of the batch on this GPU.
     """
     budget, bytes_per_logit = budget_of(head, options, dtype), logit_bytes(options, dtype)
-    _warn_of_few_rows(budget, bytes_per_logit, layout.n_valid)
-    n_valid, columns = layout.n_valid, head.columns
+    _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
+    n_valid, columns = rows.n_valid, head.columns
     path, tiles = Path.LOGITS, None
     if filter is not None:
         path = Path.FILTERED
         tiles = cutting.whole_rows(n_valid, columns, budget.logits(0, bytes_per_logit) // columns)
     elif (
         wide_tiles
-        and candidates is None
-        and layout.temperature is None
+        and not rows.side
         and (batch_invariant or epilogue.is_large(n_valid * budget.vocab_size, budget.hidden_size))
         and _all_ranks_have_wide_tiles(head)
     ):
@@ -278,7 +288,7 @@ def for_statistics(
             path, tiles = Path.EPILOGUE, cutting.tiles(n_valid, columns, limit, square=True)
     if batch_invariant and path is Path.LOGITS:
         path, tiles = Path.BY_TOKEN, cutting.single_rows(n_valid, columns)
-        if n_valid and layout.target.device.type != "cpu":
+        if n_valid and head.weight.device.type != "cpu":
             raise ValueError(
                 'deterministic="batch" on a GPU needs Hopper, bfloat16, contiguous weights with H a multiple of 8, '
                 'outputs among "logps", "lse", "entropy" and "mean_logits", and no bias, adapter, softcap, '
@@ -287,13 +297,10 @@ def for_statistics(
     if tiles is None:
         tiles = cutting.tiles(n_valid, columns, budget.logits(0, bytes_per_logit), square=True)
     chunks = (Chunk(slice(0, n_valid), slice(0, n_valid)),)
-    layout, scattered = scatter_rows(layout, chunks, head.shard)
-    if candidates is not None and layout.slots is not None:
-        candidates = candidates[layout.slots]
+    rows, scattered = scatter_rows(rows, chunks, head)
     return Plan(
-        layout=layout,
+        rows=rows,
         scattered=scattered,
-        candidates=candidates,
         chunks=chunks,
         tiles=(tiles,),
         dtype=dtype,
@@ -309,7 +316,7 @@ def for_statistics(
 
 def for_distillation(
     head: LossHead,
-    layout: Layout,
+    rows: Rows,
     dtype: torch.dtype,
     *,
     bytes_per_logit: int,
@@ -322,13 +329,13 @@ def for_distillation(
         bytes_per_logit: of a student's logit with all that lives beside it for a tile.
         wants_weight: whether dW is computed.
     """
-    budget, n_valid = budget_of(head, options, dtype), layout.n_valid
+    budget, n_valid = budget_of(head, options, dtype), rows.n_valid
     _warn_of_few_rows(budget, bytes_per_logit, n_valid)
     chunk_tokens, tile_rows = cutting.chunk_and_tile(budget, n_valid, bytes_per_logit, wants_weight)
     chunks = cutting.chunks_of_tokens(n_valid, chunk_tokens)
-    layout, scattered = scatter_rows(layout, chunks, head.shard)
+    rows, scattered = scatter_rows(rows, chunks, head)
     return Plan(
-        layout=layout,
+        rows=rows,
         scattered=scattered,
         chunks=chunks,
         tiles=tuple(cutting.whole_rows(chunk.length, head.columns, tile_rows) for chunk in chunks),
@@ -364,8 +371,6 @@ def _pass_of_logits(plan: Plan, head: HeadTensors, grads: HeadGradients | None) 
     else:
         kind = TokenPass if plan.path is Path.BY_TOKEN else HeadPass if head.shard is None else ShardedPass
         logits_pass = kind(head, plan.options, plan.outputs, plan.class_weight, grads)
-    if plan.candidates is not None:
-        logits_pass.candidates = Candidates(plan.candidates)
     logits_pass.reserve(plan.largest_tile)
     return logits_pass
 
@@ -378,14 +383,14 @@ def _warn_of_few_rows(budget: Budget, bytes_per_logit: int, n_valid: int) -> Non
     if budget.given is None or budget.vocab_size < _LARGE_VOCAB:
         return
     row = budget.vocab_size * bytes_per_logit
-    rows = budget.given // row
-    if rows < _FEW_ROWS and n_valid > _MANY_CHUNKS * max(1, rows):
-        _warn_once_of_few_rows(budget.given, budget.vocab_size, row, rows)
+    n_rows = budget.given // row
+    if n_rows < _FEW_ROWS and n_valid > _MANY_CHUNKS * max(1, n_rows):
+        _warn_once_of_few_rows(budget.given, budget.vocab_size, row, n_rows)
 
 
 @functools.cache
-def _warn_once_of_few_rows(budget: int, vocab_size: int, row: int, rows: int) -> None:
-    holds = "less than one row" if rows == 0 else f"only {rows} row{'s' if rows > 1 else ''}"
+def _warn_once_of_few_rows(budget: int, vocab_size: int, row: int, n_rows: int) -> None:
+    holds = "less than one row" if n_rows == 0 else f"only {n_rows} row{'s' if n_rows > 1 else ''}"
     warnings.warn(
         f"logits_budget={budget} bytes holds {holds} of logits: a row takes {row} bytes for a vocabulary of "
         f"{vocab_size}, and so many small chunks are slow. Pass a larger budget, such as '256MiB', or None to choose "

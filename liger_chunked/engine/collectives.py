@@ -39,7 +39,7 @@ def gather(values: Values, group: Any) -> list[Values]:
     return parts
 
 
-def of_one_rank(x: Tensor, group: Any) -> Tensor:
+def sum_disjoint_(x: Tensor, group: Any) -> Tensor:
     """Send values, in place, to all ranks from the one where they are not zero."""
     if x.numel():
         dist.all_reduce(x, group=group)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from liger_chunked.device import IS_NVIDIA, is_capturing, is_on_gpu
-from liger_chunked.engine.batch import Layout
 from liger_chunked.engine.choose import Path, Plan
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.gradients import Needs
+from liger_chunked.engine.rows import TokenRows
 from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.kernels.launch import compiled_together, is_dry
 from liger_chunked.types import HeadTensors
@@ -33,22 +33,17 @@ def compile_ahead(
     It allocates real tensors: meta tensors would import sympy, for seconds. Steps on shards or with a
     teacher compile at their launches.
     """
-    layout, weight = plan.layout, head.weight
+    rows, weight = plan.rows, head.weight
     if not _applies(input) or is_dry():
         return
-    if (
-        plan.shard is not None
-        or plan.path is Path.FILTERED
-        or plan.candidates is not None
-        or type(layout) is not Layout
-    ):
+    if plan.shard is not None or plan.path is Path.FILTERED or "candidates" in rows.side or rows.gathers_statistics:
         return
     kind = (
         dry_run, plan.path, plan.dtype, plan.outputs, plan.differentiates, plan.options.logits_dtype, needs,
         input.device, input.dtype, weight.dtype, weight.shape, None if u is None else u.shape[-1], head.bias is None,
-        plan.class_weight is None, layout.rows is None, layout.temperature is None, len(plan.tiles[0]) > 1,
+        plan.class_weight is None, rows.input_index is None, tuple(rows.side), len(plan.tiles[0]) > 1,
     )  # fmt: skip
-    if kind in _compiled or not layout.n_valid or (is_on_gpu(input) and is_capturing()):
+    if kind in _compiled or not rows.n_valid or (is_on_gpu(input) and is_capturing()):
         return
     _compiled.add(kind)
     try:
@@ -59,13 +54,14 @@ def compile_ahead(
 
 
 def _first_chunk(plan: Plan) -> Plan:
-    rows = slice(0, plan.chunks[0].rows.stop)
-    given = plan.layout
-    layout = Layout(
-        shape=(rows.stop,),
-        target=given.target[rows],
-        mask=torch.empty(rows.stop, dtype=torch.bool, device=given.target.device),
-        rows=None if given.rows is None else given.rows[rows],
-        temperature=None if given.temperature is None else given.temperature[rows],
+    row_slice, rows = slice(0, plan.chunks[0].row_slice.stop), plan.rows
+    assert rows.target is not None
+    first = TokenRows(
+        n_valid=row_slice.stop,
+        dense_shape=(row_slice.stop,),
+        target=rows.target[row_slice],
+        mask=None,
+        input_index=None if rows.input_index is None else rows.input_index[row_slice],
+        side={name: x[row_slice] for name, x in rows.side.items()},
     )
-    return dataclasses.replace(plan, layout=layout, chunks=(Chunk(rows, rows),), tiles=plan.tiles[:1])
+    return dataclasses.replace(plan, rows=first, chunks=(Chunk(row_slice, row_slice),), tiles=plan.tiles[:1])

@@ -28,26 +28,27 @@ _REMEMBERED = 32
 
 
 class Chunk(NamedTuple):
-    """Consecutive `groups` (tokens, sequences or pairs), and the `rows` of their tokens in the layout's order."""
+    """Consecutive groups (tokens, sequences or pairs), and the rows of their tokens in the order of `Rows`."""
 
-    rows: slice
-    groups: slice
+    row_slice: slice
+    group_slice: slice
 
     @property
     def length(self) -> int:
-        return self.rows.stop - self.rows.start
+        return self.row_slice.stop - self.row_slice.start
 
 
 class Tile(NamedTuple):
-    """`rows` of a chunk, and columns `vocab` of its logits."""
+    """Rows of a chunk, and columns of its logits."""
 
-    rows: slice
-    vocab: slice
+    row_slice: slice
+    vocab_slice: slice
 
     @property
     def size(self) -> int:
         """Its number of logits."""
-        return (self.rows.stop - self.rows.start) * (self.vocab.stop - self.vocab.start)
+        rows, columns = self
+        return (rows.stop - rows.start) * (columns.stop - columns.start)
 
 
 Tiles = tuple[Tile, ...]
@@ -55,7 +56,7 @@ Tiles = tuple[Tile, ...]
 
 def row_blocks(tiles: Tiles) -> int:
     """Return how many times a chunk adds to each element of dW: once for each block of rows among its tiles."""
-    return sum([tile.vocab.start == 0 for tile in tiles])
+    return sum([tile.vocab_slice.start == 0 for tile in tiles])
 
 
 def largest(tiles: Tiles) -> int:
@@ -118,23 +119,23 @@ def chunks_of_tokens(n_tokens: int, limit: int) -> tuple[Chunk, ...]:
     return tuple(Chunk(rows, rows) for rows in pieces(n_tokens, limit))
 
 
-def chunks_of_groups(lengths: Sequence[int], cut_lengths: Iterable[int], limit: int) -> tuple[Chunk, ...]:
+def chunks_of_groups(host_counts: Sequence[int], cut_counts: Iterable[int], limit: int) -> tuple[Chunk, ...]:
     """Cut groups into chunks of whole groups of at most `limit` tokens, or of one group that is larger.
 
     Args:
-        lengths: tokens of each group.
-        cut_lengths: tokens of each group on the rank that has most of them, if ranks split sequences, else `lengths`.
-            All ranks must cut after the same groups.
+        host_counts: tokens of each group.
+        cut_counts: tokens of each group on the rank that has most of them, if ranks split sequences, else
+            `host_counts`. All ranks must cut after the same groups.
     """
     cut = []
     first_row = first_group = row = held = 0
-    for group, (length, longest) in enumerate(zip(lengths, cut_lengths, strict=True)):
+    for group, (n_tokens, longest) in enumerate(zip(host_counts, cut_counts, strict=True)):
         if held and held + longest > limit:
             cut.append(Chunk(slice(first_row, row), slice(first_group, group)))
             first_row, first_group, held = row, group, 0
-        row += length
+        row += n_tokens
         held += longest
-    cut.append(Chunk(slice(first_row, row), slice(first_group, len(lengths))))
+    cut.append(Chunk(slice(first_row, row), slice(first_group, len(host_counts))))
     return tuple(cut)
 
 

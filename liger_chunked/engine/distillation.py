@@ -14,7 +14,6 @@ from torch import Tensor
 
 from liger_chunked.engine import choose
 from liger_chunked.engine.adapter import apply_down
-from liger_chunked.engine.batch import Layout, along
 from liger_chunked.engine.checks import compute_dtype
 from liger_chunked.engine.choose import Plan, flattened
 from liger_chunked.engine.cutting import Tile
@@ -23,7 +22,9 @@ from liger_chunked.engine.gradients import HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.precision import gemms
 from liger_chunked.engine.ranked import Ranked
+from liger_chunked.engine.rows import Rows
 from liger_chunked.engine.top_k import TopK
+from liger_chunked.kernels.operands import along
 from liger_chunked.types import HeadTensors, LogitOptions, LossHead, accumulation_dtype
 
 # Each computes a divergence per token from untransformed logits (n, V).
@@ -67,9 +68,9 @@ class Teacher(NamedTuple):
             tensors, u = apply_down(head, input, dtype)
         return cls(tensors, input, options, dtype, u)
 
-    def readers(self, plan: Plan, chunk_rows: slice) -> list[Callable[[slice], Tensor]]:
+    def readers(self, plan: Plan, row_slice: slice) -> list[Callable[[slice], Tensor]]:
         """Return functions from rows to hidden states and `u`."""
-        return [plan.reader(x, chunk_rows, self.dtype) for x in (self.input, self.u) if x is not None]
+        return [plan.reader(x, row_slice, self.dtype) for x in (self.input, self.u) if x is not None]
 
 
 @dataclass(eq=False)
@@ -97,49 +98,52 @@ class DistillationStep:
         plan = self.plan
         flat, flat_u = flattened(input, u)
         grads = HeadGradients(plan, flat, head, needs, flat_u) if True in needs else None
-        student = HeadPass(head.to(plan.dtype), plan.options)
+        student = HeadPass(head.for_products(plan.dtype), plan.options)
         student.reserve(max(chunk.length for chunk in plan.chunks) * student.columns)
         teacher = None if self.teacher is None else _TeacherLogits(plan, self.teacher)
         upstream: dict[str, Tensor] = {}
         parts = []
         with gemms(input.device, plan.dtype, None if self.teacher is None else self.teacher.dtype):
             for i, chunk in enumerate(plan.chunks):
-                tokens = plan.tokens(i, flat, flat_u)
-                logits = student.project_all(tokens.x, tokens.u)  # (n, V)
+                x = plan.take(flat, chunk.row_slice)
+                of_adapter = None if flat_u is None else plan.take(flat_u, chunk.row_slice)
+                logits = student.project_all(x, of_adapter)  # (n, V)
                 if grads is not None and not upstream:
                     upstream = self._upstream(input.device)  # now: the GPU is idle until the first product
                 if teacher is not None:
-                    teacher.open(chunk.rows)
-                for rows, _ in tokens.tiles or (Tile(slice(0, 0), slice(0, 0)),):
-                    of_layout = slice(chunk.rows.start + rows.start, chunk.rows.start + rows.stop)
-                    parts.append(self._measure(along(logits, rows), of_layout, teacher, grads, upstream))
+                    teacher.open(chunk.row_slice)
+                start = chunk.row_slice.start
+                for in_chunk, _ in plan.tiles[i] or (Tile(slice(0, 0), slice(0, 0)),):
+                    row_slice = slice(start + in_chunk.start, start + in_chunk.stop)
+                    parts.append(self._measure(along(logits, in_chunk), row_slice, teacher, grads, upstream))
                 if i == len(plan.chunks) - 1:
                     teacher = None  # dW can use its memory
                 if grads is not None and chunk.length:
-                    dx = grads.open_input(tokens.x, chunk.rows, True, tokens.u, student.head.up)
+                    dx = grads.open_input(x, chunk.row_slice, True, of_adapter, student.head.up)
                     whole = Tile(slice(0, chunk.length), slice(0, student.columns))
-                    grads.add(whole, logits, tokens.x, student.head.weight, dx)
+                    grads.add(whole, logits, x, student.head.weight, dx)
                     grads.close_chunk(dx)
         student.release()
         del logits
-        self.values = plan.layout.join(parts)
+        self.values = plan.rows.join(parts)
         loss = self.weights.loss(self.values).to(accumulation_dtype(plan.dtype))
         return loss, (None,) * len(needs) if grads is None else grads.finish()
 
     def _measure(
         self,
         logits: Tensor,
-        rows: slice,
+        row_slice: slice,
         teacher: _TeacherLogits | None,
         grads: HeadGradients | None,
         upstream: dict[str, Tensor],
     ) -> Divergences:
-        """Return the divergences of a tile, the layout's `rows`. With `grads`, its logits become their gradient."""
+        """Return the divergences of a tile, some of the step's rows. With `grads`, its logits become the gradient."""
+        target = self.plan.rows.target if self.has_target else None
         measured = self.route.measure(
             student=logits,
-            teacher=None if teacher is None else teacher.project(rows),
-            target=self.plan.layout.target[rows] if self.has_target else None,
-            rows=rows,
+            teacher=None if teacher is None else teacher.project(row_slice),
+            target=None if target is None else target[row_slice],
+            rows=row_slice,
             with_gradient=grads is not None,
         )
         n_rows = slice(0, logits.shape[0])
@@ -168,24 +172,24 @@ class _TeacherLogits:
         self._head_pass: HeadPass | None = None
         self._readers: list[Callable[[slice], Tensor]] = []
 
-    def open(self, rows: slice) -> None:
-        """Start a chunk of the layout's `rows`."""
-        self._readers = self._teacher.readers(self._plan, rows)
+    def open(self, row_slice: slice) -> None:
+        """Start a chunk of the step's rows."""
+        self._readers = self._teacher.readers(self._plan, row_slice)
 
-    def project(self, rows: slice) -> Tensor:
-        """Return the untransformed logits (n, V) of the layout's `rows`, until the next call."""
+    def project(self, row_slice: slice) -> Tensor:
+        """Return the untransformed logits (n, V) of rows of the chunk, until the next call."""
         if self._head_pass is None:
             # Not earlier: the GPU is idle until the student's first product.
-            self._head_pass = HeadPass(self._teacher.head.to(self._teacher.dtype), self._teacher.options)
+            self._head_pass = HeadPass(self._teacher.head.for_products(self._teacher.dtype), self._teacher.options)
             self._head_pass.reserve(self._plan.most_rows * self._head_pass.columns)
-        return self._head_pass.project_all(*(read(rows) for read in self._readers))
+        return self._head_pass.project_all(*(read(row_slice) for read in self._readers))
 
 
 def distillation_step(
     head: LossHead,
     dtype: torch.dtype,
     teacher: Teacher | None,
-    layout: Layout,
+    rows: Rows,
     weights: LossWeights,
     route: Route,
     options: LogitOptions,
@@ -197,7 +201,7 @@ def distillation_step(
     teacher_dtype = None if teacher is None else teacher.dtype
     plan = choose.for_distillation(
         head,
-        layout.local(),
+        rows.on_this_rank(),
         dtype,
         bytes_per_logit=route.bytes_per_logit(dtype, teacher_dtype),
         options=options,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_chunked.engine.batch import along, joined
 from liger_chunked.engine.collectives import gather_tensor
 from liger_chunked.engine.cutting import Tile, Tiles, largest, row_blocks
 from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.engine.head import Tokens
+from liger_chunked.engine.rows import joined
 from liger_chunked.engine.side_stream import SideStream
 from liger_chunked.kernels import (
     Exponentials,
@@ -30,6 +30,7 @@ from liger_chunked.kernels import (
     row_factors,
     scale_rows,
 )
+from liger_chunked.kernels.operands import along
 from liger_chunked.kernels.tuning.hopper import (
     FEWEST_TILES,
     FEWEST_TILES_OF_ENTROPY,
@@ -71,7 +72,8 @@ def _tile_buffer(weight: Tensor, *shape: int) -> Tensor:
 
 
 def _extent(tile: Tile) -> tuple[int, int]:
-    return tile.rows.stop - tile.rows.start, tile.vocab.stop - tile.vocab.start
+    rows, columns = tile
+    return rows.stop - rows.start, columns.stop - columns.start
 
 
 def _too_wide(hidden_size: int, options: LogitOptions) -> bool:
@@ -207,7 +209,7 @@ def instead_of_one_chunk(chunks: tuple[Tiles, ...], hidden_size: int) -> bool:
     return (
         len(chunks) > 1
         and hidden_size <= WIDEST_CUT
-        and sum(tiles[-1].rows.stop for tiles in chunks) >= FEWEST_TOKENS * len(chunks)
+        and sum(tiles[-1].row_slice.stop for tiles in chunks) >= FEWEST_TOKENS * len(chunks)
         and all(largest(tiles) * hidden_size >= LARGE for tiles in chunks)
     )
 
@@ -272,7 +274,7 @@ class EpiloguePass:
         assert self.grads is not None and exponentials is not None and target is not None
         gradients = gradients or {"logps": torch.zeros_like(exponentials.centre)}
         x, values = tokens.x.contiguous(), exponentials.values
-        dx = self.grads.open_input(x, tokens.rows, one_slice=True)
+        dx = self.grads.open_input(x, tokens.row_slice, one_slice=True)
         ranks_sum = dx is not None and self.head.shard is not None
         needs_weight = self.grads.weight_gradient() is not None
         scaled = None if not needs_weight else torch.empty_like(x) if dx is None or ranks_sum else dx
@@ -358,7 +360,7 @@ class StatisticsPass:
 
     def _hold_last(self, tiles: Tiles, tiling: Tiling) -> None:
         """Allocate the last tile if the kernel's blocks can start there."""
-        if tiles and tiles[-1].rows.start % tiling.rows == tiles[-1].vocab.start % tiling.cols == 0:
+        if tiles and tiles[-1].row_slice.start % tiling.rows == tiles[-1].vocab_slice.start % tiling.cols == 0:
             self.reserve(tiles)
             self._held = self._view(tiles[-1])
 
@@ -377,40 +379,43 @@ class StatisticsPass:
                 blocks[i] = _Block(rows, part, (max(0, row - rows.start), col))
         return blocks
 
-    def keep(self) -> tuple[Tensor | None, ...]:
+    def pop_tensors(self) -> dict[str, Tensor | None]:
+        """Return, by name, what a later `backward` needs except exponentials, and hold it no longer."""
         assert self._rows is not None
-        kept = (*self._rows[1:], self._entropy)
+        tensors = {**self._rows._asdict(), "entropy": self._entropy}
         self._rows = self._entropy = None
-        return kept
+        return tensors
 
-    def restore(self, kept: Sequence[Tensor | None]) -> None:
-        *rows, self._entropy = kept
-        self._rows = Exponentials(None, *rows)  # type: ignore[arg-type]
+    def restore(self, tensors: Mapping[str, Tensor | None]) -> None:
+        """Take the tensors of `pop_tensors` back."""
+        rows = dict(tensors)
+        self._entropy = rows.pop("entropy")
+        self._rows = Exponentials(**rows)  # type: ignore[arg-type]
 
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
-        x, target, rows, tiles, *_ = tokens
+        x, target, row_slice, tiles, *_ = tokens
         assert self.grads is not None and self._rows is not None
         x, weight = _for_descriptor(x), self.head.weight
         target = _rows_of(target, self.head)
         factors = row_factors(self._rows, self._entropy, gradients, _scale(self.options), self.head.vocab_size)
-        dx = self.grads.open_input(x, rows, len(tiles) == row_blocks(tiles))
+        dx = self.grads.open_input(x, row_slice, len(tiles) == row_blocks(tiles))
         self.reserve(tiles)
         if factors.slope is not None:
             self._held = None
         for tile in reversed(tiles):
-            of_tile = along(target, tile.rows), factors.at(tile.rows)
+            of_tile = along(target, tile.row_slice), factors.at(tile.row_slice)
             if self._held is not None:
                 scale = self._rows.values_scale
-                scale = None if scale is None else along(scale, tile.rows)
-                dz, self._held = grad_from_exponentials_(self._held, *of_tile, scale, tile.vocab.start), None
+                scale = None if scale is None else along(scale, tile.row_slice)
+                dz, self._held = grad_from_exponentials_(self._held, *of_tile, scale, tile.vocab_slice.start), None
             else:
                 dz = project_grad(
-                    along(x, tile.rows),
-                    along(weight, tile.vocab),
+                    along(x, tile.row_slice),
+                    along(weight, tile.vocab_slice),
                     *of_tile,
                     self._view(tile),
                     _scale(self.options),
-                    tile.vocab.start,
+                    tile.vocab_slice.start,
                 )
             self.grads.add(tile, dz, x, weight, dx)
         self.grads.close_chunk(dx)

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.batch import along
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.kernels import LogitsCotangents
+from liger_chunked.kernels.operands import along
 from liger_chunked.kernels.tuning.generic import SORT_BLOCK
 from liger_chunked.types import LogitOptions, TokenStats, accumulation_dtype, check_number
 
@@ -72,12 +73,13 @@ class FilteredPass(HeadPass):
     """`HeadPass` on the logits that a filter keeps. Tiles are whole rows."""
 
     filter: SamplingFilter = SamplingFilter()
+    smallest_kept: Tensor | None = field(default=None, init=False, repr=False)  # (n,) logit of each row
     _measures: bool = field(default=False, init=False, repr=False)
     _temperature: Tensor | None = field(default=None, init=False, repr=False)
 
     def statistics(self, tokens: Tokens) -> TokenStats:
         self.smallest_kept = tokens.x.new_empty(tokens.x.shape[0], dtype=self.logits_dtype)
-        self._measures, self._temperature = True, tokens.temperature
+        self._measures, self._temperature = True, tokens.side.get("temperature")
         stats = super().statistics(tokens)
         self._measures, self._temperature = False, None
         return stats
@@ -85,11 +87,20 @@ class FilteredPass(HeadPass):
     def project(self, x: Tensor, tile: Tile, u: Tensor | None = None) -> Tensor:
         logits = super().project(x, tile, u)
         assert self.smallest_kept is not None
-        kept = along(self.smallest_kept, tile.rows)
+        kept = along(self.smallest_kept, tile.row_slice)
         if self._measures:
-            temperature = None if self._temperature is None else along(self._temperature, tile.rows)
+            temperature = None if self._temperature is None else along(self._temperature, tile.row_slice)
             kept.copy_(self.filter.smallest_kept(logits, self.options, temperature))
         return logits.masked_fill_(logits < kept[:, None], -math.inf)
+
+    def pop_tensors(self) -> dict[str, Tensor | None]:
+        tensors = {**super().pop_tensors(), "smallest_kept": self.smallest_kept}
+        self.smallest_kept = None
+        return tensors
+
+    def restore(self, tensors: Mapping[str, Tensor | None]) -> None:
+        super().restore(tensors)
+        self.smallest_kept = tensors["smallest_kept"]
 
     def _gradient(self, logits: Tensor, target: Tensor, tile: Tile, cotangents: LogitsCotangents) -> Tensor:
         dropped = logits.gather(1, target[:, None])[:, 0] == -math.inf

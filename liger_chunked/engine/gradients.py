@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.device import is_on_gpu
-from liger_chunked.engine.batch import along
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.kernels import add_target_rows_, occurrences, scale_
 from liger_chunked.kernels.launch import is_dry
+from liger_chunked.kernels.operands import along
 from liger_chunked.kernels.tuning.generic import UPCAST_BLOCK
 from liger_chunked.types import HeadTensors, accumulation_dtype
 
@@ -79,7 +79,7 @@ class HeadGradients:
         u: Tensor | None = None,
         wide_input: bool = False,
     ) -> None:
-        self._layout, self._scattered = plan.layout, plan.scattered
+        self._input_index, self._scattered = plan.rows.input_index, plan.scattered
         self._half = plan.dtype == torch.float16
         # Whether dX's products are float32.
         self._wide_input = wide_input or self._half or head.shard is not None
@@ -92,7 +92,7 @@ class HeadGradients:
         direct = plan.n_contributions <= 1 and not self._half and head.weight.dtype == plan.dtype
         self._weight_dtype = plan.dtype if direct else self._wide
         # Rows of ignored tokens must be zero.
-        n_written = plan.layout.n_valid if plan.scattered is None else plan.scattered.n_own
+        n_written = plan.rows.n_valid if plan.scattered is None else plan.scattered.n_own
         self._create_input = torch.empty if n_written == input.shape[0] else torch.zeros
         self._create_weight = torch.empty if plan.n_contributions and not head.is_padded else torch.zeros
         self._input: Tensor | None = None
@@ -106,7 +106,7 @@ class HeadGradients:
         self._shard = head.shard
         self._sum: dist.Work | None = None  # over the ranks, of the open chunk's dX
         self._summed: Tensor | None = None  # this rank's part, if hidden states are scattered
-        self._chunk_rows = slice(0, 0)
+        self._row_slice = slice(0, 0)
         self._low_rank: HeadGradients | None = None
         self._chunk: tuple[Tensor, Tensor, Tensor | None] | None = None  # u, up and du of the open chunk
         if u is not None:
@@ -136,18 +136,18 @@ class HeadGradients:
             self._low_rank._rescale(factor)
 
     def open_input(
-        self, x: Tensor, chunk_rows: slice, one_slice: bool, u: Tensor | None = None, up: Tensor | None = None
+        self, x: Tensor, row_slice: slice, one_slice: bool, u: Tensor | None = None, up: Tensor | None = None
     ) -> Tensor | None:
         """Return memory for a chunk's dX, or None if unneeded."""
         if self._low_rank is not None:
             assert u is not None and up is not None
-            self._chunk = u, up, self._low_rank.open_input(u, chunk_rows, one_slice)
-        gradient, self._chunk_rows = self._input_gradient(), chunk_rows
+            self._chunk = u, up, self._low_rank.open_input(u, row_slice, one_slice)
+        gradient, self._row_slice = self._input_gradient(), row_slice
         if gradient is None:
             return None
         dtype = accumulation_dtype(x.dtype) if self._wide_input or not one_slice else x.dtype
-        if self._layout.rows is None and self._scattered is None and dtype == gradient.dtype:
-            return along(gradient, chunk_rows)
+        if self._input_index is None and self._scattered is None and dtype == gradient.dtype:
+            return along(gradient, row_slice)
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
     def add(self, tile: Tile, dz: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> None:
@@ -182,7 +182,7 @@ class HeadGradients:
     def start_sum(self, dx: Tensor) -> None:
         """Start to sum a chunk's dX over the ranks of a split vocabulary."""
         if self._scattered is not None:
-            self._sum, self._summed = self._scattered.start_reduce(dx, self._chunk_rows)
+            self._sum, self._summed = self._scattered.start_reduce(dx, self._row_slice)
         elif self._shard is not None and self._shard.input_grad == "all_reduce":
             self._sum = dist.all_reduce(dx, group=self._shard.group, async_op=True)
 
@@ -219,7 +219,7 @@ class HeadGradients:
             add_target_rows_(weight, target, found, target_scale, x)
 
     def close_chunk(self, dx: Tensor | None) -> None:
-        chunk_rows, self._nothing_yet = self._chunk_rows, False
+        row_slice, self._nothing_yet = self._row_slice, False
         if self._sum is not None:
             self._sum.wait()
             self._sum = None
@@ -230,12 +230,12 @@ class HeadGradients:
             return
         if self._scattered is not None:
             assert self._summed is not None
-            self._scattered.write(self._input, chunk_rows, self._summed)
+            self._scattered.write(self._input, row_slice, self._summed)
             self._summed = None
-        elif self._layout.rows is not None:
-            self._input.index_copy_(0, along(self._layout.rows, chunk_rows), dx.to(self._input.dtype))
+        elif self._input_index is not None:
+            self._input.index_copy_(0, along(self._input_index, row_slice), dx.to(self._input.dtype))
         elif dx.dtype != self._input.dtype:
-            self._input[chunk_rows] = dx
+            self._input[row_slice] = dx
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """Return dX, dW, db, du and dup, in the parameters' dtypes, or float32 for float16."""

@@ -7,14 +7,13 @@ backward     for each tile, last first: project unless in memory,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.batch import along
 from liger_chunked.engine.candidates import Candidates
 from liger_chunked.engine.cutting import Tile, Tiles, row_blocks
 from liger_chunked.engine.gradients import HeadGradients, accumulate
@@ -30,16 +29,28 @@ from liger_chunked.kernels import (
 )
 from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.logits_stats import concatenate
+from liger_chunked.kernels.operands import along
 from liger_chunked.types import HeadTensors, LogitOptions, TokenStats
 
 
 class Tokens(NamedTuple):
-    x: Tensor  # (n, H) hidden states in the products' dtype
-    target: Tensor  # (n,) int64
-    rows: slice  # in the layout
+    """The tokens of a chunk.
+
+    Attributes:
+        x: (n, H) hidden states in the products' dtype.
+        target: (n,) int64.
+        row_slice: of the step's `Rows`.
+        tiles: in which to compute the chunk's logits.
+        u: (n, r), an adapter's `down(x)`, in the dtype of `x`.
+        side: (n, ...) other inputs, see `Rows`.
+    """
+
+    x: Tensor
+    target: Tensor
+    row_slice: slice
     tiles: Tiles
-    u: Tensor | None = None  # (n, r), an adapter's `down(x)`, in the same dtype
-    temperature: Tensor | None = None  # (n,), see `Layout`
+    u: Tensor | None
+    side: dict[str, Tensor]
 
 
 class Pass(Protocol):
@@ -62,6 +73,10 @@ class Pass(Protocol):
         ...
 
 
+# What a backward reads of the reduced rows, fields of `LogitsCotangents`.
+_NORMALISERS = ("max", "sum_exp", "logps_scale", "entropy_value")
+
+
 @dataclass
 class HeadPass:
     """A `Pass` with one buffer for the logits of all tiles."""
@@ -72,8 +87,7 @@ class HeadPass:
     class_weight: Tensor | None = None  # (V,) of `mean_logits`
     grads: HeadGradients | None = None
     normalisers: LogitsCotangents | None = field(default=None, repr=False)  # of the chunk's rows
-    candidates: Candidates | None = None
-    smallest_kept: Tensor | None = field(default=None, repr=False)  # (n,) logit, with a sampling filter
+    _candidates: Candidates | None = field(default=None, init=False, repr=False)  # of the chunk that is measured
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Tensor | None = field(default=None, init=False, repr=False)  # logits of the last tile
     _rounded: Tensor | None = field(default=None, init=False, repr=False)  # gradient of wide logits
@@ -95,7 +109,7 @@ class HeadPass:
     def project(self, x: Tensor, tile: Tile, u: Tensor | None = None) -> Tensor:
         """Return a tile's untransformed logits (rows, columns) in the buffer."""
         assert self._buffer is not None
-        x, weight = along(x, tile.rows), along(self.head.weight, tile.vocab)
+        x, weight = along(x, tile.row_slice), along(self.head.weight, tile.vocab_slice)
         logits = along(self._buffer, slice(0, x.shape[0] * weight.shape[0])).view(x.shape[0], weight.shape[0])
         if logits.is_meta or is_dry():
             return logits  # a dry run, as in `accumulate`
@@ -103,8 +117,8 @@ class HeadPass:
         if u is not None:
             # First the smaller term, which rounds less.
             assert self.head.up is not None
-            first, matrix = along(u, tile.rows), along(self.head.up, tile.vocab)
-        bias = None if self.head.bias is None else along(self.head.bias, tile.vocab)
+            first, matrix = along(u, tile.row_slice), along(self.head.up, tile.vocab_slice)
+        bias = None if self.head.bias is None else along(self.head.bias, tile.vocab_slice)
         if bias is not None and logits.dtype == x.dtype:
             torch.addmm(bias, first, matrix.t(), out=logits)
         else:
@@ -122,91 +136,94 @@ class HeadPass:
         if self.class_weight is None:
             return None
         start = self.head.vocab_start
-        return along(self.class_weight, slice(start + tile.vocab.start, start + tile.vocab.stop))
+        return along(self.class_weight, slice(start + tile.vocab_slice.start, start + tile.vocab_slice.stop))
 
     def statistics(self, tokens: Tokens) -> TokenStats:
-        if self.candidates is not None:
-            self.candidates.start(self.logits_dtype)
+        side = tokens.side
+        if "candidates" in side:
+            self._candidates = Candidates(side["candidates"], self.logits_dtype)
         partial, stats = self._reduce(tokens)
         scale: Tensor | None = None
         if stats.logps is not None and self.logits_dtype in (torch.bfloat16, torch.float16):
             scale = self._unround(stats.logps, tokens, partial)
         self.normalisers = LogitsCotangents(partial.max, partial.sum_exp, scale, entropy_value=stats.entropy)
-        if self.candidates is not None:
-            of_ids = self.candidates.logps(partial.max, partial.sum_exp, self.options, tokens.temperature)
+        if self._candidates is not None:
+            of_ids = self._candidates.logps(partial.max, partial.sum_exp, self.options, side.get("temperature"))
+            self._candidates = None
             stats = stats._replace(candidate_logps=of_ids)
         return stats
 
     def _measure(self, x: Tensor, tile: Tile, u: Tensor | None) -> Tensor:
         self._held = self.project(x, tile, u)
-        if self.candidates is not None:
-            self.candidates.read(self._held, tile, self.head.vocab_start)
+        if self._candidates is not None:
+            self._candidates.read(self._held, tile, self.head.vocab_start)
         return self._held
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
-        x, target, _, _, u, temperature = tokens
-        return unround_logps_(logps, x, self.head, target, partial.max, partial.sum_exp, self.options, u, temperature)
+        x, target, _, _, u, side = tokens
+        of_rows = u, side.get("temperature")
+        return unround_logps_(logps, x, self.head, target, partial.max, partial.sum_exp, self.options, *of_rows)
 
     def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats]:
-        x, target, _, tiles, u, temperature = tokens
+        x, target, _, tiles, u, side = tokens
         if len(tiles) == 1:
-            logits = self._measure(x, tiles[0], u)
+            logits, temperature = self._measure(x, tiles[0], u), side.get("temperature")
             return row_stats(logits, target, self.options, self.outputs, self.class_weight, temperature)
         partial = self._partial(tokens)
         return partial, finish(partial, target, self.head.vocab_size, self.outputs)
 
     def _partial(self, tokens: Tokens) -> PartialStats:
-        x, target, _, tiles, u, temperature = tokens
+        x, target, _, tiles, u, side = tokens
+        temperature = side.get("temperature")
         by_rows: dict[int, PartialStats] = {}
         for tile in tiles:
             part = logits_stats(
                 logits=self._measure(x, tile, u),
-                target=along(target, tile.rows),
+                target=along(target, tile.row_slice),
                 options=self.options,
                 outputs=self.outputs,
-                vocab_start=self.head.vocab_start + tile.vocab.start,
+                vocab_start=self.head.vocab_start + tile.vocab_slice.start,
                 class_weight=self._class_weight(tile),
-                temperature=None if temperature is None else along(temperature, tile.rows),
+                temperature=None if temperature is None else along(temperature, tile.row_slice),
             )
-            earlier = by_rows.get(tile.rows.start)
-            by_rows[tile.rows.start] = part if earlier is None else merge(earlier, part)
+            earlier = by_rows.get(tile.row_slice.start)
+            by_rows[tile.row_slice.start] = part if earlier is None else merge(earlier, part)
         if by_rows:
             return concatenate(list(by_rows.values()))
         return logits_stats(x.new_empty(0, 1), target[:0], self.options, self.outputs)
 
-    def keep(self) -> tuple[Tensor | None, ...]:
-        """Return what a later `backward` needs except logits, and drop it."""
+    def pop_tensors(self) -> dict[str, Tensor | None]:
+        """Return, by name, what a later `backward` needs except logits, and hold it no longer."""
         assert self.normalisers is not None
-        found = self.normalisers
-        kept = found.max, found.sum_exp, found.logps_scale, found.entropy_value, self.smallest_kept
-        self.normalisers = self.smallest_kept = self.candidates = None
-        return kept
+        tensors = {name: getattr(self.normalisers, name) for name in _NORMALISERS}
+        self.normalisers = None
+        return tensors
 
-    def restore(self, kept: Sequence[Tensor | None]) -> None:
-        maximum, sum_exp, scale, entropy, self.smallest_kept = kept
-        assert maximum is not None and sum_exp is not None
-        self.normalisers = LogitsCotangents(maximum, sum_exp, scale, entropy_value=entropy)
+    def restore(self, tensors: Mapping[str, Tensor | None]) -> None:
+        """Take the tensors of `pop_tensors` back."""
+        self.normalisers = LogitsCotangents(**{name: tensors[name] for name in _NORMALISERS})  # type: ignore[arg-type]
 
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         assert self.grads is not None and self.normalisers is not None
-        x, target, rows, tiles, u, temperature = tokens
+        x, target, row_slice, tiles, u, side = tokens
         gradients = gradients or {"logps": torch.zeros_like(self.normalisers.max)}
         gradients = self.grads.normalize(gradients)
-        upstream = gradients.pop("candidate_logps", None)
+        upstream, candidates = gradients.pop("candidate_logps", None), None
         if upstream is not None:
             gradients["lse"] = gradients.get("lse", 0.0) - upstream.sum(1)
-        cotangents = self.normalisers._replace(**gradients, temperature=temperature)
-        dx = self.grads.open_input(x, rows, len(tiles) == row_blocks(tiles), u, self.head.up)
+            candidates = Candidates(side["candidates"], self.logits_dtype)
+        cotangents = self.normalisers._replace(**gradients, temperature=side.get("temperature"))
+        dx = self.grads.open_input(x, row_slice, len(tiles) == row_blocks(tiles), u, self.head.up)
         for tile in reversed(tiles):
             logits = self.project(x, tile, u) if self._held is None else self._held
             self._held = None
-            of_rows = cotangents if logits.shape[0] == x.shape[0] else cotangents.at(tile.rows)
-            of_tile = along(target, tile.rows)
+            of_rows = cotangents if logits.shape[0] == x.shape[0] else cotangents.at(tile.row_slice)
+            of_tile = along(target, tile.row_slice)
             write = None
             if upstream is not None:
-                assert self.candidates is not None
+                assert candidates is not None
                 places = of_tile, tile, self.head.vocab_start, self.head.vocab_size
-                write = self.candidates.gradient(logits, *places, of_rows, along(upstream, tile.rows), self.options)
+                write = candidates.gradient(logits, *places, of_rows, along(upstream, tile.row_slice), self.options)
             dz = self._gradient(logits, of_tile, tile, of_rows)
             if write is not None:
                 write(dz)
@@ -227,7 +244,7 @@ class HeadPass:
             cotangents=cotangents,
             options=self.options,
             vocab_size=self.head.vocab_size,
-            vocab_start=self.head.vocab_start + tile.vocab.start,
+            vocab_start=self.head.vocab_start + tile.vocab_slice.start,
             class_weight=self._class_weight(tile),
             out=out,
         )

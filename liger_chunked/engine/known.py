@@ -17,7 +17,8 @@ from liger_chunked.types import VocabShard, described
 Counts = int | tuple[int, ...] | None
 
 
-def may_read(x: Tensor, n_valid: Any) -> bool:
+def host_may_sync(x: Tensor, n_valid: Any) -> bool:
+    """Whether the host may read values of `x`: it need not wait for them, or the caller has given no counts."""
     return n_valid is None or on_host(x)
 
 

@@ -8,24 +8,25 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_chunked.engine.batch import Layout, along
 from liger_chunked.engine.collectives import gather_tensor
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.known import on_device
-from liger_chunked.types import VocabShard
+from liger_chunked.engine.rows import Rows
+from liger_chunked.kernels.operands import along
+from liger_chunked.types import LossHead, VocabShard
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _key(rows: slice) -> tuple[int, int]:
-    return rows.start, rows.stop
+def _key(row_slice: slice) -> tuple[int, int]:
+    return row_slice.start, row_slice.stop
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,13 @@ class ScatteredRows:
     def n_own(self) -> int:
         return sum(of_ranks[self._rank] for of_ranks in self.counts.values())
 
-    def _own_rows(self, rows: slice) -> slice | Tensor:
-        start = self.starts[_key(rows)]
-        part = slice(start, start + self.counts[_key(rows)][self._rank])
+    def _own_rows(self, row_slice: slice) -> slice | Tensor:
+        start = self.starts[_key(row_slice)]
+        part = slice(start, start + self.counts[_key(row_slice)][self._rank])
         return part if self.own is None else along(self.own, part)
 
-    def gather(self, flat: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
-        counts, own = self.counts[_key(rows)], self._own_rows(rows)
+    def gather(self, flat: Tensor, row_slice: slice, dtype: torch.dtype) -> Tensor:
+        counts, own = self.counts[_key(row_slice)], self._own_rows(row_slice)
         x = (along(flat, own) if isinstance(own, slice) else flat.index_select(0, own)).to(dtype)
         if missing := max(counts) - x.shape[0]:
             x = F.pad(x, (0, 0, 0, missing))
@@ -61,9 +62,9 @@ class ScatteredRows:
             return parts.flatten(0, 1)
         return torch.cat([part[:n] for part, n in zip(parts.unbind(), counts, strict=True)])
 
-    def start_reduce(self, dx: Tensor, rows: slice) -> tuple[dist.Work | None, Tensor]:
+    def start_reduce(self, dx: Tensor, row_slice: slice) -> tuple[dist.Work | None, Tensor]:
         """Return the collective, and memory for this rank's rows."""
-        counts = self.counts[_key(rows)]
+        counts = self.counts[_key(row_slice)]
         longest = max(counts)
         if len(set(counts)) > 1:
             padded = dx.new_empty(len(counts), longest, dx.shape[1])  # no rank reads the sums of what is not copied
@@ -74,63 +75,60 @@ class ScatteredRows:
         work = _reduce_scatter(own, dx, group=self.shard.group, async_op=True) if own.numel() else None
         return work, own[: counts[self._rank]]
 
-    def write(self, out: Tensor, rows: slice, own_dx: Tensor) -> None:
+    def write(self, out: Tensor, row_slice: slice, own_dx: Tensor) -> None:
         """Write this rank's rows of a chunk's dX into `out`, like its flattened hidden states."""
-        own = self._own_rows(rows)
+        own = self._own_rows(row_slice)
         if isinstance(own, slice):
             out[own] = own_dx
         else:
             out.index_copy_(0, own, own_dx.to(out.dtype))
 
 
-def scatter_rows(
-    layout: Layout, chunks: Sequence[Chunk], shard: VocabShard | None
-) -> tuple[Layout, ScatteredRows | None]:
-    """Return the layout with each chunk's tokens in rank order, and its `ScatteredRows`.
+def scatter_rows(rows: Rows, chunks: Sequence[Chunk], head: LossHead) -> tuple[Rows, ScatteredRows | None]:
+    """Return the rows with each chunk's tokens in rank order, and its `ScatteredRows`.
 
     If groups are tokens, chunks take a token of each rank in turn, so that ranks send equally much.
     """
+    shard = head.shard
     if shard is None or shard.input_grad != "reduce_scatter":
-        return layout, None
-    ranks, rank = shard.ranks, dist.get_rank(shard.group)
-    lengths = [chunk.rows.stop - chunk.rows.start for chunk in chunks]
-    if layout.group_lengths is None:
-        order, (of_batch,) = _by_rank(layout, [layout.n_valid], ranks)
+        return rows, None
+    ranks, rank, device = shard.ranks, dist.get_rank(shard.group), head.weight.device
+    lengths = [chunk.length for chunk in chunks]
+    if rows.groups is None:
+        order, (of_batch,) = _by_rank(rows, [rows.n_valid], ranks, device)
         counts = _take_turns(of_batch, lengths)
         if len(chunks) > 1:
             taken = zip(order.split(of_batch), zip(*counts, strict=True), strict=True)
             of_ranks = [of_rank.split(list(by_chunks)) for of_rank, by_chunks in taken]
             order = torch.cat([part for of_chunk in zip(*of_ranks, strict=True) for part in of_chunk])
     else:
-        order, counts = _by_rank(layout, lengths, ranks)
+        order, counts = _by_rank(rows, lengths, ranks, device)
 
-    rows, own = order, None
-    if layout.rows is not None:  # else each rank's tokens are all its hidden states, in order
-        rows, length = layout.rows[order], layout.length // ranks
-        own = torch.cat(rows.split(list(itertools.chain(*counts)))[rank::ranks])
-        own = own - rank * length - own // max(1, layout.length) * (layout.length - length)
-    by_chunk = {_key(chunk.rows): of_ranks for chunk, of_ranks in zip(chunks, counts, strict=True)}
+    reordered, own = rows.reordered(order), None
+    if rows.input_index is not None:  # else each rank's tokens are all its hidden states, in order
+        assert reordered.input_index is not None
+        length = rows.sequence_length
+        own = torch.cat(reordered.input_index.split(list(itertools.chain(*counts)))[rank::ranks])
+        own = own - rank * (length // ranks) - own // max(1, length) * (length - length // ranks)
+    by_chunk = {_key(chunk.row_slice): of_ranks for chunk, of_ranks in zip(chunks, counts, strict=True)}
     before = itertools.accumulate((of_ranks[rank] for of_ranks in by_chunk.values()), initial=0)
     starts = dict(zip(by_chunk, before, strict=False))
-    slots = order if layout.slots is None else layout.slots[order]
-    temperature = None if layout.temperature is None else layout.temperature[order]
-    reordered = replace(layout, target=layout.target[order], rows=rows, slots=slots, temperature=temperature)
     return reordered, ScatteredRows(shard, by_chunk, own, starts, order)
 
 
-def _by_rank(layout: Layout, lengths: list[int], ranks: int) -> tuple[Tensor, list[list[int]]]:
+def _by_rank(rows: Rows, lengths: list[int], ranks: int, device: torch.device) -> tuple[Tensor, list[list[int]]]:
     """Return the order of tokens by part and rank, and how many each rank holds.
 
     Parts have `lengths` tokens. Waits for the device if tokens are ignored or reordered.
     """
-    device, length = layout.target.device, max(1, layout.length)
-    if layout.rows is None:
-        every = torch.arange(layout.n_valid, device=device).view(-1, ranks, max(1, length // ranks))
-        parts = every.split([n // length for n in lengths])
+    length = max(1, rows.sequence_length)
+    if rows.input_index is None:
+        by_rank = torch.arange(rows.n_valid, device=device).view(-1, ranks, max(1, length // ranks))
+        parts = by_rank.split([n // length for n in lengths])
         return torch.cat([part.transpose(0, 1).flatten() for part in parts]), [[n // ranks] * ranks for n in lengths]
-    key = layout.rows % length // max(1, length // ranks)
+    key = rows.input_index % length // max(1, length // ranks)
     if len(lengths) > 1:
-        part = torch.repeat_interleave(on_device(lengths, device), output_size=layout.n_valid)
+        part = torch.repeat_interleave(on_device(lengths, device), output_size=rows.n_valid)
         key += ranks * part
     key, order = torch.sort(key, stable=True)
     stops = torch.searchsorted(key, torch.arange(len(lengths) * ranks, device=device), right=True).tolist()

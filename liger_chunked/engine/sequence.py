@@ -53,13 +53,14 @@ class SequenceSplit:
         return sum(self.lengths)
 
     @property
-    def own(self) -> slice:
+    def local_slice(self) -> slice:
+        """The positions of each sequence that this rank holds."""
         rank = dist.get_rank(self.group)
         start = sum(self.lengths[:rank])
         return slice(start, start + self.lengths[rank])
 
     @property
-    def own_length(self) -> int:
+    def local_length(self) -> int:
         return self.lengths[dist.get_rank(self.group)]
 
     def _pad(self, x: Tensor) -> Tensor:
@@ -83,7 +84,11 @@ class SequenceSplit:
         """Sum in rank order: all ranks get the same bits."""
         return gather_tensor(x, self.group).sum(0)
 
-    def slots(self, own: Tensor) -> Tensor:
+    def local_positions(self, x: Tensor) -> Tensor:
+        """Return this rank's part (B * T_r, ...) of a flattened (B * T, ...)."""
+        return x.unflatten(0, (self.batch, self.length))[:, self.local_slice].flatten(0, 1)
+
+    def dense_index(self, local: Tensor) -> Tensor:
         """Convert indices into (B, T_r) to indices into (B, T)."""
-        length = max(1, self.own_length)
-        return own.div(length, rounding_mode="floor") * self.length + self.own.start + own % length
+        length = max(1, self.local_length)
+        return local.div(length, rounding_mode="floor") * self.length + self.local_slice.start + local % length

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.collectives import gather, of_one_rank
+from liger_chunked.engine.collectives import gather, sum_disjoint_
 from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.kernels import PartialStats, finish, merge
 from liger_chunked.types import TokenStats, VocabShard
@@ -27,8 +27,8 @@ class ShardedPass(HeadPass):
 
     def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats]:
         partial = functools.reduce(merge, gather(self._partial(tokens), self._shard.group))
-        if self.candidates is not None:
-            of_one_rank(self.candidates.logits, self._shard.group)
+        if self._candidates is not None:
+            sum_disjoint_(self._candidates.logits, self._shard.group)
         return partial, finish(partial, tokens.target, self._shard.vocab_size, self.outputs)
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
@@ -40,6 +40,6 @@ class ShardedPass(HeadPass):
             own = logps.clone()
             scale = super()._unround(own, tokens._replace(target=target.clamp(0, columns - 1)), partial)
             both = torch.where((target >= 0) & (target < columns), torch.stack([own, scale]), 0.0)
-        of_one_rank(both, self._shard.group)
+        sum_disjoint_(both, self._shard.group)
         logps.copy_(both[0])
         return both[1]

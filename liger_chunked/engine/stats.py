@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -10,9 +8,14 @@ from torch import Tensor
 from liger_chunked.calls import entry_point
 from liger_chunked.engine import choose
 from liger_chunked.engine.adapter import apply_down
-from liger_chunked.engine.batch import Layout, lay_out
-from liger_chunked.engine.candidates import Candidates, check_candidates
-from liger_chunked.engine.checks import check_projection, check_target, check_temperature, compute_dtype
+from liger_chunked.engine.candidates import check_candidates
+from liger_chunked.engine.checks import (
+    check_projection,
+    check_target,
+    check_temperature,
+    check_temperature_values,
+    compute_dtype,
+)
 from liger_chunked.engine.choose import Plan, flattened
 from liger_chunked.engine.compile_ahead import compile_ahead
 from liger_chunked.engine.epilogue import StatisticsPass
@@ -22,6 +25,8 @@ from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.hooks import hooks_active
 from liger_chunked.engine.known import token_count
 from liger_chunked.engine.precision import gemms
+from liger_chunked.engine.rows import Rows, select_rows
+from liger_chunked.engine.saved import savable, save, saved
 from liger_chunked.kernels.backend import first_derivative, graph_is_retained, has_wide_tiles
 from liger_chunked.private import is_view
 from liger_chunked.types import (
@@ -41,58 +46,53 @@ StatsPass = HeadPass | StatisticsPass
 
 
 def _statistics(
-    plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None, needs: Needs = NOTHING_NEEDED
+    plan: Plan, head: HeadTensors, input: Tensor, u: Tensor | None, needs: Needs = NOTHING_NEEDED
 ) -> tuple[StatsPass, TokenStats]:
-    compile_ahead(_dry_run, plan, input, given, u, needs)
-    head_pass = choose.pass_of_statistics(plan, given.to(plan.dtype), True in needs and not hooks_active())
+    compile_ahead(_dry_run, plan, input, head, u, needs)
+    head_pass = choose.pass_of_statistics(plan, head.for_products(plan.dtype), True in needs and not hooks_active())
     with gemms(input.device, plan.dtype):
         stats = head_pass.statistics(plan.tokens(0, *flattened(input, u)))
-    return head_pass, plan.layout.scatter_stats({name: getattr(stats, name) for name in _returned(plan)})
+    return head_pass, plan.rows.scatter_stats({name: getattr(stats, name) for name in _returned(plan)})
 
 
 def _run_backward(
     head_pass: StatsPass,
     plan: Plan,
-    given: HeadTensors,
+    head: HeadTensors,
     input: Tensor,
     u: Tensor | None,
     needs: Needs,
     gradients: dict[str, Tensor],
 ) -> tuple[Tensor | None, ...]:
     flat, flat_u = flattened(input, u)
-    grads = head_pass.grads = HeadGradients(plan, flat, given, needs, flat_u)
-    if plan.layout.n_valid:
+    grads = head_pass.grads = HeadGradients(plan, flat, head, needs, flat_u)
+    if plan.rows.n_valid:
         with gemms(input.device, plan.dtype):
             head_pass.backward(plan.tokens(0, flat, flat_u), gradients)
     head_pass.release()
     return grads.finish()
 
 
-def _dry_run(plan: Plan, input: Tensor, given: HeadTensors, u: Tensor | None, needs: Needs) -> None:
+def _dry_run(plan: Plan, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs) -> None:
     """Run forward and backward, as if a loss used log-probabilities alone."""
-    head_pass, stats = _statistics(plan, given, input, u, needs)
+    head_pass, stats = _statistics(plan, head, input, u, needs)
     if True in needs:
-        head_pass.restore(head_pass.keep())
+        head_pass.restore(head_pass.pop_tensors())
         names = ("logps",) if "logps" in plan.outputs else DIFFERENTIABLE
         gradients = {name: g for name in names if (g := getattr(stats, name)) is not None}
-        _run_backward(head_pass, plan, given, input, u, needs, gradients)
-
-
-def _holding(plan: Plan, tensors: Sequence[Any] = (None,) * 6) -> Plan:
-    target, rows, slots, temperature, class_weight, candidates = tensors
-    no_mask: Any = None
-    layout = replace(plan.layout, target=target, rows=rows, slots=slots, temperature=temperature, mask=no_mask)
-    return replace(plan, layout=layout, class_weight=class_weight, candidates=candidates)
+        _run_backward(head_pass, plan, head, input, u, needs, gradients)
 
 
 def _returned(plan: Plan) -> tuple[str, ...]:
-    return plan.outputs if plan.candidates is None else (*plan.outputs, "candidate_logps")
+    return plan.outputs if "candidates" not in plan.rows.side else (*plan.outputs, "candidate_logps")
 
 
 class _LinearTokenStats(torch.autograd.Function):
     """`apply(input, weight, bias, u, up, plan)`: the plan's fields of `TokenStats`.
 
-    With hooks, `ctx` keeps neither the plan's tensors nor the pass.
+    All tensors that the backward reads are saved by autograd, which notices if the caller changes them, shows them to
+    hooks, and frees them with the graph. `ctx` keeps the plan without its tensors. Without hooks it keeps the pass too,
+    for the last tile's logits.
     """
 
     @staticmethod
@@ -108,24 +108,17 @@ class _LinearTokenStats(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         needs = Needs(*ctx.needs_input_grad[:5])
         head_pass, dense = _statistics(plan, HeadTensors(weight, bias, up, plan.shard), input, u, needs)
-        kept = head_pass.keep()
-        ctx.n_kept = len(kept)
-        layout = plan.layout
-        # Saved to detect changes by the caller, in the order of `_holding`.
-        of_plan = layout.target, layout.rows, layout.slots, layout.temperature, plan.class_weight, plan.candidates
-        copied = any(x is not None and x.is_inference() for x in of_plan)
-        # Autograd cannot save inference tensors.
-        savable = [x.clone() if x is not None and x.is_inference() else x for x in of_plan]
-        ctx.save_for_backward(input, weight, bias, u, up, *kept, *savable)
-        hooked = hooks_active()
-        ctx.head_pass = None if hooked else head_pass
-        ctx.plan = _holding(plan) if hooked or copied else plan
+        of_pass = head_pass.pop_tensors()
+        inputs = {"input": input, "weight": weight, "bias": bias, "u": u, "up": up}
+        save(ctx, inputs=inputs, head_pass=of_pass, plan=savable(plan.tensors()))
+        ctx.head_pass = None if hooks_active() else head_pass
+        ctx.plan = plan.without_tensors()
         differentiable = (*DIFFERENTIABLE, "candidate_logps")
         # Copies of views, on which autograd refuses `logps *= mask`, and of what the backward reads.
-        saved = {id(x) for x in kept}
+        read_later = {id(x) for x in of_pass.values()}
         returned = {name: getattr(dense, name) for name in _returned(plan)}
         for name, x in returned.items():
-            if is_view(x) or id(x) in saved:
+            if is_view(x) or id(x) in read_later:
                 returned[name] = x.clone()
         ctx.mark_non_differentiable(*[x for name, x in returned.items() if name not in differentiable])
         return tuple(returned.values())
@@ -136,36 +129,37 @@ class _LinearTokenStats(torch.autograd.Function):
         if all(g is None for g in upstream):
             ctx.head_pass = None
             return (None,) * 6
-        input, weight, bias, u, up, *rest = ctx.saved_tensors
-        plan = _holding(ctx.plan, rest[ctx.n_kept :]) if ctx.plan.layout.mask is None else ctx.plan
-        layout, given = plan.layout, HeadTensors(weight, bias, up, plan.shard)
-        head_pass, ctx.head_pass = ctx.head_pass or choose.pass_of_statistics(plan, given.to(plan.dtype)), None
+        tensors = saved(ctx)
+        inputs, plan = tensors["inputs"], ctx.plan.with_tensors(tensors["plan"])
+        input, weight, bias, u, up = inputs.values()
+        assert input is not None and weight is not None
+        rows, head = plan.rows, HeadTensors(weight, bias, up, plan.shard)
+        head_pass, ctx.head_pass = ctx.head_pass, None  # the last tile serves one backward
+        if head_pass is None:
+            head_pass = choose.pass_of_statistics(plan, head.for_products(plan.dtype))
+        head_pass.restore(tensors["head_pass"])
         if not graph_is_retained():
-            ctx.plan = None  # else its tensors live as long as the results
-        if isinstance(head_pass, HeadPass) and plan.candidates is not None:
-            head_pass.candidates = Candidates(plan.candidates)
-        head_pass.restore(rest[: ctx.n_kept])
+            ctx.plan = None  # else the results hold what is left of it, such as the order of scattered rows
 
         def compact(name: str, g: Tensor) -> Tensor:
             g = g if name == "candidate_logps" else g.reshape(-1)
-            g = g if layout.slots is None else g[layout.slots]
+            g = g if rows.dense_index is None else g[rows.dense_index]
             return g.to(accumulation_dtype(plan.dtype)).contiguous()
 
         gradients = {name: compact(name, g) for name, g in zip(_returned(plan), upstream, strict=True) if g is not None}
-        grads = _run_backward(head_pass, plan, given, input, u, Needs(*ctx.needs_input_grad[:5]), gradients)
-        found = zip(grads, (input, weight, bias, u, up), strict=True)
-        return *(None if g is None else g.view(x.shape).to(x.dtype) for g, x in found), None
+        grads = _run_backward(head_pass, plan, head, input, u, Needs(*ctx.needs_input_grad[:5]), gradients)
+        pairs = zip(grads, inputs.values(), strict=True)
+        return *(None if g is None or x is None else g.view(x.shape).to(x.dtype) for g, x in pairs), None
 
 
 def token_stats(
     head: LossHead,
     input: Tensor,
-    layout: Layout,
+    rows: Rows,
     outputs: tuple[str, ...],
     options: LogitOptions,
     class_weight: Tensor | None = None,
     filter: SamplingFilter | None = None,
-    candidates: Tensor | None = None,
     batch_invariant: bool = False,
     *,
     dtype: torch.dtype | None = None,
@@ -178,13 +172,12 @@ def token_stats(
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     plan = choose.for_statistics(
         head,
-        layout.local(),
+        rows.on_this_rank(),
         dtype,
         outputs=outputs,
         options=options,
         class_weight=class_weight,
         filter=filter,
-        candidates=candidates,
         needs_grad=needs_grad,
         wide_tiles=has_wide_tiles(input.device) if wide_tiles is None else wide_tiles,
         batch_invariant=batch_invariant,
@@ -272,21 +265,21 @@ def linear_token_stats(
         for name, x in (("vocab_shard", vocab_shard), ("top_k", top_k), ("top_p", top_p)):
             if x is not None:
                 raise ValueError(f'deterministic="batch" does not take {name}, got {shown(x)}')
-    head = LossHead(weight, bias, vocab_shard)
-    check_projection(head, input)
+    head = check_projection(LossHead(weight, bias, vocab_shard), input)
     check_target(target, input, head=head)
     if per_token is not None:
         check_temperature(per_token, target)
     if n_valid is not None:
         n_valid = token_count(n_valid, target.numel(), shard=vocab_shard)
-    layout = lay_out(target.long(), "token", ignore_index, head.vocab_size, n_valid=n_valid)
+    rows = select_rows(target.long(), "token", ignore_index, head.vocab_size, n_valid=n_valid)
     if per_token is not None:
-        layout = layout.at_temperature(per_token, n_valid)
+        rows = rows.with_side("temperature", per_token.reshape(-1))
+        check_temperature_values(rows.side["temperature"], n_valid)
     filter = SamplingFilter.of(top_k, top_p, options, outputs, vocab_shard is not None)
-    ids = None if candidates is None else check_candidates(candidates, target, head.vocab_size, n_valid)
-    stats = token_stats(
-        head, input, layout, outputs, options, filter=filter, candidates=ids, batch_invariant=deterministic is not None
-    )
+    if candidates is not None:
+        rows = rows.with_side("candidates", check_candidates(candidates, target, head.vocab_size, n_valid))
+    batch_invariant = deterministic is not None
+    stats = token_stats(head, input, rows, outputs, options, filter=filter, batch_invariant=batch_invariant)
     if target.ndim > 1:
         stats = TokenStats(*(None if x is None else x.view(*target.shape, *x.shape[1:]) for x in stats))
     return stats

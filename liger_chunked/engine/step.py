@@ -11,7 +11,6 @@ from torch import Tensor
 
 from liger_chunked.engine import choose
 from liger_chunked.engine.adapter import apply_down
-from liger_chunked.engine.batch import Layout, joined
 from liger_chunked.engine.checks import compute_dtype
 from liger_chunked.engine.choose import Plan, flattened
 from liger_chunked.engine.compile_ahead import compile_ahead
@@ -19,6 +18,7 @@ from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.hooks import isolated
 from liger_chunked.engine.objective import Objective, Share
 from liger_chunked.engine.precision import gemms
+from liger_chunked.engine.rows import Rows, joined
 from liger_chunked.kernels import scale_
 from liger_chunked.kernels.backend import first_derivative, graph_is_retained, has_wide_tiles
 from liger_chunked.types import (
@@ -61,11 +61,11 @@ class StatisticsStep:
     def run(
         self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        plan, layout = self.plan, self.plan.layout
+        plan, rows = self.plan, self.plan.rows
         compile_ahead(_dry_run, plan, input, head, u, needs)
         flat, flat_u = flattened(input, u)
         grads = HeadGradients(plan, flat, head, needs, flat_u) if True in needs else None
-        head_pass = choose.pass_of_loss(plan, head.to(plan.dtype), grads)
+        head_pass = choose.pass_of_loss(plan, head.for_products(plan.dtype), grads)
 
         parts: list[Any] = []
         aux: list[Any] = []
@@ -74,27 +74,27 @@ class StatisticsStep:
         with gemms(input.device, plan.dtype):
             for i, chunk in enumerate(plan.chunks):
                 tokens = plan.tokens(i, flat, flat_u)
-                values = layout.dense_values(head_pass.statistics(tokens), chunk)
-                share = self.objective.value_and_grad(values, layout.index(chunk), grads is not None)
+                values = rows.dense(head_pass.statistics(tokens), chunk)
+                share = self.objective.value_and_grad(values, rows.index(chunk), grads is not None)
                 parts.append(values)
                 aux.append(share.aux)
                 if grads is not None:
                     self._check_declared(share.gradients)
                     has_gradient |= bool(share.gradients)
                     if tokens.x.shape[0]:
-                        compact = {name: layout.compact(g, chunk) for name, g in share.gradients.items()}
+                        compact = {name: rows.compact(g, chunk) for name, g in share.gradients.items()}
                         head_pass.backward(tokens, compact)
                 # Add in float64, before rounding.
                 loss = share.loss if loss is None else loss.double() + share.loss
         head_pass.release()
-        if grads is not None and layout.n_valid and not has_gradient:
+        if grads is not None and rows.n_valid and not has_gradient:
             raise ValueError(
                 "the loss has no gradient: it does not depend on the statistics it was given, or is detached from them"
             )
-        self.values = layout.join(parts)
+        self.values = rows.join(parts)
         self.aux = None if aux[0] is None else joined(aux)
         assert loss is not None
-        loss = layout.sum_of_shares(loss).to(accumulation_dtype(plan.dtype))
+        loss = rows.sum_of_shares(loss).to(accumulation_dtype(plan.dtype))
         return loss, (None,) * len(needs) if grads is None else grads.finish()
 
     def _check_declared(self, gradients: Mapping[str, Tensor]) -> None:
@@ -194,7 +194,7 @@ class Fused(NamedTuple):
 def fused_loss(
     head: LossHead,
     input: Tensor,
-    layout: Layout,
+    rows: Rows,
     objective: Objective,
     *,
     outputs: tuple[str, ...],
@@ -209,7 +209,7 @@ def fused_loss(
         raise ValueError(f"token_outputs must name fields of TokenStats {OUTPUTS}, got {unknown}")
     plan = choose.for_loss(
         head,
-        layout.local(whole_batch),
+        rows.on_this_rank(whole_batch),
         compute_dtype(head, input),
         outputs=outputs,
         differentiates=differentiates,

@@ -22,12 +22,17 @@ class TokenPass(HeadPass):
     """
 
     def project(self, x: Tensor, tile: Tile, u: Tensor | None = None) -> Tensor:
-        return super().project(_copy(x, tile.rows), Tile(slice(0, 1), tile.vocab), _copy(u, tile.rows))
+        return super().project(_copy(x, tile.row_slice), Tile(slice(0, 1), tile.vocab_slice), _copy(u, tile.row_slice))
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
         factors = []
         for rows, _ in tokens.tiles:
-            one = {name: _copy(getattr(tokens, name), rows) for name in ("x", "target", "u", "temperature")}
+            one = tokens._replace(
+                x=_copy(tokens.x, rows),
+                target=_copy(tokens.target, rows),
+                u=_copy(tokens.u, rows),
+                side={name: _copy(x, rows) for name, x in tokens.side.items()},
+            )
             of_row = partial._replace(max=partial.max[rows], sum_exp=partial.sum_exp[rows])
-            factors.append(super()._unround(logps[rows], tokens._replace(**one), of_row))
+            factors.append(super()._unround(logps[rows], one, of_row))
         return torch.cat(factors)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.collectives import gather, of_one_rank
+from liger_chunked.engine.collectives import gather, sum_disjoint_
 from liger_chunked.engine.divergences import (
     DivergenceFunction,
     Measured,
@@ -73,7 +73,7 @@ class TopK:
         found = logits.new_zeros(ids.shape)
         rows, k, columns = self._own(ids, logits.shape[1])
         found[rows, k] = logits[rows, columns]
-        return of_one_rank(found, self.shard.group)
+        return sum_disjoint_(found, self.shard.group)
 
     def _write(self, logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
         """Write `values` (n, k) at the ids of this rank."""

@@ -84,8 +84,8 @@ def survey(target: Tensor, ignore_index: int, to_read: bool = True) -> Survey:
 
 
 @Kernel
-def _agrees_kernel(
-    summary_ptr, counts_ptr, agrees_ptr, n_rows, n_blocks, n_tokens, vocab_size,
+def _counts_match_kernel(
+    summary_ptr, counts_ptr, match_ptr, n_rows, n_blocks, n_tokens, vocab_size,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     within = tl.full((ROWS, BLOCKS), 1, tl.int32)
@@ -107,10 +107,10 @@ def _agrees_kernel(
         counted += counts
     if counts_ptr is None:
         same &= (tl.sum(counted, axis=0) == n_tokens).to(tl.int32)
-    tl.store(agrees_ptr, (tl.min(tl.min(within, axis=1), axis=0) & tl.min(same, axis=0)) != 0)
+    tl.store(match_ptr, (tl.min(tl.min(within, axis=1), axis=0) & tl.min(same, axis=0)) != 0)
 
 
-def agrees(summary: Tensor, counts: Tensor | int, vocab_size: int) -> Tensor:
+def counts_match(summary: Tensor, counts: Tensor | int, vocab_size: int) -> Tensor:
     """Return, as a bool () on the device, whether targets are below `vocab_size`, and there are `counts` of them.
 
     `counts` are the valid tokens of each row, (R,) int64, or of all rows.
@@ -120,7 +120,7 @@ def agrees(summary: Tensor, counts: Tensor | int, vocab_size: int) -> Tensor:
     if summary.numel() and use_triton(summary):
         found = torch.empty((), dtype=torch.bool, device=summary.device)
         sizes = n_rows, n_blocks, total, vocab_size
-        _agrees_kernel((1, 1, 1), (summary, of_rows, found), (*sizes, *AGREES), num_warps=4)
+        _counts_match_kernel((1, 1, 1), (summary, of_rows, found), (*sizes, *AGREES), num_warps=4)
         return found
     within = (summary[1] >= 0) & (summary[2] < vocab_size)
     valid = summary[0].sum() if of_rows is None else summary[0].sum(1)

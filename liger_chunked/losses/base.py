@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from liger_chunked.calls import LossType
-from liger_chunked.engine import Fused, Group, Layout, Objective, fused_loss
+from liger_chunked.engine import Fused, Group, Objective, Rows, fused_loss
 from liger_chunked.types import OUTPUTS, LogitOptions, LossHead
 
 
@@ -79,14 +79,14 @@ class StatsLoss(FusedLoss):
         self,
         head: LossHead,
         input: Tensor,
-        layout: Layout,
+        rows: Rows,
         objective: Objective,
         class_weight: Tensor | None = None,
     ) -> Fused:
         return fused_loss(
             head,
             input,
-            layout,
+            rows,
             objective,
             outputs=self._outputs,
             differentiates=self._differentiates,

@@ -10,15 +10,15 @@ from typing_extensions import TypeVar, Unpack
 from liger_chunked.calls import check_constants, entry_point, typed_like
 from liger_chunked.engine import (
     Group,
-    Layout,
     NegativeLogLikelihood,
     Objective,
+    Rows,
     SequenceSplit,
     check_group,
     check_projection,
     check_target,
-    lay_out,
     plain,
+    select_rows,
     token_count,
     token_stats,
     whole,
@@ -314,8 +314,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
             TypeError: an argument has the wrong type or dtype.
             ValueError: shapes, devices, target ids or options do not fit. The message says what was expected and found.
         """
-        head = LossHead(weight, bias, vocab_shard)
-        check_projection(head, input)
+        head = check_projection(LossHead(weight, bias, vocab_shard), input)
         check_target(target, input, head=head)
         if num_items is not None and self.reduction != "mean":
             raise ValueError(f"num_items divides a mean, but reduction is {self.reduction!r}")
@@ -337,16 +336,16 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
         target = whole(target.long(), split)
         if weights is not None:
             weights = whole(weights, split).reshape(-1)
-        layout = lay_out(
+        rows = select_rows(
             target, self._group, self.options.ignore_index, head.vocab_size, sequences=split, n_valid=n_valid
         )
         if self.reduction == "none":
-            loss, z_loss, stats = self._per_token(head, input, target, layout, definition, weights)
+            loss, z_loss, stats = self._per_token(head, input, target, rows, definition, weights)
         else:
-            loss, z_loss, stats = self._reduced(head, input, target, layout, definition, weights, num_items)
+            loss, z_loss, stats = self._reduced(head, input, target, rows, definition, weights, num_items)
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return cast(Result, loss)
-        return cast(Result, (loss, self._metrics(stats, target, layout, z_loss, split)))
+        return cast(Result, (loss, self._metrics(stats, target, rows, z_loss, split)))
 
     if TYPE_CHECKING:
 
@@ -386,12 +385,13 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
         head: LossHead,
         input: Tensor,
         target: Tensor,
-        layout: Layout,
+        rows: Rows,
         definition: _CrossEntropy,
         weights: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, TokenStats]:
-        stats = token_stats(head, input, layout, self._outputs, self.options, self._smoothing_weight(definition))
-        valid = layout.mask
+        stats = token_stats(head, input, rows, self._outputs, self.options, self._smoothing_weight(definition))
+        valid = rows.mask
+        assert valid is not None
 
         def shaped(x: Tensor) -> Tensor:
             return _weighed(x, weights).where(valid, 0).view(target.shape)
@@ -407,17 +407,17 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
         head: LossHead,
         input: Tensor,
         target: Tensor,
-        layout: Layout,
+        rows: Rows,
         definition: _CrossEntropy,
         weights: Tensor | None,
         num_items: float | Tensor | None,
     ) -> tuple[Tensor, Tensor | None, TokenStats]:
-        per_token, per_class = self._denominators(layout, definition, weights, num_items)
+        per_token, per_class = self._denominators(rows, definition, weights, num_items)
         plain = definition.is_plain and weights is None
         loss, stats, _ = self._fuse(
             head,
             input,
-            layout,
+            rows,
             NegativeLogLikelihood(per_class)
             if plain
             else _WeighedTokens(definition, target.reshape(-1), weights, per_token, per_class),
@@ -425,38 +425,41 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
         )
         z_loss = None
         if self.lse_square_scale:
-            z_loss = _weighed(definition.z_loss(stats), weights).where(layout.mask, 0).sum() / per_token
+            assert rows.mask is not None
+            z_loss = _weighed(definition.z_loss(stats), weights).where(rows.mask, 0).sum() / per_token
         return loss, z_loss, stats
 
     def _denominators(
-        self, layout: Layout, definition: _CrossEntropy, weights: Tensor | None, num_items: float | Tensor | None
+        self, rows: Rows, definition: _CrossEntropy, weights: Tensor | None, num_items: float | Tensor | None
     ) -> tuple[float | Tensor, float | Tensor]:
         if num_items is not None:
             return num_items, num_items
         if self.reduction == "sum":
             return 1, 1
-        if not layout.n_valid or (weights is None and definition.class_weight is None):
-            return max(1, layout.n_valid), max(1, layout.n_valid)
+        class_weight = definition.class_weight
+        if not rows.n_valid or (weights is None and class_weight is None):
+            return max(1, rows.n_valid), max(1, rows.n_valid)
+        assert rows.target is not None
         if weights is None:
-            assert definition.class_weight is not None
-            return layout.n_valid, definition.class_weight[layout.target].sum()
-        valid = weights if layout.slots is None else weights[layout.slots]
-        by_class = valid if definition.class_weight is None else valid * definition.class_weight[layout.target]
+            assert class_weight is not None
+            return rows.n_valid, class_weight[rows.target].sum()
+        valid = weights if rows.dense_index is None else weights[rows.dense_index]
+        by_class = valid if class_weight is None else valid * class_weight[rows.target]
         per_token, per_class = valid.sum(), by_class.sum()
         return per_token.where(per_token != 0, 1), per_class.where(per_class != 0, 1)
 
     def _metrics(
-        self, stats: TokenStats, target: Tensor, layout: Layout, z_loss: Tensor | None, split: SequenceSplit | None
+        self, stats: TokenStats, target: Tensor, rows: Rows, z_loss: Tensor | None, split: SequenceSplit | None
     ) -> CrossEntropyMetrics:
         accuracy = predicted = None
         if self.return_token_accuracy:
             assert stats.is_top1 is not None
-            accuracy = stats.is_top1.sum() / max(1, layout.n_valid)
+            accuracy = stats.is_top1.sum() / max(1, rows.n_valid)
         if self.return_predicted_tokens:
             assert stats.argmax is not None
             predicted = stats.argmax.view(target.shape)
             if split is not None:
-                predicted = predicted[..., split.own]
+                predicted = predicted[..., split.local_slice]
         if self.return_z_loss:
             z_loss = torch.zeros((), device=target.device) if z_loss is None else z_loss.detach()
         return CrossEntropyMetrics(z_loss if self.return_z_loss else None, accuracy, predicted)

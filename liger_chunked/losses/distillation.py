@@ -13,20 +13,20 @@ from liger_chunked.engine import (
     ByAutograd,
     ClosedForm,
     Group,
-    Layout,
     LossWeights,
+    Rows,
     SequenceSplit,
     Teacher,
     TopK,
+    all_rows,
     along,
     check_projection,
     check_target,
     check_top_k,
     compute_dtype,
     distillation_step,
-    lay_out,
-    lay_out_every,
     run_step,
+    select_rows,
     token_count,
     whole,
 )
@@ -170,27 +170,26 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             TypeError: an argument has the wrong type or dtype.
             ValueError: shapes, devices, target ids or options do not fit. The message says what was expected and found.
         """
-        head = LossHead(weight, bias, vocab_shard)
-        check_projection(head, input)
+        head = check_projection(LossHead(weight, bias, vocab_shard), input)
         if n_valid is not None:
             n_valid = token_count(n_valid, math.prod(head.token_shape(input)), sequence_group, vocab_shard)
             if vocab_shard is not None and teacher_ids is not None:
                 raise ValueError("n_valid is given with vocab_shard and teacher_ids: ranks wait to find their own ids")
-        layout = self._layout(head, input, target, mask, SequenceSplit.of(sequence_group, head, input), n_valid)
+        rows = self._rows(head, input, target, mask, SequenceSplit.of(sequence_group, head, input), n_valid)
         given = _Given(teacher_weight, teacher_input, teacher_bias, teacher_logps, teacher_ids)
         teacher = self._teacher(head, input, given)
         route = (
-            self._route_of_top_k(head, layout.local(), given, n_valid)
+            self._route_of_top_k(head, rows.on_this_rank(), given, n_valid)
             if teacher is None
             else self._route_of_logits(vocab_shard)
         )
-        n_items: float | Tensor = max(1, layout.n_valid)
+        n_items: float | Tensor = max(1, rows.n_valid)
         if num_items is not None:
             n_items = checked_items(num_items, input, accumulation_dtype(weight.dtype))
         hard = self.weight_hard_loss if target is not None else 0.0
         weights = LossWeights(self.weight_soft_loss / n_items, -hard / n_items if hard else None)
         dtype, has_target = compute_dtype(head, input), target is not None
-        step = distillation_step(head, dtype, teacher, layout, weights, route, self.options, has_target)
+        step = distillation_step(head, dtype, teacher, rows, weights, route, self.options, has_target)
         loss = run_step(step, head, input)
         divergence, logps, _ = step.values
         soft_loss = divergence.sum() / n_items
@@ -202,7 +201,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         @typed_like(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def _layout(
+    def _rows(
         self,
         head: LossHead,
         input: Tensor,
@@ -210,7 +209,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         mask: Tensor | None,
         split: SequenceSplit | None,
         n_valid: int | None,
-    ) -> Layout:
+    ) -> Rows:
         shape = head.token_shape(input)
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -222,18 +221,16 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
                     f"got {tuple(mask.shape)} on {mask.device}"
                 )
         if target is None:
-            if mask is None and head.shard is not None and head.shard.input_grad == "reduce_scatter":
-                mask = input.new_ones(shape, dtype=torch.bool)  # `scatter_rows` indexes the target
             if mask is None:
-                return lay_out_every(shape, split, n_valid)
+                return all_rows(shape, split, n_valid)
             kept = whole(mask.long() - 1, split)
-            return lay_out(kept, self._group, -1, head.vocab_size, sequences=split, n_valid=n_valid)
+            return select_rows(kept, self._group, -1, head.vocab_size, sequences=split, n_valid=n_valid)
         check_target(target, input, head=head)
         target = target.long()
         if mask is not None:
             target = target.where(mask, self.options.ignore_index)
         ignore_index = self.options.ignore_index
-        return lay_out(
+        return select_rows(
             whole(target, split), self._group, ignore_index, head.vocab_size, sequences=split, n_valid=n_valid
         )
 
@@ -283,7 +280,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             )
         return ByAutograd(self.divergence, self.options, self.teacher_options)
 
-    def _route_of_top_k(self, head: LossHead, layout: Layout, given: _Given, n_valid: int | None) -> TopK:
+    def _route_of_top_k(self, head: LossHead, rows: Rows, given: _Given, n_valid: int | None) -> TopK:
         if not self.of_distributions:
             raise ValueError(
                 f"{type(self).__name__} needs the teacher's logits, got teacher_logps: set of_distributions = True "
@@ -291,7 +288,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             )
         if self._transforms_teacher:
             raise ValueError("teacher_options are for teacher_input, got teacher_logps, which have no transform")
-        logps, ids = _top_k(head, layout, given, n_valid)
+        logps, ids = _top_k(head, rows, given, n_valid)
         return TopK(self.divergence, self.options, logps, ids, head.shard)
 
     def extra_repr(self) -> str:
@@ -300,7 +297,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         return f"{weights}, {self.options}{own}"
 
 
-def _top_k(head: LossHead, layout: Layout, given: _Given, n_valid: int | None) -> tuple[Tensor, Tensor]:
+def _top_k(head: LossHead, rows: Rows, given: _Given, n_valid: int | None) -> tuple[Tensor, Tensor]:
     """Return the valid tokens' checked top-k, (n_valid, k) each."""
     logps, ids = given.teacher_logps, given.teacher_ids
     device, vocab_size = head.weight.device, head.vocab_size
@@ -310,9 +307,9 @@ def _top_k(head: LossHead, layout: Layout, given: _Given, n_valid: int | None) -
     if not isinstance(ids, Tensor) or ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(f"teacher_ids must be a tensor of token ids (int64), got {got}")
-    if logps.ndim < 2 or logps.shape[:-1].numel() != layout.mask.numel() or logps.shape[-1] == 0:
+    if logps.ndim < 2 or logps.shape[:-1].numel() != rows.n_positions or logps.shape[-1] == 0:
         raise ValueError(
-            f"teacher_logps must be (B, T, k) or (N, k), k values for each of {layout.mask.numel()} rows of input, "
+            f"teacher_logps must be (B, T, k) or (N, k), k values for each of {rows.n_positions} rows of input, "
             f"got {tuple(logps.shape)}"
         )
     if ids.shape != logps.shape:
@@ -320,9 +317,9 @@ def _top_k(head: LossHead, layout: Layout, given: _Given, n_valid: int | None) -
     for name, x in (("teacher_logps", logps), ("teacher_ids", ids)):
         if x.device != device:
             raise ValueError(f"{name} is on {x.device}, weight on {device}: expected one device")
-    k, every = logps.shape[-1], slice(0, layout.n_valid)
-    logps = layout.input_rows(logps.detach().reshape(-1, k), every)
-    ids = layout.input_rows(ids.reshape(-1, k), every).long()
+    k, every = logps.shape[-1], slice(0, rows.n_valid)
+    logps = rows.take(logps.detach().reshape(-1, k), every)
+    ids = rows.take(ids.reshape(-1, k), every).long()
     if ids.numel() == 0:
         return logps, ids
 

@@ -18,9 +18,10 @@ from liger_chunked.engine import (
     check_projection,
     check_target,
     check_temperature,
+    check_temperature_values,
     count,
-    lay_out,
-    may_read,
+    host_may_sync,
+    select_rows,
     sequence_counts,
     sequences_of,
     whole,
@@ -31,8 +32,8 @@ from liger_chunked.losses.rollouts import (
     IMPORTANCE_LEVELS,
     Arrangement,
     RolloutBatch,
+    by_rollout,
     check_side,
-    rows,
     sum_of_logs,
     whole_side,
 )
@@ -191,7 +192,7 @@ def masked(target: Tensor, attention_mask: Tensor, ignore_index: int, n_valid: A
     if attention_mask.is_floating_point():
         # An additive mask would mean the opposite.
         right = ((attention_mask == 0) | (attention_mask == 1)).all()
-        if not may_read(target, n_valid):
+        if not host_may_sync(target, n_valid):
             assert_later(right, "attention_mask must be 0 or 1 at every token")
         elif not bool(right):
             low, high = (x.item() for x in attention_mask.aminmax())
@@ -387,8 +388,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             TypeError: an argument has the wrong type or dtype.
             ValueError: shapes, devices, target ids or options do not fit. The message says what was expected and found.
         """
-        head = LossHead(weight, bias, vocab_shard)
-        check_projection(head, input)
+        head = check_projection(LossHead(weight, bias, vocab_shard), input)
         check_target(target, input, head=head)
         sequences = sequences_of(
             head, input, cu_seqlens, sequence_group, "(B, T, H), one sequence a completion", n_valid=n_valid
@@ -418,14 +418,17 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         whole_target = whole(target.long(), sequences, ignore_index)
         if n_valid is not None:
             n_valid = sequence_counts(n_valid, whole_target, sequence_group, vocab_shard)
-        layout = lay_out(whole_target, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid)
+        rows = select_rows(
+            whole_target, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid
+        )
         if temperature is not None:
-            layout = layout.at_temperature(whole(temperature, sequences, 1.0), n_valid)
-        arrange = Arrangement(layout, whole_target, accumulation_dtype(weight.dtype))
+            rows = rows.with_side("temperature", whole(temperature, sequences, 1.0).reshape(-1))
+            check_temperature_values(rows.side["temperature"], n_valid)
+        arrange = Arrangement(rows, whole_target, accumulation_dtype(weight.dtype))
         items = self._num_items(num_items, arrange)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         dense_ref_logps = reference_logps(
-            reference, self, head, target, layout, sequences, required=True if self.beta else None
+            reference, self, head, target, rows, sequences, required=True if self.beta else None
         )
         advantages = whole_side("advantages", advantages, target, sequences)
         if old_logps is not None:
@@ -440,7 +443,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
             return self._objective(batch(), batch().rollouts(stats, index), index, items)
 
-        loss, stats, _ = self._fuse(head, input, layout, Differentiated(objective))
+        loss, stats, _ = self._fuse(head, input, rows, Differentiated(objective))
         return loss, self._metrics(batch().rollouts(stats, slice(None)), whole_target.shape)
 
     if TYPE_CHECKING:
@@ -502,11 +505,11 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             weights=arrange(torch.ones_like(lengths) / denominator),
             advantages=arrange.side(advantages, 0.0),
             old_logps=None if old_logps is None else arrange.side(old_logps, 0.0),
-            ref_logps=None if ref_logps is None else rows(ref_logps),
+            ref_logps=None if ref_logps is None else by_rollout(ref_logps),
             importance_weights=None if importance_weights is None else arrange.side(importance_weights, 1.0),
             importance_level=self.importance_level,
             batch_size=mask.shape[0],
-            batch_tokens=arrange.layout.n_valid,
+            batch_tokens=arrange.rows.n_valid,
         )
 
     @torch.no_grad()

@@ -12,8 +12,8 @@ from typing_extensions import Unpack
 from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
     Group,
-    Layout,
     Objective,
+    Rows,
     Share,
     along,
     assert_later,
@@ -22,9 +22,9 @@ from liger_chunked.engine import (
     check_values,
     count,
     gradients_of,
-    lay_out,
+    host_may_sync,
     leaves_of,
-    may_read,
+    select_rows,
     sequence_counts,
     sequences_of,
     whole,
@@ -261,8 +261,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             TypeError: an argument has the wrong type or dtype.
             ValueError: shapes, devices, target ids or options do not fit. The message says what was expected and found.
         """
-        head = LossHead(weight, bias, vocab_shard)
-        check_projection(head, input)
+        head = check_projection(LossHead(weight, bias, vocab_shard), input)
         check_target(target, input, head=head)
         sequences = sequences_of(
             head, input, cu_seqlens, sequence_group, "(2 n, T, H), chosen then rejected sequences", n_valid=n_valid
@@ -278,16 +277,18 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         whole_union = whole(union, sequences, ignore_index)
         if n_valid is not None:
             n_valid = sequence_counts(n_valid, whole_union, sequence_group, vocab_shard)
-        layout = lay_out(whole_union, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid)
+        rows = select_rows(
+            whole_union, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid
+        )
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
-        ref_logps = reference_logps(reference, self, head, target, layout, sequences, required=self.use_ref_model)
+        ref_logps = reference_logps(reference, self, head, target, rows, sequences, required=self.use_ref_model)
         if nll_target is not None:
             target, nll_target = (whole(x, sequences, ignore_index) for x in (target, nll_target))
-        batch = self._batch(head, target, nll_target, layout, ref_logps)
+        batch = self._batch(head, target, nll_target, rows, ref_logps)
         n_pairs = max(1, n // 2)
-        has_own_nll = nll_target is not None
-        objective = _MeanOverPairs(self, batch, n_pairs, None if has_own_nll else layout.group_lengths)
-        loss, stats, aux = self._fuse(head, input, layout, objective)
+        host_counts = None if nll_target is not None or rows.groups is None else rows.groups.host_counts
+        objective = _MeanOverPairs(self, batch, n_pairs, host_counts)
+        loss, stats, aux = self._fuse(head, input, rows, objective)
         return loss, self._metrics(batch, aux.logps, stats)
 
     if TYPE_CHECKING:
@@ -306,7 +307,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         ignore_index = self.options.ignore_index
         in_both = (nll_target != ignore_index) & (target != ignore_index)
         differ = (in_both & (target != nll_target)).any()
-        if not may_read(target, n_valid):
+        if not host_may_sync(target, n_valid):
             assert_later(~differ, _DISAGREE)
         elif bool(differ):
             raise ValueError(_DISAGREE)
@@ -317,20 +318,20 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         head: LossHead,
         target: Tensor,
         nll_target: Tensor | None,
-        layout: Layout,
+        rows: Rows,
         ref_logps: Tensor | None,
     ) -> _Batch:
-        mask, lengths, at_least_1, nll_mask, nll_only = layout.mask, layout.lengths, layout.divisors, None, None
-        batch_lengths = layout.side_lengths
-        assert lengths is not None and batch_lengths is not None and layout.group_lengths is not None
+        groups, mask, nll_mask, nll_only = rows.groups, rows.mask, None, None
+        assert groups is not None and groups.side_lengths is not None and mask is not None
+        lengths, at_least_1, batch_lengths = groups.lengths, groups.divisors, groups.side_lengths
         if nll_target is not None:
             ignore_index = self.options.ignore_index
-            mask = layout.arrange(target != ignore_index)
+            union, mask = mask, rows.arrange(target != ignore_index)
             lengths = mask.sum(-1)
             batch_lengths = lengths.sum(0)
             at_least_1 = lengths.clamp(min=1)
-            nll_mask = layout.arrange(nll_target != ignore_index)[:, 0]
-            nll_only = layout.mask & ~mask
+            nll_mask = rows.arrange(nll_target != ignore_index)[:, 0]
+            nll_only = union & ~mask
         dtype = accumulation_dtype(head.weight.dtype)
         sequences = _Sequences(
             mask=mask,
@@ -339,12 +340,12 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             token_weights=None if self.ld_alpha is None else _tail_weights(mask, lengths, self.ld_alpha, dtype),
             nll_only=nll_only,
         )
-        may_be_empty = nll_target is not None or not layout.shortest
+        may_be_empty = nll_target is not None or not groups.shortest
         return _Batch(
             sequences=sequences,
             batch_lengths=batch_lengths.clamp(min=1) if may_be_empty else batch_lengths,
             ref_logps=self._ref_logps(target, sequences, ref_logps),
-            has_tokens=lengths.sum(-1) > 0 if nll_target is not None or 0 in layout.group_lengths else None,
+            has_tokens=lengths.sum(-1) > 0 if nll_target is not None or 0 in groups.host_counts else None,
             nll_mask=nll_mask,
         )
 
@@ -391,7 +392,7 @@ class _MeanOverPairs(Objective):
     of: LigerFusedLinearPreferenceBase
     batch: _Batch
     n_pairs: int
-    lengths: Sequence[int] | None  # of the pairs, on the host; None: known only to the device
+    host_counts: Sequence[int] | None  # tokens of each pair; None: known only to the device
 
     def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
         assert values.logps is not None
@@ -417,7 +418,7 @@ class _MeanOverPairs(Objective):
         nll = of.alpha * batch.nll(values, index) if of.compute_nll_loss else None
         if of._whole_batch and batch.has_tokens is not None:
             # A loss that sorts must not see empty pairs.
-            index = _places(batch.has_tokens, self.lengths)
+            index = _places(batch.has_tokens, self.host_counts)
             logps, values = logps[index], TokenStats(*(None if f is None else f[index] for f in values))
         pairs = batch.pairs(logps, values, index)
         losses = of.preference_loss(pairs)

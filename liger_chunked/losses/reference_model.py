@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.engine import Layout, Sequences, check_projection, token_stats, whole
+from liger_chunked.engine import Rows, Sequences, check_projection, token_stats, whole
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.types import LossHead, Weight, accumulation_dtype
 
@@ -23,7 +23,7 @@ def reference_logps(
     loss: StatsLoss,
     head: LossHead,
     target: Tensor,
-    layout: Layout,
+    rows: Rows,
     sequences: Sequences,
     *,
     required: bool | None,
@@ -50,8 +50,7 @@ def reference_logps(
         raise ValueError(f"{type(loss).__name__} needs a reference: pass {input_name} and ref_weight, or {logps_name}")
 
     if ref_input is not None and ref_weight is not None:
-        ref_head = LossHead(ref_weight, ref_bias, head.shard)
-        check_projection(ref_head, ref_input, "ref_", f"{infix}input")
+        ref_head = check_projection(LossHead(ref_weight, ref_bias, head.shard), ref_input, "ref_", f"{infix}input")
         if ref_head.token_shape(ref_input) != target.shape:
             raise ValueError(
                 f"{input_name} must be {(*target.shape, 'H_ref')}, as {target_name} {tuple(target.shape)} is, "
@@ -64,10 +63,11 @@ def reference_logps(
             )
         _check_device(input_name, ref_input, target_name, target)
         with torch.no_grad():
-            return token_stats(ref_head, ref_input, layout, ("logps",), loss.options).logps
+            return token_stats(ref_head, ref_input, rows, ("logps",), loss.options).logps
     if ref_logps is None:
         return None
-    per_sequence = (layout.mask.shape[:-1].numel(),)
+    assert rows.mask is not None
+    per_sequence = (rows.mask.shape[:-1].numel(),)
     if not isinstance(ref_logps, Tensor) or ref_logps.shape not in (target.shape, per_sequence):
         got = tuple(ref_logps.shape) if isinstance(ref_logps, Tensor) else type(ref_logps).__name__
         raise ValueError(
@@ -80,9 +80,9 @@ def reference_logps(
     if not per_token:
         dtype = torch.promote_types(dtype, ref_logps.dtype)
     ref_logps = ref_logps.detach().to(dtype)
-    ref_logps = layout.arrange(whole(ref_logps, sequences) if per_token else ref_logps)
+    ref_logps = rows.arrange(whole(ref_logps, sequences) if per_token else ref_logps)
     # Padding may hold NaN.
-    return torch.where(layout.mask, ref_logps, 0.0) if per_token else ref_logps
+    return torch.where(rows.mask, ref_logps, 0.0) if per_token else ref_logps
 
 
 def without_reference(loss: Any, lengths: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from liger_chunked.engine import (
     SequenceSplit,
     check_projection,
     check_target,
-    lay_out,
+    select_rows,
     sequence_counts,
     token_stats,
     whole,
@@ -62,7 +62,7 @@ def mismatched_kl(
             f"{type(loss).__name__} needs a reference point: pass kl, or kl_input and kl_target, "
             f"got {', '.join(given) or 'neither'}"
         )
-    check_projection(head, kl_input, input_name="kl_input")
+    head = check_projection(head, kl_input, input_name="kl_input")
     check_target(kl_target, kl_input, "kl_target", "kl_input", head=head)
     if kl_input.ndim != 3:
         raise ValueError(f"kl_input must be (m, T, H), a completion a row, got {tuple(kl_input.shape)}")
@@ -75,17 +75,18 @@ def mismatched_kl(
     counts = None
     if n_valid is not None:
         counts = sequence_counts(n_valid, target_of_all, sequence_group, head.shard, "kl_n_valid")
-    layout = lay_out(
+    rows = select_rows(
         target_of_all, "sequence", ignore_index, head.vocab_size, "kl_target", sequences=split, n_valid=counts
     )
-    lengths = layout.divisors[:, 0]
+    assert rows.groups is not None
+    lengths = rows.groups.divisors[:, 0]
     ref_weight, ref_bias = (None, None) if ref_kl_input is None else (reference.weight, reference.bias)
     ref_logps = reference_logps(
         Reference(ref_kl_input, ref_weight, ref_bias, ref_kl_logps),
         loss,
         head,
         target,
-        layout,
+        rows,
         split,
         required=True,
         infix="kl_",
@@ -94,7 +95,7 @@ def mismatched_kl(
     ref_logps = ref_logps.squeeze(1)
     if ref_logps.ndim == 2:
         ref_logps = sequence_logps(ref_logps, lengths, average_log_prob)
-    token_logps = token_stats(head, kl_input, layout, ("logps",), loss.options).logps
+    token_logps = token_stats(head, kl_input, rows, ("logps",), loss.options).logps
     assert token_logps is not None
     logratios = sequence_logps(token_logps[:, 0], lengths, average_log_prob) - ref_logps
     return (logratios.sum() / max(1, logratios.shape[0])).clamp(min=0)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.engine import Layout, Sequences, SequenceSplit, whole
+from liger_chunked.engine import Rows, Sequences, SequenceSplit, whole
 from liger_chunked.types import Rollouts, TokenStats
 
 
@@ -37,8 +37,8 @@ IMPORTANCE_LEVELS: Mapping[str, _Level] = {
 }
 
 
-def rows(values: Tensor) -> Tensor:
-    """Convert (m,) or (n, 1, T) of the dense layout to (n, T)."""
+def by_rollout(values: Tensor) -> Tensor:
+    """Return (m, 1) or (n, T) from a chunk's dense values, (m,) of tokens or (n, 1, T) of sequences."""
     return values[:, None] if values.ndim == 1 else values.flatten(0, 1)
 
 
@@ -66,16 +66,17 @@ def whole_side(name: str, x: Tensor, target: Tensor, sequences: Sequences) -> Te
 
 @dataclass(frozen=True)
 class Arrangement:
-    layout: Layout
+    rows: Rows
     target: Tensor  # (B, T)
     dtype: torch.dtype
 
     @property
     def mask(self) -> Tensor:
-        return self.layout.mask.view(self.target.shape)
+        assert self.rows.mask is not None
+        return self.rows.mask.view(self.target.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.layout.group_lengths is not None:
+        if self.rows.groups is not None:
             return x
         return x.expand(self.target.shape).reshape(-1, 1)
 
@@ -103,7 +104,7 @@ class RolloutBatch:
 
     def rollouts(self, stats: TokenStats, index: slice | Tensor) -> Rollouts:
         assert stats.logps is not None and stats.entropy is not None
-        logps, lengths = rows(stats.logps), self.lengths[index]
+        logps, lengths = by_rollout(stats.logps), self.lengths[index]
         old_logps = logps.detach() if self.old_logps is None else self.old_logps[index]
         return Rollouts(
             logps=logps,
@@ -112,7 +113,7 @@ class RolloutBatch:
             log_ratio=IMPORTANCE_LEVELS[self.importance_level].log_ratio(logps - old_logps, lengths),
             advantages=self.advantages[index],
             importance_weights=None if self.importance_weights is None else self.importance_weights[index],
-            entropy=rows(stats.entropy),
+            entropy=by_rollout(stats.entropy),
             mask=self.mask[index],
             lengths=lengths,
             batch_size=self.batch_size,

@@ -12,12 +12,12 @@ from liger_chunked.engine import (
     LossWeights,
     Ranked,
     Teacher,
+    all_rows,
     check_projection,
     compute_dtype,
     distillation_step,
-    lay_out,
-    lay_out_every,
     run_step,
+    select_rows,
     token_count,
 )
 from liger_chunked.losses.base import FusedLoss
@@ -106,30 +106,29 @@ class LigerFusedLinearULDLoss(FusedLoss):
         """
         if vocab_shard is not None:
             raise ValueError(f"{type(self).__name__} sorts whole rows of logits, got vocab_shard: gather the weights")
-        head, teacher_head = LossHead(weight, bias), LossHead(teacher_weight, teacher_bias)
-        check_projection(head, input)
-        check_projection(teacher_head, teacher_input, "teacher_")
-        rows = tuple(input.shape[:-1])
-        if tuple(teacher_input.shape[:-1]) != rows or teacher_input.device != input.device:
+        head = check_projection(LossHead(weight, bias), input)
+        check_projection(LossHead(teacher_weight, teacher_bias), teacher_input, "teacher_")
+        shape = tuple(input.shape[:-1])
+        if tuple(teacher_input.shape[:-1]) != shape or teacher_input.device != input.device:
             raise ValueError(
-                f"teacher_input must be {(*rows, 'H_teacher')} on {input.device}, a row for each of input, got "
+                f"teacher_input must be {(*shape, 'H_teacher')} on {input.device}, a row for each of input, got "
                 f"{described(teacher_input)}"
             )
         if n_valid is not None:
-            n_valid = token_count(n_valid, math.prod(rows))
+            n_valid = token_count(n_valid, math.prod(shape))
         if mask is None:
-            layout = lay_out_every(rows, n_valid=n_valid)
+            rows = all_rows(shape, n_valid=n_valid)
         else:
-            _check_rows("mask", mask, rows, input, mask.dtype == torch.bool if isinstance(mask, Tensor) else False)
-            layout = lay_out(mask.long() - 1, "token", -1, head.vocab_size, n_valid=n_valid)
-        every = slice(0, layout.n_valid)
+            _check_rows("mask", mask, shape, input, mask.dtype == torch.bool if isinstance(mask, Tensor) else False)
+            rows = select_rows(mask.long() - 1, "token", -1, head.vocab_size, n_valid=n_valid)
+        every = slice(0, rows.n_valid)
         dtype = compute_dtype(head, input)
 
         def side(name: str, x: Tensor | None) -> Tensor | None:
             if x is None:
                 return None
-            _check_rows(name, x, rows, input, isinstance(x, Tensor) and x.is_floating_point())
-            return layout.input_rows(x.reshape(-1, 1), every)[:, 0]
+            _check_rows(name, x, shape, input, isinstance(x, Tensor) and x.is_floating_point())
+            return rows.take(x.reshape(-1, 1), every)[:, 0]
 
         own, of_teacher = side("scale", scale), side("teacher_scale", teacher_scale)
         route = Ranked(
@@ -139,7 +138,7 @@ class LigerFusedLinearULDLoss(FusedLoss):
             None if own is None else own.detach(),
             None if of_teacher is None else of_teacher.detach(),
         )
-        n_items: float | Tensor = max(1, layout.n_valid)
+        n_items: float | Tensor = max(1, rows.n_valid)
         if num_items is not None:
             n_items = checked_items(num_items, input, accumulation_dtype(weight.dtype))
         teacher = Teacher.of(
@@ -148,7 +147,7 @@ class LigerFusedLinearULDLoss(FusedLoss):
             self.teacher_options,
         )
         weights = LossWeights(1.0 / n_items, None)
-        step = distillation_step(head, dtype, teacher, layout, weights, route, self.options, has_target=False)
+        step = distillation_step(head, dtype, teacher, rows, weights, route, self.options, has_target=False)
         loss = run_step(step, head, input)
         distance, _, by_scale = step.values
         if own is not None and own.requires_grad and by_scale is not None:

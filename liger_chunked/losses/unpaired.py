@@ -12,8 +12,8 @@ from typing_extensions import Unpack
 from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
     Group,
-    Layout,
     Objective,
+    Rows,
     Share,
     along,
     assert_later,
@@ -22,9 +22,9 @@ from liger_chunked.engine import (
     check_values,
     count,
     gradients_of,
-    lay_out,
+    host_may_sync,
     leaves_of,
-    may_read,
+    select_rows,
     sequence_counts,
     sequences_of,
     whole,
@@ -188,8 +188,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             TypeError: an argument has the wrong type or dtype.
             ValueError: shapes, devices, target ids or options do not fit. The message says what was expected and found.
         """
-        head = LossHead(weight, bias, vocab_shard)
-        check_projection(head, input)
+        head = check_projection(LossHead(weight, bias, vocab_shard), input)
         check_target(target, input, head=head)
         sequences = sequences_of(
             head, input, cu_seqlens, sequence_group, "(n, T, H), a sequence a row", n_valid=n_valid
@@ -202,7 +201,9 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         whole_target = whole(target, sequences, ignore_index)
         if n_valid is not None:
             n_valid = sequence_counts(n_valid, whole_target, sequence_group, vocab_shard)
-        layout = lay_out(whole_target, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid)
+        rows = select_rows(
+            whole_target, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid
+        )
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         point = reference_point(
             self.reference_point,
@@ -216,10 +217,11 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             sequence_group=sequence_group,
             waits=n_valid is None,
         )
-        logps = reference_logps(reference, self, head, target, layout, sequences, required=self.use_ref_model)
-        batch = self._batch(layout, preference_labels, example_weights, point, logps)
-        objective = _MeanOverExamples(self, batch, max(1, n), some_are_empty=0 in (layout.group_lengths or ()))
-        loss, stats, aux = self._fuse(head, input, layout, objective)
+        logps = reference_logps(reference, self, head, target, rows, sequences, required=self.use_ref_model)
+        batch = self._batch(rows, preference_labels, example_weights, point, logps)
+        assert rows.groups is not None
+        objective = _MeanOverExamples(self, batch, max(1, n), some_are_empty=0 in rows.groups.host_counts)
+        loss, stats, aux = self._fuse(head, input, rows, objective)
         return loss, self._metrics(batch, aux.logps, stats)
 
     if TYPE_CHECKING:
@@ -229,16 +231,17 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
     def _batch(
         self,
-        layout: Layout,
+        rows: Rows,
         desirable: Tensor,
         weights: Tensor | None,
         reference_point: Tensor,
         ref_logps: Tensor | None,
     ) -> _Batch:
-        assert layout.lengths is not None
-        tokens = layout.lengths.squeeze(1)
+        groups, mask = rows.groups, rows.mask
+        assert groups is not None and mask is not None
+        tokens = groups.lengths.squeeze(1)
         sides = torch.stack([desirable, ~desirable])
-        lengths = layout.divisors.squeeze(1)
+        lengths = groups.divisors.squeeze(1)
         if ref_logps is None:
             ref_logps = without_reference(self, lengths)
         else:
@@ -246,7 +249,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             if ref_logps.ndim == 2:
                 ref_logps = sequence_logps(ref_logps, lengths, self.average_log_prob)
         return _Batch(
-            mask=layout.mask.squeeze(1),
+            mask=mask.squeeze(1),
             lengths=lengths,
             tokens=tokens,
             desirable=desirable,
@@ -343,7 +346,7 @@ def _labels(labels: Tensor, n: int, input: Tensor, n_valid: Any) -> Tensor:
     _check_each("preference_labels", labels, n, input)
     if labels.dtype == torch.bool:
         return labels
-    if not may_read(labels, n_valid):
+    if not host_may_sync(labels, n_valid):
         assert_later(((labels == 0) | (labels == 1)).all(), "preference_labels must be bool, or integers 0 and 1")
     elif bool(((labels != 0) & (labels != 1)).any()):
         raise ValueError(

@@ -1,0 +1,114 @@
+"""Test the order of tokens, and how their values return to the batch."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import FreshProcesses
+from torch import Tensor
+
+from liger_chunked.engine import all_rows, select_rows
+from liger_chunked.engine.cutting import Chunk, chunks_of_groups, chunks_of_tokens
+from liger_chunked.engine.once import OncePerGroup
+from liger_chunked.engine.rows import Group, Rows
+from liger_chunked.types import TokenStats
+
+VOCAB, LENGTH = 40, 6
+
+
+def targets(ignored: bool) -> Tensor:
+    """Return ids (4, 6) that all differ, so that an id says where it came from."""
+    target = torch.arange(4 * LENGTH).view(4, LENGTH)
+    if ignored:
+        target[0, :2] = target[1] = target[2, 3:] = -100
+    return target
+
+
+def chunks_of(rows: Rows) -> tuple[Chunk, ...]:
+    if rows.groups is None:
+        return chunks_of_tokens(rows.n_valid, 5)
+    return chunks_of_groups(rows.groups.host_counts, rows.groups.cut_counts, 7)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("group", ["token", "sequence", "pair"])
+def test_values_return_to_their_positions(group: Group, ignored: bool) -> None:
+    target = targets(ignored)
+    rows = select_rows(target, group, -100, VOCAB).in_group_order()
+    expected = target.where(target != -100, 0)
+    if group == "pair":
+        expected = torch.stack(expected.chunk(2), 1)
+    elif group == "sequence":
+        expected = expected[:, None]
+    assert rows.target is not None
+    parts = []
+    chunks = chunks_of(rows)
+    assert len(chunks) > 1
+    for chunk in chunks:
+        ids = rows.target[chunk.row_slice]
+        assert torch.equal(rows.take(target.view(-1), chunk.row_slice), ids)
+        dense = rows.dense(TokenStats(logps=ids), chunk)
+        assert dense.logps is not None
+        assert torch.equal(dense.logps, expected.view(rows.dense_shape)[rows.index(chunk)])
+        assert torch.equal(rows.compact(dense.logps, chunk), ids)
+        parts.append(dense)
+    assert torch.equal(rows.join(parts).logps, expected.view(rows.dense_shape))
+
+
+@pytest.mark.parametrize("group", ["token", "sequence", "pair"])
+def test_side_inputs_follow_their_tokens(group: Group) -> None:
+    target = targets(ignored=True)
+    pairs_of_ids = torch.stack([target, target + 1], -1).view(-1, 2)
+    rows = select_rows(target, group, -100, VOCAB).with_side("candidates", pairs_of_ids)
+    order = torch.randperm(rows.n_valid)
+    for moved in (
+        rows,
+        rows.in_group_order(),
+        rows.reordered(order),
+        rows.without_tensors().with_tensors(rows.tensors()),
+    ):
+        assert moved.target is not None
+        assert torch.equal(moved.side["candidates"], torch.stack([moved.target, moved.target + 1], -1))
+    assert not any(isinstance(x, Tensor) for x in rows.without_tensors().tensors().values())
+
+
+def test_without_a_target_all_rows_count() -> None:
+    rows = all_rows((2, 3))
+    assert rows.n_valid == rows.n_positions == 6 and rows.mask is None
+    assert set(rows.tensors().values()) == {None}
+    with pytest.raises(ValueError, match="n_valid must be 6"):
+        all_rows((2, 3), n_valid=5)
+
+
+def of_groups(rank: int, folder: str) -> None:
+    once, calls = OncePerGroup(), []
+
+    def check() -> int:
+        calls.append(None)
+        return len(calls)
+
+    for start in range(2):
+        store = dist.FileStore(f"{folder}/{start}", 1)
+        dist.init_process_group("gloo", rank=rank, world_size=1, store=store)
+        group = dist.new_group([0])
+        first, second = once.result(None, "a", check), once.result(group, "a", check)
+        assert once.result(dist.group.WORLD, "a", check) == first and once.result(group, "a", check) == second
+        once.result(group, "b", check)
+        names = dist.group.WORLD.group_name, group.group_name
+        assert len(calls) == 3 * (start + 1), "groups of an earlier name are checked again"
+        with pytest.raises(ZeroDivisionError):
+            once.result(group, "c", lambda: 1 / 0)
+        assert once.result(group, "c", lambda: 3) == 3
+        dist.destroy_process_group()
+        del group
+        gc.collect()
+        assert not once._of_groups, f"groups {names} are alive"
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+def test_checks_live_as_long_as_their_group(tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    fresh_process.spawn(of_groups, 1, str(tmp_path))
