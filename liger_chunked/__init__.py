@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         run_head as run_head,
     )
     from liger_chunked.integrations.transformers.patch import FamilyFunction
+    from liger_chunked.kept_ids import KeptIds
     from liger_chunked.kernels import (
         liger_cross_entropy,
         liger_geglu,
@@ -117,6 +118,7 @@ __all__ = [
     "DeferredLogits",
     "DistillationMetrics",
     "Examples",
+    "KeptIds",
     "LigerCrossEntropyLoss",
     "LigerFusedLinearBCOLoss",
     "LigerFusedLinearCPOLoss",
@@ -185,6 +187,7 @@ _MODULES = (
     "engine",
     "first_step",
     "functional",
+    "kept_ids",
     "kernels",
     "losses",
     "memory",
@@ -192,7 +195,7 @@ _MODULES = (
     "testing",
     "types",
 )
-_HOMES = ("types", "engine", "losses", "kernels", "modules", "memory", "first_step", "deferred")
+_HOMES = ("types", "kept_ids", "engine", "losses", "kernels", "modules", "memory", "first_step", "deferred")
 _OF_TRANSFORMERS = (
     "AutoLigerKernelForCausalLM",
     "AutoLigerKernelForImageTextToText",

@@ -26,6 +26,7 @@ from liger_chunked.engine.checks import (
 )
 from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_step
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
+from liger_chunked.engine.kept import check_kept
 from liger_chunked.engine.known import as_counts, assert_later, host_may_sync, sequence_counts, token_count
 from liger_chunked.engine.objective import (
     Differentiated,
@@ -39,8 +40,8 @@ from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of,
 from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.rows import Group, Rows, all_rows, select_rows
 from liger_chunked.engine.sequence import SequenceSplit, check_group
-from liger_chunked.engine.stats import linear_token_stats, token_stats
-from liger_chunked.engine.step import Fused, fused_loss, run_step
+from liger_chunked.engine.stats import linear_token_stats, stats_of_kept, token_stats
+from liger_chunked.engine.step import Fused, fused_loss, loss_of_kept, run_step
 from liger_chunked.engine.top_k import TopK
 from liger_chunked.kernels.operands import along, plain
 
@@ -66,6 +67,7 @@ __all__ = [
     "as_counts",
     "assert_later",
     "check_group",
+    "check_kept",
     "check_projection",
     "check_target",
     "check_temperature",
@@ -80,12 +82,14 @@ __all__ = [
     "host_may_sync",
     "leaves_of",
     "linear_token_stats",
+    "loss_of_kept",
     "plain",
     "run_step",
     "select_rows",
     "sequence_counts",
     "sequences_of",
     "shifted",
+    "stats_of_kept",
     "token_count",
     "token_stats",
     "whole",

@@ -29,6 +29,22 @@ from liger_chunked.types import HeadTensors, LogitOptions, LossHead, TokenStats,
 OUTPUTS_OF_KEPT = ("logps", "lse", "entropy", "argmax", "is_top1")
 
 
+def check_kept(head: LossHead, outputs: tuple[str, ...], **others: Any) -> None:
+    """Refuse what kept ids exclude.
+
+    Args:
+        others: arguments of the call that choose ids in another way, by name.
+    """
+    refused = [name for name in outputs if name not in OUTPUTS_OF_KEPT]
+    if refused:
+        raise ValueError(f"kept has statistics {OUTPUTS_OF_KEPT} of the ids that were kept, got outputs {refused}")
+    given = [name for name, x in others.items() if x is not None]
+    if given:
+        raise ValueError(f"kept says which ids count, got {', '.join(given)} as well")
+    if head.shard is not None and head.shard.input_grad == "reduce_scatter":
+        raise ValueError("kept needs each rank's hidden states whole, got input_grad='reduce_scatter' of vocab_shard")
+
+
 class Placed(NamedTuple):
     """Kept ids at the positions of a target.
 

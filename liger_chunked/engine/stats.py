@@ -23,10 +23,12 @@ from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.hooks import hooks_active
-from liger_chunked.engine.known import token_count
+from liger_chunked.engine.kept import check_kept, kept_token_stats, place
+from liger_chunked.engine.known import host_may_sync, token_count
 from liger_chunked.engine.precision import gemms
 from liger_chunked.engine.rows import Rows, select_rows
 from liger_chunked.engine.saved import savable, save, saved
+from liger_chunked.kept_ids import KeptIds
 from liger_chunked.kernels.backend import first_derivative, graph_is_retained, has_wide_tiles
 from liger_chunked.private import is_view
 from liger_chunked.types import (
@@ -188,6 +190,53 @@ def token_stats(
     return TokenStats(**dict(zip(_returned(plan), values, strict=True)))
 
 
+def stats_of_kept(
+    head: LossHead,
+    input: Tensor,
+    target: Tensor,
+    kept: KeptIds,
+    outputs: tuple[str, ...],
+    options: LogitOptions,
+    temperature: Tensor | None = None,
+    *,
+    may_wait: bool = True,
+    batch_invariant: bool = False,
+) -> TokenStats:
+    """Return `linear_token_stats(kept=)` of checked inputs, (N,) each, differentiable.
+
+    Tokens with kept ids and tokens with the whole vocabulary are computed apart, so that a batch costs their sum.
+
+    Args:
+        target: (N,) or (B, T) int64.
+        temperature: float32 like `target`, instead of that of `options`, which is then 1.
+        may_wait: as in `place`.
+    """
+    flat, dtype = target.reshape(-1), compute_dtype(head, input)
+    is_valid = flat != options.ignore_index
+    placed = place(kept, flat, is_valid, head.vocab_size, may_wait)
+    flat_temperature = None if temperature is None else temperature.reshape(-1).contiguous()
+    found = kept_token_stats(head, input, placed, outputs, options, flat_temperature, dtype)
+    counts = is_valid & placed.has_entries
+    if not placed.n_whole:
+        return found._replace(**{
+            name: x.where(counts, torch.full((), _fill(name), dtype=x.dtype, device=x.device))
+            for name, x in found._asdict().items()
+            if x is not None
+        })  # fmt: skip
+    rest = flat.masked_fill(placed.has_entries, options.ignore_index).view(target.shape)
+    rows = select_rows(rest, "token", options.ignore_index, head.vocab_size, n_valid=placed.n_whole)
+    if flat_temperature is not None:
+        rows = rows.with_side("temperature", flat_temperature)
+    others = token_stats(head, input, rows, outputs, options, batch_invariant=batch_invariant)
+    pairs = zip(found, others, strict=True)
+    return TokenStats(*(None if a is None or b is None else a.where(counts, b.reshape(-1)) for a, b in pairs))
+
+
+def _fill(name: str) -> int:
+    """Return the value of a statistic at ignored tokens."""
+    return -1 if name == "argmax" else 0
+
+
 @entry_point
 def linear_token_stats(
     weight: Weight,
@@ -202,6 +251,7 @@ def linear_token_stats(
     candidates: Tensor | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
+    kept: KeptIds | None = None,
     ignore_index: int = -100,
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
@@ -228,6 +278,9 @@ def linear_token_stats(
         top_k, top_p: after the temperature, as a sampler does, keep the `top_k` largest logits, of these the fewest
             whose probabilities sum to `top_p`, and ties with the smallest kept. The others are -inf, as is a dropped
             target's `logps`. Sorts the logits without `top_k`.
+        kept: the ids that a sampler kept of each position, see `KeptIds`: statistics of the softmax over these, after
+            the temperature. Only their rows of the head are read. Not with `mean_logits`, `log_sum_sq_probs`,
+            `candidates` or a filter. With `n_valid`, no position with a target may have the whole vocabulary.
         deterministic: "batch" gives a token's values, not gradients, the same bits in any batch, place and budget.
             On a GPU it needs the fused epilogue: Hopper, bfloat16, and none of bias, softcap, candidates or
             temperatures of tokens. Results are repeatable without it too.
@@ -275,6 +328,13 @@ def linear_token_stats(
     if per_token is not None:
         rows = rows.with_side("temperature", per_token.reshape(-1))
         check_temperature_values(rows.side["temperature"], n_valid)
+    if kept is not None:
+        check_kept(head, outputs, candidates=candidates, top_k=top_k, top_p=top_p)
+        stats = stats_of_kept(
+            head, input, target.long(), kept, outputs, options, per_token,
+            may_wait=host_may_sync(target, n_valid), batch_invariant=deterministic is not None,
+        )  # fmt: skip
+        return TokenStats(*(None if x is None else x.view(target.shape) for x in stats))
     filter = SamplingFilter.of(top_k, top_p, options, outputs, vocab_shard is not None)
     if candidates is not None:
         rows = rows.with_side("candidates", check_candidates(candidates, target, head.vocab_size, n_valid))

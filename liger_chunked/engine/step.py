@@ -13,12 +13,17 @@ from liger_chunked.engine import choose
 from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.checks import compute_dtype
 from liger_chunked.engine.choose import Plan, flattened
+from liger_chunked.engine.collectives import mapped
 from liger_chunked.engine.compile_ahead import compile_ahead
+from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.hooks import isolated
 from liger_chunked.engine.objective import Objective, Share
+from liger_chunked.engine.packed import Sequences, whole
 from liger_chunked.engine.precision import gemms
 from liger_chunked.engine.rows import Rows, joined
+from liger_chunked.engine.stats import stats_of_kept
+from liger_chunked.kept_ids import KeptIds
 from liger_chunked.kernels import scale_
 from liger_chunked.kernels.backend import first_derivative, graph_is_retained, has_wide_tiles
 from liger_chunked.types import (
@@ -220,3 +225,35 @@ def fused_loss(
     )
     step = StatisticsStep(plan, objective)
     return Fused(run_step(step, head, input), step.values, step.aux)
+
+
+def loss_of_kept(
+    head: LossHead,
+    input: Tensor,
+    target: Tensor,
+    kept: KeptIds,
+    rows: Rows,
+    objective: Objective,
+    *,
+    sequences: Sequences,
+    outputs: tuple[str, ...],
+    options: LogitOptions,
+    temperature: Tensor | None,
+    may_wait: bool,
+) -> Fused:
+    """Return what `fused_loss` returns, of the softmax over the ids that a sampler kept.
+
+    Its gradients come in the backward: without logits there is nothing that a gradient in the forward would save.
+
+    Args:
+        target: as the caller gave it, so that `kept` are the ids of its positions in order.
+        rows: of the padded target.
+    """
+    flat = stats_of_kept(head, input, target, kept, outputs, options, temperature, may_wait=may_wait)
+    dense = mapped(lambda x: whole(x.view(target.shape), sequences).reshape(rows.dense_shape), flat)
+    every = Chunk(slice(0, rows.n_valid), slice(0, rows.dense_shape[0]))
+    values = dense
+    if rows.groups is None and (places := rows.dense_index) is not None:
+        values = mapped(lambda x: x[places], dense)
+    loss = objective.loss(values, rows.index(every)).to(accumulation_dtype(input.dtype))
+    return Fused(loss, mapped(Tensor.detach, dense), None)

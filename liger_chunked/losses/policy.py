@@ -15,17 +15,20 @@ from liger_chunked.engine import (
     Differentiated,
     Group,
     assert_later,
+    check_kept,
     check_projection,
     check_target,
     check_temperature,
     check_temperature_values,
     count,
     host_may_sync,
+    loss_of_kept,
     select_rows,
     sequence_counts,
     sequences_of,
     whole,
 )
+from liger_chunked.kept_ids import KeptIds
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.reference_model import Reference, reference_logps
 from liger_chunked.losses.rollouts import (
@@ -347,6 +350,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         importance_weights: Tensor | None = None,
         num_items: float | Tensor | None = None,
         temperature: Tensor | None = None,
+        kept: KeptIds | None = None,
         n_valid: Sequence[int] | None = None,
         vocab_shard: VocabShard | None = None,
         cu_seqlens: Tensor | None = None,
@@ -373,6 +377,9 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 ranks average gradients, pass all ranks' tokens divided by the number of ranks. With other reductions,
                 divide the loss by the number of steps.
             temperature: (B, T) float32, the sampler's, one a token, instead of that of `options`; also the reference's.
+            kept: the ids that the sampler kept of each position of `target`, see `KeptIds`. Log-probabilities and
+                entropies, also those of `ref_input`, are then of the softmax over these ids, and only their rows of the
+                head are read. Pass `old_logps` and `ref_logps` of the same softmax. Not with `sequence_group`.
             n_valid: B ints, the numbers of each sequence's tokens that have a target and that `attention_mask` keeps,
                 so that the host does not wait for the device ("Without waiting" in `docs/how-it-works.md`).
             vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
@@ -412,7 +419,11 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                     f"temperature is given twice: to the constructor, {self.options.temperature}, and to the call, "
                     f"{shown(temperature)}"
                 )
-        ignore_index = self.options.ignore_index
+        if kept is not None:
+            check_kept(head, self._outputs)
+            if sequence_group is not None:
+                raise ValueError("kept and sequence_group are given: ranks cannot split the positions of kept ids yet")
+        ignore_index, may_wait = self.options.ignore_index, host_may_sync(target, n_valid)
         if attention_mask is not None:
             target = masked(target, attention_mask, ignore_index, n_valid)
         whole_target = whole(target.long(), sequences, ignore_index)
@@ -428,8 +439,9 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         items = self._num_items(num_items, arrange)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         dense_ref_logps = reference_logps(
-            reference, self, head, target, rows, sequences, required=True if self.beta else None
-        )
+            reference, self, head, target, rows, sequences, required=True if self.beta else None, kept=kept,
+            temperature=temperature, may_wait=may_wait,
+        )  # fmt: skip
         advantages = whole_side("advantages", advantages, target, sequences)
         if old_logps is not None:
             old_logps = whole(old_logps, sequences)
@@ -443,7 +455,13 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
             return self._objective(batch(), batch().rollouts(stats, index), index, items)
 
-        loss, stats, _ = self._fuse(head, input, rows, Differentiated(objective))
+        if kept is None:
+            loss, stats, _ = self._fuse(head, input, rows, Differentiated(objective))
+        else:
+            loss, stats, _ = loss_of_kept(
+                head, input, target.long(), kept, rows, Differentiated(objective), sequences=sequences,
+                outputs=self._outputs, options=self.options, temperature=temperature, may_wait=may_wait,
+            )  # fmt: skip
         return loss, self._metrics(batch().rollouts(stats, slice(None)), whole_target.shape)
 
     if TYPE_CHECKING:

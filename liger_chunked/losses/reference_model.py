@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.engine import Rows, Sequences, check_projection, token_stats, whole
+from liger_chunked.engine import Rows, Sequences, check_projection, stats_of_kept, token_stats, whole
+from liger_chunked.kept_ids import KeptIds
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.types import LossHead, Weight, accumulation_dtype
 
@@ -28,10 +29,16 @@ def reference_logps(
     *,
     required: bool | None,
     infix: str = "",
+    kept: KeptIds | None = None,
+    temperature: Tensor | None = None,
+    may_wait: bool = True,
 ) -> Tensor | None:
     """Return the reference's dense log-probabilities, detached.
 
     They are per token, zero at ignored tokens, or per sequence like `ref_logps`.
+
+    Args:
+        kept, temperature, may_wait: of `stats_of_kept`, for a reference over the ids that a sampler kept.
     """
     ref_input, ref_weight, ref_bias, ref_logps = reference
     input_name, logps_name, target_name = f"ref_{infix}input", f"ref_{infix}logps", f"{infix}target"
@@ -63,7 +70,13 @@ def reference_logps(
             )
         _check_device(input_name, ref_input, target_name, target)
         with torch.no_grad():
-            return token_stats(ref_head, ref_input, rows, ("logps",), loss.options).logps
+            if kept is None:
+                return token_stats(ref_head, ref_input, rows, ("logps",), loss.options).logps
+            logps = stats_of_kept(
+                ref_head, ref_input, target.long(), kept, ("logps",), loss.options, temperature, may_wait=may_wait
+            ).logps
+            assert logps is not None
+            return whole(logps.view(target.shape), sequences).reshape(rows.dense_shape)
     if ref_logps is None:
         return None
     assert rows.mask is not None
