@@ -294,17 +294,20 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
             target: (B, T) or (N,), integer ids of the tokens that `input` predicts (shift labels, see `shifted`), or
                 `ignore_index`.
             bias: (V,) or None.
-            num_items: divisor of the reduction "mean": the valid tokens of all steps that accumulate gradients
-                (transformers' `num_items_in_batch`). 0 counts as 1: a step without tokens has loss 0. None: the valid
-                tokens of this call.
+            num_items: divisor of the reduction "mean", a number or (): the valid tokens of all steps that accumulate
+                gradients (transformers' `num_items_in_batch`). 0 counts as 1: a step without tokens has loss 0. None:
+                the valid tokens of this call.
             token_weights: floating-point factors of tokens, shaped like `target`. "mean" without `num_items` divides by
-                their sum (for the cross entropy, times `ce_weight`), or by 1 if that is 0.
-            ce_weight: (V,), replaces the constructor's.
+                their sum (for the cross entropy, times `ce_weight`), or by 1 if that is 0. None: 1.
+            ce_weight: (V,), floating-point class weights. None: the constructor's.
             n_valid: the number of tokens that have a target, so that the host does not wait; the device asserts it and
-                the range of targets ("Without waiting" in `docs/how-it-works.md`).
+                the range of targets ("Without waiting" in `docs/how-it-works.md`). None: the host reads it from the
+                device.
             vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
+                None: this rank has the whole vocabulary.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`). Loss and metrics cover whole
-                sequences, but `predicted_tokens` and `reduction="none"` this rank's positions.
+                sequences, but `predicted_tokens` and `reduction="none"` this rank's positions. None: this rank has
+                whole sequences.
 
         Returns:
             The loss in nats, float32, or float64 for float64 inputs: (), or with `reduction="none"` shaped like

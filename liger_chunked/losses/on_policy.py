@@ -146,24 +146,30 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         Args:
             weight: (V, H), the student's head, such as `lm_head.weight`, or an `AdaptedWeight`.
             input: (B, T, H), the student's hidden states in the dtype of `weight`, or in any under autocast.
-            teacher_weight, teacher_input, teacher_bias: (V_teacher, H_teacher) or an `AdaptedWeight`,
-                (B, T, H_teacher) and (V_teacher,). The softmax ignores rows beyond V. Without gradient.
+            teacher_weight, teacher_input, teacher_bias: (V_teacher, H_teacher) or an `AdaptedWeight`, (B, T, H_teacher)
+                and (V_teacher,). The softmax ignores rows beyond V. Without gradient. None: no bias, or `teacher_logps`
+                are given.
             target: (B, T), the sampled tokens, integer ids that `input` predicts (shift labels, see `shifted`), or
-                `ignore_index`. Required.
+                `ignore_index`. Required: None raises.
             bias: (V,) or None.
             teacher_logps: instead of the teacher's hidden states, (B, T), its log-probabilities of `target` in nats.
+                None: computed from `teacher_input`.
             advantages: (B,), (B, 1) or (B, T), of rewards beside the teacher; None: 0.
-            attention_mask: (B, T), 0 at tokens to ignore, else 1.
+            attention_mask: (B, T), 0 at tokens to ignore, else 1. None: `target` alone says which count.
             old_logps: (B, T), log-probabilities of `target` under the policy that sampled it, in nats. None: on-policy.
-            importance_weights: (B, T), (B,) or (B, 1), factors of the cost.
-            num_items: as in `LigerFusedLinearPolicyBase.forward`, a divisor for accumulated gradients.
+            importance_weights: (B, T), (B,) or (B, 1), factors of the cost. None: 1.
+            num_items: divisor of the reduction "token-mean" (or "dapo"), a number or (): the valid tokens of all steps
+                that accumulate gradients. If ranks average gradients, pass all ranks' tokens divided by the number of
+                ranks. Other reductions refuse it. None: the valid tokens of this call.
             n_valid: B ints, the numbers of each sequence's tokens that have a target and that `attention_mask` keeps,
-                so that the host does not wait for the device ("Without waiting" in `docs/how-it-works.md`).
+                so that the host does not wait for the device ("Without waiting" in `docs/how-it-works.md`). None: the
+                host reads them from the device.
             vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
+                None: this rank has the whole vocabulary.
             cu_seqlens: (B + 1,) int32, for packed sequences without padding: the first row of each sequence, then N.
-                Tensors of tokens are then (N, ...). With `n_valid`, on the CPU.
+                Tensors of tokens are then (N, ...). With `n_valid`, on the CPU. None: the batch is padded.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
-                and metrics are those of whole sequences.
+                and metrics are those of whole sequences. None: this rank has whole sequences.
 
         Returns:
             (loss, metrics): the loss (), float32, or float64 for float64 inputs, and `PolicyMetrics`; `kl` is the mean

@@ -360,25 +360,29 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 `ignore_index` at prompts and padding.
             advantages: (B,) or (B, 1) per sequence, or (B, T) per token. Without gradient.
             bias: (V,) or None.
-            attention_mask: (B, T), 0 at tokens to ignore, else 1.
+            attention_mask: (B, T), 0 at tokens to ignore, else 1. None: `target` alone says which count.
             old_logps: (B, T), log-probabilities of the target under the policy that sampled it, in nats. None:
                 on-policy, the ratio is 1.
-            ref_logps: (B, T), the same under the reference.
+            ref_logps: (B, T), the same under the reference. None: computed from `ref_input`; required, one or the
+                other, if `beta` is not 0.
             ref_input, ref_weight, ref_bias: instead, (B, T, H_ref), (V, H_ref) and (V,), the reference's. Without
-                gradient.
+                gradient. None: no bias, or no reference.
             importance_weights: (B, T) per token, or (B,) or (B, 1) per sequence: factors of the cost, such as those of
-                `rollout_importance_weights`.
-            num_items: divisor of the reduction `dapo`: the valid tokens of all steps that accumulate gradients. If
-                ranks average gradients, pass all ranks' tokens divided by the number of ranks. With other reductions,
-                divide the loss by the number of steps.
+                `rollout_importance_weights`. None: 1.
+            num_items: divisor of the reduction `dapo`, a number or (): the valid tokens of all steps that accumulate
+                gradients. If ranks average gradients, pass all ranks' tokens divided by the number of ranks. Other
+                reductions refuse it: divide the loss by the number of steps. None: the valid tokens of this call.
             temperature: (B, T) float32, the sampler's, one a token, instead of that of `options`; also the reference's.
+                None: that of `options`.
             n_valid: B ints, the numbers of each sequence's tokens that have a target and that `attention_mask` keeps,
-                so that the host does not wait for the device ("Without waiting" in `docs/how-it-works.md`).
+                so that the host does not wait for the device ("Without waiting" in `docs/how-it-works.md`). None: the
+                host reads them from the device.
             vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
+                None: this rank has the whole vocabulary.
             cu_seqlens: (B + 1,) int32, for packed sequences without padding: the first row of each sequence, then N.
-                Tensors of tokens are then (N, ...). With `n_valid`, on the CPU.
+                Tensors of tokens are then (N, ...). With `n_valid`, on the CPU. None: the batch is padded.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
-                and metrics are those of whole sequences.
+                and metrics are those of whole sequences. None: this rank has whole sequences.
 
         Returns:
             (loss, metrics): the loss (), float32, or float64 for float64 inputs, and `PolicyMetrics`.

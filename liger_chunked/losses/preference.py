@@ -243,16 +243,21 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
                 `ignore_index` at prompts and padding.
             bias: (V,) or None.
             ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref) and (V,), the reference's. Without gradient.
+                None: no bias, or no reference, which a loss that compares with one warns about or refuses
+                (`use_ref_model`).
             ref_logps: instead, the reference's log-probabilities in nats: (2 n, T), one a token, or (2 n,), one a
-                sequence like `Pairs.logps`, which `ld_alpha` excludes.
-            nll_target: (2 n, T), the target of the NLL term, for example with the prompt; None: `target`.
+                sequence like `Pairs.logps`, which `ld_alpha` excludes. None: computed from `ref_input`, if that is
+                given.
+            nll_target: (2 n, T), the target of the NLL term, for example with the prompt. None: `target`.
             n_valid: 2 n ints, the numbers of each sequence's tokens that `target` or `nll_target` counts, so that the
-                host does not wait for the device ("Without waiting" in `docs/how-it-works.md`).
+                host does not wait for the device ("Without waiting" in `docs/how-it-works.md`). None: the host reads
+                them from the device.
             vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
+                None: this rank has the whole vocabulary.
             cu_seqlens: (2 n + 1,) int32, for packed sequences without padding: the first row of each sequence, then N.
-                Tensors of tokens are then (N, ...). With `n_valid`, on the CPU.
+                Tensors of tokens are then (N, ...). With `n_valid`, on the CPU. None: the batch is padded.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
-                and metrics are those of whole sequences.
+                and metrics are those of whole sequences. None: this rank has whole sequences.
 
         Returns:
             (loss, metrics): the loss () in nats, float32, or float64 for float64 inputs, and `PreferenceMetrics`.
