@@ -159,15 +159,24 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
     but 0 without targets.
 
     Args:
-        reduction: "mean" over valid tokens, "sum", or "none", with gradients computed in backward.
-        label_smoothing: share of the target spread over the vocabulary (https://arxiv.org/abs/1512.00567).
-        lse_square_scale: weight of the z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5).
-        ce_weight: (V,) class weights.
-        focal_gamma: exponent of the factor `(1 - p_y) ** focal_gamma` (https://arxiv.org/abs/1708.02002, equation 4).
+        reduction: "mean" over valid tokens, "sum", or "none", one loss a token, whose gradients are computed in the
+            backward.
+        label_smoothing: share of the target spread over the vocabulary, in [0, 1] (https://arxiv.org/abs/1512.00567).
+        lse_square_scale: weight of the z-loss, not negative (PaLM, https://arxiv.org/abs/2204.02311, section 5).
+        ce_weight: (V,), floating-point class weights, without gradient. None: 1.
+        focal_gamma: exponent of the factor `(1 - p_y) ** focal_gamma`, not negative (https://arxiv.org/abs/1708.02002,
+            equation 4).
         dft: multiply by the constant `p_y` (Dynamic Fine-Tuning, https://arxiv.org/abs/2508.05629). Like the focal
             factor, not in the denominator.
         entropy_weight: weight of the entropy bonus (https://arxiv.org/abs/1701.06548).
-        **options: see `LogitOptions`.
+        return_z_loss: a call returns (loss, metrics), with `metrics.z_loss`, the z-loss as it is part of the loss.
+        return_token_accuracy: a call returns (loss, metrics), with `metrics.token_accuracy`, the share of valid tokens
+            whose most probable token is the target.
+        return_predicted_tokens: a call returns (loss, metrics), with `metrics.predicted_tokens`, the most probable
+            token ids, shaped like the target, -1 at ignored tokens.
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
+            (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
 
     Smoothing, focal loss and DFT exclude each other.
 

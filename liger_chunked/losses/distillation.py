@@ -79,8 +79,15 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         loss = weight_soft_loss * soft_loss + weight_hard_loss * hard_loss
 
     The factor `temperature ** 2` of Hinton et al. 2015 (https://arxiv.org/abs/1503.02531) is the caller's.
-    `teacher_options` has the teacher's `softcap`, `logit_scale` and `temperature`, if different. `**options`: see
-    `LogitOptions`; the budget covers both models' logits.
+
+    Args:
+        weight_hard_loss: factor of the targets' NLL at temperature 1, not negative.
+        weight_soft_loss: factor of the divergence, not negative.
+        teacher_options: `LogitOptions` with the teacher's `softcap`, `logit_scale` and `temperature`. None: the
+            student's.
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of both models' logits in memory, such
+            as "512MiB" (None: automatic). A `logits_dtype` is refused.
     """
 
     of_distributions: ClassVar[bool] = False

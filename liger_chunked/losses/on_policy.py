@@ -84,10 +84,20 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
     `log p(y) - log q(y)`.
 
     Args:
-        epsilon_low, epsilon_high: infinity is no bound.
-        reduction, max_completion_length: see `LigerFusedLinearPolicyBase`.
-        teacher_options: see `LigerFusedLinearDistillationBase`.
-        **options: see `LogitOptions`; use the sampler's `temperature`.
+        kl_coef: weight of the teacher in the advantage, not negative.
+        epsilon_low, epsilon_high: not negative; infinity is no bound.
+        reduction: what the sum over tokens is divided by. "grpo": the mean over sequences of the mean over tokens;
+            "bnpo": the valid tokens of the batch; "dapo": `num_items`, or else as "bnpo"; "dr_grpo":
+            `B * max_completion_length`; "luspo": `B`. verl's "seq-mean-token-mean", "token-mean",
+            "seq-mean-token-sum-norm" and "seq-mean-token-sum" are "grpo", "dapo", "dr_grpo" and "luspo".
+        max_completion_length: positive number of tokens, required by the reduction "dr_grpo" and refused by others.
+            None: not given.
+        teacher_options: `LogitOptions` with the teacher's `softcap`, `logit_scale` and `temperature`. None: the
+            student's.
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
+            (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
+            Use the sampler's `temperature`.
 
     >>> import torch
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -166,8 +176,8 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
                 host reads them from the device.
             vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
                 None: this rank has the whole vocabulary.
-            cu_seqlens: (B + 1,) int32, for packed sequences without padding: the first row of each sequence, then N.
-                Tensors of tokens are then (N, ...). With `n_valid`, on the CPU. None: the batch is padded.
+            cu_seqlens: (B + 1,), int32 or int64, for packed sequences without padding: the first row of each sequence,
+                then N. Tensors of tokens are then (N, ...). With `n_valid`, on the CPU. None: the batch is padded.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
                 and metrics are those of whole sequences. None: this rank has whole sequences.
 
@@ -280,12 +290,18 @@ def with_sampled_token(
     A divergence over these k + 2 bins also counts what the student sampled outside of the k tokens.
 
     Args:
-        teacher_logps, teacher_ids: (..., k) log-probabilities in nats, -inf if missing, and ids.
-        target: (...) sampled tokens; negative ids are ignored.
-        target_logps: (...) under the teacher.
+        teacher_logps: (..., k), floating-point log-probabilities of k tokens in nats, -inf if missing.
+        teacher_ids: (..., k), their ids, integers.
+        target: (...), the sampled tokens' ids; negative ids are ignored.
+        target_logps: (...), their log-probabilities under the teacher, floating-point.
 
     Returns:
-        (..., k + 1) each, with -inf for a sampled token that is among the k.
+        (logps, ids): (..., k + 1) each, in the dtypes of `teacher_logps` and `teacher_ids`. The last log-probability is
+        -inf for a sampled token that is among the k.
+
+    Raises:
+        TypeError: `teacher_logps` or `target_logps` is no floating-point tensor.
+        ValueError: shapes or devices do not fit.
 
     >>> logps, ids = torch.tensor([[0.5, 0.2]]).log(), torch.tensor([[3, 1]])
     >>> logps, ids = with_sampled_token(logps, ids, torch.tensor([4]), torch.tensor([0.1]).log())

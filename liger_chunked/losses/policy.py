@@ -225,20 +225,30 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     | `abs` | `abs(d)` |
 
     Args:
-        beta: above 0, a reference is required.
+        beta: weight of the KL to the reference, not negative; above 0, a call requires a reference.
+        reduction: a name from the first table.
         importance_level: of `Rollouts.ratio`: "token"; "sequence", the tokens' geometric mean `s` (GSPO,
             https://arxiv.org/abs/2507.18071); "sequence_token", `sg(s) pi / sg(pi)` with stopped gradient `sg`, for
             advantages per token (GSPO-token); "trajectory", their product.
-        kl_estimator: with `use_bias_correction_kl`, `k1` and `k3` have the KL's gradient; without, `k2` has it, and
-            `k1`'s is zero on average.
-        use_bias_correction_kl: multiply `kl` by the importance ratio (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
-        off_policy_mask_threshold: tokens with a negative advantage cost 0 where the sequence's mean of
-            `old_logps - logps` is above it (DeepSeek-V3.2, whose old policy is the sampler).
-        entropy_coef: the entropy is always a mean as in `dapo`.
-        top_entropy_quantile: only this share of the call's tokens, at least one, with the highest entropy keeps cost
-            and bonus (https://arxiv.org/abs/2506.01939). Costs one more GEMM if logits exceed the budget.
-        clipped: returns where ratios are clipped; None if never.
-        **options: see `LogitOptions`; use the sampler's `temperature`, also for the reference.
+        max_completion_length: positive number of tokens, required by the reduction "dr_grpo" and refused by others.
+            None: not given.
+        kl_estimator: a name from the second table. With `use_bias_correction_kl`, `k1` and `k3` have the KL's gradient;
+            without, `k2` has it, and `k1`'s is zero on average.
+        use_bias_correction_kl: multiply the estimate by the importance ratio (DeepSeek-V3.2,
+            https://arxiv.org/abs/2512.02556).
+        off_policy_mask_threshold: in nats, not negative: tokens with a negative advantage cost 0 where the sequence's
+            mean of `old_logps - logps` is above it (DeepSeek-V3.2, whose old policy is the sampler). None: no such
+            mask.
+        entropy_coef: weight of the entropy bonus, the mean over tokens as in "dapo".
+        top_entropy_quantile: in [0, 1]; only this share of the call's tokens, at least one, with the highest entropy
+            keeps cost and bonus (https://arxiv.org/abs/2506.01939). Below 1, costs one more GEMM if logits exceed the
+            budget.
+        clipped: a function from `Rollouts` to `Clipped` that says where ratios are clipped, for the metrics. None:
+            nowhere.
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
+            (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
+            Use the sampler's `temperature`; it also applies to the reference.
     """
 
     scope: Literal["token", "sequence", "batch"] = "sequence"
@@ -379,8 +389,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 host reads them from the device.
             vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
                 None: this rank has the whole vocabulary.
-            cu_seqlens: (B + 1,) int32, for packed sequences without padding: the first row of each sequence, then N.
-                Tensors of tokens are then (N, ...). With `n_valid`, on the CPU. None: the batch is padded.
+            cu_seqlens: (B + 1,), int32 or int64, for packed sequences without padding: the first row of each sequence,
+                then N. Tensors of tokens are then (N, ...). With `n_valid`, on the CPU. None: the batch is padded.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
                 and metrics are those of whole sequences. None: this rank has whole sequences.
 

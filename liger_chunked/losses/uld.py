@@ -42,8 +42,14 @@ class LigerFusedLinearULDLoss(FusedLoss):
 
         sum(|scale * p - teacher_scale * q|)
 
-    The loss is the mean over rows. docs/losses.md says how to align rows, and what the scales are for. Options: see
-    `LigerFusedLinearDistillationBase`; `ignore_index` is not used.
+    The loss is the mean over rows. docs/losses.md says how to align rows, and what the scales are for.
+
+    Args:
+        teacher_options: `LogitOptions` with the teacher's `softcap`, `logit_scale` and `temperature`. None: the
+            student's.
+        **options: fields of `LogitOptions`: `softcap`, `logit_scale` and `temperature` transform the logits;
+            `logits_budget` is the most bytes of both models' logits in memory, such as "512MiB" (None: automatic).
+            `ignore_index` is not used, and a call refuses a `logits_dtype`.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(3, 4)

@@ -83,7 +83,15 @@ class _Batch:
 class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     """Mean of a subclass's `preference_loss` over sequences; see `docs/writing-a-loss.md`.
 
-    Sequences without valid tokens add 0, but count in the mean. Options: see `LigerFusedLinearPreferenceBase`.
+    Sequences without valid tokens add 0, but count in the mean.
+
+    Args:
+        beta: scale of the rewards `beta * (logps - ref_logps)`, not negative.
+        average_log_prob: log-probabilities of sequences are means over their valid tokens instead of sums.
+        use_ref_model: True requires a reference in each call, False refuses one, None allows one.
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
+            (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
     """
 
     reference_point: ReferencePoint | None = None
@@ -182,8 +190,8 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
                 for the device ("Without waiting" in `docs/how-it-works.md`). None: the host reads them from the device.
             vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
                 None: this rank has the whole vocabulary.
-            cu_seqlens: (n + 1,) int32, for packed sequences without padding: the first row of each sequence, then N.
-                Tensors of tokens are then (N, ...). With `n_valid`, on the CPU. None: the batch is padded.
+            cu_seqlens: (n + 1,), int32 or int64, for packed sequences without padding: the first row of each sequence,
+                then N. Tensors of tokens are then (N, ...). With `n_valid`, on the CPU. None: the batch is padded.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
                 and metrics are those of whole sequences. None: this rank has whole sequences.
 
