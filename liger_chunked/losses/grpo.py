@@ -402,6 +402,18 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
 
         `luspo` has sequence level, as in its paper, unlike in TRL.
 
+        Args:
+            loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo" or "vespo".
+            **settings: arguments of the constructor. "dr_grpo" needs `max_completion_length`.
+
+        Returns:
+            The loss, with the `surrogate`, `reduction` and `importance_level` of this name and else the constructor's
+            defaults.
+
+        Raises:
+            TypeError: the constructor has no such argument, or one has the wrong type.
+            ValueError: `loss_type` is unknown, or a setting is out of range or not read.
+
         >>> LigerFusedLinearGRPOLoss.from_loss_type("dapo", epsilon_high=0.28).reduction
         'dapo'
         """
