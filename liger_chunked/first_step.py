@@ -45,9 +45,31 @@ def warmup(
     random state, and does not compile a patched model's layers.
 
     Args:
-        loss, ..., teacher_top_k: as in `estimate_memory`, of a typical step.
-        device: of the tensors; None: the current accelerator, or else the CPU.
-        arguments: others of the loss's call, such as `outputs` of `linear_token_stats`.
+        loss: `linear_token_stats`, or an instance of the cross entropy or of a subclass of
+            `LigerFusedLinearPolicyBase`, `LigerFusedLinearPreferenceBase`, `LigerFusedLinearUnpairedPreferenceBase` or
+            `LigerFusedLinearDistillationBase`, also your own. ULD and on-policy distillation are refused.
+        vocab_size: V, the rows of the head's weight.
+        hidden_size: H, its columns.
+        shape: of the target, (B, T) or (N,); (B, T) for losses of sequences, and with an even B for losses of pairs.
+        valid: tokens with a target: an int, the number in the batch, spread evenly, or a sequence of B ints. None: all.
+        dtype: of weight, bias and hidden states.
+        autocast: the dtype of an active autocast. None: it is off.
+        bias: whether the head has a bias.
+        trainable_head: whether weight and bias need a gradient.
+        trainable_input: whether the hidden states need one; if neither they nor the head do, only forwards run.
+        lora_rank: r of a trainable float32 adapter on the head (`AdaptedWeight`). None: no adapter.
+        ref_hidden_size: the columns of the reference's weight. None: calls pass `ref_logps`, or no reference.
+        teacher_hidden_size: the columns of the teacher's weight. None: calls pass `teacher_logps`, or no teacher.
+        teacher_top_k: k of `teacher_logps`; distillation needs this or `teacher_hidden_size`. None: there are none.
+        device: of the tensors, such as "cuda". None: the current accelerator, or else the CPU.
+        **arguments: others of the loss's call, such as `outputs` of `linear_token_stats`.
+
+    Raises:
+        TypeError: `loss` is of another kind or returns no tensor, a size, `dtype` or `shape` has the wrong type, or the
+            loss has no such argument.
+        ValueError: a size is not positive, `shape` or `valid` does not fit the loss, or the loss takes no such
+            reference or teacher, or needs one. Or `teacher_top_k` exceeds `vocab_size`, or `device` is unknown or
+            "meta".
 
     >>> from liger_chunked import LigerFusedLinearDPOLoss
     >>> sizes = {"vocab_size": 512, "hidden_size": 64, "shape": (4, 32), "dtype": torch.float32}

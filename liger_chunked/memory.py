@@ -86,17 +86,35 @@ def estimate_memory(
     Runs the step on meta tensors, without a GPU. Does not count cuBLAS's workspace, values per token, or `kl_input`.
 
     Args:
-        loss: a loss, also your own, or `linear_token_stats`.
-        shape: of the target, (B, T) or (N,).
-        valid: tokens with a target, of the batch or each sequence; None: all.
+        loss: `linear_token_stats`, or an instance of the cross entropy or of a subclass of
+            `LigerFusedLinearPolicyBase`, `LigerFusedLinearPreferenceBase`, `LigerFusedLinearUnpairedPreferenceBase` or
+            `LigerFusedLinearDistillationBase`, also your own. ULD and on-policy distillation are refused.
+        vocab_size: V, the rows of the head's weight.
+        hidden_size: H, its columns.
+        shape: of the target, (B, T) or (N,); (B, T) for losses of sequences, and with an even B for losses of pairs.
+        valid: tokens with a target: an int, the number in the batch, spread evenly, or a sequence of B ints. None: all.
         dtype: of weight, bias and hidden states.
-        autocast: its dtype, if on.
-        trainable_head, trainable_input: whether they need a gradient; if neither does, only a forward runs.
-        lora_rank: r of a trainable float32 adapter on the head (`AdaptedWeight`).
-        ref_hidden_size, teacher_hidden_size: None if you pass `ref_logps` or `teacher_logps`.
-        teacher_top_k: k of `teacher_logps`.
-        logits_budget: replaces the loss's.
-        capability: the GPU's, which decides whether the fused epilogue runs; None: this machine's, or else Hopper's.
+        autocast: the dtype of an active autocast. None: it is off.
+        bias: whether the head has a bias.
+        trainable_head: whether weight and bias need a gradient.
+        trainable_input: whether the hidden states need one; if neither they nor the head do, only a forward runs.
+        lora_rank: r of a trainable float32 adapter on the head (`AdaptedWeight`). None: no adapter.
+        ref_hidden_size: the columns of the reference's weight. None: calls pass `ref_logps`, or no reference.
+        teacher_hidden_size: the columns of the teacher's weight. None: calls pass `teacher_logps`, or no teacher.
+        teacher_top_k: k of `teacher_logps`; distillation needs this or `teacher_hidden_size`. None: there are none.
+        logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: the loss's own.
+        capability: the GPU's compute capability, such as (9, 0) for Hopper, which decides whether the fused epilogue
+            runs. None: that of this machine's GPU, or without one Hopper's.
+
+    Returns:
+        A `MemoryEstimate`: bytes by part, and their sum `peak`.
+
+    Raises:
+        TypeError: `loss` is of another kind, or a size, `dtype`, `shape`, `capability` or `logits_budget` has the wrong
+            type.
+        ValueError: a size is not positive, `shape` or `valid` does not fit the loss, or the loss takes no such
+            reference or teacher, or needs one. Or a `logits_budget` is invalid, or so small that it cuts the step into
+            more than 65,536 pieces.
 
     >>> from liger_chunked import LigerFusedLinearDPOLoss
     >>> batch = {"vocab_size": 128256, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}

@@ -36,10 +36,21 @@ _GELU: dict[str, Literal["tanh", "none"]] = {
 
 
 class LigerRMSNorm(nn.Module):
-    """RMSNorm with a weight; see `liger_rms_norm`.
+    """RMSNorm with a trainable weight (Zhang and Sennrich 2019, equation 4), computed in float32.
+
+        x/rms(x) * (offset + weight),    rms(x) = sqrt(mean(x**2) + eps)
 
     Args:
-        offset: added to the weight, initially `1 - offset`; Gemma uses 1.
+        hidden_size: D, the columns of a row; `weight` is a float32 parameter (D,), initially `1 - offset`.
+        eps: added to the mean square of each row.
+        offset: added to the weight in float32; Gemma uses 1.
+        casting: "llama" rounds `x / rms(x)` to the dtype of `x` before it multiplies by the weight. "gemma" and
+            "olmo2", which mean the same here, round only the product.
+
+    >>> norm = LigerRMSNorm(64)
+    >>> y, total = norm(torch.randn(2, 5, 64), residual=torch.randn(2, 5, 64))
+    >>> y.shape, total.shape
+    (torch.Size([2, 5, 64]), torch.Size([2, 5, 64]))
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, *, offset: float = 0.0, casting: Casting = "llama") -> None:
@@ -56,6 +67,23 @@ class LigerRMSNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the norm of `x`, or `(norm, sum)` of `x + residual`.
+
+        Args:
+            x: (..., D), floating-point, rows in any layout.
+            residual: (..., D), with the dtype and device of `x`. None: the norm of `x` alone.
+
+        Returns:
+            The norm (..., D). Its dtype is that of `x`; with casting "llama", the wider dtype of `x` and the weight.
+            With `residual` the tuple (norm, sum), where the sum `x + residual` has the dtype of `x`.
+
+        Raises:
+            TypeError: `x` is no plain floating-point tensor, or `residual` has another dtype.
+            ValueError: `x` has another number of columns than D, `residual` another shape than `x`, or a device
+                differs.
+            NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode
+                autograd.
+        """
         return liger_rms_norm(
             x, self.weight, self.variance_epsilon, offset=self.offset, casting=self.casting, residual=residual
         )
@@ -72,7 +100,13 @@ class LigerRMSNorm(nn.Module):
 
 
 class LigerLayerNorm(nn.Module):
-    """LayerNorm; see `liger_layer_norm`."""
+    """LayerNorm with trainable weight and bias: `(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`, in float32.
+
+    Args:
+        hidden_size: D, the columns of a row; `weight` and `bias` are float32 parameters (D,), initially 1 and 0.
+        eps: added to the variance of each row.
+        bias: False leaves out the bias.
+    """
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, bias: bool = True) -> None:
         super().__init__()
@@ -81,6 +115,20 @@ class LigerLayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the LayerNorm of the rows of `x`.
+
+        Args:
+            x: (..., D), floating-point, rows in any layout.
+
+        Returns:
+            (..., D), contiguous, in the dtype of `x`.
+
+        Raises:
+            TypeError: `x` is no plain floating-point tensor.
+            ValueError: `x` has another number of columns than D, or is on another device than the weight.
+            NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode
+                autograd.
+        """
         return liger_layer_norm(x, self.weight, self.bias, self.eps)
 
     if TYPE_CHECKING:
@@ -129,8 +177,9 @@ class LigerSwiGLUMLP(_GatedMLP):
     """`down_proj(silu(gate_proj(x)) * up_proj(x))`, with the parameters of `LlamaMLP`.
 
     Args:
-        config: has `hidden_size`, `intermediate_size`, `hidden_act` (silu), and optionally `mlp_bias`.
-        intermediate_size: overrides the configuration's.
+        config: an object with `hidden_size` (H), `intermediate_size` (I), `hidden_act` or else `hidden_activation`
+            ("silu" or "swish"), and optionally `mlp_bias` (whether the three projections have a bias; False).
+        intermediate_size: I, instead of the configuration's. None: the configuration's.
     """
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
@@ -138,6 +187,22 @@ class LigerSwiGLUMLP(_GatedMLP):
         super().__init__(config, intermediate_size)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the layer.
+
+        Unless forward hooks may keep them, the backward overwrites the outputs of `gate_proj` and `up_proj`.
+
+        Args:
+            x: (..., H), in the dtype of the projections, or in any under autocast.
+
+        Returns:
+            (..., H), in the dtype that `down_proj` returns.
+
+        Raises:
+            TypeError: a projection returns no plain floating-point tensor, such as a DTensor.
+            ValueError: the projections' outputs differ in shape or device.
+            NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode
+                autograd.
+        """
         return self.down_proj(liger_swiglu(self.gate_proj(x), self.up_proj(x), inplace=self._inplace))
 
     if TYPE_CHECKING:
@@ -149,7 +214,10 @@ class LigerSwiGLUMLP(_GatedMLP):
 class LigerGEGLUMLP(_GatedMLP):
     """`down_proj(gelu(gate_proj(x)) * up_proj(x))`, with the parameters of `GemmaMLP`.
 
-    `config` is as in `LigerSwiGLUMLP`, with a gelu; `hidden_activation` may replace `hidden_act`.
+    Args:
+        config: an object with `hidden_size` (H), `intermediate_size` (I), `hidden_act` or else `hidden_activation`
+            ("gelu", the error function; "gelu_new", "gelu_pytorch_tanh" or "gelu_python_tanh", its tanh approximation),
+            and optionally `mlp_bias` (whether the three projections have a bias; False).
     """
 
     def __init__(self, config: Any) -> None:
@@ -158,6 +226,22 @@ class LigerGEGLUMLP(_GatedMLP):
         self.approximate: Literal["tanh", "none"] = approximate
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the layer.
+
+        Unless forward hooks may keep them, the backward overwrites the outputs of `gate_proj` and `up_proj`.
+
+        Args:
+            x: (..., H), in the dtype of the projections, or in any under autocast.
+
+        Returns:
+            (..., H), in the dtype that `down_proj` returns.
+
+        Raises:
+            TypeError: a projection returns no plain floating-point tensor, such as a DTensor.
+            ValueError: the projections' outputs differ in shape or device.
+            NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode
+                autograd.
+        """
         return self.down_proj(liger_geglu(self.gate_proj(x), self.up_proj(x), self.approximate, inplace=self._inplace))
 
     if TYPE_CHECKING:
@@ -167,7 +251,27 @@ class LigerGEGLUMLP(_GatedMLP):
 
 
 class LigerCrossEntropyLoss(nn.Module):
-    """Cross entropy of logits; see `liger_cross_entropy`."""
+    """Cross entropy of logits in nats: `F.cross_entropy` in float32, without a float32 copy of the logits.
+
+    With target `y`, transformed logits `z`, `lse = logsumexp(z)` and `s = label_smoothing`, a token's loss is
+
+        (1 - s) w_y (lse - z_y) + s/V sum_v w_v (lse - z_v) + lse_square_scale lse**2
+
+    Args:
+        weight: (V,), floating-point class weights `w`, without gradient; kept as a buffer outside of checkpoints. None:
+            1.
+        ignore_index: the target of rows that add nothing to the loss and have no gradient.
+        reduction: "mean" divides the cross entropy by the sum of `w_y`, the last term (z-loss) by the valid tokens; 0
+            without any. "sum" divides by nothing. "none" returns one loss a token, 0 at ignored ones.
+        label_smoothing: `s`, the share of the target that is spread over all classes, in [0, 1].
+        lse_square_scale: weight of the z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5); 0: none.
+        softcap: positive `c` of the transform `z = c tanh(logit_scale x / c)` of logits `x`. None: `z = logit_scale x`.
+        logit_scale: finite factor of the logits, before the softcap.
+        inplace: let the backward write its gradient over `logits`, unless they are expanded or the call is compiled. A
+            second backward raises.
+
+    The call checks the options, not the constructor.
+    """
 
     weight: Tensor | None
 
@@ -196,6 +300,25 @@ class LigerCrossEntropyLoss(nn.Module):
         }
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the cross entropy of `logits` and `target`.
+
+        Args:
+            logits: (..., V), floating-point, at least two dimensions. Rows without a uniform stride are copied.
+            target: (...), integer class indices in [0, V), or `ignore_index`. On a CPU others raise. On a GPU nothing
+                checks them: the loss is infinite, or with class weights the device may assert.
+
+        Returns:
+            The loss, (), or (...) with reduction "none"; float32, or float64 for float64 logits. It is differentiable
+            by `logits`.
+
+        Raises:
+            TypeError: `logits` or the class weights are no plain floating-point tensor, `target` holds no integers, or
+                an option is no number.
+            ValueError: shapes or devices do not fit, the class weights require a gradient, an option is out of range,
+                or on a CPU a target is.
+            NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode
+                autograd.
+        """
         return liger_cross_entropy(logits, target, self.weight, **self.options)
 
     if TYPE_CHECKING:
@@ -208,7 +331,13 @@ class LigerCrossEntropyLoss(nn.Module):
 
 
 class LigerKLDIVLoss(nn.Module):
-    """`nn.KLDivLoss`; see `liger_kl_div`."""
+    """`nn.KLDivLoss`: `KL(target || exp(input))` in nats, summed in float32.
+
+    Args:
+        reduction: "batchmean" divides the sum by the rows N, "mean" by N V, "sum" by nothing; "none" returns (N, V)
+            terms.
+        log_target: targets hold log-probabilities.
+    """
 
     def __init__(
         self, reduction: Literal["none", "sum", "mean", "batchmean"] = "mean", log_target: bool = False
@@ -218,6 +347,24 @@ class LigerKLDIVLoss(nn.Module):
         self.log_target = log_target
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Return the divergence of `target` from `exp(input)`.
+
+        Args:
+            input: (N, V), log-probabilities, floating-point.
+            target: (N, V), probabilities, or log-probabilities with `log_target`; with the dtype and device of `input`,
+                without gradient.
+
+        Returns:
+            (), or (N, V) with reduction "none"; float32, or float64 for float64 inputs. It is differentiable by
+            `input`.
+
+        Raises:
+            TypeError: `input` is no plain floating-point tensor, or `target` has another dtype.
+            ValueError: `input` is not (N, V), `target` has another shape or device or requires a gradient, or the
+                reduction is unknown.
+            NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode
+                autograd.
+        """
         return liger_kl_div(input, target, reduction=self.reduction, log_target=self.log_target)
 
     if TYPE_CHECKING:
@@ -227,7 +374,14 @@ class LigerKLDIVLoss(nn.Module):
 
 
 class LigerJSD(nn.Module):
-    """Jensen-Shannon divergence of log-probabilities; see `liger_jsd`."""
+    """Mean Jensen-Shannon divergence of log-probabilities over valid rows, in nats (Agarwal et al. 2024).
+
+        beta KL(p || m) + (1 - beta) KL(q || m),    m = beta p + (1 - beta) q        p: teacher, q: student
+
+    Args:
+        beta: weight of the teacher, in [0, 1]. 0 gives `KL(p || q)`, and 1 `KL(q || p)`.
+        ignore_index: the label of rows to ignore.
+    """
 
     def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
         super().__init__()
@@ -235,6 +389,23 @@ class LigerJSD(nn.Module):
         self.ignore_index = ignore_index
 
     def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        """Return the divergence of student and teacher.
+
+        Args:
+            log_q: (N, V), the student's log-probabilities, floating-point.
+            log_p: (N, V), the teacher's, with the dtype and device of `log_q`, without gradient.
+            shift_labels: (N,), one label a row; rows labelled `ignore_index` are ignored. None: all rows count.
+
+        Returns:
+            (), 0 without valid rows; float32, or float64 for float64 inputs. It is differentiable by `log_q`.
+
+        Raises:
+            TypeError: `log_q` is no plain floating-point tensor, `log_p` has another dtype, or `beta` is no number.
+            ValueError: `log_q` is not (N, V), `log_p` has another shape or device or requires a gradient,
+                `shift_labels` is not (N,), or `beta` is outside [0, 1].
+            NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode
+                autograd.
+        """
         return liger_jsd(log_q, log_p, shift_labels, beta=self.beta, ignore_index=self.ignore_index)
 
     if TYPE_CHECKING:
@@ -244,7 +415,13 @@ class LigerJSD(nn.Module):
 
 
 class LigerTVDLoss(nn.Module):
-    """Total variation distance of probabilities; see `liger_tvd`."""
+    """Total variation distance `sum_v |p_v - q_v|/2` of probabilities per row, in [0, 1].
+
+    Args:
+        reduction: "batchmean" divides the sum by the valid rows, "mean" by that times V, "sum" by nothing; "none"
+            returns (N, V) terms, 0 in ignored rows.
+        ignore_index: the label of rows to ignore.
+    """
 
     def __init__(
         self, reduction: Literal["none", "sum", "mean", "batchmean"] = "batchmean", ignore_index: int = -100
@@ -254,6 +431,23 @@ class LigerTVDLoss(nn.Module):
         self.ignore_index = ignore_index
 
     def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        """Return the distance of student and teacher.
+
+        Args:
+            p: (N, V), the student's probabilities, floating-point.
+            q: (N, V), the teacher's, with the dtype and device of `p`, without gradient.
+            shift_labels: (N,), one label a row; rows labelled `ignore_index` are ignored. None: all rows count.
+
+        Returns:
+            (), or (N, V) with reduction "none"; float32, or float64 for float64 inputs. It is differentiable by `p`.
+
+        Raises:
+            TypeError: `p` is no plain floating-point tensor, or `q` has another dtype.
+            ValueError: `p` is not (N, V), `q` has another shape or device or requires a gradient, `shift_labels` is not
+                (N,), or the reduction is unknown.
+            NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode
+                autograd.
+        """
         return liger_tvd(p, q, shift_labels, reduction=self.reduction, ignore_index=self.ignore_index)
 
     if TYPE_CHECKING:
@@ -272,6 +466,25 @@ class _DivergenceWithLogits(nn.Module):
         self.options = options
 
     def forward(self, student_logits: Tensor, teacher_logits: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        """Return the divergence of student and teacher.
+
+        Args:
+            student_logits: (..., V), floating-point, at least two dimensions. Rows without a uniform stride, such as
+                `logits[:, :-1]`, are copied.
+            teacher_logits: (..., V), floating-point of any dtype, with the shape and device of `student_logits`,
+                without gradient.
+            shift_labels: (...), one label a row; rows labelled `ignore_index` are ignored. None: all rows count.
+
+        Returns:
+            (), or (...) with reduction "none"; float32, or float64 for float64 student logits. It is differentiable by
+            `student_logits`.
+
+        Raises:
+            TypeError: the logits are no plain floating-point tensors, or an option is no number.
+            ValueError: shapes or devices do not fit, `teacher_logits` requires a gradient, or an option is invalid.
+            NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode
+                autograd.
+        """
         return self._function(student_logits, teacher_logits, shift_labels, **self.options)
 
     if TYPE_CHECKING:
@@ -284,7 +497,17 @@ class _DivergenceWithLogits(nn.Module):
 
 
 class LigerKLDIVWithLogitsLoss(_DivergenceWithLogits):
-    """Kullback-Leibler divergence of logits; see `liger_kl_div_with_logits`."""
+    """Kullback-Leibler divergence `KL(q || p)` of student `p` and teacher `q`, from logits, in nats per row.
+
+    Args:
+        reduction: "batchmean" divides the sum by the valid rows, "mean" by that times V, "sum" by nothing. "none"
+            returns one value a row, 0 in ignored rows.
+        reverse: return `KL(p || q)` instead.
+        temperature: positive divisor of all logits. There is no factor `temperature ** 2`.
+        ignore_index: the label of rows to ignore.
+        inplace: let the backward write its gradient over `student_logits`, unless they are expanded or the call is
+            compiled. A second backward raises.
+    """
 
     def __init__(
         self,
@@ -306,7 +529,19 @@ class LigerKLDIVWithLogitsLoss(_DivergenceWithLogits):
 
 
 class LigerJSDWithLogits(_DivergenceWithLogits):
-    """Jensen-Shannon divergence of logits; see `liger_jsd_with_logits`."""
+    """Jensen-Shannon divergence of student `p` and teacher `q`, from logits, in nats per row (Agarwal et al. 2024).
+
+        beta KL(q || m) + (1 - beta) KL(p || m),    m = (1 - beta) p + beta q
+
+    Args:
+        beta: weight of the teacher, in [0, 1]. 0 gives `KL(q || p)`, and 1 `KL(p || q)`.
+        ignore_index: the label of rows to ignore.
+        reduction: "batchmean" divides the sum by the valid rows, "mean" by that times V, "sum" by nothing. "none"
+            returns one value a row, 0 in ignored rows.
+        temperature: positive divisor of all logits. There is no factor `temperature ** 2`.
+        inplace: let the backward write its gradient over `student_logits`, unless they are expanded or the call is
+            compiled. A second backward raises.
+    """
 
     def __init__(
         self,
@@ -328,7 +563,16 @@ class LigerJSDWithLogits(_DivergenceWithLogits):
 
 
 class LigerTVDWithLogitsLoss(_DivergenceWithLogits):
-    """Total variation distance of logits; see `liger_tvd_with_logits`."""
+    """Total variation distance `sum_v |p_v - q_v|/2` of student `p` and teacher `q`, from logits, per row in [0, 1].
+
+    Args:
+        reduction: "batchmean" divides the sum by the valid rows, "mean" by that times V, "sum" by nothing. "none"
+            returns one value a row, 0 in ignored rows.
+        ignore_index: the label of rows to ignore.
+        temperature: positive divisor of all logits. There is no factor `temperature ** 2`.
+        inplace: let the backward write its gradient over `student_logits`, unless they are expanded or the call is
+            compiled. A second backward raises.
+    """
 
     def __init__(
         self,
@@ -358,8 +602,22 @@ class _HeadOptions(TypedDict, total=False):
 class ChunkedLMHead(nn.Linear):
     """An `nn.Linear` that returns log-probabilities and entropies if it gets labels, without all logits in memory.
 
-    All runs in its forward, so hooks of FSDP, DDP and ZeRO apply. The options, see `LogitOptions`, do not change
-    returned logits.
+    All runs in its forward, so hooks of FSDP, DDP and ZeRO apply. With labels, the logits are `x` transformed to
+    `softcap * tanh(logit_scale * x / softcap) / temperature`, or without a softcap to `logit_scale * x / temperature`.
+    The options do not change logits that a call without labels returns.
+
+    Args:
+        in_features: H, the columns of hidden states.
+        out_features: V, the size of the vocabulary; `weight` is (V, H).
+        bias: whether there is a bias (V,).
+        device: of the parameters. None: torch's default.
+        dtype: of the parameters. None: torch's default.
+        ignore_index: the label of tokens to skip.
+        softcap: positive, Gemma's `final_logit_softcapping`. None: no softcap.
+        logit_scale: Cohere's `logit_scale`, Granite's `1 / logits_scaling`.
+        logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: automatic.
+        logits_dtype: torch.float32 keeps the float32 sums of 16-bit products. None: they are rounded to the products'
+            dtype.
 
     >>> head = ChunkedLMHead(4, 11)
     >>> stats = head(torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]]), temperature=0.7)
@@ -396,9 +654,16 @@ class ChunkedLMHead(nn.Linear):
 
         Convert before FSDP or an adapter wraps the model.
 
+        Args:
+            linear: an `nn.Linear` with a floating-point weight (V, H).
+            **options: `ignore_index`, `softcap`, `logit_scale`, `logits_budget` and `logits_dtype` of the constructor.
+
+        Returns:
+            A `ChunkedLMHead` in the mode, training or evaluation, of `linear`.
+
         Raises:
             TypeError: `linear` is not plain, but for example quantized or adapted.
-            ValueError: `linear` has hooks, which the new head would lose.
+            ValueError: `linear` has hooks, which the new head would lose, or an option is out of range.
         """
         _check_plain_linear(linear)
         head = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **options)
@@ -414,12 +679,24 @@ class ChunkedLMHead(nn.Linear):
     def forward(
         self, hidden: Tensor, labels: Tensor | None = None, temperature: float | Tensor = 1.0
     ) -> Tensor | dict[str, Tensor]:
-        """Return {"logps": ..., "entropy": ...} in the labels' shape, differentiable; logits without labels.
+        """Return log-probabilities of the labels, and entropies; without labels, the logits.
 
         Args:
-            hidden: (B, T, H) or (N, H).
-            labels: (B, T) or (N,) ids that `hidden` predicts (see `shifted`). Ignored tokens have 0.
-            temperature: a number, or a tensor of one value or in the labels' shape.
+            hidden: (B, T, H) or (N, H), hidden states in the dtype of `weight`, or in any under autocast.
+            labels: (B, T) or (N,), integer ids that `hidden` predicts (shift them, see `shifted`), or `ignore_index`.
+                None: the call is that of `nn.Linear`.
+            temperature: positive divisor of the logits: a number, a floating-point tensor of one value, which is read
+                and so waits for the device, or one in the shape of `labels`. Not read without labels.
+
+        Returns:
+            {"logps": ..., "entropy": ...}, each in the shape of `labels`, in nats, 0 at ignored tokens, differentiable
+            by `hidden` and the parameters; float32, or float64 for float64 hidden states. Without labels the logits
+            (B, T, V) or (N, V), in the dtype that `nn.Linear` returns.
+
+        Raises:
+            TypeError: `hidden` or `labels` has the wrong type or dtype, or `temperature` is a tensor of integers.
+            ValueError: shapes or devices do not fit, a label is outside of the vocabulary, or `temperature` is not
+                positive.
         """
         if labels is None:
             return super().forward(hidden)

@@ -25,22 +25,22 @@ else:
 
 
 class TokenStats(NamedTuple):
-    """Statistics of logits, per token.
+    """Statistics of logits, one value a token: what `linear_token_stats` returns and what losses read.
 
-    With transformed logits `z` (`LogitOptions`), `p = softmax(z)` and target `y`, in nats:
+    With transformed logits `z` (softcap, scale and temperature of `LogitOptions`), `p = softmax(z)` and target `y`, in
+    nats and, unless a shape is given, in the tokens' shape, (B, T) or (N,):
 
     - `logps`: `z_y - lse`, the log-probability of the target
     - `lse`: `logsumexp(z)`
     - `entropy`: `-sum(p * log(p))`
     - `mean_logits`: `sum(z) / V`
-    - `argmax`: the first index of the largest logit, int64
-    - `is_top1`: `argmax == y`
+    - `argmax`: the first index of the largest logit, int64, -1 at ignored tokens
+    - `is_top1`: `argmax == y`, bool
     - `log_sum_sq_probs`: `log(sum(p ** 2))`
+    - `candidate_logps`: (B, T, K) or (N, K), `z_c - lse` of the `candidates` of `linear_token_stats`
 
-    - `candidate_logps`: (..., K), `z_c - lse` of the `candidates` of `linear_token_stats`
-
-    The first four and the last are differentiable. The others have the tokens' shape. Fields not requested are None.
-    Floats are float32, or float64 for float64 inputs. With 16-bit hidden states, `logps` uses an unrounded `z_y`.
+    The first four and the last are differentiable. Fields not requested are None. Floats are float32, or float64 for
+    float64 inputs, and 0 at ignored tokens. With 16-bit hidden states, `logps` uses an unrounded `z_y`.
     """
 
     logps: Tensor | None = None
@@ -349,12 +349,18 @@ class LogitOptions:
     `logit_scale * z / temperature`.
 
     Args:
-        ignore_index: tokens with this target are skipped.
-        softcap: Gemma's `final_logit_softcapping`.
-        logit_scale: Cohere's `logit_scale`, Granite's `1 / logits_scaling`.
-        logits_budget: most bytes of logits in memory, see `budget_bytes`; None: automatic.
-        logits_dtype: torch.float32 keeps the float32 sums of 16-bit products; None rounds them to the products' dtype.
-            Logits and their rounded gradient then take 6 bytes instead of 2. Not in distillation.
+        ignore_index: the target, an int, of tokens that are skipped.
+        softcap: positive, Gemma's `final_logit_softcapping`. None: no softcap.
+        logit_scale: finite factor, Cohere's `logit_scale`, Granite's `1 / logits_scaling`.
+        temperature: positive divisor of the transformed logits.
+        logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB" (B, KB, MB, GB, TB are
+            powers of 1000, KiB, MiB, GiB, TiB of 1024). None: automatic.
+        logits_dtype: torch.float32 keeps the float32 sums of 16-bit products. Logits and their rounded gradient then
+            take 6 bytes instead of 2. Not in distillation. None: the sums are rounded to the products' dtype.
+
+    Raises:
+        TypeError: a field is no number, or no int, where one is expected.
+        ValueError: a field is out of range.
     """
 
     ignore_index: int = -100
@@ -390,16 +396,18 @@ class LogitOptions:
 class Pairs:
     """`n` preference pairs, the input of a paired loss. Axis 1 is (chosen, rejected); `T` is the padded length.
 
-    A loss may get parts of the batch, of any memory layout; `batch_...` fields describe all of it.
+    A loss may get parts of the batch, of any memory layout; `batch_...` fields describe all of it. Log-probabilities
+    are in nats.
 
-    - `logps` (n, 2): each sequence's log-probability under the policy, in nats: the sum over valid tokens, or the mean
-      with `average_log_prob`, weighted with `ld_alpha`; float64
+    - `logps` (n, 2): each sequence's log-probability under the policy: the sum over valid tokens, or the mean with
+      `average_log_prob`, weighted with `ld_alpha`; float64
     - `ref_logps` (n, 2): the same under the reference, without gradient; zeros without one
-    - `lengths` (n, 2): valid tokens, at least 1
-    - `mask` (n, 2, T): True at valid tokens
-    - `token_stats` (n, 2, T): zero at ignored tokens
-    - `batch_size`: pairs
-    - `batch_lengths` (2,): valid tokens of chosen and of rejected sequences, at least 1
+    - `lengths` (n, 2): the number of valid tokens, at least 1
+    - `mask` (n, 2, T): bool, True at valid tokens
+    - `token_stats` (n, 2, T) each: `logps` and the statistics that the loss declares in `token_outputs`; zero at
+      ignored tokens
+    - `batch_size`: an int, the number of pairs of the batch
+    - `batch_lengths` (2,): the numbers of valid tokens of the batch's chosen and of its rejected sequences, at least 1
     """
 
     logps: Tensor
@@ -424,13 +432,24 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Examples:
-    """`n` labelled sequences, the input of an unpaired loss. `T` and `batch_...` as in `Pairs`.
+    """`n` labelled sequences, the input of an unpaired loss. `T` is the padded length.
 
-    - `logps`, `ref_logps`, `lengths` (n,), `mask`, `token_stats` (n, T): as in `Pairs`, without `ld_alpha`
-    - `desirable` (n,): bool
-    - `reference_point` (): the call's `kl` in nats, its `delta` in rewards, or zero; without gradient
-    - `batch_size`: sequences
-    - `batch_counts` (2,): desirable and undesirable sequences, at least 1
+    A loss may get parts of the batch, of any memory layout; `batch_...` fields describe all of it. Log-probabilities
+    are in nats.
+
+    - `logps` (n,): each sequence's log-probability under the policy: the sum over valid tokens, or the mean with
+      `average_log_prob`; float64
+    - `ref_logps` (n,): the same under the reference, without gradient; zeros without one
+    - `desirable` (n,): bool, True if the sequence is desirable
+    - `lengths` (n,): the number of valid tokens, at least 1
+    - `reference_point` (): the call's `kl` in nats, at least 0, its `delta` in units of rewards, or zero; float64,
+    without
+      gradient
+    - `mask` (n, T): bool, True at valid tokens
+    - `token_stats` (n, T) each: `logps` and the statistics that the loss declares in `token_outputs`; zero at
+      ignored tokens
+    - `batch_size`: an int, the number of sequences of the batch
+    - `batch_counts` (2,): the numbers of desirable and of undesirable sequences of the batch, at least 1
     """
 
     logps: Tensor
@@ -462,21 +481,24 @@ class Examples:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """`n` sampled completions, the input of a policy loss. `T` and `batch_...` as in `Pairs`.
+    """`n` sampled completions, the input of a policy loss. `T` is the padded length.
 
-    With `scope = "token"`, rows are tokens: `T` is 1, and values per sequence repeat. Ratios and weights are 1 at
-    ignored tokens, other values 0.
+    A loss may get parts of the batch, of any memory layout; `batch_...` fields describe all of it. With
+    `scope = "token"`, rows are tokens: `T` is 1, and values per sequence repeat. Ratios and weights are 1 at ignored
+    tokens, other values 0. Log-probabilities are in nats, float32, or float64 for float64 inputs.
 
-    - `logps` (n, T): log-probabilities under the policy, in nats
-    - `old_logps` (n, T): under the sampling policy, without gradient; defaults to `logps`
-    - `ref_logps` (n, T): under the reference, without gradient
-    - `log_ratio`: of the importance level, (n, T), or float64 (n, 1) per sequence
-    - `advantages` (n, T), or (n, 1) per sequence
-    - `importance_weights` (n, T) or (n, 1)
+    - `logps` (n, T): of the sampled tokens under the policy
+    - `old_logps` (n, T): under the sampling policy, without gradient; without one, `logps` without gradient
+    - `ref_logps` (n, T): under the reference, without gradient; None without one
+    - `log_ratio`: the logarithm of the importance ratio of the loss's `importance_level`, (n, T), or float64 (n, 1) per
+      sequence
+    - `advantages`: (n, T), or (n, 1) per sequence
+    - `importance_weights`: the call's factors of the cost, (n, T) or (n, 1); None without any
     - `entropy` (n, T): of the policy, in nats
-    - `mask` (n, T), `lengths` (n, 1): as in `Pairs`
-    - `batch_size`: sequences
-    - `batch_tokens`: valid tokens
+    - `mask` (n, T): bool, True at valid tokens
+    - `lengths` (n, 1): the number of valid tokens, at least 1
+    - `batch_size`: an int, the number of sequences of the batch
+    - `batch_tokens`: an int, the number of valid tokens of the batch
     """
 
     logps: Tensor
@@ -498,11 +520,12 @@ class Rollouts:
 
 
 class PreferenceMetrics(NamedTuple):
-    """Metrics of a paired loss, detached.
+    """Metrics of a paired loss for a batch of n pairs, detached, float32, or float64 for float64 inputs.
 
-    - `chosen_logps`, `rejected_logps` (n,): `Pairs.logps`
-    - `chosen_logits_mean`, `rejected_logits_mean` (): over vocabulary and valid tokens
-    - `nll_loss` (): nats per valid chosen token; zero without NLL term
+    - `chosen_logps`, `rejected_logps` (n,): log-probabilities of sequences in nats, sums or means over tokens as in
+      `Pairs.logps`
+    - `chosen_logits_mean`, `rejected_logits_mean` (): mean of the transformed logits over vocabulary and valid tokens
+    - `nll_loss` (): mean NLL of the chosen tokens in nats, before its weight; zero without NLL term
     - `chosen_rewards`, `rejected_rewards` (n,): `beta * (logps - ref_logps)`, with the loss's `reward_shape`
     """
 
@@ -526,14 +549,17 @@ class PreferenceMetrics(NamedTuple):
 
 
 class UnpairedPreferenceMetrics(NamedTuple):
-    """Metrics of an unpaired loss, detached; "chosen" are the desirable sequences. A mean over nothing is zero.
+    """Metrics of an unpaired loss for a batch, detached; "chosen" are the desirable sequences.
 
-    - `chosen_logps`, `rejected_logps` (): mean of `Examples.logps`, in nats
-    - `chosen_logits_mean`, `rejected_logits_mean` (): as in `PreferenceMetrics`
-    - `chosen_rewards`, `rejected_rewards` (): mean of `beta * (logps - ref_logps)`
-    - `reference_point` (): of `Examples`
-    - `chosen_count`, `rejected_count` (): sequences
-    - `chosen_tokens`, `rejected_tokens` (): valid tokens
+    All have the shape (). A mean over nothing is zero. Counts are integers; the others float32, or float64 for float64
+    inputs.
+
+    - `chosen_logps`, `rejected_logps`: mean over sequences of `Examples.logps`, in nats
+    - `chosen_logits_mean`, `rejected_logits_mean`: mean of the transformed logits over vocabulary and valid tokens
+    - `chosen_rewards`, `rejected_rewards`: mean over sequences of `beta * (logps - ref_logps)`
+    - `reference_point`: the loss's, `kl` in nats, `delta` in units of rewards, or zero
+    - `chosen_count`, `rejected_count`: numbers of sequences
+    - `chosen_tokens`, `rejected_tokens`: numbers of valid tokens
     """
 
     chosen_logps: Tensor
@@ -550,15 +576,16 @@ class UnpairedPreferenceMetrics(NamedTuple):
 
 
 class PolicyMetrics(NamedTuple):
-    """Metrics of a policy loss, detached; None if not computed.
+    """Metrics of a policy loss for a batch, detached, all (), float32 or float64; None if not computed.
 
     Means are over valid tokens. Shares of values per sequence, such as a ratio at `importance_level="sequence"`, are
     over all sequences, as in TRL: an empty one has ratio 1, which is not clipped.
 
-    - `entropy` (), `kl` (): mean, in nats; the KL is the loss's estimate
-    - `clip_ratio_low`, `clip_ratio_high`, `clip_ratio` (): share of ratios clipped below, above, or either
-    - `clip_ratio_low_min`, `clip_ratio_high_max` (): the smallest of the sequences' shares clipped below, and the
-      largest clipped above. With ratios per token, a sequence without tokens has none; NaN if all are empty
+    - `entropy`: mean of the policy's entropy, in nats
+    - `kl`: mean of the loss's estimate of `KL(policy || reference)`, in nats; None without a reference
+    - `clip_ratio_low`, `clip_ratio_high`, `clip_ratio`: share of ratios clipped below, above, or either, in [0, 1]
+    - `clip_ratio_low_min`, `clip_ratio_high_max`: the smallest of the sequences' shares clipped below, and the largest
+      clipped above. With ratios per token, a sequence without tokens has none; NaN if all are empty
     """
 
     entropy: Tensor
@@ -571,11 +598,11 @@ class PolicyMetrics(NamedTuple):
 
 
 class CrossEntropyMetrics(NamedTuple):
-    """Metrics of the cross entropy, detached; None if not requested.
+    """Metrics of the cross entropy, detached; None if not requested by a `return_...` flag.
 
-    - `z_loss`: the term of `lse_square_scale`, reduced like the loss
-    - `token_accuracy` (): share of valid tokens whose argmax is the target
-    - `predicted_tokens`: the argmax in the target's shape, -1 at ignored tokens
+    - `z_loss`: the term of `lse_square_scale`, reduced like the loss, () or in the target's shape; a zero () without it
+    - `token_accuracy` (): share of valid tokens whose argmax is the target, in [0, 1]
+    - `predicted_tokens`: int64 in the target's shape, the argmax, -1 at ignored tokens
     """
 
     z_loss: Tensor | None = None
@@ -617,9 +644,9 @@ class Divergence:
 
 
 class DistillationMetrics(NamedTuple):
-    """A distillation loss's unweighted terms, detached.
+    """A distillation loss's terms before their weights, detached, float32, or float64 for float64 inputs.
 
-    - `soft_loss` (): the divergence
+    - `soft_loss` (): the divergence, in nats for divergences of KL's kind
     - `hard_loss` (): the targets' NLL in nats at temperature 1; zero without targets
     """
 
@@ -629,13 +656,15 @@ class DistillationMetrics(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """A step's bytes above its inputs at the peak.
+    """A step's memory above its inputs at the peak, by part, in bytes.
 
     - `logits`: logits or their exponentials, also the teacher's
     - `weight_grad`: gradients of weight and bias, and accumulators
     - `input_grad`: gradient of the hidden states
     - `hidden`: copies of valid tokens' hidden states
     - `other`: such as autocast's heads, autograd's saved tensors, the fused epilogue's sums
+
+    `peak` is their sum; `print` shows the parts in MiB.
     """
 
     logits: int = 0

@@ -222,10 +222,11 @@ def defer_logits(linear: nn.Module, *, logits_budget: int | float | str | None =
 
     Args:
         linear: an `nn.Linear` (H -> V), with its parameters trainable or not, or an adapter's or a quantized layer.
-        logits_budget: most bytes of logits alive at once in a fused loss, see `LogitOptions`.
+        logits_budget: most bytes of logits alive at once in a fused loss: a number, or a string such as "512MiB". None:
+            automatic.
 
     Returns:
-        A `DeferHandle`.
+        A `DeferHandle`: its `remove()` makes the layer an ordinary one again, as does leaving a `with` block of it.
 
     Raises:
         TypeError: `linear` is no module.

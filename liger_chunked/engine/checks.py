@@ -279,8 +279,15 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     the model learns to copy its input, with a very small loss.
 
     Args:
-        hidden: (B, T, H) last hidden states.
-        labels: (B, T) token ids.
+        hidden: (B, T, H), the last hidden states, floating-point.
+        labels: (B, T), integer token ids, not shifted, with -100 or another `ignore_index` at tokens to skip.
+
+    Returns:
+        (input, target) of a loss: views (B, T - 1, H) and (B, T - 1), in the dtypes of `hidden` and `labels`.
+
+    Raises:
+        TypeError: `hidden` is no floating-point tensor, or `labels` holds no integers.
+        ValueError: `hidden` is not (B, T, H), or `labels` is not (B, T) on its device, for example shifted already.
 
     >>> hidden, labels = torch.randn(2, 5, 4), torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, -100]])
     >>> input, target = shifted(hidden, labels)

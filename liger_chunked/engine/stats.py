@@ -264,33 +264,61 @@ def linear_token_stats(
         z = transform(input @ weight.T + bias)
         logps = z.log_softmax(-1).gather(-1, target[..., None])[..., 0]
 
-    Takes three matrix products, or at most four if logits exceed `logits_budget`: the backward recomputes them. Other
-    options: see `LogitOptions`.
+    The transform is `softcap * tanh(logit_scale * z / softcap) / temperature`, or without a softcap
+    `logit_scale * z / temperature`. Takes three matrix products, or at most four if logits exceed `logits_budget`: the
+    backward recomputes them.
 
     Args:
-        weight: (V, H), `lm_head.weight`, or an `AdaptedWeight`.
-        input: (B, T, H) or (N, H) hidden states.
-        target: (B, T) or (N,) token ids that `input` predicts (shift labels, see `shifted`).
+        weight: (V, H), the head's matrix, such as `lm_head.weight`, or an `AdaptedWeight`.
+        input: (B, T, H) or (N, H), hidden states in the dtype of `weight`, or in any under autocast.
+        target: (B, T) or (N,), integer ids of the tokens that `input` predicts (shift labels, see `shifted`), or
+            `ignore_index`.
         bias: (V,) or None.
-        outputs: the `TokenStats` fields to compute.
-        temperature: a number, or a float32 tensor like `target`, not read at ignored tokens.
-        candidates: (..., K) distinct ids for each target, for `candidate_logps`.
-        top_k, top_p: after the temperature, as a sampler does, keep the `top_k` largest logits, of these the fewest
-            whose probabilities sum to `top_p`, and ties with the smallest kept. The others are -inf, as is a dropped
-            target's `logps`. Sorts the logits without `top_k`.
+        outputs: names of the statistics to compute, one or more, in nats. Those up to `mean_logits` are differentiable.
+
+            - "logps": `z_y - lse`, the log-probability of the target; the default
+            - "lse": `logsumexp(z)`
+            - "entropy": `-sum(p * log(p))`, with `p = softmax(z)`
+            - "mean_logits": `sum(z) / V`
+            - "argmax": the first id of the largest logit, int64
+            - "is_top1": whether that is the target, bool
+            - "log_sum_sq_probs": `log(sum(p ** 2))`
+        softcap: positive, Gemma's `final_logit_softcapping`. None: no softcap.
+        logit_scale: finite factor, Cohere's `logit_scale`, Granite's `1 / logits_scaling`; 1.0 by default.
+        temperature: positive divisor, 1.0 by default: a number, or float32 (B, T) or (N,), one a token, not read at
+            ignored tokens.
+        candidates: (B, T, K) or (N, K), distinct integer ids for each target; the result's `candidate_logps` are their
+            log-probabilities. None: none.
+        top_k: after the temperature, keep the `top_k` largest logits, as a sampler does. The others are -inf, as is a
+            dropped target's `logps`. None: keep all.
+        top_p: in (0, 1]: of these, keep the fewest whose probabilities sum to `top_p`, and ties with the smallest kept.
+            Sorts all logits without `top_k`. None: keep all.
         kept: the ids that a sampler kept of each position, see `KeptIds`: statistics of the softmax over these, after
-            the temperature. Only their rows of the head are read. Not with `mean_logits`, `log_sum_sq_probs`,
-            `candidates` or a filter. With `n_valid`, no position with a target may have the whole vocabulary.
+            the temperature. Only their rows of the head are read. Not with "mean_logits", "log_sum_sq_probs",
+            `candidates`, a filter, or `input_grad="reduce_scatter"` of `vocab_shard`. With `n_valid`, no position with
+            a target may have the whole vocabulary. None: all ids.
+        ignore_index: the target, -100 by default, of tokens that are skipped.
+        logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: automatic.
+        logits_dtype: torch.float32 keeps the float32 sums of 16-bit products; logits and their rounded gradient then
+            take 6 bytes instead of 2. None: the sums are rounded to the products' dtype.
+        n_valid: the number of tokens that have a target, so that the host does not wait; the device asserts it and the
+            range of targets ("Without waiting" in `docs/how-it-works.md`). None: the host reads it from the device.
         deterministic: "batch" gives a token's values, not gradients, the same bits in any batch, place and budget.
-            On a GPU it needs the fused epilogue: Hopper, bfloat16, and none of bias, softcap, candidates or
-            temperatures of tokens. Results are repeatable without it too.
-        n_valid, vocab_shard: as in `LigerFusedLinearCrossEntropyLoss.forward`.
+            On a GPU it needs the fused epilogue: Hopper, bfloat16, a contiguous weight with H a multiple of 8,
+            `outputs` up to "mean_logits", and no bias, adapter, softcap, candidates or temperatures of tokens. It
+            excludes `vocab_shard`, `top_k` and `top_p`. None: results are repeatable, but may depend on the batch.
+        vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
+            None: this rank has the whole vocabulary.
 
     Returns:
-        TokenStats like `target`. Ignored tokens have 0, argmax -1, and no gradient.
+        `TokenStats`: a tensor shaped like `target` for each of `outputs`, `candidate_logps` (B, T, K) or (N, K) with
+        `candidates`, and None for the others. Floats are float32, or float64 for float64 inputs. Ignored tokens have 0,
+        argmax -1, and no gradient.
 
     Raises:
-        TypeError, ValueError: dtypes, shapes, devices, a target or an option are invalid.
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes, devices, target ids or options do not fit. The message says what was expected and found.
+        NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode autograd.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])

@@ -139,16 +139,31 @@ def liger_cross_entropy(
         (1 - s) w_y (lse - z_y) + s/V sum_v w_v (lse - z_v) + lse_square_scale lse**2
 
     Args:
-        logits: (..., V). Rows without a uniform stride, such as `logits[:, :-1]`, are copied; pad labels instead.
-        target: (...) class indices. Invalid ones raise on CPU, and give an infinite loss on GPU.
-        weight: (V,) class weights `w`, without gradient.
+        logits: (..., V), floating-point, at least two dimensions. Rows without a uniform stride, such as
+            `logits[:, :-1]`, are copied; pad labels instead.
+        target: (...), integer class indices in [0, V), or `ignore_index`. On a CPU others raise. On a GPU nothing
+            checks them: the loss is infinite, or with `weight` the device may assert.
+        weight: (V,), floating-point class weights `w`, without gradient. None: 1.
+        ignore_index: the target of rows that add nothing to the loss and have no gradient.
         reduction: "mean" divides the cross entropy by the sum of `w_y`, the last term (z-loss) by the valid tokens; 0
-            without any. "none" returns (...), 0 at ignored tokens.
-        softcap, logit_scale: see `LogitOptions`.
-        inplace: let the backward overwrite `logits`, unless expanded or compiled; a second backward raises.
+            without any. "sum" divides by nothing. "none" returns one loss a token, 0 at ignored ones.
+        label_smoothing: `s`, the share of the target that is spread over all classes, in [0, 1].
+        lse_square_scale: weight of the z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5); 0: none.
+        softcap: positive `c` of the transform `z = c tanh(logit_scale x / c)` of logits `x`, Gemma's
+            `final_logit_softcapping`. None: `z = logit_scale x`.
+        logit_scale: finite factor of the logits, before the softcap.
+        inplace: let the backward write its gradient over `logits`, unless they are expanded or the call is compiled. A
+            second backward raises.
 
     Returns:
-        float32, or float64 for float64 logits.
+        The loss, (), or (...) with "none"; float32, or float64 for float64 logits. It is differentiable by `logits`.
+
+    Raises:
+        TypeError: `logits` or `weight` is no plain floating-point tensor, `target` holds no integers, or
+            `label_smoothing`, `softcap` or `logit_scale` is no number.
+        ValueError: shapes or devices do not fit, `weight` requires a gradient, an option is out of range, or on a CPU a
+            target is.
+        NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode autograd.
 
     >>> logits, target = torch.randn(4, 7), torch.tensor([1, 6, -100, 0])
     >>> torch.allclose(liger_cross_entropy(logits, target), torch.nn.functional.cross_entropy(logits, target))

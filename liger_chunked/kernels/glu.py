@@ -329,18 +329,30 @@ def liger_swiglu(
     interleaved: bool = False,
     inplace: bool = False,
 ) -> Tensor:
-    """Return `F.silu(gate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
+    """Return `F.silu(gate) * up` (Shazeer 2020, equation 6), computed in float32 and rounded once.
 
         g sigmoid(alpha g) (u + offset),    g = min(gate, limit),  u = min(max(up, -limit), limit)
 
     Args:
-        gate: (..., I), rows in any layout; or (..., 2 I), both halves side by side (Phi-3, GLM-4).
-        up: (..., I) of the same dtype, or None for packed halves.
-        alpha, limit, offset: 1.702, 7.0 and 1.0 in GPT-OSS.
-        interleaved: packed gate and up are neighbouring columns (GPT-OSS).
-        inplace: let a backward that does not retain its graph overwrite `gate` and `up`, unless they are leaves or
-            share memory. Other operations that saved them raise, or under saved-tensor hooks (checkpoints) read
-            gradients.
+        gate: (..., I), floating-point, rows in any layout; without `up` (..., 2 I), which holds the gate and then `up`
+            (Phi-3, GLM-4).
+        up: (..., I), with the dtype and device of `gate`. None: `gate` holds both.
+        alpha: positive factor of the sigmoid's argument; 1.702 in GPT-OSS.
+        limit: positive bound of `gate` from above, and of `up` on both sides; 7.0 in GPT-OSS. None: no bound.
+        offset: added to `up` after the bound; 1.0 in GPT-OSS.
+        interleaved: without `up`, even columns are the gate and odd ones `up` (GPT-OSS), instead of two halves.
+        inplace: let a backward that does not retain its graph write its gradients over `gate` and `up`. It has no
+            effect on leaves, on tensors that share memory, and in compiled graphs. Other operations that saved them for
+            their backward raise, or under saved-tensor hooks (checkpoints) read gradients.
+
+    Returns:
+        (..., I), contiguous, in the dtype of `gate`.
+
+    Raises:
+        TypeError: `gate` is no plain floating-point tensor, or `up` has another dtype.
+        ValueError: `up` has another shape or device, `gate` alone has an odd number of columns, `interleaved` is True
+            with `up`, or `alpha`, `limit` or `offset` is out of range or no number.
+        NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode autograd.
 
     >>> gate, up = torch.randn(2, 3, 8).unbind(0)
     >>> torch.equal(liger_swiglu(gate, up), liger_swiglu(torch.cat([gate, up], dim=-1)))
@@ -365,10 +377,28 @@ def liger_geglu(
     *,
     inplace: bool = False,
 ) -> Tensor:
-    """Return `F.gelu(gate, approximate=approximate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
+    """Return `F.gelu(gate, approximate=approximate) * up` (Shazeer 2020, equation 6), in float32, rounded once.
 
-    `approximate` is "tanh" (`gelu_pytorch_tanh`, Gemma) or "none", the error function. For the rest, see
-    `liger_swiglu`.
+    Args:
+        gate: (..., I), floating-point, rows in any layout; without `up` (..., 2 I), which holds the gate and then `up`.
+        up: (..., I), with the dtype and device of `gate`. None: `gate` holds both.
+        approximate: "tanh", the approximation that Gemma uses (`gelu_pytorch_tanh`), or "none", the error function.
+        inplace: let a backward that does not retain its graph write its gradients over `gate` and `up`. It has no
+            effect on leaves, on tensors that share memory, and in compiled graphs. Other operations that saved them for
+            their backward raise, or under saved-tensor hooks (checkpoints) read gradients.
+
+    Returns:
+        (..., I), contiguous, in the dtype of `gate`.
+
+    Raises:
+        TypeError: `gate` is no plain floating-point tensor, or `up` has another dtype.
+        ValueError: `up` has another shape or device, `gate` alone has an odd number of columns, or `approximate` is
+            unknown.
+        NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode autograd.
+
+    >>> gate, up = torch.randn(2, 3, 8).unbind(0)
+    >>> torch.allclose(liger_geglu(gate, up), torch.nn.functional.gelu(gate, approximate="tanh") * up, atol=1e-6)
+    True
     """
     if approximate not in _GELU:
         raise ValueError(f"approximate must be one of {tuple(_GELU)}, got {shown(approximate)}")

@@ -181,13 +181,24 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def liger_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Return `F.layer_norm(x, x.shape[-1:], weight, bias, eps)` (Ba, Kiros and Hinton 2016), in the dtype of `x`.
+    """Return `F.layer_norm(x, x.shape[-1:], weight, bias, eps)` (Ba, Kiros and Hinton 2016), computed in float32.
 
         y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
 
     Args:
-        x: (..., D), rows in any layout.
-        weight, bias: (D,) or None; their gradients are deterministic float32 sums.
+        x: (..., D), floating-point, rows in any layout.
+        weight: (D,), floating-point, maybe of another dtype than `x`. None: 1. Its gradient is a sum over the rows in
+            float32, in an order that does not change between runs, rounded to its dtype.
+        bias: (D,), floating-point, with a gradient like that of `weight`. None: 0.
+        eps: added to the variance of each row.
+
+    Returns:
+        (..., D), contiguous, in the dtype of `x`.
+
+    Raises:
+        TypeError: `x`, `weight` or `bias` is no plain floating-point tensor.
+        ValueError: `x` has no dimension, or `weight` or `bias` is not (D,) on the device of `x`.
+        NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode autograd.
 
     >>> x = torch.randn(2, 5, 64)
     >>> torch.allclose(liger_layer_norm(x, torch.ones(64)), torch.nn.functional.layer_norm(x, (64,)), atol=1e-6)

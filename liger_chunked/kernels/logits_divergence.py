@@ -123,16 +123,28 @@ def liger_kl_div_with_logits(
     """Return `KL(q || p)` of student `p` and teacher `q` (Hinton et al. 2015), in nats per row.
 
     Args:
-        student_logits, teacher_logits: (..., V). Rows without a uniform stride are copied.
-        shift_labels: (...); rows labelled `ignore_index` are ignored.
-        reverse: return `KL(p || q)`.
-        reduction: "batchmean" divides the sum by the valid rows, "mean" by that times V. "none" returns (...), 0 in
-            ignored rows.
-        temperature: divides all logits; there is no factor `temperature ** 2`.
-        inplace: let the backward overwrite `student_logits`, as in `liger_cross_entropy`.
+        student_logits: (..., V), floating-point, at least two dimensions. Rows without a uniform stride, such as
+            `logits[:, :-1]`, are copied.
+        teacher_logits: (..., V), floating-point of any dtype, with the shape and device of `student_logits`, without
+            gradient.
+        shift_labels: (...), one label a row; rows labelled `ignore_index` are ignored. None: all rows count.
+        reverse: return `KL(p || q)` instead.
+        reduction: "batchmean" divides the sum by the valid rows, "mean" by that times V, "sum" by nothing. "none"
+            returns one value a row, 0 in ignored rows.
+        temperature: positive divisor of all logits. There is no factor `temperature ** 2`.
+        ignore_index: the label of rows to ignore.
+        inplace: let the backward write its gradient over `student_logits`, unless they are expanded or the call is
+            compiled. A second backward raises.
 
     Returns:
-        float32, or float64 for float64 student logits.
+        (), or (...) with "none"; float32, or float64 for float64 student logits. It is differentiable by
+        `student_logits`.
+
+    Raises:
+        TypeError: the logits are no plain floating-point tensors, or `temperature` is no number.
+        ValueError: shapes or devices do not fit, `teacher_logits` requires a gradient, or `reduction` or `temperature`
+            is invalid.
+        NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode autograd.
 
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)
     >>> expected = torch.nn.functional.kl_div(
@@ -162,8 +174,29 @@ def liger_jsd_with_logits(
 
         beta KL(q || m) + (1 - beta) KL(p || m),    m = (1 - beta) p + beta q
 
-    `beta`, in [0, 1], is the teacher's weight: 0 gives `KL(q || p)`, and 1 `KL(p || q)`. Other arguments: see
-    `liger_kl_div_with_logits`.
+    Args:
+        student_logits: (..., V), floating-point, at least two dimensions. Rows without a uniform stride, such as
+            `logits[:, :-1]`, are copied.
+        teacher_logits: (..., V), floating-point of any dtype, with the shape and device of `student_logits`, without
+            gradient.
+        shift_labels: (...), one label a row; rows labelled `ignore_index` are ignored. None: all rows count.
+        beta: weight of the teacher, in [0, 1]. 0 gives `KL(q || p)`, and 1 `KL(p || q)`.
+        reduction: "batchmean" divides the sum by the valid rows, "mean" by that times V, "sum" by nothing. "none"
+            returns one value a row, 0 in ignored rows.
+        temperature: positive divisor of all logits. There is no factor `temperature ** 2`.
+        ignore_index: the label of rows to ignore.
+        inplace: let the backward write its gradient over `student_logits`, unless they are expanded or the call is
+            compiled. A second backward raises.
+
+    Returns:
+        (), or (...) with "none"; float32, or float64 for float64 student logits. It is differentiable by
+        `student_logits`.
+
+    Raises:
+        TypeError: the logits are no plain floating-point tensors, or `beta` or `temperature` is no number.
+        ValueError: shapes or devices do not fit, `teacher_logits` requires a gradient, or `beta`, `reduction` or
+            `temperature` is invalid.
+        NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode autograd.
 
     >>> from liger_chunked import liger_jsd
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)
@@ -186,9 +219,30 @@ def liger_tvd_with_logits(
     ignore_index: int = -100,
     inplace: bool = False,
 ) -> Tensor:
-    """Return the total variation distance `sum_v |p_v - q_v|/2` of student `p` and teacher `q` per row.
+    """Return the total variation distance `sum_v |p_v - q_v|/2` of student `p` and teacher `q` per row, in [0, 1].
 
-    Arguments: see `liger_kl_div_with_logits`.
+    Args:
+        student_logits: (..., V), floating-point, at least two dimensions. Rows without a uniform stride, such as
+            `logits[:, :-1]`, are copied.
+        teacher_logits: (..., V), floating-point of any dtype, with the shape and device of `student_logits`, without
+            gradient.
+        shift_labels: (...), one label a row; rows labelled `ignore_index` are ignored. None: all rows count.
+        reduction: "batchmean" divides the sum by the valid rows, "mean" by that times V, "sum" by nothing. "none"
+            returns one value a row, 0 in ignored rows.
+        temperature: positive divisor of all logits. There is no factor `temperature ** 2`.
+        ignore_index: the label of rows to ignore.
+        inplace: let the backward write its gradient over `student_logits`, unless they are expanded or the call is
+            compiled. A second backward raises.
+
+    Returns:
+        (), or (...) with "none"; float32, or float64 for float64 student logits. It is differentiable by
+        `student_logits`.
+
+    Raises:
+        TypeError: the logits are no plain floating-point tensors, or `temperature` is no number.
+        ValueError: shapes or devices do not fit, `teacher_logits` requires a gradient, or `reduction` or `temperature`
+            is invalid.
+        NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode autograd.
 
     >>> from liger_chunked import liger_tvd
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)

@@ -217,18 +217,28 @@ def liger_kl_div(
     reduction: Literal["none", "sum", "mean", "batchmean"] = "mean",
     log_target: bool = False,
 ) -> Tensor:
-    """Return `F.kl_div`: `KL(target || exp(input))`, in nats.
+    """Return `F.kl_div`: `KL(target || exp(input))`, in nats, summed in float32.
 
         sum_v t_v (log t_v - x_v)        t: target, x: input
 
     Args:
-        input: (N, V) log-probabilities.
-        target: (N, V) probabilities, in the dtype of `input`, without gradient.
-        reduction: "batchmean" divides the sum by N, "mean" by N V; "none" returns the (N, V) terms.
+        input: (N, V), log-probabilities, floating-point.
+        target: (N, V), probabilities, with the dtype and device of `input`, without gradient.
+        reduction: "batchmean" divides the sum by N, "mean" by N V, "sum" by nothing; "none" returns the (N, V) terms.
         log_target: `target` holds log-probabilities.
 
     Returns:
-        float32, or float64 for float64 inputs.
+        (), or (N, V) with "none"; float32, or float64 for float64 inputs. It is differentiable by `input`.
+
+    Raises:
+        TypeError: `input` is no plain floating-point tensor, or `target` has another dtype.
+        ValueError: `input` is not (N, V), `target` has another shape or device or requires a gradient, or `reduction`
+            is unknown.
+        NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode autograd.
+
+    >>> x, t = torch.randn(4, 7).log_softmax(-1), torch.randn(4, 7).softmax(-1)
+    >>> torch.allclose(liger_kl_div(x, t, reduction="sum"), torch.nn.functional.kl_div(x, t, reduction="sum"))
+    True
     """
     input, target = plain(("input", "target"), (input, target))
     _check(input, "input", target, "target", None, reduction)
@@ -248,11 +258,20 @@ def liger_jsd(
         beta KL(p || m) + (1 - beta) KL(q || m),    m = beta p + (1 - beta) q        (Agarwal et al. 2024)
 
     Args:
-        log_q, log_p: (N, V) log-probabilities, in one dtype.
-        shift_labels: (N,); rows labelled `ignore_index` are ignored.
+        log_q: (N, V), the student's log-probabilities, floating-point.
+        log_p: (N, V), the teacher's, with the dtype and device of `log_q`, without gradient.
+        shift_labels: (N,), one label a row; rows labelled `ignore_index` are ignored. None: all rows count.
         beta: weight of the teacher, in [0, 1]. 0 gives `KL(p || q)`, and 1 `KL(q || p)`.
+        ignore_index: the label of rows to ignore.
 
-    The dtype is as in `liger_kl_div`. The result is 0 without valid rows.
+    Returns:
+        (), 0 without valid rows; float32, or float64 for float64 inputs. It is differentiable by `log_q`.
+
+    Raises:
+        TypeError: `log_q` is no plain floating-point tensor, `log_p` has another dtype, or `beta` is no number.
+        ValueError: `log_q` is not (N, V), `log_p` has another shape or device or requires a gradient, `shift_labels` is
+            not (N,), or `beta` is outside [0, 1].
+        NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode autograd.
     """
     log_q, log_p, shift_labels = plain(("log_q", "log_p", "shift_labels"), (log_q, log_p, shift_labels))
     _check(log_q, "log_q", log_p, "log_p", shift_labels, "batchmean")
@@ -271,14 +290,24 @@ def liger_tvd(
     reduction: Literal["none", "sum", "mean", "batchmean"] = "batchmean",
     ignore_index: int = -100,
 ) -> Tensor:
-    """Return the total variation distance `sum_v |p_v - q_v|/2` of student `p` and teacher `q` per row.
+    """Return the total variation distance `sum_v |p_v - q_v|/2` of student `p` and teacher `q`, per row in [0, 1].
 
     Args:
-        p, q: (N, V) probabilities, in one dtype.
-        shift_labels, ignore_index: as in `liger_jsd`.
-        reduction: as in `liger_kl_div`, over valid rows; ignored terms are 0.
+        p: (N, V), the student's probabilities, floating-point.
+        q: (N, V), the teacher's, with the dtype and device of `p`, without gradient.
+        shift_labels: (N,), one label a row; rows labelled `ignore_index` are ignored. None: all rows count.
+        reduction: "batchmean" divides the sum by the valid rows, "mean" by that times V, "sum" by nothing; "none"
+            returns the (N, V) terms, 0 in ignored rows.
+        ignore_index: the label of rows to ignore.
 
-    The dtype is as in `liger_kl_div`.
+    Returns:
+        (), or (N, V) with "none"; float32, or float64 for float64 inputs. It is differentiable by `p`.
+
+    Raises:
+        TypeError: `p` is no plain floating-point tensor, or `q` has another dtype.
+        ValueError: `p` is not (N, V), `q` has another shape or device or requires a gradient, `shift_labels` is not
+            (N,), or `reduction` is unknown.
+        NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode autograd.
     """
     p, q, shift_labels = plain(("p", "q", "shift_labels"), (p, q, shift_labels))
     _check(p, "p", q, "q", shift_labels, reduction)

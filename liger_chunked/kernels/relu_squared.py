@@ -64,7 +64,18 @@ class _ReLUSquared(torch.autograd.Function):
 
 
 def liger_relu_squared(x: Tensor) -> Tensor:
-    """Return `F.relu(x).square()` (So et al. 2021), in the dtype of `x`; rows in any layout.
+    """Return `F.relu(x).square()` (So et al. 2021), computed in float32 and rounded once.
+
+    Args:
+        x: (..., D), floating-point, rows in any layout.
+
+    Returns:
+        (..., D), contiguous, in the dtype of `x`.
+
+    Raises:
+        TypeError: `x` is no plain floating-point tensor.
+        ValueError: `x` has no dimension.
+        NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode autograd.
 
     >>> liger_relu_squared(torch.tensor([-1.0, 0.5, 3.0]))
     tensor([0.0000, 0.2500, 9.0000])

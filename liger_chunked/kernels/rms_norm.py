@@ -299,17 +299,31 @@ def liger_rms_norm(
     casting: Casting = "llama",
     residual: Tensor | None = None,
 ) -> Any:
-    """Return the RMSNorm of `x`, or `(norm, sum)` of `x + residual` (Zhang and Sennrich 2019, equation 4).
+    """Return the RMSNorm of `x`, or `(norm, sum)` of `x + residual` (Zhang and Sennrich 2019, equation 4), in float32.
 
         x/rms(x) * (offset + weight),    rms(x) = sqrt(mean(x**2) + eps)
 
     Args:
-        x: (..., D), rows in any layout.
-        weight: (D,) or None; its gradient is a deterministic sum.
-        offset: added to the weight in float32; 1.0 for Gemma.
-        casting: "llama" casts `x / rms(x)` to the dtype of `x`, and returns the wider dtype of `x` and `weight`;
-            "gemma" and "olmo2" cast the result to the dtype of `x`.
-        residual: same shape and dtype as `x`.
+        x: (..., D), floating-point, rows in any layout.
+        weight: (D,), floating-point, maybe of another dtype than `x`. None: 1. Its gradient is a sum over the rows in
+            float32, in an order that does not change between runs, rounded to its dtype.
+        eps: added to the mean square of each row.
+        offset: added to the weight in float32; 1.0 for Gemma, whose weights are stored minus 1.
+        casting: where the result is rounded, as the models' own code does. "llama" rounds `x / rms(x)` to the dtype of
+            `x` before it multiplies by the weight. "gemma" and "olmo2", which mean the same here, round only the
+            product.
+        residual: (..., D), with the dtype and device of `x`; the norm is then that of `x + residual`. None: that of
+            `x`.
+
+    Returns:
+        The norm (..., D), contiguous. Its dtype is that of `x`; with "llama" and a weight, the wider dtype of both.
+        With `residual` the tuple (norm, sum), where the sum `x + residual` has the dtype of `x`.
+
+    Raises:
+        TypeError: `x` or `weight` is no plain floating-point tensor, or `residual` has another dtype than `x`.
+        ValueError: `x` has no dimension, `weight` is not (D,), `residual` has another shape than `x`, a device differs,
+            or `casting` is unknown.
+        NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode autograd.
 
     >>> x = torch.randn(2, 5, 64)
     >>> torch.allclose(liger_rms_norm(x, torch.ones(64)), torch.nn.functional.rms_norm(x, (64,), eps=1e-6), atol=1e-6)
@@ -342,16 +356,31 @@ def liger_rms_norm_gated(
     gate_first: bool = False,
     groups: int = 1,
 ) -> Tensor:
-    """Return the RMSNorm of `x` times an activation of `gate`, as in linear attention and Mamba 2.
+    """Return the RMSNorm of `x` times an activation of `gate`, as in linear attention and Mamba 2, in float32.
 
         x/rms(x) * weight * act(gate),    with gate_first: z/rms(z) * weight,  z = x * act(gate)
 
     Args:
-        x, gate: (..., D), rows in any layout; their dtypes may differ. Without a gate, the norm alone.
-        weight: (D,) or None.
-        casting: see `liger_rms_norm`; a result that is gated last has the dtype of `x`.
-        gate_first: normalise the gated `x` (Mamba 2).
-        groups: parts of D with an rms each.
+        x: (..., D), floating-point, rows in any layout.
+        gate: (..., D), floating-point, rows in any layout, maybe of another dtype than `x`. None: the norm alone.
+        weight: (D,), floating-point, maybe of another dtype than `x`. None: 1. Its gradient is a sum over the rows in
+            float32, in an order that does not change between runs, rounded to its dtype.
+        eps: added to the mean square.
+        activation: "silu" or "sigmoid", applied to the gate.
+        casting: "llama" rounds `x / rms(x)` to the dtype of `x` before it multiplies by the weight. "gemma" and
+            "olmo2", which mean the same here, round only the result.
+        gate_first: multiply `x` by the activated gate before the norm (Mamba 2), not after it.
+        groups: number of equal parts of D, each normalised by its own rms; must divide D.
+
+    Returns:
+        (..., D), contiguous. Its dtype is that of `x`; with "llama", a weight and no gate after the norm, the wider
+        dtype of `x` and `weight`.
+
+    Raises:
+        TypeError: `x`, `gate` or `weight` is no plain floating-point tensor.
+        ValueError: `x` has no dimension, `gate` has another shape than `x`, `weight` is not (D,), a device differs, or
+            `casting`, `activation` or `groups` is invalid.
+        NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode autograd.
 
     >>> x, gate = torch.randn(2, 2, 5, 64).unbind(0)
     >>> expected = liger_rms_norm(x, torch.ones(64)) * torch.nn.functional.silu(gate)

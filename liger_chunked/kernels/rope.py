@@ -322,23 +322,39 @@ def liger_rotary_pos_emb(
     deinterleave: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return queries and keys rotated by their positions (Su et al. 2021, equation 34).
+    """Return queries and keys rotated by their positions (Su et al. 2021, equation 34), computed in float32.
 
         y_1 = x_1 cos_i - x_2 sin_i
         y_2 = x_2 cos_i + x_1 sin_i        x_1, x_2 = x[i], x[i + R/2], or interleaved x[2i], x[2i + 1]
 
-    Columns from R on are unchanged.
+    Columns from R on are unchanged. The backward rotates back; it can be differentiated again, unless `inplace` is
+    True.
 
     Args:
-        q, k: (B, heads, T, D), or (B, T, heads, D) with `unsqueeze_dim=2`, of one dtype.
-        cos, sin: (B or 1, T, R), R <= D, without gradient. The second half is not read: it repeats the first.
-        position_ids: (B or 1, T) rows of `cos` and `sin`, if these are tables (positions, R).
-        unsqueeze_dim: dimension of the heads, 1 or 2.
-        rotary_dim: R, if `cos` and `sin` have other columns; the first R/2 are read (GPT-OSS).
-        interleaved: pairs are neighbouring columns (GLM-4).
-        deinterleave: return the pairs of `interleaved` as halves (DeepSeek-V3).
+        q: (B, heads, T, D), floating-point, or (B, T, heads, D) with `unsqueeze_dim=2`.
+        k: the same for the keys, (B, heads, T, D), maybe with another number of heads; the dtype and device of `q`.
+        cos, sin: (B, T, R) or (1, T, R), floating-point of any dtype, R even and at most D, without gradient. Only the
+            first R/2 columns are read: the others repeat them. Or tables (positions, R), see `position_ids`.
+        position_ids: (B, T) or (1, T), integers: for each token, its row of the tables `cos` and `sin`. None: row t
+            belongs to token t. Not read if `cos` has three dimensions.
+        unsqueeze_dim: the dimension of the heads in `q` and `k`, 1 or 2.
+        rotary_dim: R, if `cos` has another number of columns (GPT-OSS: R/2): even, at most D and twice these columns.
+            None: the columns of `cos`.
+        interleaved: pairs are neighbouring columns (GLM-4) instead of columns i and i + R/2.
+        deinterleave: with `interleaved`, return the first of all pairs and then the second, as halves (DeepSeek-V3).
         inplace: overwrite `q` and `k`, which must not share elements or come from `split`, `chunk` or `unbind`. Don't
             use it on a checkpointed region's inputs: the recompute would rotate them again.
+
+    Returns:
+        (q, k), rotated, in their shapes and dtype: new tensors, or with `inplace` the given memory.
+
+    Raises:
+        TypeError: `q`, `k`, `cos` or `sin` is no plain floating-point tensor.
+        ValueError: shapes, dtypes or devices do not fit, `cos` or `sin` requires a gradient, `unsqueeze_dim` or
+            `rotary_dim` is invalid, `deinterleave` goes without `interleaved` or with `inplace`, or `inplace` would
+            overwrite a leaf that requires a gradient or elements that share memory.
+        IndexError: on a CPU, a position is outside of the tables.
+        NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode autograd.
 
     >>> angle = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.1]).repeat(2)
     >>> q, k = torch.randn(1, 2, 5, 4), torch.randn(1, 1, 5, 4)

@@ -23,8 +23,16 @@ class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
     calls; in TRL, of all rewards, also this call's.
 
     The paper's distribution matching has `example_weights` of 1 for a desirable sequence, else `p / (1 - p)`, with `p`
-    the probability that its prompt has a desirable one. TRL clamps them to [0.5, 10]. Options: see
-    `LigerFusedLinearPreferenceBase`.
+    the probability that its prompt has a desirable one. TRL clamps them to [0.5, 10].
+
+    Args:
+        beta: strength of the KL constraint, the factor of the log-ratios; not negative.
+        average_log_prob: log-probabilities of sequences are means over their valid tokens instead of sums.
+        use_ref_model: True requires a reference in each call, False refuses one. None allows one, and warns once
+            without: log-ratios are then log-probabilities.
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
+            (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)

@@ -11,7 +11,16 @@ class LigerFusedLinearCosineSimilarityLoss(LigerFusedLinearDistillationBase):
     """`1 - cos(z, t)` of the student's logits `z` and the teacher's `t`, fused.
 
     It depends on a constant offset of the logits, not on the temperature. A teacher's top-k is refused. Liger-Kernel's
-    `beta` is `weight_soft_loss`. Constructor: see `LigerFusedLinearDistillationBase`.
+    `beta` is `weight_soft_loss`.
+
+    Args:
+        weight_hard_loss: factor of the targets' NLL at temperature 1, not negative.
+        weight_soft_loss: factor of the divergence, not negative.
+        teacher_options: `LogitOptions` with the teacher's `softcap`, `logit_scale` and `temperature`. None: the
+            student's.
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of both models' logits in memory, such
+            as "512MiB" (None: automatic). A `logits_dtype` is refused.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)

@@ -63,10 +63,21 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
     | `ipo` | `(d / beta - 1 / (2 beta)) ** 2` | `beta l'` |
     | `simpo` | `sigmoid` of `d - simpo_gamma` | `beta l'` |
 
-    A nonzero `alphapo_alpha`, TRL's `alpha`, changes `beta l` to `beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`,
-    also of `l'` (AlphaPO, https://arxiv.org/abs/2501.03884). TRL's `alphapo` is `loss_type="simpo"` with `cpo_alpha=0`
-    and an `alphapo_alpha`. `logps` in the metrics are `l` or `l'`. `label_smoothing` is `eps`. Unread options are
-    refused. `**options`: see `LogitOptions`.
+    TRL's `alphapo` is `loss_type="simpo"` with `cpo_alpha=0` and an `alphapo_alpha`. `logps` in the metrics are `l` or
+    `l'`. An option that `loss_type` does not read raises.
+
+    Args:
+        beta: scale of the rewards, not negative; "ipo" divides by it.
+        cpo_alpha: weight of the mean NLL of the batch's chosen tokens, in nats; 0: no such term.
+        label_smoothing: `eps`, in [0, 1], for "sigmoid" and "simpo".
+        loss_type: a name from the table.
+        simpo_gamma: the margin that "simpo" subtracts.
+        alphapo_alpha: TRL's `alpha`. If it is not 0, it changes `beta l` to
+            `beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`, also of `l'` (AlphaPO,
+            https://arxiv.org/abs/2501.03884).
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
+            (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])

@@ -159,15 +159,24 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
     but 0 without targets.
 
     Args:
-        reduction: "mean" over valid tokens, "sum", or "none", with gradients computed in backward.
-        label_smoothing: share of the target spread over the vocabulary (https://arxiv.org/abs/1512.00567).
-        lse_square_scale: weight of the z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5).
-        ce_weight: (V,) class weights.
-        focal_gamma: exponent of the factor `(1 - p_y) ** focal_gamma` (https://arxiv.org/abs/1708.02002, equation 4).
+        reduction: "mean" over valid tokens, "sum", or "none", one loss a token, whose gradients are computed in the
+            backward.
+        label_smoothing: share of the target spread over the vocabulary, in [0, 1] (https://arxiv.org/abs/1512.00567).
+        lse_square_scale: weight of the z-loss, not negative (PaLM, https://arxiv.org/abs/2204.02311, section 5).
+        ce_weight: (V,), floating-point class weights, without gradient. None: 1.
+        focal_gamma: exponent of the factor `(1 - p_y) ** focal_gamma`, not negative (https://arxiv.org/abs/1708.02002,
+            equation 4).
         dft: multiply by the constant `p_y` (Dynamic Fine-Tuning, https://arxiv.org/abs/2508.05629). Like the focal
             factor, not in the denominator.
         entropy_weight: weight of the entropy bonus (https://arxiv.org/abs/1701.06548).
-        **options: see `LogitOptions`.
+        return_z_loss: a call returns (loss, metrics), with `metrics.z_loss`, the z-loss as it is part of the loss.
+        return_token_accuracy: a call returns (loss, metrics), with `metrics.token_accuracy`, the share of valid tokens
+            whose most probable token is the target.
+        return_predicted_tokens: a call returns (loss, metrics), with `metrics.predicted_tokens`, the most probable
+            token ids, shaped like the target, -1 at ignored tokens.
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
+            (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
 
     Smoothing, focal loss and DFT exclude each other.
 
@@ -294,17 +303,20 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
             target: (B, T) or (N,), integer ids of the tokens that `input` predicts (shift labels, see `shifted`), or
                 `ignore_index`.
             bias: (V,) or None.
-            num_items: divisor of the reduction "mean": the valid tokens of all steps that accumulate gradients
-                (transformers' `num_items_in_batch`). 0 counts as 1: a step without tokens has loss 0. None: the valid
-                tokens of this call.
+            num_items: divisor of the reduction "mean", a number or (): the valid tokens of all steps that accumulate
+                gradients (transformers' `num_items_in_batch`). 0 counts as 1: a step without tokens has loss 0. None:
+                the valid tokens of this call.
             token_weights: floating-point factors of tokens, shaped like `target`. "mean" without `num_items` divides by
-                their sum (for the cross entropy, times `ce_weight`), or by 1 if that is 0.
-            ce_weight: (V,), replaces the constructor's.
+                their sum (for the cross entropy, times `ce_weight`), or by 1 if that is 0. None: 1.
+            ce_weight: (V,), floating-point class weights. None: the constructor's.
             n_valid: the number of tokens that have a target, so that the host does not wait; the device asserts it and
-                the range of targets ("Without waiting" in `docs/how-it-works.md`).
+                the range of targets ("Without waiting" in `docs/how-it-works.md`). None: the host reads it from the
+                device.
             vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
+                None: this rank has the whole vocabulary.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`). Loss and metrics cover whole
-                sequences, but `predicted_tokens` and `reduction="none"` this rank's positions.
+                sequences, but `predicted_tokens` and `reduction="none"` this rank's positions. None: this rank has
+                whole sequences.
 
         Returns:
             The loss in nats, float32, or float64 for float64 inputs: (), or with `reduction="none"` shaped like

@@ -79,8 +79,15 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         loss = weight_soft_loss * soft_loss + weight_hard_loss * hard_loss
 
     The factor `temperature ** 2` of Hinton et al. 2015 (https://arxiv.org/abs/1503.02531) is the caller's.
-    `teacher_options` has the teacher's `softcap`, `logit_scale` and `temperature`, if different. `**options`: see
-    `LogitOptions`; the budget covers both models' logits.
+
+    Args:
+        weight_hard_loss: factor of the targets' NLL at temperature 1, not negative.
+        weight_soft_loss: factor of the divergence, not negative.
+        teacher_options: `LogitOptions` with the teacher's `softcap`, `logit_scale` and `temperature`. None: the
+            student's.
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of both models' logits in memory, such
+            as "512MiB" (None: automatic). A `logits_dtype` is refused.
     """
 
     of_distributions: ClassVar[bool] = False
@@ -145,23 +152,26 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         Args:
             weight: (V, H), the student's head, such as `lm_head.weight`, or an `AdaptedWeight`.
             input: (B, T, H) or (N, H), the student's hidden states in the dtype of `weight`, or in any under autocast.
-            teacher_weight, teacher_input, teacher_bias: (V_teacher, H_teacher) or an `AdaptedWeight`,
-                (B, T, H_teacher) or (N, H_teacher), and (V_teacher,). The softmax ignores rows beyond V. Without
-                gradient.
+            teacher_weight, teacher_input, teacher_bias: (V_teacher, H_teacher) or an `AdaptedWeight`, (B, T, H_teacher)
+                or (N, H_teacher), and (V_teacher,). The softmax ignores rows beyond V. Without gradient. None: no bias,
+                or `teacher_logps` and `teacher_ids` are given.
             target: (B, T) or (N,), integer ids of the tokens that `input` predicts (shift labels, see `shifted`), or
                 `ignore_index`. None: all tokens count, and there is no hard loss.
             bias: (V,) or None.
             teacher_logps: instead of hidden states, (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the
-                loss's temperature; -inf if missing. The divergence has k + 1 bins: these tokens, and all others.
-            teacher_ids: their ids, integers of the same shape, distinct in each row.
-            mask: (B, T) or (N,) bool, False at more ignored tokens.
-            num_items: divisor of both terms: the tokens that count in all steps that accumulate gradients. None: those
-                of this call.
+                loss's temperature; -inf if missing. The divergence has k + 1 bins: these tokens, and all others. None:
+                computed from `teacher_input`.
+            teacher_ids: their ids, integers (B, T, k) or (N, k), distinct in each row. None: there are no
+                `teacher_logps`.
+            mask: (B, T) or (N,) bool, False at more ignored tokens. None: none.
+            num_items: divisor of both terms, a number or (): the tokens that count in all steps that accumulate
+                gradients. None: those of this call.
             n_valid: the number of tokens that have a target and that `mask` keeps, so that the host does not wait for
-                the device ("Without waiting" in `docs/how-it-works.md`).
+                the device ("Without waiting" in `docs/how-it-works.md`). None: the host reads it from the device.
             vocab_shard: this rank's rows of both models' heads, if ranks split the vocabulary (`docs/distributed.md`).
+                None: this rank has the whole vocabulary.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
-                and metrics are those of whole sequences.
+                and metrics are those of whole sequences. None: this rank has whole sequences.
 
         Returns:
             (loss, metrics): the loss (), float32, or float64 for float64 inputs, and `DistillationMetrics`.

@@ -242,15 +242,28 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     | `js_divergence` | `log(2 t / (1 + t))` |
     | `alpha_divergence` | `(t ** (alpha - 1) - 1) / (alpha - 1)`; alpha 0: forward KL; alpha 1: reverse KL |
 
-    Other options: see `LigerFusedLinearPreferenceBase`. Unread ones are refused.
+    An option that no `loss_type` reads raises.
 
     Args:
-        beta: strength of the KL constraint; IPO's tau.
-        loss_type: a name from the table, a callable from `Pairs` to (n,), or a list of these.
-        loss_weights: one per loss type.
-        label_smoothing, discopop_tau, f_alpha_divergence_coef: `eps`, `tau` and `alpha`.
-        compute_nll_loss, alpha: RPO (https://arxiv.org/abs/2404.19733).
-        use_ref_model: None warns once without a reference.
+        beta: strength of the KL constraint, not negative; IPO's tau. "ipo" and "sppo_hard" divide by it.
+        loss_type: a name from the table, a callable from `Pairs` to (n,), or a list of these, whose losses are added.
+        loss_weights: a factor for each loss type. None: 1.
+        label_smoothing: `eps`, in [0, 1]; "robust" needs one below 0.5, and "exo_pair" one above 0 and below 1.
+        discopop_tau: `tau`, positive.
+        compute_nll_loss: whether to add the mean NLL of the batch's chosen tokens, in nats (RPO,
+            https://arxiv.org/abs/2404.19733).
+        alpha: weight of this term; without it 0 or 1.
+        average_log_prob: log-probabilities of sequences are means over tokens instead of sums; refused with "ipo" and
+            "sigmoid_norm", which average themselves.
+        f_divergence_type: a name from the second table.
+        f_alpha_divergence_coef: `alpha` of the second table.
+        ld_alpha: weight, in [0, 1], of tokens beyond the pair's shorter length, under policy and reference. None: 1.
+        use_weighting: weigh pairs as WPO does, see above.
+        use_ref_model: True requires a reference in each call, False refuses one. None allows one, and warns once
+            without: log-ratios are then log-probabilities.
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
+            (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])

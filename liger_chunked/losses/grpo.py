@@ -246,7 +246,7 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     means over the call's tokens. `clip_cov` chooses between `clip_cov_lb` and `clip_cov_ub`, among tokens that `clip`
     does not clip; the paper draws at random.
 
-    If `old_logps` is None, `r` is 1 with the gradient of `log pi`. Other options: see `LigerFusedLinearPolicyBase`.
+    If `old_logps` is None, `r` is 1 with the gradient of `log pi`.
 
     Variants (TRL's and Liger-Kernel's default reduction is `"dapo"`, which gives long completions more weight):
 
@@ -270,13 +270,44 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     budget; `clip_cov` and `kl_cov`, for a batch over budget.
 
     Args:
-        epsilon_low, epsilon_high: infinity is no bound. `cispo` reads `epsilon_high` as the largest ratio, as in TRL;
-            the papers use about 5.
-        cispo_epsilon_low: the paper's `1 - epsilon_low`.
-        delta: above `1 + epsilon_high`.
+        beta: weight of the KL to the reference, not negative; above 0, a call requires a reference.
+        surrogate: a name from the first table.
+        reduction: what the sum over tokens is divided by. "grpo": the mean over sequences of the mean over tokens;
+            "bnpo": the valid tokens of the batch; "dapo": `num_items`, or else as "bnpo"; "dr_grpo":
+            `B * max_completion_length`; "luspo": `B`. verl's "seq-mean-token-mean", "token-mean",
+            "seq-mean-token-sum-norm" and "seq-mean-token-sum" are "grpo", "dapo", "dr_grpo" and "luspo".
+        importance_level: of the ratio: "token"; "sequence", the tokens' geometric mean `s` (GSPO,
+            https://arxiv.org/abs/2507.18071); "sequence_token", `sg(s) pi / sg(pi)` with stopped gradient `sg`, for
+            advantages per token (GSPO-token); "trajectory", their product.
+        epsilon_low, epsilon_high: not negative; infinity is no bound. `cispo` reads `epsilon_high` as the largest
+            ratio, as in TRL; the papers use about 5.
+        delta: largest ratio where the advantage is negative, usually above `1 + epsilon_high`; positive. None: no
+            bound.
+        max_completion_length: positive number of tokens, required by the reduction "dr_grpo" and refused by others.
+            None: not given.
+        kl_estimator: "k1", "k2", "k3" or "abs", with `d = log pi_ref - log pi` the estimates `-d`, `d^2 / 2`,
+            `exp(d) - d - 1` and `abs(d)`; verl's "kl", "mse" and "low_var_kl" are the first three. With
+            `use_bias_correction_kl`, `k1` and `k3` have the KL's gradient; without, `k2` has it, and `k1`'s is zero on
+            average.
+        use_bias_correction_kl: multiply the estimate by the importance ratio (DeepSeek-V3.2,
+            https://arxiv.org/abs/2512.02556).
+        off_policy_mask_threshold: in nats, not negative: tokens with a negative advantage cost 0 where the sequence's
+            mean of `old_logps - logps` is above it (DeepSeek-V3.2, whose old policy is the sampler). None: no such
+            mask.
+        entropy_coef: weight of the entropy bonus, the mean over tokens as in "dapo".
+        top_entropy_quantile: in [0, 1]; only this share of the call's tokens, at least one, with the highest entropy
+            keeps cost and bonus (https://arxiv.org/abs/2506.01939). Below 1, costs one more GEMM if logits exceed the
+            budget.
+        cispo_epsilon_low: the smallest ratio of `cispo`, the paper's `1 - epsilon_low`.
         sapo_temperature_pos, sapo_temperature_neg: `tau` for positive and other advantages.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `lambda`; `neg` for negative advantages.
-        clip_cov_ratio, clip_cov_lb, clip_cov_ub, kl_cov_ratio, ppo_kl_coef: verl's names and defaults.
+        clip_cov_ratio, kl_cov_ratio: in (0, 1], the share of the tokens that `clip_cov` and `kl_cov` choose.
+        clip_cov_lb, clip_cov_ub: bounds of the covariance of tokens that `clip_cov` chooses.
+        ppo_kl_coef: weight of `abs(log r)` in `kl_cov`. The names and defaults of the last five are verl's.
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
+            (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
+            Use the sampler's `temperature`; it also applies to the reference.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # two completions of up to three tokens
@@ -370,6 +401,18 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
         """Return the loss that TRL calls `loss_type`; `settings` take precedence.
 
         `luspo` has sequence level, as in its paper, unlike in TRL.
+
+        Args:
+            loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo" or "vespo".
+            **settings: arguments of the constructor. "dr_grpo" needs `max_completion_length`.
+
+        Returns:
+            The loss, with the `surrogate`, `reduction` and `importance_level` of this name and else the constructor's
+            defaults.
+
+        Raises:
+            TypeError: the constructor has no such argument, or one has the wrong type.
+            ValueError: `loss_type` is unknown, or a setting is out of range or not read.
 
         >>> LigerFusedLinearGRPOLoss.from_loss_type("dapo", epsilon_high=0.28).reduction
         'dapo'

@@ -29,7 +29,17 @@ class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
     `kto` requires `kl`, or `kl_input`, `kl_target` and their reference; `apo_zero_unpaired` refuses both. To average
     over ranks before clamping, as TRL does, compute `r` by `linear_token_stats` and pass `kl`.
 
-    `w_d` and `w_u` are `desirable_weight` and `undesirable_weight`. Other options: `LigerFusedLinearPreferenceBase`.
+    Args:
+        beta: strength of the KL constraint, the factor of the log-ratios; not negative.
+        loss_type: "kto" or "apo_zero_unpaired".
+        desirable_weight: `w_d`, not negative.
+        undesirable_weight: `w_u`, not negative.
+        average_log_prob: log-probabilities of sequences are means over their valid tokens instead of sums.
+        use_ref_model: True requires a reference in each call, False refuses one. None allows one, and warns once
+            without: log-ratios are then log-probabilities.
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
+            (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target, labels = torch.tensor([[1, 2, 3], [4, 5, -100]]), torch.tensor([True, False])

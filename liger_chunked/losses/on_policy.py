@@ -84,10 +84,20 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
     `log p(y) - log q(y)`.
 
     Args:
-        epsilon_low, epsilon_high: infinity is no bound.
-        reduction, max_completion_length: see `LigerFusedLinearPolicyBase`.
-        teacher_options: see `LigerFusedLinearDistillationBase`.
-        **options: see `LogitOptions`; use the sampler's `temperature`.
+        kl_coef: weight of the teacher in the advantage, not negative.
+        epsilon_low, epsilon_high: not negative; infinity is no bound.
+        reduction: what the sum over tokens is divided by. "grpo": the mean over sequences of the mean over tokens;
+            "bnpo": the valid tokens of the batch; "dapo": `num_items`, or else as "bnpo"; "dr_grpo":
+            `B * max_completion_length`; "luspo": `B`. verl's "seq-mean-token-mean", "token-mean",
+            "seq-mean-token-sum-norm" and "seq-mean-token-sum" are "grpo", "dapo", "dr_grpo" and "luspo".
+        max_completion_length: positive number of tokens, required by the reduction "dr_grpo" and refused by others.
+            None: not given.
+        teacher_options: `LogitOptions` with the teacher's `softcap`, `logit_scale` and `temperature`. None: the
+            student's.
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
+            (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
+            Use the sampler's `temperature`.
 
     >>> import torch
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -146,24 +156,30 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         Args:
             weight: (V, H), the student's head, such as `lm_head.weight`, or an `AdaptedWeight`.
             input: (B, T, H), the student's hidden states in the dtype of `weight`, or in any under autocast.
-            teacher_weight, teacher_input, teacher_bias: (V_teacher, H_teacher) or an `AdaptedWeight`,
-                (B, T, H_teacher) and (V_teacher,). The softmax ignores rows beyond V. Without gradient.
+            teacher_weight, teacher_input, teacher_bias: (V_teacher, H_teacher) or an `AdaptedWeight`, (B, T, H_teacher)
+                and (V_teacher,). The softmax ignores rows beyond V. Without gradient. None: no bias, or `teacher_logps`
+                are given.
             target: (B, T), the sampled tokens, integer ids that `input` predicts (shift labels, see `shifted`), or
-                `ignore_index`. Required.
+                `ignore_index`. Required: None raises.
             bias: (V,) or None.
             teacher_logps: instead of the teacher's hidden states, (B, T), its log-probabilities of `target` in nats.
+                None: computed from `teacher_input`.
             advantages: (B,), (B, 1) or (B, T), of rewards beside the teacher; None: 0.
-            attention_mask: (B, T), 0 at tokens to ignore, else 1.
+            attention_mask: (B, T), 0 at tokens to ignore, else 1. None: `target` alone says which count.
             old_logps: (B, T), log-probabilities of `target` under the policy that sampled it, in nats. None: on-policy.
-            importance_weights: (B, T), (B,) or (B, 1), factors of the cost.
-            num_items: as in `LigerFusedLinearPolicyBase.forward`, a divisor for accumulated gradients.
+            importance_weights: (B, T), (B,) or (B, 1), factors of the cost. None: 1.
+            num_items: divisor of the reduction "token-mean" (or "dapo"), a number or (): the valid tokens of all steps
+                that accumulate gradients. If ranks average gradients, pass all ranks' tokens divided by the number of
+                ranks. Other reductions refuse it. None: the valid tokens of this call.
             n_valid: B ints, the numbers of each sequence's tokens that have a target and that `attention_mask` keeps,
-                so that the host does not wait for the device ("Without waiting" in `docs/how-it-works.md`).
+                so that the host does not wait for the device ("Without waiting" in `docs/how-it-works.md`). None: the
+                host reads them from the device.
             vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
-            cu_seqlens: (B + 1,) int32, for packed sequences without padding: the first row of each sequence, then N.
-                Tensors of tokens are then (N, ...). With `n_valid`, on the CPU.
+                None: this rank has the whole vocabulary.
+            cu_seqlens: (B + 1,), int32 or int64, for packed sequences without padding: the first row of each sequence,
+                then N. Tensors of tokens are then (N, ...). With `n_valid`, on the CPU. None: the batch is padded.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
-                and metrics are those of whole sequences.
+                and metrics are those of whole sequences. None: this rank has whole sequences.
 
         Returns:
             (loss, metrics): the loss (), float32, or float64 for float64 inputs, and `PolicyMetrics`; `kl` is the mean
@@ -274,12 +290,18 @@ def with_sampled_token(
     A divergence over these k + 2 bins also counts what the student sampled outside of the k tokens.
 
     Args:
-        teacher_logps, teacher_ids: (..., k) log-probabilities in nats, -inf if missing, and ids.
-        target: (...) sampled tokens; negative ids are ignored.
-        target_logps: (...) under the teacher.
+        teacher_logps: (..., k), floating-point log-probabilities of k tokens in nats, -inf if missing.
+        teacher_ids: (..., k), their ids, integers.
+        target: (...), the sampled tokens' ids; negative ids are ignored.
+        target_logps: (...), their log-probabilities under the teacher, floating-point.
 
     Returns:
-        (..., k + 1) each, with -inf for a sampled token that is among the k.
+        (logps, ids): (..., k + 1) each, in the dtypes of `teacher_logps` and `teacher_ids`. The last log-probability is
+        -inf for a sampled token that is among the k.
+
+    Raises:
+        TypeError: `teacher_logps` or `target_logps` is no floating-point tensor.
+        ValueError: shapes or devices do not fit.
 
     >>> logps, ids = torch.tensor([[0.5, 0.2]]).log(), torch.tensor([[3, 1]])
     >>> logps, ids = with_sampled_token(logps, ids, torch.tensor([4]), torch.tensor([0.1]).log())

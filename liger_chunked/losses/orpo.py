@@ -17,7 +17,13 @@ class LigerFusedLinearORPOLoss(LigerFusedLinearPreferenceBase):
         loss = nll(chosen) - beta * mean(log sigmoid(log odds(chosen) - log odds(rejected)))
 
     The NLL is a mean over the tokens of `nll_target`, or else `target`; TRL's includes the prompt. `logps` in the
-    metrics are means over tokens. `beta` is the paper's lambda. `**options`: see `LogitOptions`.
+    metrics are means over tokens.
+
+    Args:
+        beta: weight of the odds ratio term, the paper's lambda; not negative.
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
+            (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens

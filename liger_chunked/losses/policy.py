@@ -229,20 +229,30 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     | `abs` | `abs(d)` |
 
     Args:
-        beta: above 0, a reference is required.
+        beta: weight of the KL to the reference, not negative; above 0, a call requires a reference.
+        reduction: a name from the first table.
         importance_level: of `Rollouts.ratio`: "token"; "sequence", the tokens' geometric mean `s` (GSPO,
             https://arxiv.org/abs/2507.18071); "sequence_token", `sg(s) pi / sg(pi)` with stopped gradient `sg`, for
             advantages per token (GSPO-token); "trajectory", their product.
-        kl_estimator: with `use_bias_correction_kl`, `k1` and `k3` have the KL's gradient; without, `k2` has it, and
-            `k1`'s is zero on average.
-        use_bias_correction_kl: multiply `kl` by the importance ratio (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
-        off_policy_mask_threshold: tokens with a negative advantage cost 0 where the sequence's mean of
-            `old_logps - logps` is above it (DeepSeek-V3.2, whose old policy is the sampler).
-        entropy_coef: the entropy is always a mean as in `dapo`.
-        top_entropy_quantile: only this share of the call's tokens, at least one, with the highest entropy keeps cost
-            and bonus (https://arxiv.org/abs/2506.01939). Costs one more GEMM if logits exceed the budget.
-        clipped: returns where ratios are clipped; None if never.
-        **options: see `LogitOptions`; use the sampler's `temperature`, also for the reference.
+        max_completion_length: positive number of tokens, required by the reduction "dr_grpo" and refused by others.
+            None: not given.
+        kl_estimator: a name from the second table. With `use_bias_correction_kl`, `k1` and `k3` have the KL's gradient;
+            without, `k2` has it, and `k1`'s is zero on average.
+        use_bias_correction_kl: multiply the estimate by the importance ratio (DeepSeek-V3.2,
+            https://arxiv.org/abs/2512.02556).
+        off_policy_mask_threshold: in nats, not negative: tokens with a negative advantage cost 0 where the sequence's
+            mean of `old_logps - logps` is above it (DeepSeek-V3.2, whose old policy is the sampler). None: no such
+            mask.
+        entropy_coef: weight of the entropy bonus, the mean over tokens as in "dapo".
+        top_entropy_quantile: in [0, 1]; only this share of the call's tokens, at least one, with the highest entropy
+            keeps cost and bonus (https://arxiv.org/abs/2506.01939). Below 1, costs one more GEMM if logits exceed the
+            budget.
+        clipped: a function from `Rollouts` to `Clipped` that says where ratios are clipped, for the metrics. None:
+            nowhere.
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
+            (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
+            Use the sampler's `temperature`; it also applies to the reference.
     """
 
     scope: Literal["token", "sequence", "batch"] = "sequence"
@@ -365,28 +375,33 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 `ignore_index` at prompts and padding.
             advantages: (B,) or (B, 1) per sequence, or (B, T) per token. Without gradient.
             bias: (V,) or None.
-            attention_mask: (B, T), 0 at tokens to ignore, else 1.
+            attention_mask: (B, T), 0 at tokens to ignore, else 1. None: `target` alone says which count.
             old_logps: (B, T), log-probabilities of the target under the policy that sampled it, in nats. None:
                 on-policy, the ratio is 1.
-            ref_logps: (B, T), the same under the reference.
+            ref_logps: (B, T), the same under the reference. None: computed from `ref_input`; required, one or the
+                other, if `beta` is not 0.
             ref_input, ref_weight, ref_bias: instead, (B, T, H_ref), (V, H_ref) and (V,), the reference's. Without
-                gradient.
+                gradient. None: no bias, or no reference.
             importance_weights: (B, T) per token, or (B,) or (B, 1) per sequence: factors of the cost, such as those of
-                `rollout_importance_weights`.
-            num_items: divisor of the reduction `dapo`: the valid tokens of all steps that accumulate gradients. If
-                ranks average gradients, pass all ranks' tokens divided by the number of ranks. With other reductions,
-                divide the loss by the number of steps.
+                `rollout_importance_weights`. None: 1.
+            num_items: divisor of the reduction `dapo`, a number or (): the valid tokens of all steps that accumulate
+                gradients. If ranks average gradients, pass all ranks' tokens divided by the number of ranks. Other
+                reductions refuse it: divide the loss by the number of steps. None: the valid tokens of this call.
             temperature: (B, T) float32, the sampler's, one a token, instead of that of `options`; also the reference's.
+                None: that of `options`.
             kept: the ids that the sampler kept of each position of `target`, see `KeptIds`. Log-probabilities and
                 entropies, also those of `ref_input`, are then of the softmax over these ids, and only their rows of the
                 head are read. Pass `old_logps` and `ref_logps` of the same softmax. Not with `sequence_group`.
+                None: the whole vocabulary.
             n_valid: B ints, the numbers of each sequence's tokens that have a target and that `attention_mask` keeps,
-                so that the host does not wait for the device ("Without waiting" in `docs/how-it-works.md`).
+                so that the host does not wait for the device ("Without waiting" in `docs/how-it-works.md`). None: the
+                host reads them from the device.
             vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
-            cu_seqlens: (B + 1,) int32, for packed sequences without padding: the first row of each sequence, then N.
-                Tensors of tokens are then (N, ...). With `n_valid`, on the CPU.
+                None: this rank has the whole vocabulary.
+            cu_seqlens: (B + 1,), int32 or int64, for packed sequences without padding: the first row of each sequence,
+                then N. Tensors of tokens are then (N, ...). With `n_valid`, on the CPU. None: the batch is padded.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
-                and metrics are those of whole sequences.
+                and metrics are those of whole sequences. None: this rank has whole sequences.
 
         Returns:
             (loss, metrics): the loss (), float32, or float64 for float64 inputs, and `PolicyMetrics`.

@@ -136,14 +136,17 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     Args:
         beta: scale of the rewards, not negative.
-        alpha, compute_nll_loss: with True, add `alpha` times the mean NLL, in nats, of the batch's chosen tokens; None
-            does so if `alpha` is not 0. False raises unless `alpha` is 0 or 1.
+        alpha: weight of the NLL term.
+        compute_nll_loss: True adds `alpha` times the mean NLL, in nats, of the batch's chosen tokens. None does so if
+            `alpha` is not 0. False raises unless `alpha` is 0 or 1.
         average_log_prob: `Pairs.logps` are means over tokens instead of sums.
         ld_alpha: weight, in [0, 1], of tokens beyond the pair's shorter length, under policy and reference. `lengths`
-            count them fully.
-        reward_shape: rewards are `beta * reward_shape(logps - ref_logps)`, elementwise; None for the identity.
-        use_ref_model: True requires a reference, False refuses one, None allows one.
-        **options: see `LogitOptions`.
+            count them fully. None: 1.
+        reward_shape: rewards are `beta * reward_shape(logps - ref_logps)`, elementwise. None: the identity.
+        use_ref_model: True requires a reference in each call, False refuses one, None allows one.
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
+            (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
     """
 
     scope: Literal["pair", "batch"] = "pair"
@@ -243,16 +246,22 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
                 `ignore_index` at prompts and padding.
             bias: (V,) or None.
             ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref) and (V,), the reference's. Without gradient.
+                None: no bias, or no reference, which a loss that compares with one warns about or refuses
+                (`use_ref_model`).
             ref_logps: instead, the reference's log-probabilities in nats: (2 n, T), one a token, or (2 n,), one a
-                sequence like `Pairs.logps`, which `ld_alpha` excludes.
-            nll_target: (2 n, T), the target of the NLL term, for example with the prompt; None: `target`.
+                sequence like `Pairs.logps`, which `ld_alpha` excludes. None: computed from `ref_input`, if that is
+                given.
+            nll_target: (2 n, T), the target of the NLL term, for example with the prompt. None: `target`.
             n_valid: 2 n ints, the numbers of each sequence's tokens that `target` or `nll_target` counts, so that the
-                host does not wait for the device ("Without waiting" in `docs/how-it-works.md`).
+                host does not wait for the device ("Without waiting" in `docs/how-it-works.md`). None: the host reads
+                them from the device.
             vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
-            cu_seqlens: (2 n + 1,) int32, for packed sequences without padding: the first row of each sequence, then N.
-                Tensors of tokens are then (N, ...). With `n_valid`, on the CPU.
+                None: this rank has the whole vocabulary.
+            cu_seqlens: (2 n + 1,), int32 or int64, for packed sequences without padding: the first row of each
+                sequence, then N. Tensors of tokens are then (N, ...). With `n_valid`, on the CPU. None: the batch is
+                padded.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
-                and metrics are those of whole sequences.
+                and metrics are those of whole sequences. None: this rank has whole sequences.
 
         Returns:
             (loss, metrics): the loss () in nats, float32, or float64 for float64 inputs, and `PreferenceMetrics`.

@@ -47,14 +47,23 @@ def rollout_importance_weights(
     `rollout_rs`.
 
     Args:
-        old_logps: (B, T) in nats, of the training engine.
-        sampling_logps: (B, T), of the sampler. NaN (unavailable in vLLM) counts as `old_logps`.
+        old_logps: (B, T), log-probabilities of the sampled tokens in nats, computed by the training engine.
+        sampling_logps: (B, T), the sampler's. NaN (unavailable in vLLM) counts as `old_logps`.
         mask: (B, T), True or 1 at the completion's tokens: `target != -100`.
-        clip_min, clip_max: None is no bound.
-        cu_seqlens: as in the loss, for (N,) instead of (B, T).
+        mode: a name from the table.
+        clip_min: lower bound of the ratio, not negative and below `clip_max`. None: no bound.
+        clip_max: upper bound of the ratio, positive. None: no bound.
+        cu_seqlens: (B + 1,), int32 or int64, for packed sequences: the first row of each sequence, then N; the tensors
+            are then (N,) instead of (B, T). None: the batch is padded.
 
     Returns:
-        (B, T) or (N,), 1 at other tokens, or (B, 1), without gradient, in at least float32.
+        Weights without gradient, in the widest dtype of both log-probabilities and float32: with a mode per token,
+        (B, T), or (N,) with `cu_seqlens`; with one per sequence (B, 1). Tokens outside of `mask` have the ratio 1.
+
+    Raises:
+        TypeError: a bound is no number, or `cu_seqlens` is no int32 or int64 tensor.
+        ValueError: `mode` is unknown, the bounds are out of range or, for "..._truncate", both None, the three tensors
+            are none or differ in shape, or `cu_seqlens` does not rise from 0 to N.
 
     >>> import torch
     >>> old, sampled = torch.tensor([[0.5, 0.9]]).log(), torch.tensor([[0.1, 0.9]]).log()
@@ -112,7 +121,20 @@ def adaptive_entropy_coef(
 
     Args:
         coef: `c_k`; keep the returned one, also in checkpoints.
-        entropy: mean per token of a whole step, in nats: `PolicyMetrics.entropy` over micro-batches and ranks.
+        entropy: mean per token of a whole step, in nats, a number or (), which is read and so waits for the device:
+            `PolicyMetrics.entropy` over micro-batches and ranks.
+        entropy_target: `t` in nats, not negative.
+        entropy_coef_delta: `delta`, not negative.
+        entropy_coef_min, entropy_coef_max: bounds of `c_(k+1)`.
+
+    Returns:
+        (coef, entropy_coef), two floats: `c_(k+1)`, and the loss's `entropy_coef`, which is `c_(k+1)` if the entropy is
+        at or below its target, else 0.
+
+    Raises:
+        TypeError: an argument is no number.
+        ValueError: an argument is not finite or out of range, `entropy` has several elements, or `entropy_coef_min` is
+            above `entropy_coef_max`.
 
     >>> coef, entropy_coef = 0.0, 0.0
     >>> for entropy in (0.15, 0.19, 0.3):

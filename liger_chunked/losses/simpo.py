@@ -25,10 +25,15 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
     `sigmoid` is TRL's `CPOTrainer` with `loss_type="simpo"`. `logps` in the metrics are means over tokens.
 
     Args:
-        gamma: TRL's `simpo_gamma`, not its ratio to beta.
-        alpha, compute_nll_loss: CPO-SimPO, see `LigerFusedLinearPreferenceBase`.
-        label_smoothing: `eps`; refused with "hinge".
-        **options: see `LogitOptions`.
+        beta: scale of the rewards, not negative.
+        gamma: the margin, TRL's `simpo_gamma`, not its ratio to beta.
+        alpha: weight of the mean NLL of the batch's chosen tokens, in nats, with `compute_nll_loss` (CPO-SimPO).
+        compute_nll_loss: whether to add this term. False raises unless `alpha` is 0 or 1.
+        label_smoothing: `eps`, in [0, 1]; refused with "hinge".
+        loss_type: "sigmoid" or "hinge".
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
+            (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens

@@ -12,7 +12,15 @@ class LigerFusedLinearTVDLoss(LigerFusedLinearDistillationBase):
     """`sum(|p - q|) / 2` of student `p` and teacher `q`, in [0, 1], fused.
 
     The gradient is bounded (Wen et al. 2023, https://arxiv.org/abs/2307.15190), and 0 where `p` equals `q`.
-    Constructor: see `LigerFusedLinearDistillationBase`.
+
+    Args:
+        weight_hard_loss: factor of the targets' NLL at temperature 1, not negative.
+        weight_soft_loss: factor of the divergence, not negative.
+        teacher_options: `LogitOptions` with the teacher's `softcap`, `logit_scale` and `temperature`. None: the
+            student's.
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of both models' logits in memory, such
+            as "512MiB" (None: automatic). A `logits_dtype` is refused.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)

@@ -42,8 +42,14 @@ class LigerFusedLinearULDLoss(FusedLoss):
 
         sum(|scale * p - teacher_scale * q|)
 
-    The loss is the mean over rows. docs/losses.md says how to align rows, and what the scales are for. Options: see
-    `LigerFusedLinearDistillationBase`; `ignore_index` is not used.
+    The loss is the mean over rows. docs/losses.md says how to align rows, and what the scales are for.
+
+    Args:
+        teacher_options: `LogitOptions` with the teacher's `softcap`, `logit_scale` and `temperature`. None: the
+            student's.
+        **options: fields of `LogitOptions`: `softcap`, `logit_scale` and `temperature` transform the logits;
+            `logits_budget` is the most bytes of both models' logits in memory, such as "512MiB" (None: automatic).
+            `ignore_index` is not used, and a call refuses a `logits_dtype`.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(3, 4)
@@ -85,17 +91,17 @@ class LigerFusedLinearULDLoss(FusedLoss):
         Args:
             weight: (V, H), the student's head, such as `lm_head.weight`, or an `AdaptedWeight`.
             input: (B, T, H) or (N, H), the student's hidden states in the dtype of `weight`, or in any under autocast.
-            teacher_weight, teacher_input, teacher_bias: (V_teacher, H_teacher) or an `AdaptedWeight`,
-                (B, T, H_teacher) or (N, H_teacher), and (V_teacher,): rows aligned with those of `input`. Without
-                gradient.
+            teacher_weight, teacher_input, teacher_bias: (V_teacher, H_teacher) or an `AdaptedWeight`, (B, T, H_teacher)
+                or (N, H_teacher), and (V_teacher,): rows aligned with those of `input`. Without gradient. None: no
+                bias.
             bias: (V,) or None.
             scale, teacher_scale: (B, T) or (N,), factors of the probabilities, at least 0; None: 1. `scale` may have a
                 gradient.
-            mask: (B, T) or (N,) bool, False at rows to ignore.
-            num_items: divisor of the sum; None: the rows that count.
+            mask: (B, T) or (N,) bool, False at rows to ignore. None: all rows count.
+            num_items: divisor of the sum, a number or (). None: the rows that count.
             n_valid: the number of rows that count, so that the host does not wait for the device ("Without waiting" in
-                `docs/how-it-works.md`).
-            vocab_shard: refused, because ranks cannot sort one vocabulary together.
+                `docs/how-it-works.md`). None: the host reads it from the device.
+            vocab_shard: must be None, because ranks cannot sort one vocabulary together.
 
         Returns:
             (loss, metrics): the loss (), float32, or float64 for float64 inputs, and `DistillationMetrics`.

@@ -83,7 +83,15 @@ class _Batch:
 class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     """Mean of a subclass's `preference_loss` over sequences; see `docs/writing-a-loss.md`.
 
-    Sequences without valid tokens add 0, but count in the mean. Options: see `LigerFusedLinearPreferenceBase`.
+    Sequences without valid tokens add 0, but count in the mean.
+
+    Args:
+        beta: scale of the rewards `beta * (logps - ref_logps)`, not negative.
+        average_log_prob: log-probabilities of sequences are means over their valid tokens instead of sums.
+        use_ref_model: True requires a reference in each call, False refuses one, None allows one.
+        **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
+            `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
+            (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
     """
 
     reference_point: ReferencePoint | None = None
@@ -162,23 +170,30 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             preference_labels: (n,), bool or integers: 1 if the sequence is desirable, else 0.
             bias: (V,) or None.
             ref_input, ref_weight, ref_bias: (n, T, H_ref), (V, H_ref) and (V,), the reference's. Without gradient.
-            ref_logps: instead, the reference's log-probabilities in nats, (n, T) or (n,) like `Examples.logps`.
-            kl: estimate of `KL(policy || reference)` in nats, clamped at zero; for losses with this reference point.
+                None: no bias, or no reference, which a loss that compares with one warns about or refuses
+                (`use_ref_model`).
+            ref_logps: instead, the reference's log-probabilities in nats, (n, T) or (n,) like `Examples.logps`. None:
+                computed from `ref_input`, if that is given.
+            kl: estimate of `KL(policy || reference)` in nats, a number or (), clamped at zero; for losses with this
+                reference point. None: estimated from `kl_input` and `kl_target`.
             kl_input, kl_target: instead of `kl`, (m, T', H) and (m, T'), padded: this rank's completions of other
-                prompts, or with `sequence_group` its positions. Cost one matrix product, without gradient.
+                prompts, or with `sequence_group` its positions. Cost one matrix product, without gradient. None: `kl`
+                is given, or the loss has another reference point.
             ref_kl_input, ref_kl_logps: their reference's hidden states (m, T', H_ref), or log-probabilities (m, T') or
-                (m,) in nats.
-            delta: a number or (), in units of rewards; for losses with this reference point.
-            example_weights: (n,), floating-point factors of sequences; the mean divides by n.
+                (m,) in nats. None: the other one is given.
+            delta: a number or (), in units of rewards; required by losses with this reference point, and None for
+                others.
+            example_weights: (n,), floating-point factors of sequences; the mean divides by n. None: 1.
             kl_n_valid: m ints, the numbers of tokens of each sequence of `kl_target`. With `kl_target`, pass both
-                `n_valid` and this, or neither.
+                `n_valid` and this, or neither. None: the host reads them from the device.
             n_valid: n ints, the numbers of each sequence's tokens that have a target, so that the host does not wait
-                for the device ("Without waiting" in `docs/how-it-works.md`).
+                for the device ("Without waiting" in `docs/how-it-works.md`). None: the host reads them from the device.
             vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
-            cu_seqlens: (n + 1,) int32, for packed sequences without padding: the first row of each sequence, then N.
-                Tensors of tokens are then (N, ...). With `n_valid`, on the CPU.
+                None: this rank has the whole vocabulary.
+            cu_seqlens: (n + 1,), int32 or int64, for packed sequences without padding: the first row of each sequence,
+                then N. Tensors of tokens are then (N, ...). With `n_valid`, on the CPU. None: the batch is padded.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
-                and metrics are those of whole sequences.
+                and metrics are those of whole sequences. None: this rank has whole sequences.
 
         Returns:
             (loss, metrics): the loss () in nats, float32, or float64 for float64 inputs, and

@@ -86,7 +86,8 @@ def attach_head(model: nn.Module) -> None:
 
     Raises:
         TypeError: `model` contains no transformers model.
-        ValueError: it has no `lm_head`, or one that computes more than a Linear with plain LoRA does.
+        ValueError: it has no `lm_head`, one that computes more than a Linear with plain LoRA does or of which each rank
+            has a part, or Python cannot make a subclass of its class.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -139,7 +140,23 @@ def _is_part(module: nn.Module) -> bool:
 
 
 def run_head(model: nn.Module, head_fn: Callable[[Head, HeadInput], T], /, **inputs: Any) -> T:
-    """Return `model(**inputs, head_fn=head_fn)`; RuntimeError if `head_fn` is ignored."""
+    """Return `model(**inputs, head_fn=head_fn)`, and make sure that the model called `head_fn`.
+
+    Args:
+        model: a transformers model, maybe wrapped (DDP, PEFT), after `attach_head(model)`.
+        head_fn: a function of the `Head` (`weight` (V, H) and `bias`) and of a `HeadInput` (hidden states (B, T, H),
+            labels, the model's outputs), called inside of the head's call in place of it. It returns a tensor, or
+            tensors in a tuple, dict or `ModelOutput`.
+        **inputs: arguments of the model's forward, such as `input_ids` and `labels`.
+
+    Returns:
+        What `head_fn` returned.
+
+    Raises:
+        TypeError: `model` cannot be called, or not with these inputs.
+        RuntimeError: the model did not call `head_fn`: it has no attached head, or a forward that replaces its own
+            drops the keyword.
+    """
     called = False
 
     def noted(head: Head, input: HeadInput) -> T:
@@ -157,5 +174,12 @@ def run_head(model: nn.Module, head_fn: Callable[[Head, HeadInput], T], /, **inp
 
 
 def detach_head(model: nn.Module) -> None:
-    """Undo `attach_head`. Patches of `apply_liger_kernel` stay."""
+    """Undo `attach_head`. Patches of `apply_liger_kernel` stay.
+
+    Args:
+        model: a transformers model, maybe wrapped (DDP, PEFT). Without an attached head, nothing happens.
+
+    Raises:
+        TypeError: `model` contains no transformers model.
+    """
     update(inner_model(model), head_fn=False, rewrite=None, logits_budget=None)

@@ -391,8 +391,11 @@ def logit_options(model: nn.Module, *, ignore_index: int = -100) -> LogitOptions
     before `lm_head` is part of the hidden states.
 
     Args:
-        model: a transformers model, maybe wrapped.
-        ignore_index: of the result.
+        model: a transformers model, maybe wrapped (DDP, PEFT).
+        ignore_index: the label of tokens to skip, for the result's field.
+
+    Returns:
+        A `LogitOptions` with `softcap`, `logit_scale` and `ignore_index`; its other fields have their defaults.
 
     Raises:
         TypeError: `model` contains no transformers model.

@@ -107,22 +107,28 @@ def apply_liger_kernel(
 
     - `skip_logits`: True defers in evaluation too, and returns `logits=None`; False gets real logits
     - `return_token_accuracy`: adds `token_accuracy` to the output of a fused step
-    - `head_fn`: see `attach_head`
+    - `head_fn`: a function of head and hidden states that replaces the logits and the loss; see `attach_head`
 
     `rope` serves all models of a modeling module, until the last patched one is reverted or deleted. The result says
     what is left alone, and why; for the head, what a training step of a small copy did.
 
     Args:
-        model: a transformers model, maybe wrapped.
-        logits_budget: see `LogitOptions`.
-        rope, rms_norm, layer_norm, swiglu, geglu, relu_squared: switches of the layers; None turns on those that the
-            model has, True requires that it has them.
-        cross_entropy: the loss on logits; off by default, because it excludes `fused_linear_cross_entropy`.
-        fused_linear_cross_entropy: the loss without logits; None turns it on if the model's head allows it.
+        model: a transformers model, maybe wrapped (DDP, PEFT).
+        logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: automatic.
+        rope, rms_norm, layer_norm, swiglu, geglu, relu_squared: switches of the layers. None: on for those that the
+            model has. True requires that it has them; False leaves them alone.
+        cross_entropy: the loss on logits, without a float32 copy of them. None: off. It excludes
+            `fused_linear_cross_entropy`.
+        fused_linear_cross_entropy: the loss without logits. None: on if the model's head allows it.
+
+    Returns:
+        An `Applied`. `print` shows it; `replaced` counts the patched classes by switch, and `left` maps what is left
+        alone to the reason.
 
     Raises:
-        TypeError: an unknown switch, or no transformers model.
-        ValueError: a switch that is True matches nothing, nothing matches at all, or the model runs hub kernels.
+        TypeError: an unknown switch, one that is no bool or None, or no transformers model.
+        ValueError: a switch that is True matches nothing, nothing matches at all, both losses are asked for, the model
+            runs hub kernels, or `logits_budget` is invalid.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -195,7 +201,14 @@ def _hold_ropes(found: Found, on: list[str], applied: Applied) -> None:
 def revert_liger_kernel(model: nn.Module | str) -> None:
     """Undo `apply_liger_kernel(model)` or, for a name, `apply_liger_kernel_to_<family>()`.
 
-    Forwards set after patching stay.
+    Forwards set after patching stay. Without a patch, nothing happens.
+
+    Args:
+        model: a patched transformers model, maybe wrapped (DDP, PEFT), or the name of a family, such as "llama".
+
+    Raises:
+        TypeError: `model` is neither a name nor contains a transformers model.
+        ValueError: transformers has no family of this name.
     """
     if isinstance(model, str):
         _revert_family(family_modeling(model))
@@ -292,11 +305,25 @@ def family_function(name: str) -> FamilyFunction:
     options = (*overrides.SWITCHES, "logits_budget", "model")
     keywords = [inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None) for option in options]
     apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{name}"
-    apply.__doc__ = (
-        f"Patch `model`, or the classes of {name} if it is None, before or after models are built.\n\n"
-        "See `apply_liger_kernel` for the switches; None turns on those that the family has. "
-        f'`revert_liger_kernel(model)` or `revert_liger_kernel("{name}")` undoes the patch.'
-    )
+    apply.__doc__ = f"""Patch `model`, or the classes of {name} if it is None, before or after models are built.
+
+    `revert_liger_kernel(model)` or `revert_liger_kernel("{name}")` undoes the patch.
+
+    Args:
+        rope, rms_norm, layer_norm, swiglu, geglu, relu_squared: switches of the layers. None: on for those that the
+            model or family has. True requires that it has them; False leaves them alone.
+        cross_entropy: the loss on logits. None: off. It excludes `fused_linear_cross_entropy`.
+        fused_linear_cross_entropy: the loss without logits. None: on if the head allows it.
+        logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: automatic.
+        model: a transformers model of this family, maybe wrapped (DDP, PEFT). None: all models of its classes.
+
+    Returns:
+        An `Applied`, which says what is patched, and what is left alone and why.
+
+    Raises:
+        TypeError: a switch is unknown, or no bool or None, or `model` contains no transformers model.
+        ValueError: the model is of another family, a switch that is True matches nothing, or nothing matches at all.
+    """
     vars(apply)["__signature__"] = inspect.Signature(keywords, return_annotation=Applied)
     return apply
 
@@ -307,12 +334,15 @@ def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
     Compares both in each patched model, and here if a module can be built. Serves subclasses without own code too.
 
     Args:
-        cls: a module class; its method takes the layer's inputs.
-        layer: from `layers.py`, or your own.
+        cls: a module class. The layer's method, `forward` unless it names another, takes the layer's inputs.
+        layer: which kernel runs and which attributes of the module it reads: one of `layers.py`, or a `Layer` of your
+            own.
         **names: the class's names of the layer's attributes, where they differ.
 
     Raises:
-        ValueError: the layer has no such attribute, or computes something else.
+        TypeError: `cls` is no class of modules, or `layer` no `Layer`.
+        ValueError: the layer has no such attribute or switch, takes other inputs than the class's method, or computes
+            something else.
 
     >>> import torch
     >>> from liger_chunked.integrations.transformers.layers import RMS_NORM
@@ -364,13 +394,23 @@ class _Patched:
 
 
 class AutoLigerKernelForCausalLM(_Patched, AutoModelForCausalLM):
-    """`AutoModelForCausalLM` with the keywords of `apply_liger_kernel`."""
+    """`AutoModelForCausalLM` whose models are patched.
+
+    `from_pretrained` and `from_config` take the arguments of transformers' class and, as more keywords, `logits_budget`
+    and the switches of `apply_liger_kernel`, and return what transformers' class does, after `apply_liger_kernel`.
+
+        model = AutoLigerKernelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, rope=False)
+    """
 
     _stock = AutoModelForCausalLM
 
 
 class AutoLigerKernelForImageTextToText(_Patched, AutoModelForImageTextToText):
-    """`AutoModelForImageTextToText` with the same keywords."""
+    """`AutoModelForImageTextToText` whose models are patched.
+
+    `from_pretrained` and `from_config` take the arguments of transformers' class and, as more keywords, `logits_budget`
+    and the switches of `apply_liger_kernel`, and return what transformers' class does, after `apply_liger_kernel`.
+    """
 
     _stock = AutoModelForImageTextToText
 

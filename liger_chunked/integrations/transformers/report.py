@@ -11,7 +11,13 @@ APPLIED = "_liger_applied"
 
 @dataclass
 class Applied:
-    """Counts of replaced classes by switch, and reasons for others; `print` shows them."""
+    """What `apply_liger_kernel` did to a model or a family; `print` shows it.
+
+    - `family`: the model type, such as "llama"
+    - `replaced`: for each switch that is on, the names of patched classes or functions, and how many modules have them
+    - `left`: for each class or function that is left alone, the reason
+    - `ropes`, `patches`: what `revert_liger_kernel` needs
+    """
 
     family: str
     replaced: dict[str, dict[str, int]] = field(default_factory=dict)
