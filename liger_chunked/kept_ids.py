@@ -19,7 +19,7 @@ class KeptIds:
     With `kept=`, `linear_token_stats` and the policy losses take log-probabilities and entropies under this softmax,
     after the temperature. They read only these rows of the head, and form no logits of the others.
 
-    Attributes:
+    Args:
         ids: (M,) integers, those of all positions in the order of the flattened target, distinct within a position.
         offsets: (positions + 1,) integers from 0 to M: `ids[offsets[i] : offsets[i + 1]]` are those of position i. An
             empty slice stands for the whole vocabulary; at an ignored position it costs nothing.
