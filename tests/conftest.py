@@ -101,9 +101,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect exhaustive tests, unless the command line has `--exhaustive`."""
+    """Deselect exhaustive tests, unless the command line has `--exhaustive`. Samples are drawn from the others."""
     if config.getoption("--exhaustive"):
         return
+    deselected = [item for item in items if item.get_closest_marker("exhaustive")]
+    items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     sampled: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         marker = item.get_closest_marker("sampled")
@@ -111,7 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             sampled[item.nodeid.split("[")[0]].append(item)
     for product in sampled.values():
         mark_exhaustive(product)
-    deselected = [item for item in items if item.get_closest_marker("exhaustive")]
+    deselected += [item for item in items if item.get_closest_marker("exhaustive")]
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]

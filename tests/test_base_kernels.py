@@ -21,6 +21,7 @@ from base_ops import (
     eager_clamped,
     error,
     every_op,
+    every_op_not_interpreted,
     floor,
     labels,
     one_each,
@@ -120,7 +121,7 @@ def permuted(x: Tensor) -> Tensor:
 @pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("layout", [strided, scattered, permuted])
-@every_op
+@every_op_not_interpreted
 def test_layouts(op: Op, layout: Callable[[Tensor], Tensor], device: str) -> None:
     inputs = op.sample(op.shapes[0], torch.float32, device)
     expected = run(op.ours, inputs)
@@ -142,7 +143,7 @@ def test_upstream_of_stride_zero(op: Op, device: str) -> None:
 
 
 @pytest.mark.triton
-@every_op
+@every_op_not_interpreted
 def test_frozen_inputs(op: Op, device: str) -> None:
     inputs = op.sample(op.shapes[0], torch.float32, device)
     *_, expected = [run(op.ours, inputs)[-len(inputs) :]]
@@ -158,7 +159,7 @@ def test_frozen_inputs(op: Op, device: str) -> None:
 
 
 @pytest.mark.triton
-@every_op
+@every_op_not_interpreted
 def test_without_a_graph(op: Op, device: str) -> None:
     inputs = op.sample(op.shapes[0], torch.bfloat16, device)
     with_graph = outputs_of(op.ours(*inputs))
@@ -380,7 +381,7 @@ def test_autocast_changes_nothing(op: Op, device: str) -> None:
 
 
 @pytest.mark.triton
-@every_op
+@every_op_not_interpreted
 def test_no_rows(op: Op, device: str) -> None:
     shape = (0, *op.shapes[0][1:])
     inputs = op.sample(shape, torch.float32, device)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import table
 import torch
-from table import ROWS, SMALL, Row
+from sampling import on_paths
+from table import SMALL, Row
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -328,7 +329,7 @@ def test_an_error_of_a_dry_run_is_not_one_of_the_step(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+@pytest.mark.parametrize("row", on_paths())
 def test_a_dry_run_of_every_loss(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "AsyncCompileMode", None)
     monkeypatch.setattr(compile_ahead, "_applies", lambda x: not x.is_meta)

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from sampling import on_paths
 from table import (
     PARAMETERS,
     ROWS,
@@ -43,6 +44,7 @@ from liger_chunked.engine import step
 from liger_chunked.engine.head import HeadPass
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
+by_path = pytest.mark.parametrize("row", on_paths())
 EXACT = 1e-12
 SEVERAL_CHUNKS = 8 * 9 * SMALL.vocab  # a budget of nine tokens in float64
 FLOAT16_ULP = torch.finfo(torch.float16).eps
@@ -57,8 +59,8 @@ def assert_same(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: fl
 # Frozen parts
 
 
-@pytest.mark.sampled
-@by_row
+@pytest.mark.sampled(2)
+@by_path
 @pytest.mark.parametrize(
     "trainable",
     [("weight", "input"), ("weight", "bias"), ("input", "bias"), ("weight",), ("input",), ("bias",)],
@@ -74,7 +76,7 @@ def test_frozen_parts(row, trainable, device):
         assert batch[name].grad is None
 
 
-@by_row
+@by_path
 def test_nothing_trainable(row):
     batch = row.sample(SMALL, seed=2)
     loss = row.ours(batch)
@@ -148,7 +150,7 @@ def test_ignored_sequences(row, ignored, device):
     assert_same(evaluate(partial(row.ours, logits_budget=SEVERAL_CHUNKS), batch), evaluate(row.oracle, batch))
 
 
-@by_row
+@by_path
 def test_only_the_last_turn(row):
     batch = row.sample(SMALL, seed=0)
     batch["target"][:, :-1] = -100
@@ -156,8 +158,8 @@ def test_only_the_last_turn(row):
     assert_same(evaluate(row.ours, batch), evaluate(row.oracle, batch))
 
 
-@pytest.mark.sampled
-@by_row
+@pytest.mark.sampled(2)
+@by_path
 @pytest.mark.parametrize("ignore_index", [-1, 0, SMALL.vocab - 1, 10**6])
 def test_other_ignore_index(row, ignore_index):
     batch = row.sample(SMALL, seed=0)
@@ -168,7 +170,7 @@ def test_other_ignore_index(row, ignore_index):
     assert_same(ours, evaluate(partial(row.oracle, ignore_index=ignore_index), batch))
 
 
-@by_row
+@by_path
 def test_padding_is_free_to_be_anything(row):
     """Hidden states of ignored tokens are not read."""
     batch = row.sample(SMALL, seed=0)
@@ -183,8 +185,7 @@ def test_padding_is_free_to_be_anything(row):
 # Autograd
 
 
-@pytest.mark.sampled
-@by_row
+@by_path
 @pytest.mark.parametrize("upstream", [-3.0, 0.0, 1e-3])
 def test_scaled_after_return(row, upstream):
     batch = row.sample(SMALL, seed=0)
@@ -195,7 +196,7 @@ def test_scaled_after_return(row, upstream):
         assert torch.allclose(ours[name], factor * exact[name], rtol=1e-10, atol=1e-14), name
 
 
-@by_row
+@by_path
 def test_in_place_on_the_loss(row):
     batch = row.sample(SMALL, seed=0)
 
@@ -229,8 +230,7 @@ def test_in_place_on_losses_per_token(budget):
     assert_same(evaluate(statistics, batch), exact)
 
 
-@pytest.mark.sampled
-@by_row
+@by_path
 @pytest.mark.parametrize("budget", [None, SEVERAL_CHUNKS], ids=["one-chunk", "several"])
 def test_second_backward_with_another_upstream(row, budget):
     batch = row.sample(SMALL, seed=0)
@@ -242,8 +242,7 @@ def test_second_backward_with_another_upstream(row, budget):
         assert_same(dict(zip(leaves, grads, strict=True)), {name: upstream * exact[name] for name in leaves})
 
 
-@pytest.mark.sampled
-@by_row
+@by_path
 @pytest.mark.parametrize("budget", [None, SEVERAL_CHUNKS], ids=["one-chunk", "several"])
 def test_inputs_are_left_alone(row, budget):
     batch = row.sample(SMALL, seed=0)
@@ -256,7 +255,7 @@ def test_inputs_are_left_alone(row, budget):
         assert torch.equal(x.detach(), before[name]), name
 
 
-@by_row
+@by_path
 def test_weight_used_twice_in_one_graph(row):
     """Tied embeddings: the hidden states depend on the head's weight, too."""
     batch = row.sample(SMALL, seed=0)
@@ -311,8 +310,8 @@ def _transposed(x: Tensor) -> Tensor:
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-@pytest.mark.sampled
-@by_row
+@pytest.mark.sampled(2)
+@by_path
 @pytest.mark.parametrize("layout", [_strided, _transposed])
 @pytest.mark.parametrize("ignored", [True, False], ids=["ragged", "full"])
 def test_inputs_need_not_be_contiguous(row, layout, ignored):
@@ -338,7 +337,7 @@ def test_kernels_meet_a_target_with_gaps(device):
         assert relative_error(ours[name], exact[name]) < 1e-5, name
 
 
-@by_row
+@by_path
 def test_input_of_stride_zero(row):
     batch = row.sample(SMALL, seed=0)
     one = batch["input"][:, :1].clone()
@@ -350,7 +349,7 @@ def test_input_of_stride_zero(row):
     assert_same(evaluate(partial(expanded, row.ours), batch), evaluate(partial(expanded, row.oracle), batch))
 
 
-@by_row
+@by_path
 def test_input_is_a_view_of_another_leaf(row):
     batch = row.sample(SMALL, seed=0)
     whole = torch.cat([batch["input"], batch["input"]], dim=1)
@@ -362,7 +361,7 @@ def test_input_is_a_view_of_another_leaf(row):
     assert_same(evaluate(partial(viewed, row.ours), batch), evaluate(partial(viewed, row.oracle), batch))
 
 
-@by_row
+@by_path
 def test_int32_targets(row):
     batch = row.sample(SMALL, seed=0)
     expected = evaluate(row.ours, batch)
@@ -371,7 +370,7 @@ def test_int32_targets(row):
         assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.scope == "token"], ids=repr)
+@pytest.mark.parametrize("row", on_paths(row for row in ROWS if row.scope == "token"))
 def test_tokens_in_one_dimension(row):
     batch = row.sample(SMALL, seed=0)
     of_tokens = [name for name in batch if name.endswith(("input", "target", "teacher_logps", "_ids"))]
@@ -379,7 +378,7 @@ def test_tokens_in_one_dimension(row):
     assert_same(evaluate(row.ours, flat), evaluate(row.oracle, flat))
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.scope != "token"], ids=repr)
+@pytest.mark.parametrize("row", on_paths(row for row in ROWS if row.scope != "token"))
 def test_side_of_the_padding(row):
     """Sequences moved to the right end of their rows, as a tokenizer with left padding has them."""
     batch = row.sample(SMALL, seed=0)
@@ -413,8 +412,7 @@ def test_vocabularies_of_models(vocab):
 # Numbers
 
 
-@pytest.mark.sampled
-@by_row
+@by_path
 @pytest.mark.parametrize("offset", [1e4, -1e4], ids=str)
 def test_offset_logits(row, offset, device):
     """A constant added to every logit changes lse and the mean, but no probability."""
@@ -499,7 +497,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@by_row
+@by_path
 def test_autocast(row, device, monkeypatch):
     """GEMMs run in the autocast dtype; the result equals that of inputs cast by hand, with float32 gradients."""
     # Disable the fused epilogue: only the step with a float32 dW might use it, and would then not round its logits.
@@ -525,7 +523,7 @@ def test_autocast(row, device, monkeypatch):
         assert relative_error(grad, by_hand[name].double()) < torch.finfo(torch.bfloat16).eps, name
 
 
-@by_row
+@by_path
 def test_autocast_leaves_float64_alone(row):
     batch = row.sample(SMALL, seed=0)
     exact = evaluate(row.oracle, batch)
@@ -533,8 +531,8 @@ def test_autocast_leaves_float64_alone(row):
         assert_same(evaluate(row.ours, batch), exact)
 
 
-@pytest.mark.sampled(0.5)
-@by_row
+@pytest.mark.sampled
+@by_path
 @pytest.mark.parametrize("scale", [1.0, 2.0**14], ids=["unscaled", "scaled"])
 def test_float16_with_a_loss_scale(row, scale, device):
     """Per-token gradients below 6e-8 would underflow; those of the scaled loss must not overflow either."""

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from fresh_process import FreshProcesses
+from sampling import on_paths
 from table import ROWS, SMALL, Batch, Row, evaluate, moved, rows, students, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -124,7 +125,7 @@ def same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("row", ROWS, ids=repr)
+@pytest.mark.parametrize("row", on_paths())
 def test_every_loss_has_the_same_bits_and_waits_for_nothing(row, budget, monkeypatch):
     loss = partial(row.ours, logits_budget=BUDGETS[budget])
     batch = row.sample(SMALL, 1)
@@ -153,7 +154,7 @@ def wrong(row: Row, given: dict[str, Any]) -> dict[str, Any]:
     return given | {"n_valid": moved}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=repr)
+@pytest.mark.parametrize("row", on_paths())
 def test_a_wrong_count_raises(row, monkeypatch):
     batch = row.sample(SMALL, 2)
     if row.scope != "token":

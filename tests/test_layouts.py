@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from table import PARAMETERS, ROWS, Batch, Row, Sizes, examples, moved, rollouts, tokens
+from sampling import exhaustive
+from table import PARAMETERS, PATHS, ROWS, Batch, Row, Sizes, examples, moved, rollouts, tokens
 from torch import Tensor
 
 import liger_chunked as lc
@@ -94,6 +95,7 @@ class Case:
         trainable: names of the arguments that get a gradient.
         interpreted: also test layouts in Triton's interpreter, where a case takes a hundred times as long.
         dtype: of its tensors.
+        exhaustive: run with `--exhaustive` only.
     """
 
     id: str
@@ -102,6 +104,7 @@ class Case:
     trainable: Iterable[str] = PARAMETERS
     interpreted: bool = True
     dtype: torch.dtype = torch.float32
+    exhaustive: bool = False
 
     def sample(self, device: str = "cpu") -> Batch:
         return moved(self.tensors(), self.dtype, device)
@@ -120,11 +123,13 @@ class Case:
         return values | {f"gradient of {name}": g for name, g in zip(wanted, gradients, strict=True)}
 
 
-def of_row(row: Row, interpreted: bool) -> Case:
+def of_row(row: Row) -> Case:
     def call(**batch: Tensor) -> Tensor:
         return row.ours(batch)
 
-    return Case(row.id, call, lambda: row.sample(SIZES, 0), interpreted=interpreted)
+    interpreted = row.id in INTERPRETED
+    exhaustive = not interpreted and row.id not in PATHS
+    return Case(row.id, call, lambda: row.sample(SIZES, 0), interpreted=interpreted, exhaustive=exhaustive)
 
 
 def cross_entropy(ce_weight: Tensor, reduction: str, budget: int | None = None, **batch: Tensor) -> Tensor:
@@ -202,7 +207,7 @@ INTERPRETED = {
 assert set(INTERPRETED) <= {row.id for row in ROWS}
 
 LOSSES = [
-    *(of_row(row, row.id in INTERPRETED) for row in ROWS),
+    *(of_row(row) for row in ROWS),
     *(
         Case(f"ce-everything-{budget}", partial(cross_entropy, reduction="mean", budget=budget), weighed_tokens)
         for budget in (None, FEW_ROWS)
@@ -259,7 +264,7 @@ CASES = [*LOSSES, *FUNCTIONS]
 
 
 def cases(cases: Iterable[Case]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", list(cases), ids=lambda case: case.id)
+    return pytest.mark.parametrize("case", [exhaustive([case], case.id, case.exhaustive) for case in cases])
 
 
 def assert_same(values: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fused import assert_real_logits
+from sampling import on_paths
 from table import ROWS, SMALL, Batch, Row, Sizes, evaluate, moved, n_valid, relative_error
 from test_cost import Memory
 from test_values import ERROR_SIZES, FACTOR, rms
@@ -35,7 +36,7 @@ from liger_chunked.kernels import backend, finish, logits_stats, unround_logps_
 from liger_chunked.testing import check_loss
 from liger_chunked.types import HeadTensors
 
-by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
+by_path = pytest.mark.parametrize("row", on_paths())
 RANK, SCALE = 3, 0.5
 HEADS = ("", "ref_", "teacher_")  # prefixes of the weights that get an adapter
 TRAINABLE = ("weight", "input", "bias", "down", "up")
@@ -91,8 +92,8 @@ SETTINGS = {
 }
 
 
-@pytest.mark.sampled
-@by_row
+@pytest.mark.sampled(4)
+@by_path
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("frozen", [(), ("weight", "bias"), ("weight", "input"), ("down", "up")], ids=str)
 def test_equal_to_the_dense_head(row, setting, frozen, device):
@@ -124,8 +125,8 @@ class PeftHead:
 CLIP = ("grpo", "bnpo", "dapo", "dr_grpo", "gspo", "luspo")
 
 
-@pytest.mark.sampled(0.125)
-@pytest.mark.parametrize("row", [row for row in ROWS if not row.id.startswith(CLIP)], ids=repr)
+@pytest.mark.sampled
+@pytest.mark.parametrize("row", on_paths(row for row in ROWS if not row.id.startswith(CLIP)))
 @pytest.mark.parametrize("chunks", [False, True], ids=["one-chunk", "chunks"])
 def test_bfloat16_error_is_that_of_peft(row, chunks, device):
     """With adapters in float32 beside a bfloat16 head, as PEFT keeps them."""
@@ -583,8 +584,8 @@ def policy_adapter(batch: Batch) -> dict[str, Any]:
     return with_weights(batch, adapted)
 
 
-@pytest.mark.sampled(0.5)
-@pytest.mark.parametrize("row", [row for row in ROWS if "mismatched" not in row.id], ids=repr)
+@pytest.mark.sampled
+@pytest.mark.parametrize("row", on_paths(row for row in ROWS if "mismatched" not in row.id))
 @pytest.mark.parametrize("frozen_input", [False, True], ids=["input", "frozen-input"])
 @pytest.mark.parametrize("tokens", [None, 18], ids=["one-chunk", "chunks"])
 def test_products_of_a_frozen_weight(row, frozen_input, tokens):
@@ -652,8 +653,8 @@ def test_products_and_largest_tensor_of_a_peft_model(loss):
 
 
 @pytest.mark.ordinary_memory
-@pytest.mark.sampled(0.25)
-@by_row
+@pytest.mark.sampled
+@by_path
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_a_frozen_weight_has_no_copy(row, dtype, monkeypatch):
     monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)

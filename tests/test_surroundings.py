@@ -18,6 +18,7 @@ import pytest
 import table
 import torch
 import torch.nn.functional as F
+from sampling import on_paths
 from table import PARAMETERS, ROWS, SMALL, Batch, Row, Sizes, evaluate, moved, rows, tokens
 from test_cost import Memory
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from liger_chunked.engine.distillation import DistillationStep
 from liger_chunked.engine.step import StatisticsStep
 from liger_chunked.losses.base import FusedLoss
 
-by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
+by_path = pytest.mark.parametrize("row", on_paths())
 some_rows = pytest.mark.parametrize(
     "row",
     rows("ce", "ce-none", "dpo-sigmoid", "grpo-kl", "kto", "jsd", "squared-error", "kl-top-k", "stats-all"),
@@ -100,8 +101,7 @@ def hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ho
     return hooks
 
 
-@pytest.mark.sampled
-@by_row
+@by_path
 def test_hooks(row: Row, hooks: Hooks) -> None:
     batch = row.sample(SMALL, seed=0)
     leaves = leaves_of(batch)
@@ -175,7 +175,7 @@ def test_an_inner_graph_keeps_its_own_version_check(around: Callable[[], Abstrac
 
 @pytest.mark.sampled
 @pytest.mark.ordinary_memory
-@by_row
+@by_path
 @pytest.mark.parametrize("around", [nullcontext, lambda: Hooks()()], ids=["no-hooks", "hooks"])
 def test_a_step_leaves_nothing_to_the_garbage_collector(row: Row, around: Callable[[], AbstractContextManager]) -> None:
     batch = row.sample(SMALL, seed=0)
@@ -247,8 +247,8 @@ class Interrupted:
 
 
 @pytest.mark.ordinary_memory
-@pytest.mark.sampled(0.25)
-@by_row
+@pytest.mark.sampled
+@by_path
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError], ids=lambda error: error.__name__)
 @pytest.mark.parametrize("tokens_in_budget", [9, 5], ids=["chunks", "slices"])
 def test_a_step_after_an_interrupted_one(
@@ -277,7 +277,7 @@ def test_a_step_after_an_interrupted_one(
         assert_equal(evaluate(call, batch), expected)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if not row.fused], ids=repr)
+@pytest.mark.parametrize("row", on_paths(row for row in ROWS if not row.fused))
 def test_a_backward_after_an_interrupted_one(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph of the forward is still right."""
     batch = row.sample(SMALL, seed=0)
@@ -312,8 +312,8 @@ def surrounded(
     return evaluate(loss, batch), runs
 
 
-@pytest.mark.sampled(0.5)
-@by_row
+@pytest.mark.sampled
+@by_path
 @pytest.mark.parametrize("kind", ["early-stop", "to-the-end", "reentrant"])
 def test_checkpoint(row: Row, kind: str) -> None:
     """The body runs once forward and is recomputed once, regardless of the loss's number of chunks."""
@@ -385,7 +385,7 @@ def refill(x: Tensor) -> None:
             x.add_(10**6)
 
 
-@by_row
+@by_path
 def test_refilled_tensors(row: Row, made_once: Batch) -> None:
     """Gradients from the forward stay correct; reading a changed tensor in the backward raises, as in torch."""
     original = row.sample(SMALL, seed=0)
@@ -410,7 +410,7 @@ def test_refilled_tensors(row: Row, made_once: Batch) -> None:
     assert row.fused or {"weight", "input"} <= set(raised)
 
 
-@by_row
+@by_path
 def test_refilled_targets_without_ignored_tokens(row: Row) -> None:
     """The step then reads the caller's tensor rather than a selection of it."""
     batch = row.sample(SMALL._replace(ignored=False), seed=0)
@@ -639,7 +639,7 @@ def again(loss: Tensor, first: Tensor, by: list[Tensor]) -> list[Tensor | None]:
 
 
 @pytest.mark.sampled
-@by_row
+@by_path
 @pytest.mark.parametrize("decay", [0.0, 0.3], ids=["alone", "with-weight-decay"])
 def test_second_derivatives(row: Row, decay: float) -> None:
     batch = row.sample(SMALL, seed=0)
@@ -752,7 +752,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Fus
 
 
 @pytest.mark.sampled
-@by_row
+@by_path
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 def test_copies(row: Row, copied: Callable[[Any], Any], modules: Callable[..., list[FusedLoss]]) -> None:
     batch = row.sample(SMALL, seed=0)
@@ -776,8 +776,7 @@ def test_a_batch_may_be_copied(row: Row) -> None:
 # Threads
 
 
-@pytest.mark.sampled(0.5)
-@by_row
+@by_path
 def test_threads(row: Row, modules: Callable[..., list[FusedLoss]]) -> None:
     """One loss in several threads at once, with different batches; one of them runs under hooks."""
     batches = [row.sample(SMALL, seed) for seed in range(3)]
