@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import table
 from table import PATHS, ROWS, Row
 
 import liger_chunked
@@ -31,6 +32,15 @@ def on_paths(rows: Iterable[Row] = ROWS, *, interpreted: bool = False) -> list[A
     With `interpreted=True` they are so only in Triton's interpreter.
     """
     return [exhaustive([row], row.id, row.id not in PATHS and (INTERPRETED or not interpreted)) for row in rows]
+
+
+def rows_of_ranks(every: str) -> list[Row]:
+    """Return the rows that ranks run one after another: all if `every` is "True", else those of `PATHS`."""
+    return ROWS if every == "True" else table.rows(*PATHS)
+
+
+# For a test that takes seconds in Triton's interpreter, beside others of the same kernels: with `--exhaustive` only.
+slow_interpreted = pytest.mark.exhaustive if INTERPRETED else lambda test: test
 
 
 def exhaustive(values: Iterable[Any], id: str, marked: bool = True) -> Any:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fresh_process import FreshProcesses
+from ranks import join
 from table import relative_error
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -144,8 +145,7 @@ def test_refusals() -> None:
 
 
 def on_a_split_vocabulary(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    join(rank, 2, folder)
     given = batch()
     expected = evaluate(ours, given)
     rows = [slice(0, 20), slice(20, V)][rank]

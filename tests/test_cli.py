@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("typer")
 
-from test_cost import Memory
+from spies import Memory
 
 import liger_chunked
 from liger_chunked import (

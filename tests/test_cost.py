@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
+from spies import Memory, flop_counter
 from table import ROWS, Batch, Row, Sizes, moved, n_valid
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from liger_chunked import linear_token_stats
 from liger_chunked.engine import gradients
@@ -22,10 +18,7 @@ SIZES = Sizes(sequences=6, length=9, hidden=16, vocab=2503, ref_hidden=24)  # ha
 def gemms(row: Row, batch: Batch, trainable: tuple[str, ...], budget: int | None = None, grad: bool = True) -> float:
     """Return the FLOPs of a step in units of 2 * N_valid * H * V, one product of all valid tokens with the head."""
     leaves = {name: batch[name].clone().requires_grad_() for name in trainable if name in batch}
-    # FlopCounterMode counts addmm, but not addmm_.
-    in_place = {torch.ops.aten.addmm_: lambda _, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
-    counter = FlopCounterMode(display=False, custom_mapping=in_place)
-    with counter, torch.set_grad_enabled(grad):
+    with flop_counter() as counter, torch.set_grad_enabled(grad):
         loss = row.ours({**batch, **leaves}, logits_budget=budget)
         if grad and leaves:
             loss.backward()
@@ -88,36 +81,6 @@ def test_no_reference_gemm_for_reference_log_probs():
     for row in rows:
         batch = row.sample(SIZES, seed=0)
         assert gemms(row, batch, ("weight", "input")) == 3
-
-
-class Memory(TorchDispatchMode):
-    """Track the bytes of tensors created under this mode: their peak, and the largest tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive = self.peak = self.largest = 0
-        self._known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-    def _freed(self, n_bytes: int) -> None:
-        self.alive -= n_bytes
-
-    def expect(self, *given: torch.Tensor) -> None:
-        """Exclude tensors that existed before."""
-        for x in given:
-            self._known[x.untyped_storage()] = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and x.untyped_storage() not in self._known:
-                storage = x.untyped_storage()
-                n_bytes = storage.nbytes()
-                self._known[storage] = n_bytes
-                self.alive += n_bytes
-                self.peak = max(self.peak, self.alive)
-                self.largest = max(self.largest, n_bytes)
-                weakref.finalize(storage, self._freed, n_bytes)
-        return result
 
 
 # Chosen so that the sizes [V, H] and N * V are easy to recognize.

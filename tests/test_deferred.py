@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from spies import Memory
 from table import relative_error
-from test_cost import Memory
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fresh_process import FreshProcesses
+from ranks import join
 from test_deferred import Decoder, V, decoder_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -79,8 +80,7 @@ def no_logits(model: nn.Module) -> Iterator[None]:
 
 
 def on_two_ranks(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+    join(rank, WORLD, folder)
     mesh = init_device_mesh("cpu", (WORLD,))
     mine = slice(2 * rank, 2 * rank + 2)
 

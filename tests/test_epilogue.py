@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from sampling import slow_interpreted
+from spies import Memory
 from table import Batch, evaluate, moved, relative_error
-from test_cost import Memory
 from torch import Tensor
 
 from liger_chunked import (
@@ -195,6 +196,7 @@ def test_strided_inputs(device, passes):
     assert passes
 
 
+@slow_interpreted  # one thread repeats itself
 @pytest.mark.triton
 def test_bitwise_repeatable(device, passes):
     batch = moved(lost(alternating(tokens(4))), torch.bfloat16, device)
@@ -223,6 +225,7 @@ def test_dpo(device, passes):
     assert len(passes) == 2
 
 
+@slow_interpreted
 @pytest.mark.triton
 @pytest.mark.parametrize("entropy_coef", [0.0, pytest.param(0.1, marks=pytest.mark.exhaustive)])
 def test_grpo(entropy_coef, device, passes):
@@ -516,7 +519,7 @@ def test_estimate(of, sizes, trainable, valid, nothing_launched):
 @pytest.mark.triton
 def test_no_exponentials_without_a_backward(device, passes, monkeypatch):
     """An evaluation has the loss of a training step, bit for bit, and writes one or two vectors."""
-    batch = moved(lost(tokens(11)), torch.bfloat16, device)
+    batch = moved(lost(tokens(11, n=20)), torch.bfloat16, device)  # two chunks
     loss = LigerFusedLinearCrossEntropyLoss(logits_budget=BUDGET, lse_square_scale=1e-2)
     trained = evaluate(lambda batch: loss(**batch), batch)["loss"]
     written = []

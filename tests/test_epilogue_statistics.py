@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sampling import exhaustive
 from table import Batch, moved
 from test_epilogue import BATCHES, HIDDEN, VOCAB, assert_error_is_that_of_eager_code, tokens
 from torch import Tensor
@@ -13,6 +14,7 @@ from liger_chunked.engine import epilogue
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.epilogue import StatisticsPass, serves_statistics
 from liger_chunked.kernels import grad_from_exponentials_, projection
+from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.projection import _regions
 from liger_chunked.kernels.tuning.hopper import FEWEST_TILES, FEWEST_TILES_OF_ENTROPY, WIDEST, Tiling
@@ -67,6 +69,7 @@ def compare(batch: Batch, device: str, wanted: tuple[str, ...], outputs: tuple[s
     assert_error_is_that_of_eager_code(ours, oracle, batch, device=device)
 
 
+@pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("wanted", [("logps",), ALL], ids=["logps", "all"])
@@ -76,7 +79,15 @@ def test_gradients(kind, wanted, device, passes):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("wanted", [("lse",), ("entropy",), ("mean_logits",), ("logps", "entropy")], ids="-".join)
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        exhaustive([("lse",)], "lse", INTERPRETED),
+        exhaustive([("entropy",)], "entropy", False),
+        exhaustive([("mean_logits",)], "mean_logits", False),
+        exhaustive([("logps", "entropy")], "logps-entropy", INTERPRETED),
+    ],
+)
 def test_each_statistic(wanted, device, passes):
     compare(tokens(1), device, wanted, **TRANSFORM)
     assert passes
@@ -98,8 +109,14 @@ KEPT = {
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("kind", KEPT)
-@pytest.mark.parametrize("wanted", [("logps",), ("logps", "lse", "mean_logits")], ids=["logps", "more"])
+@pytest.mark.parametrize(
+    ("wanted", "kind"),
+    [
+        exhaustive([wanted, kind], f"{name}-{kind}", INTERPRETED and (name == "logps") != (kind in ("columns", "all")))
+        for name, wanted in (("logps", ("logps",)), ("more", ("logps", "lse", "mean_logits")))
+        for kind in KEPT
+    ],
+)
 def test_the_last_tile_is_not_projected_again(kind, wanted, device, passes, monkeypatch, cut_with):
     if (kind, wanted) == ("blocks", ("logps",)):
         pytest.skip("without entropies, one block")
@@ -128,7 +145,7 @@ def test_the_last_tile_is_not_projected_again(kind, wanted, device, passes, monk
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("hidden", [1536, 2048])
+@pytest.mark.parametrize("hidden", [1536, exhaustive([2048], "2048", INTERPRETED)])
 def test_tiles_of_wider_heads(hidden, device, passes, monkeypatch):
     tiling = Tiling.of(hidden)
     assert tiling != Tiling.of(HIDDEN)

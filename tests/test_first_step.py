@@ -254,6 +254,7 @@ def batch_of(loss: Any, dtype: torch.dtype, whole: bool = False) -> dict[str, An
     return {key: cast(key, x) for key, x in batch.items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.triton
 @pytest.mark.skipif(not backend.INTERPRETED, reason="records launches: runs with TRITON_INTERPRET=1")
 @pytest.mark.parametrize("name", ["cross-entropy", "dpo", "grpo"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sampling import on_paths
+from spies import Products
 from table import (
     PARAMETERS,
     ROWS,
@@ -27,7 +28,6 @@ from table import (
     tokens,
 )
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_chunked import (
     LigerFusedLinearCPOLoss,
@@ -480,21 +480,6 @@ def test_identical_rows(row):
 
 
 # Precision
-
-
-class Products(TorchDispatchMode):
-    """Record the dtypes of the operands of every matrix product under this mode."""
-
-    NAMES = ("mm", "addmm", "addmm_", "bmm", "baddbmm")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: list[torch.dtype] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._overloadpacket.__name__ in self.NAMES:
-            self.dtypes += [x.dtype for x in args[-2:] if isinstance(x, Tensor)]
-        return func(*args, **(kwargs or {}))
 
 
 @by_path

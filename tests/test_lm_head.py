@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from fresh_process import FreshProcesses
+from ranks import join
+from spies import Memory
 from table import relative_error
-from test_cost import Memory
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -239,8 +240,7 @@ class Model(nn.Module):
 
 
 def on_two_ranks(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+    join(rank, WORLD, folder)
     mesh = init_device_mesh("cpu", (WORLD,))
     (hidden, labels, temperature), stock = tokens(), linear()
 

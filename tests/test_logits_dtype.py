@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fresh_process import FreshProcesses
+from ranks import join
 from table import relative_error
 from test_row_temperature import FLOATS, V, batch, evaluate, oracle, ours
 from torch import Tensor
@@ -213,7 +214,7 @@ def test_refused() -> None:
 
 
 def of_ranks(rank: int, world: str, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=int(world))
+    join(rank, world, folder)
     given = batch(dtype=torch.bfloat16)
     start, stop = ((0, 20), (20, V))[rank]
     exact = evaluate(oracle, doubles(given))

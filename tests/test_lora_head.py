@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from fused import assert_real_logits
 from sampling import on_paths
+from spies import Memory, flop_counter
 from table import ROWS, SMALL, Batch, Row, Sizes, evaluate, moved, n_valid, relative_error
-from test_cost import Memory
 from test_values import ERROR_SIZES, FACTOR, rms
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
-from torch.utils.flop_counter import FlopCounterMode
 
 from liger_chunked import (
     AdaptedWeight,
@@ -570,8 +569,7 @@ COST = Sizes(sequences=6, length=9, hidden=16, vocab=2503, ref_hidden=24)
 
 
 def flops(row: Row, batch: dict[str, Any], leaves: dict[str, Tensor], make: Any, budget: int | None) -> int:
-    in_place = {torch.ops.aten.addmm_: lambda _, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
-    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+    with flop_counter() as counter:
         loss = row.ours(make({**batch, **leaves}), logits_budget=budget)
         if leaves:
             loss.backward()
@@ -638,12 +636,11 @@ def test_products_and_largest_tensor_of_a_peft_model(loss):
     def sums(head: Any, input: Any, ref_logps: Tensor | None = None) -> Tensor:
         return input.hidden_states.sum()
 
-    in_place = {torch.ops.aten.addmm_: lambda _, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
     counts = []
     memory = Memory()
     memory.expect(*model.parameters(), *model.buffers(), *batch.values())
     for arguments in ((sums, sums), (statistics, fused)):
-        with FlopCounterMode(display=False, custom_mapping=in_place) as counter, memory:
+        with flop_counter() as counter, memory:
             step(*arguments)
         counts.append(counter.get_total_flops())
     of_head = 2 * n * hidden * vocab * (3 if loss == "dpo" else 2)

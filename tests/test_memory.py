@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from spies import Memory
 from table import Batch, Row, Sizes, moved, rows
-from test_cost import Memory
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_pre_hook

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import join
 
 pytest.importorskip("transformers")
 
@@ -99,8 +100,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+    join(rank, WORLD, folder)
     tiny = BY_ID["llama"]
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(10, VOCAB - 10, (2, 9), generator=generator) for _ in range(WORLD)]

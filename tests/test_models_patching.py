@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 import pytest
+from ranks import join
 
 pytest.importorskip("transformers")
 
@@ -226,7 +227,7 @@ def alone(tmp_path):
     """Start a process group with only this process."""
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("no gloo")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    join(0, 1, str(tmp_path))
     yield
     dist.destroy_process_group()
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import join
 
 pytest.importorskip("transformers")
 
@@ -189,8 +190,7 @@ def assert_as_good(found: dict[str, float], stock: dict[str, float], dtype: torc
 
 
 def worker(rank: int, folder: str, family: str, every: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+    join(rank, WORLD, folder)
     samples, num_items = samples_of(VOCAB)
     exact = gradients_of_one(family, samples, num_items)
     size = tiny(family).build().lm_head.weight.numel()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import join
 
 pytest.importorskip("transformers")
 
@@ -78,7 +79,7 @@ def start(rank: int, folder: str, world: int = WORLD) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    join(rank, world, folder)
 
 
 def even(family: str) -> Tiny:

@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 import torch
+from spies import flop_counter
 from table import POLICY, SMALL, Batch, Sizes, evaluate, moved, n_valid, relative_error, rollouts
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, Rollouts, eager, linear_token_stats
 from liger_chunked.losses.grpo import LOSS_TYPES, SURROGATES
@@ -107,8 +107,7 @@ def test_gemms_of_sequences_over_the_budget(settings, expected):
     sizes = Sizes(sequences=2, length=40, hidden=16, vocab=97, ignored=False)
     batch = rollouts(sizes, seed=0)
     leaves = {name: batch[name].requires_grad_() for name in ("weight", "input")}
-    in_place = {torch.ops.aten.addmm_: lambda _, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
-    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+    with flop_counter() as counter:
         grpo({**batch, **leaves}, logits_budget=8 * 97 * 4, **settings).backward()
     count = counter.get_total_flops() / (2 * n_valid(batch) * sizes.hidden * sizes.vocab)
     # The last tile, of 4 of 40 or 80 tokens, is still in memory when backward begins.

@@ -22,8 +22,8 @@ pytest.importorskip("peft")
 import peft
 from fused import assert_fused
 from model_zoo import BY_ID
+from spies import Memory
 from table import relative_error
-from test_cost import Memory
 from test_lora_head import (
     PEFT_WARNINGS,
     dpo,

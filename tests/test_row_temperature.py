@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fresh_process import FreshProcesses
+from ranks import join
 from table import SMALL, relative_error, rollouts
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -303,7 +304,7 @@ def test_refused() -> None:
 
 def of_ranks(rank: int, world: str, folder: str) -> None:
     """The vocabulary is split over ranks; `reduce_scatter` splits the hidden states too."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=int(world))
+    join(rank, world, folder)
     given = batch()
     start, stop = ((0, 20), (20, V))[rank]
     part = slice(rank * T // 2, (rank + 1) * T // 2)
@@ -449,7 +450,7 @@ def test_grpo_refuses() -> None:
 
 def of_policy_ranks(rank: int, world: str, folder: str) -> None:
     """Ranks split the sequences, or the vocabulary, or the vocabulary and the hidden states."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=int(world))
+    join(rank, world, folder)
     given = completions()
     heads, states = ("weight", "ref_weight"), ("input", "ref_input")
     rows, positions = ((slice(0, 9), slice(0, 3)), (slice(9, 23), slice(3, 8)))[rank]

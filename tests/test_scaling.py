@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fresh_process import FreshProcesses
+from ranks import join
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -83,7 +84,7 @@ def totals(found: list[Collective]) -> Counter[tuple[str, int]]:
 def count(rank: int, world: str, folder: str) -> None:
     torch.set_num_threads(1)
     ranks = int(world)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    join(rank, ranks, folder)
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(V, H, generator=generator) for _ in range(2)]
     hidden = [torch.randn(B, T, H, generator=generator) for _ in range(2)]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import join
 
 pytest.importorskip("transformers")
 
@@ -312,7 +313,7 @@ def test_under_peft() -> None:
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 @pytest.mark.ordinary_memory
 def test_under_data_parallel(wrapper: str, tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    join(0, 1, str(tmp_path))
     try:
         model = build("gemma3", "sdpa")
         ids, mask, labels = completions("right")

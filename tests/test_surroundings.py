@@ -19,8 +19,8 @@ import table
 import torch
 import torch.nn.functional as F
 from sampling import on_paths
+from spies import Memory
 from table import PARAMETERS, ROWS, SMALL, Batch, Row, Sizes, evaluate, moved, rows, tokens
-from test_cost import Memory
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop

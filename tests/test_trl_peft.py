@@ -19,7 +19,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from test_cost import Memory
+from spies import Memory
 from test_trl_trainers import KINDS, Log, assert_same, build, rare, run
 
 from liger_chunked import LigerFusedLinearDPOLoss

@@ -18,7 +18,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import tiny
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
-from test_cost import Memory
+from spies import Memory
 from test_trl_trainers import KINDS, PLAIN, SEQUENCES, SHARING, Log, build, run
 from torch import Tensor
 from transformers import LlamaForCausalLM

@@ -24,8 +24,8 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
 from fused import asked_logits
+from spies import Memory
 from table import relative_error
-from test_cost import Memory
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput

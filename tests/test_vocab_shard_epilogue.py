@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from fresh_process import FreshProcesses
+from ranks import join, same_on_all_ranks
 from table import Batch, evaluate, moved, relative_error
 from test_epilogue import BATCHES, HIDDEN, VOCAB, assert_error_is_that_of_eager_code, lost, sequences, tokens
 from test_epilogue_statistics import ALL, weighted
-from test_vocab_shard import initialize, same_on_all_ranks
 from torch import Tensor
 
 from liger_chunked import (
@@ -149,7 +149,7 @@ LOSSES = {
 
 def losses(rank: int, folder: str, device: str, every: str) -> None:
     """Compare with the oracle, and with one process."""
-    initialize(rank, "2", folder)
+    join(rank, "2", folder)
     with fused() as ran:
         for i, (name, (make, sample)) in enumerate(LOSSES.items()):
             for j, (layout, parts) in enumerate(LAYOUTS.items()):
@@ -184,7 +184,7 @@ def test_losses(tmp_path: Path, fresh_process: FreshProcesses, device: str, by_e
 
 
 def contracts(rank: int, folder: str, device: str) -> None:
-    initialize(rank, "2", folder)
+    join(rank, "2", folder)
     parts = LAYOUTS["even"]
     batch = moved(tokens(3), torch.bfloat16, device)
     settings = {"lse_square_scale": 1e-2}
@@ -299,7 +299,7 @@ def test_contracts(tmp_path: Path, fresh_process: FreshProcesses, device: str, b
 
 def of_scattered(rank: int, folder: str, device: str) -> None:
     """Each rank has its part of the hidden states."""
-    initialize(rank, "2", folder)
+    join(rank, "2", folder)
     parts, half = LAYOUTS["even"], slice(rank * 18, rank * 18 + 18)
     batch = moved(tokens(3), torch.bfloat16, device)
     loss = LigerFusedLinearCrossEntropyLoss(logits_budget=budget(parts, 13))
