@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from base_ops import DTYPES, error, floor
+from sampling import slow_interpreted
 from torch import Tensor
 from transformers import (
     DeepseekV3Config,
@@ -100,6 +101,7 @@ def test_float64(case: tuple[int, int, int, int], absent: bool) -> None:
         torch.testing.assert_close(value, truth, rtol=1e-12, atol=1e-12)  # float64 sums in another order
 
 
+@pytest.mark.sampled(2, interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("absent", [False, True])
@@ -193,6 +195,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@slow_interpreted
 @pytest.mark.triton
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str, served: list[str], device: str) -> None:
@@ -395,6 +398,7 @@ def test_every_layout_of_transformers(flags: tuple[bool, ...]) -> None:
     assert experts._is_known(*flags) == (not has_norm or (has_norms and not is_parallel))
 
 
+@slow_interpreted
 @pytest.mark.triton
 @pytest.mark.parametrize("name", MODELS)
 def test_bfloat16(name: str, served: list[str], device: str) -> None:

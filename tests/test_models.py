@@ -43,6 +43,7 @@ from liger_chunked.integrations.transformers.layers import rotate_halves, rotate
 from liger_chunked.integrations.transformers.overrides import SWITCHES, family_modeling
 from liger_chunked.integrations.transformers.patch import is_patched, stock_class
 from liger_chunked.integrations.transformers.replaced import OURS
+from liger_chunked.kernels.backend import INTERPRETED
 
 # Some layers of transformers have no deterministic backward.
 pytestmark = [
@@ -106,9 +107,12 @@ def labelled(tiny: Tiny, device: str = "cpu", **more: Any) -> dict[str, Any]:
 KINDS = ("llama", "gemma2", "olmo2", "glm4", "qwen3_moe", "mllama")
 
 
-@pytest.mark.parametrize(
-    "tiny", [pytest.param(tiny, marks=[pytest.mark.triton] * (tiny.name in KINDS), id=tiny.name) for tiny in ZOO]
-)
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """Return `triton` for one of each kind; the interpreter runs llama alone without `--exhaustive`."""
+    return [pytest.mark.triton] * (name in KINDS) + [pytest.mark.exhaustive] * (INTERPRETED and name != "llama")
+
+
+@pytest.mark.parametrize("tiny", [pytest.param(tiny, marks=marks(tiny.name), id=tiny.name) for tiny in ZOO])
 def test_training_step(tiny, fresh, device):
     model, arguments = fresh(tiny.name, device), labelled(tiny, device)
     stock = step(model, arguments)

@@ -202,6 +202,7 @@ def test_bfloat16(transform: dict[str, Any], device: str, path: str) -> None:
         assert own**0.5 <= factor * stock**0.5, (name, own, stock)
 
 
+@pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)

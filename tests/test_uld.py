@@ -83,6 +83,7 @@ def assert_right(loss: LigerFusedLinearULDLoss, given: dict[str, Tensor], exact:
         assert relative_error(x, e) < BOUND
 
 
+@pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("v_teacher", [11, V, 37])
 @pytest.mark.parametrize("scales", [True, False], ids=["scales", "no-scales"])
