@@ -299,7 +299,7 @@ def test_each_argument_expanded(case: Case) -> None:
             assert_same(case.evaluate(tensors | {name: one}), same, f"{name} {one.stride()}")
 
 
-@pytest.mark.sampled(0.5, interpreted=True)
+@pytest.mark.sampled(0.34, interpreted=True)
 @pytest.mark.triton
 @cases(case for case in CASES if case.interpreted)
 def test_all_arguments(case: Case, device: str) -> None:
