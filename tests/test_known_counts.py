@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from fresh_process import FreshProcesses
+from ranks import join
 from sampling import on_paths
 from table import ROWS, SMALL, Batch, Row, evaluate, moved, rows, students, tokens
 from torch import Tensor
@@ -457,9 +458,9 @@ def test_functions_pass_the_counts_on(name):
 
 def split_vocabulary(rank: int, world: str, folder: str) -> None:
     import torch.distributed as dist
-    from test_vocab_shard import cut, initialize
+    from test_vocab_shard import cut
 
-    initialize(rank, world, folder)
+    join(rank, world, folder)
     for row in rows("ce-smoothing", "dpo-sigmoid", "kto-kl", "grpo", "jsd", "stats-logps"):
         batch = row.sample(SMALL, 1)
         for budget in BUDGETS.values():
