@@ -275,7 +275,7 @@ def test_gradients_with_a_graph_may_be_changed_in_place(op: Op) -> None:
     assert torch.equal(gradients[-1].mul_(2), (4 if gradients[-1] is gradients[0] else 2) * expected[-1])
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @dynamo_warns
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @one_each

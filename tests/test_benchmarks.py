@@ -94,6 +94,7 @@ def test_rows(results: Path, family: str) -> None:
             assert max(row["errors"].values()) < 1e-4, row
 
 
+@pytest.mark.exhaustive
 def test_first_steps_run_in_fresh_processes(tmp_path: Path) -> None:
     content = json.loads(first_step.main(["--out", str(tmp_path), "--task", "DPO"]).read_text())
     names = [first_step.COLD, first_step.CACHED, first_step.WARMED]
@@ -113,6 +114,7 @@ def test_a_rank_of_a_split_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixt
         assert row["failure"] is None and row["ms"] > 0, row
 
 
+@pytest.mark.exhaustive  # it starts ten processes
 def test_ranks_fail_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that raises, dies or hangs while the others wait for it ends all; the next request starts new ones."""
     monkeypatch.setattr(ranks, "PATIENCE", 1.0)

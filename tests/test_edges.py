@@ -1325,6 +1325,7 @@ def same_losses(ours: list[float], stock: list[float]) -> None:
     assert ours == pytest.approx(stock, rel=0.025)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("chain", CHAINS, ids=repr)
 def test_sft_then_preferences(chain: Chain, kind: str) -> None:
@@ -1366,6 +1367,7 @@ def kinds_of(seen: dict[str, list[torch.dtype]]) -> dict[str, set[torch.dtype]]:
     return {name: set(dtypes) for name, dtypes in seen.items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("history", ["new", "trained"])
 @pytest.mark.parametrize("kind", SECOND)
 def test_dtypes_of_a_second_model(kind: str, history: str) -> None:
@@ -1665,7 +1667,7 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["own-forward", pytest.param("subclass", marks=pytest.mark.exhaustive)])
 def test_remote_code(name: str, tmp_path: Path, fresh_process: Any) -> None:
     """In a process that has imported nothing of it, by both Auto methods, and after saving."""
     checkpoint = tmp_path / "checkpoint"
