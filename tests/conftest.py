@@ -1,6 +1,7 @@
 """Settings of all tests: the device, deterministic operations, and NaN in uninitialized memory.
 
 python -m pytest -n 2                               the suite, on the CPU
+python -m pytest tests/losses                       one folder of it
 TRITON_INTERPRET=1 python -m pytest -m triton       the Triton kernels, in Triton's interpreter
 python -m pytest -m gpu                             the suite, on a CUDA device
 
@@ -25,6 +26,7 @@ from typing import Any
 # Deterministic mode requires this setting before cuBLAS starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+import folders  # noqa: F401
 import pytest
 import torch
 from fresh_process import FreshProcesses

@@ -10,14 +10,20 @@ import pytest
 import soak
 import torch
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 PAGE = (TESTS.parent / "docs" / "reliability.md").read_text()
 NAMED = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
 CASES = 32  # the rows of interruptions have no number
 
 
+def source(file: str) -> str:
+    """Return the source of a file of tests, in whichever folder it is."""
+    (path,) = TESTS.rglob(file)
+    return path.read_text()
+
+
 def functions(file: str) -> set[str]:
-    return {node.name for node in ast.parse((TESTS / file).read_text()).body if isinstance(node, ast.FunctionDef)}
+    return {node.name for node in ast.parse(source(file)).body if isinstance(node, ast.FunctionDef)}
 
 
 def rows() -> list[str]:
@@ -46,7 +52,7 @@ def test_what_needs_a_gpu_is_marked():
     """A test after **GPU** has the mark, or its file has."""
     for row in rows():
         for file, name in NAMED.findall(row.partition("**GPU**")[2]):
-            code = (TESTS / file).read_text()
+            code = source(file)
             marks = code.partition(f"\ndef {name}(")[0].rpartition("\n\n\n")[2]
             whole_file = re.search(r"^pytestmark = .*?^\]", code, re.MULTILINE | re.DOTALL)
             assert (

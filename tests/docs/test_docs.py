@@ -26,7 +26,7 @@ from liger_chunked import revert_liger_kernel
 from liger_chunked.deferred import DeferredLogits
 from liger_chunked.integrations.transformers import overrides
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?:^<!-- (not run): [^>]*-->\n)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -274,9 +274,7 @@ sys.modules["typer"] = None
 from liger_chunked.cli import main
 assert main(["env"]) == 2
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent.parent
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0 and done.stderr == "liger-chunked needs: pip install 'liger_chunked[cli]'\n"
 
 

@@ -1,6 +1,6 @@
 """Memory is flat over thousands of training steps.
 
-python tests/test_long_runs.py     prints the growth over 5,000 steps of each kind
+python tests/engine/test_long_runs.py     prints the growth over 5,000 steps of each kind
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from transformers import Trainer
 
 from liger_chunked.deferred.logits import Call
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = ["--sft-steps", "2", "--dpo-steps", "2", "--batch-size", "16", "--vocab-size", "1024"]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("trl")
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing.* is deprecated and will be removed in v6:FutureWarning"

@@ -11,7 +11,7 @@ import pytest
 from fresh_process import FreshProcesses
 from private_names import PRIVATE
 
-RELIABILITY = Path(__file__).parents[1] / "docs" / "reliability.md"
+RELIABILITY = Path(__file__).parents[2] / "docs" / "reliability.md"
 
 pytest.importorskip("trl")
 pytest.importorskip("peft")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fresh_process import FreshProcesses
 from test_models_tensor_parallel import Watch
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NO_GLOO = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 pytestmark = [pytest.mark.ordinary_memory, NO_GLOO]
 

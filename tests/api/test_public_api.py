@@ -1,6 +1,6 @@
 """The public names, signatures and defaults are those of public_api.txt: none changes unnoticed.
 
-python tests/test_public_api.py        writes public_api.txt
+python tests/api/test_public_api.py        writes public_api.txt
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ MODULES = (
 )
 # Names that a module serves on request and does not list in `__all__`.
 ON_REQUEST = {"liger_chunked": ("__version__", "functional"), "liger_chunked.testing": ("check_model",)}
-CHANGED = """the public API differs from tests/public_api.txt:
+CHANGED = """the public API differs from tests/api/public_api.txt:
 
 {}
 
-If you meant to change it, run `python tests/test_public_api.py`, and add a line to CHANGELOG.md for the users."""
+If you meant to change it, run `python tests/api/test_public_api.py`, and add a line to CHANGELOG.md for the users."""
 
 
 def public_api() -> list[str]:
-    lines = ["# Written by `python tests/test_public_api.py`."]
+    lines = ["# Written by `python tests/api/test_public_api.py`."]
     modules = [import_module(name) for name in MODULES]
     public = {name: {*module.__all__, *ON_REQUEST.get(name, ())} for name, module in zip(MODULES, modules, strict=True)}
     classes = {x for module in modules for name in public[module.__name__] if is_class(x := getattr(module, name))}
@@ -132,5 +132,5 @@ def test_the_public_api_is_the_listed_one():
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     LISTED.write_text("\n".join(public_api()) + "\n")

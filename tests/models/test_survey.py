@@ -16,7 +16,7 @@ from sampling import sampled
 from liger_chunked import cli
 from liger_chunked.integrations.transformers import survey
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "supported-models.md").read_text()
 ROWS = {m[1]: m[0] for m in re.finditer(r"^\| `(\w+)` \|.*", PAGE, re.MULTILINE)}
 VERSION = re.search(r"classes of transformers ([\d.]+):", PAGE)[1]
