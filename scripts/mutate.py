@@ -43,6 +43,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -302,6 +303,13 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     items[:] = sorted(kept, key=lambda item: order.get(file_of(item.nodeid), len(order)))
 
 
+def pytest_collection_finish(session: Any) -> None:
+    """Report what a run with `--collect-only` would run."""
+    if session.config.getoption("collectonly"):
+        with open(os.environ["MUTATE_REPORT"], "a") as file:
+            file.writelines(json.dumps([item.nodeid, "collect", "passed", 0.0]) + "\n" for item in session.items)
+
+
 def pytest_runtest_logreport(report: Any) -> None:
     with open(os.environ["MUTATE_REPORT"], "a") as file:
         file.write(json.dumps([report.nodeid, report.when, report.outcome, report.duration]) + "\n")
@@ -425,20 +433,49 @@ class Baseline:
         return first, sorted(self.seconds, key=self.seconds.__getitem__)
 
 
-def measure_baseline(copy: Copy, arguments: list[str]) -> Baseline:
-    started = time.monotonic()
-    outcome = copy.run(arguments, None, {})
-    if outcome.status not in (0, 1) or not outcome.seconds:
-        sys.exit(f"pytest ended with status {outcome.status} without a mutant:\n{outcome.output}")
-    return Baseline(outcome.seconds, outcome.failed, time.monotonic() - started)
+def measure_baseline(copies: list[Copy], arguments: list[str]) -> Baseline:
+    """Run each file of tests, as many at a time as there are copies."""
+    collected = copies[0].run(["--collect-only", *arguments], None, {})
+    files = sorted(collected.seconds)
+    if collected.status or not files:
+        sys.exit(f"pytest ended with status {collected.status} without a mutant:\n{collected.output}")
+    options, lock = options_of(copies[0], arguments), threading.Lock()
+    waiting, seconds, failing = queue.SimpleQueue[str](), dict[str, float](), list[str]()
+    for file in files:
+        waiting.put(file)
+
+    def work(copy: Copy) -> None:
+        while True:
+            try:
+                file = waiting.get_nowait()
+            except queue.Empty:
+                return
+            outcome = copy.run([*options, file], None, {})
+            with lock:
+                seconds[file] = sum(outcome.seconds.values())
+                failing.extend(outcome.failed)
+
+    in_threads(work, copies)
+    return Baseline(seconds, failing, sum(seconds.values()))
+
+
+def options_of(copy: Copy, arguments: list[str]) -> list[str]:
+    """Return the arguments without paths, which would bring other tests."""
+    return [argument for argument in arguments if not (copy.tree / file_of(argument)).exists()]
+
+
+def in_threads(work: Callable[[Copy], None], copies: list[Copy]) -> None:
+    threads = [threading.Thread(target=work, args=(copy,)) for copy in copies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def judge(copy: Copy, mutant: Mutant, baseline: Baseline, arguments: list[str], timeout: float) -> dict[str, Any]:
     """Return the mutant's state and what killed it."""
     source = (ROOT / mutant.file).read_text()
     first, order = baseline.order(copy.tree, mutant)
-    # Paths among the arguments would bring all tests.
-    options = [argument for argument in arguments if not (copy.tree / file_of(argument)).exists()]
 
     def plan(files: list[str], skipped: list[str]) -> dict[str, Any]:
         order = {file: i for i, file in enumerate(files)}
@@ -449,7 +486,7 @@ def judge(copy: Copy, mutant: Mutant, baseline: Baseline, arguments: list[str], 
     try:
         outcome = None
         if first:
-            outcome = copy.run(["-x", *options, *first], timeout, plan(first, []))
+            outcome = copy.run(["-x", *options_of(copy, arguments), *first], timeout, plan(first, []))
         if outcome is None or not (outcome.timed_out or outcome.killer):
             outcome = copy.run(["-x", *arguments], timeout, plan(order, first))
     finally:
@@ -487,7 +524,7 @@ def run_all(mutants: list[Mutant], arguments: list[str], options: argparse.Names
         if done and "seconds" in earlier.get("baseline", {}):
             baseline = Baseline(**earlier["baseline"])
         else:
-            baseline = measure_baseline(copies[0], arguments)
+            baseline = measure_baseline(copies, arguments)
         print(f"without a mutant: {baseline.total:.0f} s, {len(baseline.failing)} failing tests", flush=True)
         timeout = options.timeout or PATIENCE * baseline.total + 60
         write(asdict(baseline))
@@ -507,11 +544,7 @@ def run_all(mutants: list[Mutant], arguments: list[str], options: argparse.Names
                           f" {result['by'] or ''} {result['seconds']} s", flush=True)  # fmt: skip
                     write(asdict(baseline))
 
-        threads = [threading.Thread(target=work, args=(copy,)) for copy in copies]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(work, copies)
     return [done[mutant.id] for mutant in mutants if mutant.id in done]
 
 
