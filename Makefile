@@ -15,7 +15,7 @@ test: $(VENV)/.dev
 	$(PYTEST) -m "not gpu" $(TESTS)
 	TRITON_INTERPRET=1 $(PYTEST) -m "triton and not gpu" $(TESTS) tests
 
-# Every combination of parameters: about three times as long.
+# Every combination of parameters: several times as long.
 test-all:
 	$(MAKE) test TESTS=--exhaustive
 

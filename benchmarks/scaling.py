@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling
 
-`tests/test_scaling.py` counts the collectives of real steps, and compares them with these formulas.
+`tests/ranks/test_scaling.py` counts the collectives of real steps, and compares them with these formulas.
 """
 
 from __future__ import annotations

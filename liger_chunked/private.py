@@ -1,7 +1,7 @@
 """Private functions of torch that the package calls, each with what takes its place in a torch that lacks it.
 
 Attributes of foreign objects, such as a module's hooks, are read where they are needed. `tests/private_names.py` lists
-both kinds, and `tests/test_private_names.py` runs the package without each of them.
+both kinds, and `tests/frameworks/test_private_names.py` runs the package without each of them.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from sampling import exhaustive
 from torch import Tensor
 
 import liger_chunked as lc
@@ -453,6 +454,11 @@ ONE_EACH = [op for op in OPS if op.id in (
 
 
 one_each = pytest.mark.parametrize("op", ONE_EACH, ids=lambda op: op.id)
+
+# Of every row; in Triton's interpreter, which takes a hundred times as long, of one per operator.
+every_op_not_interpreted = pytest.mark.parametrize(
+    "op", [exhaustive([op], op.id, INTERPRETED and op not in ONE_EACH) for op in OPS]
+)
 
 
 def outputs_of(result: Any) -> tuple[Tensor, ...]:

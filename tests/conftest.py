@@ -1,6 +1,7 @@
 """Settings of all tests: the device, deterministic operations, and NaN in uninitialized memory.
 
 python -m pytest -n 2                               the suite, on the CPU
+python -m pytest tests/losses                       one folder of it
 TRITON_INTERPRET=1 python -m pytest -m triton       the Triton kernels, in Triton's interpreter
 python -m pytest -m gpu                             the suite, on a CUDA device
 
@@ -25,6 +26,7 @@ from typing import Any
 # Deterministic mode requires this setting before cuBLAS starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+import folders  # noqa: F401
 import pytest
 import torch
 from fresh_process import FreshProcesses
@@ -101,9 +103,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect exhaustive tests, unless the command line has `--exhaustive`."""
+    """Deselect exhaustive tests, unless the command line has `--exhaustive`. Samples are drawn from the others."""
     if config.getoption("--exhaustive"):
         return
+    deselected = [item for item in items if item.get_closest_marker("exhaustive")]
+    items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     sampled: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         marker = item.get_closest_marker("sampled")
@@ -111,7 +115,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             sampled[item.nodeid.split("[")[0]].append(item)
     for product in sampled.values():
         mark_exhaustive(product)
-    deselected = [item for item in items if item.get_closest_marker("exhaustive")]
+    deselected += [item for item in items if item.get_closest_marker("exhaustive")]
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]

@@ -79,6 +79,7 @@ def serve() -> None:
     if len(sys.argv) > 1:  # a fork cannot use its parent's threads
         torch.set_num_threads(1)
         sys.path.insert(0, str(ROOT / "tests"))
+        import_module("folders")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import folders  # noqa: F401
 import torch
 from base_ops import OPS, run
 from table import ROWS, SMALL, Row, evaluate, moved

@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import folders  # noqa: F401
 import table
 import torch
 from table import Batch, Row, Sizes, evaluate, moved, n_valid

@@ -882,6 +882,28 @@ ROWS = [
     *STATISTICS,
 ]
 
+# One row for each path through the engine, with what is special about it. What the engine promises about autograd,
+# hooks, layouts, empty batches and the like depends on the path and not on the formula: tests of it run on these rows,
+# and on all others with `--exhaustive` (see `sampling.on_paths`). Adapters, ranks and budgets change each path; their
+# tests run on these rows too.
+PATHS = {
+    "ce": "gradients from the forward; known beforehand, so that the forward runs no autograd",
+    "ce-token_weights-everything": "gradients from the forward, of several statistics; weights of tokens and classes",
+    "ce-none-everything": "losses of tokens: gradients in the backward, logits projected again, transformed logits",
+    "dpo-sigmoid": "pairs, whose chunks hold whole pairs; a reference head, whose chunks have no gradient",
+    "dpo-aot": "one group of the whole batch, larger than the budget: its logits are projected twice",
+    "orpo-nll_target": "pairs without a reference, and a second target",
+    "kto-kl-of-mismatched": "sequences, and a second pass over other completions, without a gradient",
+    "jsd-softcap-scale-temperature": "a teacher's logits beside the student's, and a divergence in closed form",
+    "cosine": "a divergence of other sums than those of probabilities, without a reduction over a row's maximum",
+    "squared-error": "a user's divergence, by autograd",
+    "kl-top-k": "a teacher's candidates, gathered from the logits",
+    "grpo-kl": "sequences with a reference head, and importance ratios",
+    "gspo": "ratios of whole sequences",
+    "grpo-top-entropy": "two statistics of the whole batch: the loss selects tokens by rank",
+    "stats-all": "the primitive with all statistics, and gradients in the backward",
+}
+
 
 def rows(*ids: str) -> list[Row]:
     """Return the rows with these ids, in the order of the table; raise KeyError for an unknown id."""

@@ -1,6 +1,6 @@
 """What type checkers see of this module, whose functions are made from the signatures of the losses.
 
-tests/test_typing.py compares the arguments with the real ones.
+tests/api/test_typing.py compares the arguments with the real ones.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """What type checkers and editors see of this package, whose trainers are made on first use.
 
-Arguments are those of TRL 1.16's trainers, then ours. tests/test_typing.py compares them with the real ones.
+Arguments are those of TRL 1.16's trainers, then ours. tests/api/test_typing.py compares them with the real ones.
 """
 
 from collections.abc import Callable

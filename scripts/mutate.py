@@ -1,0 +1,589 @@
+"""Change the library in small ways, and see which changes a set of tests notices.
+
+    python scripts/mutate.py --count 300 --seed 0 --jobs 16 --out suite.json -- -m "not gpu"
+    TRITON_INTERPRET=1 python scripts/mutate.py --alive suite.json --out kernels.json -- -m "triton and not gpu" tests
+
+A mutant is one change of one expression or statement: another comparison, `+` for `-`, a constant plus or minus one, a
+dropped `not`, swapped operands, a removed statement, `min` for `max`, another dtype. The script draws `--count` of them
+from the folders given by `--modules`; the same seed and sources give the same mutants. What follows `--` goes to
+pytest, which runs in copies of the tree, `--jobs` at a time. The tree itself stays as it is.
+
+The result is a list of mutants, each with a file and line, a diff, and one of these states:
+
+    killed      a test failed: `by` names it
+    timeout     the tests took longer than `--timeout`, or several times as long as without a change
+    alive       all tests passed
+
+`--alive FILE` takes the mutants that are alive in an earlier result instead of drawing new ones. So two suites are
+compared at the price of one: the second only runs what the first let live. Another run with the same `--out` goes on
+where this one stopped.
+
+Per mutant, the values of every loss and files of tests that name the mutated module come first, then all others, the
+quickest files first. A first run without a change measures how long each file takes, and which tests fail anyway: these
+do not count.
+
+Needs pytest and nothing else beyond the standard library. As a pytest plugin, this file orders and reports tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import json
+import os
+import queue
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("liger_chunked/engine", "liger_chunked/losses", "liger_chunked/kernels")
+NOT_COPIED = (".git", ".venv", ".demo", ".site", ".worktrees", "__pycache__", ".*_cache", "*.egg-info", ".hypothesis")
+
+# What runs before all other tests: the values of every loss, and files that name the mutated module, for so many
+# seconds. Only these files are collected, which takes a second; that of the whole suite takes twenty.
+VALUES = "test_values"
+FIRST_SECONDS = 60
+# A mutant that computes forever, or waits for a rank that died, takes longer than this many times the unchanged suite.
+PATIENCE = 4
+
+
+# Mutants
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A replacement of characters `start` to `end` of a file by `text`."""
+
+    file: str
+    line: int
+    kind: str
+    start: int
+    end: int
+    text: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.file}:{self.line}:{self.start}-{self.end}:{self.text}"
+
+    def apply(self, source: str) -> str:
+        return source[: self.start] + self.text + source[self.end :]
+
+    def changes(self, source: str) -> bool:
+        """Return whether the mutant is another program, rather than the same one or none."""
+        try:
+            return ast.dump(ast.parse(self.apply(source))) != ast.dump(ast.parse(source))
+        except SyntaxError:
+            return False
+
+    def diff(self, source: str) -> str:
+        lines = [text.splitlines(keepends=True) for text in (source, self.apply(source))]
+        return "".join(difflib.unified_diff(*lines, self.file, self.file, n=0))
+
+
+COMPARISONS: dict[type[ast.cmpop], tuple[str, ...]] = {
+    ast.Lt: ("<=", ">="),
+    ast.LtE: ("<", ">"),
+    ast.Gt: (">=", "<="),
+    ast.GtE: (">", "<"),
+    ast.Eq: ("!=",),
+    ast.NotEq: ("==",),
+    ast.Is: ("is not",),
+    ast.IsNot: ("is",),
+    ast.In: ("not in",),
+    ast.NotIn: ("in",),
+}
+OPERATORS: dict[type[ast.operator], str] = {
+    ast.Add: "-",
+    ast.Sub: "+",
+    ast.Mult: "/",
+    ast.Div: "*",
+    ast.FloorDiv: "*",
+    ast.Mod: "//",
+    ast.BitAnd: "|",
+    ast.BitOr: "&",
+    ast.LShift: ">>",
+    ast.RShift: "<<",
+}
+# Operators whose operands mean different things. `|` is among them for dictionaries, where the right one wins.
+ORDERED = (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.MatMult, ast.LShift, ast.RShift, ast.BitOr)
+SWAPPED_NAMES = {
+    "min": "max",
+    "amin": "amax",
+    "argmin": "argmax",
+    "minimum": "maximum",
+    "any": "all",
+    "zeros": "ones",
+    "zeros_like": "ones_like",
+    "new_zeros": "new_ones",
+}
+SWAPPED_NAMES |= {other: name for name, other in SWAPPED_NAMES.items()}
+DTYPES = {
+    "float64": "float32",
+    "float32": "bfloat16",
+    "bfloat16": "float32",
+    "float16": "float32",
+    "int64": "int32",
+    "int32": "int64",
+}
+# Methods without arguments that a mutant may leave out.
+DROPPED_METHODS = ("abs", "clone", "contiguous", "detach", "double", "exp", "float", "log", "neg", "t")
+# Numbers that change a speed and no result. Every mutant of them would live.
+OF_SPEED = ("num_warps", "num_stages", "maxnreg", "stacklevel")
+
+
+class Finder:
+    """Finds the mutants of a file: `Finder(file, source).mutants`."""
+
+    def __init__(self, file: str, source: str) -> None:
+        self.file, self.source = file, source
+        self.mutants: list[Mutant] = []
+        # Columns of `ast` count bytes.
+        self.line_starts = [0]
+        for line in source.splitlines(keepends=True):
+            self.line_starts.append(self.line_starts[-1] + len(line))
+        self.lines = source.splitlines(keepends=True)
+        self.visit(ast.parse(source))
+
+    def at(self, line: int, column: int) -> int:
+        return self.line_starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode())
+
+    def span(self, node: Any) -> tuple[int, int]:
+        return self.at(node.lineno, node.col_offset), self.at(node.end_lineno, node.end_col_offset)
+
+    def text(self, node: ast.AST) -> str:
+        start, end = self.span(node)
+        return self.source[start:end]
+
+    def add(self, kind: str, node: Any, span: tuple[int, int], text: str) -> None:
+        self.mutants.append(Mutant(self.file, node.lineno, kind, *span, text))
+
+    def between(self, left: ast.AST, right: ast.AST) -> tuple[int, int]:
+        """Return where the operator between two operands stands, without parentheses, blanks and comments."""
+        start, end = self.span(left)[1], self.span(right)[0]
+        gap = re.sub(r"#[^\n]*", lambda comment: " " * len(comment[0]), self.source[start:end])
+        found = re.search(r"[^\s()\\](?:[^()\\]*[^\s()\\])?", gap)
+        assert found is not None
+        return start + found.start(), start + found.end()
+
+    def visit(self, node: ast.AST) -> None:
+        method = getattr(self, f"of_{type(node).__name__}", None)
+        if method is not None:
+            method(node)
+        for name, value in ast.iter_fields(node):
+            if name in ("annotation", "returns", "type_params", "decorator_list", "type_comment"):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST) and not self.is_skipped(child):
+                    self.visit(child)
+
+    @staticmethod
+    def is_skipped(node: ast.AST) -> bool:
+        """Messages of errors, imports, docstrings and other strings, and what only type checkers read."""
+        if isinstance(node, ast.Raise | ast.Import | ast.ImportFrom | ast.JoinedStr | ast.Assert):
+            return True
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            return True
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            return True
+        if isinstance(node, ast.Assign) and any(isinstance(x, ast.Name) and x.id == "__all__" for x in node.targets):
+            return True
+        return isinstance(node, ast.keyword) and node.arg in OF_SPEED
+
+    def of_Compare(self, node: ast.Compare) -> None:
+        left = node.left
+        for operator, right in zip(node.ops, node.comparators, strict=True):
+            for text in COMPARISONS[type(operator)]:
+                self.add("comparison", node, self.between(left, right), text)
+            left = right
+
+    def of_BoolOp(self, node: ast.BoolOp) -> None:
+        text = "or" if isinstance(node.op, ast.And) else "and"
+        for left, right in zip(node.values, node.values[1:], strict=False):
+            self.add("and/or", node, self.between(left, right), text)
+
+    def of_BinOp(self, node: ast.BinOp) -> None:
+        if isinstance(node.left, ast.Constant) and isinstance(node.left.value, str):
+            return  # formats a string
+        if type(node.op) in OPERATORS:
+            self.add("operator", node, self.between(node.left, node.right), OPERATORS[type(node.op)])
+        if isinstance(node.op, ORDERED):
+            left, right = self.span(node.left), self.span(node.right)
+            middle = self.source[left[1] : right[0]]
+            if "(" not in middle and ")" not in middle:
+                swapped = f"({self.text(node.right)}){middle}({self.text(node.left)})"
+                self.add("operands", node, (left[0], right[1]), swapped)
+
+    def of_AugAssign(self, node: ast.AugAssign) -> None:
+        if type(node.op) in OPERATORS:
+            self.add("operator", node, self.between(node.target, node.value), OPERATORS[type(node.op)] + "=")
+        self.add("statement", node, self.span(node), "pass")
+
+    def of_UnaryOp(self, node: ast.UnaryOp) -> None:
+        if isinstance(node.op, ast.Not | ast.USub | ast.Invert):
+            kind = "not" if isinstance(node.op, ast.Not) else "sign"
+            self.add(kind, node, self.span(node), f"({self.text(node.operand)})")
+
+    def of_If(self, node: ast.If | ast.IfExp | ast.While) -> None:
+        # A comparison has mutants of its own.
+        if not isinstance(node.test, ast.Compare | ast.UnaryOp | ast.Constant):
+            self.add("condition", node.test, self.span(node.test), f"(not ({self.text(node.test)}))")
+
+    of_IfExp = of_If
+
+    def of_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, bool):
+            self.add("constant", node, self.span(node), str(not node.value))
+        elif isinstance(node.value, int | float):
+            for step in (1, -1):
+                text = repr(node.value + step)
+                self.add("constant", node, self.span(node), f"({text})" if text.startswith("-") else text)
+
+    def of_Expr(self, node: ast.Expr) -> None:
+        if isinstance(node.value, ast.Call):
+            self.add("statement", node, self.span(node), "pass")
+
+    def of_Name(self, node: ast.Name) -> None:
+        if node.id in ("min", "max", "any", "all"):
+            self.add("min/max", node, self.span(node), SWAPPED_NAMES[node.id])
+
+    def of_Attribute(self, node: ast.Attribute) -> None:
+        start, end = self.span(node)[1] - len(node.attr), self.span(node)[1]
+        if node.attr in SWAPPED_NAMES:
+            self.add("min/max", node, (start, end), SWAPPED_NAMES[node.attr])
+        if node.attr in DTYPES and isinstance(node.value, ast.Name) and node.value.id in ("torch", "tl"):
+            self.add("dtype", node, (start, end), DTYPES[node.attr])
+
+    def of_Call(self, node: ast.Call) -> None:
+        function = node.func
+        if isinstance(function, ast.Attribute) and function.attr in DROPPED_METHODS and not node.args:
+            self.add("method", node, self.span(node), self.text(function.value))
+
+
+def mutants_of(path: Path) -> list[Mutant]:
+    """Return all mutants of a file, in the order of its lines."""
+    found = Finder(path.relative_to(ROOT).as_posix(), path.read_text()).mutants
+    return sorted(found, key=lambda mutant: (mutant.start, mutant.end, mutant.text))
+
+
+def draw(modules: list[str], count: int, seed: int) -> list[Mutant]:
+    """Return `count` mutants of these files and folders, at most one of a kind in each line."""
+    sources = [[ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py") for name in modules]
+    everything = [mutant for path in sorted({p for paths in sources for p in paths}) for mutant in mutants_of(path)]
+    random.Random(seed).shuffle(everything)
+    drawn: dict[tuple[str, int, str], Mutant] = {}
+    for mutant in everything:
+        place = (mutant.file, mutant.line, mutant.kind)
+        if len(drawn) < count and place not in drawn and mutant.changes((ROOT / mutant.file).read_text()):
+            drawn[place] = mutant
+    return [*drawn.values()]
+
+
+# The plugin
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Order tests by the file's place in the plan, and leave out files that ran before."""
+    plan = json.loads(os.environ.get("MUTATE_PLAN", "{}"))
+    order, failing = plan.get("order", {}), set(plan.get("failing", ()))
+    skipped = set(plan.get("skipped", ()))
+    kept = [item for item in items if item.nodeid not in failing and file_of(item.nodeid) not in skipped]
+    items[:] = sorted(kept, key=lambda item: order.get(file_of(item.nodeid), len(order)))
+
+
+def pytest_collection_finish(session: Any) -> None:
+    """Report what a run with `--collect-only` would run."""
+    if session.config.getoption("collectonly"):
+        with open(os.environ["MUTATE_REPORT"], "a") as file:
+            file.writelines(json.dumps([item.nodeid, "collect", "passed", 0.0]) + "\n" for item in session.items)
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    with open(os.environ["MUTATE_REPORT"], "a") as file:
+        file.write(json.dumps([report.nodeid, report.when, report.outcome, report.duration]) + "\n")
+
+
+def pytest_collectreport(report: Any) -> None:
+    if report.failed:
+        with open(os.environ["MUTATE_REPORT"], "a") as file:
+            file.write(json.dumps([report.nodeid, "collect", "failed", 0.0]) + "\n")
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.split("::")[0]
+
+
+# Runs
+
+
+@dataclass
+class Outcome:
+    """Of one run of pytest: the tests that failed, seconds by file of tests, and whether the run was cut off."""
+
+    failed: list[str]
+    seconds: dict[str, float]
+    timed_out: bool
+    status: int
+    output: str
+
+    @property
+    def killer(self) -> str | None:
+        if self.failed:
+            return self.failed[0]
+        # 5: no test was selected.
+        return None if self.status in (0, 5) else f"pytest ended with status {self.status}"
+
+
+class Copy:
+    """A copy of the tree, in which one mutant at a time runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tree, self.temporary = folder / "tree", folder / "tmp"
+        self.temporary.mkdir(parents=True)
+        shutil.copytree(ROOT, self.tree, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        self.report = folder / "report"
+
+    def write(self, file: str, source: str) -> None:
+        path = self.tree / file
+        path.write_text(source)
+        # Python compares times in seconds and sizes: another mutant of the same second would run the old bytecode.
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+            compiled.unlink()
+
+    def run(self, arguments: list[str], timeout: float | None, plan: dict[str, Any]) -> Outcome:
+        self.report.unlink(missing_ok=True)
+        self.report.touch()
+        variables = {
+            "MUTATE_PLAN": json.dumps(plan),
+            "MUTATE_REPORT": str(self.report),
+            "PYTHONPATH": str(Path(__file__).parent),
+            "TMPDIR": str(self.temporary),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        plugins = ["-p", "no:cacheprovider", "-p", "mutate"]
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=line", *plugins, *arguments]
+        output = self.report.with_name("output")
+        with output.open("w") as stream:
+            process = subprocess.Popen(
+                command,
+                cwd=self.tree,
+                env=os.environ | variables,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            try:
+                process.wait(timeout)
+                timed_out = False
+            except subprocess.TimeoutExpired:
+                timed_out = True
+            finally:
+                # Ranks and other processes of the tests outlive a pytest that was cut off.
+                try:
+                    os.killpg(process.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+                process.wait()
+        for left in self.temporary.iterdir():
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+        seconds: dict[str, float] = defaultdict(float)
+        failed = []
+        for line in self.report.read_text().splitlines():
+            nodeid, _when, result, duration = json.loads(line)
+            seconds[file_of(nodeid)] += duration
+            if result == "failed" and nodeid not in failed:
+                failed.append(nodeid)
+        return Outcome(failed, dict(seconds), timed_out, process.returncode, output.read_text()[-4000:])
+
+
+@dataclass
+class Baseline:
+    """What the tests do without a change."""
+
+    seconds: dict[str, float]
+    failing: list[str]
+    total: float
+
+    def order(self, tree: Path, mutant: Mutant) -> tuple[list[str], list[str]]:
+        """Return files of tests that name the mutated module, as many as fit, and all files; the best first."""
+        module = re.compile(rf"\b{re.escape(Path(mutant.file).stem)}\b")
+        counts = {
+            file: len(module.findall((tree / file).read_text())) for file in self.seconds if (tree / file).is_file()
+        }
+        naming = sorted((f for f, count in counts.items() if count), key=lambda f: (-counts[f], self.seconds[f]))
+        first, seconds = [file for file in self.seconds if Path(file).stem == VALUES], 0.0
+        for file in naming:
+            if file not in first and seconds + self.seconds[file] <= FIRST_SECONDS:
+                first.append(file)
+                seconds += self.seconds[file]
+        return first, sorted(self.seconds, key=self.seconds.__getitem__)
+
+
+def measure_baseline(copies: list[Copy], arguments: list[str]) -> Baseline:
+    """Run each file of tests, as many at a time as there are copies."""
+    collected = copies[0].run(["--collect-only", *arguments], None, {})
+    files = sorted(collected.seconds)
+    if collected.status or not files:
+        sys.exit(f"pytest ended with status {collected.status} without a mutant:\n{collected.output}")
+    options, lock = options_of(copies[0], arguments), threading.Lock()
+    waiting, seconds, failing = queue.SimpleQueue[str](), dict[str, float](), list[str]()
+    for file in files:
+        waiting.put(file)
+
+    def work(copy: Copy) -> None:
+        while True:
+            try:
+                file = waiting.get_nowait()
+            except queue.Empty:
+                return
+            outcome = copy.run([*options, file], None, {})
+            with lock:
+                seconds[file] = sum(outcome.seconds.values())
+                failing.extend(outcome.failed)
+
+    in_threads(work, copies)
+    return Baseline(seconds, failing, sum(seconds.values()))
+
+
+def options_of(copy: Copy, arguments: list[str]) -> list[str]:
+    """Return the arguments without paths, which would bring other tests."""
+    return [argument for argument in arguments if not (copy.tree / file_of(argument)).exists()]
+
+
+def in_threads(work: Callable[[Copy], None], copies: list[Copy]) -> None:
+    threads = [threading.Thread(target=work, args=(copy,)) for copy in copies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def judge(copy: Copy, mutant: Mutant, baseline: Baseline, arguments: list[str], timeout: float) -> dict[str, Any]:
+    """Return the mutant's state and what killed it."""
+    source = (ROOT / mutant.file).read_text()
+    first, order = baseline.order(copy.tree, mutant)
+
+    def plan(files: list[str], skipped: list[str]) -> dict[str, Any]:
+        order = {file: i for i, file in enumerate(files)}
+        return {"order": order, "failing": baseline.failing, "skipped": skipped}
+
+    started = time.monotonic()
+    copy.write(mutant.file, mutant.apply(source))
+    try:
+        outcome = None
+        if first:
+            outcome = copy.run(["-x", *options_of(copy, arguments), *first], timeout, plan(first, []))
+        if outcome is None or not (outcome.timed_out or outcome.killer):
+            outcome = copy.run(["-x", *arguments], timeout, plan(order, first))
+    finally:
+        copy.write(mutant.file, source)
+    state = "timeout" if outcome.timed_out else "killed" if outcome.killer else "alive"
+    return {"state": state, "by": outcome.killer, "seconds": round(time.monotonic() - started, 1)}
+
+
+def commit() -> str:
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
+    done = subprocess.run(asked, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def run_all(mutants: list[Mutant], arguments: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the tests on each mutant, and write the result after each."""
+    earlier = json.loads(options.out.read_text()) if options.out.exists() else {}
+    done = {x["id"]: x for x in earlier.get("mutants", ()) if earlier.get("command") == arguments}
+    waiting: queue.Queue[Mutant] = queue.Queue()
+    for mutant in mutants:
+        if mutant.id not in done:
+            waiting.put(mutant)
+    lock = threading.Lock()
+
+    def write(baseline: dict[str, Any]) -> None:
+        listed = [done[mutant.id] for mutant in mutants if mutant.id in done]
+        states = Counter(x["state"] for x in listed)
+        result = {"command": arguments, "commit": commit(), "states": states, "baseline": baseline, "mutants": listed}
+        partial = options.out.with_suffix(".partial")
+        partial.write_text(json.dumps(result, indent=1) + "\n")
+        partial.replace(options.out)
+
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copies = [Copy(Path(folder) / str(i)) for i in range(min(options.jobs, max(1, waiting.qsize())))]
+        if done and "seconds" in earlier.get("baseline", {}):
+            baseline = Baseline(**earlier["baseline"])
+        else:
+            baseline = measure_baseline(copies, arguments)
+        print(f"without a mutant: {baseline.total:.0f} s, {len(baseline.failing)} failing tests", flush=True)
+        timeout = options.timeout or PATIENCE * baseline.total + 60
+        write(asdict(baseline))
+
+        def work(copy: Copy) -> None:
+            while True:
+                try:
+                    mutant = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                source = (ROOT / mutant.file).read_text()
+                result = judge(copy, mutant, baseline, arguments, timeout)
+                known = {"id": mutant.id, **asdict(mutant), "diff": mutant.diff(source)}
+                with lock:
+                    done[mutant.id] = known | result
+                    print(f"{len(done)}/{len(mutants)} {result['state']} {mutant.file}:{mutant.line} {mutant.kind}"
+                          f" {result['by'] or ''} {result['seconds']} s", flush=True)  # fmt: skip
+                    write(asdict(baseline))
+
+        in_threads(work, copies)
+    return [done[mutant.id] for mutant in mutants if mutant.id in done]
+
+
+def read_alive(path: Path) -> list[Mutant]:
+    names = Mutant.__dataclass_fields__
+    found = json.loads(path.read_text())["mutants"]
+    return [Mutant(**{name: x[name] for name in names}) for x in found if x["state"] == "alive"]
+
+
+def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return what is before `--`, and pytest's arguments behind it."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:at], arguments[at + 1 :]
+
+
+def main() -> int:
+    own, arguments = split_arguments(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=300, help="number of mutants")
+    parser.add_argument("--seed", type=int, default=0, help="draws other mutants")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at the same time")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the result, in JSON")
+    parser.add_argument("--modules", nargs="+", default=[*FOLDERS], metavar="PATH", help="files or folders to mutate")
+    parser.add_argument("--alive", type=Path, metavar="FILE", help="take what is alive in this result")
+    parser.add_argument("--timeout", type=float, help="seconds for a mutant's tests")
+    parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
+    options = parser.parse_args(own)
+    mutants = read_alive(options.alive) if options.alive else draw(options.modules, options.count, options.seed)
+    if options.list:
+        for mutant in mutants:
+            print(mutant.diff((ROOT / mutant.file).read_text()))
+        return 0
+    results = run_all(mutants, arguments, options)
+    print(dict(Counter(result["state"] for result in results)))
+    for result in results:
+        if result["state"] == "alive":
+            print(result["diff"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""The commands, called as from a terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("typer")
+
+from spies import Memory
+
+import liger_chunked
+from liger_chunked import (
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
+    __version__,
+    cli,
+    estimate_memory,
+    kernels,
+)
+from liger_chunked.cli import app, bench, check, memory
+from liger_chunked.cli.losses import DISTILLATION, LOSSES
+from liger_chunked.kernels.backend import INTERPRETED
+
+SIZES = ["--vocab-size", "32000", "--hidden-size", "512", "--shape", "4x256"]
+
+
+def out(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return printed.err
+
+
+def table(text: str) -> dict[str, list[str]]:
+    """Return the cells of each row, by its first cell."""
+    rows = [re.split(r"[│┃]", line)[1:-1] for line in text.splitlines() if line.startswith(("│", "┃"))]
+    return {first.strip(): [cell.strip() for cell in rest] for first, *rest in rows}
+
+
+def mib(estimate: Any) -> list[str]:
+    parts = (estimate.peak, estimate.logits, estimate.weight_grad, estimate.input_grad, estimate.hidden, estimate.other)
+    return [f"{n / 2**20:.0f}" for n in parts]
+
+
+def test_env(capsys):
+    lines = dict(line.split(maxsplit=1) for line in out(capsys, "env").splitlines())
+    assert lines["liger_chunked"] == __version__
+    if lines["device"] == "cpu":
+        assert lines["kernels"] == ("Triton" if INTERPRETED else "torch")
+    assert {"torch", "triton", "transformers", "trl"} <= lines.keys()
+
+
+def test_env_shows_which_gpus_run_the_fused_epilogue(fresh_process):
+    code = """
+import os, sys
+os.environ["LIGER_CHUNKED_WIDE_TILES"] = sys.argv[1]
+from liger_chunked.cli import main
+assert main(["env"]) == 0
+"""
+    for setting, shown in (("9,10", "9, 10"), ("", "none")):
+        printed = fresh_process.run(code, setting)
+        assert dict(line.split(maxsplit=1) for line in printed.splitlines())["wide_tiles"] == shown
+
+
+def test_memory(capsys):
+    sizes = {"vocab_size": 32000, "hidden_size": 512, "shape": (4, 256)}
+    loss = LigerFusedLinearJSDLoss(logits_budget=32 << 20)
+    estimate = estimate_memory(loss, **sizes, valid=700, teacher_hidden_size=768, trainable_head=False)
+    settings = ["--valid", "700", "--teacher-hidden-size", "768", "--frozen-head", "--logits-budget", "32MiB"]
+    printed = table(out(capsys, "memory", "jsd", *SIZES, *settings))
+    assert printed[""] == ["peak", "logits", "weight_grad", "input_grad", "hidden", "other"]
+    assert printed["fused"] == mib(estimate)
+    assert int(printed["eager"][0]) > 3 * estimate.peak / 2**20
+
+
+def test_valid_tokens_of_each_sequence(capsys):
+    total, each = (
+        table(out(capsys, "memory", "grpo", *SIZES, "--valid", valid)) for valid in ("700", "100,200,150,250")
+    )
+    assert total == each
+
+
+def test_a_budget_is_bytes_or_has_a_unit(capsys):
+    settings = ["memory", "dpo", *SIZES, "--logits-budget"]
+    printed = {
+        out(capsys, *settings, budget) for budget in ("33554432", "32MiB", "32 mib", "33554432.0", "33554.432kB")
+    }
+    estimate = estimate_memory(
+        LigerFusedLinearDPOLoss(), vocab_size=32000, hidden_size=512, shape=(4, 256), logits_budget=32 << 20
+    )
+    assert [table(text)["fused"] for text in printed] == [mib(estimate)]
+    assert "a number of bytes, or one with a unit" in refusal(capsys, *settings, "32 apples")
+
+
+def test_a_budget_that_is_meant_as_mib_is_refused_at_once(capsys):
+    message = refusal(capsys, "memory", "cross-entropy", *SIZES, "--logits-budget", "256")
+    assert "logits_budget=256 bytes cuts this step into about 256000 pieces" in message and "'256MiB'" in message
+
+
+def test_memory_of_a_gpu_that_is_not_here(capsys):
+    # Large enough for Hopper's separate code path.
+    sizes = {"vocab_size": 151936, "hidden_size": 896, "shape": (4, 512), "trainable_head": False}
+    given = "--vocab-size 151936 --hidden-size 896 --shape 4x512 --frozen-head".split()
+    printed = [table(out(capsys, "memory", "grpo", *given, "--capability", c))["fused"] for c in ("8.0", "9.0")]
+    expected = [mib(estimate_memory(LigerFusedLinearGRPOLoss(), **sizes, capability=c)) for c in ((8, 0), (9, 0))]
+    assert printed == expected and printed[0] != printed[1]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_memory_of_every_loss(loss, capsys):
+    teacher = ["--teacher-hidden-size", "768"] if loss in DISTILLATION else []
+    printed = table(out(capsys, "memory", loss, *SIZES, *teacher))
+    assert int(printed["eager"][0]) > int(printed["fused"][0]) > 0
+
+
+def test_memory_of_eager_code(monkeypatch):
+    """It is what eager code takes."""
+    n, hidden, vocab = 64, 16, 5000
+    case = memory.Case("cross-entropy", (n,), {"vocab_size": vocab, "hidden_size": hidden, "dtype": torch.bfloat16})
+    x = torch.randn(n, hidden, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocab, hidden, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(vocab, (n,))
+    measured = Memory()
+    measured.expect(x, weight, target)
+    with measured:
+        F.cross_entropy((x @ weight.t()).float(), target, reduction="sum").backward()
+    assert case.eager().peak == pytest.approx(measured.peak, rel=0.02)
+
+
+@pytest.mark.parametrize("estimate", [memory.Case.fused, memory.Case.eager])
+@pytest.mark.parametrize("loss", ["dpo", "grpo"])
+def test_largest_batch(loss, estimate):
+    case = memory.Case(loss, (2, 64), {"vocab_size": 4000, "hidden_size": 64, "dtype": torch.bfloat16})
+    free = 40 << 20
+    n = memory.largest(case, free, estimate)
+
+    def peak(n: int) -> int:
+        return estimate(memory.Case(loss, (n, 64), case.settings)).peak
+
+    step = 2 if loss == "dpo" else 1
+    assert n > 0 and n % step == 0 and peak(n) <= free < peak(n + step)
+
+
+def test_what_fits(capsys):
+    printed = out(capsys, "memory", "dpo", *SIZES, "--free", "1GiB")
+    fits = table(printed[printed.index("What fits") :])
+    assert fits[""] == ["sequences of 256"] and int(fits["eager"][0]) < int(fits["fused"][0].split()[0])
+    assert "leave out --valid" in refusal_after_table(capsys, "memory", "dpo", *SIZES, "--valid", "9", "--free", "1GiB")
+
+
+def refusal_after_table(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(arguments) == 2
+    return capsys.readouterr().err
+
+
+def test_sizes_of_a_model(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"text_config": {"vocab_size": 99, "hidden_size": 8}, "hidden_size": 3}))
+    expected = {"vocab_size": 99, "hidden_size": 8}
+    assert memory.model_sizes(str(path), None, None) == memory.model_sizes(str(tmp_path), None, None) == expected
+    assert memory.model_sizes(str(path), 101, None) == {"vocab_size": 101, "hidden_size": 8}
+    path.write_text(json.dumps({"n_embd": 4}))
+    with pytest.raises(ValueError, match="--vocab-size is missing: pass it, or --model"):
+        memory.model_sizes(str(path), None, None)
+    with pytest.raises(ValueError, match="--hidden-size is missing"):
+        memory.model_sizes(None, 7, None)
+
+
+def test_sizes_of_a_class():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig()
+    sizes = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size}
+    assert memory.model_sizes("LlamaForCausalLM", None, None) == sizes
+    with pytest.raises(ValueError, match="a class of transformers, got 'LamaForCausalLM'"):
+        memory.model_sizes("LamaForCausalLM", None, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "8x"], r"--shape must be like 8x2048 or 16384, got '8x'"),
+        (["--shape", "8x2", "--valid", "a"], r"--valid must be like 700 or 512,300, got 'a'"),
+        (["--shape", "8x2", "--capability", "9"], r"--capability must be like 9.0, got '9'"),
+        (["--shape", "8x2", "--ref-hidden-size", "8"], r"takes no reference, got ref_hidden_size=8"),
+        ([], r"Missing option '--shape'"),
+    ],
+)
+def test_memory_refuses(capsys, arguments, message):
+    sizes = ["--vocab-size", "32", "--hidden-size", "8"]
+    assert message in refusal(capsys, "memory", "cross-entropy", *sizes, *arguments)
+
+
+def test_bench(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "_SECONDS", 0)
+    monkeypatch.setattr(bench, "default_sizes", lambda: {"shape": (2, 8), "vocab_size": 97, "hidden_size": 16})
+    figure = tmp_path / "bench.svg"
+    printed = out(capsys, "bench", "--figure", str(figure))
+    rows = [line for line in printed.splitlines() if line.startswith("│")]
+    assert len(rows) == 3 * 4 and figure.read_text().lstrip().startswith("<?xml")
+    printed = out(capsys, "bench", *(name for name in LOSSES if name != "token-stats"), "--shape", "4x4")
+    assert len([line for line in printed.splitlines() if line.startswith("│")]) == 3 * (len(LOSSES) - 1)
+    assert "--shape must have sequences and a length" in refusal(capsys, "bench", "dpo", "--shape", "64")
+
+
+def test_bench_measures_what_it_says():
+    """Ours and eager code compute the same loss."""
+    loss = LigerFusedLinearDPOLoss()
+    batch = bench._batch(loss, bench.Sizes(4, 6, 16, 97, 16), "cpu", torch.float32)
+    assert batch["target"].shape == (4, 6) and batch["weight"].shape == (97, 16) and "bias" not in batch
+    assert loss(**batch)[0].item() == pytest.approx(bench.full_loss(loss, batch).item(), rel=1e-5)
+
+
+def test_bench_shows_what_does_not_fit(capsys):
+    def fail() -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    row = bench._row("dpo", "eager", fail, [])
+    assert (row.ms, row.failure) == (None, "out of memory")
+    bench.show(iter([bench.Row("dpo", bench.FLOOR, 1.0, None), row]), None)
+    assert "out of memory" in capsys.readouterr().out
+
+
+def test_check(capsys):
+    printed = out(capsys, "check")
+    n = 2 * (len(check._KERNELS) + len(LOSSES) - 1)
+    assert printed.endswith(f"{n} of {n} are right\n")
+
+
+def test_check_runs_every_kernel():
+    """Except divergences of log-probabilities, whose kernels those of logits contain."""
+    functions = {name for name in kernels.__all__ if name.startswith("liger_")}
+    assert functions - check._KERNELS.keys() == {"liger_kl_div", "liger_jsd", "liger_tvd"}
+
+
+def test_check_finds_a_wrong_kernel(capsys, monkeypatch):
+    right = liger_chunked.liger_swiglu
+    monkeypatch.setattr(liger_chunked, "liger_swiglu", lambda x: right(x) * 1.05, raising=False)
+    assert cli.main(["check"]) == 1
+    assert len(re.findall("swiglu.*WRONG", capsys.readouterr().out)) == 2
+
+
+def test_check_finds_a_wrong_gradient_and_nan():
+    exact = {"loss": torch.ones(2), "weight": torch.ones(3)}
+    wrong = {"loss": torch.ones(2), "weight": torch.tensor([1.0, 1.0, 1.2])}
+    nan = {"loss": torch.full((2,), float("nan")), "weight": torch.ones(3)}
+    passed = [check._compared("x", torch.bfloat16, found, exact, exact).passed for found in (exact, wrong, nan)]
+    assert passed == [True, False, False]
+
+
+def test_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "liger_chunked", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == f"{__version__}\n"
+
+
+def test_without_the_extra(fresh_process):
+    code = """
+import sys
+sys.modules["typer"] = None
+from liger_chunked.cli import main
+assert main(["env"]) == 2
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0 and done.stderr == "liger-chunked needs: pip install 'liger_chunked[cli]'\n"
+
+
+def test_losses_have_every_class():
+    classes = {name for name in liger_chunked.__all__ if re.fullmatch(r"LigerFusedLinear\w+Loss", name)}
+    named = {type(make()).__name__ for name, make in LOSSES.items() if name != "token-stats"}
+    # These two take a batch of another form.
+    unnamed = {"LigerFusedLinearOnPolicyDistillationLoss", "LigerFusedLinearULDLoss"}
+    assert named == classes - unnamed, "add a loss to cli/losses.py"
+    assert [loss.value for loss in app.Loss] == list(LOSSES)

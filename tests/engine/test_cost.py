@@ -1,0 +1,142 @@
+"""Test the bounds on work and memory: which GEMMs run, and how large live tensors may be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from spies import Memory, flop_counter
+from table import ROWS, Batch, Row, Sizes, moved, n_valid
+
+from liger_chunked import linear_token_stats
+from liger_chunked.engine import gradients
+from liger_chunked.kernels import backend
+
+by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
+SIZES = Sizes(sequences=6, length=9, hidden=16, vocab=2503, ref_hidden=24)  # half of the tokens ignored
+
+
+def gemms(row: Row, batch: Batch, trainable: tuple[str, ...], budget: int | None = None, grad: bool = True) -> float:
+    """Return the FLOPs of a step in units of 2 * N_valid * H * V, one product of all valid tokens with the head."""
+    leaves = {name: batch[name].clone().requires_grad_() for name in trainable if name in batch}
+    with flop_counter() as counter, torch.set_grad_enabled(grad):
+        loss = row.ours({**batch, **leaves}, logits_budget=budget)
+        if grad and leaves:
+            loss.backward()
+    return counter.get_total_flops() / (2 * n_valid(batch) * SIZES.hidden * SIZES.vocab)
+
+
+def of_reference(batch: Batch) -> float:
+    """Return the products of a reference or teacher, one of its size; mismatched completions add one per head."""
+    one = SIZES.ref_hidden / SIZES.hidden
+    reference = one if {"ref_weight", "teacher_weight"} & batch.keys() else 0.0
+    mismatched = ("kl_input" in batch) + one * ("ref_kl_input" in batch)
+    return reference + mismatched
+
+
+@pytest.mark.sampled
+@by_row
+@pytest.mark.parametrize(
+    ("trainable", "grad", "expected"),
+    [
+        pytest.param(("weight", "input", "bias"), True, 3, id="trainable-head"),
+        pytest.param(("input",), True, 2, id="frozen-head"),
+        pytest.param(("weight",), True, 2, id="frozen-input"),
+        pytest.param(("bias",), True, 1, id="only-the-bias"),
+        pytest.param((), True, 1, id="nothing-trainable"),
+        pytest.param(("weight", "input", "bias"), False, 1, id="no_grad"),
+    ],
+)
+def test_gemms_within_the_budget(row, trainable, grad, expected):
+    batch = row.sample(SIZES, seed=0)
+    assert gemms(row, batch, trainable, grad=grad) == expected + of_reference(batch)
+
+
+@by_row
+def test_gemms_of_many_chunks(row):
+    """Chunks add no products while each group fits, except in batch-scoped losses and with gradients in backward."""
+    batch = row.sample(SIZES, seed=0)
+    count = gemms(row, batch, ("weight", "input", "bias"), budget=8 * 2 * SIZES.length * SIZES.vocab)
+    if row.fused and row.scope != "batch":
+        assert count == 3 + of_reference(batch)
+    else:
+        assert 3 + of_reference(batch) < count <= 4 + of_reference(batch)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.scope == "pair" or not row.fused], ids=repr)
+def test_gemms_over_the_budget(row):
+    """One more product, except for the last tile, whose logits are still in memory when backward begins."""
+    # One pair of 2 x 9 valid tokens; per-token losses get the same number of tokens.
+    sizes = SIZES._replace(sequences=2, ignored=False)
+    batch = row.sample(sizes, seed=0)
+    # The budget fits 11 of 18 rows: slices of 11 * 2503 // 18 = 1529 columns, rounded down to 1280 (whole tiles). Two
+    # even slices have 1252 columns, rounded up to 1280.
+    count = gemms(row, batch, ("weight", "input", "bias"), budget=8 * 11 * 2503)
+    last_tile = (2503 - 1280) / 2503
+    assert count == pytest.approx(4 - last_tile + of_reference(batch), rel=1e-12)
+
+
+def test_no_reference_gemm_for_reference_log_probs():
+    rows = [row for row in ROWS if "ref_logps" in row.sample(SIZES, 0)]
+    assert rows
+    for row in rows:
+        batch = row.sample(SIZES, seed=0)
+        assert gemms(row, batch, ("weight", "input")) == 3
+
+
+# Chosen so that the sizes [V, H] and N * V are easy to recognize.
+MEMORY_SIZES = Sizes(sequences=8, length=32, hidden=32, vocab=1009, ref_hidden=32, ignored=False)
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.ordinary_memory
+@by_row
+@pytest.mark.parametrize(
+    ("dtype", "tokens_in_budget"),
+    [
+        pytest.param(torch.bfloat16, 256, id="bf16-one-chunk"),
+        pytest.param(torch.bfloat16, 75, id="bf16-chunks"),
+        pytest.param(torch.bfloat16, 20, id="bf16-tiles"),
+        pytest.param(torch.float32, 20, id="fp32-tiles"),
+    ],
+)
+def test_memory(row, dtype, tokens_in_budget, monkeypatch):
+    # The CPU path works in blocks of a constant size: keep them smaller than these shapes.
+    monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
+    monkeypatch.setattr(gradients, "UPCAST_BLOCK", 1 << 12)
+    batch = moved(row.sample(MEMORY_SIZES, seed=0), dtype)
+    leaves = {name: batch[name].clone().requires_grad_() for name in ("weight", "input", "bias") if name in batch}
+    n, v, h = n_valid(batch), MEMORY_SIZES.vocab, MEMORY_SIZES.hidden
+    budget = tokens_in_budget * v * dtype.itemsize
+
+    memory = Memory()
+    memory.expect(*batch.values(), *leaves.values())
+    with memory:
+        row.ours({**batch, **leaves}, logits_budget=budget).backward()
+
+    one_write = tokens_in_budget >= n or (not row.fused and 1024 * n <= tokens_in_budget * v)
+    weight_gradient = v * h * (dtype.itemsize if one_write else 4)
+    assert memory.largest <= max(budget, weight_gradient, n * h * 4)
+    if tokens_in_budget < n:
+        assert memory.largest < n * v * dtype.itemsize
+    # The peak holds the logits; the weight gradient, and its rounded copy if it was accumulated; the valid rows and
+    # their gradient, twice during the scatter; a product's float32 operand; a few numbers per token.
+    rounding = 0 if one_write or dtype == torch.float32 else v * h * dtype.itemsize
+    rows = 2 * n * h * dtype.itemsize + 2 * n * h * 4
+    upcast = 0 if dtype == torch.float32 else max(n, v) * h * 4
+    per_token = 40 * n * 8 + 20 * v * 4
+    blocks = 8 * (4 << 12) + 4 * (4 << 12)
+    assert memory.peak <= budget + weight_gradient + rounding + rows + upcast + per_token + blocks
+
+
+@pytest.mark.ordinary_memory
+def test_statistics_alone_keep_no_logits():
+    """Without a backward, no logits outlive the call."""
+    generator = torch.Generator().manual_seed(0)
+    weight, input = torch.randn(1009, 16, generator=generator), torch.randn(64, 16, generator=generator)
+    target = torch.randint(1009, (64,), generator=generator)
+    memory = Memory()
+    memory.expect(weight, input, target)
+    with memory:
+        stats = linear_token_stats(weight, input, target)
+        assert memory.peak >= 64 * 1009 * 4
+        assert memory.alive == stats.logps.untyped_storage().nbytes()

@@ -1,0 +1,995 @@
+"""Logits that a head defers: each use has the value, dtype and gradients of the real ones, and losses build none."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import logging
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from spies import Memory
+from table import relative_error
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from liger_chunked import defer_logits, liger_cross_entropy
+from liger_chunked.deferred import DeferredLogits, logits, set_deferral
+from liger_chunked.kernels import backend
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated.*:DeprecationWarning")
+
+B, T, H, V = 3, 5, 8, 37
+BOUND = 1e-12  # float64
+
+
+class Case:
+    """A head, its input, and a target with ignored tokens."""
+
+    def __init__(self, bias: bool = True, dtype: torch.dtype = torch.float64) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.head = nn.Linear(H, V, bias=bias, dtype=dtype)
+        with torch.no_grad():
+            for p in self.head.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator))
+        self.x = torch.randn(B, T, H, generator=generator).to(dtype).requires_grad_()
+        self.target = torch.randint(V, (B, T), generator=generator)
+        self.target[0, :2] = self.target[2, 3] = -100
+        self.ids = torch.randint(V, (B, T), generator=generator)
+
+    def step(self, use: Callable[[Any], Tensor]) -> tuple[list[Tensor], Any]:
+        """Return value and gradients of `use(logits)`, and the logits."""
+        z = self.head(self.x)
+        value = use(z)
+        leaves = [self.x, *self.head.parameters()]
+        return [value.detach(), *torch.autograd.grad(value.double().sin().sum(), leaves)], z
+
+
+def selective_log_softmax(z: Any, index: Tensor) -> Tensor:
+    """As trainers compute log-probabilities in float32."""
+    chosen = torch.gather(z, -1, index[..., None]).squeeze(-1)
+    return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in z])
+
+
+def rows_of_log_softmax(z: Any, index: Tensor) -> Tensor:
+    """As trainers compute log-probabilities in bfloat16."""
+    rows = zip(z, index, strict=True)
+    return torch.stack([F.log_softmax(row, dim=-1).gather(-1, ids[:, None]).squeeze(-1) for row, ids in rows])
+
+
+def assigned(z: Any) -> Any:
+    z[..., 3] = -5.0
+    return z
+
+
+def assigned_through_a_view(z: Any) -> Any:
+    view = z[:, 1:]
+    z[..., 3] = -5.0
+    return view
+
+
+def causal_lm_loss(z: Any, labels: Tensor) -> Tensor:
+    """As transformers' ForCausalLMLoss."""
+    z = z.float() if z.dtype != torch.float64 else z
+    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(z.view(-1, V), shifted.view(-1).to(z.device), reduction="sum", ignore_index=-100) / 7
+
+
+CASE = Case()
+Y, IDS = CASE.target, CASE.ids
+CLASS_WEIGHT = torch.arange(V, dtype=torch.float64) / V
+OFFSET = torch.linspace(0, 1, V, dtype=torch.float64)
+
+
+def of_tokens(z: Any) -> Tensor:
+    return F.cross_entropy(z.view(-1, V), Y.view(-1))
+
+
+FUSED: dict[str, Callable[[Any], Tensor]] = {
+    "flatten": lambda z: F.cross_entropy(z.flatten(0, 1), Y.flatten()),
+    "module": lambda z: nn.CrossEntropyLoss()(z.view(-1, V), Y.view(-1)),
+    "transformers": lambda z: causal_lm_loss(z, Y),
+    "shift": lambda z: F.cross_entropy(z[:, :-1].reshape(-1, V), Y[:, 1:].reshape(-1)),
+    "shift, contiguous": lambda z: F.cross_entropy(z[..., :-1, :].contiguous().view(-1, V), Y[..., 1:].reshape(-1)),
+    "options": lambda z: F.cross_entropy(z.view(-1, V), Y.view(-1), CLASS_WEIGHT, label_smoothing=0.1),
+    "ignore_index": lambda z: F.cross_entropy(z.view(B * T, V), Y.clamp(min=0).view(-1), ignore_index=0),
+    "none": lambda z: F.cross_entropy(z.view(-1, V), Y.view(-1), reduction="none"),
+    "sum": lambda z: F.cross_entropy(z.view(-1, V), Y.view(-1), reduction="sum"),
+    "classes second": lambda z: F.cross_entropy(z.transpose(1, 2), Y),
+    "classes second, none": lambda z: F.cross_entropy(z.permute(0, 2, 1), Y, reduction="none"),
+    "mT": lambda z: F.cross_entropy(z.mT, Y),
+    "softcap": lambda z: F.cross_entropy((torch.tanh(z / 3.0) * 3.0).flatten(0, 1), Y.flatten()),
+    "scale, softcap, temperature": lambda z: F.cross_entropy(
+        ((0.25 * z / 3.0).tanh() * 3.0).flatten(0, 1) / 0.7, Y.flatten()
+    ),
+    "a tensor as a factor": lambda z: F.cross_entropy((z * torch.tensor(0.5)).flatten(0, 1), Y.flatten()),
+    "scale in place": lambda z: F.cross_entropy(z.div_(0.7).view(-1, V), Y.view(-1)),
+    "bias": lambda z: F.cross_entropy((z + OFFSET).flatten(0, 1), Y.flatten()),
+    "bias (1, V)": lambda z: F.cross_entropy((z + OFFSET[None]).flatten(0, 1), Y.flatten()),
+    "padding of the vocabulary": lambda z: F.cross_entropy(z[..., :31].flatten(0, 1), Y.clamp(max=30).flatten()),
+    "chosen rows": lambda z: F.cross_entropy(z[Y != -100], Y[Y != -100]),
+    "chosen positions": lambda z: F.cross_entropy(z[:, torch.tensor([4, 1])].flatten(0, 1), Y[:, [4, 1]].flatten()),
+    "last positions": lambda z: F.cross_entropy(z[:, -2:, :].reshape(-1, V), Y[:, -2:].reshape(-1)),
+    "swapped rows": lambda z: F.cross_entropy(z.transpose(0, 1).reshape(-1, V), Y.T.reshape(-1)),
+    "parts": lambda z: sum(
+        F.cross_entropy(a.flatten(0, 1), b.flatten(), reduction="sum")
+        for a, b in zip(z.split(2), Y.split(2), strict=True)
+    ),  # type: ignore[dict-item, return-value]
+    "squeezed": lambda z: F.cross_entropy(z.unsqueeze(0).squeeze(0).view(-1, V), Y.view(-1)),
+    "log_softmax, gather": lambda z: z.log_softmax(-1).gather(-1, IDS[..., None]).squeeze(-1),
+    "log_softmax, gather, functions": lambda z: torch.gather(F.log_softmax(z, dim=-1), 2, IDS.unsqueeze(2))[..., 0],
+    "nll_loss": lambda z: F.nll_loss(F.log_softmax(z.view(-1, V), -1), Y.view(-1)),
+    "gather, logsumexp": lambda z: z.gather(-1, IDS[..., None])[..., 0] - z.logsumexp(-1),
+    "logsumexp": lambda z: torch.logsumexp(z[:, 1:], dim=-1, keepdim=True),
+    "argmax": lambda z: z[:, 1:].logsumexp(-1, keepdim=True) + z[:, 1:].argmax(-1, keepdim=True),
+    "argmax, function": lambda z: (torch.argmax(-2 * z, dim=-1) + torch.logsumexp(z, 2)),
+    "mean": lambda z: z[Y != -100].mean(-1).sum() + torch.mean(z),
+    "mean of a softcap": lambda z: (torch.tanh(z / 3.0) * 3.0).mean(),
+    "sums": lambda z: z.sum(-1) + z.sum(dim=2) + torch.sum(z[1:, :2]),
+    "nansum": lambda z: z[:, 1:].nansum() + z.nansum(-1).cos(),
+    "selective log softmax": lambda z: selective_log_softmax(z, IDS),
+    "rows of log softmax": lambda z: rows_of_log_softmax(z, IDS),
+    "selective log softmax at a temperature": lambda z: selective_log_softmax(z / 0.7, IDS),
+    "mean of a slice": lambda z: (z[:, :-1] / 0.7).mean(-1),
+    "index_select": lambda z: z.index_select(0, IDS[0, :2] % B).logsumexp(-1),
+    "index_select, function": lambda z: torch.index_select(z, 1, IDS[0] % T).mean(-1),
+    "mean, function": lambda z: torch.mean(z.view(-1, V), dim=1, keepdim=True),
+    "argmax of a selection": lambda z: z.mean(-1)[:, 1:] * (z[:, 1:].argmax(dim=-1) + 1),
+    "argmax of rows by a mask": lambda z: z.mean(-1)[IDS > 3] * torch.argmax(z.detach()[IDS > 3], -1, True)[:, 0],
+}  # fmt: skip
+
+REAL: dict[str, Callable[[Any], Tensor]] = {
+    "softmax": lambda z: z.softmax(-1),
+    "entropy": lambda z: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1),
+    "sum with itself": lambda z: z + z.sin(),
+    "reflected": lambda z: 1 - z,
+    "power": lambda z: 1.01**z + z**2,
+    "comparison": lambda z: z * (z > 0),
+    "matmul": lambda z: z @ torch.ones(V, 2, dtype=torch.float64),
+    "tensor first": lambda z: torch.ones(B, T, V, dtype=torch.float64) * z,
+    "assignment": lambda z: F.cross_entropy(assigned(z).view(-1, V), Y.view(-1)),
+    "assignment to a base": lambda z: F.cross_entropy(assigned_through_a_view(z).reshape(-1, V), Y[:, 1:].reshape(-1)),
+    "in place": lambda z: z.add_(1.0).view(-1).cos(),
+    "scale in place of a base": lambda z: F.cross_entropy((z[:, 1:], z.mul_(2))[0].flatten(0, 1), Y[:, 1:].flatten()),
+    "columns": lambda z: z[..., 3],
+    "columns by a tensor": lambda z: z[:, :, IDS[0]],
+    "rows and columns": lambda z: z[0, :, 1:5],
+    "classes as probabilities": lambda z: F.cross_entropy(z.view(-1, V), torch.full((B * T, V), 1 / V).double()),
+    "classes in the second dimension": lambda z: F.cross_entropy(z, IDS.new_zeros(B, V)),
+    "k at once": lambda z: z.log_softmax(-1).gather(-1, torch.stack([IDS, IDS], -1)),
+    "fewer rows of an index": lambda z: z.gather(-1, IDS[:, :2, None]),
+    "einsum": lambda z: torch.einsum("btv,btv->bt", z, z),
+    "cat": lambda z: torch.cat([z, z], 1),
+    "mean of rows": lambda z: z.mean(1).sum(0) + z.sum((0, 1)) + z.sum(0).mean(0),
+    "mean of fewer classes": lambda z: z.transpose(1, 2).mean(-1).sum(-1),
+    "sums in another dtype": lambda z: z.sum(dtype=torch.float64) + z.mean(-1, dtype=torch.float64),
+    "out": lambda z: torch.mean(z) + torch.logsumexp(z.detach(), -1, out=torch.empty(0, dtype=torch.float64)).mean(),
+    "max": lambda z: z.max(-1).values,
+    "argmax of all": lambda z: z.sum(-1) + z.argmax(),
+    "index_select of ids": lambda z: torch.index_select(z, -1, IDS[0]),
+    "mean of all": lambda z: z.mean() + z.mean(0).mean((0, 1)),
+    "two tanh": lambda z: F.cross_entropy(z.tanh().tanh().flatten(0, 1), Y.flatten()),
+    "a factor with a gradient": lambda z: z * torch.ones(V, dtype=torch.float64),
+    "where": lambda z: torch.where(z > 0, z, 0.0),
+    "masked_fill": lambda z: z.masked_fill(z > 1, 0.0),
+    "hook": lambda z: (z.register_hook(lambda g: 2 * g), z.view(-1, V))[1],
+    "to numpy": lambda z: z * float(z.detach().numpy().max()),
+    "two statements": lambda z: z.softmax(-1).sum() + F.cross_entropy(z.view(-1, V), Y.view(-1)),
+    "smoothing of log_softmax": lambda z: -F.log_softmax(z, -1).mean(),
+    "a loss of its own": lambda z: liger_cross_entropy(z.view(-1, V) * 1, Y.view(-1)),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("name", [*FUSED, *REAL])
+def test_as_real_logits(name: str, bias: bool) -> None:
+    """Every use of a stand-in has the value and the gradients of real logits, and the same number of products."""
+    use, case = {**FUSED, **REAL}[name], Case(bias)
+    exact, real = case.step(use)
+    handle = defer_logits(case.head)
+    found, stand_in = case.step(use)
+    handle.remove()
+    assert isinstance(real, Tensor) and isinstance(stand_in, DeferredLogits)
+    assert stand_in.is_computed == (name in REAL)
+    for ours, theirs in zip(found, exact, strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        assert relative_error(ours, theirs) < BOUND
+    assert type(case.head) is nn.Linear and not set(vars(case.head)) - set(vars(nn.Linear(1, 1)))
+
+
+def test_all_ignored() -> None:
+    """0 as all losses of the library, where `F.cross_entropy` is not a number."""
+    case = Case()
+    defer_logits(case.head)
+    found, _ = case.step(lambda z: F.cross_entropy(z.view(-1, V), torch.full((B * T,), -100)))
+    assert not any(x.any() for x in found)
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+OF_DTYPE: dict[str, Callable[[Any], Tensor]] = {
+    "cross_entropy": lambda z: F.cross_entropy(z.view(-1, V), Y.view(-1)),
+    "cross_entropy, none": lambda z: F.cross_entropy(z.view(-1, V), Y.view(-1), reduction="none"),
+    "float": lambda z: F.cross_entropy(z.float().view(-1, V), Y.view(-1)),
+    "to": lambda z: F.cross_entropy(z.to(dtype=torch.float32).view(-1, V), Y.view(-1)),
+    "log_softmax": lambda z: z.log_softmax(-1).gather(-1, IDS[..., None]),
+    "log_softmax in float32": lambda z: F.log_softmax(z, -1, dtype=torch.float32).gather(-1, IDS[..., None]),
+    "nll_loss": lambda z: F.nll_loss(F.log_softmax(z.view(-1, V), -1), Y.view(-1)),
+    "gather": lambda z: z.gather(-1, IDS[..., None]),
+    "logsumexp": lambda z: z.logsumexp(-1),
+    "mean": lambda z: z.mean(-1),
+    "mean of all": lambda z: z.mean(),
+    "sum": lambda z: z.sum(-1),
+    "sum in float32": lambda z: z.sum(-1, keepdim=True, dtype=torch.float32),
+    "nansum": lambda z: z.nansum(),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: str(x).rpartition(".")[2])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OF_DTYPE)
+def test_dtypes(name: str, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
+    """A result has the dtype that real logits would give, also under autocast, and a loss outside of it."""
+    if autocast is not None and dtype != torch.float32:
+        pytest.skip("autocast is for float32 weights")
+    case, use = Case(dtype=dtype), OF_DTYPE[name]
+    mode: Any = contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast)
+
+    def run() -> list[Tensor]:
+        with mode:
+            z = case.head(case.x)
+            inside = use(z)
+        outside = use(z)
+        return [inside, outside, z.detach().float().sum(), z]
+
+    exact = run()
+    defer_logits(case.head)
+    found = run()
+    for ours, theirs in zip(found, exact, strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(exact[3].dtype, 1e-5)
+    for ours, theirs in zip(found[:2], exact[:2], strict=True):
+        assert relative_error(ours.detach().double(), theirs.detach().double()) < tolerance
+
+
+def test_what_a_tensor_knows() -> None:
+    case = Case()
+    real = case.head(case.x)
+    defer_logits(case.head)
+    z: Any = case.head(case.x)
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda"):
+        assert getattr(z, name) == getattr(real, name)
+    for name in ("dim", "size", "numel", "nelement", "is_floating_point", "is_complex", "get_device", "__len__"):
+        assert getattr(z, name)() == getattr(real, name)()
+    assert z.size(-1) == V and not z.detach().requires_grad and z.detach().shape == real.shape
+    assert "(3, 5, 37), torch.float64, cpu, not computed" in f"{z}"
+    assert not z.is_computed and z.tensor() is z.tensor() and z.is_computed
+    assert torch.equal(z.tensor(), real)
+    with torch.no_grad():
+        assert not case.head(case.x).requires_grad
+    case.head.requires_grad_(False)
+    assert not case.head(case.x.detach()).requires_grad and case.head(case.x).requires_grad
+
+
+# These need more arguments than a test of all can give, change the object or its kind, or are about other layouts.
+_OTHERS = {
+    "__class__", "__dict__", "__init__", "__new__", "__init_subclass__", "__subclasshook__", "__setattr__",
+    "__module__",
+    "__delattr__", "__getattribute__", "__reduce__", "__weakref__", "__doc__", "__abstractmethods__", "__sizeof__",
+    "__torch_function__", "__torch_dispatch__", "__annotations__", "__getstate__", "__setstate__", "__dir__",
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # some are deprecated
+def test_every_attribute_of_a_tensor_is_there() -> None:
+    """No name of a tensor is missing. What is none of a tensor's is refused as a tensor refuses it."""
+    case = Case()
+    defer_logits(case.head)
+    missing = []
+    for name in sorted(set(dir(Tensor)) - _OTHERS):
+        z = case.head(case.x)
+        real = z.tensor()
+        try:
+            getattr(real, name)
+        except Exception as error:  # such as the names of a sparse tensor
+            with pytest.raises(type(error)):
+                getattr(z, name)
+        else:
+            if not hasattr(z, name):
+                missing.append(name)
+    assert not missing
+    with pytest.raises(AttributeError, match="'Tensor' object has no attribute 'nothing'"):
+        _ = case.head(case.x).nothing
+
+
+def test_who_asked_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    logits._LOGGED.clear()
+    case = Case()
+    defer_logits(case.head)
+    with caplog.at_level(logging.WARNING, "liger_chunked"):
+        for _ in range(3):
+            case.head(case.x).softmax(-1).argmax(-1)
+        F.cross_entropy(case.head(case.x).view(-1, V), Y.view(-1))
+    (message,) = caplog.messages
+    assert "softmax at " in message and "test_deferred.py:" in message and "(0 MiB)" in message
+    caplog.clear()
+    torch.relu(case.head(case.x))
+    assert "relu at " in caplog.text
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x**2).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * gradient * ctx.saved_tensors[0]
+
+
+def test_custom_functions_get_real_logits() -> None:
+    """`torch.autograd.Function.apply` asks no `__torch_function__`: a stand-in would have no gradient."""
+    case = Case()
+    exact, _ = case.step(Squares.apply)
+    defer_logits(case.head)
+    found, z = case.step(Squares.apply)
+    assert all(torch.equal(x, e) for x, e in zip(found, exact, strict=True)) and z.is_computed
+    assert "Squares" in z.asked_by
+
+
+def test_work_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
+    n, h, v = 256, 32, 1009
+    head, x = nn.Linear(h, v, dtype=torch.bfloat16), torch.randn(4, n // 4, h).bfloat16().requires_grad_()
+    target = torch.randint(v, (4, n // 4))
+    defer_logits(head, logits_budget=2 * v * 20)
+    memory = Memory()
+    memory.expect(x, target, *head.parameters())
+    with memory:
+        F.cross_entropy(head(x).view(-1, v), target.view(-1)).backward()
+    assert memory.largest <= 4 * v * h  # the float32 accumulator of the weight's gradient
+    set_deferral(head, None)
+    defer_logits(head)
+    with FlopCounterMode(display=False) as counter:
+        F.cross_entropy(head(x).view(-1, v), target.view(-1)).backward()
+    assert counter.get_total_flops() == 3 * 2 * n * h * v
+
+
+def test_metrics_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What trainers log takes a pass over the head and no logits, with a gradient or without."""
+    monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
+    n, h, v = 256, 32, 1009
+    head, x = nn.Linear(h, v), torch.randn(4, n // 4, h).requires_grad_()
+    defer_logits(head, logits_budget=4 * v * 20)
+    for use in (lambda z: z.argmax(-1), lambda z: z.mean(-1), lambda z: z[:2].mean(), lambda z: z.nansum()):
+        memory = Memory()
+        memory.expect(x, *head.parameters())
+        with memory, FlopCounterMode(display=False) as counter:
+            use(head(x))
+        assert memory.largest <= 4 * v * h  # a float32 copy of the weight; logits are 8 times as large
+        assert counter.get_total_flops() <= 2 * n * h * v
+
+
+COPIES: dict[str, Any] = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
+
+
+@pytest.mark.parametrize("name", [*COPIES, "torch.save"])
+def test_copies_defer_their_own_weights(name: str) -> None:
+    case = Case()
+    defer_logits(case.head, logits_budget="1KiB")
+    model = nn.Sequential(nn.LayerNorm(H, dtype=torch.float64), case.head)
+    if name == "torch.save":
+        saved = io.BytesIO()
+        torch.save(model, saved)
+        saved.seek(0)
+        twin = torch.load(saved, weights_only=False)
+    else:
+        twin = COPIES[name](model)
+    with torch.no_grad():
+        twin[1].weight.zero_()
+        twin[1].bias.zero_()
+    for module, expected in ((twin, torch.tensor(V).log().double()), (model, None)):
+        z = module(case.x)
+        assert isinstance(z, DeferredLogits)
+        loss = F.cross_entropy(z.view(-1, V), Y.view(-1))
+        real = F.cross_entropy(z.tensor().view(-1, V), Y.view(-1)) if expected is None else expected
+        torch.testing.assert_close(loss, real)
+    assert twin[1]._liger_deferral.logits_budget == 1024
+    assert list(twin.state_dict()) == list(model.state_dict())
+
+
+def test_evaluation_and_removal() -> None:
+    case = Case()
+    handle = defer_logits(case.head)
+    assert isinstance(case.head.eval()(case.x), Tensor)
+    assert isinstance(case.head.train()(case.x), DeferredLogits)
+    z = case.head(case.x)
+    handle.remove()
+    handle.remove()
+    assert isinstance(case.head(case.x), Tensor)
+    torch.testing.assert_close(
+        F.cross_entropy(z.view(-1, V), Y.view(-1)), F.cross_entropy(z.tensor().view(-1, V), Y.view(-1))
+    )
+    with defer_logits(case.head):
+        assert isinstance(case.head(case.x), DeferredLogits)
+    assert isinstance(case.head(case.x), Tensor)
+
+
+def test_hooks_of_the_head() -> None:
+    """A forward hook gets real logits, before and after it is there; a pre-hook runs once, with the model's input."""
+    case = Case()
+    seen: list[Any] = []
+    editing = case.head.register_forward_hook(
+        lambda module, args, output: output + 1 if output.shape[-1] == V else None
+    )
+    exact, _ = case.step(lambda z: F.cross_entropy(z.view(-1, V), Y.view(-1)))
+    defer_logits(case.head)
+    found, z = case.step(lambda z: F.cross_entropy(z.view(-1, V), Y.view(-1)))
+    assert isinstance(z, Tensor) and all(torch.equal(x, e) for x, e in zip(found, exact, strict=True))
+    editing.remove()
+    backward = case.head.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0].shape))
+    case.step(lambda z: F.cross_entropy(z.view(-1, V), Y.view(-1)))
+    assert seen.pop() == (B, T, V)
+    backward.remove()
+
+    def doubled(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        seen.append(args[0].shape)
+        return (2 * args[0],)
+
+    case.head.register_forward_pre_hook(doubled)
+    found, z = case.step(lambda z: F.cross_entropy(z[:, :-1].reshape(-1, V), Y[:, 1:].reshape(-1)))
+    assert seen == [(B, T, H)] and not z.is_computed
+    set_deferral(case.head, None)
+    exact, _ = case.step(lambda z: F.cross_entropy(z[:, :-1].reshape(-1, V), Y[:, 1:].reshape(-1)))
+    assert all(relative_error(x, e) < BOUND for x, e in zip(found, exact, strict=True))
+
+
+def pruned(head: nn.Linear) -> None:
+    prune.l1_unstructured(head, "weight", amount=0.3)
+
+
+def tied(head: nn.Linear) -> None:
+    head.embedding = nn.Embedding(V, H, dtype=torch.float64)
+    head.weight = head.embedding.weight
+
+
+PARAMETRIZED: dict[str, Callable[[nn.Linear], Any]] = {
+    "weight norm": nn.utils.parametrizations.weight_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+    "pruned": pruned,
+    "tied": tied,
+    "frozen": lambda head: head.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["parametrized first", "deferred first"])
+@pytest.mark.parametrize("name", PARAMETRIZED)
+def test_parametrized(name: str, first: bool) -> None:
+    case = Case()
+    torch.manual_seed(0)
+    twin = copy.deepcopy(case.head)
+    if not first:
+        defer_logits(case.head)
+    for head in (case.head, twin):
+        torch.manual_seed(0)
+        PARAMETRIZED[name](head)
+    if first:
+        defer_logits(case.head)
+    results = []
+    for head in (case.head, twin):
+        x = case.x.detach().requires_grad_()
+        z = head(x)
+        loss = F.cross_entropy(z.view(-1, V), Y.view(-1))
+        leaves = [x, *(p for p in head.parameters() if p.requires_grad)]
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+        assert isinstance(z, DeferredLogits) == (head is case.head)
+    for ours, theirs in zip(*results, strict=True):
+        assert relative_error(ours, theirs) < BOUND
+
+
+def test_grad_modes_of_the_call_and_of_the_loss() -> None:
+    case = Case()
+    defer_logits(case.head)
+    with torch.no_grad():
+        z = case.head(case.x)
+    assert not F.cross_entropy(z.view(-1, V), Y.view(-1)).requires_grad and not z.tensor().requires_grad
+    z = case.head(case.x)
+    with torch.no_grad():
+        assert not F.cross_entropy(z.view(-1, V), Y.view(-1)).requires_grad
+        z.softmax(-1)
+    assert z.is_computed and z.tensor().requires_grad  # computed for a metric, used for the loss
+    assert F.cross_entropy(z.view(-1, V), Y.view(-1)).requires_grad
+    with torch.inference_mode():
+        z = case.head(case.x)
+        loss = F.cross_entropy(z.view(-1, V), Y.view(-1))
+    assert loss.is_inference()
+    assert not F.cross_entropy(case.head(case.x).detach().view(-1, V), Y.view(-1)).requires_grad
+
+
+def test_operations_without_grad() -> None:
+    """As with tensors, an operation under no_grad cuts the gradient: its result gives the logits none."""
+    case = Case()
+    for make in (lambda z: z.view(-1, V), lambda z: z[:, 1:], lambda z: z * 2, lambda z: z.log_softmax(-1)):
+        for use in (lambda z: z.sum(), lambda z: F.cross_entropy(z.reshape(-1, V), IDS.new_zeros(z.numel() // V))):
+            for defers in (False, True):
+                with defer_logits(case.head) if defers else contextlib.nullcontext():
+                    z = case.head(case.x)
+                    with torch.no_grad():
+                        made = make(z)
+                    value = use(made) + 0 * case.x.sum()
+                    assert not torch.autograd.grad(value, case.x)[0].any()
+
+
+def test_rounding_is_not_left_out() -> None:
+    """A cast to fewer bits, or to float64, is the caller's: the loss is that of the cast logits."""
+    case = Case(dtype=torch.float32)
+    for cast in (torch.bfloat16, torch.float16, torch.float64):
+        exact = of_tokens(case.head(case.x).to(cast))
+        with defer_logits(case.head):
+            z = case.head(case.x)
+            assert torch.equal(of_tokens(z.to(cast)), exact) and z.is_computed
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_the_head(reentrant: bool) -> None:
+    case = Case()
+    exact, _ = case.step(of_tokens)
+    defer_logits(case.head)
+    stock = case.head
+    if reentrant:
+        with pytest.raises(RuntimeError, match="a reentrant checkpoint returned the logits"):
+            checkpoint(stock, case.x, use_reentrant=True)
+        loss = checkpoint(lambda x: of_tokens(stock(x)), case.x, use_reentrant=True)
+    else:
+        loss = of_tokens(checkpoint(stock, case.x, use_reentrant=False))
+    (gradient,) = torch.autograd.grad(loss.sin(), case.x) if not reentrant else (None,)
+    torch.testing.assert_close(loss, exact[0])
+    if gradient is not None:
+        torch.testing.assert_close(gradient, exact[1])
+    else:
+        loss.sin().backward()
+        torch.testing.assert_close(case.x.grad, exact[1])
+
+
+def test_weights_that_change_before_the_logits_exist() -> None:
+    """Never another value: those of the call, or an error."""
+    case = Case()
+    defer_logits(case.head)
+    z = case.head(case.x)
+    with torch.no_grad():
+        case.head.weight.add_(1.0)
+    for use in (lambda: F.cross_entropy(z.view(-1, V), Y.view(-1)), lambda: z.softmax(-1)):
+        with pytest.raises(RuntimeError, match=r"the weights of the head .* changed after the model called it"):
+            use()
+    x = case.x.detach().clone()
+    z = case.head(x)
+    x.zero_()
+    with pytest.raises(RuntimeError, match="the hidden states of the head"):
+        z.tensor()
+    z = case.head(case.x)
+    real = z.tensor()
+    with torch.no_grad():
+        case.head.weight.add_(1.0)
+    assert z.tensor() is real and torch.equal(z.argmax(-1), real.argmax(-1))
+
+
+def test_inference_mode_around_the_call_alone() -> None:
+    """A loss made of inference tensors is a constant in another loss, and does not break its backward."""
+    case = Case()
+    defer_logits(case.head)
+    with torch.inference_mode():
+        z = case.head(case.x)
+    reference = z.log_softmax(-1).gather(-1, IDS[..., None])
+    loss = (case.head(case.x).log_softmax(-1).gather(-1, IDS[..., None]) * reference).sum()
+    loss.backward()
+    assert case.x.grad is not None and case.x.grad.any()
+
+
+def test_functional_call() -> None:
+    """Its weights are those of the call, also after they were taken out again."""
+    case = Case()
+    weights = {"weight": torch.zeros(V, H).double().requires_grad_(), "bias": torch.zeros(V).double()}
+    exact = torch.func.functional_call(case.head, weights, (case.x,))
+    defer_logits(case.head)
+    z: Any = torch.func.functional_call(case.head, weights, (case.x,))
+    assert isinstance(z, DeferredLogits)
+    losses = [F.cross_entropy(x.view(-1, V), Y.view(-1)) for x in (z, exact)]
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(x, weights["weight"])[0] for x in losses))
+    assert case.head.weight is not weights["weight"]
+
+
+def test_transforms_get_logits() -> None:
+    case = Case()
+
+    def loss(weight: Tensor) -> Tensor:
+        z = torch.func.functional_call(case.head, {"weight": weight}, (case.x.detach(),))
+        return F.cross_entropy(z.view(-1, V), Y.view(-1))
+
+    expected = torch.func.grad(loss)(case.head.weight.detach())
+    defer_logits(case.head)
+    torch.testing.assert_close(torch.func.grad(loss)(case.head.weight.detach()), expected)
+
+
+def test_second_derivatives_are_right_or_refused() -> None:
+    case = Case()
+    defer_logits(case.head)
+    loss = F.cross_entropy(case.head(case.x).view(-1, V), Y.view(-1))
+    (gradient,) = torch.autograd.grad(loss, case.x, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        gradient.square().sum().backward()
+
+
+def test_threads() -> None:
+    case, results = Case(), {}
+    defer_logits(case.head)
+
+    def run(i: int) -> None:
+        for _ in range(5):
+            z = case.head(case.x.detach())
+            results[i] = (
+                F.cross_entropy(z.view(-1, V), Y.view(-1))
+                if i % 2
+                else F.cross_entropy(z.tensor().view(-1, V), Y.view(-1))
+            )
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4 and all(torch.allclose(x, results[0]) for x in results.values())
+
+
+def test_nothing_is_kept() -> None:
+    """Hidden states are freed with their stand-in, without the garbage collector."""
+    case = Case()
+    defer_logits(case.head)
+    gc.collect()
+    gc.disable()
+    try:
+        x = case.x * 2
+        freed = weakref.ref(x)
+        loss = F.cross_entropy(case.head(x).view(-1, V), Y.view(-1))
+        del x
+        assert freed() is None
+        loss.backward()
+    finally:
+        gc.enable()
+
+
+def test_refusals() -> None:
+    with pytest.raises(TypeError, match="linear must be a module"):
+        defer_logits("lm_head")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"lm_head is computed by torch\.nn\.modules\.sparse\.Embedding"):
+        defer_logits(nn.Embedding(3, 4))
+    with pytest.raises(TypeError, match="logits_budget must be"):
+        defer_logits(nn.Linear(3, 4), logits_budget=[1])  # type: ignore[arg-type]
+
+
+class Decoder(nn.Module):
+    """An own decoder that knows nothing of this library."""
+
+    def __init__(self, vocab: int = V, width: int = 16, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(layers)
+        )
+        self.lm_head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.lm_head(x)
+
+
+def decoder_step(model: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+# torch's own, about arguments of a frame that it traces.
+of_dynamo = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+@of_dynamo
+@pytest.mark.parametrize("backend_name", [None, "eager", "aot_eager"])
+def test_an_own_decoder(backend_name: str | None) -> None:
+    torch.manual_seed(0)
+    model = Decoder()
+    ids = torch.randint(V, (2, 9))
+    exact = decoder_step(model, ids)
+    gradients = torch.autograd.grad(exact, list(model.parameters()))
+    defer_logits(model.lm_head)
+    torch._dynamo.reset()
+    run: Any = model if backend_name is None else torch.compile(model, backend=backend_name)
+    for length in (9, 7, 9):
+        z = run(ids[:, :length])
+        assert isinstance(z, DeferredLogits)
+    loss = decoder_step(run, ids)
+    torch.testing.assert_close(loss, exact)
+    for ours, theirs in zip(torch.autograd.grad(loss, list(model.parameters())), gradients, strict=True):
+        # float32: the fused loss adds in another order than eager code.
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@of_dynamo
+def test_a_compiled_step_breaks_twice() -> None:
+    """In the model, at its head, and at the loss. One graph cuts the inputs, one is the model, one cuts the targets,
+    and one follows the loss.
+    """
+    torch.manual_seed(0)
+    model, ids = Decoder(), torch.randint(V, (2, 9))
+    exact = 2 * decoder_step(model, ids)
+    defer_logits(model.lm_head)
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    step = torch.compile(lambda ids: 2 * decoder_step(model, ids), backend=count)
+    for _ in range(3):
+        torch.testing.assert_close(step(ids), exact)
+    assert len(graphs) <= 4
+    before = len(graphs)
+    step(torch.randint(V, (2, 7)))  # one recompilation, for dynamic lengths
+    step(torch.randint(V, (2, 8)))
+    assert len(graphs) <= 2 * before
+    model.eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)  # outside of training nothing breaks
+    assert isinstance(compiled(ids), Tensor)
+
+
+def gpu_step(use: Callable[[Any], Tensor], dtype: torch.dtype, autocast: bool, defers: bool) -> list[Tensor]:
+    """Return loss and gradients of 1,500 tokens, and the peak of memory above the inputs, gradients included."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight = torch.randn(32003, 256, generator=generator, device="cuda") / 16
+    x = torch.randn(3, 500, 256, generator=generator, device="cuda")
+    head = nn.Linear(256, 32003, bias=False, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+    x = x.to(dtype).requires_grad_()
+    with defer_logits(head) if defers else contextlib.nullcontext():
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = use(head(x))
+        loss.backward()
+        peak = torch.cuda.max_memory_allocated() - before
+    assert x.grad is not None and head.weight.grad is not None
+    return [loss.detach(), x.grad, head.weight.grad, torch.tensor(peak)]
+
+
+GPU_TARGET = torch.randint(32003, (3, 500), generator=torch.Generator().manual_seed(1))
+ON_GPU: dict[str, Callable[[Any], Tensor]] = {
+    "cross entropy": lambda z: F.cross_entropy(z.view(-1, 32003), GPU_TARGET.cuda().view(-1)),
+    "float": lambda z: F.cross_entropy(z.float()[:, :-1].reshape(-1, 32003), GPU_TARGET.cuda()[:, 1:].reshape(-1)),
+    "softcap": lambda z: F.cross_entropy(((z / 5).tanh() * 5).flatten(0, 1).float(), GPU_TARGET.cuda().view(-1)),
+    "log_softmax": lambda z: -z.float().log_softmax(-1).gather(-1, GPU_TARGET.cuda()[..., None]).mean(),
+    "selective": lambda z: -selective_log_softmax(z.float(), GPU_TARGET.cuda()).mean(),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.ordinary_memory
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ON_GPU)
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+def test_on_a_gpu(name: str, autocast: bool) -> None:
+    use, dtype = ON_GPU[name], torch.float32 if autocast else torch.bfloat16
+    exact = gpu_step(use, torch.float64, False, False)
+    eager = gpu_step(use, dtype, autocast, False)
+    ours = gpu_step(use, dtype, autocast, True)
+    for mine, theirs, right in zip(ours[:3], eager[:3], exact[:3], strict=True):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        assert relative_error(mine.double(), right) <= 1.1 * relative_error(theirs.double(), right) + 1e-6
+    assert ours[3] < 0.5 * eager[3]
+
+
+# What must not differ from tensors although it happens between the call and the use
+
+
+def test_copies_do_not_change_with_the_logits() -> None:
+    """An in-place change reaches views that were made before, and no copies."""
+    for make in (
+        lambda z: z * 2,
+        lambda z: z.clone(),
+        lambda z: z[:, [0, 1]],
+        lambda z: z[:, 1:],
+        lambda z: z.view(-1, V),
+    ):
+        for change in (assigned, lambda z: z.add_(1.0), lambda z: z.mul_(3), lambda z: z.__iadd__(1.0)):
+            values = []
+            for defers in (False, True):
+                case = Case()
+                with defer_logits(case.head) if defers else contextlib.nullcontext():
+                    z = case.head(case.x)
+                    made = make(z)
+                    change(z)
+                    values.append((made * 1.0).sum(-1))
+            assert torch.equal(*values)
+
+
+def test_statistics_are_computed_once() -> None:
+    """Metrics of rows, also detached and under `no_grad`, come from the pass that gave the log-probabilities."""
+    case = Case()
+    real = case.head(case.x).detach()
+    defer_logits(case.head)
+    z = case.head(case.x)
+    with FlopCounterMode(display=False) as counter:
+        found = z.statistics(IDS, "logps", "entropy", "mean_logits", "argmax")
+        one_pass = counter.get_total_flops()
+        later, some = z.detach()[:, 1:], IDS[:, 1:] > 3
+        assert later.argmax(-1).equal(real[:, 1:].argmax(-1))
+        torch.testing.assert_close(later[some].mean(-1), real[:, 1:][some].mean(-1))
+        assert not later.mean(-1).requires_grad
+        with torch.no_grad():
+            entropy = z.double().statistic("entropy")
+        assert entropy.equal(found["entropy"]) and not entropy.requires_grad
+        assert one_pass == counter.get_total_flops() > 0 and not z.is_computed
+        torch.testing.assert_close((z / 2).mean(-1), real.mean(-1) / 2)  # not the mean of z
+        assert counter.get_total_flops() > one_pass
+    z.mean(-1).sum().backward()
+    torch.testing.assert_close(case.head.weight.grad, case.x.detach().sum((0, 1)).expand(V, H) / V)
+    with pytest.raises(ValueError, match="not computed yet"):
+        z.log_softmax(-1).statistics(IDS, "entropy")
+
+
+def test_rounded_logits_decide_their_own_argmax() -> None:
+    """A scale rounds real logits once more, which can make the largest two equal: then the first one is returned."""
+    case = Case()
+    head, x = case.head.bfloat16(), case.x.detach().bfloat16()
+    defer_logits(head)
+    for z in (head(x), head(x).float()):
+        assert z.argmax(-1).equal(F.linear(x, head.weight, head.bias).argmax(-1)) and not z.is_computed
+    z = head(x) / 0.7
+    assert z.argmax(-1).equal((F.linear(x, head.weight, head.bias) / 0.7).argmax(-1)) and z.is_computed
+
+
+def test_a_metric_without_grad_does_not_take_the_gradient_of_the_loss() -> None:
+    for metric in (
+        lambda z: z.logsumexp(-1),
+        lambda z: z.gather(-1, IDS[..., None]),
+        lambda z: z.argmax(-1),
+        lambda z: z.mean(),
+        lambda z: z.softmax(-1),
+    ):
+        for mode in (torch.no_grad, torch.inference_mode):
+            gradients = []
+            for defers in (False, True):
+                case = Case()
+                with defer_logits(case.head) if defers else contextlib.nullcontext():
+                    z = case.head(case.x)
+                    with mode():
+                        metric(z)
+                    loss = z.logsumexp(-1).mean() + F.cross_entropy(z.view(-1, V), Y.view(-1)) + (z * 2)[..., 0].mean()
+                    gradients.append(torch.autograd.grad(loss, [case.x, case.head.weight]))
+            for ours, theirs in zip(gradients[1], gradients[0], strict=True):
+                assert relative_error(ours, theirs) < BOUND
+
+
+def test_statistics_are_forgotten_with_a_scale() -> None:
+    case = Case()
+    exact = case.head(case.x).mul(2).logsumexp(-1)
+    defer_logits(case.head)
+    z = case.head(case.x)
+    z.logsumexp(-1)
+    z.mul_(2)
+    torch.testing.assert_close(z.logsumexp(-1), exact)
+
+
+# Kept before any head defers, as in torch's own tutorial.
+kept_apply = Squares.apply
+
+
+def test_an_apply_that_was_kept_before() -> None:
+    case = Case()
+    exact, _ = case.step(kept_apply)
+    defer_logits(case.head)
+    if isinstance(kept_apply, MethodType):
+        found, _ = case.step(kept_apply)
+        assert all(torch.equal(x, e) for x, e in zip(found, exact, strict=True))
+        return
+    for use in (kept_apply, lambda z: kept_apply(z.float() * 2)):  # since torch 2.14, a method of C
+        with pytest.raises(RuntimeError, match=r"Write Squares\.apply where it is called, or pass logits\.tensor\(\)"):
+            case.step(use)
+    with torch.no_grad():
+        assert kept_apply(case.head(case.x)) == exact[0]  # without a gradient, none is lost
+
+
+def test_tensors_that_change_between_an_operation_and_the_loss() -> None:
+    case = Case()
+    defer_logits(case.head)
+    for make in (lambda z, x: z + x, lambda z, x: z[:, (x[:2] > -9).nonzero()[:, 0]], lambda z, x: z * x[5]):
+        changed = OFFSET.clone()
+        z = make(case.head(case.x), changed)
+        (read, _), *_ = z._captured
+        read.add_(0)
+        with pytest.raises(RuntimeError, match="was modified by an inplace operation before"):
+            F.cross_entropy(z.reshape(-1, V), IDS.new_zeros(z.numel() // V))
+
+
+def test_hidden_states_of_several_codebooks() -> None:
+    case = Case()
+    x = torch.randn(2, 3, 4, H, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(V, (2, 3, 4))
+    uses: list[Callable[[Any], Tensor]] = [
+        lambda z: F.cross_entropy(z.flatten(0, 2), target.flatten()),
+        lambda z: F.cross_entropy(z.permute(0, 3, 1, 2), target),
+        lambda z: z.logsumexp(-1).mean(),
+        lambda z: F.cross_entropy(z[:, 1:].reshape(-1, V), target[:, 1:].reshape(-1)),
+    ]
+    for use in uses:
+        exact = torch.autograd.grad(use(case.head(x)), [x, case.head.weight])
+        with defer_logits(case.head):
+            z = case.head(x)
+            found = torch.autograd.grad(use(z), [x, case.head.weight])
+            assert not z.is_computed
+        assert all(relative_error(a, b) < BOUND for a, b in zip(found, exact, strict=True))
+
+
+def test_biases_that_a_head_has_not() -> None:
+    """Of another dtype, after a cut of the vocabulary, and with the only gradient."""
+    case = Case(dtype=torch.bfloat16)
+    wide = OFFSET.float()
+    exact = of_tokens(case.head(case.x).float() + wide)
+    with defer_logits(case.head):
+        assert torch.equal(of_tokens(case.head(case.x).float() + wide), exact)
+    case = Case()
+    short = OFFSET[:31]
+    exact = F.cross_entropy((case.head(case.x)[..., :31] + short).flatten(0, 1), Y.clamp(max=30).flatten())
+    with defer_logits(case.head):
+        z = case.head(case.x)[..., :31] + short
+        torch.testing.assert_close(F.cross_entropy(z.flatten(0, 1), Y.clamp(max=30).flatten()), exact)
+        trained = OFFSET.clone().requires_grad_()
+        assert of_tokens(case.head(case.x).detach() + trained).requires_grad
+
+
+def test_arguments_at_their_limits() -> None:
+    case = Case()
+    real = case.head(case.x)
+    defer_logits(case.head)
+    for use in (
+        lambda z: z.narrow(1, -1, 1),
+        lambda z: z.narrow(-1, -3, 3),
+        lambda z: z.squeeze((0, 1)),
+        lambda z: z.transpose(-1, -2),
+        lambda z: z[1:2].squeeze(0),
+    ):
+        assert torch.equal(use(case.head(case.x)) * 1.0, use(real))
+    for wrong in (lambda z: z.narrow(1, 3, 10), lambda z: z.transpose(0, 7), lambda z: z.permute(0, 1, 9)):
+        with pytest.raises((IndexError, RuntimeError)):
+            wrong(real)
+        with pytest.raises((IndexError, RuntimeError)):
+            wrong(case.head(case.x))
+    with pytest.raises((RuntimeError, IndexError)):
+        F.cross_entropy(case.head(case.x).view(-1, V), Y.view(-1).int())
+    z = case.head(case.x)
+    assert (z.is_cpu, z.layout, z.itemsize, z.is_leaf) == (True, torch.strided, 8, False) and not z.is_computed
+
+
+def test_spectral_norm_gives_logits() -> None:
+    for norm in (nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm):
+        case = Case()
+        norm(case.head)
+        twin = copy.deepcopy(case.head)
+        defer_logits(case.head)
+        z = case.head(case.x)
+        assert isinstance(z, Tensor)
+        torch.testing.assert_close(z, twin(case.x))

@@ -1,0 +1,467 @@
+"""`warmup` compiles all that a step launches, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import table
+import torch
+from sampling import on_paths
+from table import SMALL, Row
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import liger_chunked
+from liger_chunked import (
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearKLDivLoss,
+    LigerFusedLinearPreferenceBase,
+    linear_token_stats,
+    warmup,
+)
+from liger_chunked.cli.losses import DISTILLATION, LOSSES
+from liger_chunked.engine import compile_ahead
+from liger_chunked.kernels import backend, launch
+from liger_chunked.kernels.launch import Kernel
+from liger_chunked.testing import Sizes, evaluate, random_batch
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "shape": (4, 20), "dtype": torch.float32}
+
+
+def sizes_of(name: str, **others: Any) -> dict[str, Any]:
+    teacher = {"teacher_hidden_size": 24} if name in DISTILLATION else {}
+    return {**SIZES, **teacher, **others}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss(name: str, device: str) -> None:
+    state = torch.get_rng_state()
+    warmup(LOSSES[name](), **sizes_of(name), device=device)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"bias": True},
+        {"lora_rank": 4, "trainable_head": False},
+        {"trainable_head": False},
+        {"trainable_head": False, "trainable_input": False},
+        {"autocast": torch.bfloat16},
+        {"dtype": torch.bfloat16, "bias": True, "lora_rank": 4},
+        {"valid": 7},
+        {"valid": [20, 0, 1, 17]},
+        {"ref_hidden_size": 24, "bias": True},
+    ],
+    ids=repr,
+)
+def test_options(others: dict[str, Any]) -> None:
+    warmup(LigerFusedLinearDPOLoss(), **{**SIZES, **others}, device="cpu")
+
+
+def test_other_calls() -> None:
+    warmup(LigerFusedLinearKLDivLoss(), **SIZES, teacher_top_k=5, device="cpu")
+    warmup(LigerFusedLinearCrossEntropyLoss(reduction="none"), **SIZES | {"shape": (33,)}, device="cpu")
+    warmup(linear_token_stats, **SIZES, outputs=("logps", "entropy", "argmax"), logits_budget=4096, device="cpu")
+
+
+def test_the_call_is_the_one_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss itself runs, with a forward and a backward, on tokens of three numbers."""
+    seen: list[tuple[dict[str, Any], int]] = []
+
+    class Loss(LigerFusedLinearPreferenceBase):
+        def preference_loss(self, pairs: Any) -> Tensor:
+            return -(self.beta * (pairs.logps[:, 0] - pairs.logps[:, 1]))
+
+        def forward(self, *args: Any, **given: Any) -> Any:
+            assert not args
+            seen.append(({k: (x.dtype, tuple(x.shape)) for k, x in given.items()}, int((given["target"] >= 0).sum())))
+            return super().forward(**given)
+
+    backwards: list[int] = []
+    grad = torch.autograd.grad
+
+    def counted(outputs: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        backwards.append(sum(x.shape in ((4, 32, 16), (64, 16)) for x in inputs))
+        return grad(outputs, inputs, *args, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", counted)
+    warmup(Loss(), **SIZES | {"shape": (4, 32), "dtype": torch.bfloat16}, device="cpu")
+    assert [n for _, n in seen] == [128, 127, 126]
+    assert backwards.count(2) == 3  # of hidden states and weight
+    assert seen[0][0] == {
+        "weight": (torch.bfloat16, (64, 16)),
+        "input": (torch.bfloat16, (4, 32, 16)),
+        "ref_logps": (torch.float32, (4, 32)),
+        "target": (torch.int64, (4, 32)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"loss": LigerFusedLinearDPOLoss}, TypeError, "loss must be .* got the class LigerFusedLinearDPOLoss"),
+        ({"vocab_size": 0}, ValueError, "vocab_size must be positive, got 0"),
+        ({"hidden_size": 16.0}, TypeError, "hidden_size must be an int.* got 16.0"),
+        ({"dtype": "bfloat16"}, TypeError, "dtype must be a torch.dtype, got 'bfloat16'"),
+        ({"shape": (3, 8)}, ValueError, "as many chosen as rejected .* odd 3"),
+        ({"shape": (8,)}, ValueError, r"shape must be \(B, T\)"),
+        ({"shape": 8}, TypeError, "shape must be a tuple of ints"),
+        ({"valid": 1000}, ValueError, "valid must be a count up to 80"),
+        ({"teacher_hidden_size": 8}, ValueError, "takes no teacher, got teacher_hidden_size=8"),
+        ({"device": "gpu0"}, ValueError, "device must be a device such as 'cuda', got 'gpu0'"),
+        ({"device": "meta"}, ValueError, "device must have memory, got 'meta'"),
+        ({"loss": LigerFusedLinearKLDivLoss(), "teacher_top_k": 65}, ValueError, "teacher_top_k must be at most"),
+        ({"hiden_size": 16}, TypeError, "hiden_size"),
+    ],
+    ids=lambda x: None if isinstance(x, str) else repr(x)[:40],
+)
+def test_refuses(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"loss": LigerFusedLinearDPOLoss(), **SIZES, "device": "cpu", **given}
+    with pytest.raises(error, match=message):
+        warmup(**arguments)
+
+
+@pytest.mark.ordinary_memory
+def test_leaves_nothing_behind() -> None:
+    """No tensors, and no gradients of those that the loss holds."""
+    class_weight = torch.ones(64, requires_grad=True)
+    loss = LigerFusedLinearCrossEntropyLoss(ce_weight=class_weight.detach())
+
+    def alive() -> int:
+        gc.collect()
+        return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
+
+    warmup(loss, **SIZES, device="cpu")  # fills caches
+    before = alive()
+    warmup(loss, **SIZES, device="cpu")
+    assert alive() == before
+    assert class_weight.grad is None
+
+
+def variant(kernel: Kernel, tensors: Any, numbers: Any, num_warps: int, num_stages: Any, descriptors: Any) -> Any:
+    """Return what Triton compiles a kernel for. A dtype stands for an aligned tensor."""
+    parameters = inspect.signature(kernel.kernel.fn).parameters
+    key: list[Any] = [kernel.kernel.fn.__name__, num_warps, num_stages]
+    for x in tensors:
+        key.append((x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x and (x, True))
+    for name, x in zip(kernel._numbers, numbers, strict=True):
+        if "constexpr" in str(parameters[name].annotation):
+            key.append((type(x), x))
+        elif name == backend.NUMBER_OF_TOKENS:
+            key.append(x >= 1 << 31)
+        elif isinstance(x, bool) or not isinstance(x, int):
+            key.append(type(x))
+        else:
+            key.append("1" if x == 1 else x % 16 == 0)
+    return tuple(key + [x is None for x in descriptors])
+
+
+INTERPRETED = {("cross-entropy", 3), ("dpo", 1)}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Any]]:
+    found: set[Any] = set()
+    launch = Kernel._launch
+
+    def watched(self: Kernel, grid: Any, *rest: Any) -> Any:
+        found.add(variant(self, *rest))
+        return launch(self, grid, *rest)
+
+    monkeypatch.setattr(Kernel, "_launch", watched)
+    yield found
+
+
+@pytest.mark.triton
+@pytest.mark.ordinary_memory
+@pytest.mark.skipif(not backend.INTERPRETED, reason="records launches: runs with TRITON_INTERPRET=1")
+@pytest.mark.filterwarnings("ignore:logits_budget=:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [
+        # The interpreter takes seconds for each.
+        pytest.param(name, chunks, marks=[] if (name, chunks) in INTERPRETED else [pytest.mark.exhaustive])
+        for name in LOSSES
+        if name != "token-stats"
+        for chunks in (1, 3)
+    ],
+)
+def test_every_variant_of_later_steps(name: str, chunks: int, launched: set[Any]) -> None:
+    """Steps on batches of many lengths launch no variant of a kernel that the warmup did not."""
+    shape, vocab, hidden = (6, 16), 32, 16
+    loss: Any = LOSSES[name]()
+    if chunks > 1:
+        loss = type(loss)(logits_budget=shape[0] // chunks * shape[1] * vocab * 4)
+    teacher = {"teacher_hidden_size": hidden} if name in DISTILLATION else {}
+    warmup(loss, vocab_size=vocab, hidden_size=hidden, shape=shape, dtype=torch.float32, device="cpu", **teacher)
+    warm = set(launched)
+    assert warm
+    for seed in range(2):
+        launched.clear()
+        batch = random_batch(loss, seed, Sizes(*shape, hidden, vocab, hidden))
+        del batch["bias"]
+        given = {
+            key: x.float() if isinstance(x, Tensor) and x.dtype == torch.float64 else x for key, x in batch.items()
+        }
+        evaluate(loss, given)
+        assert launched <= warm, launched - warm
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> list[set[Any]]:
+    """What dry runs launch, for steps on the CPU too: the kernels that compile together."""
+    found: list[set[Any]] = []
+    together = compile_ahead.compiled_together
+
+    @contextmanager
+    def watched(device: torch.device) -> Iterator[None]:
+        with together(device):
+            yield
+            launches = launch._collected.get()
+            assert launches
+            found.append({variant(kernel, *call[1:]) for kernel, call in launches})
+
+    monkeypatch.setattr(launch, "AsyncCompileMode", None)
+    monkeypatch.setattr(compile_ahead, "compiled_together", watched)
+    monkeypatch.setattr(compile_ahead, "_applies", lambda x: not x.is_meta)
+    monkeypatch.setattr(compile_ahead, "_compiled", set())
+    return found
+
+
+# Before a step's chunks.
+OF_THE_TARGET = {"_survey_kernel", "_counts_match_kernel"}
+
+
+def batch_of(loss: Any, dtype: torch.dtype, whole: bool = False) -> dict[str, Any]:
+    """Return a batch; without ignored tokens, chunks of targets are aligned."""
+    batch = random_batch(loss, 0, Sizes(4, 16, 32, 64, 32))
+    del batch["bias"]
+    if whole:
+        batch["target"] = batch["target"].clamp(min=0)
+
+    def cast(key: str, x: Any) -> Any:
+        if not (isinstance(x, Tensor) and x.is_floating_point()):
+            return x
+        return x.to(dtype if key in ("weight", "input") else torch.float32)
+
+    return {key: cast(key, x) for key, x in batch.items()}
+
+
+@pytest.mark.sampled
+@pytest.mark.triton
+@pytest.mark.skipif(not backend.INTERPRETED, reason="records launches: runs with TRITON_INTERPRET=1")
+@pytest.mark.parametrize("name", ["cross-entropy", "dpo", "grpo"])
+@pytest.mark.parametrize("budget", [None, 32 * 64 * 2], ids=["one-chunk", "several"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_dry_run_launches_what_a_step_does(
+    name: str, budget: int | None, dtype: torch.dtype, launched: set[Any], ahead: list[set[Any]]
+) -> None:
+    loss: Any = type(LOSSES[name]())(logits_budget=budget)
+    evaluate(loss, batch_of(loss, dtype, whole=budget is not None))
+    assert {key for key in launched if key[0] not in OF_THE_TARGET} == set().union(*ahead)
+
+
+@pytest.mark.triton
+@pytest.mark.skipif(not backend.INTERPRETED, reason="records launches: runs with TRITON_INTERPRET=1")
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+def test_a_dry_run_with_the_fused_epilogue(
+    name: str, by_epilogue: None, monkeypatch: pytest.MonkeyPatch, launched: set[Any], ahead: list[set[Any]]
+) -> None:
+    monkeypatch.setattr("liger_chunked.engine.epilogue.SMALLEST", 0)
+    loss: Any = type(LOSSES[name]())(logits_budget=32 * 64 * 2)  # several chunks
+    evaluate(loss, batch_of(loss, torch.bfloat16, whole=True))
+    ours = {key for key in launched if key[0] not in OF_THE_TARGET}
+    assert "_project_kernel" in {key[0] for key in ours}
+    assert ours == set().union(*ahead)
+
+
+@pytest.mark.triton
+@pytest.mark.skipif(not backend.INTERPRETED, reason="records launches: runs with TRITON_INTERPRET=1")
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_dry_run_of_statistics(
+    fused: bool, trains: bool, by_epilogue: None, monkeypatch: pytest.MonkeyPatch, launched: set[Any], ahead: Any
+) -> None:
+    if fused:
+        monkeypatch.setattr("liger_chunked.engine.epilogue.SMALLEST", 0)
+        monkeypatch.setattr("liger_chunked.engine.epilogue.FEWEST_TILES", 1)
+        monkeypatch.setattr("liger_chunked.engine.epilogue.FEWEST_TILES_OF_ENTROPY", 1)
+    batch = batch_of(LigerFusedLinearCrossEntropyLoss(), torch.bfloat16)
+    weight = batch["weight"].requires_grad_(trains)
+    found = linear_token_stats(weight, batch["input"], batch["target"], outputs=("logps", "entropy"))
+    if trains:
+        assert found.logps is not None
+        found.logps.sum().backward()
+    ours = {key for key in launched if key[0] not in OF_THE_TARGET}
+    assert ("_project_kernel" in {key[0] for key in ours}) == fused
+    assert ours == set().union(*ahead)
+
+
+def test_an_error_of_a_dry_run_is_not_one_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_ahead, "_applies", lambda x: not x.is_meta)
+    monkeypatch.setattr(compile_ahead, "_compiled", set())
+    asked: list[torch.device] = []
+
+    def refuse(device: torch.device) -> Any:
+        asked.append(device)
+        raise RuntimeError("no threads")
+
+    monkeypatch.setattr(compile_ahead, "compiled_together", refuse)
+    loss = LigerFusedLinearCrossEntropyLoss()
+    with pytest.warns(RuntimeWarning, match=r"compile one after another: RuntimeError\('no threads'\)") as warned:
+        for _ in range(2):
+            evaluate(loss, batch_of(loss, torch.float32))
+    assert asked == [torch.device("cpu")] and len(warned) == 1  # once for each kind
+
+    # A step without a dry run leaves it to a later one of the same kind.
+    given = batch_of(loss, torch.bfloat16)
+    linear_token_stats(**given, top_k=5)
+    assert len(asked) == 1
+    with pytest.warns(RuntimeWarning, match="no threads"):
+        linear_token_stats(**given)
+    assert len(asked) == 2
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("row", on_paths())
+def test_a_dry_run_of_every_loss(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "AsyncCompileMode", None)
+    monkeypatch.setattr(compile_ahead, "_applies", lambda x: not x.is_meta)
+    monkeypatch.setattr(compile_ahead, "_compiled", set())
+    batch = row.sample(SMALL, 0)
+    table.evaluate(row.ours, batch)  # an error of the dry run is a warning
+    with_teacher = any(name.startswith("teacher") for name in batch)
+    assert compile_ahead._compiled or with_teacher
+
+
+@pytest.mark.parametrize("budget", [None, 32 * 64 * 4], ids=["one-chunk", "several"])
+def test_a_dry_run_computes_no_products(budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "AsyncCompileMode", None)
+    monkeypatch.setattr(compile_ahead, "_applies", lambda x: True)
+    monkeypatch.setattr(compile_ahead, "_compiled", set())
+    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=budget)
+    given = batch_of(loss, torch.float32)
+    flops = []
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            evaluate(loss, given)
+        flops.append(counter.get_total_flops())
+        assert compile_ahead._compiled
+    assert flops[0] == flops[1] > 0
+
+
+COUNTED = """
+import torch, triton
+from liger_chunked import warmup
+from liger_chunked.cli.losses import DISTILLATION, LOSSES
+from liger_chunked.testing import Sizes, evaluate
+from liger_chunked.cli.bench import _batch
+
+compiled = []
+triton.knobs.runtime.jit_cache_hook = lambda **call: compiled.append(call["repr"]) and None
+import sys
+name, length = sys.argv[1], int(sys.argv[2])
+loss = LOSSES[name]()
+sizes = {"vocab_size": 151936, "hidden_size": 1024, "shape": (8, length)}
+teacher = {"teacher_hidden_size": 1024} if name in DISTILLATION else {}
+warmup(loss, **sizes, **teacher)
+print(f"warmup compiled {len(compiled)} variants")
+assert compiled
+allocated = torch.cuda.memory_allocated()
+compiled.clear()
+batch = _batch(loss, Sizes(8, length, 1024, 151936, 1024), "cuda", torch.bfloat16)
+for lengths in ([length] * 8, [length - 5 * i for i in range(8)], [length - 16 * i - 1 for i in range(8)]):
+    ignored = torch.arange(length, device="cuda") >= torch.tensor(lengths, device="cuda")[:, None]
+    evaluate(loss, batch | {"target": batch["target"].masked_fill(ignored, -100)})
+assert not compiled, compiled
+assert allocated < 65 << 20, allocated  # two streams' workspaces of cuBLAS, 32 MiB each, and cached scalars
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("length", [256, 2048], ids=["one-chunk", "several"])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "token-stats"])
+def test_later_steps_compile_nothing(name: str, length: int, fresh_process: Any) -> None:
+    fresh_process.run(COUNTED, name, str(length))
+
+
+TOGETHER = """
+import sys, torch, triton
+from liger_chunked.cli.bench import _batch
+from liger_chunked.cli.losses import LOSSES
+from liger_chunked.testing import Sizes, evaluate
+
+ahead, late = [], []
+def record(**call):
+    (ahead if call["is_manual_warmup"] else late).append(call["repr"])
+triton.knobs.runtime.jit_cache_hook = record
+name, length, reference = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
+loss = LOSSES[name]()
+batch = _batch(loss, Sizes(8, length, 2048, 151936, 2048), "cuda", torch.bfloat16)
+if reference:
+    del batch["ref_logps"]
+    batch |= {f"ref_{key}": batch[key].detach() for key in ("weight", "input")}
+
+def step(ignored):
+    target = batch["target"].clone()
+    target[-1, length - ignored:] = -100  # later chunks start at the same tokens
+    evaluate(loss, batch | {"target": target})
+
+slow = {"sympy", "torch._dynamo"} - set(sys.modules)
+step(16)
+assert not slow & set(sys.modules)
+print(f"{len(ahead)} variants ahead, {len(late)} late: {late}")
+assert ahead and not late, late
+ahead.clear(), late.clear()
+step(32)
+step(33)
+assert not ahead and not late, (ahead, late)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(launch.AsyncCompileMode is None, reason="Triton compiles in no threads")
+@pytest.mark.parametrize("length", [256, 2048], ids=["one-chunk", "several"])
+@pytest.mark.parametrize(
+    ("name", "reference"), [("cross-entropy", False), ("dpo", False), ("dpo", True), ("grpo", False), ("grpo", True)]
+)
+def test_a_first_step_compiles_at_once(name: str, reference: bool, length: int, fresh_process: Any) -> None:
+    """A step compiles no kernel by itself, and one of an odd number of tokens nothing."""
+    fresh_process.run(TOGETHER, name, str(length), str(reference))
+
+
+STEP = """
+import sys
+import torch
+from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
+from liger_chunked.testing import Sizes, evaluate, random_batch
+
+# Since torch 2.15, the first backward of a process imports torch.nested: milliseconds, and eager code pays them too.
+torch.autograd.grad((x := torch.ones((), requires_grad=True)) * 1, x)
+assert "sympy" not in sys.modules
+sizes = Sizes(4, 8, 16, 64, 16)
+for loss in (LigerFusedLinearDPOLoss(), LigerFusedLinearGRPOLoss()):
+    batch = random_batch(loss, 0, sizes)
+    before = set(sys.modules)
+    evaluate(loss, batch)
+    imported = {name.partition(".")[0] for name in set(sys.modules) - before}
+    assert imported <= {"liger_chunked"}, imported
+"""
+
+
+def test_a_step_imports_nothing(fresh_process: Any) -> None:
+    """Autograd imports sympy for a given upstream gradient: seconds, if its bytecode is not cached."""
+    fresh_process.run(STEP)
+
+
+def test_is_public() -> None:
+    assert "warmup" in liger_chunked.__all__

@@ -1,0 +1,726 @@
+"""Test cases that such code often gets wrong: odd inputs, corner cases of autograd, mixed precision."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sampling import on_paths
+from spies import Products
+from table import (
+    PARAMETERS,
+    ROWS,
+    SMALL,
+    Sizes,
+    evaluate,
+    moved,
+    n_valid,
+    pairs,
+    relative_error,
+    rollouts,
+    rows_like,
+    students,
+    tokens,
+)
+from torch import Tensor
+
+from liger_chunked import (
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLDivLoss,
+    LigerFusedLinearORPOLoss,
+    eager,
+    linear_token_stats,
+)
+from liger_chunked.engine import step
+from liger_chunked.engine.head import HeadPass
+
+by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
+by_path = pytest.mark.parametrize("row", on_paths())
+EXACT = 1e-12
+SEVERAL_CHUNKS = 8 * 9 * SMALL.vocab  # a budget of nine tokens in float64
+FLOAT16_ULP = torch.finfo(torch.float16).eps
+
+
+def assert_same(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float = EXACT) -> None:
+    assert ours.keys() == exact.keys()
+    for name in exact:
+        assert relative_error(ours[name], exact[name]) < tolerance, name
+
+
+# Frozen parts
+
+
+@pytest.mark.sampled(2)
+@by_path
+@pytest.mark.parametrize(
+    "trainable",
+    [("weight", "input"), ("weight", "bias"), ("input", "bias"), ("weight",), ("input",), ("bias",)],
+    ids="+".join,
+)
+def test_frozen_parts(row, trainable, device):
+    batch = moved(row.sample(SMALL, seed=2), device=device)
+    if "bias" not in batch:
+        batch["bias"] = batch["weight"][:, 0].clone()
+    exact = evaluate(row.oracle, batch, trainable)
+    assert_same(evaluate(partial(row.ours, logits_budget=SEVERAL_CHUNKS), batch, trainable), exact)
+    for name in {"weight", "input", "bias"} - set(trainable):
+        assert batch[name].grad is None
+
+
+@by_path
+def test_nothing_trainable(row):
+    batch = row.sample(SMALL, seed=2)
+    loss = row.ours(batch)
+    assert not loss.requires_grad
+    with torch.no_grad():
+        assert torch.equal(row.ours({**batch, "weight": batch["weight"].clone().requires_grad_()}), loss)
+
+
+# Ignored tokens
+
+
+@pytest.mark.sampled
+@by_row
+@pytest.mark.parametrize("budget", [None, 8 * SMALL.vocab], ids=["auto", "1-token"])
+def test_all_ignored_is_a_connected_zero(row, budget, device):
+    batch = moved(row.sample(SMALL, seed=0), device=device)
+    batch["target"].fill_(-100)
+    result = evaluate(partial(row.ours, logits_budget=budget), batch)
+    for name, value in result.items():
+        assert (value == 0).all(), name
+
+
+@pytest.mark.parametrize("n", [0, 6])
+def test_cross_entropy_of_no_target_is_not_minus_zero(n):
+    weight, input = torch.ones(5, 4), torch.ones(n, 4)
+    loss = LigerFusedLinearCrossEntropyLoss()(weight, input, torch.full((n,), -100))
+    assert loss == 0 and not loss.signbit()
+
+
+def test_a_gradient_known_beforehand_needs_no_graph(monkeypatch):
+    """Plain cross entropy in several chunks: the forward runs no autograd."""
+    row = next(row for row in ROWS if repr(row) == "ce")
+    batch = row.sample(SMALL, seed=0)
+    exact = evaluate(row.oracle, batch)
+    weight, input = (batch[name].detach().requires_grad_() for name in ("weight", "input"))
+    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=SEVERAL_CHUNKS)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd, "grad", None)
+        value = loss(weight, input, batch["target"])
+    value.backward()
+    assert_same({"loss": value.detach(), "weight": weight.grad, "input": input.grad}, exact)
+
+
+def test_a_sum_of_many_log_probabilities_is_not_rounded_on_the_way():
+    """Sum one token of 2^24 nats and small ones, which a float32 sum would lose."""
+    n = 4096
+    weight, input = torch.tensor([[0.0], [1.0]]), torch.full((n, 1), -0.25)
+    input[0] = -(2.0**24)
+    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, input, torch.ones(n, dtype=torch.int64))
+    exact = F.cross_entropy((input @ weight.T).double(), torch.ones(n, dtype=torch.int64), reduction="sum")
+    assert relative_error(loss, exact) < torch.finfo(torch.float32).eps
+
+
+@by_row
+def test_empty_batch_is_a_connected_zero(row, device):
+    batch = {
+        name: x if name.endswith(("weight", "bias")) else x[:0]
+        for name, x in moved(row.sample(SMALL, seed=0), device=device).items()
+    }
+    result = evaluate(row.ours, batch)
+    for name, value in result.items():
+        assert (value == 0).all(), name
+
+
+@pytest.mark.sampled
+@by_row
+@pytest.mark.parametrize("ignored", [[1], [1, 4], [0, 1, 2]], ids=["one-sequence", "one-pair", "all-chosen"])
+def test_ignored_sequences(row, ignored, device):
+    batch = moved(row.sample(SMALL, seed=4), device=device)
+    batch["target"][ignored] = -100
+    assert_same(evaluate(partial(row.ours, logits_budget=SEVERAL_CHUNKS), batch), evaluate(row.oracle, batch))
+
+
+@by_path
+def test_only_the_last_turn(row):
+    batch = row.sample(SMALL, seed=0)
+    batch["target"][:, :-1] = -100
+    batch["target"][:, -1] = 3
+    assert_same(evaluate(row.ours, batch), evaluate(row.oracle, batch))
+
+
+@pytest.mark.sampled(2)
+@by_path
+@pytest.mark.parametrize("ignore_index", [-1, 0, SMALL.vocab - 1, 10**6])
+def test_other_ignore_index(row, ignore_index):
+    batch = row.sample(SMALL, seed=0)
+    target = batch["target"]
+    kept = torch.where((target == ignore_index) & (target >= 0), 1, target)
+    batch["target"] = torch.where(target == -100, ignore_index, kept)
+    ours = evaluate(partial(row.ours, ignore_index=ignore_index, logits_budget=SEVERAL_CHUNKS), batch)
+    assert_same(ours, evaluate(partial(row.oracle, ignore_index=ignore_index), batch))
+
+
+@by_path
+def test_padding_is_free_to_be_anything(row):
+    """Hidden states of ignored tokens are not read."""
+    batch = row.sample(SMALL, seed=0)
+    expected = evaluate(row.ours, batch)
+    for name in ("input", "ref_input"):
+        if name in batch:
+            batch[name] = torch.where((batch["target"] == -100)[..., None], math.nan, batch[name])
+    for name, value in evaluate(row.ours, batch).items():
+        assert torch.equal(value, expected[name]), name
+
+
+# Autograd
+
+
+@by_path
+@pytest.mark.parametrize("upstream", [-3.0, 0.0, 1e-3])
+def test_scaled_after_return(row, upstream):
+    batch = row.sample(SMALL, seed=0)
+    ours = evaluate(row.ours, batch, upstream=upstream)
+    exact = evaluate(row.oracle, batch)
+    for name in exact:
+        factor = 1 if name == "loss" else upstream
+        assert torch.allclose(ours[name], factor * exact[name], rtol=1e-10, atol=1e-14), name
+
+
+@by_path
+def test_in_place_on_the_loss(row):
+    batch = row.sample(SMALL, seed=0)
+
+    def scaled(batch):
+        loss = row.ours(batch)
+        loss *= 0.25
+        return loss
+
+    exact = evaluate(row.oracle, batch)
+    assert_same(evaluate(scaled, batch), {name: 0.25 * value for name, value in exact.items()})
+
+
+@pytest.mark.parametrize("budget", [None, SEVERAL_CHUNKS], ids=["one-chunk", "several"])
+def test_in_place_on_losses_per_token(budget):
+    batch = tokens(SMALL, seed=0)
+    factors = torch.linspace(-2, 2, batch["target"].numel(), dtype=torch.float64).view(batch["target"].shape)
+
+    def in_place(losses: Tensor) -> Tensor:
+        losses *= factors
+        losses[0] = 0
+        return losses.sum()
+
+    def ours(batch):
+        return in_place(LigerFusedLinearCrossEntropyLoss(reduction="none", logits_budget=budget)(**batch))
+
+    def statistics(batch):
+        return -in_place(linear_token_stats(**batch, logits_budget=budget).logps)
+
+    exact = evaluate(lambda batch: in_place(eager.cross_entropy(**batch, reduction="none")), batch)
+    assert_same(evaluate(ours, batch), exact)
+    assert_same(evaluate(statistics, batch), exact)
+
+
+@by_path
+@pytest.mark.parametrize("budget", [None, SEVERAL_CHUNKS], ids=["one-chunk", "several"])
+def test_second_backward_with_another_upstream(row, budget):
+    batch = row.sample(SMALL, seed=0)
+    leaves = {name: batch[name].clone().requires_grad_() for name in PARAMETERS if name in batch}
+    loss = row.ours({**batch, **leaves}, logits_budget=budget)
+    exact = evaluate(row.oracle, batch)
+    for upstream in (2.0, -0.5, 1.0):
+        grads = torch.autograd.grad(loss, list(leaves.values()), torch.full_like(loss, upstream), retain_graph=True)
+        assert_same(dict(zip(leaves, grads, strict=True)), {name: upstream * exact[name] for name in leaves})
+
+
+@by_path
+@pytest.mark.parametrize("budget", [None, SEVERAL_CHUNKS], ids=["one-chunk", "several"])
+def test_inputs_are_left_alone(row, budget):
+    batch = row.sample(SMALL, seed=0)
+    before = {name: x.clone() for name, x in batch.items()}
+    evaluate(partial(row.ours, logits_budget=budget), batch)
+    leaves = {name: x.requires_grad_() for name, x in batch.items() if name in PARAMETERS}
+    row.ours(batch, logits_budget=budget).backward()
+    assert leaves
+    for name, x in batch.items():
+        assert torch.equal(x.detach(), before[name]), name
+
+
+@by_path
+def test_weight_used_twice_in_one_graph(row):
+    """Tied embeddings: the hidden states depend on the head's weight, too."""
+    batch = row.sample(SMALL, seed=0)
+
+    def tied(loss, batch):
+        embedded = F.embedding(batch["target"].clamp(min=0), batch["weight"])
+        return loss({**batch, "input": batch["input"] + embedded}) + batch["weight"].square().mean()
+
+    assert_same(evaluate(partial(tied, row.ours), batch), evaluate(partial(tied, row.oracle), batch))
+
+
+@pytest.mark.parametrize("budget", [None, 8 * 7 * SMALL.vocab, 8 * 5], ids=["auto", "slices", "tiny"])
+def test_random_upstream_of_every_statistic(budget, device):
+    batch = moved(tokens(SMALL, seed=7), device=device)
+    outputs = ("logps", "lse", "entropy", "mean_logits")
+    generator = torch.Generator().manual_seed(0)
+    upstream = torch.randn(4, *batch["target"].shape, generator=generator, dtype=torch.float64).to(device)
+    upstream[:, ::2, ::3] = 0
+
+    def ours(batch):
+        stats = linear_token_stats(**batch, outputs=outputs, logits_budget=budget)
+        return (torch.stack([getattr(stats, name) for name in outputs]) * upstream).sum()
+
+    def oracle(batch):
+        stats = eager.token_stats(**batch, outputs=outputs)
+        return (torch.stack([stats[name] for name in outputs]) * upstream).sum()
+
+    assert_same(evaluate(ours, batch), evaluate(oracle, batch))
+
+
+def test_every_statistic_by_value(device):
+    batch = moved(tokens(SMALL, seed=7), device=device)
+    outputs = ("logps", "lse", "entropy", "mean_logits", "argmax", "is_top1", "log_sum_sq_probs")
+    ours = linear_token_stats(**batch, outputs=outputs, softcap=3.0, logits_budget=8 * 40)
+    exact = eager.token_stats(**batch, outputs=outputs, softcap=3.0)
+    for name in outputs:
+        torch.testing.assert_close(getattr(ours, name), exact[name], rtol=EXACT, atol=EXACT, msg=name)
+    assert [name for name in outputs if getattr(ours, name).requires_grad] == []
+
+
+# Layouts of memory
+
+
+def _strided(x: Tensor) -> Tensor:
+    """Return the same values as every second element of a wider tensor."""
+    others = ~x if x.dtype == torch.bool else x + 1
+    return torch.stack([x, others], dim=-1)[..., 0]
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """Return the same values with the first two dimensions swapped in memory."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+@pytest.mark.sampled(2)
+@by_path
+@pytest.mark.parametrize("layout", [_strided, _transposed])
+@pytest.mark.parametrize("ignored", [True, False], ids=["ragged", "full"])
+def test_inputs_need_not_be_contiguous(row, layout, ignored):
+    batch = row.sample(SMALL._replace(ignored=ignored), seed=0)
+    for name, x in batch.items():
+        batch[name] = layout(x) if x.ndim > 1 else _strided(x)
+        assert not batch[name].is_contiguous()
+    leaves = {name: batch[name].requires_grad_() for name in PARAMETERS if name in batch}
+    loss = row.ours(batch, logits_budget=SEVERAL_CHUNKS)
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    exact = evaluate(row.oracle, {name: x.detach().contiguous() for name, x in batch.items()})
+    assert_same({"loss": loss.detach(), **dict(zip(leaves, grads, strict=True))}, exact)
+
+
+@pytest.mark.triton
+def test_kernels_meet_a_target_with_gaps(device):
+    """Every token is valid, so that no selection makes a contiguous copy."""
+    batch = moved(tokens(SMALL._replace(ignored=False), seed=0), device=device)
+    batch["target"] = _strided(batch["target"])
+    exact = evaluate(lambda batch: LigerFusedLinearCrossEntropyLoss()(**batch), batch)
+    ours = evaluate(lambda batch: LigerFusedLinearCrossEntropyLoss()(**batch), moved(batch, torch.float32))
+    for name in exact:
+        assert relative_error(ours[name], exact[name]) < 1e-5, name
+
+
+@by_path
+def test_input_of_stride_zero(row):
+    batch = row.sample(SMALL, seed=0)
+    one = batch["input"][:, :1].clone()
+
+    def expanded(loss, batch):
+        return loss({**batch, "input": batch["input"].expand(-1, SMALL.length, -1)})
+
+    batch["input"] = one
+    assert_same(evaluate(partial(expanded, row.ours), batch), evaluate(partial(expanded, row.oracle), batch))
+
+
+@by_path
+def test_input_is_a_view_of_another_leaf(row):
+    batch = row.sample(SMALL, seed=0)
+    whole = torch.cat([batch["input"], batch["input"]], dim=1)
+
+    def viewed(loss, batch):
+        return loss({**batch, "input": batch["input"][:, : SMALL.length]})
+
+    batch["input"] = whole
+    assert_same(evaluate(partial(viewed, row.ours), batch), evaluate(partial(viewed, row.oracle), batch))
+
+
+@by_path
+def test_int32_targets(row):
+    batch = row.sample(SMALL, seed=0)
+    expected = evaluate(row.ours, batch)
+    batch["target"] = batch["target"].int()
+    for name, value in evaluate(row.ours, batch).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("row", on_paths(row for row in ROWS if row.scope == "token"))
+def test_tokens_in_one_dimension(row):
+    batch = row.sample(SMALL, seed=0)
+    of_tokens = [name for name in batch if name.endswith(("input", "target", "teacher_logps", "_ids"))]
+    flat = batch | {name: batch[name].flatten(0, 1) for name in of_tokens}
+    assert_same(evaluate(row.ours, flat), evaluate(row.oracle, flat))
+
+
+@pytest.mark.parametrize("row", on_paths(row for row in ROWS if row.scope != "token"))
+def test_side_of_the_padding(row):
+    """Sequences moved to the right end of their rows, as a tokenizer with left padding has them."""
+    batch = row.sample(SMALL, seed=0)
+    last = ((batch["target"] != -100) * torch.arange(1, SMALL.length + 1)).amax(1)
+    moves = (torch.arange(SMALL.length) - (SMALL.length - last)[:, None]) % SMALL.length
+
+    def to_the_right(name, x):
+        of_tokens = x.ndim > 1 and x.shape[:2] == batch["target"].shape and not name.endswith("weight")
+        return torch.stack([x[i, moves[i]] for i in range(len(x))]) if of_tokens else x
+
+    left = {name: to_the_right(name, x) for name, x in batch.items()}
+    assert (left["target"][:, -1] != -100).all() and (left["target"] == -100).any()
+    exact = evaluate(row.ours, batch)
+    exact["input"] = to_the_right("input", exact["input"])
+    assert_same(evaluate(row.ours, left), exact)
+
+
+@pytest.mark.parametrize("vocab", [151665, 151936, 152064, 262144])
+def test_vocabularies_of_models(vocab):
+    """On a CPU, in one slice and in several."""
+    batch = tokens(Sizes(sequences=1, length=3, hidden=4, vocab=vocab, ignored=False), seed=0)
+    batch["target"][0, 0] = vocab - 1
+    exact = evaluate(lambda batch: eager.cross_entropy(**batch), batch)
+    for budget in (None, 8 * 2 * vocab, 8 * 65536):
+        ours = evaluate(
+            lambda batch, budget=budget: LigerFusedLinearCrossEntropyLoss(logits_budget=budget)(**batch), batch
+        )
+        assert_same(ours, exact)
+
+
+# Numbers
+
+
+@by_path
+@pytest.mark.parametrize("offset", [1e4, -1e4], ids=str)
+def test_offset_logits(row, offset, device):
+    """A constant added to every logit changes lse and the mean, but no probability."""
+    batch = moved(row.sample(SMALL, seed=0), device=device)
+    batch["bias"] = torch.full_like(batch["weight"][:, 0], offset)
+    exact = evaluate(row.oracle, batch)
+    for name, value in evaluate(partial(row.ours, logits_budget=SEVERAL_CHUNKS), batch).items():
+        # 1e4 times an eps of 2e-16, and its square in the z-loss.
+        assert relative_error(value, exact[name]) < 1e-9 or torch.allclose(value, exact[name], atol=1e-9), name
+
+
+@pytest.mark.parametrize("budget", [None, 8 * 7 * SMALL.vocab, 8 * 7 * 4], ids=["auto", "chunks", "slices"])
+@pytest.mark.parametrize("columns", [slice(0, 9), slice(14, 23), slice(5, 6)], ids=["first", "last", "one"])
+@pytest.mark.parametrize("loss", ["ce", "dpo", "stats"])
+def test_columns_of_minus_infinity(loss, columns, budget):
+    """A mask in the bias excludes tokens; mean_logits is then -inf, without a gradient."""
+    row = {
+        "ce": next(row for row in ROWS if row.id == "ce-sum"),
+        "dpo": next(row for row in ROWS if row.id == "dpo-no-reference"),
+        "stats": next(row for row in ROWS if row.id == "stats-entropy"),
+    }[loss]
+    batch = row.sample(SMALL, seed=0)
+    batch["bias"][columns] = -math.inf
+    batch["target"] = torch.where(batch["target"] == -100, -100, 11)
+    ours = evaluate(partial(row.ours, logits_budget=budget), batch, ("weight", "input"))
+    assert_same(ours, evaluate(row.oracle, batch, ("weight", "input")))
+
+
+@pytest.mark.parametrize("probability", [0.9, 0.99, 0.999, 1 - 1e-5], ids=str)
+def test_gradient_near_certainty_in_bfloat16(probability, device):
+    """p - 1 is small, and must not be the difference of two rounded numbers."""
+    v, h = 257, 16
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(v, h, generator=generator)
+    target = torch.arange(64) % v
+    # Move the input towards the target's row to reach this probability.
+    input = 4 * weight[target] / weight[target].norm(dim=1, keepdim=True)
+    for _ in range(40):
+        p = (input @ weight.T).softmax(-1).gather(1, target[:, None])
+        input = input * torch.where(p < probability, 1.1, 0.97)
+    batch = moved({"weight": weight, "input": input, "target": target}, torch.bfloat16, device)
+
+    def ours(batch):
+        return LigerFusedLinearCrossEntropyLoss()(**batch)
+
+    exact = evaluate(lambda batch: eager.cross_entropy(**batch), moved(batch, torch.float64))
+    naive = evaluate(lambda batch: eager.cross_entropy(**batch), batch)
+    for name, value in evaluate(ours, batch).items():
+        bound = max(1.1 * relative_error(naive[name], exact[name]), torch.finfo(value.dtype).eps)
+        assert relative_error(value, exact[name]) <= bound, name
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.id != "kl_cov"], ids=repr)  # it depends on the order
+def test_identical_rows(row):
+    """Every token is the same: ties everywhere, and sorts without a defined order."""
+    batch = row.sample(SMALL._replace(ignored=False), seed=0)
+    for name in ("input", "ref_input"):
+        if name in batch:
+            batch[name] = batch[name][:1, :1].expand_as(batch[name]).contiguous()
+    batch["target"].fill_(3)
+    ours, exact = evaluate(row.ours, batch), evaluate(row.oracle, batch)
+    for name in exact:
+        # Chosen and rejected cancel in DPO's gradients, so there is no norm to compare with.
+        torch.testing.assert_close(ours[name], exact[name], rtol=1e-10, atol=1e-12, msg=name)
+
+
+# Precision
+
+
+@by_path
+def test_autocast(row, device, monkeypatch):
+    """GEMMs run in the autocast dtype; the result equals that of inputs cast by hand, with float32 gradients."""
+    # Disable the fused epilogue: only the step with a float32 dW might use it, and would then not round its logits.
+    monkeypatch.setattr(step, "has_wide_tiles", lambda device: False)
+    batch = moved(row.sample(Sizes(6, 16, 32, 257, 16), seed=0), torch.float32, device)
+    leaves = {name: batch[name].clone().requires_grad_() for name in PARAMETERS if name in batch}
+    # One chunk: on a CPU, several are accumulated with float32 products of upcast operands.
+    with torch.autocast(device, torch.bfloat16), Products() as products:
+        loss = row.ours({**batch, **leaves})
+    grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+    # The backward outside of autocast does the same.
+    again = torch.autograd.grad(loss, list(leaves.values()))
+    assert all(map(torch.equal, again, grads))
+    assert torch.bfloat16 in products.dtypes
+    if row.fused or device == "cuda":
+        assert products.dtypes[:2] == [torch.bfloat16] * 2
+    cast = {name: x for name, x in moved(batch, torch.bfloat16).items() if not name.endswith("_logps")}
+    by_hand = evaluate(row.ours, batch | cast)
+    assert torch.equal(loss.detach(), by_hand["loss"])
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        assert grad.dtype == leaf.dtype == torch.float32
+        # The gradients by hand were rounded to bfloat16 at the end.
+        assert relative_error(grad, by_hand[name].double()) < torch.finfo(torch.bfloat16).eps, name
+
+
+@by_path
+def test_autocast_leaves_float64_alone(row):
+    batch = row.sample(SMALL, seed=0)
+    exact = evaluate(row.oracle, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(evaluate(row.ours, batch), exact)
+
+
+@pytest.mark.sampled
+@by_path
+@pytest.mark.parametrize("scale", [1.0, 2.0**14], ids=["unscaled", "scaled"])
+def test_float16_with_a_loss_scale(row, scale, device):
+    """Per-token gradients below 6e-8 would underflow; those of the scaled loss must not overflow either."""
+    batch = moved(row.sample(Sizes(8, 32, 64, 499, 48, ignored=False), seed=0), torch.float16, device)
+    exact = evaluate(row.oracle, moved(batch, torch.float64))
+    eager = evaluate(row.oracle, batch, upstream=scale)
+    for name, value in evaluate(row.ours, batch, upstream=scale).items():
+        expected = exact[name] if name == "loss" else scale * exact[name]
+        if expected.abs().max() > torch.finfo(torch.float16).max and value.dtype == torch.float16:
+            continue  # a trainer skips the step and lowers its scale
+        bound = max(FLOAT16_ULP, 1.1 * relative_error(eager[name], expected))  # a NaN from eager code is no bound
+        assert relative_error(value, expected) <= bound, name
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "primitive"])
+def test_100_steps_in_slices_of_bfloat16(fused):
+    """Rounding errors that add up over steps and slices would move the weights further than eager code does."""
+    vocab, hidden, n = 2503, 16, 24
+    generator = torch.Generator().manual_seed(0)
+    start = [0.5 * torch.randn(vocab, hidden, generator=generator) for _ in range(2)]
+    ids = [torch.randint(vocab, (n,), generator=generator) for _ in range(4)]
+
+    def by_slices(weight, input, target):
+        if fused:
+            return LigerFusedLinearCrossEntropyLoss(logits_budget=2 * 10 * vocab)(weight, input, target)
+        return -linear_token_stats(weight, input, target, logits_budget=2 * 10 * vocab).logps.mean()
+
+    def trained(loss, dtype):
+        embedding, head = ((x.double() if dtype == torch.float64 else x.clone()).requires_grad_() for x in start)
+        optimizer = torch.optim.SGD([embedding, head], lr=0.5)
+        for i in range(100):
+            x = ids[i % len(ids)]
+            value = loss(head.to(dtype), embedding[x].to(dtype), (x + 1) % vocab)
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+        return {"loss": value.detach(), "embedding": embedding.detach(), "head": head.detach()}
+
+    exact = trained(eager.cross_entropy, torch.float64)
+    naive, ours = trained(eager.cross_entropy, torch.bfloat16), trained(by_slices, torch.bfloat16)
+    assert exact["loss"] < 0.7 * math.log(vocab)
+    for name in exact:
+        bound = max(1.1 * relative_error(naive[name], exact[name]), torch.finfo(torch.bfloat16).eps / n**0.5)
+        assert relative_error(ours[name], exact[name]) <= bound, name
+
+
+# Pairs
+
+
+def test_one_long_pair_within_a_budget():
+    sizes = Sizes(sequences=2, length=200, hidden=8, vocab=101, ref_hidden=6)
+    batch = pairs(sizes, seed=0)
+    assert n_valid(batch) == 201
+    loss, metrics = LigerFusedLinearDPOLoss(logits_budget=8 * 10 * 101)(**batch)
+    exact, expected = eager.dpo(**batch)
+    torch.testing.assert_close(loss, exact, rtol=EXACT, atol=0)
+    for name, value in metrics._asdict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("row", rows_like("dpo"), ids=repr)
+def test_chosen_equal_to_rejected(row):
+    batch = row.sample(SMALL, seed=0)
+    half = SMALL.sequences // 2
+    for name in ("input", "target", "ref_input", "ref_logps"):
+        if name in batch:
+            batch[name][half:] = batch[name][:half]
+    ours, exact = evaluate(row.ours, batch), evaluate(row.oracle, batch)
+    for name in exact:
+        torch.testing.assert_close(ours[name], exact[name], rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"compute_nll_loss": True},
+        {"average_log_prob": True},
+        {"temperature": 0.5, "softcap": 4.0},
+        {"loss_type": "aot", "logits_budget": 8 * 30},
+    ],
+    ids=str,
+)
+def test_dpo_metrics(settings, device):
+    batch = moved(pairs(SMALL, seed=0), device=device)
+    _, ours = LigerFusedLinearDPOLoss(**settings)(**batch)
+    _, exact = eager.dpo(**batch, **{name: x for name, x in settings.items() if name != "logits_budget"})
+    assert set(ours._fields) == set(exact) - {"reward_accuracies", "reward_margins"}
+    for name, expected in exact.items():
+        value = getattr(ours, name)
+        assert not value.requires_grad
+        torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-14, msg=name)
+
+
+def test_reference_equal_to_policy_gives_no_reward():
+    batch = pairs(SMALL, seed=0, ref=None)
+    same = {"ref_input": batch["input"], "ref_weight": batch["weight"], "ref_bias": batch["bias"]}
+    loss, metrics = LigerFusedLinearDPOLoss()(**batch, **same)
+    assert loss.item() == pytest.approx(math.log(2), rel=1e-12)
+    assert (metrics.chosen_rewards == 0).all()
+    assert (metrics.rejected_rewards == 0).all()
+
+
+# Cross entropy
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy_metrics(reduction, device):
+    batch = moved(tokens(SMALL, seed=0), device=device)
+    module = LigerFusedLinearCrossEntropyLoss(
+        reduction=reduction,
+        lse_square_scale=0.1,
+        return_z_loss=True,
+        return_token_accuracy=True,
+        return_predicted_tokens=True,
+        logits_budget=SEVERAL_CHUNKS,
+    )
+    loss, metrics = module(**batch)
+    exact = eager.cross_entropy(**batch, reduction=reduction, lse_square_scale=0.1)
+    plain = eager.cross_entropy(**batch, reduction=reduction)
+    stats = eager.token_stats(**batch, outputs=("argmax", "is_top1"))
+    torch.testing.assert_close(loss, exact, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(metrics.z_loss, exact - plain, rtol=1e-9, atol=EXACT)
+    assert torch.equal(metrics.predicted_tokens, stats["argmax"])
+    assert metrics.token_accuracy.item() == pytest.approx(stats["is_top1"].sum().item() / n_valid(batch))
+
+
+ACCUMULATED = {
+    "ce": (LigerFusedLinearCrossEntropyLoss(), tokens),
+    "ce-everything": (LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1, lse_square_scale=0.01), tokens),
+    "jsd": (LigerFusedLinearJSDLoss(), students),
+    "dapo": (LigerFusedLinearGRPOLoss(reduction="dapo", entropy_coef=0.1), rollouts),
+}
+
+
+@pytest.mark.parametrize("count", [int, float, torch.tensor, None], ids=["int", "float", "tensor", "none"])
+@pytest.mark.parametrize("name", ACCUMULATED)
+def test_micro_batches_add_up_to_the_batch(name, count):
+    """Loss and gradients. Without `num_items`, the mean of a micro-batch times its share of the tokens."""
+    loss, sample = ACCUMULATED[name]
+    batch = sample(SMALL, seed=0)
+    batch["target"][1:3] = -100  # a micro-batch without tokens
+
+    def whole(batch):
+        returned = loss(**batch)
+        return returned[0] if isinstance(returned, tuple) else returned
+
+    def accumulated(batch):
+        total, n = 0.0, n_valid(batch)
+        for part in (slice(0, 1), slice(1, 3), slice(3, 6)):
+            micro = {name: x if name.endswith(("weight", "bias")) else x[part] for name, x in batch.items()}
+            if count is None:
+                total = total + whole(micro) * n_valid(micro) / n
+            else:
+                total = total + whole({**micro, "num_items": count(n)})
+        return total
+
+    assert_same(evaluate(accumulated, batch), evaluate(whole, batch))
+
+
+def test_every_mean_is_over_the_tokens_with_a_target():
+    """The mean of the cross entropy, the hard loss of distillation, the NLL terms and dapo divide by one number."""
+    batch = pairs(SMALL, seed=0, ref=None)
+    chosen = SMALL.sequences // 2
+    nll = eager.cross_entropy(batch["weight"], batch["input"][:chosen], batch["target"][:chosen], batch["bias"])
+    dpo = LigerFusedLinearDPOLoss(compute_nll_loss=True, use_ref_model=False)
+    for loss in (dpo, LigerFusedLinearORPOLoss(), LigerFusedLinearCPOLoss()):
+        torch.testing.assert_close(loss(**batch)[1].nll_loss, nll, rtol=EXACT, atol=0)
+
+    mean = eager.cross_entropy(**batch)
+    teacher = {"teacher_weight": batch["weight"], "teacher_input": batch["input"]}
+    torch.testing.assert_close(LigerFusedLinearKLDivLoss()(**batch, **teacher)[1].hard_loss, mean, rtol=EXACT, atol=0)
+    minus_logps = -linear_token_stats(**batch).logps
+    torch.testing.assert_close(minus_logps.sum() / n_valid(batch), mean, rtol=EXACT, atol=0)
+    ones = torch.ones(SMALL.sequences, dtype=torch.float64)
+    once = {"vespo_k_pos": 0.0, "vespo_lambda_pos": 1e-12}  # a weight of 1
+    policy = LigerFusedLinearGRPOLoss(surrogate="vespo", reduction="dapo", **once)
+    torch.testing.assert_close(policy(**batch, advantages=ones)[0], mean, rtol=1e-9, atol=0)
+    torch.testing.assert_close(LigerFusedLinearCrossEntropyLoss()(**batch), mean, rtol=EXACT, atol=0)
+
+
+def test_argmax_of_no_tokens_is_an_index(device):
+    target = torch.full((3,), -100, device=device)
+    head, input = torch.randn(7, 4, device=device), torch.randn(3, 4, device=device)
+    assert linear_token_stats(head, input, target, outputs=("argmax",)).argmax.dtype == torch.int64
+
+
+def test_a_backward_without_gradients_frees_the_last_tile(device):
+    """A later operation may stop the gradient."""
+
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return None
+
+    weight, input = torch.randn(7, 4, device=device, requires_grad=True), torch.randn(3, 4, device=device)
+    stats = linear_token_stats(weight, input, torch.tensor([1, 2, 3], device=device))
+    held = [weakref.ref(x) for x in gc.get_objects() if type(x) is HeadPass and x.head.weight.shape == (7, 4)]
+    assert held
+    Stop.apply(stats.logps).sum().backward()
+    gc.collect()
+    assert all(of_pass() is None for of_pass in held) and weight.grad is None

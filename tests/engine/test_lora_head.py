@@ -1,0 +1,966 @@
+"""Heads with a low-rank adapter equal heads whose weight contains the adapter, in every loss and in PEFT's models."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fused import assert_real_logits
+from sampling import on_paths
+from spies import Memory, flop_counter
+from table import ROWS, SMALL, Batch, Row, Sizes, evaluate, moved, n_valid, relative_error
+from test_values import ERROR_SIZES, FACTOR, rms
+from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
+
+from liger_chunked import (
+    AdaptedWeight,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearJSDLoss,
+    LogitOptions,
+    estimate_memory,
+    functional,
+    linear_token_stats,
+)
+from liger_chunked.engine import gradients
+from liger_chunked.kernels import backend, finish, logits_stats, unround_logps_
+from liger_chunked.testing import check_loss
+from liger_chunked.types import HeadTensors
+
+by_path = pytest.mark.parametrize("row", on_paths())
+RANK, SCALE = 3, 0.5
+HEADS = ("", "ref_", "teacher_")  # prefixes of the weights that get an adapter
+TRAINABLE = ("weight", "input", "bias", "down", "up")
+
+
+def with_factors(batch: Batch, seed: int = 0) -> Batch:
+    """Add `{prefix}down` (r, H) and `{prefix}up` (V, r) for each weight; an adapter adds a third to the logits."""
+    generator = torch.Generator().manual_seed(seed + 7)
+    batch = dict(batch)
+    for prefix in HEADS:
+        if f"{prefix}weight" in batch:
+            vocab, hidden = batch[f"{prefix}weight"].shape
+            batch[f"{prefix}down"] = torch.randn(RANK, hidden, generator=generator, dtype=torch.float64) / hidden**0.5
+            batch[f"{prefix}up"] = torch.randn(vocab, RANK, generator=generator, dtype=torch.float64)
+    return batch
+
+
+def with_weights(batch: Batch, make: Callable[[Tensor, Tensor, Tensor], Any]) -> dict[str, Any]:
+    """Replace the factors of each head by `make(weight, down, up)`."""
+    batch = dict(batch)
+    for prefix in HEADS:
+        if f"{prefix}down" in batch:
+            factors = (batch.pop(f"{prefix}{name}") for name in ("weight", "down", "up"))
+            batch[f"{prefix}weight"] = make(*factors)
+    return batch
+
+
+def adapted(weight: Tensor, down: Tensor, up: Tensor) -> AdaptedWeight:
+    # As PEFT does: `down` may be in another dtype than the hidden states.
+    return AdaptedWeight(weight, up, lambda x: SCALE * F.linear(x.to(down.dtype), down))
+
+
+def dense(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    return weight + SCALE * up @ down
+
+
+def compare(
+    row: Row, batch: Batch, bound: float, trainable: Iterable[str] = TRAINABLE, upstream: float = 1.0, **options: Any
+) -> None:
+    expected = evaluate(lambda b: row.oracle(with_weights(b, dense)), batch, trainable, upstream)
+    found = evaluate(lambda b: row.ours(with_weights(b, adapted), **options), batch, trainable, upstream)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert relative_error(found[name], value) < bound, f"{row.id}: {name}"
+
+
+SETTINGS = {
+    "automatic": (SMALL, None),
+    "chunks": (SMALL, 5),
+    "one token": (SMALL, 1),
+    "slices": (SMALL._replace(vocab=2503), 1.5),
+    "no ignored tokens": (SMALL._replace(ignored=False), 9),
+}
+
+
+@pytest.mark.sampled(4)
+@by_path
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("frozen", [(), ("weight", "bias"), ("weight", "input"), ("down", "up")], ids=str)
+def test_equal_to_the_dense_head(row, setting, frozen, device):
+    sizes, tokens = SETTINGS[setting]
+    batch = moved(with_factors(row.sample(sizes, 3)), device=device)
+    budget = None if tokens is None else int(tokens * sizes.vocab * 8)
+    compare(row, batch, 1e-9, [x for x in TRAINABLE if x not in frozen], upstream=-1.7, logits_budget=budget)
+
+
+class PeftHead:
+    """A weight whose product is that of PEFT's `lora.Linear`: the adapter in float32, added to the rounded output."""
+
+    def __init__(self, weight: Tensor, down: Tensor, up: Tensor) -> None:
+        self.weight, self.down, self.up = weight, down, up
+        self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
+
+    def __getitem__(self, rows: slice) -> PeftHead:
+        return PeftHead(self.weight[rows], self.down, self.up[rows])
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        assert function is F.linear
+        x, head, bias = args
+        result = F.linear(x, head.weight, bias)
+        return (result + SCALE * F.linear(F.linear(x.to(head.down.dtype), head.down), head.up)).to(result.dtype)
+
+
+# Not losses that clip: a token that rounding moves across the threshold dominates either error.
+CLIP = ("grpo", "bnpo", "dapo", "dr_grpo", "gspo", "luspo")
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("row", on_paths(row for row in ROWS if not row.id.startswith(CLIP)))
+@pytest.mark.parametrize("chunks", [False, True], ids=["one-chunk", "chunks"])
+def test_bfloat16_error_is_that_of_peft(row, chunks, device):
+    """With adapters in float32 beside a bfloat16 head, as PEFT keeps them."""
+    budget = 61 * ERROR_SIZES.vocab * 2 if chunks else None
+    errors: dict[str, list[tuple[float, float, float]]] = {}
+    for seed in range(3 * row.batches):
+        batch = moved(with_factors(row.sample(ERROR_SIZES, seed), seed), device=device)
+        factors = {name: x.float() for name, x in batch.items() if name.endswith(("down", "up"))}
+        batch = moved(batch, torch.bfloat16) | factors
+        exact = evaluate(lambda b: row.oracle(with_weights(b, dense)), moved(batch, torch.float64), TRAINABLE)
+        eager = evaluate(lambda b: row.oracle(with_weights(b, PeftHead)), batch, TRAINABLE)
+        ours = evaluate(lambda b: row.ours(with_weights(b, adapted), logits_budget=budget), batch, TRAINABLE)
+        for name in exact.keys() - {"loss"}:
+            assert ours[name].dtype == batch[name].dtype
+            off = [float((result[name].double() - exact[name]).norm()) for result in (ours, eager)]
+            errors.setdefault(name, []).append((off[0], off[1], float(exact[name].norm())))
+    for name, found in errors.items():
+        of_ours, of_eager, norms = map(list, zip(*found, strict=True))
+        error, bound = rms(of_ours, norms), FACTOR * rms(of_eager, norms)
+        assert error <= bound, f"{name}: {error:.3e} against {bound:.3e}"
+
+
+# PEFT
+
+
+PEFT_WARNINGS = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def peft_model(
+    targets: Iterable[str] = ("q_proj", "lm_head"),
+    second: bool = False,
+    sizes: dict[str, int] | None = None,
+    **lora: Any,
+) -> Any:
+    """Return a tiny Llama in float64 with nonzero adapters, in training mode."""
+    peft = pytest.importorskip("peft")
+    zoo = pytest.importorskip("model_zoo")
+    torch.manual_seed(0)
+    config = {"r": 3, "lora_alpha": 6, "target_modules": list(targets), "init_lora_weights": False, **lora}
+    tiny = zoo.BY_ID["llama"]
+    tiny = dataclasses.replace(tiny, config={**tiny.config, **(sizes or {})})
+    model = peft.get_peft_model(tiny.build(), peft.LoraConfig(**config))
+    if second:
+        model.add_adapter("other", peft.LoraConfig(**{**config, "r": 2, "lora_alpha": 5}))
+        model.base_model.set_adapter(["default", "other"])
+    return model.double().train()
+
+
+def labelled(sequences: int = 4) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, 60, (sequences, 7), generator=generator)
+    labels = ids.clone()
+    labels[:, :2] = labels[1, 5:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def next_tokens(labels: Tensor) -> Tensor:
+    return F.pad(labels[:, 1:], (0, 1), value=-100)
+
+
+def sft(head: Any, input: Any, budget: int | None) -> Tensor:
+    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=budget)
+    return loss(head.weight, input.hidden_states, input.target, head.bias)
+
+
+def sft_on_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"]).logits
+    return F.cross_entropy(logits.flatten(0, 1), next_tokens(batch["labels"]).flatten())
+
+
+def logps_of(head: Any, input: Any) -> Tensor:
+    logps = linear_token_stats(head.weight, input.hidden_states, input.target, head.bias).logps
+    assert logps is not None
+    return logps.sum(1)
+
+
+def dpo(head: Any, input: Any, budget: int | None, ref_logps: Tensor) -> Tensor:
+    loss = LigerFusedLinearDPOLoss(beta=0.3, logits_budget=budget)
+    return loss(head.weight, input.hidden_states, input.target, head.bias, ref_logps=ref_logps)[0]
+
+
+def dpo_on_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    def scores() -> Tensor:
+        target = next_tokens(batch["labels"])
+        logps = model(input_ids=batch["input_ids"]).logits.log_softmax(-1)
+        return (logps.gather(-1, target.clamp(min=0)[..., None])[..., 0] * (target != -100)).sum(1)
+
+    with torch.no_grad(), model.disable_adapter():
+        ref_logps = scores()
+    chosen, rejected = (scores() - ref_logps).chunk(2)
+    return -F.logsigmoid(0.3 * (chosen - rejected)).mean()
+
+
+def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_training(model: Any, batch: dict[str, Tensor], fused: Any, eager: Any) -> None:
+    results = []
+    for run in (eager, fused):
+        torch.manual_seed(5)  # one dropout mask for both
+        loss = run(model, batch)
+        results.append((loss.detach(), gradients_of(model, loss)))
+    (expected, their_gradients), (found, our_gradients) = results
+    assert relative_error(found, expected) < 1e-9
+    assert our_gradients.keys() == their_gradients.keys()
+    for name, gradient in their_gradients.items():
+        assert relative_error(our_gradients[name], gradient) < 1e-9, name
+
+
+ADAPTERS = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dropout": {"lora_dropout": 0.4},
+    "two adapters": {"second": True},
+    "two adapters, dropout": {"second": True, "lora_dropout": 0.3},
+    "bias": {"lora_bias": True},
+    "only the head": {"targets": ["lm_head"]},
+    "trained embeddings": {"modules_to_save": ["embed_tokens"]},
+}
+
+
+@PEFT_WARNINGS
+@pytest.mark.parametrize("budget", [None, 3 * 8 * 64], ids=["one-chunk", "chunks"])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_peft_sft(kind, budget):
+    from liger_chunked import attach_head
+
+    model, batch = peft_model(**ADAPTERS[kind]), labelled()
+    attach_head(model)
+    head_fn = functools.partial(sft, budget=budget)
+    assert_same_training(model, batch, lambda model, batch: model(**batch, head_fn=head_fn), sft_on_logits)
+
+
+@PEFT_WARNINGS
+@pytest.mark.parametrize("budget", [None, 3 * 8 * 64], ids=["one-chunk", "chunks"])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_peft_dpo_with_a_disabled_adapter_as_reference(kind, budget):
+    from liger_chunked import attach_head
+
+    def fused(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad(), model.disable_adapter():
+            ref_logps = model(**batch, head_fn=logps_of)
+        return model(**batch, head_fn=functools.partial(dpo, budget=budget, ref_logps=ref_logps))
+
+    model, batch = peft_model(**ADAPTERS[kind]), labelled()
+    attach_head(model)
+    assert_same_training(model, batch, fused, dpo_on_logits)
+
+
+class Halved(torch.nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.tanh() / 2
+
+
+@PEFT_WARNINGS
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+@pytest.mark.parametrize("kind", ["lora", "two adapters", "only the head"])
+def test_parametrized_adapters_are_served(kind, part):
+    """Their weight is a function of a parameter, which gets the gradient."""
+    from liger_chunked import attach_head
+
+    model, batch = peft_model(**ADAPTERS[kind]), labelled()
+    adapter = getattr(model.get_base_model().lm_head, part).default
+    torch.nn.utils.parametrize.register_parametrization(adapter, "weight", Halved())
+    attach_head(model)
+    head_fn = functools.partial(sft, budget=None)
+    assert_same_training(model, batch, lambda model, batch: model(**batch, head_fn=head_fn), sft_on_logits)
+
+
+class Quantized(torch.nn.Linear):
+    """Imitates the Linears of bitsandbytes, torchao and FP8, which have their own product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).round()
+
+
+class QuantizedTensor(Tensor):
+    """Stands for torchao's tensors."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with no_dispatch():
+            return function(*args, **(kwargs or {}))
+
+
+def quantized_module(model: Any) -> None:
+    head = model.get_base_model().lm_head
+    base = Quantized(head.in_features, head.out_features, bias=False)
+    head.base_layer = base.double()
+
+
+def quantized_up(model: Any) -> None:
+    up = model.get_base_model().lm_head.lora_B
+    up["default"] = Quantized(up.default.in_features, up.default.out_features, bias=False).double()
+
+
+def quantized_tensor(model: Any) -> None:
+    base = model.get_base_model().lm_head.base_layer
+    base._parameters["weight"] = base.weight.detach().as_subclass(QuantizedTensor)
+
+
+def hooked(kind: str, part: str) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        module = model.get_base_model().lm_head.get_submodule(part)
+        if kind == "pre":
+            module.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+        else:
+            module.register_forward_hook(lambda module, args, output: 2 * output)
+
+    return change
+
+
+UNSUPPORTED = {
+    "dora": ({"use_dora": True}, None, "adapter 'default' of the kind DoraLinearVariant"),
+    "alora": ({"alora_invocation_tokens": [3, 4]}, None, "adapter 'default' of the kind ALoraLinearVariant"),
+    "quantized": ({}, quantized_module, "computed by .*Quantized.* Leave lm_head out of quantization"),
+    "quantized lora_B": ({}, quantized_up, "computed by .*Quantized.* a fused loss needs a weight in floating point"),
+    "torchao": ({}, quantized_tensor, "weight.weight must be a plain dense torch.Tensor.* the dequantized one"),
+    "pre-hook of the base layer": ({}, hooked("pre", "base_layer"), "its forward pre-hook .* takes logits"),
+    "pre-hook of lora_B": ({}, hooked("pre", "lora_B.default"), "its forward pre-hook .* takes logits"),
+    "hook of the base layer": ({}, hooked("post", "base_layer"), "its forward hook .* takes logits"),
+    "hook of lora_B": ({}, hooked("post", "lora_B.default"), "its forward hook .* takes logits"),
+}  # fmt: skip
+
+
+@PEFT_WARNINGS
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_unsupported_heads_are_refused(case):
+    from liger_chunked import attach_head
+
+    lora, change, message = UNSUPPORTED[case]
+    model = peft_model(**lora)
+    if change is not None:
+        change(model)
+    with pytest.raises(ValueError if case != "torchao" else TypeError, match=message):
+        attach_head(model)
+        assert "lora_B" not in case or "hook" in case, "refused at the first step only"
+        model(**labelled(), head_fn=logps_of)
+
+
+@PEFT_WARNINGS
+@pytest.mark.parametrize("case", [case for case in UNSUPPORTED if case != "torchao"])
+def test_unsupported_heads_train_with_logits(case, caplog, monkeypatch):
+    """With the gradients of PEFT's own forward, and one line in the log."""
+    from liger_chunked import apply_liger_kernel
+    from liger_chunked.deferred import defer
+
+    monkeypatch.setattr(defer, "_LOGGED", set())
+    lora, change, message = UNSUPPORTED[case]
+    batch, results = labelled(), []
+    for patch in (False, True):
+        model = peft_model(**lora)
+        if change is not None:
+            torch.manual_seed(4)
+            change(model)
+        if patch:
+            apply_liger_kernel(model)
+        for _ in range(2):
+            output = model(**batch)
+            assert_real_logits(output)
+            results.append((output.loss.detach(), gradients_of(model, output.loss)))
+    lines = [x.getMessage() for x in caplog.records if x.name.startswith("liger_chunked")]
+    assert len(lines) == 1 and re.search(message, lines[0]), lines
+    (expected, theirs), _, (found, ours), _ = results
+    # Stock's loss function computes in float32, and our norms sum in another order.
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert relative_error(ours[name], gradient) < 1e-5, name
+
+
+@PEFT_WARNINGS
+def test_a_parametrized_base_layer_is_served():
+    from liger_chunked import attach_head
+
+    model, batch = peft_model(), labelled()
+    torch.nn.utils.parametrizations.weight_norm(model.get_base_model().lm_head.base_layer)
+    attach_head(model)
+    head_fn = functools.partial(sft, budget=None)
+    assert_same_training(model, batch, lambda model, batch: model(**batch, head_fn=head_fn), sft_on_logits)
+
+
+@PEFT_WARNINGS
+@pytest.mark.parametrize("budget", [None, 3 * 8 * 64], ids=["one-chunk", "chunks"])
+@pytest.mark.parametrize("loss", [sft, logps_of])
+def test_adapters_merged_before_the_backward(loss, budget):
+    """PEFT writes to `weight.data`, which has no version. Unmerged again, the gradient is that of the forward."""
+    from liger_chunked import attach_head
+
+    if loss is logps_of and budget is not None:
+
+        def head_fn(head: Any, input: Any) -> Tensor:
+            stats = linear_token_stats(head.weight, input.hidden_states, input.target, head.bias, logits_budget=budget)
+            return stats.logps.sum()
+    else:
+        head_fn = functools.partial(sft, budget=budget) if loss is sft else lambda *args: logps_of(*args).sum()
+    model, batch = peft_model(), labelled()
+    attach_head(model)
+    expected = gradients_of(model, model(**batch, head_fn=head_fn))
+    model.zero_grad()  # the refused backward reaches some parameters
+    found = model(**batch, head_fn=head_fn)
+    lm_head = model.get_base_model().lm_head
+    lm_head.merge()
+    with pytest.raises(RuntimeError, match=r"the adapters \['default'\] of lm_head were merged between forward and"):
+        found.backward(retain_graph=True)
+    lm_head.unmerge()
+    for name, gradient in gradients_of(model, found).items():
+        # Merging and unmerging rounds the weight.
+        assert relative_error(gradient, expected[name]) < 1e-9, name
+
+
+@PEFT_WARNINGS
+def test_a_layer_in_place_of_a_weight():
+    layer = peft_model().get_base_model().lm_head
+    with pytest.raises(TypeError, match="weight must be a floating-point tensor, got Linear: pass an AdaptedWeight"):
+        functional.cross_entropy_loss(layer, torch.randn(3, layer.in_features), torch.arange(3))
+
+
+@PEFT_WARNINGS
+def test_hooks_that_change_what_adapters_get():
+    """The pre-hooks of `lm_head` and all hooks of `lora_A` act as in PEFT's own forward."""
+    from liger_chunked import attach_head
+
+    model, batch = peft_model(), labelled()
+    attach_head(model)
+    hooked("pre", "")(model)
+    hooked("pre", "lora_A.default")(model)
+    hooked("post", "lora_A.default")(model)
+    fused = functools.partial(sft, budget=None)
+    assert_same_training(model, batch, lambda model, batch: model(**batch, head_fn=fused), sft_on_logits)
+
+
+@PEFT_WARNINGS
+def test_adapters_that_differ_in_a_batch_are_refused():
+    from liger_chunked import attach_head
+
+    model, batch = peft_model(second=True), labelled()
+    attach_head(model)
+    model.eval()
+    with pytest.raises(ValueError, match="lm_head got adapter_names, but a fused loss uses the same adapters"):
+        model(**batch, head_fn=logps_of, adapter_names=["default", "other", "default", "__base__"])
+
+
+@PEFT_WARNINGS
+def test_a_head_fn_may_ask_for_logits():
+    """Also while another thread runs a `head_fn` in the same head."""
+    from liger_chunked import attach_head
+
+    model, batch = peft_model(), labelled()
+    expected = model(input_ids=batch["input_ids"]).logits
+    attach_head(model)
+
+    def head_fn(head: Any, input: Any) -> tuple[Tensor, Tensor]:
+        ours = input.hidden_states @ head.weight.weight.T + head.weight.down(input.hidden_states) @ head.weight.up.T
+        with ThreadPoolExecutor(1) as thread:
+            theirs = thread.submit(model.get_base_model().lm_head, input.hidden_states).result()
+        assert theirs.equal(model.get_base_model().lm_head(input.hidden_states))
+        return ours, theirs
+
+    for logits in model(**batch, head_fn=head_fn):
+        # float64: PEFT scales after the product, `down` before it.
+        torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
+    assert model(input_ids=batch["input_ids"]).logits.equal(expected)
+
+
+@PEFT_WARNINGS
+@pytest.mark.parametrize("bf16_adapter", [False, True])
+def test_peft_in_bfloat16(bf16_adapter):
+    """Errors at most 1.1 times those of PEFT, with its default adapters in float32, and in bfloat16."""
+    from liger_chunked import attach_head
+
+    errors: dict[str, list[tuple[float, float, float]]] = {}
+    for seed in range(8):
+        model, batch = peft_model(targets=["lm_head"]), labelled(16)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(p.bfloat16())
+                p.add_(0.05 * torch.randn_like(p)).copy_(p.bfloat16())
+        exact = gradients_of(model, sft_on_logits(model, batch))
+        model.bfloat16()
+        for name, p in model.named_parameters():
+            p.data = p.data.float() if "lora_" in name and not bf16_adapter else p.data
+        # One set of hidden states, whose rounding is not the head's.
+        eager = gradients_of(model, sft_on_logits(model, batch).float())
+        attach_head(model)
+        ours = gradients_of(model, model(**batch, head_fn=functools.partial(sft, budget=None)))
+        assert ours.keys() == eager.keys() == exact.keys()
+        for name in exact:
+            off = [float((g[name].double() - exact[name]).norm()) for g in (ours, eager)]
+            errors.setdefault(name, []).append((off[0], off[1], float(exact[name].norm())))
+    for name, found in errors.items():
+        of_ours, of_eager, norms = map(list, zip(*found, strict=True))
+        assert rms(of_ours, norms) <= FACTOR * rms(of_eager, norms), name
+
+
+@PEFT_WARNINGS
+def test_a_patched_model_follows_the_adapters_state():
+    """Switched off, merged, unmerged, replaced; in evaluation without dropout."""
+    from liger_chunked import apply_liger_kernel
+
+    model, batch = peft_model(second=True, lora_dropout=0.3), labelled()
+    apply_liger_kernel(model)
+    losses = []
+
+    def check(mode: str = "eval") -> None:
+        getattr(model, mode)()
+        torch.manual_seed(3)
+        with torch.no_grad():
+            found = model(**batch, skip_logits=True)
+            assert found.logits is None and found.loss.dtype == torch.float32  # of the model's own loss function
+            torch.manual_seed(3)
+            expected = sft_on_logits(model, batch)
+        assert relative_error(found.loss.double(), expected) < torch.finfo(torch.float32).eps
+        losses.append(float(expected))
+
+    check("train")
+    check()
+    for names in (["default"], ["other"], ["default", "other"]):
+        model.base_model.set_adapter(names)
+        check()
+    both = losses[-1]
+    with model.disable_adapter():
+        check()
+    assert losses[1] == both and len(set(losses)) == 5
+    model.merge_adapter()
+    assert type(model.get_base_model().lm_head.base_layer) is torch.nn.Linear
+    check()
+    assert abs(losses[-1] - both) < 1e-9
+    with model.disable_adapter():  # PEFT's forward unmerges
+        check()
+    assert losses[-1] == pytest.approx(losses[5], abs=1e-9) and not model.get_base_model().lm_head.merged
+
+
+# Cost
+
+COST = Sizes(sequences=6, length=9, hidden=16, vocab=2503, ref_hidden=24)
+
+
+def flops(row: Row, batch: dict[str, Any], leaves: dict[str, Tensor], make: Any, budget: int | None) -> int:
+    with flop_counter() as counter:
+        loss = row.ours(make({**batch, **leaves}), logits_budget=budget)
+        if leaves:
+            loss.backward()
+    return counter.get_total_flops()
+
+
+def policy_adapter(batch: Batch) -> dict[str, Any]:
+    """Give an adapter to the policy alone."""
+    batch = {name: x for name, x in batch.items() if name in ("down", "up") or not name.endswith(("_down", "_up"))}
+    return with_weights(batch, adapted)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("row", on_paths(row for row in ROWS if "mismatched" not in row.id))
+@pytest.mark.parametrize("frozen_input", [False, True], ids=["input", "frozen-input"])
+@pytest.mark.parametrize("tokens", [None, 18], ids=["one-chunk", "chunks"])
+def test_products_of_a_frozen_weight(row, frozen_input, tokens):
+    """Two products with the weight, or one without a gradient for the input, and the products of rank r."""
+    if tokens is not None and (not row.fused or row.scope == "batch"):
+        tokens = None
+    budget = None if tokens is None else tokens * 8 * COST.vocab
+    batch = with_factors(row.sample(COST, 0))
+    n, total = n_valid(batch), batch["target"].numel()
+    trainable = [x for x in ("input", "down", "up") if not (frozen_input and x == "input")]
+    leaves = {name: batch[name].clone().requires_grad_() for name in trainable}
+    plain = {name: x for name, x in batch.items() if not name.endswith(("down", "up"))}
+    products = {name: x for name, x in leaves.items() if name == "input"}
+    without = flops(row, plain, products, lambda b: b, budget)
+    found = flops(row, batch, leaves, policy_adapter, budget)
+    of_up = 3 * 2 * n * RANK * COST.vocab  # logits, du, dup
+    of_down = (2 + (not frozen_input)) * 2 * total * RANK * COST.hidden  # u, its gradient, and dX
+    assert found == without + of_up + of_down
+
+
+@PEFT_WARNINGS
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize("loss", ["sft", "dpo"])
+def test_products_and_largest_tensor_of_a_peft_model(loss):
+    """The policy: two products with the frozen weight, and those of rank r. The reference: one product, no adapter."""
+    from liger_chunked import attach_head
+
+    vocab, hidden, rank = 2503, 32, 3
+    model, batch = peft_model(sizes={"vocab_size": vocab}), labelled()
+    attach_head(model)
+    n, total = int((next_tokens(batch["labels"]) != -100).sum()), batch["labels"].numel()
+    budget = 8 * vocab * n // (1 if loss == "dpo" else 3)  # DPO: a pair over the budget costs one more product
+
+    def statistics(head: Any, input: Any) -> Tensor:
+        stats = linear_token_stats(head.weight, input.hidden_states, input.target, head.bias, logits_budget=budget)
+        assert stats.logps is not None
+        return stats.logps.sum(1)
+
+    def step(reference: Any, policy: Any) -> None:
+        ref_logps = None
+        if loss == "dpo":
+            with torch.no_grad(), model.disable_adapter():
+                ref_logps = model(**batch, head_fn=reference)
+        value = model(**batch, head_fn=functools.partial(policy, ref_logps=ref_logps))
+        value.backward()
+
+    def fused(head: Any, input: Any, ref_logps: Tensor | None) -> Tensor:
+        return sft(head, input, budget) if ref_logps is None else dpo(head, input, budget, ref_logps)
+
+    def sums(head: Any, input: Any, ref_logps: Tensor | None = None) -> Tensor:
+        return input.hidden_states.sum()
+
+    counts = []
+    memory = Memory()
+    memory.expect(*model.parameters(), *model.buffers(), *batch.values())
+    for arguments in ((sums, sums), (statistics, fused)):
+        with flop_counter() as counter, memory:
+            step(*arguments)
+        counts.append(counter.get_total_flops())
+    of_head = 2 * n * hidden * vocab * (3 if loss == "dpo" else 2)
+    of_adapter = 3 * 2 * n * rank * vocab + 3 * 2 * total * rank * hidden
+    assert counts[1] - counts[0] == of_head + of_adapter
+    assert memory.largest == budget
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.sampled
+@by_path
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_a_frozen_weight_has_no_copy(row, dtype, monkeypatch):
+    monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
+    monkeypatch.setattr(gradients, "UPCAST_BLOCK", 1 << 12)
+    sizes = Sizes(sequences=8, length=32, hidden=32, vocab=1009, ref_hidden=32, ignored=False)
+    batch = with_factors(row.sample(sizes, 0))
+    batch = moved(batch, dtype) | {name: x.float() for name, x in batch.items() if name.endswith(("down", "up"))}
+    leaves = {name: batch[name].clone().requires_grad_() for name in ("input", "bias", "down", "up") if name in batch}
+    budget = 75 * sizes.vocab * dtype.itemsize
+    with Memory() as memory:
+        memory.expect(*batch.values(), *leaves.values())
+        row.ours(with_weights({**batch, **leaves}, adapted), logits_budget=budget).backward()
+    assert memory.largest <= max(budget, sizes.vocab * 3 * RANK * 4)
+    n = n_valid(batch)
+    of_adapter = sizes.vocab * RANK * 3 * (2 * 4 * 4 + 2 * 2)  # up, its parts, their gradients, of two heads
+    per_token = 40 * n * 8 + 20 * sizes.vocab * 4
+    assert memory.peak <= budget + 12 * n * sizes.hidden * 4 + of_adapter + per_token + 12 * (4 << 12)
+    if dtype == torch.float32:  # with 16 bits, the copies above are larger
+        assert memory.peak < budget + sizes.vocab * sizes.hidden * 4 * 3
+
+
+def test_estimated_memory():
+    """The adapter adds hidden states in its dtype, the parts of `up` in two dtypes, and their gradient."""
+    batch = {"vocab_size": 32000, "hidden_size": 2048, "shape": (4, 512), "trainable_head": False}
+    loss, rank = LigerFusedLinearCrossEntropyLoss(), 16
+    plain = estimate_memory(loss, **batch, capability=(8, 0)).peak
+    more = estimate_memory(loss, **batch, capability=(8, 0), lora_rank=rank).peak - plain
+    expected = 4 * 512 * 2048 * 4 + 3 * rank * 32000 * (4 + 2 + 4)
+    assert expected < more < 1.1 * expected
+    with pytest.raises(ValueError, match="lora_rank must be positive"):
+        estimate_memory(loss, **batch, lora_rank=0)
+
+
+# Other dtypes
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("options", [LogitOptions(), LogitOptions(softcap=3.0, logit_scale=0.5, temperature=1.3)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_targets_logit_includes_the_adapter(options, with_bias, device):
+    """The correction is that of the product with (weight, up) side by side."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (7, 16), "u": (7, 3), "weight": (97, 16), "up": (97, 3), "bias": (97,)}
+    given = {name: torch.randn(shape, generator=generator).bfloat16().to(device) for name, shape in shapes.items()}
+    x, u, weight, up, bias = given.values()
+    target = torch.randint(97, (7,), generator=generator).to(device)
+    beside = HeadTensors(torch.cat([weight, up], 1), bias if with_bias else None)
+    rounded = F.linear(torch.cat([x, u], 1), *beside[:2])
+    stats = logits_stats(rounded, target, options, ("logps",))
+    results = []
+    for hidden, head, low_rank in (
+        (torch.cat([x, u], 1), beside, None),
+        (x, HeadTensors(weight, beside.bias, up), u),
+    ):
+        logps = finish(stats, target, 97, ("logps",)).logps
+        factor = unround_logps_(logps, hidden, head, target, stats.max, stats.sum_exp, options, low_rank)
+        results.append((logps, factor))
+    # One float32 sum, and the same in two parts.
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+    assert (results[0][0] - finish(stats, target, 97, ("logps",)).logps).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("adapter", [torch.float32, torch.float16])
+@pytest.mark.parametrize("budget", [None, 6 * 97 * 2], ids=["one-chunk", "chunks"])
+def test_float16_with_small_and_large_gradients(adapter, budget, device):
+    """The first chunk's gradients are 1e-6 of the others'."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"weight": (97, 16), "input": (4, 6, 16), "down": (RANK, 16), "up": (97, RANK)}
+    given = {name: torch.randn(shape, generator=generator).half().double() for name, shape in shapes.items()}
+    given, target = moved(given, device=device), torch.randint(97, (4, 6), generator=generator).to(device)
+
+    def run(dtype: torch.dtype, of_adapter: torch.dtype, budget: int | None) -> list[Tensor]:
+        dtypes = {"weight": dtype, "input": dtype, "down": of_adapter, "up": of_adapter}
+        leaves = {name: given[name].to(dtypes[name]).requires_grad_() for name in given}
+        weight = adapted(leaves["weight"], leaves["down"], leaves["up"])
+        loss, _ = functional.grpo_loss(
+            weight,
+            leaves["input"],
+            target,
+            torch.tensor([1e-6, 1.0, -1.0, 0.5], device=device),
+            reduction="dapo",
+            num_items=65536,
+            logits_budget=budget,
+        )
+        (loss * 1024).backward()
+        return [x.grad.double() for x in leaves.values()]
+
+    for found, exact in zip(run(torch.float16, adapter, budget), run(*2 * [torch.float64], None), strict=True):
+        assert found.isfinite().all() and relative_error(found, exact) < 3e-3
+
+
+@PEFT_WARNINGS
+@pytest.mark.parametrize(
+    ("adapter", "largest", "scaling"),
+    [
+        ("float32", 0.05, 2.0),
+        ("float32", 2.0, 2.0),
+        ("float32", 2e5, 2.0),
+        ("float16", 2.0, 2.0),
+        ("float16", 5e4, 4.0),
+    ],
+)
+def test_float16_head_with_small_and_large_inputs_of_lora_b(adapter, largest, scaling):
+    """Up to those beyond float16.
+
+    PEFT's float32 adapters have no overflow. Its float16 adapters overflow in `lora_A(x)`, not in the scaling.
+    """
+    from liger_chunked import attach_head
+
+    errors: dict[str, list[tuple[float, float, float]]] = {}
+    for seed in range(8):
+        model, batch = peft_model(targets=["lm_head"], lora_alpha=3 * scaling), labelled(16)
+        lm_head = model.get_base_model().lm_head
+        torch.manual_seed(seed)
+        seen = []
+        hook = lm_head.lora_A.default.register_forward_hook(lambda *call, to=seen: to.append(call[-1]))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.05 * torch.randn_like(p)).copy_(p.half())
+            model(batch["input_ids"])
+            factor = largest / float(seen[0].abs().max())
+            lm_head.lora_A.default.weight.mul_(factor)
+            lm_head.lora_B.default.weight.div_(factor * scaling)
+            for p in lm_head.parameters():
+                p.copy_(p.half() if adapter == "float16" else p.float())
+        hook.remove()
+        exact = gradients_of(model, sft_on_logits(model, batch))
+        for name, p in model.named_parameters():
+            p.data = p.data.float() if "lora_" in name and adapter == "float32" else p.data.half()
+        eager = gradients_of(model, sft_on_logits(model, batch).float())
+        attach_head(model)
+        ours = gradients_of(model, model(**batch, head_fn=functools.partial(sft, budget=None)))
+        for name in exact:
+            off = [float((g[name].double() - exact[name]).norm()) for g in (ours, eager)]
+            errors.setdefault(name, []).append((off[0], off[1], float(exact[name].norm())))
+    for name, found in errors.items():
+        of_ours, of_eager, norms = map(list, zip(*found, strict=True))
+        assert rms(of_ours, norms) <= FACTOR * rms(of_eager, norms), name
+
+
+@pytest.mark.parametrize("id", ["ce", "dpo-sigmoid", "jsd", "grpo", "stats-all"])
+def test_autocast_error_is_that_of_peft(id):
+    """Parameters in float32, products in bfloat16."""
+    (row,) = (row for row in ROWS if row.id == id)
+    errors: dict[str, list[tuple[float, float, float]]] = {}
+    for seed in range(4):
+        batch = moved(with_factors(row.sample(ERROR_SIZES, seed), seed), torch.float32)
+        exact = evaluate(lambda b: row.oracle(with_weights(b, dense)), moved(batch, torch.float64), TRAINABLE)
+        with torch.autocast("cpu", torch.bfloat16):
+            eager = evaluate(lambda b: row.oracle(with_weights(b, PeftHead)), batch, TRAINABLE)
+            ours = evaluate(lambda b: row.ours(with_weights(b, adapted)), batch, TRAINABLE)
+        for name in exact.keys() - {"loss"}:
+            assert ours[name].dtype == torch.float32
+            off = [float((result[name].double() - exact[name]).norm()) for result in (ours, eager)]
+            errors.setdefault(name, []).append((off[0], off[1], float(exact[name].norm())))
+    for name, found in errors.items():
+        of_ours, of_eager, norms = map(list, zip(*found, strict=True))
+        assert rms(of_ours, norms) <= FACTOR * rms(of_eager, norms), name
+
+
+# Calls
+
+
+def example(**changes: Any) -> tuple[AdaptedWeight, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    parts = {
+        "weight": torch.randn(11, 4, generator=generator),
+        "up": torch.randn(11, 2, generator=generator),
+        "down": lambda x: x[..., :2],
+    }
+    input = torch.randn(2, 3, 4, generator=generator)
+    return AdaptedWeight(**parts | changes), input, torch.tensor([[1, 2, 3], [4, 5, -100]])
+
+
+def test_every_way_to_call_a_loss():
+    weight, input, target = example()
+    expected = LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)(weight, input, target)
+    for found in (
+        LigerFusedLinearCrossEntropyLoss(weight, input, target, label_smoothing=0.1),
+        LigerFusedLinearCrossEntropyLoss(weight, input=input, target=target, label_smoothing=0.1),
+        functional.cross_entropy_loss(weight, input, target, label_smoothing=0.1),
+        functional.cross_entropy_loss(weight[:], input, target, label_smoothing=0.1),
+        functional.cross_entropy_loss(weight.detach(), input, target, label_smoothing=0.1),
+    ):
+        assert found.equal(expected)
+    compiled = torch.compile(LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1), backend="eager")
+    assert compiled(weight, input, target).equal(expected)
+    assert (weight.shape, weight.ndim, weight.dtype, weight.device) == ((11, 4), 2, torch.float32, input.device)
+    assert not weight.requires_grad and weight.float().up is weight.up
+
+
+class Tagged(Tensor):
+    pass
+
+
+def test_down_runs_once_with_the_callers_modes():
+    calls = []
+
+    def down(x: Tensor) -> Tensor:
+        calls.append((tuple(x.shape), torch.is_grad_enabled()))
+        return x[..., :2]
+
+    weight, input, target = example(down=down)
+    budget = {"logits_budget": 2 * 11 * 4}
+    LigerFusedLinearDPOLoss(**budget)(weight, input, target, ref_input=2 * input, ref_weight=weight)
+    assert calls == [((2, 3, 4), False), ((2, 3, 4), True)]
+    LigerFusedLinearJSDLoss(**budget)(weight, input, weight, input)
+    assert [grad for _, grad in calls[2:]] == [False, True]
+    tagged = example(up=example()[0].up.as_subclass(Tagged))[0]
+    assert functional.cross_entropy_loss(tagged, input, target) == functional.cross_entropy_loss(weight, input, target)
+
+
+def test_statistics_in_two_backwards_and_under_a_checkpoint():
+    weight, input, target = example()
+    factors = [torch.randn(2, 4, requires_grad=True), weight.up.requires_grad_(), input.requires_grad_()]
+    head = AdaptedWeight(weight.weight, weight.up, lambda x: x @ factors[0].t())
+
+    def loss(input: Tensor) -> Tensor:
+        stats = linear_token_stats(head, input, target, outputs=("logps", "entropy"), logits_budget=2 * 11 * 4)
+        return (stats.logps + 0.3 * stats.entropy).sum()
+
+    value = loss(input)
+    first = torch.autograd.grad(value, factors, retain_graph=True)
+    second = torch.autograd.grad(3 * value, factors)
+    checkpointed = torch.utils.checkpoint.checkpoint(loss, input, use_reentrant=False)
+    third = torch.autograd.grad(checkpointed, factors)
+    for a, b, c in zip(first, second, third, strict=True):
+        torch.testing.assert_close(3 * a, b)
+        torch.testing.assert_close(a, c)
+
+
+REFUSED = {
+    "up-type": ({"up": [1.0]}, TypeError, r"^weight\.up must be a floating-point tensor, got list"),
+    "up-ids": (
+        {"up": torch.ones(11, 2).long()},
+        TypeError,
+        r"weight\.up must be a floating-point tensor, got \(11, 2\)",
+    ),
+    "up-rows": (
+        {"up": torch.ones(10, 2)},
+        ValueError,
+        r"weight\.up must be \(V, r\).*weight \(11, 4\).*\(10, 2\)",
+    ),
+    "up-transposed": ({"up": torch.ones(2, 11)}, ValueError, r"weight\.up must be \(V, r\).*got \(2, 11\)"),
+    "up-empty": ({"up": torch.ones(11, 0)}, ValueError, r"weight\.up must be \(V, r\).*got \(11, 0\)"),
+    "up-1d": ({"up": torch.ones(11)}, ValueError, r"weight\.up must be \(V, r\)"),
+    "up-device": (
+        {"up": torch.ones(11, 2, device="meta")},
+        ValueError,
+        r"weight\.up is on meta, weight\.weight on",
+    ),
+    "up-sparse": ({"up": torch.ones(11, 2).to_sparse()}, TypeError, r"weight\.up must be a plain dense torch\.Tensor"),
+    "weight-type": ({"weight": None}, TypeError, r"weight\.weight must be a floating-point tensor, got NoneType"),
+    "weight-1d": ({"weight": torch.ones(11)}, ValueError, r"weight\.weight must be \(V, H\)"),
+    "weight-hidden": ({"weight": torch.ones(11, 5)}, ValueError, r"input and weight\.weight must agree on the hidden"),
+    "weight-sparse": ({"weight": torch.ones(11, 4).to_sparse()}, TypeError, r"weight\.weight must be a plain dense"),
+    "down-type": ({"down": torch.ones(2, 4)}, TypeError, r"weight\.down must be a function of hidden states"),
+    "down-returns": (
+        {"down": lambda x: None},
+        TypeError,
+        r"weight\.down must return a floating-point.*None",
+    ),
+    "down-rank": ({"down": lambda x: x[..., :3]}, ValueError, r"weight\.down must return \(2, 3, 2\).*got \(2, 3, 3\)"),
+    "down-flat": ({"down": lambda x: x[0, :, :2]}, ValueError, r"weight\.down must return \(2, 3, 2\)"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    changes, kind, message = REFUSED[case]
+    weight, input, target = example(**changes)
+    for call in (functional.cross_entropy_loss, linear_token_stats):
+        with pytest.raises(kind, match=message):
+            call(weight, input, target)
+    if case.startswith("up"):
+        with pytest.raises(kind, match=message.removeprefix("^").replace("weight\\.", "ref_weight\\.")):
+            functional.dpo_loss(example()[0], input, target, ref_input=input, ref_weight=weight)
+
+
+def test_check_loss_takes_no_adapted_weight():
+    weight, input, target = example()
+    with pytest.raises(TypeError, match="weight must be a tensor, got an AdaptedWeight"):
+        check_loss(LigerFusedLinearCrossEntropyLoss(), {"weight": weight, "input": input, "target": target})
+
+
+def test_multi_token_prediction_in_one_call():
+    """Three hidden streams over one head: the loss and gradients of three calls, in the same number of products."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((211, 8), (211,)))
+    states = torch.randn(3, 2, 6, 8, generator=generator, dtype=torch.float64)
+    target = torch.randint(211, (2, 6), generator=generator)
+    targets = torch.stack([F.pad(target[:, k:], (0, k), value=-100) for k in range(3)])
+    factors = torch.tensor([1.0, 0.15, 0.15], dtype=torch.float64)
+    weights = factors[:, None, None].expand(targets.shape)
+
+    def together(batch: Batch) -> Tensor:
+        return functional.cross_entropy_loss(
+            batch["weight"], batch["input"].flatten(0, 1), targets.flatten(0, 1), batch["bias"],
+            num_items=12, token_weights=weights.flatten(0, 1), logits_budget=7 * 211 * 8,
+        )  # fmt: skip
+
+    def apart(batch: Batch) -> Tensor:
+        losses = [
+            F.cross_entropy(F.linear(x, batch["weight"], batch["bias"]).flatten(0, 1), y.flatten(), reduction="sum")
+            for x, y in zip(batch["input"], targets, strict=True)
+        ]
+        return (torch.stack(losses) * factors).sum() / 12
+
+    batch = {"weight": weight, "bias": bias, "input": states}
+    found, expected = evaluate(together, batch), evaluate(apart, batch)
+    for name, value in expected.items():
+        assert relative_error(found[name], value) < 1e-12, name

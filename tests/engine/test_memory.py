@@ -1,0 +1,441 @@
+"""Memory estimates, compared with the measured peaks of steps of every family."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from spies import Memory
+from table import Batch, Row, Sizes, moved, rows
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from liger_chunked import (
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearPreferenceBase,
+    LigerFusedLinearSimPOLoss,
+    MemoryEstimate,
+    estimate_memory,
+    linear_token_stats,
+)
+from liger_chunked.engine.gradients import HeadGradients
+from liger_chunked.engine.head import HeadPass
+from liger_chunked.kernels import backend
+
+MIB = 1 << 20
+QWEN, LLAMA = 151936, 128256
+
+CrossEntropy, DPO = LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss
+PAIRS = {"vocab_size": LLAMA, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}  # half of each is prompt
+STUDENT = {"vocab_size": QWEN, "hidden_size": 1536, "teacher_hidden_size": 4096, "shape": (8192,)}
+LLAMA_TOKENS = {"vocab_size": LLAMA, "hidden_size": 4096, "shape": (8192,)}
+QWEN_TOKENS = {"vocab_size": QWEN, "hidden_size": 1536, "shape": (8192,)}
+SMALL_TOKENS = {"vocab_size": QWEN, "hidden_size": 896, "shape": (32768,)}
+MANY_TOKENS = {"vocab_size": QWEN, "hidden_size": 2048, "shape": (65536,)}
+LONG_PAIR = {"vocab_size": QWEN, "hidden_size": 2048, "shape": (2, 16384), "ref_hidden_size": 2048}
+ROLLOUTS = {"vocab_size": QWEN, "hidden_size": 2048, "shape": (8, 2048)}
+STATS_BUDGET = {"logits_budget": 256 * MIB}
+# A GPU without the fused epilogue, for tests of the path over logits.
+OVER_LOGITS = {"capability": (8, 0)}
+# Peaks in MiB on an H200, bfloat16, from the benchmarks.
+MEASURED = [
+    (3070, CrossEntropy(), LLAMA_TOKENS),
+    (3070, CrossEntropy(logits_budget=1024 * MIB), LLAMA_TOKENS),  # logits and accumulator
+    (3070, CrossEntropy(logits_budget=256 * MIB), LLAMA_TOKENS),  # the accumulator while it is rounded
+    (2125, CrossEntropy(), QWEN_TOKENS),
+    (1444, CrossEntropy(logits_budget=1792 * QWEN * 2), QWEN_TOKENS),
+    (1782, CrossEntropy(), SMALL_TOKENS),
+    (1103, CrossEntropy(logits_budget=1792 * QWEN * 2), SMALL_TOKENS),
+    (2648, CrossEntropy(), MANY_TOKENS),
+    (2039, CrossEntropy(logits_budget=1792 * QWEN * 2), MANY_TOKENS),
+    (1446, linear_token_stats, LLAMA_TOKENS | STATS_BUDGET),
+    (755, linear_token_stats, QWEN_TOKENS | STATS_BUDGET),
+    (698, linear_token_stats, SMALL_TOKENS | STATS_BUDGET),
+    (1681, linear_token_stats, MANY_TOKENS | STATS_BUDGET),
+    (3262, DPO(), PAIRS | {"ref_hidden_size": 4096}),
+    (3150, DPO(logits_budget=256 * MIB), PAIRS | {"ref_hidden_size": 4096}),  # one pair exceeds the budget
+    (2034, DPO(), LONG_PAIR),
+    (3262, LigerFusedLinearORPOLoss(), PAIRS),
+    (3262, LigerFusedLinearCPOLoss(), PAIRS),
+    (3262, LigerFusedLinearSimPOLoss(), PAIRS),
+    (3262, LigerFusedLinearKTOLoss(), PAIRS),
+    (2968, LigerFusedLinearJSDLoss(), STUDENT),
+    (2457, LigerFusedLinearGRPOLoss(), ROLLOUTS),
+    # Measured on the path over logits, before the fused epilogue replaced it.
+    (2843, CrossEntropy(), QWEN_TOKENS | OVER_LOGITS),
+    (1730, CrossEntropy(logits_budget=1024 * MIB), QWEN_TOKENS | OVER_LOGITS),
+    (1508, CrossEntropy(logits_budget=2048 * QWEN * 2), QWEN_TOKENS | OVER_LOGITS),
+    (1360, CrossEntropy(logits_budget=256 * MIB), QWEN_TOKENS | OVER_LOGITS),
+    (1763, CrossEntropy(), SMALL_TOKENS | OVER_LOGITS),
+    (2632, CrossEntropy(), MANY_TOKENS | OVER_LOGITS),
+]
+
+
+@pytest.mark.parametrize(
+    ("mib", "loss", "batch"),
+    MEASURED,
+    ids=[f"{getattr(loss, '__name__', type(loss).__name__)}-{mib}" for mib, loss, _ in MEASURED],
+)
+def test_agrees_with_benchmarks(mib, loss, batch):
+    estimate = estimate_memory(loss, **{"capability": (9, 0), **batch})
+    assert estimate.peak / MIB == pytest.approx(mib, rel=0.005), str(estimate)
+
+
+# One row for each way in which the losses use the engine.
+FAMILIES = {
+    "ce", "ce-none", "dpo-sigmoid", "dpo-aot", "dpo-ref_logps-of-tokens", "orpo-nll_target", "cpo-sigmoid", "simpo",
+    "kto", "kto-kl-of-mismatched", "bco", "kl", "jsd", "jsd-padded-teacher", "tvd", "cosine", "squared-error",
+    "kl-top-k", "grpo", "grpo-kl", "gspo", "grpo-top-entropy", "stats-all",
+}  # fmt: skip
+ENGINES = {"ce", "dpo-sigmoid", "jsd", "stats-all"}
+TRAINABLE = {
+    "all": {},
+    "frozen-head": {"trainable_head": False},
+    "frozen-input": {"trainable_input": False},
+    "nothing": {"trainable_head": False, "trainable_input": False},
+}
+# The budget, as a share of the logits of all tokens with a target, and the trainable tensors.
+CASES = [
+    pytest.param(
+        row, part, trainable, id=f"{row}-{part}-{trainable}",
+        # Outside of ENGINES, each family has one budget by default.
+        marks=[pytest.mark.exhaustive] if row.id not in ENGINES and (part == 1.0) == bool(i % 2) else [],
+    )
+    for part, trainable in ((1.0, "all"), (0.3, "all"), (0.3, "frozen-head"), (0.3, "frozen-input"), (0.3, "nothing"))
+    for i, row in enumerate(rows(*(FAMILIES if trainable == "all" else ENGINES)))
+]  # fmt: skip
+
+
+def predicted(row: Row, batch: Batch, budget: int | None, **settings: Any) -> MemoryEstimate:
+    """Estimate the memory of the loss that a row builds, for its batch."""
+    modules: list[nn.Module] = []
+    hook = register_module_forward_pre_hook(lambda module, arguments: modules.append(module))
+    with torch.no_grad():
+        row.ours(batch, logits_budget=budget)
+    hook.remove()
+    vocab_size, hidden_size = batch["weight"].shape
+    hidden = {name: batch[f"{name}_input"].shape[-1] for name in ("ref", "teacher") if f"{name}_input" in batch}
+    return estimate_memory(
+        modules[0] if modules else linear_token_stats,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        shape=batch["target"].shape,
+        valid=(batch["target"] != -100).sum(-1).tolist(),
+        dtype=batch["weight"].dtype,
+        bias="bias" in batch,
+        ref_hidden_size=hidden.get("ref"),
+        teacher_hidden_size=hidden.get("teacher"),
+        teacher_top_k=batch["teacher_logps"].shape[-1] if "teacher_logps" in batch else None,
+        logits_budget=budget,
+        **settings,
+    )
+
+
+def leaves_of(batch: Batch, trainable_head: bool = True, trainable_input: bool = True) -> Batch:
+    """Return copies of the trainable tensors."""
+    names = (["weight", "bias"] if trainable_head else []) + (["input"] if trainable_input else [])
+    return {name: batch[name].clone().requires_grad_() for name in names if name in batch}
+
+
+def step(row: Row, batch: Batch, leaves: Batch, budget: int | None) -> None:
+    loss = row.ours({**batch, **leaves}, logits_budget=budget)
+    if leaves:
+        loss.backward()
+
+
+def budget_of(batch: Batch, part: float) -> int:
+    n_valid = int((batch["target"] != -100).sum())
+    return int(part * n_valid) * batch["weight"].shape[0] * batch["weight"].dtype.itemsize
+
+
+@pytest.mark.sampled(0.34)
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize(("row", "part", "trainable"), CASES)
+def test_agrees_with_steps_on_a_cpu(row, part, trainable, monkeypatch):
+    assert_agrees_on_a_cpu(row, part, trainable, monkeypatch, length=96)
+
+
+@pytest.mark.sampled
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize("trainable", TRAINABLE)
+@pytest.mark.parametrize("part", [1.0, 0.3])
+@pytest.mark.parametrize("row", rows("kl", "jsd", "squared-error"), ids=repr)
+def test_agrees_with_steps_of_several_blocks(row, part, trainable, monkeypatch, cut_with):
+    cut_with(FEWEST_TEACHER_TOKENS=16, TEACHER_TOKENS=16, TEACHER_VOCAB=16)
+    assert_agrees_on_a_cpu(row, part, trainable, monkeypatch, length=160)
+
+
+def assert_agrees_on_a_cpu(row: Row, part: float, trainable: str, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    """Compare in float32, where a CPU accumulates products as a GPU does."""
+    sizes = Sizes(sequences=4, length=length, hidden=48, vocab=2053, ref_hidden=64)
+    # Subtract the CPU path's blocks, about a dozen of one row each, which a GPU does not have.
+    monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", sizes.vocab)
+    blocks = 12 * 4 * sizes.vocab
+    batch = moved(row.sample(sizes, seed=0), torch.float32)
+    leaves = leaves_of(batch, **TRAINABLE[trainable])
+    budget = budget_of(batch, part)
+    estimate = predicted(row, batch, budget, **TRAINABLE[trainable])
+    memory = Memory()
+    memory.expect(*batch.values(), *leaves.values())
+    with memory:
+        step(row, batch, leaves, budget)
+    assert 0.95 * (memory.peak - blocks) <= estimate.peak <= 1.05 * memory.peak, f"{estimate}, not {memory.peak}"
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize("row", rows(*ENGINES, "kl-top-k", "squared-error"), ids=repr)
+def test_logits_are_gone_when_gradients_are_rounded(row, monkeypatch):
+    """With several chunks, the rounding needs memory for both the float32 sum and its bfloat16 copy."""
+    batch = moved(row.sample(Sizes(sequences=4, length=16, hidden=8, vocab=53, ref_hidden=8), seed=0), torch.bfloat16)
+    buffers, finished = [], []
+    reserve, finish = HeadPass.reserve, HeadGradients.finish
+
+    def watch(self, elements):
+        reserve(self, elements)
+        buffers.append(weakref.ref(self._buffer.untyped_storage()))
+
+    def check(self):
+        finished.append([buffer() is None for buffer in buffers])
+        return finish(self)
+
+    monkeypatch.setattr(HeadPass, "reserve", watch)
+    monkeypatch.setattr(HeadGradients, "finish", check)
+    step(row, batch, leaves_of(batch), budget_of(batch, 0.3))
+    assert len(finished) == 1 and buffers and all(finished[0])
+
+
+@functools.cache
+def on_gpu(row: Row) -> Batch:
+    """260 MB of bfloat16 logits, so that the allocator's rounding of tensors over 1 MiB does not matter."""
+    sizes = Sizes(sequences=8, length=512, hidden=512, vocab=64007, ref_hidden=768)
+    return moved(row.sample(sizes, seed=0), torch.float32, "cuda")
+
+
+def peak_of(run: Callable[[], None], leaves: Iterable[Tensor]) -> int:
+    run()  # allocates cuBLAS workspaces and compiles
+    for leaf in leaves:
+        leaf.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def peak_on_gpu(row: Row, batch: Batch, leaves: Batch, budget: int) -> int:
+    return peak_of(lambda: step(row, batch, leaves, budget), leaves.values())
+
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize(("row", "part", "trainable"), CASES)
+def test_agrees_with_the_allocator(row, part, trainable):
+    batch = moved(on_gpu(row), torch.bfloat16)
+    leaves, budget = leaves_of(batch, **TRAINABLE[trainable]), budget_of(batch, part)
+    estimate = predicted(row, batch, budget, **TRAINABLE[trainable])
+    peak = peak_on_gpu(row, batch, leaves, budget)
+    assert estimate.peak == pytest.approx(peak, rel=0.05), (
+        f"predicted/measured {estimate.peak / peak:.3f}: {peak / MIB:.1f} MiB, not {estimate}"
+    )
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize("part", [1.0, 0.3])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [
+        pytest.param(torch.float16, None, id="fp16"),
+        pytest.param(torch.float32, None, id="fp32"),
+        pytest.param(torch.float32, torch.bfloat16, id="bf16-autocast"),
+        pytest.param(torch.float32, torch.float16, id="fp16-autocast"),
+    ],
+)
+@pytest.mark.parametrize("row", rows(*ENGINES), ids=repr)
+def test_agrees_with_the_allocator_in_other_dtypes(row, dtype, autocast, part):
+    batch = moved(on_gpu(row), dtype)
+    leaves, budget = leaves_of(batch), budget_of(batch, part)
+    with nullcontext() if autocast is None else torch.autocast("cuda", autocast):
+        estimate = predicted(row, batch, budget, autocast=autocast)
+        peak = peak_on_gpu(row, batch, leaves, budget)
+    assert estimate.peak == pytest.approx(peak, rel=0.05), (
+        f"predicted/measured {estimate.peak / peak:.3f}: {peak / MIB:.1f} MiB, not {estimate}"
+    )
+
+
+# Steps that use the fused epilogue, and their trainable tensors.
+BY_EPILOGUE = [
+    pytest.param(SMALL_TOKENS, "all", id="chunks"),
+    pytest.param(SMALL_TOKENS, "frozen-head", id="chunks-frozen-head"),
+    pytest.param(SMALL_TOKENS | {"valid": 20000}, "all", id="chunks-ignored"),
+    # One chunk needs 140 MiB, so the allocator's rounding of two tensors does not matter.
+    pytest.param(SMALL_TOKENS | {"logits_budget": 32768 * QWEN * 2}, "nothing", id="nothing"),
+    pytest.param(QWEN_TOKENS | {"logits_budget": 2048 * QWEN * 2}, "all", id="budget"),
+    pytest.param(QWEN_TOKENS | {"logits_budget": 8192 * QWEN * 2}, "frozen-head", id="one-chunk-frozen-head"),
+]
+
+
+@pytest.mark.parametrize(("batch", "trainable"), BY_EPILOGUE)
+def test_hopper_takes_its_own_path(batch, trainable):
+    over_logits, hopper = (
+        estimate_memory(CrossEntropy(), **batch, **TRAINABLE[trainable], capability=c) for c in ((8, 0), (9, 0))
+    )
+    assert hopper.weight_grad == over_logits.weight_grad and hopper.hidden == over_logits.hidden
+    if trainable == "nothing":
+        assert hopper.logits == 0
+    else:
+        assert hopper.logits == over_logits.logits  # QWEN is a multiple of 8
+        assert over_logits.other < hopper.other < 0.03 * hopper.logits
+    if not torch.accelerator.is_available():
+        assert hopper == estimate_memory(CrossEntropy(), **batch, **TRAINABLE[trainable])
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize(("batch", "trainable"), BY_EPILOGUE)
+def test_agrees_with_the_allocator_by_the_epilogue(batch, trainable, monkeypatch):
+    device = torch.device("cuda")
+    if not backend.has_wide_tiles(device):
+        pytest.skip("no tensor memory accelerator")
+    monkeypatch.setattr(HeadPass, "statistics", None)  # fails if a step computes logits
+    settings = {"trainable_head": True, "trainable_input": True} | TRAINABLE[trainable]
+    vocab, hidden, n = batch["vocab_size"], batch["hidden_size"], batch["shape"][0]
+    weight = torch.randn(vocab, hidden, device=device, dtype=torch.bfloat16).mul_(hidden**-0.5)
+    input = torch.randn(n, hidden, device=device, dtype=torch.bfloat16)
+    target = torch.randint(vocab, (n,), device=device)
+    target[batch.get("valid", n) :] = -100
+    weight.requires_grad_(settings["trainable_head"])
+    input.requires_grad_(settings["trainable_input"])
+    loss = CrossEntropy(logits_budget=batch.get("logits_budget"))
+
+    def run() -> None:
+        value = loss(weight, input, target)
+        if value.requires_grad:
+            value.backward()
+
+    peak = peak_of(run, [weight, input])
+    estimate = estimate_memory(CrossEntropy(), **batch, **TRAINABLE[trainable])
+    assert estimate.peak == pytest.approx(peak, rel=0.05), (
+        f"predicted/measured {estimate.peak / peak:.3f}: {peak / MIB:.1f} MiB, not {estimate}"
+    )
+
+
+FIXED = {"vocab_size": 32000, "hidden_size": 512, "shape": (8, 512)}
+
+
+def test_grows_with_the_batch():
+    peaks = [estimate_memory(CrossEntropy(), **FIXED, valid=n).peak for n in range(0, 4097, 256)]
+    assert peaks == sorted(peaks) and peaks[0] < peaks[-1]
+
+
+def test_the_budget_holds():
+    for budget in (1 * MIB, 16 * MIB, 100 * MIB):
+        estimate = estimate_memory(CrossEntropy(logits_budget=budget), **FIXED, trainable_head=False)
+        assert 0.8 * budget < estimate.logits <= budget
+        assert estimate == estimate_memory(CrossEntropy(), **FIXED, trainable_head=False, logits_budget=budget)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        torch.autograd.detect_anomaly,
+        torch.autograd.graph.save_on_cpu,
+        FakeTensorMode,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+def test_the_callers_modes_change_nothing(mode):
+    losses = {CrossEntropy(): {}, LigerFusedLinearJSDLoss(): {"teacher_hidden_size": 256}, linear_token_stats: {}}
+    for loss, arguments in losses.items():
+        expected = estimate_memory(loss, **FIXED, **arguments)
+        with mode():
+            assert estimate_memory(loss, **FIXED, **arguments) == expected
+        assert estimate_memory(loss, **FIXED, **arguments) == expected
+
+
+def test_what_is_frozen_takes_nothing():
+    fixed = FIXED | OVER_LOGITS
+    whole = estimate_memory(CrossEntropy(), **fixed)
+    frozen = estimate_memory(CrossEntropy(), **fixed, trainable_head=False)
+    assert whole.weight_grad == 2 * 32000 * 512 and frozen.weight_grad == 0
+    assert whole.peak - frozen.peak == whole.weight_grad
+    forward = estimate_memory(CrossEntropy(), **fixed, trainable_head=False, trainable_input=False)
+    by_logps = 4 * 8 * 512  # the gradient of each token's log-probability
+    assert frozen.input_grad == 2 * 8 * 512 * 512
+    assert frozen.peak - forward.peak == frozen.input_grad + by_logps
+
+
+def test_a_batch_may_give_its_lengths():
+    """The chunks hold one pair each. Two pairs of 600 tokens need 600; pairs of 950 and 250 need 950."""
+    even = estimate_memory(DPO(), vocab_size=32000, hidden_size=512, shape=(4, 1000), valid=1200,
+                           trainable_head=False, logits_budget=1000 * 64000)  # fmt: skip
+    uneven = estimate_memory(DPO(), vocab_size=32000, hidden_size=512, shape=(4, 1000), valid=[500, 50, 450, 200],
+                             trainable_head=False, logits_budget=1000 * 64000)  # fmt: skip
+    assert even.logits == 600 * 64000 and uneven.logits == 950 * 64000
+
+
+def test_a_loss_of_ones_own():
+    class Margin(LigerFusedLinearPreferenceBase):
+        def preference_loss(self, pairs):
+            return -pairs.logps.diff(dim=-1).squeeze(-1)
+
+    assert estimate_memory(Margin(), **FIXED) == estimate_memory(DPO(), **FIXED)
+
+
+def test_readable():
+    assert str(MemoryEstimate(logits=3 * MIB, hidden=MIB)) == "4 MiB: logits 3, hidden 1"
+    assert MemoryEstimate(1, 2, 3, 4, 5).peak == 15
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "message"),
+    [
+        (CrossEntropy(), {"shape": (8, 0)}, r"shape must be \(B, T\) or \(N,\), .*, got \(8, 0\)"),
+        (DPO(), {"shape": (4096,)}, r"shape must be \(B, T\), .*, got \(4096,\)"),
+        (DPO(), {"shape": (3, 512)}, r"as many chosen as rejected sequences, got an odd 3 in \(3, 512\)"),
+        (CrossEntropy(), {"valid": 4097}, "valid must be a count up to 4096, or .*, got 4097"),
+        (CrossEntropy(), {"valid": [512] * 7}, "one up to 512 for each of 8 sequences, got "),
+        (CrossEntropy(), {"vocab_size": 0}, "vocab_size must be positive, got 0"),
+        (CrossEntropy(), {"logits_budget": 0}, "logits_budget must be a positive number of bytes or None, got 0"),
+        (CrossEntropy(), {"ref_hidden_size": 512}, "CrossEntropyLoss takes no reference, got ref_hidden_size=512"),
+        (DPO(use_ref_model=False), {"ref_hidden_size": 512}, "DPOLoss takes no reference"),
+        (linear_token_stats, {"teacher_top_k": 8}, "linear_token_stats takes no teacher, got .*teacher_top_k=8"),
+        (LigerFusedLinearJSDLoss(), {}, "takes one of teacher_hidden_size and teacher_top_k, got .*None"),
+        (LigerFusedLinearCosineSimilarityLoss(), {"teacher_top_k": 8}, "needs the teacher's logits, got teacher_top_k"),
+    ],
+)  # fmt: skip
+def test_refuses(loss, settings, message):
+    with pytest.raises(ValueError, match=message):
+        estimate_memory(loss, **FIXED | settings)
+
+
+def test_refuses_what_is_no_loss():
+    expected = "loss must be linear_token_stats or an instance of .*, got "
+    with pytest.raises(TypeError, match=f"{expected}a CrossEntropyLoss"):
+        estimate_memory(nn.CrossEntropyLoss(), **FIXED)
+    with pytest.raises(TypeError, match=f"{expected}the class LigerFusedLinearDPOLoss"):
+        estimate_memory(LigerFusedLinearDPOLoss, **FIXED)
+    with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype, got 'bfloat16'"):
+        estimate_memory(LigerFusedLinearDPOLoss(), **FIXED, dtype="bfloat16")

@@ -1,0 +1,495 @@
+"""A temperature per token: statistics and gradients against the formula in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fresh_process import FreshProcesses
+from ranks import join
+from sampling import exhaustive
+from table import SMALL, relative_error, rollouts
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from liger_chunked import (
+    AdaptedWeight,
+    LigerFusedLinearGRPOLoss,
+    VocabShard,
+    eager,
+    functional,
+    linear_token_stats,
+)
+from liger_chunked.engine import select_rows
+from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
+from liger_chunked.kernels.backend import INTERPRETED
+from liger_chunked.types import OUTPUTS
+
+B, T, H, V, K = 4, 10, 16, 53, 5
+FLOATS = ("logps", "lse", "entropy", "mean_logits", "log_sum_sq_probs", "candidate_logps")
+DIFFERENTIABLE = ("logps", "lse", "entropy", "mean_logits", "candidate_logps")
+TRANSFORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": {"logit_scale": 1.7},
+    "softcap": {"softcap": 3.0, "logit_scale": -1.3},
+}
+BUDGETS = {"one-tile": None, "rows": 8 * 60, "columns": 8 * 30 * 20}
+BOUND = 1e-9  # float64: a few thousand additions round to less
+# Products of float32 inputs, of 16 terms, and sums of 53, are a few units in the last place off.
+FLOAT32 = 1e-5
+
+
+def batch(seed: int = 0, dtype: torch.dtype = torch.float64, device: str = "cpu") -> dict[str, Any]:
+    """Return tokens of which a third are ignored, with NaN as temperature."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(B, T, V, generator=generator).argsort(-1)[..., : K + 1]
+    target = ids[..., 0].clone()
+    target[:, ::2] = ids[:, ::2, 3]  # among the candidates
+    target[:, 1::3] = -100
+    temperature = 0.3 + 2 * torch.rand(B, T, generator=generator)
+    floats = {
+        "weight": 2 * H**-0.5 * torch.randn(V, H, generator=generator, dtype=torch.float64),
+        "input": torch.randn(B, T, H, generator=generator, dtype=torch.float64),
+        "bias": torch.randn(V, generator=generator, dtype=torch.float64),
+    }
+    return {name: x.to(device, dtype) for name, x in floats.items()} | {
+        "target": target.to(device),
+        "candidates": ids[..., 1:].to(device),
+        "temperature": temperature.where(target != -100, torch.nan).to(device),
+    }
+
+
+def filtered(z: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
+    """Return logits with -inf where a sampler drops them."""
+    if top_k is not None:
+        z = z.masked_fill(z < z.topk(top_k).values[..., -1:], -torch.inf)
+    if top_p is not None:
+        p, order = z.softmax(-1).sort(-1, descending=True)
+        dropped = p.cumsum(-1) - p >= top_p
+        z = z.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)
+    return z
+
+
+def oracle(
+    weight: Any,
+    input: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    candidates: Tensor | None = None,
+    *,
+    temperature: Tensor,
+    outputs: tuple[str, ...] = FLOATS,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> dict[str, Tensor]:
+    """Compute from full logits: the product in the inputs' dtype, the rest in float32 or float64."""
+    matrix = weight.weight if isinstance(weight, AdaptedWeight) else weight
+    z = input @ matrix.T
+    if isinstance(weight, AdaptedWeight):
+        z = z + weight.down(input) @ weight.up.T
+    z = z if bias is None else z + bias
+    z = logit_scale * (z if z.dtype == torch.float64 else z.float())
+    z = z if softcap is None else softcap * (z / softcap).tanh()
+    counts = target != -100
+    z = filtered(z / temperature.where(counts, 1.0)[..., None], top_k, top_p)
+    log_p = z.log_softmax(-1)
+    p, y = log_p.exp(), target.clamp(min=0)[..., None]
+    values = {
+        "logps": log_p.gather(-1, y)[..., 0],
+        "lse": z.logsumexp(-1),
+        "entropy": -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1),
+        "mean_logits": z.mean(-1),
+        "argmax": z.argmax(-1),
+        "is_top1": z.argmax(-1) == y[..., 0],
+        "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
+    }
+    found = {name: values[name] for name in outputs if name in values}
+    if candidates is not None:
+        found["candidate_logps"] = log_p.gather(-1, candidates)
+    return {
+        name: torch.where(counts[..., None] if x.ndim == 3 else counts, x, -1 if name == "argmax" else 0)
+        for name, x in found.items()
+    }
+
+
+def ours(*args: Any, outputs: tuple[str, ...] = FLOATS, **options: Any) -> dict[str, Tensor]:
+    names = tuple(name for name in outputs if name in OUTPUTS)
+    stats = linear_token_stats(*args, outputs=names, **options)
+    return {name: x for name, x in stats._asdict().items() if x is not None}
+
+
+def evaluate(function: Any, given: dict[str, Any], wanted: tuple[str, ...] = FLOATS, **options: Any) -> dict[str, Any]:
+    """Return values and gradients, of different upstream gradients for each value."""
+    leaves = {name: given[name].clone().requires_grad_() for name in ("weight", "input", "bias") if name in given}
+    values = function(**(given | leaves), outputs=wanted, **options)
+    loss = torch.zeros((), dtype=torch.float64, device=given["input"].device)
+    for i, name in enumerate(DIFFERENTIABLE):
+        if name in values:
+            x = values[name].masked_fill(values[name] == -torch.inf, 0.0)
+            loss = loss + (x * torch.cos(torch.arange(x.numel(), device=x.device).view(x.shape) + i)).sum()
+    loss.backward()
+    return {name: x.detach() for name, x in values.items()} | {f"d{name}": x.grad for name, x in leaves.items()}
+
+
+def assert_close(found: dict[str, Any], exact: dict[str, Any], bound: float) -> None:
+    assert found.keys() == exact.keys()
+    for name, expected in exact.items():
+        assert found[name].shape == expected.shape
+        assert relative_error(found[name], expected) < bound, (name, relative_error(found[name], expected))
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_equals_the_formula(transform: dict[str, Any], budget: int | None, bias: bool) -> None:
+    given = batch()
+    if not bias:
+        del given["bias"]
+    exact = evaluate(oracle, given, **transform)
+    assert_close(evaluate(ours, given, logits_budget=budget, **transform), exact, BOUND)
+    ids = ("argmax", "is_top1")
+    expected = oracle(**given, outputs=ids, **transform)
+    found = ours(**given, outputs=ids, logits_budget=budget, **transform)
+    assert all(torch.equal(found[name], expected[name]) for name in ids)
+
+
+def test_every_token_counts() -> None:
+    given = batch()
+    given["target"] = given["target"].clamp(min=0)
+    given["temperature"] = given["temperature"].nan_to_num(0.9)
+    del given["candidates"]
+    exact = evaluate(oracle, given)
+    assert_close(evaluate(ours, given), exact, BOUND)
+    flat = {name: x.flatten(0, 1) if x.shape[:2] == (B, T) else x for name, x in given.items()}
+    assert torch.equal(ours(**flat)["logps"].view(B, T), ours(**given)["logps"])
+    # Strides that a kernel does not read: one value per sequence.
+    given["temperature"] = given["temperature"][:, :1].expand(B, T)
+    assert_close(evaluate(ours, given), evaluate(oracle, given), BOUND)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("budget", [None, 60], ids=["one-tile", "tiles"])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_float32(transform: dict[str, Any], budget: int | None, device: str, path: str) -> None:
+    given = batch(dtype=torch.float32, device=device)
+    doubles = {name: x.double() if x.is_floating_point() else x for name, x in given.items()}
+    budget = None if budget is None else 4 * budget
+    assert_close(
+        evaluate(ours, given, logits_budget=budget, **transform), evaluate(oracle, doubles, **transform), FLOAT32
+    )
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    "transform", [exhaustive([x], name, INTERPRETED and name != "softcap") for name, x in TRANSFORMS.items()]
+)
+def test_bfloat16(transform: dict[str, Any], device: str, path: str) -> None:
+    """Errors over some batches are at most 1.1 times those of eager code."""
+    squared: dict[str, list[float]] = {}
+    for seed in range(4 if INTERPRETED else 20):
+        given = batch(seed, torch.bfloat16, device)
+        doubles = {name: x.double() if x.is_floating_point() else x for name, x in given.items()}
+        exact = evaluate(oracle, doubles, **transform)
+        for i, function in enumerate((ours, oracle)):
+            found = evaluate(function, given, **transform, **({"logits_budget": 2 * 60} if i == 0 else {}))
+            for name, expected in exact.items():
+                squared.setdefault(name, [0.0, 0.0])[i] += relative_error(found[name].double(), expected) ** 2
+    # The interpreter truncates: an error of up to one unit, not half of one, and no zero mean.
+    factor = 1.1 * (8**0.5 if INTERPRETED else 1)
+    for name, (own, stock) in squared.items():
+        assert own**0.5 <= factor * stock**0.5, (name, own, stock)
+
+
+@pytest.mark.sampled(interpreted=True)
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_one_value_for_all_is_the_number(transform: dict[str, Any], dtype: torch.dtype, device: str) -> None:
+    given = batch(dtype=dtype, device=device)
+    given["temperature"] = given["temperature"] * 0 + 0.75
+    by_number = evaluate(ours, given | {"temperature": 0.75}, **transform)
+    # The factors multiply in another order. A logit of bfloat16 is rounded before them, a gradient after them.
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    assert_close(evaluate(ours, given, **transform), by_number, bound)
+
+
+@pytest.mark.parametrize("budget", [None, 8 * V * 7], ids=["one-tile", "tiles"])
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, None), (None, 0.9), (10, 0.7), (None, 0.01)])
+def test_filters(top_k: int | None, top_p: float | None, budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("liger_chunked.engine.filtered.SORT_BLOCK", 3 * V)
+    given, wanted = batch(), ("logps", "entropy")
+    largest = oracle(**given, outputs=("argmax",))["argmax"]
+    given["target"][:, ::4] = largest[:, ::4].where(given["target"][:, ::4] >= 0, -100)
+    exact = evaluate(oracle, given, wanted, top_k=top_k, top_p=top_p)
+    found = evaluate(ours, given, wanted, top_k=top_k, top_p=top_p, logits_budget=budget)
+    for name in ("logps", "candidate_logps"):
+        dropped = exact[name] == -torch.inf
+        assert dropped.any() and not dropped.all()
+        assert torch.equal(found[name] == -torch.inf, dropped)
+        exact[name], found[name] = (x[name].masked_fill(dropped, 0.0) for x in (exact, found))
+    assert_close(found, exact, BOUND)
+
+
+def test_adapter() -> None:
+    given = batch()
+    generator = torch.Generator().manual_seed(5)
+    a, b = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((3, H), (V, 3)))
+
+    def with_adapter(function: Any) -> Any:
+        def call(weight: Tensor, **rest: Any) -> dict[str, Tensor]:
+            return function(AdaptedWeight(weight, b, lambda x: 0.1 * (x @ a.T)), **rest)
+
+        return call
+
+    exact, found = (evaluate(with_adapter(function), given) for function in (oracle, ours))
+    assert_close(found, exact, BOUND)
+
+
+def test_recomputed_in_a_checkpoint() -> None:
+    given = batch()
+
+    def recomputed(**arguments: Any) -> dict[str, Tensor]:
+        return checkpoint(ours, **arguments, use_reentrant=False)
+
+    for name, x in evaluate(ours, given).items():
+        assert torch.equal(evaluate(recomputed, given)[name], x)
+
+
+def test_a_changed_temperature_raises() -> None:
+    given = batch()
+    given["target"], given["temperature"] = given["target"].clamp(min=0), given["temperature"].nan_to_num(0.9)
+    given["weight"].requires_grad_()
+    logps = ours(**given)["logps"]
+    given["temperature"].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logps.sum().backward()
+
+
+def test_no_token_counts() -> None:
+    given = batch()
+    del given["candidates"]
+    given["target"].fill_(-100)
+    found = evaluate(ours, given | {"temperature": torch.full((B, T), torch.nan)})
+    assert not any(x.any() for x in found.values())
+
+
+def test_refused() -> None:
+    given = batch()
+    good = given.pop("temperature").nan_to_num(1.0)
+    zero, endless, lost = good.clone(), good.clone(), good.clone()
+    zero[0, 0], endless[0, 0], lost[0, 0] = 0.0, torch.inf, torch.nan
+    refused: list[tuple[Any, type[Exception], str]] = [
+        (good.double(), TypeError, r"a number or a float32 tensor, got \(4, 10\) float64 on cpu"),
+        (good.bfloat16(), TypeError, r"a number or a float32 tensor, got \(4, 10\) bfloat16"),
+        (good[:, :1], ValueError, r"or \(4, 10\) on cpu, one value for each target, got \(4, 1\) float32"),
+        (good[0, 0], ValueError, r"one value for each target, got \(\) float32"),
+        (good.view(-1), ValueError, r"one value for each target, got \(40,\) float32"),
+        (good.to("meta"), ValueError, r"on cpu, one value for each target, got \(4, 10\) float32 on meta"),
+        (
+            good.clone().requires_grad_(),
+            ValueError,
+            r"treats temperature as a constant, but it requires a gradient: pass temperature\.detach\(\)",
+        ),
+        (zero, ValueError, "temperature must be positive and finite at each token that counts, got 0 to "),
+        (-good, ValueError, "positive and finite at each token that counts, got -"),
+        (endless, ValueError, "positive and finite at each token that counts, got .* to inf"),
+        (lost, ValueError, "positive and finite at each token that counts, got nan to nan"),
+        ([1.0], TypeError, "temperature must be a number"),
+    ]
+    for value, error, message in refused:
+        with pytest.raises(error, match=message):
+            linear_token_stats(**given, temperature=value)
+
+
+def of_ranks(rank: int, world: str, folder: str) -> None:
+    """The vocabulary is split over ranks; `reduce_scatter` splits the hidden states too."""
+    join(rank, world, folder)
+    given = batch()
+    start, stop = ((0, 20), (20, V))[rank]
+    part = slice(rank * T // 2, (rank + 1) * T // 2)
+    for transform in TRANSFORMS.values():
+        exact = evaluate(oracle, given, **transform)
+        for input_grad in ("all_reduce", "reduce_scatter"):
+            own = given | {name: given[name][start:stop] for name in ("weight", "bias")}
+            if input_grad == "reduce_scatter":
+                own["input"] = given["input"][:, part]
+            for budget in BUDGETS.values():
+                shard = VocabShard(None, start, V, input_grad=input_grad)  # type: ignore[arg-type]
+                found = evaluate(ours, own, logits_budget=budget, vocab_shard=shard, **transform)
+                expected = exact | {name: exact[name][start:stop] for name in ("dweight", "dbias")}
+                if input_grad == "reduce_scatter":
+                    expected["dinput"] = exact["dinput"][:, part]
+                assert_close(found, expected, BOUND)
+    half = batch(dtype=torch.bfloat16)
+    own = half | {name: half[name][start:stop] for name in ("weight", "bias")}
+    whole, found = ours(**half), ours(**own, vocab_shard=VocabShard(None, start, V))
+    # The target's logit is corrected on its rank; sums of 53 exponentials merge in another order.
+    assert_close(found, whole, 1e-5)
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+def test_vocabulary_split_over_ranks(tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    fresh_process.spawn(of_ranks, 2, "2", str(tmp_path))
+
+
+# Policy losses
+
+
+def completions(seed: int = 0) -> dict[str, Any]:
+    """Return a batch of GRPO without a bias, with states of a reference, and two temperatures' rollouts."""
+    sample = rollouts(SMALL._replace(length=8), seed, ref="states")
+    del sample["bias"], sample["ref_bias"]
+    counts = sample["target"] != -100
+    temperature = 0.4 + 1.5 * torch.rand(counts.shape, generator=torch.Generator().manual_seed(seed + 7))
+    return sample | {"temperature": temperature.where(counts, torch.nan)}
+
+
+def exact_grpo(temperature: Tensor, input: Tensor, ref_input: Tensor, **rest: Any) -> Tensor:
+    """Without bias and softcap, a temperature divides the hidden states."""
+    divisor = temperature.nan_to_num(1.0)[..., None]
+    return eager.grpo(input=input / divisor, ref_input=ref_input / divisor, **rest)[0]
+
+
+def loss_and_gradients(function: Any, given: dict[str, Any], **settings: Any) -> dict[str, Tensor]:
+    leaves = {name: given[name].clone().requires_grad_() for name in ("weight", "input")}
+    loss = function(**(given | leaves), **settings)
+    loss.backward()
+    return {"loss": loss.detach()} | {name: x.grad for name, x in leaves.items() if x.grad is not None}
+
+
+def grpo(logits_budget: int | None = None, **given: Any) -> Tensor:
+    settings = {name: given.pop(name) for name in tuple(given) if name in GRPO}
+    return LigerFusedLinearGRPOLoss(logits_budget=logits_budget, **settings)(**given)[0]
+
+
+GRPO = ("beta", "importance_level", "entropy_coef", "reduction", "top_entropy_quantile", "surrogate")
+LEVELS: dict[str, dict[str, Any]] = {
+    "token": {"beta": 0.1, "entropy_coef": 0.02},
+    "sequence": {"beta": 0.1, "importance_level": "sequence"},
+    "batch": {"beta": 0.1, "entropy_coef": 0.02, "top_entropy_quantile": 0.4},
+}
+
+
+@pytest.mark.parametrize("budget", [None, 8 * 23 * 9], ids=["one-chunk", "chunks"])
+@pytest.mark.parametrize("settings", LEVELS.values(), ids=LEVELS)
+def test_grpo(settings: dict[str, Any], budget: int | None) -> None:
+    given = completions()
+    exact = loss_and_gradients(exact_grpo, given, **settings)
+    assert_close(loss_and_gradients(grpo, given, logits_budget=budget, **settings), exact, BOUND)
+    functions = (
+        lambda **rest: functional.grpo_loss(hidden=rest.pop("input"), **rest)[0],
+        lambda weight, input, target, advantages, **rest: LigerFusedLinearGRPOLoss(
+            weight, input, target, advantages, **rest
+        )[0],
+    )
+    for function in functions:
+        assert_close(loss_and_gradients(function, given, logits_budget=budget, **settings), exact, BOUND)
+
+
+def test_grpo_without_padding() -> None:
+    given = completions()
+    exact = loss_and_gradients(exact_grpo, given, beta=0.1)
+    lengths = torch.tensor([8, 5, 0, 8, 3, 8])
+    inside = torch.arange(8) < lengths[:, None]
+    given["target"] = given["target"].where(inside, -100)
+    exact = loss_and_gradients(exact_grpo, given, beta=0.1)
+    places = ("input", "ref_input", "target", "temperature", "old_logps")
+    packed = given | {name: given[name][inside] for name in places}
+    packed["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    for budget in (None, 8 * 23 * 9):
+        found = loss_and_gradients(grpo, packed, beta=0.1, logits_budget=budget)
+        assert_close(found, exact | {"input": exact["input"][inside]}, BOUND)
+
+
+@pytest.mark.triton
+def test_grpo_leaves_the_fused_epilogue(by_epilogue: None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The epilogue has one temperature."""
+    monkeypatch.setattr("liger_chunked.engine.epilogue.SMALLEST", 0)
+    given = {
+        name: x.to(device, torch.bfloat16 if name in ("weight", "input", "ref_weight", "ref_input") else None)
+        for name, x in completions().items()
+    }
+    # Descriptors need rows of 16 bytes.
+    for name in ("weight", "input", "ref_weight", "ref_input"):
+        given[name] = torch.nn.functional.pad(given[name], (0, -given[name].shape[-1] % 8)).contiguous()
+    ran: list[str] = []
+    for kind in (EpiloguePass, StatisticsPass):
+        start = kind.statistics
+
+        def watched(*args: Any, start: Any = start, name: str = kind.__name__) -> Any:
+            ran.append(name)
+            return start(*args)
+
+        monkeypatch.setattr(kind, "statistics", watched)
+    settings = {"beta": 0.1, "logits_budget": 2 * 23 * 16}  # several chunks: the epilogue needs a float32 dW
+    found = loss_and_gradients(grpo, given, **settings)
+    assert not ran
+    doubles = {name: x.double() if x.dtype == torch.bfloat16 else x for name, x in given.items()}
+    # bfloat16 logits and gradients: an error of 2**-8 each, truncated in the interpreter.
+    assert_close(found, loss_and_gradients(exact_grpo, doubles, beta=0.1), 0.05)
+    loss_and_gradients(grpo, {name: x for name, x in given.items() if name != "temperature"}, **settings)
+    assert set(ran) == {"EpiloguePass", "StatisticsPass"}  # the second for the reference
+
+
+def test_grpo_refuses() -> None:
+    given = completions()
+    good = given.pop("temperature")
+    refused: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (good.double(), {}, TypeError, r"a number or a float32 tensor, got \(6, 8\) float64"),
+        (good[:, 0], {}, ValueError, r"\(6, 8\) on cpu, one value for each target, got \(6,\) float32"),
+        (-good, {}, ValueError, "positive and finite at each token that counts"),
+        (good, {"temperature": 0.7}, ValueError, "given twice: to the constructor, 0.7, and to the call, a tensor"),
+        (0.7, {}, TypeError, "takes a number as temperature in its constructor, and a float32 tensor in its call"),
+    ]
+    for value, settings, error, message in refused:
+        with pytest.raises(error, match=message):
+            LigerFusedLinearGRPOLoss(beta=0.1, **settings)(**given, temperature=value)
+
+
+def of_policy_ranks(rank: int, world: str, folder: str) -> None:
+    """Ranks split the sequences, or the vocabulary, or the vocabulary and the hidden states."""
+    join(rank, world, folder)
+    given = completions()
+    heads, states = ("weight", "ref_weight"), ("input", "ref_input")
+    rows, positions = ((slice(0, 9), slice(0, 3)), (slice(9, 23), slice(3, 8)))[rank]
+    for settings in LEVELS.values():
+        exact = loss_and_gradients(exact_grpo, given, **settings)
+        for budget in (None, 8 * 23 * 9):
+            own = given | {name: given[name][:, positions] for name in (*states, "target", "temperature", "old_logps")}
+            group = {"sequence_group": dist.group.WORLD}
+            found = loss_and_gradients(grpo, own | group, logits_budget=budget, **settings)
+            dist.all_reduce(found["weight"])
+            assert_close(found, exact | {"input": exact["input"][:, positions]}, BOUND)
+            for input_grad, part in (("all_reduce", slice(None)), ("reduce_scatter", slice(rank * 4, rank * 4 + 4))):
+                own = given | {name: given[name][rows] for name in heads}
+                own |= {name: given[name][:, part] for name in states}
+                shard = {"vocab_shard": VocabShard(None, rows.start, 23, input_grad=input_grad)}  # type: ignore[arg-type]
+                found = loss_and_gradients(grpo, own | shard, logits_budget=budget, **settings)
+                expected = exact | {"weight": exact["weight"][rows], "input": exact["input"][:, part]}
+                assert_close(found, expected, BOUND)
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+def test_grpo_over_ranks(tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    fresh_process.spawn(of_policy_ranks, 2, "2", str(tmp_path))
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_temperature_moves_with_its_target(ignored: bool) -> None:
+    """Also in the order of pairs, which no loss with temperatures has."""
+    target = torch.arange(24).view(4, 6)
+    if ignored:
+        target[1, 2:] = target[2, :3] = -100
+    rows = select_rows(target, "pair", -100, 24).with_side("temperature", target.reshape(-1).float() + 1)
+    by_group = rows.in_group_order()
+    assert rows.target is not None and by_group.target is not None
+    for order in (rows, by_group):
+        assert torch.equal(order.side["temperature"], order.target.float() + 1)  # type: ignore[union-attr]
+    assert not torch.equal(by_group.target, rows.target)

@@ -1,0 +1,818 @@
+"""Every loss inside hooks, checkpoints, second derivatives, copies and threads: the result is right, or the error says
+why.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import table
+import torch
+import torch.nn.functional as F
+from sampling import on_paths
+from spies import Memory
+from table import PARAMETERS, ROWS, SMALL, Batch, Row, Sizes, evaluate, moved, rows, tokens
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import liger_chunked as lc
+from liger_chunked.engine import gradients, head, stats
+from liger_chunked.engine import hooks as engine_hooks
+from liger_chunked.engine.distillation import DistillationStep
+from liger_chunked.engine.step import StatisticsStep
+from liger_chunked.losses.base import FusedLoss
+
+by_path = pytest.mark.parametrize("row", on_paths())
+some_rows = pytest.mark.parametrize(
+    "row",
+    rows("ce", "ce-none", "dpo-sigmoid", "grpo-kl", "kto", "jsd", "squared-error", "kl-top-k", "stats-all"),
+    ids=repr,
+)
+SEVERAL_CHUNKS = 8 * 9 * SMALL.vocab  # a budget of nine tokens in float64
+CHANGED = "modified by an inplace operation"
+REFUSED = "second derivatives .* are not supported"
+
+
+def leaves_of(batch: Batch) -> Batch:
+    return {name: batch[name].detach().clone().requires_grad_() for name in PARAMETERS if name in batch}
+
+
+def assert_equal(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(ours[name], value), name
+
+
+# Hooks on saved tensors
+
+
+class Hooks:
+    """Hooks that return copies and count calls; `inside` is true while a step runs."""
+
+    def __init__(self) -> None:
+        self.packed: list[Tensor] = []
+        self.unpacked = 0
+        self.inside = False
+
+    def pack(self, x: Tensor) -> Tensor:
+        assert not self.inside, "an inner graph reaches the hook"
+        self.packed.append(x.detach())
+        return x.detach().clone()
+
+    def unpack(self, x: Tensor) -> Tensor:
+        assert not self.inside, "an inner graph reaches the hook"
+        self.unpacked += 1
+        return x
+
+    def __call__(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self.pack, self.unpack)
+
+
+@pytest.fixture(params=["probed", "public"])
+def hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Hooks:
+    """Hooks, with torch's private function that finds active hooks, and without it."""
+    if request.param == "public":
+        monkeypatch.setattr(engine_hooks, "_top_hooks", None)
+    hooks = Hooks()
+
+    def marked(run: Callable[..., Any]) -> Callable[..., Any]:
+        def marking(*args: Any, **kwargs: Any) -> Any:
+            hooks.inside = True
+            try:
+                return run(*args, **kwargs)
+            finally:
+                hooks.inside = False
+
+        return marking
+
+    for step in (StatisticsStep, DistillationStep):
+        monkeypatch.setattr(step, "run", marked(step.run))
+    monkeypatch.setattr(stats, "_statistics", marked(stats._statistics))
+    return hooks
+
+
+@by_path
+def test_hooks(row: Row, hooks: Hooks) -> None:
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    call = partial(row.ours, logits_budget=SEVERAL_CHUNKS)
+    expected = evaluate(call, batch)
+    with hooks():
+        loss = call({**batch, **leaves})
+    grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+    assert_equal({"loss": loss.detach(), **dict(zip(leaves, grads, strict=True))}, expected)
+    assert hooks.packed
+    if row.fused:
+        # The first backward unpacks nothing, so an offloader does not load the head.
+        assert hooks.unpacked == 0
+    # The second backward does not read the caller's tensors either: the statistics read the hooks' copies.
+    for x in (*batch.values(), *(leaf.detach() for leaf in leaves.values())):
+        x.zero_()
+    again = torch.autograd.grad(loss, list(leaves.values()))
+    assert bool(hooks.unpacked) != row.fused
+    for name, gradient in zip(leaves, again, strict=True):
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14, msg=name)
+
+
+@some_rows
+def test_hooks_around_the_backward(row: Row, hooks: Hooks) -> None:
+    """What a backward builds and frees is hidden from hooks, as in the forward."""
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    expected = evaluate(row.ours, batch)
+    loss = row.ours({**batch, **leaves})
+    with hooks():
+        for _ in range(2):
+            grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+            for name, gradient in zip(leaves, grads, strict=True):
+                torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14, msg=name)
+
+
+@some_rows
+@pytest.mark.parametrize(
+    "context",
+    [save_on_cpu, lambda: disable_saved_tensors_hooks("no hooks here")],
+    ids=["save_on_cpu", "disabled"],
+)
+@pytest.mark.parametrize("private", [True, False], ids=["probed", "public"])
+def test_contexts_of_torch(
+    row: Row, context: Callable[[], AbstractContextManager], private: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not private:
+        monkeypatch.setattr(engine_hooks, "_top_hooks", None)
+    batch = row.sample(SMALL, seed=0)
+    expected = evaluate(partial(row.ours, logits_budget=SEVERAL_CHUNKS), batch)
+    with context():
+        assert_equal(evaluate(partial(row.ours, logits_budget=SEVERAL_CHUNKS), batch), expected)
+
+
+class _Remembering(lc.LigerFusedLinearDistillationBase):
+    """A user's divergence that changes a tensor in place after autograd has saved it."""
+
+    def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        squares = student_logits.exp()
+        value = squares.square().sum(-1)
+        squares.mul_(2)
+        return value
+
+
+@pytest.mark.parametrize("around", [nullcontext, lambda: Hooks()()], ids=["no-hooks", "hooks"])
+def test_an_inner_graph_keeps_its_own_version_check(around: Callable[[], AbstractContextManager]) -> None:
+    batch = table.students(SMALL, seed=0)
+    with around(), pytest.raises(RuntimeError, match=CHANGED):
+        _Remembering()(**{**batch, **leaves_of(batch)})
+
+
+@pytest.mark.sampled
+@pytest.mark.ordinary_memory
+@by_path
+@pytest.mark.parametrize("around", [nullcontext, lambda: Hooks()()], ids=["no-hooks", "hooks"])
+def test_a_step_leaves_nothing_to_the_garbage_collector(row: Row, around: Callable[[], AbstractContextManager]) -> None:
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    memory, alive = Memory(), []
+    gc.disable()
+    try:
+        with memory:
+            for _ in range(2):
+                with around():
+                    loss = row.ours({**batch, **leaves})
+                # The second backward runs the step again.
+                for retain in (True, False):
+                    torch.autograd.grad(loss, list(leaves.values()), retain_graph=retain)
+                del loss
+                alive.append(memory.alive)
+    finally:
+        gc.enable()
+    assert alive[0] == alive[1]
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize("row", rows("ce", "dpo-sigmoid", "grpo-kl", "jsd", "stats-all"), ids=repr)
+def test_memory_is_flat_over_50_steps(row: Row) -> None:
+    """Of tensors and of Python's objects, with another length in each step."""
+    batches = [row.sample(SMALL._replace(length=length), seed=0) for length in range(3, 8)]
+    memory = Memory()
+    alive, objects = [], []
+    with memory:
+        for i in range(1, 51):
+            evaluate(partial(row.ours, logits_budget=SEVERAL_CHUNKS), batches[i % len(batches)])
+            if i % 10 == 0:
+                gc.collect()
+                alive.append(memory.alive)
+                objects.append(len(gc.get_objects()))
+    assert len(set(alive)) == 1, alive
+    # One object that is kept in each step would add 30.
+    assert objects[-1] - objects[1] < 30, objects
+
+
+# Interruptions
+
+
+class Interrupted:
+    """Raises an error in one of the matrix products of a step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.products, self.fatal, self.error = 0, -1, KeyboardInterrupt
+        monkeypatch.setattr(head.HeadPass, "project", self.watched(head.HeadPass.project))
+        monkeypatch.setattr(gradients, "accumulate", self.watched(gradients.accumulate))
+
+    def watched(self, product: Callable[..., Any]) -> Callable[..., Any]:
+        def watching(*args: Any, **kwargs: Any) -> Any:
+            result = product(*args, **kwargs)
+            if self.products == self.fatal:
+                raise self.error
+            self.products += 1
+            return result
+
+        return watching
+
+    def run(self, call: Callable[[], Any], fatal: int, error: type[BaseException]) -> None:
+        self.products, self.fatal, self.error = 0, fatal, error
+        try:
+            with pytest.raises(error):
+                call()
+        finally:
+            self.fatal = -1
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.sampled
+@by_path
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError], ids=lambda error: error.__name__)
+@pytest.mark.parametrize("tokens_in_budget", [9, 5], ids=["chunks", "slices"])
+def test_a_step_after_an_interrupted_one(
+    row: Row, error: type[BaseException], tokens_in_budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step fails in its first, middle or last product. It leaves no tensor and no gradient behind."""
+    sizes = SMALL if tokens_in_budget == 9 else SMALL._replace(vocab=2503)
+    batch = row.sample(sizes, seed=0)
+    call = partial(row.ours, logits_budget=8 * sizes.vocab * tokens_in_budget)
+    interrupted = Interrupted(monkeypatch)
+    expected = evaluate(call, batch)
+    products = interrupted.products
+    assert products > 3
+    leaves, memory = leaves_of(batch), Memory()
+    memory.expect(*batch.values(), *leaves.values())
+    with memory:
+        evaluate(call, batch)
+    constants = memory.alive
+    for fatal in (0, products // 2, products - 1):
+        with memory:
+            interrupted.run(lambda: call({**batch, **leaves}).backward(), fatal, error)
+        gc.collect()
+        assert memory.alive == constants
+        assert all(leaf.grad is None for leaf in leaves.values())
+        assert torch.is_grad_enabled()
+        assert_equal(evaluate(call, batch), expected)
+
+
+@pytest.mark.parametrize("row", on_paths(row for row in ROWS if not row.fused))
+def test_a_backward_after_an_interrupted_one(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph of the forward is still right."""
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    call = partial(row.ours, logits_budget=SEVERAL_CHUNKS)
+    expected = evaluate(call, batch)
+    interrupted = Interrupted(monkeypatch)
+    loss = call({**batch, **leaves})
+    wanted = list(leaves.values())
+    interrupted.run(lambda: torch.autograd.grad(loss, wanted, retain_graph=True), 2, KeyboardInterrupt)
+    for name, gradient in zip(leaves, torch.autograd.grad(loss, wanted), strict=True):
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14, msg=name)
+
+
+# Checkpoints
+
+
+def surrounded(
+    row: Row, batch: Batch, surround: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+) -> tuple[dict[str, Tensor], int]:
+    """Return the loss and gradients of a body followed by the loss, and how often the body ran."""
+    runs = 0
+
+    def loss(batch: Batch) -> Tensor:
+        def region(x: Tensor) -> Tensor:
+            nonlocal runs
+            runs += 1
+            return row.ours({**batch, "input": torch.sin(x)}, logits_budget=SEVERAL_CHUNKS)
+
+        return surround(region, batch["input"])
+
+    return evaluate(loss, batch), runs
+
+
+@pytest.mark.sampled
+@by_path
+@pytest.mark.parametrize("kind", ["early-stop", "to-the-end", "reentrant"])
+def test_checkpoint(row: Row, kind: str) -> None:
+    """The body runs once forward and is recomputed once, regardless of the loss's number of chunks."""
+    batch = row.sample(SMALL, seed=0)
+    expected, _ = surrounded(row, batch, lambda region, x: region(x))
+    with set_checkpoint_early_stop(kind == "early-stop"):
+        ours, runs = surrounded(row, batch, partial(checkpoint, use_reentrant=kind == "reentrant"))
+    assert runs == 2
+    assert_equal(ours, expected)
+
+
+@some_rows
+def test_checkpoint_whose_graph_is_retained(row: Row) -> None:
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    expected, _ = surrounded(row, batch, lambda region, x: region(x))
+    loss = checkpoint(lambda x: row.ours({**batch, **leaves, "input": x.sin()}), leaves["input"], use_reentrant=False)
+    for _ in range(2):
+        grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+        for name, gradient in zip(leaves, grads, strict=True):
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14, msg=name)
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize("outputs", [("logps",), ("logps", "entropy")], ids="+".join)
+@pytest.mark.parametrize("private", [True, False], ids=["probed", "public"])
+def test_checkpointed_statistics_keep_no_logits(
+    outputs: tuple[str, ...], private: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not private:
+        monkeypatch.setattr(engine_hooks, "_top_hooks", None)
+    batch = moved(tokens(Sizes(8, 8, 16, 1009, ignored=False), seed=0), torch.float32)
+    leaves = leaves_of(batch)
+    n_logits = batch["target"].numel() * 1009 * 4
+
+    def region(input: Tensor) -> Tensor:
+        values = lc.linear_token_stats(leaves["weight"], input, batch["target"], leaves["bias"], outputs=outputs)
+        return sum(getattr(values, name) for name in outputs)
+
+    memory = Memory()
+    memory.expect(*batch.values(), *leaves.values())
+    with memory:
+        value = checkpoint(region, leaves["input"], use_reentrant=False)
+        assert memory.peak >= n_logits
+        assert memory.alive == value.untyped_storage().nbytes()
+
+
+# Refilled tensors
+
+
+@pytest.fixture
+def made_once(monkeypatch: pytest.MonkeyPatch) -> Batch:
+    """Creates class weights and token weights once rather than per call, so that a test can change them."""
+    made: Batch = {}
+    for name in ("_class_weights", "_token_weights"):
+        make = getattr(table, name)
+        monkeypatch.setattr(table, name, lambda batch, name=name, make=make: made.setdefault(name, make(batch)))
+    return made
+
+
+def refill(x: Tensor) -> None:
+    """Write other values; token ids become out of range."""
+    with torch.no_grad():
+        if x.is_floating_point():
+            x.mul_(-0.7).add_(0.3)
+        elif x.dtype == torch.bool:
+            x.logical_not_()
+        else:
+            x.add_(10**6)
+
+
+@by_path
+def test_refilled_tensors(row: Row, made_once: Batch) -> None:
+    """Gradients from the forward stay correct; reading a changed tensor in the backward raises, as in torch."""
+    original = row.sample(SMALL, seed=0)
+    expected = evaluate(row.ours, original)
+    raised = []
+    for name in (*original, *made_once):
+        made_once.clear()
+        batch = {key: x.clone() for key, x in original.items()}
+        leaves = leaves_of(batch)
+        loss = row.ours({**batch, **leaves})
+        refill({**batch, **leaves, **made_once}[name])
+        for turn in range(2):
+            try:
+                grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+            except RuntimeError as error:
+                assert CHANGED in str(error)
+                assert not row.fused, f"{name}, backward {turn}: the backward of a fused loss reads nothing"
+                raised.append(name)
+                break
+            for key, gradient in zip(leaves, grads, strict=True):
+                torch.testing.assert_close(gradient, expected[key], rtol=1e-12, atol=1e-14, msg=f"{name}, {key}")
+    assert row.fused or {"weight", "input"} <= set(raised)
+
+
+@by_path
+def test_refilled_targets_without_ignored_tokens(row: Row) -> None:
+    """The step then reads the caller's tensor rather than a selection of it."""
+    batch = row.sample(SMALL._replace(ignored=False), seed=0)
+    expected = evaluate(row.ours, batch)
+    leaves = leaves_of(batch)
+    loss = row.ours({**batch, **leaves})
+    batch["target"].add_(10**6)
+    if not row.fused:
+        with pytest.raises(RuntimeError, match=CHANGED):
+            torch.autograd.grad(loss, list(leaves.values()))
+        return
+    for _ in range(2):
+        grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+        for name, gradient in zip(leaves, grads, strict=True):
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14, msg=name)
+
+
+def _times(scale: Tensor, x: Tensor) -> Tensor:
+    return scale * x
+
+
+def _module(scale: Tensor) -> nn.Module:
+    module = nn.Module()
+    module.register_buffer("scale", scale)
+    return module
+
+
+# Ways for a loss to hold a tensor, and to multiply a number by it.
+HELD: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], Tensor]]] = {
+    "attribute": (lambda scale: scale, torch.mul),
+    "list": (lambda scale: [scale], lambda held, x: held[0] * x),
+    "nested": (lambda scale: {"scales": [(1, scale)]}, lambda held, x: held["scales"][0][1] * x),
+    "child": (_module, lambda held, x: held.scale * x),
+    "module in a list": (lambda scale: [_module(scale)], lambda held, x: held[0].scale * x),
+    "closure": (lambda scale: lambda x: scale * x, lambda held, x: held(x)),
+    "default": (lambda scale: lambda x, scale=scale: scale * x, lambda held, x: held(x)),
+    "partial": (lambda scale: partial(_times, scale), lambda held, x: held(x)),
+}
+
+
+class _Scaled(lc.LigerFusedLinearPreferenceBase):
+    """A user's loss that holds a tensor."""
+
+    def __init__(self, kind: str, scale: Tensor) -> None:
+        super().__init__()
+        self.held, self.times = None, torch.mul
+        if kind == "buffer":
+            del self.held
+            self.register_buffer("held", scale)
+        else:
+            hold, self.times = HELD[kind]
+            self.held = hold(scale)
+        self.power = 1
+
+    def preference_loss(self, pairs: lc.Pairs) -> Tensor:
+        chosen, rejected = pairs.logps.unbind(-1)
+        return -(F.logsigmoid(self.times(self.held, chosen - rejected)) ** self.power)
+
+
+def twice(value: Tensor, leaves: Batch) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return the gradients of two backward passes."""
+    first = torch.autograd.grad(value, list(leaves.values()), retain_graph=True)
+    return first, torch.autograd.grad(value, list(leaves.values()))
+
+
+@pytest.mark.parametrize("kind", ["buffer", *HELD])
+def test_a_tensor_of_the_loss_is_refilled(kind: str) -> None:
+    batch = table.pairs(SMALL, seed=0, ref=None)
+    expected = evaluate(lambda batch: _Scaled(kind, torch.tensor(0.5, dtype=torch.float64))(**batch)[0], batch)
+    leaves = leaves_of(batch)
+    scale = torch.tensor(0.5, dtype=torch.float64)
+    value, _ = _Scaled(kind, scale)(**{**batch, **leaves})
+    scale.fill_(2.0)
+    for grads in twice(value, leaves):
+        assert_equal({"loss": value.detach(), **dict(zip(leaves, grads, strict=True))}, expected)
+
+
+@pytest.mark.parametrize("kind", ["child", "module in a list"])
+def test_a_tensor_of_a_child_is_replaced(kind: str) -> None:
+    batch = table.pairs(SMALL, seed=0, ref=None)
+    loss = _Scaled(kind, torch.tensor(0.5, dtype=torch.float64))
+    expected = evaluate(lambda batch: loss(**batch)[0], batch)
+    leaves = leaves_of(batch)
+    value, _ = loss(**{**batch, **leaves})
+    (loss.held if kind == "child" else loss.held[0]).scale = torch.tensor(2.0, dtype=torch.float64)
+    for grads in twice(value, leaves):
+        assert_equal({"loss": value.detach(), **dict(zip(leaves, grads, strict=True))}, expected)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute", "list", "nested", "closure"])
+@pytest.mark.parametrize("within", [False, True], ids=["attribute", "element"])
+def test_settings_that_change_after_the_forward(kind: str, within: bool) -> None:
+    """A second backward uses the settings of its forward, as eager code does with numbers."""
+    batch = table.pairs(SMALL, seed=0, ref=None)
+    leaves = leaves_of(batch)
+    loss = _Scaled(kind, torch.tensor(0.5, dtype=torch.float64))
+    value, _ = loss(**{**batch, **leaves})
+    other = torch.tensor(2.0, dtype=torch.float64)
+    if within and kind == "list":
+        loss.held[0] = other
+    elif within and kind == "nested":
+        loss.held["scales"][0] = (1, other)
+    else:
+        loss.held = HELD[kind][0](other) if kind in HELD else other
+    loss.power = 3
+    first = torch.autograd.grad(value, list(leaves.values()), retain_graph=True)
+    second = torch.autograd.grad(value, list(leaves.values()))
+    for before, after in zip(first, second, strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("id", ["dpo-sigmoid", "grpo-kl", "kto"])
+def test_another_beta_after_the_forward(id: str, modules: Callable[..., list[FusedLoss]]) -> None:
+    (row,) = rows(id)
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    called = modules(lambda loss: loss)
+    value = row.ours({**batch, **leaves})
+    called[0].beta = 7.0
+    first = torch.autograd.grad(value, list(leaves.values()), retain_graph=True)
+    second = torch.autograd.grad(value, list(leaves.values()))
+    for before, after in zip(first, second, strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-14)
+
+
+class _Remembers(_Scaled):
+    """A user's loss that keeps its last value, with its graph, and logs every step."""
+
+    def __init__(self, keep: Callable[[Tensor], Any]) -> None:
+        super().__init__("attribute", torch.tensor(0.5, dtype=torch.float64))
+        self.keep = keep
+        self.log: list[Tensor] = []
+        self.last: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        value, metrics = super().__call__(*args, **kwargs)
+        self.last = self.keep(value)
+        self.log.append(value.detach())
+        return value, metrics
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize(
+    "keep",
+    [lambda x: x, lambda x: (x, 1), lambda x: [x], lambda x: {"loss": (x,)}],
+    ids=["itself", "tuple", "list", "dict"],
+)
+def test_a_loss_that_keeps_its_last_value_keeps_one_graph(keep: Callable[[Tensor], Any]) -> None:
+    batch = table.pairs(SMALL, seed=0, ref=None)
+    loss, graphs = _Remembers(keep), []
+    for _ in range(4):
+        body = nn.Identity()
+        graphs.append(weakref.ref(body))
+        hidden = batch["input"].clone().requires_grad_()
+        scaled = hidden * 1.0
+        scaled.register_hook(lambda gradient, body=body: body(gradient))
+        value, _ = loss(**{**batch, "input": scaled})
+        value.backward(retain_graph=True)
+        value.backward()
+        torch.testing.assert_close(
+            hidden.grad, 2 * torch.autograd.grad(loss(**{**batch, "input": hidden})[0], hidden)[0]
+        )
+        del body, hidden, scaled, value
+    gc.collect()
+    assert all(graph() is None for graph in graphs[:-1])
+
+
+# Tensors that were made in inference mode
+
+
+@pytest.mark.parametrize(
+    ("id", "name"),
+    [
+        ("ce", "target"),
+        ("dpo-sigmoid", "ref_input"),
+        ("dpo-sigmoid", "target"),
+        ("grpo-kl", "advantages"),
+        ("jsd", "teacher_input"),
+        ("jsd", "teacher_weight"),
+        ("kl-top-k", "teacher_logps"),
+        ("stats-all", "target"),
+    ],
+)
+def test_tensors_of_inference_mode(id: str, name: str) -> None:
+    """Autograd cannot save them, and a teacher's hidden states are often such."""
+    (row,) = rows(id)
+    batch = row.sample(SMALL._replace(ignored=False), seed=0)
+    expected = evaluate(row.ours, batch)
+    with torch.inference_mode():
+        batch[name] = batch[name].clone()
+    leaves = leaves_of(batch)
+    loss = row.ours({**batch, **leaves})
+    for _ in range(2):
+        grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+        for key, gradient in zip(leaves, grads, strict=True):
+            torch.testing.assert_close(gradient, expected[key], rtol=1e-12, atol=1e-14, msg=key)
+
+
+def test_a_count_of_items_is_refilled() -> None:
+    batch = tokens(SMALL, seed=0)
+    leaves, num_items = leaves_of(batch), torch.tensor(37.0, dtype=torch.float64)
+    expected = evaluate(lambda batch: lc.LigerFusedLinearCrossEntropyLoss()(**batch, num_items=num_items), batch)
+    loss = lc.LigerFusedLinearCrossEntropyLoss()(**{**batch, **leaves}, num_items=num_items)
+    num_items.fill_(1.0)
+    for _ in range(2):
+        (gradient,) = torch.autograd.grad(loss, [leaves["weight"]], retain_graph=True)
+        torch.testing.assert_close(gradient, expected["weight"], rtol=1e-12, atol=1e-14)
+
+
+def test_metrics_are_no_tensors_of_the_caller() -> None:
+    """A trainer keeps its running delta, and may average metrics over ranks in place."""
+    batch = table.examples(SMALL, seed=0)
+    delta = torch.tensor(0.3, dtype=torch.float64)
+    _, metrics = lc.LigerFusedLinearBCOLoss()(**batch, delta=delta)
+    metrics.reference_point.mul_(9.0)
+    assert delta == 0.3
+
+
+# Second derivatives
+
+
+def again(loss: Tensor, first: Tensor, by: list[Tensor]) -> list[Tensor | None]:
+    """Return the derivative of the sum of squares of a gradient."""
+    (gradient,) = torch.autograd.grad(loss, [first], create_graph=True)
+    return list(torch.autograd.grad(gradient.square().sum(), by, allow_unused=True))
+
+
+@pytest.mark.sampled
+@by_path
+@pytest.mark.parametrize("decay", [0.0, 0.3], ids=["alone", "with-weight-decay"])
+def test_second_derivatives(row: Row, decay: float) -> None:
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    expected = evaluate(row.ours, batch)
+
+    def made() -> Tensor:
+        loss = row.ours({**batch, **leaves})
+        return loss + decay * sum(leaf.square().sum() for leaf in leaves.values())
+
+    grads = torch.autograd.grad(made(), list(leaves.values()), create_graph=True)
+    for (name, leaf), gradient in zip(leaves.items(), grads, strict=True):
+        exact = expected[name] + 2 * decay * leaf
+        torch.testing.assert_close(gradient.detach(), exact.detach(), rtol=1e-10, atol=1e-12, msg=name)
+    for first in leaves.values():
+        for by in leaves.values():
+            with pytest.raises(RuntimeError, match=REFUSED):
+                again(made(), first, [by])
+
+
+@some_rows
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_second_derivatives_by_backward(row: Row) -> None:
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    loss = row.ours({**batch, **leaves})
+    loss.backward(create_graph=True)
+    penalty = sum(leaf.grad.square().sum() for leaf in leaves.values())
+    with pytest.raises(RuntimeError, match=REFUSED):
+        (loss + penalty).backward()
+    for leaf in leaves.values():
+        leaf.grad = None  # a cycle through the graph
+
+
+@some_rows
+def test_second_derivatives_by_the_body(row: Row) -> None:
+    """The second derivative is with respect to a parameter that the hidden states depend on."""
+    batch = row.sample(SMALL, seed=0)
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    weight = batch["weight"].clone().requires_grad_()
+    loss = row.ours({**batch, "weight": weight, "input": batch["input"] * scale})
+    with pytest.raises(RuntimeError, match=REFUSED):
+        again(loss, weight, [scale])
+
+
+@some_rows
+@pytest.mark.parametrize("around", [lambda: Hooks()(), nullcontext], ids=["hooks", "checkpoint"])
+def test_second_derivatives_of_saved_copies(row: Row, around: Callable[[], AbstractContextManager]) -> None:
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    expected = evaluate(row.ours, batch)
+
+    def call(input: Tensor) -> Tensor:
+        return row.ours({**batch, **leaves, "input": input})
+
+    with around():
+        loss = (
+            checkpoint(call, leaves["input"], use_reentrant=False) if around is nullcontext else call(leaves["input"])
+        )
+    grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+    for name, gradient in zip(leaves, grads, strict=True):
+        torch.testing.assert_close(gradient.detach(), expected[name], rtol=1e-12, atol=1e-14, msg=name)
+    for gradient in grads:
+        with pytest.raises(RuntimeError, match=REFUSED):
+            torch.autograd.grad(gradient.sum(), list(leaves.values()), allow_unused=True)
+
+
+@some_rows
+@pytest.mark.parametrize("function", ["hessian", "hvp", "vhp"])
+def test_functions_of_second_order(row: Row, function: str) -> None:
+    batch = row.sample(SMALL, seed=0)
+
+    def loss(weight: Tensor) -> Tensor:
+        return row.ours({**batch, "weight": weight})
+
+    vector = () if function == "hessian" else (torch.ones_like(batch["weight"]),)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        getattr(torch.autograd.functional, function)(loss, batch["weight"], *vector)
+
+
+@some_rows
+def test_batched_backward(row: Row) -> None:
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    loss = row.ours({**batch, **leaves})
+    with pytest.raises(NotImplementedError, match="without is_grads_batched"):
+        torch.autograd.grad(loss, list(leaves.values()), torch.ones(3, dtype=loss.dtype), is_grads_batched=True)
+
+
+# Copies
+
+
+COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[FusedLoss], FusedLoss]], list[FusedLoss]]]:
+    """Return a function that makes every call use a copy of the loss, and returns the list of called losses."""
+    called: list[FusedLoss] = []
+
+    def replace(other: Callable[[FusedLoss], FusedLoss]) -> list[FusedLoss]:
+        def call(self: FusedLoss, *args: Any, **kwargs: Any) -> Any:
+            called.append(self)
+            return nn.Module.__call__(other(self), *args, **kwargs)
+
+        monkeypatch.setattr(FusedLoss, "__call__", call)
+        return called
+
+    yield replace
+
+
+@pytest.mark.sampled
+@by_path
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_copies(row: Row, copied: Callable[[Any], Any], modules: Callable[..., list[FusedLoss]]) -> None:
+    batch = row.sample(SMALL, seed=0)
+    expected = evaluate(row.ours, batch)
+    called = modules(copied)
+    assert_equal(evaluate(row.ours, batch), expected)
+    assert bool(called) == (not row.id.startswith("stats"))
+
+
+@some_rows
+def test_a_batch_may_be_copied(row: Row) -> None:
+    """A loss with its graph cannot be copied, like any result of autograd; a detached one can."""
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    loss = row.ours({**batch, **leaves})
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(loss)
+    assert torch.equal(copy.deepcopy(loss.detach()), loss)
+
+
+# Threads
+
+
+@by_path
+def test_threads(row: Row, modules: Callable[..., list[FusedLoss]]) -> None:
+    """One loss in several threads at once, with different batches; one of them runs under hooks."""
+    batches = [row.sample(SMALL, seed) for seed in range(3)]
+    expected = [evaluate(row.ours, batch) for batch in batches]
+    shared: dict[type, FusedLoss] = {}
+    modules(lambda loss: shared.setdefault(type(loss), loss))
+    row.ours(batches[0])  # creates the shared loss
+    start = threading.Barrier(len(batches))
+    results: dict[int, Any] = {}
+
+    def work(i: int) -> None:
+        try:
+            start.wait()
+            with Hooks()() if i == 0 else nullcontext():
+                results[i] = [evaluate(row.ours, batches[i]) for _ in range(2)]
+        except BaseException as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, exact in enumerate(expected):
+        assert isinstance(results[i], list), results[i]
+        for ours in results[i]:
+            assert_equal(ours, exact)
+
+
+@some_rows
+def test_backward_in_another_thread(row: Row) -> None:
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    loss = row.ours({**batch, **leaves})
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    ours = {"loss": loss.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+    assert_equal(ours, evaluate(row.ours, batch))

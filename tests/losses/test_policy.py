@@ -1,0 +1,621 @@
+"""Policy losses: ratios, empty completions, denominators, metrics, user-defined losses."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from spies import flop_counter
+from table import POLICY, SMALL, Batch, Sizes, evaluate, moved, n_valid, relative_error, rollouts
+from torch import Tensor
+
+from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, Rollouts, eager, linear_token_stats
+from liger_chunked.losses.grpo import LOSS_TYPES, SURROGATES
+from liger_chunked.losses.policy import KL_ESTIMATORS
+from liger_chunked.testing import check_loss
+
+EXACT = 1e-12
+PACKS = 8 * 9 * SMALL.vocab  # a budget of nine tokens in float64
+
+by_row = pytest.mark.parametrize("row", POLICY, ids=repr)
+by_level = pytest.mark.parametrize("level", ["token", "sequence", "sequence_token", "trajectory"])
+by_surrogate = pytest.mark.parametrize("surrogate", SURROGATES)
+
+
+def grpo(batch: Batch, num_items: float | Tensor | None = None, **settings) -> Tensor:
+    return LigerFusedLinearGRPOLoss(**settings)(**batch, num_items=num_items)[0]
+
+
+def assert_same(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float = EXACT) -> None:
+    assert ours.keys() == exact.keys()
+    for name in exact:
+        assert relative_error(ours[name], exact[name]) < tolerance, name
+
+
+class Spy(LigerFusedLinearPolicyBase):
+    """Keeps the batches that it gets."""
+
+    def __init__(self, **settings) -> None:
+        super().__init__(**settings)
+        self.seen: list[Rollouts] = []
+
+    def policy_loss(self, rollouts):
+        self.seen.append(rollouts)
+        return -rollouts.ratio * rollouts.advantages
+
+
+# Ratios
+
+
+@by_level
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_ratio_is_exactly_1_on_policy(level, dtype, device):
+    batch = moved(rollouts(SMALL, seed=0, old=False), dtype, device)
+    spy = Spy(importance_level=level, logits_budget=9 * SMALL.vocab * dtype.itemsize)
+    _, metrics = LigerFusedLinearGRPOLoss(importance_level=level)(**batch)
+    spy(**batch)
+    assert len(spy.seen) > 1
+    for rollouts_ in spy.seen:
+        assert (rollouts_.ratio == 1).all()
+    assert metrics.clip_ratio == 0
+
+
+@by_surrogate
+def test_on_policy_gradient_is_reinforce(surrogate):
+    """At a ratio of 1, every surrogate has the gradient of `-A log pi`, summed with the reduction's weights."""
+    batch = rollouts(SMALL, seed=1, old=False)
+    settings = {"cispo": {"epsilon_high": 5.0}, "clip_cov": {"clip_cov_lb": 90.0, "clip_cov_ub": 99.0}}
+    ours = evaluate(partial(grpo, surrogate=surrogate, reduction="bnpo", **settings.get(surrogate, {})), batch)
+
+    def expected(batch: Batch) -> Tensor:
+        logps = eager.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"]
+        return -(batch["advantages"][:, None] * logps).sum() / n_valid(batch)
+
+    exact = evaluate(expected, batch)
+    for name in ("weight", "input", "bias"):
+        assert relative_error(ours[name], exact[name]) < EXACT, name
+
+
+@pytest.mark.parametrize("level", ["sequence", "trajectory"])
+@pytest.mark.parametrize("tokens_in_budget", [200, 70, 7, 1], ids=["all", "two-packs", "tiles", "slices"])
+def test_ratio_of_a_sequence_across_chunks(level, tokens_in_budget):
+    """Sequences have up to 50 tokens, so a budget of 7 tokens splits all of them."""
+    sizes = Sizes(sequences=4, length=50, hidden=6, vocab=101)
+    batch = rollouts(sizes, seed=2, ref="tokens")
+    settings = {"importance_level": level, "beta": 0.1, "epsilon_low": 0.05, "epsilon_high": 0.05}
+    ours = evaluate(partial(grpo, logits_budget=8 * 101 * tokens_in_budget, **settings), batch)
+    assert_same(ours, evaluate(lambda batch: eager.grpo(**batch, **settings)[0], batch))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        pytest.param({}, 3, id="tokens-never-outgrow-the-budget"),
+        pytest.param({"importance_level": "sequence"}, 4, id="a-sequence-does"),
+        pytest.param({"surrogate": "vespo"}, 4, id="vespo-looks-at-sequences"),
+        pytest.param({"surrogate": "gmpo"}, 4, id="gmpo-too"),
+        pytest.param({"off_policy_mask_threshold": 0.1}, 4, id="masks-look-at-sequences"),
+        pytest.param({"surrogate": "clip_cov"}, 4, id="clip_cov-looks-at-the-batch"),
+        pytest.param({"top_entropy_quantile": 0.5}, 4, id="the-batch-does"),
+    ],
+)
+def test_gemms_of_sequences_over_the_budget(settings, expected):
+    sizes = Sizes(sequences=2, length=40, hidden=16, vocab=97, ignored=False)
+    batch = rollouts(sizes, seed=0)
+    leaves = {name: batch[name].requires_grad_() for name in ("weight", "input")}
+    with flop_counter() as counter:
+        grpo({**batch, **leaves}, logits_budget=8 * 97 * 4, **settings).backward()
+    count = counter.get_total_flops() / (2 * n_valid(batch) * sizes.hidden * sizes.vocab)
+    # The last tile, of 4 of 40 or 80 tokens, is still in memory when backward begins.
+    assert expected - 0.11 <= count <= expected
+
+
+@by_level
+def test_delta_bounds_what_a_negative_advantage_leaves_free(level):
+    """Ratios far above the clip dominate the loss without delta. With it, each costs delta and has no gradient."""
+    batch = rollouts(SMALL, seed=3)
+    batch["old_logps"] = batch["old_logps"] - 5
+    batch["advantages"] = -batch["advantages"].abs() - 0.1
+    settings = {"importance_level": level, "reduction": "bnpo"}
+    bounded = evaluate(partial(grpo, delta=4.0, **settings), batch)
+    lengths = (batch["target"] != -100).sum(1)
+    cost = -4.0 * (batch["advantages"] * lengths).sum() / lengths.sum()
+    torch.testing.assert_close(bounded["loss"], cost, rtol=EXACT, atol=0)
+    for name in ("weight", "input", "bias"):
+        assert (bounded[name] == 0).all()
+    free = evaluate(partial(grpo, **settings), batch)
+    assert free["loss"] > 10 * bounded["loss"]
+    assert free["weight"].norm() > 0
+
+
+@by_level
+def test_temperature_divides_logits(level):
+    batch = rollouts(SMALL, seed=4, ref="states", transform={"temperature": 0.7})
+    divided = {name: batch[name] / 0.7 for name in ("weight", "bias", "ref_weight", "ref_bias")}
+    settings = {"importance_level": level, "beta": 0.1}
+    loss = grpo(batch, temperature=0.7, **settings)
+    torch.testing.assert_close(loss, grpo({**batch, **divided}, **settings), rtol=EXACT, atol=0)
+    assert abs(loss - grpo(batch, **settings)) > 1e-3
+
+
+@by_level
+@pytest.mark.parametrize("weights", ["tokens", "sequences"])
+def test_importance_weights_multiply_the_cost_and_not_the_kl(level, weights):
+    batch = rollouts(SMALL, seed=5, ref="tokens", weights=weights)
+    settings = {"importance_level": level, "logits_budget": PACKS}
+    unweighted = {name: x for name, x in batch.items() if name != "importance_weights"}
+    kl = grpo(unweighted, beta=0.3, **settings) - grpo(unweighted, **settings)
+    weighted = grpo(batch, **settings)
+    torch.testing.assert_close(grpo(batch, beta=0.3, **settings), weighted + kl, rtol=1e-11, atol=0)
+    assert abs(weighted - grpo(unweighted, **settings)) > 1e-3
+
+
+def test_vespo_takes_importance_weights_into_its_own():
+    """Importance weights shift the ratio of the sequence. The weight of a sequence counts once."""
+    batch = rollouts(SMALL, seed=6)
+    lengths = (batch["target"] != -100).sum(1, keepdim=True).double()
+    shifted = {**batch, "old_logps": batch["old_logps"] - 0.2 / lengths}
+    expected = evaluate(partial(grpo, surrogate="vespo"), shifted)
+    one_each = torch.full((SMALL.sequences,), 0.2, dtype=torch.float64).exp()
+    assert_same(evaluate(partial(grpo, surrogate="vespo"), {**batch, "importance_weights": one_each}), expected)
+    of_tokens = (0.2 / lengths).exp().expand(-1, SMALL.length)
+    assert_same(evaluate(partial(grpo, surrogate="vespo"), {**batch, "importance_weights": of_tokens}), expected)
+
+
+# Ignored tokens
+
+
+@by_row
+def test_empty_completions_count_in_the_batch_and_add_nothing(row):
+    """This holds even if they fill a whole chunk."""
+    batch = row.sample(SMALL, seed=7)
+    batch["target"][[0, 1, 4]] = -100
+    for budget in (None, PACKS, 8):
+        ours = evaluate(partial(row.ours, logits_budget=budget), batch)
+        assert_same(ours, evaluate(row.oracle, batch))
+        assert (ours["input"][[0, 1, 4]] == 0).all()
+
+
+@by_row
+def test_sides_are_free_to_be_anything_at_padding(row):
+    batch = row.sample(SMALL, seed=8)
+    expected = evaluate(row.ours, batch)
+    ignored = batch["target"] == -100
+    for name in ("old_logps", "ref_logps", "advantages", "importance_weights"):
+        if name in batch and batch[name].ndim == 2:
+            batch[name] = batch[name].masked_fill(ignored, math.nan)
+    for name, value in evaluate(row.ours, batch).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64], ids=str)
+def test_attention_mask_joins_the_target(dtype):
+    batch = rollouts(SMALL, seed=9)
+    hidden = torch.arange(SMALL.length) % 3 == 1
+    expected = evaluate(grpo, {**batch, "target": batch["target"].masked_fill(hidden, -100)})
+    mask = (~hidden).to(dtype).expand(SMALL.sequences, -1)
+    for name, value in evaluate(grpo, {**batch, "attention_mask": mask}).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("delta", [0.9, 1.05, 1.4])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_delta_on_either_side_of_the_clip(delta, sign):
+    """A delta below the largest ratio of the clip bounds positive advantages too."""
+    batch = rollouts(SMALL, seed=21)
+    batch["advantages"] = sign * (batch["advantages"].abs() + 0.1)
+    logps = linear_token_stats(batch["weight"], batch["input"], batch["target"], batch.get("bias")).logps
+    batch["old_logps"] = logps + 0.5 * torch.linspace(-1, 1, logps.numel()).view_as(logps)
+    settings = {"delta": delta, "epsilon_low": 0.1, "epsilon_high": 0.1}
+    exact = evaluate(lambda b: eager.grpo(**b, **settings)[0], batch)
+    assert_same(evaluate(partial(grpo, **settings), batch), exact)
+    without = evaluate(partial(grpo, epsilon_low=0.1, epsilon_high=0.1), batch)
+    assert (relative_error(without["input"], exact["input"]) > 0.01) == (sign < 0 or delta < 1.1)
+
+
+def test_sides_are_let_go_once_they_are_arranged(monkeypatch):
+    """The loss keeps no reference to its arguments until backward, and prepares them once, not per chunk."""
+    made = []
+    make = LigerFusedLinearGRPOLoss._batch
+
+    def watch(self, *args):
+        made.append(1)
+        return make(self, *args)
+
+    monkeypatch.setattr(LigerFusedLinearGRPOLoss, "_batch", watch)
+    batch = rollouts(SMALL, seed=23)
+    node = batch["old_logps"].exp().log()
+    weights = torch.ones(SMALL.sequences, SMALL.length, dtype=torch.float32)  # of another dtype, so a copy is made
+    alive = [weakref.ref(node), weakref.ref(weights)]
+    batch["weight"].requires_grad_()
+    loss, _ = LigerFusedLinearGRPOLoss(logits_budget=PACKS)(**{**batch, "old_logps": node}, importance_weights=weights)
+    del node, weights
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert len(made) == 1
+
+
+# Denominators
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.5], ids=["no-bonus", "bonus"])
+@pytest.mark.parametrize("tensor", [False, True], ids=["int", "tensor"])
+def test_micro_batches_with_num_items_add_up_to_the_batch(tensor, entropy_coef):
+    batch = rollouts(SMALL, seed=10, ref="tokens")
+    settings = {"reduction": "dapo", "beta": 0.2, "entropy_coef": entropy_coef}
+    whole = grpo(batch, **settings)
+    count = torch.tensor(n_valid(batch)) if tensor else n_valid(batch)
+    total = 0
+    for part in (slice(0, 1), slice(1, 5), slice(5, 6)):
+        micro = {name: x if name in ("weight", "bias") else x[part] for name, x in batch.items()}
+        total = total + grpo(micro, num_items=count, **settings)
+    torch.testing.assert_close(total, whole, rtol=EXACT, atol=0)
+
+
+def test_reductions_agree_on_completions_of_one_length():
+    batch = rollouts(SMALL._replace(ignored=False), seed=11)
+    expected = grpo(batch, reduction="grpo")
+    for reduction, settings in {
+        "bnpo": {},
+        "dapo": {},
+        "dr_grpo": {"max_completion_length": SMALL.length},
+    }.items():
+        torch.testing.assert_close(grpo(batch, reduction=reduction, **settings), expected, rtol=EXACT, atol=0)
+    torch.testing.assert_close(grpo(batch, reduction="luspo"), SMALL.length * expected, rtol=EXACT, atol=0)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_loss_types_are_compositions(loss_type):
+    settings = {"max_completion_length": 9} if loss_type == "dr_grpo" else {}
+    loss = LigerFusedLinearGRPOLoss.from_loss_type(loss_type, entropy_coef=0.1, **settings)
+    composition = {name: getattr(loss, name) for name in LOSS_TYPES[loss_type]}
+    assert composition == LOSS_TYPES[loss_type]
+    batch = rollouts(SMALL, seed=12)
+    assert loss(**batch)[0] == grpo(batch, entropy_coef=0.1, **composition, **settings)
+
+
+# As TRL 1.16 and verl compute them on full logits
+
+
+def of_tokens(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities, advantages, and the mask as floats, all (B, T)."""
+    logps = eager.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"]
+    advantages = batch["advantages"] if batch["advantages"].ndim == 2 else batch["advantages"][:, None]
+    return logps, advantages.expand(logps.shape), (batch["target"] != -100).double()
+
+
+def verl_mean(cost: Tensor, mask: Tensor, mode: str) -> Tensor:
+    """verl's `agg_loss` on one rank, without the 1e-8 that it adds to lengths."""
+    of_sequences, lengths = (cost * mask).sum(1), mask.sum(1)
+    if mode == "token-mean":
+        return of_sequences.sum() / mask.sum()
+    if mode == "seq-mean-token-mean":
+        of_sequences = of_sequences / lengths
+    if mode == "seq-mean-token-sum-norm":
+        of_sequences = of_sequences / mask.shape[1]
+    return of_sequences.sum() / (lengths > 0).sum()
+
+
+def trl_gmpo(batch: Batch) -> Tensor:
+    logps, advantages, mask = of_tokens(batch)
+    log_ratio = logps - batch["old_logps"]
+    clamped = log_ratio.clamp(-0.2, 0.3)
+    clipped = torch.where(advantages > 0, torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped))
+    of_sequences = torch.exp((clipped * mask).sum(1) / mask.sum(1))
+    return -(of_sequences * batch["advantages"]).mean()
+
+
+def verl_gspo(batch: Batch) -> Tensor:
+    logps, advantages, mask = of_tokens(batch)
+    mean = ((logps - batch["old_logps"]) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    ratio = torch.exp(logps - logps.detach() + mean.detach())
+    cost = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.94, 1.08))
+    return verl_mean(cost, mask, "seq-mean-token-mean")
+
+
+def verl_cispo(batch: Batch) -> Tensor:
+    logps, advantages, mask = of_tokens(batch)
+    ratio = torch.exp(logps - batch["old_logps"]).clamp(1 - 0.1, 1 + 0.3).detach()
+    return verl_mean(-ratio * advantages * logps, mask, "token-mean")
+
+
+def verl_covariance(batch: Batch) -> Tensor:
+    logps, advantages, mask = of_tokens(batch)
+    logps = logps.detach()
+    return (advantages - (advantages * mask).sum() / mask.sum()) * (logps - (logps * mask).sum() / mask.sum())
+
+
+def verl_clip_cov(batch: Batch) -> Tensor:
+    """With more tokens to draw than candidates, verl's random choice takes all of them."""
+    logps, advantages, mask = of_tokens(batch)
+    ratio = torch.exp(logps - batch["old_logps"])
+    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)
+    covariance = verl_covariance(batch)
+    inside = (covariance > -0.5) & (covariance < 2) & (mask > 0)
+    candidates = inside & ~(clipped > plain)
+    assert 2 < candidates.sum() < inside.sum() < mask.sum()
+    return verl_mean(torch.maximum(plain, clipped) * ~candidates, mask, "seq-mean-token-mean")
+
+
+def verl_kl_cov(batch: Batch) -> Tensor:
+    logps, advantages, mask = of_tokens(batch)
+    log_ratio = logps - batch["old_logps"]
+    valid = mask.flatten().nonzero()[:, 0]
+    top = verl_covariance(batch).flatten()[valid].topk(int(0.3 * len(valid))).indices
+    chosen = torch.zeros_like(mask).flatten().index_fill(0, valid[top], 1.0).view_as(mask)
+    return verl_mean(-advantages * log_ratio.exp() + 1.5 * chosen * log_ratio.abs(), mask, "token-mean")
+
+
+def trl_off_policy_mask(batch: Batch) -> Tensor:
+    logps, advantages, mask = of_tokens(batch)
+    drift = ((batch["old_logps"] - logps.detach()) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    keep = (advantages >= 0) | (drift <= 0.01)
+    assert 0 < (keep * mask).sum() < mask.sum()
+    ratio = torch.exp(logps - batch["old_logps"])
+    cost = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) * keep
+    d = batch["ref_logps"] - logps
+    cost = cost + 0.3 * (torch.exp(d) - d - 1) * ratio
+    return ((cost * mask).sum(1) / mask.sum(1)).mean()
+
+
+ELSEWHERE = {
+    "gmpo": (trl_gmpo, {"surrogate": "gmpo", "epsilon_low": 0.2, "epsilon_high": 0.3}),
+    "gspo-token": (verl_gspo, {"importance_level": "sequence_token", "epsilon_low": 0.06, "epsilon_high": 0.08}),
+    "cispo": (
+        verl_cispo,
+        {"surrogate": "cispo", "cispo_epsilon_low": 0.9, "epsilon_high": 1.3, "reduction": "token-mean"},
+    ),
+    "clip_cov": (
+        verl_clip_cov,
+        {"surrogate": "clip_cov", "clip_cov_ratio": 1.0, "clip_cov_lb": -0.5, "clip_cov_ub": 2.0},
+    ),
+    "kl_cov": (
+        verl_kl_cov,
+        {"surrogate": "kl_cov", "kl_cov_ratio": 0.3, "ppo_kl_coef": 1.5, "reduction": "token-mean"},
+    ),
+    "off_policy_mask": (trl_off_policy_mask, {"off_policy_mask_threshold": 0.01, "beta": 0.3}),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("budget", [None, PACKS])
+def test_as_elsewhere(name, budget):
+    formula, settings = ELSEWHERE[name]
+    batch = rollouts(SMALL, seed=26, ref="tokens")
+    ours = evaluate(partial(grpo, logits_budget=budget, **settings), batch)
+    assert_same(ours, evaluate(formula, batch))
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
+def test_reductions_of_verl(mode):
+    batch = rollouts(SMALL, seed=25)
+    logps, advantages, mask = of_tokens(batch)
+    expected = verl_mean(-advantages * (logps - batch["old_logps"]).exp(), mask, mode)
+    settings = {"max_completion_length": SMALL.length} if mode.endswith("norm") else {}
+    loss = grpo(batch, surrogate="reinforce", reduction=mode, **settings)
+    torch.testing.assert_close(loss, expected, rtol=EXACT, atol=0)
+
+
+def test_gspo_token_is_gspo_if_a_sequence_has_one_advantage():
+    """In value and gradient, where advantages are per sequence."""
+    batch = rollouts(SMALL, seed=26)
+    settings = {"epsilon_low": 0.06, "epsilon_high": 0.08}
+    token, sequence = (
+        evaluate(partial(grpo, importance_level=level, **settings), batch) for level in ("sequence_token", "sequence")
+    )
+    assert_same(token, sequence)
+
+
+def test_clip_cov_takes_the_highest_candidates():
+    """Fewer tokens than candidates: those of the highest covariance cost nothing, and the rest as `clip`."""
+    batch = rollouts(SMALL, seed=24)
+    settings = {"surrogate": "clip_cov", "clip_cov_lb": 0.05, "clip_cov_ub": 2.0, "reduction": "bnpo"}
+    few, half = (grpo(batch, clip_cov_ratio=ratio, **settings) for ratio in (0.1, 0.5))
+    exact = [eager.grpo(**batch, clip_cov_ratio=ratio, **settings)[0] for ratio in (0.1, 0.5)]
+    torch.testing.assert_close([few, half], exact, rtol=EXACT, atol=0)
+    assert abs(few - half) > 1e-3
+    assert few == grpo(batch, clip_cov_ratio=0.1, **settings)
+
+
+# Estimates of the KL
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("corrected", [True, False])
+def test_kl_estimators(estimator, corrected):
+    batch = rollouts(SMALL, seed=27, ref="tokens")
+    settings = {"beta": 0.3, "kl_estimator": estimator, "use_bias_correction_kl": corrected}
+    ours = evaluate(partial(grpo, **settings), batch)
+    assert_same(ours, evaluate(lambda batch: eager.grpo(**batch, **settings)[0], batch))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "corrected", "unbiased"),
+    [("k1", True, True), ("k3", True, True), ("k2", False, True), ("k1", False, False), ("k3", False, False)],
+)
+def test_gradient_of_kl_estimators(estimator, corrected, unbiased):
+    """In expectation over all tokens of a position. `k1` and `k3` estimate the value as well, `k2` does not."""
+    vocab = 5
+    generator = torch.Generator().manual_seed(28)
+    logits, ref = torch.randn(2, vocab, generator=generator, dtype=torch.float64)
+    weight = logits[:, None].clone().requires_grad_()
+    logps = weight[:, 0].log_softmax(0)
+    kl = (logps.exp() * (logps - ref.log_softmax(0))).sum()
+    (exact,) = torch.autograd.grad(kl, weight)
+
+    ones = torch.ones(vocab, 1, 1, dtype=torch.float64)
+    loss_fn = LigerFusedLinearGRPOLoss(
+        beta=1.0, kl_estimator=estimator, use_bias_correction_kl=corrected, reduction="luspo"
+    )
+    expected = 0
+    for y in range(vocab):  # probabilities of the tokens as factors
+        value, _ = loss_fn(
+            weight, ones[:1], torch.tensor([[y]]), torch.zeros(1), ref_logps=ref.log_softmax(0)[y].view(1, 1)
+        )
+        (gradient,) = torch.autograd.grad(value, weight)
+        expected = expected + logps[y].exp().detach() * gradient
+    assert (relative_error(expected, exact) < 1e-10) == unbiased
+    if estimator == "k1" and not corrected:
+        assert expected.norm() < 1e-12
+
+
+# The entropy bonus
+
+
+def test_the_entropy_coefficient_may_change_between_steps():
+    batch = rollouts(SMALL, seed=29)
+    loss_fn = LigerFusedLinearGRPOLoss()
+    for coef in (0.0, 0.3, 0.0, 0.1):
+        loss_fn.entropy_coef = coef
+        assert_same(
+            evaluate(lambda batch: loss_fn(**batch)[0], batch), evaluate(partial(grpo, entropy_coef=coef), batch)
+        )
+
+
+# Metrics
+
+
+METRICS = {
+    "clip": {"epsilon_low": 0.05, "epsilon_high": 0.1},
+    "clip-delta": {"epsilon_low": 0.05, "epsilon_high": 0.1, "delta": 1.2},
+    "gspo": {"epsilon_low": 0.02, "epsilon_high": 0.02, "importance_level": "sequence"},
+    "cispo": {"surrogate": "cispo", "epsilon_high": 1.1},
+    "cispo-lower-bound": {"surrogate": "cispo", "cispo_epsilon_low": 0.9, "epsilon_high": 1.1},
+    "gmpo": {"surrogate": "gmpo", "epsilon_low": 0.1, "epsilon_high": 0.2},
+    "gspo-token": {"epsilon_low": 0.02, "epsilon_high": 0.02, "importance_level": "sequence_token"},
+    "clip_cov": {"surrogate": "clip_cov", "clip_cov_lb": 0.1},
+    "k2": {"kl_estimator": "k2"},
+    "sapo": {"surrogate": "sapo"},
+    "vespo": {"surrogate": "vespo"},
+    "uncorrected": {"use_bias_correction_kl": False},
+    "transformed": {"softcap": 4.0, "temperature": 0.5},
+}
+
+
+@pytest.mark.parametrize("settings", METRICS.values(), ids=METRICS)
+@pytest.mark.parametrize("ref", [None, "tokens", "states"])
+@pytest.mark.parametrize("advantages", ["sequences", "tokens"])
+def test_metrics(settings, ref, advantages, device):
+    """Without a KL term the reference affects only the metrics. An empty completion counts in no mean."""
+    batch = moved(rollouts(SMALL, seed=13, ref=ref, advantages=advantages), device=device)
+    batch["target"][2] = -100
+    _, ours = LigerFusedLinearGRPOLoss(**settings, logits_budget=PACKS)(**batch)
+    _, exact = eager.grpo(**batch, **settings)
+    assert ours._fields == tuple(exact)
+    assert (ours.kl is None) == (ref is None)
+    for name, value in ours._asdict().items():
+        if value is None or exact[name] is None:
+            assert value is exact[name], name
+        else:
+            assert not value.requires_grad
+            torch.testing.assert_close(value, exact[name], rtol=1e-10, atol=1e-14, msg=name)
+
+
+def test_metrics_of_nothing():
+    batch = rollouts(SMALL, seed=14, ref="tokens")
+    batch["target"].fill_(-100)
+    _, metrics = LigerFusedLinearGRPOLoss()(**batch)
+    extremes = ("clip_ratio_low_min", "clip_ratio_high_max")  # of the sequences with tokens, of which there is none
+    assert all(value.isnan() if name in extremes else value == 0 for name, value in metrics._asdict().items())
+
+
+# A user-defined loss
+
+
+class PPO(LigerFusedLinearPolicyBase):
+    scope = "token"
+
+    def policy_loss(self, rollouts):
+        clipped = rollouts.ratio.clamp(0.8, 1.2)
+        return -torch.min(rollouts.ratio * rollouts.advantages, clipped * rollouts.advantages)
+
+
+class GeometricMean(LigerFusedLinearPolicyBase):
+    """GMPO in a line: one cost per sequence, from its tokens."""
+
+    def policy_loss(self, rollouts):
+        log_ratio = (rollouts.logps - rollouts.old_logps).clamp(-0.4, 0.4)
+        return -(log_ratio.sum(-1, keepdim=True) / rollouts.lengths).exp() * rollouts.advantages
+
+
+@pytest.mark.parametrize("budget", [None, PACKS, 8 * 3 * SMALL.vocab], ids=["auto", "packs", "slices"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_subclass_of_tokens(level, budget):
+    batch = rollouts(SMALL, seed=15, ref="tokens", weights="tokens")
+    settings = {"importance_level": level, "beta": 0.1, "entropy_coef": 0.2}
+
+    def ours(batch: Batch) -> Tensor:
+        return PPO(logits_budget=budget, **settings)(**batch)[0]
+
+    assert_same(evaluate(ours, batch), evaluate(lambda batch: eager.grpo(**batch, **settings)[0], batch))
+
+
+@pytest.mark.parametrize("budget", [None, PACKS, 8 * 3 * SMALL.vocab], ids=["auto", "packs", "slices"])
+def test_subclass_of_sequences(budget):
+    batch = rollouts(SMALL, seed=16)
+
+    def ours(batch: Batch) -> Tensor:
+        return GeometricMean(logits_budget=budget)(**batch)[0]
+
+    def oracle(batch: Batch) -> Tensor:
+        logps = eager.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"]
+        valid = batch["target"] != -100
+        mean = ((logps - batch["old_logps"]).clamp(-0.4, 0.4) * valid).sum(1) / valid.sum(1)
+        return -(mean.exp() * batch["advantages"]).mean()
+
+    assert_same(evaluate(ours, batch), evaluate(oracle, batch))
+
+
+class Centred(LigerFusedLinearPolicyBase):
+    """Subtracts the batch's mean advantage."""
+
+    scope = "batch"
+
+    def policy_loss(self, rollouts):
+        advantages = rollouts.advantages.expand(rollouts.mask.shape)
+        return -rollouts.ratio * (advantages - advantages[rollouts.mask].mean())
+
+
+@pytest.mark.parametrize("budget", [None, PACKS, 8 * 3 * SMALL.vocab], ids=["auto", "packs", "slices"])
+def test_subclass_of_the_batch(budget):
+    batch = rollouts(SMALL, seed=30)
+    ours = evaluate(lambda batch: Centred(logits_budget=budget)(**batch)[0], batch)
+    _, advantages, mask = of_tokens(batch)
+    centred = {**batch, "advantages": advantages - (advantages * mask).sum() / mask.sum()}
+    assert_same(ours, evaluate(partial(grpo, surrogate="reinforce"), centred))
+    check_loss(Centred())
+
+
+@pytest.mark.parametrize("scope", ["token", "sequence"])
+@pytest.mark.parametrize("sides", ["tokens", "sequences"])
+def test_what_a_loss_is_shown(scope, sides):
+    """Single tokens are rows of length 1 and have the length of their sequence; both scopes get the same values."""
+    batch = rollouts(SMALL, seed=17, ref="tokens", advantages=sides, weights=sides)
+    spy = Spy(logits_budget=PACKS)
+    spy.scope = scope
+    spy(**batch)
+    valid = batch["target"] != -100
+    logps = linear_token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"]).logps
+    expected = {
+        "logps": logps,
+        "old_logps": batch["old_logps"],
+        "ref_logps": batch["ref_logps"],
+        "log_ratio": logps - batch["old_logps"],
+        "advantages": batch["advantages"].view(SMALL.sequences, -1),
+        "importance_weights": batch["importance_weights"].view(SMALL.sequences, -1),
+        "lengths": valid.sum(1, keepdim=True).double(),
+    }
+    for name, whole in expected.items():
+        shown = [
+            getattr(rollouts_, name).detach().expand(rollouts_.mask.shape)[rollouts_.mask] for rollouts_ in spy.seen
+        ]
+        torch.testing.assert_close(torch.cat(shown), whole.expand(valid.shape)[valid], rtol=EXACT, atol=EXACT, msg=name)
+    for rollouts_ in spy.seen:
+        assert rollouts_.mask.shape[1] == (1 if scope == "token" else SMALL.length)
+        assert (rollouts_.batch_size, rollouts_.batch_tokens) == (SMALL.sequences, n_valid(batch))

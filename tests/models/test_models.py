@@ -1,0 +1,969 @@
+"""Every patched family, compared with the same unpatched model of transformers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import importlib
+import inspect
+import pickle
+import re
+import sys
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+from fused import assert_fused, assert_real_logits, is_deferred
+from model_zoo import BY_ID, HIDDEN, SERVED, SERVED_CLASSES, VOCAB, ZOO, Tiny
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+import liger_chunked
+from liger_chunked import LigerFusedLinearCrossEntropyLoss, linear_token_stats
+from liger_chunked.integrations.transformers import (
+    AutoLigerKernelForCausalLM,
+    AutoLigerKernelForImageTextToText,
+    apply_liger_kernel,
+    attach_head,
+    detach_head,
+    revert_liger_kernel,
+    run_head,
+)
+from liger_chunked.integrations.transformers.detect import calls_loss_function
+from liger_chunked.integrations.transformers.layers import rotate_halves, rotate_pairs, rotate_vision
+from liger_chunked.integrations.transformers.overrides import SWITCHES, family_modeling
+from liger_chunked.integrations.transformers.patch import is_patched, stock_class
+from liger_chunked.integrations.transformers.replaced import OURS
+from liger_chunked.kernels.backend import INTERPRETED
+
+# Some layers of transformers have no deterministic backward.
+pytestmark = [
+    pytest.mark.ordinary_memory,
+    # Some versions of transformers cause this warning themselves.
+    pytest.mark.filterwarnings("ignore:.hidden_state. is deprecated:FutureWarning"),
+]
+
+by_family = pytest.mark.parametrize("tiny", ZOO, ids=repr)
+
+
+@functools.cache
+def built(name: str) -> PreTrainedModel:
+    return BY_ID[name].build()
+
+
+@pytest.fixture
+def fresh():
+    """Return tiny models by name. Reverts their patches after the test."""
+    used = []
+
+    def get(name: str, device: str = "cpu") -> PreTrainedModel:
+        model = built(name) if device == "cpu" else copy.deepcopy(built(name)).to(device)
+        used.append(model)
+        return model
+
+    yield get
+    for model in used:
+        revert_liger_kernel(model)
+        detach_head(model)
+        model.eval().zero_grad()
+
+
+def step(model: PreTrainedModel, arguments: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    """Return the output of a training step, and all gradients."""
+    model.train()
+    output = model(**arguments)
+    output.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model.eval()
+    return output, gradients
+
+
+def assert_same_step(ours: tuple[Any, dict[str, Tensor]], stock: tuple[Any, dict[str, Tensor]]) -> None:
+    (output, gradients), (expected, exact) = ours, stock
+    torch.testing.assert_close(output.loss, expected.loss, rtol=2e-5, atol=0)
+    assert gradients.keys() == exact.keys()
+    largest = max(g.norm() for g in exact.values())
+    for name, g in exact.items():
+        # The gradient of a key's bias is zero except for rounding.
+        assert (gradients[name] - g).norm() <= 2e-4 * g.norm() + 1e-7 * largest, name
+
+
+def labelled(tiny: Tiny, device: str = "cpu", **more: Any) -> dict[str, Any]:
+    sample = tiny.sample()
+    return {name: x.to(device) for name, x in {**sample.arguments, "labels": sample.labels}.items()} | more
+
+
+# One model for each kind of norm, MLP and rope.
+KINDS = ("llama", "gemma2", "olmo2", "glm4", "qwen3_moe", "mllama")
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """Return `triton` for one of each kind; the interpreter runs llama alone without `--exhaustive`."""
+    return [pytest.mark.triton] * (name in KINDS) + [pytest.mark.exhaustive] * (INTERPRETED and name != "llama")
+
+
+@pytest.mark.parametrize("tiny", [pytest.param(tiny, marks=marks(tiny.name), id=tiny.name) for tiny in ZOO])
+def test_training_step(tiny, fresh, device):
+    model, arguments = fresh(tiny.name, device), labelled(tiny, device)
+    stock = step(model, arguments)
+    apply_liger_kernel(model)
+    ours = step(model, arguments)
+    assert_same_step(ours, stock)
+    assert_fused(ours[0])
+    assert type(ours[0]) is type(stock[0])
+    assert ours[0].keys() == stock[0].keys()
+    if "aux_loss" in stock[0]:
+        torch.testing.assert_close(ours[0].aux_loss, stock[0].aux_loss)
+
+
+VISION = ("qwen2_vl", "qwen2_5_vl")
+# A stock module's other rotary function: in older versions, such as 5.5, text takes one with sections of the angles.
+SECTIONS = "apply_multimodal_rotary_pos_emb"
+
+
+def ropes_of(family: str) -> dict[str, int]:
+    """Return the functions that `rope` replaces."""
+    text = {} if hasattr(family_modeling(family), SECTIONS) else {"apply_rotary_pos_emb": 1}
+    return {**text, "apply_rotary_pos_emb_vision": 1} if family in VISION else text
+
+
+def rotates(modeling: Any) -> Any:
+    """Return which function of ours a module's rotary function calls; None if it is stock's."""
+    name = "apply_rotary_pos_emb_vision" if hasattr(modeling, SECTIONS) else "apply_rotary_pos_emb"
+    return vars(getattr(modeling, name)).get(OURS)
+
+
+@by_family
+def test_everything_was_patched(tiny, fresh):
+    model = fresh(tiny.name)
+    applied = apply_liger_kernel(model)
+    head = {tiny.model_class: 1}
+    rope = ropes_of(tiny.family)
+    assert applied.replaced == {**SERVED[tiny.name], "rope": rope, "fused_linear_cross_entropy": head}
+    variant = "apply_rotary_pos_emb" not in rope
+    assert applied.left == ({SECTIONS: "a variant that no kernel computes"} if variant else {})
+    norms = [m for m in model.modules() if re.search("(RMS|Layer)Norm$", type(m).__name__)]
+    gated = [m for m in model.modules() if hasattr(m, "down_proj")]
+    assert norms and all(map(is_patched, norms))
+    assert gated and all(map(is_patched, gated))
+    halves = rotate_vision if variant else rotate_halves
+    assert rotates(family_modeling(tiny.family)) is (rotate_pairs if tiny.name == "glm4" else halves)
+    assert all(switch in str(applied) for switch in applied.replaced)
+    assert ("Left alone" in str(applied)) == variant
+
+
+# The operator that each switch adds: its module and name.
+OPERATORS = {
+    "rope": ("rope", "_rope"),
+    "rms_norm": ("rms_norm", "_forward"),
+    "layer_norm": ("layer_norm", "_forward"),
+    "swiglu": ("glu", "_forward"),
+    "geglu": ("glu", "_forward"),
+    "cross_entropy": ("cross_entropy", "_stats"),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Count how often the operator of each module of `OPERATORS` ran."""
+    counts = Counter()
+    for module, name in set(OPERATORS.values()):
+        kernels = importlib.import_module(f"liger_chunked.kernels.{module}")
+        operator = getattr(kernels, name)
+
+        def counted(*args, module=module, operator=operator):
+            counts[module] += 1
+            return operator(*args)
+
+        monkeypatch.setattr(kernels, name, counted)
+    return counts
+
+
+@pytest.mark.parametrize("way", ["model", "family"])
+@by_family
+def test_each_switch_alone(tiny, way, fresh, calls):
+    """The switch reported as on runs its kernel and no other, with the results of the unpatched model."""
+    model, arguments = fresh(tiny.name), labelled(tiny)
+    apply = getattr(liger_chunked, f"apply_liger_kernel_to_{tiny.family}")
+    stock = step(model, arguments)
+    everything = apply(**({"model": model} if way == "model" else {})).replaced
+    revert_liger_kernel(model if way == "model" else tiny.family)
+    of_logits = ["cross_entropy"] * calls_loss_function(type(model))
+    if not of_logits and way == "model":  # stock Gemma 3 of 5.5 computes its loss itself
+        with pytest.raises(ValueError, match=r"\['cross_entropy'\] matches nothing in"):
+            apply(cross_entropy=True, model=model)
+    for switch in (*everything, *of_logits):
+        on = {name: name == switch for name in SWITCHES if name == switch or name in everything}
+        try:
+            applied = apply(**on, **({"model": model} if way == "model" else {}))
+            assert list(applied.replaced) == [switch]
+            calls.clear()
+            ours = step(model, arguments)
+        finally:
+            revert_liger_kernel(model if way == "model" else tiny.family)
+        assert calls.keys() == ({OPERATORS[switch][0]} if switch in OPERATORS else set())
+        (assert_fused if switch == "fused_linear_cross_entropy" else assert_real_logits)(ours[0])
+        assert_same_step(ours, stock)
+
+
+class CallsInside:
+    def forward(self, hidden):
+        def loss(logits):
+            return self.loss_function(logits)
+
+        return loss(hidden)
+
+
+class CallsByName:
+    def forward(self, hidden):
+        return getattr(self, "loss_function")(hidden)  # noqa: B009
+
+
+@pytest.mark.parametrize("mixin", [CallsInside, CallsByName])
+def test_a_loss_function_is_found_in_inner_functions_and_mixins(mixin):
+    cls = type("Model", (transformers.PreTrainedModel, mixin), {})
+    assert calls_loss_function(cls)
+    assert not calls_loss_function(type("Model", (transformers.PreTrainedModel,), {}))
+
+
+@pytest.mark.parametrize("way", ["model", "family"])
+def test_a_model_that_calls_no_loss_function(way):
+    """Bart computes its loss itself: `cross_entropy` would change nothing, and is refused."""
+    config = transformers.BartConfig(
+        vocab_size=VOCAB, d_model=HIDDEN, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=32,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    model = {"model": transformers.BartForCausalLM(config)} if way == "model" else {}
+    apply = functools.partial(liger_chunked.apply_liger_kernel_to_bart, **model)
+    reason = "its code computes the loss itself and does not call loss_function"
+    with pytest.raises(
+        ValueError, match=rf"(?s)\['cross_entropy'\] matches nothing in bart.*BartForCausalLM: {reason}"
+    ):
+        apply(cross_entropy=True)
+    try:
+        assert apply(fused_linear_cross_entropy=False).left.get("BartForCausalLM") == reason
+        assert "BartForCausalLM" not in apply(fused_linear_cross_entropy=False, cross_entropy=False).left
+        assert "BartForCausalLM" not in apply().left  # fused
+    finally:
+        revert_liger_kernel(model.get("model", "bart"))
+
+
+def test_a_loss_function_that_is_not_the_causal_one():
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BY_ID["llama"].config))
+    model.loss_function = lambda logits, labels, **kwargs: logits.square().mean()
+    with pytest.raises(ValueError, match="LlamaForCausalLM: its loss_function is not the causal one of transformers"):
+        apply_liger_kernel(model, cross_entropy=True)
+    assert "LlamaForCausalLM" in apply_liger_kernel(model, fused_linear_cross_entropy=False).left
+    revert_liger_kernel(model)
+
+
+@by_family
+def test_evaluation_and_generation(tiny, fresh, device):
+    model, arguments = fresh(tiny.name, device), labelled(tiny, device)
+    sample = {name: x for name, x in arguments.items() if name != "labels"}
+    # Generation does not support router logits, because its mask is longer than its step.
+    no_router = {"output_router_logits": False} if "output_router_logits" in tiny.config else {}
+    generate = functools.partial(model.generate, **sample, **no_router, max_new_tokens=4, do_sample=False)
+    with torch.no_grad():
+        stock, tokens = model(**arguments), generate()
+        apply_liger_kernel(model)
+        ours = model(**arguments)
+        torch.testing.assert_close(ours.logits, stock.logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours.loss, stock.loss, rtol=2e-5, atol=0)
+        assert generate().equal(tokens)
+        last = model(**sample, logits_to_keep=1)
+        torch.testing.assert_close(last.logits, stock.logits[:, -1:], rtol=1e-4, atol=1e-4)
+        without = model(**arguments, skip_logits=True)
+    assert without.logits is None
+    torch.testing.assert_close(without.loss, stock.loss, rtol=2e-5, atol=0)
+
+
+def state_of(model: PreTrainedModel) -> Any:
+    """Return the identity of everything that patching may change: modules, classes and their attributes."""
+    modeling = sys.modules[type(model).__module__]
+    instances = [(name, type(m), {key: id(x) for key, x in vars(m).items()}) for name, m in model.named_modules()]
+    classes = {
+        (name, key): id(value)
+        for name, cls in inspect.getmembers(modeling, inspect.isclass)
+        if issubclass(cls, torch.nn.Module)
+        for key, value in vars(cls).items()
+    }
+    return instances, classes, {name: id(value) for name, value in vars(modeling).items()}
+
+
+@by_family
+def test_revert(tiny, fresh, device):
+    model, arguments = fresh(tiny.name, device), labelled(tiny, device)
+    output, gradients = step(model, arguments)
+    before = state_of(model)
+    apply_liger_kernel(model)
+    assert state_of(model) != before
+    apply_liger_kernel(model)
+    revert_liger_kernel(model)
+    assert state_of(model) == before
+    revert_liger_kernel(model)
+    again, same = step(model, arguments)
+    assert again.loss.equal(output.loss) and again.logits.equal(output.logits)
+    if device == "cpu":  # stock backwards on a GPU add in any order
+        assert all(same[name].equal(g) for name, g in gradients.items())
+
+
+@by_family
+def test_loss_keywords(tiny, fresh):
+    """Compares with stock: `num_items_in_batch`, `shift_labels`, and both."""
+    model, arguments = fresh(tiny.name), labelled(tiny)
+    generator = torch.Generator().manual_seed(3)
+    shifted = torch.randint(10, VOCAB - 10, arguments["labels"].shape, generator=generator)
+    shifted[:, ::3] = -100
+    cases: list[dict[str, Any]] = [
+        {"num_items_in_batch": torch.tensor(37)},
+        {"num_items_in_batch": 5, "shift_labels": shifted},
+        {"shift_labels": shifted},
+        {"output_hidden_states": True},
+    ]
+    model.train()
+    with torch.no_grad():
+        stock = [model(**arguments, **case) for case in cases]
+        apply_liger_kernel(model)
+        ours = [model(**arguments, **case) for case in cases]
+    for a, b in zip(ours, stock, strict=True):
+        torch.testing.assert_close(a.loss, b.loss, rtol=2e-5, atol=0)
+        assert_fused(a)
+    assert len(ours[-1].hidden_states) == len(stock[-1].hidden_states)
+
+
+class VocabularyRows(TorchDispatchMode):
+    """Records the most rows of any tensor with a vocabulary dimension, except weights."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and VOCAB in x.shape and HIDDEN not in x.shape:
+                self.rows = max(self.rows, x.numel() // VOCAB)
+        return result
+
+
+@by_family
+def test_no_logits_in_memory(tiny, fresh):
+    model, arguments = fresh(tiny.name), labelled(tiny)
+    tokens, kept = arguments["input_ids"].numel(), 3
+    with VocabularyRows() as stock:
+        step(model, arguments)
+    assert stock.rows >= tokens
+    apply_liger_kernel(model, logits_budget=4 * kept * VOCAB)
+    with VocabularyRows() as ours:
+        step(model, arguments)
+    assert 1 <= ours.rows <= kept
+
+
+@by_family
+def test_head_fn(tiny, fresh):
+    """`head_fn` gets the head and the logits transform of every model."""
+    model, arguments = fresh(tiny.name), labelled(tiny)
+    stock = step(model, arguments)
+    attach_head(model)
+
+    def loss(head, input):
+        stats = linear_token_stats(
+            head.weight,
+            input.hidden_states,
+            input.target,
+            head.bias,
+            softcap=input.options.softcap,
+            logit_scale=input.options.logit_scale,
+        )
+        loss = -stats.logps.sum() / (input.target != -100).sum()
+        if input.aux_loss is not None:
+            loss = loss + model.config.router_aux_loss_coef * input.aux_loss
+        return SimpleNamespace(loss=loss)
+
+    assert_same_step(step(model, {**arguments, "head_fn": loss}), stock)
+    after = step(model, arguments)
+    assert after[0].loss.equal(stock[0].loss) and after[0].logits.equal(stock[0].logits)
+
+
+def test_tied_embeddings(fresh):
+    """One parameter is used twice; its gradient is the sum of both uses."""
+    for name in ("qwen2", "gemma", "gemma2", "gemma3_text", "gemma3"):
+        model = fresh(name)
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight, name
+
+
+def test_token_accuracy(fresh):
+    model, arguments = fresh("gemma2"), labelled(BY_ID["gemma2"])
+    with torch.no_grad():
+        logits = model(**arguments).logits[:, :-1]
+        target = arguments["labels"][:, 1:]
+        # Labels of which about half are the argmax.
+        target[:, ::2] = torch.where(target[:, ::2] == -100, -100, logits.argmax(-1)[:, ::2])
+        expected = (logits.argmax(-1) == target)[target != -100].float().mean()
+        apply_liger_kernel(model)
+        output = model.train()(**arguments, return_token_accuracy=True)
+    assert 0 < expected < 1
+    assert output.token_accuracy == expected and output["token_accuracy"] == expected
+
+
+def test_positional_and_tuples(fresh):
+    model, tiny = fresh("llama"), BY_ID["llama"]
+    arguments = labelled(tiny)
+    loss = step(model, arguments)[0].loss
+    apply_liger_kernel(model)
+    model.train()
+    ids, mask, labels = arguments["input_ids"], arguments["attention_mask"], arguments["labels"]
+    torch.testing.assert_close(model(ids, mask, None, None, None, labels).loss, loss)
+    as_tuple = model(ids, mask, labels=labels, return_dict=False)
+    assert isinstance(as_tuple, tuple) and is_deferred(as_tuple[1])
+    torch.testing.assert_close(as_tuple[0], loss)
+
+
+def test_signature_stays(fresh):
+    """`generate` and Trainer read the parameter names of `forward`."""
+    model = fresh("llama")
+    stock = inspect.signature(model.forward)
+    apply_liger_kernel(model)
+    assert inspect.signature(model.forward) == stock
+
+
+@pytest.mark.parametrize("kept", [1, 5, torch.tensor([2, 3, 7])], ids=str)
+def test_logits_to_keep_in_training(fresh, kept):
+    """The labels belong to the selected positions, as in stock."""
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    labels = arguments["labels"]
+    labels = labels[:, -kept:] if isinstance(kept, int) else labels[:, kept]
+    shifted = {**arguments, "labels": labels, "shift_labels": labels.clamp(min=10), "logits_to_keep": kept}
+    stock = step(model, shifted)
+    apply_liger_kernel(model)
+    ours = step(model, shifted)
+    assert_same_step(ours, stock)
+    assert_fused(ours[0])
+    with pytest.raises(ValueError, match=r"Expected input batch_size \(\d+\) to match target batch_size \(24\)"):
+        step(model, {**arguments, "logits_to_keep": kept})  # stock's error
+
+
+def test_no_labels_left(fresh):
+    """The loss is 0 and differentiable; stock returns NaN."""
+    model, arguments = fresh("gemma2"), labelled(BY_ID["gemma2"])
+    arguments["labels"] = torch.full_like(arguments["labels"], -100)
+    assert step(model, arguments)[0].loss.isnan()
+    for switch in ("fused_linear_cross_entropy", "cross_entropy"):
+        apply_liger_kernel(model, **{switch: True})
+        output, gradients = step(model, arguments)
+        assert output.loss == 0 and not any(g.any() for g in gradients.values())
+
+
+def test_tuples_by_config(fresh, monkeypatch):
+    """As stock, which in some versions cannot do this itself."""
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    loss = step(model, arguments)[0].loss
+    monkeypatch.setattr(model.config, "return_dict", False)
+    try:
+        model.train()(**arguments)
+    except AttributeError as stock:
+        apply_liger_kernel(model)
+        with pytest.raises(AttributeError, match=re.escape(str(stock))):
+            model.train()(**arguments)
+    else:
+        apply_liger_kernel(model)
+        ours = model.train()(**arguments)
+        assert isinstance(ours, tuple) and is_deferred(ours[1])
+        torch.testing.assert_close(ours[0], loss)
+
+
+def test_skip_logits_without_labels(fresh):
+    model = fresh("llama")
+    apply_liger_kernel(model)
+    with pytest.raises(ValueError, match="skip_logits=True needs labels"):
+        model(torch.ones(1, 4, dtype=torch.long), skip_logits=True)
+
+
+def test_autocast(fresh):
+    """The head runs in autocast's dtype, like the other layers."""
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    exact = step(model, arguments)[0].loss
+    with torch.autocast("cpu", torch.bfloat16):
+        stock = step(model, arguments)[0].loss
+        apply_liger_kernel(model)
+        ours = step(model, arguments)[0].loss
+    assert ours.dtype == torch.float32
+    assert 0 < abs(ours - exact) < 0.02 * exact and abs(stock - exact) < 0.02 * exact
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2", "phi3", "glm4", "qwen2_vl"])
+def test_bfloat16(name, device):
+    """Patched layers round like stock layers: over a few models, the error of the logits is not larger."""
+    tiny = BY_ID[name]
+    sample = {k: x.to(device) for k, x in tiny.sample().arguments.items()}
+    halves = {k: x.to(torch.bfloat16) if x.is_floating_point() else x for k, x in sample.items()}
+    doubles = {k: x.double() if x.is_floating_point() else x for k, x in halves.items()}
+    errors = {"stock": 0.0, "ours": 0.0}
+    for seed in range(4):
+        half = tiny.build(seed).to(device, torch.bfloat16)
+        with torch.no_grad():
+            exact = copy.deepcopy(half).double()(**doubles).logits
+            stock = half(**halves).logits
+            apply_liger_kernel(half)
+            ours = half(**halves).logits
+        assert ours.dtype == stock.dtype
+        errors["stock"] += (stock - exact).square().mean().item()
+        errors["ours"] += (ours - exact).square().mean().item()
+        revert_liger_kernel(half)
+    assert errors["ours"] ** 0.5 <= 1.1 * errors["stock"] ** 0.5
+
+
+@by_family
+def test_norms_round_where_stock_norms_round(tiny):
+    """Only a few bfloat16 values that are close to a rounding boundary differ."""
+    model = tiny.build().to(torch.bfloat16)
+    apply_liger_kernel(model)
+    generator = torch.Generator().manual_seed(7)
+    norms = {type(m): m for m in model.modules() if re.search("RMSNorm$", type(m).__name__)}
+    assert norms
+    for cls, norm in norms.items():
+        x = torch.randn(64, norm.weight.shape[0], generator=generator).to(torch.bfloat16)
+        ours, stock = norm(x), stock_class(cls).forward(norm, x)
+        assert ours.dtype == stock.dtype
+        assert (ours != stock).float().mean() < 0.01
+    revert_liger_kernel(model)
+
+
+def test_cross_entropy_on_logits(fresh):
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"], num_items_in_batch=7)
+    stock = step(model, arguments)
+    applied = apply_liger_kernel(model, cross_entropy=True)
+    assert "fused_linear_cross_entropy" not in applied.replaced
+    ours = step(model, arguments)
+    assert_same_step(ours, stock)
+    torch.testing.assert_close(ours[0].logits, stock[0].logits, rtol=1e-4, atol=1e-4)
+    revert_liger_kernel(model)
+    assert step(model, arguments)[0].loss.equal(stock[0].loss)
+
+
+def test_switches(fresh):
+    model = fresh("llama")
+    applied = apply_liger_kernel(model, rms_norm=True, swiglu=False, rope=False, fused_linear_cross_entropy=False)
+    assert applied.replaced == {"rms_norm": {"LlamaRMSNorm": 5}}
+    assert not is_patched(model)
+
+
+def test_two_models_share_the_rope_of_their_module():
+    from transformers.models.qwen3 import modeling_qwen3 as modeling
+
+    stock = modeling.apply_rotary_pos_emb
+    first, second, third = (BY_ID["qwen3"].build() for _ in range(3))
+    apply_liger_kernel(first)
+    apply_liger_kernel(second)
+    apply_liger_kernel(third, rope=False)
+    revert_liger_kernel(first)
+    assert rotates(modeling) is rotate_halves
+    revert_liger_kernel(first)
+    revert_liger_kernel(third)
+    assert rotates(modeling) is rotate_halves
+    revert_liger_kernel(second)
+    assert modeling.apply_rotary_pos_emb is stock
+    apply_liger_kernel(first)
+    assert modeling.apply_rotary_pos_emb is not stock
+    del first
+    gc.collect()
+    assert modeling.apply_rotary_pos_emb is stock, "a model that is gone asks for nothing"
+
+
+def test_a_copy_is_a_model_of_its_own(fresh):
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    apply_liger_kernel(model)
+    attach_head(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(0.5)
+    expected = copy.deepcopy(twin)
+    revert_liger_kernel(expected)
+    detach_head(expected)
+    assert not is_patched(expected) and not is_patched(expected.model.norm)
+    torch.testing.assert_close(step(twin, arguments)[0].loss, step(expected, arguments)[0].loss)
+    revert_liger_kernel(twin)
+    assert twin(**arguments).logits.equal(expected(**arguments).logits)
+    assert_fused(step(model, arguments)[0])
+
+
+@by_family
+def test_a_patched_model_pickles(tiny, tmp_path):
+    """The loaded model is patched and can be reverted; so is a model saved by `save_pretrained`."""
+    # A fresh model, because router logits make transformers add hooks that cannot be pickled.
+    model, arguments = tiny.build(), labelled(tiny)
+    apply_liger_kernel(model)
+    attach_head(model)
+    twin = pickle.loads(pickle.dumps(model))
+    model.save_pretrained(tmp_path)
+    ours = step(model, arguments)
+    revert_liger_kernel(model)
+    assert rotates(family_modeling(tiny.family)) in (rotate_halves, rotate_pairs, rotate_vision), "the twin wants it"
+    again = step(twin, arguments)
+    assert_fused(again[0])
+    assert again[0].loss.equal(ours[0].loss)
+    assert inspect.signature(twin.forward) == inspect.signature(model.forward)
+    revert_liger_kernel(twin)
+    detach_head(twin)
+    detach_head(model)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    stock = step(model, arguments)
+    for same in (twin, loaded):
+        assert not is_patched(same)
+        assert step(same, arguments)[0].loss.equal(stock[0].loss)
+
+
+@pytest.mark.parametrize("first", ["head", "kernels"])
+def test_head_and_kernels_come_and_go_in_any_order(fresh, first):
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    before = state_of(model)
+    if first == "head":
+        attach_head(model)
+    apply_liger_kernel(model)
+    attach_head(model)
+    probe = {"head_fn": lambda head, input: input.hidden_states.shape}
+    assert model(**arguments, **probe) == (2, 12, HIDDEN)
+    if first == "head":
+        detach_head(model)
+        assert_fused(step(model, arguments)[0])
+        revert_liger_kernel(model)
+    else:
+        revert_liger_kernel(model)
+        assert_real_logits(step(model, arguments)[0])
+        assert model(**arguments, **probe) == (2, 12, HIDDEN)
+        detach_head(model)
+    assert state_of(model) == before
+
+
+def test_head_fn_sees_what_logits_to_keep_keeps(fresh):
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    attach_head(model)
+    kept = {**arguments, "logits_to_keep": 5, "labels": arguments["labels"][:, -5:]}
+    shapes = model(**kept, head_fn=lambda head, input: (input.hidden_states.shape, input.target.shape))
+    assert shapes == ((2, 5, HIDDEN), (2, 5))
+    with pytest.raises(ValueError, match="pass labels= or shift_labels="):
+        model(arguments["input_ids"], head_fn=lambda head, input: input.target)
+
+
+def test_head_with_a_bias(fresh):
+    config = transformers.PhiConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    model = transformers.PhiForCausalLM(config)
+    torch.nn.init.normal_(model.lm_head.bias)
+    ids = torch.randint(VOCAB, (2, 9))
+    stock = step(model, {"input_ids": ids, "labels": ids})
+    attach_head(model)
+
+    def loss(head, input):
+        return SimpleNamespace(
+            loss=LigerFusedLinearCrossEntropyLoss()(head.weight, input.hidden_states, input.target, head.bias)
+        )
+
+    assert_same_step(step(model, {"input_ids": ids, "labels": ids, "head_fn": loss}), stock)
+    detach_head(model)
+    assert list(apply_liger_kernel(model).replaced) == ["layer_norm", "rope", "fused_linear_cross_entropy"]
+    assert_same_step(step(model, {"input_ids": ids, "labels": ids}), stock)
+    revert_liger_kernel(model)
+
+
+def test_a_model_without_a_head():
+    model = transformers.LlamaModel(transformers.LlamaConfig(**BY_ID["llama"].config))
+    with pytest.raises(ValueError, match="LlamaModel is not a backbone under an lm_head"):
+        attach_head(model)
+    with pytest.raises(TypeError, match="must be, or wrap, a transformers PreTrainedModel, got Linear"):
+        attach_head(torch.nn.Linear(2, 2))
+    applied = apply_liger_kernel(model)
+    assert list(applied.replaced) == ["rms_norm", "swiglu", "rope"]
+    with pytest.raises(ValueError, match=r"'fused_linear_cross_entropy'.*matches nothing in llama"):
+        apply_liger_kernel(model, fused_linear_cross_entropy=True)
+    revert_liger_kernel(model)
+
+
+class OwnNorm(transformers.models.llama.modeling_llama.LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return 2 * super().forward(hidden_states)
+
+
+def test_a_layer_of_ones_own_is_not_replaced(fresh):
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    stock = model.model.norm
+    model.model.norm = OwnNorm(HIDDEN)
+    expected = step(model, arguments)
+    assert apply_liger_kernel(model).replaced["rms_norm"] == {"LlamaRMSNorm": 4}
+    assert_same_step(step(model, arguments), expected)
+    model.model.norm = stock
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("first", ["forward", "patch"])
+def test_a_forward_that_somebody_set_is_called(fresh, first, wraps):
+    """It runs once for each step, which is fused, and keywords of ours reach the patched model all the same."""
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    stock, calls = step(model, arguments), []
+
+    def set_forward():
+        before = model.forward
+
+        def forward(*args, **kwargs):
+            calls.append(kwargs)
+            return before(*args, **kwargs)
+
+        model.forward = functools.wraps(before)(forward) if wraps else forward
+        return model.forward
+
+    if first == "patch":
+        apply_liger_kernel(model)
+    forward, before = set_forward(), state_of(model)
+    for _ in range(2):
+        applied = apply_liger_kernel(model)
+        assert "fused_linear_cross_entropy" in applied.replaced and applied.left == {}
+        ours = step(model, arguments)
+        assert len(calls) == 1 and calls.pop().keys() == arguments.keys()
+        assert_fused(ours[0])
+        assert_same_step(ours, stock)
+    attach_head(model)
+    assert model(**arguments, head_fn=lambda head, input: 3) == 3
+    assert len(calls) == 1 and "head_fn" not in calls.pop()
+    detach_head(model)
+    revert_liger_kernel(model)
+    assert model.forward is forward
+    if first == "forward":
+        assert state_of(model) == before
+        assert step(model, arguments)[0].loss.equal(stock[0].loss)
+    del model.forward
+
+
+@pytest.mark.filterwarnings("ignore")  # of Dynamo
+@pytest.mark.parametrize("framework", ["torch", "accelerate"])
+def test_a_forward_that_a_framework_set_is_no_obstacle(fresh, framework):
+    """It runs, and so does a wrapper of the user around it."""
+    operations = pytest.importorskip("accelerate.utils.operations")
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    exact = step(model, arguments)[0].loss
+
+    def wrapped(forward):
+        if framework == "torch":
+            return torch.compile(forward, backend="eager")
+        return operations.convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(forward))
+
+    torch.compiler.reset()
+    model.forward = own = wrapped(model.forward)
+    stock = step(model, arguments)
+    assert (stock[0].loss == exact) == (framework == "torch"), "autocast rounds"
+    # Our norms and products round elsewhere than stock's in bfloat16.
+    tolerance = 2e-5 if framework == "torch" else 4e-3
+
+    def assert_right(output):
+        assert_fused(output)
+        torch.testing.assert_close(output.loss, stock[0].loss, rtol=tolerance, atol=0)
+
+    apply_liger_kernel(model)
+    assert_right(step(model, arguments)[0])
+    revert_liger_kernel(model)
+    assert model.forward is own
+    calls = []
+    model.forward = wrapped(lambda *args, **kwargs: calls.append(kwargs) or own(*args, **kwargs))
+    apply_liger_kernel(model, fused_linear_cross_entropy=True)
+    assert_right(step(model, arguments)[0])
+    assert calls
+    del model.forward
+
+
+class OwnForward(transformers.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def test_a_forward_of_ones_own_is_fused():
+    model, arguments = OwnForward(transformers.LlamaConfig(**BY_ID["llama"].config)), labelled(BY_ID["llama"])
+    stock = step(model, arguments)
+    assert apply_liger_kernel(model).replaced["fused_linear_cross_entropy"] == {"OwnForward": 1}
+    ours = step(model, arguments)
+    assert_fused(ours[0])
+    assert_same_step(ours, stock)
+    revert_liger_kernel(model)
+
+
+def test_a_loss_function_of_ones_own_runs(fresh):
+    """It gets the stand-in: what it does with the logits decides whether the step is fused."""
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    causal = model.loss_function
+
+    def fusible(logits, labels, vocab_size, **kwargs):
+        return 2 * causal(logits, labels, vocab_size, **kwargs)
+
+    def of_logits(logits, labels, vocab_size, **kwargs):
+        return logits.square().mean()
+
+    for loss_function, check in ((fusible, assert_fused), (of_logits, assert_real_logits)):
+        model.loss_function = loss_function
+        stock = step(model, arguments)
+        applied = apply_liger_kernel(model, fused_linear_cross_entropy=True)
+        assert "fused_linear_cross_entropy" in applied.replaced
+        ours = step(model, arguments)
+        check(ours[0])
+        assert_same_step(ours, stock)
+        revert_liger_kernel(model)
+        assert model.loss_function is loss_function
+        del model._loss_function
+
+
+def test_refusals(fresh):
+    model = fresh("llama")
+    before = state_of(model)
+    with pytest.raises(TypeError, match=r"unknown switches \['silu'\]; there are \['cross_entropy', 'fused_lin"):
+        apply_liger_kernel(model, silu=True)
+    with pytest.raises(TypeError, match="rope must be True, False or None, got 'no'"):
+        apply_liger_kernel(model, rope="no")
+    with pytest.raises(ValueError, match="logits_budget must be a positive number of bytes or None, got 0"):
+        apply_liger_kernel(model, logits_budget=0)
+    with pytest.raises(ValueError, match=r"\['geglu'\] matches nothing in llama here; it has \['rms_norm', 'swiglu'"):
+        apply_liger_kernel(model, geglu=True)
+    with pytest.raises(ValueError, match="choose one"):
+        apply_liger_kernel(model, cross_entropy=True, fused_linear_cross_entropy=True)
+    with pytest.raises(ValueError, match=r"unknown family .lama.: expected a model type .*, such as .*llama"):
+        revert_liger_kernel("lama")
+    with pytest.raises(ValueError, match="model is a llama, not a qwen2"):
+        liger_chunked.apply_liger_kernel_to_qwen2(model=model)
+    mlps = [layer.mlp for layer in model.model.layers]
+    stock = [mlp.act_fn for mlp in mlps]
+    for mlp in mlps:
+        mlp.act_fn = torch.nn.Tanh()
+    with pytest.raises(ValueError, match=r"(?s)'swiglu'\] matches.*LlamaMLP: its activation is Tanh, not one of GELU"):
+        apply_liger_kernel(model, swiglu=True)
+    for mlp, act_fn in zip(mlps, stock, strict=True):
+        mlp.act_fn = act_fn
+    model._use_kernels = True
+    with pytest.raises(ValueError, match="use_kernels=False"):
+        apply_liger_kernel(model)
+    del model._use_kernels
+    assert state_of(model) == before
+
+
+def test_layers_that_are_left_alone_one_by_one(fresh):
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    mlp = model.model.layers[1].mlp
+    stock, mlp.act_fn = mlp.act_fn, torch.nn.Tanh()
+    expected = step(model, arguments)
+    applied = apply_liger_kernel(model)
+    assert applied.replaced["swiglu"] == {"LlamaMLP": 1} and "its activation is Tanh" in applied.left["LlamaMLP"]
+    assert_same_step(step(model, arguments), expected)
+    mlp.act_fn = stock
+
+
+@pytest.mark.parametrize("way", ["eager", "sonicmoe"])
+def test_experts_that_apply_no_gate_are_left_alone(fresh, way, monkeypatch):
+    model = fresh("mixtral")
+    monkeypatch.setattr(model.config, "_experts_implementation_internal", way)
+    applied = apply_liger_kernel(model)
+    assert "swiglu" not in applied.replaced
+    assert re.match(f"{way} experts do not call _apply_gate.*grouped_mm", applied.left["MixtralExperts"])
+    with pytest.raises(ValueError, match=rf"(?s)'swiglu'\] matches nothing.*{way} experts do not call _apply_gate"):
+        apply_liger_kernel(model, swiglu=True)
+
+
+@pytest.mark.parametrize("family", SERVED_CLASSES)
+def test_a_family_before_its_models_are_built(family):
+    """Patched classes give the results of a patched model, and are restored exactly."""
+    tiny = next(tiny for tiny in ZOO if tiny.family == family)
+    arguments = labelled(tiny)
+    reference = built(tiny.name)
+    stock, before = step(reference, arguments), state_of(reference)
+    apply = getattr(liger_chunked, f"apply_liger_kernel_to_{family}")
+    assert set(inspect.signature(apply).parameters) == {*SWITCHES, "logits_budget", "model"}
+    applied = apply()
+    try:
+        assert applied.replaced.pop("rope") == ropes_of(family)
+        assert {name for counts in applied.replaced.values() for name in counts} == SERVED_CLASSES[family]
+        model = tiny.build()
+        ours = step(model, arguments)
+        assert_same_step(ours, stock)
+        assert_fused(ours[0])
+        assert apply_liger_kernel(model).replaced.items() >= SERVED[tiny.name].items(), "the classes are recognised"
+        revert_liger_kernel(model)
+        attach_head(model)
+        assert_fused(step(model, arguments)[0])  # the class is patched all the same
+        detach_head(model)
+        apply(cross_entropy=True)
+        with_logits = step(model, arguments)
+        assert_same_step(with_logits, stock)
+        assert_real_logits(with_logits[0])
+    finally:
+        revert_liger_kernel(family)
+    assert state_of(reference) == before
+    if "layer_norm" in SERVED[tiny.name]:
+        with pytest.raises(ValueError, match=r"'layer_norm'.*matches nothing"):
+            apply(layer_norm=True)
+
+
+# transformers has no causal model for the configurations of the other families.
+@pytest.mark.parametrize(
+    "tiny", [t for t in ZOO if t.name not in ("qwen2_vl", "qwen2_5_vl", "mllama_text", "mllama")], ids=repr
+)
+def test_auto_model(tiny, tmp_path):
+    config = getattr(transformers, tiny.config_class)(**tiny.config)
+    gated = "geglu" if "geglu" in SERVED[tiny.name] else "swiglu"
+    model = AutoLigerKernelForCausalLM.from_config(config, **{gated: False})
+    assert type(model).__name__ == tiny.model_class
+    norm, mlp = model.get_decoder().norm, model.get_decoder().layers[0].mlp
+
+    assert is_patched(norm) and not any(map(is_patched, mlp.modules()))
+    model.save_pretrained(tmp_path)
+    again = liger_chunked.AutoLigerKernelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, logits_budget=4096)
+    assert is_patched(again.get_decoder().norm) and any(map(is_patched, again.get_decoder().layers[0].mlp.modules()))
+    assert again.get_output_embeddings().weight.equal(model.get_output_embeddings().weight)
+    assert_fused(step(again, labelled(tiny))[0])
+    revert_liger_kernel(model)
+    revert_liger_kernel(again)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
+def test_auto_model_of_images_and_text(name):
+    tiny = BY_ID[name]
+    config = getattr(transformers, tiny.config_class)(**tiny.config)
+    model = AutoLigerKernelForImageTextToText.from_config(config, rms_norm=False)
+    assert type(model).__name__ == tiny.model_class and "rms_norm" not in model._liger_applied.replaced
+    assert_fused(step(model, labelled(tiny))[0])
+    revert_liger_kernel(model)
+
+
+def test_the_root_loads_no_framework(fresh_process):
+    fresh_process.run("import sys, liger_chunked; assert 'transformers' not in sys.modules")
+    with pytest.raises(AttributeError, match=r"no attribute .apply_liger_kernel_to_lama.: unknown family.*llama"):
+        _ = liger_chunked.apply_liger_kernel_to_lama
+    with pytest.raises(AttributeError, match="no attribute 'apply_liger_kernel_to_vit': unknown family 'vit'"):
+        _ = liger_chunked.apply_liger_kernel_to_vit  # it has no language model
+
+
+def test_run_head(fresh):
+    """A model that ignores `head_fn` raises; a loss gets the model's softcap, also of another loss object."""
+    model = fresh("gemma2")
+    ids = torch.randint(VOCAB, (2, 6), generator=torch.Generator().manual_seed(0))
+    loss = LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)
+
+    def smoothed(head, input):
+        return input.loss(loss, head, token_weights=torch.ones(2, 6))
+
+    with pytest.raises(RuntimeError, match=r"Gemma2ForCausalLM ignored head_fn: call attach_head\(model\) first"):
+        run_head(model, smoothed, input_ids=ids, labels=ids)
+    attach_head(model)
+    value = run_head(model, smoothed, input_ids=ids, labels=ids)
+    logits = model(ids).logits[:, :-1].float()
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1)
+    assert model.config.final_logit_softcapping and loss.options.softcap is None
+    torch.testing.assert_close(value, expected)
+    other = LigerFusedLinearCrossEntropyLoss(softcap=2.0)
+    with pytest.raises(ValueError, match=r"the loss has softcap=2.0, but the model is trained with softcap="):
+        run_head(model, lambda head, input: input.loss(other, head), input_ids=ids, labels=ids)

@@ -1,0 +1,474 @@
+"""Patched layers and models have a subclass as their class: copies, pickles, wrappers, shards and reverts of them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+from typing import Any
+
+import pytest
+from ranks import join
+
+pytest.importorskip("transformers")
+
+import torch
+import torch.distributed as dist
+import transformers
+from fused import assert_fused, assert_real_logits
+from model_zoo import BY_ID, HIDDEN
+from test_models import assert_same_step, labelled, step
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.utils import parametrize
+from transformers.models.llama import modeling_llama
+
+import liger_chunked
+from liger_chunked.integrations.transformers import apply_liger_kernel, attach_head, detach_head, revert_liger_kernel
+from liger_chunked.integrations.transformers.patch import is_patched
+from liger_chunked.integrations.transformers.survey import small_model
+
+pytestmark = [
+    pytest.mark.ordinary_memory,
+    *(pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Future", "User", "Deprecation", "Runtime")),
+]
+
+NAMES = ("llama", "gemma2", "phi3", "qwen3_moe")
+
+
+def patched(name: str = "llama") -> Any:
+    model = BY_ID[name].build()
+    apply_liger_kernel(model)
+    return model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_classes_keep_their_names_and_come_back(name):
+    model = BY_ID[name].build()
+    classes = {path: type(m) for path, m in model.named_modules()}
+    names = list(model.state_dict())
+    printed = str(model)
+    apply_liger_kernel(model)
+    attach_head(model)
+    changed = 0
+    for path, m in model.named_modules():
+        before = classes[path]
+        changed += type(m) is not before
+        assert isinstance(m, before)
+        assert all(getattr(type(m), a) == getattr(before, a) for a in ("__name__", "__qualname__", "__module__"))
+    assert changed > 4
+    assert list(model.state_dict()) == names and str(model) == printed
+    # All layers of a kind share one class, also with another model.
+    twin = patched(name)
+    attach_head(twin)
+    assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
+    revert_liger_kernel(model)
+    detach_head(model)
+    assert {path: type(m) for path, m in model.named_modules()} == classes
+
+
+def with_own_parameters(module: nn.Module) -> nn.Module:
+    """Make a shallow copy with scaled parameters, which shows whether the copy uses the original's parameters."""
+    twin = copy.copy(module)
+    vars(twin).update(_parameters=dict(module._parameters), _modules=dict(module._modules))
+    for name, child in module._modules.items():
+        twin._modules[name] = with_own_parameters(child)
+    for name, parameter in module._parameters.items():
+        twin._parameters[name] = None if parameter is None else nn.Parameter(0.5 * parameter.detach())
+    return twin
+
+
+def replica(module: nn.Module) -> nn.Module:
+    """Make a replica as `DataParallel` does, on a CPU."""
+    twin = module._replicate_for_data_parallel()
+    for name, child in module._modules.items():
+        twin._modules[name] = replica(child)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            twin._parameters[name] = None
+        else:
+            setattr(twin, name, 0.5 * parameter)
+    return twin
+
+
+COPIES = {"copy": with_own_parameters, "replica": replica}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("name", NAMES)
+def test_copies_run_their_own_parameters(name, way):
+    """Tests layers, and the model with its loss."""
+    model, arguments = BY_ID[name].build().train(), labelled(BY_ID[name])
+    arguments["output_router_logits"] = False
+    if name != "qwen3_moe":
+        del arguments["output_router_logits"]
+    expected = COPIES[way](model)(**arguments).loss
+    original = model(**arguments).loss
+    apply_liger_kernel(model)
+    twin = COPIES[way](model)
+    output = twin(**arguments)
+    if way == "replica":  # DataParallel gathers tensors, and a stand-in is none
+        assert output.logits is None
+    else:
+        assert_fused(output)
+    assert abs(expected - original) > 1e-3
+    torch.testing.assert_close(output.loss, expected, rtol=2e-5, atol=0)
+    torch.testing.assert_close(model(**arguments).loss, original, rtol=2e-5, atol=0)
+
+
+def test_gradients_of_a_replica_reach_the_original():
+    model, arguments = BY_ID["llama"].build().train(), labelled(BY_ID["llama"])
+    found = []
+    for patch in (lambda model: None, apply_liger_kernel):
+        patch(model)
+        replica(model)(**arguments).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+        model.zero_grad()
+    stock, ours = found
+    for name, g in stock.items():
+        # The gradient of a key's bias is zero except for rounding.
+        torch.testing.assert_close(ours[name], g, rtol=2e-4, atol=2e-6)
+
+
+def test_functional_call():
+    model, arguments = BY_ID["llama"].build().train(), labelled(BY_ID["llama"])
+    halves = {name: 0.5 * p.detach() for name, p in model.named_parameters()}
+    expected = torch.func.functional_call(model, halves, kwargs=arguments).loss
+    apply_liger_kernel(model)
+    output = torch.func.functional_call(model, halves, kwargs=arguments)
+    assert_fused(output)
+    torch.testing.assert_close(output.loss, expected, rtol=2e-5, atol=0)
+    x = torch.randn(3, HIDDEN)
+    norm = model.model.norm
+    torch.testing.assert_close(
+        torch.func.functional_call(norm, {"weight": 2 * norm.weight}, (x,)), 2 * norm(x), rtol=1e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("added", [5, -7])
+def test_resized_embeddings(name, added):
+    """Untied and tied. The loss follows the new head, and the new targets."""
+    tiny = BY_ID[name]
+    stock, model = tiny.build().train(), patched(name).train()
+    attach_head(model)
+    arguments = labelled(tiny)
+    for m in (stock, model):
+        torch.manual_seed(0)
+        m.resize_token_embeddings(m.config.vocab_size + added, mean_resizing=False)
+    vocab = model.lm_head.weight.shape[0]
+    ids = arguments["input_ids"].clamp(max=vocab - 1)
+    ids[:, -1] = vocab - 1
+    arguments |= {"input_ids": ids, "labels": ids.where(arguments["labels"] != -100, -100)}
+    ours = step(model, arguments)
+    assert_fused(ours[0])
+    assert_same_step(ours, step(stock, arguments))
+    assert model(**arguments, head_fn=lambda head, input: head.weight.shape[0]) == vocab
+
+
+def test_a_shallow_copy_is_reverted_alone():
+    """Only the fused loss belongs to the copy. It shares its layers with the original."""
+    model, arguments = patched().train(), labelled(BY_ID["llama"])
+    attach_head(model)
+    twin = copy.copy(model)
+    twin._modules = dict(model._modules)
+    revert_liger_kernel(twin)
+    assert_real_logits(twin(**arguments))
+    assert_fused(model(**arguments))
+    detach_head(twin)
+    assert not is_patched(twin) and is_patched(model)
+    assert model(**arguments, head_fn=lambda head, input: input.hidden_states.shape)[-1] == HIDDEN
+
+
+@pytest.mark.parametrize("module", ["norm", "mlp", "model"])
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickles_of_each_protocol(module, protocol):
+    model = patched()
+    part = {"norm": model.model.norm, "mlp": model.model.layers[0].mlp, "model": model}[module]
+    again = pickle.loads(pickle.dumps(part, protocol))
+    assert type(again) is type(part)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), part.parameters(), strict=True))
+
+
+def test_torch_save_of_a_whole_model(tmp_path, fresh_process):
+    """A model loaded by another process is patched there and can be reverted."""
+    model, arguments = patched("gemma2").train(), labelled(BY_ID["gemma2"])
+    torch.save(model, tmp_path / "model.pt")
+    torch.save({"arguments": arguments, "loss": model(**arguments).loss.detach()}, tmp_path / "expected.pt")
+    code = """if True:
+        import sys, torch
+        from liger_chunked import revert_liger_kernel
+        model = torch.load(sys.argv[1] + "/model.pt", weights_only=False)
+        expected = torch.load(sys.argv[1] + "/expected.pt")
+        output = model(**expected["arguments"])
+        assert not output.logits.is_computed
+        torch.testing.assert_close(output.loss, expected["loss"])
+        revert_liger_kernel(model)
+        assert isinstance(model(**expected["arguments"]).logits, torch.Tensor)
+        import transformers
+        assert type(model) is transformers.Gemma2ForCausalLM
+    """
+    fresh_process.run(code, str(tmp_path))
+
+
+def test_state_dict_of_stock_and_patched_are_one():
+    model, stock = patched(), BY_ID["llama"].build(seed=1)
+    stock.load_state_dict(model.state_dict())
+    model.load_state_dict(stock.state_dict())
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=True).keys() == stock.state_dict().keys()
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """Start a process group with only this process."""
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("no gloo")
+    join(0, 1, str(tmp_path))
+    yield
+    dist.destroy_process_group()
+
+
+def shard(model: Any) -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer.mlp, mesh=mesh)
+        fully_shard(layer.input_layernorm, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def full(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: g.full_tensor() for name, g in gradients.items()}
+
+
+@pytest.mark.parametrize("first", ["patch", "shard"])
+def test_fully_shard(first, alone):
+    """FSDP 2 also changes the classes of norms, MLPs and the model. Both orders work, and the patch can be reverted."""
+    model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
+    stock = step(model, arguments)
+    classes = {name: type(m) for name, m in model.named_modules()}
+    first, second = (apply_liger_kernel, shard) if first == "patch" else (shard, apply_liger_kernel)
+    first(model)
+    between = {name: type(m) for name, m in model.named_modules()}
+    second(model)
+    norm = model.model.layers[0].input_layernorm
+    assert isinstance(norm, FSDPModule) and is_patched(norm) and isinstance(model, FSDPModule) and is_patched(model)
+    for _ in range(2):
+        output, gradients = step(model, arguments)
+        assert_fused(output)
+        assert_same_step((output, full(gradients)), stock)
+    apply_liger_kernel(model)
+    assert_same_step((output, full(step(model, arguments)[1])), stock)
+    revert_liger_kernel(model)
+    assert isinstance(norm, FSDPModule) and isinstance(model, FSDPModule)
+    assert not any(is_patched(m) for m in model.modules())
+    after = {name: type(m) for name, m in model.named_modules()}
+    if second is apply_liger_kernel:
+        assert after == between
+    else:
+        assert all(issubclass(after[name], cls) for name, cls in classes.items())
+    output, gradients = step(model, arguments)
+    assert_real_logits(output)
+    assert_same_step((output, full(gradients)), stock)
+
+
+class Double(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def test_a_parametrized_norm():
+    model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
+    stock = step(model, arguments)
+    apply_liger_kernel(model)
+    parametrize.register_parametrization(model.model.norm, "weight", Double())
+    output, _ = step(model, arguments)
+    assert abs(output.loss - stock[0].loss) > 1e-3
+    revert_liger_kernel(model)
+    torch.testing.assert_close(step(model, arguments)[0].loss, output.loss, rtol=2e-5, atol=0)
+    parametrize.remove_parametrizations(model.model.norm, "weight", leave_parametrized=False)
+    torch.testing.assert_close(step(model, arguments)[0].loss, stock[0].loss)
+    assert type(model.model.norm) is transformers.models.llama.modeling_llama.LlamaRMSNorm
+
+
+def test_forward_hooks_run():
+    model, arguments = patched(), labelled(BY_ID["llama"])
+    seen = []
+    for module in (model, model.model.norm, model.model.layers[0].mlp):
+        module.register_forward_pre_hook(lambda module, args: seen.append(("before", type(module).__name__)))
+        module.register_forward_hook(lambda module, args, output: seen.append(("after", type(module).__name__)))
+    step(model, arguments)
+    assert seen == [
+        ("before", "LlamaForCausalLM"),
+        ("before", "LlamaMLP"),
+        ("after", "LlamaMLP"),
+        ("before", "LlamaRMSNorm"),
+        ("after", "LlamaRMSNorm"),
+        ("after", "LlamaForCausalLM"),
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral"])
+def test_hooks_on_the_activation_run(family):
+    """A hook that edits what the activation returns."""
+    tiny = BY_ID[family]
+
+    def doubled(model):
+        for name, module in model.named_modules():
+            if name.endswith(("act_fn", "activation_fn")):
+                module.register_forward_hook(lambda module, args, output: 2 * output)
+        return model
+
+    stock, ours = doubled(tiny.build()), tiny.build()
+    apply_liger_kernel(ours)
+    assert_same_step(step(doubled(ours), labelled(tiny)), step(stock, labelled(tiny)))
+
+
+def test_hooks_on_the_activation_of_a_clamped_unit_run():
+    """DeepSeek-V4's MLP and experts."""
+    if not hasattr(transformers, "DeepseekV4ForCausalLM"):
+        pytest.skip("this transformers has no DeepSeek-V4")
+    model = small_model("DeepseekV4ForCausalLM")
+    for module in model.modules():
+        if hasattr(module, "limit"):
+            module.limit = 0.01
+            module.act_fn.register_forward_hook(lambda module, args, output: 2 * output)
+    ids = torch.randint(10, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    stock = step(model, {"input_ids": ids, "labels": ids})
+    applied = apply_liger_kernel(model)
+    assert applied.replaced["swiglu"].keys() == {"DeepseekV4MLP", "DeepseekV4Experts"}
+    assert_same_step(step(model, {"input_ids": ids, "labels": ids}), stock)
+
+
+def test_peft_wraps_what_is_patched():
+    """Uses a norm in `modules_to_save` and adapters on the projections of the MLP."""
+    peft = pytest.importorskip("peft")
+    config = {
+        "r": 2,
+        "init_lora_weights": False,
+        "target_modules": ["gate_proj", "up_proj", "down_proj"],
+        "modules_to_save": ["norm"],
+    }
+    torch.manual_seed(1)
+    stock_model = peft.get_peft_model(BY_ID["llama"].build(), peft.LoraConfig(**config))
+    torch.manual_seed(1)
+    model = peft.get_peft_model(patched(), peft.LoraConfig(**config))
+    for m in (stock_model, model):
+        with torch.no_grad():
+            m.base_model.model.model.norm.modules_to_save["default"].weight.mul_(0.5)
+    stock = step(stock_model, labelled(BY_ID["llama"]))
+    ours = step(model, labelled(BY_ID["llama"]))
+    assert_same_step(ours, stock)
+    assert_fused(ours[0])
+    assert is_patched(model.base_model.model.model.norm.modules_to_save["default"])
+    revert_liger_kernel(model)
+    assert not any(is_patched(m) for m in model.modules())
+    assert step(model, labelled(BY_ID["llama"]))[0].loss.equal(stock[0].loss)
+
+
+def test_a_forward_that_somebody_set_on_a_layer_is_left_alone():
+    model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
+    norm = model.model.norm
+    own = norm.forward
+    norm.forward = lambda hidden_states: 2 * own(hidden_states)
+    stock = step(model, arguments)
+    assert apply_liger_kernel(model).replaced["rms_norm"] == {"LlamaRMSNorm": 4}
+    assert_same_step(step(model, arguments), stock)
+
+
+class Scaled(transformers.LlamaForCausalLM):
+    """A user's class that inherits the forward of its base."""
+
+
+def test_a_subclass_of_a_model_is_patched_twice():
+    model, arguments = Scaled(transformers.LlamaConfig(**BY_ID["llama"].config)), labelled(BY_ID["llama"])
+    attach_head(model)
+    assert "fused_linear_cross_entropy" in apply_liger_kernel(model).replaced
+    assert "fused_linear_cross_entropy" in apply_liger_kernel(model).replaced
+    assert_fused(step(model, arguments)[0])
+    revert_liger_kernel(model)
+    detach_head(model)
+    assert type(model) is Scaled and not any(is_patched(m) for m in model.modules())
+
+
+def test_cross_entropy_of_a_shallow_copy():
+    model = BY_ID["llama"].build()
+    stock = model.loss_function
+    apply_liger_kernel(model, cross_entropy=True)
+    twin = copy.copy(model)
+    revert_liger_kernel(twin)
+    assert twin.loss_function is stock and model.loss_function is not stock
+    revert_liger_kernel(model)
+    assert model.loss_function is stock and "_loss_function" not in vars(model)
+
+
+class KeyedNorm(modeling_llama.LlamaRMSNorm):
+    """Its subclasses must pass a keyword."""
+
+    def __init_subclass__(cls, *, key: str) -> None:
+        super().__init_subclass__()
+
+
+class KeyedModel(transformers.LlamaForCausalLM):
+    def __init_subclass__(cls, *, key: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+
+
+def state_of(model: nn.Module) -> Any:
+    return [(type(m), sorted(vars(m))) for m in model.modules()], modeling_llama.apply_rotary_pos_emb
+
+
+def test_a_layer_whose_class_has_no_plain_subclass_is_left_alone():
+    model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
+    model.model.norm.__class__ = KeyedNorm
+    stock, before = step(model, arguments), state_of(model)
+    applied = apply_liger_kernel(model)
+    assert applied.replaced["rms_norm"] == {"LlamaRMSNorm": 4}
+    reason = r"no subclass of it can be made \(TypeError: .*__init_subclass__\(\) missing .* 'key'\)"
+    assert re.search(reason, applied.left["LlamaRMSNorm"])
+    assert_same_step(step(model, arguments), stock)
+    revert_liger_kernel(model)
+    assert state_of(model) == before
+
+
+def test_a_model_whose_class_has_no_plain_subclass():
+    """Nothing is changed or reverted before an error."""
+    model, arguments = KeyedModel(transformers.LlamaConfig(**BY_ID["llama"].config)), labelled(BY_ID["llama"])
+    stock, before = step(model, arguments), state_of(model)
+    message = "KeyedModel: no subclass of it can be made"
+    with pytest.raises(ValueError, match=message):
+        apply_liger_kernel(model, fused_linear_cross_entropy=True)
+    with pytest.raises(ValueError, match=message):
+        attach_head(model)
+    assert state_of(model) == before
+    apply_liger_kernel(model, fused_linear_cross_entropy=False)
+    between = state_of(model)
+    with pytest.raises(ValueError, match=message):
+        apply_liger_kernel(model, rope=False, fused_linear_cross_entropy=True)
+    assert state_of(model) == between
+    assert message in apply_liger_kernel(model).left["LlamaForCausalLM"]
+    ours = step(model, arguments)
+    assert_real_logits(ours[0])
+    assert_same_step(ours, stock)
+    revert_liger_kernel(model)
+    assert state_of(model) == before
+
+
+def test_an_error_keeps_the_patch_of_a_family():
+    apply = liger_chunked.apply_liger_kernel_to_llama
+    stock = modeling_llama.LlamaRMSNorm.forward
+    try:
+        apply()
+        found = str(apply())
+        patched = modeling_llama.LlamaRMSNorm.forward, modeling_llama.apply_rotary_pos_emb
+        with pytest.raises(ValueError, match=r"geglu.* matches nothing in llama"):
+            apply(geglu=True)
+        assert (modeling_llama.LlamaRMSNorm.forward, modeling_llama.apply_rotary_pos_emb) == patched
+        assert str(apply()) == found and modeling_llama.LlamaRMSNorm.forward is not stock
+    finally:
+        revert_liger_kernel("llama")
+    assert modeling_llama.LlamaRMSNorm.forward is stock

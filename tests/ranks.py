@@ -1,0 +1,33 @@
+"""What the ranks of a test share: `fresh_process.spawn(worker, world, ...)` starts them, and a worker joins the others.
+
+def worker(rank: int, world: str, folder: str) -> None:
+    join(rank, world, folder)
+    assert same_on_all_ranks(loss)
+    dist.destroy_process_group()
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def join(rank: int, world: int | str, folder: str) -> None:
+    """Make a process group of `world` ranks, which meet in a file of `folder`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=int(world))
+
+
+def same_on_all_ranks(x: Tensor) -> bool:
+    """Return whether all ranks have the same bits. A collective: every rank calls it."""
+    others = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, x.contiguous())
+    return all(torch.equal(x, other) for other in others)
+
+
+def summed(x: Tensor) -> Tensor:
+    """Return the sum over all ranks, in a tensor of its own."""
+    x = x.clone()
+    dist.all_reduce(x)
+    return x

@@ -1,0 +1,66 @@
+"""Modes that watch what a call does: the memory it holds, and the products it computes."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+
+class Memory(TorchDispatchMode):
+    """Track the bytes of tensors created under this mode: their peak, and the largest tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = self.largest = 0
+        self._known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+    def _freed(self, n_bytes: int) -> None:
+        self.alive -= n_bytes
+
+    def expect(self, *given: Tensor) -> None:
+        """Exclude tensors that existed before."""
+        for x in given:
+            self._known[x.untyped_storage()] = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.untyped_storage() not in self._known:
+                storage = x.untyped_storage()
+                n_bytes = storage.nbytes()
+                self._known[storage] = n_bytes
+                self.alive += n_bytes
+                self.peak = max(self.peak, self.alive)
+                self.largest = max(self.largest, n_bytes)
+                weakref.finalize(storage, self._freed, n_bytes)
+        return result
+
+
+class Products(TorchDispatchMode):
+    """Record the dtypes of the operands of every matrix product under this mode."""
+
+    NAMES = ("mm", "addmm", "addmm_", "bmm", "baddbmm")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._overloadpacket.__name__ in self.NAMES:
+            self.dtypes += [x.dtype for x in args[-2:] if isinstance(x, Tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def _addmm_flops(out: Any, a: tuple[int, int], b: tuple[int, int], **kwargs: Any) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
+def flop_counter() -> FlopCounterMode:
+    """Return a mode that counts FLOPs, also those of `addmm_`, which torch's own counter leaves out."""
+    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_flops})

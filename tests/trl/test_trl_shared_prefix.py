@@ -1,0 +1,353 @@
+"""Our trainers with prompts that are computed once, against the same trainers without: the same logs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+import tiny
+from datasets import Dataset
+from peft import LoraConfig, PromptTuningConfig
+from spies import Memory
+from test_trl_trainers import KINDS, PLAIN, SEQUENCES, SHARING, Log, build, run
+from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
+from trl import DPOConfig
+
+from liger_chunked import (
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
+)
+from liger_chunked.integrations.transformers import shared_prefix
+from liger_chunked.integrations.transformers.shared_prefix import SharedBatch
+from liger_chunked.integrations.transformers.trie import TriePlan
+from liger_chunked.integrations.trl import LigerDPOTrainer, base, heads
+from liger_chunked.integrations.trl.base import SharedPromptsMixin
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+]
+
+
+def long_prompts(kind: str) -> Dataset:
+    """Return rows whose prompts, of uneven lengths, are most of their tokens."""
+
+    rows = tiny.dataset(KINDS[kind].data)
+    return Dataset.from_list([{**row, "prompt": (row["prompt"] * 9)[: 20 + 5 * (i % 3)]} for i, row in enumerate(rows)])
+
+
+class Passes:
+    """Count the passes of the model, and record the tries of those that shared prompts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.n, self.shared, self.saved = 0, [], []
+
+        def watched(*args: Any, **options: Any) -> SharedBatch | None:
+            batch = stock(*args, **options)
+            self.n += 1
+            self.shared += [] if batch is None else [batch.trie]
+            return batch
+
+        def planned(*args: Any, **options: Any) -> TriePlan:
+            found = plan(*args, **options)
+            self.saved.append(found.saved)
+            return found
+
+        stock, plan = heads.share_pass, shared_prefix.plan_trie
+        monkeypatch.setattr(heads, "share_pass", watched)
+        monkeypatch.setattr(shared_prefix, "plan_trie", planned)
+
+    def check(self, least: float) -> None:
+        """Check that a pass shared if and only if it saves `least` of its tokens, and that most passes shared."""
+        assert len(self.saved) >= self.n >= 8
+        assert [trie.saved for trie in self.shared] == [saved for saved in self.saved if saved >= least]
+        assert len(self.shared) >= self.n / 2
+
+
+@pytest.fixture
+def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Passes]:
+    def check(
+        kind: str,
+        config: dict[str, Any] | None = None,
+        own: Callable[[], dict[str, Any]] = dict,
+        share_prefix: bool | str = True,
+    ) -> Passes:
+        """Train and evaluate with and without sharing, and return the passes of the former."""
+        shared_prefix.why_not_shared(tiny.model())  # whose tries would be counted
+        evaluate = kind != "OnlineDPO"  # TRL's does not support it
+
+        def seeded(share_prefix: bool | str) -> Log:
+            torch.manual_seed(0)
+            arguments = {"train_dataset": long_prompts(kind), **own(), "share_prefix": share_prefix}
+            return run(tmp_path, kind, True, {**PLAIN, **(config or {})}, evaluate, **arguments)
+
+        plain = seeded(False)
+        passes = Passes(monkeypatch)
+        shared = seeded(share_prefix)
+        assert len(shared) == len(plain) >= 5
+        for ours, theirs in zip(shared, plain, strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-5, abs=2e-5)
+        return passes
+
+    return check
+
+
+LOSSES = {
+    "GRPO": lambda: LigerFusedLinearGRPOLoss(reduction="dapo"),
+    "DPO": lambda: LigerFusedLinearDPOLoss(beta=0.1),
+    "ORPO": lambda: LigerFusedLinearORPOLoss(),
+    "CPO": lambda: LigerFusedLinearSimPOLoss(),
+}
+
+
+def reads_logits(kind: str) -> bool:
+    """Whether this TRL reads logits of whole sequences without `loss=`, as TRL before 1.15 does."""
+    trainer = KINDS[kind].ours()
+    return heads.reads_logits(trainer, trainer.models_without_head)
+
+
+def needed_loss(kind: str) -> dict[str, Any]:
+    return {"loss": LOSSES[kind]()} if reads_logits(kind) else {}
+
+
+def needs_no_loss(kind: str) -> None:
+    if reads_logits(kind):
+        pytest.skip(f"with this TRL, {kind} shares prompts with loss= only: test_same_logs_of_a_loss")
+
+
+CONFIGS = {
+    "GRPO": {"beta": 0.1, **SEQUENCES},  # with a reference, and an old policy
+    "RLOO": {"beta": 0.1, "num_iterations": 2},
+}
+
+
+# Preference, policy and metrics over padding; the other trainers only in the exhaustive run.
+RARELY = [
+    kind if kind in ("DPO", "GRPO", "ORPO") else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in SHARING
+]
+
+
+@pytest.mark.parametrize("kind", RARELY)
+def test_same_logs(compare, kind, tmp_path):
+    """Policy, old policy and reference, in training and evaluation; GRPO pads prompts on the left, DPO on the right."""
+    needs_no_loss(kind)
+    tiny.model(seed=2).save_pretrained(tmp_path / "reference")
+
+    def own() -> dict[str, Any]:
+        model = tiny.model()
+        model.config._name_or_path = str(tmp_path / "reference")  # GRPO and RLOO load it from this path
+        return {"model": model}
+
+    passes = compare(kind, CONFIGS.get(kind), own, share_prefix="auto")
+    passes.check(least=shared_prefix.WORTHWHILE)
+    assert {trie.padding for trie in passes.shared} >= ({"left"} if KINDS[kind].data == "prompts" else {"right"})
+
+
+@pytest.mark.parametrize(
+    "kind", ["GRPO", "DPO", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("ORPO", "CPO"))]
+)
+def test_same_logs_of_a_loss(compare, kind):
+    compare(kind, own=lambda: {"loss": LOSSES[kind]()}).check(least=0)
+
+
+@pytest.mark.parametrize("kind", RARELY)
+def test_same_logs_with_gradient_checkpointing_and_adapters(compare, kind):
+    needs_no_loss(kind)
+
+    def own() -> dict[str, Any]:
+        adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return {"peft_config": adapter, **({"ref_model": None} if kind == "DPO" else {})}
+
+    compare(kind, {**CONFIGS.get(kind, {}), "gradient_checkpointing": True}, own).check(least=0)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("family", ["softcap", "experts", "scaled"])
+@pytest.mark.parametrize("kind", ["GRPO", "ORPO"])
+def test_families(compare, kind, family):
+    needs_no_loss(kind)
+    config = {"router_aux_loss_coef": 0.0} if kind == "GRPO" and family == "experts" else {}
+    passes = compare(kind, config, lambda: {"model": tiny.model(family)}, share_prefix="auto")
+    # A router loss weighs tokens, and the padding that ORPO's metrics read may be beyond a window.
+    assert passes.shared or (kind, family) == ("GRPO", "experts")
+
+
+@pytest.mark.parametrize("kind", RARELY)
+def test_no_tensor_of_the_size_of_the_logits(tmp_path, monkeypatch, kind):
+    vocabulary, budget = 6000, 256 * 1024
+    config = {"max_steps": 1, "optim": "sgd", "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}
+    config |= {name: 24 for name in ("max_completion_length", "max_new_tokens") if name in KINDS[kind].config}
+    models = {"model": tiny.model(vocab_size=vocabulary)}
+    models |= {"ref_model": tiny.model(seed=1, vocab_size=vocabulary)} if kind == "DPO" else {}
+    options = {"logits_budget": budget, "share_prefix": "auto"}
+    if kind not in LOSSES:
+        needs_no_loss(kind)
+    if reads_logits(kind):
+        options = {"loss": type(LOSSES[kind]())(logits_budget=budget), "share_prefix": "auto"}
+    # The check of a model allocates too, once for each config.
+    facts = shared_prefix._measured(tiny.model(), "sdpa")
+    monkeypatch.setattr(shared_prefix, "_measured", lambda *_: facts)
+    memory, passes = Memory(), Passes(monkeypatch)
+    memory.expect(*(parameter for model in models.values() for parameter in model.parameters()))
+    with memory:
+        data = long_prompts(kind)
+        run(tmp_path, kind, True, config, **models, train_dataset=data, **options)
+    assert passes.shared
+    weight_gradient, logits = vocabulary * 32 * 4, 4 * 24 * vocabulary * 4
+    assert weight_gradient <= memory.largest <= 1.2 * weight_gradient < logits / 2
+
+
+def test_log_of_the_saving(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="liger_chunked")
+    data = long_prompts("DPO")
+    run(tmp_path, "DPO", True, PLAIN, train_dataset=data, share_prefix="auto", **needed_loss("DPO"))
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("liger_chunked")]
+    assert len(ours) == 2  # policy and reference
+    assert all(text.startswith("LlamaForCausalLM computes shared prompts once: ") for text in ours)
+
+
+def test_auto_steps_aside_where_little_is_saved(tmp_path, monkeypatch):
+    short = Dataset.from_list([{**row, "prompt": row["prompt"][:1]} for row in tiny.rows(scale=2)])
+    passes = Passes(monkeypatch)
+    run(tmp_path, "DPO", True, PLAIN, train_dataset=short, share_prefix="auto", **needed_loss("DPO"))
+    assert passes.n >= 8 and not passes.shared
+
+
+def test_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(heads, "share_pass", None)
+    run(tmp_path, "ORPO", True, PLAIN, train_dataset=long_prompts("ORPO"), share_prefix=False)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO", "ORPO"])
+def test_auto_is_the_default(tmp_path, kind):
+    assert build(tmp_path, kind, True, **needed_loss(kind)).share_prefix == "auto"
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_a_loss_that_reads_logits_shares_nothing(tmp_path, monkeypatch, caplog, kind):
+    """As those of TRL before 1.15. "auto" says so in the log, and True raises an error."""
+    caplog.set_level(logging.INFO, logger="liger_chunked")
+    monkeypatch.setattr(heads, "reads_logits", lambda *_: True)
+    monkeypatch.setattr(base.LigerTrainerMixin, "__init__", lambda *_, **__: None)
+    trainer = KINDS[kind].ours()
+    built = trainer.__new__(trainer)
+    SharedPromptsMixin.__init__(built, share_prefix="auto")
+    assert built.share_prefix is False
+    assert "shares no prompts without loss=" in caplog.text
+    with pytest.raises(ValueError, match=r"share_prefix=True needs loss= with TRL"):
+        SharedPromptsMixin.__init__(built, share_prefix=True)
+
+
+@pytest.mark.parametrize("size", ["cp_size", "sp_size"])
+def test_split_sequences_are_not_shared(tmp_path, monkeypatch, size):
+    """Context and sequence parallelism put a prompt and its completion on different ranks."""
+    config = DPOConfig(str(tmp_path), use_cpu=True)
+    config.parallelism_config = SimpleNamespace(**{"cp_size": 1, "sp_size": 1, size: 2})
+    with pytest.raises(ValueError, match="share_prefix=True needs whole sequences, and parallelism_config splits them"):
+        LigerDPOTrainer(tiny.model(), args=config, share_prefix=True)
+    trainer = SharedPromptsMixin.__new__(SharedPromptsMixin)
+    with monkeypatch.context() as patch:
+        patch.setattr(base.LigerTrainerMixin, "__init__", lambda *_, **__: None)
+        trainer.__init__(tiny.model(), args=config)
+    assert trainer.share_prefix is False
+
+
+def test_what_cannot_be_shared(tmp_path):
+    with pytest.raises(ValueError, match=r"share_prefix must be 'auto', True or False, got 'on'"):
+        build(tmp_path, "DPO", True, share_prefix="on")
+    with pytest.raises(TypeError, match="share_prefix"):  # its sequences have no prompts in common
+        build(tmp_path, "SFT", True, share_prefix=True)
+    prompt_tuning = {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "ref_model": None}
+    with pytest.raises(ValueError, match=r"cannot share prompts: its adapter .* adds virtual tokens"):
+        build(tmp_path, "DPO", True, share_prefix=True, **prompt_tuning, **needed_loss("DPO"))
+    needs_no_loss("GRPO")
+    with pytest.raises(ValueError, match=r"its router loss"):
+        run(tmp_path, "GRPO", True, {"router_aux_loss_coef": 0.1}, share_prefix=True, model=tiny.model("experts"))
+
+
+def arguments(mask: list[list[int]]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    row = torch.randint(3, 100, (len(mask[0]),))
+    return {"input_ids": row.expand(len(mask), -1), "attention_mask": torch.tensor(mask)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"position_ids": torch.zeros(2, 8)}, "the pass has position_ids"),
+        ({"input_ids": None}, "the pass has no input_ids"),
+        ({"output_router_logits": True}, "its router loss"),
+        ({"attention_mask": torch.ones(2, 1, 8, 8)}, "its attention_mask has 4 dimensions"),
+    ],
+)
+def test_passes_that_are_left_alone(changes, reason):
+    given = {**arguments([[1] * 8] * 2), "output_router_logits": False, "use_cache": False}
+    assert shared_prefix.share_pass(tiny.model(), given) is not None
+    assert shared_prefix.share_pass(tiny.model(), {**given, **changes}) is None
+    with pytest.raises(ValueError, match=reason):
+        shared_prefix.share_pass(tiny.model(), {**given, **changes}, always=True)
+
+
+def test_positions_that_count_padding():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=100, n_embd=32, n_layer=2, n_head=2, n_positions=64, attn_pdrop=0, bos_token_id=1, eos_token_id=2
+        )
+    )
+    right, left = [[1] * 16, [1] * 12 + [0] * 4], [[0] * 4 + [1] * 12] * 2
+    assert shared_prefix.share_pass(model, arguments(right)) is not None
+    assert shared_prefix.share_pass(model, arguments(left)) is None
+    with pytest.raises(ValueError, match="absolute"):
+        shared_prefix.share_pass(model, arguments(left), always=True)
+    llama = tiny.model()
+    assert shared_prefix.share_pass(llama, arguments(left)) is not None
+    with pytest.raises(ValueError, match="between"):
+        shared_prefix.share_pass(llama, arguments([[1] * 8 + [0] * 4 + [1] * 4] * 2), always=True)
+
+
+class OwnForward(LlamaForCausalLM):
+    """As remote code may be: its backbone gets no positions."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> CausalLMOutput:
+        return CausalLMOutput(logits=self.lm_head(self.model(input_ids=input_ids, attention_mask=attention_mask)[0]))
+
+
+def wrapped_forward(model: Any) -> Any:
+    own = model.forward
+    model.forward = lambda input_ids, attention_mask=None, **kwargs: own(
+        input_ids=input_ids, attention_mask=attention_mask
+    )
+    return model
+
+
+@pytest.mark.parametrize("of", ["class", "instance"])
+def test_a_forward_that_drops_positions_is_not_shared(tmp_path, of):
+    """A trie needs them; the model's own forward runs, so what it does with them is what counts."""
+
+    def own() -> Any:
+        if of == "instance":
+            return wrapped_forward(tiny.model())
+        model = OwnForward(tiny.model().config)
+        model.load_state_dict(tiny.model().state_dict())
+        return model
+
+    given = {"train_dataset": long_prompts("DPO"), "config": {**PLAIN, "max_steps": 1}, **needed_loss("DPO")}
+    plain, shared = (run(tmp_path, "DPO", True, model=own(), share_prefix=s, **given) for s in (False, "auto"))
+    assert shared[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-6)
+    with pytest.raises(ValueError, match="cannot share prompts"):
+        run(tmp_path, "DPO", True, model=own(), share_prefix=True, **given)
