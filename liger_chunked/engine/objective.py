@@ -35,7 +35,7 @@ class Objective:
         """Return some groups' differentiable share of the loss, ().
 
         Args:
-            values: dense statistics of these groups (see `Layout`).
+            values: dense statistics of these groups (see `Rows`).
             index: selects the groups from tensors of the whole batch.
         """
         raise NotImplementedError
