@@ -75,7 +75,7 @@ class Exchange:
 
 # Maximum, sum of exponentials, target's logit; DPO and GRPO also log a mean logit or an entropy.
 LOSSES = {
-    "cross entropy": Exchange([([3], True)], [1]),
+    "cross entropy": Exchange([([3], True)], [1], share=True),
     "DPO": Exchange([([3], True), ([4], True)], [1, 2]),
     "GRPO": Exchange([([4], True)], [2], share=True),
     "JSD": Exchange([([6, 3], False), ([], False)], [1], targets=False),

@@ -25,11 +25,14 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def installed(package: str) -> str | None:
-    """Return the version of an installed package, or None. Imports it only if it is no distribution."""
+    """Return the version of a package that can be imported, or None. Imports it only if it is no distribution."""
+    if find_spec(package) is None:  # also where a test or a tool blocks the import
+        return None
     try:
         return version(package)
     except PackageNotFoundError:  # a source tree on the path, perhaps
-        return None if find_spec(package) is None else import_module(package).__version__
+        found: str = import_module(package).__version__
+        return found
 
 
 def suffices(package: str) -> bool:

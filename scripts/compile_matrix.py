@@ -161,6 +161,7 @@ def tasks(target: Target) -> Iterator[Task]:
     yield from kernels_alone()
     yield from split_vocabulary(target)
     yield from surveys()
+    yield from kept_ids()
     yield from base_kernels()
     yield from experts()
 
@@ -287,6 +288,36 @@ def split_vocabulary(target: Target) -> Iterator[Task]:
     for shape, (n, h, v) in sizes(SHAPES):
         for ranks in RANKS:
             yield f"a rank of {ranks}, {shape}", partial(run, n, h, v, ranks)
+
+
+def kept_ids() -> Iterator[Task]:
+    import torch
+
+    from liger_chunked.kernels import kept
+    from liger_chunked.kernels.logits_grad import LogitsCotangents
+    from liger_chunked.types import LogitOptions
+
+    meta = partial(torch.empty, device="meta")
+    ids = partial(meta, dtype=torch.int64)
+
+    def run(n: int, h: int, v: int, dtype: torch.dtype, options: LogitOptions, by_token: bool) -> None:
+        m = 8 * n
+        x, weight, bias = (meta(*shape, dtype=dtype) for shape in ((n, h), (v, h), (v,)))
+        entries = kept.Entries(ids(m), ids(n + 1), ids(m), ids(n))
+        temperature = meta(n) if by_token else None
+        z = kept.kept_logits(x, weight, bias, entries)
+        stats = kept.kept_stats(z, entries, options, temperature)
+        g = {name: meta(n) for name in ("logps", "lse", "entropy")}
+        cotangents = LogitsCotangents(
+            stats.max, stats.sum_exp, **g, entropy_value=stats.entropy, temperature=temperature
+        )
+        dz = kept.kept_logits_grad(z, entries, cotangents, options)
+        kept.kept_input_grad(dz, weight, entries, meta(n, h, dtype=dtype))
+        kept.add_kept_weight_grad_(meta(v, h, dtype=dtype), x, kept.Sorted(ids(m), ids(m), dz))
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for by_token in (False, True):
+            yield f"kept ids, {dtype}", partial(run, 8192, 4096, 151936, dtype, LogitOptions(softcap=30.0), by_token)
 
 
 def surveys() -> Iterator[Task]:

@@ -28,7 +28,7 @@ class Tuning(NamedTuple):
 
     # Of kept ids ("Kept ids"): entries and columns of hidden states at a time, warps
     kept_logits: tuple[int, int, int] = (8, 256, 4)
-    kept_input_grad: tuple[int, int, int] = (2, 2048, 4)
+    kept_input_grad: tuple[int, int, int] = (2, 1024, 4)
     # Entries of a program, sums added at a time, columns, warps
     kept_weight_grad: tuple[int, int, int, int] = (64, 8, 512, 2)
     kept_stats: Launch = Launch(64, 1)  # entries of a token
