@@ -1,50 +1,30 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, FrameType
-from typing import Any, Literal
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from liger_chunked.engine import Group, Layout, LossWeights, Teacher, TopK, choose, linear_token_stats, token_stats
+from liger_chunked.engine import Layout
 from liger_chunked.engine.choose import logit_bytes
-from liger_chunked.engine.distillation import DistillationStep, Route, distillation_step
-from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
-from liger_chunked.engine.gradients import HeadGradients
-from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.estimated import Estimated, Part, estimated, part_of_next
 from liger_chunked.engine.hooks import isolated
-from liger_chunked.engine.step import StatisticsStep, run_step
 from liger_chunked.kernels.backend import has_wide_tiles, wide_tiles
-from liger_chunked.losses import (
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDistillationBase,
-    LigerFusedLinearPolicyBase,
-    LigerFusedLinearPreferenceBase,
-    LigerFusedLinearUnpairedPreferenceBase,
-)
+from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.private import DispatchMode, tree_leaves, without_modes
-from liger_chunked.types import (
-    AdaptedWeight,
-    LogitOptions,
-    LossHead,
-    MemoryEstimate,
-    TokenStats,
-    check_number,
-    shown,
-)
+from liger_chunked.types import LogitOptions, LossHead, MemoryEstimate, TokenStats, shown
+from liger_chunked.typical import Loss, TypicalCall
 
-Loss = nn.Module | Callable[..., Any]
-
-_PREFERENCE = (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase)
 _MOST_PIECES = 1 << 16  # each takes milliseconds
 _HOPPER = (9, 0)
+_META = torch.device("meta")
 
 
 @contextmanager
@@ -76,12 +56,14 @@ def estimate_memory(
     ref_hidden_size: int | None = None,
     teacher_hidden_size: int | None = None,
     teacher_top_k: int | None = None,
+    teacher_vocab_size: int | None = None,
     logits_budget: int | float | str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> MemoryEstimate:
     """Estimate the peak GPU memory of a step of `loss` above its inputs, gradients included.
 
-    Runs the step on meta tensors, without a GPU. Does not count cuBLAS's workspace, values per token, or `kl_input`.
+    Runs the step on meta tensors, without a GPU. Does not count cuBLAS's workspace, an objective's
+    values per token, or `kl_input`.
 
     Args:
         loss: a loss, also your own, or `linear_token_stats`.
@@ -93,6 +75,7 @@ def estimate_memory(
         lora_rank: r of a trainable float32 adapter on the head (`AdaptedWeight`).
         ref_hidden_size, teacher_hidden_size: None if you pass `ref_logps` or `teacher_logps`.
         teacher_top_k: k of `teacher_logps`.
+        teacher_vocab_size: rows of `teacher_weight`; None: `vocab_size`.
         logits_budget: replaces the loss's.
         capability: the GPU's, which decides whether the fused epilogue runs; None: this machine's, or else Hopper's.
 
@@ -101,7 +84,7 @@ def estimate_memory(
     >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, ref_hidden_size=4096))
     3262 MiB: logits 2004, weight_grad 1002, input_grad 192, hidden 64
     >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, trainable_head=False, logits_budget=256 << 20))
-    443 MiB: logits 251, input_grad 176, hidden 16
+    444 MiB: logits 251, input_grad 176, hidden 16, other 1
 
     >>> from liger_chunked import LigerFusedLinearCrossEntropyLoss
     >>> batch = {"vocab_size": 151936, "hidden_size": 896, "shape": (32768,)}
@@ -110,54 +93,62 @@ def estimate_memory(
     >>> print(estimate_memory(LigerFusedLinearCrossEntropyLoss(), **batch, capability=(9, 0)))
     1781 MiB: logits 1187, weight_grad 519, input_grad 56, other 19
     """
-    check_sizes(dtype, shape, vocab_size=vocab_size, hidden_size=hidden_size, lora_rank=lora_rank,
-                ref_hidden_size=ref_hidden_size, teacher_hidden_size=teacher_hidden_size,
-                teacher_top_k=teacher_top_k)  # fmt: skip
+    call = TypicalCall(
+        loss, vocab_size, hidden_size, shape, valid, dtype, bias, trainable_head, trainable_input, lora_rank,
+        ref_hidden_size, teacher_hidden_size, teacher_vocab_size, teacher_top_k,
+    )  # fmt: skip
     if capability is not None and not (isinstance(capability, tuple) and len(capability) == 2):
         raise TypeError(f"capability must be two ints, (9, 0) for Hopper, got {shown(capability)}")
-    group, options = read_loss(loss, ref_hidden_size, teacher_hidden_size, teacher_top_k)
+    options = call.options
     if logits_budget is not None:
         options = dataclasses.replace(options, logits_budget=logits_budget)
-    counted = _Bytes()
-    with counted:
-        layout = meta_layout(group, tuple(shape), valid)
-    compute_dtype = autocast or dtype
-    _check_pieces(options, layout.n_valid, vocab_size, compute_dtype)
-    inputs = functools.partial(_inputs, vocab_size, layout.mask.numel(), dtype, bias)
-    head, input = counted.given(*inputs(hidden_size, trainable_head, trainable_input, lora_rank))
-    reference, given_teacher = (
-        None if size is None else counted.given(*inputs(size)) for size in (ref_hidden_size, teacher_hidden_size)
-    )
-    wide_tiles = _has_wide_tiles(capability)
-    with counted:
-        if reference is not None:
-            token_stats(*reference, layout, ("logps",), options, dtype=compute_dtype, wide_tiles=wide_tiles)
-        if isinstance(loss, LigerFusedLinearDistillationBase):
-            step = _distillation(loss, layout, compute_dtype, head, options, given_teacher, teacher_top_k)
-            _differentiate(run_step(step, head, input)[0], head, input)
-        elif isinstance(loss, StatsLoss) and not (
-            isinstance(loss, LigerFusedLinearCrossEntropyLoss) and loss.reduction == "none"
-        ):
-            plan = choose.for_loss(
-                head,
-                layout,
-                compute_dtype,
-                outputs=loss._outputs,
-                differentiates=loss._differentiates,
-                options=options,
-                whole_batch=loss._whole_batch,
-                wide_tiles=wide_tiles,
-            )
-
-            def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
-                return functools.reduce(torch.add, (getattr(stats, name).sum() for name in plan.differentiates))
-
-            _differentiate(run_step(StatisticsStep(plan, objective), head, input)[0], head, input)
-        else:
-            stats = token_stats(head, input, layout, ("logps",), options, dtype=compute_dtype, wide_tiles=wide_tiles)
-            assert stats.logps is not None
-            _differentiate(stats.logps.sum(), head, input)
+    _check_pieces(options, sum(call.lengths), vocab_size, autocast or dtype)
+    given, trainable = call.arguments(_META)
+    given["n_valid"] = call.n_valid
+    if sum(call.lengths) < given["input"].shape[:-1].numel():
+        given |= call.marked(given, call.lengths)
+    counted = _Bytes(hidden=[x for name, x in given.items() if name.endswith("input")])
+    token = estimated.set(Estimated(_has_wide_tiles(capability), autocast))
+    try:
+        with counted:
+            value = _value(loss, options, given)
+            if trainable:
+                torch.autograd.grad(value, trainable)
+    finally:
+        estimated.reset(token)
     return counted.most
+
+
+class _Fused(Exception):
+    """Carries a loss () out of the call, whose rest reads values of tokens."""
+
+
+def _value(loss: Any, options: LogitOptions, given: dict[str, Any]) -> Tensor:
+    """Call a loss, or `linear_token_stats`, on meta tensors."""
+    if not isinstance(loss, torch.nn.Module):
+        return loss(**given, logits_budget=options.logits_budget).logps.sum()
+    own: Any = copy.copy(loss)
+    own.options = options
+    if isinstance(loss, LigerFusedLinearCrossEntropyLoss) and loss.ce_weight is not None:
+        given = {**given, "ce_weight": loss.ce_weight.to(_META)}
+
+    def fuse(
+        head: LossHead, input: Tensor, layout: Layout, objective: object, class_weight: Tensor | None = None
+    ) -> NoReturn:
+        """Fuse a sum in place of the objective, which may be a user's and read values."""
+
+        def summed(stats: TokenStats, index: slice | Tensor) -> Tensor:
+            return functools.reduce(torch.add, (getattr(stats, name).sum() for name in own._differentiates))
+
+        raise _Fused(fuse_as_planned(head, input, layout, summed, class_weight)[0])
+
+    if isinstance(loss, StatsLoss):
+        fuse_as_planned, own._fuse = own._fuse, fuse
+    try:
+        result = own.forward(**given)
+    except _Fused as fused:
+        return fused.args[0]
+    return result[0].sum() if isinstance(result, tuple) else result.sum()
 
 
 @ordinary_autograd()
@@ -168,36 +159,25 @@ def count_bytes(step: Callable[[], object]) -> MemoryEstimate:
     return counted.most
 
 
-Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
-
-_ALLOCATE: dict[Part, tuple[Any, ...]] = {
-    "logits": (HeadPass.reserve, HeadPass._gradient, EpiloguePass.reserve, StatisticsPass.reserve),
-    "weight_grad": (
-        HeadGradients.__init__, HeadGradients.weight_gradient, HeadGradients.add, HeadGradients.add_exponentials,
-    ),
-    "input_grad": (HeadGradients._input_gradient, HeadGradients.open_input),
-    "hidden": (Layout.input_rows,),
-}  # fmt: skip
-_PARTS: dict[CodeType, Part] = {
-    function.__code__: part for part, functions in _ALLOCATE.items() for function in functions
-}
-# A cast of the hidden states counts as "other" if torch lacks the first.
-_COPIES = tuple(op.default for name in ("_to_copy", "clone") if (op := getattr(torch.ops.aten, name, None)))
+# Some versions of torch lack the first.
+_COPYING = ("_to_copy", "clone", "index_select")
+_COPIES = tuple(op.default for name in _COPYING if (op := getattr(torch.ops.aten, name, None)))
 
 
 class _Bytes(DispatchMode):  # type: ignore[misc]
-    """Counts bytes of new tensors, by part; `most` is the peak."""
+    """Counts the bytes of new tensors, by part; `most` is the peak. Copies of `hidden` are hidden states."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self.most = MemoryEstimate()
         self._alive = dataclasses.asdict(self.most)
         self._parts: weakref.WeakKeyDictionary[torch.UntypedStorage, Part | None] = weakref.WeakKeyDictionary()
+        for x in hidden:
+            self._parts[x.untyped_storage()] = "hidden"
 
-    def given(self, head: LossHead, hidden_states: Tensor) -> tuple[LossHead, Tensor]:
-        """Count a cast of hidden states as "hidden", and no other input."""
-        self._parts[hidden_states.untyped_storage()] = "hidden"
-        return head, hidden_states
+    def __enter__(self) -> _Bytes:
+        part_of_next.set("other")
+        return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -208,7 +188,8 @@ class _Bytes(DispatchMode):  # type: ignore[misc]
             # No scalars: the engine caches one.
             if isinstance(x, Tensor) and x.ndim and x.untyped_storage() not in self._parts:
                 of_source = self._parts[given[0]] if func in _COPIES else None
-                self._count(x.untyped_storage(), of_source or _part_of_caller())
+                self._count(x.untyped_storage(), of_source or part_of_next.get())
+                part_of_next.set("other")
         return result
 
     def _count(self, storage: torch.UntypedStorage, part: Part) -> None:
@@ -221,69 +202,6 @@ class _Bytes(DispatchMode):  # type: ignore[misc]
 
     def _free(self, part: Part, n_bytes: int) -> None:
         self._alive[part] -= n_bytes
-
-
-def _part_of_caller() -> Part:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in _PARTS:
-            return _PARTS[frame.f_code]
-        frame = frame.f_back
-    return "other"
-
-
-def _inputs(
-    vocab_size: int,
-    n_positions: int,
-    dtype: torch.dtype,
-    has_bias: bool,
-    hidden_size: int,
-    trainable_head: bool = False,
-    trainable_input: bool = False,
-    lora_rank: int | None = None,
-) -> tuple[LossHead, Tensor]:
-    weight = _meta(vocab_size, hidden_size, dtype=dtype).requires_grad_(trainable_head)
-    bias = _meta(vocab_size, dtype=dtype).requires_grad_(trainable_head) if has_bias else None
-    input = _meta(n_positions, hidden_size, dtype=dtype).requires_grad_(trainable_input)
-    return LossHead(weight if lora_rank is None else _adapted(weight, lora_rank), bias), input
-
-
-def _adapted(weight: Tensor, rank: int) -> AdaptedWeight:
-    down, up = (_meta(*shape, dtype=torch.float32) for shape in ((rank, weight.shape[1]), (weight.shape[0], rank)))
-    down.requires_grad_()
-    return AdaptedWeight(weight, up.requires_grad_(), lambda x: x.to(down.dtype) @ down.t())
-
-
-def _differentiate(loss: Tensor, head: LossHead, input: Tensor) -> None:
-    weight = head.weight
-    of_weight = (weight.weight, weight.up) if isinstance(weight, AdaptedWeight) else (weight,)
-    trainable = [x for x in (input, *of_weight, head.bias) if x is not None and x.requires_grad]
-    if trainable:
-        torch.autograd.grad(loss, trainable)
-
-
-def _distillation(
-    loss: LigerFusedLinearDistillationBase,
-    layout: Layout,
-    dtype: torch.dtype,
-    head: LossHead,
-    options: LogitOptions,
-    given_teacher: tuple[LossHead, Tensor] | None,
-    teacher_top_k: int | None,
-) -> DistillationStep:
-    teacher = None
-    route: Route
-    if given_teacher is not None:
-        teacher = Teacher.of(*given_teacher, loss.teacher_options)._replace(dtype=dtype)
-        route = loss._route_of_logits()
-    else:
-        assert teacher_top_k is not None
-        n, every = layout.mask.numel(), slice(0, layout.n_valid)
-        logps, ids = (layout.input_rows(_meta(n, teacher_top_k, dtype=t), every) for t in (torch.float32, torch.int64))
-        route = TopK(loss.divergence, loss.options, logps, ids)
-    hard = loss.weight_hard_loss > 0
-    weights = LossWeights(1.0, -1.0 if hard else None)
-    return distillation_step(head, dtype, teacher, layout, weights, route, options, has_target=hard)
 
 
 def _check_pieces(options: LogitOptions, n_valid: int, vocab_size: int, dtype: torch.dtype) -> None:
@@ -306,88 +224,3 @@ def _has_wide_tiles(capability: tuple[int, int] | None) -> bool:
     if capability is None and accelerator is not None:
         return has_wide_tiles(accelerator)
     return wide_tiles(capability or _HOPPER)
-
-
-def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def check_sizes(dtype: torch.dtype, shape: Sequence[int], **sizes: int | None) -> None:
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, got {shown(dtype)}")
-    for argument, size in sizes.items():
-        check_number(argument, size, whole=True, optional=True)
-        if size is not None and size < 1:
-            raise ValueError(f"{argument} must be positive, got {size}")
-    if not isinstance(shape, Sequence) or not all(isinstance(n, int) for n in shape):
-        raise TypeError(f"shape must be a tuple of ints, the target's, got {shown(shape)}")
-
-
-def read_loss(
-    loss: Loss, ref_hidden_size: int | None, teacher_hidden_size: int | None, teacher_top_k: int | None
-) -> tuple[Group, LogitOptions]:
-    if isinstance(loss, (LigerFusedLinearDistillationBase, StatsLoss)):
-        name, group, options = type(loss).__name__, loss._group, loss.options
-    elif loss is linear_token_stats:
-        name, group, options = "linear_token_stats", "token", LogitOptions()
-    else:
-        bases = (LigerFusedLinearDistillationBase, LigerFusedLinearCrossEntropyLoss, LigerFusedLinearPolicyBase)
-        expected = ", ".join(base.__name__ for base in (*bases, *_PREFERENCE))
-        described = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
-        raise TypeError(f"loss must be linear_token_stats or an instance of {expected}, got {described}")
-    if ref_hidden_size is not None:
-        refuses = isinstance(loss, _PREFERENCE) and loss.use_ref_model is False
-        if refuses or not isinstance(loss, (LigerFusedLinearPolicyBase, *_PREFERENCE)):
-            raise ValueError(f"{name} takes no reference, got ref_hidden_size={ref_hidden_size}")
-    distils = isinstance(loss, LigerFusedLinearDistillationBase)
-    if (teacher_hidden_size is not None) + (teacher_top_k is not None) != distils:
-        expected = "one of teacher_hidden_size and teacher_top_k" if distils else "no teacher"
-        raise ValueError(
-            f"{name} takes {expected}, got teacher_hidden_size={teacher_hidden_size}, teacher_top_k={teacher_top_k}"
-        )
-    if isinstance(loss, LigerFusedLinearDistillationBase) and teacher_top_k is not None and not loss.of_distributions:
-        raise ValueError(f"{name} needs the teacher's logits, got teacher_top_k={teacher_top_k}")
-    return group, options
-
-
-def meta_layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | None) -> Layout:
-    n_sequences, length = (shape if len(shape) == 2 else (1, *shape)) if shape else (0, 0)
-    if len(shape) not in (1, 2) or (group != "token" and len(shape) != 2) or min(shape) < 1:
-        expected = "(B, T) or (N,)" if group == "token" else "(B, T)"
-        raise ValueError(f"shape must be {expected}, of positive sizes, for this loss, got {shape}")
-    if group == "pair" and n_sequences % 2:
-        raise ValueError(f"shape must stack as many chosen as rejected sequences, got an odd {n_sequences} in {shape}")
-    lengths = valid_lengths(valid, n_sequences, length)
-    per_group = {"token": n_sequences, "sequence": 1, "pair": 2}[group]
-    n_groups = n_sequences // per_group
-    group_lengths = [sum(lengths[i::n_groups]) for i in range(n_groups)]
-    n, n_positions = sum(lengths), n_sequences * length
-    slots = None if n == n_positions else _meta(n)
-    dense = (n_positions,) if group == "token" else (n_groups, per_group, length)
-    return Layout(
-        shape=dense,
-        target=_meta(1).expand(n) if slots is None else _meta(n),  # the caller's
-        rows=slots,
-        slots=slots,
-        mask=_meta(*dense, dtype=torch.bool),
-        lengths=None if group == "token" else _meta(n_groups, per_group),
-        side_lengths=_meta(2) if group == "pair" else None,
-        group_lengths=None if group == "token" else group_lengths,
-        stacked=group == "pair" and n_groups > 1,
-    )
-
-
-def valid_lengths(valid: int | Sequence[int] | None, n_sequences: int, length: int) -> list[int]:
-    """Return each sequence's valid tokens, spreading one count evenly."""
-    if valid is None:
-        return [length] * n_sequences
-    if isinstance(valid, int):
-        lengths = [valid // n_sequences + (i < valid % n_sequences) for i in range(n_sequences)]
-    else:
-        lengths = list(valid)
-    if len(lengths) != n_sequences or not all(0 <= n <= length for n in lengths):
-        raise ValueError(
-            f"valid must be a count up to {n_sequences * length}, or one up to {length} for each of {n_sequences} "
-            f"sequences, got {shown(valid)}"
-        )
-    return lengths

@@ -16,6 +16,7 @@ from liger_chunked.engine.checks import check_graph, compute_dtype
 from liger_chunked.engine.choose import Plan, flattened
 from liger_chunked.engine.compile_ahead import compile_ahead
 from liger_chunked.engine.cutting import Chunk
+from liger_chunked.engine.estimated import estimated
 from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.hooks import isolated
 from liger_chunked.engine.precision import gemms
@@ -248,6 +249,7 @@ def fused_loss(
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown:
         raise ValueError(f"token_outputs must name fields of TokenStats {OUTPUTS}, got {unknown}")
+    estimate = estimated.get()
     plan = choose.for_loss(
         head,
         layout.local(whole_batch),
@@ -256,7 +258,7 @@ def fused_loss(
         differentiates=differentiates,
         options=options,
         whole_batch=whole_batch,
-        wide_tiles=has_wide_tiles(input.device),
+        wide_tiles=has_wide_tiles(input.device) if estimate is None else estimate.wide_tiles,
         class_weight=class_weight,
     )
     return run_step(StatisticsStep(plan, objective), head, input)
