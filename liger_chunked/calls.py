@@ -151,11 +151,15 @@ def entry_point(function: Function) -> Function:
             args, kwargs = as_plain(args, kwargs)
         try:
             return function(*args, **kwargs)
-        except TypeError as error:
-            if not failed_to_bind(error):
+        except TypeError:
+            constructor = arguments.of_constructor(type(args[0])) if is_method and args else arguments.Arguments(())
+            explained = arguments.call_error(owner, function, args, kwargs, constructor)
+            if explained is None:  # the call binds, so the error is from within
                 raise
-            constructor = arguments.of_constructor(type(args[0])) if is_method else arguments.Arguments(())
-            raise arguments.call_error(owner, function, args, kwargs, constructor) or error from None
+            called_hidden = not is_method and "hidden" in kwargs and "input" not in kwargs
+        if called_hidden:  # the functions called their `input` so
+            return checked(*args, **{"input" if name == "hidden" else name: x for name, x in kwargs.items()})
+        raise explained
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -6,13 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_chunked.losses import (
-    LigerFusedLinearPolicyBase,
-    LigerFusedLinearPreferenceBase,
-    LigerFusedLinearUnpairedPreferenceBase,
-)
-from liger_chunked.memory import Loss, check_sizes, meta_rows, ordinary_autograd, read_loss, valid_lengths
-from liger_chunked.types import AdaptedWeight, TokenStats, described
+from liger_chunked.memory import ordinary_autograd
+from liger_chunked.types import TokenStats, described
+from liger_chunked.typical import Loss, TypicalCall
 
 # Triton compiles a variant for sizes and addresses that are no multiples of 16.
 _MULTIPLE = 16
@@ -35,6 +31,7 @@ def warmup(
     ref_hidden_size: int | None = None,
     teacher_hidden_size: int | None = None,
     teacher_top_k: int | None = None,
+    teacher_vocab_size: int | None = None,
     device: torch.device | str | None = None,
     **arguments: Any,
 ) -> None:
@@ -47,7 +44,7 @@ def warmup(
     Args:
         loss: `linear_token_stats`, or an instance of the cross entropy or of a subclass of
             `LigerFusedLinearPolicyBase`, `LigerFusedLinearPreferenceBase`, `LigerFusedLinearUnpairedPreferenceBase` or
-            `LigerFusedLinearDistillationBase`, also your own. ULD and on-policy distillation are refused.
+            `LigerFusedLinearDistillationBase`, also your own, or of ULD or on-policy distillation.
         vocab_size: V, the rows of the head's weight.
         hidden_size: H, its columns.
         shape: of the target, (B, T) or (N,); (B, T) for losses of sequences, and with an even B for losses of pairs.
@@ -61,6 +58,7 @@ def warmup(
         ref_hidden_size: the columns of the reference's weight. None: calls pass `ref_logps`, or no reference.
         teacher_hidden_size: the columns of the teacher's weight. None: calls pass `teacher_logps`, or no teacher.
         teacher_top_k: k of `teacher_logps`; distillation needs this or `teacher_hidden_size`. None: there are none.
+        teacher_vocab_size: the rows of the teacher's weight. None: `vocab_size`.
         device: of the tensors, such as "cuda". None: the current accelerator, or else the CPU.
         **arguments: others of the loss's call, such as `outputs` of `linear_token_stats`.
 
@@ -75,37 +73,20 @@ def warmup(
     >>> sizes = {"vocab_size": 512, "hidden_size": 64, "shape": (4, 32), "dtype": torch.float32}
     >>> warmup(LigerFusedLinearDPOLoss(), **sizes, device="cpu")
     """
-    check_sizes(dtype, shape, vocab_size=vocab_size, hidden_size=hidden_size, lora_rank=lora_rank,
-                ref_hidden_size=ref_hidden_size, teacher_hidden_size=teacher_hidden_size,
-                teacher_top_k=teacher_top_k)  # fmt: skip
-    group, options = read_loss(loss, ref_hidden_size, teacher_hidden_size, teacher_top_k)
-    shape = tuple(shape)
-    meta_rows(group, shape, valid)  # checks both
-    if teacher_top_k is not None and teacher_top_k > vocab_size:
-        raise ValueError(f"teacher_top_k must be at most vocab_size={vocab_size}, got {teacher_top_k}")
+    call = TypicalCall(
+        loss, vocab_size, hidden_size, shape, valid, dtype, bias, trainable_head, trainable_input, lora_rank,
+        ref_hidden_size, teacher_hidden_size, teacher_vocab_size, teacher_top_k,
+    )  # fmt: skip
     found = _device(device)
 
     def run() -> None:
         """Keep no tensor alive."""
-        random = _Random(found, dtype)
-        given, leaves = random.head(vocab_size, hidden_size, trainable_head, lora_rank, bias)
-        given["input"] = random.normal(*shape, hidden_size).requires_grad_(trainable_input)
-        for name, size in (("ref", ref_hidden_size), ("teacher", teacher_hidden_size)):
-            if size is not None:
-                head, _ = random.head(vocab_size, size, False, None, bias)
-                head["input"] = random.normal(*shape, size)
-                given |= {f"{name}_{key}": x for key, x in head.items()}
-        if teacher_top_k is not None:
-            given |= random.top_k(vocab_size, teacher_top_k, *shape)
-        given |= _of_family(loss, random, shape, ref_hidden_size is not None)
-        target = random.ids(vocab_size, *shape)
-        for lengths in _variants(valid, shape):
-            given["target"] = target.where(_mask(lengths, shape, found), options.ignore_index)
+        given, trainable = call.arguments(found)
+        for lengths in _variants(call.lengths):
             with torch.autocast(found.type, dtype=autocast, enabled=autocast is not None):
-                value = _scalar(loss(**{**given, **arguments}))
-            trained = [x for x in (given["input"], *leaves) if x.requires_grad]
-            if trained:
-                torch.autograd.grad(value, trained)
+                value = _scalar(loss(**{**given, **call.marked(given, lengths), **arguments}))
+            if trainable:
+                torch.autograd.grad(value, trainable)
 
     run()
     if found.type != "cpu":
@@ -128,81 +109,13 @@ def _device(device: torch.device | str | None) -> torch.device:
     return found
 
 
-def _variants(valid: int | Sequence[int] | None, shape: tuple[int, ...]) -> Iterator[list[int]]:
+def _variants(lengths: list[int]) -> Iterator[list[int]]:
     """Yield each sequence's valid tokens: multiples of 16, then an odd first sequence, then an odd last one too."""
-    n_sequences, length = shape if len(shape) == 2 else (1, *shape)
-    lengths = [n // _MULTIPLE * _MULTIPLE or n for n in valid_lengths(valid, n_sequences, length)]
+    lengths = [n // _MULTIPLE * _MULTIPLE or n for n in lengths]
     yield list(lengths)
     for i in (0, -1):
         lengths[i] -= lengths[i] > 1
         yield list(lengths)
-
-
-def _mask(lengths: list[int], shape: tuple[int, ...], device: torch.device) -> Tensor:
-    mask = torch.arange(shape[-1], device=device) < torch.tensor(lengths, device=device)[:, None]
-    return mask.view(shape)
-
-
-class _Random:
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.generator = torch.Generator(device).manual_seed(0)
-        self.device, self.dtype = device, dtype
-
-    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        empty = torch.empty(shape, dtype=self.dtype if dtype is None else dtype, device=self.device)
-        return empty.normal_(generator=self.generator)
-
-    def weight(self, vocab_size: int, hidden_size: int) -> Tensor:
-        """Return a weight whose logits have variance 1."""
-        return self.normal(vocab_size, hidden_size).mul_(hidden_size**-0.5)
-
-    def ids(self, vocab_size: int, *shape: int) -> Tensor:
-        return torch.randint(vocab_size, shape, device=self.device, generator=self.generator)
-
-    def logps(self, *shape: int) -> Tensor:
-        return self.normal(*shape, dtype=torch.float32).abs_().neg_()
-
-    def head(
-        self, vocab_size: int, hidden_size: int, trainable: bool, lora_rank: int | None, bias: bool
-    ) -> tuple[dict[str, Any], list[Tensor]]:
-        weight = self.weight(vocab_size, hidden_size).requires_grad_(trainable)
-        head: dict[str, Any] = {"weight": weight}
-        leaves = [weight]
-        if lora_rank is not None:
-            up = self.normal(vocab_size, lora_rank, dtype=torch.float32).requires_grad_()
-            down = self.normal(lora_rank, hidden_size, dtype=torch.float32).mul_(hidden_size**-0.5).requires_grad_()
-            head["weight"] = AdaptedWeight(weight, up, lambda x: x.to(down.dtype) @ down.t())
-            leaves += [up, down]
-        if bias:
-            head["bias"] = self.normal(vocab_size).requires_grad_(trainable)
-            leaves.append(head["bias"])
-        return head, leaves
-
-    def top_k(self, vocab_size: int, k: int, *shape: int) -> dict[str, Tensor]:
-        first = self.ids(vocab_size, *shape, 1)
-        ids = (first + torch.arange(k, device=self.device)) % vocab_size
-        # Their probabilities sum to less than 1.
-        logps = self.normal(*shape, k, dtype=torch.float32).log_softmax(-1) - 0.1
-        return {"teacher_ids": ids, "teacher_logps": logps}
-
-
-def _of_family(loss: Any, random: _Random, shape: tuple[int, ...], has_ref_head: bool) -> dict[str, Any]:
-    given: dict[str, Any] = {}
-    is_policy = isinstance(loss, LigerFusedLinearPolicyBase)
-    is_unpaired = isinstance(loss, LigerFusedLinearUnpairedPreferenceBase)
-    if is_policy:
-        given["advantages"] = random.normal(shape[0], dtype=torch.float32)
-        given["old_logps"] = random.logps(*shape)
-    if is_unpaired:
-        given["preference_labels"] = torch.arange(shape[0], device=random.device) % 2 == 0
-        if loss.reference_point is not None:
-            given[loss.reference_point] = 0.0
-    takes_ref = is_policy or (
-        (is_unpaired or isinstance(loss, LigerFusedLinearPreferenceBase)) and loss.use_ref_model is not False
-    )
-    if takes_ref and not has_ref_head:
-        given["ref_logps"] = random.logps(*shape)
-    return given
 
 
 def _scalar(result: Any) -> Tensor:

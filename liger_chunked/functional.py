@@ -3,34 +3,25 @@
     loss, metrics = dpo_loss(lm_head.weight, hidden, target, ref_logps=ref_logps, beta=0.1)
 
 is `LigerFusedLinearDPOLoss(beta=0.1)(lm_head.weight, hidden, target, ref_logps=ref_logps)`. The class and its `forward`
-document arguments (`hidden` as `input`), results and errors.
+document arguments, results and errors.
+
+Signatures come from the classes. Type checkers and editors read them in `functional.pyi`, which
+`scripts/functional_stub.py` writes.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, get_args
 
-import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from liger_chunked import arguments, losses
 from liger_chunked.calls import entry_point, once
 from liger_chunked.engine import linear_token_stats
-from liger_chunked.losses.cross_entropy import CrossEntropySettings, WithMetrics
-from liger_chunked.types import (
-    DistillationMetrics,
-    LogitOptions,
-    Pairs,
-    PolicyMetrics,
-    PreferenceMetrics,
-    ProcessGroup,
-    UnpairedPreferenceMetrics,
-    VocabShard,
-    Weight,
-)
+from liger_chunked.types import LogitOptions
 
 __all__ = [
     "bco_loss",
@@ -51,124 +42,73 @@ __all__ = [
 ]
 
 
-def _evaluate(cls: Any, given: dict[str, Any]) -> Any:
-    given["input"] = given.pop("hidden")
-    settings, data = arguments.split(cls, given)
-    return once(cls, **settings)(**data)
+def signature_of(cls: Any, as_text: bool = False) -> inspect.Signature:
+    """Return the parameters of a loss's call, then those of its constructor by name, with types, or as written.
+
+    A parameter of both takes what either takes, except the call's None, which stands for the constructor's value.
+    """
+
+    def read(function: Any) -> inspect.Signature:
+        return inspect.signature(function, eval_str=not as_text)
+
+    call = read(cls.forward)
+    _, *data = call.parameters.values()
+    found = {p.name: p for p in data}
+    for setting in _settings(cls, read):
+        name, both = setting.name, setting.annotation
+        if name in found and both != found[name].annotation:
+            both = _either(both, found[name].annotation)
+        found[name] = setting.replace(annotation=both)
+    returned = call.return_annotation
+    if isinstance(returned, TypeVar):  # the settings of the cross entropy decide what it returns
+        returned = returned.__bound__
+    return inspect.Signature(list(found.values()), return_annotation=returned)
 
 
-class _CrossEntropyArguments(CrossEntropySettings, total=False):
-    """The arguments on which the type of the result does not depend."""
-
-    num_items: float | Tensor | None
-    token_weights: Tensor | None
-    n_valid: int | None
-    vocab_shard: VocabShard | None
-    sequence_group: ProcessGroup | None
-
-
-@overload
-def cross_entropy_loss(
-    weight: Weight,
-    hidden: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    return_z_loss: Literal[False] = False,
-    return_token_accuracy: Literal[False] = False,
-    return_predicted_tokens: Literal[False] = False,
-    **arguments: Unpack[_CrossEntropyArguments],
-) -> Tensor: ...
+def _settings(cls: Any, read: Callable[[Any], inspect.Signature]) -> Iterator[inspect.Parameter]:
+    """Yield the constructor's parameters, and those of bases and of `LogitOptions` that its `**options` take."""
+    left = dict.fromkeys(arguments.of_constructor(cls).names)
+    for base in (*cls.__mro__, LogitOptions):
+        if left and "__init__" in vars(base):
+            for p in read(vars(base)["__init__"]).parameters.values():
+                if p.name in left:
+                    del left[p.name]
+                    yield p.replace(kind=p.KEYWORD_ONLY)
 
 
-@overload
-def cross_entropy_loss(
-    weight: Weight,
-    hidden: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    return_z_loss: Literal[True],
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-    **arguments: Unpack[_CrossEntropyArguments],
-) -> WithMetrics: ...
+def _either(setting: Any, data: Any) -> Any:
+    if isinstance(setting, str):
+        return " | ".join([setting, *(x for x in data.split(" | ") if x != "None")])
+    return functools.reduce(lambda a, b: a | b, (x for x in get_args(data) if x is not type(None)), setting)
 
 
-@overload
-def cross_entropy_loss(
-    weight: Weight,
-    hidden: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    return_z_loss: bool = False,
-    return_token_accuracy: Literal[True],
-    return_predicted_tokens: bool = False,
-    **arguments: Unpack[_CrossEntropyArguments],
-) -> WithMetrics: ...
+def _evaluates(cls: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that makes a function evaluate a loss. The function itself is a name and a text."""
+    settings, data = arguments.of_constructor(cls).known, arguments.of_call(cls).known
+    forward = cls.forward.__wrapped__  # without the checks of an entry point, which the function is
+
+    def decorate(described: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(described)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            # A name of both is a setting, unless its value is a tensor.
+            chosen = [x for x in kwargs if x in settings and not (x in data and isinstance(kwargs[x], Tensor))]
+            loss = once(cls, **{name: kwargs.pop(name) for name in chosen})
+            return forward(loss, *args, **kwargs)
+
+        signature = vars(function)["__signature__"] = signature_of(cls)
+        function.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
+        function.__annotations__["return"] = signature.return_annotation
+        vars(function)["loss"] = cls
+        return entry_point(function)
+
+    return decorate
 
 
-@overload
-def cross_entropy_loss(
-    weight: Weight,
-    hidden: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: Literal[True],
-    **arguments: Unpack[_CrossEntropyArguments],
-) -> WithMetrics: ...
-
-
-@overload
-def cross_entropy_loss(
-    weight: Weight,
-    hidden: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-    **arguments: Unpack[_CrossEntropyArguments],
-) -> Tensor | WithMetrics: ...
-
-
-@entry_point
-def cross_entropy_loss(
-    weight: Weight,
-    hidden: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    num_items: float | Tensor | None = None,
-    token_weights: Tensor | None = None,
-    ce_weight: Tensor | None = None,
-    n_valid: int | None = None,
-    vocab_shard: VocabShard | None = None,
-    sequence_group: ProcessGroup | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0,
-    focal_gamma: float = 0.0,
-    dft: bool = False,
-    entropy_weight: float = 0.0,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    logits_budget: int | float | str | None = None,
-    logits_dtype: torch.dtype | None = None,
-) -> Tensor | WithMetrics:
+@_evaluates(losses.LigerFusedLinearCrossEntropyLoss)
+def cross_entropy_loss(*args: Any, **kwargs: Any) -> Any:
     """Compute `LigerFusedLinearCrossEntropyLoss`: `mean(logsumexp(z) - z[target])` of the logits `z`.
 
-    `hidden` is (B, T, H) or (N, H), `target` (B, T) or (N,).
+    `input` is (B, T, H) or (N, H), `target` (B, T) or (N,).
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -177,48 +117,13 @@ def cross_entropy_loss(
     >>> bool(torch.isclose(loss, torch.nn.functional.cross_entropy(logits, target.view(-1), label_smoothing=0.1)))
     True
     """
-    return _evaluate(losses.LigerFusedLinearCrossEntropyLoss, locals())
 
 
-@entry_point
-def dpo_loss(
-    weight: Weight,
-    hidden: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    ref_input: Tensor | None = None,
-    ref_weight: Weight | None = None,
-    ref_bias: Tensor | None = None,
-    *,
-    ref_logps: Tensor | None = None,
-    nll_target: Tensor | None = None,
-    n_valid: Sequence[int] | None = None,
-    vocab_shard: VocabShard | None = None,
-    cu_seqlens: Tensor | None = None,
-    sequence_group: ProcessGroup | None = None,
-    beta: float = 0.1,
-    loss_type: str | Callable[[Pairs], Tensor] | Sequence[str | Callable[[Pairs], Tensor]] = "sigmoid",
-    loss_weights: Sequence[float] | None = None,
-    label_smoothing: float = 0.0,
-    discopop_tau: float = 0.05,
-    compute_nll_loss: bool = False,
-    alpha: float = 1.0,
-    average_log_prob: bool = False,
-    f_divergence_type: str = "reverse_kl",
-    f_alpha_divergence_coef: float = 0.5,
-    ld_alpha: float | None = None,
-    use_weighting: bool = False,
-    use_ref_model: bool | None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    logits_budget: int | float | str | None = None,
-    logits_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, PreferenceMetrics]:
+@_evaluates(losses.LigerFusedLinearDPOLoss)
+def dpo_loss(*args: Any, **kwargs: Any) -> Any:
     """Compute `LigerFusedLinearDPOLoss`: `-log sigmoid(beta * (chosen - rejected))` of log-ratios in nats.
 
-    `hidden` is (2 n, T, H), `target` (2 n, T), chosen sequences first.
+    `input` is (2 n, T, H), `target` (2 n, T), chosen sequences first.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # one pair of three tokens
@@ -228,33 +133,10 @@ def dpo_loss(
     >>> bool(torch.isclose(loss, -torch.nn.functional.logsigmoid(margin).mean()))
     True
     """
-    return _evaluate(losses.LigerFusedLinearDPOLoss, locals())
 
 
-@entry_point
-def orpo_loss(
-    weight: Weight,
-    hidden: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    ref_input: Tensor | None = None,
-    ref_weight: Weight | None = None,
-    ref_bias: Tensor | None = None,
-    *,
-    ref_logps: Tensor | None = None,
-    nll_target: Tensor | None = None,
-    n_valid: Sequence[int] | None = None,
-    vocab_shard: VocabShard | None = None,
-    cu_seqlens: Tensor | None = None,
-    sequence_group: ProcessGroup | None = None,
-    beta: float = 0.1,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    logits_budget: int | float | str | None = None,
-    logits_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, PreferenceMetrics]:
+@_evaluates(losses.LigerFusedLinearORPOLoss)
+def orpo_loss(*args: Any, **kwargs: Any) -> Any:
     """Compute `LigerFusedLinearORPOLoss`: `nll - beta * log sigmoid(log odds(chosen) - log odds(rejected))`.
 
     Shapes are as in `dpo_loss`.
@@ -266,38 +148,10 @@ def orpo_loss(
     >>> bool(loss > metrics.nll_loss)
     True
     """
-    return _evaluate(losses.LigerFusedLinearORPOLoss, locals())
 
 
-@entry_point
-def cpo_loss(
-    weight: Weight,
-    hidden: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    ref_input: Tensor | None = None,
-    ref_weight: Weight | None = None,
-    ref_bias: Tensor | None = None,
-    *,
-    ref_logps: Tensor | None = None,
-    nll_target: Tensor | None = None,
-    n_valid: Sequence[int] | None = None,
-    vocab_shard: VocabShard | None = None,
-    cu_seqlens: Tensor | None = None,
-    sequence_group: ProcessGroup | None = None,
-    beta: float = 0.1,
-    cpo_alpha: float = 1.0,
-    label_smoothing: float = 0.0,
-    loss_type: str = "sigmoid",
-    simpo_gamma: float = 0.5,
-    alphapo_alpha: float = 0.0,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    logits_budget: int | float | str | None = None,
-    logits_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, PreferenceMetrics]:
+@_evaluates(losses.LigerFusedLinearCPOLoss)
+def cpo_loss(*args: Any, **kwargs: Any) -> Any:
     """Compute `LigerFusedLinearCPOLoss`: `-log sigmoid(beta * (chosen - rejected)) + cpo_alpha * nll`.
 
     Shapes are as in `dpo_loss`.
@@ -310,38 +164,10 @@ def cpo_loss(
     >>> bool(torch.isclose(loss, -torch.nn.functional.logsigmoid(margin).mean()))
     True
     """
-    return _evaluate(losses.LigerFusedLinearCPOLoss, locals())
 
 
-@entry_point
-def simpo_loss(
-    weight: Weight,
-    hidden: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    ref_input: Tensor | None = None,
-    ref_weight: Weight | None = None,
-    ref_bias: Tensor | None = None,
-    *,
-    ref_logps: Tensor | None = None,
-    nll_target: Tensor | None = None,
-    n_valid: Sequence[int] | None = None,
-    vocab_shard: VocabShard | None = None,
-    cu_seqlens: Tensor | None = None,
-    sequence_group: ProcessGroup | None = None,
-    beta: float = 0.1,
-    gamma: float = 0.5,
-    alpha: float = 1.0,
-    compute_nll_loss: bool = False,
-    label_smoothing: float = 0.0,
-    loss_type: str = "sigmoid",
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    logits_budget: int | float | str | None = None,
-    logits_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, PreferenceMetrics]:
+@_evaluates(losses.LigerFusedLinearSimPOLoss)
+def simpo_loss(*args: Any, **kwargs: Any) -> Any:
     """Compute `LigerFusedLinearSimPOLoss`: `-log sigmoid(beta * (chosen - rejected) - gamma)` of means over tokens.
 
     Shapes are as in `dpo_loss`.
@@ -354,49 +180,13 @@ def simpo_loss(
     >>> bool(torch.isclose(loss, -torch.nn.functional.logsigmoid(margin).mean()))
     True
     """
-    return _evaluate(losses.LigerFusedLinearSimPOLoss, locals())
 
 
-@entry_point
-def kto_loss(
-    weight: Weight,
-    hidden: Tensor,
-    target: Tensor,
-    preference_labels: Tensor,
-    bias: Tensor | None = None,
-    ref_input: Tensor | None = None,
-    ref_weight: Weight | None = None,
-    ref_bias: Tensor | None = None,
-    *,
-    ref_logps: Tensor | None = None,
-    kl: float | Tensor | None = None,
-    kl_input: Tensor | None = None,
-    kl_target: Tensor | None = None,
-    ref_kl_input: Tensor | None = None,
-    ref_kl_logps: Tensor | None = None,
-    delta: float | Tensor | None = None,
-    example_weights: Tensor | None = None,
-    n_valid: Sequence[int] | None = None,
-    kl_n_valid: Sequence[int] | None = None,
-    vocab_shard: VocabShard | None = None,
-    cu_seqlens: Tensor | None = None,
-    sequence_group: ProcessGroup | None = None,
-    beta: float = 0.1,
-    loss_type: str = "kto",
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-    average_log_prob: bool = False,
-    use_ref_model: bool | None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    logits_budget: int | float | str | None = None,
-    logits_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, UnpairedPreferenceMetrics]:
+@_evaluates(losses.LigerFusedLinearKTOLoss)
+def kto_loss(*args: Any, **kwargs: Any) -> Any:
     """Compute `LigerFusedLinearKTOLoss`: `1 - sigmoid(beta * (log-ratio - kl))`, with the sign of the label.
 
-    `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool.
+    `input` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # a desirable and an undesirable sequence
@@ -405,43 +195,10 @@ def kto_loss(
     >>> metrics.reference_point.item()
     0.5
     """
-    return _evaluate(losses.LigerFusedLinearKTOLoss, locals())
 
 
-@entry_point
-def bco_loss(
-    weight: Weight,
-    hidden: Tensor,
-    target: Tensor,
-    preference_labels: Tensor,
-    bias: Tensor | None = None,
-    ref_input: Tensor | None = None,
-    ref_weight: Weight | None = None,
-    ref_bias: Tensor | None = None,
-    *,
-    ref_logps: Tensor | None = None,
-    kl: float | Tensor | None = None,
-    kl_input: Tensor | None = None,
-    kl_target: Tensor | None = None,
-    ref_kl_input: Tensor | None = None,
-    ref_kl_logps: Tensor | None = None,
-    delta: float | Tensor | None = None,
-    example_weights: Tensor | None = None,
-    n_valid: Sequence[int] | None = None,
-    kl_n_valid: Sequence[int] | None = None,
-    vocab_shard: VocabShard | None = None,
-    cu_seqlens: Tensor | None = None,
-    sequence_group: ProcessGroup | None = None,
-    beta: float = 0.1,
-    average_log_prob: bool = False,
-    use_ref_model: bool | None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    logits_budget: int | float | str | None = None,
-    logits_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, UnpairedPreferenceMetrics]:
+@_evaluates(losses.LigerFusedLinearBCOLoss)
+def bco_loss(*args: Any, **kwargs: Any) -> Any:
     """Compute `LigerFusedLinearBCOLoss`: `-log sigmoid(reward - delta)`, with the sign of the label.
 
     Shapes are as in `kto_loss`.
@@ -453,64 +210,13 @@ def bco_loss(
     >>> metrics.chosen_count.item(), metrics.rejected_count.item()
     (1, 1)
     """
-    return _evaluate(losses.LigerFusedLinearBCOLoss, locals())
 
 
-@entry_point
-def grpo_loss(
-    weight: Weight,
-    hidden: Tensor,
-    target: Tensor,
-    advantages: Tensor,
-    bias: Tensor | None = None,
-    *,
-    attention_mask: Tensor | None = None,
-    old_logps: Tensor | None = None,
-    ref_logps: Tensor | None = None,
-    ref_input: Tensor | None = None,
-    ref_weight: Weight | None = None,
-    ref_bias: Tensor | None = None,
-    importance_weights: Tensor | None = None,
-    num_items: float | Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    n_valid: Sequence[int] | None = None,
-    vocab_shard: VocabShard | None = None,
-    cu_seqlens: Tensor | None = None,
-    sequence_group: ProcessGroup | None = None,
-    beta: float = 0.0,
-    surrogate: str = "clip",
-    reduction: str = "grpo",
-    importance_level: str = "token",
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    delta: float | None = None,
-    max_completion_length: int | None = None,
-    kl_estimator: str = "k3",
-    use_bias_correction_kl: bool = True,
-    off_policy_mask_threshold: float | None = None,
-    entropy_coef: float = 0.0,
-    top_entropy_quantile: float = 1.0,
-    cispo_epsilon_low: float = 0.0,
-    sapo_temperature_pos: float = 1.0,
-    sapo_temperature_neg: float = 1.05,
-    vespo_k_pos: float = 2.0,
-    vespo_lambda_pos: float = 3.0,
-    vespo_k_neg: float = 3.0,
-    vespo_lambda_neg: float = 2.0,
-    clip_cov_ratio: float = 2e-4,
-    clip_cov_lb: float = 1.0,
-    clip_cov_ub: float = 5.0,
-    kl_cov_ratio: float = 2e-4,
-    ppo_kl_coef: float = 1.0,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    logits_budget: int | float | str | None = None,
-    logits_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, PolicyMetrics]:
+@_evaluates(losses.LigerFusedLinearGRPOLoss)
+def grpo_loss(*args: Any, **kwargs: Any) -> Any:
     """Compute `LigerFusedLinearGRPOLoss`, or a variant by `surrogate` and `reduction`.
 
-    `hidden` is (B, T, H), `target` (B, T), `advantages` (B,), (B, 1) or (B, T).
+    `input` is (B, T, H), `target` (B, T), `advantages` (B,), (B, 1) or (B, T).
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # two completions of up to three tokens
@@ -519,41 +225,13 @@ def grpo_loss(
     >>> metrics.clip_ratio.item()        # on-policy
     0.0
     """
-    return _evaluate(losses.LigerFusedLinearGRPOLoss, locals())
 
 
-@entry_point
-def kl_div_loss(
-    weight: Weight,
-    hidden: Tensor,
-    teacher_weight: Weight | None = None,
-    teacher_input: Tensor | None = None,
-    target: Tensor | None = None,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    *,
-    teacher_logps: Tensor | None = None,
-    teacher_ids: Tensor | None = None,
-    mask: Tensor | None = None,
-    num_items: float | Tensor | None = None,
-    n_valid: int | None = None,
-    vocab_shard: VocabShard | None = None,
-    sequence_group: ProcessGroup | None = None,
-    reverse: bool = False,
-    skew: float = 0.0,
-    weight_hard_loss: float = 0.5,
-    weight_soft_loss: float = 0.5,
-    teacher_options: LogitOptions | None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    logits_budget: int | float | str | None = None,
-    logits_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, DistillationMetrics]:
+@_evaluates(losses.LigerFusedLinearKLDivLoss)
+def kl_div_loss(*args: Any, **kwargs: Any) -> Any:
     """Compute `LigerFusedLinearKLDivLoss`: `KL(teacher || student)`, or with `reverse` `KL(student || teacher)`.
 
-    `hidden` and `teacher_input` are (B, T, H) or (N, H); H may differ.
+    `input` and `teacher_input` are (B, T, H) or (N, H); H may differ.
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -562,37 +240,10 @@ def kl_div_loss(
     >>> bool(torch.isclose(loss, 0.5 * metrics.soft_loss + 0.5 * metrics.hard_loss))
     True
     """
-    return _evaluate(losses.LigerFusedLinearKLDivLoss, locals())
 
 
-@entry_point
-def jsd_loss(
-    weight: Weight,
-    hidden: Tensor,
-    teacher_weight: Weight | None = None,
-    teacher_input: Tensor | None = None,
-    target: Tensor | None = None,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    *,
-    teacher_logps: Tensor | None = None,
-    teacher_ids: Tensor | None = None,
-    mask: Tensor | None = None,
-    num_items: float | Tensor | None = None,
-    n_valid: int | None = None,
-    vocab_shard: VocabShard | None = None,
-    sequence_group: ProcessGroup | None = None,
-    beta: float = 0.5,
-    weight_hard_loss: float = 0.5,
-    weight_soft_loss: float = 0.5,
-    teacher_options: LogitOptions | None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    logits_budget: int | float | str | None = None,
-    logits_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, DistillationMetrics]:
+@_evaluates(losses.LigerFusedLinearJSDLoss)
+def jsd_loss(*args: Any, **kwargs: Any) -> Any:
     """Compute `LigerFusedLinearJSDLoss`: the generalized Jensen-Shannon divergence.
 
     Shapes are as in `kl_div_loss`.
@@ -604,36 +255,10 @@ def jsd_loss(
     >>> bool(torch.isclose(loss, 0.5 * metrics.soft_loss + 0.5 * metrics.hard_loss))
     True
     """
-    return _evaluate(losses.LigerFusedLinearJSDLoss, locals())
 
 
-@entry_point
-def tvd_loss(
-    weight: Weight,
-    hidden: Tensor,
-    teacher_weight: Weight | None = None,
-    teacher_input: Tensor | None = None,
-    target: Tensor | None = None,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    *,
-    teacher_logps: Tensor | None = None,
-    teacher_ids: Tensor | None = None,
-    mask: Tensor | None = None,
-    num_items: float | Tensor | None = None,
-    n_valid: int | None = None,
-    vocab_shard: VocabShard | None = None,
-    sequence_group: ProcessGroup | None = None,
-    weight_hard_loss: float = 0.5,
-    weight_soft_loss: float = 0.5,
-    teacher_options: LogitOptions | None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    logits_budget: int | float | str | None = None,
-    logits_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, DistillationMetrics]:
+@_evaluates(losses.LigerFusedLinearTVDLoss)
+def tvd_loss(*args: Any, **kwargs: Any) -> Any:
     """Compute `LigerFusedLinearTVDLoss`: the total variation distance `sum(|p - q|) / 2`.
 
     Shapes are as in `kl_div_loss`.
@@ -645,36 +270,10 @@ def tvd_loss(
     >>> bool(0 <= metrics.soft_loss <= 1)
     True
     """
-    return _evaluate(losses.LigerFusedLinearTVDLoss, locals())
 
 
-@entry_point
-def cosine_similarity_loss(
-    weight: Weight,
-    hidden: Tensor,
-    teacher_weight: Weight | None = None,
-    teacher_input: Tensor | None = None,
-    target: Tensor | None = None,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    *,
-    teacher_logps: Tensor | None = None,
-    teacher_ids: Tensor | None = None,
-    mask: Tensor | None = None,
-    num_items: float | Tensor | None = None,
-    n_valid: int | None = None,
-    vocab_shard: VocabShard | None = None,
-    sequence_group: ProcessGroup | None = None,
-    weight_hard_loss: float = 0.5,
-    weight_soft_loss: float = 0.5,
-    teacher_options: LogitOptions | None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    logits_budget: int | float | str | None = None,
-    logits_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, DistillationMetrics]:
+@_evaluates(losses.LigerFusedLinearCosineSimilarityLoss)
+def cosine_similarity_loss(*args: Any, **kwargs: Any) -> Any:
     """Compute `LigerFusedLinearCosineSimilarityLoss`: `1 - cos` of the student's and the teacher's logits.
 
     Shapes are as in `kl_div_loss`.
@@ -686,45 +285,13 @@ def cosine_similarity_loss(
     >>> bool(0 <= metrics.soft_loss <= 2)
     True
     """
-    return _evaluate(losses.LigerFusedLinearCosineSimilarityLoss, locals())
 
 
-@entry_point
-def on_policy_distillation_loss(
-    weight: Weight,
-    hidden: Tensor,
-    teacher_weight: Weight | None = None,
-    teacher_input: Tensor | None = None,
-    target: Tensor | None = None,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    *,
-    teacher_logps: Tensor | None = None,
-    advantages: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    old_logps: Tensor | None = None,
-    importance_weights: Tensor | None = None,
-    num_items: float | Tensor | None = None,
-    n_valid: Sequence[int] | None = None,
-    vocab_shard: VocabShard | None = None,
-    cu_seqlens: Tensor | None = None,
-    sequence_group: ProcessGroup | None = None,
-    kl_coef: float = 1.0,
-    epsilon_low: float = math.inf,
-    epsilon_high: float = math.inf,
-    reduction: str = "token-mean",
-    max_completion_length: int | None = None,
-    teacher_options: LogitOptions | None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    logits_budget: int | float | str | None = None,
-    logits_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, PolicyMetrics]:
+@_evaluates(losses.LigerFusedLinearOnPolicyDistillationLoss)
+def on_policy_distillation_loss(*args: Any, **kwargs: Any) -> Any:
     """Compute `LigerFusedLinearOnPolicyDistillationLoss`: the reverse KL, estimated from sampled tokens.
 
-    `hidden` and `teacher_input` are (B, T, H); H may differ.
+    `input` and `teacher_input` are (B, T, H); H may differ.
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -732,35 +299,13 @@ def on_policy_distillation_loss(
     >>> bool(torch.isclose(loss, metrics.kl))
     True
     """
-    return _evaluate(losses.LigerFusedLinearOnPolicyDistillationLoss, locals())
 
 
-@entry_point
-def uld_loss(
-    weight: Weight,
-    hidden: Tensor,
-    teacher_weight: Weight,
-    teacher_input: Tensor,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    *,
-    scale: Tensor | None = None,
-    teacher_scale: Tensor | None = None,
-    mask: Tensor | None = None,
-    num_items: float | Tensor | None = None,
-    n_valid: int | None = None,
-    vocab_shard: VocabShard | None = None,
-    teacher_options: LogitOptions | None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    logits_budget: int | float | str | None = None,
-    logits_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, DistillationMetrics]:
+@_evaluates(losses.LigerFusedLinearULDLoss)
+def uld_loss(*args: Any, **kwargs: Any) -> Any:
     """Compute `LigerFusedLinearULDLoss`: the Wasserstein-1 distance of sorted probabilities.
 
-    `hidden` and `teacher_input` are (B, T, H) or (N, H); H and vocabulary may differ.
+    `input` and `teacher_input` are (B, T, H) or (N, H); H and vocabulary may differ.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(3, 4)
@@ -769,4 +314,3 @@ def uld_loss(
     >>> bool(0 <= loss <= 2)
     True
     """
-    return _evaluate(losses.LigerFusedLinearULDLoss, locals())

@@ -1,52 +1,30 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, FrameType
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from liger_chunked.engine import Group, LossWeights, Rows, Teacher, TopK, choose, linear_token_stats, token_stats
+from liger_chunked.engine import Differentiated, Fused, Objective, Rows
 from liger_chunked.engine.choose import logit_bytes
-from liger_chunked.engine.distillation import DistillationStep, Route, distillation_step
-from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
-from liger_chunked.engine.gradients import HeadGradients
-from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.estimated import Estimated, Part, estimated, part_of_next
 from liger_chunked.engine.hooks import isolated
-from liger_chunked.engine.objective import Differentiated
-from liger_chunked.engine.rows import SEQUENCES_PER_GROUP, group_rows, token_rows
-from liger_chunked.engine.step import StatisticsStep, run_step
 from liger_chunked.kernels.backend import has_wide_tiles, wide_tiles
-from liger_chunked.losses import (
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDistillationBase,
-    LigerFusedLinearPolicyBase,
-    LigerFusedLinearPreferenceBase,
-    LigerFusedLinearUnpairedPreferenceBase,
-)
+from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.private import DispatchMode, tree_leaves, without_modes
-from liger_chunked.types import (
-    AdaptedWeight,
-    LogitOptions,
-    LossHead,
-    MemoryEstimate,
-    TokenStats,
-    check_number,
-    shown,
-)
+from liger_chunked.types import LogitOptions, LossHead, MemoryEstimate, TokenStats, shown
+from liger_chunked.typical import Loss, TypicalCall
 
-Loss = nn.Module | Callable[..., Any]
-
-_PREFERENCE = (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase)
 _MOST_PIECES = 1 << 16  # each takes milliseconds
 _HOPPER = (9, 0)
+_META = torch.device("meta")
 
 
 @contextmanager
@@ -78,6 +56,7 @@ def estimate_memory(
     ref_hidden_size: int | None = None,
     teacher_hidden_size: int | None = None,
     teacher_top_k: int | None = None,
+    teacher_vocab_size: int | None = None,
     logits_budget: int | float | str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> MemoryEstimate:
@@ -88,7 +67,7 @@ def estimate_memory(
     Args:
         loss: `linear_token_stats`, or an instance of the cross entropy or of a subclass of
             `LigerFusedLinearPolicyBase`, `LigerFusedLinearPreferenceBase`, `LigerFusedLinearUnpairedPreferenceBase` or
-            `LigerFusedLinearDistillationBase`, also your own. ULD and on-policy distillation are refused.
+            `LigerFusedLinearDistillationBase`, also your own, or of ULD or on-policy distillation.
         vocab_size: V, the rows of the head's weight.
         hidden_size: H, its columns.
         shape: of the target, (B, T) or (N,); (B, T) for losses of sequences, and with an even B for losses of pairs.
@@ -102,6 +81,7 @@ def estimate_memory(
         ref_hidden_size: the columns of the reference's weight. None: calls pass `ref_logps`, or no reference.
         teacher_hidden_size: the columns of the teacher's weight. None: calls pass `teacher_logps`, or no teacher.
         teacher_top_k: k of `teacher_logps`; distillation needs this or `teacher_hidden_size`. None: there are none.
+        teacher_vocab_size: the rows of the teacher's weight. None: `vocab_size`.
         logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: the loss's own.
         capability: the GPU's compute capability, such as (9, 0) for Hopper, which decides whether the fused epilogue
             runs. None: that of this machine's GPU, or without one Hopper's.
@@ -121,7 +101,7 @@ def estimate_memory(
     >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, ref_hidden_size=4096))
     3262 MiB: logits 2004, weight_grad 1002, input_grad 192, hidden 64
     >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, trainable_head=False, logits_budget=256 << 20))
-    443 MiB: logits 251, input_grad 176, hidden 16
+    444 MiB: logits 251, input_grad 176, hidden 16, other 1
 
     >>> from liger_chunked import LigerFusedLinearCrossEntropyLoss
     >>> batch = {"vocab_size": 151936, "hidden_size": 896, "shape": (32768,)}
@@ -130,54 +110,62 @@ def estimate_memory(
     >>> print(estimate_memory(LigerFusedLinearCrossEntropyLoss(), **batch, capability=(9, 0)))
     1781 MiB: logits 1187, weight_grad 519, input_grad 56, other 19
     """
-    check_sizes(dtype, shape, vocab_size=vocab_size, hidden_size=hidden_size, lora_rank=lora_rank,
-                ref_hidden_size=ref_hidden_size, teacher_hidden_size=teacher_hidden_size,
-                teacher_top_k=teacher_top_k)  # fmt: skip
+    call = TypicalCall(
+        loss, vocab_size, hidden_size, shape, valid, dtype, bias, trainable_head, trainable_input, lora_rank,
+        ref_hidden_size, teacher_hidden_size, teacher_vocab_size, teacher_top_k,
+    )  # fmt: skip
     if capability is not None and not (isinstance(capability, tuple) and len(capability) == 2):
         raise TypeError(f"capability must be two ints, (9, 0) for Hopper, got {shown(capability)}")
-    group, options = read_loss(loss, ref_hidden_size, teacher_hidden_size, teacher_top_k)
+    options = call.options
     if logits_budget is not None:
         options = dataclasses.replace(options, logits_budget=logits_budget)
-    counted = _Bytes()
-    with counted:
-        rows = meta_rows(group, tuple(shape), valid)
-    compute_dtype = autocast or dtype
-    _check_pieces(options, rows.n_valid, vocab_size, compute_dtype)
-    inputs = functools.partial(_inputs, vocab_size, rows.n_positions, dtype, bias)
-    head, input = counted.given(*inputs(hidden_size, trainable_head, trainable_input, lora_rank))
-    reference, given_teacher = (
-        None if size is None else counted.given(*inputs(size)) for size in (ref_hidden_size, teacher_hidden_size)
-    )
-    wide_tiles = _has_wide_tiles(capability)
-    with counted:
-        if reference is not None:
-            token_stats(*reference, rows, ("logps",), options, dtype=compute_dtype, wide_tiles=wide_tiles)
-        if isinstance(loss, LigerFusedLinearDistillationBase):
-            step = _distillation(loss, rows, compute_dtype, head, options, given_teacher, teacher_top_k)
-            _differentiate(run_step(step, head, input), head, input)
-        elif isinstance(loss, StatsLoss) and not (
-            isinstance(loss, LigerFusedLinearCrossEntropyLoss) and loss.reduction == "none"
-        ):
-            plan = choose.for_loss(
-                head,
-                rows,
-                compute_dtype,
-                outputs=loss._outputs,
-                differentiates=loss._differentiates,
-                options=options,
-                whole_batch=loss._whole_batch,
-                wide_tiles=wide_tiles,
-            )
-
-            def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
-                return functools.reduce(torch.add, (getattr(stats, name).sum() for name in plan.differentiates))
-
-            _differentiate(run_step(StatisticsStep(plan, Differentiated(objective)), head, input), head, input)
-        else:
-            stats = token_stats(head, input, rows, ("logps",), options, dtype=compute_dtype, wide_tiles=wide_tiles)
-            assert stats.logps is not None
-            _differentiate(stats.logps.sum(), head, input)
+    _check_pieces(options, sum(call.lengths), vocab_size, autocast or dtype)
+    given, trainable = call.arguments(_META)
+    given["n_valid"] = call.n_valid
+    if sum(call.lengths) < given["input"].shape[:-1].numel():
+        given |= call.marked(given, call.lengths)
+    counted = _Bytes(hidden=[x for name, x in given.items() if name.endswith("input")])
+    token = estimated.set(Estimated(_has_wide_tiles(capability), autocast))
+    try:
+        with counted:
+            value = _value(loss, options, given)
+            if trainable:
+                torch.autograd.grad(value, trainable)
+    finally:
+        estimated.reset(token)
     return counted.most
+
+
+class _Fused(Exception):
+    """Carries a loss () out of the call, whose rest reads values of tokens."""
+
+
+def _value(loss: Any, options: LogitOptions, given: dict[str, Any]) -> Tensor:
+    """Call a loss, or `linear_token_stats`, on meta tensors."""
+    if not isinstance(loss, torch.nn.Module):
+        return loss(**given, logits_budget=options.logits_budget).logps.sum()
+    own: Any = copy.copy(loss)
+    own.options = options
+    if isinstance(loss, LigerFusedLinearCrossEntropyLoss) and loss.ce_weight is not None:
+        given = {**given, "ce_weight": loss.ce_weight.to(_META)}
+
+    def fuse(
+        head: LossHead, input: Tensor, rows: Rows, objective: Objective, class_weight: Tensor | None = None
+    ) -> Fused:
+        """Fuse a sum in place of the objective, which may be a user's and read values."""
+
+        def summed(stats: TokenStats, index: slice | Tensor) -> Tensor:
+            return functools.reduce(torch.add, (getattr(stats, name).sum() for name in own._differentiates))
+
+        raise _Fused(fuse_as_planned(head, input, rows, Differentiated(summed), class_weight).loss)
+
+    if isinstance(loss, StatsLoss):
+        fuse_as_planned, own._fuse = own._fuse, fuse
+    try:
+        result = own.forward(**given)
+    except _Fused as fused:
+        return fused.args[0]
+    return result[0].sum() if isinstance(result, tuple) else result.sum()
 
 
 @ordinary_autograd()
@@ -188,36 +176,25 @@ def count_bytes(step: Callable[[], object]) -> MemoryEstimate:
     return counted.most
 
 
-Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
-
-_ALLOCATE: dict[Part, tuple[Any, ...]] = {
-    "logits": (HeadPass.reserve, HeadPass._gradient, EpiloguePass.reserve, StatisticsPass.reserve),
-    "weight_grad": (
-        HeadGradients.__init__, HeadGradients.weight_gradient, HeadGradients.add, HeadGradients.add_exponentials,
-    ),
-    "input_grad": (HeadGradients._input_gradient, HeadGradients.open_input),
-    "hidden": (Rows.take,),
-}  # fmt: skip
-_PARTS: dict[CodeType, Part] = {
-    function.__code__: part for part, functions in _ALLOCATE.items() for function in functions
-}
-# A cast of the hidden states counts as "other" if torch lacks the first.
-_COPIES = tuple(op.default for name in ("_to_copy", "clone") if (op := getattr(torch.ops.aten, name, None)))
+# Some versions of torch lack the first.
+_COPYING = ("_to_copy", "clone", "index_select")
+_COPIES = tuple(op.default for name in _COPYING if (op := getattr(torch.ops.aten, name, None)))
 
 
 class _Bytes(DispatchMode):  # type: ignore[misc]
-    """Counts bytes of new tensors, by part; `most` is the peak."""
+    """Counts the bytes of new tensors, by part; `most` is the peak. Copies of `hidden` are hidden states."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self.most = MemoryEstimate()
         self._alive = dataclasses.asdict(self.most)
         self._parts: weakref.WeakKeyDictionary[torch.UntypedStorage, Part | None] = weakref.WeakKeyDictionary()
+        for x in hidden:
+            self._parts[x.untyped_storage()] = "hidden"
 
-    def given(self, head: LossHead, hidden_states: Tensor) -> tuple[LossHead, Tensor]:
-        """Count a cast of hidden states as "hidden", and no other input."""
-        self._parts[hidden_states.untyped_storage()] = "hidden"
-        return head, hidden_states
+    def __enter__(self) -> _Bytes:
+        part_of_next.set("other")
+        return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -228,7 +205,8 @@ class _Bytes(DispatchMode):  # type: ignore[misc]
             # No scalars: the engine caches one.
             if isinstance(x, Tensor) and x.ndim and x.untyped_storage() not in self._parts:
                 of_source = self._parts[given[0]] if func in _COPIES else None
-                self._count(x.untyped_storage(), of_source or _part_of_caller())
+                self._count(x.untyped_storage(), of_source or part_of_next.get())
+                part_of_next.set("other")
         return result
 
     def _count(self, storage: torch.UntypedStorage, part: Part) -> None:
@@ -241,69 +219,6 @@ class _Bytes(DispatchMode):  # type: ignore[misc]
 
     def _free(self, part: Part, n_bytes: int) -> None:
         self._alive[part] -= n_bytes
-
-
-def _part_of_caller() -> Part:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in _PARTS:
-            return _PARTS[frame.f_code]
-        frame = frame.f_back
-    return "other"
-
-
-def _inputs(
-    vocab_size: int,
-    n_positions: int,
-    dtype: torch.dtype,
-    has_bias: bool,
-    hidden_size: int,
-    trainable_head: bool = False,
-    trainable_input: bool = False,
-    lora_rank: int | None = None,
-) -> tuple[LossHead, Tensor]:
-    weight = _meta(vocab_size, hidden_size, dtype=dtype).requires_grad_(trainable_head)
-    bias = _meta(vocab_size, dtype=dtype).requires_grad_(trainable_head) if has_bias else None
-    input = _meta(n_positions, hidden_size, dtype=dtype).requires_grad_(trainable_input)
-    return LossHead(weight if lora_rank is None else _adapted(weight, lora_rank), bias), input
-
-
-def _adapted(weight: Tensor, rank: int) -> AdaptedWeight:
-    down, up = (_meta(*shape, dtype=torch.float32) for shape in ((rank, weight.shape[1]), (weight.shape[0], rank)))
-    down.requires_grad_()
-    return AdaptedWeight(weight, up.requires_grad_(), lambda x: x.to(down.dtype) @ down.t())
-
-
-def _differentiate(loss: Tensor, head: LossHead, input: Tensor) -> None:
-    weight = head.weight
-    of_weight = (weight.weight, weight.up) if isinstance(weight, AdaptedWeight) else (weight,)
-    trainable = [x for x in (input, *of_weight, head.bias) if x is not None and x.requires_grad]
-    if trainable:
-        torch.autograd.grad(loss, trainable)
-
-
-def _distillation(
-    loss: LigerFusedLinearDistillationBase,
-    rows: Rows,
-    dtype: torch.dtype,
-    head: LossHead,
-    options: LogitOptions,
-    given_teacher: tuple[LossHead, Tensor] | None,
-    teacher_top_k: int | None,
-) -> DistillationStep:
-    teacher = None
-    route: Route
-    if given_teacher is not None:
-        teacher = Teacher.of(*given_teacher, loss.teacher_options)._replace(dtype=dtype)
-        route = loss._route_of_logits()
-    else:
-        assert teacher_top_k is not None
-        n, every = rows.n_positions, slice(0, rows.n_valid)
-        logps, ids = (rows.take(_meta(n, teacher_top_k, dtype=t), every) for t in (torch.float32, torch.int64))
-        route = TopK(loss.divergence, loss.options, logps, ids)
-    hard = loss.weight_hard_loss > 0
-    weights = LossWeights(1.0, -1.0 if hard else None)
-    return distillation_step(head, dtype, teacher, rows, weights, route, options, has_target=hard)
 
 
 def _check_pieces(options: LogitOptions, n_valid: int, vocab_size: int, dtype: torch.dtype) -> None:
@@ -326,79 +241,3 @@ def _has_wide_tiles(capability: tuple[int, int] | None) -> bool:
     if capability is None and accelerator is not None:
         return has_wide_tiles(accelerator)
     return wide_tiles(capability or _HOPPER)
-
-
-def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def check_sizes(dtype: torch.dtype, shape: Sequence[int], **sizes: int | None) -> None:
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, got {shown(dtype)}")
-    for argument, size in sizes.items():
-        check_number(argument, size, whole=True, optional=True)
-        if size is not None and size < 1:
-            raise ValueError(f"{argument} must be positive, got {size}")
-    if not isinstance(shape, Sequence) or not all(isinstance(n, int) for n in shape):
-        raise TypeError(f"shape must be a tuple of ints, the target's, got {shown(shape)}")
-
-
-def read_loss(
-    loss: Loss, ref_hidden_size: int | None, teacher_hidden_size: int | None, teacher_top_k: int | None
-) -> tuple[Group, LogitOptions]:
-    if isinstance(loss, (LigerFusedLinearDistillationBase, StatsLoss)):
-        name, group, options = type(loss).__name__, loss._group, loss.options
-    elif loss is linear_token_stats:
-        name, group, options = "linear_token_stats", "token", LogitOptions()
-    else:
-        bases = (LigerFusedLinearDistillationBase, LigerFusedLinearCrossEntropyLoss, LigerFusedLinearPolicyBase)
-        expected = ", ".join(base.__name__ for base in (*bases, *_PREFERENCE))
-        described = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
-        raise TypeError(f"loss must be linear_token_stats or an instance of {expected}, got {described}")
-    if ref_hidden_size is not None:
-        refuses = isinstance(loss, _PREFERENCE) and loss.use_ref_model is False
-        if refuses or not isinstance(loss, (LigerFusedLinearPolicyBase, *_PREFERENCE)):
-            raise ValueError(f"{name} takes no reference, got ref_hidden_size={ref_hidden_size}")
-    distils = isinstance(loss, LigerFusedLinearDistillationBase)
-    if (teacher_hidden_size is not None) + (teacher_top_k is not None) != distils:
-        expected = "one of teacher_hidden_size and teacher_top_k" if distils else "no teacher"
-        raise ValueError(
-            f"{name} takes {expected}, got teacher_hidden_size={teacher_hidden_size}, teacher_top_k={teacher_top_k}"
-        )
-    if isinstance(loss, LigerFusedLinearDistillationBase) and teacher_top_k is not None and not loss.of_distributions:
-        raise ValueError(f"{name} needs the teacher's logits, got teacher_top_k={teacher_top_k}")
-    return group, options
-
-
-def meta_rows(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | None) -> Rows:
-    n_sequences, length = (shape if len(shape) == 2 else (1, *shape)) if shape else (0, 0)
-    if len(shape) not in (1, 2) or (group != "token" and len(shape) != 2) or min(shape) < 1:
-        expected = "(B, T) or (N,)" if group == "token" else "(B, T)"
-        raise ValueError(f"shape must be {expected}, of positive sizes, for this loss, got {shape}")
-    if group == "pair" and n_sequences % 2:
-        raise ValueError(f"shape must stack as many chosen as rejected sequences, got an odd {n_sequences} in {shape}")
-    lengths = valid_lengths(valid, n_sequences, length)
-    n, n_positions = sum(lengths), n_sequences * length
-    index = None if n == n_positions else _meta(n)
-    target = _meta(1).expand(n) if index is None else _meta(n)  # the caller's, unless some tokens are ignored
-    if group == "token":
-        return token_rows(target, _meta(n_positions, dtype=torch.bool), index, length)
-    per_group = SEQUENCES_PER_GROUP[group]
-    counts, of_sides = _meta(n_sequences // per_group, per_group), _meta(2) if group == "pair" else None
-    return group_rows(target, _meta(*shape, dtype=torch.bool), index, lengths, counts, of_sides)
-
-
-def valid_lengths(valid: int | Sequence[int] | None, n_sequences: int, length: int) -> list[int]:
-    """Return each sequence's valid tokens, spreading one count evenly."""
-    if valid is None:
-        return [length] * n_sequences
-    if isinstance(valid, int):
-        lengths = [valid // n_sequences + (i < valid % n_sequences) for i in range(n_sequences)]
-    else:
-        lengths = list(valid)
-    if len(lengths) != n_sequences or not all(0 <= n <= length for n in lengths):
-        raise ValueError(
-            f"valid must be a count up to {n_sequences * length}, or one up to {length} for each of {n_sequences} "
-            f"sequences, got {shown(valid)}"
-        )
-    return lengths

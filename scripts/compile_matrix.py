@@ -217,18 +217,18 @@ def statistics(target: Target) -> Iterator[Task]:
     import torch
 
     from benchmarks.token_stats import SHAPES
-    from liger_chunked import memory
-    from liger_chunked.engine import token_stats
-    from liger_chunked.types import LogitOptions
+    from liger_chunked import linear_token_stats
+    from liger_chunked.engine.estimated import Estimated, estimated
+    from liger_chunked.typical import TypicalCall
 
     def run(n: int, h: int, v: int, outputs: tuple[str, ...], differentiated: tuple[str, ...]) -> None:
-        rows = memory.meta_rows("token", (n,), None)
-        head, input = memory._inputs(v, n, torch.bfloat16, False, h, trainable_head=True, trainable_input=True)
-        options = LogitOptions(logits_budget="256MiB")
-        stats = token_stats(head, input, rows, outputs, options, wide_tiles=target.name == "sm_90")
+        given, _ = TypicalCall(linear_token_stats, v, h, (n,)).arguments(torch.device("meta"))
+        token = estimated.set(Estimated(wide_tiles=target.name == "sm_90", autocast=None))
+        stats = linear_token_stats(**given, n_valid=n, outputs=outputs, logits_budget="256MiB")
         sums = [getattr(stats, name).sum() for name in differentiated]
         if sums:
             sum(sums).backward()
+        estimated.reset(token)
 
     for shape, (n, h, v) in sizes(SHAPES):
         yield f"linear_token_stats {shape}", partial(run, n, h, v, ("logps",), ("logps",))

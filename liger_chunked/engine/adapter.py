@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.checks import autocasts
+from liger_chunked.engine.checks import autocast_dtype
 from liger_chunked.kernels.operands import described, plain
 from liger_chunked.types import AdaptedWeight, HeadTensors, LossHead
 
@@ -41,7 +41,7 @@ def apply_down(head: LossHead, input: Tensor, dtype: torch.dtype) -> tuple[HeadT
     up = weight.up
     if dtype == torch.float16 and u.dtype != dtype:
         u, up = u / _RANGE, up * _RANGE
-    if max(u.dtype.itemsize, up.dtype.itemsize) > dtype.itemsize and not autocasts(input.device.type):
+    if max(u.dtype.itemsize, up.dtype.itemsize) > dtype.itemsize and autocast_dtype(input.device.type) is None:
         (u, u_rest), (up, up_rest) = _parts(u, dtype), _parts(up, dtype)
         u, up = torch.cat([u, u_rest, u], -1), torch.cat([up, up, up_rest], -1)
     return HeadTensors(weight.weight, head.bias, up, head.shard), u

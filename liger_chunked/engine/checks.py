@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_chunked.engine.estimated import estimated
 from liger_chunked.engine.known import Counts, assert_later, check_ids, host_may_sync
 from liger_chunked.engine.once import OncePerGroup
 from liger_chunked.kernels import survey_top_k
@@ -22,21 +23,24 @@ CHECKED = OncePerGroup()
 _has_autocast = functools.cache(torch.amp.is_autocast_available)
 
 
-def autocasts(device: str) -> bool:
-    return _has_autocast(device) and torch.is_autocast_enabled(device)
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Return autocast's dtype on a type of device, or None if it is off."""
+    if not _has_autocast(device):
+        estimate = estimated.get() if device == "meta" else None
+        return None if estimate is None else estimate.autocast
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def compute_dtype(head: LossHead, input: Tensor, prefix: str = "", input_name: str = "input") -> torch.dtype:
     """Return the products' dtype: autocast's, or the shared one."""
-    device, dtype = input.device.type, input.dtype
-    autocast = autocasts(device)
-    if not autocast and head.weight.dtype == dtype and (head.bias is None or head.bias.dtype == dtype):
+    dtype, autocast = input.dtype, autocast_dtype(input.device.type)
+    if autocast is None and head.weight.dtype == dtype and (head.bias is None or head.bias.dtype == dtype):
         return dtype
     tensors = [x for x in (input, head.weight, head.bias) if x is not None]
     dtypes = {x.dtype for x in tensors}
     # Autocast does not cast float64.
-    if autocast and torch.float64 not in dtypes:
-        return torch.get_autocast_dtype(device)
+    if autocast is not None and torch.float64 not in dtypes:
+        return autocast
     if len(dtypes) > 1:
         names = (f"{prefix}{name}" for name in (input_name, "weight", "bias"))
         given = (str(x.dtype).removeprefix("torch.") for x in tensors)
@@ -157,7 +161,7 @@ def check_projection(head: LossHead, input: Tensor, prefix: str = "", input_name
             raise ValueError(
                 f"{prefix}{name} is on {x.device}, {prefix}{input_name} on {input.device}: expected one device"
             )
-    if input.is_meta and not prefix:
+    if input.is_meta and not prefix and estimated.get() is None:
         raise ValueError(
             f"{prefix}{input_name} and {prefix}weight are on the meta device and have no values: pass real tensors; "
             "estimate_memory predicts a step's memory without tensors"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from liger_chunked.engine.collectives import gather_tensor
 from liger_chunked.engine.cutting import Tile, Tiles, largest, row_blocks
+from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.engine.head import Tokens
 from liger_chunked.engine.rows import joined
@@ -68,6 +69,7 @@ def _tile_buffer(weight: Tensor, *shape: int) -> Tensor:
 
     oneDNN's bfloat16 products on AMX read that padding too, as a factor of zero: NaN there would reach the result.
     """
+    part_of_next.set("logits")
     return weight.new_zeros(shape) if weight.device.type == "cpu" else weight.new_empty(shape)
 
 

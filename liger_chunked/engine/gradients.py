@@ -8,6 +8,7 @@ from torch import Tensor
 
 from liger_chunked.device import is_on_gpu
 from liger_chunked.engine.cutting import Tile
+from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.kernels import add_target_rows_, occurrences, scale_
 from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.operands import along
@@ -102,6 +103,7 @@ class HeadGradients:
         if needs.bias:
             assert head.bias is not None
             # db is small, and sums many terms.
+            part_of_next.set("weight_grad")
             self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
         self._shard = head.shard
         self._sum: dist.Work | None = None  # over the ranks, of the open chunk's dX
@@ -148,6 +150,7 @@ class HeadGradients:
         dtype = accumulation_dtype(x.dtype) if self._wide_input or not one_slice else x.dtype
         if self._input_index is None and self._scattered is None and dtype == gradient.dtype:
             return along(gradient, row_slice)
+        part_of_next.set("input_grad")
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
     def add(self, tile: Tile, dz: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> None:
@@ -172,6 +175,7 @@ class HeadGradients:
             accumulate(out, dz.t(), along(x, rows), first=opens and self._nothing_yet)
             return
         if opens:
+            part_of_next.set("weight_grad")
             self._slice = torch.empty(out.shape, dtype=self._wide, device=out.device)
         assert self._slice is not None
         accumulate(self._slice, dz.t(), along(x, rows), first=opens)
@@ -195,12 +199,14 @@ class HeadGradients:
         """Allocated late: the GPU is idle until the first product."""
         if self._input is None and (given := self._given_input) is not None:
             dtype = self._wide if self._half else given.dtype
+            part_of_next.set("input_grad")
             self._input = self._create_input(given.shape, dtype=dtype, device=given.device)
         return self._input
 
     def weight_gradient(self) -> Tensor | None:
         """Return dW, None if unneeded. Allocated late: a teacher's logits may be free by then."""
         if self._weight is None and (given := self._given_weight) is not None:
+            part_of_next.set("weight_grad")
             self._weight = self._create_weight(given.shape, dtype=self._weight_dtype, device=given.device)
         return self._weight
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from liger_chunked.engine.candidates import Candidates
 from liger_chunked.engine.cutting import Tile, Tiles, row_blocks
+from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.kernels import (
     LogitsCotangents,
@@ -101,6 +102,7 @@ class HeadPass:
         return self.options.logits_dtype or self.head.weight.dtype
 
     def reserve(self, elements: int) -> None:
+        part_of_next.set("logits")
         self._buffer = self.head.weight.new_empty(elements, dtype=self.logits_dtype)
 
     def release(self) -> None:
@@ -236,6 +238,7 @@ class HeadPass:
         if logits.dtype != self.head.weight.dtype:
             assert self._buffer is not None
             if self._rounded is None:
+                part_of_next.set("logits")
                 self._rounded = self.head.weight.new_empty(self._buffer.numel())
             out = along(self._rounded, slice(0, logits.numel())).view(logits.shape)
         return logits_grad_(

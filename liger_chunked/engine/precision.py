@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 
 from liger_chunked.device import is_elsewhere, matmul_settings, on_device
-from liger_chunked.engine.checks import autocasts
+from liger_chunked.engine.checks import autocast_dtype
 
 
 class Refused:
@@ -49,7 +49,7 @@ def refused(dtypes: tuple[torch.dtype | None, ...]) -> tuple[Refused, ...]:
 
 def gemms(device: torch.device, *dtypes: torch.dtype | None) -> AbstractContextManager[None]:
     """Run a block on `device`, without autocast; products accumulate in float32."""
-    permissions, autocast = refused(dtypes), autocasts(device.type)
+    permissions, autocast = refused(dtypes), autocast_dtype(device.type) is not None and device.type != "meta"
     elsewhere = is_elsewhere(device)
     if len(permissions) == 1 and not (autocast or elsewhere):
         return permissions[0]

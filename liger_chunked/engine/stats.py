@@ -19,6 +19,7 @@ from liger_chunked.engine.checks import (
 from liger_chunked.engine.choose import Plan, flattened
 from liger_chunked.engine.compile_ahead import compile_ahead
 from liger_chunked.engine.epilogue import StatisticsPass
+from liger_chunked.engine.estimated import estimated
 from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass
@@ -163,15 +164,13 @@ def token_stats(
     class_weight: Tensor | None = None,
     filter: SamplingFilter | None = None,
     batch_invariant: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-    wide_tiles: bool | None = None,
 ) -> TokenStats:
     """Return `linear_token_stats` of checked inputs, dense; `class_weight` weighs `mean_logits`."""
-    dtype = compute_dtype(head, input) if dtype is None else dtype
+    dtype = compute_dtype(head, input)
     tensors, u = apply_down(head, input, dtype)
     given = (input, tensors.weight, tensors.bias, u, tensors.up)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    estimate = estimated.get()
     plan = choose.for_statistics(
         head,
         rows.on_this_rank(),
@@ -181,7 +180,7 @@ def token_stats(
         class_weight=class_weight,
         filter=filter,
         needs_grad=needs_grad,
-        wide_tiles=has_wide_tiles(input.device) if wide_tiles is None else wide_tiles,
+        wide_tiles=has_wide_tiles(input.device) if estimate is None else estimate.wide_tiles,
         batch_invariant=batch_invariant,
     )
     if not needs_grad:

@@ -16,6 +16,7 @@ from liger_chunked.engine.choose import Plan, flattened
 from liger_chunked.engine.collectives import mapped
 from liger_chunked.engine.compile_ahead import compile_ahead
 from liger_chunked.engine.cutting import Chunk
+from liger_chunked.engine.estimated import estimated
 from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.hooks import isolated
 from liger_chunked.engine.objective import Objective, Share
@@ -212,6 +213,7 @@ def fused_loss(
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown:
         raise ValueError(f"token_outputs must name fields of TokenStats {OUTPUTS}, got {unknown}")
+    estimate = estimated.get()
     plan = choose.for_loss(
         head,
         rows.on_this_rank(whole_batch),
@@ -220,7 +222,7 @@ def fused_loss(
         differentiates=differentiates,
         options=options,
         whole_batch=whole_batch,
-        wide_tiles=has_wide_tiles(input.device),
+        wide_tiles=has_wide_tiles(input.device) if estimate is None else estimate.wide_tiles,
         class_weight=class_weight,
     )
     step = StatisticsStep(plan, objective)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -89,6 +90,13 @@ def test_the_stub_of_the_functions_by_position() -> None:
         assert [ast.literal_eval(default) for default in args.defaults] == [
             p.default for p in parameters if p.default is not p.empty
         ]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="overloads are known since Python 3.11")
+def test_the_stub_of_the_functions_is_written_from_the_losses() -> None:
+    from scripts import functional_stub
+
+    assert functional_stub.PATH.read_text() == functional_stub.stub(), "run python -m scripts.functional_stub"
 
 
 def function_name(function: Any) -> str:

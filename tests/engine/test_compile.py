@@ -244,7 +244,7 @@ def test_a_whole_graph_is_refused(call):
     batch = tokens(SMALL, seed=0)
     functions = {
         "module": LigerFusedLinearCrossEntropyLoss(),
-        "function": lambda input, **rest: functional.cross_entropy_loss(hidden=input, **rest),
+        "function": lambda input, **rest: functional.cross_entropy_loss(input=input, **rest),
         "stats": linear_token_stats,
     }
     with pytest.raises(torch._dynamo.exc.Unsupported, match="a fused loss waits for the device"):

@@ -21,7 +21,9 @@ from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearKLDivLoss,
+    LigerFusedLinearOnPolicyDistillationLoss,
     LigerFusedLinearPreferenceBase,
+    LigerFusedLinearULDLoss,
     linear_token_stats,
     warmup,
 )
@@ -67,6 +69,9 @@ def test_options(others: dict[str, Any]) -> None:
 
 def test_other_calls() -> None:
     warmup(LigerFusedLinearKLDivLoss(), **SIZES, teacher_top_k=5, device="cpu")
+    warmup(LigerFusedLinearULDLoss(), **SIZES, teacher_hidden_size=8, teacher_vocab_size=70, device="cpu")
+    warmup(LigerFusedLinearOnPolicyDistillationLoss(), **SIZES, device="cpu")
+    warmup(LigerFusedLinearOnPolicyDistillationLoss(), **SIZES, teacher_hidden_size=8, device="cpu")
     warmup(LigerFusedLinearCrossEntropyLoss(reduction="none"), **SIZES | {"shape": (33,)}, device="cpu")
     warmup(linear_token_stats, **SIZES, outputs=("logps", "entropy", "argmax"), logits_budget=4096, device="cpu")
 

@@ -24,9 +24,11 @@ from liger_chunked import (
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKTOLoss,
+    LigerFusedLinearOnPolicyDistillationLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearSimPOLoss,
+    LigerFusedLinearULDLoss,
     MemoryEstimate,
     estimate_memory,
     linear_token_stats,
@@ -94,11 +96,24 @@ def test_agrees_with_benchmarks(mib, loss, batch):
     assert estimate.peak / MIB == pytest.approx(mib, rel=0.005), str(estimate)
 
 
+def _uld(batch: Batch, **options: Any) -> Tensor:
+    given = {name: x for name, x in batch.items() if name != "target"}
+    return LigerFusedLinearULDLoss(**options)(**given, mask=batch["target"] != -100)[0]
+
+
+def _of_other_vocabulary(sizes: Sizes, seed: int) -> Batch:
+    (padded,) = rows("jsd-padded-teacher")
+    return padded.sample(sizes, seed)
+
+
+ULD = Row("uld", _uld, _uld, _of_other_vocabulary)  # compared with its own peak alone
+
 # One row for each way in which the losses use the engine.
 FAMILIES = {
     "ce", "ce-none", "dpo-sigmoid", "dpo-aot", "dpo-ref_logps-of-tokens", "orpo-nll_target", "cpo-sigmoid", "simpo",
     "kto", "kto-kl-of-mismatched", "bco", "kl", "jsd", "jsd-padded-teacher", "tvd", "cosine", "squared-error",
     "kl-top-k", "grpo", "grpo-kl", "gspo", "grpo-top-entropy", "stats-all",
+    "on-policy-distillation-old-clipped", "on-policy-distillation-logps-advantages",
 }  # fmt: skip
 ENGINES = {"ce", "dpo-sigmoid", "jsd", "stats-all"}
 TRAINABLE = {
@@ -112,10 +127,10 @@ CASES = [
     pytest.param(
         row, part, trainable, id=f"{row}-{part}-{trainable}",
         # Outside of ENGINES, each family has one budget by default.
-        marks=[pytest.mark.exhaustive] if row.id not in ENGINES and (part == 1.0) == bool(i % 2) else [],
+        marks=[pytest.mark.exhaustive] if row.id not in {*ENGINES, "uld"} and (part == 1.0) == bool(i % 2) else [],
     )
     for part, trainable in ((1.0, "all"), (0.3, "all"), (0.3, "frozen-head"), (0.3, "frozen-input"), (0.3, "nothing"))
-    for i, row in enumerate(rows(*(FAMILIES if trainable == "all" else ENGINES)))
+    for i, row in enumerate([*rows(*(FAMILIES if trainable == "all" else ENGINES)), ULD])
 ]  # fmt: skip
 
 
@@ -138,7 +153,8 @@ def predicted(row: Row, batch: Batch, budget: int | None, **settings: Any) -> Me
         bias="bias" in batch,
         ref_hidden_size=hidden.get("ref"),
         teacher_hidden_size=hidden.get("teacher"),
-        teacher_top_k=batch["teacher_logps"].shape[-1] if "teacher_logps" in batch else None,
+        teacher_vocab_size=batch["teacher_weight"].shape[0] if "teacher_weight" in batch else None,
+        teacher_top_k=batch["teacher_ids"].shape[-1] if "teacher_ids" in batch else None,
         logits_budget=budget,
         **settings,
     )
@@ -424,6 +440,10 @@ def test_readable():
         (linear_token_stats, {"teacher_top_k": 8}, "linear_token_stats takes no teacher, got .*teacher_top_k=8"),
         (LigerFusedLinearJSDLoss(), {}, "takes one of teacher_hidden_size and teacher_top_k, got .*None"),
         (LigerFusedLinearCosineSimilarityLoss(), {"teacher_top_k": 8}, "needs the teacher's logits, got teacher_top_k"),
+        (LigerFusedLinearULDLoss(), {}, "takes teacher_hidden_size, and no teacher_top_k, got .*=None"),
+        (LigerFusedLinearOnPolicyDistillationLoss(), {"teacher_top_k": 8}, "takes no teacher_top_k, got "),
+        (LigerFusedLinearJSDLoss(), {"teacher_hidden_size": 8, "teacher_vocab_size": 9}, "at least vocab_size=32000"),
+        (CrossEntropy(), {"teacher_vocab_size": 8}, "teacher_vocab_size=8 is given without teacher_hidden_size"),
     ],
 )  # fmt: skip
 def test_refuses(loss, settings, message):

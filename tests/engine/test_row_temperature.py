@@ -383,7 +383,7 @@ def test_grpo(settings: dict[str, Any], budget: int | None) -> None:
     exact = loss_and_gradients(exact_grpo, given, **settings)
     assert_close(loss_and_gradients(grpo, given, logits_budget=budget, **settings), exact, BOUND)
     functions = (
-        lambda **rest: functional.grpo_loss(hidden=rest.pop("input"), **rest)[0],
+        lambda **rest: functional.grpo_loss(**rest)[0],
         lambda weight, input, target, advantages, **rest: LigerFusedLinearGRPOLoss(
             weight, input, target, advantages, **rest
         )[0],
