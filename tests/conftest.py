@@ -44,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     if backend.INTERPRETED:
         find_builtins_once()
+        check_strides_in_bytes()
         # tl.where computes both sides, and NumPy warns about the side that is not used.
         config.addinivalue_line("filterwarnings", "ignore:.* encountered in .*:RuntimeWarning")
     # Hypothesis warns where the garbage collector sees no reference to its generator of random numbers. On Python 3.14
@@ -55,6 +56,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "sampled(n=1, *, interpreted=True): runs n combinations per value without --exhaustive"
     )
+
+
+def check_strides_in_bytes() -> None:
+    """Mend the interpreter of Triton 3.5, which wants descriptors' strides of 16 elements. The GPU wants 16 bytes."""
+    from triton.runtime import interpreter
+
+    handle: Any = interpreter.TensorDescHandle
+    if "itemsize" in inspect.getsource(handle.validate):
+        return
+
+    def validate(self: Any) -> None:
+        size = self.base.dtype.element_ty.primitive_bitwidth // 8
+        assert self.base.data.item() % 16 == 0, "base must be 16-byte aligned"
+        assert all(stride.data.item() * size % 16 == 0 for stride in self.strides[:-1]), "strides must be too"
+        assert self.strides[-1].data.item() == 1, "last dim must be contiguous"
+
+    handle.validate = validate
 
 
 def find_builtins_once() -> None:
