@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine import linear_token_stats
+from liger_chunked.kept_ids import KeptIds
 from liger_chunked.losses.cross_entropy import WithMetrics
 from liger_chunked.losses.dpo import PairLoss
 from liger_chunked.types import (

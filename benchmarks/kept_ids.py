@@ -1,0 +1,99 @@
+"""Benchmark the softmax over kept ids against the three products of the whole vocabulary.
+
+python -m benchmarks.kept_ids 8192:4096:151936 --mean 8 34 138        tokens:hidden size:vocabulary
+
+Of the tokens, 46% kept one id, and the others an exponential number, as in a measured run of top-p sampling. Ids are
+drawn by Zipf's law. `kernels` are those of `kernels/kept.py` alone, without the checks of a call; `step` is a forward
+and backward of `linear_token_stats(kept=)` in training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import DEVICE, environment, gemm_floor, head_weight, hidden_states, median_ms
+from liger_chunked import KeptIds, linear_token_stats
+from liger_chunked.kernels import kept
+from liger_chunked.kernels.logits_grad import LogitsCotangents
+from liger_chunked.types import LogitOptions
+
+SINGLE = 0.46  # share of tokens with one id
+
+
+def drawn(n: int, v: int, mean: float) -> tuple[KeptIds, Tensor]:
+    """Return kept ids, and a target among them."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    of_others = max((mean - SINGLE) / (1 - SINGLE) - 1, 0.1)
+    lengths = 1 + torch.empty(n, device=DEVICE).exponential_(1 / of_others, generator=generator).long().clamp(
+        max=v // 8
+    )
+    lengths[torch.rand(n, device=DEVICE, generator=generator) < SINGLE] = 1
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    m = int(offsets[-1])
+    ranks = torch.rand(m, device=DEVICE, dtype=torch.float64, generator=generator).mul_(math.log(v)).exp_().long() - 1
+    ids = torch.randperm(v, device=DEVICE, generator=generator)[ranks.clamp(0, v - 1)]
+    tokens = torch.repeat_interleave(lengths, output_size=m)
+    pairs = torch.unique(tokens * v + ids)  # distinct within a token
+    tokens, ids = pairs // v, pairs % v
+    offsets = torch.searchsorted(tokens, torch.arange(n + 1, device=DEVICE))
+    return KeptIds(ids, offsets), ids[offsets[:-1]]
+
+
+def kernels_alone(x: Tensor, weight: Tensor, given: KeptIds) -> float:
+    lengths = given.offsets.diff()
+    tokens = torch.repeat_interleave(lengths, output_size=given.ids.shape[0])
+    entries = kept.Entries(given.ids, given.offsets, tokens, given.offsets[:-1])
+    g, options, dw = torch.randn(x.shape[0], device=x.device), LogitOptions(), torch.zeros_like(weight)
+
+    def run() -> None:
+        z = kept.kept_logits(x, weight, None, entries)
+        stats = kept.kept_stats(z, entries, options)
+        dz = kept.kept_logits_grad(z, entries, LogitsCotangents(stats.max, stats.sum_exp, logps=g), options)
+        kept.kept_input_grad(dz, weight, entries, torch.empty_like(x))
+        kept.add_kept_weight_grad_(dw.zero_(), x, kept.sorted_by_id(entries, dz))
+
+    return median_ms(run)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="*", default=["8192:4096:151936", "32768:2048:151936", "8192:896:151936"])
+    parser.add_argument("--mean", type=float, nargs="+", default=[8, 34, 138], help="ids a token")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = []
+    for shape in args.shapes:
+        n, h, v = map(int, shape.split(":"))
+        x, weight = hidden_states(n, h).requires_grad_(), head_weight(v, h).requires_grad_()
+        products = gemm_floor(n, h, v).all
+        for mean in args.mean:
+            given, target = drawn(n, v, mean)
+
+            def step(given: KeptIds = given, target: Tensor = target, x: Tensor = x, weight: Tensor = weight) -> None:
+                x.grad = weight.grad = None
+                logps = linear_token_stats(weight, x, target, kept=given).logps
+                assert logps is not None
+                logps.sum().backward()
+
+            found = {
+                "shape": shape,
+                "ids": given.ids.shape[0],
+                "most_repeated": int(given.ids.bincount().max()),
+                "kernels_ms": kernels_alone(x.detach(), weight.detach(), given),
+                "step_ms": median_ms(step),
+                "products_ms": products,
+            }
+            rows.append(found)
+            print({k: round(f, 3) if isinstance(f, float) else f for k, f in found.items()}, flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"family": "kept_ids", "environment": environment(), "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
