@@ -30,25 +30,25 @@ def compile_ahead(
 ) -> None:
     """Compile what `dry_run` would launch for the first chunk, once for each kind of step on a GPU.
 
-    It allocates real tensors: meta tensors would import sympy, for seconds. Steps on shards or with a
-    teacher compile at their launches.
+    It allocates real tensors: meta tensors would import sympy, for seconds. Steps on shards, with a filter, with
+    candidates or with a teacher compile at their launches.
     """
     layout, weight = plan.layout, head.weight
-    if not _applies(input) or is_dry():
+    if not _applies(input) or is_dry() or not layout.n_valid:
         return
-    if (
-        plan.shard is not None
-        or plan.path is Path.FILTERED
-        or plan.candidates is not None
-        or type(layout) is not Layout
-    ):
+    if plan.shard is not None or type(layout) is not Layout:  # a dry run would wait for other ranks
         return
+    if plan.path is Path.FILTERED or plan.candidates is not None:
+        return
+    # What decides which kernels a step launches, and which of their variants. It has no number of tokens, of which
+    # variants are independent. Built inline, and of what has a hash in C, because every step on a GPU comes by.
     kind = (
-        dry_run, plan.path, plan.dtype, plan.outputs, plan.differentiates, plan.options.logits_dtype, needs,
-        input.device, input.dtype, weight.dtype, weight.shape, None if u is None else u.shape[-1], head.bias is None,
-        plan.class_weight is None, layout.rows is None, layout.temperature is None, len(plan.tiles[0]) > 1,
+        dry_run, needs, plan.path, plan.outputs, plan.differentiates, len(plan.tiles[0]) > 1,  # the kernels
+        input.device, weight.shape, None if u is None else u.shape[-1],  # numbers
+        plan.dtype, input.dtype, weight.dtype, plan.options.logits_dtype,  # pointers
+        head.bias is None, plan.class_weight is None, layout.rows is None, layout.temperature is None,  # absent ones
     )  # fmt: skip
-    if kind in _compiled or not layout.n_valid or (is_on_gpu(input) and is_capturing()):
+    if kind in _compiled or (is_on_gpu(input) and is_capturing()):
         return
     _compiled.add(kind)
     try:
