@@ -9,6 +9,7 @@ distillation                     a loop of its own, of a student and a teacher
 gradients                        accumulators of dX, dW and db
 divergences, top_k, ranked       divergences of a tile of logits
 stats                            linear_token_stats
+estimated                        what estimate_memory, which runs these on the meta device, tells them and is told
 shard, scattered, sequence       a vocabulary, hidden states, or sequences split over ranks
 """
 

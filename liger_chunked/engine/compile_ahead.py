@@ -34,7 +34,7 @@ def compile_ahead(
     candidates or with a teacher compile at their launches.
     """
     layout, weight = plan.layout, head.weight
-    if not _applies(input) or is_dry() or not layout.n_valid:
+    if not _applies(input) or is_dry():
         return
     if plan.shard is not None or type(layout) is not Layout:  # a dry run would wait for other ranks
         return
@@ -43,12 +43,12 @@ def compile_ahead(
     # What decides which kernels a step launches, and which of their variants. It has no number of tokens, of which
     # variants are independent. Built inline, and of what has a hash in C, because every step on a GPU comes by.
     kind = (
-        dry_run, needs, plan.path, plan.outputs, plan.differentiates, len(plan.tiles[0]) > 1,  # the kernels
+        dry_run, needs, plan.path is Path.EPILOGUE, plan.outputs, plan.differentiates, len(plan.tiles[0]) > 1,  # kernels
         input.device, weight.shape, None if u is None else u.shape[-1],  # numbers
         plan.dtype, input.dtype, weight.dtype, plan.options.logits_dtype,  # pointers
         head.bias is None, plan.class_weight is None, layout.rows is None, layout.temperature is None,  # absent ones
     )  # fmt: skip
-    if kind in _compiled or (is_on_gpu(input) and is_capturing()):
+    if kind in _compiled or not layout.n_valid or (is_on_gpu(input) and is_capturing()):
         return
     _compiled.add(kind)
     try:
