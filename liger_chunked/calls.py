@@ -1,4 +1,4 @@
-"""Entry points, outside compiled graphs."""
+"""Entry points: what a class called with tensors does, and functions that run outside compiled graphs."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def failed_to_bind(error: TypeError) -> bool:
-    """Whether a call rejected its arguments. Valid only in its `except`."""
-    assert error.__traceback__ is not None
-    return error.__traceback__.tb_next is None
-
-
 def typed_like(forward: Function) -> Callable[[Callable[..., Any]], Function]:
     """Give `__call__` the type of `forward`; nn.Module's is Callable[..., Any]."""
     return lambda _: forward
 
 
 class LossType(ABCMeta):
+    """The type of loss classes: `Loss(weight, input, ...)` evaluates the loss.
+
+    A metaclass, because `__new__` cannot return what is no loss without the loss's `__init__` seeing the tensors, and a
+    base's `__init__` cannot check what a subclass's `__init__` does after it (`_made`).
+    """
+
     @property
     def __signature__(cls) -> inspect.Signature:
+        # Because inspect would show the metaclass's `__call__`.
         signature = inspect.signature(cls.__init__)  # type: ignore[misc]
         return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=cls)
 
@@ -51,11 +52,9 @@ class LossType(ABCMeta):
             return cls(**settings)(*args, **data)
         try:
             loss = super().__call__(*args, **kwargs)
-        except TypeError as error:
-            if not failed_to_bind(error) or cls.__abstractmethods__:
-                raise
-            explained = arguments.constructor_error(cls, args, kwargs)
-            if explained is None:
+        except TypeError:
+            explained = None if cls.__abstractmethods__ else arguments.constructor_error(cls, args, kwargs)
+            if explained is None:  # the call binds, so the error is from within
                 raise
             raise explained from None
         if isinstance(loss, cls):
@@ -102,24 +101,30 @@ def check_constants(owner: str, arguments: Iterable[tuple[str, Any]]) -> None:
 
 
 class _Eager:
-    """Holds untraced entry points as attributes: Dynamo cannot take functions from constants."""
+    """Holds untraced entry points, by name. An object, because Dynamo cannot take functions from constants."""
 
 
+# Entry points are not `torch.compiler.disable`d from the start, because that imports the compiler, which takes seconds,
+# and because each call of a disabled function takes microseconds. Instead:
+#
+#   1. Attributes of an entry point `call` tell Dynamo, while it traces a caller, to break the graph there.
+#   2. Then `call` runs. Dynamo may trace it too: `torch.compiler.is_compiling()`, and a disabled `checked` runs.
+#   3. From then on Dynamo skips `call`, but not what it calls: `tracing_callback` tells, and the disabled one runs.
 _EAGER = _Eager()
 _REASON = "a fused loss waits for the device to count its tokens; compile without fullgraph=True"
 _ENTRY_POINTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
 def _kept_out_of_graphs(name: str) -> str:
-    """Put an entry point on `_EAGER`, while Dynamo traces a caller."""
+    """Put a disabled entry point on `_EAGER`, and return its name."""
     if not hasattr(_EAGER, name):
         call, checked = _ENTRY_POINTS[name]
         setattr(_EAGER, name, torch.compiler.disable(checked, reason=_REASON))
-        skip_frame(call)
+        skip_frame(call)  # and with it all entry points, because they share its code
     return name
 
 
-# torch.compiler.assume_constant_result sets this, but imports the slow compiler.
+# Dynamo runs this while it traces `call`. torch.compiler.assume_constant_result says so, but imports the compiler.
 _kept_out_of_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -168,12 +173,10 @@ def entry_point(function: Function) -> Function:
                     "torch.export cannot trace a fused loss: it waits for the device to count its tokens"
                 )
             return getattr(_EAGER, _kept_out_of_graphs(name))(*args, **kwargs)
-        if tracing_callback() is not None:  # torch 2.11 would trace `checked` on its own
+        if tracing_callback() is not None:
             _kept_out_of_graphs(name)
         return getattr(_EAGER, name, checked)(*args, **kwargs)
 
-    # Dynamo skips by code object, so each entry point needs its own.
-    call.__code__ = call.__code__.replace(co_name=function.__name__)
     functools.update_wrapper(call, function)
     call._torchdynamo_disable, call._torchdynamo_disable_msg = True, _REASON  # type: ignore[attr-defined]
     _ENTRY_POINTS[name] = call, checked

@@ -6,6 +6,7 @@ both kinds, and `tests/frameworks/test_private_names.py` runs the package withou
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -130,13 +131,13 @@ def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 # Dynamo
 
 
-def _no_callback() -> None:
-    return None
+def _imported_dynamo() -> Any:
+    return sys.modules.get("torch._dynamo")
 
 
-# Returns the callback by which Dynamo traces this thread, or None. The fallback returns None: Dynamo then finds out at
-# the first call that a loss breaks the graph.
-tracing_callback: Callable[[], Any] = find("torch._C._dynamo.eval_frame.get_eval_frame_callback") or _no_callback
+# Returns the callback by which Dynamo traces this thread, or None. The fallback takes every thread for traced, once
+# Dynamo is imported: a loss then runs as a disabled function, which costs microseconds.
+tracing_callback: Callable[[], Any] = find("torch._C._dynamo.eval_frame.get_eval_frame_callback") or _imported_dynamo
 
 
 def skip_frame(function: Callable[..., Any]) -> None:

@@ -30,18 +30,23 @@ def compile_ahead(
 ) -> None:
     """Compile what `dry_run` would launch for the first chunk, once for each kind of step on a GPU.
 
-    It allocates real tensors: meta tensors would import sympy, for seconds. Steps on shards or with a
-    teacher compile at their launches.
+    It allocates real tensors: meta tensors would import sympy, for seconds. Steps on shards, with a filter, with
+    candidates or with a teacher compile at their launches.
     """
     rows, weight = plan.rows, head.weight
     if not _applies(input) or is_dry():
         return
-    if plan.shard is not None or plan.path is Path.FILTERED or "candidates" in rows.side or rows.gathers_statistics:
+    if plan.shard is not None or rows.gathers_statistics:  # a dry run would wait for other ranks
         return
+    if plan.path is Path.FILTERED or "candidates" in rows.side:
+        return
+    # What decides which kernels a step launches, and which of their variants. It has no number of tokens, of which
+    # variants are independent. Built inline, and of what has a hash in C, because every step on a GPU comes by.
     kind = (
-        dry_run, plan.path, plan.dtype, plan.outputs, plan.differentiates, plan.options.logits_dtype, needs,
-        input.device, input.dtype, weight.dtype, weight.shape, None if u is None else u.shape[-1], head.bias is None,
-        plan.class_weight is None, rows.input_index is None, tuple(rows.side), len(plan.tiles[0]) > 1,
+        dry_run, needs, plan.path is Path.EPILOGUE, plan.outputs, plan.differentiates, len(plan.tiles[0]) > 1,  # which
+        input.device, weight.shape, None if u is None else u.shape[-1],  # numbers
+        plan.dtype, input.dtype, weight.dtype, plan.options.logits_dtype,  # pointers
+        head.bias is None, plan.class_weight is None, rows.input_index is None, tuple(rows.side),  # absent ones
     )  # fmt: skip
     if kind in _compiled or not rows.n_valid or (is_on_gpu(input) and is_capturing()):
         return

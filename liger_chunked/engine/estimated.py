@@ -11,7 +11,7 @@ import torch
 Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 
 # The part of `MemoryEstimate` to which the next tensor counts, set just before it is made. Counting it resets this.
-# A variable and no function, because every step comes by, and a call would cost twenty times as much.
+# Set and not entered, because every step comes by: 0.1 microseconds, where a context manager takes 2.
 part_of_next: ContextVar[Part] = ContextVar("part_of_next", default="other")
 
 

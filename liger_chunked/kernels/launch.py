@@ -54,7 +54,10 @@ _PREPARATIONS: tuple[Callable[[], object], ...] = (
 
 # A kernel, and its call without values: grid, dtypes, numbers, warps, stages, descriptors.
 Launch = tuple["Kernel", tuple[Any, ...]]
-_collected: ContextVar[list[Launch] | None] = ContextVar("_collected", default=None)
+# Where launches of a dry run go, a list in a tuple, which is true as long as it is set.
+_collected: ContextVar[tuple[list[Launch]] | None] = ContextVar("_collected", default=None)
+# Whether launches are only compiled. No Python function, because every product asks.
+is_dry: Callable[[], object] = _collected.get
 _postponed: list[Launch] = []
 
 
@@ -62,7 +65,7 @@ _postponed: list[Launch] = []
 def collected_launches() -> Iterator[list[Launch]]:
     """Collect what the block would launch. Nothing runs: results are not set, and tensors may be on the meta device."""
     launches: list[Launch] = []
-    token = _collected.set(launches)
+    token = _collected.set((launches,))
     try:
         yield launches
     finally:
@@ -88,11 +91,6 @@ def compiled_together(device: torch.device) -> Iterator[None]:
         with AsyncCompileMode(_Compiler(threads, device), ignore_errors=True):
             for kernel, call in launches:
                 kernel.compile(*call)
-
-
-def is_dry() -> bool:
-    """Whether launches are only compiled."""
-    return _collected.get() is not None
 
 
 @dataclass(frozen=True)
@@ -192,9 +190,9 @@ class Kernel:
         descriptors: tuple[TensorDescriptor | None, ...] = (),
     ) -> None:
         call = grid, tensors, numbers, num_warps, num_stages, descriptors
-        launches = _collected.get()
-        if launches is not None:
-            launches.append((self, _without_values(call)))
+        collected = _collected.get()
+        if collected is not None:
+            collected[0].append((self, _without_values(call)))
             return
         if tensors[0].is_meta:  # type: ignore[union-attr]
             return

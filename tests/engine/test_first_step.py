@@ -229,9 +229,9 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> list[set[Any]]:
     def watched(device: torch.device) -> Iterator[None]:
         with together(device):
             yield
-            launches = launch._collected.get()
-            assert launches
-            found.append({variant(kernel, *call[1:]) for kernel, call in launches})
+            collected = launch._collected.get()
+            assert collected and collected[0]
+            found.append({variant(kernel, *call[1:]) for kernel, call in collected[0]})
 
     monkeypatch.setattr(launch, "AsyncCompileMode", None)
     monkeypatch.setattr(compile_ahead, "compiled_together", watched)
