@@ -43,7 +43,7 @@ def compile_ahead(
     # What decides which kernels a step launches, and which of their variants. It has no number of tokens, of which
     # variants are independent. Built inline, and of what has a hash in C, because every step on a GPU comes by.
     kind = (
-        dry_run, needs, plan.path is Path.EPILOGUE, plan.outputs, plan.differentiates, len(plan.tiles[0]) > 1,  # which
+        dry_run, needs, plan.path is Path.EPILOGUE, plan.outputs, plan.differentiates, len(plan.tiles[0]) > 1,  # code
         input.device, weight.shape, None if u is None else u.shape[-1],  # numbers
         plan.dtype, input.dtype, weight.dtype, plan.options.logits_dtype,  # pointers
         head.bias is None, plan.class_weight is None, rows.input_index is None, tuple(rows.side),  # absent ones
