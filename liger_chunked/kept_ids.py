@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_chunked.types import check_number, described
+from liger_chunked.types import check_sampling, described
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,15 +127,7 @@ class KeptIds:
         """
         if not isinstance(logits, Tensor) or not logits.is_floating_point() or not logits.ndim:
             raise TypeError(f"logits must be floating-point (..., V), got {described(logits)}")
-        check_number("top_k", top_k, whole=True, optional=True)
-        for name, x in (("top_p", top_p), ("min_p", min_p)):
-            check_number(name, x, optional=True)
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"top_k must be 1 or more, or None, got {top_k}")
-        if top_p is not None and not 0 < top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], or None, got {top_p}")
-        if min_p is not None and not 0 <= min_p <= 1:
-            raise ValueError(f"min_p must be in [0, 1], or None, got {min_p}")
+        check_sampling(top_k, top_p, min_p)
         z = logits.detach().reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
         of_rows = temperature.reshape(-1, 1).to(z.dtype) if isinstance(temperature, Tensor) else temperature
         z = z / of_rows
@@ -145,7 +137,8 @@ class KeptIds:
             largest, order = z.sort(descending=True, stable=True)
             # The probability from each id on. From the smallest, because a sum from the largest reaches 1 too early.
             left = largest.softmax(-1).flip(-1).cumsum(-1).flip(-1)
-            dropped = (left <= 1 - top_p).scatter(1, order[:, :1] * 0, False)
+            dropped = left <= 1 - top_p
+            dropped[:, 0] = False  # the largest stays, also where 1 - top_p rounds to 1
             z = z.masked_fill(dropped.gather(1, order.argsort(1)), -math.inf)
         if min_p is not None:
             p = z.softmax(-1)

@@ -333,7 +333,7 @@ def surveys() -> Iterator[Task]:
         mask, summary, _ = survey(target, -100)
         counts_match(summary, rows * columns, 128256)
         counts_match(summary, meta(rows, dtype=torch.int64), 128256)
-        # As `survey` launches it on a GPU: a meta tensor stands for the pinned memory of the host.
+        # `survey` launches it so on a GPU. A meta tensor stands for the host's pinned memory.
         _survey_kernel((rows, 1, 1), (target, mask, summary, summary), (columns, -100, 1024), num_warps=4)
 
     for shape in ((1, 8192), (8, 2048), (2, 16384)):

@@ -30,14 +30,7 @@ from liger_chunked.engine.distillation import LossWeights, Teacher, distillation
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.kept import check_kept
 from liger_chunked.engine.known import as_counts, assert_later, host_may_sync, sequence_counts, token_count
-from liger_chunked.engine.objective import (
-    Differentiated,
-    NegativeLogLikelihood,
-    Objective,
-    Share,
-    gradients_of,
-    leaves_of,
-)
+from liger_chunked.engine.objective import Differentiated, NegativeLogLikelihood, Objective, OfSequences
 from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
 from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.rows import Group, Rows, all_rows, select_rows
@@ -56,12 +49,12 @@ __all__ = [
     "LossWeights",
     "NegativeLogLikelihood",
     "Objective",
+    "OfSequences",
     "Packing",
     "Ranked",
     "Rows",
     "SequenceSplit",
     "Sequences",
-    "Share",
     "Teacher",
     "TopK",
     "all_rows",
@@ -80,9 +73,7 @@ __all__ = [
     "count",
     "distillation_step",
     "fused_loss",
-    "gradients_of",
     "host_may_sync",
-    "leaves_of",
     "linear_token_stats",
     "loss_of_kept",
     "plain",

@@ -12,7 +12,7 @@ from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.kernels import LogitsCotangents
 from liger_chunked.kernels.operands import along
 from liger_chunked.kernels.tuning.generic import SORT_BLOCK
-from liger_chunked.types import LogitOptions, TokenStats, accumulation_dtype, check_number
+from liger_chunked.types import LogitOptions, TokenStats, accumulation_dtype, check_sampling
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,7 @@ class SamplingFilter:
         if top_k is None and top_p is None:
             return None
         given = f"top_k={top_k}" if top_p is None else f"top_p={top_p}"
-        check_number("top_k", top_k, whole=True, optional=True)
-        check_number("top_p", top_p, optional=True)
-        if isinstance(top_k, bool):
-            raise TypeError(f"top_k must be an int or None, got {top_k}")
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"top_k must be 1 or more, or None, got {top_k}")
-        if top_p is not None and not 0 < top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], or None, got {top_p}")
+        check_sampling(top_k, top_p)
         if options.softcap is not None or options.logit_scale <= 0:
             raise ValueError(
                 f"a filter needs no softcap and a positive logit_scale, got {given} with softcap={options.softcap} and "

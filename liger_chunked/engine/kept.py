@@ -10,6 +10,7 @@ from torch import Tensor
 
 from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.known import assert_later
+from liger_chunked.engine.saved import savable, save, saved
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.kernels import LogitsCotangents
 from liger_chunked.kernels.backend import first_derivative
@@ -23,7 +24,7 @@ from liger_chunked.kernels.kept import (
     kept_stats,
     sorted_by_id,
 )
-from liger_chunked.types import HeadTensors, LogitOptions, LossHead, TokenStats, VocabShard, described
+from liger_chunked.types import LogitOptions, LossHead, TokenStats, VocabShard, described
 
 # `mean_logits` and `log_sum_sq_probs` are of the whole vocabulary.
 OUTPUTS_OF_KEPT = ("logps", "lse", "entropy", "argmax", "is_top1")
@@ -156,9 +157,10 @@ class _KeptTokenStats(torch.autograd.Function):
             dist.all_reduce(z, group=shard.group)  # each entry is one rank's: the others add zeros
         stats = kept_stats(z, entries, options, temperature)
         ctx.shard, ctx.options, ctx.outputs = shard, options, outputs
-        ctx.save_for_backward(
-            input, weight, bias, u, up, z, stats.max, stats.sum_exp, stats.entropy, temperature, *entries
-        )
+        inputs = {"input": input, "weight": weight, "bias": bias, "u": u, "up": up}
+        of_tokens = {"z": z, "max": stats.max, "sum_exp": stats.sum_exp, "entropy": stats.entropy}
+        of_caller = savable({"temperature": temperature, **entries._asdict()})
+        save(ctx, inputs=inputs, tokens=of_tokens, caller=of_caller)
         returned = _returned(stats, entries, outputs)
         ctx.mark_non_differentiable(*[x for name, x in returned.items() if name in ("argmax", "is_top1")])
         # Copies, because the backward reads the entropy.
@@ -169,8 +171,11 @@ class _KeptTokenStats(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(g is None for g in upstream):
             return (None,) * 10
-        input, weight, bias, u, up, z, largest, sum_exp, entropy, temperature, *saved = ctx.saved_tensors
-        entries, shard = Entries(*saved), ctx.shard
+        tensors: dict[str, dict[str, Any]] = saved(ctx)
+        input, weight, bias, u, up = tensors["inputs"].values()
+        z, largest, sum_exp, entropy = tensors["tokens"].values()
+        temperature, *of_entries = tensors["caller"].values()
+        entries, shard = Entries(*of_entries), ctx.shard
         g = {name: g.to(z.dtype).contiguous() for name, g in zip(ctx.outputs, upstream, strict=True) if g is not None}
         cotangents = LogitsCotangents(largest, sum_exp, **g, entropy_value=entropy, temperature=temperature)
         dz = kept_logits_grad(z, entries, cotangents, ctx.options)
@@ -178,10 +183,7 @@ class _KeptTokenStats(torch.autograd.Function):
         needs = ctx.needs_input_grad
         by_id = sorted_by_id(own, dz) if any(needs[1:3]) or needs[4] else None
         grads: list[Tensor | None] = [None] * 5
-        for i, (x, matrix) in enumerate(((input, weight), (u, up))):
-            at_x, at_matrix = (0, 1) if i == 0 else (3, 4)
-            if x is None:
-                continue
+        for at_x, at_matrix, x, matrix in ((0, 1, input, weight), (3, 4, u, up)):
             if needs[at_x]:
                 grads[at_x] = _input_gradient(x, dz, matrix, own, shard)
             if needs[at_matrix]:
@@ -245,8 +247,7 @@ def kept_token_stats(
     Sums are float32, or float64 for float64 inputs, of operands as they are: autocast rounds none.
     """
     (weight, bias, up, shard), u = apply_down(head, input, dtype)
-    head_tensors = HeadTensors(weight, bias, up, shard)
     values = _KeptTokenStats.apply(
-        input, head_tensors.weight, bias, u, up, placed.entries, temperature, shard, options, outputs
-    )
+        input, weight, bias, u, up, placed.entries, temperature, shard, options, outputs
+    )  # fmt: skip
     return TokenStats(**dict(zip(outputs, values, strict=True)))

@@ -73,6 +73,48 @@ class NegativeLogLikelihood(Objective):
         return Share(self.loss(values, index), gradients)
 
 
+class SequenceLogps(NamedTuple):
+    """Log-probabilities of a chunk's sequences, detached, in the shape of `OfSequences.logps`."""
+
+    logps: Tensor
+
+
+class OfSequences(Objective):
+    """A loss of sequences' log-probabilities, and perhaps of statistics of their tokens.
+
+    It is differentiated by the sequences, and `spread` does the rest by hand, because a sum over tokens needs no graph.
+    Its `aux` are `SequenceLogps`.
+    """
+
+    def logps(self, values: TokenStats, index: slice | Tensor) -> Tensor:
+        """Return the log-probabilities of the groups' sequences, from those of their tokens."""
+        raise NotImplementedError
+
+    def share(self, values: TokenStats, logps: Tensor, index: slice | Tensor) -> Tensor:
+        """Return `loss`, given `logps`."""
+        raise NotImplementedError
+
+    def spread(self, g: Tensor, like: Tensor, index: slice | Tensor) -> Tensor:
+        """Return the gradient by the tokens' log-probabilities, `like` these, for one by `logps`."""
+        raise NotImplementedError
+
+    def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
+        return self.share(values, self.logps(values, index), index)
+
+    def value_and_grad(self, values: TokenStats, index: slice | Tensor, with_gradient: bool) -> Share:
+        assert values.logps is not None
+        logps = self.logps(values, index)
+        leaves = {"sequences": logps.requires_grad_(), **leaves_of(values)} if with_gradient else {}
+        with torch.set_grad_enabled(with_gradient):
+            loss = self.share(values, logps, index)
+        gradients = gradients_of(loss, leaves)
+        of_sequences = gradients.pop("sequences", None)
+        if of_sequences is not None:
+            of_tokens = self.spread(of_sequences, values.logps, index)
+            gradients["logps"] = of_tokens + gradients["logps"] if "logps" in gradients else of_tokens
+        return Share(loss.detach(), gradients, SequenceLogps(logps))
+
+
 def leaves_of(values: TokenStats) -> dict[str, Tensor]:
     """Return the statistics that have gradients, by name, after they were made to require one."""
     return {name: x.requires_grad_() for name in DIFFERENTIABLE if (x := getattr(values, name)) is not None}

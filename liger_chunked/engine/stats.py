@@ -216,12 +216,10 @@ def stats_of_kept(
     flat_temperature = None if temperature is None else temperature.reshape(-1).contiguous()
     found = kept_token_stats(head, input, placed, outputs, options, flat_temperature, dtype)
     counts = is_valid & placed.has_entries
+    computed = {name: x for name, x in found._asdict().items() if x is not None}
+    found = found._replace(**{name: x.masked_fill(~counts, _fill(name)) for name, x in computed.items()})
     if not placed.n_whole:
-        return found._replace(**{
-            name: x.where(counts, torch.full((), _fill(name), dtype=x.dtype, device=x.device))
-            for name, x in found._asdict().items()
-            if x is not None
-        })  # fmt: skip
+        return found
     rest = flat.masked_fill(placed.has_entries, options.ignore_index).view(target.shape)
     rows = select_rows(rest, "token", options.ignore_index, head.vocab_size, n_valid=placed.n_whole)
     if flat_temperature is not None:

@@ -5,6 +5,7 @@
     dweight[v] = sum of dz[m] x[token[m]] over the entries with ids[m] = v
 
 All sums are float32, in a fixed order: results are the same from run to run, and an entry's do not depend on the batch.
+In float64 torch sums, on a GPU in any order unless `torch.use_deterministic_algorithms` is on.
 
 Bytes for M entries of H values: each of the three sweeps reads 2 M H, but for the caches, and the last also writes the
 rows of `dweight` that have entries.
@@ -29,6 +30,7 @@ from liger_chunked.kernels.transform import (
     transform_gradient,
 )
 from liger_chunked.kernels.tuning import TUNING
+from liger_chunked.kernels.tuning.generic import UPCAST_BLOCK
 from liger_chunked.types import LogitOptions, accumulation_dtype
 
 
@@ -119,26 +121,23 @@ def kept_logits(x: Tensor, weight: Tensor, bias: Tensor | None, entries: Entries
     z = x.new_zeros(n_entries, dtype=dtype)
     if not weight.shape[0]:
         return z
-    for part, own, rows in _blocks(entries, weight, hidden):
+    for part in _parts(n_entries, hidden):
+        own, rows = _owned(entries.ids[part], weight)
         dots = (x[entries.tokens[part]].to(dtype) * weight[rows].to(dtype)).sum(1)
         z[part] = torch.where(own, dots if bias is None else dots + bias[rows].to(dtype), 0.0)
     return z
 
 
-# Elements of a block of entries, for the cache of a CPU.
-_BLOCK = 1 << 20
+def _parts(n_entries: int, hidden: int) -> list[slice]:
+    """Cut entries so that their rows fit the cache of a CPU."""
+    size = max(1, UPCAST_BLOCK // max(1, hidden))
+    return [slice(start, min(start + size, n_entries)) for start in range(0, n_entries, size)]
 
 
-def _blocks(entries: Entries, weight: Tensor, hidden: int) -> list[tuple[slice, Tensor, Tensor]]:
-    """Return parts of the entries, whether this rank has each one, and its row, or row 0."""
-    size = max(1, _BLOCK // max(1, hidden))
-    found = []
-    for start in range(0, entries.ids.shape[0], size):
-        part = slice(start, min(start + size, entries.ids.shape[0]))
-        ids = entries.ids[part]
-        own = (ids >= 0) & (ids < weight.shape[0])
-        found.append((part, own, ids.where(own, 0)))
-    return found
+def _owned(ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return whether this rank has each id, and its row, or row 0."""
+    own = (ids >= 0) & (ids < weight.shape[0])
+    return own, ids.where(own, 0)
 
 
 # Statistics
@@ -363,7 +362,8 @@ def kept_input_grad(dz: Tensor, weight: Tensor, entries: Entries, out: Tensor) -
         return
     total = torch.zeros(n, hidden, dtype=accumulation_dtype(out.dtype), device=out.device)
     if weight.shape[0]:
-        for part, own, rows in _blocks(entries, weight, hidden):
+        for part in _parts(dz.shape[0], hidden):
+            own, rows = _owned(entries.ids[part], weight)
             terms = torch.where(own, dz[part], 0.0)[:, None] * weight[rows].to(total.dtype)
             total.index_add_(0, entries.tokens[part], terms)
     out.copy_(total)
@@ -510,9 +510,7 @@ def add_kept_weight_grad_(grad: Tensor, x: Tensor, by_id: Sorted) -> None:
     # One sum a row, rounded once.
     rows, places = torch.unique_consecutive(by_id.ids, return_inverse=True)
     total = torch.zeros(rows.shape[0], hidden, dtype=dtype, device=x.device)
-    size = max(1, _BLOCK // max(1, hidden))
-    for start in range(0, n_entries, size):
-        part = slice(start, start + size)
+    for part in _parts(n_entries, hidden):
         total.index_add_(0, places[part], by_id.dz[part, None] * x[by_id.tokens[part]].to(dtype))
     own = (rows >= 0) & (rows < grad.shape[0])
     grad[rows[own]] = (grad[rows[own]].to(dtype) + total[own]).to(grad.dtype)

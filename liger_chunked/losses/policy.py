@@ -438,7 +438,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             check_kept(head, self._outputs)
             if sequence_group is not None:
                 raise ValueError("kept and sequence_group are given: ranks cannot split the positions of kept ids yet")
-        ignore_index, may_wait = self.options.ignore_index, host_may_sync(target, n_valid)
+        ignore_index, may_wait = self.options.ignore_index, kept is None or host_may_sync(target, n_valid)
         if attention_mask is not None:
             target = masked(target, attention_mask, ignore_index, n_valid)
         whole_target = whole(target.long(), sequences, ignore_index)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -12,18 +12,15 @@ from typing_extensions import Unpack
 from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
     Group,
-    Objective,
+    OfSequences,
     Rows,
-    Share,
     along,
     assert_later,
     check_projection,
     check_target,
     check_values,
     count,
-    gradients_of,
     host_may_sync,
-    leaves_of,
     select_rows,
     sequence_counts,
     sequences_of,
@@ -70,17 +67,13 @@ class _Sequences:
             token_logps = token_logps * along(self.token_weights, index)
         return sequence_logps(token_logps, along(self.lengths, index), self.average_log_prob)
 
-    def spread(self, g: Tensor, index: slice | Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the gradient by `token_logps` (n, 2, T) for one by `logps` (n, 2)."""
-        g = (g / along(self.lengths, index) if self.average_log_prob else g).to(dtype)
-        of_tokens = g[..., None].expand(*g.shape, self.mask.shape[-1])
+    def spread(self, g: Tensor, like: Tensor, index: slice | Tensor) -> Tensor:
+        """Return the gradient by `token_logps`, `like` these (n, 2, T), for one by `logps` (n, 2)."""
+        g = g / along(self.lengths, index) if self.average_log_prob else g
+        of_tokens = g.to(like.dtype)[..., None].expand_as(like)
         if self.token_weights is not None:
             of_tokens = of_tokens * along(self.token_weights, index)
         return self.own(of_tokens, index)
-
-
-class _OfPairs(NamedTuple):
-    logps: Tensor  # (n, 2), as in `Pairs`
 
 
 @dataclass(eq=False)
@@ -395,7 +388,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class _MeanOverPairs(Objective):
+class _MeanOverPairs(OfSequences):
     """The mean of a loss's `preference_loss`, and its NLL term."""
 
     of: LigerFusedLinearPreferenceBase
@@ -403,26 +396,14 @@ class _MeanOverPairs(Objective):
     n_pairs: int
     host_counts: Sequence[int] | None  # tokens of each pair; None: known only to the device
 
-    def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
+    def logps(self, values: TokenStats, index: slice | Tensor) -> Tensor:
         assert values.logps is not None
-        return self._share(values, self.batch.sequences.logps(values.logps, index), index)
+        return self.batch.sequences.logps(values.logps, index)
 
-    def value_and_grad(self, values: TokenStats, index: slice | Tensor, with_gradient: bool) -> Share:
-        """Differentiate by the sequences' log-probabilities, because their sum over tokens needs no graph."""
-        assert values.logps is not None
-        sequences = self.batch.sequences
-        logps = sequences.logps(values.logps, index)
-        leaves = {"sequences": logps.requires_grad_(), **leaves_of(values)} if with_gradient else {}
-        with torch.set_grad_enabled(with_gradient):
-            loss = self._share(values, logps, index)
-        gradients = gradients_of(loss, leaves)
-        of_sequences = gradients.pop("sequences", None)
-        if of_sequences is not None:
-            of_tokens = sequences.spread(of_sequences, index, values.logps.dtype)
-            gradients["logps"] = of_tokens + gradients["logps"] if "logps" in gradients else of_tokens
-        return Share(loss.detach(), gradients, _OfPairs(logps))
+    def spread(self, g: Tensor, like: Tensor, index: slice | Tensor) -> Tensor:
+        return self.batch.sequences.spread(g, like, index)
 
-    def _share(self, values: TokenStats, logps: Tensor, index: slice | Tensor) -> Tensor:
+    def share(self, values: TokenStats, logps: Tensor, index: slice | Tensor) -> Tensor:
         of, batch = self.of, self.batch
         nll = of.alpha * batch.nll(values, index) if of.compute_nll_loss else None
         if of._whole_batch and batch.has_tokens is not None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,18 +12,15 @@ from typing_extensions import Unpack
 from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
     Group,
-    Objective,
+    OfSequences,
     Rows,
-    Share,
     along,
     assert_later,
     check_projection,
     check_target,
     check_values,
     count,
-    gradients_of,
     host_may_sync,
-    leaves_of,
     select_rows,
     sequence_counts,
     sequences_of,
@@ -307,12 +304,8 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         return f"beta={self.beta}, {self.options}"
 
 
-class _OfExamples(NamedTuple):
-    logps: Tensor  # (n,), as in `Examples`
-
-
 @dataclass(frozen=True, eq=False)
-class _MeanOverExamples(Objective):
+class _MeanOverExamples(OfSequences):
     """The mean of a loss's `preference_loss`."""
 
     of: LigerFusedLinearUnpairedPreferenceBase
@@ -320,27 +313,14 @@ class _MeanOverExamples(Objective):
     n: int
     some_are_empty: bool
 
-    def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
-        return self._share(values, self.batch.logps(values, index), index)
+    def logps(self, values: TokenStats, index: slice | Tensor) -> Tensor:
+        return self.batch.logps(values, index)
 
-    def value_and_grad(self, values: TokenStats, index: slice | Tensor, with_gradient: bool) -> Share:
-        """Differentiate by the sequences' log-probabilities, because their sum over tokens needs no graph."""
-        assert values.logps is not None
-        batch = self.batch
-        logps = batch.logps(values, index)
-        leaves = {"sequences": logps.requires_grad_(), **leaves_of(values)} if with_gradient else {}
-        with torch.set_grad_enabled(with_gradient):
-            loss = self._share(values, logps, index)
-        gradients = gradients_of(loss, leaves)
-        of_sequences = gradients.pop("sequences", None)
-        if of_sequences is not None:
-            if batch.average_log_prob:
-                of_sequences = of_sequences / along(batch.lengths, index)
-            of_tokens = of_sequences.to(values.logps.dtype)[:, None, None].expand_as(values.logps)
-            gradients["logps"] = of_tokens + gradients["logps"] if "logps" in gradients else of_tokens
-        return Share(loss.detach(), gradients, _OfExamples(logps))
+    def spread(self, g: Tensor, like: Tensor, index: slice | Tensor) -> Tensor:
+        g = g / along(self.batch.lengths, index) if self.batch.average_log_prob else g
+        return g.to(like.dtype)[:, None, None].expand_as(like)
 
-    def _share(self, values: TokenStats, logps: Tensor, index: slice | Tensor) -> Tensor:
+    def share(self, values: TokenStats, logps: Tensor, index: slice | Tensor) -> Tensor:
         batch = self.batch
         losses = self.of.preference_loss(batch.examples(logps, values, index))
         check_values("preference_loss", losses, logps.shape, "sequences")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from fresh_process import FreshProcesses
+from ranks import join, same_on_all_ranks, summed
 from torch import Tensor
 
 from liger_chunked import (
@@ -16,6 +20,7 @@ from liger_chunked import (
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearPolicyBase,
     Rollouts,
+    VocabShard,
     eager,
     linear_token_stats,
 )
@@ -187,6 +192,25 @@ def test_policy_losses(options: dict[str, Any]) -> None:
     torch.testing.assert_close(metrics.entropy, exact_metrics["entropy"], rtol=1e-9, atol=1e-9)
 
 
+def test_a_reference_has_the_same_ids_and_temperatures() -> None:
+    given = batch()
+    kept, target = KeptIds.from_lists(drawn_lists(given["target"])), given["target"]
+    generator = torch.Generator().manual_seed(6)
+    temperature = 0.5 + torch.rand(B, T, generator=generator)
+    ref_weight, ref_input = torch.randn(V, R, generator=generator).double(), torch.randn(B, T, R, generator=generator)
+    call = given["weight"], given["input"], target, torch.tensor([1.0, -0.5], dtype=torch.float64)
+    shared: dict[str, Any] = {"kept": kept, "temperature": temperature}
+    states = ref_input.double()
+    ref_logps = linear_token_stats(ref_weight, states, target, **shared).logps
+    loss = LigerFusedLinearGRPOLoss(beta=0.3)
+    found, metrics = loss(*call, ref_input=states, ref_weight=ref_weight, **shared)
+    expected, of_logps = loss(*call, ref_logps=ref_logps, **shared)
+    assert torch.equal(found, expected) and metrics.kl is not None and of_logps.kl is not None
+    assert torch.equal(metrics.kl, of_logps.kl) and metrics.kl > 0
+    of_itself, zero = loss(*call, ref_input=given["input"], ref_weight=given["weight"], **shared)
+    assert of_itself.isfinite() and zero.kl is not None and abs(float(zero.kl)) < 1e-12
+
+
 def test_packed_sequences() -> None:
     given = batch()
     lists = drawn_lists(given["target"])
@@ -247,3 +271,54 @@ def test_sources_agree() -> None:
     assert torch.equal(KeptIds.from_lists(lists).ids, kept.ids)
     everything = KeptIds.from_mask(torch.ones(2, V, dtype=torch.bool))
     assert everything.ids.numel() == 0 and everything.positions == 2
+
+
+def test_ids_from_inference_mode() -> None:
+    """A sampler's ids are often made there; autograd cannot save such tensors."""
+    given = batch(torch.float32)
+    lists = drawn_lists(given["target"])
+    with torch.inference_mode():
+        kept = KeptIds.from_lists(lists)
+    weight = given["weight"].requires_grad_()
+    gradients = []
+    for ids in (kept, KeptIds.from_lists(lists)):
+        logps = linear_token_stats(weight, given["input"], given["target"], kept=ids).logps
+        assert logps is not None
+        gradients += torch.autograd.grad(logps.sum(), weight)
+    assert kept.ids.is_inference() and torch.equal(*gradients)
+
+
+def on_a_rank(rank: int, folder: str, input_grad: str) -> None:
+    join(rank, 2, folder)
+    given = batch()
+    lists, bounds = drawn_lists(given["target"]), ((0, 9), (9, V))[rank]
+    own = slice(*bounds)
+    leaves = {name: given[name].requires_grad_() for name in ("weight", "input", "bias", "down", "up")}
+    whole = AdaptedWeight(leaves["weight"], leaves["up"], lambda x: x @ leaves["down"])
+    options: dict[str, Any] = {"outputs": OUTPUTS, "softcap": 3.0, "kept": KeptIds.from_lists(lists)}
+    expected = linear_token_stats(whole, leaves["input"], given["target"], leaves["bias"], **options)
+    parts = {name: given[name][own].detach().requires_grad_() for name in ("weight", "bias", "up")}
+    copies = {name: given[name].detach().clone().requires_grad_() for name in ("input", "down")}
+    shard = VocabShard(None, bounds[0], V, input_grad)  # type: ignore[arg-type]
+    part = AdaptedWeight(parts["weight"], parts["up"], lambda x: x @ copies["down"])
+    found = linear_token_stats(part, copies["input"], given["target"], parts["bias"], vocab_shard=shard, **options)
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+            assert same_on_all_ranks(a.detach())
+    for stats in (found, expected):
+        (stats.logps + 0.5 * stats.entropy - 0.1 * stats.lse).sum().backward()
+    for name, x in parts.items():
+        torch.testing.assert_close(x.grad, leaves[name].grad[own], rtol=1e-12, atol=1e-12)
+    for name, x in copies.items():
+        assert x.grad is not None
+        gradient = x.grad if input_grad == "all_reduce" else summed(x.grad)
+        torch.testing.assert_close(gradient, leaves[name].grad, rtol=1e-12, atol=1e-12)
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+@pytest.mark.parametrize("input_grad", ["all_reduce", "partial"])
+def test_a_vocabulary_split_over_ranks(input_grad: str, tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    fresh_process.spawn(on_a_rank, 2, str(tmp_path), input_grad)
