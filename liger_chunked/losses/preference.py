@@ -242,8 +242,8 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
                 None: no bias, or no reference, which a loss that compares with one warns about or refuses
                 (`use_ref_model`).
             ref_logps: instead, the reference's log-probabilities in nats: (2 n, T), one a token, or (2 n,), one a
-                sequence like `Pairs.logps`, which `ld_alpha` excludes. None: computed from `ref_input`, if that is
-                given.
+                sequence like `Pairs.logps`, which `ld_alpha` excludes; packed sequences of one token each have one a
+                token, so that ignored ones do not count. None: computed from `ref_input`, if that is given.
             nll_target: (2 n, T), the target of the NLL term, for example with the prompt. None: `target`.
             n_valid: 2 n ints, the numbers of each sequence's tokens that `target` or `nll_target` counts, so that the
                 host does not wait for the device ("Without waiting" in `docs/how-it-works.md`). None: the host reads
