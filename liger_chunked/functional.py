@@ -96,10 +96,12 @@ def _evaluates(cls: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             return forward(loss, *args, **kwargs)
 
         signature = vars(function)["__signature__"] = signature_of(cls)
-        function.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
-        function.__annotations__["return"] = signature.return_annotation
         vars(function)["loss"] = cls
-        return entry_point(function)
+        made = entry_point(function)
+        # After wrapping: since Python 3.14, wrappers compute the annotations of what they wrap, and miss a changed dict.
+        made.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
+        made.__annotations__["return"] = signature.return_annotation
+        return made
 
     return decorate
 
