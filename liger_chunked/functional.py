@@ -98,7 +98,7 @@ def _evaluates(cls: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         signature = vars(function)["__signature__"] = signature_of(cls)
         vars(function)["loss"] = cls
         made = entry_point(function)
-        # After wrapping: since Python 3.14, wrappers compute the annotations of what they wrap, and miss a changed dict.
+        # After wrapping: since Python 3.14, a wrapper computes the annotations of what it wraps.
         made.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
         made.__annotations__["return"] = signature.return_annotation
         return made
