@@ -494,6 +494,28 @@ class Examples:
         return 2 * self.desirable.to(self.logps.dtype) - 1
 
 
+# exp() overflows float32 at 88.7. e^80 leaves room for a factor of 6000, such as an advantage or a weight.
+LARGEST_EXPONENT = 80.0
+LARGEST = math.exp(LARGEST_EXPONENT)
+
+# Replaces a log-probability of -inf: differences and products with 0 are defined, and float32 holds its square.
+LOWEST_LOGP = -1e18
+
+
+def saturating_exp(x: Tensor) -> Tensor:
+    """Return `exp(x)`, but `exp(80)` = 5.5e34 with a gradient of zero where `x` is above 80.
+
+    An overflow would turn a gradient of zero, of a ratio that is clipped, filtered or weighed by 0, into NaN:
+    `exp` multiplies it by infinity.
+
+    >>> x = torch.tensor([0.0, 89.0, math.inf], requires_grad=True)
+    >>> (0 * saturating_exp(x)).sum().backward()
+    >>> x.grad
+    tensor([0., 0., 0.])
+    """
+    return x.clamp(max=LARGEST_EXPONENT).exp()
+
+
 @dataclass(frozen=True)
 class Rollouts:
     """`n` sampled completions, the input of a policy loss. `T` is the padded length.
@@ -503,8 +525,9 @@ class Rollouts:
     tokens, other values 0. Log-probabilities are in nats, float32, or float64 for float64 inputs.
 
     - `logps` (n, T): of the sampled tokens under the policy
-    - `old_logps` (n, T): under the sampling policy, without gradient; without one, `logps` without gradient
-    - `ref_logps` (n, T): under the reference, without gradient; None without one
+    - `old_logps` (n, T): under the sampling policy, without gradient, at least -1e18; without one, `logps` without
+      gradient
+    - `ref_logps` (n, T): under the reference, without gradient, at least -1e18; None without one
     - `log_ratio`: the logarithm of the importance ratio of the loss's `importance_level`, (n, T), or float64 (n, 1) per
       sequence
     - `advantages`: (n, T), or (n, 1) per sequence
@@ -530,8 +553,8 @@ class Rollouts:
 
     @property
     def ratio(self) -> Tensor:
-        """The importance ratio, (n, T) or (n, 1)."""
-        return self.log_ratio.exp()
+        """The importance ratio, (n, T) or (n, 1). It is at most e^80, and constant beyond (`saturating_exp`)."""
+        return saturating_exp(self.log_ratio)
 
 
 class PreferenceMetrics(NamedTuple):

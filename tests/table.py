@@ -487,7 +487,9 @@ def _on_policy(
         given = batch.pop("teacher_logps", None)
         of_teacher = logps("teacher_") if given is None else given
         batch = {name: x for name, x in batch.items() if not name.startswith("teacher_")}
-        advantages = kl_coef * (of_teacher - batch.get("old_logps", logps("")))
+        lowest = -1e18  # as which -inf counts
+        old_logps = batch.get("old_logps", logps(""))
+        advantages = kl_coef * (of_teacher.clamp(min=lowest) - old_logps.clamp(min=lowest))
         others = batch.pop("advantages", None)
         if others is not None:
             advantages = advantages + (others if others.ndim == 2 else others[:, None])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_chunked.eager.far_ends import bounded_logps, saturating_exp
 from liger_chunked.eager.token_stats import token_stats
 
 LOSS_TYPES = (
@@ -33,18 +35,18 @@ class _Divergence(NamedTuple):
 
     def score(self, logratio: Tensor) -> Tensor:
         """Return `f'(t)` of f-DPO (table 1), `t = pi/pi_ref`."""
-        t = logratio.exp()
         match self.name:
             case "reverse_kl":
                 return logratio
-            case "forward_kl":
-                return 1 - 1 / t
-            case "js_divergence":
-                return torch.log(2 * t / (t + 1))
+            case "forward_kl":  # 1 - 1 / t
+                return 1 - saturating_exp(-logratio)
+            case "js_divergence":  # log(2 t / (t + 1))
+                return math.log(2) - torch.logaddexp(torch.zeros_like(logratio), -logratio)
             case "alpha_divergence" if self.alpha == 1:
                 return logratio
-            case "alpha_divergence":
-                return (t ** (self.alpha - 1) - 1) / (self.alpha - 1)
+            case "alpha_divergence":  # (t ** (alpha - 1) - 1) / (alpha - 1)
+                power = self.alpha - 1
+                return (saturating_exp(power * logratio) - 1) / power
         raise ValueError(f"unknown divergence {self.name!r}")
 
 
@@ -87,8 +89,8 @@ def _pair_loss(loss_type: str, pair: _Pair, beta: float, epsilon: float, tau: fl
         case "apo_down":  # equation 8
             return torch.sigmoid(reward_chosen) + torch.sigmoid(-margin)
         case "discopop":  # equation 5
-            gate = torch.sigmoid(margin / tau)
-            return (1 - gate) * _logistic(margin, 1.0) + gate * torch.exp(-margin)
+            gated = saturating_exp(F.logsigmoid(margin / tau) - margin)  # gate * exp(-margin)
+            return torch.sigmoid(-margin / tau) * _logistic(margin, 1.0) + gated
     raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {LOSS_TYPES}")
 
 
@@ -164,7 +166,7 @@ def dpo(
         ref_logps = reference["logps"]
     if ref_logps is None:
         ref_logps = torch.zeros_like(logps)
-    ref_logps = ref_logps.detach().to(logps.dtype)
+    ref_logps = bounded_logps(ref_logps.detach().to(logps.dtype))
     if ref_logps.ndim == 2:
         ref_logps = (ref_logps * counts).sum(1) / units
 

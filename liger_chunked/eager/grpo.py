@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from liger_chunked.eager.far_ends import LARGEST, LARGEST_EXPONENT, bounded_logps, saturating_exp
 from liger_chunked.eager.token_stats import token_stats
 
 SURROGATES = ("clip", "reinforce", "cispo", "gmpo", "sapo", "vespo", "clip_cov", "kl_cov")
@@ -20,16 +21,16 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl")
 
 
 def _importance_ratio(logps: Tensor, old_logps: Tensor, level: str) -> Tensor:
-    ratios = (logps - old_logps).exp()
+    logs = logps - old_logps
     match level:
         case "token":
-            return ratios
+            return saturating_exp(logs)
         case "sequence":  # GSPO, equation 7: (pi(y) / pi_old(y)) ** (1 / |y|)
-            return (ratios.log().mean()).exp().expand_as(ratios)
-        case "sequence_token":  # GSPO-token
-            return (ratios.log().mean()).exp().detach() * ratios / ratios.detach()
+            return saturating_exp(logs.mean()).expand_as(logs)
+        case "sequence_token":  # GSPO-token: sg(s) pi / sg(pi), constant where s is
+            return saturating_exp(logs.mean().detach() + logps - logps.detach())
         case "trajectory":  # pi(y) / pi_old(y)
-            return ratios.prod().expand_as(ratios)
+            return saturating_exp(logs.sum()).expand_as(logs)
     raise ValueError(f"unknown importance_level {level!r}, expected one of {IMPORTANCE_LEVELS}")
 
 
@@ -39,8 +40,12 @@ def _kl(logps: Tensor, ref_logps: Tensor, estimator: str) -> Tensor:
             return logps - ref_logps
         case "k2" | "mse":
             return (logps - ref_logps) ** 2 / 2
-        case "k3" | "low_var_kl":
-            return (ref_logps - logps).exp() - (ref_logps - logps) - 1
+        case "k3":
+            d = torch.clamp(ref_logps - logps, max=LARGEST_EXPONENT)
+            return d.exp() - d - 1
+        case "low_var_kl":
+            d = torch.clamp(ref_logps - logps, -20, 20)
+            return torch.clamp(d.exp() - d - 1, max=10)
         case "abs":
             return (logps - ref_logps).abs()
     raise ValueError(f"unknown kl_estimator {estimator!r}, expected one of {KL_ESTIMATORS}")
@@ -153,6 +158,7 @@ def grpo(
         with torch.no_grad():
             ref_logps = statistics(ref_weight, ref_input, ref_bias)["logps"]
 
+    old_logps, ref_logps = (None if x is None else bounded_logps(x.to(dtype)) for x in (old_logps, ref_logps))
     n_sequences, n_tokens = max(1, target.shape[0]), max(1, int(valid.sum()))
     threshold = -math.inf
     if top_entropy_quantile < 1 and valid.any():
@@ -168,7 +174,7 @@ def grpo(
         else:
             now = torch.ones_like(stats["logps"])
             if old_logps is not None:
-                now = (stats["logps"].detach() - old_logps).exp()
+                now = saturating_exp(stats["logps"].detach() - old_logps)
             outside = torch.where(of_sequences > 0, now > 1 + epsilon_high, now < 1 - epsilon_low) & (of_sequences != 0)
             inside = (covariances > clip_cov_lb) & (covariances < clip_cov_ub)
             chosen = _largest(covariances, valid & inside & ~outside, max(1, int(clip_cov_ratio * n_tokens)))
@@ -205,11 +211,9 @@ def grpo(
             case "cispo":
                 cost = -weights * torch.clamp(ratio.detach(), cispo_epsilon_low, epsilon_high) * advantage * logps
             case "gmpo":
-                bounds = [
-                    (0.0, math.exp(epsilon_high)) if a > 0 else (math.exp(-epsilon_low), math.inf) for a in advantage
-                ]
-                bounded = torch.stack([r.clamp(*bound) for r, bound in zip(ratio, bounds, strict=True)])
-                cost = -weights * bounded.log().mean().exp() * advantage
+                bounds = [(-math.inf, epsilon_high) if a > 0 else (-epsilon_low, math.inf) for a in advantage]
+                bounded = torch.stack([d.clamp(*bound) for d, bound in zip(logps - old, bounds, strict=True)])
+                cost = -weights * saturating_exp(bounded.mean()) * advantage
             case "clip_cov":
                 cost = _clip_by_sign(ratio, advantage, 1 - epsilon_low, 1 + epsilon_high, None)
                 cost = weights * cost * ~chosen[i][here]
@@ -241,7 +245,7 @@ def grpo(
         if ref_logps is not None:
             kl = _kl(logps, of_tokens(ref_logps), kl_estimator)
             if use_bias_correction_kl:
-                kl = ratio * kl
+                kl = torch.clamp(ratio * kl, -LARGEST, LARGEST)
             cost = cost + beta * kl
             kl_sum = kl_sum + kl.sum()
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_chunked.eager.far_ends import saturating_exp
 from liger_chunked.eager.token_stats import token_stats
 
 CPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo", "simpo")
@@ -56,8 +57,8 @@ def orpo(
     """
     logps, has_tokens, nll = _sequences(weight, input, target, bias, nll_target, True, ignore_index, transform)
     logps = logps.clamp(max=-1e-12)
-    odds = logps.exp() / -torch.expm1(logps)
-    penalty = beta * torch.log1p(odds[:, 1] / odds[:, 0])  # -log sigmoid(log x) = log(1 + 1/x)
+    log_odds = logps - torch.log(-torch.expm1(logps))
+    penalty = -beta * F.logsigmoid(log_odds[:, 0] - log_odds[:, 1])
     return nll + penalty[has_tokens].sum() / max(1, len(penalty))
 
 
@@ -83,7 +84,7 @@ def cpo(
     """
     average = loss_type in ("ipo", "simpo")
     logps, has_tokens, nll = _sequences(weight, input, target, bias, nll_target, average, ignore_index, transform)
-    shaped = logps if alphapo_alpha == 0 else (1 - torch.exp(-alphapo_alpha * logps)) / alphapo_alpha
+    shaped = logps if alphapo_alpha == 0 else (1 - saturating_exp(-alphapo_alpha * logps)) / alphapo_alpha
     h = shaped[:, 0] - shaped[:, 1]
     match loss_type:
         case "sigmoid":

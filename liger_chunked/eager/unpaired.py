@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_chunked.eager.far_ends import bounded_logps
 from liger_chunked.eager.token_stats import token_stats
 
 
@@ -43,6 +44,7 @@ def _reference(
         return _logps(weight, input, target, bias, average, ignore_index, **transform)
     if given is None:
         return 0.0
+    given = bounded_logps(given)
     return given if given.ndim == 1 else _of_sequences(given, target, average, ignore_index)
 
 

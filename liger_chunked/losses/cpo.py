@@ -5,12 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
-from liger_chunked.losses.formulas import hinge, ipo, logistic
+from liger_chunked.losses.formulas import hinge, ipo, logistic, saturating_expm1
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.settings import check_finite, refuse_unread
 from liger_chunked.types import LogitOptionsDict, Pairs, shown
@@ -45,8 +44,8 @@ LOSS_TYPES: Mapping[str, _LossType] = {
 
 
 def _alphapo(logps: Tensor, alpha: float) -> Tensor:
-    """Return `(1 - p ** -alpha) / alpha`; its limit at 0 is `log p`."""
-    return -torch.expm1(-alpha * logps) / alpha
+    """Return `(1 - p ** -alpha) / alpha`; its limit at 0 is `log p`. `p ** -alpha` is at most e^80."""
+    return -saturating_expm1(-alpha * logps) / alpha
 
 
 class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
@@ -73,8 +72,8 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
         loss_type: a name from the table.
         simpo_gamma: the margin that "simpo" subtracts.
         alphapo_alpha: TRL's `alpha`. If it is not 0, it changes `beta l` to
-            `beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`, also of `l'` (AlphaPO,
-            https://arxiv.org/abs/2501.03884).
+            `beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`, also of `l'`, with an exponential of at most e^80
+            (AlphaPO, https://arxiv.org/abs/2501.03884).
         **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
             `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
             (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).

@@ -13,13 +13,10 @@ from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
 from liger_chunked.engine import check_values
-from liger_chunked.losses.formulas import hinge, ipo, logistic
+from liger_chunked.losses.formulas import hinge, ipo, logistic, saturating_expm1
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.settings import check_finite, check_positive, refuse_unread
-from liger_chunked.types import LogitOptionsDict, Pairs, shown
-
-# exp() overflows float32 at 88.7.
-_MAX_EXPONENT = 80.0
+from liger_chunked.types import LogitOptionsDict, Pairs, saturating_exp, shown
 
 
 def _reverse_kl(logratios: Tensor, alpha: float) -> Tensor:
@@ -30,7 +27,7 @@ def _alpha(logratios: Tensor, alpha: float) -> Tensor:
     power = alpha - 1
     if abs(power) < 1e-6:
         return logratios  # the limit
-    return torch.expm1((power * logratios).clamp(max=_MAX_EXPONENT)) / power
+    return saturating_expm1(power * logratios) / power
 
 
 def _forward_kl(logratios: Tensor, alpha: float) -> Tensor:
@@ -153,8 +150,10 @@ def _apo_down(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 
 def _discopop(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     logits = beta * _margin(pairs, s)
-    exponential = torch.sigmoid(logits / s.discopop_tau)
-    return (1 - exponential) * -F.logsigmoid(logits) + exponential * torch.exp(-logits)
+    scaled = logits / s.discopop_tau
+    # m exp(-x) by its logarithm: at a very negative x, m rounds to 0 and exp(-x) overflows.
+    exponential = saturating_exp(F.logsigmoid(scaled) - logits)
+    return torch.sigmoid(-scaled) * -F.logsigmoid(logits) + exponential
 
 
 def _sft(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
@@ -230,6 +229,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
 
     - `f_divergence_type` (f-DPO, https://arxiv.org/abs/2309.16240, table 1) replaces `c` and `r` in `d`, not in the
       metrics, by a score of `t = pi / pi_ref`, with exponents up to 80. Losses of `c` or `r` alone refuse it.
+      `exp(-beta d)` of `discopop` has the same bound, and `ref_logps` of -inf count as -1e18.
     - `ld_alpha`: LD-DPO (https://arxiv.org/abs/2409.06411).
     - `use_weighting` (WPO, https://arxiv.org/abs/2406.11827, equation 2) multiplies a pair's loss by the constant
       `w(chosen) w(rejected)`, with `log w` the mean over tokens of `log p_y - log(sum of p ** 2)`. `aot`,

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_chunked.types import LARGEST_EXPONENT
+
 _LINEAR = 40.0  # above it, `log(1 + exp(x))` is x in float64
 
 
@@ -23,6 +25,11 @@ def hinge(margin: Tensor) -> Tensor:
 
 def ipo(difference: Tensor, beta: float) -> Tensor:
     return (difference - 1 / (2 * beta)).square()
+
+
+def saturating_expm1(x: Tensor) -> Tensor:
+    """Return `exp(x) - 1` with the bound of `saturating_exp`: constant where `x` is above 80."""
+    return torch.expm1(x.clamp(max=LARGEST_EXPONENT))
 
 
 # Least distance of a probability to 1, with finite log-odds and gradients.

@@ -14,7 +14,7 @@ from liger_chunked.arguments import own_options
 from liger_chunked.losses.policy import Clipped, LigerFusedLinearPolicyBase
 from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS, sum_of_logs
 from liger_chunked.losses.settings import check_finite, check_positive, refuse_unread
-from liger_chunked.types import LogitOptionsDict, Rollouts, check_number, shown
+from liger_chunked.types import LogitOptionsDict, Rollouts, check_number, saturating_exp, shown
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _gmpo(r: Rollouts, s: SurrogateSettings) -> Tensor:
     low = _where(r.advantages < 0, r.advantages, -s.epsilon_low, -math.inf)
     high = _where(r.advantages > 0, r.advantages, s.epsilon_high, math.inf)
     log_ratio = (r.logps - r.old_logps).clamp(low, high)
-    return -(sum_of_logs(log_ratio) / r.lengths).exp() * r.advantages
+    return -saturating_exp(sum_of_logs(log_ratio) / r.lengths) * r.advantages
 
 
 def _clipped_by_gmpo(r: Rollouts, s: SurrogateSettings) -> Clipped:
@@ -129,7 +129,7 @@ def _vespo_weights(r: Rollouts, s: SurrogateSettings) -> Tensor:
     log_w = log_w.clamp(_LOWEST, _HIGHEST)
     k = _where(r.advantages >= 0, r.advantages, s.vespo_k_pos, s.vespo_k_neg)
     rate = _where(r.advantages >= 0, r.advantages, s.vespo_lambda_pos, s.vespo_lambda_neg)
-    return torch.exp(rate + k * log_w - rate * log_w.exp())
+    return saturating_exp(rate + k * log_w - rate * log_w.exp())
 
 
 def _vespo(r: Rollouts, s: SurrogateSettings) -> Tensor:
@@ -246,7 +246,9 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     means over the call's tokens. `clip_cov` chooses between `clip_cov_lb` and `clip_cov_ub`, among tokens that `clip`
     does not clip; the paper draws at random.
 
-    If `old_logps` is None, `r` is 1 with the gradient of `log pi`.
+    If `old_logps` is None, `r` is 1 with the gradient of `log pi`. Ratios are at most e^80 = 5.5e34 and constant
+    beyond, and `old_logps` of -inf count as -1e18: a token that is clipped, filtered, or has an advantage or a weight
+    of 0 has a gradient of exactly zero, however stale it is ("Far ends" in `docs/numerics.md`).
 
     Variants (TRL's and Liger-Kernel's default reduction is `"dapo"`, which gives long completions more weight):
 
@@ -286,9 +288,9 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
         max_completion_length: positive number of tokens, required by the reduction "dr_grpo" and refused by others.
             None: not given.
         kl_estimator: "k1", "k2", "k3" or "abs", with `d = log pi_ref - log pi` the estimates `-d`, `d^2 / 2`,
-            `exp(d) - d - 1` and `abs(d)`; verl's "kl", "mse" and "low_var_kl" are the first three. With
-            `use_bias_correction_kl`, `k1` and `k3` have the KL's gradient; without, `k2` has it, and `k1`'s is zero on
-            average.
+            `exp(d) - d - 1` and `abs(d)`; verl's "kl" and "mse" are the first two, and its "low_var_kl" is `k3` of `d`
+            in [-20, 20], at most 10 and constant where it is bounded. With `use_bias_correction_kl`, `k1` and `k3` have
+            the KL's gradient; without, `k2` has it, and `k1`'s is zero on average.
         use_bias_correction_kl: multiply the estimate by the importance ratio (DeepSeek-V3.2,
             https://arxiv.org/abs/2512.02556).
         off_policy_mask_threshold: in nats, not negative: tokens with a negative advantage cost 0 where the sequence's

@@ -42,6 +42,9 @@ from liger_chunked.losses.rollouts import (
 )
 from liger_chunked.losses.settings import check_finite, check_scope, checked_items
 from liger_chunked.types import (
+    LARGEST,
+    LARGEST_EXPONENT,
+    LOWEST_LOGP,
     LogitOptions,
     LogitOptionsDict,
     LossHead,
@@ -115,7 +118,13 @@ def _k2(d: Tensor) -> Tensor:
 
 
 def _k3(d: Tensor) -> Tensor:
+    d = d.clamp(max=LARGEST_EXPONENT)  # of both terms: beyond, that of -d alone would have the wrong sign
     return torch.expm1(d) - d
+
+
+def _low_var_kl(d: Tensor) -> Tensor:
+    """verl's k3: bounded, without a gradient beyond."""
+    return _k3(d.clamp(-20, 20)).clamp(max=10)
 
 
 KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -125,7 +134,7 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "abs": torch.abs,
     "kl": _k1,
     "mse": _k2,
-    "low_var_kl": _k3,
+    "low_var_kl": _low_var_kl,
 }
 
 
@@ -225,8 +234,13 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     |---|---|
     | `k1`, `kl` | `-d` |
     | `k2`, `mse` | `d^2 / 2` |
-    | `k3`, `low_var_kl` | `exp(d) - d - 1` |
+    | `k3` | `exp(d) - d - 1` |
+    | `low_var_kl` | `min(10, k3)` of `d` in [-20, 20], as in verl; constant where it is bounded |
     | `abs` | `abs(d)` |
+
+    Ratios, `exp(d)` and their products are at most e^80 = 5.5e34, and constant beyond; `old_logps` and `ref_logps` of
+    -inf count as -1e18 ("Far ends" in `docs/numerics.md`). So a token that is clipped, filtered, or has an advantage or
+    a weight of 0 has a gradient of exactly zero, however stale it is.
 
     Args:
         beta: weight of the KL to the reference, not negative; above 0, a call requires a reference.
@@ -340,7 +354,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         """Return the estimate (n, T) of KL(policy || reference) in nats."""
         assert rollouts.ref_logps is not None
         estimate = KL_ESTIMATORS[self.kl_estimator](rollouts.ref_logps - rollouts.logps)
-        return estimate * rollouts.ratio if self.use_bias_correction_kl else estimate
+        # Each factor may be near e^80.
+        return (estimate * rollouts.ratio).clamp(-LARGEST, LARGEST) if self.use_bias_correction_kl else estimate
 
     @entry_point
     def forward(
@@ -537,7 +552,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             lengths=arrange(lengths.clamp(min=1)),
             weights=arrange(torch.ones_like(lengths) / denominator),
             advantages=arrange.side(advantages, 0.0),
-            old_logps=None if old_logps is None else arrange.side(old_logps, 0.0),
+            old_logps=None if old_logps is None else arrange.side(old_logps, 0.0).clamp(min=LOWEST_LOGP),
             ref_logps=None if ref_logps is None else by_rollout(ref_logps),
             importance_weights=None if importance_weights is None else arrange.side(importance_weights, 1.0),
             importance_level=self.importance_level,

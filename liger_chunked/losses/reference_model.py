@@ -9,7 +9,7 @@ from torch import Tensor
 from liger_chunked.engine import Rows, Sequences, check_projection, stats_of_kept, token_stats, whole
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.losses.base import StatsLoss
-from liger_chunked.types import LossHead, Weight, accumulation_dtype
+from liger_chunked.types import LOWEST_LOGP, LossHead, Weight, accumulation_dtype
 
 
 class Reference(NamedTuple):
@@ -95,7 +95,8 @@ def reference_logps(
     ref_logps = ref_logps.detach().to(dtype)
     ref_logps = rows.arrange(whole(ref_logps, sequences) if per_token else ref_logps)
     # Padding may hold NaN.
-    return torch.where(rows.mask, ref_logps, 0.0) if per_token else ref_logps
+    ref_logps = torch.where(rows.mask, ref_logps, 0.0) if per_token else ref_logps
+    return ref_logps.clamp(min=LOWEST_LOGP)
 
 
 def without_reference(loss: Any, lengths: Tensor) -> Tensor:

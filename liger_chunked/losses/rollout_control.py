@@ -10,7 +10,7 @@ from torch import Tensor
 from liger_chunked.engine import Packing
 from liger_chunked.losses.rollouts import sum_of_logs
 from liger_chunked.losses.settings import check_finite, check_positive
-from liger_chunked.types import shown
+from liger_chunked.types import LOWEST_LOGP, saturating_exp, shown
 
 # (log-ratios (B, T), mask (B, T)) -> (B, T) or (B, 1)
 _LEVELS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -42,6 +42,8 @@ def rollout_importance_weights(
     | `token_mask` | `w` of the token | 0: MIS, https://richardli.xyz/rl-collapse |
     | `sequence_truncate`, `sequence_mask` | product of `w` over the sequence | the bound, 0 |
     | `geometric_truncate`, `geometric_mask` | geometric mean of `w` over the sequence | the bound, 0 |
+
+    `w` is at most e^80, and a log-probability of -inf counts as -1e18 ("Far ends" in `docs/numerics.md`).
 
     Modes and defaults are TRL's, which has no geometric mean. Multiply weights to combine verl's `rollout_is` and
     `rollout_rs`.
@@ -89,11 +91,12 @@ def rollout_importance_weights(
     mask = mask.bool()
     dtype = torch.promote_types(torch.promote_types(old_logps.dtype, sampling_logps.dtype), torch.float32)
     scored = mask & ~sampling_logps.isnan()
-    log_ratio = torch.where(scored, old_logps.to(dtype) - sampling_logps.to(dtype), 0.0)
+    old_logps, sampling_logps = (x.to(dtype).clamp(min=LOWEST_LOGP) for x in (old_logps, sampling_logps))
+    log_ratio = torch.where(scored, old_logps - sampling_logps, 0.0)
     if cu_seqlens is not None and level != "token":
         packing = Packing.of(cu_seqlens, len(mask), mask.device)
         log_ratio, mask = packing.whole(log_ratio), packing.whole(mask, False)
-    ratio = _LEVELS[level](log_ratio, mask).exp()
+    ratio = saturating_exp(_LEVELS[level](log_ratio, mask))
     if bounded == "truncate":
         return ratio.clamp(clip_min, clip_max).to(dtype)
     outside = torch.zeros_like(ratio, dtype=torch.bool)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine import Rows, Sequences, SequenceSplit, whole
-from liger_chunked.types import Rollouts, TokenStats
+from liger_chunked.types import LOWEST_LOGP, Rollouts, TokenStats
 
 
 def sum_of_logs(log_ratio: Tensor) -> Tensor:
@@ -18,6 +18,7 @@ def sum_of_logs(log_ratio: Tensor) -> Tensor:
 
 def _value_of_sequence_gradient_of_token(log_ratio: Tensor, lengths: Tensor) -> Tensor:
     mean = (sum_of_logs(log_ratio) / lengths).to(log_ratio.dtype)
+    log_ratio = log_ratio.clamp(min=LOWEST_LOGP)  # -inf - -inf would be NaN
     return mean.detach() + (log_ratio - log_ratio.detach())
 
 

@@ -1,0 +1,337 @@
+"""Test log-ratios far from 0, where an exponential overflows: limits of the formulas, and gradients of exactly zero.
+
+Stale rollouts, and a sampler that gives a token the probability 0, have such log-ratios. A finite loss hides a gradient
+of NaN there, because `exp` multiplies a gradient of zero by infinity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+
+import mpmath
+import pytest
+import torch
+from table import (
+    DPO,
+    DPO_VARIANTS,
+    ON_POLICY,
+    POLICY,
+    REFERENCE_FREE,
+    SMALL,
+    UNPAIRED,
+    Batch,
+    evaluate,
+    moved,
+    rollouts,
+)
+from torch import Tensor
+
+from liger_chunked import LigerFusedLinearGRPOLoss, eager, rollout_importance_weights
+from liger_chunked.losses.cpo import _alphapo
+from liger_chunked.losses.dpo import LOSS_TYPES, DPOSettings
+from liger_chunked.losses.grpo import SURROGATES
+from liger_chunked.losses.policy import KL_ESTIMATORS
+from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS
+from liger_chunked.types import LARGEST, saturating_exp
+
+FAR = [89.0, -89.0, 1e4, -1e4, math.inf]
+by_distance = pytest.mark.parametrize("far", FAR, ids=lambda far: f"{far:g}")
+by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+
+
+def logps_of(batch: Batch) -> Tensor:
+    return eager.token_stats(batch["weight"], batch["input"], batch["target"], batch.get("bias"))["logps"]
+
+
+def stale_at(batch: Batch, far: float, name: str = "old_logps") -> tuple[Batch, tuple[int, int]]:
+    """Return the batch with a log-ratio `far` at one token, and the token."""
+    row, column = map(int, (batch["target"] != -100).nonzero()[2])
+    moved_logps = batch[name].clone()
+    moved_logps[row, column] = -math.inf if far == math.inf else logps_of(batch)[row, column] - far
+    return {**batch, name: moved_logps}, (row, column)
+
+
+def assert_finite_and_same(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+    assert ours.keys() == exact.keys()
+    for name, value in exact.items():
+        assert value.isfinite().all(), f"eager {name}"
+        assert ours[name].isfinite().all(), name
+        # Gradients of saturated losses cancel down to 1e-15.
+        assert float((ours[name] - value).norm()) < 1e-10 * max(float(value.norm()), 1e-4), name
+
+
+# Every loss: finite, and as in eager code
+
+
+@pytest.mark.parametrize("row", [*POLICY, *ON_POLICY], ids=repr)
+@by_distance
+def test_stale_tokens_of_policy_losses(row, far):
+    batch = row.sample(SMALL, seed=11)
+    names = [name for name in ("old_logps", "ref_logps", "teacher_logps") if name in batch]
+    for name in names:
+        stale, _ = stale_at(batch, far, name)
+        assert_finite_and_same(evaluate(row.ours, stale), evaluate(row.oracle, stale))
+        in_float32 = evaluate(row.ours, moved(stale, torch.float32))
+        for parameter in ("input", "weight"):
+            assert not in_float32[parameter].isnan().any(), (name, parameter)
+
+
+@pytest.mark.parametrize("row", [*DPO, *DPO_VARIANTS, *REFERENCE_FREE, *UNPAIRED], ids=repr)
+@by_distance
+def test_far_sequences_of_preference_losses(row, far):
+    batch = row.sample(SMALL, seed=12)
+    if "ref_logps" in batch:
+        batch["ref_logps"].view(-1)[batch["ref_logps"].numel() // 3] = -far
+    else:  # log-probabilities of thousands of nats
+        batch["input"] = batch["input"] * (1e4 if far == math.inf else abs(far))
+    assert_finite_and_same(evaluate(row.ours, batch), evaluate(row.oracle, batch))
+    for name, value in evaluate(row.ours, moved(batch, torch.float32)).items():
+        assert name == "loss" or not value.isnan().any(), name
+
+
+# A gradient of exactly zero
+
+
+def policy(batch: Batch, **settings) -> Tensor:
+    return LigerFusedLinearGRPOLoss(**settings)(**batch)[0]
+
+
+def ignored_how(how: str, batch: Batch, token: tuple[int, int]) -> tuple[Batch, dict[str, object]]:
+    """Return a batch and settings whose loss does not count the token's ratio."""
+    sequence = token[0]
+    if how == "advantage-0":
+        return {**batch, "advantages": batch["advantages"].index_fill(0, torch.tensor([sequence]), 0.0)}, {}
+    if how == "weight-0":
+        weights = torch.ones(batch["target"].shape, dtype=torch.float64)
+        weights[sequence] = 0.0
+        return {**batch, "importance_weights": weights}, {}
+    entropy = eager.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"], outputs=("entropy",))[
+        "entropy"
+    ]
+    assert how == "low-entropy"
+    valid = batch["target"] != -100
+    share = float((entropy[valid] > entropy[sequence].max()).double().mean())
+    return batch, {"top_entropy_quantile": share}
+
+
+@by_dtype
+@by_distance
+@pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("how", ["advantage-0", "weight-0", "low-entropy"])
+def test_tokens_that_do_not_count_have_no_gradient(how, surrogate, level, far, dtype):
+    """The others have the bits that they have beside a token with a moderate ratio."""
+    if SURROGATES[surrogate].needs_tokens and level != "token":
+        pytest.skip("ratios per token")
+    batch = rollouts(SMALL, seed=13)
+    batch["input"][0] *= 3.0  # certain tokens, of a low entropy
+    moderate, token = stale_at(batch, math.copysign(0.5, far))
+    stale, _ = stale_at(batch, far)
+    if surrogate == "vespo" and how == "weight-0":
+        pytest.skip("weights are factors of its ratio")
+    settings = {"surrogate": surrogate, "importance_level": level}
+    results = []
+    for given in (stale, moderate):
+        given, more = ignored_how(how, given, token)
+        results.append(evaluate(partial(policy, **settings, **more), moved(given, dtype)))
+    ours, expected = results
+    for name, value in expected.items():
+        assert torch.equal(ours[name], value), name
+    if surrogate != "kl_cov" or how != "advantage-0":  # its penalty does not depend on the advantage
+        assert (ours["input"][token[0]] == 0).all()
+    assert (ours["input"] != 0).any()
+
+
+@by_dtype
+@by_distance
+@pytest.mark.parametrize("surrogate", ["clip", "clip_cov", "sapo", "cispo", "gmpo"])
+@pytest.mark.parametrize("level", ["token", "sequence", "trajectory"])
+def test_clipped_tokens_have_no_gradient(surrogate, level, far, dtype):
+    """Clipped on the advantage's side, a ratio of e^5 costs as much as one without a bound."""
+    if SURROGATES[surrogate].needs_tokens and level != "token":
+        pytest.skip("ratios per token")
+    if level == "sequence" and far < 0 and surrogate in ("sapo", "cispo"):
+        pytest.skip("a mean over tokens near enough that the ratio is not 0")
+    batch = rollouts(SMALL, seed=14)
+    batch["advantages"] = batch["advantages"].abs() * math.copysign(1.0, far)
+    settings = {"surrogate": surrogate, "importance_level": level, "epsilon_high": 5.0 if surrogate == "cispo" else 0.2}
+    stale, token = stale_at(batch, far)
+    ours = evaluate(partial(policy, **settings), moved(stale, dtype))
+    near, _ = stale_at(batch, math.copysign(40.0, far))
+    expected = evaluate(partial(policy, **settings), moved(near, dtype))
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-6 if dtype == torch.float32 else 1e-13, atol=1e-16)
+    of_token = ours["input"][token] if level == "token" else ours["input"][token[0]]
+    if surrogate in ("clip", "clip_cov"):
+        assert (of_token == 0).all()
+
+
+@by_dtype
+@pytest.mark.parametrize("far", [89.0, 1e4, math.inf])
+def test_a_sequence_far_from_its_sampler_is_masked(far, dtype):
+    batch = rollouts(SMALL, seed=15)
+    batch["advantages"] = -batch["advantages"].abs()
+    stale, token = stale_at(batch, -1e4)  # the sampler was certain
+    settings = {"off_policy_mask_threshold": 0.5, "surrogate": "reinforce", "reduction": "luspo"}
+    ours = evaluate(partial(policy, **settings), moved(stale, dtype))
+    without, _ = stale_at(batch, -1e4)
+    without["advantages"] = batch["advantages"].index_fill(0, torch.tensor([token[0]]), 0.0)
+    for name, value in evaluate(partial(policy, **settings), moved(without, dtype)).items():
+        assert torch.equal(ours[name], value), name
+    assert (ours["input"][token[0]] == 0).all()
+
+
+def test_an_unbounded_cost_saturates():
+    """With a negative advantage and no delta, the formula's limit is infinite: the cost is e^80 and constant."""
+    batch = rollouts(SMALL, seed=16)
+    batch["advantages"] = -torch.ones_like(batch["advantages"])
+    stale, token = stale_at(batch, math.inf)
+    ours = evaluate(partial(policy, reduction="luspo"), moved(stale, torch.float32))
+    assert float(ours["loss"]) == pytest.approx(LARGEST / SMALL.sequences, rel=1e-6)
+    assert (ours["input"][token] == 0).all()
+    assert (ours["input"] != 0).any()
+
+
+# The formulas' limits, in 60 digits
+
+
+def in_60_digits(function: Callable, *x: float) -> tuple[mpmath.mpf, list[mpmath.mpf]]:
+    """Return the value and its partial derivatives."""
+    with mpmath.workdps(60):
+        points = tuple(mpmath.mpf(value) for value in x)
+        orders = [tuple(int(i == j) for j in range(len(x))) for i in range(len(x))]
+        return function(*points), [mpmath.diff(function, points, order) for order in orders]
+
+
+def log_sigmoid(x: mpmath.mpf) -> mpmath.mpf:
+    return -mpmath.log1p(mpmath.exp(-x)) if x > 0 else x - mpmath.log1p(mpmath.exp(x))
+
+
+def sigmoid(x: mpmath.mpf) -> mpmath.mpf:
+    return mpmath.exp(log_sigmoid(x))
+
+
+BETA, EPSILON, TAU = 0.1, 0.1, 0.05
+
+
+def discopop(c: mpmath.mpf, r: mpmath.mpf) -> mpmath.mpf:
+    x = BETA * (c - r)
+    return sigmoid(-x / TAU) * -log_sigmoid(x) + sigmoid(x / TAU) * mpmath.exp(-x)
+
+
+def exo_pair(c: mpmath.mpf, r: mpmath.mpf) -> mpmath.mpf:
+    x = BETA * (c - r)
+    chosen = sigmoid(x) * (log_sigmoid(x) - mpmath.log(1 - mpmath.mpf(EPSILON)))
+    return chosen + sigmoid(-x) * (log_sigmoid(-x) - mpmath.log(mpmath.mpf(EPSILON)))
+
+
+FORMULAS: dict[str, Callable] = {
+    "sigmoid": lambda c, r: -(1 - EPSILON) * log_sigmoid(BETA * (c - r)) - EPSILON * log_sigmoid(BETA * (r - c)),
+    "hinge": lambda c, r: max(mpmath.mpf(0), 1 - BETA * (c - r)),
+    "exo_pair": exo_pair,
+    "nca_pair": lambda c, r: -log_sigmoid(BETA * c) - (log_sigmoid(-BETA * c) + log_sigmoid(-BETA * r)) / 2,
+    "bco_pair": lambda c, r: -log_sigmoid(BETA * c) - log_sigmoid(-BETA * r),
+    "sppo_hard": lambda c, r: (c - 0.5 / BETA) ** 2 + (r + 0.5 / BETA) ** 2,
+    "apo_zero": lambda c, r: sigmoid(-BETA * c) + sigmoid(BETA * r),
+    "apo_down": lambda c, r: sigmoid(BETA * c) + sigmoid(BETA * (r - c)),
+    "discopop": discopop,
+}
+ENDS = [(a, b) for a in (-1e4, -89.0, 0.3, 89.0, 1e4) for b in (-1e4, -89.0, 0.7, 89.0, 1e4)]
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_preference_losses_have_their_limits(name):
+    settings = DPOSettings(label_smoothing=EPSILON, discopop_tau=TAU)
+    for ends in ENDS:
+        logratios = torch.tensor([ends], dtype=torch.float64, requires_grad=True)
+        loss = LOSS_TYPES[name].loss(SimpleNamespace(logratios=logratios), BETA, settings)
+        loss.sum().backward()
+        value, slopes = in_60_digits(FORMULAS[name], *ends)
+        found = [float(loss.detach()), *logratios.grad[0].tolist()]
+        # Two terms of size beta may cancel.
+        assert found == pytest.approx([float(value), *map(float, slopes)], rel=1e-12, abs=1e-16), ends
+
+
+@pytest.mark.parametrize("tau", [0.05, 1.0, 3.0])
+@pytest.mark.parametrize("x", [-1e4, -1e3, -89.0, -5.0, 0.0, 5.0, 89.0, 1e4])
+def test_discopop_at_every_tau(tau, x):
+    logratios = torch.tensor([[x, 0.0]], dtype=torch.float64, requires_grad=True)
+    loss = LOSS_TYPES["discopop"].loss(SimpleNamespace(logratios=logratios), 1.0, DPOSettings(discopop_tau=tau))
+    loss.sum().backward()
+
+    def formula(x: mpmath.mpf) -> mpmath.mpf:
+        return sigmoid(-x / tau) * -log_sigmoid(x) + sigmoid(x / tau) * mpmath.exp(-x)
+
+    value, (slope,) = in_60_digits(formula, x)
+    if value > LARGEST:  # tau above 1 and a very negative margin
+        assert float(loss.detach()) == pytest.approx(LARGEST, rel=1e-12)
+        assert logratios.grad.isfinite().all()
+    else:
+        found = [float(loss.detach()), float(logratios.grad[0, 0])]
+        assert found == pytest.approx([float(value), float(slope)], rel=1e-12, abs=1e-16)
+
+
+@pytest.mark.parametrize("alpha", [0.25, -0.25, 2.0])
+@pytest.mark.parametrize("logp", [-1e4, -400.0, -89.0, -1.0])
+def test_alphapo_has_its_limits(alpha, logp):
+    x = torch.tensor(logp, dtype=torch.float64, requires_grad=True)
+    reward = _alphapo(x, alpha)
+    reward.backward()
+    value, (slope,) = in_60_digits(lambda x: -mpmath.expm1(-alpha * x) / alpha, logp)
+    if alpha > 0 and abs(value) > LARGEST / alpha:
+        assert float(reward.detach()) == pytest.approx(-LARGEST / alpha, rel=1e-12)
+        assert x.grad == 0
+    else:
+        assert [float(reward.detach()), float(x.grad)] == pytest.approx([float(value), float(slope)], rel=1e-12)
+
+
+KL_FORMULAS: dict[str, Callable] = {
+    "k1": lambda d: -d,
+    "k2": lambda d: d**2 / 2,
+    "k3": lambda d: mpmath.expm1(d) - d,
+    "abs": abs,
+    "low_var_kl": lambda d: min(mpmath.mpf(10), mpmath.expm1(max(-20, min(20, d))) - max(-20, min(20, d))),
+}
+
+
+@by_dtype
+@pytest.mark.parametrize("name", KL_FORMULAS)
+@pytest.mark.parametrize("d", [-1e4, -89.0, -15.0, -3.0, 0.5, 2.0, 15.0, 89.0, 1e4])
+def test_kl_estimators_have_their_limits(name, d, dtype):
+    x = torch.tensor(d, dtype=dtype, requires_grad=True)
+    estimate = KL_ESTIMATORS[name](x)
+    estimate.backward()
+    value, (slope,) = in_60_digits(KL_FORMULAS[name], d)
+    if value > LARGEST:
+        assert float(estimate.detach()) == pytest.approx(LARGEST, rel=1e-5)
+        assert x.grad == 0
+    else:
+        found = [float(estimate.detach()), float(x.grad)]
+        assert found == pytest.approx([float(value), float(slope)], rel=1e-5 if dtype == torch.float32 else 1e-13)
+
+
+def test_aliases_of_verl():
+    """verl bounds low_var_kl and not the other two."""
+    assert KL_ESTIMATORS["kl"] is KL_ESTIMATORS["k1"]
+    assert KL_ESTIMATORS["mse"] is KL_ESTIMATORS["k2"]
+    assert KL_ESTIMATORS["low_var_kl"] is not KL_ESTIMATORS["k3"]
+
+
+def test_saturating_exp_has_the_bits_of_exp():
+    x = torch.linspace(-110, 80, 1000)
+    assert torch.equal(saturating_exp(x), x.exp())
+    assert saturating_exp(torch.tensor(math.nan)).isnan()
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask", "geometric_mask"])
+def test_importance_weights_of_certain_tokens(mode):
+    never, mask = torch.tensor([[-math.inf, -1.0]]), torch.ones(1, 2)
+    both = rollout_importance_weights(never, never, mask, mode=mode)
+    assert (both == 1).all()  # equally impossible
+    weights = rollout_importance_weights(torch.tensor([[-1.0, -1.0]]), never, mask, mode=mode, clip_max=3.0)
+    assert weights[0, 0] == (3 if "truncate" in mode else 0)
+    unbounded = rollout_importance_weights(torch.tensor([[-1.0, -1.0]]), never, mask, clip_min=0.1, clip_max=None)
+    assert unbounded.isfinite().all()
