@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,6 +106,9 @@ def grpo(
     off_policy_mask_threshold: float | None = None,
     entropy_coef: float = 0.0,
     top_entropy_quantile: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
     cispo_epsilon_low: float = 0.0,
     sapo_temperature_pos: float = 1.0,
     sapo_temperature_neg: float = 1.05,
@@ -134,7 +138,7 @@ def grpo(
         target = torch.where(attention_mask.bool(), target, ignore_index)
     valid = target != ignore_index
 
-    def statistics(weight: Tensor, input: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+    def statistics(weight: Tensor, input: Tensor, bias: Tensor | None, **filters: Any) -> dict[str, Tensor]:
         return token_stats(
             weight,
             input,
@@ -145,9 +149,10 @@ def grpo(
             logit_scale=logit_scale,
             temperature=temperature,
             ignore_index=ignore_index,
+            **filters,
         )
 
-    stats = statistics(weight, input, bias)
+    stats = statistics(weight, input, bias, top_k=top_k, top_p=top_p, min_p=min_p)
     dtype = stats["logps"].dtype
     if ref_input is not None and ref_weight is not None:
         with torch.no_grad():
@@ -192,6 +197,8 @@ def grpo(
 
         logps, entropy = stats["logps"][i][here], stats["entropy"][i][here]
         old = logps.detach() if old_logps is None else of_tokens(old_logps)
+        sampled = (logps.detach() > -math.inf) & (old > -math.inf)  # the others have the ratio 1 and cost nothing
+        logps, old = logps.where(sampled, 0.0), old.where(sampled, 0.0)
         advantage = of_tokens(advantages)
         ratio = _importance_ratio(logps, old, importance_level)
         weights = torch.ones_like(logps) if importance_weights is None else of_tokens(importance_weights)
@@ -235,13 +242,14 @@ def grpo(
                 raise ValueError(f"unknown surrogate {surrogate!r}, expected one of {SURROGATES}")
 
         acting = entropy.detach() >= threshold
-        cost = cost * acting
+        cost = cost * acting * sampled
         if off_policy_mask_threshold is not None and (old - logps).mean() > off_policy_mask_threshold:
             cost = cost * (advantage >= 0)
         if ref_logps is not None:
             kl = _kl(logps, of_tokens(ref_logps), kl_estimator)
             if use_bias_correction_kl:
                 kl = ratio * kl
+            kl = kl * sampled
             cost = cost + beta * kl
             kl_sum = kl_sum + kl.sum()
 
