@@ -7,6 +7,7 @@ choose                           the one place that decides what runs, as a `Pla
 objective                        the loss of a chunk, and its gradient by the statistics
 step                             the loop over chunks, and the autograd Function
 head, epilogue                   passes over a chunk: plain logits, fused epilogue
+filtered, token_pass             plain logits that a sampling filter keeps, and of one token at a time
 distillation                     a loop of its own, of a student and a teacher
 gradients                        accumulators of dX, dW and db
 divergences, top_k, ranked       divergences of a tile of logits
@@ -28,6 +29,7 @@ from liger_chunked.engine.checks import (
 )
 from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_step
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
+from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.engine.kept import check_kept
 from liger_chunked.engine.known import as_counts, assert_later, host_may_sync, sequence_counts, token_count
 from liger_chunked.engine.objective import Differentiated, NegativeLogLikelihood, Objective, OfSequences
@@ -53,6 +55,7 @@ __all__ = [
     "Packing",
     "Ranked",
     "Rows",
+    "SamplingFilter",
     "SequenceSplit",
     "Sequences",
     "Teacher",

@@ -22,7 +22,7 @@ from torch import Tensor
 from liger_chunked.engine import cutting, epilogue
 from liger_chunked.engine.cutting import Budget, Chunk, Tiles
 from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
-from liger_chunked.engine.filtered import FilteredPass, SamplingFilter
+from liger_chunked.engine.filtered import FILTERED, SamplingFilter
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.engine.rows import Rows
@@ -38,7 +38,6 @@ class Path(enum.Enum):
 
     LOGITS = "logits"  # a product, then a kernel that reads its logits
     EPILOGUE = "epilogue"  # a product that reduces its logits in its epilogue: Hopper, bfloat16
-    FILTERED = "filtered"  # logits of whole rows, of which a sampling filter keeps some
     BY_TOKEN = "by token"  # logits of one token at a time, whose bits do not depend on its neighbours
 
 
@@ -55,7 +54,8 @@ class Plan:
         path: what computes statistics. A loss leaves `Path.EPILOGUE` for logits if its dW is rounded (`pass_of_loss`).
         outputs, differentiates: the statistics to compute, and those that the gradient may reach.
         class_weight: (V,) weights of `mean_logits`.
-        filter: of `Path.FILTERED`.
+        filter: the logits that statistics are of, if not all. Tiles are then whole rows of this rank.
+        most_columns: of a rank, if ranks split the vocabulary.
         scattered: which rows each rank holds, if ranks split both vocabulary and hidden states.
     """
 
@@ -71,6 +71,7 @@ class Plan:
     class_weight: Tensor | None = None
     shard: VocabShard | None = None
     filter: SamplingFilter | None = None
+    most_columns: int = 0
     scattered: ScatteredRows | None = None
 
     def tokens(self, i: int, flat: Tensor, flat_u: Tensor | None) -> Tokens:
@@ -190,6 +191,7 @@ def for_loss(
     whole_batch: bool,
     wide_tiles: bool,
     class_weight: Tensor | None = None,
+    filter: SamplingFilter | None = None,
 ) -> Plan:
     """Plan a loss whose gradients come in the forward.
 
@@ -198,6 +200,7 @@ def for_loss(
         whole_batch: whether the objective needs all groups in one chunk.
         wide_tiles: whether the GPU runs the fused epilogue.
         class_weight: (V,) weights of `mean_logits`.
+        filter: the logits that statistics are of. None: all.
     """
     budget = budget_of(head, options, dtype)
     n_tokens = rows.n_valid if rows.groups is None else sum(rows.groups.cut_counts)
@@ -208,6 +211,7 @@ def for_loss(
     cut, path = _cut_batch(rows, budget, n_tokens, bytes_per_logit, whole_batch), Path.LOGITS
     if (
         wide_tiles
+        and filter is None
         and not rows.side
         and epilogue.is_large(rows.n_valid * budget.vocab_size, budget.hidden_size)
         and _all_ranks_have_wide_tiles(head)
@@ -228,6 +232,10 @@ def for_loss(
                 cut = several
         path = Path.EPILOGUE if serves(cut.tiles) else Path.LOGITS
     tiles = cut.tiles if head.columns == budget.vocab_size else _tiles(cut.chunks, head.columns, cut.limit)
+    if filter is not None:
+        tiles = tuple(
+            [cutting.whole_rows(chunk.length, head.columns, cut.limit // budget.vocab_size) for chunk in cut.chunks]
+        )
     rows, scattered = scatter_rows(rows if len(cut.chunks) == 1 else rows.in_group_order(), cut.chunks, head)
     return Plan(
         rows=rows,
@@ -242,6 +250,8 @@ def for_loss(
         differentiates=differentiates,
         class_weight=class_weight,
         shard=head.shard,
+        filter=filter,
+        most_columns=budget.vocab_size,
     )
 
 
@@ -271,8 +281,8 @@ def for_statistics(
     n_valid, columns = rows.n_valid, head.columns
     path, tiles = Path.LOGITS, None
     if filter is not None:
-        path = Path.FILTERED
-        tiles = cutting.whole_rows(n_valid, columns, budget.logits(0, bytes_per_logit) // columns)
+        # Of the widest part, so that all ranks cut alike.
+        tiles = cutting.whole_rows(n_valid, columns, budget.logits(0, bytes_per_logit) // budget.vocab_size)
     elif (
         wide_tiles
         and not rows.side
@@ -292,7 +302,7 @@ def for_statistics(
             raise ValueError(
                 'deterministic="batch" on a GPU needs Hopper, bfloat16, contiguous weights with H a multiple of 8, '
                 'outputs among "logps", "lse", "entropy" and "mean_logits", and no bias, adapter, softcap, '
-                "candidates or temperature of tokens; got another call"
+                "candidates, filter or temperature of tokens; got another call"
             )
     if tiles is None:
         tiles = cutting.tiles(n_valid, columns, budget.logits(0, bytes_per_logit), square=True)
@@ -311,6 +321,7 @@ def for_statistics(
         class_weight=class_weight,
         shard=head.shard,
         filter=filter,
+        most_columns=budget.vocab_size,
     )
 
 
@@ -364,13 +375,13 @@ def pass_of_statistics(plan: Plan, head: HeadTensors, holds: bool = False) -> He
 
 
 def _pass_of_logits(plan: Plan, head: HeadTensors, grads: HeadGradients | None) -> HeadPass:
-    logits_pass: HeadPass
-    if plan.path is Path.FILTERED:
-        assert plan.filter is not None
-        logits_pass = FilteredPass(head, plan.options, plan.outputs, grads=grads, filter=plan.filter)
-    else:
-        kind = TokenPass if plan.path is Path.BY_TOKEN else HeadPass if head.shard is None else ShardedPass
+    kind = TokenPass if plan.path is Path.BY_TOKEN else HeadPass if head.shard is None else ShardedPass
+    if plan.filter is None:
         logits_pass = kind(head, plan.options, plan.outputs, plan.class_weight, grads)
+    else:
+        logits_pass = FILTERED[kind](
+            head, plan.options, plan.outputs, grads=grads, filter=plan.filter, most_columns=plan.most_columns
+        )
     logits_pass.reserve(plan.largest_tile)
     return logits_pass
 

@@ -38,7 +38,7 @@ def compile_ahead(
         return
     if plan.shard is not None or rows.gathers_statistics:  # a dry run would wait for other ranks
         return
-    if plan.path is Path.FILTERED or "candidates" in rows.side:
+    if plan.filter is not None or "candidates" in rows.side:
         return
     # What decides which kernels a step launches, and which of their variants. It has no number of tokens, of which
     # variants are independent. Built inline, and of what has a hash in C, because every step on a GPU comes by.

@@ -248,6 +248,7 @@ def linear_token_stats(
     candidates: Tensor | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
     kept: KeptIds | None = None,
     ignore_index: int = -100,
     logits_budget: int | float | str | None = None,
@@ -290,6 +291,9 @@ def linear_token_stats(
             dropped target's `logps`. None: keep all.
         top_p: in (0, 1]: of these, keep the fewest whose probabilities sum to `top_p`, and ties with the smallest kept.
             Sorts all logits without `top_k`. None: keep all.
+        min_p: in [0, 1]: of these, keep the ids whose probability is at least `min_p` times the largest
+            (https://arxiv.org/abs/2407.01082). The order is that of transformers and SGLang; vLLM takes `min_p` first,
+            which differs where `top_p` is given too. None: keep all.
         kept: the ids that a sampler kept of each position, see `KeptIds`: statistics of the softmax over these, after
             the temperature. Only their rows of the head are read. Not with "mean_logits", "log_sum_sq_probs",
             `candidates`, a filter, or `input_grad="reduce_scatter"` of `vocab_shard`. With `n_valid`, no position with
@@ -302,8 +306,8 @@ def linear_token_stats(
             range of targets ("Without waiting" in `docs/how-it-works.md`). None: the host reads it from the device.
         deterministic: "batch" gives a token's values, not gradients, the same bits in any batch, place and budget.
             On a GPU it needs the fused epilogue: Hopper, bfloat16, a contiguous weight with H a multiple of 8,
-            `outputs` up to "mean_logits", and no bias, adapter, softcap, candidates or temperatures of tokens. It
-            excludes `vocab_shard`, `top_k` and `top_p`. None: results are repeatable, but may depend on the batch.
+            `outputs` up to "mean_logits", and no bias, adapter, softcap, candidates, filter or temperatures of tokens.
+            It excludes `vocab_shard`. None: results are repeatable, but may depend on the batch.
         vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
             None: this rank has the whole vocabulary.
 
@@ -339,10 +343,8 @@ def linear_token_stats(
         raise ValueError(f"outputs must name distinct fields of TokenStats {OUTPUTS}, got ({given})")
     if deterministic not in (None, "batch"):
         raise ValueError(f'deterministic must be "batch" or None, got {shown(deterministic)}')
-    if deterministic is not None:
-        for name, x in (("vocab_shard", vocab_shard), ("top_k", top_k), ("top_p", top_p)):
-            if x is not None:
-                raise ValueError(f'deterministic="batch" does not take {name}, got {shown(x)}')
+    if deterministic is not None and vocab_shard is not None:
+        raise ValueError(f'deterministic="batch" does not take vocab_shard, got {shown(vocab_shard)}')
     head = check_projection(LossHead(weight, bias, vocab_shard), input)
     check_target(target, input, head=head)
     if per_token is not None:
@@ -354,13 +356,13 @@ def linear_token_stats(
         rows = rows.with_side("temperature", per_token.reshape(-1))
         check_temperature_values(rows.side["temperature"], n_valid)
     if kept is not None:
-        check_kept(head, outputs, candidates=candidates, top_k=top_k, top_p=top_p)
+        check_kept(head, outputs, candidates=candidates, top_k=top_k, top_p=top_p, min_p=min_p)
         stats = stats_of_kept(
             head, input, target.long(), kept, outputs, options, per_token,
             may_wait=host_may_sync(target, n_valid), batch_invariant=deterministic is not None,
         )  # fmt: skip
         return TokenStats(*(None if x is None else x.view(target.shape) for x in stats))
-    filter = SamplingFilter.of(top_k, top_p, options, outputs, vocab_shard is not None)
+    filter = SamplingFilter.of(top_k, top_p, min_p, options, outputs)
     if candidates is not None:
         rows = rows.with_side("candidates", check_candidates(candidates, target, head.vocab_size, n_valid))
     batch_invariant = deterministic is not None

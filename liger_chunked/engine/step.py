@@ -17,6 +17,7 @@ from liger_chunked.engine.collectives import mapped
 from liger_chunked.engine.compile_ahead import compile_ahead
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.estimated import estimated
+from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.hooks import isolated
 from liger_chunked.engine.objective import Objective, Share
@@ -208,6 +209,7 @@ def fused_loss(
     differentiates: tuple[str, ...] = DIFFERENTIABLE,
     whole_batch: bool = False,
     class_weight: Tensor | None = None,
+    filter: SamplingFilter | None = None,
 ) -> Fused:
     """Return the loss of an objective, and what its metrics read."""
     unknown = [name for name in outputs if name not in OUTPUTS]
@@ -224,6 +226,7 @@ def fused_loss(
         whole_batch=whole_batch,
         wide_tiles=has_wide_tiles(input.device) if estimate is None else estimate.wide_tiles,
         class_weight=class_weight,
+        filter=filter,
     )
     step = StatisticsStep(plan, objective)
     return Fused(run_step(step, head, input), step.values, step.aux)

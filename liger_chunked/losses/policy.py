@@ -14,6 +14,7 @@ from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
     Differentiated,
     Group,
+    SamplingFilter,
     assert_later,
     check_kept,
     check_projection,
@@ -145,14 +146,13 @@ class Clipped(NamedTuple):
     high: Tensor
 
 
-def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
-    """Return (n, T), True at this share of valid tokens with the highest entropy."""
+def _high_entropy(rollouts: Rollouts, valid: Tensor, share: float) -> Tensor:
+    """Return (n, T), True at this share of `valid` tokens (n, T) with the highest entropy."""
     if not rollouts.batch_tokens:
-        return rollouts.mask
+        return valid
     entropy = rollouts.entropy.detach()
-    places = torch.nonzero_static(rollouts.mask.reshape(-1), size=rollouts.batch_tokens).view(-1)
-    valid = entropy.reshape(-1)[places]
-    return rollouts.mask & (entropy >= torch.quantile(valid, 1 - share))
+    places = torch.nonzero_static(valid.reshape(-1), size=rollouts.batch_tokens).view(-1)
+    return valid & (entropy >= torch.quantile(entropy.reshape(-1)[places], 1 - share))
 
 
 def _near_sampler(rollouts: Rollouts, threshold: float) -> Tensor:
@@ -261,6 +261,11 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         top_entropy_quantile: in [0, 1]; only this share of the call's tokens, at least one, with the highest entropy
             keeps cost and bonus (https://arxiv.org/abs/2506.01939). Below 1, costs one more GEMM if logits exceed the
             budget.
+        top_k, top_p, min_p: the sampler's, as in `linear_token_stats`: log-probabilities and entropies are of the ids
+            that they keep of the policy's own softmax. Pass `old_logps` of the same filter. The reference is not
+            filtered, so that the KL is finite. A sampled token that the policy's filter now drops, or whose
+            `old_logps` is -inf, has the ratio 1, and neither cost nor KL, but counts in denominators, and its entropy
+            counts. `kept` is exact, and cheaper, where the sampler returned its ids. None: all ids.
         clipped: a function from `Rollouts` to `Clipped` that says where ratios are clipped, for the metrics. None:
             nowhere.
         **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
@@ -288,6 +293,9 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         off_policy_mask_threshold: float | None = None,
         entropy_coef: float = 0.0,
         top_entropy_quantile: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
         clipped: Callable[[Rollouts], Clipped] | None = None,
         **options: Unpack[LogitOptionsDict],
     ) -> None:
@@ -325,8 +333,12 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         self.off_policy_mask_threshold = off_policy_mask_threshold
         self.entropy_coef = entropy_coef
         self.top_entropy_quantile = top_entropy_quantile
+        self.top_k = top_k
+        self.top_p = top_p
+        self.min_p = min_p
         self.clipped = clipped
         self.options = LogitOptions.of(type(self), options)
+        _ = self._filter  # checks it
 
     @abstractmethod
     def policy_loss(self, rollouts: Rollouts) -> Tensor:
@@ -345,6 +357,10 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     @property
     def _outputs(self) -> tuple[str, ...]:
         return ("logps", "entropy")
+
+    @property
+    def _filter(self) -> SamplingFilter | None:
+        return SamplingFilter.of(self.top_k, self.top_p, self.min_p, self.options)
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
@@ -450,7 +466,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                     f"{shown(temperature)}"
                 )
         if kept is not None:
-            check_kept(head, self._outputs)
+            check_kept(head, self._outputs, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
             if sequence_group is not None:
                 raise ValueError("kept and sequence_group are given: ranks cannot split the positions of kept ids yet")
         ignore_index, may_wait = self.options.ignore_index, kept is None or host_may_sync(target, n_valid)
@@ -492,7 +508,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 head, input, target.long(), kept, rows, Differentiated(objective), sequences=sequences,
                 outputs=self._outputs, options=self.options, temperature=temperature, may_wait=may_wait,
             )  # fmt: skip
-        return loss, self._metrics(batch().rollouts(stats, slice(None)), whole_target.shape)
+        return loss, self._metrics(batch(), batch().rollouts(stats, slice(None)), whole_target.shape)
 
     if TYPE_CHECKING:
 
@@ -510,18 +526,20 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 f"policy_loss must return {tuple(mask.shape)}, one value a token, or {(mask.shape[0], 1)}, "
                 f"one a sequence, got {got}"
             )
-        acting = mask if self.top_entropy_quantile == 1 else _high_entropy(rollouts, self.top_entropy_quantile)
+        # A filter may drop a sampled token: then `rollouts.mask` is False, but the token is valid and has an entropy.
+        valid = batch.mask[index] if batch.filtered else mask
+        acting = valid if self.top_entropy_quantile == 1 else _high_entropy(rollouts, valid, self.top_entropy_quantile)
         if rollouts.importance_weights is not None and not self.weighs:
             cost = cost * rollouts.importance_weights
-        kept = acting
+        kept = acting & mask if batch.filtered else acting
         if self.off_policy_mask_threshold is not None:
-            kept = acting & _near_sampler(rollouts, self.off_policy_mask_threshold)
+            kept = kept & _near_sampler(rollouts, self.off_policy_mask_threshold)
         cost = torch.where(kept, cost, 0.0)
         if self.beta:
             cost = cost + self.beta * torch.where(mask, self.kl(rollouts), 0.0)
         loss = (cost * batch.weights[index]).sum(dtype=torch.float64)
         if self.entropy_coef:
-            n_acting = max(1, batch.batch_tokens) if acting is mask else acting.sum().clamp(min=1)
+            n_acting = max(1, batch.batch_tokens) if acting is valid else acting.sum().clamp(min=1)
             bonus = torch.where(acting, rollouts.entropy, 0.0).sum(dtype=torch.float64) / n_acting
             share = 1.0 if num_items is None else batch.batch_tokens / num_items
             loss = loss - self.entropy_coef * share * bonus
@@ -556,14 +574,15 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             ref_logps=None if ref_logps is None else by_rollout(ref_logps),
             importance_weights=None if importance_weights is None else arrange.side(importance_weights, 1.0),
             importance_level=self.importance_level,
+            filtered=self._filter is not None,
             batch_size=mask.shape[0],
             batch_tokens=arrange.rows.n_valid,
         )
 
     @torch.no_grad()
-    def _metrics(self, rollouts: Rollouts, shape: torch.Size) -> PolicyMetrics:
+    def _metrics(self, batch: RolloutBatch, rollouts: Rollouts, shape: torch.Size) -> PolicyMetrics:
         """Return the metrics of a batch whose target has this `shape`, (B, T)."""
-        mask = rollouts.mask
+        mask = batch.mask  # also of tokens that a filter drops, whose ratio is 1 and KL 0
         low = high = either = None
         if self.clipped is not None:
             per_sequence = IMPORTANCE_LEVELS[self.importance_level].per_sequence

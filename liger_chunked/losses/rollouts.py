@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -100,22 +101,33 @@ class RolloutBatch:
     ref_logps: Tensor | None
     importance_weights: Tensor | None
     importance_level: str
+    filtered: bool  # log-probabilities may be -inf, of tokens that a sampling filter drops
     batch_size: int
     batch_tokens: int
 
     def rollouts(self, stats: TokenStats, index: slice | Tensor) -> Rollouts:
         assert stats.logps is not None and stats.entropy is not None
-        logps, lengths = by_rollout(stats.logps), self.lengths[index]
+        logps, lengths, mask = by_rollout(stats.logps), self.lengths[index], self.mask[index]
         old_logps = logps.detach() if self.old_logps is None else self.old_logps[index]
+        ref_logps = None if self.ref_logps is None else self.ref_logps[index]
+        importance_weights = None if self.importance_weights is None else self.importance_weights[index]
+        if self.filtered:
+            # Values of ignored tokens, because exp() and products of -inf are not finite.
+            kept = (logps.detach() > -math.inf) & (old_logps > LOWEST_LOGP)  # which stands for -inf
+            mask = mask & kept
+            logps, old_logps = torch.where(kept, logps, 0.0), torch.where(kept, old_logps, 0.0)
+            ref_logps = None if ref_logps is None else torch.where(kept, ref_logps, 0.0)
+            if importance_weights is not None and importance_weights.shape == kept.shape:
+                importance_weights = torch.where(kept, importance_weights, 1.0)
         return Rollouts(
             logps=logps,
             old_logps=old_logps,
-            ref_logps=None if self.ref_logps is None else self.ref_logps[index],
+            ref_logps=ref_logps,
             log_ratio=IMPORTANCE_LEVELS[self.importance_level].log_ratio(logps - old_logps, lengths),
             advantages=self.advantages[index],
-            importance_weights=None if self.importance_weights is None else self.importance_weights[index],
+            importance_weights=importance_weights,
             entropy=by_rollout(stats.entropy),
-            mask=self.mask[index],
+            mask=mask,
             lengths=lengths,
             batch_size=self.batch_size,
             batch_tokens=self.batch_tokens,

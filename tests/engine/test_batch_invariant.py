@@ -10,11 +10,11 @@ import torch
 from table import relative_error
 from torch import Tensor
 
-from liger_chunked import AdaptedWeight, eager, linear_token_stats
+from liger_chunked import AdaptedWeight, VocabShard, eager, linear_token_stats
 from liger_chunked.engine import all_rows, choose
-from liger_chunked.engine.filtered import SamplingFilter
+from liger_chunked.engine.filtered import FilteredTokenPass, SamplingFilter
 from liger_chunked.kernels import backend
-from liger_chunked.types import LogitOptions, LossHead
+from liger_chunked.types import HeadTensors, LogitOptions, LossHead
 
 N, H, V = 75, 40, 331
 FLOATS = ("logps", "lse", "entropy", "mean_logits")
@@ -137,8 +137,7 @@ def test_nothing_valid() -> None:
     ("options", "message"),
     [
         ({"deterministic": "all"}, "deterministic must be \"batch\" or None, got 'all'"),
-        ({"top_k": 4}, 'deterministic="batch" does not take top_k, got 4'),
-        ({"top_p": 0.5}, 'deterministic="batch" does not take top_p, got 0.5'),
+        ({"vocab_shard": VocabShard(None, 0, V)}, 'deterministic="batch" does not take vocab_shard'),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:
@@ -162,8 +161,7 @@ def test_bits_on_a_gpu() -> None:
             invariant(**given | refused)
 
 
-def test_a_filter_comes_before_single_rows() -> None:
-    """Rows of one token have no filter. The public function refuses both together; the engine must not drop one."""
+def test_a_filter_on_single_rows() -> None:
     plan = choose.for_statistics(
         LossHead(torch.ones(11, 4)),
         all_rows((5,)),
@@ -173,4 +171,5 @@ def test_a_filter_comes_before_single_rows() -> None:
         filter=SamplingFilter(top_k=3),
         batch_invariant=True,
     )
-    assert plan.path is choose.Path.FILTERED
+    assert plan.path is choose.Path.BY_TOKEN
+    assert isinstance(choose.pass_of_statistics(plan, HeadTensors(torch.ones(11, 4))), FilteredTokenPass)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,12 +11,16 @@ from table import relative_error
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from liger_chunked import VocabShard, linear_token_stats
+from liger_chunked import LigerFusedLinearGRPOLoss, linear_token_stats
+from liger_chunked.eager.token_stats import filtered
 
 warpers = pytest.importorskip("transformers.generation.logits_process")
 
 V, H, N, TEMPERATURE = 53, 16, 40, 0.7
-FILTERS = [(5, None), (None, 0.9), (10, 0.7), (1, None), (None, 0.01), (99, 1.0)]
+FILTERS = [
+    (5, None, None), (None, 0.9, None), (10, 0.7, None), (1, None, None), (None, 0.01, None), (99, 1.0, None),
+    (None, None, 0.1), (None, None, 1.0), (None, 0.9, 0.05), (5, None, 0.02), (12, 0.95, 0.03),
+]  # fmt: skip
 
 
 def batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,7 +35,12 @@ def batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Te
 
 
 def oracle(
-    weight: Tensor, input: Tensor, target: Tensor, top_k: int | None, top_p: float | None
+    weight: Tensor,
+    input: Tensor,
+    target: Tensor,
+    top_k: int | None,
+    top_p: float | None = None,
+    min_p: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies after transformers' processors, in the inputs' dtype and float32."""
     z = input @ weight.T
@@ -39,6 +49,8 @@ def oracle(
         z = warpers.TopKLogitsWarper(top_k)(None, z)
     if top_p is not None:
         z = warpers.TopPLogitsWarper(top_p)(None, z)
+    if min_p is not None:
+        z = warpers.MinPLogitsWarper(min_p)(None, z)
     log_p = z.log_softmax(-1)
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1)
     valid = target != -100
@@ -65,13 +77,15 @@ def evaluate(function: Any, weight: Tensor, input: Tensor, target: Tensor, *args
 
 @pytest.mark.triton
 @pytest.mark.parametrize("budget", [None, 8 * V * 7], ids=["one-tile", "tiles"])
-@pytest.mark.parametrize(("top_k", "top_p"), FILTERS)
-def test_equals_the_samplers_processors(top_k: int | None, top_p: float | None, budget: int | None) -> None:
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
+def test_equals_the_samplers_processors(
+    top_k: int | None, top_p: float | None, min_p: float | None, budget: int | None
+) -> None:
     given = batch()
-    expected = evaluate(oracle, *given, top_k, top_p)
-    found = evaluate(ours, *given, top_k=top_k, top_p=top_p, logits_budget=budget)
+    expected = evaluate(oracle, *given, top_k, top_p, min_p)
+    found = evaluate(ours, *given, top_k=top_k, top_p=top_p, min_p=min_p, logits_budget=budget)
     dropped = expected[0] == -torch.inf
-    assert bool(dropped.any()) == (top_k in (1, 10) or top_p in (0.01, 0.9))
+    assert bool(dropped.any()) == (top_k not in (5, 99) or min_p is not None)
     assert torch.equal(found[0] == -torch.inf, dropped)
     expected[0], found[0] = expected[0][~dropped], found[0][~dropped]
     for value, exact in zip(found, expected, strict=True):
@@ -84,7 +98,7 @@ def test_a_dropped_target_has_the_gradient_of_eager_code() -> None:
     values = []
     for function in (oracle, lambda *a: ours(*a[:3], top_k=a[3], top_p=a[4])):
         x = input.clone().requires_grad_()
-        logps, _ = function(weight, x, target, 1, None)
+        logps, _ = function(weight, x, target, 1, None, None)
         assert logps[0] == -torch.inf
         (gradient,) = torch.autograd.grad(logps, x, torch.ones_like(logps))
         values.append(gradient)
@@ -127,6 +141,83 @@ def test_equal_logits_stay() -> None:
     )
 
 
+TIES = torch.tensor([3.0, 1.0, 1.0, 0.0, 1.0, -1.0, 0.0])  # exact in every dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("options", [
+    {"top_k": 2}, {"top_k": 2, "top_p": 0.8}, {"top_k": 2, "top_p": 0.9}, {"top_k": 5, "top_p": 0.95},
+    {"top_p": 0.8}, {"top_p": 0.97}, {"min_p": 0.13}, {"min_p": 0.14}, {"top_k": 2, "top_p": 0.9, "min_p": 0.1},
+])  # fmt: skip
+def test_equal_logits_stay_or_go_together(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """As in transformers for `top_k`, whose ties count in the sum of `top_p`; a sampler may keep some of `top_p`'s."""
+    every = torch.arange(TIES.numel())[None]
+    stats = linear_token_stats(
+        TIES[:, None].to(dtype), torch.ones(1, 1, dtype=dtype), torch.tensor([0]), candidates=every, **options
+    )
+    assert stats.candidate_logps is not None
+    expected = filtered(TIES.double()[None], **options).log_softmax(-1)
+    assert torch.equal(stats.candidate_logps == -torch.inf, expected == -torch.inf)
+    assert torch.allclose(stats.candidate_logps.exp().double(), expected.exp(), atol=1e-6)
+
+
+def test_min_p_depends_on_the_temperature_of_each_token() -> None:
+    weight, input, target = batch()
+    temperature = torch.linspace(0.3, 2.0, N)
+    stats = linear_token_stats(weight, input, target, outputs=("entropy",), temperature=temperature, min_p=0.1)
+    z = (input @ weight.T) / temperature[:, None].double()
+    log_p = warpers.MinPLogitsWarper(0.1)(None, z).log_softmax(-1)
+    expected = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1)
+    valid = target != -100
+    assert stats.entropy is not None
+    assert relative_error(stats.entropy[valid], expected[valid]) < 1e-12
+    kept = (log_p > -torch.inf).sum(-1)
+    assert kept[:5].sum() < kept[-5:].sum()
+
+
+@pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.8}, {"min_p": 0.3, "top_k": 9}])
+def test_batch_invariant(options: dict[str, Any]) -> None:
+    """With a filter too, a token's bits do not depend on the batch."""
+    weight, input, target = batch(torch.float32)
+
+    def values(rows: Tensor) -> Tensor:
+        stats = linear_token_stats(weight, input[rows], target[rows], deterministic="batch", **options)
+        assert stats.logps is not None
+        return stats.logps
+
+    every = values(torch.arange(N))
+    assert (every == -torch.inf).any()
+    for part in (torch.tensor([7]), torch.arange(3, 21), torch.arange(N - 1, -1, -1)):
+        assert torch.equal(values(part), every[part])
+    exact = oracle(weight.double(), input.double() / 1, target, **{"top_k": None} | options)[0]
+    plain = linear_token_stats(
+        weight.double(), input.double(), target, temperature=TEMPERATURE, deterministic="batch", **options
+    ).logps
+    kept = exact > -torch.inf
+    assert plain is not None and relative_error(plain[kept], exact[kept]) < 1e-9
+
+
+def test_a_policy_counts_a_dropped_token_and_does_not_read_it() -> None:
+    """A token that the filter drops now costs 0, has a ratio of 1, and stays in the denominator."""
+    weight, input, target = batch()
+    target = target.where(target != -100, 0)
+    logps = linear_token_stats(weight, input, target, top_k=1).logps
+    assert logps is not None
+    dropped = logps == -torch.inf
+    assert 0 < dropped.sum() < N
+    loss = LigerFusedLinearGRPOLoss(top_k=1, reduction="dapo")
+    old = torch.zeros(1, N, dtype=torch.float64).masked_fill(dropped, -torch.inf)
+    advantages = torch.linspace(-1, 2, N, dtype=torch.float64)[None]
+    for old_logps in (None, old, torch.full_like(old, -0.1)):
+        x = input.clone().requires_grad_()
+        value, metrics = loss(weight, x[None], target[None], advantages, old_logps=old_logps)
+        ratio = 1.0 if old_logps is None or old_logps is old else math.exp(0.1)
+        assert value.item() == pytest.approx(-ratio * advantages[0][~dropped].sum().item() / N, abs=1e-12)
+        value.backward()
+        assert x.grad is not None and x.grad.isfinite().all() and not x.grad[dropped].any()
+        assert metrics.clip_ratio == 0 and metrics.entropy.isfinite()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -136,7 +227,8 @@ def test_equal_logits_stay() -> None:
         ({"top_k": 3, "softcap": 30.0}, "a filter needs no softcap and a positive logit_scale, got top_k=3"),
         ({"top_p": 0.5, "logit_scale": -1.0}, "positive logit_scale, got top_p=0.5"),
         ({"top_k": 3, "outputs": ("logps", "mean_logits")}, r"outputs \['mean_logits'\] are infinite"),
-        ({"top_k": 3, "vocab_shard": VocabShard(None, 0, V)}, "."),
+        ({"min_p": 1.5}, r"min_p must be in \[0, 1\], or None, got 1.5"),
+        ({"min_p": 0.1, "softcap": 30.0}, "a filter needs no softcap and a positive logit_scale, got min_p=0.1"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:
