@@ -11,6 +11,8 @@ from torch import Tensor
 
 from liger_chunked.types import check_sampling, described
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16)
+
 
 @dataclass(frozen=True, eq=False)
 class KeptIds:
@@ -37,7 +39,7 @@ class KeptIds:
 
     def __post_init__(self) -> None:
         for name, x in (("ids", self.ids), ("offsets", self.offsets)):
-            if not isinstance(x, Tensor) or x.dtype not in (torch.int64, torch.int32, torch.int16):
+            if not isinstance(x, Tensor) or x.dtype not in _INTEGERS:
                 raise TypeError(f"KeptIds.{name} must be a tensor of integers, got {described(x)}")
             if x.ndim != 1:
                 raise ValueError(f"KeptIds.{name} must have one dimension, got {described(x)}")
@@ -58,6 +60,58 @@ class KeptIds:
     def to(self, device: torch.device | str) -> KeptIds:
         """Return the ids on a device."""
         return KeptIds(self.ids.to(device), self.offsets.to(device))
+
+    def take(self, positions: Tensor) -> KeptIds:
+        """Return the ids of chosen positions, such as those of one rank, or of sequences in another order.
+
+        Waits for the device.
+
+        Args:
+            positions: (P,) integers from 0 to `self.positions - 1`, in any order, or -1 for an empty slice.
+
+        Returns:
+            The ids of P positions.
+
+        Raises:
+            TypeError, ValueError: `positions` is no such tensor.
+
+        >>> kept = KeptIds.from_lists([[1], [2, 3], [4]]).take(torch.tensor([2, -1, 1]))
+        >>> kept.ids, kept.offsets
+        (tensor([4, 2, 3]), tensor([0, 1, 1, 3]))
+        """
+        if not isinstance(positions, Tensor) or positions.dtype not in _INTEGERS:
+            raise TypeError(f"positions must be a tensor of integers, got {described(positions)}")
+        if positions.ndim != 1 or positions.device != self.offsets.device:
+            raise ValueError(f"positions must be (P,) on {self.offsets.device}, got {described(positions)}")
+        index = positions.long()
+        if index.numel():
+            low, high = torch.stack(index.aminmax()).tolist()
+            if low < -1 or high >= self.positions:
+                raise ValueError(f"positions must be -1, or 0 to {self.positions - 1}, got {low} to {high}")
+        offsets = torch.cat([self.offsets.long(), self.offsets[-1:].long()])
+        index = index.where(index >= 0, self.positions)  # the empty slice that was added
+        first, lengths = offsets[index], offsets[index + 1] - offsets[index]
+        chosen = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        n = int(chosen[-1])
+        places = torch.arange(n, device=index.device)
+        places = places + torch.repeat_interleave(first - chosen[:-1], lengths, output_size=n)
+        return KeptIds(self.ids[places], chosen)
+
+    @classmethod
+    def cat(cls, parts: Sequence[KeptIds]) -> KeptIds:
+        """Return the ids of the positions of all parts, in order.
+
+        Args:
+            parts: one or more, on one device.
+
+        >>> KeptIds.cat([KeptIds.from_lists([[7]]), KeptIds.from_lists([[], [3, 5]])]).offsets
+        tensor([0, 1, 1, 3])
+        """
+        if not parts:
+            raise ValueError("parts must be one or more KeptIds, got none")
+        lengths = torch.cat([part.offsets.long().diff() for part in parts])
+        ids = torch.cat([part.ids for part in parts])
+        return cls(ids, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
 
     @classmethod
     def from_lists(cls, lists: Iterable[Sequence[int] | None], device: torch.device | str | None = None) -> KeptIds:

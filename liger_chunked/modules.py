@@ -13,6 +13,7 @@ from typing_extensions import Self, Unpack
 from liger_chunked.calls import typed_like
 from liger_chunked.dtensor import any_dtensor
 from liger_chunked.engine import linear_token_stats
+from liger_chunked.kept_ids import KeptIds
 from liger_chunked.kernels.cross_entropy import liger_cross_entropy
 from liger_chunked.kernels.glu import liger_geglu, liger_swiglu
 from liger_chunked.kernels.layer_norm import liger_layer_norm
@@ -671,13 +672,22 @@ class ChunkedLMHead(nn.Linear):
         return head.train(linear.training)
 
     @overload
-    def forward(self, hidden: Tensor, labels: None = None, temperature: float | Tensor = 1.0) -> Tensor: ...
+    def forward(
+        self, hidden: Tensor, labels: None = None, temperature: float | Tensor = 1.0, *, kept: KeptIds | None = None
+    ) -> Tensor: ...
 
     @overload
-    def forward(self, hidden: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> dict[str, Tensor]: ...
+    def forward(
+        self, hidden: Tensor, labels: Tensor, temperature: float | Tensor = 1.0, *, kept: KeptIds | None = None
+    ) -> dict[str, Tensor]: ...
 
     def forward(
-        self, hidden: Tensor, labels: Tensor | None = None, temperature: float | Tensor = 1.0
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+        *,
+        kept: KeptIds | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Return log-probabilities of the labels, and entropies; without labels, the logits.
 
@@ -687,6 +697,8 @@ class ChunkedLMHead(nn.Linear):
                 None: the call is that of `nn.Linear`.
             temperature: positive divisor of the logits: a number, a floating-point tensor of one value, which is read
                 and so waits for the device, or one in the shape of `labels`. Not read without labels.
+            kept: the ids that a sampler kept at each position of `labels`, see `KeptIds`: both statistics are of the
+                softmax over these. Not read without labels. None: the whole vocabulary.
 
         Returns:
             {"logps": ..., "entropy": ...}, each in the shape of `labels`, in nats, 0 at ignored tokens, differentiable
@@ -700,7 +712,7 @@ class ChunkedLMHead(nn.Linear):
         """
         if labels is None:
             return super().forward(hidden)
-        logps, entropy = logps_and_entropy(self, hidden, labels, temperature, self.options)
+        logps, entropy = logps_and_entropy(self, hidden, labels, temperature, self.options, kept)
         return {"logps": logps, "entropy": entropy}
 
     if TYPE_CHECKING:
@@ -728,12 +740,17 @@ def _check_plain_linear(linear: Any) -> None:
 
 
 def logps_and_entropy(
-    head: nn.Linear, hidden: Tensor, labels: Tensor, temperature: float | Tensor, options: LogitOptions
+    head: nn.Linear,
+    hidden: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor,
+    options: LogitOptions,
+    kept: KeptIds | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return both at `temperature`, as in `ChunkedLMHead.forward`, not at that of `options`."""
     if isinstance(temperature, Tensor) and temperature.is_floating_point():
         temperature = temperature.item() if temperature.numel() == 1 else temperature.float()
-    settings: dict[str, Any] = asdict(options) | {"temperature": temperature}
+    settings: dict[str, Any] = asdict(options) | {"temperature": temperature, "kept": kept}
     stats = linear_token_stats(head.weight, hidden, labels, head.bias, outputs=("logps", "entropy"), **settings)
     assert stats.logps is not None and stats.entropy is not None
     return stats.logps, stats.entropy

@@ -379,6 +379,13 @@ PRIVATE = (
         "a small copy of the model shows it",
         "shared_prompts",
     ),
+    Private(
+        "_get_logits_processor",
+        "transformers: models",
+        "record what `generate` keeps, after its own filters",
+        "a RuntimeError of `record_kept_ids`",
+        "recorded",
+    ),
     # TRL
     Private(
         "_metrics",

@@ -539,6 +539,20 @@ def shared_prompts() -> None:
     assert survey and small_model("LlamaForCausalLM").training
 
 
+def recorded() -> None:
+    """The ids that `generate` keeps, or an error that says it cannot be recorded."""
+    from liger_chunked.integrations.transformers import record_kept_ids
+
+    model = llama().eval()
+    try:
+        with record_kept_ids(model) as recorder:
+            sequences = model.generate(torch.tensor([[5, 6]]), do_sample=True, top_k=3, max_new_tokens=2)
+    except RuntimeError as error:
+        assert "no generate of transformers" in str(error)
+        return
+    assert recorder.kept_ids(sequences[:, 2:]).ids.numel() == 6
+
+
 def offloaded() -> None:
     """Models whose weights accelerate's hooks bring and take away."""
     from accelerate import cpu_offload

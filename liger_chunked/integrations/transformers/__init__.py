@@ -12,6 +12,7 @@ from liger_chunked.integrations.transformers.attach import attach_head, detach_h
 from liger_chunked.integrations.transformers.check import ModelReport, check_model
 from liger_chunked.integrations.transformers.forward import logit_options
 from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput
+from liger_chunked.integrations.transformers.kept_ids import KeptIdsRecorder, record_kept_ids
 from liger_chunked.integrations.transformers.patch import (
     AutoLigerKernelForCausalLM,
     AutoLigerKernelForImageTextToText,
@@ -48,6 +49,7 @@ __all__ = [
     "AutoLigerKernelForImageTextToText",
     "HeadFn",
     "HeadInput",
+    "KeptIdsRecorder",
     "ModelReport",
     "SharedBatch",
     "apply_liger_kernel",
@@ -55,6 +57,7 @@ __all__ = [
     "check_model",
     "detach_head",
     "logit_options",
+    "record_kept_ids",
     "register_layer",
     "revert_liger_kernel",
     "run_head",

@@ -67,12 +67,12 @@ def rollout_inputs(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
     model_inputs = {
         "input_ids": input_ids,
         "attention_mask": torch.cat([inputs["prompt_mask"], completion_mask], dim=1),
-        **{name: inputs[name] for name in _MULTIMODAL if name in inputs},
+        **{name: inputs[name] for name in MULTIMODAL if name in inputs},
     }
     return model_inputs, input_ids.masked_fill(not_written, -100)
 
 
-_MULTIMODAL = (
+MULTIMODAL = (
     "pixel_values",
     "image_grid_thw",
     "pixel_attention_mask",
@@ -160,10 +160,24 @@ class LigerTrainerMixin(_Trainer):
     def gathered_mean(self, value: Tensor) -> float:
         return self.accelerator.gather_for_metrics(value.detach()).mean().item()
 
-    def global_mean(self, mean: Tensor, count: Tensor, *, with_repeated: bool = False) -> float:
-        """Average the ranks' means, weighted by `count`; by default without repeated samples."""
+    def global_mean(
+        self,
+        mean: Tensor,
+        count: Tensor,
+        *,
+        with_repeated: bool = False,
+        others: Tensor | float = 0.0,
+        total: Tensor | None = None,
+    ) -> float:
+        """Average the ranks' means, weighted by `count`; by default without repeated samples.
+
+        Args:
+            others: the sum of the values that `mean` leaves out.
+            total: how many values there are with these. None: `count`.
+        """
         gather = self.accelerator.gather if with_repeated else self.accelerator.gather_for_metrics
-        sums = gather(torch.stack([mean.detach() * count, count.to(mean.dtype)])[None]).sum(0)
+        values = mean.detach() * count + others
+        sums = gather(torch.stack([values, (count if total is None else total).to(mean.dtype)])[None]).sum(0)
         return (sums[0] / sums[1].clamp(min=1)).item()
 
     @property

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,11 +16,12 @@ from trl.trainer import utils
 
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.engine import linear_token_stats
-from liger_chunked.integrations.transformers import HeadFn, HeadInput
+from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.transformers.attach import check_head, update
 from liger_chunked.integrations.transformers.forward import add_keywords
 from liger_chunked.integrations.transformers.shared_prefix import share_pass
 from liger_chunked.integrations.trl import older
+from liger_chunked.kept_ids import KeptIds
 from liger_chunked.types import Head, TokenStats, budget_bytes
 
 FusedCausalLMOutput: Any = getattr(utils, "FusedCausalLMOutput", older.FusedCausalLMOutput)
@@ -72,16 +73,17 @@ def add_chunked_lm_head(
     update(model, head_fn=True, rewrite=rewrite, logits_budget=budget_bytes(logits_budget))
 
 
-add_keywords("fused_lm_head", "reads_padding")
+add_keywords("fused_lm_head", "kept_ids", "reads_padding")
 
 
 def _rewritten(
-    statistics: HeadFn, share_prefix: bool | str, model: PreTrainedModel, arguments: dict[str, Any]
+    statistics: Callable[..., Any], share_prefix: bool | str, model: PreTrainedModel, arguments: dict[str, Any]
 ) -> dict[str, Any]:
     """Turn a trainer's call into one with `head_fn`, on the trie of its batch if prompts are shared."""
     reads_padding = arguments.pop("reads_padding", False)
+    kept = arguments.pop("kept_ids", None)
     if arguments.pop("fused_lm_head", False):
-        arguments["head_fn"] = statistics
+        arguments["head_fn"] = statistics if kept is None else functools.partial(statistics, kept=kept)
     head_fn = arguments.pop("head_fn", None)
     if head_fn is None:
         return arguments
@@ -113,6 +115,7 @@ def head_stats(
     *,
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
+    kept: KeptIds | None = None,
 ) -> TokenStats:
     return linear_token_stats(
         head.weight,
@@ -124,6 +127,7 @@ def head_stats(
         logit_scale=input.options.logit_scale,
         temperature=temperature,
         logits_budget=logits_budget,
+        kept=kept,
     )
 
 
@@ -135,9 +139,11 @@ def fused_output(
     temperature: float,
     float32: bool,
     logits_budget: int | float | str | None,
+    kept: KeptIds | None = None,
 ) -> Any:
     """Return TRL's `FusedCausalLMOutput` with the fields `outputs`: (B, T - 1), or (B, T) for `shift_labels`.
 
+    `kept`, the ids that a sampler kept at each position of `input.target`, is the argument `kept_ids` of the model.
     `loss` is the NLL over `num_items_in_batch` or valid tokens, plus the auxiliary loss.
     """
     autocast: Any = nullcontext()
@@ -147,7 +153,7 @@ def fused_output(
         autocast = torch.autocast(input.hidden_states.device.type, enabled=False)
     with autocast:
         names = tuple(STATISTICS[name] for name in outputs)
-        stats = head_stats(head, input, names, temperature=temperature, logits_budget=logits_budget)
+        stats = head_stats(head, input, names, temperature=temperature, logits_budget=logits_budget, kept=kept)
     # TRL drops the last position.
     end = None if input.shift_labels is not None else -1
     fields = {name: getattr(stats, STATISTICS[name])[:, :end] for name in outputs}

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from liger_chunked.integrations.transformers.head_input import fitted
-from liger_chunked.integrations.trl.base import SharedPromptsMixin, Step, loss_step, rollout_inputs
-from liger_chunked.losses import LigerFusedLinearPolicyBase
+from liger_chunked.integrations.trl.base import Step, loss_step, rollout_inputs
+from liger_chunked.integrations.trl.rollouts import RolloutsMixin, positions_of
+from liger_chunked.losses import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase
 from liger_chunked.losses.policy import REDUCTIONS, extreme
 from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS
 from liger_chunked.types import LogitOptions
@@ -30,7 +31,7 @@ _OF_CISPO = {
 }
 
 
-class GRPOMixin(SharedPromptsMixin):
+class GRPOMixin(RolloutsMixin):
     """TRL's `GRPOTrainer` on a chunked head.
 
     `loss` is a `LigerFusedLinearPolicyBase`, at the config's `temperature`. For a KL term, set `beta` in the config
@@ -78,7 +79,26 @@ class GRPOMixin(SharedPromptsMixin):
         if loss is None:
             return super()._compute_loss(model, inputs)
         model_inputs, labels = rollout_inputs(inputs)
-        corrected = self.use_vllm and self.vllm_importance_sampling_correction
+        batch, length = self._batch, inputs["completion_ids"].shape[1]
+        kept, part = batch.kept, batch.part
+        of_tokens = {
+            "advantages": inputs["advantages"],
+            "old_logps": inputs.get("old_per_token_logps"),
+            "ref_logps": inputs.get("ref_per_token_logps"),
+            "importance_weights": (
+                inputs["importance_sampling_ratio"]
+                if self.use_vllm and self.vllm_importance_sampling_correction
+                else None
+            ),
+        }
+        if part is not None:
+            model_inputs = {name: part.of_sequences(x, length) for name, x in model_inputs.items()}
+            labels = part.of_sequences(labels, length)
+            if not batch.n_live:
+                labels = torch.full_like(labels, -100)
+            of_tokens = {name: None if x is None else part.of_completions(x) for name, x in of_tokens.items()}
+            kept = None if kept is None else kept.take(positions_of(part, length))
+            length = part.length
         training = self.model.training
         window = self.current_gradient_accumulation_steps if training else 1
         # TRL counts all ranks.
@@ -91,37 +111,87 @@ class GRPOMixin(SharedPromptsMixin):
                 fitted(loss, LogitOptions(temperature=self.temperature), ("temperature",)),
                 model_inputs | self._aux_inputs,
                 labels,
-                length=inputs["completion_ids"].shape[1],
-                advantages=inputs["advantages"],
-                old_logps=inputs.get("old_per_token_logps"),
-                ref_logps=inputs.get("ref_per_token_logps"),
-                importance_weights=inputs["importance_sampling_ratio"] if corrected else None,
+                length=length,
                 num_items=items if counts_items else None,
+                **({} if kept is None else {"kept": kept}),
+                **of_tokens,
             )
         self._log_metrics(step, inputs["advantages"])
         value = step.loss if counts_items else step.loss / window
+        if part is not None and not counts_items:
+            value = value * self._share(step)
         return self._with_aux_loss(value, step.aux_loss, accumulates=training)
+
+    def _share(self, step: Step) -> float | Tensor:
+        """Return the loss's denominator, of the part that was computed, over that of the whole batch."""
+        mask = self._batch.mask
+        assert mask is not None
+        if self.loss_override.reduction == "bnpo":
+            return (step.target != -100).sum() / mask.sum().clamp(min=1)
+        return len(step.target) / len(mask)
+
+    def _old_logps(self, inputs: dict[str, Any]) -> Tensor | None:
+        return inputs.get("old_per_token_logps")
+
+    def _why_not_skipped(self) -> str | None:
+        loss = self.loss_override
+        terms = self.args if loss is None else loss
+        reasons = {
+            "a KL term": self.beta or (loss is not None and loss.beta),
+            "an entropy bonus": terms.entropy_coef or (loss is None and self.args.use_adaptive_entropy),
+            "a choice of tokens by their entropy": terms.top_entropy_quantile < 1,
+            "a choice of tokens in the batch": loss is not None and loss.scope == "batch",
+            # True says that its policy_loss is zero where advantages are.
+            "a loss of your own": (
+                loss is not None
+                and self.skip_zero_advantage != True  # noqa: E712
+                and type(loss).policy_loss is not LigerFusedLinearGRPOLoss.policy_loss
+            ),
+        }
+        found = [name for name, given in reasons.items() if given]
+        return f"{' and '.join(found)} may have a gradient there" if found else super()._why_not_skipped()
 
     def _log_metrics(self, step: Step, advantages: Tensor) -> None:
         """Log the loss's metrics under TRL's names, as TRL averages them over tokens, sequences and ranks."""
-        loss = self.loss_override
+        loss, batch = self.loss_override, self._batch
         tokens, sequences = (step.target != -100).sum(), torch.tensor(len(step.target), device=step.target.device)
+        unseen: Tensor | float = 0.0
+        all_tokens, all_sequences = tokens, sequences
+        if batch.mask is not None and batch.entropies is not None:
+            all_tokens, all_sequences = batch.mask.sum(), torch.full_like(sequences, len(batch.mask))
+            unseen = batch.entropies.sum()
         # Advantages per token, of a trainer's subclass, make the clipping per token at every level.
         one_advantage = advantages.ndim == 1 or advantages.shape[1] == 1
         per_sequence = IMPORTANCE_LEVELS[loss.importance_level].per_sequence and one_advantage
+        # Sequences that are left out clip nothing.
+        left_out = batch.leaves_out(with_empty=per_sequence)
         for name, (field, over) in (_OF_CISPO if getattr(loss, "surrogate", "") == "cispo" else _LOGGED).items():
             metric = getattr(step.metrics, field)
             if metric is None:
                 continue
             # GRPO's metrics include repeated samples, unlike other trainers'.
             if over in ("min", "max"):
+                if left_out:
+                    metric = (torch.fmin if over == "min" else torch.fmax)(metric, torch.zeros_like(metric))
                 of_ranks = self.accelerator.gather(metric.detach()[None])
                 value = extreme(of_ranks, -1 if over == "min" else 1).item()
             else:
-                count = sequences if over == "ratio" and per_sequence else tokens
-                value = self.global_mean(metric, count, with_repeated=True)
+                by_sequence = over == "ratio" and per_sequence
+                value = self.global_mean(
+                    metric,
+                    sequences if by_sequence else tokens,
+                    with_repeated=True,
+                    others=unseen if field == "entropy" else 0.0,
+                    total=all_sequences if by_sequence else all_tokens,
+                )
             self.mode_metrics[name].append(value)
 
 
-class RLOOMixin(SharedPromptsMixin):
+class RLOOMixin(RolloutsMixin):
     """TRL's `RLOOTrainer` on a chunked head; it takes no `loss`."""
+
+    def _old_logps(self, inputs: dict[str, Any]) -> Tensor:
+        # TRL has one sum a sequence. A first token that is not read belongs to a sequence without tokens, of sum 0.
+        sums = inputs["old_logps"]
+        rest = sums.new_zeros(len(sums), inputs["completion_ids"].shape[1] - 1)
+        return torch.cat([sums[:, None], rest], 1)

@@ -1,0 +1,379 @@
+"""What trainers on sampled completions have in common: the sampler's kept ids, and sequences without a gradient.
+
+Both enter where TRL asks the model for log-probabilities, so that TRL's own loss, its old policy and its reference get
+them too. `compute_loss` says which batch it is (`_Batch`), and `_get_per_token_logps_and_entropies` runs a part of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from trl.models.utils import disable_gradient_checkpointing
+
+from liger_chunked.integrations.transformers.kept_ids import record_kept_ids
+from liger_chunked.integrations.trl import heads
+from liger_chunked.integrations.trl.base import MULTIMODAL, SharedPromptsMixin
+from liger_chunked.kept_ids import KeptIds
+from liger_chunked.types import shown
+
+
+class Part(NamedTuple):
+    """Sequences of a batch, up to some token of their completions.
+
+    Attributes:
+        rows: (n,) int64, the sequences.
+        length: how many of the K tokens of completions, at least one.
+        first: the first column, of those of whole sequences. Not 0 only in a pass that computes nothing.
+    """
+
+    rows: Tensor
+    length: int
+    first: int = 0
+
+    def of_sequences(self, x: Tensor, completion_length: int) -> Tensor:
+        """Select from (B, prompts + K)."""
+        return x[self.rows, self.first : x.shape[1] - completion_length + self.length]
+
+    def of_completions(self, x: Tensor) -> Tensor:
+        """Select from (B, K), or from (B,) or (B, 1), one value a sequence."""
+        return x[self.rows] if x.ndim == 1 else x[self.rows, : self.length]
+
+
+@dataclass(frozen=True)
+class _Live:
+    """Which part of a batch has a gradient.
+
+    Attributes:
+        part: that part; None if it is the whole batch.
+        left_out: the sequences with tokens that are not in it; None without any.
+        n_live: how many sequences `part` has. It has one token that does not count if there are none.
+    """
+
+    part: Part | None
+    left_out: Part | None
+    n_live: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch of a step.
+
+    Attributes:
+        kept: the ids at its positions (B, K), flattened; None: not known.
+        mask: (B, K), True at the completions' tokens that the loss reads.
+        live: None: all of it is computed.
+        logps: (B, K), what stands for the log-probabilities of the sequences that are left out.
+        entropies: (B, K), the same; NaN where they are not known.
+    """
+
+    kept: KeptIds | None = None
+    mask: Tensor | None = None
+    live: _Live | None = None
+    logps: Tensor | None = None
+    entropies: Tensor | None = None
+
+    @property
+    def part(self) -> Part | None:
+        """What is computed; None: the whole batch."""
+        return None if self.live is None else self.live.part
+
+    @property
+    def n_live(self) -> int | None:
+        """How many sequences of `part` have a gradient. It has one token that does not count if there are none."""
+        return None if self.live is None else self.live.n_live
+
+    def leaves_out(self, *, with_empty: bool) -> bool:
+        """Whether sequences are left out; `with_empty`: also those without tokens."""
+        if self.live is None or self.live.part is None:
+            return False
+        if not with_empty:
+            return self.live.left_out is not None
+        assert self.mask is not None
+        return self.live.n_live < len(self.mask)
+
+
+# Metrics of TRL that read sequences without a gradient.
+_OF_ALL_TOKENS = ("entropy", "vespo/phi_seq_mean")
+
+
+class RolloutsMixin(SharedPromptsMixin):
+    """Trainers that sample their completions.
+
+    Args:
+        kept_ids: record the ids that `generate` kept of each token (top-p, top-k, min-p). Log-probabilities and
+            entropies of the policy, the old policy and the reference are then of the softmax over these. Needs TRL 1.15
+            and transformers' `generate`, without tools and `rollout_func`.
+        skip_zero_advantage: leave sequences whose advantages are all zero out of the model's forward and backward, and
+            end the others at their last token. Denominators do not change. "auto": where nothing else gives these
+            sequences a gradient; True raises ValueError for other settings; False: never. The metrics are TRL's, but
+            `entropy` is of the logging steps, which run the sequences without gradient for it.
+    """
+
+    _recorded: Callable[[Tensor], KeptIds] | None = None
+    _batch: Batch = Batch()
+
+    def __init__(
+        self, *args: Any, kept_ids: bool = False, skip_zero_advantage: bool | str = "auto", **kwargs: Any
+    ) -> None:
+        if not isinstance(kept_ids, bool):
+            raise TypeError(f"kept_ids must be True or False, got {shown(kept_ids)}")
+        if skip_zero_advantage not in (True, False, "auto"):
+            raise ValueError(f"skip_zero_advantage must be 'auto', True or False, got {shown(skip_zero_advantage)}")
+        self.kept_ids, self.skip_zero_advantage = kept_ids, skip_zero_advantage
+        super().__init__(*args, **kwargs)
+        if kept_ids:
+            self._check_records()
+        if skip_zero_advantage is True and (reason := self._why_not_skipped()) is not None:
+            raise ValueError(f"skip_zero_advantage=True: {reason}")
+
+    def _check_records(self) -> None:
+        others = {
+            "use_vllm=True, whose client returns no kept ids": getattr(self, "use_vllm", False),
+            "continuous batching": getattr(self, "use_transformers_continuous_batching", False),
+            "tools, whose results are no samples": getattr(self, "tools", None),
+            "a rollout_func": getattr(self, "rollout_func", None),
+        }
+        refused = [name for name, given in others.items() if given]
+        if refused:
+            raise ValueError(f"kept_ids=True records transformers' generate, got {' and '.join(refused)}")
+        if heads.reads_logits(type(self), self.models_without_head):
+            raise ValueError(
+                "kept_ids=True needs TRL 1.15 or later, whose trainers ask the model for log-probabilities"
+            )
+        names = ("_generate_and_score_completions", "_get_per_token_logps_and_entropies")
+        heads.check_has_methods(type(self), names)
+
+    # Sequences without a gradient
+
+    def _why_not_skipped(self) -> str | None:
+        """Return what gives sequences of zero advantage a gradient; None: nothing does."""
+        if self.aux_loss_enabled:
+            return "the router loss has a gradient in every sequence"
+        parallelism = getattr(self.args, "parallelism_config", None)
+        if getattr(parallelism, "cp_size", 1) > 1 or getattr(parallelism, "sp_size", 1) > 1:
+            return "parallelism_config splits the sequences"
+        return None
+
+    def _live(self, inputs: dict[str, Any]) -> _Live | None:
+        """Return what has a gradient. Waits for the device."""
+        if self.skip_zero_advantage is False or not (self.model.training and torch.is_grad_enabled()):
+            return None
+        if self._why_not_skipped() is not None or any(name in inputs for name in MULTIMODAL):
+            return None
+        mask = _read(inputs)
+        completion_length = mask.shape[1]
+        ends = (mask * torch.arange(1, completion_length + 1, device=mask.device)).amax(1)
+        advantages = inputs["advantages"]
+        acts = (advantages if advantages.ndim == 2 else advantages[:, None]) != 0
+        of_live = ends * (acts & mask).any(1)
+        lengths, all_lengths = torch.stack([of_live, ends]).tolist()
+
+        def part(rows: list[int], length: int) -> Part:
+            return Part(torch.tensor(rows, device=mask.device), length)
+
+        rows = [i for i, n in enumerate(lengths) if n]
+        left_out = [i for i, n in enumerate(all_lengths) if n and not lengths[i]]
+        others = part(left_out, max(all_lengths[i] for i in left_out)) if left_out else None
+        if len(rows) == len(lengths) and max(lengths) == completion_length:
+            return _Live(None, None, len(rows))
+        if rows:
+            return _Live(part(rows, max(lengths)), others, len(rows))
+        # Keeps this rank in step with the others, whose models gather parameters and reduce gradients.
+        return _Live(_one_token(inputs), others, 0)
+
+    def _logs_after_this_step(self) -> bool:
+        state, args = self.state, self.args
+        step = state.global_step + 1
+        strategy = str(getattr(args.logging_strategy, "value", args.logging_strategy))
+        if strategy == "steps":
+            return step % max(1, state.logging_steps) == 0 or (step == 1 and args.logging_first_step)
+        return strategy == "epoch"  # of which any step may be the last
+
+    def _old_logps(self, inputs: dict[str, Any]) -> Tensor | None:
+        """Return the old policy's log-probabilities (B, K); None: those of this policy."""
+        raise NotImplementedError
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        inputs = dict(inputs)
+        sequences = inputs.pop("kept_ids", None)
+        kept = None if sequences is None else KeptIds.cat(sequences)
+        live = self._live(inputs)
+        logs = live is not None and self._logs_after_this_step()
+        batch = Batch(kept)
+        if live is not None and live.part is not None:
+            with self._running(batch):
+                logps, entropies = self._of_left_out(model, inputs, live, logs)
+            batch = Batch(kept, _read(inputs), live, logps, entropies)
+        with self._running(batch):
+            value = super().compute_loss(model, inputs, *args, **kwargs)
+        if live is not None and not logs:
+            for name in _OF_ALL_TOKENS:
+                values = self.mode_metrics.get(name)
+                # NaN on every rank if one left out sequences.
+                if values and math.isnan(values[-1]):
+                    values.pop()
+                if not values:
+                    self.mode_metrics.pop(name, None)
+        return value
+
+    @contextmanager
+    def _running(self, batch: Batch) -> Iterator[None]:
+        before, self._batch = self._batch, batch
+        try:
+            yield
+        finally:
+            self._batch = before
+
+    def _of_left_out(
+        self, model: nn.Module, inputs: dict[str, Any], live: _Live, logs: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return log-probabilities and entropies (B, K) that stand for those of sequences that are left out.
+
+        At logging steps they are computed, else the old policy's and NaN. Other sequences have any.
+        """
+        mask = inputs["completion_mask"]
+        logps, left_out = self._old_logps(inputs), live.left_out
+        logps = torch.zeros(mask.shape, device=mask.device) if logps is None else logps.clone()
+        entropies = torch.zeros_like(logps)
+        if left_out is not None:
+            entropies[left_out.rows] = math.nan
+        if logs and (left_out is not None or self.accelerator.num_processes > 1):
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+            seen = torch.cat([inputs["prompt_mask"], mask], 1)
+            # Ranks that leave out nothing run one token, because a sharded model's forward is every rank's.
+            part = left_out or _one_token(inputs)
+            quiet = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+            with torch.no_grad(), quiet:
+                found = self._of_part(part, model, ids, seen, mask.shape[1], compute_entropy=True)
+            if left_out is not None:
+                logps[part.rows, : part.length] = found[0].to(logps.dtype)
+                entropies[part.rows] = 0.0
+                entropies[part.rows, : part.length] = found[1].to(entropies.dtype)
+        return logps, entropies
+
+    def _of_part(
+        self,
+        part: Part | None,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        **kwargs: Any,
+    ) -> tuple[Tensor, ...]:
+        """Return what TRL's method returns, of a part of a batch (n, length); with the kept ids of the batch."""
+        kept = self._batch.kept
+        if self._recorded is not None:
+            seen = attention_mask[:, -logits_to_keep:] != 0
+            kept = self._recorded(input_ids[:, -logits_to_keep:].masked_fill(~seen, -100))
+        if part is not None:
+            if kept is not None:
+                kept = kept.take(positions_of(part, logits_to_keep))
+            ids, seen = (part.of_sequences(x, logits_to_keep) for x in (input_ids, attention_mask))
+            if part.first:
+                seen = seen.clone()
+                seen[:, -part.length :] = 0  # no target
+            input_ids, attention_mask, logits_to_keep = ids, seen, part.length
+        if kept is not None:
+            model = _WithKeptIds(model, kept, input_ids.shape, logits_to_keep)
+        found: tuple[Tensor, ...] = super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, **kwargs
+        )
+        return found
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        if args:  # by name from here on
+            kwargs = dict(zip(("batch_size", "compute_entropy", "compute_aux_loss"), args, strict=False)) | kwargs
+        batch = self._batch
+        found = self._of_part(batch.part, model, input_ids, attention_mask, logits_to_keep, **kwargs)
+        if batch.part is None:
+            return found
+        part, (logps, entropies, *others) = batch.part, found
+        assert batch.logps is not None and batch.entropies is not None
+        if not batch.n_live:
+            # A connected zero: the model's backward runs, as on other ranks.
+            return batch.logps + 0 * logps.sum(), batch.entropies, *others
+        return _scattered(batch.logps, part, logps), _scattered(batch.entropies, part, entropies), *others
+
+    # Kept ids
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        if not self.kept_ids:
+            return super()._generate_and_score_completions(inputs)
+        with record_kept_ids(self.model) as recorder:
+            self._recorded = recorder.kept_ids
+            try:
+                output = super()._generate_and_score_completions(inputs)
+            finally:
+                self._recorded = None
+        target = output["completion_ids"].masked_fill(output["completion_mask"] == 0, -100)
+        # A list, which TRL shuffles and splits by sequence.
+        output["kept_ids"] = _by_sequence(recorder.kept_ids(target), *target.shape)
+        return output
+
+
+def _read(inputs: dict[str, Any]) -> Tensor:
+    """Return (B, K), True at tokens of completions that the loss reads."""
+    mask: Tensor = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+    return mask != 0
+
+
+def _one_token(inputs: dict[str, Any]) -> Part:
+    """Return a part whose pass computes the last token of a prompt, and nothing of it."""
+    prompts = inputs["prompt_ids"]
+    return Part(torch.zeros(1, dtype=torch.int64, device=prompts.device), 1, prompts.shape[1] - 1)
+
+
+def positions_of(part: Part, completion_length: int) -> Tensor:
+    """Return the places (n * length,) of a part among flattened completions (B, K)."""
+    columns = torch.arange(part.length, device=part.rows.device)
+    return (part.rows[:, None] * completion_length + columns).flatten()
+
+
+def _scattered(whole: Tensor, part: Part, x: Tensor | None) -> Tensor | None:
+    """Return `whole` (B, K) with the values x (n, length) of a part, differentiable by them."""
+    if x is None:
+        return None
+    whole = whole.to(x.dtype).clone()
+    whole[part.rows, : part.length] = x
+    return whole
+
+
+def _by_sequence(kept: KeptIds, n: int, length: int) -> list[KeptIds]:
+    starts = kept.offsets[::length].tolist()
+    return [
+        KeptIds(kept.ids[starts[i] : starts[i + 1]], kept.offsets[i * length : (i + 1) * length + 1] - starts[i])
+        for i in range(n)
+    ]
+
+
+class _WithKeptIds:
+    """A model that passes kept ids to its head, for TRL's loop over the sequences of a batch.
+
+    Args:
+        model: with the head of `add_chunked_lm_head`.
+        kept: of (n, K) completions, flattened.
+        shape: (n, T) of the whole sequences, which end with the completions.
+        completion_length: K.
+    """
+
+    def __init__(self, model: Any, kept: KeptIds, shape: torch.Size, completion_length: int) -> None:
+        self.model, self.kept, self.start = model, kept, 0
+        n, width = shape
+        # A position predicts the next token.
+        self.places = torch.full((n, width), -1, device=kept.ids.device)
+        places = torch.arange(n * completion_length, device=kept.ids.device)
+        self.places[:, width - completion_length - 1 : width - 1] = places.view(n, completion_length)
+
+    def __call__(self, **inputs: Any) -> Any:
+        end = self.start + len(inputs["input_ids"])
+        kept = self.kept.take(self.places[self.start : end].flatten())
+        self.start = end
+        return self.model(**inputs, kept_ids=kept)

@@ -1,0 +1,343 @@
+"""Trainers on rollouts: sequences without a gradient are left out, and the softmax is over what the sampler kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+import tiny
+from test_trl_trainers import PLAIN, assert_same, build, run
+from torch import Tensor, nn
+
+from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, Rollouts
+from liger_chunked.integrations.transformers.detect import inner_model
+
+# Four completions of two prompts a step, in four micro-batches that mix them.
+ROLLOUTS = {
+    **PLAIN,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "num_generations": 4,
+    "max_completion_length": 7,
+}
+
+
+def tied(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Return rewards that are equal for the completions of every other prompt."""
+    return [
+        1.0 if ord(prompt[0]) % 2 else float(sum(map(ord, text)) % 7)
+        for prompt, text in zip(prompts, completions, strict=True)
+    ]
+
+
+def all_tied(completions: list[str], **_: Any) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+class Widths:
+    """The shapes of token ids that a trainer's model ran on, with and without gradient."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.with_gradient: list[tuple[int, ...]] = []
+        self.without: list[tuple[int, ...]] = []
+        inner_model(trainer.model).register_forward_pre_hook(self.note, with_kwargs=True)
+
+    def note(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if "labels" in kwargs or "head_fn" in kwargs:
+            shapes = self.with_gradient if torch.is_grad_enabled() else self.without
+            shapes.append(tuple(kwargs["input_ids"].shape))
+
+    @property
+    def tokens(self) -> int:
+        return sum(n * t for n, t in self.with_gradient)
+
+
+def trained(folder: Path, name: str, config: dict[str, Any], **arguments: Any) -> tuple[list[Any], Widths, nn.Module]:
+    trainer = build(folder, name, True, {**ROLLOUTS, **config}, share_prefix=False, **arguments)
+    widths = Widths(trainer)
+    trainer.train()
+    return trainer.state.log_history, widths, trainer.model
+
+
+def without_times(log: list[Any]) -> list[Any]:
+    times = ("runtime", "per_second", "time")
+    return [{k: -1 if v is None else v for k, v in x.items() if not any(t in k for t in times)} for x in log]
+
+
+def ends_soon() -> Any:
+    """Return a model with many ids that end a sequence, so that lengths differ and few are truncated."""
+    model = tiny.model()
+    model.generation_config.eos_token_id = [2, *range(200, 260)]
+    return model
+
+
+def gradients(folder: Path, name: str, config: dict[str, Any], **arguments: Any) -> list[list[Tensor | None]]:
+    """Return the gradients of each optimizer step."""
+    trainer = build(folder, name, True, {**ROLLOUTS, **config}, **arguments)
+    found: list[list[Tensor | None]] = []
+    step = torch.optim.SGD.step
+
+    def noted(self: Any, closure: Any = None) -> Any:
+        of_model = [None if p.grad is None else p.grad.clone() for p in trainer.model.parameters()]
+        found.append(of_model)
+        return step(self, closure)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.SGD, "step", noted)
+        trainer.train()
+    return found
+
+
+LOSSES: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "dapo": lambda: LigerFusedLinearGRPOLoss(reduction="dapo"),
+    "grpo": lambda: LigerFusedLinearGRPOLoss(),
+    "bnpo": lambda: LigerFusedLinearGRPOLoss(reduction="bnpo"),
+    "dr_grpo": lambda: LigerFusedLinearGRPOLoss(reduction="dr_grpo", max_completion_length=7),
+    "luspo": lambda: LigerFusedLinearGRPOLoss(reduction="luspo", importance_level="sequence"),
+    "cispo": lambda: LigerFusedLinearGRPOLoss.from_loss_type("cispo", epsilon_high=1.01),
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.01, "num_iterations": 2},
+    "sapo": {"loss_type": "sapo", "num_iterations": 2},
+    "vespo": {"loss_type": "vespo", "num_iterations": 2},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "bnpo": {"loss_type": "bnpo"},
+    "grpo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2},
+    "masked": {"mask_truncated_completions": True},
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_logs_what_trl_logs(config: str, tmp_path: Path) -> None:
+    """With TRL's own loss, every entry of the log is stock's."""
+    stock = run(tmp_path, "GRPO", False, {**ROLLOUTS, **CONFIGS[config]}, reward_funcs=[tied], model=ends_soon())
+    log, widths, _ = trained(tmp_path, "GRPO", CONFIGS[config], reward_funcs=[tied], model=ends_soon())
+    assert_same(without_times(log), without_times(stock))
+    assert any(entry.get("frac_reward_zero_std") not in (None, 0.0) for entry in stock)
+    arguments = {"reward_funcs": [tied], "model": ends_soon(), "skip_zero_advantage": False}
+    _, whole, _ = trained(tmp_path, "GRPO", CONFIGS[config], **arguments)
+    assert widths.tokens < 0.8 * whole.tokens, (widths.with_gradient, whole.with_gradient)
+
+
+def test_rloo(tmp_path: Path) -> None:
+    config = {"beta": 0.0, "num_iterations": 2}
+    stock = run(tmp_path, "RLOO", False, {**ROLLOUTS, **config}, reward_funcs=[tied])
+    log, widths, _ = trained(tmp_path, "RLOO", config, reward_funcs=[tied])
+    assert_same(without_times(log), stock)
+    _, whole, _ = trained(tmp_path, "RLOO", config, reward_funcs=[tied], skip_zero_advantage=False)
+    assert widths.tokens < 0.8 * whole.tokens
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("share_prefix", [False, "auto"])
+def test_gradients_with_and_without_skipping(name: str, share_prefix: bool | str, tmp_path: Path) -> None:
+    config = {"num_iterations": 2} if name in ("cispo", "grpo") else {}
+    arguments = {"reward_funcs": [tied], "share_prefix": share_prefix}
+    found = [
+        gradients(tmp_path, "GRPO", config, loss=LOSSES[name](), skip_zero_advantage=skip, **arguments)
+        for skip in ("auto", False)
+    ]
+    assert len(found[0]) == len(found[1]) == 4
+    for skipped, whole in zip(*found, strict=True):
+        for ours, expected in zip(skipped, whole, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+    assert any(g is not None and g.abs().max() > 1e-3 for g in found[0][0])
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "none"])
+def test_metrics_of_a_loss(name: str, tmp_path: Path) -> None:
+    config = {"num_iterations": 2} if name in ("cispo", "grpo") else {}
+    logs = [
+        without_times(trained(tmp_path, "GRPO", config, reward_funcs=[tied], loss=LOSSES[name](), **skip)[0])
+        for skip in ({}, {"skip_zero_advantage": False})
+    ]
+    assert_same(*logs)
+
+
+def test_entropy_between_logging_steps(tmp_path: Path) -> None:
+    """At other steps no pass runs for metrics, and the entropy is that of the logging steps."""
+    log, widths, _ = trained(tmp_path, "GRPO", {"logging_steps": 2}, reward_funcs=[tied])
+    assert len(widths.without) > 0
+    each, at_each, _ = trained(tmp_path, "GRPO", {"logging_steps": 1}, reward_funcs=[tied])
+    assert len(widths.without) < len(at_each.without)
+    by_step = {entry["step"]: entry for entry in each if "entropy" in entry}
+    for entry in (entry for entry in log if "entropy" in entry):
+        assert entry["entropy"] == pytest.approx(by_step[entry["step"]]["entropy"], rel=0.2)
+    _, none, _ = trained(tmp_path, "GRPO", {"logging_strategy": "no"}, reward_funcs=[tied])
+    assert not none.without
+
+
+@pytest.mark.parametrize("name", ["none", "dapo", "bnpo"])
+def test_nothing_has_a_gradient(name: str, tmp_path: Path) -> None:
+    """One token runs, and parameters get zeros, as ranks that wait for each other need."""
+    found = gradients(tmp_path, "GRPO", {}, reward_funcs=[all_tied], loss=LOSSES[name]())
+    assert all(g is not None and (g == 0).all() for step in found for g in step)
+    log, widths, _ = trained(tmp_path, "GRPO", {}, reward_funcs=[all_tied], loss=LOSSES[name]())
+    assert set(widths.with_gradient) == {(1, 2)}
+    stock = run(tmp_path, "GRPO", False, ROLLOUTS, reward_funcs=[all_tied])
+    assert_same(without_times(log), stock, common=name != "none")
+
+
+class Squared(LigerFusedLinearPolicyBase):
+    """Not zero where advantages are."""
+
+    def policy_loss(self, rollouts: Rollouts) -> Tensor:
+        return (rollouts.advantages - rollouts.ratio) ** 2
+
+
+class Weighted(LigerFusedLinearPolicyBase):
+    def policy_loss(self, rollouts: Rollouts) -> Tensor:
+        return -rollouts.advantages * rollouts.ratio
+
+
+WITH_A_GRADIENT: dict[str, tuple[dict[str, Any], Callable[[], Any], str]] = {
+    "KL": ({"beta": 0.1}, lambda: None, "a KL term"),
+    "entropy": ({"entropy_coef": 0.1}, lambda: None, "an entropy bonus"),
+    "adaptive": ({"use_adaptive_entropy": True, "entropy_target": 0.1}, lambda: None, "an entropy bonus"),
+    "quantile": ({"top_entropy_quantile": 0.5}, lambda: None, "tokens by their entropy"),
+    "loss-KL": ({"beta": 0.1}, lambda: LigerFusedLinearGRPOLoss(beta=0.1), "a KL term"),
+    "loss-entropy": ({}, lambda: LigerFusedLinearGRPOLoss(entropy_coef=0.1), "an entropy bonus"),
+    "loss-batch": ({}, lambda: LigerFusedLinearGRPOLoss(surrogate="kl_cov"), "tokens in the batch"),
+}
+
+
+@pytest.mark.parametrize("case", WITH_A_GRADIENT)
+def test_other_gradients_keep_all_sequences(case: str, tmp_path: Path) -> None:
+    config, loss, reason = WITH_A_GRADIENT[case]
+    config = {**config, "max_steps": 1}
+    reference = {"model": str(tmp_path / "model")} if config.get("beta") else {}
+    if reference:
+        tiny.model().save_pretrained(tmp_path / "model")
+    _, widths, _ = trained(tmp_path, "GRPO", config, reward_funcs=[all_tied], loss=loss(), **reference)
+    assert all(n == 2 for n, _ in widths.with_gradient) and widths.tokens > 40
+    with pytest.raises(ValueError, match=f"skip_zero_advantage=True: .*{reason}"):
+        build(tmp_path, "GRPO", True, {**ROLLOUTS, **config}, loss=loss(), skip_zero_advantage=True, **reference)
+
+
+def test_router_losses_keep_all_sequences(tmp_path: Path) -> None:
+    config = {"max_steps": 1}
+    _, widths, _ = trained(tmp_path, "GRPO", config, reward_funcs=[all_tied], model=tiny.model("experts"))
+    assert all(n == 2 for n, _ in widths.with_gradient)
+
+
+def test_losses_of_a_user(tmp_path: Path) -> None:
+    """Whether they are zero at advantages of zero, only their author knows."""
+    config = {"max_steps": 1}
+    for loss, skip, skips in ((Squared(), "auto", False), (Weighted(), "auto", False), (Weighted(), True, True)):
+        arguments = {"reward_funcs": [all_tied], "loss": loss, "skip_zero_advantage": skip}
+        _, widths, _ = trained(tmp_path, "GRPO", config, **arguments)
+        assert ((1, 2) in widths.with_gradient) == skips
+
+
+def test_an_unknown_setting(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'auto', True or False"):
+        build(tmp_path, "GRPO", True, ROLLOUTS, skip_zero_advantage="always")
+    with pytest.raises(TypeError, match="kept_ids must be True or False"):
+        build(tmp_path, "GRPO", True, ROLLOUTS, kept_ids="yes")
+
+
+def test_an_adapter(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    logs = []
+    for skip in ("auto", False):
+        torch.manual_seed(0)
+        arguments = {"reward_funcs": [tied], "peft_config": copy.deepcopy(config), "skip_zero_advantage": skip}
+        logs.append(without_times(trained(tmp_path, "GRPO", {}, **arguments)[0]))
+    assert_same(*logs)
+
+
+# Kept ids
+
+
+FILTERS = {"top_p": 0.7, "temperature": 0.9}
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("name", ["none", "dapo"])
+def test_ratios_to_the_sampler_are_one(kind: str, name: str, tmp_path: Path) -> None:
+    """The old policy's log-probabilities are the sampler's, and so are those of the first step on the rollouts."""
+    if kind == "RLOO" and name != "none":
+        pytest.skip("RLOO takes no loss")
+    config = {**ROLLOUTS, **FILTERS, "num_iterations": 2, "max_steps": 2, "beta": 0.0}
+    loss = {} if kind == "RLOO" else {"loss": LOSSES[name]()}
+    trainer = build(tmp_path, kind, True, config, kept_ids=True, **loss)
+    inner, generate = inner_model(trainer.model), type(inner_model(trainer.model)).generate
+    sampled: list[Tensor] = []
+
+    def with_scores(*args: Any, generation_config: Any, **kwargs: Any) -> Tensor:
+        own = copy.deepcopy(generation_config)
+        own.output_scores = own.return_dict_in_generate = True
+        output = generate(inner, *args, generation_config=own, **kwargs)
+        scores = torch.stack([x.log_softmax(-1) for x in output.scores], 1)
+        tokens = output.sequences[:, -scores.shape[1] :]
+        sampled.append(scores.gather(-1, tokens[..., None])[..., 0])
+        return output.sequences
+
+    inner.generate = with_scores
+    outputs: list[dict[str, Any]] = []
+    scored = type(trainer)._generate_and_score_completions
+
+    def noted(inputs: Any) -> Any:
+        output = scored(trainer, inputs)
+        outputs.append(output)
+        return output
+
+    trainer._generate_and_score_completions = noted
+    trainer.train()
+    assert len(outputs) == len(sampled) >= 1
+    for output, logps in zip(outputs, sampled, strict=True):
+        mask = output["completion_mask"].bool()
+        logps = torch.where(mask, logps[:, : mask.shape[1]], 0.0)
+        if kind == "RLOO":
+            torch.testing.assert_close(output["old_logps"], logps.sum(1), rtol=1e-4, atol=1e-4)
+        else:
+            torch.testing.assert_close(output["old_per_token_logps"], logps, rtol=1e-4, atol=1e-4)
+        assert sum(part.ids.numel() for part in output["kept_ids"]) > mask.sum()
+    # On these rollouts, the first pass is on-policy.
+    log = trainer.state.log_history[0]
+    assert log["clip_ratio/region_mean"] == 0
+
+
+@pytest.mark.parametrize("name", ["none", "dapo", "grpo"])
+@pytest.mark.parametrize("share_prefix", [False, "auto"])
+def test_gradients_over_kept_ids(name: str, share_prefix: bool | str, tmp_path: Path) -> None:
+    """TRL's loss and ours, with and without skipped sequences, agree; all differ from the whole softmax."""
+    config = {**FILTERS, "num_iterations": 2, "loss_type": "grpo" if name == "grpo" else "dapo"}
+    arguments = {"reward_funcs": [tied], "share_prefix": share_prefix}
+    found = [
+        gradients(tmp_path, "GRPO", config, loss=loss, **options, **arguments)
+        for loss, options in (
+            (None, {"kept_ids": True, "skip_zero_advantage": False}),
+            (None, {"kept_ids": True}),
+            (None, {}),
+        )
+    ]
+    if name != "none":
+        config.pop("loss_type")
+        found[1] = gradients(tmp_path, "GRPO", config, loss=LOSSES[name](), kept_ids=True, **arguments)
+    for ours, expected in zip(found[1], found[0], strict=True):
+        for a, b in zip(ours, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert any((a - b).abs().max() > 1e-3 for a, b in zip(found[0][0], found[2][0], strict=True) if a is not None)
+
+
+def test_a_reference_over_kept_ids(tmp_path: Path) -> None:
+    """Of the same model, at the first step: the KL is zero over kept ids."""
+    tiny.model().save_pretrained(tmp_path / "model")
+    config = {**FILTERS, "beta": 0.1, "max_steps": 1}
+    log, _, _ = trained(tmp_path, "GRPO", config, model=str(tmp_path / "model"), kept_ids=True)
+    assert abs(log[0]["kl"]) < 1e-6
+
+
+def test_what_cannot_be_recorded(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a rollout_func"):
+        build(tmp_path, "GRPO", True, ROLLOUTS, kept_ids=True, rollout_func=lambda *_: {})
