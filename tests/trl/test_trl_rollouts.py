@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import socket
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,12 @@ import torch
 pytest.importorskip("trl")
 
 import tiny
+import torch.distributed as dist
+from datasets import disable_progress_bars
+from fresh_process import FreshProcesses
 from test_trl_trainers import PLAIN, assert_same, build, replaces_trls_head, run
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, Rollouts
 from liger_chunked.integrations.transformers.detect import inner_model
@@ -350,3 +357,71 @@ def test_a_reference_over_kept_ids(tmp_path: Path) -> None:
 def test_what_cannot_be_recorded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a rollout_func"):
         build(tmp_path, "GRPO", True, ROLLOUTS, kept_ids=True, rollout_func=lambda *_: {})
+
+
+# Two processes
+
+
+def rollouts(rank: int, live: tuple[float, float]) -> dict[str, Tensor]:
+    """Return four completions of two prompts, with the share `live[rank]` of sequences that have an advantage."""
+    generator = torch.Generator().manual_seed(rank)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
+    advantages = torch.tensor([0.5, 1.0, -1.0, -0.5])
+    advantages[int(4 * live[rank]) :] = 0
+    return {
+        "prompt_ids": torch.randint(10, 300, (4, 6), generator=generator),
+        "prompt_mask": torch.ones(4, 6, dtype=torch.long),
+        "completion_ids": torch.randint(10, 300, (4, 5), generator=generator) * mask,
+        "completion_mask": mask,
+        "advantages": advantages,
+        "num_items_in_batch": torch.tensor(2 * int(mask.sum())),
+    }
+
+
+def sharded_gradients(folder: Path, rank: int, name: str, live: tuple[float, float], skip: bool | str) -> list[Tensor]:
+    config = {**ROLLOUTS, "gradient_accumulation_steps": 2, "max_steps": 1}
+    trainer = build(folder, "GRPO", True, config, skip_zero_advantage=skip, loss=LOSSES[name]())
+    model = inner_model(trainer.model).train()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    trainer.current_gradient_accumulation_steps = trainer.state.logging_steps = 1
+    trainer.compute_loss(model, rollouts(rank, live)).backward()
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def worker(rank: int, folder: str, port: str) -> None:
+    torch.set_num_threads(1)
+    disable_progress_bars()
+    warnings.simplefilter("ignore", FutureWarning)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    # DDP: what TRL logs, at steps where a rank has few live sequences or none.
+    config = {**ROLLOUTS, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    for rewards in (tied, all_tied):
+        stock = run(Path(folder), "GRPO", False, config, reward_funcs=[rewards])
+        ours = run(Path(folder), "GRPO", True, config, reward_funcs=[rewards])
+        assert_same(without_times(ours), without_times(stock))
+    loss = LigerFusedLinearGRPOLoss(reduction="bnpo")
+    logs = [
+        run(Path(folder), "GRPO", True, config, reward_funcs=[tied], loss=loss, skip_zero_advantage=skip)
+        for skip in ("auto", False)
+    ]
+    assert_same(*map(without_times, logs))
+    # FSDP2: the ranks gather parameters together.
+    for name in ("none", "bnpo"):
+        for live in ((0.5, 0.5), (0.5, 0.0), (1.0, 0.75), (1.0, 0.0)):
+            skipped, whole = (sharded_gradients(Path(folder), rank, name, live, skip) for skip in ("auto", False))
+            for ours, expected in zip(skipped, whole, strict=True):
+                torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+            assert any(g.abs().max() > 1e-4 for g in whole)
+    dist.destroy_process_group()
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+def test_two_processes(tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    fresh_process.spawn(worker, 2, str(tmp_path), str(port))
