@@ -128,6 +128,56 @@ class KeptIds:
         return kept if device is None else kept.to(device)
 
     @classmethod
+    def from_completions(
+        cls,
+        completions: Sequence[Sequence[Sequence[int]] | KeptIds | None],
+        target: Tensor,
+        first: int = 0,
+        *,
+        ignore_index: int = -100,
+    ) -> KeptIds:
+        """Return what inference engines kept of each completion's tokens, at the positions of a loss's target.
+
+        Engines return the ids of each sampled token (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 3.1):
+
+        - vLLM 0.28, started with `enable_return_sampling_mask`: `output.sampling_mask.token_ids` of each
+          `CompletionOutput`, or `choice["sampling_mask"]` over HTTP.
+        - SGLang, asked with `return_sampling_mask`: `output["meta_info"]["output_token_sampling_mask"]`.
+        - ids and offsets, as slime and miles keep a response's: `KeptIds(ids, offsets)`.
+
+        Waits for the device.
+
+        Args:
+            completions: B of these, each of its tokens in order. None, or an empty list of a token: the whole
+                vocabulary.
+            target: (B, T), integer ids, or `ignore_index`, at positions that no loss reads.
+            first: the column of `target` with the first token of completions: 0 if it holds completions alone, P - 1
+                if it holds prompts of P columns too and is shifted, as by `shifted`. Targets before it have the whole
+                vocabulary.
+            ignore_index: the target of positions that get no ids, and cost nothing.
+
+        Returns:
+            The ids of B * T positions, on the device of `target`.
+
+        Raises:
+            TypeError, ValueError: `target` has another number of sequences, or a target beyond a completion's tokens.
+
+        >>> target = torch.tensor([[-100, 7, 5], [-100, 4, -100]])
+        >>> kept = KeptIds.from_completions([[[7, 3], [5]], [[4, 9]]], target, first=1)
+        >>> kept.ids, kept.offsets
+        (tensor([7, 3, 5, 4, 9]), tensor([0, 0, 2, 3, 3, 5, 5]))
+        """
+        check_completions(target, len(completions))
+        unknown = cls.from_lists([None] * target.shape[1])
+        parts = [unknown if x is None else x if isinstance(x, KeptIds) else cls.from_lists(x) for x in completions]
+        if not parts:
+            return cls(target.new_zeros(0), target.new_zeros(1))
+        lengths = torch.tensor([part.positions for part in parts])
+        tokens = cls.cat([part.to(target.device) for part in parts])
+        starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)[:-1]])
+        return at_target(tokens, target, first, starts, 1, lengths, ignore_index)
+
+    @classmethod
     def from_mask(cls, mask: Tensor) -> KeptIds:
         """Return the ids where a mask is True. Waits for the device.
 
@@ -198,3 +248,38 @@ class KeptIds:
             p = z.softmax(-1)
             z = z.masked_fill(p < min_p * p.amax(-1, keepdim=True), -math.inf)
         return cls.from_mask(z > -math.inf)
+
+
+def check_completions(target: Tensor, n: int) -> None:
+    """Raise TypeError or ValueError unless a target is (n, T), of integers."""
+    if not isinstance(target, Tensor) or target.is_floating_point():
+        raise TypeError(f"target must be a tensor of integers, got {described(target)}")
+    if target.ndim != 2 or target.shape[0] != n:
+        raise ValueError(f"target must be (B, T) of the {n} sequences that were sampled, got {described(target)}")
+
+
+def at_target(
+    tokens: KeptIds, target: Tensor, first: int, starts: Tensor, stride: int, lengths: Tensor, ignore_index: int
+) -> KeptIds:
+    """Return the ids of sampled tokens at the positions of a target.
+
+    Args:
+        tokens: of all sampled tokens; those of sequence b at `starts[b]` and each `stride` places after.
+        target: (B, T), with the first sampled token in column `first`.
+        lengths: (B,), the number of sampled tokens.
+
+    Raises:
+        ValueError: there is a target after the last sampled token.
+    """
+    starts, lengths = (x.to(target.device)[:, None] for x in (starts, lengths))
+    step = torch.arange(target.shape[1], device=target.device) - first
+    has_target = target != ignore_index
+    beyond = (has_target & (step >= lengths)).any(1)
+    if bool(beyond.any()):
+        row = int(beyond.nonzero()[0])
+        raise ValueError(
+            f"sequence {row} has the ids of {int(lengths[row])} tokens, from column first={first} on, but target "
+            f"{described(target)} has a token beyond them"
+        )
+    positions = torch.where(has_target & (step >= 0), starts + stride * step, -1)
+    return tokens.take(positions.reshape(-1))

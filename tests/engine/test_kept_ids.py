@@ -273,6 +273,30 @@ def test_sources_agree() -> None:
     assert everything.ids.numel() == 0 and everything.positions == 2
 
 
+def test_ids_of_completions() -> None:
+    """Lists as vLLM and SGLang return them, ids and offsets as slime has them: the same ids at each position."""
+    given = batch()
+    target = torch.cat([torch.full((B, 2), -100), given["target"]], 1)  # two tokens of prompts before
+    valid = (given["target"] >= 0).sum(1).tolist()
+    lists = drawn_lists(given["target"])
+    rows = [lists[i * T : i * T + n] for i, n in enumerate(valid)]
+    expected = KeptIds.from_lists([ids for i in range(B) for ids in [[], [], *rows[i], *[[]] * (T - valid[i])]])
+    pairs = [KeptIds.from_lists(row) for row in rows]
+    as_int32 = [KeptIds(x.ids.int(), x.offsets.int()) for x in pairs]
+    for completions in (rows, pairs, as_int32):
+        found = KeptIds.from_completions(completions, target, first=2)
+        assert torch.equal(found.ids, expected.ids) and torch.equal(found.offsets, expected.offsets)
+    target[0, 0] = 3  # a prompt that counts has the whole vocabulary
+    found = KeptIds.from_completions([None, rows[1]], target, first=2)
+    assert (found.offsets.diff()[: T + 2] == 0).all()
+    assert torch.equal(found.ids, pairs[1].ids)
+    with pytest.raises(ValueError, match="sequence 1 has the ids of 2 tokens"):
+        KeptIds.from_completions([rows[0], rows[1][:2]], target, first=2)
+    with pytest.raises(ValueError, match="the 1 sequences"):
+        KeptIds.from_completions(rows[:1], target)
+    assert KeptIds.from_completions([], target[:0]).positions == 0
+
+
 def test_ids_from_inference_mode() -> None:
     """A sampler's ids are often made there; autograd cannot save such tensors."""
     given = batch(torch.float32)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import socket
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,12 @@ import torch
 pytest.importorskip("trl")
 
 import tiny
-from test_trl_trainers import PLAIN, assert_same, build, run
+import torch.distributed as dist
+from datasets import disable_progress_bars
+from fresh_process import FreshProcesses
+from test_trl_trainers import PLAIN, assert_same, build, replaces_trls_head, run
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, Rollouts
 from liger_chunked.integrations.transformers.detect import inner_model
@@ -50,9 +57,11 @@ class Widths:
         inner_model(trainer.model).register_forward_pre_hook(self.note, with_kwargs=True)
 
     def note(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if "labels" in kwargs or "head_fn" in kwargs:
-            shapes = self.with_gradient if torch.is_grad_enabled() else self.without
-            shapes.append(tuple(kwargs["input_ids"].shape))
+        shape = tuple(kwargs["input_ids"].shape)
+        if torch.is_grad_enabled():
+            self.with_gradient.append(shape)
+        elif "labels" in kwargs or "head_fn" in kwargs:  # not of `generate`
+            self.without.append(shape)
 
     @property
     def tokens(self) -> int:
@@ -142,7 +151,9 @@ def test_gradients_with_and_without_skipping(name: str, share_prefix: bool | str
     config = {"num_iterations": 2} if name in ("cispo", "grpo") else {}
     arguments = {"reward_funcs": [tied], "share_prefix": share_prefix}
     found = [
-        gradients(tmp_path, "GRPO", config, loss=LOSSES[name](), skip_zero_advantage=skip, **arguments)
+        gradients(
+            tmp_path, "GRPO", config, loss=LOSSES[name](), model=ends_soon(), skip_zero_advantage=skip, **arguments
+        )
         for skip in ("auto", False)
     ]
     assert len(found[0]) == len(found[1]) == 4
@@ -156,12 +167,13 @@ def test_gradients_with_and_without_skipping(name: str, share_prefix: bool | str
 def test_metrics_of_a_loss(name: str, tmp_path: Path) -> None:
     config = {"num_iterations": 2} if name in ("cispo", "grpo") else {}
     logs = [
-        without_times(trained(tmp_path, "GRPO", config, reward_funcs=[tied], loss=LOSSES[name](), **skip)[0])
+        trained(tmp_path, "GRPO", config, reward_funcs=[tied], model=ends_soon(), loss=LOSSES[name](), **skip)[0]
         for skip in ({}, {"skip_zero_advantage": False})
     ]
-    assert_same(*logs)
+    assert_same(*map(without_times, logs))
 
 
+@replaces_trls_head
 def test_entropy_between_logging_steps(tmp_path: Path) -> None:
     """At other steps no pass runs for metrics, and the entropy is that of the logging steps."""
     log, widths, _ = trained(tmp_path, "GRPO", {"logging_steps": 2}, reward_funcs=[tied])
@@ -182,8 +194,9 @@ def test_nothing_has_a_gradient(name: str, tmp_path: Path) -> None:
     assert all(g is not None and (g == 0).all() for step in found for g in step)
     log, widths, _ = trained(tmp_path, "GRPO", {}, reward_funcs=[all_tied], loss=LOSSES[name]())
     assert set(widths.with_gradient) == {(1, 2)}
-    stock = run(tmp_path, "GRPO", False, ROLLOUTS, reward_funcs=[all_tied])
-    assert_same(without_times(log), stock, common=name != "none")
+    arguments = {"reward_funcs": [all_tied], "loss": LOSSES[name](), "skip_zero_advantage": False}
+    whole = trained(tmp_path, "GRPO", {}, **arguments)[0]
+    assert_same(without_times(log), without_times(whole))
 
 
 class Squared(LigerFusedLinearPolicyBase):
@@ -261,6 +274,7 @@ def test_an_adapter(tmp_path: Path) -> None:
 FILTERS = {"top_p": 0.7, "temperature": 0.9}
 
 
+@replaces_trls_head
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 @pytest.mark.parametrize("name", ["none", "dapo"])
 def test_ratios_to_the_sampler_are_one(kind: str, name: str, tmp_path: Path) -> None:
@@ -307,6 +321,7 @@ def test_ratios_to_the_sampler_are_one(kind: str, name: str, tmp_path: Path) -> 
     assert log["clip_ratio/region_mean"] == 0
 
 
+@replaces_trls_head
 @pytest.mark.parametrize("name", ["none", "dapo", "grpo"])
 @pytest.mark.parametrize("share_prefix", [False, "auto"])
 def test_gradients_over_kept_ids(name: str, share_prefix: bool | str, tmp_path: Path) -> None:
@@ -330,6 +345,7 @@ def test_gradients_over_kept_ids(name: str, share_prefix: bool | str, tmp_path: 
     assert any((a - b).abs().max() > 1e-3 for a, b in zip(found[0][0], found[2][0], strict=True) if a is not None)
 
 
+@replaces_trls_head
 def test_a_reference_over_kept_ids(tmp_path: Path) -> None:
     """Of the same model, at the first step: the KL is zero over kept ids."""
     tiny.model().save_pretrained(tmp_path / "model")
@@ -341,3 +357,71 @@ def test_a_reference_over_kept_ids(tmp_path: Path) -> None:
 def test_what_cannot_be_recorded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a rollout_func"):
         build(tmp_path, "GRPO", True, ROLLOUTS, kept_ids=True, rollout_func=lambda *_: {})
+
+
+# Two processes
+
+
+def rollouts(rank: int, live: tuple[float, float]) -> dict[str, Tensor]:
+    """Return four completions of two prompts, with the share `live[rank]` of sequences that have an advantage."""
+    generator = torch.Generator().manual_seed(rank)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
+    advantages = torch.tensor([0.5, 1.0, -1.0, -0.5])
+    advantages[int(4 * live[rank]) :] = 0
+    return {
+        "prompt_ids": torch.randint(10, 300, (4, 6), generator=generator),
+        "prompt_mask": torch.ones(4, 6, dtype=torch.long),
+        "completion_ids": torch.randint(10, 300, (4, 5), generator=generator) * mask,
+        "completion_mask": mask,
+        "advantages": advantages,
+        "num_items_in_batch": torch.tensor(2 * int(mask.sum())),
+    }
+
+
+def sharded_gradients(folder: Path, rank: int, name: str, live: tuple[float, float], skip: bool | str) -> list[Tensor]:
+    config = {**ROLLOUTS, "gradient_accumulation_steps": 2, "max_steps": 1}
+    trainer = build(folder, "GRPO", True, config, skip_zero_advantage=skip, loss=LOSSES[name]())
+    model = inner_model(trainer.model).train()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    trainer.current_gradient_accumulation_steps = trainer.state.logging_steps = 1
+    trainer.compute_loss(model, rollouts(rank, live)).backward()
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def worker(rank: int, folder: str, port: str) -> None:
+    torch.set_num_threads(1)
+    disable_progress_bars()
+    warnings.simplefilter("ignore", FutureWarning)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    # DDP: what TRL logs, at steps where a rank has few live sequences or none.
+    config = {**ROLLOUTS, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    for rewards in (tied, all_tied):
+        stock = run(Path(folder), "GRPO", False, config, reward_funcs=[rewards])
+        ours = run(Path(folder), "GRPO", True, config, reward_funcs=[rewards])
+        assert_same(without_times(ours), without_times(stock))
+    loss = LigerFusedLinearGRPOLoss(reduction="bnpo")
+    logs = [
+        run(Path(folder), "GRPO", True, config, reward_funcs=[tied], loss=loss, skip_zero_advantage=skip)
+        for skip in ("auto", False)
+    ]
+    assert_same(*map(without_times, logs))
+    # FSDP2: the ranks gather parameters together.
+    for name in ("none", "bnpo"):
+        for live in ((0.5, 0.5), (0.5, 0.0), (1.0, 0.75), (1.0, 0.0)):
+            skipped, whole = (sharded_gradients(Path(folder), rank, name, live, skip) for skip in ("auto", False))
+            for ours, expected in zip(skipped, whole, strict=True):
+                torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+            assert any(g.abs().max() > 1e-4 for g in whole)
+    dist.destroy_process_group()
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+def test_two_processes(tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    fresh_process.spawn(worker, 2, str(tmp_path), str(port))

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor
 
 from liger_chunked.integrations.transformers.detect import inner_model
-from liger_chunked.kept_ids import KeptIds
-from liger_chunked.types import described
+from liger_chunked.kept_ids import KeptIds, at_target, check_completions
 
 
 class KeptIdsRecorder(LogitsProcessor):
@@ -84,22 +83,9 @@ class KeptIdsRecorder(LogitsProcessor):
             raise ValueError(f"each token of one generate must be recorded, got tokens at {lengths}: call clear()")
         steps = [self._of_length[length] for length in lengths]
         n = steps[0].positions
-        if not isinstance(target, Tensor) or target.is_floating_point():
-            raise TypeError(f"target must be a tensor of integers, got {described(target)}")
-        if target.ndim != 2 or target.shape[0] != n:
-            raise ValueError(
-                f"target must be (B, T) with the {n} sequences that were generated, got {described(target)}"
-            )
-        step = torch.arange(target.shape[1], device=target.device) - first
-        has_target = target != ignore_index
-        if bool((has_target & (step >= len(steps))).any()):
-            raise ValueError(
-                f"{len(steps)} tokens of each sequence were recorded, from column first={first} on, but target "
-                f"{described(target)} has a token beyond them"
-            )
-        sequence = torch.arange(n, device=target.device)[:, None]
-        positions = torch.where(has_target & (step >= 0), step * n + sequence, -1)
-        return KeptIds.cat(steps).to(target.device).take(positions.reshape(-1))
+        check_completions(target, n)
+        tokens = KeptIds.cat(steps).to(target.device)
+        return at_target(tokens, target, first, torch.arange(n), n, torch.full((n,), len(steps)), ignore_index)
 
     def _check_recorded(self) -> None:
         if not self._of_length:

@@ -206,10 +206,11 @@ class RolloutsMixin(SharedPromptsMixin):
         live = self._live(inputs)
         logs = live is not None and self._logs_after_this_step()
         batch = Batch(kept)
-        if live is not None and live.part is not None:
+        if live is not None:
             with self._running(batch):
                 logps, entropies = self._of_left_out(model, inputs, live, logs)
-            batch = Batch(kept, _read(inputs), live, logps, entropies)
+            if live.part is not None:
+                batch = Batch(kept, _read(inputs), live, logps, entropies)
         with self._running(batch):
             value = super().compute_loss(model, inputs, *args, **kwargs)
         if live is not None and not logs:
