@@ -624,6 +624,9 @@ class PolicyMetrics(NamedTuple):
     - `clip_ratio_low`, `clip_ratio_high`, `clip_ratio`: share of ratios clipped below, above, or either, in [0, 1]
     - `clip_ratio_low_min`, `clip_ratio_high_max`: the smallest of the sequences' shares clipped below, and the largest
       clipped above. With ratios per token, a sequence without tokens has none; NaN if all are empty
+    - `ratio_mean`, `ratio_min`, `ratio_max`: of the importance ratios `pi / pi_old`, before any bound: of valid tokens,
+      or of the sequences that have one, at levels with one ratio a sequence; 0, infinity and -infinity of none. None
+      without `old_logps`
     """
 
     entropy: Tensor
@@ -633,6 +636,9 @@ class PolicyMetrics(NamedTuple):
     clip_ratio: Tensor | None = None
     clip_ratio_low_min: Tensor | None = None
     clip_ratio_high_max: Tensor | None = None
+    ratio_mean: Tensor | None = None
+    ratio_min: Tensor | None = None
+    ratio_max: Tensor | None = None
 
 
 class CrossEntropyMetrics(NamedTuple):

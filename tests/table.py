@@ -843,6 +843,26 @@ POLICY = [
         entropy_coef=0.2,
         sample={"advantages": "tokens"},
     ),
+    _grpo("gpg", surrogate="log_prob", reduction="dapo", sample={"old": False}),
+    _grpo("dro", surrogate="log_prob", reduction="token-mean", sampler_kl_coef=0.4),
+    _grpo("dppo_tv", surrogate="dppo_tv", reduction="token-mean", epsilon_low=0.01, epsilon_high=0.02,
+          stops_gradients=True),
+    _grpo("dppo_tv-prime-rl", surrogate="dppo_tv", reduction="dapo", num_items=37, epsilon_low=0.03, epsilon_high=0.01,
+          ratio_max=None, sampler_kl_coef=0.1, sample={"advantages": "tokens", "weights": "tokens"},
+          stops_gradients=True),
+    _grpo("dppo_kl", surrogate="dppo_kl", epsilon_low=1e-3, epsilon_high=5e-4, ratio_max=1.2, beta=0.1,
+          sample={"ref": "tokens"}, stops_gradients=True),
+    _grpo("ipo", surrogate="ipo", ipo_threshold=0.02, reduction="dapo", sampler_kl_coef=1e-3,
+          sample={"weights": "tokens"}, stops_gradients=True),
+    _grpo("fipo", surrogate="fipo", reduction="dapo", fipo_half_life=2.0, fipo_safety_ratio=1.1, delta=1.5,
+          stops_gradients=True),
+    _grpo("fipo-two-sided", surrogate="fipo", fipo_half_life=3.0, fipo_clip_low=0.3, fipo_clip_high=0.4,
+          fipo_safety_ratio=None, sample={"advantages": "tokens", "weights": "tokens"}, stops_gradients=True),
+    _grpo("real", scope="batch", surrogate="real", group_size=2),
+    _grpo("real-tokens-kl", scope="batch", surrogate="real", batches=8, group_size=2, real_temperature=0.4, beta=0.05,
+          sample={"ref": "tokens", "advantages": "tokens"}),
+    _grpo("a2po", surrogate="a2po", a2po_beta=0.3, sample={"ref": "states"}),
+    _grpo("a2po-ref_logps", surrogate="a2po", a2po_beta=0.5, sample={"ref": "tokens", "old": False}),
     _grpo("rloo", batches=8, importance_level="trajectory", reduction="grpo"),
     _grpo(
         "reinforce", batches=8, surrogate="reinforce", importance_level="trajectory", sample={"weights": "sequences"}
@@ -856,7 +876,7 @@ POLICY = [
         sample={"ref": "tokens", "weights": "tokens"},
         **_GSPO,
     ),
-]
+]  # fmt: skip
 
 ON_POLICY = [
     _on_policy("on-policy-distillation", sample={"old": False}, stops_gradients=True),

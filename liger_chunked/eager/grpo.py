@@ -9,7 +9,10 @@ from torch import Tensor
 from liger_chunked.eager.far_ends import LARGEST, LARGEST_EXPONENT, LOWEST_LOGP, bounded_logps, saturating_exp
 from liger_chunked.eager.token_stats import token_stats
 
-SURROGATES = ("clip", "reinforce", "cispo", "gmpo", "sapo", "vespo", "clip_cov", "kl_cov")
+SURROGATES = (
+    "clip", "reinforce", "cispo", "gmpo", "sapo", "vespo", "clip_cov", "kl_cov", "log_prob", "dppo_tv", "dppo_kl",
+    "ipo", "fipo", "real", "a2po",
+)  # fmt: skip
 REDUCTIONS = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
 VERL_REDUCTIONS = {
     "token-mean": "dapo",
@@ -83,6 +86,39 @@ def _gamma_weight(log_w: float, k: float, rate: float) -> float:
     return math.exp(k * log_w + rate * (1 - w))
 
 
+def _binary_kl(p: Tensor, q: Tensor) -> Tensor:
+    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+
+
+def _outside(
+    surrogate: str, p: Tensor, q: Tensor, advantage: Tensor, low: float, high: float, threshold: float
+) -> tuple[Tensor, Tensor]:
+    """Return where a trust region drops tokens of probability `p`, once `q`: for too low, and for too high a `p`."""
+    if surrogate == "ipo":
+        return q - p > threshold, p - q > threshold
+    if surrogate == "dppo_tv":
+        return (q - p > low) & (advantage < 0), (p - q > high) & (advantage > 0)
+    kl = _binary_kl(q, p)
+    return (kl > low) & (p < q) & (advantage < 0), (kl > high) & (p > q) & (advantage > 0)
+
+
+def _future_kl(log_ratio: Tensor, places: Tensor, half_life: float) -> Tensor:
+    """Return each token's sum of later log-ratios and its own, halved at each `half_life` of places."""
+    distance = places[None, :] - places[:, None]
+    return (torch.where(distance >= 0, 0.5 ** (distance / half_life), 0.0) * log_ratio[None, :]).sum(-1)
+
+
+def _classification(scores: list[Tensor], positive: list[bool]) -> Tensor:
+    """Return REAL's loss of a group."""
+    if all(positive) or not any(positive):
+        return torch.zeros(()) if not scores else 0 * scores[0]
+    of_positive = sum(((-s).exp() for s, yes in zip(scores, positive, strict=True) if yes), torch.zeros_like(scores[0]))
+    of_negative = sum(
+        (s.exp() for s, yes in zip(scores, positive, strict=True) if not yes), torch.zeros_like(scores[0])
+    )
+    return (1 + of_positive).log() + (1 + of_negative).log()
+
+
 def grpo(
     weight: Tensor,
     input: Tensor,
@@ -126,6 +162,16 @@ def grpo(
     clip_cov_ub: float = 5.0,
     kl_cov_ratio: float = 2e-4,
     ppo_kl_coef: float = 1.0,
+    ratio_max: float | None = 20.0,
+    ipo_threshold: float = 0.1,
+    fipo_half_life: float = 32.0,
+    fipo_clip_low: float = 0.0,
+    fipo_clip_high: float = 0.2,
+    fipo_safety_ratio: float | None = 4.0,
+    real_temperature: float = 0.5,
+    group_size: int | None = None,
+    a2po_beta: float = 1e-3,
+    sampler_kl_coef: float = 0.0,
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -184,6 +230,19 @@ def grpo(
             inside = (covariances > clip_cov_lb) & (covariances < clip_cov_ub)
             chosen = _largest(covariances, valid & inside & ~outside, max(1, int(clip_cov_ratio * n_tokens)))
 
+    of_groups: list[Tensor] = []  # each sequence's part of its group's loss
+    if surrogate == "real":
+        assert group_size is not None
+        old = stats["logps"].detach() if old_logps is None else old_logps
+        log_ratios = torch.where(valid, stats["logps"] - old, 0.0)
+        scores = list(log_ratios.sum(-1) / valid.sum(-1).clamp(min=1) / real_temperature)
+        for start in range(0, len(scores), group_size):
+            group = [i for i in range(start, start + group_size) if valid[i].any()]
+            positive = [bool(advantages[i].expand(valid.shape[1:])[valid[i]].sum() > 0) for i in group]
+            of_group = _classification([scores[i] for i in group], positive)
+            of_groups += [of_group * group_size / max(1, len(group))] * group_size
+
+    all_ratios: list[Tensor] = []
     loss = bonus = kl_sum = stats["logps"].new_zeros(())
     n_acting = 0
     clipped_low: list[Tensor] = []
@@ -212,7 +271,35 @@ def grpo(
         ratio = _importance_ratio(logps, old, importance_level)
         weights = torch.ones_like(logps) if importance_weights is None else of_tokens(importance_weights)
 
+        all_ratios.append(ratio[:1] if importance_level in ("sequence", "trajectory") else ratio)
+        p, q = logps.detach().exp(), old.exp()
+        too_low, too_high = _outside(surrogate, p, q, advantage, epsilon_low, epsilon_high, ipo_threshold)
+
         match surrogate:
+            case "log_prob":
+                cost = -weights * advantage * logps
+            case "dppo_tv" | "dppo_kl" | "ipo":
+                bounded = (
+                    ratio.detach().clamp(max=math.inf if ratio_max is None else ratio_max) * ratio / ratio.detach()
+                )
+                cost = -weights * bounded * advantage * ~(too_low | too_high)
+            case "fipo":
+                log_ratio = (logps - old).detach()
+                counted = log_ratio if delta is None else log_ratio * (log_ratio.exp() <= delta)
+                future = _future_kl(
+                    counted, torch.arange(len(here), dtype=dtype, device=here.device)[here], fipo_half_life
+                )
+                influence = future.exp().clamp(1 - fipo_clip_low, 1 + fipo_clip_high)
+                if fipo_safety_ratio is not None:
+                    unsafe = (advantage < 0) & (ratio.detach() > fipo_safety_ratio)
+                    influence = torch.where(unsafe, influence.clamp(0.8, 1.0), influence)
+                cost = weights * influence * _clip_by_sign(ratio, advantage, 1 - epsilon_low, 1 + epsilon_high, delta)
+            case "real":
+                cost = weights * of_groups[i]
+            case "a2po":
+                assert ref_logps is not None
+                implicit_reward = a2po_beta * (logps - of_tokens(ref_logps)).sum()
+                cost = weights * (implicit_reward - advantage.mean()) ** 2
             case "clip":
                 cost = _clip_by_sign(ratio, advantage, 1 - epsilon_low, 1 + epsilon_high, delta)
                 cost = weights * cost
@@ -259,6 +346,7 @@ def grpo(
             kl = kl * sampled
             cost = cost + beta * kl
             kl_sum = kl_sum + kl.sum()
+        cost = cost + sampler_kl_coef * (logps - old) ** 2 * sampled
 
         match VERL_REDUCTIONS.get(reduction, reduction):
             case "grpo":
@@ -285,6 +373,8 @@ def grpo(
         }.get(surrogate, (1 - epsilon_low, 1 + epsilon_high))
         below = (bounded < lowest) & (advantage < 0)
         above = (bounded > highest) & (advantage > 0)
+        if surrogate in ("dppo_tv", "dppo_kl", "ipo"):
+            below, above = too_low, too_high
         clipped_low.append(below[:1] if one_ratio else below)
         clipped_high.append(above[:1] if one_ratio else above)
 
@@ -299,7 +389,7 @@ def grpo(
     def shares(flags: list[Tensor]) -> list[float]:
         return [float(flag.double().mean()) for flag in flags] or [math.nan]
 
-    clips_high = surrogate in ("clip", "cispo", "gmpo", "clip_cov")
+    clips_high = surrogate in ("clip", "cispo", "gmpo", "clip_cov", "dppo_tv", "dppo_kl", "ipo", "fipo")
     clips_low = cispo_epsilon_low > 0 if surrogate == "cispo" else clips_high
     either = [low | high if clips_low else high for low, high in zip(clipped_low, clipped_high, strict=True)]
     metrics = {
@@ -310,5 +400,13 @@ def grpo(
         "clip_ratio": share(either) if clips_high else None,
         "clip_ratio_low_min": loss.new_tensor(min(shares(clipped_low))) if clips_low else None,
         "clip_ratio_high_max": loss.new_tensor(max(shares(clipped_high))) if clips_high else None,
+        "ratio_mean": None,
+        "ratio_min": None,
+        "ratio_max": None,
     }
+    if old_logps is not None:
+        ratios = torch.cat([loss.new_zeros(0), *all_ratios]).detach()
+        metrics["ratio_mean"] = ratios.sum() / max(1, len(ratios))
+        metrics["ratio_min"] = torch.cat([ratios, loss.new_full((1,), math.inf)]).min().detach()
+        metrics["ratio_max"] = torch.cat([ratios, loss.new_full((1,), -math.inf)]).max().detach()
     return loss, metrics

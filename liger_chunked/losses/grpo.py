@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import Self, Unpack
 
 from liger_chunked.arguments import own_options
+from liger_chunked.losses.formulas import complement
 from liger_chunked.losses.policy import Clipped, LigerFusedLinearPolicyBase
 from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS, sum_of_logs
 from liger_chunked.losses.settings import check_finite, check_positive, refuse_unread
@@ -34,6 +35,15 @@ class SurrogateSettings:
     clip_cov_ub: float = 5.0
     kl_cov_ratio: float = 2e-4
     ppo_kl_coef: float = 1.0
+    ratio_max: float | None = 20.0
+    ipo_threshold: float = 0.1
+    fipo_half_life: float = 32.0
+    fipo_clip_low: float = 0.0
+    fipo_clip_high: float = 0.2
+    fipo_safety_ratio: float | None = 4.0
+    real_temperature: float = 0.5
+    group_size: int | None = None
+    a2po_beta: float = 1e-3
 
     def __post_init__(self) -> None:
         for name in ("epsilon_low", "epsilon_high"):
@@ -60,6 +70,16 @@ class SurrogateSettings:
         for name in ("sapo_temperature_pos", "sapo_temperature_neg", "vespo_lambda_pos", "vespo_lambda_neg"):
             check_positive(name, getattr(self, name))
         check_positive("delta", self.delta, optional=True)
+        check_positive("ratio_max", self.ratio_max, optional=True)
+        for name in ("fipo_half_life", "real_temperature", "a2po_beta"):
+            check_positive(name, getattr(self, name))
+        check_finite("ipo_threshold", self.ipo_threshold, minimum=0)
+        check_finite("fipo_clip_high", self.fipo_clip_high, minimum=0)
+        check_finite("fipo_clip_low", self.fipo_clip_low, minimum=0, maximum=1)
+        check_positive("fipo_safety_ratio", self.fipo_safety_ratio, optional=True)
+        check_number("group_size", self.group_size, whole=True, optional=True)
+        if self.group_size is not None and self.group_size < 2:
+            raise ValueError(f"group_size must be 2 or more, got {self.group_size}")
 
 
 def _reinforce(r: Rollouts, s: SurrogateSettings) -> Tensor:
@@ -167,6 +187,120 @@ def _kl_cov(r: Rollouts, s: SurrogateSettings) -> Tensor:
     return _reinforce(r, s) + s.ppo_kl_coef * torch.where(penalized, r.log_ratio.abs(), 0.0)
 
 
+def _log_prob(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    return -r.advantages * r.logps
+
+
+def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return `KL(Bernoulli(p) || Bernoulli(q))`."""
+    others = complement(log_p)
+    return log_p.exp() * (log_p - log_q) + others * (others.log() - complement(log_q).log())
+
+
+def _outside_tv(r: Rollouts, s: SurrogateSettings) -> Clipped:
+    moved = r.logps.detach().exp() - r.old_logps.exp()
+    return Clipped(
+        low=(moved < -s.epsilon_low) & (r.advantages < 0), high=(moved > s.epsilon_high) & (r.advantages > 0)
+    )
+
+
+def _outside_kl(r: Rollouts, s: SurrogateSettings) -> Clipped:
+    logps = r.logps.detach()
+    divergence = _binary_kl(r.old_logps, logps)
+    return Clipped(
+        low=(divergence > s.epsilon_low) & (logps < r.old_logps) & (r.advantages < 0),
+        high=(divergence > s.epsilon_high) & (logps > r.old_logps) & (r.advantages > 0),
+    )
+
+
+def _outside_ipo(r: Rollouts, s: SurrogateSettings) -> Clipped:
+    moved = r.logps.detach().exp() - r.old_logps.exp()
+    return Clipped(low=moved < -s.ipo_threshold, high=moved > s.ipo_threshold)
+
+
+_LARGEST_LOG = 80.0  # exp() of it is finite in float32
+
+
+def _inside(outside: _ClippedBy) -> Callable[[Rollouts, SurrogateSettings], Tensor]:
+    """Return the cost `-min(r, ratio_max) A` inside a trust region, and 0 outside, with `grad(log pi)` times it."""
+
+    def cost(r: Rollouts, s: SurrogateSettings) -> Tensor:
+        # The logarithm is bounded, so that exp() cannot overflow where the cost is 0.
+        highest = _LARGEST_LOG if s.ratio_max is None else math.log(s.ratio_max)
+        bounded = r.log_ratio.detach().clamp(max=highest).exp()
+        masked = outside(r, s)
+        assert masked.low is not None
+        kept = torch.where(masked.low | masked.high, 0.0, bounded * r.advantages)
+        return -kept * (1 + (r.logps - r.logps.detach()))
+
+    return cost
+
+
+def _discounted_future(x: Tensor, discount: float) -> Tensor:
+    """Return (n, T), `sum over j >= t of discount^(j - t) x_j`.
+
+    Each step doubles the window that the sums span: no power of `1 / discount`, which would overflow.
+    """
+    span = 1
+    while span < x.shape[-1] and discount**span > 0:
+        x = x + discount**span * torch.nn.functional.pad(x[:, span:], (0, span))
+        span *= 2
+    return x
+
+
+@torch.no_grad()
+def _fipo_weights(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    log_ratio = r.logps - r.old_logps
+    counted = r.mask if s.delta is None else r.mask & (log_ratio <= math.log(s.delta))
+    future = _discounted_future(torch.where(counted, log_ratio, 0.0), 2 ** (-1 / s.fipo_half_life))
+    low = math.log1p(-s.fipo_clip_low) if s.fipo_clip_low < 1 else -math.inf
+    weights = future.clamp(low, math.log1p(s.fipo_clip_high)).exp()
+    if s.fipo_safety_ratio is None:
+        return weights
+    unsafe = (r.advantages < 0) & (log_ratio > math.log(s.fipo_safety_ratio))
+    return torch.where(unsafe, weights.clamp(*_FIPO_SAFE), weights)
+
+
+# Bounds of FIPO's weights where the ratio is large and the advantage negative; the paper's and ms-swift's constants.
+_FIPO_SAFE = (0.8, 1.0)
+
+
+def _fipo(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    return _fipo_weights(r, s) * _clip(r, s)
+
+
+def _advantages_of_sequences(r: Rollouts) -> Tensor:
+    """Return (n, 1), the mean over tokens of advantages per token."""
+    if r.advantages.shape[-1] == 1:
+        return r.advantages
+    return torch.where(r.mask, r.advantages, 0.0).sum(-1, keepdim=True) / r.lengths
+
+
+def _real(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    size, n = s.group_size, r.mask.shape[0]
+    assert size is not None
+    if n % size:
+        raise ValueError(f"surrogate 'real' needs whole groups of group_size={size} sequences in a call, got {n}")
+    scores = (sum_of_logs(r.logps - r.old_logps) / r.lengths / s.real_temperature).view(n // size, size)
+    present = r.mask.any(-1).view_as(scores)
+    positive = (_advantages_of_sequences(r) > 0).view_as(scores) & present
+    others = present & ~positive
+
+    def of_class(members: Tensor, exponents: Tensor) -> Tensor:
+        zero = exponents.new_zeros(n // size, 1)  # the 1 of log(1 + ...)
+        return torch.cat([exponents.masked_fill(~members, -math.inf), zero], -1).logsumexp(-1, keepdim=True)
+
+    mixed = positive.any(-1, keepdim=True) & others.any(-1, keepdim=True)
+    of_groups = torch.where(mixed, of_class(positive, -scores) + of_class(others, scores), 0.0)
+    # Each sequence with tokens carries an equal part of its group's loss, so that their mean is that over groups.
+    return (of_groups * size / present.sum(-1, keepdim=True).clamp(min=1)).expand_as(scores).reshape(n, 1)
+
+
+def _a2po(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    assert r.ref_logps is not None
+    return (s.a2po_beta * sum_of_logs(r.logps - r.ref_logps) - _advantages_of_sequences(r)).square()
+
+
 class _ClippedBy(Protocol):
     def __call__(self, r: Rollouts, s: SurrogateSettings) -> Clipped: ...
 
@@ -179,6 +313,7 @@ class _Surrogate(NamedTuple):
     scope: Literal["token", "sequence", "batch"] = "token"
     needs_tokens: bool = False  # only importance level "token"
     weighs: bool = False  # applies importance weights
+    needs_reference: bool = False
 
 
 SURROGATES: Mapping[str, _Surrogate] = {
@@ -209,6 +344,46 @@ SURROGATES: Mapping[str, _Surrogate] = {
         needs_tokens=True,
     ),
     "kl_cov": _Surrogate(_kl_cov, reads=("kl_cov_ratio", "ppo_kl_coef"), scope="batch", needs_tokens=True),
+    "log_prob": _Surrogate(_log_prob),
+    "dppo_tv": _Surrogate(
+        _inside(_outside_tv),
+        reads=("epsilon_low", "epsilon_high", "ratio_max"),
+        clipped=_outside_tv,
+        clips_low=True,
+        needs_tokens=True,
+    ),
+    "dppo_kl": _Surrogate(
+        _inside(_outside_kl),
+        reads=("epsilon_low", "epsilon_high", "ratio_max"),
+        clipped=_outside_kl,
+        clips_low=True,
+        needs_tokens=True,
+    ),
+    "ipo": _Surrogate(
+        _inside(_outside_ipo),
+        reads=("ipo_threshold", "ratio_max"),
+        clipped=_outside_ipo,
+        clips_low=True,
+        needs_tokens=True,
+    ),
+    "fipo": _Surrogate(
+        _fipo,
+        reads=(
+            "epsilon_low",
+            "epsilon_high",
+            "delta",
+            "fipo_half_life",
+            "fipo_clip_low",
+            "fipo_clip_high",
+            "fipo_safety_ratio",
+        ),
+        clipped=_clipped_by_clip,
+        clips_low=True,
+        scope="sequence",
+        needs_tokens=True,
+    ),
+    "real": _Surrogate(_real, reads=("real_temperature", "group_size"), scope="batch", needs_tokens=True),
+    "a2po": _Surrogate(_a2po, reads=("a2po_beta",), scope="sequence", needs_tokens=True, needs_reference=True),
 }
 
 LOSS_TYPES: Mapping[str, Mapping[str, str]] = {
@@ -238,6 +413,30 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     | `vespo` | `-sg(phi(w)) A log pi`, `phi(w) = w^k e^(lambda (1 - w))` by the sign of `A` | 2602.10693 |
     | `clip_cov` | as `clip`, but 0 for `clip_cov_ratio` of the tokens | Clip-Cov, 2505.22617 |
     | `kl_cov` | `-r A`, plus `ppo_kl_coef abs(log r)` for `kl_cov_ratio` of the tokens | KL-Cov, 2505.22617 |
+    | `log_prob` | `-A log pi` | GPG, 2504.02546 |
+    | `dppo_tv`, `dppo_kl` | `-min(r, ratio_max) A` inside a trust region, else 0 | DPPO, 2602.04879 |
+    | `ipo` | the same, with a region for both signs of `A` | prime-rl |
+    | `fipo` | as `clip`, times `clamp(exp(F), 1 - fipo_clip_low, 1 + fipo_clip_high)` | 2603.19835 |
+    | `real` | classification of a group's sequences, below | 2602.05630 |
+    | `a2po` | `(a2po_beta log(pi(y) / pi_ref(y)) - A)^2` of a sequence `y` | A*-PO, 2505.20686 |
+
+    Trust regions, with `d = pi - pi_old` of the sampled token: `dppo_tv` drops tokens with `d > epsilon_high` and a
+    positive `A`, or `d < -epsilon_low` and a negative `A`. `dppo_kl` drops them by the KL of Bernoulli distributions,
+    `pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))`, above `epsilon_high` where `pi > pi_old` and
+    `A > 0`, or above `epsilon_low` where `pi < pi_old` and `A < 0`. `ipo` drops tokens with `abs(d) > ipo_threshold`.
+    The gradient of what stays is `-min(r, ratio_max) A grad(log pi)`: verl's; prime-rl's without `ratio_max`.
+
+    `F` is the sum over the sequence's tokens from this one on of `2^(-distance / fipo_half_life) log r`, without those
+    whose `r` is above `delta`. Where `A < 0` and `r > fipo_safety_ratio`, the weight is clamped to [0.8, 1]. It is
+    constant. Compared with ms-swift.
+
+    `real` takes `group_size` consecutive sequences as a group, with scores `s = mean(log r) / real_temperature`, which
+    are positive where `A > 0`: `log(1 + sum over the positive of e^-s) + log(1 + sum over the others of e^s)`, or 0 if
+    all have one sign. Sequences without tokens are in no sum. With `reduction="grpo"`, the loss is the mean over
+    groups, as in ms-swift.
+
+    `a2po` needs the reference. `A` is `reward - V`, where `V = beta1 logsumexp(rewards / beta1 - log n)` of `n` samples
+    of the reference. With `reduction="grpo"`, the loss is TRL's.
 
     `c` is `min(r, e^epsilon_high)` for a positive `A`, `max(r, e^-epsilon_low)` for a negative one. `w` is the product
     over the sequence's tokens of `pi / pi_old` and the importance weights, which `vespo` does not apply again.
@@ -267,6 +466,14 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     | PPO's policy term, 1707.06347 | `reduction="dapo"`, with advantages (B, T) of its critic |
     | RLOO, 2402.14740, as TRL clips it | `importance_level="trajectory", reduction="grpo"` |
     | REINFORCE | `surrogate="reinforce", importance_level="trajectory", reduction="grpo"` |
+    | DPPO, as in verl | `surrogate="dppo_tv", reduction="token-mean"` |
+    | | `surrogate="dppo_kl", reduction="token-mean", epsilon_low=0.05, epsilon_high=0.05` |
+    | prime-rl's default | `surrogate="dppo_tv", reduction="dapo", ratio_max=None, sampler_kl_coef=1e-3` |
+    | prime-rl's IPO | `surrogate="ipo", reduction="dapo", ratio_max=None, sampler_kl_coef=1e-3` |
+    | DRO, 2405.19107, as in verl | `surrogate="log_prob", sampler_kl_coef=dro_beta / 2, reduction="token-mean"` |
+    | FIPO | `surrogate="fipo", reduction="dapo"` |
+    | REAL | `surrogate="real", reduction="grpo", group_size=...` |
+    | A*-PO | `surrogate="a2po", reduction="grpo"` |
 
     Levels other than "token", `gmpo`, `vespo` and `off_policy_mask_threshold` cost one more GEMM for a sequence over
     budget; `clip_cov` and `kl_cov`, for a batch over budget.
@@ -311,6 +518,17 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
         clip_cov_ratio, kl_cov_ratio: in (0, 1], the share of the tokens that `clip_cov` and `kl_cov` choose.
         clip_cov_lb, clip_cov_ub: bounds of the covariance of tokens that `clip_cov` chooses.
         ppo_kl_coef: weight of `abs(log r)` in `kl_cov`. The names and defaults of the last five are verl's.
+        ratio_max: the largest factor `r` of a gradient, of `dppo_tv`, `dppo_kl` and `ipo`, positive; verl's
+            `clip_ratio_c`. None: no bound.
+        ipo_threshold: of `ipo`, not negative.
+        fipo_half_life: of `fipo`, in tokens, positive; ms-swift's `fipo_decay_rate`.
+        fipo_clip_low, fipo_clip_high: of `fipo`, in [0, 1], and not negative.
+        fipo_safety_ratio: of `fipo`, positive. None: no such bound.
+        real_temperature: of `real`, positive; ms-swift's `real_tau`.
+        group_size: of `real`, required: sequences a prompt. None: not given.
+        a2po_beta: of `a2po`, positive; TRL's `beta2`.
+        sampler_kl_coef: weight, not negative, of `(log pi - log pi_old)^2` of every valid token (Kimi K2.5,
+            https://arxiv.org/abs/2602.02276), which no mask and no importance weight changes; prime-rl's `kl_tau`.
         **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
             `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
             (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
@@ -355,6 +573,16 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
         clip_cov_ub: float = 5.0,
         kl_cov_ratio: float = 2e-4,
         ppo_kl_coef: float = 1.0,
+        ratio_max: float | None = 20.0,
+        ipo_threshold: float = 0.1,
+        fipo_half_life: float = 32.0,
+        fipo_clip_low: float = 0.0,
+        fipo_clip_high: float = 0.2,
+        fipo_safety_ratio: float | None = 4.0,
+        real_temperature: float = 0.5,
+        group_size: int | None = None,
+        a2po_beta: float = 1e-3,
+        sampler_kl_coef: float = 0.0,
         **options: Unpack[LogitOptionsDict],
     ) -> None:
         if "loss_type" in options:
@@ -379,6 +607,15 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
             clip_cov_ub=clip_cov_ub,
             kl_cov_ratio=kl_cov_ratio,
             ppo_kl_coef=ppo_kl_coef,
+            ratio_max=ratio_max,
+            ipo_threshold=ipo_threshold,
+            fipo_half_life=fipo_half_life,
+            fipo_clip_low=fipo_clip_low,
+            fipo_clip_high=fipo_clip_high,
+            fipo_safety_ratio=fipo_safety_ratio,
+            real_temperature=real_temperature,
+            group_size=group_size,
+            a2po_beta=a2po_beta,
         )
         refuse_unread(settings, definition.reads, f"surrogate {surrogate!r}", SURROGATES)
         if definition.needs_tokens and importance_level != "token":
@@ -386,6 +623,8 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
                 f"surrogate {surrogate!r} takes its ratios per token: importance_level must be 'token', "
                 f"got {shown(importance_level)}"
             )
+        if "group_size" in definition.reads and group_size is None:
+            raise ValueError(f"surrogate {surrogate!r} needs group_size, the number of sequences a prompt, got None")
         super().__init__(
             beta=beta,
             reduction=reduction,
@@ -394,6 +633,7 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
             kl_estimator=kl_estimator,
             use_bias_correction_kl=use_bias_correction_kl,
             off_policy_mask_threshold=off_policy_mask_threshold,
+            sampler_kl_coef=sampler_kl_coef,
             entropy_coef=entropy_coef,
             top_entropy_quantile=top_entropy_quantile,
             top_k=top_k,
@@ -407,6 +647,7 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
         mixes_tokens = IMPORTANCE_LEVELS[importance_level].mixes_tokens
         self.scope = "sequence" if mixes_tokens and definition.scope == "token" else definition.scope
         self.weighs = definition.weighs
+        self.needs_reference = definition.needs_reference
         self.clips_low = definition.clips_low or cispo_epsilon_low > 0
 
     @classmethod

@@ -166,6 +166,23 @@ def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
 
+class _RatioRange(NamedTuple):
+    mean: Tensor | None = None
+    min: Tensor | None = None
+    max: Tensor | None = None
+
+
+def _ratio_range(ratio: Tensor, mask: Tensor, dtype: torch.dtype) -> _RatioRange:
+    """Return the range of ratios (n, T) of valid tokens, or (n, 1) of sequences that have one."""
+    if ratio.shape != mask.shape:
+        mask = mask.any(-1, keepdim=True)
+    if not ratio.numel():
+        return _RatioRange(*(torch.full((), x, dtype=dtype, device=ratio.device) for x in (0.0, math.inf, -math.inf)))
+    ratio = ratio.to(dtype)
+    low, high = torch.where(mask, ratio, math.inf).amin(), torch.where(mask, ratio, -math.inf).amax()
+    return _RatioRange(_masked_mean(ratio, mask), low, high)
+
+
 class _Shares(NamedTuple):
     """How often a flag of ratios is True."""
 
@@ -257,6 +274,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         off_policy_mask_threshold: in nats, not negative: tokens with a negative advantage cost 0 where the sequence's
             mean of `old_logps - logps` is above it (DeepSeek-V3.2, whose old policy is the sampler). None: no such
             mask.
+        sampler_kl_coef: weight, not negative, of `(log pi - log pi_old)^2` of every valid token (Kimi K2.5,
+            https://arxiv.org/abs/2602.02276), which no mask and no importance weight changes; prime-rl's `kl_tau`.
         entropy_coef: weight of the entropy bonus, the mean over tokens as in "dapo".
         top_entropy_quantile: in [0, 1]; only this share of the call's tokens, at least one, with the highest entropy
             keeps cost and bonus (https://arxiv.org/abs/2506.01939). Below 1, costs one more GEMM if logits exceed the
@@ -277,6 +296,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     scope: Literal["token", "sequence", "batch"] = "sequence"
     token_outputs: tuple[str, ...] = ()
     weighs: bool = False
+    needs_reference: bool = False
     clips_low: bool = True
     _statistics: ClassVar[tuple[str, ...]] = ("logps", "entropy")
     _scopes: ClassVar[tuple[str, ...]] = ("token", "sequence", "batch")
@@ -291,6 +311,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         kl_estimator: str = "k3",
         use_bias_correction_kl: bool = True,
         off_policy_mask_threshold: float | None = None,
+        sampler_kl_coef: float = 0.0,
         entropy_coef: float = 0.0,
         top_entropy_quantile: float = 1.0,
         top_k: int | None = None,
@@ -322,6 +343,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             )
         check_finite("beta", beta, minimum=0)
         check_finite("off_policy_mask_threshold", off_policy_mask_threshold, minimum=0, optional=True)
+        check_finite("sampler_kl_coef", sampler_kl_coef, minimum=0)
         check_finite("entropy_coef", entropy_coef)
         check_finite("top_entropy_quantile", top_entropy_quantile, minimum=0, maximum=1)
         self.beta = beta
@@ -331,6 +353,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         self.kl_estimator = kl_estimator
         self.use_bias_correction_kl = use_bias_correction_kl
         self.off_policy_mask_threshold = off_policy_mask_threshold
+        self.sampler_kl_coef = sampler_kl_coef
         self.entropy_coef = entropy_coef
         self.top_entropy_quantile = top_entropy_quantile
         self.top_k = top_k
@@ -484,8 +507,9 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         arrange = Arrangement(rows, whole_target, accumulation_dtype(weight.dtype))
         items = self._num_items(num_items, arrange)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
+        required = True if self.beta or self.needs_reference else None
         dense_ref_logps = reference_logps(
-            reference, self, head, target, rows, sequences, required=True if self.beta else None, kept=kept,
+            reference, self, head, target, rows, sequences, required=required, kept=kept,
             temperature=temperature, may_wait=may_wait,
         )  # fmt: skip
         advantages = whole_side("advantages", advantages, target, sequences)
@@ -537,6 +561,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         cost = torch.where(kept, cost, 0.0)
         if self.beta:
             cost = cost + self.beta * torch.where(mask, self.kl(rollouts), 0.0)
+        if self.sampler_kl_coef:
+            cost = cost + self.sampler_kl_coef * torch.where(mask, rollouts.logps - rollouts.old_logps, 0.0).square()
         loss = (cost * batch.weights[index]).sum(dtype=torch.float64)
         if self.entropy_coef:
             n_acting = max(1, batch.batch_tokens) if acting is valid else acting.sum().clamp(min=1)
@@ -596,6 +622,9 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             low = None if flags.low is None else shares(flags.low)
             high = shares(flags.high)
             either = high if flags.low is None else shares(flags.low | flags.high)
+        ratios = _RatioRange()
+        if batch.old_logps is not None:
+            ratios = _ratio_range(rollouts.ratio, mask, rollouts.logps.dtype)
         return PolicyMetrics(
             entropy=_masked_mean(rollouts.entropy, mask),
             kl=None if rollouts.ref_logps is None else _masked_mean(self.kl(rollouts), mask),
@@ -604,6 +633,9 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             clip_ratio=None if either is None else either.of_all,
             clip_ratio_low_min=None if low is None else extreme(low.by_sequence, -1),
             clip_ratio_high_max=None if high is None else extreme(high.by_sequence, 1),
+            ratio_mean=ratios.mean,
+            ratio_min=ratios.min,
+            ratio_max=ratios.max,
         )
 
     def extra_repr(self) -> str:

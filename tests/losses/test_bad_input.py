@@ -727,15 +727,23 @@ POLICY = {
     ),
     "delta-of-cispo": (
         lambda: LigerFusedLinearGRPOLoss(surrogate="cispo", delta=2.0),
-        r"delta=2.0 is not read by surrogate 'cispo', only by \['clip'\]",
+        r"delta=2.0 is not read by surrogate 'cispo', only by \['clip', 'fipo'\]",
     ),
     "epsilon-of-sapo": (
         lambda: LigerFusedLinearGRPOLoss(surrogate="sapo", epsilon_high=0.3),
-        r"epsilon_high=0.3 is not read by surrogate 'sapo', only by \['cispo', 'clip', 'clip_cov', 'gmpo'\]",
+        r"epsilon_high=0.3 is not read by surrogate 'sapo', only by \['cispo', 'clip', 'clip_cov', 'dppo_kl', .*",
     ),
     "level-of-gmpo": (
         lambda: LigerFusedLinearGRPOLoss(surrogate="gmpo", importance_level="sequence"),
         "surrogate 'gmpo' takes its ratios per token: importance_level must be 'token', got 'sequence'",
+    ),
+    "group-size": (
+        lambda: LigerFusedLinearGRPOLoss(surrogate="real"),
+        "surrogate 'real' needs group_size, the number of sequences a prompt, got None",
+    ),
+    "group-of-one": (
+        lambda: LigerFusedLinearGRPOLoss(surrogate="real", group_size=1),
+        "group_size must be 2 or more, got 1",
     ),
     "cispo-bounds": (
         lambda: LigerFusedLinearGRPOLoss(surrogate="cispo", cispo_epsilon_low=0.8, epsilon_high=0.2),

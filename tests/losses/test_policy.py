@@ -64,7 +64,7 @@ def test_ratio_is_exactly_1_on_policy(level, dtype, device):
     assert metrics.clip_ratio == 0
 
 
-@by_surrogate
+@pytest.mark.parametrize("surrogate", [name for name in SURROGATES if name not in ("real", "a2po")])
 def test_on_policy_gradient_is_reinforce(surrogate):
     """At a ratio of 1, every surrogate has the gradient of `-A log pi`, summed with the reduction's weights."""
     batch = rollouts(SMALL, seed=1, old=False)
@@ -478,6 +478,33 @@ def test_the_entropy_coefficient_may_change_between_steps():
         )
 
 
+@pytest.mark.parametrize("surrogate", ["dppo_tv", "dppo_kl", "ipo"])
+def test_a_trust_region_drops_what_overflows(surrogate):
+    """A token that the sampler gave no probability has an infinite ratio; where it is dropped, nothing is NaN."""
+    batch = moved(rollouts(SMALL, seed=12), torch.float32)
+    batch["input"][:, 0] *= 20  # the likeliest id has a probability near 1
+    batch["target"][:, 0] = (batch["input"][:, 0] @ batch["weight"].T + batch["bias"]).argmax(-1)
+    batch["old_logps"][:, 0] = -300.0
+    for ratio_max in (20.0, None):
+        for sign in (-1, 0, 1):
+            batch["advantages"] = torch.full_like(batch["advantages"], sign)
+            found = evaluate(partial(grpo, surrogate=surrogate, ratio_max=ratio_max), batch)
+            assert all(x.isfinite().all() for x in found.values())
+            if sign == 1 or surrogate == "ipo":
+                assert not found["input"][:, 0].any()
+
+
+def test_real_takes_whole_groups():
+    batch = {name: x[:5] if x.shape[0] == 6 else x for name, x in rollouts(SMALL, seed=12).items()}
+    with pytest.raises(ValueError, match="needs whole groups of group_size=2 sequences in a call, got 5"):
+        grpo(batch, surrogate="real", group_size=2)
+
+
+def test_a2po_needs_a_reference():
+    with pytest.raises(ValueError, match="needs a reference: pass ref_input and ref_weight, or ref_logps"):
+        grpo(rollouts(SMALL, seed=12), surrogate="a2po")
+
+
 # Metrics
 
 
@@ -492,6 +519,11 @@ METRICS = {
     "clip_cov": {"surrogate": "clip_cov", "clip_cov_lb": 0.1},
     "k2": {"kl_estimator": "k2"},
     "sapo": {"surrogate": "sapo"},
+    "dppo_tv": {"surrogate": "dppo_tv", "epsilon_low": 0.01, "epsilon_high": 0.02},
+    "dppo_kl": {"surrogate": "dppo_kl", "epsilon_low": 1e-3, "epsilon_high": 2e-3, "sampler_kl_coef": 0.1},
+    "ipo": {"surrogate": "ipo", "ipo_threshold": 0.02},
+    "fipo": {"surrogate": "fipo", "epsilon_low": 0.05, "epsilon_high": 0.1},
+    "top_p": {"top_p": 0.9, "epsilon_low": 0.05},
     "vespo": {"surrogate": "vespo"},
     "uncorrected": {"use_bias_correction_kl": False},
     "transformed": {"softcap": 4.0, "temperature": 0.5},
@@ -522,7 +554,9 @@ def test_metrics_of_nothing():
     batch["target"].fill_(-100)
     _, metrics = LigerFusedLinearGRPOLoss()(**batch)
     extremes = ("clip_ratio_low_min", "clip_ratio_high_max")  # of the sequences with tokens, of which there is none
-    assert all(value.isnan() if name in extremes else value == 0 for name, value in metrics._asdict().items())
+    of_none = {"ratio_min": math.inf, "ratio_max": -math.inf}
+    for name, value in metrics._asdict().items():
+        assert value.isnan() if name in extremes else value == of_none.get(name, 0), name
 
 
 # A user-defined loss

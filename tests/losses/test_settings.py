@@ -154,7 +154,7 @@ UNREAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "grpo-delta": (
         lambda: LigerFusedLinearGRPOLoss(delta=3, surrogate="sapo"),
-        r"delta=3 is not read by surrogate 'sapo', only by \['clip'\]",
+        r"delta=3 is not read by surrogate 'sapo', only by \['clip', 'fipo'\]",
     ),
 }
 
@@ -238,6 +238,17 @@ NUMBERS: list[tuple[type, str, dict[str, Any], str]] = [
         for name in ("clip", "kl")
     ),
     (LigerFusedLinearGRPOLoss, "ppo_kl_coef", {"surrogate": "kl_cov"}, "finite and not negative"),
+    (LigerFusedLinearGRPOLoss, "sampler_kl_coef", {}, "finite and not negative"),
+    (LigerFusedLinearGRPOLoss, "ratio_max", {"surrogate": "dppo_tv"}, "finite and positive or None"),
+    (LigerFusedLinearGRPOLoss, "ipo_threshold", {"surrogate": "ipo"}, "finite and not negative"),
+    (LigerFusedLinearGRPOLoss, "fipo_half_life", {"surrogate": "fipo"}, "finite and positive"),
+    (LigerFusedLinearGRPOLoss, "fipo_clip_low", {"surrogate": "fipo"}, r"in \[0, 1\]"),
+    (LigerFusedLinearGRPOLoss, "fipo_clip_high", {"surrogate": "fipo"}, "finite and not negative"),
+    (LigerFusedLinearGRPOLoss, "fipo_safety_ratio", {"surrogate": "fipo"}, "finite and positive or None"),
+    (LigerFusedLinearGRPOLoss, "real_temperature", {"surrogate": "real", "group_size": 2}, "finite and positive"),
+    (LigerFusedLinearGRPOLoss, "a2po_beta", {"surrogate": "a2po"}, "finite and positive"),
+    (LigerFusedLinearGRPOLoss, "top_p", {}, r"in \(0, 1\], or None"),
+    (LigerFusedLinearGRPOLoss, "min_p", {}, r"in \[0, 1\], or None"),
     (LigerFusedLinearCrossEntropyLoss, "label_smoothing", {}, r"in \[0, 1\]"),
     (LigerFusedLinearCrossEntropyLoss, "lse_square_scale", {}, "finite and not negative"),
     (LigerFusedLinearCrossEntropyLoss, "focal_gamma", {}, "finite and not negative"),
