@@ -655,6 +655,31 @@ class CrossEntropyMetrics(NamedTuple):
 
 
 @dataclass(frozen=True)
+class PairTerm:
+    """`weight * curve(scale * x + offset)` of a number `x` of each pair: a loss whose gradient a kernel knows.
+
+    With `z = scale * x + offset`, `curve` is
+
+    - "softplus": `log(1 + exp(z))`, which is `-log sigmoid(-z)`
+    - "sigmoid": `1 / (1 + exp(-z))`
+    - "square": `z ** 2`
+    - "relu": `max(0, z)`
+
+    With the log-ratios `c` and `r` of chosen and rejected sequence, `x` is `of`
+
+    - "margin": `c - r`
+    - "mean_margin": the same, each divided by its sequence's valid tokens
+    - "chosen", "rejected": `c`, `r`
+    """
+
+    curve: Literal["softplus", "sigmoid", "square", "relu"]
+    of: Literal["margin", "mean_margin", "chosen", "rejected"]
+    scale: float = 1.0
+    offset: float = 0.0
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
 class Divergence:
     """A divergence with closed-form gradient, of student logits `z` and teacher logits `t`.
 

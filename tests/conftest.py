@@ -31,7 +31,7 @@ import pytest
 import torch
 from fresh_process import FreshProcesses
 
-from liger_chunked.engine import cutting, stats, step
+from liger_chunked.engine import choose, cutting, stats, step
 from liger_chunked.kernels import backend
 
 
@@ -212,7 +212,7 @@ def cut_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Set constants of `engine.cutting`, such as `cut_with(ROUND=4)`. Cuts made with others are forgotten."""
 
     def forget() -> None:
-        for cached in (cutting.chunks_of_tokens, cutting.tiles, cutting.whole_rows):
+        for cached in (cutting.chunks_of_tokens, cutting.tiles, cutting.whole_rows, choose._remembered_layout):
             cached.cache_clear()
 
     def cut(**constants: int) -> None:

@@ -4,7 +4,7 @@ rows, known                      which tokens count, in which order, and how val
 checks, once                     what a caller gave, and what ranks must agree on
 cutting                          chunks and tiles within the budget: integers only
 choose                           the one place that decides what runs, as a `Plan`
-objective                        the loss of a chunk, and its gradient by the statistics
+objective, pairs                 the loss of a chunk, and its gradient by the statistics
 step                             the loop over chunks, and the autograd Function
 head, epilogue                   passes over a chunk: plain logits, fused epilogue
 filtered, token_pass             plain logits that a sampling filter keeps, and of one token at a time
@@ -27,23 +27,27 @@ from liger_chunked.engine.checks import (
     compute_dtype,
     shifted,
 )
+from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_step
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.engine.kept import check_kept
 from liger_chunked.engine.known import as_counts, assert_later, host_may_sync, sequence_counts, token_count
-from liger_chunked.engine.objective import Differentiated, NegativeLogLikelihood, Objective, OfSequences
+from liger_chunked.engine.objective import Differentiated, NegativeLogLikelihood, Objective, OfSequences, Share
 from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
+from liger_chunked.engine.pairs import PairKernel, has_pair_kernel
 from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.rows import Group, Rows, all_rows, select_rows
 from liger_chunked.engine.sequence import SequenceSplit, check_group
 from liger_chunked.engine.stats import linear_token_stats, stats_of_kept, token_stats
 from liger_chunked.engine.step import Fused, fused_loss, loss_of_kept, run_step
 from liger_chunked.engine.top_k import TopK
+from liger_chunked.kernels import PairLoss
 from liger_chunked.kernels.operands import along, plain
 
 __all__ = [
     "ByAutograd",
+    "Chunk",
     "ClosedForm",
     "Differentiated",
     "Fused",
@@ -53,11 +57,14 @@ __all__ = [
     "Objective",
     "OfSequences",
     "Packing",
+    "PairKernel",
+    "PairLoss",
     "Ranked",
     "Rows",
     "SamplingFilter",
     "SequenceSplit",
     "Sequences",
+    "Share",
     "Teacher",
     "TopK",
     "all_rows",
@@ -76,6 +83,7 @@ __all__ = [
     "count",
     "distillation_step",
     "fused_loss",
+    "has_pair_kernel",
     "host_may_sync",
     "linear_token_stats",
     "loss_of_kept",

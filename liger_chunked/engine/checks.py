@@ -224,8 +224,9 @@ def _check_ranks(shard: VocabShard, columns: int, input: Tensor) -> RankFacts:
 def check_target(
     target: Tensor, input: Tensor, name: str = "target", input_name: str = "input", *, head: LossHead | None = None
 ) -> None:
-    check_class_ids(target, name, hint=lambda: hint_for(target, name, ids=True))
-    expected = tuple(input.shape[:-1]) if head is None else head.token_shape(input)
+    if not isinstance(target, Tensor) or target.dtype != torch.int64:
+        check_class_ids(target, name, hint=lambda: hint_for(target, name, ids=True))
+    expected = tuple(input.shape[:-1]) if head is None or head.shard is None else head.token_shape(input)
     if target.shape != expected:
         hint = ""
         if head is not None and target.shape == head.weight.shape[:-1]:

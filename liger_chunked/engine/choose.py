@@ -15,6 +15,7 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ class Plan:
         tiles: of each chunk; whole rows with a teacher.
         dtype: of the matrix products.
         n_contributions: how often the step adds to each element of dW.
+        largest_tile: the most logits of a tile.
         path: what computes statistics. A loss leaves `Path.EPILOGUE` for logits if its dW is rounded (`pass_of_loss`).
         outputs, differentiates: the statistics to compute, and those that the gradient may reach.
         class_weight: (V,) weights of `mean_logits`.
@@ -64,6 +66,7 @@ class Plan:
     tiles: tuple[Tiles, ...]
     dtype: torch.dtype
     n_contributions: int
+    largest_tile: int
     options: LogitOptions
     path: Path = Path.LOGITS
     outputs: tuple[str, ...] = ()
@@ -80,7 +83,7 @@ class Plan:
         assert target is not None
         return Tokens(
             x=self.take(flat, row_slice),
-            target=along(target, row_slice),
+            target=target if len(self.chunks) == 1 else target[row_slice],
             row_slice=row_slice,
             tiles=self.tiles[i],
             u=None if flat_u is None else self.take(flat_u, row_slice),
@@ -91,7 +94,10 @@ class Plan:
         """Return a chunk's rows of (N, ...), in the products' dtype."""
         if self.scattered is not None:
             return self.scattered.gather(flat, row_slice, self.dtype)
-        return self.rows.take(flat, row_slice).to(self.dtype)
+        # Not `rows.take` for a batch in one chunk without ignored tokens: small steps are such, and wait for the host.
+        all_rows = self.rows.input_index is None and row_slice.stop - row_slice.start == flat.shape[0]
+        x = flat if all_rows else self.rows.take(flat, row_slice)
+        return x if x.dtype == self.dtype else x.to(self.dtype)
 
     def reader(self, input: Tensor, row_slice: slice, dtype: torch.dtype) -> Callable[[slice], Tensor]:
         """Return a function that reads parts of a chunk from another model's hidden states (..., H)."""
@@ -117,11 +123,6 @@ class Plan:
     def most_rows(self) -> int:
         """The most rows of a tile."""
         return max((rows.stop - rows.start for tiles in self.tiles for rows, _ in tiles), default=0)
-
-    @property
-    def largest_tile(self) -> int:
-        """The most logits of a tile."""
-        return max(map(cutting.largest, self.tiles))
 
 
 def flattened(input: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -153,6 +154,13 @@ def _all_ranks_have_wide_tiles(head: LossHead) -> bool:
     return head.rank_facts is None or head.rank_facts.have_wide_tiles
 
 
+class _Counts(NamedTuple):
+    """The numbers of tokens that decide where chunks end. `groups` are `host_counts` and `cut_counts` of `Groups`."""
+
+    n_valid: int
+    groups: tuple[tuple[int, ...], tuple[int, ...]] | None
+
+
 @dataclass(frozen=True)
 class _Cut:
     """Chunks, and their tiles of at most `limit` logits on the rank with most columns."""
@@ -162,22 +170,92 @@ class _Cut:
     tiles: tuple[Tiles, ...]
 
 
-def _cut_batch(rows: Rows, budget: Budget, n_tokens: int, bytes_per_logit: int, whole_batch: bool) -> _Cut:
+def _cut_batch(counts: _Counts, budget: Budget, n_tokens: int, bytes_per_logit: int, whole_batch: bool) -> _Cut:
     limit = budget.logits(n_tokens, bytes_per_logit)
     tokens = max(1, limit // budget.vocab_size)
-    n_valid, groups = rows.n_valid, rows.groups
-    if whole_batch or (groups is not None and sum(groups.cut_counts) <= tokens):
-        n_groups = n_valid if groups is None else len(groups.host_counts)
+    n_valid, groups = counts
+    if whole_batch or (groups is not None and sum(groups[1]) <= tokens):
+        n_groups = n_valid if groups is None else len(groups[0])
         chunks: tuple[Chunk, ...] = (Chunk(slice(0, n_valid), slice(0, n_groups)),)
     elif groups is None:
         chunks = cutting.chunks_of_tokens(n_valid, tokens)
     else:
-        chunks = cutting.chunks_of_groups(groups.host_counts, groups.cut_counts, tokens)
+        chunks = cutting.chunks_of_groups(*groups, tokens)
     return _Cut(chunks, limit, _tiles(chunks, budget.vocab_size, limit))
 
 
 def _tiles(chunks: tuple[Chunk, ...], columns: int, limit: int) -> tuple[Tiles, ...]:
     return tuple([cutting.tiles(chunk.length, columns, limit) for chunk in chunks])
+
+
+class _Layout(NamedTuple):
+    """What of a loss's plan follows from numbers and options. The fields are those of `Plan`."""
+
+    chunks: tuple[Chunk, ...]
+    tiles: tuple[Tiles, ...]
+    n_contributions: int
+    largest_tile: int
+    path: Path
+    differentiates: tuple[str, ...]
+
+
+def _layout_of_loss(
+    counts: _Counts,
+    budget: Budget,
+    columns: int,
+    bytes_per_logit: int,
+    options: LogitOptions,
+    outputs: tuple[str, ...],
+    differentiates: tuple[str, ...],
+    whole_batch: bool,
+    ranks_cut_alike: bool,
+    may_use_epilogue: bool,
+    *,
+    whole_rows: bool = False,
+) -> _Layout:
+    """Cut a batch and choose what runs its chunks.
+
+    Args:
+        columns: of this rank, at most `budget.vocab_size`.
+        may_use_epilogue: whether the fused epilogue computes the statistics of this head at all.
+        whole_rows: whether tiles have all columns, which a sampling filter reads.
+    """
+    n_tokens = counts.n_valid if counts.groups is None else sum(counts.groups[1])
+    differentiates = tuple([name for name in DIFFERENTIABLE if name in differentiates and name in outputs])
+    cut, path = _cut_batch(counts, budget, n_tokens, bytes_per_logit, whole_batch), Path.LOGITS
+    if may_use_epilogue:
+        serves = functools.partial(epilogue.serves, budget.hidden_size, options, differentiates)
+        is_one_chunk = len(cut.chunks) == 1
+        # Ranks that split sequences must cut the same chunks, but each would judge its own tiles.
+        if not ranks_cut_alike and (is_one_chunk or bytes_per_logit > budget.itemsize):
+            # The epilogue keeps exponentials in the products' dtype, never float32 logits, and no whole batch of them.
+            # 0 tokens: not in one chunk.
+            several = _cut_batch(counts, budget, 0, budget.itemsize, whole_batch)
+            is_better = (
+                epilogue.instead_of_one_chunk(several.tiles, budget.hidden_size)
+                if is_one_chunk
+                else len(several.chunks) > 1
+            )
+            if is_better and serves(several.tiles):
+                cut = several
+        path = Path.EPILOGUE if serves(cut.tiles) else Path.LOGITS
+    if whole_rows:
+        most_rows = cut.limit // budget.vocab_size
+        tiles = tuple([cutting.whole_rows(chunk.length, columns, most_rows) for chunk in cut.chunks])
+    else:
+        tiles = cut.tiles if columns == budget.vocab_size else _tiles(cut.chunks, columns, cut.limit)
+    return _Layout(
+        chunks=cut.chunks,
+        tiles=tiles,
+        n_contributions=sum(map(cutting.row_blocks, tiles)),
+        largest_tile=max(map(cutting.largest, tiles)),
+        path=path,
+        differentiates=differentiates,
+    )
+
+
+# For steps on which the GPU waits for the host. Batches of one size are common.
+_remembered_layout = functools.lru_cache(maxsize=cutting.REMEMBERED)(_layout_of_loss)
 
 
 def for_loss(
@@ -202,56 +280,43 @@ def for_loss(
         class_weight: (V,) weights of `mean_logits`.
         filter: the logits that statistics are of. None: all.
     """
-    budget = budget_of(head, options, dtype)
-    n_tokens = rows.n_valid if rows.groups is None else sum(rows.groups.cut_counts)
-    differentiates = tuple([name for name in DIFFERENTIABLE if name in differentiates and name in outputs])
-    bytes_per_logit = logit_bytes(options, dtype)
-    _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
-
-    cut, path = _cut_batch(rows, budget, n_tokens, bytes_per_logit, whole_batch), Path.LOGITS
-    if (
+    budget, bytes_per_logit = budget_of(head, options, dtype), logit_bytes(options, dtype)
+    if budget.given is not None:
+        _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
+    may_use_epilogue = (
         wide_tiles
         and filter is None
         and not rows.side
         and epilogue.is_large(rows.n_valid * budget.vocab_size, budget.hidden_size)
         and _all_ranks_have_wide_tiles(head)
-    ):
-        serves = functools.partial(epilogue.serves, head, dtype, options, class_weight, outputs, differentiates)
-        is_one_chunk = len(cut.chunks) == 1
-        # Ranks that split sequences must cut the same chunks, but each would judge its own tiles.
-        if not rows.ranks_cut_alike and (is_one_chunk or bytes_per_logit > dtype.itemsize):
-            # The epilogue keeps exponentials in the products' dtype, never float32 logits, and no whole batch of them.
-            # 0 tokens: not in one chunk.
-            several = _cut_batch(rows, budget, 0, dtype.itemsize, whole_batch)
-            is_better = (
-                epilogue.instead_of_one_chunk(several.tiles, budget.hidden_size)
-                if is_one_chunk
-                else len(several.chunks) > 1
-            )
-            if is_better and serves(several.tiles):
-                cut = several
-        path = Path.EPILOGUE if serves(cut.tiles) else Path.LOGITS
-    tiles = cut.tiles if head.columns == budget.vocab_size else _tiles(cut.chunks, head.columns, cut.limit)
-    if filter is not None:
-        tiles = tuple(
-            [cutting.whole_rows(chunk.length, head.columns, cut.limit // budget.vocab_size) for chunk in cut.chunks]
-        )
-    rows, scattered = scatter_rows(rows if len(cut.chunks) == 1 else rows.in_group_order(), cut.chunks, head)
+        and epilogue.computes(head, dtype, options, class_weight, outputs)
+    )
+    groups = rows.groups
+    layout = (_layout_of_loss if may_use_epilogue else _remembered_layout)(
+        _Counts(rows.n_valid, None if groups is None else (groups.host_counts, groups.cut_counts)),
+        budget,
+        budget.vocab_size if head.shard is None else head.columns,
+        bytes_per_logit,
+        options,
+        outputs,
+        differentiates,
+        whole_batch,
+        rows.ranks_cut_alike,
+        may_use_epilogue,
+        whole_rows=filter is not None,
+    )
+    rows, scattered = scatter_rows(rows if len(layout.chunks) == 1 else rows.in_group_order(), layout.chunks, head)
     return Plan(
         rows=rows,
-        scattered=scattered,
-        chunks=cut.chunks,
-        tiles=tiles,
         dtype=dtype,
-        n_contributions=sum(map(cutting.row_blocks, tiles)),
         options=options,
-        path=path,
         outputs=outputs,
-        differentiates=differentiates,
         class_weight=class_weight,
         shard=head.shard,
         filter=filter,
         most_columns=budget.vocab_size,
+        scattered=scattered,
+        **layout._asdict(),
     )
 
 
@@ -277,7 +342,8 @@ def for_statistics(
         ValueError: nothing computes such statistics independently of the batch on this GPU.
     """
     budget, bytes_per_logit = budget_of(head, options, dtype), logit_bytes(options, dtype)
-    _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
+    if budget.given is not None:
+        _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
     n_valid, columns = rows.n_valid, head.columns
     path, tiles = Path.LOGITS, None
     if filter is not None:
@@ -315,6 +381,7 @@ def for_statistics(
         tiles=(tiles,),
         dtype=dtype,
         n_contributions=min(1, len(tiles)),
+        largest_tile=cutting.largest(tiles),
         options=options,
         path=path,
         outputs=outputs,
@@ -341,15 +408,18 @@ def for_distillation(
         wants_weight: whether dW is computed.
     """
     budget, n_valid = budget_of(head, options, dtype), rows.n_valid
-    _warn_of_few_rows(budget, bytes_per_logit, n_valid)
+    if budget.given is not None:
+        _warn_of_few_rows(budget, bytes_per_logit, n_valid)
     chunk_tokens, tile_rows = cutting.chunk_and_tile(budget, n_valid, bytes_per_logit, wants_weight)
     chunks = cutting.chunks_of_tokens(n_valid, chunk_tokens)
     rows, scattered = scatter_rows(rows, chunks, head)
+    tiles = tuple(cutting.whole_rows(chunk.length, head.columns, tile_rows) for chunk in chunks)
     return Plan(
         rows=rows,
         scattered=scattered,
         chunks=chunks,
-        tiles=tuple(cutting.whole_rows(chunk.length, head.columns, tile_rows) for chunk in chunks),
+        tiles=tiles,
+        largest_tile=max(map(cutting.largest, tiles)),
         dtype=dtype,
         n_contributions=len(chunks) if n_valid else 0,
         options=options,
@@ -391,7 +461,8 @@ _FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
 
 
 def _warn_of_few_rows(budget: Budget, bytes_per_logit: int, n_valid: int) -> None:
-    if budget.given is None or budget.vocab_size < _LARGE_VOCAB:
+    assert budget.given is not None
+    if budget.vocab_size < _LARGE_VOCAB:
         return
     row = budget.vocab_size * bytes_per_logit
     n_rows = budget.given // row

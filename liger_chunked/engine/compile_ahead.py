@@ -13,6 +13,7 @@ from liger_chunked.device import IS_NVIDIA, is_capturing, is_on_gpu
 from liger_chunked.engine.choose import Path, Plan
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.gradients import Needs
+from liger_chunked.engine.objective import Objective
 from liger_chunked.engine.rows import TokenRows
 from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.kernels.launch import compiled_together, is_dry
@@ -26,9 +27,15 @@ def _applies(input: Tensor) -> bool:
 
 
 def compile_ahead(
-    dry_run: Callable[..., object], plan: Plan, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
+    dry_run: Callable[..., object],
+    plan: Plan,
+    input: Tensor,
+    head: HeadTensors,
+    u: Tensor | None,
+    needs: Needs,
+    objective: Objective | None = None,
 ) -> None:
-    """Compile what `dry_run` would launch for the first chunk, once for each kind of step on a GPU.
+    """Compile what `dry_run` and the objective would launch for the first chunk, once for each kind of step on a GPU.
 
     It allocates real tensors: meta tensors would import sympy, for seconds. Steps on shards, with a filter, with
     candidates or with a teacher compile at their launches.
@@ -46,6 +53,7 @@ def compile_ahead(
         dry_run, needs, plan.path is Path.EPILOGUE, plan.outputs, plan.differentiates, len(plan.tiles[0]) > 1,  # code
         input.device, weight.shape, None if u is None else u.shape[-1],  # numbers
         plan.dtype, input.dtype, weight.dtype, plan.options.logits_dtype,  # pointers
+        None if objective is None else objective.kernels(rows),
         head.bias is None, plan.class_weight is None, rows.input_index is None, tuple(rows.side),  # absent ones
     )  # fmt: skip
     if kind in _compiled or not rows.n_valid or (is_on_gpu(input) and is_capturing()):
@@ -54,6 +62,8 @@ def compile_ahead(
     try:
         with torch.no_grad(), compiled_together(input.device):
             dry_run(_first_chunk(plan), input, head, u, needs)
+            if objective is not None:
+                objective.rehearse(rows, input.device, True in needs)
     except Exception as error:  # the launch raises its own
         warnings.warn(f"the kernels of this step compile one after another: {error!r}", RuntimeWarning, stacklevel=2)
 
@@ -65,7 +75,7 @@ def _first_chunk(plan: Plan) -> Plan:
         n_valid=row_slice.stop,
         dense_shape=(row_slice.stop,),
         target=rows.target[row_slice],
-        mask=None,
+        target_mask=None,
         input_index=None if rows.input_index is None else rows.input_index[row_slice],
         side={name: x[row_slice] for name, x in rows.side.items()},
     )

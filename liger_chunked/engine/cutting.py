@@ -24,7 +24,7 @@ from liger_chunked.kernels.tuning.generic import (
 )
 
 # Few: a small budget cuts a batch into thousands of pieces, and batches of other lengths are cut anew.
-_REMEMBERED = 32
+REMEMBERED = 32
 
 
 class Chunk(NamedTuple):
@@ -61,7 +61,10 @@ def row_blocks(tiles: Tiles) -> int:
 
 def largest(tiles: Tiles) -> int:
     """Return the most logits of a tile. The first is the largest, because only last ones are cut short."""
-    return tiles[0].size if tiles else 0
+    if not tiles:
+        return 0
+    rows, columns = tiles[0]
+    return (rows.stop - rows.start) * (columns.stop - columns.start)
 
 
 class Budget(NamedTuple):
@@ -111,7 +114,7 @@ def pieces(n: int, limit: int) -> list[slice]:
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
 
-@functools.lru_cache(maxsize=_REMEMBERED)
+@functools.lru_cache(maxsize=REMEMBERED)
 def chunks_of_tokens(n_tokens: int, limit: int) -> tuple[Chunk, ...]:
     """Cut tokens, each a group of its own, into chunks of at most `limit`; no tokens are one empty chunk."""
     if n_tokens <= limit:
@@ -139,7 +142,7 @@ def chunks_of_groups(host_counts: Sequence[int], cut_counts: Iterable[int], limi
     return tuple(cut)
 
 
-@functools.lru_cache(maxsize=_REMEMBERED)
+@functools.lru_cache(maxsize=REMEMBERED)
 def tiles(n_rows: int, columns: int, limit: int, square: bool = False) -> Tiles:
     """Cut a chunk into tiles of at most `limit` logits: along the vocabulary, and along rows if slices get narrow.
 
@@ -174,7 +177,7 @@ def tiles(n_rows: int, columns: int, limit: int, square: bool = False) -> Tiles:
     )
 
 
-@functools.lru_cache(maxsize=_REMEMBERED)
+@functools.lru_cache(maxsize=REMEMBERED)
 def whole_rows(n_rows: int, columns: int, limit: int) -> Tiles:
     """Cut a chunk into tiles of all columns and at most `limit` rows."""
     return tuple(Tile(rows, slice(0, columns)) for rows in pieces(n_rows, max(1, limit)))

@@ -92,22 +92,13 @@ def is_large(logits: int, hidden_size: int) -> bool:
     return logits * hidden_size >= SMALLEST
 
 
-def serves(
-    head: LossHead,
-    dtype: torch.dtype,
-    options: LogitOptions,
-    class_weight: Tensor | None,
-    outputs: tuple[str, ...],
-    differentiates: tuple[str, ...],
-    chunks: tuple[Tiles, ...],
-) -> bool:
-    """Whether `EpiloguePass` can replace `HeadPass`, and is faster."""
+def serves(hidden_size: int, options: LogitOptions, differentiates: tuple[str, ...], chunks: tuple[Tiles, ...]) -> bool:
+    """Whether `EpiloguePass` can replace `HeadPass`, and is faster, where the fused product `computes` the outputs."""
     return (
-        _computes(head, dtype, options, class_weight, outputs)
-        and not _too_wide(head.weight.shape[1], options)
+        not _too_wide(hidden_size, options)
         and set(EpiloguePass.differentiable).issuperset(differentiates)
         and all(len(tiles) == 1 for tiles in chunks)
-        and is_large(max(map(largest, chunks)), head.weight.shape[1])
+        and is_large(max(map(largest, chunks)), hidden_size)
     )
 
 
@@ -122,7 +113,7 @@ def serves_statistics(
     at_any_size: bool = False,
 ) -> bool:
     """Whether `StatisticsPass` can replace `HeadPass` on a large head, and is faster."""
-    if not _computes(head, dtype, options, class_weight, outputs):
+    if not computes(head, dtype, options, class_weight, outputs):
         return False
     if at_any_size:
         return bool(tiles)
@@ -133,9 +124,10 @@ def serves_statistics(
     return len(tiles) >= FEWEST_TILES
 
 
-def _computes(
+def computes(
     head: LossHead, dtype: torch.dtype, options: LogitOptions, class_weight: Tensor | None, outputs: tuple[str, ...]
 ) -> bool:
+    """Whether the fused product can read this head, and computes these statistics."""
     if isinstance(head.weight, AdaptedWeight):
         return False
     hidden_size = head.weight.shape[1]

@@ -95,7 +95,8 @@ class HeadGradients:
         # Rows of ignored tokens must be zero.
         n_written = plan.rows.n_valid if plan.scattered is None else plan.scattered.n_own
         self._create_input = torch.empty if n_written == input.shape[0] else torch.zeros
-        self._create_weight = torch.empty if plan.n_contributions and not head.is_padded else torch.zeros
+        is_padded = head.shard is not None and head.is_padded
+        self._create_weight = torch.empty if plan.n_contributions and not is_padded else torch.zeros
         self._input: Tensor | None = None
         self._weight: Tensor | None = None
         self._slice: Tensor | None = None  # float32 sum of a rounded dW's blocks of rows
@@ -149,21 +150,24 @@ class HeadGradients:
             return None
         dtype = accumulation_dtype(x.dtype) if self._wide_input or not one_slice else x.dtype
         if self._input_index is None and self._scattered is None and dtype == gradient.dtype:
-            return along(gradient, row_slice)
+            return gradient if x.shape[0] == gradient.shape[0] else gradient[row_slice]
         part_of_next.set("input_grad")
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
     def add(self, tile: Tile, dz: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> None:
         """Add a tile to dX, dW and db. Tiles come in reverse order."""
         rows, vocab = tile
+        has_all_rows, has_all_columns = dz.shape[0] == x.shape[0], dz.shape[1] == weight.shape[0]
         if dx is not None:
-            last_slice = vocab.stop == weight.shape[0]
-            accumulate(along(dx, rows), dz, along(weight, vocab), first=last_slice)
-            if rows.start == vocab.start == 0:  # the last tile to come
+            of_rows, of_columns = dx if has_all_rows else dx[rows], weight if has_all_columns else weight[vocab]
+            accumulate(of_rows, dz, of_columns, first=vocab.stop == weight.shape[0])
+            if rows.start == vocab.start == 0 and self._shard is not None:  # the last tile to come
                 self.start_sum(dx)
         d_weight = self.weight_gradient()
         if d_weight is not None:
-            self._add_weight(along(d_weight, vocab), rows, dz, x)
+            # Longer than `weight` if it has rows of padding.
+            of_columns = d_weight if dz.shape[1] == d_weight.shape[0] else d_weight[vocab]
+            self._add_weight(of_columns, rows, dz, x)
         if self._bias is not None:
             along(self._bias, vocab).add_(_column_sums(dz, self._wide))
         if self._low_rank is not None and self._chunk is not None:
@@ -172,7 +176,7 @@ class HeadGradients:
     def _add_weight(self, out: Tensor, rows: slice, dz: Tensor, x: Tensor) -> None:
         opens, closes = rows.stop == x.shape[0], rows.start == 0
         if out.dtype == self._wide or (opens and closes):
-            accumulate(out, dz.t(), along(x, rows), first=opens and self._nothing_yet)
+            accumulate(out, dz.t(), x if opens and closes else x[rows], first=opens and self._nothing_yet)
             return
         if opens:
             part_of_next.set("weight_grad")

@@ -7,6 +7,7 @@ backward     for each tile, last first: project unless in memory,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -97,7 +98,7 @@ class HeadPass:
     def columns(self) -> int:
         return self.head.weight.shape[0]
 
-    @property
+    @functools.cached_property
     def logits_dtype(self) -> torch.dtype:
         return self.options.logits_dtype or self.head.weight.dtype
 
@@ -110,9 +111,16 @@ class HeadPass:
 
     def project(self, x: Tensor, tile: Tile, u: Tensor | None = None) -> Tensor:
         """Return a tile's untransformed logits (rows, columns) in the buffer."""
-        assert self._buffer is not None
-        x, weight = along(x, tile.row_slice), along(self.head.weight, tile.vocab_slice)
-        logits = along(self._buffer, slice(0, x.shape[0] * weight.shape[0])).view(x.shape[0], weight.shape[0])
+        buffer, weight, (rows, columns) = self._buffer, self.head.weight, tile
+        assert buffer is not None
+        # Not `along`, which a step would call six times: most chunks are one tile.
+        if (n_rows := rows.stop - rows.start) != x.shape[0]:
+            x = x[rows]
+        if (n_columns := columns.stop - columns.start) != weight.shape[0]:
+            weight = weight[columns]
+        if n_rows * n_columns != buffer.shape[0]:
+            buffer = buffer[: n_rows * n_columns]
+        logits = buffer.view(n_rows, n_columns)
         if logits.is_meta or is_dry():
             return logits  # a dry run, as in `accumulate`
         first, matrix = x, weight
@@ -215,12 +223,14 @@ class HeadPass:
             gradients["lse"] = gradients.get("lse", 0.0) - upstream.sum(1)
             candidates = Candidates(side["candidates"], self.logits_dtype)
         cotangents = self.normalisers._replace(**gradients, temperature=side.get("temperature"))
-        dx = self.grads.open_input(x, row_slice, len(tiles) == row_blocks(tiles), u, self.head.up)
+        one_slice = len(tiles) == 1 or len(tiles) == row_blocks(tiles)
+        dx = self.grads.open_input(x, row_slice, one_slice, u, self.head.up)
         for tile in reversed(tiles):
             logits = self.project(x, tile, u) if self._held is None else self._held
             self._held = None
-            of_rows = cotangents if logits.shape[0] == x.shape[0] else cotangents.at(tile.row_slice)
-            of_tile = along(target, tile.row_slice)
+            has_all_rows = logits.shape[0] == x.shape[0]
+            of_rows = cotangents if has_all_rows else cotangents.at(tile.row_slice)
+            of_tile = target if has_all_rows else target[tile.row_slice]
             write = None
             if upstream is not None:
                 assert candidates is not None
@@ -241,13 +251,14 @@ class HeadPass:
                 part_of_next.set("logits")
                 self._rounded = self.head.weight.new_empty(self._buffer.numel())
             out = along(self._rounded, slice(0, logits.numel())).view(logits.shape)
+        head, first_column, class_weight = self.head, tile.vocab_slice.start, self.class_weight
         return logits_grad_(
             logits=logits,
             target=target,
             cotangents=cotangents,
             options=self.options,
-            vocab_size=self.head.vocab_size,
-            vocab_start=self.head.vocab_start + tile.vocab_slice.start,
-            class_weight=self._class_weight(tile),
+            vocab_size=head.weight.shape[0] if head.shard is None else head.shard.vocab_size,
+            vocab_start=first_column if head.shard is None else head.shard.start + first_column,
+            class_weight=None if class_weight is None else self._class_weight(tile),
             out=out,
         )

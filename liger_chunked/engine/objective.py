@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine.checks import check_graph
+from liger_chunked.engine.cutting import Chunk
+from liger_chunked.engine.rows import Rows
 from liger_chunked.types import DIFFERENTIABLE, TokenStats
 
 
@@ -18,18 +20,44 @@ class Share(NamedTuple):
 
     Attributes:
         loss: (), detached.
-        gradients: dense gradients of `loss`, by name of the statistic. Empty if it depends on none, or none is wanted.
+        gradients: of `loss`, by name of the statistic, shaped like the statistics that the objective got. Empty if it
+            depends on none, or none is wanted.
         aux: what the loss computed of the chunk's groups and its metrics read, a NamedTuple of tensors (groups, ...),
             which the step joins over chunks; or None.
+        values: the chunk's dense statistics, which the step joins over chunks; None if no metric reads them.
     """
 
     loss: Tensor
     gradients: Mapping[str, Tensor]
     aux: Any = None
+    values: TokenStats | None = None
 
 
 class Objective:
-    """A loss of token statistics. The default differentiates `loss` by autograd."""
+    """A loss of token statistics. The default differentiates `loss` by autograd.
+
+    A step calls `evaluate`, which arranges statistics by groups for `value_and_grad`. An objective that reads tokens as
+    the step computes them, in a kernel of its own, overrides `evaluate`.
+    """
+
+    def evaluate(self, stats: TokenStats, rows: Rows, chunk: Chunk, with_gradient: bool) -> Share:
+        """Return a chunk's share, with compact gradients.
+
+        Args:
+            stats: compact statistics (len,) of the chunk's tokens.
+            rows: the step's.
+            with_gradient: whether gradients are wanted.
+        """
+        values = rows.dense(stats, chunk)
+        loss, gradients, aux, _ = self.value_and_grad(values, rows.index(chunk), with_gradient)
+        return Share(loss, {name: rows.compact(g, chunk) for name, g in gradients.items()}, aux, values)
+
+    def kernels(self, rows: Rows) -> Hashable:
+        """Return what decides which kernels of its own `evaluate` launches on a step's rows; None: none."""
+        return None
+
+    def rehearse(self, rows: Rows, device: torch.device, with_gradient: bool) -> None:
+        """Launch these kernels, in a dry run."""
 
     def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
         """Return some groups' differentiable share of the loss, ().
@@ -41,6 +69,7 @@ class Objective:
         raise NotImplementedError
 
     def value_and_grad(self, values: TokenStats, index: slice | Tensor, with_gradient: bool) -> Share:
+        """Return `loss`, detached, with dense gradients."""
         leaves = leaves_of(values) if with_gradient else {}
         with torch.set_grad_enabled(with_gradient):
             loss = self.loss(values, index)
@@ -69,7 +98,9 @@ class NegativeLogLikelihood(Objective):
 
     def value_and_grad(self, values: TokenStats, index: slice | Tensor, with_gradient: bool) -> Share:
         assert values.logps is not None
-        gradients = {"logps": torch.empty_like(values.logps).fill_(-1 / self.items)} if with_gradient else {}
+        logps, gradients = values.logps, {}
+        if with_gradient:
+            gradients["logps"] = torch.empty_like(logps).fill_(-1 / self.items)
         return Share(self.loss(values, index), gradients)
 
 

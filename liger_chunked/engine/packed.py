@@ -70,7 +70,7 @@ def sequences_of(
     if cu_seqlens is None:
         if input.ndim != 3:
             raise ValueError(f"input must be {padded}, got {tuple(input.shape)}")
-        return SequenceSplit.of(sequence_group, head, input, "input")
+        return None if sequence_group is None else SequenceSplit.of(sequence_group, head, input, "input")
     if input.ndim != 2:
         raise ValueError(f"input must be (N, H), the rows of all sequences, with cu_seqlens, got {tuple(input.shape)}")
     if sequence_group is not None:

@@ -61,8 +61,8 @@ class Groups(NamedTuple):
     """The sequences or pairs of a batch.
 
     Attributes:
-        lengths: (groups, sequences of a group) tokens that count.
-        side_lengths: (2,) `lengths` summed over pairs; None for sequences.
+        token_counts: (B,) int64, the tokens of each sequence that count, in the target's order, on its device.
+        per_group: sequences of a group.
         host_counts: the tokens of each group, known to the host.
         cut_counts: the counts that decide where chunks end. If ranks split sequences, these are the counts of the rank
             that has most tokens of a group, because all ranks must cut after the same groups; else `host_counts`.
@@ -71,17 +71,27 @@ class Groups(NamedTuple):
             pairs need the two of a pair side by side (`Rows.in_group_order`).
     """
 
-    lengths: Tensor
-    side_lengths: Tensor | None
-    host_counts: Sequence[int]
-    cut_counts: Sequence[int]
+    token_counts: Tensor
+    per_group: int
+    host_counts: tuple[int, ...]
+    cut_counts: tuple[int, ...]
     shortest: int
     stacked: bool
+
+    @property
+    def lengths(self) -> Tensor:
+        """(groups, sequences of a group): tokens that count."""
+        return self.token_counts.view(self.per_group, -1).t()
 
     @property
     def divisors(self) -> Tensor:
         """`lengths`, at least 1."""
         return self.lengths if self.shortest else self.lengths.clamp(min=1)
+
+    @property
+    def side_lengths(self) -> Tensor:
+        """(2,) tokens of all chosen and of all rejected sequences, of pairs."""
+        return self.token_counts.view(self.per_group, -1).sum(1)
 
 
 class Split(NamedTuple):
@@ -99,7 +109,7 @@ class Rows(abc.ABC):
         n_valid: their number.
         dense_shape: of values per position, see above.
         target: (n_valid,) ids; None if the loss has none, and all tokens count.
-        mask: `dense_shape`, True at the tokens that count; None without a target.
+        target_mask: True at the tokens that count, in the target's order; None without a target.
         input_index: (n_valid,) each token's row of the flattened input; None: all rows, in order.
         dense_index: (n_valid,) each token's place in the flattened dense values; None: all places, in order.
         side: by name, (n_valid, ...) inputs of tokens that travel with them: "temperature", float32, in which case that
@@ -113,7 +123,7 @@ class Rows(abc.ABC):
     n_valid: int
     dense_shape: tuple[int, ...]
     target: Tensor | None
-    mask: Tensor | None
+    target_mask: Tensor | None
     input_index: Tensor | None = None
     dense_index: Tensor | None = None
     side: dict[str, Tensor] = field(default_factory=dict)
@@ -130,6 +140,11 @@ class Rows(abc.ABC):
     def n_positions(self) -> int:
         """Positions of the batch, with those that do not count."""
         return math.prod(self.dense_shape)
+
+    @property
+    def mask(self) -> Tensor | None:
+        """`dense_shape`, True at the tokens that count; None without a target."""
+        return None if self.target_mask is None else self.arrange(self.target_mask)
 
     def take(self, input: Tensor, row_slice: slice) -> Tensor:
         """Return some tokens' rows of a flattened input (N, ...)."""
@@ -152,7 +167,7 @@ class Rows(abc.ABC):
 
     def without_tensors(self) -> Self:
         """Return rows that hold none of `tensors`, nor the mask, which no backward reads."""
-        return replace(self, target=None, mask=None, input_index=None, dense_index=None, side={})
+        return replace(self, target=None, target_mask=None, input_index=None, dense_index=None, side={})
 
     def with_tensors(self, tensors: Mapping[str, Tensor | None]) -> Self:
         """Return the rows of `without_tensors` with what `tensors` returned before."""
@@ -269,8 +284,9 @@ class GroupRows(Rows):
         # Dense (i, s, t) is the target's row s * n_pairs + i.
         order = self._unflatten(torch.arange(self.n_positions, device=device), self.dense_shape[0]).reshape(-1)
         if self.dense_index is not None:
-            assert self.mask is not None
-            dense_index = torch.nonzero_static(self.mask.reshape(-1), size=self.n_valid).view(-1)
+            mask = self.mask
+            assert mask is not None
+            dense_index = torch.nonzero_static(mask.reshape(-1), size=self.n_valid).view(-1)
             tokens = torch.arange(self.n_valid, device=device)
             token_at = torch.empty_like(order).scatter_(0, self.dense_index, tokens)  # by the target's position
             order = token_at[order[dense_index]]
@@ -423,9 +439,10 @@ def select_rows(
         return replace(rows, input_index=input_index, sequence_length=sum(sequences.lengths))
     local = _select(target[..., sequences.local_slice], group, ignore_index, vocab_size, name)
     if local.groups is not None:
-        assert rows.mask is not None
-        counts_by_rank = [mask.flatten(1).sum(1) for mask in rows.mask.split(list(sequences.lengths), -1)]
-        cut_counts = torch.stack(counts_by_rank).amax(0).tolist()
+        mask = rows.mask
+        assert mask is not None
+        counts_by_rank = [part.flatten(1).sum(1) for part in mask.split(list(sequences.lengths), -1)]
+        cut_counts = tuple(torch.stack(counts_by_rank).amax(0).tolist())
         local = replace(local, groups=local.groups._replace(cut_counts=cut_counts))
     return replace(rows, split=Split(local, sequences))
 
@@ -437,20 +454,21 @@ def _select(
     flat, may_sync = target.view(-1), host_may_sync(target, n_valid)
     by_sequence = group != "token" or isinstance(n_valid, tuple)
     surveyed = survey(target if by_sequence else flat.view(1, -1), ignore_index, may_sync)
-    # Launched before the host waits: until the first product, the device has nothing else to do.
-    lengths = None if group == "token" else _lengths(surveyed.summary, group)
-    side_lengths = None if lengths is None or group != "pair" else lengths.sum(0)
     if may_sync:
         sizes, lows, highs = surveyed.read()
         host_counts = [sum(row) for row in sizes]
         low, high = min(map(min, lows), default=0), max(map(max, highs), default=0)
-        check_ids(name, low, high, vocab_size, f"ignore_index ({ignore_index}) or ")
+        if low < 0 or high >= vocab_size:
+            check_ids(name, low, high, vocab_size, f"ignore_index ({ignore_index}) or ")
         if n_valid is not None:
             _check_n_valid(n_valid, host_counts, name, ignore_index)
     else:
         assert n_valid is not None
         host_counts = [n_valid] if isinstance(n_valid, int) else list(n_valid)
-        expected = on_device(n_valid, surveyed.summary.device) if isinstance(n_valid, tuple) else n_valid
+        # Without ignored tokens, their number says how many each sequence has.
+        expected: Tensor | int = sum(host_counts)
+        if isinstance(n_valid, tuple) and expected != flat.numel():
+            expected = on_device(n_valid, surveyed.summary.device)
         assert_later(
             counts_match(surveyed.summary, expected, vocab_size),
             f"{name} must be ignore_index or an index into the vocabulary, 0 to {vocab_size - 1}, and n_valid must "
@@ -460,60 +478,30 @@ def _select(
     if n_tokens != flat.numel():
         index = torch.nonzero_static(surveyed.mask.view(-1), size=n_tokens).view(-1)
         flat = flat[index]
-    if lengths is None:
-        return token_rows(flat, surveyed.mask.view(-1), index, target.shape[-1])
-    return group_rows(flat, surveyed.mask, index, host_counts, lengths, side_lengths)
+    mask, length = surveyed.mask, target.shape[-1]
+    if group == "token":
+        n_positions = target.numel()
+        return TokenRows(n_tokens, (n_positions,), flat, mask, index, index, sequence_length=length)
+    counts = surveyed.summary[0]  # (B, blocks of a kernel)
+    counts = counts.view(-1) if counts.shape[1] == 1 else counts.sum(-1)
+    groups = groups_of(counts, host_counts, SEQUENCES_PER_GROUP[group])
+    dense_shape = len(groups.host_counts), groups.per_group, length
+    return GroupRows(n_tokens, dense_shape, flat, mask, index, index, groups=groups, sequence_length=length)
 
 
-def _lengths(summary: Tensor, group: Group) -> Tensor:
-    """Return `Groups.lengths` from the summary of a target, by sequence."""
-    counts = summary[0]  # (B, blocks of a kernel)
-    counts = counts if counts.shape[1] == 1 else counts.sum(-1)
-    return counts.view(SEQUENCES_PER_GROUP[group], -1).t()
-
-
-def token_rows(target: Tensor, mask: Tensor, index: Tensor | None, sequence_length: int) -> TokenRows:
-    """Return rows whose groups are tokens.
-
-    Args:
-        target: (n_valid,) ids of the tokens that count.
-        mask: (N,) True at these tokens.
-        index: (n_valid,) their places in the flattened target; None: all.
-        sequence_length: see `Rows`.
-    """
-    return TokenRows(target.shape[0], mask.shape, target, mask, index, index, sequence_length=sequence_length)
-
-
-def group_rows(
-    target: Tensor,
-    mask: Tensor,
-    index: Tensor | None,
-    sequence_counts: Sequence[int],
-    lengths: Tensor,
-    side_lengths: Tensor | None,
-) -> GroupRows:
-    """Return rows whose groups are sequences, or pairs if there are `side_lengths`.
-
-    Args:
-        target, index: as for `token_rows`.
-        mask: (B, T) True at the tokens that count, in the target's order.
-        sequence_counts: (B,) tokens of each sequence, on the host.
-        lengths, side_lengths: see `Groups`.
-    """
-    (n_groups, per_group), length = lengths.shape, mask.shape[1]
-    mask = mask.view(per_group, n_groups, length).transpose(0, 1)
+def groups_of(token_counts: Tensor, sequence_counts: Sequence[int], per_group: int) -> Groups:
+    """Return the groups of sequences whose numbers of tokens, (B,), are on the device and on the host."""
+    n_groups = len(sequence_counts) // per_group
     # A pair's sequences are `n_groups` rows apart.
-    host_counts = [sum(sequence_counts[i::n_groups]) for i in range(n_groups)]
-    groups = Groups(
-        lengths=lengths,
-        side_lengths=side_lengths,
+    host_counts = tuple([sum(sequence_counts[i::n_groups]) for i in range(n_groups)])
+    return Groups(
+        token_counts=token_counts,
+        per_group=per_group,
         host_counts=host_counts,
         cut_counts=host_counts,
         shortest=min(sequence_counts, default=0),
         stacked=per_group > 1 and n_groups > 1,
     )
-    n_valid = target.shape[0]
-    return GroupRows(n_valid, mask.shape, target, mask, index, index, groups=groups, sequence_length=length)
 
 
 def _check_n_valid(n_valid: int | tuple[int, ...], counts: list[int], name: str, ignore_index: int) -> None:

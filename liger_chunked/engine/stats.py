@@ -49,12 +49,14 @@ StatsPass = HeadPass | StatisticsPass
 
 
 def _statistics(
-    plan: Plan, head: HeadTensors, input: Tensor, u: Tensor | None, needs: Needs = NOTHING_NEEDED
+    plan: Plan, head: HeadTensors, input: Tensor, u: Tensor | None, needs: Needs = NOTHING_NEEDED, compact: bool = False
 ) -> tuple[StatsPass, TokenStats]:
     compile_ahead(_dry_run, plan, input, head, u, needs)
     head_pass = choose.pass_of_statistics(plan, head.for_products(plan.dtype), True in needs and not hooks_active())
     with gemms(input.device, plan.dtype):
         stats = head_pass.statistics(plan.tokens(0, *flattened(input, u)))
+    if compact:
+        return head_pass, stats
     return head_pass, plan.rows.scatter_stats({name: getattr(stats, name) for name in _returned(plan)})
 
 
@@ -164,8 +166,13 @@ def token_stats(
     class_weight: Tensor | None = None,
     filter: SamplingFilter | None = None,
     batch_invariant: bool = False,
+    compact: bool = False,
 ) -> TokenStats:
-    """Return `linear_token_stats` of checked inputs, dense; `class_weight` weighs `mean_logits`."""
+    """Return `linear_token_stats` of checked inputs, dense; `class_weight` weighs `mean_logits`.
+
+    Args:
+        compact: return one value for each of `rows` instead, in their order. Only without a gradient, and on one rank.
+    """
     dtype = compute_dtype(head, input)
     tensors, u = apply_down(head, input, dtype)
     given = (input, tensors.weight, tensors.bias, u, tensors.up)
@@ -184,7 +191,7 @@ def token_stats(
         batch_invariant=batch_invariant,
     )
     if not needs_grad:
-        return _statistics(plan, tensors, input, u)[1]
+        return _statistics(plan, tensors, input, u, compact=compact)[1]
     values = _LinearTokenStats.apply(*given, plan)
     return TokenStats(**dict(zip(_returned(plan), values, strict=True)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -62,14 +62,14 @@ class StatisticsStep:
 
     plan: Plan
     objective: Objective
-    values: Any = field(default=None, init=False)  # dense `TokenStats`
+    values: Any = field(default=None, init=False)  # dense `TokenStats`, or None if the objective returns none
     aux: Any = field(default=None, init=False)  # that of `Share`, of all groups
 
     def run(
         self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         plan, rows = self.plan, self.plan.rows
-        compile_ahead(_dry_run, plan, input, head, u, needs)
+        compile_ahead(_dry_run, plan, input, head, u, needs, self.objective)
         flat, flat_u = flattened(input, u)
         grads = HeadGradients(plan, flat, head, needs, flat_u) if True in needs else None
         head_pass = choose.pass_of_loss(plan, head.for_products(plan.dtype), grads)
@@ -77,20 +77,19 @@ class StatisticsStep:
         parts: list[Any] = []
         aux: list[Any] = []
         loss: Tensor | None = None
-        has_gradient = False
+        declared, has_gradient = set(plan.differentiates), False
         with gemms(input.device, plan.dtype):
             for i, chunk in enumerate(plan.chunks):
                 tokens = plan.tokens(i, flat, flat_u)
-                values = rows.dense(head_pass.statistics(tokens), chunk)
-                share = self.objective.value_and_grad(values, rows.index(chunk), grads is not None)
-                parts.append(values)
+                share = self.objective.evaluate(head_pass.statistics(tokens), rows, chunk, grads is not None)
+                parts.append(share.values)
                 aux.append(share.aux)
                 if grads is not None:
-                    self._check_declared(share.gradients)
+                    if not share.gradients.keys() <= declared:
+                        self._refuse_undeclared(share.gradients)
                     has_gradient |= bool(share.gradients)
                     if tokens.x.shape[0]:
-                        compact = {name: rows.compact(g, chunk) for name, g in share.gradients.items()}
-                        head_pass.backward(tokens, compact)
+                        head_pass.backward(tokens, dict(share.gradients))
                 # Add in float64, before rounding.
                 loss = share.loss if loss is None else loss.double() + share.loss
         head_pass.release()
@@ -98,19 +97,18 @@ class StatisticsStep:
             raise ValueError(
                 "the loss has no gradient: it does not depend on the statistics it was given, or is detached from them"
             )
-        self.values = rows.join(parts)
+        self.values = None if parts[0] is None else rows.join(parts)
         self.aux = None if aux[0] is None else joined(aux)
         assert loss is not None
         loss = rows.sum_of_shares(loss).to(accumulation_dtype(plan.dtype))
         return loss, (None,) * len(needs) if grads is None else grads.finish()
 
-    def _check_declared(self, gradients: Mapping[str, Tensor]) -> None:
+    def _refuse_undeclared(self, gradients: Mapping[str, Tensor]) -> NoReturn:
         undeclared = tuple(name for name in gradients if name not in self.plan.differentiates)
-        if undeclared:
-            raise ValueError(
-                f"the gradient of the loss reaches {', '.join(undeclared)}, which the loss does not declare: add it to "
-                f"token_outputs, as in token_outputs = {undeclared}"
-            )
+        raise ValueError(
+            f"the gradient of the loss reaches {', '.join(undeclared)}, which the loss does not declare: add it to "
+            f"token_outputs, as in token_outputs = {undeclared}"
+        )
 
 
 @dataclass(frozen=True)
@@ -129,10 +127,7 @@ def _dry_run(plan: Plan, input: Tensor, head: HeadTensors, u: Tensor | None, nee
     scale_([g for g in grads if g is not None], loss)
 
 
-def _like(x: Tensor | None, like: tuple[torch.Size, torch.dtype]) -> Tensor | None:
-    if x is None:
-        return None
-    shape, dtype = like
+def _like(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return (x if x.shape == shape else x.view(shape)).to(dtype)
 
 
@@ -175,7 +170,8 @@ class GradientInForward(torch.autograd.Function):
         else:
             ctx.gradients = None
         scale_([g for g in gradients if g is not None], upstream)
-        return *map(_like, gradients, ctx.like), None, None
+        pairs = zip(gradients, ctx.like, strict=True)
+        return *[None if g is None else _like(g, *like) for g, like in pairs], None, None
 
 
 def run_step(step: Step, head: LossHead, input: Tensor) -> Tensor:
@@ -198,6 +194,9 @@ class Fused(NamedTuple):
     aux: Any
 
 
+_KNOWN = frozenset(OUTPUTS)
+
+
 def fused_loss(
     head: LossHead,
     input: Tensor,
@@ -212,8 +211,8 @@ def fused_loss(
     filter: SamplingFilter | None = None,
 ) -> Fused:
     """Return the loss of an objective, and what its metrics read."""
-    unknown = [name for name in outputs if name not in OUTPUTS]
-    if unknown:
+    if not _KNOWN.issuperset(outputs):
+        unknown = [name for name in outputs if name not in OUTPUTS]
         raise ValueError(f"token_outputs must name fields of TokenStats {OUTPUTS}, got {unknown}")
     estimate = estimated.get()
     plan = choose.for_loss(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -69,12 +70,15 @@ PTX = tl is not None and tl.constexpr(IS_NVIDIA and not INTERPRETED)
 REACH = 30.0 if tl is None else tl.constexpr(30.0)
 
 
-# Differs from chunk to chunk: Triton compiles one variant for all values.
-NUMBER_OF_TOKENS = "n_tokens"
+# Differ from batch to batch, or from chunk to chunk: Triton compiles one variant for all values.
+UNSPECIALIZED = ("n_tokens", "n_pairs", "first_pair", "stop_pair")
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    return function if triton is None else triton.jit(function, do_not_specialize=[NUMBER_OF_TOKENS])
+    if triton is None:
+        return function
+    names = inspect.signature(function).parameters
+    return triton.jit(function, do_not_specialize=[name for name in UNSPECIALIZED if name in names])
 
 
 def use_triton(x: Tensor) -> bool:

@@ -219,7 +219,7 @@ def pair_arguments(
 
     def factors(options: LogitOptions) -> dict[str, float | None]:
         inv_temperature = None if options.temperature == 1.0 else 1.0 / options.temperature
-        return transform_arguments(replace(options, temperature=1.0)) | {"inv_temperature": inv_temperature}
+        return transform_arguments(replace(options, temperature=1.0))._asdict() | {"inv_temperature": inv_temperature}
 
     most, num_warps = TUNING[student.device].divergence
     return {

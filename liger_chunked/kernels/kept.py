@@ -208,7 +208,7 @@ def kept_stats(z: Tensor, entries: Entries, options: LogitOptions, temperature: 
         _stats_kernel(
             (n, 1, 1),
             (z, entries.offsets, entries.target, temperature, *found),
-            (*transform_arguments(options).values(), block, True),
+            (*transform_arguments(options), block, True),
             num_warps,
         )
         return found
@@ -288,7 +288,7 @@ def kept_logits_grad(z: Tensor, entries: Entries, cotangents: LogitsCotangents, 
             (-(-z.shape[0] // block), 1, 1),
             (z, entries.tokens, entries.target, grad, c.max, c.sum_exp, c.logps, c.lse, c.entropy, c.entropy_value,
              c.temperature),
-            (z.shape[0], *transform_arguments(options).values(), block, True),
+            (z.shape[0], *transform_arguments(options), block, True),
             num_warps,
         )  # fmt: skip
         return grad

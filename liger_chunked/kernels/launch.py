@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.device import HAS_ACCELERATOR, IS_NVIDIA, accelerator, is_on_gpu, on_device
-from liger_chunked.kernels.backend import INTERPRETED, NUMBER_OF_TOKENS, TensorDescriptor, has_own_memory, jit
+from liger_chunked.kernels.backend import INTERPRETED, UNSPECIALIZED, TensorDescriptor, has_own_memory, jit
 from liger_chunked.kernels.tuning.generic import REMEMBERED
 from liger_chunked.types import described
 
@@ -136,9 +136,10 @@ class Kernel:
       parameter `<name>_stride` or `<name>_<dimension>_stride`, only the last dimension must be contiguous.
     - `*_desc`: tensor descriptors or None.
     - Numbers, also compile-time constants, each of one Python type, because 1 equals 1.0 and True. Triton compiles
-      variants for 1 and for multiples of 16, but not of `n_tokens`.
+      variants for 1 and for multiples of 16, but not of numbers named in `UNSPECIALIZED`. Floats are rounded to
+      float32, except those annotated as `tl.float64`, of which there are no variants either.
 
-    Equal dtypes and numbers except `n_tokens`, with 16-byte aligned tensors, share a variant. Cached launches use
+    Equal dtypes and numbers except these, with 16-byte aligned tensors, share a variant. Cached launches use
     Triton's private interface, after a check in the second launch. Otherwise, or with a hook or
     `triton.knobs.runtime.debug`, Triton launches.
     """
@@ -155,7 +156,9 @@ class Kernel:
         self._tensors = [name for name in names if name.endswith("_ptr")]
         self._descriptors = [name for name in names if name.endswith("_desc")]
         self._numbers = [name for name in names if not name.endswith(("_ptr", "_desc"))]
-        self._n_tokens = self._numbers.index(NUMBER_OF_TOKENS) if NUMBER_OF_TOKENS in names else None
+        self._unspecialized = [self._numbers.index(name) for name in UNSPECIALIZED if name in names]
+        annotations = {name: str(p.annotation) for name, p in inspect.signature(function).parameters.items()}
+        self._doubles = [i for i, name in enumerate(self._numbers) if annotations[name].endswith("float64")]
         strides = [name for name in self._numbers if name.endswith("_stride")]
         self._strided = [any(s.startswith(name.removesuffix("ptr")) for s in strides) for name in self._tensors]
         given = self._given = self._tensors + self._numbers + self._descriptors
@@ -237,8 +240,13 @@ class Kernel:
             return
         blocks = [None if x is None else (x.base.dtype, *x.block_shape) for x in descriptors]
         constants = numbers
-        if (i := self._n_tokens) is not None:
-            constants = (*numbers[:i], numbers[i] >> 31, *numbers[i + 1 :])  # one variant for all of 32 bits
+        if self._unspecialized or self._doubles:
+            of_key = list(numbers)
+            for i in self._unspecialized:
+                of_key[i] >>= 31  # one variant for all of 32 bits
+            for i in self._doubles:
+                of_key[i] = 0.0
+            constants = tuple(of_key)
         key = (device, num_warps, num_stages, constants, *dtypes, *blocks)
         variant = self.variants.get(key)
         if variant is None:

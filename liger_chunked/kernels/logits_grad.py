@@ -110,7 +110,7 @@ def _logits_grad_triton_(
     if n:
         most, num_warps = TUNING[logits.device].logits_grad
         block = block_size(n_cols, most)
-        strides, factors = (logits.stride(0), out.stride(0)), transform_arguments(options).values()
+        strides, factors = (logits.stride(0), out.stride(0)), transform_arguments(options)
         _logits_grad_kernel(
             grid_of_rows(n, -(-n_cols // block)),
             (logits, out, target, class_weight, *cotangents),

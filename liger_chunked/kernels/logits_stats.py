@@ -6,8 +6,9 @@ launch.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -186,31 +187,37 @@ class _Stored(NamedTuple):
     lse: Tensor | None  # only of whole rows
 
 
+@functools.lru_cache
+def _stored_dtypes(outputs: tuple[str, ...], whole: bool) -> tuple[torch.dtype | None, ...]:
+    """Return the dtypes of what the kernel stores for `outputs`, in the order of `_Stored`."""
+    wanted = _wanted(outputs)
+    is_stored = {
+        "max": True,
+        "sum_exp": True,
+        "of_target": "logps" in outputs or not whole,
+        "moment": wanted["sum_exp_z"],
+        "mean": wanted["sum_z"],
+        "squares": wanted["sum_exp_sq"],
+        "argmax": wanted["argmax"],
+        "lse": whole and "lse" in outputs,
+    }
+    dtype_of = {"argmax": torch.int64}
+    return tuple(dtype_of.get(name, torch.float32) if is_stored[name] else None for name in _Stored._fields)
+
+
 def _logits_stats_triton(
     logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], vocab_start: int,
     class_weight: Tensor | None, temperature: Tensor | None, whole: bool,
 ) -> _Stored:  # fmt: skip
-    n, n_cols = logits.shape
-
-    def buffer(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        return torch.empty(n, dtype=dtype, device=logits.device) if wanted else None
-
-    wanted = _wanted(outputs)
-    stored = _Stored(
-        max=buffer(True),  # type: ignore[arg-type]
-        sum_exp=buffer(True),  # type: ignore[arg-type]
-        of_target=buffer("logps" in outputs or not whole),
-        moment=buffer(wanted["sum_exp_z"]),
-        mean=buffer(wanted["sum_z"]),
-        squares=buffer(wanted["sum_exp_sq"]),
-        argmax=buffer(wanted["argmax"], torch.int64),
-        lse=buffer(whole and "lse" in outputs),
-    )
+    (n, n_cols), device = logits.shape, logits.device
+    dtypes = _stored_dtypes(outputs, whole)
+    buffers: list[Any] = [None if dtype is None else torch.empty(n, dtype=dtype, device=device) for dtype in dtypes]
+    stored = _Stored(*buffers)
     if n:
-        tuned = TUNING[logits.device]
+        tuned = TUNING[device]
         most, num_warps = tuned.logits_stats
-        block = block_size(n_cols, tuned.logits_stats_argmax_block if wanted["argmax"] else most)
-        factors = transform_arguments(options).values()
+        block = block_size(n_cols, most if stored.argmax is None else tuned.logits_stats_argmax_block)
+        factors = transform_arguments(options)
         flags = block, tuned.loads_in_flight, logits.dtype == torch.float32, whole
         _logits_stats_kernel(
             (n, 1, 1),

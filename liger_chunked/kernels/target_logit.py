@@ -86,7 +86,7 @@ def _move_triton(
     _move_kernel(
         (n, 1, 1),
         (logps, grad_scale, x, head.weight, bias, low_rank, target, maximum, sum_exp, temperature),
-        (*sizes, *transform_arguments(options).values(), _FARTHEST, block_size(hidden, most)),
+        (*sizes, *transform_arguments(options), _FARTHEST, block_size(hidden, most)),
         num_warps,
     )
     return grad_scale
@@ -136,7 +136,8 @@ def unround_logps_(
 
     `x` is (N, H), `u` (N, r); `maximum` and `sum_exp` are of the rounded logits; `temperature` as in `logits_stats`.
     """
-    by_kernel = use_triton(logps) and _has_dense_rows(x) and _has_dense_rows(head.weight)
+    dense = x.stride(-1) == head.weight.stride(-1) == 1 or (_has_dense_rows(x) and _has_dense_rows(head.weight))
+    by_kernel = dense and use_triton(logps)
     compute = _move_triton if by_kernel else _move_torch
     low_rank = None
     if u is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -30,20 +33,28 @@ def transform(z: Tensor, logit_scale: float, softcap: float | None, temperature:
     return transform_and_slope(z, logit_scale, softcap, temperature, needs_slope=False)[0]
 
 
-def transform_arguments(options: LogitOptions) -> dict[str, float | None]:
-    """Return the arguments of `transform_block`; None compiles to nothing."""
+class TransformArguments(NamedTuple):
+    """The arguments of `transform_block`; None compiles to nothing."""
 
-    def unless_one(factor: float) -> float | None:
-        return None if factor == 1.0 else float(factor)
+    scale: float | None
+    softcap: float | None
+    inv_temperature: float | None
 
+
+def _unless_one(factor: float) -> float | None:
+    return None if factor == 1.0 else float(factor)
+
+
+@functools.lru_cache  # three kernels of each step ask
+def transform_arguments(options: LogitOptions) -> TransformArguments:
+    """Return what kernels get for `options`."""
     if options.softcap is None:
-        scale = unless_one(options.logit_scale / options.temperature)
-        return {"scale": scale, "softcap": None, "inv_temperature": None}
-    return {
-        "scale": unless_one(options.logit_scale / options.softcap),
-        "softcap": float(options.softcap),
-        "inv_temperature": unless_one(1.0 / options.temperature),
-    }
+        return TransformArguments(_unless_one(options.logit_scale / options.temperature), None, None)
+    return TransformArguments(
+        scale=_unless_one(options.logit_scale / options.softcap),
+        softcap=float(options.softcap),
+        inv_temperature=_unless_one(1.0 / options.temperature),
+    )
 
 
 @jit

@@ -9,10 +9,10 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
-from liger_chunked.losses.formulas import hinge, ipo, logistic, saturating_expm1
+from liger_chunked.losses.formulas import Terms, hinge, logistic, of_log_ratios, saturating_expm1, sum_of_terms
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.settings import check_finite, refuse_unread
-from liger_chunked.types import LogitOptionsDict, Pairs, shown
+from liger_chunked.types import LogitOptionsDict, Pairs, PairTerm, shown
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,17 @@ class CPOSettings:
 
 
 class _LossType(NamedTuple):
-    loss: Callable[[Tensor, float, CPOSettings], Tensor]  # of reward margin and beta
+    terms: Callable[[float, CPOSettings], Terms]  # of rewards
     reads: tuple[str, ...] = ()  # fields of CPOSettings
     averages: bool = False  # sets average_log_prob
 
 
 LOSS_TYPES: Mapping[str, _LossType] = {
-    "sigmoid": _LossType(lambda margin, beta, s: logistic(margin, s.label_smoothing), reads=("label_smoothing",)),
-    "hinge": _LossType(lambda margin, beta, s: hinge(margin)),
-    "ipo": _LossType(lambda margin, beta, s: ipo(margin / beta, beta), averages=True),
+    "sigmoid": _LossType(lambda beta, s: logistic(eps=s.label_smoothing), reads=("label_smoothing",)),
+    "hinge": _LossType(lambda beta, s: hinge()),
+    "ipo": _LossType(lambda beta, s: (PairTerm("square", "margin", 1 / beta, -1 / (2 * beta)),), averages=True),
     "simpo": _LossType(
-        lambda margin, beta, s: logistic(margin - s.simpo_gamma, s.label_smoothing),
+        lambda beta, s: logistic(eps=s.label_smoothing, gamma=s.simpo_gamma),
         reads=("label_smoothing", "simpo_gamma"),
         averages=True,
     ),
@@ -125,9 +125,13 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
     def cpo_alpha(self, value: float) -> None:
         self.alpha = value
 
+    @property
+    def _terms(self) -> Terms:
+        return of_log_ratios(LOSS_TYPES[self.loss_type].terms(self.beta, self.settings), self.beta)
+
     def preference_loss(self, pairs: Pairs) -> Tensor:
-        chosen, rejected = self.reward(pairs.logps).unbind(-1)
-        return LOSS_TYPES[self.loss_type].loss(chosen - rejected, self.beta, self.settings)
+        terms = LOSS_TYPES[self.loss_type].terms(self.beta, self.settings)
+        return sum_of_terms(terms, self.reward(pairs.logps), pairs.lengths)
 
     def extra_repr(self) -> str:
         return f"loss_type={self.loss_type!r}, cpo_alpha={self.alpha}, {super().extra_repr()}"

@@ -43,7 +43,7 @@ from liger_chunked.types import (
 _REDUCTIONS = ("mean", "sum", "none")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen, which would take longer to create
 class _CrossEntropy:
     """A token's loss, in two parts with different denominators."""
 
@@ -56,7 +56,9 @@ class _CrossEntropy:
 
     @property
     def is_plain(self) -> bool:
-        return self == _CrossEntropy()
+        """Whether a token's loss is `-logps`."""
+        shaped = self.label_smoothing or self.lse_square_scale or self.entropy_weight or self.focal_gamma or self.dft
+        return not shaped and self.class_weight is None
 
     def cross_entropy(self, stats: TokenStats, target: Tensor) -> Tensor:
         assert stats.logps is not None
@@ -94,9 +96,7 @@ def _check_class_weight(ce_weight: Tensor) -> Tensor:
     return ce_weight
 
 
-def _class_weight(ce_weight: Tensor | None, head: LossHead) -> Tensor | None:
-    if ce_weight is None:
-        return None
+def _class_weight(ce_weight: Tensor, head: LossHead) -> Tensor:
     ce_weight = _check_class_weight(ce_weight)
     if ce_weight.shape[0] != head.vocab_size:
         expected = f"row of weight {tuple(head.weight.shape)}"
@@ -332,20 +332,24 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
             raise ValueError(f"num_items divides a mean, but reduction is {self.reduction!r}")
         if num_items is not None:
             num_items = checked_items(num_items, input, accumulation_dtype(weight.dtype))
-        weights = self._token_weights(token_weights, target, weight)
+        weights = None if token_weights is None else self._token_weights(token_weights, target, weight)
+        ce_weight = self.ce_weight if ce_weight is None else ce_weight
         definition = _CrossEntropy(
             label_smoothing=self.label_smoothing,
             lse_square_scale=self.lse_square_scale,
             entropy_weight=self.entropy_weight,
             focal_gamma=self.focal_gamma,
             dft=self.dft,
-            class_weight=_class_weight(self.ce_weight if ce_weight is None else ce_weight, head),
+            class_weight=None if ce_weight is None else _class_weight(ce_weight, head),
         )
-        check_group(sequence_group)
+        if sequence_group is not None:
+            check_group(sequence_group)
         if n_valid is not None:
             n_valid = token_count(n_valid, target.numel(), sequence_group, vocab_shard)
-        split = None if self.reduction == "none" else SequenceSplit.of(sequence_group, head, input)
-        target = whole(target.long(), split)
+        target, split = target.long(), None
+        if sequence_group is not None and self.reduction != "none":
+            split = SequenceSplit.of(sequence_group, head, input)
+            target = whole(target, split)
         if weights is not None:
             weights = whole(weights, split).reshape(-1)
         rows = select_rows(
@@ -364,9 +368,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
         @typed_like(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def _token_weights(self, token_weights: Tensor | None, target: Tensor, weight: Weight) -> Tensor | None:
-        if token_weights is None:
-            return None
+    def _token_weights(self, token_weights: Tensor, target: Tensor, weight: Weight) -> Tensor:
         if not isinstance(token_weights, Tensor) or token_weights.shape != target.shape:
             got = tuple(token_weights.shape) if isinstance(token_weights, Tensor) else type(token_weights).__name__
             raise ValueError(f"token_weights must be {tuple(target.shape)}, as target is, got {got}")
@@ -382,6 +384,8 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
+        if not (self.label_smoothing or self.lse_square_scale or self.entropy_weight):
+            return ("logps",)
         wanted = {
             "lse": self.label_smoothing or self.lse_square_scale,
             "mean_logits": self.label_smoothing,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -13,10 +13,10 @@ from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
 from liger_chunked.engine import check_values
-from liger_chunked.losses.formulas import hinge, ipo, logistic, saturating_expm1
+from liger_chunked.losses.formulas import Terms, at, hinge, logistic, saturating_expm1, sum_of_terms
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.settings import check_finite, check_positive, refuse_unread
-from liger_chunked.types import LogitOptionsDict, Pairs, saturating_exp, shown
+from liger_chunked.types import LogitOptionsDict, Pairs, PairTerm, saturating_exp, shown
 
 
 def _reverse_kl(logratios: Tensor, alpha: float) -> Tensor:
@@ -77,25 +77,35 @@ def _margin(pairs: Pairs, s: DPOSettings) -> Tensor:
     return chosen - rejected
 
 
-def _mean_margin(pairs: Pairs, s: DPOSettings) -> Tensor:
-    chosen, rejected = (s.scores(pairs) / pairs.lengths).unbind(-1)
-    return chosen - rejected
+def _ipo(beta: float, s: DPOSettings) -> Terms:
+    return (PairTerm("square", "mean_margin", offset=-1 / (2 * beta)),)
 
 
-def _sigmoid(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    return logistic(_margin(pairs, s), s.label_smoothing, beta)
+def _robust(beta: float, s: DPOSettings) -> Terms:
+    # Unbiased if labels are flipped with probability epsilon. A smoothing of this size, which is negative.
+    return logistic("margin", beta, -s.label_smoothing / (1 - 2 * s.label_smoothing))
 
 
-def _sigmoid_norm(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    return logistic(_mean_margin(pairs, s), beta=beta)
+def _nca_pair(beta: float, s: DPOSettings) -> Terms:
+    flipped = [PairTerm("softplus", of, beta, weight=0.5) for of in ("chosen", "rejected")]
+    return *logistic("chosen", beta), *flipped
 
 
-def _hinge(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    return hinge(beta * _margin(pairs, s))
+def _bco_pair(beta: float, s: DPOSettings) -> Terms:
+    return *logistic("chosen", beta), PairTerm("softplus", "rejected", beta)
 
 
-def _ipo(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    return ipo(_mean_margin(pairs, s), beta)
+def _sppo_hard(beta: float, s: DPOSettings) -> Terms:
+    half = 0.5 / beta
+    return PairTerm("square", "chosen", offset=-half), PairTerm("square", "rejected", offset=half)
+
+
+def _apo_zero(beta: float, s: DPOSettings) -> Terms:
+    return PairTerm("sigmoid", "chosen", -beta), PairTerm("sigmoid", "rejected", beta)
+
+
+def _apo_down(beta: float, s: DPOSettings) -> Terms:
+    return PairTerm("sigmoid", "chosen", beta), PairTerm("sigmoid", "margin", -beta)
 
 
 def _exo_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
@@ -105,47 +115,15 @@ def _exo_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     return chosen + rejected
 
 
-def _nca_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    chosen, rejected = (beta * pairs.logratios).unbind(-1)
-    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
-
-
-def _robust(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    # Unbiased if labels are flipped with probability epsilon.
-    logits = beta * _margin(pairs, s)
-    clean = (1 - s.label_smoothing) * F.logsigmoid(logits)
-    return (s.label_smoothing * F.logsigmoid(-logits) - clean) / (1 - 2 * s.label_smoothing)
-
-
-def _bco_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    chosen, rejected = (beta * pairs.logratios).unbind(-1)
-    return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
-
-
-def _sppo_hard(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    chosen, rejected = pairs.logratios.unbind(-1)
-    return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
-
-
 def _aot(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     policy = (pairs.logps[:, 0] - pairs.logps[:, 1]).sort().values
     reference = (pairs.ref_logps[:, 0] - pairs.ref_logps[:, 1]).sort().values
-    return logistic(policy - reference, s.label_smoothing, beta)
+    return at(policy - reference, *logistic("margin", beta, s.label_smoothing))
 
 
 def _aot_unpaired(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     chosen, rejected = pairs.logratios.sort(dim=0).values.unbind(-1)
-    return logistic(chosen - rejected, s.label_smoothing, beta)
-
-
-def _apo_zero(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    chosen, rejected = (beta * pairs.logratios).unbind(-1)
-    return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
-
-
-def _apo_down(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    chosen, rejected = (beta * pairs.logratios).unbind(-1)
-    return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
+    return at(chosen - rejected, *logistic("margin", beta, s.label_smoothing))
 
 
 def _discopop(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
@@ -170,32 +148,48 @@ def _wpo_weights(pairs: Pairs) -> Tensor:
 
 
 class _LossType(NamedTuple):
-    loss: Callable[[Pairs, float, DPOSettings], Tensor]
+    """A loss of a pair: a sum of `terms` of `DPOSettings.scores`, or else a function of `Pairs`."""
+
+    terms: Callable[[float, DPOSettings], Terms] | None = None  # of beta
+    loss: Callable[[Pairs, float, DPOSettings], Tensor] | None = None
     reads: tuple[str, ...] = ()
     whole_batch: bool = False  # sorts the batch
     averages: bool = False  # refuses average_log_prob
     any_divergence: bool = False  # reads scores or no reference
     weighable: bool = True  # a loss belongs to one pair
 
+    def losses(self, pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+        """Return the losses (n,) of pairs."""
+        if self.terms is not None:
+            return sum_of_terms(self.terms(beta, s), s.scores(pairs), pairs.lengths)
+        assert self.loss is not None
+        return self.loss(pairs, beta, s)
+
 
 _SCORES = ("f_divergence_type", "f_alpha_divergence_coef")
 
 LOSS_TYPES: Mapping[str, _LossType] = {
-    "sigmoid": _LossType(_sigmoid, reads=("label_smoothing", *_SCORES), any_divergence=True),
-    "hinge": _LossType(_hinge, reads=_SCORES, any_divergence=True),
+    "sigmoid": _LossType(
+        lambda beta, s: logistic("margin", beta, s.label_smoothing),
+        reads=("label_smoothing", *_SCORES),
+        any_divergence=True,
+    ),
+    "hinge": _LossType(lambda beta, s: hinge(beta), reads=_SCORES, any_divergence=True),
     "ipo": _LossType(_ipo, reads=_SCORES, averages=True, any_divergence=True),
-    "exo_pair": _LossType(_exo_pair, reads=("label_smoothing", *_SCORES), any_divergence=True),
+    "exo_pair": _LossType(loss=_exo_pair, reads=("label_smoothing", *_SCORES), any_divergence=True),
     "nca_pair": _LossType(_nca_pair),
     "robust": _LossType(_robust, reads=("label_smoothing", *_SCORES), any_divergence=True),
     "bco_pair": _LossType(_bco_pair),
     "sppo_hard": _LossType(_sppo_hard),
-    "aot": _LossType(_aot, reads=("label_smoothing",), whole_batch=True, weighable=False),
-    "aot_unpaired": _LossType(_aot_unpaired, reads=("label_smoothing",), whole_batch=True, weighable=False),
+    "aot": _LossType(loss=_aot, reads=("label_smoothing",), whole_batch=True, weighable=False),
+    "aot_unpaired": _LossType(loss=_aot_unpaired, reads=("label_smoothing",), whole_batch=True, weighable=False),
     "apo_zero": _LossType(_apo_zero),
     "apo_down": _LossType(_apo_down),
-    "discopop": _LossType(_discopop, reads=("discopop_tau", *_SCORES), any_divergence=True),
-    "sft": _LossType(_sft, any_divergence=True, weighable=False),
-    "sigmoid_norm": _LossType(_sigmoid_norm, reads=_SCORES, averages=True, any_divergence=True),
+    "discopop": _LossType(loss=_discopop, reads=("discopop_tau", *_SCORES), any_divergence=True),
+    "sft": _LossType(loss=_sft, any_divergence=True, weighable=False),
+    "sigmoid_norm": _LossType(
+        lambda beta, s: logistic("mean_margin", beta), reads=_SCORES, averages=True, any_divergence=True
+    ),
 }
 
 PairLoss = Callable[[Pairs], Tensor]
@@ -364,6 +358,19 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     def _expects_reference(self) -> bool:  # type: ignore[override]
         return self.loss_types != ["sft"]
 
+    @property
+    def _terms(self) -> Terms | None:
+        if self.use_weighting or self.settings.f_divergence_type != "reverse_kl":
+            return None
+        found: list[PairTerm] = []
+        for kind, weight in zip(self.loss_types, self.loss_weights, strict=True):
+            terms_of = None if callable(kind) else LOSS_TYPES[kind].terms
+            if terms_of is None:
+                return None
+            terms = terms_of(self.beta, self.settings)
+            found += terms if weight == 1 else [replace(term, weight=weight * term.weight) for term in terms]
+        return tuple(found)
+
     def preference_loss(self, pairs: Pairs) -> Tensor:
         losses = (self._loss(kind, pairs) for kind in self.loss_types)
         weighted = (x if w == 1 else w * x for x, w in zip(losses, self.loss_weights, strict=True))
@@ -372,7 +379,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
 
     def _loss(self, kind: str | PairLoss, pairs: Pairs) -> Tensor:
         if not callable(kind):
-            return LOSS_TYPES[kind].loss(pairs, self.beta, self.settings)
+            return LOSS_TYPES[kind].losses(pairs, self.beta, self.settings)
         loss = kind(pairs)
         check_values(f"loss_type {kind}", loss, pairs.logps.shape[:1], "pairs")  # a sum would broadcast
         return loss

@@ -1,30 +1,79 @@
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_chunked.types import LARGEST_EXPONENT
+from liger_chunked.types import LARGEST_EXPONENT, PairTerm
+
+Number = Literal["margin", "mean_margin", "chosen", "rejected"]  # of a `PairTerm`
 
 _LINEAR = 40.0  # above it, `log(1 + exp(x))` is x in float64
 
 
-def logistic(margin: Tensor, label_smoothing: float = 0.0, beta: float = 1.0) -> Tensor:
-    """Return `-(1 - eps) log sigmoid(beta margin) - eps log sigmoid(-beta margin)`, `eps = label_smoothing`."""
-    loss = F.softplus(-beta * margin, threshold=_LINEAR)
-    if label_smoothing == 0:
-        return loss
-    return (1 - label_smoothing) * loss + label_smoothing * F.softplus(beta * margin, threshold=_LINEAR)
+_CURVES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softplus": functools.partial(F.softplus, threshold=_LINEAR),
+    "sigmoid": torch.sigmoid,
+    "square": torch.square,
+    "relu": torch.relu,
+}
 
 
-def hinge(margin: Tensor) -> Tensor:
-    return torch.relu(1 - margin)
+def at(x: Tensor, *terms: PairTerm) -> Tensor:
+    """Return the sum of terms of one number `x` (n,) of each pair."""
+    total: Tensor | None = None
+    for term in terms:
+        z = x if term.scale == 1 else term.scale * x
+        value = _CURVES[term.curve](z if term.offset == 0 else z + term.offset)
+        value = value if term.weight == 1 else term.weight * value
+        total = value if total is None else total + value
+    assert total is not None
+    return total
 
 
-def ipo(difference: Tensor, beta: float) -> Tensor:
-    return (difference - 1 / (2 * beta)).square()
+def sum_of_terms(terms: Sequence[PairTerm], scores: Tensor, lengths: Tensor) -> Tensor:
+    """Return the sum of terms (n,), differentiably, of log-ratios or other scores (n, 2) of chosen and rejected ones.
+
+    Args:
+        lengths: (n, 2), the valid tokens of the sequences, at least 1.
+    """
+    used = {term.of for term in terms}
+    chosen, rejected = scores.unbind(-1)
+    numbers = {"chosen": chosen, "rejected": rejected}
+    if "margin" in used:
+        numbers["margin"] = chosen - rejected
+    if "mean_margin" in used:
+        chosen, rejected = (scores / lengths).unbind(-1)
+        numbers["mean_margin"] = chosen - rejected
+    return functools.reduce(torch.add, [at(numbers[term.of], term) for term in terms])
+
+
+Terms = tuple[PairTerm, ...]
+
+
+@functools.lru_cache  # each step asks
+def logistic(of: Number = "margin", beta: float = 1.0, eps: float = 0.0, gamma: float = 0.0) -> Terms:
+    """Return `-(1 - eps) log sigmoid(beta x - gamma) - eps log sigmoid(gamma - beta x)`."""
+    loss = PairTerm("softplus", of, -beta, gamma, 1 - eps)
+    return (loss,) if eps == 0 else (loss, PairTerm("softplus", of, beta, -gamma, eps))
+
+
+@functools.lru_cache
+def hinge(beta: float = 1.0, gamma: float = 0.0) -> Terms:
+    """Return `max(0, 1 - (beta x - gamma))` of the margin."""
+    return (PairTerm("relu", "margin", -beta, 1 + gamma),)
+
+
+@functools.lru_cache
+def of_log_ratios(terms: Terms, beta: float) -> Terms:
+    """Return terms of log-ratios from terms of rewards, which are `beta` times as large."""
+    return tuple(dataclasses.replace(term, scale=term.scale * beta) for term in terms)
 
 
 def saturating_expm1(x: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,15 +12,20 @@ from typing_extensions import Unpack
 
 from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
+    Chunk,
     Group,
     OfSequences,
+    PairKernel,
+    PairLoss,
     Rows,
+    Share,
     along,
     assert_later,
     check_projection,
     check_target,
     check_values,
     count,
+    has_pair_kernel,
     host_may_sync,
     select_rows,
     sequence_counts,
@@ -27,8 +33,8 @@ from liger_chunked.engine import (
     whole,
 )
 from liger_chunked.losses.base import StatsLoss
-from liger_chunked.losses.formulas import sequence_logps, share_of_mean
-from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
+from liger_chunked.losses.formulas import Terms, sequence_logps, share_of_mean
+from liger_chunked.losses.reference_model import Reference, reference_logps, warn_reference_free, without_reference
 from liger_chunked.losses.settings import check_finite, check_scope
 from liger_chunked.types import (
     DeclaredStats,
@@ -143,6 +149,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     """
 
     scope: Literal["pair", "batch"] = "pair"
+    _has_terms: ClassVar[bool] = False  # whether `_terms` are the formula of `preference_loss` and `reward`
     _expects_reference: ClassVar[bool] = False  # warn if a call gives no reference
     token_outputs: tuple[str, ...] = ()
     _group: ClassVar[Group] = "pair"
@@ -175,6 +182,14 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         self.use_ref_model = use_ref_model
         self.options = LogitOptions.of(type(self), options)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # A class that inherits terms, but not the formula, has a formula of its own.
+        terms, formula, reward = (
+            next(base for base in cls.__mro__ if name in vars(base)) for name in ("_terms", "preference_loss", "reward")
+        )
+        cls._has_terms = terms is formula and reward is LigerFusedLinearPreferenceBase
+
     @property
     def compute_nll_loss(self) -> bool:
         return self.alpha != 0 if self._compute_nll_loss is None else self._compute_nll_loss
@@ -193,7 +208,8 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     @property
     def _whole_batch(self) -> bool:
-        check_scope(type(self).__name__, self.scope, self._scopes)
+        if self.scope not in self._scopes:
+            check_scope(type(self).__name__, self.scope, self._scopes)
         return self.scope == "batch"
 
     @property
@@ -206,6 +222,11 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     def reward(self, logratios: Tensor) -> Tensor:
         return self.beta * (logratios if self.reward_shape is None else self.reward_shape(logratios))
+
+    @property
+    def _terms(self) -> Terms | None:
+        """`preference_loss` as terms of log-ratios, if it is their sum."""
+        return None
 
     @abstractmethod
     def preference_loss(self, pairs: Pairs) -> Tensor:
@@ -268,7 +289,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         sequences = sequences_of(
             head, input, cu_seqlens, sequence_group, "(2 n, T, H), chosen then rejected sequences", n_valid=n_valid
         )
-        n = count(input, sequences)
+        n = input.shape[0] if sequences is None else count(input, sequences)
         if n % 2:
             raise ValueError(
                 f"input must stack as many chosen as rejected sequences on dim 0, got an odd {n} in "
@@ -276,27 +297,50 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             )
         target, ignore_index = target.long(), self.options.ignore_index
         union = target if nll_target is None else self._union(target, nll_target, input, head, n_valid)
-        whole_union = whole(union, sequences, ignore_index)
+        whole_union = union if sequences is None else whole(union, sequences, ignore_index)
         if n_valid is not None:
             n_valid = sequence_counts(n_valid, whole_union, sequence_group, vocab_shard)
         rows = select_rows(
             whole_union, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid
         )
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
-        ref_logps = reference_logps(reference, self, head, target, rows, sequences, required=self.use_ref_model)
+        terms = None if nll_target is not None else self._terms_of_step()
+        has_kernel = has_pair_kernel(head, input, terms, rows)
+        ref_logps = reference_logps(
+            reference, self, head, target, rows, sequences, required=self.use_ref_model, compact=has_kernel
+        )
+        kernel = self._pair_kernel(terms, rows, ref_logps) if has_kernel and terms is not None else None
         if nll_target is not None:
             target, nll_target = (whole(x, sequences, ignore_index) for x in (target, nll_target))
-        batch = self._batch(head, target, nll_target, rows, ref_logps)
-        n_pairs = max(1, n // 2)
-        host_counts = None if nll_target is not None or rows.groups is None else rows.groups.host_counts
-        objective = _MeanOverPairs(self, batch, n_pairs, host_counts)
+        objective = _MeanOverPairs(self, _Given(head, target, nll_target, rows, ref_logps), max(1, n // 2), kernel)
         loss, stats, aux = self._fuse(head, input, rows, objective)
-        return loss, self._metrics(batch, aux.logps, stats)
+        if kernel is not None and aux is None:
+            return loss, kernel.metrics()
+        return loss, self._metrics(objective.batch, aux.logps, stats)
 
     if TYPE_CHECKING:
 
         @typed_like(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def _terms_of_step(self) -> Terms | None:
+        """Return `_terms`, if no option adds what the kernel of pairs does not compute."""
+        if not self._has_terms or "preference_loss" in vars(self):
+            return None
+        if self.needs_token_ref_logps or self.reward_shape is not None or self.token_outputs or self._whole_batch:
+            return None
+        return self._terms
+
+    def _pair_kernel(self, terms: Terms, rows: Rows, ref_logps: Tensor | None) -> PairKernel:
+        loss = PairLoss(terms, self.beta, self.alpha if self.compute_nll_loss else None, self.average_log_prob)
+        if ref_logps is None and self._expects_reference:
+            warn_reference_free(self)
+        if ref_logps is not None and ref_logps.ndim == 3:
+            assert rows.groups is not None
+            ref_logps = sequence_logps(ref_logps, rows.groups.divisors, self.average_log_prob)
+        if ref_logps is not None and ref_logps.ndim == 2:
+            ref_logps = ref_logps.t().contiguous()
+        return PairKernel(loss, ref_logps)
 
     def _union(self, target: Tensor, nll_target: Tensor, input: Tensor, head: LossHead, n_valid: Any) -> Tensor:
         if n_valid is not None and self._whole_batch:
@@ -324,7 +368,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         ref_logps: Tensor | None,
     ) -> _Batch:
         groups, mask, nll_mask, nll_only = rows.groups, rows.mask, None, None
-        assert groups is not None and groups.side_lengths is not None and mask is not None
+        assert groups is not None and mask is not None
         lengths, at_least_1, batch_lengths = groups.lengths, groups.divisors, groups.side_lengths
         if nll_target is not None:
             ignore_index = self.options.ignore_index
@@ -346,15 +390,17 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         return _Batch(
             sequences=sequences,
             batch_lengths=batch_lengths.clamp(min=1) if may_be_empty else batch_lengths,
-            ref_logps=self._ref_logps(target, sequences, ref_logps),
+            ref_logps=self._ref_logps(target, sequences, rows, ref_logps),
             has_tokens=lengths.sum(-1) > 0 if nll_target is not None or 0 in groups.host_counts else None,
             nll_mask=nll_mask,
         )
 
-    def _ref_logps(self, target: Tensor, sequences: _Sequences, ref_logps: Tensor | None) -> Tensor:
+    def _ref_logps(self, target: Tensor, sequences: _Sequences, rows: Rows, ref_logps: Tensor | None) -> Tensor:
         """Return float64 (n, 2); zeros without a reference."""
         if ref_logps is None:
             return without_reference(self, sequences.lengths)
+        if ref_logps.ndim == 1:
+            ref_logps = rows.scatter(ref_logps)
         if ref_logps.ndim == 3:
             return sequences.logps(ref_logps, sequences.every)
         if self.needs_token_ref_logps:
@@ -387,14 +433,46 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         return f"beta={self.beta}, {self.options}"
 
 
+class _Given(NamedTuple):
+    """What `_batch` makes a `_Batch` of."""
+
+    head: LossHead
+    target: Tensor
+    nll_target: Tensor | None
+    rows: Rows
+    ref_logps: Tensor | None
+
+
 @dataclass(frozen=True, eq=False)
 class _MeanOverPairs(OfSequences):
     """The mean of a loss's `preference_loss`, and its NLL term."""
 
     of: LigerFusedLinearPreferenceBase
-    batch: _Batch
+    given: _Given
     n_pairs: int
-    host_counts: Sequence[int] | None  # tokens of each pair; None: known only to the device
+    kernel: PairKernel | None  # computes the same; None: autograd does
+
+    @functools.cached_property
+    def batch(self) -> _Batch:
+        return self.of._batch(*self.given)
+
+    @property
+    def host_counts(self) -> Sequence[int] | None:
+        """Tokens of each pair; None: known only to the device."""
+        groups = self.given.rows.groups
+        return None if self.given.nll_target is not None or groups is None else groups.host_counts
+
+    def evaluate(self, stats: TokenStats, rows: Rows, chunk: Chunk, with_gradient: bool) -> Share:
+        if self.kernel is None:
+            return super().evaluate(stats, rows, chunk, with_gradient)
+        return self.kernel.evaluate(stats, rows, chunk, with_gradient)
+
+    def kernels(self, rows: Rows) -> Hashable:
+        return None if self.kernel is None else self.kernel.kernels(rows)
+
+    def rehearse(self, rows: Rows, device: torch.device, with_gradient: bool) -> None:
+        if self.kernel is not None:
+            self.kernel.rehearse(rows, device, with_gradient)
 
     def logps(self, values: TokenStats, index: slice | Tensor) -> Tensor:
         assert values.logps is not None

@@ -32,12 +32,14 @@ def reference_logps(
     kept: KeptIds | None = None,
     temperature: Tensor | None = None,
     may_wait: bool = True,
+    compact: bool = False,
 ) -> Tensor | None:
     """Return the reference's dense log-probabilities, detached.
 
     They are per token, zero at ignored tokens, or per sequence like `ref_logps`.
 
     Args:
+        compact: those of a reference model's hidden states stay compact, (n_valid,).
         kept, temperature, may_wait: of `stats_of_kept`, for a reference over the ids that a sampler kept.
     """
     ref_input, ref_weight, ref_bias, ref_logps = reference
@@ -58,7 +60,7 @@ def reference_logps(
 
     if ref_input is not None and ref_weight is not None:
         ref_head = check_projection(LossHead(ref_weight, ref_bias, head.shard), ref_input, "ref_", f"{infix}input")
-        if ref_head.token_shape(ref_input) != target.shape:
+        if (ref_input.shape[:-1] if head.shard is None else ref_head.token_shape(ref_input)) != target.shape:
             raise ValueError(
                 f"{input_name} must be {(*target.shape, 'H_ref')}, as {target_name} {tuple(target.shape)} is, "
                 f"got {tuple(ref_input.shape)}"
@@ -71,7 +73,7 @@ def reference_logps(
         _check_device(input_name, ref_input, target_name, target)
         with torch.no_grad():
             if kept is None:
-                return token_stats(ref_head, ref_input, rows, ("logps",), loss.options).logps
+                return token_stats(ref_head, ref_input, rows, ("logps",), loss.options, compact=compact).logps
             logps = stats_of_kept(
                 ref_head, ref_input, target.long(), kept, ("logps",), loss.options, temperature, may_wait=may_wait
             ).logps

@@ -4,7 +4,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
-from liger_chunked.losses.formulas import hinge, logistic
+from liger_chunked.losses.formulas import Terms, hinge, logistic, of_log_ratios, sum_of_terms
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.settings import check_finite
 from liger_chunked.types import LogitOptionsDict, Pairs, shown
@@ -73,10 +73,17 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
         self.label_smoothing = label_smoothing
         self.loss_type = loss_type
 
+    def _of_rewards(self) -> Terms:
+        if self.loss_type == "hinge":
+            return hinge(gamma=self.gamma)
+        return logistic(eps=self.label_smoothing, gamma=self.gamma)
+
+    @property
+    def _terms(self) -> Terms:
+        return of_log_ratios(self._of_rewards(), self.beta)
+
     def preference_loss(self, pairs: Pairs) -> Tensor:
-        chosen, rejected = self.reward(pairs.logps).unbind(-1)
-        margin = chosen - rejected - self.gamma
-        return hinge(margin) if self.loss_type == "hinge" else logistic(margin, self.label_smoothing)
+        return sum_of_terms(self._of_rewards(), self.reward(pairs.logps), pairs.lengths)
 
     def extra_repr(self) -> str:
         return f"loss_type={self.loss_type!r}, gamma={self.gamma}, {super().extra_repr()}"

@@ -286,7 +286,11 @@ def served(change: dict) -> bool:
         "chunks": [cutting.tiles(3, 16, 64)] * 2,
     }
     arguments |= change
-    return epilogue.serves(**{"dtype": arguments["head"].weight.dtype} | arguments)
+    head, options, differentiates = (arguments[name] for name in ("head", "options", "differentiates"))
+    dtype = arguments.get("dtype", head.weight.dtype)
+    computed = epilogue.computes(head, dtype, options, arguments["class_weight"], arguments["outputs"])
+    chunks = arguments["chunks"]
+    return computed and epilogue.serves(head.weight.shape[1], options, differentiates, chunks)
 
 
 REFUSED = {

@@ -159,7 +159,7 @@ def variant(kernel: Kernel, tensors: Any, numbers: Any, num_warps: int, num_stag
     for name, x in zip(kernel._numbers, numbers, strict=True):
         if "constexpr" in str(parameters[name].annotation):
             key.append((type(x), x))
-        elif name == backend.NUMBER_OF_TOKENS:
+        elif name in backend.UNSPECIALIZED:
             key.append(x >= 1 << 31)
         elif isinstance(x, bool) or not isinstance(x, int):
             key.append(type(x))

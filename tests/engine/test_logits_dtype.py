@@ -149,7 +149,8 @@ def test_the_fused_epilogue_rounds_no_logits(monkeypatch: pytest.MonkeyPatch) ->
     head = LossHead(torch.zeros(16, 16, dtype=torch.bfloat16))
     tiles = [[Tile(slice(0, 8), slice(0, 16))]]
     for options in (LogitOptions(), LogitOptions(**WIDE)):
-        assert epilogue.serves(head, torch.bfloat16, options, None, ("logps",), ("logps",), tiles)
+        assert epilogue.computes(head, torch.bfloat16, options, None, ("logps",))
+        assert epilogue.serves(16, options, ("logps",), tiles)
         assert epilogue.serves_statistics(head, torch.bfloat16, options, None, ("logps",), tiles[0], False)
 
 

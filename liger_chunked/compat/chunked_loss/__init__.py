@@ -16,7 +16,7 @@ from liger_chunked.calls import typed_like
 from liger_chunked.compat.settings import Loss
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses import dpo
-from liger_chunked.losses.formulas import log_odds, logistic
+from liger_chunked.losses.formulas import at, log_odds, logistic
 from liger_chunked.losses.grpo import LOSS_TYPES, SURROGATES
 from liger_chunked.losses.policy import REDUCTIONS, Clipped
 from liger_chunked.types import PreferenceMetrics, Rollouts, accumulation_dtype, shown
@@ -184,7 +184,7 @@ class LigerFusedLinearORPOLoss(Loss):
             nll: Any = self.nll(lin_weight, _input[:pairs], apart, bias)
             loss, metrics = loss + nll, metrics._replace(nll_loss=nll.detach())
         difference = log_odds(metrics.chosen_logps) - log_odds(metrics.rejected_logps)
-        return loss, (*metrics, -logistic(difference).mean(), difference.mean())
+        return loss, (*metrics, -at(difference, *logistic()).mean(), difference.mean())
 
     if TYPE_CHECKING:
 

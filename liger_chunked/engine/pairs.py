@@ -1,0 +1,85 @@
+"""Losses of pairs whose gradient a kernel knows, so that a chunk needs neither dense statistics nor autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from liger_chunked.engine.cutting import Chunk
+from liger_chunked.engine.objective import Share
+from liger_chunked.engine.rows import Rows
+from liger_chunked.kernels import MOST_TERMS, PairLoss, PairSums, pair_loss
+from liger_chunked.kernels.backend import use_triton
+from liger_chunked.types import LossHead, PairTerm, PreferenceMetrics, TokenStats
+
+
+def has_pair_kernel(head: LossHead, input: Tensor, terms: tuple[PairTerm, ...] | None, rows: Rows) -> bool:
+    """Whether `PairKernel` computes a loss of these terms, None for a loss of another form, on the input's device.
+
+    Its tokens are in the target's order, or pair by pair: not in the order of ranks that split hidden states.
+    """
+    if terms is None or not 0 < len(terms) <= MOST_TERMS or rows.split is not None or not use_triton(input):
+        return False
+    return head.shard is None or head.shard.input_grad != "reduce_scatter"
+
+
+@dataclass(eq=False)
+class PairKernel:
+    """The mean of a `PairLoss` over the pairs of a batch, and its metrics.
+
+        kernel = PairKernel(loss, reference)
+        share = kernel.evaluate(stats, rows, chunk, with_gradient)      for each chunk
+        metrics = kernel.metrics()
+
+    Attributes:
+        reference: as in `pair_loss`.
+    """
+
+    loss: PairLoss
+    reference: Tensor | None
+    _sums: PairSums | None = field(default=None, init=False)
+
+    def evaluate(self, stats: TokenStats, rows: Rows, chunk: Chunk, with_gradient: bool) -> Share:
+        """Do what `Objective.evaluate` does. The share has no values: metrics need no statistics of tokens."""
+        logps, mean_logits, groups = stats.logps, stats.mean_logits, rows.groups
+        assert logps is not None and mean_logits is not None and groups is not None
+        if self._sums is None:
+            self._sums = PairSums.of(len(groups.host_counts), logps.device)
+        counts, stacked = groups.token_counts, groups.stacked
+        share, gradient = pair_loss(
+            self.loss, self._sums, logps, mean_logits, counts, chunk.group_slice, stacked, self.reference, with_gradient
+        )
+        return Share(share, {} if gradient is None else {"logps": gradient})
+
+    def kernels(self, rows: Rows) -> Hashable:
+        """See `Objective`."""
+        loss, reference, groups = self.loss, self.reference, rows.groups
+        assert groups is not None
+        names = tuple([(term.curve, term.of) for term in loss.terms])
+        of_reference = None if reference is None else (reference.ndim, reference.dtype)
+        return names, loss.nll_weight is None, loss.average, groups.stacked, of_reference
+
+    def rehearse(self, rows: Rows, device: torch.device, with_gradient: bool) -> None:
+        """See `Objective`."""
+        assert rows.groups is not None
+        values = torch.empty(rows.n_valid, dtype=torch.float32, device=device)
+        batch = Chunk(slice(0, rows.n_valid), slice(0, len(rows.groups.host_counts)))
+        self.evaluate(TokenStats(logps=values, mean_logits=values), rows, batch, with_gradient)
+
+    def metrics(self) -> PreferenceMetrics:
+        """Return views of what the kernels wrote."""
+        assert self._sums is not None
+        chosen_logps, rejected_logps, chosen_rewards, rejected_rewards = self._sums.of_pairs.unbind()
+        chosen_logits_mean, rejected_logits_mean, nll_loss = self._sums.means.unbind()
+        return PreferenceMetrics(
+            chosen_logps=chosen_logps,
+            rejected_logps=rejected_logps,
+            chosen_logits_mean=chosen_logits_mean,
+            rejected_logits_mean=rejected_logits_mean,
+            nll_loss=nll_loss,
+            chosen_rewards=chosen_rewards,
+            rejected_rewards=rejected_rewards,
+        )
