@@ -30,6 +30,7 @@ from liger_chunked.engine.scattered import ScatteredRows, scatter_rows
 from liger_chunked.engine.shard import ShardedPass
 from liger_chunked.engine.token_pass import TokenPass
 from liger_chunked.kernels.operands import along
+from liger_chunked.kernels.tuning.generic import SMALLEST_OF_LIVE_ROWS
 from liger_chunked.types import DIFFERENTIABLE, HeadTensors, LogitOptions, LossHead, VocabShard
 
 
@@ -57,6 +58,7 @@ class Plan:
         class_weight: (V,) weights of `mean_logits`.
         filter: of `Path.FILTERED`.
         scattered: which rows each rank holds, if ranks split both vocabulary and hidden states.
+        skips_rows: whether the backward of a chunk counts its rows with a gradient, and leaves the others out.
     """
 
     rows: Rows
@@ -72,6 +74,7 @@ class Plan:
     shard: VocabShard | None = None
     filter: SamplingFilter | None = None
     scattered: ScatteredRows | None = None
+    skips_rows: bool = False
 
     def tokens(self, i: int, flat: Tensor, flat_u: Tensor | None) -> Tokens:
         """Return chunk `i` of flattened hidden states (N, H), and of an adapter's `u` (N, r)."""
@@ -190,6 +193,7 @@ def for_loss(
     whole_batch: bool,
     wide_tiles: bool,
     class_weight: Tensor | None = None,
+    skips_rows: bool = False,
 ) -> Plan:
     """Plan a loss whose gradients come in the forward.
 
@@ -198,6 +202,7 @@ def for_loss(
         whole_batch: whether the objective needs all groups in one chunk.
         wide_tiles: whether the GPU runs the fused epilogue.
         class_weight: (V,) weights of `mean_logits`.
+        skips_rows: whether to look for rows without a gradient, where that pays.
     """
     budget = budget_of(head, options, dtype)
     n_tokens = rows.n_valid if rows.groups is None else sum(rows.groups.cut_counts)
@@ -242,6 +247,18 @@ def for_loss(
         differentiates=differentiates,
         class_weight=class_weight,
         shard=head.shard,
+        skips_rows=skips_rows and _pays_to_skip_rows(rows, scattered, budget, len(cut.chunks)),
+    )
+
+
+def _pays_to_skip_rows(rows: Rows, scattered: ScatteredRows | None, budget: Budget, n_chunks: int) -> bool:
+    """Whether a chunk's products take much longer than counting its rows with a gradient, and the host may wait.
+
+    Ranks that split hidden states each send a fixed number of rows. Candidates have gradients of their own.
+    """
+    product = rows.n_valid // n_chunks * budget.vocab_size * budget.hidden_size
+    return (
+        rows.host_may_sync and scattered is None and "candidates" not in rows.side and product >= SMALLEST_OF_LIVE_ROWS
     )
 
 
@@ -311,6 +328,7 @@ def for_statistics(
         class_weight=class_weight,
         shard=head.shard,
         filter=filter,
+        skips_rows=needs_grad and filter is None and _pays_to_skip_rows(rows, scattered, budget, 1),
     )
 
 
@@ -350,7 +368,7 @@ def pass_of_loss(plan: Plan, head: HeadTensors, grads: HeadGradients | None) -> 
     """Return what runs a loss's chunks. `head` is in the products' dtype; without `grads`, nothing has a gradient."""
     # The epilogue adds rows of targets to dW in float32, and cannot add them to a rounded one.
     if plan.path is Path.EPILOGUE and (grads is None or grads.accumulates):
-        epilogue_pass = EpiloguePass(epilogue.readable(head), plan.options, plan.outputs, grads)
+        epilogue_pass = EpiloguePass(epilogue.readable(head), plan.options, plan.outputs, grads, plan.skips_rows)
         epilogue_pass.reserve(plan.largest_tile)
         return epilogue_pass
     return _pass_of_logits(plan, head, grads)
@@ -359,7 +377,8 @@ def pass_of_loss(plan: Plan, head: HeadTensors, grads: HeadGradients | None) -> 
 def pass_of_statistics(plan: Plan, head: HeadTensors, holds: bool = False) -> HeadPass | StatisticsPass:
     """Return what runs `linear_token_stats`. `holds` keeps the last tile in memory for the backward."""
     if plan.path is Path.EPILOGUE:
-        return StatisticsPass(epilogue.readable(head), plan.options, plan.outputs, plan.largest_tile, holds)
+        readable, tile = epilogue.readable(head), plan.largest_tile
+        return StatisticsPass(readable, plan.options, plan.outputs, tile, holds, skips_rows=plan.skips_rows)
     return _pass_of_logits(plan, head, None)
 
 
@@ -370,7 +389,7 @@ def _pass_of_logits(plan: Plan, head: HeadTensors, grads: HeadGradients | None) 
         logits_pass = FilteredPass(head, plan.options, plan.outputs, grads=grads, filter=plan.filter)
     else:
         kind = TokenPass if plan.path is Path.BY_TOKEN else HeadPass if head.shard is None else ShardedPass
-        logits_pass = kind(head, plan.options, plan.outputs, plan.class_weight, grads)
+        logits_pass = kind(head, plan.options, plan.outputs, plan.class_weight, grads, plan.skips_rows)
     logits_pass.reserve(plan.largest_tile)
     return logits_pass
 

@@ -108,6 +108,7 @@ class Rows(abc.ABC):
         sequence_length: rows of a sequence of the input, or all rows of a packed one: ranks that split hidden states
             split these evenly.
         split: None unless ranks split sequences. All else then describes the whole batch.
+        host_may_sync: whether the host may wait for the device, because the caller has given no counts.
     """
 
     n_valid: int
@@ -120,6 +121,7 @@ class Rows(abc.ABC):
     groups: Groups | None = None
     sequence_length: int = 1
     split: Split | None = None
+    host_may_sync: bool = False
 
     # Whether ranks exchange statistics, so that a dry run of one rank would wait for the others.
     gathers_statistics: ClassVar[bool] = False
@@ -460,9 +462,13 @@ def _select(
     if n_tokens != flat.numel():
         index = torch.nonzero_static(surveyed.mask.view(-1), size=n_tokens).view(-1)
         flat = flat[index]
+    rows: Rows
     if lengths is None:
-        return token_rows(flat, surveyed.mask.view(-1), index, target.shape[-1])
-    return group_rows(flat, surveyed.mask, index, host_counts, lengths, side_lengths)
+        rows = token_rows(flat, surveyed.mask.view(-1), index, target.shape[-1])
+    else:
+        rows = group_rows(flat, surveyed.mask, index, host_counts, lengths, side_lengths)
+    rows.host_may_sync = may_sync
+    return rows
 
 
 def _lengths(summary: Tensor, group: Group) -> Tensor:

@@ -208,8 +208,13 @@ def fused_loss(
     differentiates: tuple[str, ...] = DIFFERENTIABLE,
     whole_batch: bool = False,
     class_weight: Tensor | None = None,
+    skips_rows: bool = False,
 ) -> Fused:
-    """Return the loss of an objective, and what its metrics read."""
+    """Return the loss of an objective, and what its metrics read.
+
+    Args:
+        skips_rows: whether to look for tokens without a gradient, if the host may wait.
+    """
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown:
         raise ValueError(f"token_outputs must name fields of TokenStats {OUTPUTS}, got {unknown}")
@@ -224,6 +229,7 @@ def fused_loss(
         whole_batch=whole_batch,
         wide_tiles=has_wide_tiles(input.device) if estimate is None else estimate.wide_tiles,
         class_weight=class_weight,
+        skips_rows=skips_rows,
     )
     step = StatisticsStep(plan, objective)
     return Fused(run_step(step, head, input), step.values, step.aux)

@@ -299,7 +299,7 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
         entropy_coef: weight of the entropy bonus, the mean over tokens as in "dapo".
         top_entropy_quantile: in [0, 1]; only this share of the call's tokens, at least one, with the highest entropy
             keeps cost and bonus (https://arxiv.org/abs/2506.01939). Below 1, costs one more GEMM if logits exceed the
-            budget.
+            budget; large steps leave the other tokens out of the backward.
         cispo_epsilon_low: the smallest ratio of `cispo`, the paper's `1 - epsilon_low`.
         sapo_temperature_pos, sapo_temperature_neg: `tau` for positive and other advantages.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `lambda`; `neg` for negative advantages.

@@ -260,7 +260,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         entropy_coef: weight of the entropy bonus, the mean over tokens as in "dapo".
         top_entropy_quantile: in [0, 1]; only this share of the call's tokens, at least one, with the highest entropy
             keeps cost and bonus (https://arxiv.org/abs/2506.01939). Below 1, costs one more GEMM if logits exceed the
-            budget.
+            budget; large steps leave the other tokens out of the backward.
         clipped: a function from `Rollouts` to `Clipped` that says where ratios are clipped, for the metrics. None:
             nowhere.
         **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
@@ -275,6 +275,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     clips_low: bool = True
     _statistics: ClassVar[tuple[str, ...]] = ("logps", "entropy")
     _scopes: ClassVar[tuple[str, ...]] = ("token", "sequence", "batch")
+    _skips_rows: ClassVar[bool] = True  # clipped, filtered, or without an advantage
 
     def __init__(
         self,
