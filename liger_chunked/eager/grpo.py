@@ -308,7 +308,9 @@ def grpo(
             case "cispo":
                 cost = -weights * torch.clamp(ratio.detach(), cispo_epsilon_low, epsilon_high) * advantage * logps
             case "gmpo":
-                bounds = [(-math.inf, epsilon_high) if a > 0 else (-epsilon_low, math.inf) for a in advantage]
+                bounds = [
+                    (-epsilon_low if a < 0 else -math.inf, epsilon_high if a > 0 else math.inf) for a in advantage
+                ]
                 bounded = torch.stack([d.clamp(*bound) for d, bound in zip(logps - old, bounds, strict=True)])
                 cost = -weights * saturating_exp(bounded.mean()) * advantage
             case "clip_cov":

@@ -31,6 +31,7 @@ from liger_chunked.engine.scattered import ScatteredRows, scatter_rows
 from liger_chunked.engine.shard import ShardedPass
 from liger_chunked.engine.token_pass import TokenPass
 from liger_chunked.kernels.operands import along
+from liger_chunked.kernels.tuning.generic import SMALLEST_OF_LIVE_ROWS
 from liger_chunked.types import DIFFERENTIABLE, HeadTensors, LogitOptions, LossHead, VocabShard
 
 
@@ -59,6 +60,7 @@ class Plan:
         filter: the logits that statistics are of, if not all. Tiles are then whole rows of this rank.
         most_columns: of a rank, if ranks split the vocabulary.
         scattered: which rows each rank holds, if ranks split both vocabulary and hidden states.
+        skips_rows: whether the backward of a chunk counts its rows with a gradient, and leaves the others out.
     """
 
     rows: Rows
@@ -76,6 +78,7 @@ class Plan:
     filter: SamplingFilter | None = None
     most_columns: int = 0
     scattered: ScatteredRows | None = None
+    skips_rows: bool = False
 
     def tokens(self, i: int, flat: Tensor, flat_u: Tensor | None) -> Tokens:
         """Return chunk `i` of flattened hidden states (N, H), and of an adapter's `u` (N, r)."""
@@ -270,6 +273,7 @@ def for_loss(
     wide_tiles: bool,
     class_weight: Tensor | None = None,
     filter: SamplingFilter | None = None,
+    skips_rows: bool = False,
 ) -> Plan:
     """Plan a loss whose gradients come in the forward.
 
@@ -279,6 +283,7 @@ def for_loss(
         wide_tiles: whether the GPU runs the fused epilogue.
         class_weight: (V,) weights of `mean_logits`.
         filter: the logits that statistics are of. None: all.
+        skips_rows: whether to look for rows without a gradient, where that pays.
     """
     budget, bytes_per_logit = budget_of(head, options, dtype), logit_bytes(options, dtype)
     if budget.given is not None:
@@ -317,6 +322,18 @@ def for_loss(
         most_columns=budget.vocab_size,
         scattered=scattered,
         **layout._asdict(),
+        skips_rows=skips_rows and _pays_to_skip_rows(rows, scattered, budget, len(layout.chunks)),
+    )
+
+
+def _pays_to_skip_rows(rows: Rows, scattered: ScatteredRows | None, budget: Budget, n_chunks: int) -> bool:
+    """Whether a chunk's products take much longer than counting its rows with a gradient, and the host may wait.
+
+    Ranks that split hidden states each send a fixed number of rows. Candidates have gradients of their own.
+    """
+    product = rows.n_valid // n_chunks * budget.vocab_size * budget.hidden_size
+    return (
+        rows.host_may_sync and scattered is None and "candidates" not in rows.side and product >= SMALLEST_OF_LIVE_ROWS
     )
 
 
@@ -389,6 +406,7 @@ def for_statistics(
         shard=head.shard,
         filter=filter,
         most_columns=budget.vocab_size,
+        skips_rows=needs_grad and filter is None and _pays_to_skip_rows(rows, scattered, budget, 1),
     )
 
 
@@ -431,7 +449,7 @@ def pass_of_loss(plan: Plan, head: HeadTensors, grads: HeadGradients | None) -> 
     """Return what runs a loss's chunks. `head` is in the products' dtype; without `grads`, nothing has a gradient."""
     # The epilogue adds rows of targets to dW in float32, and cannot add them to a rounded one.
     if plan.path is Path.EPILOGUE and (grads is None or grads.accumulates):
-        epilogue_pass = EpiloguePass(epilogue.readable(head), plan.options, plan.outputs, grads)
+        epilogue_pass = EpiloguePass(epilogue.readable(head), plan.options, plan.outputs, grads, plan.skips_rows)
         epilogue_pass.reserve(plan.largest_tile)
         return epilogue_pass
     return _pass_of_logits(plan, head, grads)
@@ -440,14 +458,15 @@ def pass_of_loss(plan: Plan, head: HeadTensors, grads: HeadGradients | None) -> 
 def pass_of_statistics(plan: Plan, head: HeadTensors, holds: bool = False) -> HeadPass | StatisticsPass:
     """Return what runs `linear_token_stats`. `holds` keeps the last tile in memory for the backward."""
     if plan.path is Path.EPILOGUE:
-        return StatisticsPass(epilogue.readable(head), plan.options, plan.outputs, plan.largest_tile, holds)
+        readable, tile = epilogue.readable(head), plan.largest_tile
+        return StatisticsPass(readable, plan.options, plan.outputs, tile, holds, skips_rows=plan.skips_rows)
     return _pass_of_logits(plan, head, None)
 
 
 def _pass_of_logits(plan: Plan, head: HeadTensors, grads: HeadGradients | None) -> HeadPass:
     kind = TokenPass if plan.path is Path.BY_TOKEN else HeadPass if head.shard is None else ShardedPass
     if plan.filter is None:
-        logits_pass = kind(head, plan.options, plan.outputs, plan.class_weight, grads)
+        logits_pass = kind(head, plan.options, plan.outputs, plan.class_weight, grads, plan.skips_rows)
     else:
         logits_pass = FILTERED[kind](
             head, plan.options, plan.outputs, grads=grads, filter=plan.filter, most_columns=plan.most_columns

@@ -17,6 +17,7 @@ from liger_chunked.engine.cutting import Tile, Tiles, largest, row_blocks
 from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.engine.head import Tokens
+from liger_chunked.engine.live_rows import LiveRows
 from liger_chunked.engine.rows import joined
 from liger_chunked.engine.side_stream import SideStream
 from liger_chunked.kernels import (
@@ -230,6 +231,7 @@ class EpiloguePass:
     options: LogitOptions
     outputs: tuple[str, ...]
     grads: HeadGradients | None = None
+    skips_rows: bool = False  # whether rows without a gradient take no part in the backward's products
     differentiable: ClassVar[tuple[str, ...]] = ("logps", "lse")
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Exponentials | None = field(default=None, init=False, repr=False)
@@ -267,8 +269,19 @@ class EpiloguePass:
         self._held = self._target = None
         assert self.grads is not None and exponentials is not None and target is not None
         gradients = gradients or {"logps": torch.zeros_like(exponentials.centre)}
-        x, values = tokens.x.contiguous(), exponentials.values
-        dx = self.grads.open_input(x, tokens.row_slice, one_slice=True)
+        live = LiveRows.find(gradients) if self.skips_rows else None
+        kept = None if live is None else live.read()
+        if kept is not None:
+            values = None if exponentials.values is None else kept.compact_(exponentials.values)
+            of_rows = (None if f is None else f[kept.rows] for f in exponentials[1:])
+            exponentials, target = Exponentials(values, *of_rows), target[kept.rows]  # type: ignore[arg-type]
+            gradients = {name: g[kept.rows] for name, g in gradients.items()}
+            tokens = kept.tokens(tokens)
+        x, values, index = tokens.x.contiguous(), exponentials.values, None if kept is None else kept.rows
+        dx = self.grads.open_input(x, tokens.row_slice, one_slice=True, live=index)
+        if not x.shape[0]:
+            self.grads.close_chunk(dx)
+            return
         ranks_sum = dx is not None and self.head.shard is not None
         needs_weight = self.grads.weight_gradient() is not None
         scaled = None if not needs_weight else torch.empty_like(x) if dx is None or ranks_sum else dx
@@ -333,6 +346,7 @@ class StatisticsPass:
     tile_size: int  # most logits of a tile
     holds: bool = False  # the last tile for the backward
     grads: HeadGradients | None = None
+    skips_rows: bool = False  # whether rows without a gradient take no part in the backward's products
     _rows: Exponentials | None = field(default=None, init=False, repr=False)  # without `values`
     _entropy: Tensor | None = field(default=None, init=False, repr=False)
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
@@ -391,17 +405,29 @@ class StatisticsPass:
         assert self.grads is not None and self._rows is not None
         x, weight = _for_descriptor(x), self.head.weight
         target = _rows_of(target, self.head)
+        live = LiveRows.find(gradients) if self.skips_rows else None
         factors = row_factors(self._rows, self._entropy, gradients, _scale(self.options), self.head.vocab_size)
-        dx = self.grads.open_input(x, row_slice, len(tiles) == row_blocks(tiles))
-        self.reserve(tiles)
         if factors.slope is not None:
             self._held = None
+        last: Tensor | None = None  # the gradient of the held tile, before the host waits for the count of live rows
+        if self._held is not None:
+            part, scale = tiles[-1].row_slice, self._rows.values_scale
+            scale = None if scale is None else along(scale, part)
+            of_tile = along(target, part), factors.at(part)
+            last, self._held = grad_from_exponentials_(self._held, *of_tile, scale, tiles[-1].vocab_slice.start), None
+        kept = None if live is None else live.read()
+        if kept is not None:
+            last = kept.compact_(last) if last is not None and last.shape[0] == x.shape[0] else None
+            x, target, factors = x.index_select(0, kept.rows), target[kept.rows], factors.at(kept.rows)
+            tiles = kept.tiles(tiles)
+        index = None if kept is None else kept.rows
+        dx = self.grads.open_input(x, row_slice, len(tiles) == row_blocks(tiles), live=index)
+        if tiles:
+            self.reserve(tiles)
         for tile in reversed(tiles):
             of_tile = along(target, tile.row_slice), factors.at(tile.row_slice)
-            if self._held is not None:
-                scale = self._rows.values_scale
-                scale = None if scale is None else along(scale, tile.row_slice)
-                dz, self._held = grad_from_exponentials_(self._held, *of_tile, scale, tile.vocab_slice.start), None
+            if last is not None:
+                dz, last = last, None
             else:
                 dz = project_grad(
                     along(x, tile.row_slice),

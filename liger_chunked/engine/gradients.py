@@ -110,6 +110,8 @@ class HeadGradients:
         self._sum: dist.Work | None = None  # over the ranks, of the open chunk's dX
         self._summed: Tensor | None = None  # this rank's part, if hidden states are scattered
         self._row_slice = slice(0, 0)
+        self._live: Tensor | None = None  # rows of the open chunk that take part; None: all
+        self._has_rows = False  # whether any do
         self._low_rank: HeadGradients | None = None
         self._chunk: tuple[Tensor, Tensor, Tensor | None] | None = None  # u, up and du of the open chunk
         if u is not None:
@@ -139,17 +141,32 @@ class HeadGradients:
             self._low_rank._rescale(factor)
 
     def open_input(
-        self, x: Tensor, row_slice: slice, one_slice: bool, u: Tensor | None = None, up: Tensor | None = None
+        self,
+        x: Tensor,
+        row_slice: slice,
+        one_slice: bool,
+        u: Tensor | None = None,
+        up: Tensor | None = None,
+        live: Tensor | None = None,
     ) -> Tensor | None:
-        """Return memory for a chunk's dX, or None if unneeded."""
+        """Return memory for a chunk's dX, or None if unneeded.
+
+        Args:
+            x: (n, H), the hidden states that take part.
+            row_slice: the rows of the chunk.
+            one_slice: whether one product writes each row of dX.
+            u, up: the adapter's, like `x`.
+            live: (n,), the place of each row of `x` in the chunk, if others have no gradient. None: `x` has all.
+        """
         if self._low_rank is not None:
             assert u is not None and up is not None
-            self._chunk = u, up, self._low_rank.open_input(u, row_slice, one_slice)
-        gradient, self._row_slice = self._input_gradient(), row_slice
+            self._chunk = u, up, self._low_rank.open_input(u, row_slice, one_slice, live=live)
+        gradient, self._row_slice, self._live = self._input_gradient(), row_slice, live
+        self._has_rows = x.shape[0] > 0
         if gradient is None:
             return None
         dtype = accumulation_dtype(x.dtype) if self._wide_input or not one_slice else x.dtype
-        if self._input_index is None and self._scattered is None and dtype == gradient.dtype:
+        if live is None and self._input_index is None and self._scattered is None and dtype == gradient.dtype:
             return gradient if x.shape[0] == gradient.shape[0] else gradient[row_slice]
         part_of_next.set("input_grad")
         return torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -229,7 +246,9 @@ class HeadGradients:
             add_target_rows_(weight, target, found, target_scale, x)
 
     def close_chunk(self, dx: Tensor | None) -> None:
-        row_slice, self._nothing_yet = self._row_slice, False
+        row_slice, live, self._live = self._row_slice, self._live, None
+        if self._has_rows:
+            self._nothing_yet = False
         if self._sum is not None:
             self._sum.wait()
             self._sum = None
@@ -243,12 +262,20 @@ class HeadGradients:
             self._scattered.write(self._input, row_slice, self._summed)
             self._summed = None
         elif self._input_index is not None:
-            self._input.index_copy_(0, along(self._input_index, row_slice), dx.to(self._input.dtype))
+            index = along(self._input_index, row_slice)
+            if live is not None:
+                self._input.index_fill_(0, index, 0.0)
+                index = index[live]
+            self._input.index_copy_(0, index, dx.to(self._input.dtype))
+        elif live is not None:
+            along(self._input, row_slice).zero_().index_copy_(0, live, dx.to(self._input.dtype))
         elif dx.dtype != self._input.dtype:
             self._input[row_slice] = dx
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """Return dX, dW, db, du and dup, in the parameters' dtypes, or float32 for float16."""
+        if self._nothing_yet:  # no row had a gradient
+            self._create_weight = torch.zeros
         grads: list[Tensor | None] = [self._input_gradient(), self.weight_gradient(), self._bias]
         self._input = self._weight = self._bias = self._given_input = self._given_weight = None
         for i, (grad, dtype) in enumerate(zip(grads, self._dtypes, strict=True)):

@@ -19,6 +19,7 @@ from liger_chunked.engine.candidates import Candidates
 from liger_chunked.engine.cutting import Tile, Tiles, row_blocks
 from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.gradients import HeadGradients, accumulate
+from liger_chunked.engine.live_rows import KeptRows, LiveRows
 from liger_chunked.kernels import (
     LogitsCotangents,
     PartialStats,
@@ -88,6 +89,7 @@ class HeadPass:
     outputs: tuple[str, ...] = ()
     class_weight: Tensor | None = None  # (V,) of `mean_logits`
     grads: HeadGradients | None = None
+    skips_rows: bool = False  # whether rows without a gradient take no part in the backward's products
     normalisers: LogitsCotangents | None = field(default=None, repr=False)  # of the chunk's rows
     _candidates: Candidates | None = field(default=None, init=False, repr=False)  # of the chunk that is measured
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
@@ -215,30 +217,49 @@ class HeadPass:
 
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         assert self.grads is not None and self.normalisers is not None
-        x, target, row_slice, tiles, u, side = tokens
         gradients = gradients or {"logps": torch.zeros_like(self.normalisers.max)}
+        live = LiveRows.find(gradients) if self.skips_rows else None
         gradients = self.grads.normalize(gradients)
+        x, target, row_slice, tiles, u, side = tokens
         upstream, candidates = gradients.pop("candidate_logps", None), None
         if upstream is not None:
             gradients["lse"] = gradients.get("lse", 0.0) - upstream.sum(1)
             candidates = Candidates(side["candidates"], self.logits_dtype)
         cotangents = self.normalisers._replace(**gradients, temperature=side.get("temperature"))
+        last: Tensor | None = None  # the gradient of the held tile, if it is known before the loop
+        kept: KeptRows | None = None
+        if live is not None:
+            held, self._held = self._held, None
+            if held is not None and held.shape[0] == x.shape[0]:
+                # Of all rows, because the device computes it while the host waits for the count.
+                last = self._gradient(held, target, tiles[-1], cotangents)
+            kept = live.read()
+            if kept is not None:
+                x, target, row_slice, tiles, u, side = kept.tokens(tokens)
+                cotangents = cotangents.at(kept.rows)
+                last = None if last is None else kept.compact_(last)
+            elif last is None:
+                self._held = held
         one_slice = len(tiles) == 1 or len(tiles) == row_blocks(tiles)
-        dx = self.grads.open_input(x, row_slice, one_slice, u, self.head.up)
+        index = None if kept is None else kept.rows
+        dx = self.grads.open_input(x, row_slice, one_slice, u, self.head.up, index)
         for tile in reversed(tiles):
-            logits = self.project(x, tile, u) if self._held is None else self._held
-            self._held = None
-            has_all_rows = logits.shape[0] == x.shape[0]
-            of_rows = cotangents if has_all_rows else cotangents.at(tile.row_slice)
-            of_tile = target if has_all_rows else target[tile.row_slice]
-            write = None
-            if upstream is not None:
-                assert candidates is not None
-                places = of_tile, tile, self.head.vocab_start, self.head.vocab_size
-                write = candidates.gradient(logits, *places, of_rows, along(upstream, tile.row_slice), self.options)
-            dz = self._gradient(logits, of_tile, tile, of_rows)
-            if write is not None:
-                write(dz)
+            dz, last = last, None
+            if dz is None:
+                logits = self.project(x, tile, u) if self._held is None else self._held
+                self._held = None
+                has_all_rows = logits.shape[0] == x.shape[0]
+                of_rows = cotangents if has_all_rows else cotangents.at(tile.row_slice)
+                of_tile = target if has_all_rows else target[tile.row_slice]
+                write = None
+                if upstream is not None:
+                    assert candidates is not None
+                    places = of_tile, tile, self.head.vocab_start, self.head.vocab_size
+                    of_ids = along(upstream, tile.row_slice)
+                    write = candidates.gradient(logits, *places, of_rows, of_ids, self.options)
+                dz = self._gradient(logits, of_tile, tile, of_rows)
+                if write is not None:
+                    write(dz)
             self.grads.add(tile, dz, x, self.head.weight, dx)
         self.grads.close_chunk(dx)
 

@@ -118,6 +118,7 @@ class Rows(abc.ABC):
         sequence_length: rows of a sequence of the input, or all rows of a packed one: ranks that split hidden states
             split these evenly.
         split: None unless ranks split sequences. All else then describes the whole batch.
+        host_may_sync: whether the host may wait for the device, because the caller has given no counts.
     """
 
     n_valid: int
@@ -130,6 +131,7 @@ class Rows(abc.ABC):
     groups: Groups | None = None
     sequence_length: int = 1
     split: Split | None = None
+    host_may_sync: bool = False
 
     # Whether ranks exchange statistics, so that a dry run of one rank would wait for the others.
     gathers_statistics: ClassVar[bool] = False
@@ -481,12 +483,17 @@ def _select(
     mask, length = surveyed.mask, target.shape[-1]
     if group == "token":
         n_positions = target.numel()
-        return TokenRows(n_tokens, (n_positions,), flat, mask, index, index, sequence_length=length)
+        return TokenRows(
+            n_tokens, (n_positions,), flat, mask, index, index, sequence_length=length, host_may_sync=may_sync
+        )
     counts = surveyed.summary[0]  # (B, blocks of a kernel)
     counts = counts.view(-1) if counts.shape[1] == 1 else counts.sum(-1)
     groups = groups_of(counts, host_counts, SEQUENCES_PER_GROUP[group])
     dense_shape = len(groups.host_counts), groups.per_group, length
-    return GroupRows(n_tokens, dense_shape, flat, mask, index, index, groups=groups, sequence_length=length)
+    return GroupRows(
+        n_tokens, dense_shape, flat, mask, index, index,
+        groups=groups, sequence_length=length, host_may_sync=may_sync,
+    )  # fmt: skip
 
 
 def groups_of(token_counts: Tensor, sequence_counts: Sequence[int], per_group: int) -> Groups:

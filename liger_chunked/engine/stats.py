@@ -271,7 +271,7 @@ def linear_token_stats(
 
     The transform is `softcap * tanh(logit_scale * z / softcap) / temperature`, or without a softcap
     `logit_scale * z / temperature`. Takes three matrix products, or at most four if logits exceed `logits_budget`: the
-    backward recomputes them.
+    backward recomputes them. Tokens without a gradient take no part in a large backward, unless `n_valid` is given.
 
     Args:
         weight: (V, H), the head's matrix, such as `lm_head.weight`, or an `AdaptedWeight`.

@@ -209,8 +209,13 @@ def fused_loss(
     whole_batch: bool = False,
     class_weight: Tensor | None = None,
     filter: SamplingFilter | None = None,
+    skips_rows: bool = False,
 ) -> Fused:
-    """Return the loss of an objective, and what its metrics read."""
+    """Return the loss of an objective, and what its metrics read.
+
+    Args:
+        skips_rows: whether to look for tokens without a gradient, if the host may wait.
+    """
     if not _KNOWN.issuperset(outputs):
         unknown = [name for name in outputs if name not in OUTPUTS]
         raise ValueError(f"token_outputs must name fields of TokenStats {OUTPUTS}, got {unknown}")
@@ -226,6 +231,7 @@ def fused_loss(
         wide_tiles=has_wide_tiles(input.device) if estimate is None else estimate.wide_tiles,
         class_weight=class_weight,
         filter=filter,
+        skips_rows=skips_rows,
     )
     step = StatisticsStep(plan, objective)
     return Fused(run_step(step, head, input), step.values, step.aux)

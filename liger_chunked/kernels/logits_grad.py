@@ -47,7 +47,7 @@ class LogitsCotangents(NamedTuple):
     entropy_value: Tensor | None = None
     temperature: Tensor | None = None  # as in `logits_stats`
 
-    def at(self, rows: slice | tuple[slice, None]) -> LogitsCotangents:
+    def at(self, rows: slice | tuple[slice, None] | Tensor) -> LogitsCotangents:
         optional = (None if field is None else field[rows] for field in self[2:])
         return LogitsCotangents(self.max[rows], self.sum_exp[rows], *optional)
 

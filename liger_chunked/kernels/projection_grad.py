@@ -31,7 +31,7 @@ class RowFactors(NamedTuple):
     slope: Tensor | None  # of the entropy
     every: Tensor | None  # of the mean logit
 
-    def at(self, rows: slice) -> RowFactors:
+    def at(self, rows: slice | Tensor) -> RowFactors:
         slope, every = (None if f is None else f[rows] for f in (self.slope, self.every))
         return RowFactors(self.centre[rows], self.others[rows], self.target[rows], slope, every)
 

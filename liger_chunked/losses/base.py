@@ -46,6 +46,7 @@ class StatsLoss(FusedLoss):
 
     _statistics: ClassVar[tuple[str, ...]] = OUTPUTS  # that `token_outputs` may name
     _scopes: ClassVar[tuple[str, ...]] = ()
+    _skips_rows: ClassVar[bool] = False  # whether tokens without a gradient are common enough to look for them
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -99,4 +100,5 @@ class StatsLoss(FusedLoss):
             whole_batch=self._whole_batch,
             class_weight=class_weight,
             filter=self._filter,
+            skips_rows=self._skips_rows,
         )

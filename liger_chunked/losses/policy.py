@@ -279,7 +279,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         entropy_coef: weight of the entropy bonus, the mean over tokens as in "dapo".
         top_entropy_quantile: in [0, 1]; only this share of the call's tokens, at least one, with the highest entropy
             keeps cost and bonus (https://arxiv.org/abs/2506.01939). Below 1, costs one more GEMM if logits exceed the
-            budget.
+            budget; large steps leave the other tokens out of the backward.
         top_k, top_p, min_p: the sampler's, as in `linear_token_stats`: log-probabilities and entropies are of the ids
             that they keep of the policy's own softmax. Pass `old_logps` of the same filter. The reference is not
             filtered, so that the KL is finite. A sampled token that the policy's filter now drops, or whose
@@ -300,6 +300,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     clips_low: bool = True
     _statistics: ClassVar[tuple[str, ...]] = ("logps", "entropy")
     _scopes: ClassVar[tuple[str, ...]] = ("token", "sequence", "batch")
+    _skips_rows: ClassVar[bool] = True  # clipped, filtered, or without an advantage
 
     def __init__(
         self,

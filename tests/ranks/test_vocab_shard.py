@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fresh_process import FreshProcesses
 from ranks import join, same_on_all_ranks
 from sampling import rows_of_ranks
-from table import SMALL, Batch, Row, evaluate, relative_error
+from table import SMALL, Batch, Row, evaluate, relative_error, rows
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -32,7 +32,7 @@ from liger_chunked import (
     VocabShard,
     linear_token_stats,
 )
-from liger_chunked.engine import collectives, scattered
+from liger_chunked.engine import choose, collectives, scattered
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.rows import all_rows
 from liger_chunked.functional import dpo_loss
@@ -159,6 +159,23 @@ def all_losses(rank: int, world: str, folder: str, every: str) -> None:
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_all_losses(tmp_path: Path, fresh_process: FreshProcesses, world: int, every: bool) -> None:
     fresh_process.spawn(all_losses, world, str(world), str(tmp_path), str(every))
+
+
+def live_rows(rank: int, folder: str) -> None:
+    """Rows without a gradient are left out alike on all ranks, down to a chunk without any other."""
+    join(rank, 2, folder)
+    choose.SMALLEST_OF_LIVE_ROWS = 0
+    for row in rows("grpo", "grpo-top-entropy", "gspo"):
+        batch = row.sample(SMALL, 0)
+        batch["advantages"] = torch.tensor([0.0, 1.0, 0.0, -1.0, 0.0, 0.0], dtype=torch.float64)
+        for parts in LAYOUTS[2].values():
+            for budget in (None, 8 * 9 * 5, 8):
+                check(row, batch, parts, budget)
+    dist.destroy_process_group()
+
+
+def test_live_rows(tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    fresh_process.spawn(live_rows, 2, str(tmp_path))
 
 
 def dtensors(rank: int, world: str, folder: str, every: str) -> None:

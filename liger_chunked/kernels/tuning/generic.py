@@ -79,3 +79,8 @@ MIN_TILE_COLUMNS = 1024  # narrower products are slow
 TEACHER_TOKENS = 2048  # most teacher tokens at once
 FEWEST_TEACHER_TOKENS = 512  # the same under a small budget
 TEACHER_VOCAB = 152_000  # smaller ones allow proportionally more tokens
+
+# Rows without a gradient are left out of a backward's products (`engine/live_rows.py`). Estimates, not measured yet
+SMALLEST_OF_LIVE_ROWS = 1 << 39  # multiplications of a chunk's product; below, a dozen small launches take too long
+ONE_DEAD_ROW_OF = 64  # rows: fewer dead ones do not pay for gathering hidden states
+MOST_MOVED = 1 << 24  # logits at a time

@@ -1,0 +1,97 @@
+"""Benchmark steps in which only a fraction of the rows has a gradient, against 1 + 2 f products.
+
+python -m benchmarks.live_rows 8192:4096:151936 8192:2048:128256        tokens:hidden size:vocabulary
+
+`all_rows_ms` is the same step with all rows in the products. At a fraction of 1, the difference of the two is what
+looking for rows costs. Rows with a gradient are drawn at random, the worst case for moving them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import DEVICE, environment, gemm_floor, head_weight, hidden_states, median_ms
+from liger_chunked import LigerFusedLinearGRPOLoss, linear_token_stats
+from liger_chunked.engine import choose
+
+SHAPES = ["8192:4096:151936", "8192:2048:128256"]
+FRACTIONS = [1.0, 0.5, 0.2]
+SEQUENCES = 8
+
+Step = Callable[[], Tensor]
+
+
+def steps(x: Tensor, weight: Tensor, fraction: float) -> dict[str, Step]:
+    """Return losses on hidden states (B, T, H) of which a fraction of the rows has a gradient."""
+    target = torch.randint(weight.shape[0], x.shape[:2], device=DEVICE)
+    live = (torch.rand(x.shape[:2], device=DEVICE).argsort(1) < fraction * x.shape[1]).float()
+    grpo = LigerFusedLinearGRPOLoss()
+    found: dict[str, Step] = {"GRPO": lambda: grpo(weight, x, target, live)[0]}
+    if fraction < 1:
+        of_entropy = LigerFusedLinearGRPOLoss(top_entropy_quantile=fraction)
+        advantages = torch.ones(x.shape[0], device=DEVICE)
+        found["GRPO, top entropy"] = lambda: of_entropy(weight, x, target, advantages)[0]
+    for outputs in (("logps",), ("logps", "entropy")):
+
+        def statistics(outputs: tuple[str, ...] = outputs) -> Tensor:
+            stats = linear_token_stats(weight, x, target, outputs=outputs)
+            values = [value for value in (stats.logps, stats.entropy) if value is not None]
+            return sum(((value * live).sum() for value in values), torch.zeros((), device=DEVICE))
+
+        found[f"linear_token_stats, {' and '.join(outputs)}"] = statistics
+    return found
+
+
+def timed(loss: Step, leaves: tuple[Tensor, ...], smallest: int) -> float:
+    """Return the median time of a step that looks for rows above `smallest` multiplications of a product."""
+
+    def run() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        loss().backward()
+
+    before, choose.SMALLEST_OF_LIVE_ROWS = choose.SMALLEST_OF_LIVE_ROWS, smallest
+    try:
+        return median_ms(run)
+    finally:
+        choose.SMALLEST_OF_LIVE_ROWS = before
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="*", default=SHAPES)
+    parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    rows = []
+    for shape in args.shapes:
+        n, h, v = map(int, shape.split(":"))
+        x, weight = hidden_states(SEQUENCES, n // SEQUENCES, h).requires_grad_(), head_weight(v, h).requires_grad_()
+        floor = gemm_floor(n, h, v)
+        for fraction in args.fractions:
+            products = floor.logits + fraction * (floor.all - floor.logits)
+            for name, loss in steps(x, weight, fraction).items():
+                live, every = (timed(loss, (x, weight), smallest) for smallest in (0, 1 << 62))
+                found = {
+                    "shape": shape,
+                    "step": name,
+                    "fraction": fraction,
+                    "step_ms": live,
+                    "all_rows_ms": every,
+                    "products_ms": products,
+                    "over_products": live / products,
+                }
+                rows.append(found)
+                print({k: round(f, 3) if isinstance(f, float) else f for k, f in found.items()}, flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"family": "live_rows", "environment": environment(), "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,473 @@
+"""Rows without a gradient take no part in the backward: how many products a step takes, and that its results stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from sampling import on_paths
+from spies import Memory, flop_counter
+from table import POLICY, ROWS, SMALL, STATISTICS, Batch, Sizes, evaluate, moved, n_valid, relative_error, rollouts
+from table import rows as named
+from torch import Tensor
+
+from liger_chunked import AdaptedWeight, LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, eager, linear_token_stats
+from liger_chunked.engine import choose, epilogue, known, live_rows
+from liger_chunked.engine.cutting import Tile
+from liger_chunked.engine.live_rows import LiveRows
+from liger_chunked.kernels import backend
+
+SIZES = Sizes(sequences=4, length=40, hidden=16, vocab=97, ignored=False)
+TOKENS = SIZES.sequences * SIZES.length
+ONE = 2 * TOKENS * SIZES.hidden * SIZES.vocab  # FLOPs of a product of all tokens
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let small steps leave rows out too."""
+    monkeypatch.setattr(choose, "SMALLEST_OF_LIVE_ROWS", 0)
+
+
+def products(loss: Callable[[Batch], Tensor], batch: Batch, trainable: tuple[str, ...] = ("weight", "input")) -> float:
+    leaves = {name: batch[name].clone().requires_grad_() for name in trainable}
+    with flop_counter() as counter:
+        loss({**batch, **leaves}).backward()
+    return counter.get_total_flops() / ONE
+
+
+def grpo(batch: Batch, **settings: Any) -> Tensor:
+    return LigerFusedLinearGRPOLoss(**settings)(**batch)[0]
+
+
+def with_advantages(fraction: float, seed: int = 0) -> Batch:
+    """Return rollouts of which a fraction of the tokens, here and there, has an advantage, and none is clipped."""
+    batch = rollouts(SIZES, seed, old=False)
+    live = torch.rand(batch["target"].shape, generator=torch.Generator().manual_seed(seed)).argsort()
+    live = live < fraction * SIZES.length
+    batch["advantages"] = torch.where(live, 1.0, 0.0).double()
+    return batch
+
+
+# Products
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.2, 0.0])
+@pytest.mark.parametrize("budget", [None, 8 * 97 * 37], ids=["one-chunk", "chunks"])
+def test_products_of_a_policy_loss(fraction, budget):
+    """1 for the forward, and dX and dW of the live rows. Tokens are cut into chunks that fit the budget."""
+    batch = with_advantages(fraction)
+    assert products(partial(grpo, logits_budget=budget), batch) == pytest.approx(1 + 2 * fraction)
+    assert products(partial(grpo, logits_budget=budget), batch, ("input",)) == pytest.approx(1 + fraction)
+
+
+def test_top_entropy_takes_products_of_the_tokens_it_keeps():
+    """2506.01939 keeps a fifth."""
+    batch = rollouts(SIZES, 0, old=False)
+    assert products(partial(grpo, top_entropy_quantile=0.2), batch) == pytest.approx(1.4)
+
+
+def test_over_the_budget_live_rows_are_projected_again():
+    batch = with_advantages(0.2)
+    loss = partial(grpo, off_policy_mask_threshold=0.1, logits_budget=8 * 97 * 4)
+    assert products(loss, batch) == pytest.approx(1 + 3 * 0.2)
+
+
+CLIPPED = {
+    "clipped": {},
+    "weight-0": {},
+    "sapo-saturates": {"surrogate": "sapo"},
+    "filtered": {"off_policy_mask_threshold": 0.1},
+}
+
+
+@pytest.mark.parametrize("how", CLIPPED)
+def test_every_reason_for_no_gradient(how):
+    batch = rollouts(SIZES, 1, old=True)
+    batch["advantages"] = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    logps = eager.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"]
+    batch["old_logps"] = logps.clone()
+    dead = [0, 2]
+    if how in ("clipped", "sapo-saturates"):
+        batch["old_logps"][dead] -= 60
+    elif how == "weight-0":
+        batch["importance_weights"] = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64)
+    else:
+        dead = [1, 3]
+        batch["old_logps"][dead] += 1
+    loss = partial(grpo, **CLIPPED[how])
+    ours = evaluate(loss, batch)
+    assert (ours["input"][dead] == 0).all()
+    assert products(loss, batch) == pytest.approx(2)
+    exact = evaluate(lambda batch: eager.grpo(**batch, **CLIPPED[how])[0], batch)
+    for name, value in exact.items():
+        assert relative_error(ours[name], value) < 1e-12, name
+
+
+def test_a_kl_or_an_entropy_bonus_keeps_all_rows():
+    batch = with_advantages(0.2)
+    assert products(partial(grpo, entropy_coef=0.1), batch) == pytest.approx(3)
+    batch["ref_logps"] = torch.full(batch["target"].shape, -3.0, dtype=torch.float64)
+    assert products(partial(grpo, beta=0.1), batch) == pytest.approx(3)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.2, 0.0])
+@pytest.mark.parametrize(
+    ("options", "again"),
+    [
+        ({}, 0),
+        ({"outputs": ("logps", "entropy")}, 0),
+        ({"logits_budget": 8 * 97 * 4}, 1),
+        ({"deterministic": "batch"}, 1),
+    ],
+    ids=["logps", "entropies", "over-the-budget", "batch-invariant"],
+)
+def test_products_of_statistics(fraction, options, again):
+    batch = with_advantages(fraction)
+    live = batch.pop("advantages")
+
+    def loss(batch: Batch) -> Tensor:
+        return (linear_token_stats(**batch, **options).logps * live).sum()
+
+    count = products(loss, batch)
+    if again and fraction == 1:  # the last tile is in memory
+        assert 3.9 <= count < 4
+    else:
+        assert count == pytest.approx(1 + (2 + again) * fraction)
+
+
+def test_small_steps_take_all_rows(monkeypatch):
+    monkeypatch.undo()
+    assert products(grpo, with_advantages(0.2)) == pytest.approx(3)
+
+
+def test_known_counts_are_not_waited_for(monkeypatch):
+    """With `n_valid` on a GPU, a step waits for nothing, so it cannot know how many rows are live."""
+    asked = []
+    monkeypatch.setattr(LiveRows, "find", classmethod(lambda cls, gradients: asked.append(1)))
+    batch = with_advantages(0.2)
+    leaves = {name: batch[name].clone().requires_grad_() for name in ("weight", "input")}
+    LigerFusedLinearGRPOLoss()(**{**batch, **leaves})
+    assert asked
+    asked.clear()
+    monkeypatch.setattr(known, "on_host", lambda x: False)
+    LigerFusedLinearGRPOLoss()(**{**batch, **leaves}, n_valid=[SIZES.length] * SIZES.sequences)
+    linear_token_stats(leaves["weight"], leaves["input"], batch["target"], n_valid=TOKENS).logps.sum().backward()
+    assert not asked
+
+
+# Results
+
+
+BUDGETS = {
+    "one-chunk": lambda n, v: None,
+    "5-tokens": lambda n, v: 5 * v,
+    "1-token": lambda n, v: v,
+    "third-of-a-token": lambda n, v: v // 3,
+}
+
+
+def of_some_tokens(batch: Batch, seed: int = 3) -> Batch:
+    """Return the batch with advantages of tokens, of which a third is not 0."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = batch["target"].shape
+    advantages = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return {**batch, "advantages": advantages * (torch.rand(shape, generator=generator) < 0.3)}
+
+
+@pytest.mark.parametrize("row", POLICY, ids=repr)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_policy_losses_match_the_oracle(row, budget):
+    batch = of_some_tokens(row.sample(SMALL, seed=2))
+    elements = BUDGETS[budget](n_valid(batch), SMALL.vocab)
+    ours = evaluate(partial(row.ours, logits_budget=elements and 8 * elements), batch)
+    for name, value in evaluate(row.oracle, batch).items():
+        assert relative_error(ours[name], value) < 1e-12, name
+
+
+def upstream_of_some(batch: Batch) -> Tensor:
+    return (torch.arange(batch["target"].numel()) % 3 == 1).view(batch["target"].shape).double()
+
+
+@pytest.mark.parametrize("outputs", [("logps",), ("logps", "lse", "entropy", "mean_logits")], ids=["logps", "all"])
+@pytest.mark.parametrize("budget", [*BUDGETS, "slices"])
+@pytest.mark.parametrize("trainable", [("weight", "input", "bias"), ("input",), ("weight",), ("bias",)], ids="-".join)
+def test_statistics_match_the_oracle(outputs, budget, trainable):
+    row = named("stats-logps")[0]
+    sizes = SMALL._replace(vocab=2503) if budget == "slices" else SMALL
+    batch = row.sample(sizes, seed=2)
+    elements = 5 * 2503 if budget == "slices" else BUDGETS[budget](n_valid(batch), SMALL.vocab)
+    live = upstream_of_some(batch)
+
+    def weighted(stats: dict[str, Tensor]) -> Tensor:
+        return sum((i + 1) * (stats[name] * live).sum() for i, name in enumerate(outputs))
+
+    def ours(batch: Batch) -> Tensor:
+        stats = linear_token_stats(**batch, outputs=outputs, logits_budget=elements and 8 * elements)
+        return weighted(stats._asdict())
+
+    exact = evaluate(lambda batch: weighted(eager.token_stats(**batch, outputs=outputs)), batch, trainable)
+    for name, value in evaluate(ours, batch, trainable).items():
+        assert relative_error(value, exact[name]) < 1e-12, name
+
+
+OPTIONS = {
+    "deterministic": {"deterministic": "batch"},
+    "softcap": {"softcap": 3.0, "logit_scale": 1.7, "temperature": 0.6},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_of_statistics(options):
+    batch = named("stats-logps")[0].sample(SMALL, seed=4)
+    live = upstream_of_some(batch)
+    plain = {name: value for name, value in options.items() if name != "deterministic"}
+    ours = evaluate(lambda batch: (linear_token_stats(**batch, **options).logps * live).sum(), batch)
+    exact = evaluate(lambda batch: (eager.token_stats(**batch, **plain)["logps"] * live).sum(), batch)
+    for name, value in exact.items():
+        assert relative_error(ours[name], value) < 1e-12, name
+
+
+def test_a_temperature_of_each_token():
+    batch = of_some_tokens(rollouts(SMALL, seed=5))
+    temperature = 0.5 + torch.rand(batch["target"].shape, generator=torch.Generator().manual_seed(0))
+    ours = evaluate(lambda batch: LigerFusedLinearGRPOLoss()(**batch, temperature=temperature)[0], batch)
+
+    def oracle(batch: Batch) -> Tensor:
+        divisor = temperature.double()[..., None]
+        shifted = {**batch, "input": batch["input"] / divisor}
+        bias = shifted.pop("bias")
+        logits = shifted["input"] @ batch["weight"].T + bias / divisor
+        columns = torch.eye(logits.shape[-1], dtype=torch.float64)
+        return eager.grpo(**{**shifted, "weight": columns, "input": logits})[0]
+
+    for name, value in evaluate(oracle, batch).items():
+        assert relative_error(ours[name], value) < 1e-6, name  # temperatures are float32
+
+
+def test_packed_sequences():
+    batch = of_some_tokens(rollouts(SMALL, seed=6))
+    valid = batch["target"] != -100
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), valid.sum(1).cumsum(0)])
+    of_tokens = {name: x for name, x in batch.items() if x.shape[:2] == valid.shape}
+    packed = {**batch, **{name: x[valid] for name, x in of_tokens.items()}}
+    ours = evaluate(lambda batch: LigerFusedLinearGRPOLoss()(**batch, cu_seqlens=ends)[0], packed)
+    exact = evaluate(lambda batch: LigerFusedLinearGRPOLoss()(**batch)[0], batch)
+    exact["input"] = exact["input"][valid]
+    for name, value in exact.items():
+        assert relative_error(ours[name], value) < 1e-12, name
+
+
+@pytest.mark.parametrize("budget", [None, 8 * 5 * 23, 8 * 7])
+def test_an_adapter_on_the_head(budget):
+    batch = of_some_tokens(rollouts(SMALL, seed=7))
+    generator = torch.Generator().manual_seed(1)
+    a = torch.randn(3, SMALL.hidden, generator=generator, dtype=torch.float64)
+    b = torch.randn(SMALL.vocab, 3, generator=generator, dtype=torch.float64)
+    results = []
+    for fused in (True, False):
+        leaves = {name: x.clone().requires_grad_() for name, x in (("a", a), ("b", b), ("input", batch["input"]))}
+        weight = AdaptedWeight(batch["weight"], leaves["b"], lambda x, a=leaves["a"]: x @ a.T)
+        if fused:
+            given = {**batch, "weight": weight, "input": leaves["input"]}
+            loss = LigerFusedLinearGRPOLoss(logits_budget=budget)(**given)[0]
+        else:
+            dense = batch["weight"] + leaves["b"] @ leaves["a"]
+            loss = eager.grpo(**{**batch, "weight": dense, "input": leaves["input"]})[0]
+        loss.backward()
+        results.append({name: x.grad for name, x in leaves.items()})
+    for name, value in results[1].items():
+        assert relative_error(results[0][name], value) < 1e-12, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("budget", [None, 2 * 9 * 499])
+def test_results_are_as_close_as_with_all_rows(dtype, budget, monkeypatch):
+    """Only the order of dW's sum changes."""
+    sizes = Sizes(sequences=6, length=32, hidden=64, vocab=499, ignored=False)
+    errors = []
+    for seed in range(6):
+        batch = of_some_tokens(rollouts(sizes, seed=seed))
+        exact = evaluate(partial(grpo), batch)
+        monkeypatch.setattr(choose, "SMALLEST_OF_LIVE_ROWS", 0)
+        ours = evaluate(partial(grpo, logits_budget=budget), moved(batch, dtype))
+        monkeypatch.setattr(choose, "SMALLEST_OF_LIVE_ROWS", 1 << 60)
+        before = evaluate(partial(grpo, logits_budget=budget), moved(batch, dtype))
+        errors.append([[relative_error(x[name], exact[name]) for name in ("weight", "input")] for x in (ours, before)])
+    found, expected = torch.tensor(errors).square().mean(0).sqrt()
+    assert (found <= 1.1 * expected).all(), (found, expected)
+
+
+@pytest.mark.parametrize("row", [*on_paths(row for row in ROWS if row in POLICY or row in STATISTICS)])
+def test_no_bit_changes_if_all_rows_are_live(row, monkeypatch):
+    batch = row.sample(SMALL, seed=0)
+    for name in ("old_logps",):  # nothing is clipped
+        if name in batch:
+            batch[name] = eager.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"]
+    results = []
+    for smallest in (0, 1 << 60):
+        monkeypatch.setattr(choose, "SMALLEST_OF_LIVE_ROWS", smallest)
+        results.append(evaluate(row.ours, moved(batch, torch.float32)))
+    if "top-entropy" not in row.id:
+        for name, value in results[1].items():
+            assert torch.equal(results[0][name], value), name
+
+
+def test_nan_is_a_gradient():
+    batch = with_advantages(0.2)
+    batch["advantages"][1, 3] = float("nan")
+    ours = evaluate(grpo, batch)
+    assert ours["input"][1, 3].isnan().any()
+
+
+class Nothing(LigerFusedLinearPolicyBase):
+    def policy_loss(self, rollouts):
+        return rollouts.logps * 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("budget", [None, 8 * 97 * 37, 8])
+def test_no_live_row_is_zero_everywhere(dtype, budget):
+    batch = moved(rollouts(SIZES, 0), dtype)
+    leaves = {name: batch[name].clone().requires_grad_() for name in ("weight", "input", "bias")}
+    Nothing(logits_budget=budget)(**{**batch, **leaves})[0].backward()
+    for name, x in leaves.items():
+        assert (x.grad == 0).all(), name
+
+
+def test_gradients_accumulate_and_repeat():
+    batch = with_advantages(0.2)
+    leaves = {name: batch[name].clone().requires_grad_() for name in ("weight", "input")}
+    live = batch["advantages"]
+    logps = linear_token_stats(leaves["weight"], leaves["input"], batch["target"]).logps
+    loss = (logps * live).sum()
+    loss.backward(retain_graph=True)
+    once = {name: x.grad.clone() for name, x in leaves.items()}
+    loss.backward()
+    for name, x in leaves.items():
+        torch.testing.assert_close(x.grad, 2 * once[name], rtol=1e-12, atol=1e-12)
+
+
+# Memory and moves
+
+
+def test_moves_take_little_memory(monkeypatch):
+    """Nothing as large as the logits that move."""
+    monkeypatch.setattr(live_rows, "MOST_MOVED", 4 * 1009)
+    monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)  # as in test_cost.py
+    sizes = Sizes(sequences=8, length=32, hidden=8, vocab=1009, ignored=False)
+    batch = rollouts(sizes, 0, old=False)
+    batch["advantages"] = (torch.arange(256).view(8, 32) >= 128).double()  # the last half moves
+    leaves = {name: batch[name].clone().requires_grad_() for name in ("weight", "input")}
+    memory, n = Memory(), 256
+    memory.expect(*batch.values(), *leaves.values())
+    with memory:
+        grpo({**batch, **leaves}).backward()
+    rows, of_dw = 6 * n * sizes.hidden * 8, sizes.vocab * sizes.hidden * 8
+    assert memory.peak <= n * 1009 * 8 + of_dw + rows + 60 * n * 8 + 12 * (8 << 12)
+
+
+PATTERNS = ["101101", "000111", "111000", "000000", "010101"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_live_rows_fill_the_holes(pattern):
+    pattern = list(map(int, pattern))
+    g = torch.tensor(pattern, dtype=torch.float32)
+    found = LiveRows.find({"logps": g, "lse": torch.zeros(6)})
+    assert found is not None
+    kept = found.read()
+    assert kept is not None
+    x = torch.arange(12.0).view(6, 2)
+    front = kept.compact_(x.clone())
+    assert sorted(kept.rows.tolist()) == [i for i, live in enumerate(pattern) if live]
+    assert torch.equal(front, x[kept.rows])
+    # Rows that are live already stay.
+    n = sum(pattern)
+    assert all(kept.rows[i] == i for i in range(n) if pattern[i])
+    tiles = (Tile(slice(0, 4), slice(0, 9)), Tile(slice(4, 6), slice(0, 9)))
+    assert sum(rows.stop - rows.start for rows, _ in kept.tiles(tiles)) == n
+
+
+def test_few_dead_rows_stay():
+    g = torch.ones(256)
+    g[7] = 0
+    assert LiveRows.find({"logps": g}).read() is None
+    g[:4] = 0
+    assert LiveRows.find({"logps": g}).read().length == 251
+
+
+# The fused epilogue
+
+
+def bfloat16_batch(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    batch = {"weight": 72**-0.5 * normal(603, 72), "input": normal(3, 12, 72)}
+    return batch | {"target": torch.randint(603, (3, 12), generator=generator)}
+
+
+def compare_epilogue(ours: Callable[[Batch], Tensor], oracle: Callable[[Batch], Tensor], device: str) -> None:
+    """Rows that are left out change no more than the interpreter's rounding of the others."""
+    batch = moved(bfloat16_batch(0), torch.bfloat16, device)
+    exact = evaluate(oracle, moved(batch, torch.float64), ("weight", "input"))
+    for name, value in evaluate(ours, batch, ("weight", "input")).items():
+        assert relative_error(value.cpu(), exact[name].cpu()) < 0.03, name
+    dead = exact["input"].abs().amax(-1) == 0
+    assert dead.any()
+    assert (evaluate(ours, batch, ("weight", "input"))["input"][dead] == 0).all()
+
+
+@pytest.fixture
+def lengths(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record how many rows each chunk keeps."""
+    monkeypatch.setattr(epilogue, "SMALLEST", 0)
+    found: list[int] = []
+    read = LiveRows.read
+
+    def watch(self: LiveRows) -> Any:
+        kept = read(self)
+        found.append(-1 if kept is None else kept.length)
+        return kept
+
+    monkeypatch.setattr(LiveRows, "read", watch)
+    return found
+
+
+@pytest.mark.triton
+def test_the_fused_epilogue_of_a_loss(device, lengths, monkeypatch):
+    passes: list[int] = []
+    backward = epilogue.EpiloguePass.backward
+    monkeypatch.setattr(
+        epilogue.EpiloguePass, "backward", lambda self, *args: (passes.append(1), backward(self, *args))[1]
+    )
+    live = (torch.arange(36).view(3, 12) % 3 == 1).double().to(device)
+    live[0] = 0  # no row of a chunk
+    loss = LigerFusedLinearGRPOLoss(logits_budget=12 * 603 * 2)
+    compare_epilogue(
+        lambda batch: loss(**batch, advantages=live)[0], lambda batch: eager.grpo(**batch, advantages=live)[0], device
+    )
+    assert lengths[:3] == [0, 4, 4]
+    assert len(passes) == 6
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("outputs", [("logps", "lse"), ("logps", "entropy", "mean_logits")], ids="-".join)
+@pytest.mark.parametrize("budget", [2 * 36 * 128, 2 * 13 * 512], ids=["slices", "blocks"])
+def test_the_fused_epilogue_of_statistics(outputs, budget, device, lengths):
+    live = (torch.arange(36).view(3, 12) % 3 == 1).double().to(device)
+
+    def weighted(stats: dict[str, Tensor]) -> Tensor:
+        return sum(((i + 1) * stats[name].double() * live).sum() for i, name in enumerate(outputs))
+
+    compare_epilogue(
+        lambda batch: weighted(linear_token_stats(**batch, outputs=outputs, logits_budget=budget)._asdict()),
+        lambda batch: weighted(eager.token_stats(**batch, outputs=outputs)),
+        device,
+    )
+    assert lengths == [12, 12]
