@@ -21,7 +21,15 @@ from liger_chunked.kernels.logits_divergence import (
     liger_tvd_with_logits,
 )
 from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_
-from liger_chunked.kernels.logits_stats import PartialStats, finish, logits_stats, merge, row_stats
+from liger_chunked.kernels.logits_stats import (
+    ExactTarget,
+    PartialStats,
+    finish,
+    logits_stats,
+    merge,
+    row_stats,
+    row_stats_are_exact,
+)
 from liger_chunked.kernels.merge_ranks import merge_ranks
 from liger_chunked.kernels.nll import nll, nll_has_kernel
 from liger_chunked.kernels.pair_loss import MOST_TERMS, PairLoss, PairSums, pair_loss
@@ -45,6 +53,7 @@ from liger_chunked.kernels.target_rows import (
 __all__ = [
     "MOST_TERMS",
     "DivergenceStats",
+    "ExactTarget",
     "Exponentials",
     "LogitsCotangents",
     "PairLoss",
@@ -86,6 +95,7 @@ __all__ = [
     "project_sums",
     "row_factors",
     "row_stats",
+    "row_stats_are_exact",
     "scale_",
     "scale_rows",
     "survey",
