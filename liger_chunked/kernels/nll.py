@@ -29,8 +29,8 @@ def _nll_kernel(
     if part == 0:
         total = tl.zeros([BLOCK], tl.float64)
         for start in range(0, n_tokens, BLOCK):
-            places = start + tl.arange(0, BLOCK)
-            total -= tl.load(logps_ptr + places, mask=places < n_tokens, other=0.0).to(tl.float64)
+            cols = start + tl.arange(0, BLOCK)
+            total -= tl.load(logps_ptr + cols, mask=cols < n_tokens, other=0.0).to(tl.float64)
         loss = tl.sum(total, axis=0) / divisor
         tl.store(loss_ptr, loss)
         tl.store(rounded_ptr, loss.to(tl.float32))
