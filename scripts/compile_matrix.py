@@ -161,6 +161,7 @@ def tasks(target: Target) -> Iterator[Task]:
     yield from kernels_alone()
     yield from split_vocabulary(target)
     yield from surveys()
+    yield from known_gradients()
     yield from kept_ids()
     yield from base_kernels()
     yield from experts()
@@ -341,6 +342,30 @@ def surveys() -> Iterator[Task]:
     for k in (8, 128):
         ids, logps = meta(8192, k, dtype=torch.int64), meta(8192, k)
         yield f"survey of a top-{k}", partial(survey_top_k, logps, ids)
+
+
+def known_gradients() -> Iterator[Task]:
+    """Losses of tokens and pairs, for which `estimate_memory` takes a sum."""
+    import torch
+
+    from liger_chunked.kernels import PairLoss, PairSums, nll, pair_loss
+    from liger_chunked.losses.dpo import LOSS_TYPES, DPOSettings
+
+    meta = partial(torch.empty, device="meta")
+
+    def of_pairs(loss: PairLoss, reference: torch.Tensor | None, stacked: bool) -> None:
+        sums = PairSums.of(4, torch.device("meta"))
+        counts = meta(8, dtype=torch.int64)
+        pair_loss(loss, sums, meta(4096), meta(4096), counts, slice(0, 4), stacked, reference, with_gradient=True)
+
+    for divisor in (4096, meta(())):
+        yield f"mean NLL, divided by {divisor}", partial(nll, meta(4096), divisor, with_gradient=True)
+    for name, kind in LOSS_TYPES.items():
+        if kind.terms is not None:
+            terms = kind.terms(0.1, DPOSettings(label_smoothing=0.1))
+            sums, means = PairLoss(terms, 0.1, None, False), PairLoss(terms, 0.1, 1.0, True)
+            yield f"sums over tokens, {name}", partial(of_pairs, sums, meta(4096), stacked=True)
+            yield f"means over tokens, {name}", partial(of_pairs, means, meta(2, 4, dtype=torch.float64), stacked=False)
 
 
 class OnMeta:

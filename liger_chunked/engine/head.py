@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.engine.live_rows import KeptRows, LiveRows
 from liger_chunked.kernels import (
+    ExactTarget,
     LogitsCotangents,
     PartialStats,
     finish,
@@ -28,6 +29,7 @@ from liger_chunked.kernels import (
     logits_stats,
     merge,
     row_stats,
+    row_stats_are_exact,
     unround_logps_,
 )
 from liger_chunked.kernels.launch import is_dry
@@ -83,6 +85,9 @@ _NORMALISERS = ("max", "sum_exp", "logps_scale", "entropy_value")
 @dataclass
 class HeadPass:
     """A `Pass` with one buffer for the logits of all tiles."""
+
+    # Whether the launch that reduces whole rows may correct their log-probabilities too.
+    unrounds_at_once: ClassVar[bool] = True
 
     head: HeadTensors
     options: LogitOptions
@@ -154,9 +159,8 @@ class HeadPass:
         side = tokens.side
         if "candidates" in side:
             self._candidates = Candidates(side["candidates"], self.logits_dtype)
-        partial, stats = self._reduce(tokens)
-        scale: Tensor | None = None
-        if stats.logps is not None and self.logits_dtype in (torch.bfloat16, torch.float16):
+        partial, stats, scale = self._reduce(tokens)
+        if scale is None and stats.logps is not None and self.logits_dtype in (torch.bfloat16, torch.float16):
             scale = self._unround(stats.logps, tokens, partial)
         self.normalisers = LogitsCotangents(partial.max, partial.sum_exp, scale, entropy_value=stats.entropy)
         if self._candidates is not None:
@@ -176,13 +180,19 @@ class HeadPass:
         of_rows = u, side.get("temperature")
         return unround_logps_(logps, x, self.head, target, partial.max, partial.sum_exp, self.options, *of_rows)
 
-    def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats]:
+    def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats, Tensor | None]:
+        """Return sums and statistics, and what `_unround` returns if log-probabilities need it no more."""
         x, target, _, tiles, u, side = tokens
         if len(tiles) == 1:
-            logits, temperature = self._measure(x, tiles[0], u), side.get("temperature")
-            return row_stats(logits, target, self.options, self.outputs, self.class_weight, temperature)
+            logits, (weight, bias, *_), exact = self._measure(x, tiles[0], u), self.head, None
+            if self.unrounds_at_once and u is None and row_stats_are_exact(logits, self.outputs, x, weight):
+                grad_scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+                exact = ExactTarget(x, weight, None if bias is None else bias.contiguous(), grad_scale)
+            options, temperature = self.options, side.get("temperature")
+            partial, stats = row_stats(logits, target, options, self.outputs, self.class_weight, temperature, exact)
+            return partial, stats, None if exact is None else exact.grad_scale
         partial = self._partial(tokens)
-        return partial, finish(partial, target, self.head.vocab_size, self.outputs)
+        return partial, finish(partial, target, self.head.vocab_size, self.outputs), None
 
     def _partial(self, tokens: Tokens) -> PartialStats:
         x, target, _, tiles, u, side = tokens

@@ -12,6 +12,7 @@ from torch import Tensor
 from liger_chunked.engine.checks import check_graph
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.rows import Rows
+from liger_chunked.kernels import nll, nll_has_kernel
 from liger_chunked.types import DIFFERENTIABLE, TokenStats
 
 
@@ -25,12 +26,14 @@ class Share(NamedTuple):
         aux: what the loss computed of the chunk's groups and its metrics read, a NamedTuple of tensors (groups, ...),
             which the step joins over chunks; or None.
         values: the chunk's dense statistics, which the step joins over chunks; None if no metric reads them.
+        rounded: `loss` in float32, if a kernel wrote both: a step of one chunk then launches nothing to round.
     """
 
     loss: Tensor
     gradients: Mapping[str, Tensor]
     aux: Any = None
     values: TokenStats | None = None
+    rounded: Tensor | None = None
 
 
 class Objective:
@@ -49,8 +52,8 @@ class Objective:
             with_gradient: whether gradients are wanted.
         """
         values = rows.dense(stats, chunk)
-        loss, gradients, aux, _ = self.value_and_grad(values, rows.index(chunk), with_gradient)
-        return Share(loss, {name: rows.compact(g, chunk) for name, g in gradients.items()}, aux, values)
+        loss, gradients, aux, _, rounded = self.value_and_grad(values, rows.index(chunk), with_gradient)
+        return Share(loss, {name: rows.compact(g, chunk) for name, g in gradients.items()}, aux, values, rounded)
 
     def kernels(self, rows: Rows) -> Hashable:
         """Return what decides which kernels of its own `evaluate` launches on a step's rows; None: none."""
@@ -98,10 +101,20 @@ class NegativeLogLikelihood(Objective):
 
     def value_and_grad(self, values: TokenStats, index: slice | Tensor, with_gradient: bool) -> Share:
         assert values.logps is not None
-        logps, gradients = values.logps, {}
-        if with_gradient:
-            gradients["logps"] = torch.empty_like(logps).fill_(-1 / self.items)
+        logps = values.logps
+        if nll_has_kernel(logps):
+            loss, rounded, gradient = nll(logps, self.items, with_gradient)
+            return Share(loss, {} if gradient is None else {"logps": gradient}, rounded=rounded)
+        gradients = {"logps": torch.empty_like(logps).fill_(-1 / self.items)} if with_gradient else {}
         return Share(self.loss(values, index), gradients)
+
+    def kernels(self, rows: Rows) -> Hashable:
+        return "nll", self.items.dtype if isinstance(self.items, Tensor) else None
+
+    def rehearse(self, rows: Rows, device: torch.device, with_gradient: bool) -> None:
+        logps = torch.empty(rows.n_valid, dtype=torch.float32, device=device)
+        if nll_has_kernel(logps):
+            nll(logps, self.items, with_gradient)
 
 
 class SequenceLogps(NamedTuple):

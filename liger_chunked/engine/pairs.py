@@ -49,10 +49,10 @@ class PairKernel:
         if self._sums is None:
             self._sums = PairSums.of(len(groups.host_counts), logps.device)
         counts, stacked = groups.token_counts, groups.stacked
-        share, gradient = pair_loss(
+        share, rounded, gradient = pair_loss(
             self.loss, self._sums, logps, mean_logits, counts, chunk.group_slice, stacked, self.reference, with_gradient
         )
-        return Share(share, {} if gradient is None else {"logps": gradient})
+        return Share(share, {} if gradient is None else {"logps": gradient}, rounded=rounded)
 
     def kernels(self, rows: Rows) -> Hashable:
         """See `Objective`."""

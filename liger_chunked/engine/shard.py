@@ -25,11 +25,11 @@ class ShardedPass(HeadPass):
         assert self.head.shard is not None
         return self.head.shard
 
-    def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats]:
+    def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats, Tensor | None]:
         partial = functools.reduce(merge, gather(self._partial(tokens), self._shard.group))
         if self._candidates is not None:
             sum_disjoint_(self._candidates.logits, self._shard.group)
-        return partial, finish(partial, tokens.target, self._shard.vocab_size, self.outputs)
+        return partial, finish(partial, tokens.target, self._shard.vocab_size, self.outputs), None
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
         """Correct `logps` on the rank with the target's row; send the result to all."""

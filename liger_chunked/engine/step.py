@@ -100,7 +100,10 @@ class StatisticsStep:
         self.values = None if parts[0] is None else rows.join(parts)
         self.aux = None if aux[0] is None else joined(aux)
         assert loss is not None
-        loss = rows.sum_of_shares(loss).to(accumulation_dtype(plan.dtype))
+        if len(parts) == 1 and share.rounded is not None and not rows.gathers_statistics:
+            loss = share.rounded
+        else:
+            loss = rows.sum_of_shares(loss).to(accumulation_dtype(plan.dtype))
         return loss, (None,) * len(needs) if grads is None else grads.finish()
 
     def _refuse_undeclared(self, gradients: Mapping[str, Tensor]) -> NoReturn:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ class TokenPass(HeadPass):
 
     Products and sums of several rows may add in an order that follows their number and place.
     """
+
+    unrounds_at_once: ClassVar[bool] = False
 
     def project(self, x: Tensor, tile: Tile, u: Tensor | None = None) -> Tensor:
         return super().project(_copy(x, tile.row_slice), Tile(slice(0, 1), tile.vocab_slice), _copy(u, tile.row_slice))

@@ -6,7 +6,7 @@ two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
 base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
                     pointwise_divergence.py, relu_squared.py, experts.py
 utilities           scale.py, survey.py
-losses of pairs     pair_loss.py
+losses              nll.py, pair_loss.py
 shared              backend.py, transform.py, norm_rows.py, operands.py, launch.py, tuning/
 """
 
@@ -21,8 +21,17 @@ from liger_chunked.kernels.logits_divergence import (
     liger_tvd_with_logits,
 )
 from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_
-from liger_chunked.kernels.logits_stats import PartialStats, finish, logits_stats, merge, row_stats
+from liger_chunked.kernels.logits_stats import (
+    ExactTarget,
+    PartialStats,
+    finish,
+    logits_stats,
+    merge,
+    row_stats,
+    row_stats_are_exact,
+)
 from liger_chunked.kernels.merge_ranks import merge_ranks
+from liger_chunked.kernels.nll import nll, nll_has_kernel
 from liger_chunked.kernels.pair_loss import MOST_TERMS, PairLoss, PairSums, pair_loss
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
 from liger_chunked.kernels.projection import Exponentials, project_exp, project_sums
@@ -44,6 +53,7 @@ from liger_chunked.kernels.target_rows import (
 __all__ = [
     "MOST_TERMS",
     "DivergenceStats",
+    "ExactTarget",
     "Exponentials",
     "LogitsCotangents",
     "PairLoss",
@@ -76,6 +86,8 @@ __all__ = [
     "logits_stats",
     "merge",
     "merge_ranks",
+    "nll",
+    "nll_has_kernel",
     "occurrences",
     "pair_loss",
     "project_exp",
@@ -83,6 +95,7 @@ __all__ = [
     "project_sums",
     "row_factors",
     "row_stats",
+    "row_stats_are_exact",
     "scale_",
     "scale_rows",
     "survey",

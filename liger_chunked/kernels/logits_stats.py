@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from liger_chunked.kernels.backend import (
     use_triton,
 )
 from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.target_logit import FARTHEST, moved_logp
 from liger_chunked.kernels.transform import load_block, transform, transform_arguments, transform_block
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import LogitOptions, TokenStats, accumulation_dtype
@@ -75,8 +77,10 @@ def _add_block(
 def _logits_stats_kernel(
     logits_ptr, target_ptr, class_weight_ptr, temperature_ptr,
     max_ptr, sum_exp_ptr, of_target_ptr, moment_ptr, mean_ptr, squares_ptr, argmax_ptr, lse_ptr,
-    logits_stride, vocab_start, n_cols, scale, softcap, inv_temperature,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISE: tl.constexpr, FINISH: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, grad_scale_ptr,
+    logits_stride, vocab_start, n_cols, x_stride, w_stride, hidden, scale, softcap, inv_temperature,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISE: tl.constexpr, FINISH: tl.constexpr, FARTHEST: tl.constexpr,
+    HIDDEN_BLOCK: tl.constexpr,
 ):  # fmt: skip
     # The centre is the first block's maximum: a running one takes a reduction per block. A row far above it is swept
     # again.
@@ -149,6 +153,12 @@ def _logits_stats_kernel(
         moment = log_sum - moment / normaliser
         squares = tl.log(squares) - 2 * log_sum
         mean = mean / n_cols
+        if x_ptr is not None:
+            of_target, grad_scale = moved_logp(
+                of_target, row_max, normaliser, row, target, x_ptr, w_ptr, bias_ptr, None, x_stride, w_stride, hidden,
+                scale, softcap, inv_temperature, FARTHEST, HIDDEN_BLOCK,
+            )  # fmt: skip
+            tl.store(grad_scale_ptr + row, grad_scale)
         if lse_ptr is not None:
             tl.store(lse_ptr + row, row_max + log_sum)
     tl.store(max_ptr + row, row_max)
@@ -172,6 +182,15 @@ def _wanted(outputs: tuple[str, ...]) -> dict[str, bool]:
         "sum_exp_sq": "log_sum_sq_probs" in outputs,
         "argmax": "argmax" in outputs or "is_top1" in outputs,
     }
+
+
+class ExactTarget(NamedTuple):
+    """What corrects rows' log-probabilities, as `unround_logps_` does."""
+
+    x: Tensor  # (N, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    grad_scale: Tensor  # (N,) float32, for what `unround_logps_` returns
 
 
 class _Stored(NamedTuple):
@@ -207,7 +226,7 @@ def _stored_dtypes(outputs: tuple[str, ...], whole: bool) -> tuple[torch.dtype |
 
 def _logits_stats_triton(
     logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], vocab_start: int,
-    class_weight: Tensor | None, temperature: Tensor | None, whole: bool,
+    class_weight: Tensor | None, temperature: Tensor | None, whole: bool, exact: ExactTarget | None = None,
 ) -> _Stored:  # fmt: skip
     (n, n_cols), device = logits.shape, logits.device
     dtypes = _stored_dtypes(outputs, whole)
@@ -219,10 +238,16 @@ def _logits_stats_triton(
         block = block_size(n_cols, most if stored.argmax is None else tuned.logits_stats_argmax_block)
         factors = transform_arguments(options)
         flags = block, tuned.loads_in_flight, logits.dtype == torch.float32, whole
+        of_exact: Sequence[Tensor | None] = (None, None, None, None)
+        strides, hidden_block = (0, 0, 0), 1
+        if exact is not None:
+            of_exact, hidden = exact, exact.x.shape[1]
+            strides = exact.x.stride(0), exact.weight.stride(0), hidden
+            hidden_block = block_size(hidden, tuned.hidden.block)
         _logits_stats_kernel(
             (n, 1, 1),
-            (logits, target, class_weight, temperature, *stored),
-            (logits.stride(0), vocab_start, n_cols, *factors, *flags),
+            (logits, target, class_weight, temperature, *stored, *of_exact),
+            (logits.stride(0), vocab_start, n_cols, *strides, *factors, *flags, FARTHEST, hidden_block),
             num_warps,
         )
     return stored
@@ -299,6 +324,12 @@ def logits_stats(
     return _logits_stats_torch(logits, target, options, outputs, vocab_start, class_weight, temperature)
 
 
+def row_stats_are_exact(logits: Tensor, outputs: tuple[str, ...], x: Tensor, weight: Tensor) -> bool:
+    """Whether `row_stats` can correct the rounding of the targets' logits, in 16 bits, in the same launch."""
+    is_rounded = logits.dtype == torch.bfloat16 or logits.dtype == torch.float16
+    return is_rounded and "logps" in outputs and x.stride(-1) == weight.stride(-1) == 1 and use_triton(logits)
+
+
 def row_stats(
     logits: Tensor,
     target: Tensor,
@@ -306,11 +337,17 @@ def row_stats(
     outputs: tuple[str, ...],
     class_weight: Tensor | None = None,
     temperature: Tensor | None = None,
+    exact: ExactTarget | None = None,
 ) -> tuple[PartialStats, TokenStats]:
+    """Return whole rows' sums and statistics, in one launch.
+
+    Args:
+        exact: correct the log-probabilities, if `row_stats_are_exact`.
+    """
     if not use_triton(logits):
         partial = _logits_stats_torch(logits, target, options, outputs, 0, class_weight, temperature)
         return partial, finish(partial, target, logits.shape[1], outputs)
-    stored = _logits_stats_triton(logits, target, options, outputs, 0, class_weight, temperature, whole=True)
+    stored = _logits_stats_triton(logits, target, options, outputs, 0, class_weight, temperature, True, exact)
     stats = TokenStats(
         logps=stored.of_target,
         lse=stored.lse,

@@ -184,7 +184,7 @@ def _pairs_kernel(
 
 @Kernel
 def _batch_kernel(
-    sums_ptr, counts_ptr, loss_ptr, means_ptr,
+    sums_ptr, counts_ptr, loss_ptr, rounded_ptr, means_ptr,
     n_pairs, first_pair, stop_pair, nll_weight: tl.float64, NLL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n_chosen = tl.maximum(_sum_counts(counts_ptr, 0, n_pairs, BLOCK), 1)
@@ -196,6 +196,7 @@ def _batch_kernel(
         loss -= nll_weight * (of_chunk / n_chosen)
         nll = -_sum_tokens(sums_ptr + n_pairs, stop_pair, BLOCK) / n_chosen
     tl.store(loss_ptr, loss)
+    tl.store(rounded_ptr, loss.to(tl.float32))
     # Of the chunks so far: the last one writes those of the batch.
     tl.store(means_ptr, (_sum_tokens(sums_ptr + 2 * n_pairs, stop_pair, BLOCK) / n_chosen).to(tl.float32))
     tl.store(means_ptr + 1, (_sum_tokens(sums_ptr + 3 * n_pairs, stop_pair, BLOCK) / n_rejected).to(tl.float32))
@@ -258,8 +259,8 @@ def pair_loss(
     stacked: bool,
     reference: Tensor | None,
     with_gradient: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return a chunk's share of the loss, () float64, and its gradient by `logps`, float32 or None.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return a chunk's share of the loss (), in float64 and in float32, and its gradient by `logps`, float32 or None.
 
     Args:
         into: takes what metrics need.
@@ -273,6 +274,7 @@ def pair_loss(
     n_pairs, device = into.sums.shape[1], logps.device
     grad = torch.empty_like(logps) if with_gradient else None
     share = torch.empty((), dtype=torch.float64, device=device)
+    rounded = torch.empty((), dtype=torch.float32, device=device)
     numbers, names = _numbers(loss.terms)
     has_nll, nll_weight = loss.nll_weight is not None, loss.nll_weight or 0.0
     of_sequences, of_tokens = (reference, None) if reference is None or reference.ndim == 2 else (None, reference)
@@ -290,8 +292,8 @@ def pair_loss(
     )
     _batch_kernel(
         (1, 1, 1),
-        (into.sums, token_counts, share, into.means),
+        (into.sums, token_counts, share, rounded, into.means),
         (n_pairs, pairs.start, pairs.stop, float(nll_weight), has_nll, PAIRS_SUMMED),
         num_warps,
     )
-    return share, grad
+    return share, rounded, grad

@@ -28,7 +28,7 @@ from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import HeadTensors, LogitOptions, accumulation_dtype
 
 # Larger corrections correlate in a row, and cancel (docs/tuning.md).
-_FARTHEST = 2.0
+FARTHEST = 2.0
 
 
 @jit
@@ -38,13 +38,12 @@ def _one_minus_exp(x):
     return tl.where(x > -0.03, series, 1.0 - tl.exp(x))
 
 
-@Kernel
-def _move_kernel(
-    logps_ptr, grad_scale_ptr, x_ptr, w_ptr, bias_ptr, low_rank_ptr, target_ptr, max_ptr, sum_exp_ptr, temperature_ptr,
-    x_stride, w_stride, hidden, scale, softcap, inv_temperature, FARTHEST: tl.constexpr, BLOCK: tl.constexpr,
+@jit
+def moved_logp(
+    logp, top, sum_exp, row, target, x_ptr, w_ptr, bias_ptr, low_rank_ptr, x_stride, w_stride, hidden,
+    scale, softcap, inv_temperature, FARTHEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(target_ptr + row)
+    """Return a row's corrected log-probability, and the factor of its gradient."""
     dot = tl.zeros([BLOCK], tl.float32)
     for start in range(0, hidden, BLOCK):
         cols = start + tl.arange(0, BLOCK)
@@ -55,11 +54,8 @@ def _move_kernel(
         z += tl.load(bias_ptr + target).to(tl.float32)
     if low_rank_ptr is not None:
         z += tl.load(low_rank_ptr + row)
-    if temperature_ptr is not None:
-        inv_temperature = reciprocal(tl.load(temperature_ptr + row))
     z = transform_block(z, scale, softcap, inv_temperature)
-    logp = tl.load(logps_ptr + row)
-    moved = (z - tl.load(max_ptr + row)) - tl.log(tl.load(sum_exp_ptr + row)) - logp
+    moved = (z - top) - tl.log(sum_exp) - logp
     left = _one_minus_exp(logp)
     odds = logp - tl.log(left) + moved
     # exact = log sigmoid(odds), exactly_left = sigmoid(-odds)
@@ -68,8 +64,24 @@ def _move_kernel(
     exactly_left = tl.where(odds > 0.0, small, 1.0) / (1.0 + small)
     # Not infinities, NaN, and p = 1.
     moves = (tl.abs(moved) <= FARTHEST) & (left > 0.0)
-    tl.store(logps_ptr + row, tl.where(moves, exact, logp))
-    tl.store(grad_scale_ptr + row, tl.where(moves, exactly_left / left, 1.0))
+    return tl.where(moves, exact, logp), tl.where(moves, exactly_left / left, 1.0)
+
+
+@Kernel
+def _move_kernel(
+    logps_ptr, grad_scale_ptr, x_ptr, w_ptr, bias_ptr, low_rank_ptr, target_ptr, max_ptr, sum_exp_ptr, temperature_ptr,
+    x_stride, w_stride, hidden, scale, softcap, inv_temperature, FARTHEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if temperature_ptr is not None:
+        inv_temperature = reciprocal(tl.load(temperature_ptr + row))
+    logp, grad_scale = moved_logp(
+        tl.load(logps_ptr + row), tl.load(max_ptr + row), tl.load(sum_exp_ptr + row), row, tl.load(target_ptr + row),
+        x_ptr, w_ptr, bias_ptr, low_rank_ptr, x_stride, w_stride, hidden, scale, softcap, inv_temperature,
+        FARTHEST, BLOCK,
+    )  # fmt: skip
+    tl.store(logps_ptr + row, logp)
+    tl.store(grad_scale_ptr + row, grad_scale)
 
 
 def _move_triton(
@@ -86,7 +98,7 @@ def _move_triton(
     _move_kernel(
         (n, 1, 1),
         (logps, grad_scale, x, head.weight, bias, low_rank, target, maximum, sum_exp, temperature),
-        (*sizes, *transform_arguments(options), _FARTHEST, block_size(hidden, most)),
+        (*sizes, *transform_arguments(options), FARTHEST, block_size(hidden, most)),
         num_warps,
     )
     return grad_scale
@@ -111,7 +123,7 @@ def _move_torch(
         moved = (z - maximum[rows]) - sum_exp[rows].log() - logp
         left = -torch.expm1(logp)
         odds = logp - left.log() + moved
-        moves = (moved.abs() <= _FARTHEST) & (left > 0)
+        moves = (moved.abs() <= FARTHEST) & (left > 0)
         grad_scale[rows] = torch.where(moves, torch.sigmoid(-odds) / left, 1.0)
         logps[rows] = torch.where(moves, F.logsigmoid(odds), logp)
     return grad_scale

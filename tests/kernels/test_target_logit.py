@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from liger_chunked import LigerFusedLinearDPOLoss, LogitOptions, linear_token_stats
-from liger_chunked.kernels import backend, logits_stats, target_logit, unround_logps_
+from liger_chunked.kernels import (
+    ExactTarget,
+    backend,
+    logits_stats,
+    row_stats,
+    row_stats_are_exact,
+    target_logit,
+    unround_logps_,
+)
 from liger_chunked.kernels.transform import transform
 from liger_chunked.types import LossHead
 
@@ -63,6 +71,29 @@ def test_error(hidden, options, bias, dtype, device):
     before = (logps - exact).norm()
     unround_logps_(logps, x, head, target, stats.max, stats.sum_exp, options)
     assert (logps - exact).norm() < 0.3 * before, f"{(logps - exact).norm():.2e}, rounded {before:.2e}"
+
+
+@pytest.mark.triton
+@HALVES
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_at_once_with_the_statistics(options, bias, dtype, device):
+    """One launch that reduces rows and corrects them gives the bits of two."""
+    options, outputs = LogitOptions(**options), ("logps", "entropy", "mean_logits")
+    head, x = head_of(300, 72, dtype, device, bias), states(17, 72, dtype, device)
+    target = torch.arange(17, device=device) * 17
+    z, *_ = rounded(x, head, target, options)
+    if not row_stats_are_exact(z, outputs, x, head.weight):
+        pytest.skip("no torch path: runs with TRITON_INTERPRET=1")
+    partial, expected = row_stats(z, target, options, outputs)
+    before = expected.logps.clone()
+    scale = unround_logps_(expected.logps, x, head, target, partial.max, partial.sum_exp, options)
+    exact = ExactTarget(x, head.weight, head.bias, torch.empty_like(scale))
+    _, stats = row_stats(z, target, options, outputs, exact=exact)
+    assert not torch.equal(before, stats.logps)
+    assert torch.equal(exact.grad_scale, scale)
+    for name in outputs:
+        assert torch.equal(getattr(stats, name), getattr(expected, name)), name
 
 
 @pytest.mark.triton
