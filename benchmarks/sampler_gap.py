@@ -119,13 +119,6 @@ QUESTIONS = (
 )
 
 
-def load(path: Path, dtype: torch.dtype) -> Any:
-    """Return a model from a folder, or from a GGUF file (with the package gguf)."""
-    source = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-    folder = path.parent if source else path
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **source).to(DEVICE).eval()
-
-
 def gap_of(logps: Tensor, sampled: Tensor, valid: Tensor) -> dict[str, float]:
     """Return how importance ratios of an update spread around 1; a token that a filter drops has ratio 0."""
     ratio = (logps.double() - sampled.double())[valid].exp()
@@ -148,9 +141,10 @@ def of_model(path: Path, n_tokens: int, samples: int) -> dict[str, Any]:
     - "filtered": over what the same top-p keeps of the update's logits (`linear_token_stats(top_p=)`)
     - "kept": over the ids that the sampler kept (`linear_token_stats(kept=)`)
     """
-    sampler = load(path, torch.bfloat16)
-    source = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-    tokenizer = AutoTokenizer.from_pretrained(path.parent if source else path, padding_side="left", **source)
+    # A GGUF file needs the package gguf.
+    folder, source = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
+    sampler: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **source).to(DEVICE).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", **source)
     chats = [
         tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True, tokenize=False)
         for q in QUESTIONS
@@ -175,7 +169,7 @@ def of_model(path: Path, n_tokens: int, samples: int) -> dict[str, Any]:
     ways: dict[str, dict[str, Any]] = {"whole": {}, "filtered": {"top_p": TOP_P}, "kept": {"kept": kept}}
     gaps: dict[str, dict[str, dict[str, float]]] = {}
     for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
-        model = sampler if dtype == torch.bfloat16 else load(path, dtype)
+        model = sampler.to(dtype)  # the same weights
         states = model.model(input_ids=ids, attention_mask=mask, position_ids=positions).last_hidden_state
         states, head = states[:, n_prompt - 1 : -1], model.lm_head.weight
         gaps[name] = {}
