@@ -26,6 +26,8 @@ class KeptIds:
         offsets: (positions + 1,) integers from 0 to M: `ids[offsets[i] : offsets[i + 1]]` are those of position i. An
             empty slice stands for the whole vocabulary; at an ignored position it costs nothing.
 
+    Do not change the tensors in place: calls keep the order of the ids that they sorted for the first one.
+
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, shape or device.
 

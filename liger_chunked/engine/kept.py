@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +19,12 @@ from liger_chunked.kernels.backend import first_derivative
 from liger_chunked.kernels.kept import (
     Entries,
     KeptStats,
+    Sorted,
     add_kept_weight_grad_,
     kept_input_grad,
     kept_logits,
     kept_logits_grad,
     kept_stats,
-    sorted_by_id,
 )
 from liger_chunked.types import LogitOptions, LossHead, TokenStats, VocabShard, described
 
@@ -53,11 +55,54 @@ class Placed(NamedTuple):
         entries: of all positions.
         has_entries: (N,) bool; False: the position has the whole vocabulary.
         n_whole: how many positions with a target have the whole vocabulary.
+        layout: of the kept ids, for their order.
     """
 
     entries: Entries
     has_entries: Tensor
     n_whole: int
+    layout: _Layout
+
+
+class ById(NamedTuple):
+    """Entries in the order of their ids, (M,) each; equal ids in the order of the entries.
+
+    Attributes:
+        ids, tokens: of the entries in this order.
+        order: the entry at each place.
+    """
+
+    ids: Tensor
+    tokens: Tensor
+    order: Tensor
+
+
+class _Layout:
+    """What of kept ids does not depend on a target: computed once, however many calls get the same `KeptIds`."""
+
+    def __init__(self, kept: KeptIds) -> None:
+        n, m, device = kept.positions, kept.ids.shape[0], kept.ids.device
+        self.ids, self.offsets = kept.ids.long().contiguous(), kept.offsets.long().contiguous()
+        lengths = self.offsets.diff()
+        # Of any offsets, also wrong ones: those are reported together with what else may be wrong.
+        self.tokens = torch.searchsorted(self.offsets[1:], torch.arange(m, device=device), right=True)
+        if n:
+            self.tokens.clamp_(max=n - 1)
+        self.has_entries = lengths > 0
+        low, high = self.ids.aminmax() if m else (self.ids.new_zeros(()),) * 2
+        span = (high - low + 1).clamp(min=1)
+        keys = (self.tokens * span + self.ids - low).sort().values
+        repeated = (keys[1:] == keys[:-1]).any()
+        ordered = (lengths >= 0).all() & (self.offsets[0] == 0) & (self.offsets[-1] == m)
+        self.facts = torch.stack([ordered.long(), repeated.long(), low, high])
+
+    @functools.cached_property
+    def by_id(self) -> ById:
+        ids, order = torch.sort(self.ids, stable=True)
+        return ById(ids, self.tokens[order], order)
+
+
+_LAYOUTS: weakref.WeakKeyDictionary[KeptIds, _Layout] = weakref.WeakKeyDictionary()
 
 
 def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, may_wait: bool) -> Placed:
@@ -66,8 +111,8 @@ def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, may_
     Args:
         target: (N,) int64.
         is_valid: (N,), False at ignored positions.
-        may_wait: whether the host may wait for the device. Otherwise the device asserts what the host would check, and
-            that no position with a target has the whole vocabulary.
+        may_wait: whether the host may wait for the device, once. Otherwise the device asserts what the host would
+            check, and that no position with a target has the whole vocabulary.
 
     Raises:
         TypeError, ValueError: offsets or ids are no kept ids of these positions, or miss a target.
@@ -84,55 +129,60 @@ def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, may_
         raise ValueError(
             f"kept is on {kept.ids.device}, target on {device}: expected one device, as by kept.to(device)"
         )
-    ids, offsets = kept.ids.long().contiguous(), kept.offsets.long().contiguous()
-    lengths = offsets[1:] - offsets[:-1]
-    ordered = (lengths >= 0).all() & (offsets[0] == 0) & (offsets[-1] == m)
-    _require(ordered, may_wait, f"kept.offsets must rise from 0 to the number of ids, {m}")
-    tokens = torch.repeat_interleave(lengths, output_size=m)
-    places = torch.arange(m, device=device)
-    is_target = ids == target[tokens]
+    if m and not n:
+        raise ValueError(f"kept.offsets must rise from 0 to the number of ids, {m}, got one offset")
+    layout = _LAYOUTS.get(kept)
+    if layout is None:
+        layout = _LAYOUTS[kept] = _Layout(kept)
+    ids, offsets, tokens, has_entries = layout.ids, layout.offsets, layout.tokens, layout.has_entries
     first = offsets[:-1]
     # Each position's place of the target, or -1.
-    found = torch.full_like(first, -1).scatter_reduce_(0, tokens, torch.where(is_target, places, -1), "amax")
-    has_entries = lengths > 0
+    places = torch.arange(m, device=device)
+    found = torch.full_like(first, -1)
+    found.scatter_reduce_(0, tokens, torch.where(ids == target[tokens], places, -1), "amax")
     missing = is_valid & has_entries & (found < 0)
     whole = (is_valid & ~has_entries).sum()
-    keys = (tokens * vocab_size + ids).sort().values
-    repeated = (keys[1:] == keys[:-1]).any() if m > 1 else torch.zeros((), dtype=torch.bool, device=device)
-    outside = ((ids < 0) | (ids >= vocab_size)).any()
     n_whole = 0
     if may_wait:
         at = torch.where(missing, torch.arange(n, device=device), n).amin() if n else whole
-        n_whole, first_missing, is_repeated, is_outside = torch.stack(
-            [whole, at, repeated.long(), outside.long()]
-        ).tolist()
-        if is_outside:
-            raise ValueError(f"kept.ids must be indices into the vocabulary of weight, 0 to {vocab_size - 1}")
-        if is_repeated:
-            raise ValueError("kept.ids must be distinct within a position")
+        n_whole, first_missing, *facts = torch.cat([torch.stack([whole, at]), layout.facts]).tolist()
+        _check_facts(facts, m, vocab_size)
         if n and first_missing < n:
             raise ValueError(
                 f"kept has no id {int(target[first_missing])} at position {first_missing} of the flattened target, "
                 "which that token was sampled from: kept ids are those of the sampler, in the order of the target"
             )
     else:
+        ordered, repeated, low, high = layout.facts.unbind()
+        fits = (ordered != 0) & (repeated == 0)
+        if m:
+            fits = fits & (low >= 0) & (high < vocab_size)
         assert_later(
-            ~(missing.any() | repeated | outside | (whole > 0)),
-            "kept must hold, at each position with a target, distinct ids of the vocabulary with the target among them",
+            fits & ~(missing.any() | (whole > 0)),
+            "kept must hold, at each position with a target, distinct ids of the vocabulary with the target among "
+            "them, and its offsets must rise from 0 to the number of ids",
         )
     target_places = torch.where(found < 0, torch.minimum(first, first.new_tensor(max(0, m - 1))), found)
-    return Placed(Entries(ids, offsets, tokens, target_places), has_entries, n_whole)
+    return Placed(Entries(ids, offsets, tokens, target_places), has_entries, n_whole, layout)
 
 
-def _require(condition: Tensor, may_wait: bool, message: str) -> None:
-    if not may_wait:
-        assert_later(condition, message)
-    elif not bool(condition):
-        raise ValueError(message)
+def _check_facts(facts: list[int], n_ids: int, vocab_size: int) -> None:
+    ordered, repeated, low, high = facts
+    if not ordered:
+        raise ValueError(f"kept.offsets must rise from 0 to the number of ids, {n_ids}")
+    if n_ids and (low < 0 or high >= vocab_size):
+        raise ValueError(
+            f"kept.ids must be indices into the vocabulary of weight, 0 to {vocab_size - 1}, got {low} to {high}"
+        )
+    if repeated:
+        raise ValueError("kept.ids must be distinct within a position")
 
 
 class _KeptTokenStats(torch.autograd.Function):
-    """`apply(input, weight, bias, u, up, entries, temperature, shard, options, outputs)`: the outputs, (N,) each."""
+    """`apply(input, weight, bias, u, up, entries, by_id, temperature, shard, options, outputs)`: outputs, (N,) each.
+
+    `by_id` is the order of the entries if a matrix or the bias has a gradient, else None.
+    """
 
     @staticmethod
     def forward(
@@ -143,6 +193,7 @@ class _KeptTokenStats(torch.autograd.Function):
         u: Tensor | None,
         up: Tensor | None,
         entries: Entries,
+        by_id: ById | None,
         temperature: Tensor | None,
         shard: VocabShard | None,
         options: LogitOptions,
@@ -160,7 +211,8 @@ class _KeptTokenStats(torch.autograd.Function):
         inputs = {"input": input, "weight": weight, "bias": bias, "u": u, "up": up}
         of_tokens = {"z": z, "max": stats.max, "sum_exp": stats.sum_exp, "entropy": stats.entropy}
         of_caller = savable({"temperature": temperature, **entries._asdict()})
-        save(ctx, inputs=inputs, tokens=of_tokens, caller=of_caller)
+        of_order = {} if by_id is None else savable(by_id._asdict())
+        save(ctx, inputs=inputs, tokens=of_tokens, caller=of_caller, order=of_order)
         returned = _returned(stats, entries, outputs)
         ctx.mark_non_differentiable(*[x for name, x in returned.items() if name in ("argmax", "is_top1")])
         # Copies, because the backward reads the entropy.
@@ -170,7 +222,7 @@ class _KeptTokenStats(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(g is None for g in upstream):
-            return (None,) * 10
+            return (None,) * 11
         tensors: dict[str, dict[str, Any]] = saved(ctx)
         input, weight, bias, u, up = tensors["inputs"].values()
         z, largest, sum_exp, entropy = tensors["tokens"].values()
@@ -181,7 +233,7 @@ class _KeptTokenStats(torch.autograd.Function):
         dz = kept_logits_grad(z, entries, cotangents, ctx.options)
         own = _own_entries(entries, shard)
         needs = ctx.needs_input_grad
-        by_id = sorted_by_id(own, dz) if any(needs[1:3]) or needs[4] else None
+        by_id = _sorted(ById(**tensors["order"]), shard, dz) if tensors["order"] else None
         grads: list[Tensor | None] = [None] * 5
         for at_x, at_matrix, x, matrix in ((0, 1, input, weight), (3, 4, u, up)):
             if needs[at_x]:
@@ -195,7 +247,7 @@ class _KeptTokenStats(torch.autograd.Function):
             of_bias = torch.zeros(bias.shape[0], 1, dtype=z.dtype, device=z.device)
             add_kept_weight_grad_(of_bias, z.new_ones(entries.offsets.shape[0] - 1, 1), by_id)
             grads[2] = of_bias[:, 0].to(bias.dtype)
-        return *grads, *(None,) * 5
+        return *grads, *(None,) * 6
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -210,6 +262,11 @@ def _strided(x: Tensor) -> Tensor:
 def _own_entries(entries: Entries, shard: VocabShard | None) -> Entries:
     """Return entries with ids relative to this rank's first row; padding rows have no ids."""
     return entries if shard is None else entries._replace(ids=entries.ids - shard.start)
+
+
+def _sorted(by_id: ById, shard: VocabShard | None, dz: Tensor) -> Sorted:
+    ids = by_id.ids if shard is None else by_id.ids - shard.start
+    return Sorted(ids, by_id.tokens, dz[by_id.order])
 
 
 def _input_gradient(x: Tensor, dz: Tensor, matrix: Tensor, own: Entries, shard: VocabShard | None) -> Tensor:
@@ -247,7 +304,9 @@ def kept_token_stats(
     Sums are float32, or float64 for float64 inputs, of operands as they are: autocast rounds none.
     """
     (weight, bias, up, shard), u = apply_down(head, input, dtype)
+    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (weight, bias, up))
     values = _KeptTokenStats.apply(
-        input, weight, bias, u, up, placed.entries, temperature, shard, options, outputs
+        input, weight, bias, u, up, placed.entries, placed.layout.by_id if trains else None, temperature, shard,
+        options, outputs,
     )  # fmt: skip
     return TokenStats(**dict(zip(outputs, values, strict=True)))

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from liger_chunked.calls import typed_like
 from liger_chunked.integrations.tensor_parallel import budget_of
+from liger_chunked.kept_ids import KeptIds
 from liger_chunked.modules import logps_and_entropy
 from liger_chunked.types import LogitOptions
 
 __all__ = ["FusedOutputLinear", "GemmaFusedOutputLinear"]
+
+
+def kept_of_mask(sampling_mask: Tensor, labels: Tensor) -> KeptIds:
+    """Return the kept ids of prime-rl's `sampling_mask` (B, S, K), padded with -1, where the label is among them."""
+    ids, flat = sampling_mask.flatten(0, -2), labels.reshape(-1, 1)
+    is_kept = (ids >= 0) & (ids == flat).any(1, keepdim=True)
+    counts = is_kept.sum(1)
+    return KeptIds(ids[is_kept], torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
 
 
 class FusedOutputLinear(nn.Linear):
@@ -24,17 +34,27 @@ class FusedOutputLinear(nn.Linear):
         self.chunk_size = chunk_size
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, labels: Tensor | None = None, temperature: float | Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        labels: Tensor | None = None,
+        temperature: float | Tensor | None = None,
+        sampling_mask: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return `logprobs` and `entropy` (B, S), float32. Arguments are required.
+        """Return `logprobs` and `entropy` (B, S), float32. The first three arguments are required.
 
-        `temperature` is as in `ChunkedLMHead.forward`.
+        Args:
+            hidden_states, labels: (B, S, H), (B, S).
+            temperature: as in `ChunkedLMHead.forward`.
+            sampling_mask: (B, S, K), the ids that the sampler kept of each label, then -1; no label among them: the
+                whole vocabulary. Unlike prime-rl's, the entropy is of the kept ids too, and no other row of the weight
+                is read at these positions.
         """
         if labels is None or temperature is None:
             missing = "labels" if labels is None else "temperature"
             raise ValueError(f"{missing} must be given: this head returns log-probabilities, got None")
         options = LogitOptions(softcap=self.softcap, logits_budget=budget_of(self.chunk_size, self.weight))
-        logps, entropy = logps_and_entropy(self, hidden_states, labels, temperature, options)
+        kept = None if sampling_mask is None else kept_of_mask(sampling_mask, labels)
+        logps, entropy = logps_and_entropy(self, hidden_states, labels, temperature, options, kept)
         return {"logprobs": logps, "entropy": entropy}
 
     if TYPE_CHECKING:

@@ -273,6 +273,21 @@ def test_sources_agree() -> None:
     assert everything.ids.numel() == 0 and everything.positions == 2
 
 
+def test_ids_are_sorted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = batch(torch.float32)
+    weight, kept = given["weight"].requires_grad_(), KeptIds.from_lists(drawn_lists(given["target"], mixed=False))
+    sorts = []
+    stock = torch.sort
+    monkeypatch.setattr(torch, "sort", lambda *args, **options: sorts.append(1) or stock(*args, **options))
+    found = []
+    for _ in range(3):
+        logps = linear_token_stats(weight, given["input"], given["target"], kept=kept).logps
+        assert logps is not None
+        found += torch.autograd.grad(logps.sum(), weight)
+    linear_token_stats(weight.detach(), given["input"], given["target"], kept=KeptIds(kept.ids, kept.offsets))
+    assert len(sorts) == 1 and torch.equal(found[0], found[2])
+
+
 def test_ids_of_completions() -> None:
     """Lists as vLLM and SGLang return them, ids and offsets as slime has them: the same ids at each position."""
     given = batch()

@@ -696,7 +696,8 @@ def stub_slime() -> Any:
     Module("megatron.core.models.gpt", GPTModel=GPTModel)
     Module("megatron.core.tensor_parallel", ColumnParallelLinear=ColumnParallelLinear)
     parts = {name: Module(f"slime.backends.megatron_utils.{name}") for name in ("actor", "loss")}
-    Module("slime.backends.megatron_utils", **parts)
+    parts["steps"] = Module("slime.backends.megatron_utils.model", get_batch=lambda batch: batch)
+    Module("slime.backends.megatron_utils", **{"model" if n == "steps" else n: x for n, x in parts.items()})
     return SimpleNamespace(state=state, model=GPTModel, head=ColumnParallelLinear, **parts)
 
 
@@ -738,13 +739,46 @@ def slime_worker(rank: int, folder: str) -> None:
         check(head.weight.grad, weight.grad[case.own], "dW")
         check(hidden.grad, whole.grad.view(1, -1, H)[:, half], "dX")
 
+    # A replayed top-p: ids and offsets of each response, here an id beside the token, or none at a token.
+    head.sequence_parallel, model.hidden = False, case.hidden.view(1, -1, H).clone().requires_grad_()
+    spans = [
+        [[] if i == 1 else [int(y), (int(y) + 1) % V] for i, y in enumerate(ids[-n:])]
+        for ids, n in zip(given["unconcat_tokens"], responses, strict=True)
+    ]
+    replayed = {
+        "rollout_top_p_token_ids": [torch.tensor([i for ids in x for i in ids]).int() for x in spans],
+        "rollout_top_p_token_offsets": [torch.tensor([0, *map(len, x)]).cumsum(0).int() for x in spans],
+    }
+    lengths = {"total_lengths": totals, "response_lengths": responses}
+    stub.steps.get_batch({"tokens": tokens, **lengths, **replayed})
+    weight, whole = case.weight.clone().requires_grad_(), case.hidden.clone().requires_grad_()
+    z = (whole.view(-1, H) @ weight.T / 0.7).split(totals)
+    exact = [[], []]
+    for part, ids, n, kept in zip(z, given["unconcat_tokens"], responses, spans, strict=True):
+        drops = torch.tensor([[bool(x) and i not in x for i in range(V)] for x in kept])
+        p = part[-n - 1 : -1].masked_fill(drops, -torch.inf).log_softmax(-1)
+        exact[0].append(p.gather(1, ids[-n:, None])[:, 0])
+        exact[1].append(-(p.exp() * p.masked_fill(drops, 0.0)).sum(-1))
+    head.weight.grad = None
+    _, found = stub.loss.get_log_probs_and_entropy(model(tokens), **given, top_p_token_ids=[[1]])
+    for x, e in zip(found["log_probs"] + found["entropy"], exact[0] + exact[1], strict=True):
+        check(x, e.detach(), "statistics of kept ids")
+    torch.cat(found["log_probs"] + found["entropy"]).square().sum().backward()
+    torch.cat(exact[0] + exact[1]).square().sum().backward()
+    assert weight.grad is not None and whole.grad is not None
+    check(head.weight.grad, weight.grad[case.own], "dW")
+    check(model.hidden.grad, whole.grad.view(1, -1, H), "dX")
+    with pytest.raises(ValueError, match="the tokens of slime's get_batch"):
+        model(tokens[:, :-1])
+    stub.steps.get_batch({"tokens": tokens, **lengths})  # as for a reference, which slime does not replay
+
     class Critic(nn.Linear):
         def forward(self, hidden: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
             return super().forward(hidden), None
 
     assert stub.model(Critic(H, 1, dtype=torch.float64), whole)(tokens).shape == (B, S, 1)
-    with pytest.raises(ValueError, match="top-p replay must be off"):
-        slime.of_responses(model(tokens), **given, top_p_token_ids=[[1]])
+    with pytest.raises(ValueError, match="sequence_parallel must be off with rollout_top_p"):
+        slime.install(SimpleNamespace(rollout_top_p=0.9, sequence_parallel=True))
     with pytest.raises(ValueError, match="enable_mtp_training must be off"):
         slime.install(SimpleNamespace(enable_mtp_training=True))
     stub.state.get_context_parallel_world_size = lambda: 2

@@ -223,6 +223,20 @@ def test_prime_rl() -> None:
         for given in ({"labels": labels}, {"temperature": temperature}):
             with pytest.raises(ValueError, match=r"(labels|temperature) must be given"):
                 head(hidden, **given)
+        # What the sampler kept, padded with -1. Without the label among it, or without any, all ids count.
+        mask = torch.full((*labels.shape, 4), -1, dtype=torch.int32)
+        mask[..., 0], mask[:, ::2, 1] = labels, ((labels + 1) % V)[:, ::2]
+        mask[0, 0], mask[0, 1, 0] = -1, (labels[0, 1] + 1) % V
+        z = hidden @ head.weight.T
+        z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature[..., None]
+        keeps = (torch.arange(V) == mask[..., None].long()).any(-2)
+        keeps |= ~keeps.gather(-1, labels[..., None])
+        log_p = z.masked_fill(~keeps, -torch.inf).log_softmax(-1)
+        entropy = -(log_p.exp() * log_p.masked_fill(~keeps, 0.0)).sum(-1)
+        exact = with_gradients([log_p.gather(-1, labels[..., None])[..., 0], entropy], leaves)
+        stats = head(hidden, labels, temperature, sampling_mask=mask)
+        found = with_gradients(list(stats.values()), leaves)
+        assert all(relative_error(x, e) < BOUND for x, e in zip(found, exact, strict=True))
     half = prime_rl.FusedOutputLinear(H, V, None).bfloat16()
     assert half(hidden.bfloat16(), labels, temperature)["logprobs"].dtype == torch.float32
 
