@@ -73,8 +73,11 @@ if TYPE_CHECKING:
         LigerFusedLinearTVDLoss,
         LigerFusedLinearULDLoss,
         LigerFusedLinearUnpairedPreferenceBase,
+        RolloutMetrics,
         adaptive_entropy_coef,
         rollout_importance_weights,
+        rollout_metrics,
+        rollout_rejection_mask,
         with_sampled_token,
     )
     from liger_chunked.memory import estimate_memory
@@ -153,6 +156,7 @@ __all__ = [
     "Pairs",
     "PolicyMetrics",
     "PreferenceMetrics",
+    "RolloutMetrics",
     "Rollouts",
     "TokenStats",
     "UnpairedPreferenceMetrics",
@@ -176,6 +180,8 @@ __all__ = [
     "liger_tvd_with_logits",
     "linear_token_stats",
     "rollout_importance_weights",
+    "rollout_metrics",
+    "rollout_rejection_mask",
     "shifted",
     "warmup",
     "with_sampled_token",

@@ -52,6 +52,7 @@ PERTURBATIONS = 3
 SHOWN = 12  # results whose error is largest beside that of eager code
 MOST_LOGITS = 50_000  # of a case, which then takes a few hundredths of a second
 COVARIANCE = "policy, by covariance"  # ranks tokens; the covariances of two tokens are equal, and have no order
+BY_TOKEN = ("gmpo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "ipo", "fipo", "a2po")  # have no other level
 PARTS = (*table.PARAMETERS, "down", "up")
 
 Draw = random.Random
@@ -213,13 +214,22 @@ def distillation(draw: Draw) -> Row:
 
 
 def policy(draw: Draw) -> Row:
-    surrogate = draw.choice([*SURROGATES, "clip", "clip", "clip"])
-    by_token = surrogate in ("gmpo", "clip_cov", "kl_cov")
+    # REAL needs whole groups of sequences, which the sizes of a case are not drawn for.
+    surrogate = draw.choice([*(name for name in SURROGATES if name != "real"), "clip", "clip", "clip"])
+    by_token = surrogate in BY_TOKEN
     level = "token" if by_token or draw.random() < 0.5 else draw.choice(["sequence", "sequence_token", "trajectory"])
     reduction = draw.choice(["grpo", "bnpo", "dapo", "dr_grpo", "luspo", "token-mean", "seq-mean-token-sum"])
     settings: dict[str, Any] = {"surrogate": surrogate, "reduction": reduction, "importance_level": level}
     if surrogate in ("clip", "gmpo", "clip_cov"):
         settings |= {"epsilon_low": draw.uniform(0.01, 0.4), "epsilon_high": draw.uniform(0.01, 0.4)}
+    if surrogate in ("dppo_tv", "dppo_kl"):
+        settings |= {"epsilon_low": draw.uniform(1e-3, 0.1), "epsilon_high": draw.uniform(1e-3, 0.1)}
+    if surrogate == "ipo":
+        settings |= {"ipo_threshold": draw.uniform(1e-3, 0.1)}
+    if surrogate == "fipo":
+        settings |= {"fipo_half_life": draw.uniform(1, 40), "fipo_clip_low": draw.uniform(0, 0.5)}
+    if surrogate == "a2po":
+        settings |= {"a2po_beta": draw.uniform(0.01, 0.3)}
     if surrogate == "clip":
         settings |= maybe(draw, 0.3, delta=lambda: draw.uniform(1.05, 3))
     if surrogate == "cispo":
@@ -238,6 +248,7 @@ def policy(draw: Draw) -> Row:
         draw,
         0.2,
         entropy_coef=lambda: draw.uniform(-0.5, 0.7),
+        sampler_kl_coef=lambda: draw.uniform(0, 0.5),
         top_entropy_quantile=lambda: draw.uniform(0.1, 0.9),
         off_policy_mask_threshold=lambda: draw.uniform(0.02, 0.3),
         attention_mask=lambda: True,
@@ -247,7 +258,7 @@ def policy(draw: Draw) -> Row:
         "weights": draw.choice([None, None, "sequences", "tokens"]),
         "old": draw.random() < 0.8,
     }
-    if draw.random() < 0.5:
+    if draw.random() < 0.5 or surrogate == "a2po":
         sample["ref"] = draw.choice(["tokens", "states"])
         settings |= {
             "beta": some(draw, 0.01, 0.5),

@@ -200,7 +200,8 @@ def rollouts(
     shapes = {"tokens": batch["target"].shape, "sequences": batch["target"].shape[:1]}
     sides = {"advantages": _normal(generator, *shapes[advantages])}
     if old:  # a policy a few updates older
-        sides["old_logps"] = logps + 0.3 * _normal(generator, *shapes["tokens"])
+        old_logps = logps + 0.3 * _normal(generator, *shapes["tokens"])
+        sides["old_logps"] = old_logps.clamp(max=-(2**-10))  # a probability below 1, in every dtype
     if ref == "tokens":
         sides["ref_logps"] = all_logps + 0.5 * _normal(generator, *shapes["tokens"])
     elif ref == "states":  # close to the policy: one token would dominate the ratio to an independent one

@@ -17,7 +17,13 @@ from liger_chunked.losses.on_policy import LigerFusedLinearOnPolicyDistillationL
 from liger_chunked.losses.orpo import LigerFusedLinearORPOLoss
 from liger_chunked.losses.policy import LigerFusedLinearPolicyBase
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
-from liger_chunked.losses.rollout_control import adaptive_entropy_coef, rollout_importance_weights
+from liger_chunked.losses.rollout_control import (
+    RolloutMetrics,
+    adaptive_entropy_coef,
+    rollout_importance_weights,
+    rollout_metrics,
+    rollout_rejection_mask,
+)
 from liger_chunked.losses.simpo import LigerFusedLinearSimPOLoss
 from liger_chunked.losses.tvd import LigerFusedLinearTVDLoss
 from liger_chunked.losses.uld import LigerFusedLinearULDLoss
@@ -42,7 +48,10 @@ __all__ = [
     "LigerFusedLinearTVDLoss",
     "LigerFusedLinearULDLoss",
     "LigerFusedLinearUnpairedPreferenceBase",
+    "RolloutMetrics",
     "adaptive_entropy_coef",
     "rollout_importance_weights",
+    "rollout_metrics",
+    "rollout_rejection_mask",
     "with_sampled_token",
 ]

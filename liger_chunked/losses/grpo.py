@@ -15,7 +15,7 @@ from liger_chunked.losses.formulas import complement
 from liger_chunked.losses.policy import Clipped, LigerFusedLinearPolicyBase
 from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS, sum_of_logs
 from liger_chunked.losses.settings import check_finite, check_positive, refuse_unread
-from liger_chunked.types import LogitOptionsDict, Rollouts, check_number, saturating_exp, shown
+from liger_chunked.types import LARGEST_EXPONENT, LogitOptionsDict, Rollouts, check_number, saturating_exp, shown
 
 
 @dataclass(frozen=True)
@@ -218,15 +218,12 @@ def _outside_ipo(r: Rollouts, s: SurrogateSettings) -> Clipped:
     return Clipped(low=moved < -s.ipo_threshold, high=moved > s.ipo_threshold)
 
 
-_LARGEST_LOG = 80.0  # exp() of it is finite in float32
-
-
 def _inside(outside: _ClippedBy) -> Callable[[Rollouts, SurrogateSettings], Tensor]:
     """Return the cost `-min(r, ratio_max) A` inside a trust region, and 0 outside, with `grad(log pi)` times it."""
 
     def cost(r: Rollouts, s: SurrogateSettings) -> Tensor:
         # The logarithm is bounded, so that exp() cannot overflow where the cost is 0.
-        highest = _LARGEST_LOG if s.ratio_max is None else math.log(s.ratio_max)
+        highest = LARGEST_EXPONENT if s.ratio_max is None else math.log(s.ratio_max)
         bounded = r.log_ratio.detach().clamp(max=highest).exp()
         masked = outside(r, s)
         assert masked.low is not None
