@@ -42,7 +42,7 @@ _SERVED: dict[str, tuple[str, ...]] = {
         f"ops.{name}": _OPS
         for name in """
             cross_entropy fused_add_rms_norm fused_linear_cross_entropy fused_linear_jsd geglu grpo_loss jsd kl_div
-            layer_norm rms_norm rope swiglu tvd
+            layer_norm rms_norm rope swiglu tiled_mlp tvd
         """.split()
     },
 }

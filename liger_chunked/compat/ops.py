@@ -10,6 +10,7 @@ from torch import Tensor
 from liger_chunked import kernels
 from liger_chunked.compat.chunked_loss.functional import applied
 from liger_chunked.compat.transformers import CrossEntropyOutput, functional
+from liger_chunked.compat.transformers.mlp import apply_tiled_mlp
 from liger_chunked.compat.unsupported import missing
 from liger_chunked.modules import Reduction
 
@@ -148,6 +149,7 @@ LigerLayerNormFunction = applied("LigerLayerNormFunction", __name__, functional.
 LigerRMSNormFunction = applied("LigerRMSNormFunction", __name__, _rms_norm)
 LigerRopeFunction = applied("LigerRopeFunction", __name__, functional.liger_rope)
 LigerSiLUMulFunction = applied("LigerSiLUMulFunction", __name__, _silu_mul)
+LigerTiledMLPFunction = applied("LigerTiledMLPFunction", __name__, apply_tiled_mlp)
 LigerTVDLossFunction = applied("LigerTVDLossFunction", __name__, _tvd)
 
 

@@ -45,9 +45,6 @@ _ADVICE: dict[str, str] = {
     "use liger_chunked.LigerFusedLinearKLDivLoss, whose target comes from a teacher's states": """
         LigerFusedLinearKLDivLoss LigerFusedLinearKLDivFunction liger_fused_linear_kl_div
     """,
-    "use liger_chunked.liger_swiglu or liger_chunked.liger_geglu on tiles of your own": """
-        LigerTiledGEGLUMLP LigerTiledSwiGLUMLP LigerTiledMLPFunction apply_tiled_mlp
-    """,
     "use liger_chunked.functional.cross_entropy_loss with vocab_shard": """
         LigerVocabParallelCrossEntropy LigerVocabParallelCEFunction
     """,

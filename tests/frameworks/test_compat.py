@@ -6,6 +6,7 @@ Its chunked losses are plain PyTorch and run on a CPU. Its kernels need a GPU.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import re
@@ -962,6 +963,42 @@ MLP_CONFIG = SimpleNamespace(
 )
 
 
+@pytest.mark.parametrize("num_shards", [None, 1, 4, 100])
+@pytest.mark.parametrize("name", ["LigerTiledSwiGLUMLP", "LigerTiledGEGLUMLP"])
+def test_tiled_mlps(name: str, num_shards: int | None) -> None:
+    config = SimpleNamespace(hidden_size=4, intermediate_size=6, hidden_act="silu" if "Swi" in name else "gelu")
+    mlp = getattr(transformers, name)(config, num_shards=num_shards).double()
+    act = F.silu if "Swi" in name else functools.partial(F.gelu, approximate="tanh")
+    for shape in ((9, 4), (2, 7, 4)):
+        x = torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        upstream = torch.randn(*shape, dtype=torch.float64)
+        expected = mlp.down_proj(act(mlp.gate_proj(x)) * mlp.up_proj(x))
+        leaves = [x, *mlp.parameters()]
+        exact = torch.autograd.grad(expected, leaves, upstream)
+        y = mlp(x)
+        found = torch.autograd.grad(y, leaves, upstream)
+        assert all(map(functools.partial(torch.allclose, rtol=1e-12, atol=1e-14), (y, *found), (expected, *exact)))
+    other = SimpleNamespace(hidden_size=4, intermediate_size=6, hidden_act="relu")
+    with pytest.raises(ValueError, match=r"hidden_act must be .*, got 'relu'"):
+        getattr(transformers, name)(other)
+
+
+def test_apply_tiled_mlp() -> None:
+    rows = []
+
+    def fn(module: Any, x: Tensor) -> Tensor:
+        rows.append(tuple(x.shape))
+        return module(x)
+
+    linear, x = nn.Linear(4, 4), torch.randn(2, 7, 4, requires_grad=True)
+    y = ops.apply_tiled_mlp(fn, linear, x)
+    assert torch.allclose(y, linear(x)) and rows == [(1, 7, 4), (1, 7, 4)]  # ceil(7 / 4) parts
+    function = ops.LigerTiledMLPFunction.apply(fn, linear, x, 7, list(linear.parameters()))
+    assert torch.allclose(function, y) and rows[2:] == 7 * [(1, 2, 4)]
+    with pytest.raises(ValueError, match="num_shards must be positive, got 0"):
+        ops.apply_tiled_mlp(fn, linear, x, num_shards=0)
+
+
 @pytest.mark.parametrize("name", ["Phi3", "BlockSparse", "FalconH1", "Experts", "GEGLU"])
 def test_gated_mlps(name: str) -> None:
     x = torch.randn(5, 4)
@@ -1164,6 +1201,8 @@ EXPORTED = {
     "liger_kernel.transformers.monkey_patch": "MODEL_TYPE_TO_APPLY_LIGER_FN apply_liger_kernel_to_llama",
     "liger_kernel.transformers.trainer_integration": "_apply_liger_kernel",
     "liger_kernel.ops.rms_norm": "LigerRMSNormFunction",
+    "liger_kernel.ops.tiled_mlp": "LigerTiledMLPFunction apply_tiled_mlp",
+    "liger_kernel.transformers.tiled_mlp": "LigerTiledGEGLUMLP LigerTiledSwiGLUMLP",
 }
 
 

@@ -24,6 +24,8 @@ from liger_chunked.compat.transformers.mlp import (
     LigerGEGLUMLP,
     LigerGEGLUMLPForGemma4,
     LigerPhi3SwiGLUMLP,
+    LigerTiledGEGLUMLP,
+    LigerTiledSwiGLUMLP,
 )
 from liger_chunked.compat.unsupported import missing, refuse
 from liger_chunked.kernels.logits_stats import row_stats
@@ -73,6 +75,8 @@ __all__ = [
     "LigerSwiGLUMLP",
     "LigerSwiGLUMLPForMuseGlimmer",
     "LigerTVDLoss",
+    "LigerTiledGEGLUMLP",
+    "LigerTiledSwiGLUMLP",
     "is_transformers_available",
     "liger_rotary_pos_emb",
 ]

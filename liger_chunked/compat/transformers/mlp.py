@@ -1,7 +1,10 @@
-"""The gated MLPs of `liger_kernel.transformers`, except `LigerSwiGLUMLP`."""
+"""The gated MLPs of `liger_kernel.transformers`, except `LigerSwiGLUMLP`, and tiles of them."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 
 from liger_chunked.calls import typed_like
 from liger_chunked.kernels import liger_geglu, liger_swiglu
+from liger_chunked.modules import unobserved
 from liger_chunked.types import shown
 
 
@@ -38,6 +42,85 @@ class LigerGEGLUMLP(nn.Module):
 
         @typed_like(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def apply_tiled_mlp(
+    fn: Callable[[Any, Tensor], Tensor],
+    mlp_module: nn.Module,
+    x: Tensor,
+    num_shards: int | None = None,
+    compute_params: Sequence[nn.Parameter] | None = None,
+) -> Tensor:
+    """Return `fn(mlp_module, x)`, computed and differentiated for a part of the tokens at a time.
+
+    Args:
+        fn: a token-wise function of `mlp_module` and a tile of `x`, with as many dimensions, that uses no parameters
+            but those of `mlp_module`.
+        mlp_module: the module.
+        x: (B, T, H) or (N, H).
+        num_shards: into how many parts to cut the tokens of all sequences together. None: `ceil(T / H)`.
+        compute_params: not used; Liger-Kernel passes them to ZeRO. Here every parameter gets its gradient once.
+
+    Returns:
+        The shape of `x`, or of what `fn` returns for it.
+
+    Raises:
+        ValueError: `num_shards` is not positive, or `fn` returns another number of tokens.
+        TypeError: `fn` returns no tensor, or a parameter is a DTensor.
+    """
+    tiled = import_module("liger_chunked.tiled").tiled  # it imports torch's compiler, which takes seconds
+    if num_shards is None:
+        num_shards = max(1, math.ceil(x.shape[-2] / x.shape[-1]))
+    if num_shards < 1:
+        raise ValueError(f"num_shards must be positive, got {num_shards}")
+    tokens = max(1, math.ceil(x.shape[:-1].numel() / num_shards))
+    result: Tensor = tiled(lambda tile: fn(mlp_module, tile), mlp_module, x, tokens)
+    return result
+
+
+class LigerTiledGEGLUMLP(LigerGEGLUMLP):
+    """`LigerGEGLUMLP` in `num_shards` parts of the tokens, None: `ceil(T / H)`; see `apply_tiled_mlp`."""
+
+    def __init__(self, config: Any, num_shards: int | None = None) -> None:
+        super().__init__(config)
+        if getattr(config, "hidden_act", "gelu") not in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
+            raise ValueError(f"hidden_act must be gelu, gelu_new or gelu_pytorch_tanh, got {shown(config.hidden_act)}")
+        self.config, self.num_shards = config, num_shards
+
+    def forward(self, x: Tensor) -> Tensor:
+        return apply_tiled_mlp(LigerGEGLUMLP.forward, self, x, self.num_shards)
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class LigerTiledSwiGLUMLP(nn.Module):
+    """`down_proj(silu(gate_proj(x)) * up_proj(x))` in `num_shards` parts of the tokens; see `apply_tiled_mlp`."""
+
+    def __init__(self, config: Any, num_shards: int | None = None) -> None:
+        super().__init__()
+        if hasattr(config, "hidden_act"):
+            _check_silu(config)
+        self.config, self.num_shards = config, num_shards
+        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return apply_tiled_mlp(_swiglu_mlp, self, x, self.num_shards)
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def _swiglu_mlp(mlp: Any, x: Tensor) -> Tensor:
+    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    return mlp.down_proj(liger_swiglu(gate, up, inplace=unobserved(mlp.gate_proj, mlp.up_proj)))
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):

@@ -20,6 +20,7 @@ from liger_chunked.integrations.transformers.overrides import binding_of, rope_o
 from liger_chunked.integrations.transformers.patched_class import LayerPatch, patched_class, stock_class
 from liger_chunked.integrations.transformers.replaced import ROPES
 from liger_chunked.integrations.transformers.report import FUSED
+from liger_chunked.tiled import Tokens
 
 
 @dataclass
@@ -87,6 +88,22 @@ class Found:
             self._leave_other_losses()  # where the fused loss is on, none of them is left alone
         return [switch for switch in self.switches if switch not in off]
 
+    def check_tiles(self, family: str, on: list[str], tokens: Tokens) -> None:
+        """Note which layers are not tiled, and raise if tiles are asked for and none is."""
+        if tokens is False:
+            return
+        mlps = {switch for switch, _, binding in self.layers if binding.layer.is_mlp}
+        for switch, owner, binding in self.layers:
+            if switch in ("swiglu", "geglu") and not binding.layer.is_mlp:
+                cls = owner if isinstance(owner, type) else owner_of(owner)
+                self.left.setdefault(cls.__name__, _NOT_TILED)
+        if tokens == "auto":
+            return
+        if not mlps:
+            raise ValueError(f"{overrides.TILED} matches nothing in {family}, which has no gated MLP beside experts")
+        if mlps.isdisjoint(on):
+            raise ValueError(f"{overrides.TILED} tiles the MLPs of {sorted(mlps)}, which is off")
+
     def _leave_other_losses(self) -> None:
         for name, reason in self.other_losses.items():
             self.left.setdefault(name, reason)
@@ -97,6 +114,7 @@ def check_switches(unknown: set[str]) -> None:
         raise TypeError(f"unknown switches {sorted(unknown)}; there are {sorted(overrides.SWITCHES)}")
 
 
+_NOT_TILED = "not tiled: float32 sums of all experts' gradients would take more memory than tiles save"
 _VARIANT = "a variant that no kernel computes"
 _OWN_LOSS = "its code computes the loss itself and does not call loss_function"
 _OTHER_LOSS = "its loss_function is not the causal one of transformers"

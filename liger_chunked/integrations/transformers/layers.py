@@ -39,6 +39,7 @@ class Layer:
     - `switch`: of `apply_liger_kernel`; None for `swiglu` or `geglu`, by the first attribute, `act_fn`
     - `refusal`: returns why `run` cannot serve given attributes, or None
     - `optional`: attributes that may be missing; `run` then gets None
+    - `is_mlp`: whether `tiled_mlp` serves it: token-wise, with the weights of one MLP
     """
 
     run: Callable[..., Any]
@@ -47,6 +48,7 @@ class Layer:
     refusal: Callable[..., str | None] | None = None
     optional: tuple[str, ...] = ()
     inputs: int = 1
+    is_mlp: bool = False
 
     @functools.cached_property
     def attributes(self) -> tuple[str, ...]:
@@ -303,22 +305,22 @@ LAYER_NORM_BARE = Layer(_layer_norm_bare, "layer_norm", refusal=_bare_refusal)
 RELU_SQUARED = Layer(_relu_squared, "relu_squared")
 """The activation `relu(x)**2` (Nemotron, Arcee)."""
 
-GLU_SPARSE = Layer(_sparse_glu, refusal=_activation_refusal)
+GLU_SPARSE = Layer(_sparse_glu, refusal=_activation_refusal, is_mlp=True)
 """`GLU` of each token's gates above a normal quantile, `activation_sparsity` (Gemma 3n)."""
 
-GLU = Layer(_glu, refusal=_activation_refusal)
+GLU = Layer(_glu, refusal=_activation_refusal, is_mlp=True)
 """`down_proj(act_fn(gate_proj(x)) * up_proj(x))`."""
 
-SILU_GLU = Layer(_silu_glu, "swiglu")
+SILU_GLU = Layer(_silu_glu, "swiglu", is_mlp=True)
 """`GLU` whose activation is `F.silu` (LFM 2)."""
 
-PACKED_GLU = Layer(_packed_glu, refusal=_activation_refusal)
+PACKED_GLU = Layer(_packed_glu, refusal=_activation_refusal, is_mlp=True)
 """`GLU` with one `gate_up_proj`, whose output holds gate, then up."""
 
-GLU_LIMITED = Layer(_limited_glu, "swiglu", refusal=_silu_refusal)
+GLU_LIMITED = Layer(_limited_glu, "swiglu", refusal=_silu_refusal, is_mlp=True)
 """`GLU` with SiLU, of a clamped gate and up (DeepSeek-V4)."""
 
-PACKED_GLU_CLAMPED = Layer(_clamped_packed_glu, "swiglu")
+PACKED_GLU_CLAMPED = Layer(_clamped_packed_glu, "swiglu", is_mlp=True)
 """`EXPERTS_CLAMPED` as an MLP (MiniMax-M3)."""
 
 EXPERTS_INTERLEAVED = Layer(_interleaved_gate, "swiglu", "_apply_gate")

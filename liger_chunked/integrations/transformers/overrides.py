@@ -54,6 +54,8 @@ from liger_chunked.integrations.transformers.layers import (
 HEAD_SWITCHES = ("cross_entropy", "fused_linear_cross_entropy")
 LAYER_SWITCHES = ("rms_norm", "layer_norm", "swiglu", "geglu", "relu_squared")
 SWITCHES = ("rope", *LAYER_SWITCHES, *HEAD_SWITCHES)
+TILED = "tiled_mlp"
+OPTIONS = ("logits_budget", TILED)  # of `apply_liger_kernel`, beside the switches
 
 # Class, layer, and the attributes named unlike the arguments of `Layer.run`. Frequent ones come first: a row's module
 # is imported if no earlier row matches. The last rows are for older versions of transformers. Some of their

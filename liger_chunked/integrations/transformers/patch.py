@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar
 
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
@@ -44,6 +44,7 @@ from liger_chunked.integrations.transformers.patched_class import (
 )
 from liger_chunked.integrations.transformers.replaced import ROPES, keep_rope
 from liger_chunked.integrations.transformers.report import APPLIED, FUSED, Applied
+from liger_chunked.tiled import Tokens, check_tokens
 from liger_chunked.types import budget_bytes, shown
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def apply_liger_kernel(
     relu_squared: bool | None = None,
     cross_entropy: bool | None = None,
     fused_linear_cross_entropy: bool | None = None,
+    tiled_mlp: bool | int | Literal["auto"] | None = None,
 ) -> Applied:
     """Patch the base kernels and the fused loss into one model, in place.
 
@@ -120,6 +122,9 @@ def apply_liger_kernel(
         cross_entropy: the loss on logits, without a float32 copy of them. None: off. It excludes
             `fused_linear_cross_entropy`.
         fused_linear_cross_entropy: the loss without logits. None: on if the model's head allows it.
+        tiled_mlp: run the gated MLPs in tiles of tokens, for long sequences (`docs/long-contexts.md`): a backward holds
+            the activations of one tile. An int: the most tokens of a tile. True: max(4096, 2·H). "auto": so, where a
+            sequence's activations take more than twice the memory. None or False: off. Experts are never tiled.
 
     Returns:
         An `Applied`. `print` shows it; `replaced` counts the patched classes by switch, and `left` maps what is left
@@ -128,7 +133,7 @@ def apply_liger_kernel(
     Raises:
         TypeError: an unknown switch, one that is no bool or None, or no transformers model.
         ValueError: a switch that is True matches nothing, nothing matches at all, both losses are asked for, the model
-            runs hub kernels, or `logits_budget` is invalid.
+            runs hub kernels, or `logits_budget` or `tiled_mlp` is invalid.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -145,7 +150,7 @@ def apply_liger_kernel(
     (torch.Size([]), DeferredLogits((1, 8, 64), torch.float32, cpu, not computed))
     >>> revert_liger_kernel(model)
     """
-    logits_budget = budget_bytes(logits_budget)  # raise before the first patch
+    logits_budget, tokens = budget_bytes(logits_budget), _tokens(tiled_mlp)  # raise before the first patch
     inner = inner_model(model)
     family = family_of(stock_class(type(inner)))
     if inner.use_kernels:
@@ -165,6 +170,7 @@ def apply_liger_kernel(
     }
     found = found_in(inner, fused_linear_cross_entropy)
     on = found.chosen(family, switches)
+    found.check_tiles(family, on, tokens)
     reason = found.left.get(owner_of(inner).__name__)
     if reason and FUSED not in on and fused_linear_cross_entropy is None:
         _LOGGER.warning("%s trains with logits: %s", type(inner).__name__, reason)
@@ -173,8 +179,11 @@ def apply_liger_kernel(
     for name in on:
         for switch, module, binding in found.layers:
             if switch == name:
-                set_patch(module, LayerPatch(binding))
+                tiles = tokens if binding.layer.is_mlp else False
+                set_patch(module, LayerPatch(binding, tiles))
                 applied.count(switch, owner_of(module).__name__)
+                if tiles is not False:
+                    applied.count(overrides.TILED, owner_of(module).__name__)
     _hold_ropes(found, on, applied)
     if "cross_entropy" in on:
         vars(inner)["_loss_function"] = causal_lm_loss
@@ -186,6 +195,13 @@ def apply_liger_kernel(
     vars(inner)[APPLIED] = applied
     keep_rope(inner, patched=True)
     return applied
+
+
+def _tokens(tiled_mlp: Any) -> Tokens:
+    if tiled_mlp is None:
+        return False
+    check_tokens(overrides.TILED, tiled_mlp)
+    return tiled_mlp
 
 
 def _hold_ropes(found: Found, on: list[str], applied: Applied) -> None:
@@ -238,27 +254,37 @@ def _release(applied: Applied | None) -> None:
             ROPES(*key).release(id(applied))
 
 
-def apply_to_family(name: str, *, logits_budget: int | float | str | None = None, **switches: bool | None) -> Applied:
+def apply_to_family(
+    name: str,
+    *,
+    logits_budget: int | float | str | None = None,
+    tiled_mlp: bool | int | Literal["auto"] | None = None,
+    **switches: bool | None,
+) -> Applied:
     """Patch a family's classes, except torch's, and so all its models.
 
     Unsupported activations raise when they run. Heads that no fused loss computes return logits, and a line in the log
     says why.
     """
-    logits_budget = budget_bytes(logits_budget)
+    logits_budget, tokens = budget_bytes(logits_budget), _tokens(tiled_mlp)
     modeling = family_modeling(name)
     family = overrides.family_name(modeling.__name__)
     found = found_in_classes(modeling)
     on = found.chosen(family, switches)
+    found.check_tiles(family, on, tokens)
     _revert_family(modeling)
     applied = Applied(family, left=found.left)
     for chosen in on:
         for switch, cls, binding in found.layers:
             if switch == chosen:
                 method = binding.layer.method
-                applied.patches.set(cls, method, layer_method(binding, getattr(cls, method)))
+                tiles = tokens if binding.layer.is_mlp else False
+                applied.patches.set(cls, method, layer_method(binding, getattr(cls, method), tokens=tiles))
                 if method == EXPERTS_GATE and (of_experts := experts_method(cls)) is not None:
                     applied.patches.set(cls, "forward", of_experts)
                 applied.count(switch, cls.__name__)
+                if tiles is not False:
+                    applied.count(overrides.TILED, cls.__name__)
     _hold_ropes(found, on, applied)
     for owner in overrides.causal_classes(modeling):
         if "cross_entropy" in on and owner.__name__ not in found.other_losses:
@@ -287,6 +313,7 @@ class FamilyFunction(Protocol):
         relu_squared: bool | None = None,
         cross_entropy: bool | None = None,
         fused_linear_cross_entropy: bool | None = None,
+        tiled_mlp: bool | int | Literal["auto"] | None = None,
     ) -> Applied: ...
 
 
@@ -302,7 +329,7 @@ def family_function(name: str) -> FamilyFunction:
             raise ValueError(f"model is a {found}, not a {family}: use apply_liger_kernel")
         return apply_liger_kernel(model, **options)
 
-    options = (*overrides.SWITCHES, "logits_budget", "model")
+    options = (*overrides.SWITCHES, *overrides.OPTIONS, "model")
     keywords = [inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None) for option in options]
     apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{name}"
     apply.__doc__ = f"""Patch `model`, or the classes of {name} if it is None, before or after models are built.
@@ -315,6 +342,7 @@ def family_function(name: str) -> FamilyFunction:
         cross_entropy: the loss on logits. None: off. It excludes `fused_linear_cross_entropy`.
         fused_linear_cross_entropy: the loss without logits. None: on if the head allows it.
         logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: automatic.
+        tiled_mlp: run the gated MLPs in tiles of tokens: see `apply_liger_kernel`. None: off.
         model: a transformers model of this family, maybe wrapped (DDP, PEFT). None: all models of its classes.
 
     Returns:
@@ -396,8 +424,8 @@ class _Patched:
 class AutoLigerKernelForCausalLM(_Patched, AutoModelForCausalLM):
     """`AutoModelForCausalLM` whose models are patched.
 
-    `from_pretrained` and `from_config` take the arguments of transformers' class and, as more keywords, `logits_budget`
-    and the switches of `apply_liger_kernel`, and return what transformers' class does, after `apply_liger_kernel`.
+    `from_pretrained` and `from_config` take the arguments of transformers' class and, as more keywords, those of
+    `apply_liger_kernel`, and return what transformers' class does, after `apply_liger_kernel`.
 
         model = AutoLigerKernelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, rope=False)
     """
@@ -408,15 +436,15 @@ class AutoLigerKernelForCausalLM(_Patched, AutoModelForCausalLM):
 class AutoLigerKernelForImageTextToText(_Patched, AutoModelForImageTextToText):
     """`AutoModelForImageTextToText` whose models are patched.
 
-    `from_pretrained` and `from_config` take the arguments of transformers' class and, as more keywords, `logits_budget`
-    and the switches of `apply_liger_kernel`, and return what transformers' class does, after `apply_liger_kernel`.
+    `from_pretrained` and `from_config` take the arguments of transformers' class and, as more keywords, those of
+    `apply_liger_kernel`, and return what transformers' class does, after `apply_liger_kernel`.
     """
 
     _stock = AutoModelForImageTextToText
 
 
 def _built_patched(build: Callable[..., GenerativeModel], *args: Any, **kwargs: Any) -> GenerativeModel:
-    options = {name: kwargs.pop(name) for name in ("logits_budget", *overrides.SWITCHES) if name in kwargs}
+    options = {name: kwargs.pop(name) for name in (*overrides.OPTIONS, *overrides.SWITCHES) if name in kwargs}
     model = build(*args, **kwargs)
     apply_liger_kernel(model, **options)
     return model

@@ -14,6 +14,7 @@ from liger_chunked.deferred.swap import Patch, patch_of, patched_class, set_patc
 from liger_chunked.integrations.transformers.detect import STOCK
 from liger_chunked.integrations.transformers.experts import EXPERTS_GATE, experts_method
 from liger_chunked.integrations.transformers.layers import Binding
+from liger_chunked.tiled import Tokens, tile_tokens, tiled
 
 __all__ = ["LayerPatch", "has_our_layer", "is_patched", "patch_of", "patched_class", "set_patch", "stock_class"]
 
@@ -22,9 +23,10 @@ Method = Callable[..., Any]
 
 @dataclass(frozen=True)
 class LayerPatch(Patch):
-    """A class whose method runs a layer of ours."""
+    """A class whose method runs a layer of ours, in tiles of `tokens` tokens."""
 
     binding: Binding
+    tokens: Tokens = False
 
     @property
     def method(self) -> str:
@@ -35,15 +37,17 @@ class LayerPatch(Patch):
 
     def methods(self, cls: Any) -> dict[str, Any]:
         method = getattr(cls, self.method)
-        namespace = {self.method: layer_method(self.binding, getattr(method, STOCK, method), cls, method)}
+        namespace = {self.method: layer_method(self.binding, getattr(method, STOCK, method), cls, method, self.tokens)}
         if self.method == EXPERTS_GATE and (of_experts := experts_method(cls)) is not None:
             namespace["forward"] = of_experts
         return namespace
 
 
 @functools.cache
-def layer_method(binding: Binding, stock: Method, cls: Any = None, current: Method | None = None) -> Method:
-    """Compile a method like `stock` that passes inputs and attributes to the layer.
+def layer_method(
+    binding: Binding, stock: Method, cls: Any = None, current: Method | None = None, tokens: Tokens = False
+) -> Method:
+    """Compile a method like `stock` that passes inputs and attributes to the layer, whole or in tiles.
 
     With `cls`, it runs the method of `cls` instead, once that is no longer `current`: the user replaced it. Each has
     its own code, because Dynamo limits a code's compilations.
@@ -58,7 +62,15 @@ def layer_method(binding: Binding, stock: Method, cls: Any = None, current: Meth
     )
     replaced = f"    if _cls.{name} is not _current:\n        return _cls.{name}({owner.name}, {inputs})\n"
     namespace: dict[str, Any] = {"_layer": binding.layer.run, "_cls": cls, "_current": current}
-    body = f"{replaced if cls is not None else ''}    return _layer({inputs}{attributes})"
+    in_tiles = ""
+    if tokens is not False:
+        namespace |= {"_tokens": functools.partial(tile_tokens, tokens=tokens), "_tiled": tiled}
+        in_tiles = (
+            f"    _n = _tokens({owner.name}, {inputs})\n"
+            f"    if _n is not None:\n"
+            f"        return _tiled(lambda {inputs}: _layer({inputs}{attributes}), {owner.name}, {inputs}, _n)\n"
+        )
+    body = f"{replaced if cls is not None else ''}{in_tiles}    return _layer({inputs}{attributes})"
     exec(f"def {name}({taken}):\n{body}", namespace)
     method = namespace[name]
     vars(method)[STOCK] = stock
