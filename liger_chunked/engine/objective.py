@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.checks import check_graph
+from liger_chunked.engine.checks import other_leaves
 from liger_chunked.types import DIFFERENTIABLE, TokenStats
 
 
@@ -21,15 +22,21 @@ class Share(NamedTuple):
         gradients: dense gradients of `loss`, by name of the statistic. Empty if it depends on none, or none is wanted.
         aux: what the loss computed of the chunk's groups and its metrics read, a NamedTuple of tensors (groups, ...),
             which the step joins over chunks; or None.
+        of_parameters: gradients of `loss` by tensors that the loss holds and that require one.
     """
 
     loss: Tensor
     gradients: Mapping[str, Tensor]
     aux: Any = None
+    of_parameters: Mapping[Tensor, Tensor] = MappingProxyType({})
 
 
 class Objective:
-    """A loss of token statistics. The default differentiates `loss` by autograd."""
+    """A loss of token statistics. The default differentiates `loss` by autograd.
+
+    A loss may hold tensors that require a gradient, such as a parameter of its module. In grad mode it is
+    differentiated by these too, even if nothing wants the gradient by statistics.
+    """
 
     def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
         """Return some groups' differentiable share of the loss, ().
@@ -42,9 +49,10 @@ class Objective:
 
     def value_and_grad(self, values: TokenStats, index: slice | Tensor, with_gradient: bool) -> Share:
         leaves = leaves_of(values) if with_gradient else {}
-        with torch.set_grad_enabled(with_gradient):
+        with torch.set_grad_enabled(with_gradient or torch.is_grad_enabled()):
             loss = self.loss(values, index)
-        return Share(loss.detach(), gradients_of(loss, leaves))
+        gradients, of_parameters = gradients_of(loss, leaves)
+        return Share(loss.detach(), gradients, None, of_parameters)
 
 
 @dataclass(frozen=True)
@@ -105,14 +113,14 @@ class OfSequences(Objective):
         assert values.logps is not None
         logps = self.logps(values, index)
         leaves = {"sequences": logps.requires_grad_(), **leaves_of(values)} if with_gradient else {}
-        with torch.set_grad_enabled(with_gradient):
+        with torch.set_grad_enabled(with_gradient or torch.is_grad_enabled()):
             loss = self.share(values, logps, index)
-        gradients = gradients_of(loss, leaves)
+        gradients, of_parameters = gradients_of(loss, leaves)
         of_sequences = gradients.pop("sequences", None)
         if of_sequences is not None:
             of_tokens = self.spread(of_sequences, values.logps, index)
             gradients["logps"] = of_tokens + gradients["logps"] if "logps" in gradients else of_tokens
-        return Share(loss.detach(), gradients, SequenceLogps(logps))
+        return Share(loss.detach(), gradients, SequenceLogps(logps), of_parameters)
 
 
 def leaves_of(values: TokenStats) -> dict[str, Tensor]:
@@ -120,19 +128,22 @@ def leaves_of(values: TokenStats) -> dict[str, Tensor]:
     return {name: x.requires_grad_() for name in DIFFERENTIABLE if (x := getattr(values, name)) is not None}
 
 
-def gradients_of(loss: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients by the leaves that `loss` depends on. The leaves require none afterwards.
+def gradients_of(loss: Tensor, leaves: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[Tensor, Tensor]]:
+    """Return the gradients by the leaves that `loss` depends on, by name, and by all other leaves.
 
-    Raises:
-        ValueError: the loss depends on another tensor that requires a gradient, and would give it none.
+    `leaves` require none afterwards.
     """
-    check_graph("the loss", loss, list(leaves.values()))
+    parameters = other_leaves(loss, list(leaves.values()))
     found: tuple[Tensor | None, ...] = ()
     if loss.requires_grad:
         # Handing this small graph to autograd's worker thread takes longer than running it here.
         with torch.autograd.set_multithreading_enabled(False):
             # With an upstream gradient, torch imports sympy.
-            found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+            # A tensor that the caller computed from a parameter has a graph that the next chunk needs again.
+            retained = True if parameters else None
+            found = torch.autograd.grad(loss, [*leaves.values(), *parameters], None, retained, allow_unused=True)
     for leaf in leaves.values():
         leaf.requires_grad_(False)
-    return {name: g for name, g in zip(leaves, found, strict=False) if g is not None}
+    gradients = {name: g for name, g in zip(leaves, found, strict=False) if g is not None}
+    pairs = zip(parameters, found[len(leaves) :], strict=True)
+    return gradients, {parameter: g for parameter, g in pairs if g is not None}

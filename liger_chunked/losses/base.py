@@ -95,4 +95,5 @@ class StatsLoss(FusedLoss):
             whole_batch=self._whole_batch,
             class_weight=class_weight,
             skips_rows=self._skips_rows,
+            owner=self,
         )
