@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,10 +52,11 @@ def compute_dtype(head: LossHead, input: Tensor, prefix: str = "", input_name: s
     return dtype
 
 
-def check_graph(name: str, value: Tensor, ends: list[Tensor]) -> None:
-    """Raise ValueError if `value` depends on trainable leaves beyond `ends`: they would get no gradient."""
+def other_leaves(value: Tensor, ends: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves beyond `ends` that `value` depends on and that require a gradient, such as parameters."""
     seen = {x.grad_fn for x in ends}
     left = [(value.grad_fn, 0)]
+    found: list[Tensor] = []
     while left:
         node, _ = left.pop()
         if node is None or node in seen:
@@ -65,11 +66,24 @@ def check_graph(name: str, value: Tensor, ends: list[Tensor]) -> None:
         left += following
         leaf = None if following else getattr(node, "variable", None)
         if leaf is not None and not any(leaf is x for x in ends):
-            raise ValueError(
-                f"{name} depends on another tensor that requires a gradient, {described(leaf)}, and computes gradients "
-                "only for weight, input and bias: freeze or detach that tensor, or compute a loss of your own from "
-                "linear_token_stats, whose statistics are differentiable"
-            )
+            found.append(leaf)
+    return found
+
+
+def named(leaf: Tensor, owner: Any) -> str:
+    """Describe a tensor that a loss holds, with its name if it is a parameter of the module `owner`."""
+    names = [n for n, x in owner.named_parameters() if x is leaf] if isinstance(owner, torch.nn.Module) else []
+    return " ".join([*names[:1], described(leaf)])
+
+
+def check_graph(name: str, value: Tensor, ends: list[Tensor], owner: Any = None) -> None:
+    """Raise ValueError if `value` depends on trainable leaves beyond `ends`: they would get no gradient."""
+    for leaf in other_leaves(value, ends):
+        raise ValueError(
+            f"{name} depends on another tensor that requires a gradient, {named(leaf, owner)}, and computes gradients "
+            "only for weight, input and bias: freeze or detach that tensor, or compute a loss of your own from "
+            "linear_token_stats, whose statistics are differentiable"
+        )
 
 
 def check_values(name: str, values: Any, shape: torch.Size, of: str) -> None:

@@ -119,5 +119,5 @@ def measured_by(function: DivergenceFunction, student: Tensor, teacher: Tensor) 
         raise ValueError(
             "divergence has no gradient: it does not depend on the student's logits, or is detached from them"
         )
-    check_graph("divergence", divergence, [student])
+    check_graph("divergence", divergence, [student], owner=getattr(function, "__self__", None))
     return divergence

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.checks import check_graph
+from liger_chunked.engine.checks import other_leaves
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.rows import Rows
 from liger_chunked.kernels import nll, nll_has_kernel
@@ -27,6 +28,7 @@ class Share(NamedTuple):
             which the step joins over chunks; or None.
         values: the chunk's dense statistics, which the step joins over chunks; None if no metric reads them.
         rounded: `loss` in float32, if a kernel wrote both: a step of one chunk then launches nothing to round.
+        of_parameters: gradients of `loss` by tensors that the loss holds and that require one.
     """
 
     loss: Tensor
@@ -34,6 +36,7 @@ class Share(NamedTuple):
     aux: Any = None
     values: TokenStats | None = None
     rounded: Tensor | None = None
+    of_parameters: Mapping[Tensor, Tensor] = MappingProxyType({})
 
 
 class Objective:
@@ -41,6 +44,9 @@ class Objective:
 
     A step calls `evaluate`, which arranges statistics by groups for `value_and_grad`. An objective that reads tokens as
     the step computes them, in a kernel of its own, overrides `evaluate`.
+
+    A loss may hold tensors that require a gradient, such as a parameter of its module. In grad mode it is
+    differentiated by these too, even if nothing wants the gradient by statistics.
     """
 
     def evaluate(self, stats: TokenStats, rows: Rows, chunk: Chunk, with_gradient: bool) -> Share:
@@ -52,8 +58,9 @@ class Objective:
             with_gradient: whether gradients are wanted.
         """
         values = rows.dense(stats, chunk)
-        loss, gradients, aux, _, rounded = self.value_and_grad(values, rows.index(chunk), with_gradient)
-        return Share(loss, {name: rows.compact(g, chunk) for name, g in gradients.items()}, aux, values, rounded)
+        share = self.value_and_grad(values, rows.index(chunk), with_gradient)
+        gradients = {name: rows.compact(g, chunk) for name, g in share.gradients.items()}
+        return share._replace(gradients=gradients, values=values)
 
     def kernels(self, rows: Rows) -> Hashable:
         """Return what decides which kernels of its own `evaluate` launches on a step's rows; None: none."""
@@ -74,9 +81,10 @@ class Objective:
     def value_and_grad(self, values: TokenStats, index: slice | Tensor, with_gradient: bool) -> Share:
         """Return `loss`, detached, with dense gradients."""
         leaves = leaves_of(values) if with_gradient else {}
-        with torch.set_grad_enabled(with_gradient):
+        with torch.set_grad_enabled(with_gradient or torch.is_grad_enabled()):
             loss = self.loss(values, index)
-        return Share(loss.detach(), gradients_of(loss, leaves))
+        gradients, of_parameters = gradients_of(loss, leaves)
+        return Share(loss.detach(), gradients, of_parameters=of_parameters)
 
 
 @dataclass(frozen=True)
@@ -149,14 +157,14 @@ class OfSequences(Objective):
         assert values.logps is not None
         logps = self.logps(values, index)
         leaves = {"sequences": logps.requires_grad_(), **leaves_of(values)} if with_gradient else {}
-        with torch.set_grad_enabled(with_gradient):
+        with torch.set_grad_enabled(with_gradient or torch.is_grad_enabled()):
             loss = self.share(values, logps, index)
-        gradients = gradients_of(loss, leaves)
+        gradients, of_parameters = gradients_of(loss, leaves)
         of_sequences = gradients.pop("sequences", None)
         if of_sequences is not None:
             of_tokens = self.spread(of_sequences, values.logps, index)
             gradients["logps"] = of_tokens + gradients["logps"] if "logps" in gradients else of_tokens
-        return Share(loss.detach(), gradients, SequenceLogps(logps))
+        return Share(loss.detach(), gradients, SequenceLogps(logps), of_parameters=of_parameters)
 
 
 def leaves_of(values: TokenStats) -> dict[str, Tensor]:
@@ -164,19 +172,22 @@ def leaves_of(values: TokenStats) -> dict[str, Tensor]:
     return {name: x.requires_grad_() for name in DIFFERENTIABLE if (x := getattr(values, name)) is not None}
 
 
-def gradients_of(loss: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients by the leaves that `loss` depends on. The leaves require none afterwards.
+def gradients_of(loss: Tensor, leaves: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[Tensor, Tensor]]:
+    """Return the gradients by the leaves that `loss` depends on, by name, and by all other leaves.
 
-    Raises:
-        ValueError: the loss depends on another tensor that requires a gradient, and would give it none.
+    `leaves` require none afterwards.
     """
-    check_graph("the loss", loss, list(leaves.values()))
+    parameters = other_leaves(loss, list(leaves.values()))
     found: tuple[Tensor | None, ...] = ()
     if loss.requires_grad:
         # Handing this small graph to autograd's worker thread takes longer than running it here.
         with torch.autograd.set_multithreading_enabled(False):
             # With an upstream gradient, torch imports sympy.
-            found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+            # A tensor that the caller computed from a parameter has a graph that the next chunk needs again.
+            retained = True if parameters else None
+            found = torch.autograd.grad(loss, [*leaves.values(), *parameters], None, retained, allow_unused=True)
     for leaf in leaves.values():
         leaf.requires_grad_(False)
-    return {name: g for name, g in zip(leaves, found, strict=False) if g is not None}
+    gradients = {name: g for name, g in zip(leaves, found, strict=False) if g is not None}
+    pairs = zip(parameters, found[len(leaves) :], strict=True)
+    return gradients, {parameter: g for parameter, g in pairs if g is not None}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_chunked.engine import choose
 from liger_chunked.engine.adapter import apply_down
-from liger_chunked.engine.checks import compute_dtype
+from liger_chunked.engine.checks import compute_dtype, named
 from liger_chunked.engine.choose import Plan, flattened
 from liger_chunked.engine.collectives import mapped
 from liger_chunked.engine.compile_ahead import compile_ahead
@@ -63,7 +63,11 @@ class StatisticsStep:
     plan: Plan
     objective: Objective
     values: Any = field(default=None, init=False)  # dense `TokenStats`, or None if the objective returns none
+    # Whether to differentiate the loss by tensors that the objective holds: the caller's grad mode.
+    trains_objective: bool = False
+    owner: Any = None  # the loss's module, whose parameters have names in messages
     aux: Any = field(default=None, init=False)  # that of `Share`, of all groups
+    of_parameters: dict[Tensor, Tensor] = field(default_factory=dict, init=False)  # as in `Share`, of all groups
 
     def run(
         self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
@@ -81,7 +85,11 @@ class StatisticsStep:
         with gemms(input.device, plan.dtype):
             for i, chunk in enumerate(plan.chunks):
                 tokens = plan.tokens(i, flat, flat_u)
-                share = self.objective.evaluate(head_pass.statistics(tokens), rows, chunk, grads is not None)
+                stats = head_pass.statistics(tokens)
+                with torch.set_grad_enabled(self.trains_objective):
+                    share = self.objective.evaluate(stats, rows, chunk, grads is not None)
+                if share.of_parameters:
+                    self._add_parameters(share.of_parameters)
                 parts.append(share.values)
                 aux.append(share.aux)
                 if grads is not None:
@@ -105,6 +113,19 @@ class StatisticsStep:
         else:
             loss = rows.sum_of_shares(loss).to(accumulation_dtype(plan.dtype))
         return loss, (None,) * len(needs) if grads is None else grads.finish()
+
+    def _add_parameters(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        if self.plan.rows.gathers_statistics:
+            # dW of a rank is its share, and a sum over ranks. That of a parameter may be whole on each.
+            parameter = next(iter(gradients))
+            raise ValueError(
+                f"the loss depends on a tensor that requires a gradient, {named(parameter, self.owner)}, and ranks of "
+                "a sequence_group split its tokens: freeze or detach that tensor, or pass whole sequences"
+            )
+        for parameter, g in gradients.items():
+            g = g.to(accumulation_dtype(g.dtype))  # of several chunks
+            earlier = self.of_parameters.get(parameter)
+            self.of_parameters[parameter] = g if earlier is None else earlier + g
 
     def _refuse_undeclared(self, gradients: Mapping[str, Tensor]) -> NoReturn:
         undeclared = tuple(name for name in gradients if name not in self.plan.differentiates)
@@ -177,6 +198,28 @@ class GradientInForward(torch.autograd.Function):
         return *[None if g is None else _like(g, *like) for g, like in pairs], None, None
 
 
+class WithParameters(torch.autograd.Function):
+    """`apply(loss, gradients, *parameters)`: the loss, with gradients by parameters that its objective holds."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor, ...], *parameters: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.gradients = gradients
+        ctx.dtypes = [x.dtype for x in parameters]
+        result = loss.view_as(loss)
+        ctx.save_for_backward(loss)
+        return result
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # raises if the graph was freed
+        if upstream is None:
+            return None, None, *[None] * len(ctx.gradients)
+        pairs = zip(ctx.gradients, ctx.dtypes, strict=True)
+        return upstream, None, *[(upstream.to(g.device) * g).to(dtype) for g, dtype in pairs]
+
+
 def run_step(step: Step, head: LossHead, input: Tensor) -> Tensor:
     """Run a step and return its differentiable loss ()."""
     (weight, bias, up, _), u = apply_down(head, input, step.plan.dtype)
@@ -213,11 +256,13 @@ def fused_loss(
     class_weight: Tensor | None = None,
     filter: SamplingFilter | None = None,
     skips_rows: bool = False,
+    owner: Any = None,
 ) -> Fused:
     """Return the loss of an objective, and what its metrics read.
 
     Args:
         skips_rows: whether to look for tokens without a gradient, if the host may wait.
+        owner: the module of the loss, for messages.
     """
     if not _KNOWN.issuperset(outputs):
         unknown = [name for name in outputs if name not in OUTPUTS]
@@ -236,8 +281,11 @@ def fused_loss(
         filter=filter,
         skips_rows=skips_rows,
     )
-    step = StatisticsStep(plan, objective)
-    return Fused(run_step(step, head, input), step.values, step.aux)
+    step = StatisticsStep(plan, objective, trains_objective=torch.is_grad_enabled(), owner=owner)
+    loss = run_step(step, head, input)
+    if step.of_parameters:
+        loss = WithParameters.apply(loss, tuple(step.of_parameters.values()), *step.of_parameters)
+    return Fused(loss, step.values, step.aux)
 
 
 def loss_of_kept(

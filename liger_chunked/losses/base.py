@@ -101,4 +101,5 @@ class StatsLoss(FusedLoss):
             class_weight=class_weight,
             filter=self._filter,
             skips_rows=self._skips_rows,
+            owner=self,
         )

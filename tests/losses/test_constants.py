@@ -145,15 +145,15 @@ def test_the_temperature_of_statistics():
         linear_token_stats(**batch, temperature=temperature)
 
 
-def test_a_formula_that_closes_over_a_trainable_tensor():
-    """A loss of a user is refused with the same advice."""
+def test_a_divergence_that_closes_over_a_trainable_tensor():
+    """A divergence of a user is refused with the same advice."""
     scale = nn.Parameter(torch.ones((), dtype=torch.float64))
 
-    class Scaled(losses.LigerFusedLinearPreferenceBase):
-        def preference_loss(self, pairs: Any) -> Tensor:
-            return scale * (pairs.logps[:, 1] - pairs.logps[:, 0])
+    class Scaled(losses.LigerFusedLinearDistillationBase):
+        def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+            return scale * (student_logits - teacher_logits).square().sum(-1)
 
-    batch = pairs(SMALL, seed=0, ref=None)
+    batch = students(SMALL, seed=0)
     batch["weight"].requires_grad_()
     with pytest.raises(ValueError, match=r"depends on another tensor .* a loss of your own from linear_token_stats"):
         Scaled()(**batch)

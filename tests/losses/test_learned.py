@@ -1,0 +1,322 @@
+"""Losses with a parameter of their own: a temperature, a margin, a weight, differentiated with the rest."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from fresh_process import FreshProcesses
+from ranks import join, same_on_all_ranks
+from table import SMALL, Batch, examples, moved, pairs, relative_error, rollouts
+from torch import Tensor, nn
+
+from liger_chunked import (
+    Examples,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearPolicyBase,
+    LigerFusedLinearPreferenceBase,
+    LigerFusedLinearUnpairedPreferenceBase,
+    Pairs,
+    Rollouts,
+    VocabShard,
+    eager,
+)
+from liger_chunked.testing import check_loss
+
+BUDGETS = {"one-chunk": None, "chunks": 8 * 9 * SMALL.vocab, "slices": 8 * 7}
+by_budget = pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
+
+
+def margin_loss(logps: Tensor, log_beta: Tensor, margin: Tensor) -> Tensor:
+    return F.softplus(margin.sum() - log_beta.exp() * (logps[:, 0] - logps[:, 1]))
+
+
+class LearnedMargin(LigerFusedLinearPreferenceBase):
+    """Two parameters, of which one has several elements."""
+
+    def __init__(self, **options):
+        super().__init__(use_ref_model=False, **options)
+        self.log_beta = nn.Parameter(torch.tensor(-1.0, dtype=torch.float64))
+        self.margin = nn.Parameter(torch.tensor([0.2, 0.1], dtype=torch.float64))
+
+    def preference_loss(self, pairs: Pairs) -> Tensor:
+        return margin_loss(pairs.logps, self.log_beta, self.margin)
+
+
+class LearnedWeight(LigerFusedLinearUnpairedPreferenceBase):
+    def __init__(self, **options):
+        super().__init__(use_ref_model=False, **options)
+        self.weight_of = nn.Parameter(torch.tensor([0.7, 1.3], dtype=torch.float64))
+
+    def preference_loss(self, examples: Examples) -> Tensor:
+        weights = self.weight_of[examples.desirable.long()]
+        return weights * torch.sigmoid(-self.beta * examples.signs * examples.logps)
+
+
+class LearnedTemperature(LigerFusedLinearPolicyBase):
+    scope = "token"
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.tau = nn.Parameter(torch.tensor(1.1, dtype=torch.float64))
+
+    def policy_loss(self, rollouts: Rollouts) -> Tensor:
+        return -torch.sigmoid(self.tau * (rollouts.ratio - 1)) / self.tau * rollouts.advantages
+
+
+def logps_of(batch: Batch) -> Tensor:
+    return eager.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"]
+
+
+def eager_margin(loss: LearnedMargin, batch: Batch) -> Tensor:
+    logps = logps_of(batch).sum(1).view(2, -1).t()
+    return margin_loss(logps, loss.log_beta, loss.margin).mean()
+
+
+def eager_weight(loss: LearnedWeight, batch: Batch) -> Tensor:
+    logps, desirable = logps_of(batch).sum(1), batch["preference_labels"]
+    signs = 2 * desirable.double() - 1
+    return (loss.weight_of[desirable.long()] * torch.sigmoid(-loss.beta * signs * logps)).mean()
+
+
+def eager_temperature(loss: LearnedTemperature, batch: Batch) -> Tensor:
+    ratio = (logps_of(batch) - batch["old_logps"]).exp()
+    cost = -torch.sigmoid(loss.tau * (ratio - 1)) / loss.tau * batch["advantages"][:, None]
+    valid = batch["target"] != -100
+    return (torch.where(valid, cost, 0).sum(1) / valid.sum(1)).mean()
+
+
+Case = tuple[Callable[..., nn.Module], Callable[[nn.Module, Batch], Tensor], Batch]
+
+
+def case(kind: str) -> Case:
+    if kind == "pairs":
+        return LearnedMargin, eager_margin, pairs(SMALL, seed=0, ref=None)
+    if kind == "examples":
+        return LearnedWeight, eager_weight, examples(SMALL, seed=0, ref=None)
+    return LearnedTemperature, eager_temperature, rollouts(SMALL, seed=0)
+
+
+by_kind = pytest.mark.parametrize("kind", ["pairs", "examples", "rollouts"])
+
+
+def gradients(loss: nn.Module, value: Tensor, leaves: Batch) -> dict[str, Tensor | None]:
+    value.backward()
+    return {name: x.grad for name, x in (*loss.named_parameters(), *leaves.items())}
+
+
+def leaves_of(batch: Batch, names: tuple[str, ...]) -> Batch:
+    return {name: batch[name].clone().requires_grad_() for name in names}
+
+
+@by_kind
+@by_budget
+@pytest.mark.parametrize("trainable", [("weight", "input", "bias"), ("input",), ()], ids=["all", "input", "nothing"])
+def test_every_gradient_matches_eager_code(kind, budget, trainable):
+    """Also if the parameters alone are trained."""
+    make, oracle, batch = case(kind)
+    ours, theirs = make(logits_budget=budget), make()
+    leaves, others = leaves_of(batch, trainable), leaves_of(batch, trainable)
+    value, exact = ours(**{**batch, **leaves})[0], oracle(theirs, {**batch, **others})
+    assert relative_error(value.detach(), exact.detach()) < 1e-12
+    found, expected = gradients(ours, value, leaves), gradients(theirs, exact, others)
+    assert found.keys() == expected.keys()
+    for name, g in expected.items():
+        assert relative_error(found[name], g) < 1e-12, name
+
+
+@by_kind
+def test_in_bfloat16_the_error_is_that_of_eager_code(kind):
+    make, oracle, batch = case(kind)
+    batch = {name: x.bfloat16().double() if x.is_floating_point() else x for name, x in batch.items()}
+    reference = make()
+    exact = gradients(reference, oracle(reference, batch), {})
+    errors = {}
+    for who in ("ours", "eager"):
+        loss, given = make().float(), moved(batch, torch.bfloat16)
+        value = loss(**given)[0] if who == "ours" else oracle(loss, given)
+        errors[who] = {name: relative_error(g, exact[name]) for name, g in gradients(loss, value, {}).items()}
+    for name, error in errors["ours"].items():
+        assert error <= max(1.1 * errors["eager"][name], 2**-8), (name, errors)
+
+
+def test_the_loss_is_differentiable_by_parameters_alone_under_gradcheck():
+    batch = pairs(SMALL, seed=1, ref=None)
+    loss = LearnedMargin(logits_budget=BUDGETS["chunks"])
+
+    def of(log_beta: Tensor, margin: Tensor) -> Tensor:
+        parameters = {"log_beta": log_beta, "margin": margin}
+        return torch.func.functional_call(loss, parameters, kwargs=batch)[0]
+
+    assert torch.autograd.gradcheck(of, [x.detach().clone().requires_grad_() for x in loss.parameters()])
+
+
+@by_budget
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_tensor_that_a_function_holds(inside, budget):
+    """Also one computed from a parameter before the call, whose graph each chunk needs."""
+    batch = pairs(SMALL, seed=0, ref=None)
+    log_beta = torch.tensor(-1.0, dtype=torch.float64, requires_grad=True)
+    margin = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    before = log_beta.exp()
+
+    def learned(pairs: Pairs) -> Tensor:
+        beta = log_beta.exp() if inside else before
+        return F.softplus(margin.exp().sum() - beta * (pairs.logps[:, 0] - pairs.logps[:, 1]))
+
+    loss = LigerFusedLinearDPOLoss(loss_type=learned, use_ref_model=False, logits_budget=budget)
+    loss(**batch)[0].backward()
+    found = log_beta.grad, margin.grad
+    log_beta.grad = margin.grad = None
+    logps = logps_of(batch).sum(1).view(2, -1).t()
+    F.softplus(margin.exp().sum() - log_beta.exp() * (logps[:, 0] - logps[:, 1])).mean().backward()
+    for ours, exact in zip(found, (log_beta.grad, margin.grad), strict=True):
+        assert relative_error(ours, exact) < 1e-12
+
+
+def test_a_penalty_on_the_head_itself():
+    class Decayed(LigerFusedLinearPreferenceBase):
+        def preference_loss(self, pairs: Pairs) -> Tensor:
+            return pairs.logps[:, 1] - pairs.logps[:, 0] + 0.1 * weight.square().sum()
+
+    batch = pairs(SMALL, seed=0, ref=None)
+    weight = batch["weight"].requires_grad_()
+    Decayed(use_ref_model=False)(**batch)[0].backward()
+    found, weight.grad = weight.grad, None
+    logps = logps_of(batch).sum(1).view(2, -1)
+    ((logps[1] - logps[0]).mean() + 0.1 * weight.square().sum()).backward()
+    assert relative_error(found, weight.grad) < 1e-12
+
+
+@by_kind
+def test_frozen_and_without_gradients(kind):
+    make, _, batch = case(kind)
+    loss, leaves = make(), leaves_of(batch, ("weight",))
+    with torch.no_grad():
+        value = loss(**{**batch, **leaves})[0]
+    assert not value.requires_grad
+    loss.requires_grad_(False)
+    assert not loss(**batch)[0].requires_grad
+    loss(**{**batch, **leaves})[0].backward()
+    assert leaves["weight"].grad is not None
+    assert all(x.grad is None for x in loss.parameters())
+    assert make()(**batch)[0].item() == value.item()
+
+
+@by_kind
+def test_accumulation_copies_and_repeats(kind):
+    make, _, batch = case(kind)
+    loss, leaves = make(), leaves_of(batch, ("weight", "input"))
+    value = loss(**{**batch, **leaves})[0]
+    value.backward(retain_graph=True)
+    once = {name: x.grad.clone() for name, x in loss.named_parameters()}
+    (2 * value).backward()
+    loss(**{**batch, **leaves})[0].backward()
+    copied = copy.deepcopy(loss)
+    for name, x in loss.named_parameters():
+        torch.testing.assert_close(x.grad, 4 * once[name])
+    copied.zero_grad()
+    copied(**batch)[0].backward()
+    for name, x in copied.named_parameters():
+        torch.testing.assert_close(x.grad, once[name])
+    for name, x in loss.named_parameters():  # the copy has parameters of its own
+        torch.testing.assert_close(x.grad, 4 * once[name])
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        value.backward()
+
+
+def test_a_step_of_an_optimizer_trains_the_parameter():
+    make, _, batch = case("pairs")
+    loss = make()
+    before, optimizer = loss.margin.detach().clone(), torch.optim.SGD(loss.parameters(), lr=0.1)
+    first = loss(**batch)[0]
+    first.backward()
+    optimizer.step()
+    assert not torch.equal(loss.margin, before)
+    assert loss(**batch)[0] < first
+
+
+def test_second_derivatives_are_refused():
+    make, _, batch = case("pairs")
+    loss = make()
+    (g,) = torch.autograd.grad(loss(**batch)[0], [loss.log_beta], create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        g.backward()
+
+
+def test_nothing_outlives_the_loss():
+    make, _, batch = case("pairs")
+    loss = make(logits_budget=BUDGETS["chunks"])
+    value = loss(**batch)[0]
+    node = weakref.ref(value.grad_fn)
+    del value
+    gc.collect()
+    assert node() is None
+
+
+@by_kind
+def test_check_loss_accepts_a_parameter(kind):
+    check_loss(case(kind)[0]())
+
+
+# Ranks
+
+
+def trained(rank: int, folder: str) -> None:
+    """DDP averages the parameter's gradient; ranks of a vocabulary have the same; split sequences are refused."""
+    join(rank, 2, folder)
+    make, _, batch = case("pairs")
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(SMALL.hidden, SMALL.vocab, dtype=torch.float64)
+            self.loss = make()
+
+        def forward(self, input: Tensor, target: Tensor) -> Tensor:
+            return self.loss(self.head.weight, input, target, self.head.bias)[0]
+
+    torch.manual_seed(0)
+    model = Head()
+    expected = {}
+    for i in range(2):
+        for name, g in zip(
+            dict(model.named_parameters()),
+            torch.autograd.grad(model(batch["input"] + i, batch["target"]), list(model.parameters())),
+            strict=True,
+        ):
+            expected[name] = expected.get(name, 0) + g / 2
+    model.requires_grad_(True)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    parallel(batch["input"] + rank, batch["target"]).backward()
+    for name, x in model.named_parameters():
+        assert relative_error(x.grad, expected[name]) < 1e-12, name
+        assert same_on_all_ranks(x.grad)
+
+    whole, shard = make(), make()
+    whole(**batch)[0].backward()
+    start = 11 * rank
+    own = {**batch, **{name: batch[name][start : start + 11 + rank] for name in ("weight", "bias")}}
+    shard(**own, vocab_shard=VocabShard(None, start, SMALL.vocab))[0].backward()
+    for a, b in zip(shard.parameters(), whole.parameters(), strict=True):
+        assert relative_error(a.grad, b.grad) < 1e-12
+        assert same_on_all_ranks(a.grad)
+
+    half = slice(0, 4) if rank == 0 else slice(4, 7)
+    split = {**batch, "input": batch["input"][:, half], "target": batch["target"][:, half]}
+    with pytest.raises(ValueError, match=r"requires a gradient, (log_beta|margin) .*sequence_group"):
+        make()(**split, sequence_group=dist.group.WORLD)
+    make().requires_grad_(False)(**split, sequence_group=dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+def test_ranks(tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    fresh_process.spawn(trained, 2, str(tmp_path))
