@@ -474,6 +474,7 @@ def _on_policy(
 ) -> Row:
     """`settings` are the module's other arguments, transform included; the oracle is GRPO with the advantages."""
     transform = {name: settings.pop(name) for name in _TRANSFORM if name in settings}
+    prefix_weight = settings.get("prefix_weight", 0.0)
 
     def ours(batch: Batch, **options: Any) -> Tensor:
         return LigerFusedLinearOnPolicyDistillationLoss(
@@ -491,12 +492,25 @@ def _on_policy(
         of_teacher = logps("teacher_") if given is None else given
         batch = {name: x for name, x in batch.items() if not name.startswith("teacher_")}
         lowest = -1e18  # as which -inf counts
-        old_logps = batch.get("old_logps", logps(""))
-        advantages = kl_coef * (of_teacher.clamp(min=lowest) - old_logps.clamp(min=lowest))
+        current = settings.get("student") == "current"
+        of_student = logps("") if current else batch.get("old_logps", logps(""))
+        distance = of_teacher.clamp(min=lowest) - of_student.clamp(min=lowest)
+        distance = distance.masked_fill(batch["target"] == own.get("ignore_index", -100), 0.0)
+        for row in distance if prefix_weight else []:  # IW-OPD, one token at a time
+            sizes = [abs(float(x)) for x in row]
+            for t in range(len(sizes)):
+                row[t] *= 1 + prefix_weight * (1 - sum(sizes[:t]) / max(1e-8, sum(sizes)))
+        advantages = kl_coef * distance
         others = batch.pop("advantages", None)
         if others is not None:
             advantages = advantages + (others if others.ndim == 2 else others[:, None])
-        bounds = {name: settings.get(name, float("inf")) for name in ("epsilon_low", "epsilon_high")}
+        surrogate = settings.get("surrogate", "clip")
+        if surrogate == "clip":
+            bounds = {name: settings.get(name, float("inf")) for name in ("epsilon_low", "epsilon_high")}
+        elif surrogate == "truncate":  # as CISPO
+            bounds = {"surrogate": "cispo", "epsilon_high": settings.get("ratio_max", 2.0)}
+        else:
+            bounds = {"surrogate": surrogate}
         return eager.grpo(**batch, advantages=advantages, reduction=reduction, **bounds, **own)[0]
 
     def draw(sizes: Sizes, seed: int) -> Batch:
@@ -894,6 +908,25 @@ ON_POLICY = [
         teacher="logps",
         kl_coef=0.3,
         sample={"advantages": "sequences", "weights": "tokens"},
+    ),
+    _on_policy(
+        "on-policy-sdpo",
+        surrogate="truncate",
+        student="current",
+        ratio_max=1.1,
+        kl_coef=0.7,
+        sample={"advantages": "sequences", "weights": "tokens"},
+        stops_gradients=True,
+    ),
+    _on_policy("on-policy-iw_opd", surrogate="log_prob", prefix_weight=0.5, stops_gradients=True),
+    _on_policy(
+        "on-policy-prefix_weight-clip",
+        teacher="logps",
+        prefix_weight=2.0,
+        epsilon_high=0.1,
+        reduction="grpo",
+        sample={"old": False, "advantages": "tokens"},
+        stops_gradients=True,
     ),
     # Of an exact inverse: the rounding of 1/0.6 moves all log-probabilities alike, in eager code by another rounding.
     _on_policy(

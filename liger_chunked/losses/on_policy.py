@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import as_counts, check_projection, check_target, linear_token_stats
 from liger_chunked.losses.base import FusedLoss
 from liger_chunked.losses.policy import Clipped, LigerFusedLinearPolicyBase, masked
-from liger_chunked.losses.settings import check_finite, options_of_teacher
+from liger_chunked.losses.settings import check_finite, check_positive, options_of_teacher, refuse_unread
 from liger_chunked.types import (
     LogitOptions,
     LogitOptionsDict,
@@ -30,45 +31,114 @@ from liger_chunked.types import (
 )
 
 
+@dataclass(frozen=True)
+class _Settings:
+    kl_coef: float = 1.0
+    epsilon_low: float = math.inf
+    epsilon_high: float = math.inf
+    surrogate: str = "clip"
+    ratio_max: float = 2.0
+    student: str = "old"
+    prefix_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_finite("kl_coef", self.kl_coef, minimum=0)
+        for name in ("epsilon_low", "epsilon_high"):
+            value = getattr(self, name)
+            check_number(name, value)
+            if not value >= 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        if self.surrogate not in _SURROGATES:
+            raise ValueError(f"unknown surrogate {shown(self.surrogate)}, expected one of {sorted(_SURROGATES)}")
+        check_positive("ratio_max", self.ratio_max)
+        if self.student not in ("old", "current"):
+            raise ValueError(f"student must be 'old' or 'current', got {shown(self.student)}")
+        check_finite("prefix_weight", self.prefix_weight, minimum=0)
+        refuse_unread(self, _SURROGATES[self.surrogate].reads, f"surrogate {self.surrogate!r}", _SURROGATES)
+
+
+def _clip(r: Rollouts, advantages: Tensor, s: _Settings) -> Tensor:
+    bounded = r.ratio.clamp(1 - s.epsilon_low, 1 + s.epsilon_high)
+    return -torch.minimum(r.ratio * advantages, bounded * advantages)
+
+
+def _clipped_by_clip(r: Rollouts, advantages: Tensor, s: _Settings) -> Clipped:
+    low = None
+    if math.isfinite(s.epsilon_low):
+        low = (r.ratio < 1 - s.epsilon_low) & (advantages < 0)
+    return Clipped(low=low, high=(r.ratio > 1 + s.epsilon_high) & (advantages > 0))
+
+
+def _truncate(r: Rollouts, advantages: Tensor, s: _Settings) -> Tensor:
+    # The logarithm is bounded, so that exp() cannot overflow.
+    return -r.log_ratio.detach().clamp(max=math.log(s.ratio_max)).exp() * advantages * r.logps
+
+
+def _clipped_by_truncate(r: Rollouts, advantages: Tensor, s: _Settings) -> Clipped:
+    return Clipped(low=None, high=r.ratio > s.ratio_max)
+
+
+def _log_prob(r: Rollouts, advantages: Tensor, s: _Settings) -> Tensor:
+    return -advantages * r.logps
+
+
+class _Surrogate(NamedTuple):
+    loss: Callable[[Rollouts, Tensor, _Settings], Tensor]
+    reads: tuple[str, ...] = ()  # fields of _Settings
+    clipped: Callable[[Rollouts, Tensor, _Settings], Clipped] | None = None
+
+
+_SURROGATES: Mapping[str, _Surrogate] = {
+    "clip": _Surrogate(_clip, reads=("epsilon_low", "epsilon_high"), clipped=_clipped_by_clip),
+    "truncate": _Surrogate(_truncate, reads=("ratio_max",), clipped=_clipped_by_truncate),
+    "log_prob": _Surrogate(_log_prob),
+}
+
+
+def _prefix_weights(distance: Tensor, weight: float) -> Tensor:
+    """Return `1 + weight (1 - sum of abs(distance) before / sum)`, of (n, T), 0 at ignored tokens."""
+    size = distance.abs()
+    before = size.cumsum(-1, dtype=torch.float64) - size
+    share = before / size.sum(-1, keepdim=True, dtype=torch.float64).clamp(min=1e-8)  # TRL's bound
+    return (1 + weight * (1 - share)).to(distance.dtype)
+
+
 class _SampledReverseKL(LigerFusedLinearPolicyBase):
     """A policy loss of the advantages below; the teacher is the reference."""
 
-    scope = "token"
+    scope: Literal["token", "sequence", "batch"] = "token"
 
-    def __init__(
-        self,
-        kl_coef: float,
-        epsilon_low: float,
-        epsilon_high: float,
-        reduction: str,
-        max_completion_length: int | None,
-    ) -> None:
-        bounded = math.isfinite(epsilon_low) or math.isfinite(epsilon_high)
+    def __init__(self, settings: _Settings, reduction: str, max_completion_length: int | None) -> None:
+        bounds = _SURROGATES[settings.surrogate].clipped is not None
+        if settings.surrogate == "clip":
+            bounds = math.isfinite(settings.epsilon_low) or math.isfinite(settings.epsilon_high)
         super().__init__(
             reduction=reduction,
             max_completion_length=max_completion_length,
             kl_estimator="k1",
             use_bias_correction_kl=False,
-            clipped=self._clipped if bounded else None,
+            clipped=self._clipped if bounds else None,
         )
-        self.kl_coef = kl_coef
-        self.epsilon_low = epsilon_low
-        self.epsilon_high = epsilon_high
-        self.clips_low = math.isfinite(epsilon_low)
+        self.settings = settings
+        self.clips_low = math.isfinite(settings.epsilon_low)
+        if settings.prefix_weight:
+            self.scope = "sequence"
 
     def _advantages(self, r: Rollouts) -> Tensor:
         assert r.ref_logps is not None
-        return r.advantages + self.kl_coef * (r.ref_logps - r.old_logps)
+        s = self.settings
+        distance = r.ref_logps - (r.old_logps if s.student == "old" else r.logps.detach())
+        if s.prefix_weight:
+            distance = _prefix_weights(distance, s.prefix_weight) * distance
+        return r.advantages + s.kl_coef * distance
 
     def policy_loss(self, rollouts: Rollouts) -> Tensor:
-        advantages = self._advantages(rollouts)
-        bounded = rollouts.ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
-        return -torch.minimum(rollouts.ratio * advantages, bounded * advantages)
+        return _SURROGATES[self.settings.surrogate].loss(rollouts, self._advantages(rollouts), self.settings)
 
     def _clipped(self, r: Rollouts) -> Clipped:
-        advantages = self._advantages(r)
-        low = (r.ratio < 1 - self.epsilon_low) & (advantages < 0) if self.clips_low else None
-        return Clipped(low=low, high=(r.ratio > 1 + self.epsilon_high) & (advantages > 0))
+        clipped = _SURROGATES[self.settings.surrogate].clipped
+        assert clipped is not None
+        return clipped(r, self._advantages(r), self.settings)
 
 
 class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
@@ -79,13 +149,36 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         A = advantages + kl_coef * (log q(y) - log p_old(y))
         cost = -min(r A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A),    r = p(y) / p_old(y)
 
+    | surrogate | cost |
+    |---|---|
+    | `clip` | the above |
+    | `truncate` | `-sg(min(r, ratio_max)) A log p(y)`, with stopped gradient `sg` |
+    | `log_prob` | `-A log p(y)` |
+
+    With `student="current"`, `A` has `sg(log p(y))` in the place of `log p_old(y)`. With a `prefix_weight` `g`,
+    `D = log q(y) - log p_old(y)` is multiplied by `1 + g (1 - sum of abs(D) before the token / sum of the sequence)`.
+
+    | name | arguments |
+    |---|---|
+    | On-policy distillation | the defaults |
+    | SDPO's and SDFT's sampled token, 2601.20802, 2601.19897, as in TRL | `surrogate="truncate", student="current"` |
+    | IW-OPD, 2606.22600, as in TRL | `surrogate="log_prob", prefix_weight=0.5` |
+
+    The teacher of SDPO and SDFT is the model itself, with a prompt that also holds feedback or a demonstration: pass
+    its `teacher_logps`, or its hidden states. `LigerFusedLinearJSDLoss(beta=alpha)` is their loss of whole
+    distributions.
+
     On-policy, the gradient is an unbiased estimate of that of `KL(p || q)` at the sampled prefixes, with a discount of
     0 (https://thinkingmachines.ai/blog/on-policy-distillation). The metric `kl` is the mean of
     `log p(y) - log q(y)`.
 
     Args:
         kl_coef: weight of the teacher in the advantage, not negative.
-        epsilon_low, epsilon_high: not negative; infinity is no bound.
+        epsilon_low, epsilon_high: of `clip`, not negative; infinity is no bound.
+        surrogate: a name from the table.
+        ratio_max: of `truncate`, positive; TRL's `distillation_is_clip`.
+        student: "old", the policy that sampled, or "current".
+        prefix_weight: not negative; TRL's `iw_opd_gamma`. Above 0, costs one more GEMM for a sequence over budget.
         reduction: what the sum over tokens is divided by. "grpo": the mean over sequences of the mean over tokens;
             "bnpo": the valid tokens of the batch; "dapo": `num_items`, or else as "bnpo"; "dr_grpo":
             `B * max_completion_length`; "luspo": `B`. verl's "seq-mean-token-mean", "token-mean",
@@ -113,21 +206,21 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         kl_coef: float = 1.0,
         epsilon_low: float = math.inf,
         epsilon_high: float = math.inf,
+        surrogate: str = "clip",
+        ratio_max: float = 2.0,
+        student: str = "old",
+        prefix_weight: float = 0.0,
         reduction: str = "token-mean",
         max_completion_length: int | None = None,
         teacher_options: LogitOptions | None = None,
         **options: Unpack[LogitOptionsDict],
     ) -> None:
         super().__init__()
-        check_finite("kl_coef", kl_coef, minimum=0)
-        for name, value in (("epsilon_low", epsilon_low), ("epsilon_high", epsilon_high)):
-            check_number(name, value)
-            if not value >= 0:
-                raise ValueError(f"{name} must not be negative, got {value}")
+        settings = _Settings(kl_coef, epsilon_low, epsilon_high, surrogate, ratio_max, student, prefix_weight)
         self.options = LogitOptions.of(type(self), options)
         self.teacher_options = options_of_teacher(teacher_options, self.options)
         self._transforms_teacher = teacher_options is not None
-        self._policy = _SampledReverseKL(kl_coef, epsilon_low, epsilon_high, reduction, max_completion_length)
+        self._policy = _SampledReverseKL(settings, reduction, max_completion_length)
 
     @entry_point
     def forward(

@@ -398,3 +398,44 @@ def test_empty_sides_are_certain_in_every_loss(case, empty, prompts, dtype):
     if dtype == torch.float64:
         expected = evaluate(lambda b: exact(**b, **extra, **settings), {**batch, "input": clean})
         assert_same(result, expected)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "tpo-l"])
+def test_tpo_is_cpo_and_a_cross_entropy(loss_type):
+    """Triple preference optimization (2405.16681), as TRL's TPO computes it of chosen, rejected and gold sequences."""
+    batch = pairs(SMALL, seed=30, ref=None)
+    gold = tokens(SMALL, seed=31)
+    batch |= {"gold_input": gold["input"][:3], "gold_target": gold["target"][:3]}
+    beta, gamma, tpo_alpha, smoothing = 0.3, 0.4, 0.8, 0.1 if loss_type in ("sigmoid", "tpo-l") else 0.0
+    averages = loss_type in ("ipo", "tpo-l")
+
+    def ours(batch: dict[str, Tensor]) -> Tensor:
+        named = {"loss_type": "simpo", "simpo_gamma": gamma} if loss_type == "tpo-l" else {"loss_type": loss_type}
+        cpo = LigerFusedLinearCPOLoss(beta=beta, cpo_alpha=0, label_smoothing=smoothing, **named)
+        head = batch["weight"], batch["bias"]
+        preference, _ = cpo(head[0], batch["input"], batch["target"], head[1])
+        nll = LigerFusedLinearCrossEntropyLoss()(head[0], batch["gold_input"], batch["gold_target"], head[1])
+        return preference + tpo_alpha * nll
+
+    def exact(batch: dict[str, Tensor]) -> Tensor:
+        def log_p(input: Tensor, target: Tensor) -> Tensor:
+            logits = input @ batch["weight"].T + batch["bias"]
+            return logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0].where(target >= 0, 0.0)
+
+        logps = log_p(batch["input"], batch["target"]).sum(-1)
+        if averages:
+            logps = logps / (batch["target"] >= 0).sum(-1)
+        delta = logps[:3] - logps[3:]
+        match loss_type:
+            case "hinge":
+                losses = torch.relu(1 - beta * delta)
+            case "ipo":
+                losses = (delta - 1 / (2 * beta)) ** 2
+            case _:
+                z = beta * (delta - (gamma / beta if loss_type == "tpo-l" else 0))
+                losses = -(1 - smoothing) * F.logsigmoid(z) - smoothing * F.logsigmoid(-z)
+        nll = -log_p(batch["gold_input"], batch["gold_target"]).sum() / (batch["gold_target"] >= 0).sum()
+        return losses.mean() + tpo_alpha * nll
+
+    names = ("weight", "input", "bias", "gold_input")
+    assert_same(evaluate(ours, batch, names), evaluate(exact, batch, names), 1e-10)
