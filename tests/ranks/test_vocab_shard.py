@@ -122,6 +122,12 @@ def filters(rank: int, world: str, folder: str) -> None:
                 assert torch.equal(*kept) and not kept[0].all()
             except Exception as error:
                 raise AssertionError(f"{options}, {name}, {budget}") from error
+    for policy in table.rows("grpo-top_k-top_p-min_p", "grpo-top_p-kl-entropy", "gspo-min_p-kl"):
+        for (name, parts), budget in itertools.product(LAYOUTS[int(world)].items(), (None, 8 * 9 * 5)):
+            try:
+                check(policy, policy.sample(SMALL, 4), parts, budget)
+            except Exception as error:
+                raise AssertionError(f"{policy.id}, {name}, {budget}") from error
     # Equal logits on both ranks: both keep theirs, or neither.
     weight, x = torch.tensor([[1.0], [3.0], [1.0], [0.0], [1.0], [0.0]]), torch.ones(1, 1)
     every, target = torch.arange(6)[None], torch.tensor([1])
