@@ -112,11 +112,10 @@ def _classification(scores: list[Tensor], positive: list[bool]) -> Tensor:
     """Return REAL's loss of a group."""
     if all(positive) or not any(positive):
         return torch.zeros(()) if not scores else 0 * scores[0]
-    of_positive = sum(((-s).exp() for s, yes in zip(scores, positive, strict=True) if yes), torch.zeros_like(scores[0]))
-    of_negative = sum(
-        (s.exp() for s, yes in zip(scores, positive, strict=True) if not yes), torch.zeros_like(scores[0])
-    )
-    return (1 + of_positive).log() + (1 + of_negative).log()
+    one = torch.zeros_like(scores[0])  # its logarithm
+    of_positive = torch.stack([one, *(-s for s, yes in zip(scores, positive, strict=True) if yes)])
+    of_negative = torch.stack([one, *(s for s, yes in zip(scores, positive, strict=True) if not yes)])
+    return of_positive.logsumexp(0) + of_negative.logsumexp(0)  # log(1 + sum(exp(x)))
 
 
 def grpo(
@@ -272,17 +271,17 @@ def grpo(
         weights = torch.ones_like(logps) if importance_weights is None else of_tokens(importance_weights)
 
         all_ratios.append(ratio[:1] if importance_level in ("sequence", "trajectory") else ratio)
-        p, q = logps.detach().exp(), old.exp()
+        p, q = logps.detach().exp(), saturating_exp(old)
         too_low, too_high = _outside(surrogate, p, q, advantage, epsilon_low, epsilon_high, ipo_threshold)
 
         match surrogate:
             case "log_prob":
                 cost = -weights * advantage * logps
             case "dppo_tv" | "dppo_kl" | "ipo":
-                bounded = (
-                    ratio.detach().clamp(max=math.inf if ratio_max is None else ratio_max) * ratio / ratio.detach()
-                )
-                cost = -weights * bounded * advantage * ~(too_low | too_high)
+                bounded = ratio.detach().clamp(max=math.inf if ratio_max is None else ratio_max)
+                inside = ~(too_low | too_high)
+                # The ratio as a weight of the policy gradient: of value `bounded`, with grad(log pi) times it.
+                cost = -weights * bounded * (1 + logps - logps.detach()) * advantage * inside
             case "fipo":
                 log_ratio = (logps - old).detach()
                 counted = log_ratio if delta is None else log_ratio * (log_ratio.exp() <= delta)
