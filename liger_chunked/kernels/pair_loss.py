@@ -150,9 +150,9 @@ def _pairs_kernel(
     tl.store(of_pairs_ptr + 2 * n_pairs + pair, (beta * chosen).to(tl.float32))
     tl.store(of_pairs_ptr + 3 * n_pairs + pair, (beta * rejected).to(tl.float32))
 
-    loss = chosen * 0.0
-    by_chosen = chosen * 0.0
-    by_rejected = chosen * 0.0
+    loss = tl.full([], 0.0, tl.float64)
+    by_chosen = tl.full([], 0.0, tl.float64)
+    by_rejected = tl.full([], 0.0, tl.float64)
     loss, by_chosen, by_rejected = _add_term(
         CURVE_0, OF_0, scale_0, offset_0, weight_0,
         chosen, rejected, chosen_length, rejected_length, loss, by_chosen, by_rejected,
@@ -190,7 +190,7 @@ def _batch_kernel(
     n_chosen = tl.maximum(_sum_counts(counts_ptr, 0, n_pairs, BLOCK), 1)
     n_rejected = tl.maximum(_sum_counts(counts_ptr, n_pairs, 2 * n_pairs, BLOCK), 1)
     loss = _sum_tokens(sums_ptr + first_pair, stop_pair - first_pair, BLOCK) / n_pairs
-    nll = loss * 0.0
+    nll = tl.full([], 0.0, tl.float64)
     if NLL:
         of_chunk = _sum_tokens(sums_ptr + n_pairs + first_pair, stop_pair - first_pair, BLOCK)
         loss -= nll_weight * (of_chunk / n_chosen)

@@ -309,13 +309,13 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         ref_logps = reference_logps(
             reference, self, head, target, rows, sequences, required=self.use_ref_model, compact=has_kernel
         )
-        kernel = self._pair_kernel(terms, rows, ref_logps) if has_kernel and terms is not None else None
         if nll_target is not None:
             target, nll_target = (whole(x, sequences, ignore_index) for x in (target, nll_target))
-        objective = _MeanOverPairs(self, _Given(head, target, nll_target, rows, ref_logps), max(1, n // 2), kernel)
+        given = _Given(head, target, nll_target, rows, ref_logps)
+        objective = _MeanOverPairs(self, given, max(1, n // 2), terms if has_kernel else None)
         loss, stats, aux = self._fuse(head, input, rows, objective)
-        if kernel is not None and aux is None:
-            return loss, kernel.metrics()
+        if objective.kernel is not None and aux is None:
+            return loss, objective.kernel.metrics()
         return loss, self._metrics(objective.batch, aux.logps, stats)
 
     if TYPE_CHECKING:
@@ -450,7 +450,11 @@ class _MeanOverPairs(OfSequences):
     of: LigerFusedLinearPreferenceBase
     given: _Given
     n_pairs: int
-    kernel: PairKernel | None  # computes the same; None: autograd does
+    terms: Terms | None  # for a kernel that computes the same; None: autograd does
+
+    @functools.cached_property
+    def kernel(self) -> PairKernel | None:
+        return None if self.terms is None else self.of._pair_kernel(self.terms, self.given.rows, self.given.ref_logps)
 
     @functools.cached_property
     def batch(self) -> _Batch:
