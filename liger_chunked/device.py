@@ -37,7 +37,8 @@ def _type_of_build() -> str | None:
 _TYPE = _type_of_build()
 HAS_ACCELERATOR = _TYPE is not None
 # A CPU build has torch.cuda too, whose functions raise.
-accelerator: ModuleType = torch.get_device_module(_TYPE or "cuda")
+ACCELERATOR = _TYPE or "cuda"
+accelerator: ModuleType = torch.get_device_module(ACCELERATOR)
 # NVIDIA's compiler, PTX and driver, unlike ROCm under the same name.
 IS_NVIDIA = torch.version.cuda is not None
 # Settings of matrix products. ROCm's library reads them too; others do not.

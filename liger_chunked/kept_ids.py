@@ -214,7 +214,7 @@ class KeptIds:
     ) -> KeptIds:
         """Return what a sampler keeps of materialized logits: first `top_k`, then `top_p`, then `min_p`.
 
-        The order is that of transformers' `generate` and of SGLang; vLLM takes `min_p` first. Waits for the device.
+        The order is that of transformers' `generate`; vLLM takes `min_p` first. Waits for the device.
 
         Args:
             logits: (..., V), the positions in the order of the target.

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from liger_chunked.device import ACCELERATOR
 from liger_chunked.dtensor import any_dtensor
 from liger_chunked.engine.gradients import accumulate
 from liger_chunked.engine.hooks import isolated
@@ -265,7 +266,7 @@ class _Block:
             yield
             return
         of_cpu, devices, states = self._random
-        kind = "cuda" if device.type == "cpu" else device.type
+        kind = ACCELERATOR if device.type == "cpu" else device.type
         with torch.random.fork_rng(devices, device_type=kind):
             torch.set_rng_state(of_cpu)
             set_device_states(devices, states, device_type=kind)

@@ -409,6 +409,13 @@ PRIVATE = (
         "dpo_trainer",
     ),
     Private(
+        "_generate_and_score_completions _get_per_token_logps_and_entropies",
+        "TRL: GRPOTrainer, RLOOTrainer",
+        "train on kept ids; leave out sequences of zero advantage",
+        "a RuntimeError with `kept_ids=True`; nothing is left out",
+        "grpo_trainer",
+    ),
+    Private(
         "_patch_chunked_ce_lm_head",
         "TRL before 1.15: SFTTrainer's module",
         "keep TRL from replacing a model's forward",

@@ -685,7 +685,15 @@ def dpo_trainer() -> None:
 
 
 def grpo_trainer() -> None:
+    """As TRL does, and over what the sampler kept: all ids, as it has no filter."""
+    from liger_chunked import LigerFusedLinearGRPOLoss
+
     _assert_same_training("GRPO")
+    _assert_same_training("GRPO", LigerFusedLinearGRPOLoss(reduction="dapo"))
+    try:
+        _log("GRPO", True, kept_ids=True)
+    except RuntimeError as error:
+        assert "TRL" in str(error) or "generate" in str(error)
 
 
 def sft_trainer() -> None:

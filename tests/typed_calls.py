@@ -28,6 +28,7 @@ from liger_chunked import (
     DeferHandle,
     DistillationMetrics,
     Examples,
+    KeptIds,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDistillationBase,
     LigerFusedLinearDPOLoss,
@@ -167,6 +168,9 @@ def modules(x: Tensor, labels: Tensor) -> None:
     assert_type(LigerLayerNorm(8)(x), Tensor)
     head = ChunkedLMHead.from_linear(torch.nn.Linear(8, 16), softcap=30.0)
     assert_type(head, ChunkedLMHead)
+    kept = KeptIds.cat([KeptIds.from_lists([[1], None]), KeptIds.from_completions([[[2, 3]]], torch.tensor([[2]]))])
+    assert_type(kept.take(torch.tensor([0, -1])), KeptIds)
+    assert_type(head(torch.randn(3, 8), torch.tensor([1, 4, 2]), kept=kept), dict[str, Tensor])
     assert_type(head(x), Tensor)
     assert_type(head(x, labels)["logps"], Tensor)
     assert_type(FusedOutputLinear(8, 16)(x, labels), dict[str, Tensor])
@@ -199,8 +203,9 @@ def trainers(model: PreTrainedModel, rewards: Sequence[float]) -> None:
         return [float(len(text)) for text in completions]
 
     grpo = LigerGRPOTrainer(
-        model, reward, GRPOConfig(), loss=LigerFusedLinearGRPOLoss(reduction="dapo"), share_prefix="auto"
-    )
+        model, reward, GRPOConfig(), loss=LigerFusedLinearGRPOLoss(reduction="dapo"), share_prefix="auto",
+        kept_ids=False, skip_zero_advantage="auto",
+    )  # fmt: skip
     assert_type(grpo, LigerGRPOTrainer)
     of_trl: GRPOTrainer = grpo
     assert isinstance(of_trl, LigerGRPOTrainer)

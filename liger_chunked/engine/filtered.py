@@ -26,7 +26,7 @@ Gather = Callable[[Tensor], Tensor]
 class SamplingFilter:
     """A sampler's `top_k`, then `top_p`, then `min_p`, after the temperature; equal logits stay or go together.
 
-    This is the order of transformers' `generate` and of SGLang. vLLM takes `min_p` first: that differs where `top_p` is
+    This is the order of transformers' `generate`. vLLM takes `min_p` first: that differs where `top_p` is
     given too, because the sum of probabilities is then of fewer ids. `min_p` alone, or with `top_k`, has one meaning:
     it compares with the largest probability, which every other filter keeps.
     """

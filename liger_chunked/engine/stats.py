@@ -299,7 +299,7 @@ def linear_token_stats(
         top_p: in (0, 1]: of these, keep the fewest whose probabilities sum to `top_p`, and ties with the smallest kept.
             Sorts all logits without `top_k`. None: keep all.
         min_p: in [0, 1]: of these, keep the ids whose probability is at least `min_p` times the largest
-            (https://arxiv.org/abs/2407.01082). The order is that of transformers and SGLang; vLLM takes `min_p` first,
+            (https://arxiv.org/abs/2407.01082). The order is that of transformers; vLLM takes `min_p` first,
             which differs where `top_p` is given too. None: keep all.
         kept: the ids that a sampler kept of each position, see `KeptIds`: statistics of the softmax over these, after
             the temperature. Only their rows of the head are read. Not with "mean_logits", "log_sum_sq_probs",

@@ -24,6 +24,7 @@ from liger_chunked.engine.objective import Objective, Share
 from liger_chunked.engine.packed import Sequences, whole
 from liger_chunked.engine.precision import gemms
 from liger_chunked.engine.rows import Rows, joined
+from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.engine.stats import stats_of_kept
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.kernels import scale_
@@ -288,6 +289,14 @@ def fused_loss(
     return Fused(loss, step.values, step.aux)
 
 
+def _whole_with_gradient(x: Tensor, sequences: Sequences) -> Tensor:
+    """Return `whole`, differentiable by this rank's values: every rank evaluates the same loss, of all of them."""
+    gathered = whole(x, sequences)
+    if isinstance(sequences, SequenceSplit):
+        gathered[..., sequences.local_slice] = x
+    return gathered
+
+
 def loss_of_kept(
     head: LossHead,
     input: Tensor,
@@ -311,7 +320,7 @@ def loss_of_kept(
         rows: of the padded target.
     """
     flat = stats_of_kept(head, input, target, kept, outputs, options, temperature, may_wait=may_wait)
-    dense = mapped(lambda x: whole(x.view(target.shape), sequences).reshape(rows.dense_shape), flat)
+    dense = mapped(lambda x: _whole_with_gradient(x.view(target.shape), sequences).reshape(rows.dense_shape), flat)
     every = Chunk(slice(0, rows.n_valid), slice(0, rows.dense_shape[0]))
     values = dense
     if rows.groups is None and (places := rows.dense_index) is not None:

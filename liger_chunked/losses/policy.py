@@ -446,8 +446,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 None: that of `options`.
             kept: the ids that the sampler kept of each position of `target`, see `KeptIds`. Log-probabilities and
                 entropies, also those of `ref_input`, are then of the softmax over these ids, and only their rows of the
-                head are read. Pass `old_logps` and `ref_logps` of the same softmax. Not with `sequence_group`.
-                None: the whole vocabulary.
+                head are read. Pass `old_logps` and `ref_logps` of the same softmax; with `sequence_group`, the ids of
+                this rank's positions. None: the whole vocabulary.
             n_valid: B ints, the numbers of each sequence's tokens that have a target and that `attention_mask` keeps,
                 so that the host does not wait for the device ("Without waiting" in `docs/how-it-works.md`). None: the
                 host reads them from the device.
@@ -491,8 +491,6 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 )
         if kept is not None:
             check_kept(head, self._outputs, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
-            if sequence_group is not None:
-                raise ValueError("kept and sequence_group are given: ranks cannot split the positions of kept ids yet")
         ignore_index, may_wait = self.options.ignore_index, kept is None or host_may_sync(target, n_valid)
         if attention_mask is not None:
             target = masked(target, attention_mask, ignore_index, n_valid)

@@ -361,3 +361,39 @@ def on_a_rank(rank: int, folder: str, input_grad: str) -> None:
 @pytest.mark.parametrize("input_grad", ["all_reduce", "partial"])
 def test_a_vocabulary_split_over_ranks(input_grad: str, tmp_path: Path, fresh_process: FreshProcesses) -> None:
     fresh_process.spawn(on_a_rank, 2, str(tmp_path), input_grad)
+
+
+def of_positions(rank: int, folder: str, lengths: tuple[int, int]) -> None:
+    join(rank, 2, folder)
+    given = batch()
+    lists, own = drawn_lists(given["target"]), slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+    generator = torch.Generator().manual_seed(5)
+    sides = {
+        name: -2 + torch.randn(B, T, generator=generator, dtype=torch.float64) for name in ("old_logps", "ref_logps")
+    }
+    advantages = torch.tensor([1.0, -0.5], dtype=torch.float64)
+    loss = LigerFusedLinearGRPOLoss(importance_level="sequence", beta=0.1, entropy_coef=0.05)
+    kept = KeptIds.from_lists(lists)
+    columns = torch.arange(B * T).view(B, T)[:, own].reshape(-1)
+    found = []
+    for part, ids, group in ((slice(None), kept, None), (own, kept.take(columns), dist.group.WORLD)):
+        weight, input = given["weight"].clone().requires_grad_(), given["input"][:, part].clone().requires_grad_()
+        value, metrics = loss(
+            weight, input, given["target"][:, part], advantages, kept=ids, sequence_group=group,
+            **{name: x[:, part] for name, x in sides.items()},
+        )  # fmt: skip
+        value.backward()
+        assert weight.grad is not None and input.grad is not None
+        found.append((value.detach(), metrics.entropy, weight.grad, input.grad))
+    whole, split = found
+    assert same_on_all_ranks(split[0])
+    torch.testing.assert_close(split[:2], whole[:2], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(summed(split[2]), whole[2], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(split[3], whole[3][:, own], rtol=1e-12, atol=1e-12)
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+@pytest.mark.parametrize("lengths", [(2, 3), (5, 0)])
+def test_sequences_split_over_ranks(lengths: tuple[int, int], tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    fresh_process.spawn(of_positions, 2, str(tmp_path), lengths)

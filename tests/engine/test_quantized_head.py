@@ -37,7 +37,7 @@ from test_lora_head import (
 from test_values import FACTOR, rms
 from torch import Tensor, nn
 
-from liger_chunked import apply_liger_kernel, attach_head, linear_token_stats
+from liger_chunked import KeptIds, apply_liger_kernel, attach_head, linear_token_stats
 from liger_chunked.deferred.inside import run_inside
 from liger_chunked.kernels import backend
 from liger_chunked.types import Head
@@ -238,6 +238,30 @@ def test_equal_to_the_dequantized_head(format, targets, loss):
     found, expected = fused(model, batch), on_logits(eager, batch)
     assert relative_error(found.detach(), expected.detach()) < 1e-9
     ours, theirs = gradients_of(model, found), gradients_of(eager, expected)
+    assert ours.keys() == theirs.keys() and any("lora_B" in name for name in ours)
+    for name, gradient in theirs.items():
+        assert relative_error(ours[name], gradient) < 1e-9, name
+
+
+def test_kept_ids(format):
+    """A few rows of a quantized head, with its adapter, against the dequantized one's whole logits."""
+    model, eager = models(format, ["q_proj", "lm_head"])
+    attach_head(model)
+    batch = labelled()
+    target = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    lists = [[y, (y + 7) % 160, (y + 3) % 160] if y >= 0 else [] for y in target.flatten().tolist()]
+    kept = KeptIds.from_lists(lists)
+
+    def statistics(head: Any, input: Any) -> Tensor:
+        return linear_token_stats(head.weight, input.hidden_states, input.target, head.bias, kept=kept).logps
+
+    found = model(**batch, head_fn=statistics)
+    keeps = torch.tensor([[not ids or i in ids for i in range(160)] for ids in lists]).view(*target.shape, 160)
+    logits = eager(**{name: x for name, x in batch.items() if name != "labels"}).logits
+    log_p = logits.masked_fill(~keeps, -torch.inf).log_softmax(-1)
+    expected = log_p.gather(-1, target.clamp(min=0)[..., None])[..., 0].masked_fill(target < 0, 0.0)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    ours, theirs = gradients_of(model, found.sum()), gradients_of(eager, expected.sum())
     assert ours.keys() == theirs.keys() and any("lora_B" in name for name in ours)
     for name, gradient in theirs.items():
         assert relative_error(ours[name], gradient) < 1e-9, name

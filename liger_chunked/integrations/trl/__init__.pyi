@@ -274,6 +274,8 @@ class LigerGRPOTrainer(GRPOTrainer):
     """TRL's `GRPOTrainer` without logits, see docs/trainers.md. `loss` replaces TRL's loss.
 
     `share_prefix` computes a prompt once for its sequences, see docs/shared_prefix.md.
+    `kept_ids` trains on the softmax over what the sampler kept; `skip_zero_advantage` leaves out sequences without a
+    gradient.
     `logits_budget` is the most bytes of logits in memory, see `LogitOptions`.
     """
 
@@ -295,6 +297,8 @@ class LigerGRPOTrainer(GRPOTrainer):
         environment_factory: _Environment | dict[str, _Environment] | None = None,
         *,
         share_prefix: _Share = "auto",
+        kept_ids: bool = False,
+        skip_zero_advantage: _Share = "auto",
         loss: LigerFusedLinearPolicyBase | None = None,
         logits_budget: _Budget = None,
     ) -> None: ...
@@ -303,6 +307,8 @@ class LigerRLOOTrainer(RLOOTrainer):
     """TRL's `RLOOTrainer` without logits, see docs/trainers.md. It takes no `loss`: any but None raises TypeError.
 
     `share_prefix` computes a prompt once for its sequences, see docs/shared_prefix.md.
+    `kept_ids` trains on the softmax over what the sampler kept; `skip_zero_advantage` leaves out sequences without a
+    gradient.
     `logits_budget` is the most bytes of logits in memory, see `LogitOptions`.
     """
 
@@ -321,6 +327,8 @@ class LigerRLOOTrainer(RLOOTrainer):
         peft_config: PeftConfig | None = None,
         *,
         share_prefix: _Share = "auto",
+        kept_ids: bool = False,
+        skip_zero_advantage: _Share = "auto",
         loss: None = None,
         logits_budget: _Budget = None,
     ) -> None: ...

@@ -153,6 +153,8 @@ class RolloutsMixin(SharedPromptsMixin):
 
     def _why_not_skipped(self) -> str | None:
         """Return what gives sequences of zero advantage a gradient; None: nothing does."""
+        if not hasattr(super(), "_get_per_token_logps_and_entropies"):
+            return "this TRL has no method that could run a part of a batch"
         if self.aux_loss_enabled:
             return "the router loss has a gradient in every sequence"
         parallelism = getattr(self.args, "parallelism_config", None)
