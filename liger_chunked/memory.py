@@ -90,8 +90,8 @@ def estimate_memory(
         A `MemoryEstimate`: bytes by part, and their sum `peak`.
 
     Raises:
-        TypeError: `loss` is of another kind, or a size, `dtype`, `shape`, `capability` or `logits_budget` has the wrong
-            type.
+        TypeError: `loss` is of another kind, or a size, `dtype`, `autocast`, `shape`, `capability` or `logits_budget`
+            has the wrong type.
         ValueError: a size is not positive, `shape` or `valid` does not fit the loss, or the loss takes no such
             reference or teacher, or needs one. Or a `logits_budget` is invalid, or so small that it cuts the step into
             more than 65,536 pieces.
@@ -116,6 +116,8 @@ def estimate_memory(
     )  # fmt: skip
     if capability is not None and not (isinstance(capability, tuple) and len(capability) == 2):
         raise TypeError(f"capability must be two ints, (9, 0) for Hopper, got {shown(capability)}")
+    if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
+        raise TypeError(f"autocast must be a floating-point torch.dtype or None, got {shown(autocast)}")
     options = call.options
     if logits_budget is not None:
         options = dataclasses.replace(options, logits_budget=logits_budget)
@@ -174,6 +176,11 @@ def count_bytes(step: Callable[[], object]) -> MemoryEstimate:
     with counted:
         step()
     return counted.most
+
+
+def peak_bytes(step: Callable[[], object]) -> int:
+    """Return the most bytes of new tensors that `step` has at once."""
+    return count_bytes(step).peak
 
 
 # Some versions of torch lack the first.

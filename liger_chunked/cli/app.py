@@ -22,13 +22,14 @@ import liger_chunked as library
 from liger_chunked.cli import bench as benchmark
 from liger_chunked.cli import check as self_test
 from liger_chunked.cli import memory as sizes
-from liger_chunked.cli.losses import LOSSES
+from liger_chunked.cli.losses import LOSSES, PAIRS
 from liger_chunked.kernels.backend import TRITON_ERROR, WIDE_TILES, triton, use_triton
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INTEGRATIONS = ("transformers", "trl", "peft", "accelerate")
 
 Loss = enum.Enum("Loss", {name: name for name in LOSSES}, type=str)  # type: ignore[misc]
+Checkpoints = enum.Enum("Checkpoints", {name: name for name in ("device", "host")}, type=str)  # type: ignore[misc]
 Dtype = enum.Enum("Dtype", {name: name for name in DTYPES}, type=str)  # type: ignore[misc]
 
 app = typer.Typer(
@@ -115,7 +116,10 @@ def env() -> None:
 @app.command()
 def memory(
     loss: Annotated[Loss, typer.Argument(help="a distillation loss also needs --teacher-…", show_default=False)],
-    shape: Annotated[str, typer.Option(help="of the target: sequences x length, as 8x2048, or tokens", metavar="BxT")],
+    shape: Annotated[
+        str,
+        typer.Option(help="of the target: sequences x length, as 8x2048, pairs as 4x2x2048, or tokens", metavar="BxT"),
+    ],
     model: Annotated[str | None, typer.Option(help="a config.json, its folder, or a class of transformers")] = None,
     vocab_size: Annotated[int | None, typer.Option(help="default: the model's")] = None,
     hidden_size: Annotated[int | None, typer.Option(help="default: the model's")] = None,
@@ -132,11 +136,42 @@ def memory(
     logits_budget: Annotated[str | None, typer.Option(help="bytes, or with a unit: 256MiB; default: automatic")] = None,
     capability: Annotated[str | None, typer.Option(help="of the GPU: 9.0 is Hopper; default: this machine's")] = None,
     free: Annotated[str | None, typer.Option(help="memory for this step, as 20GiB: also print what fits")] = None,
+    step: Annotated[bool, typer.Option("--step", help="of a whole step of --model, with checkpointed layers")] = False,
+    tiled_mlp: Annotated[
+        str | None, typer.Option(help="with --step: auto, true, or the tokens of a tile", metavar="TILES")
+    ] = None,
+    checkpoints: Annotated[Checkpoints, typer.Option(help="with --step: where layers' inputs are")] = Checkpoints[
+        "device"
+    ],
+    optimizer_bytes: Annotated[
+        float | None, typer.Option(help="with --step: of a trainable parameter's states; default: two in --dtype")
+    ] = None,
+    frozen: Annotated[bool, typer.Option("--frozen", help="with --step: no weight trains, as under PEFT")] = False,
+    accumulates: Annotated[
+        bool, typer.Option("--accumulates", help="with --step: an earlier micro-batch has left gradients")
+    ] = False,
 ) -> None:
-    """Peak memory of a loss, forward and backward above its inputs, fused and eager."""
+    """Peak memory of a loss, forward and backward above its inputs, fused and eager; with --step, of a whole step."""
+    parsed = sizes.parse_shape(shape, of_pairs=loss.value in PAIRS)
+    most = None if free is None else sizes.parse_bytes(free)
+    if warning := sizes.source_of_sizes(model if vocab_size is None or hidden_size is None or step else None):
+        print(f"liger-chunked: {warning}", file=sys.stderr)
+    if step:
+        settings = {
+            "tiled_mlp": sizes.parse_tiles(tiled_mlp),
+            "checkpoints": checkpoints.value,
+            "dtype": DTYPES[dtype.value],
+            "trainable": not frozen,
+            "optimizer_bytes": optimizer_bytes,
+            "accumulates": accumulates,
+            "logits_budget": logits_budget,
+            "capability": None if capability is None else sizes.parse_capability(capability),
+        }
+        sizes.show_step(sizes.Step(sizes.full_config(model), loss.value, parsed, settings), most)
+        return
     case = sizes.Case(
         loss=loss.value,
-        shape=sizes.parse_shape(shape),
+        shape=parsed,
         settings={
             **sizes.model_sizes(model, vocab_size, hidden_size),
             "valid": None if valid is None else sizes.parse_valid(valid),
@@ -153,7 +188,7 @@ def memory(
             "capability": None if capability is None else sizes.parse_capability(capability),
         },
     )
-    sizes.show(case, None if free is None else sizes.parse_bytes(free))
+    sizes.show(case, most)
 
 
 @app.command()

@@ -23,15 +23,20 @@ from liger_chunked.types import MemoryEstimate, budget_bytes
 _MOST = 1 << 19  # tokens, where the search for a batch ends
 
 
-def parse_shape(text: str) -> tuple[int, ...]:
+def parse_shape(text: str, of_pairs: bool = False) -> tuple[int, ...]:
     """
-    >>> parse_shape("8x2048"), parse_shape("16384")
-    ((8, 2048), (16384,))
+    >>> parse_shape("8x2048"), parse_shape("16384"), parse_shape("4x2x8192", of_pairs=True)
+    ((8, 2048), (16384,), (8, 8192))
     """
     sizes = text.split("x")
-    if len(sizes) > 2 or not all(size.isdecimal() and int(size) for size in sizes):
-        raise ValueError(f"--shape must be like 8x2048 or 16384, got {text!r}")
-    return tuple(map(int, sizes))
+    if not 1 <= len(sizes) <= 3 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise ValueError(f"--shape must be like 8x2048, 16384 or, for losses of pairs, 4x2x2048, got {text!r}")
+    shape = tuple(map(int, sizes))
+    if len(shape) < 3:
+        return shape
+    if not of_pairs or shape[1] != 2:
+        raise ValueError(f"--shape with three sizes is pairs x 2 x length, for {', '.join(PAIRS)}, got {text!r}")
+    return 2 * shape[0], shape[2]
 
 
 def parse_valid(text: str) -> int | list[int]:
@@ -56,6 +61,20 @@ def parse_capability(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def parse_tiles(text: str | None) -> bool | int | str | None:
+    """
+    >>> parse_tiles("auto"), parse_tiles("true"), parse_tiles("8192"), parse_tiles(None)
+    ('auto', True, 8192, None)
+    """
+    if text is None or text == "auto":
+        return text
+    if text == "true":
+        return True
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"--tiled-mlp must be auto, true or a number of tokens, got {text!r}")
+    return int(text)
+
+
 def parse_bytes(text: str) -> int:
     n = budget_bytes(text)
     assert n is not None
@@ -78,16 +97,46 @@ def model_sizes(model: str | None, vocab_size: int | None, hidden_size: int | No
 
 
 def _config(model: str) -> dict[str, Any]:
+    path = _file(model)
+    return _config_class(model)().to_dict() if path is None else json.loads(path.read_text())
+
+
+def _file(model: str) -> Path | None:
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
-    if path.is_file():
-        return json.loads(path.read_text())
+    return path if path.is_file() else None
+
+
+def source_of_sizes(model: str | None) -> str | None:
+    """Return a warning if the sizes are those of no model in particular."""
+    if model is None or _file(model) is not None:
+        return None
+    return (
+        f"{model} names no sizes: these are the defaults of {_config_class(model).__name__}. Pass the config.json of a "
+        "checkpoint, or --vocab-size and --hidden-size."
+    )
+
+
+def full_config(model: str | None) -> Any:
+    """Return the config of transformers that a step is estimated for."""
+    if model is None:
+        raise ValueError("--step needs --model: a config.json, its folder, or a class of transformers")
+    path = _file(model)
+    if path is None:
+        return _config_class(model)()
+    values = json.loads(path.read_text())
+    if "model_type" not in values:
+        raise ValueError(f"--model {model}: the config has no model_type")
+    return import_module("transformers").AutoConfig.for_model(**values)
+
+
+def _config_class(model: str) -> Any:
     if find_spec("transformers") is None:
         raise ValueError(f"--model {model}: no such file, and a class needs pip install 'liger_chunked[transformers]'")
     config_class = getattr(getattr(import_module("transformers"), model, None), "config_class", None)
     if config_class is None:
         raise ValueError(f"--model must be a config.json, its folder, or a class of transformers, got {model!r}")
-    return config_class().to_dict()
+    return config_class
 
 
 @dataclass(frozen=True)
@@ -159,7 +208,8 @@ def show(case: Case, free: int | None) -> None:
         found = estimate()
         parts = asdict(found).values() if name == "fused" else [None] * 5
         rows.append([name, _mib(found.peak), *("" if n is None else _mib(n) for n in parts)])
-    title = f"{case.loss}, {' x '.join(map(str, case.shape))} tokens: MiB above the inputs"
+    sizes = f"vocabulary {case.settings['vocab_size']}, hidden size {case.settings['hidden_size']}"
+    title = f"{case.loss}, {' x '.join(map(str, case.shape))} tokens, {sizes}: MiB above the inputs"
     names = ["logits", "weight_grad", "input_grad", "hidden", "other"]
     tables.show(title, ["", "peak", *names], rows)
     if free is None:
@@ -196,3 +246,42 @@ def largest(case: Case, free: int, estimate: Callable[[Case], MemoryEstimate]) -
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low * step
+
+
+@dataclass(frozen=True)
+class Step:
+    """A whole step of a model; `settings` are arguments of `estimate_step`."""
+
+    config: Any
+    loss: str
+    shape: tuple[int, ...]
+    settings: dict[str, Any]
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        if len(self.shape) != 2:
+            raise ValueError("--shape must have sequences and a length with --step, as 1x131072")
+        return self.shape[0], self.shape[1]
+
+
+def show_step(step: Step, free: int | None) -> None:
+    integration = import_module("liger_chunked.integrations.transformers")
+    n_sequences, length = step.batch
+    loss = LOSSES[step.loss]()
+    rows, longest = [], []
+    names: list[str] = []
+    for tiles in dict.fromkeys((None, step.settings["tiled_mlp"])):
+        for checkpoints in dict.fromkeys(("device", step.settings["checkpoints"])):
+            settings = {**step.settings, "tiled_mlp": tiles, "checkpoints": checkpoints, "loss": loss}
+            label = f"{'whole MLPs' if tiles is None else 'tiled MLPs'}, checkpoints on the {checkpoints}"
+            found = integration.estimate_step(step.config, shape=step.batch, **settings)
+            names = list(asdict(found))
+            rows.append([label, *(f"{n / 2**30:.2f}" for n in (found.peak, *asdict(found).values()))])
+            if free is not None:
+                n = integration.longest_sequence(step.config, free=free, n_sequences=n_sequences, **settings)
+                longest.append([label, f"{n}"])
+    text = step.config.get_text_config()
+    kind = f"{text.model_type}, vocabulary {text.vocab_size}, hidden size {text.hidden_size}"
+    tables.show(f"{step.loss}, {n_sequences} x {length} tokens, {kind}: GiB at the peak", ["", "peak", *names], rows)
+    if free is not None:
+        tables.show(f"What fits in {free / 2**30:.1f} GiB, {n_sequences} sequences", ["", "tokens each"], longest)

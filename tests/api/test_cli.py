@@ -193,7 +193,7 @@ def test_sizes_of_a_class():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shape", "8x"], r"--shape must be like 8x2048 or 16384, got '8x'"),
+        (["--shape", "8x"], r"--shape must be like 8x2048, 16384 or, for losses of pairs, 4x2x2048, got '8x'"),
         (["--shape", "8x2", "--valid", "a"], r"--valid must be like 700 or 512,300, got 'a'"),
         (["--shape", "8x2", "--capability", "9"], r"--capability must be like 9.0, got '9'"),
         (["--shape", "8x2", "--ref-hidden-size", "8"], r"takes no reference, got ref_hidden_size=8"),
@@ -285,3 +285,44 @@ def test_losses_have_every_class():
     unnamed = {"LigerFusedLinearOnPolicyDistillationLoss", "LigerFusedLinearULDLoss"}
     assert named == classes - unnamed, "add a loss to cli/losses.py"
     assert [loss.value for loss in app.Loss] == list(LOSSES)
+
+
+def test_pairs_have_three_sizes(capsys):
+    settings = ["--vocab-size", "32000", "--hidden-size", "512"]
+    pairs, sequences = (table(out(capsys, "memory", "dpo", *settings, "--shape", s)) for s in ("2x2x256", "4x256"))
+    assert pairs == sequences
+    for loss, shape in (("grpo", "2x2x256"), ("dpo", "2x3x256")):
+        message = refusal(capsys, "memory", loss, *settings, "--shape", shape)
+        assert f"with three sizes is pairs x 2 x length, for dpo, orpo, cpo, simpo, got '{shape}'" in message
+
+
+def test_the_table_says_its_sizes_and_where_they_come_from(capsys):
+    pytest.importorskip("transformers")
+    assert "vocabulary 32000, hidden size 512" in out(capsys, "memory", "grpo", *SIZES)
+    assert cli.main(["memory", "grpo", "--model", "LlamaForCausalLM", "--shape", "1x64"]) == 0
+    printed = capsys.readouterr()
+    assert "vocabulary 32000, hidden size 4096" in printed.out
+    assert "LlamaForCausalLM names no sizes: these are the defaults of LlamaConfig" in printed.err
+    assert cli.main(["memory", "grpo", "--model", "LlamaForCausalLM", *SIZES]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_memory_of_a_step(capsys, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=3)
+    config.to_json_file(tmp_path / "config.json")
+    arguments = ["memory", "cross-entropy", "--step", "--model", str(tmp_path), "--shape", "1x65536"]
+    printed = out(capsys, *arguments, "--tiled-mlp", "auto", "--checkpoints", "host", "--free", "1GiB")
+    rows = table(printed[: printed.index("What fits")])
+    assert rows[""] == ["peak", "weights", "optimizer", "gradients", "checkpoints", "layer", "head"]
+    assert len(rows) == 5
+    estimate = liger_chunked.estimate_step(config, shape=(1, 65536), tiled_mlp="auto", checkpoints="host")
+    assert rows["tiled MLPs, checkpoints on the host"][0] == f"{estimate.peak / 2**30:.2f}"
+    fits = table(printed[printed.index("What fits") :])
+    longest = liger_chunked.longest_sequence(config, free=1 << 30, tiled_mlp="auto", checkpoints="host")
+    assert fits["tiled MLPs, checkpoints on the host"] == [str(longest)]
+    assert int(fits["whole MLPs, checkpoints on the device"][0]) < longest
+    assert "--step needs --model" in refusal(capsys, "memory", "grpo", "--step", "--shape", "8x16")
+    assert "--tiled-mlp must be auto, true or" in refusal(capsys, *arguments, "--tiled-mlp", "0")
+    assert "must have sequences and a length" in refusal(capsys, *arguments[:-1], "64")

@@ -64,11 +64,11 @@ def layer_method(
     namespace: dict[str, Any] = {"_layer": binding.layer.run, "_cls": cls, "_current": current}
     in_tiles = ""
     if tokens is not False:
-        namespace |= {"_tokens": functools.partial(tile_tokens, tokens=tokens), "_tiled": tiled}
+        namespace |= {"_tokens": functools.partial(tile_tokens, tokens=tokens), "_tiles": tiled}
         in_tiles = (
             f"    _n = _tokens({owner.name}, {inputs})\n"
             f"    if _n is not None:\n"
-            f"        return _tiled(lambda {inputs}: _layer({inputs}{attributes}), {owner.name}, {inputs}, _n)\n"
+            f"        return _tiles(lambda {inputs}: _layer({inputs}{attributes}), {owner.name}, {inputs}, _n)\n"
         )
     body = f"{replaced if cls is not None else ''}{in_tiles}    return _layer({inputs}{attributes})"
     exec(f"def {name}({taken}):\n{body}", namespace)

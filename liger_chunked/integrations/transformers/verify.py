@@ -161,7 +161,8 @@ def _angles(module: nn.Module) -> _Angles:
     text = _POSITIONS, _POSITIONS.expand(3, 1, -1)  # the second as models of text and images
     images = (_POSITIONS[0, :, None].expand(-1, n) for n in (2, 3))
     try:
-        rotary: Any = copy.deepcopy(module).to(dtype=torch.float32)
+        on_meta = any(x.is_meta for x in module.buffers())
+        rotary: Any = type(module)(module.config) if on_meta else copy.deepcopy(module).to(dtype=torch.float32)
         device = next(rotary.buffers()).device
         x = torch.zeros(1, 5, 8, dtype=torch.float32, device=device)
         layered = "layer_type" in inspect.signature(rotary.forward).parameters
@@ -172,7 +173,7 @@ def _angles(module: nn.Module) -> _Angles:
         try:
             found = rotary(x, ids.to(device), **more)
             tensors = [found] if isinstance(found, Tensor) else [y.float() for y in found]
-        except Exception:  # other positions, or on the meta device
+        except Exception:  # other positions
             continue
         names = ("freqs_cis",) if tensors[0].is_complex() else ("cos", "sin")
         if len(tensors) == len(names) and tensors[0].shape[:-1] in ((1, 5), (5,)):
