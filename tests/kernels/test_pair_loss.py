@@ -205,19 +205,19 @@ def test_steps(options: dict[str, Any], kind: str, ignored: bool, device: str, m
     needs_kernels(device)
     if kind == "none":
         options = {**options, "use_ref_model": False}
-    loss, calls = LigerFusedLinearDPOLoss(**options), []
+    loss, first_pairs = LigerFusedLinearDPOLoss(**options), set()
 
     def watched(*given: Any) -> Any:
-        calls.append(given)
+        first_pairs.add(given[5].start)  # a set: the first step of a kind launches the kernel in a dry run too
         return pair_loss(*given)
 
     monkeypatch.setattr(pairs, "pair_loss", watched)
     found = step(loss, kind, ignored, device)
-    n_chunks = len(calls)
-    assert n_chunks > 1 if "logits_budget" in options else n_chunks == 1
+    assert len(first_pairs) > 1 if "logits_budget" in options else first_pairs == {0}
+    first_pairs.clear()
     monkeypatch.setattr(pairs, "use_triton", lambda x: False)
     expected = step(loss, kind, ignored, device)
-    assert len(calls) == n_chunks
+    assert not first_pairs
     for ours, other in zip(found, expected, strict=True):
         assert ours.dtype == other.dtype and ours.shape == other.shape
         torch.testing.assert_close(ours, other, rtol=2e-6, atol=2e-7)
