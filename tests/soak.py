@@ -51,7 +51,8 @@ FACTOR, SATURATED = 1.1, 1e-15
 PERTURBATIONS = 3
 SHOWN = 12  # results whose error is largest beside that of eager code
 MOST_LOGITS = 50_000  # of a case, which then takes a few hundredths of a second
-COVARIANCE = "policy, by covariance"  # ranks tokens; the covariances of two tokens are equal, and have no order
+# Ranks tokens. The covariances of two tokens, or of tokens with one advantage, are equal, and have no order.
+COVARIANCE = "policy, by covariance"
 BY_TOKEN = ("gmpo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "ipo", "fipo", "a2po")  # have no other level
 PARTS = (*table.PARAMETERS, "down", "up")
 
@@ -321,7 +322,7 @@ def draw_case(seed: int, dtype: torch.dtype | None = None) -> Case:
     valid = ignored(batch["target"].shape, mask, seed)
     batch["target"] = batch["target"].masked_fill(~valid, -100)
 
-    if row.id == COVARIANCE and n_valid(batch) == 2:
+    if row.id == COVARIANCE and (n_valid(batch) == 2 or _one_advantage(batch)):
         batch["target"].fill_(-100)
     adapter = draw.random() < 0.15
     if adapter:
@@ -352,6 +353,13 @@ def draw_case(seed: int, dtype: torch.dtype | None = None) -> Case:
         "packed": keep is not None, "adapter": adapter,
     }  # fmt: skip
     return case
+
+
+def _one_advantage(batch: Batch) -> bool:
+    """Whether all tokens that count have the same advantage."""
+    valid, advantages = batch["target"] != -100, batch["advantages"]
+    advantages = advantages if advantages.ndim == 2 else advantages[:, None].expand(valid.shape)
+    return bool(valid.any()) and bool((advantages[valid] == advantages[valid][0]).all())
 
 
 def ignored(shape: torch.Size, mask: str, seed: int) -> Tensor:
