@@ -218,7 +218,7 @@ class _Block:
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
-        """Enter the forward's autocast, without its cache: older torch keeps weights there that were cast in `no_grad`."""
+        """Enter the forward's autocast, without its cache: older torch keeps weights cast in `no_grad` there."""
         if self._autocast is None:
             yield
         else:
