@@ -219,7 +219,7 @@ class _Block:
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
-        """Enter the forward's autocast. Its cache would keep weights cast without a graph for later calls."""
+        """Enter the forward's autocast, without its cache: older torch keeps weights cast in `no_grad` there."""
         if self._autocast is None:
             yield
         else:

@@ -620,3 +620,15 @@ def test_same_bits_hashes_dtype_and_shape() -> None:
         assert same_bits.digest(x) != same_bits.digest(y)
     assert same_bits.difference(x, None) == {"missing": "after"}
     assert same_bits.difference(x, x.view(3, 2)) == {"before": "float32 (2, 3)", "after": "float32 (3, 2)"}
+
+
+def test_long_contexts(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from benchmarks import long_context
+
+    content = json.loads(long_context.main(["--quick", "--out", str(tmp_path)]).read_text())
+    rows = {row["name"]: row for row in content["rows"] if "longest" not in row["task"]}
+    assert rows.keys() == long_context.CONTENDERS.keys()
+    ours = [row for name, row in rows.items() if name != long_context.LIGER]
+    assert all(row["failure"] is None and row["estimated_mib"] > 0 for row in ours)
+    assert {round(row["loss"], 5) for row in ours} == {round(ours[0]["loss"], 5)}

@@ -132,6 +132,13 @@ def test_every_kind_of_decoder(name):
     assert found.layer or found.head
 
 
+def test_the_config_stays_as_it_is():
+    config = LlamaConfig(**SIZES, num_hidden_layers=1)
+    before = config.to_dict(), config._attn_implementation
+    estimate_step(config, shape=(1, 64))
+    assert (config.to_dict(), config._attn_implementation) == before
+
+
 def test_a_model_without_our_layers():
     found = estimate_step(GPT2Config(n_layer=2, n_embd=32, n_head=2), shape=(1, 512))
     assert found.peak > 0

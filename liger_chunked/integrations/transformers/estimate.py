@@ -9,6 +9,7 @@ allocates. The moments of a step with L layers are then sums:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
@@ -218,7 +219,7 @@ class _Model:
             raise TypeError(f"dtype must be a floating-point torch.dtype, got {shown(dtype)}")
         check_number("optimizer_bytes", optimizer_bytes, optional=True)
         with torch.device("meta"):
-            self.model: Any = _causal_model(config, dtype)
+            self.model: Any = _causal_model(copy.deepcopy(config), dtype)  # a model sets its attention in its config
         self.model.train().requires_grad_(trainable)
         # Where our kernels serve nothing, the model's own layers are counted.
         with suppress(ValueError) if tiled_mlp in (None, False) else nullcontext():
