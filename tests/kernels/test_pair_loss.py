@@ -148,11 +148,18 @@ def test_pairs_of_no_kernel() -> None:
 
     patched: Any = LigerFusedLinearDPOLoss()
     patched.preference_loss = lambda pairs: pairs.logps[:, 1]
+    with_reward: Any = LigerFusedLinearSimPOLoss()
+    with_reward.reward = lambda logratios: 2 * logratios
+    trained: list[Any] = [LigerFusedLinearDPOLoss(), LigerFusedLinearDPOLoss(), LigerFusedLinearSimPOLoss()]
+    for loss, name in zip(trained, ("beta", "alpha", "gamma"), strict=True):
+        setattr(loss, name, torch.nn.Parameter(torch.tensor(0.1)))
     for loss in (
         Own(),
         OwnReward(),
         Mixed(),
         patched,
+        with_reward,
+        *trained,
         LigerFusedLinearDPOLoss(ld_alpha=0.5),
         LigerFusedLinearDPOLoss(use_weighting=True),
         LigerFusedLinearDPOLoss(f_divergence_type="forward_kl"),
