@@ -244,3 +244,13 @@ def test_nll(n: int, by_tensor: bool, device: str) -> None:
     assert rounded == loss.float()
     assert gradient is not None and (gradient == torch.tensor(-1 / exact)).all()
     assert nll(logps, divisor, False)[2] is None
+
+
+def test_no_pairs(device: str) -> None:
+    needs_kernels(device)
+    input = torch.randn(0, 3, 8, device=device, requires_grad=True)
+    loss, metrics = LigerFusedLinearSimPOLoss()(
+        torch.randn(5, 8, device=device), input, torch.zeros(0, 3, dtype=torch.int64, device=device)
+    )
+    loss.backward()
+    assert loss == 0 and metrics.chosen_logps.shape == (0,) and metrics.nll_loss == 0
