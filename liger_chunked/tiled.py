@@ -22,6 +22,7 @@ OLMo 2 or Gemma 2), runs the block again, as it does without tiles. There the ti
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
@@ -350,7 +351,8 @@ class _Products(TorchFunctionMode):
     def __init__(self, autocast: torch.dtype | None, sums: _Sums | None) -> None:
         super().__init__()
         self._autocast, self._sums = autocast, sums
-        self._cast: dict[int, Tensor] = {}  # weights under autocast, for all tiles
+        # Weights under autocast, for all tiles. A computed weight dies with its tile, and another one may get its id.
+        self._cast: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._count, self._left_out = 0, -1
         self._last: tuple[Tensor, int] | None = None
 
@@ -374,7 +376,7 @@ class _Products(TorchFunctionMode):
         index = self._count
         self._count += 1
         sums = self._sums
-        if not all_plain((input, weight, bias)) or (sums is not None and not input.requires_grad):
+        if not all_plain((input, weight, bias)) or not self._differentiates(input, weight, bias):
             return F.linear(input, weight, bias)
         x, w, b = (None if t is None else self._as_operand(t, t is not input) for t in (input, weight, bias))
         if sums is None:
@@ -384,6 +386,16 @@ class _Products(TorchFunctionMode):
         own = tuple(t if t is not None and t in sums else None for t in (weight, bias))
         return _Product.apply(x, w, b, own, sums, index == self._left_out)
 
+    def _differentiates(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether a product of our own reaches what autograd would, as in the forward, which has no graph.
+
+        A computed weight, such as a slice, a weight norm, or a sum with an adapter, has a graph of its own.
+        """
+        sums = self._sums
+        if sums is None:
+            return True
+        return input.requires_grad and all(x in sums for x in (weight, bias) if x is not None and x.requires_grad)
+
     def _as_operand(self, x: Tensor, is_weight: bool) -> Tensor:
         """Return x as autocast does. Weights are detached: autograd would call their hooks once a tile."""
         dtype = self._autocast
@@ -391,9 +403,11 @@ class _Products(TorchFunctionMode):
             return x.detach() if is_weight else x
         if not is_weight:
             return x.to(dtype)
-        if id(x) not in self._cast:
-            self._cast[id(x)] = x.detach().to(dtype)
-        return self._cast[id(x)]
+        original, cast = self._cast.get(id(x), (None, None))
+        if original is None or cast is None or original() is not x:
+            cast = x.detach().to(dtype)
+            self._cast[id(x)] = weakref.ref(x), cast
+        return cast
 
 
 class _Product(torch.autograd.Function):

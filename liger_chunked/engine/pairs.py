@@ -23,6 +23,8 @@ def has_pair_kernel(head: LossHead, input: Tensor, terms: tuple[PairTerm, ...] |
     """
     if terms is None or not 0 < len(terms) <= MOST_TERMS or rows.split is not None or not use_triton(input):
         return False
+    if rows.groups is None or not rows.groups.host_counts:  # no pairs
+        return False
     return head.shard is None or head.shard.input_grad != "reduce_scatter"
 
 

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
 from liger_chunked.engine import check_values
-from liger_chunked.losses.formulas import Terms, at, hinge, logistic, saturating_expm1, sum_of_terms
+from liger_chunked.losses.formulas import Terms, at, hinge, is_number, logistic, saturating_expm1, sum_of_terms
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.settings import check_finite, check_positive, refuse_unread
 from liger_chunked.types import LogitOptionsDict, Pairs, PairTerm, saturating_exp, shown
@@ -368,12 +368,12 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
             if terms_of is None:
                 return None
             terms = terms_of(self.beta, self.settings)
-            found += terms if weight == 1 else [replace(term, weight=weight * term.weight) for term in terms]
+            found += terms if is_number(weight, 1) else [replace(term, weight=weight * term.weight) for term in terms]
         return tuple(found)
 
     def preference_loss(self, pairs: Pairs) -> Tensor:
         losses = (self._loss(kind, pairs) for kind in self.loss_types)
-        weighted = (x if w == 1 else w * x for x, w in zip(losses, self.loss_weights, strict=True))
+        weighted = (x if is_number(w, 1) else w * x for x, w in zip(losses, self.loss_weights, strict=True))
         loss = functools.reduce(torch.add, weighted)
         return loss * _wpo_weights(pairs) if self.use_weighting else loss
 

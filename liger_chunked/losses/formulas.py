@@ -25,13 +25,18 @@ _CURVES: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def is_number(setting: float | Tensor, number: float) -> bool:
+    """Whether a setting is this number. No tensor is, because autograd may differentiate by it."""
+    return not isinstance(setting, Tensor) and setting == number
+
+
 def at(x: Tensor, *terms: PairTerm) -> Tensor:
     """Return the sum of terms of one number `x` (n,) of each pair."""
     total: Tensor | None = None
     for term in terms:
-        z = x if term.scale == 1 else term.scale * x
-        value = _CURVES[term.curve](z if term.offset == 0 else z + term.offset)
-        value = value if term.weight == 1 else term.weight * value
+        z = x if is_number(term.scale, 1) else term.scale * x
+        value = _CURVES[term.curve](z if is_number(term.offset, 0) else z + term.offset)
+        value = value if is_number(term.weight, 1) else term.weight * value
         total = value if total is None else total + value
     assert total is not None
     return total
@@ -57,20 +62,18 @@ def sum_of_terms(terms: Sequence[PairTerm], scores: Tensor, lengths: Tensor) -> 
 Terms = tuple[PairTerm, ...]
 
 
-@functools.lru_cache  # each step asks
+# Not cached: a setting may be a tensor, such as a trained beta, whose values change from step to step.
 def logistic(of: Number = "margin", beta: float = 1.0, eps: float = 0.0, gamma: float = 0.0) -> Terms:
     """Return `-(1 - eps) log sigmoid(beta x - gamma) - eps log sigmoid(gamma - beta x)`."""
     loss = PairTerm("softplus", of, -beta, gamma, 1 - eps)
-    return (loss,) if eps == 0 else (loss, PairTerm("softplus", of, beta, -gamma, eps))
+    return (loss,) if is_number(eps, 0) else (loss, PairTerm("softplus", of, beta, -gamma, eps))
 
 
-@functools.lru_cache
 def hinge(beta: float = 1.0, gamma: float = 0.0) -> Terms:
     """Return `max(0, 1 - (beta x - gamma))` of the margin."""
     return (PairTerm("relu", "margin", -beta, 1 + gamma),)
 
 
-@functools.lru_cache
 def of_log_ratios(terms: Terms, beta: float) -> Terms:
     """Return terms of log-ratios from terms of rewards, which are `beta` times as large."""
     return tuple(dataclasses.replace(term, scale=term.scale * beta) for term in terms)

@@ -325,11 +325,16 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     def _terms_of_step(self) -> Terms | None:
         """Return `_terms`, if no option adds what the kernel of pairs does not compute."""
-        if not self._has_terms or "preference_loss" in vars(self):
+        if not self._has_terms or not vars(self).keys().isdisjoint(("preference_loss", "reward")):
             return None
         if self.needs_token_ref_logps or self.reward_shape is not None or self.token_outputs or self._whole_batch:
             return None
-        return self._terms
+        terms = self._terms
+        if terms is None:
+            return None
+        numbers = self.beta, self.alpha, *(x for term in terms for x in (term.scale, term.offset, term.weight))
+        # The kernel has no gradient by a setting, such as a trained beta.
+        return None if any(isinstance(x, Tensor) for x in numbers) else terms
 
     def _pair_kernel(self, terms: Terms, rows: Rows, ref_logps: Tensor | None) -> PairKernel:
         loss = PairLoss(terms, self.beta, self.alpha if self.compute_nll_loss else None, self.average_log_prob)

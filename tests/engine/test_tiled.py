@@ -57,6 +57,48 @@ def assert_same(found: list[Tensor | None], expected: list[Tensor | None], toler
             assert (a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-30)
 
 
+class Packed(nn.Module):
+    """Gate and up are halves of one parameter, and down has a weight norm: every weight is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(H, 2 * I)
+        self.down = nn.utils.parametrizations.weight_norm(nn.Linear(I, H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.gate_up.weight, self.gate_up.bias
+        return self.down(F.silu(F.linear(x, weight[:I], bias[:I])) * F.linear(x, weight[I:], bias[I:]))
+
+
+@pytest.mark.parametrize("tokens", [7, 1000])
+def test_computed_weights(tokens):
+    torch.manual_seed(0)
+    module, x = Packed().double(), rows(3, 17, H)
+    found = gradients(lambda x: tiled(module, module, x, tokens), module, x)
+    assert_same(found, gradients(module, module, x))
+
+
+class Scaled(nn.Module):
+    """Products with weights that are computed anew, one after the other, so that ids come again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(8):
+            x = F.linear(x, self.weight * 2.0 ** (-1) ** i)
+        return x
+
+
+def test_computed_weights_under_autocast():
+    module, x = Scaled(), rows(64, H, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(lambda x: tiled(module, module, x, 16), module, x)
+        expected = gradients(module, module, x)
+    assert_same(found, expected, tolerance=0.02)
+
+
 @pytest.mark.parametrize("shape", [(48, H), (3, 17, H), (2, 2, 9, H)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 7, 16, 48, 1000])
 def test_equals_the_formula(shape, tokens):

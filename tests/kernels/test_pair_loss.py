@@ -148,11 +148,18 @@ def test_pairs_of_no_kernel() -> None:
 
     patched: Any = LigerFusedLinearDPOLoss()
     patched.preference_loss = lambda pairs: pairs.logps[:, 1]
+    with_reward: Any = LigerFusedLinearSimPOLoss()
+    with_reward.reward = lambda logratios: 2 * logratios
+    trained: list[Any] = [LigerFusedLinearDPOLoss(), LigerFusedLinearDPOLoss(), LigerFusedLinearSimPOLoss()]
+    for loss, name in zip(trained, ("beta", "alpha", "gamma"), strict=True):
+        setattr(loss, name, torch.nn.Parameter(torch.tensor(0.1)))
     for loss in (
         Own(),
         OwnReward(),
         Mixed(),
         patched,
+        with_reward,
+        *trained,
         LigerFusedLinearDPOLoss(ld_alpha=0.5),
         LigerFusedLinearDPOLoss(use_weighting=True),
         LigerFusedLinearDPOLoss(f_divergence_type="forward_kl"),
@@ -237,3 +244,13 @@ def test_nll(n: int, by_tensor: bool, device: str) -> None:
     assert rounded == loss.float()
     assert gradient is not None and (gradient == torch.tensor(-1 / exact)).all()
     assert nll(logps, divisor, False)[2] is None
+
+
+def test_no_pairs(device: str) -> None:
+    needs_kernels(device)
+    input = torch.randn(0, 3, 8, device=device, requires_grad=True)
+    loss, metrics = LigerFusedLinearSimPOLoss()(
+        torch.randn(5, 8, device=device), input, torch.zeros(0, 3, dtype=torch.int64, device=device)
+    )
+    loss.backward()
+    assert loss == 0 and metrics.chosen_logps.shape == (0,) and metrics.nll_loss == 0

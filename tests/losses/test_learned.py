@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from liger_chunked import (
     LigerFusedLinearDPOLoss,
     LigerFusedLinearPolicyBase,
     LigerFusedLinearPreferenceBase,
+    LigerFusedLinearSimPOLoss,
     LigerFusedLinearUnpairedPreferenceBase,
     Pairs,
     Rollouts,
@@ -130,6 +132,35 @@ def test_every_gradient_matches_eager_code(kind, budget, trainable):
     assert found.keys() == expected.keys()
     for name, g in expected.items():
         assert relative_error(found[name], g) < 1e-12, name
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "start"),
+    [
+        (LigerFusedLinearDPOLoss, "beta", 0.3),
+        (LigerFusedLinearSimPOLoss, "beta", 1.0),
+        (LigerFusedLinearSimPOLoss, "gamma", 0.0),
+    ],
+)
+def test_a_setting_of_a_built_in_loss_is_trained(make, name, start):
+    """Each step reads the parameter's present value, and differentiates by it, also at a neutral one."""
+    batch, simpo = pairs(SMALL, seed=0, ref=None), make is LigerFusedLinearSimPOLoss
+    loss: Any = make(beta=2.0, logits_budget=8 * 9 * SMALL.vocab, **({} if simpo else {"use_ref_model": False}))
+    parameter = nn.Parameter(torch.tensor(start, dtype=torch.float64))
+    setattr(loss, name, parameter)
+    lengths = (batch["target"] != -100).sum(1) if simpo else 1
+    chosen, rejected = (logps_of(batch).sum(1) / lengths).chunk(2)
+    for _ in range(3):
+        parameter.grad = None
+        value = loss(**batch)[0]
+        value.backward()
+        settings = {"beta": 2.0, "gamma": 0.5 if simpo else 0.0, name: parameter.detach().clone().requires_grad_()}
+        exact = F.softplus(settings["gamma"] - settings["beta"] * (chosen - rejected)).mean()
+        (expected,) = torch.autograd.grad(exact, settings[name])
+        assert relative_error(value.detach(), exact.detach()) < 1e-12
+        assert relative_error(parameter.grad, expected) < 1e-12
+        with torch.no_grad():
+            parameter += 0.25
 
 
 @by_kind

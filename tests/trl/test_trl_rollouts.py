@@ -218,6 +218,7 @@ WITH_A_GRADIENT: dict[str, tuple[dict[str, Any], Callable[[], Any], str]] = {
     "quantile": ({"top_entropy_quantile": 0.5}, lambda: None, "tokens by their entropy"),
     "loss-KL": ({"beta": 0.1}, lambda: LigerFusedLinearGRPOLoss(beta=0.1), "a KL term"),
     "loss-entropy": ({}, lambda: LigerFusedLinearGRPOLoss(entropy_coef=0.1), "an entropy bonus"),
+    "loss-sampler-KL": ({}, lambda: LigerFusedLinearGRPOLoss(sampler_kl_coef=0.1), "a KL term"),
     "loss-batch": ({}, lambda: LigerFusedLinearGRPOLoss(surrogate="kl_cov"), "tokens in the batch"),
 }
 
@@ -248,6 +249,29 @@ def test_losses_of_a_user(tmp_path: Path) -> None:
         arguments = {"reward_funcs": [all_tied], "loss": loss, "skip_zero_advantage": skip}
         _, widths, _ = trained(tmp_path, "GRPO", config, **arguments)
         assert ((1, 2) in widths.with_gradient) == skips
+
+
+def test_a_compute_loss_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer's own loss reads the log-probabilities of all sequences, and may train any of them."""
+    import liger_chunked.integrations.trl as integration
+
+    class Cloning(integration.LigerGRPOTrainer):  # type: ignore[misc]
+        def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+            prompts, completions = inputs["prompt_ids"], inputs["completion_ids"]
+            logps, *_ = self._get_per_token_logps_and_entropies(
+                model,
+                torch.cat([prompts, completions], 1),
+                torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
+                completions.shape[1],
+            )
+            return -(logps * inputs["completion_mask"]).mean()
+
+    monkeypatch.setattr(integration, "LigerGRPOTrainer", Cloning)
+    config, arguments = {"max_steps": 1}, {"reward_funcs": [all_tied]}
+    (of_all,) = gradients(tmp_path, "GRPO", config, **arguments)
+    assert any(g is not None and g.abs().max() > 1e-3 for g in of_all)
+    _, widths, _ = trained(tmp_path, "GRPO", config, skip_zero_advantage=True, **arguments)
+    assert set(widths.with_gradient) == {(1, 2)}
 
 
 def test_an_unknown_setting(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ class GRPOMixin(RolloutsMixin):
         loss = self.loss_override
         terms = self.args if loss is None else loss
         reasons = {
-            "a KL term": self.beta or (loss is not None and loss.beta),
+            "a KL term": self.beta or (loss is not None and (loss.beta or loss.sampler_kl_coef)),
             "an entropy bonus": terms.entropy_coef or (loss is None and self.args.use_adaptive_entropy),
             "a choice of tokens by their entropy": terms.top_entropy_quantile < 1,
             "a choice of tokens in the batch": loss is not None and loss.scope == "batch",
@@ -145,7 +145,7 @@ class GRPOMixin(RolloutsMixin):
             "a loss of your own": (
                 loss is not None
                 and self.skip_zero_advantage != True  # noqa: E712
-                and type(loss).policy_loss is not LigerFusedLinearGRPOLoss.policy_loss
+                and getattr(loss.policy_loss, "__func__", None) is not LigerFusedLinearGRPOLoss.policy_loss
             ),
         }
         found = [name for name, given in reasons.items() if given]

@@ -155,12 +155,20 @@ class RolloutsMixin(SharedPromptsMixin):
         """Return what gives sequences of zero advantage a gradient; None: nothing does."""
         if not hasattr(super(), "_get_per_token_logps_and_entropies"):
             return "this TRL has no method that could run a part of a batch"
+        if self._computes_own_loss() and self.skip_zero_advantage != True:  # noqa: E712
+            return "a _compute_loss of your own may have a gradient there"
         if self.aux_loss_enabled:
             return "the router loss has a gradient in every sequence"
         parallelism = getattr(self.args, "parallelism_config", None)
         if getattr(parallelism, "cp_size", 1) > 1 or getattr(parallelism, "sp_size", 1) > 1:
             return "parallelism_config splits the sequences"
         return None
+
+    def _computes_own_loss(self) -> bool:
+        """Whether a subclass or the instance overrides `_compute_loss` of TRL and of this package."""
+        owner = next(kind for kind in type(self).__mro__ if "_compute_loss" in vars(kind))
+        packages = "trl", "liger_chunked"
+        return "_compute_loss" in vars(self) or owner.__module__.partition(".")[0] not in packages
 
     def _live(self, inputs: dict[str, Any]) -> _Live | None:
         """Return what has a gradient. Waits for the device."""
