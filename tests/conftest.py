@@ -247,6 +247,8 @@ def path(device: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
     watched("divergence_grad", "_divergence_grad_torch_", "torch")
     watched("logits_stats", "_logits_stats_torch", "torch")
     watched("logits_grad", "_logits_grad_torch_", "torch")
+    watched("kept", "_stats_kernel", "triton")
+    watched("kept", "_stats_torch", "torch")
     expected = "triton" if expects_triton(device) else "torch"
     yield expected
     row = request.node.callspec.params.get("row")

@@ -5,6 +5,7 @@ A new loss adds rows here, not a test file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked import (
+    KeptIds,
     LigerFusedLinearBCOLoss,
     LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearCPOLoss,
@@ -34,6 +36,7 @@ from liger_chunked import (
 )
 from liger_chunked.eager.dpo import LOSS_TYPES
 from liger_chunked.eager.reference_free import CPO_LOSS_TYPES
+from liger_chunked.eager.token_stats import logits
 
 Batch = dict[str, Tensor]
 PARAMETERS = ("weight", "input", "bias")
@@ -65,6 +68,8 @@ class Row:
         scope: the unit that the objective cannot split: "token", "sequence", "pair", or "batch".
         fused: the forward computes the gradients, so that several chunks within the budget cost nothing extra.
         kernels: runs kernels of this library, and not only autograd.
+        kept: of the ids that a sampler kept. The backward reads where targets are among these, and not the targets.
+        products: computes matrix products with the head, and not only with a few of its rows.
         stops_gradients: part of the loss is held constant, so that its gradient is not its derivative.
         batches: factor on the number of batches in tests of rounding errors. A loss that exponentiates a sequence's
             log-probability gives one error per sequence, and needs more batches to average.
@@ -77,6 +82,8 @@ class Row:
     scope: str = "token"
     fused: bool = True
     kernels: bool = True
+    kept: bool = False
+    products: bool = True
     stops_gradients: bool = False
     batches: int = 1
 
@@ -525,8 +532,46 @@ def _on_policy(
     return Row(id, ours, oracle, draw, "sequence", stops_gradients=stops_gradients)
 
 
-def _statistics(id: str, outputs: tuple[str, ...], **settings: Any) -> Row:
-    """An objective that mixes `outputs` with per-token coefficients, so that each token gets different gradients."""
+N_KEPT = 4  # ids of each token
+
+
+def _kept_ids(batch: Batch, ignore_index: int = -100) -> Tensor:
+    """Return (..., N_KEPT) ids by the target's, which is the last, so that a part of a batch has those of the whole."""
+    weight, shard, target = batch["weight"], batch.get("vocab_shard"), batch["target"]
+    vocab_size = weight.shape[0] if shard is None else shard.vocab_size
+    y = target.long().where(target != ignore_index, 0)
+    return (y[..., None] + 3 * torch.arange(N_KEPT - 1, -1, -1, device=y.device)) % vocab_size
+
+
+def _stats_of_kept(
+    weight: Tensor,
+    input: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    outputs: tuple[str, ...],
+    ignore_index: int = -100,
+    **transform: Any,
+) -> Batch:
+    """Return what `eager.token_stats` does, of logits with -inf at the ids that were not kept."""
+    z = logits(weight, input, bias, **transform)
+    ids = _kept_ids({"weight": weight, "target": target}, ignore_index)
+    z = z.masked_fill(torch.ones_like(z, dtype=torch.bool).scatter(-1, ids, False), -math.inf)
+    valid, log_p = target != ignore_index, z.log_softmax(-1)
+    found = {
+        "logps": lambda: log_p.gather(-1, target.long().where(valid, 0)[..., None])[..., 0],
+        "lse": lambda: z.logsumexp(-1),
+        "entropy": lambda: -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0)).sum(-1),
+    }
+    return {name: found[name]().where(valid, 0) for name in outputs}
+
+
+def _statistics(id: str, outputs: tuple[str, ...], *, kept: bool = False, **settings: Any) -> Row:
+    """An objective that mixes `outputs` with per-token coefficients, so that each token gets different gradients.
+
+    Args:
+        kept: whether they are of the ids that a sampler kept.
+    """
 
     def objective(stats: dict[str, Tensor], target: Tensor) -> Tensor:
         first = next(iter(stats.values()))
@@ -536,13 +581,18 @@ def _statistics(id: str, outputs: tuple[str, ...], **settings: Any) -> Row:
         return (sum(terms) * torch.sigmoid(stats[outputs[0]])).sum() / max(1, target.numel())
 
     def ours(batch: Batch, **options: Any) -> Tensor:
-        stats: TokenStats = linear_token_stats(**batch, outputs=outputs, **settings | options)
+        given: dict[str, Any] = {**batch}
+        if kept:
+            ids = _kept_ids(batch, options.get("ignore_index", -100)).reshape(-1)
+            given["kept"] = KeptIds(ids, torch.arange(0, ids.numel() + 1, N_KEPT, device=ids.device))
+        stats: TokenStats = linear_token_stats(**given, outputs=outputs, **settings | options)
         return objective({name: getattr(stats, name) for name in outputs}, batch["target"])
 
     def oracle(batch: Batch, **options: Any) -> Tensor:
-        return objective(eager.token_stats(**batch, outputs=outputs, **settings | options), batch["target"])
+        stats = _stats_of_kept if kept else eager.token_stats
+        return objective(stats(**batch, outputs=outputs, **settings | options), batch["target"])
 
-    return Row(id, ours, oracle, tokens, fused=False)
+    return Row(id, ours, oracle, tokens, fused=False, kept=kept, products=not kept)
 
 
 _TRANSFORM = {"softcap": 3.0, "logit_scale": 1.7, "temperature": 0.6}
@@ -939,6 +989,7 @@ STATISTICS = [
     _statistics("stats-entropy", ("entropy",)),
     _statistics("stats-all", ("logps", "lse", "entropy", "mean_logits")),
     _statistics("stats-any-order-transformed", ("mean_logits", "entropy", "logps"), **_TRANSFORM),
+    _statistics("stats-kept", ("logps", "lse", "entropy"), kept=True, **_TRANSFORM),
 ]
 
 ROWS = [
@@ -974,6 +1025,7 @@ PATHS = {
     "gspo": "ratios of whole sequences",
     "grpo-top-entropy": "two statistics of the whole batch: the loss selects tokens by rank",
     "stats-all": "the primitive with all statistics, and gradients in the backward",
+    "stats-kept": "the ids that a sampler kept: a few rows of the head for each token, and no logits",
 }
 
 

@@ -52,7 +52,7 @@ class Placed(NamedTuple):
     """Kept ids at the positions of a target.
 
     Attributes:
-        entries: of all positions.
+        entries: of all positions; those of ignored ones have an id of -1, which no rank has.
         has_entries: (N,) bool; False: the position has the whole vocabulary.
         n_whole: how many positions with a target have the whole vocabulary.
         layout: of the kept ids, for their order.
@@ -136,10 +136,13 @@ def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, may_
         layout = _LAYOUTS[kept] = _Layout(kept)
     ids, offsets, tokens, has_entries = layout.ids, layout.offsets, layout.tokens, layout.has_entries
     first = offsets[:-1]
+    # Entries of ignored positions get an id that no rank has: nothing of these positions is read.
+    of_entries = torch.where(is_valid, target, -1)[tokens]
+    read_ids = torch.where(of_entries >= 0, ids, -1)
     # Each position's place of the target, or -1.
     places = torch.arange(m, device=device)
     found = torch.full_like(first, -1)
-    found.scatter_reduce_(0, tokens, torch.where(ids == target[tokens], places, -1), "amax")
+    found.scatter_reduce_(0, tokens, torch.where(ids == of_entries, places, -1), "amax")
     missing = is_valid & has_entries & (found < 0)
     whole = (is_valid & ~has_entries).sum()
     n_whole = 0
@@ -162,8 +165,8 @@ def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, may_
             "kept must hold, at each position with a target, distinct ids of the vocabulary with the target among "
             "them, and its offsets must rise from 0 to the number of ids",
         )
-    target_places = torch.where(found < 0, torch.minimum(first, first.new_tensor(max(0, m - 1))), found)
-    return Placed(Entries(ids, offsets, tokens, target_places), has_entries, n_whole, layout)
+    target_places = torch.where(found < 0, first.clamp(max=max(0, m - 1)), found)
+    return Placed(Entries(read_ids, offsets, tokens, target_places), has_entries, n_whole, layout)
 
 
 def _check_facts(facts: list[int], n_ids: int, vocab_size: int) -> None:

@@ -38,7 +38,7 @@ class Entries(NamedTuple):
     """The kept ids of N tokens.
 
     Attributes:
-        ids: (M,) int64 rows of this rank's weight; negative, or beyond the last: another rank's.
+        ids: (M,) int64 rows of this rank's weight; negative, or beyond the last: another rank's, or an ignored token's.
         offsets: (N + 1,) int64; the entries of token n are `offsets[n] : offsets[n + 1]`.
         tokens: (M,) int64, each entry's token.
         target: (N,) int64, the place of the token's target among the M entries. Read where the slice is not empty.
@@ -364,7 +364,7 @@ def kept_input_grad(dz: Tensor, weight: Tensor, entries: Entries, out: Tensor) -
     if weight.shape[0]:
         for part in _parts(dz.shape[0], hidden):
             own, rows = _owned(entries.ids[part], weight)
-            terms = torch.where(own, dz[part], 0.0)[:, None] * weight[rows].to(total.dtype)
+            terms = torch.where(own[:, None], dz[part, None] * weight[rows].to(total.dtype), 0.0)
             total.index_add_(0, entries.tokens[part], terms)
     out.copy_(total)
 
@@ -419,8 +419,11 @@ def _weight_kernel(
             total = tl.zeros([BLOCK], tl.float32)
             in_head = first < 0  # False
             row = next_row
-        x = tl.load(x_ptr + tl.load(entry_tokens_ptr + entry) * x_stride + cols, mask=inside, other=0.0)
-        total += tl.load(dz_ptr + entry) * x.to(tl.float32)
+        dz = tl.load(dz_ptr + entry)
+        # Hidden states of ignored tokens, which may be NaN, and of others without a gradient are not read.
+        there = cols < tl.where(dz == 0.0, 0, hidden)
+        x = tl.load(x_ptr + tl.load(entry_tokens_ptr + entry) * x_stride + cols, mask=there, other=0.0)
+        total += dz * x.to(tl.float32)
     after = tl.load(ids_ptr + end, mask=end < n_tokens, other=-1)
     if in_head:
         tl.store(head_ptr + run * hidden + cols, total, mask=inside)
@@ -507,10 +510,15 @@ def add_kept_weight_grad_(grad: Tensor, x: Tensor, by_id: Sorted) -> None:
         )
         return
     dtype = accumulation_dtype(x.dtype)
-    # One sum a row, rounded once.
-    rows, places = torch.unique_consecutive(by_id.ids, return_inverse=True)
-    total = torch.zeros(rows.shape[0], hidden, dtype=dtype, device=x.device)
+    total, rows, places = grad, grad.new_empty(0, dtype=torch.int64), by_id.ids
+    if grad.dtype != dtype:
+        # One sum a row, rounded once.
+        rows, places = torch.unique_consecutive(by_id.ids, return_inverse=True)
+        total = torch.zeros(rows.shape[0], hidden, dtype=dtype, device=x.device)
     for part in _parts(n_entries, hidden):
-        total.index_add_(0, places[part], by_id.dz[part, None] * x[by_id.tokens[part]].to(dtype))
-    own = (rows >= 0) & (rows < grad.shape[0])
-    grad[rows[own]] = (grad[rows[own]].to(dtype) + total[own]).to(grad.dtype)
+        dz, (own, place) = by_id.dz[part, None], _owned(places[part], total)
+        terms = dz * x[by_id.tokens[part]].to(dtype)
+        total.index_add_(0, place, torch.where(own[:, None] & (dz != 0), terms, 0.0))
+    if grad.dtype != dtype:
+        own = (rows >= 0) & (rows < grad.shape[0])
+        grad[rows[own]] = (grad[rows[own]].to(dtype) + total[own]).to(grad.dtype)

@@ -9,9 +9,10 @@ from table import ROWS, Batch, Row, Sizes, moved, n_valid
 
 from liger_chunked import linear_token_stats
 from liger_chunked.engine import gradients
-from liger_chunked.kernels import backend
+from liger_chunked.kernels import backend, kept
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
+by_row_of_products = pytest.mark.parametrize("row", [row for row in ROWS if row.products], ids=repr)
 SIZES = Sizes(sequences=6, length=9, hidden=16, vocab=2503, ref_hidden=24)  # half of the tokens ignored
 
 
@@ -34,7 +35,7 @@ def of_reference(batch: Batch) -> float:
 
 
 @pytest.mark.sampled
-@by_row
+@by_row_of_products
 @pytest.mark.parametrize(
     ("trainable", "grad", "expected"),
     [
@@ -51,7 +52,7 @@ def test_gemms_within_the_budget(row, trainable, grad, expected):
     assert gemms(row, batch, trainable, grad=grad) == expected + of_reference(batch)
 
 
-@by_row
+@by_row_of_products
 def test_gemms_of_many_chunks(row):
     """Chunks add no products while each group fits, except in batch-scoped losses and with gradients in backward."""
     batch = row.sample(SIZES, seed=0)
@@ -62,7 +63,9 @@ def test_gemms_of_many_chunks(row):
         assert 3 + of_reference(batch) < count <= 4 + of_reference(batch)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.scope == "pair" or not row.fused], ids=repr)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.products and (row.scope == "pair" or not row.fused)], ids=repr
+)
 def test_gemms_over_the_budget(row):
     """One more product, except for the last tile, whose logits are still in memory when backward begins."""
     # One pair of 2 x 9 valid tokens; per-token losses get the same number of tokens.
@@ -73,6 +76,13 @@ def test_gemms_over_the_budget(row):
     count = gemms(row, batch, ("weight", "input", "bias"), budget=8 * 11 * 2503)
     last_tile = (2503 - 1280) / 2503
     assert count == pytest.approx(4 - last_tile + of_reference(batch), rel=1e-12)
+
+
+def test_no_gemms_of_few_rows():
+    """Rows of the head are read one by one."""
+    for row in ROWS:
+        if not row.products:
+            assert gemms(row, row.sample(SIZES, seed=0), ("weight", "input", "bias")) == 0
 
 
 def test_no_reference_gemm_for_reference_log_probs():
@@ -103,6 +113,7 @@ def test_memory(row, dtype, tokens_in_budget, monkeypatch):
     # The CPU path works in blocks of a constant size: keep them smaller than these shapes.
     monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
     monkeypatch.setattr(gradients, "UPCAST_BLOCK", 1 << 12)
+    monkeypatch.setattr(kept, "UPCAST_BLOCK", 1 << 12)
     batch = moved(row.sample(MEMORY_SIZES, seed=0), dtype)
     leaves = {name: batch[name].clone().requires_grad_() for name in ("weight", "input", "bias") if name in batch}
     n, v, h = n_valid(batch), MEMORY_SIZES.vocab, MEMORY_SIZES.hidden

@@ -496,6 +496,9 @@ def test_autocast(row, device, monkeypatch):
     # The backward outside of autocast does the same.
     again = torch.autograd.grad(loss, list(leaves.values()))
     assert all(map(torch.equal, again, grads))
+    if not row.products:  # nothing is rounded
+        assert_same({"loss": loss.detach()}, {"loss": row.ours({**batch, **leaves}).detach()})
+        return
     assert torch.bfloat16 in products.dtypes
     if row.fused or device == "cuda":
         assert products.dtypes[:2] == [torch.bfloat16] * 2

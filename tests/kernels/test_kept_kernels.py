@@ -140,6 +140,32 @@ def test_ranks_add_up(device: str) -> None:
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_an_ignored_token_is_not_read(dtype: torch.dtype, device: str) -> None:
+    """Its entries have an id of -1, and no gradient. Row 0, in whose place they stand, is not read for them."""
+    ids = lists()
+    entries = entries_of(ids, device)
+    ignored = torch.arange(N, device=device) % 3 == 1
+    of_entries = ignored[entries.tokens]
+    read = entries._replace(ids=torch.where(of_entries, -1, entries.ids))
+    generator = torch.Generator().manual_seed(5)
+    x, weight = (torch.randn(shape, generator=generator).to(dtype).to(device) for shape in ((N, H), (V, H)))
+    z = kept.kept_logits(x, weight, None, entries)
+    dz = torch.randn(z.shape, generator=generator).to(z.dtype).to(device).masked_fill(of_entries, 0.0)
+    found, expected = torch.empty_like(x), torch.empty_like(x)
+    kept.kept_input_grad(dz, weight, entries, expected)
+    dw, expected_dw = torch.zeros_like(weight), torch.zeros_like(weight)
+    kept.add_kept_weight_grad_(expected_dw, x, kept.sorted_by_id(entries, dz))
+    x = x.masked_fill(ignored[:, None], torch.nan)
+    if not (entries.ids[~of_entries] == 0).any():
+        weight[0] = torch.nan
+    assert torch.equal(kept.kept_logits(x, weight, None, read), z.masked_fill(of_entries, 0.0))
+    kept.kept_input_grad(dz, weight, read, found)
+    kept.add_kept_weight_grad_(dw, x, kept.sorted_by_id(entries, dz))
+    assert torch.equal(found, expected) and torch.equal(dw, expected_dw)
+
+
+@pytest.mark.triton
 def test_without_entries(device: str) -> None:
     entries = kept.Entries(*(torch.zeros(n, dtype=torch.int64, device=device) for n in (0, 3, 0, 2)))
     x, weight = torch.randn(2, H, device=device), torch.randn(V, H, device=device)

@@ -12,6 +12,7 @@ from table import PATHS, ROWS, SMALL, Sizes, evaluate, moved, n_valid, relative_
 from torch import Tensor
 
 from liger_chunked.engine import cutting
+from liger_chunked.kernels.backend import INTERPRETED
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 by_path = pytest.mark.parametrize("row", on_paths())
@@ -126,6 +127,8 @@ def rms(errors: list[float], sizes: list[float]) -> float:
     ],
 )
 def test_gradient_error_is_that_of_eager_code(row, dtype, device):
+    if INTERPRETED and row.kept and dtype == torch.bfloat16:
+        pytest.skip("kernels round the gradients of kept ids, and Triton's interpreter truncates float32 to bfloat16")
     if device == "cuda" and dtype == torch.float32:
         pytest.skip(
             "cuBLAS sums float32 in an order that it picks by shape; test_gpu.py bounds what is ours of the error"

@@ -235,7 +235,7 @@ def of_scattered(rank: int, world: str, folder: str, every: str) -> None:
     join(rank, world, folder)
     sizes = SMALL._replace(length=8)
     part = slice(rank * 8 // int(world), (rank + 1) * 8 // int(world))
-    for i, row in enumerate(row for row in rows_of_ranks(every) if row.kernels):
+    for i, row in enumerate(row for row in rows_of_ranks(every) if row.kernels and not row.kept):
         batch = row.sample(sizes, i)
         whole = evaluate(partial(row.ours), batch)
         for j, (way, parts) in enumerate(LAYOUTS[int(world)].items()):
