@@ -328,6 +328,9 @@ class ReferenceMixin(LigerTrainerMixin):
 
     ref_columns: ClassVar[tuple[str, ...]]
     replaced_by_loss: ClassVar = ("_compute_loss",)
+    # Of transformers' trainer.
+    data_collator: Any
+    _signature_columns: Any
 
     def __init__(
         self,
