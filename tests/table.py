@@ -312,14 +312,31 @@ def _cross_entropy(
     )
 
 
-def _dpo(id: str, *, ref: str | None = "states", bias: bool = True, scope: str = "pair", **settings: Any) -> Row:
+def _pair_weights(batch: Batch) -> Tensor:
+    target, cu_seqlens = batch["target"], batch.get("cu_seqlens")
+    n = (len(target) if cu_seqlens is None else len(cu_seqlens) - 1) // 2
+    return torch.linspace(0.0, 2.0, n, dtype=torch.float64, device=target.device)
+
+
+def _dpo(
+    id: str,
+    *,
+    ref: str | None = "states",
+    bias: bool = True,
+    scope: str = "pair",
+    weights: bool = False,
+    **settings: Any,
+) -> Row:
     """`settings` are the module's arguments, transform included."""
 
+    def arguments(batch: Batch) -> dict[str, Any]:
+        return {**batch, "example_weights": _pair_weights(batch)} if weights else {**batch}
+
     def ours(batch: Batch, **options: Any) -> Tensor:
-        return LigerFusedLinearDPOLoss(use_ref_model=ref is not None, **settings | options)(**batch)[0]
+        return LigerFusedLinearDPOLoss(use_ref_model=ref is not None, **settings | options)(**arguments(batch))[0]
 
     def oracle(batch: Batch, **options: Any) -> Tensor:
-        return eager.dpo(**batch, **settings | options)[0]
+        return eager.dpo(**arguments(batch), **settings | options)[0]
 
     stops_gradients = settings.get("use_weighting", False)
     return Row(
@@ -328,11 +345,19 @@ def _dpo(id: str, *, ref: str | None = "states", bias: bool = True, scope: str =
 
 
 def _reference_free(
-    id: str, module: type, oracle_: Callable[..., Tensor], *, nll_target: bool = False, **settings: Any
+    id: str,
+    module: type,
+    oracle_: Callable[..., Tensor],
+    *,
+    nll_target: bool = False,
+    weights: bool = False,
+    **settings: Any,
 ) -> Row:
     """`settings` are the module's arguments; with `nll_target` the NLL uses the target's even ids."""
 
     def targets(batch: Batch, options: dict[str, Any]) -> Batch:
+        if weights:
+            batch = {**batch, "example_weights": _pair_weights(batch)}
         if not nll_target:
             return batch
         odd = batch["target"] % 2 == 1
@@ -688,6 +713,8 @@ DPO_VARIANTS = [
     _dpo("dpo-ld_alpha-0-ipo", ld_alpha=0.0, loss_type="ipo"),
     _dpo("dpo-ld_alpha-ref_logps-of-tokens", ld_alpha=0.3, ref="tokens", compute_nll_loss=True),
     _dpo("dpo-wpo", use_weighting=True),
+    _dpo("dpo-example_weights", weights=True, compute_nll_loss=True, alpha=0.5),
+    _dpo("dpo-example_weights-hinge+sft-ld_alpha", weights=True, loss_type=["hinge", "sft"], ld_alpha=0.6),
     _dpo("dpo-wpo-apo_zero+hinge-ld_alpha", use_weighting=True, loss_type=["apo_zero", "hinge"], ld_alpha=0.6),
 ]
 
@@ -719,6 +746,15 @@ REFERENCE_FREE = [
     _reference_free(
         "cpo-alphapo-negative-hinge", LigerFusedLinearCPOLoss, eager.cpo, loss_type="hinge", alphapo_alpha=-0.1
     ),
+    _reference_free(
+        "cpo-example_weights-nll_target",
+        LigerFusedLinearCPOLoss,
+        eager.cpo,
+        weights=True,
+        cpo_alpha=0.5,
+        nll_target=True,
+    ),
+    _reference_free("orpo-example_weights", LigerFusedLinearORPOLoss, eager.orpo, weights=True),
     _reference_free("simpo", LigerFusedLinearSimPOLoss, eager.simpo, beta=2.0, gamma=1.0),
     _reference_free("simpo-hinge", LigerFusedLinearSimPOLoss, eager.simpo, loss_type="hinge"),
     _reference_free(

@@ -119,7 +119,7 @@ def losses(weight: Tensor, x: Tensor, target: Tensor, labels: Tensor) -> None:
     dpo = LigerFusedLinearDPOLoss(beta=0.1, loss_type="ipo", logits_budget="256MiB")
     assert_type(dpo, LigerFusedLinearDPOLoss)
     assert_type(dpo.options, LogitOptions)
-    loss, metrics = dpo(weight, x, target, ref_logps=None)
+    loss, metrics = dpo(weight, x, target, ref_logps=None, example_weights=None)
     assert_type(loss, Tensor)
     assert_type(metrics, PreferenceMetrics)
     assert_type(metrics.reward_margins, Tensor)

@@ -126,6 +126,7 @@ def dpo(
     ref_bias: Tensor | None = None,
     *,
     ref_logps: Tensor | None = None,
+    example_weights: Tensor | None = None,
     beta: float = 0.1,
     loss_type: str | Sequence[str] = "sigmoid",
     loss_weights: Sequence[float] | None = None,
@@ -171,6 +172,7 @@ def dpo(
         ref_logps = (ref_logps * counts).sum(1) / units
 
     n = target.shape[0] // 2
+    of_pairs = logps.new_ones(n) if example_weights is None else example_weights.to(logps.dtype)
     weights = torch.ones_like(logps)
     if use_weighting:  # equation 2
         weights = ((policy["logps"] - policy["log_sum_sq_probs"]).sum(1) / lengths.clamp(min=1)).exp().detach()
@@ -182,20 +184,22 @@ def dpo(
             ref_rejected=ref_logps[n + i],
             chosen_length=int(lengths[i]),
             rejected_length=int(lengths[n + i]),
-            weight=weights[i] * weights[n + i],
+            weight=weights[i] * weights[n + i] * of_pairs[i],
         )
         for i in range(n)
         if lengths[i] + lengths[n + i] > 0
     ]
     divergence = _Divergence(f_divergence_type, f_alpha_divergence_coef)
-    nll = -policy["logps"][:n].sum() / lengths[:n].sum().clamp(min=1)
+    n_chosen = lengths[:n].sum().clamp(min=1)
+    nll = -policy["logps"][:n].sum() / n_chosen
+    weighted_nll = -(policy["logps"][:n].sum(1) * of_pairs).sum() / n_chosen
 
     names = [loss_type] if isinstance(loss_type, str) else list(loss_type)
     shares = [1.0] * len(names) if loss_weights is None else list(loss_weights)
-    loss = alpha * nll if compute_nll_loss else torch.zeros_like(nll)
+    loss = alpha * weighted_nll if compute_nll_loss else torch.zeros_like(nll)
     for name, share in zip(names, shares, strict=True):
         if name == "sft":
-            loss = loss + share * nll
+            loss = loss + share * weighted_nll
             continue
         if name in ("aot", "aot_unpaired"):
             losses = _quantile_losses(name, pairs, beta, label_smoothing)

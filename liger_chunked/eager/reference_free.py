@@ -18,11 +18,12 @@ def _sequences(
     target: Tensor,
     bias: Tensor | None,
     nll_target: Tensor | None,
+    example_weights: Tensor | None,
     average: bool,
     ignore_index: int,
     transform: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities (n, 2), nonempty pairs (n,), and the NLL."""
+    """Return log-probabilities (n, 2), weights of pairs (n,), 0 where both sequences are empty, and the NLL."""
     n = target.shape[0] // 2
     in_sequence = target != ignore_index
     in_nll = in_sequence if nll_target is None else nll_target != ignore_index
@@ -31,8 +32,9 @@ def _sequences(
     logps, lengths = (token_logps * in_sequence).sum(1), in_sequence.sum(1)
     if average:
         logps = logps / lengths.clamp(min=1)
-    nll = -(token_logps * in_nll)[:n].sum() / in_nll[:n].sum().clamp(min=1)
-    return logps.view(2, n).t(), lengths.view(2, n).sum(0) > 0, nll
+    weights = logps.new_ones(n) if example_weights is None else example_weights.to(logps.dtype)
+    nll = -((token_logps * in_nll)[:n].sum(1) * weights).sum() / in_nll[:n].sum().clamp(min=1)
+    return logps.view(2, n).t(), weights * (lengths.view(2, n).sum(0) > 0), nll
 
 
 def _logistic(logits: Tensor, epsilon: float) -> Tensor:
@@ -47,6 +49,7 @@ def orpo(
     bias: Tensor | None = None,
     *,
     nll_target: Tensor | None = None,
+    example_weights: Tensor | None = None,
     beta: float = 0.1,
     ignore_index: int = -100,
     **transform: Any,
@@ -55,11 +58,13 @@ def orpo(
     >>> orpo(weight, input, target).shape
     torch.Size([])
     """
-    logps, has_tokens, nll = _sequences(weight, input, target, bias, nll_target, True, ignore_index, transform)
+    logps, weights, nll = _sequences(
+        weight, input, target, bias, nll_target, example_weights, True, ignore_index, transform
+    )
     logps = logps.clamp(max=-1e-12)
     log_odds = logps - torch.log(-torch.expm1(logps))
     penalty = -beta * F.logsigmoid(log_odds[:, 0] - log_odds[:, 1])
-    return nll + penalty[has_tokens].sum() / max(1, len(penalty))
+    return nll + (weights * penalty).sum() / max(1, len(penalty))
 
 
 def cpo(
@@ -69,6 +74,7 @@ def cpo(
     bias: Tensor | None = None,
     *,
     nll_target: Tensor | None = None,
+    example_weights: Tensor | None = None,
     beta: float = 0.1,
     cpo_alpha: float = 1.0,
     label_smoothing: float = 0.0,
@@ -83,7 +89,9 @@ def cpo(
     torch.Size([])
     """
     average = loss_type in ("ipo", "simpo")
-    logps, has_tokens, nll = _sequences(weight, input, target, bias, nll_target, average, ignore_index, transform)
+    logps, weights, nll = _sequences(
+        weight, input, target, bias, nll_target, example_weights, average, ignore_index, transform
+    )
     shaped = logps if alphapo_alpha == 0 else (1 - saturating_exp(-alphapo_alpha * logps)) / alphapo_alpha
     h = shaped[:, 0] - shaped[:, 1]
     match loss_type:
@@ -97,7 +105,7 @@ def cpo(
             losses = _logistic(beta * (h - simpo_gamma / beta), label_smoothing)
         case _:
             raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {CPO_LOSS_TYPES}")
-    return losses[has_tokens].sum() / max(1, len(losses)) + cpo_alpha * nll
+    return (weights * losses).sum() / max(1, len(losses)) + cpo_alpha * nll
 
 
 def simpo(
@@ -107,6 +115,7 @@ def simpo(
     bias: Tensor | None = None,
     *,
     nll_target: Tensor | None = None,
+    example_weights: Tensor | None = None,
     beta: float = 0.1,
     gamma: float = 0.5,
     alpha: float = 1.0,
@@ -120,8 +129,10 @@ def simpo(
     >>> simpo(weight, input, target).shape
     torch.Size([])
     """
-    logps, has_tokens, nll = _sequences(weight, input, target, bias, nll_target, True, ignore_index, transform)
+    logps, weights, nll = _sequences(
+        weight, input, target, bias, nll_target, example_weights, True, ignore_index, transform
+    )
     x = beta * logps[:, 0] - beta * logps[:, 1] - gamma
     losses = torch.clamp(1 - x, min=0) if loss_type == "hinge" else _logistic(x, label_smoothing)
-    loss = losses[has_tokens].sum() / max(1, len(losses))
+    loss = (weights * losses).sum() / max(1, len(losses))
     return loss + alpha * nll if compute_nll_loss else loss

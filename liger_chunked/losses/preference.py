@@ -35,7 +35,7 @@ from liger_chunked.engine import (
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.formulas import Terms, sequence_logps, share_of_mean
 from liger_chunked.losses.reference_model import Reference, reference_logps, warn_reference_free, without_reference
-from liger_chunked.losses.settings import check_finite, check_scope
+from liger_chunked.losses.settings import check_example_weights, check_finite, check_scope
 from liger_chunked.types import (
     DeclaredStats,
     LogitOptions,
@@ -89,6 +89,7 @@ class _Batch:
     ref_logps: Tensor
     has_tokens: Tensor | None  # (n,)
     nll_mask: Tensor | None  # (n, T) of chosen sequences; None: `mask`
+    weights: Tensor | None  # (n,) float64; None: all are 1
 
     def pairs(self, logps: Tensor, stats: TokenStats, index: slice | Tensor) -> Pairs:
         sequences = self.sequences
@@ -102,12 +103,15 @@ class _Batch:
             batch_lengths=self.batch_lengths,
         )
 
-    def nll(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
+    def nll(self, stats: TokenStats, index: slice | Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return these pairs' share of the mean NLL; `weights` (n,) are factors of the sum, not of the divisor."""
         assert stats.logps is not None
-        chosen = stats.logps[:, 0]
-        if self.nll_mask is None:
-            return -chosen.sum() / self.batch_lengths[0]
-        return -torch.where(along(self.nll_mask, index), chosen, 0.0).sum() / self.nll_mask.sum().clamp(min=1)
+        chosen, count = stats.logps[:, 0], self.batch_lengths[0]
+        if self.nll_mask is not None:
+            chosen, count = torch.where(along(self.nll_mask, index), chosen, 0.0), self.nll_mask.sum().clamp(min=1)
+        if weights is not None:
+            chosen = chosen * along(weights, index)[:, None]
+        return -chosen.sum() / count
 
 
 def _tail_weights(mask: Tensor, lengths: Tensor, tail: float, dtype: torch.dtype) -> Tensor:
@@ -245,6 +249,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         *,
         ref_logps: Tensor | None = None,
         nll_target: Tensor | None = None,
+        example_weights: Tensor | None = None,
         n_valid: Sequence[int] | None = None,
         vocab_shard: VocabShard | None = None,
         cu_seqlens: Tensor | None = None,
@@ -266,6 +271,10 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
                 sequence like `Pairs.logps`, which `ld_alpha` excludes; packed sequences of one token each have one a
                 token, so that ignored ones do not count. None: computed from `ref_input`, if that is given.
             nll_target: (2 n, T), the target of the NLL term, for example with the prompt. None: `target`.
+            example_weights: (n,), floating-point factors `w` of pairs, without gradient: with a pair's loss `l` and the
+                sum `s` of the NLL of its chosen tokens, the loss is `sum_i w_i l_i / n + alpha sum_i w_i s_i / N`. The
+                divisors stay the n pairs and the batch's N chosen tokens, so that a pair's gradient is proportional to
+                its weight. Metrics are not weighted. Not for losses of the whole batch ("aot"). None: 1.
             n_valid: 2 n ints, the numbers of each sequence's tokens that `target` or `nll_target` counts, so that the
                 host does not wait for the device ("Without waiting" in `docs/how-it-works.md`). None: the host reads
                 them from the device.
@@ -295,6 +304,14 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
                 f"input must stack as many chosen as rejected sequences on dim 0, got an odd {n} in "
                 f"{tuple(input.shape)}"
             )
+        if example_weights is not None:
+            check_example_weights(example_weights, n // 2, input, "pair")
+            if self._whole_batch:
+                raise ValueError(
+                    f"example_weights are factors of pairs, but {type(self).__name__} computes its loss from the whole "
+                    "batch at once, such as from sorted rewards ('aot'), where no part belongs to one pair: leave them "
+                    "out, or use a loss of single pairs"
+                )
         target, ignore_index = target.long(), self.options.ignore_index
         union = target if nll_target is None else self._union(target, nll_target, input, head, n_valid)
         whole_union = union if sequences is None else whole(union, sequences, ignore_index)
@@ -304,14 +321,15 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             whole_union, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid
         )
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
-        terms = None if nll_target is not None else self._terms_of_step()
+        # The kernel of pairs reads neither.
+        terms = self._terms_of_step() if nll_target is None and example_weights is None else None
         has_kernel = has_pair_kernel(head, input, terms, rows)
         ref_logps = reference_logps(
             reference, self, head, target, rows, sequences, required=self.use_ref_model, compact=has_kernel
         )
         if nll_target is not None:
             target, nll_target = (whole(x, sequences, ignore_index) for x in (target, nll_target))
-        given = _Given(head, target, nll_target, rows, ref_logps)
+        given = _Given(head, target, nll_target, rows, ref_logps, example_weights)
         objective = _MeanOverPairs(self, given, max(1, n // 2), terms if has_kernel else None)
         loss, stats, aux = self._fuse(head, input, rows, objective)
         if objective.kernel is not None and aux is None:
@@ -371,6 +389,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         nll_target: Tensor | None,
         rows: Rows,
         ref_logps: Tensor | None,
+        example_weights: Tensor | None,
     ) -> _Batch:
         groups, mask, nll_mask, nll_only = rows.groups, rows.mask, None, None
         assert groups is not None and mask is not None
@@ -398,6 +417,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             ref_logps=self._ref_logps(target, sequences, rows, ref_logps),
             has_tokens=lengths.sum(-1) > 0 if nll_target is not None or 0 in groups.host_counts else None,
             nll_mask=nll_mask,
+            weights=None if example_weights is None else example_weights.detach().to(torch.float64),
         )
 
     def _ref_logps(self, target: Tensor, sequences: _Sequences, rows: Rows, ref_logps: Tensor | None) -> Tensor:
@@ -446,6 +466,7 @@ class _Given(NamedTuple):
     nll_target: Tensor | None
     rows: Rows
     ref_logps: Tensor | None
+    example_weights: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -492,7 +513,7 @@ class _MeanOverPairs(OfSequences):
 
     def share(self, values: TokenStats, logps: Tensor, index: slice | Tensor) -> Tensor:
         of, batch = self.of, self.batch
-        nll = of.alpha * batch.nll(values, index) if of.compute_nll_loss else None
+        nll = of.alpha * batch.nll(values, index, batch.weights) if of.compute_nll_loss else None
         if of._whole_batch and batch.has_tokens is not None:
             # A loss that sorts must not see empty pairs.
             index = _places(batch.has_tokens, self.host_counts)
@@ -502,5 +523,7 @@ class _MeanOverPairs(OfSequences):
         check_values("preference_loss", losses, pairs.logps.shape[:1], "pairs")
         if batch.has_tokens is not None:
             losses = torch.where(along(batch.has_tokens, index), losses, 0.0)
+        if batch.weights is not None:
+            losses = losses * along(batch.weights, index)
         loss = share_of_mean(losses, self.n_pairs)
         return loss if nll is None else loss + nll

@@ -66,6 +66,23 @@ def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"{loss}.scope must be one of {known}, got {shown(scope)}")
 
 
+def check_example_weights(weights: Any, n: int, input: Tensor, example: str) -> None:
+    """Raise TypeError or ValueError unless `weights` is floating-point (n,), on the device of `input`."""
+    if not isinstance(weights, Tensor) or not weights.is_floating_point():
+        got = f"{weights.dtype}".removeprefix("torch.") if isinstance(weights, Tensor) else type(weights).__name__
+        raise TypeError(f"example_weights must be a floating-point tensor, one value for each {example}, got {got}")
+    check_each("example_weights", weights, n, input, example)
+
+
+def check_each(name: str, x: Tensor, n: int, input: Tensor, example: str) -> None:
+    if x.shape != (n,):
+        raise ValueError(
+            f"{name} must be {(n,)}, one value for each {example} of input {tuple(input.shape)}, got {tuple(x.shape)}"
+        )
+    if x.device != input.device:
+        raise ValueError(f"{name} is on {x.device}, input on {input.device}: expected one device")
+
+
 def checked_items(num_items: float | Tensor, like: Tensor, dtype: torch.dtype) -> float | Tensor:
     """Return the divisor `num_items`, with 1 in the place of 0.
 

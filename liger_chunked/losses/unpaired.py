@@ -30,7 +30,7 @@ from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.formulas import sequence_logps, share_of_mean
 from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
 from liger_chunked.losses.reference_point import Mismatched, ReferencePoint, reference_point
-from liger_chunked.losses.settings import check_finite
+from liger_chunked.losses.settings import check_each, check_example_weights, check_finite
 from liger_chunked.types import (
     DeclaredStats,
     Examples,
@@ -208,7 +208,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         n = count(input, sequences)
         preference_labels = _labels(preference_labels, n, input, n_valid)
         if example_weights is not None:
-            _check_weights(example_weights, n, input)
+            check_example_weights(example_weights, n, input, "sequence")
         target, ignore_index = target.long(), self.options.ignore_index
         whole_target = whole(target, sequences, ignore_index)
         if n_valid is not None:
@@ -338,7 +338,7 @@ def _labels(labels: Tensor, n: int, input: Tensor, n_valid: Any) -> Tensor:
         raise TypeError(
             f"preference_labels must be a tensor of bool, or of integers 0 and 1, one for each sequence, got {got}"
         )
-    _check_each("preference_labels", labels, n, input)
+    check_each("preference_labels", labels, n, input, "sequence")
     if labels.dtype == torch.bool:
         return labels
     if not host_may_sync(labels, n_valid):
@@ -349,19 +349,3 @@ def _labels(labels: Tensor, n: int, input: Tensor, n_valid: Any) -> Tensor:
             f"{labels.dtype} with another number in it. For labels of -1 and 1 pass preference_labels > 0"
         )
     return labels == 1
-
-
-def _check_weights(weights: Tensor, n: int, input: Tensor) -> None:
-    if not isinstance(weights, Tensor) or not weights.is_floating_point():
-        got = f"{weights.dtype}".removeprefix("torch.") if isinstance(weights, Tensor) else type(weights).__name__
-        raise TypeError(f"example_weights must be a floating-point tensor, one value for each sequence, got {got}")
-    _check_each("example_weights", weights, n, input)
-
-
-def _check_each(name: str, x: Tensor, n: int, input: Tensor) -> None:
-    if x.shape != (n,):
-        raise ValueError(
-            f"{name} must be {(n,)}, one value for each sequence of input {tuple(input.shape)}, got {tuple(x.shape)}"
-        )
-    if x.device != input.device:
-        raise ValueError(f"{name} is on {x.device}, input on {input.device}: expected one device")

@@ -230,6 +230,29 @@ def test_steps(options: dict[str, Any], kind: str, ignored: bool, device: str, m
         torch.testing.assert_close(ours, other, rtol=2e-6, atol=2e-7)
 
 
+def test_weights_take_no_kernel(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of one give what the kernel gives, by autograd; others the mean of the weighted losses of the pairs."""
+    needs_kernels(device)
+    weight, input = torch.randn(40, 16, device=device), torch.randn(4, 6, 16, device=device)
+    target = torch.randint(40, (4, 6), device=device)
+    loss, calls = LigerFusedLinearDPOLoss(use_ref_model=False), []
+
+    def watched(*given: Any) -> Any:
+        calls.append(given)
+        return pair_loss(*given)
+
+    monkeypatch.setattr(pairs, "pair_loss", watched)
+    plain, _ = loss(weight, input, target)
+    assert len(calls) == 1
+    ones, _ = loss(weight, input, target, example_weights=torch.ones(2, device=device))
+    both = [loss(weight, input[i::2], target[i::2], example_weights=torch.ones(1, device=device))[0] for i in (0, 1)]
+    weights = torch.tensor([0.25, 3.0], device=device)
+    weighted, _ = loss(weight, input, target, example_weights=weights)
+    assert len(calls) == 1
+    torch.testing.assert_close(ones, plain, rtol=2e-6, atol=2e-7)
+    torch.testing.assert_close(weighted, (weights * torch.stack(both)).mean(), rtol=2e-6, atol=2e-7)
+
+
 @pytest.mark.parametrize("by_tensor", [False, True], ids=["number", "tensor"])
 @pytest.mark.parametrize("n", [1, 9, 9000])
 def test_nll(n: int, by_tensor: bool, device: str) -> None:

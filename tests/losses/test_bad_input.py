@@ -391,6 +391,14 @@ CASES = {
         lambda: LigerFusedLinearCPOLoss(cpo_alpha=0.0)(**pairs(SMALL, seed=0, ref=None), nll_target=ids(B, T)),
         "nll_target is for the NLL term, but compute_nll_loss is False",
     ),
+    "dpo-weights-of-sequences": (
+        lambda: LigerFusedLinearDPOLoss()(**pairs(SMALL, seed=0), example_weights=f64(B)),
+        rf"example_weights must be \({B // 2},\), one value for each pair of input .*, got \({B},\)",
+    ),
+    "dpo-weights-aot": (
+        lambda: LigerFusedLinearDPOLoss(loss_type="aot")(**pairs(SMALL, seed=0), example_weights=f64(B // 2)),
+        "example_weights are factors of pairs, but LigerFusedLinearDPOLoss computes its loss from the whole batch",
+    ),
     "cpo-loss-type": (
         lambda: LigerFusedLinearCPOLoss(loss_type="alphapo"),
         "unknown loss_type 'alphapo', expected one of .*hinge.*ipo.*sigmoid.*simpo",

@@ -463,6 +463,73 @@ def test_a_loss_in_the_place_of_the_trainers(train, case):
         assert any(0 < entry[name] < 1 for entry in stock[:4] for name in clips[0])
 
 
+WEIGHTED = {
+    "DPO": ("chosen", {}, lambda: LigerFusedLinearDPOLoss(beta=0.1)),
+    "DPO-precomputed": ("chosen", {"precompute_ref_log_probs": True}, lambda: LigerFusedLinearDPOLoss(beta=0.1)),
+    # The other types' estimate of the KL joins the examples of a batch.
+    "KTO": (
+        "completion",
+        {"loss_type": "apo_zero_unpaired"},
+        lambda: LigerFusedLinearKTOLoss(beta=0.1, loss_type="apo_zero_unpaired"),
+    ),
+}
+
+
+def weighted(kind: str, column: str) -> Any:
+    """Return data whose weights follow from the text, so that they are known of a shuffled batch."""
+    data = tiny.dataset({"DPO": "pairs", "KTO": "unpaired"}[kind])
+    return data.add_column("sample_weight", [len(text) / 4 for text in data[column]])
+
+
+@pytest.mark.parametrize("case", WEIGHTED)
+def test_weights_of_examples(tmp_path, case):
+    """A batch's loss is the mean of each example's own loss times its weight."""
+    column, config, loss = WEIGHTED[case]
+    kind = case.partition("-")[0]
+    data = weighted(kind, column)
+    trainer = build(tmp_path, kind, ours=True, config=config, loss=loss(), train_dataset=data, eval_dataset=data)
+    for batch in (*trainer.get_train_dataloader(), *trainer.get_eval_dataloader()):
+        weights = batch.pop("sample_weight")
+        lengths = batch["completion_mask"][: len(weights)].sum(1) - 1  # without the end of the sequence
+        assert torch.equal(weights, lengths / 4)
+        parts = []
+        for i in range(len(weights)):
+            of_one = {name: x.unflatten(0, (-1, len(weights)))[:, i] for name, x in batch.items()}
+            parts.append(trainer.compute_loss(trainer.model, of_one).detach())
+        value = trainer.compute_loss(trainer.model, {**batch, "sample_weight": weights})
+        assert float(value.detach()) == pytest.approx(float((weights * torch.stack(parts)).mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_weights_of_one_are_no_weights(train, kind):
+    loss = {"DPO": LigerFusedLinearDPOLoss(beta=0.1), "KTO": LigerFusedLinearKTOLoss(beta=0.1)}[kind]
+    data = tiny.dataset({"DPO": "pairs", "KTO": "unpaired"}[kind])
+    ones, twos = (data.add_column("sample_weight", [x] * len(data)) for x in (1, 2.0))
+    plain = train(kind, ours=True, loss=loss, train_dataset=data)
+    assert_same(train(kind, ours=True, loss=loss, train_dataset=ones), plain)
+    # The logged norm of the first step is of the same weights; later ones differ by what Adam made of it.
+    assert train(kind, ours=True, loss=loss, train_dataset=twos)[0]["grad_norm"] == pytest.approx(
+        2 * plain[0]["grad_norm"], rel=1e-5
+    )
+
+
+def test_both_completions_have_the_weight_of_their_pair(tmp_path):
+    """KTO makes two examples of a pair."""
+    data = weighted("DPO", "chosen")
+    trainer = build(tmp_path, "KTO", ours=True, loss=LigerFusedLinearKTOLoss(beta=0.1), train_dataset=data)
+    assert trainer.train_dataset["sample_weight"] == [*data["sample_weight"]] * 2
+
+
+def test_weights_of_examples_that_do_not_arrive(tmp_path, caplog):
+    pairs = weighted("DPO", "chosen")
+    some = tiny.dataset("pairs").add_column("sample_weight", [1.0, None] * (len(pairs) // 2))
+    trainer = build(tmp_path, "DPO", ours=True, loss=LigerFusedLinearDPOLoss(), train_dataset=some)
+    with pytest.raises(ValueError, match="sample_weight must be a number for each example, got None for 1 of 2"):
+        trainer.data_collator([trainer.train_dataset[i] for i in range(2)])
+    build(tmp_path, "DPO", ours=True, train_dataset=pairs)
+    assert "LigerDPOTrainer trains without the column 'sample_weight'" in caplog.text
+
+
 def test_a_loss_without_a_reference_needs_none(train):
     """DPO's trainer then loads no second model. The step equals that of the same loss with an unused reference."""
     alone = train("DPO", ours=True, loss=Margin(use_ref_model=False), ref_model=None)

@@ -294,13 +294,43 @@ def with_outputs(value: Tensor, model: nn.Module, inputs: dict[str, Any], return
         return value, model(**inputs)
 
 
+SAMPLE_WEIGHT = "sample_weight"  # a column, with the name that scikit-learn and Keras give such weights
+
+
+@dataclasses.dataclass
+class _WithWeights:
+    """A collator that adds the weights of examples to a batch, float32 (n,), because TRL's drop unknown columns."""
+
+    collate: Any
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.collate(examples)
+        weights = [example[SAMPLE_WEIGHT] for example in examples if example.get(SAMPLE_WEIGHT) is not None]
+        if not weights or SAMPLE_WEIGHT in batch:  # a collator of the user may add them
+            return batch
+        if len(weights) < len(examples):
+            raise ValueError(
+                f"{SAMPLE_WEIGHT} must be a number for each example, got None for {len(examples) - len(weights)} of "
+                f"{len(examples)}: write 1.0 for an example that counts once"
+            )
+        return {**batch, SAMPLE_WEIGHT: torch.tensor(weights, dtype=torch.float32)}
+
+
 # A trainer with a reference model loads none.
 _NONE: Any = object()
 
 
 class ReferenceMixin(LigerTrainerMixin):
+    """Trainers whose loss compares with a reference: DPO and KTO.
+
+    With `loss=`, the column "sample_weight" of a data set, one number for an example, is the loss's `example_weights`.
+    """
+
     ref_columns: ClassVar[tuple[str, ...]]
     replaced_by_loss: ClassVar = ("_compute_loss",)
+    # Of transformers' trainer.
+    data_collator: Any
+    _signature_columns: Any
 
     def __init__(
         self,
@@ -325,6 +355,19 @@ class ReferenceMixin(LigerTrainerMixin):
         super().__init__(model, ref_model, args, *others, loss=loss, **kwargs)
         # An adapter that TRL has added freezes the rest.
         references.check_parameters(self.model, self.ref_model)
+        if loss is not None:
+            self.data_collator = _WithWeights(self.data_collator)
+        elif SAMPLE_WEIGHT in (getattr(self.train_dataset, "column_names", None) or ()):
+            _LOGGER.warning(
+                "%s trains without the column %r: TRL's loss takes no weights of examples, one given as loss= does",
+                type(self).__name__,
+                SAMPLE_WEIGHT,
+            )
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        if self.loss_override is not None and SAMPLE_WEIGHT not in self._signature_columns:
+            self._signature_columns = [*self._signature_columns, SAMPLE_WEIGHT]
 
     @classmethod
     def _check_precomputed(cls, loss: Any, args: Any) -> None:
@@ -352,6 +395,8 @@ class ReferenceMixin(LigerTrainerMixin):
         loss = self.loss_override
         if loss is None:
             return super()._compute_loss(model, inputs, return_outputs)
+        inputs = dict(inputs)  # of the caller
+        weights = inputs.pop(SAMPLE_WEIGHT, None)
         others = ("completion_mask", "label")
         model_inputs = {
             name: x for name, x in inputs.items() if name not in others and not name.startswith(("ref_", "KL_"))
@@ -359,6 +404,8 @@ class ReferenceMixin(LigerTrainerMixin):
         labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
         length = labels.shape[1] - 1
         arguments = self._loss_arguments(model, inputs)
+        if weights is not None:
+            arguments["example_weights"] = torch.as_tensor(weights, device=labels.device)
         if loss.use_ref_model is not False:
             arguments["ref_logps"] = self._ref_logps(model_inputs, inputs, labels)
         step = loss_step(model, loss, model_inputs | self._aux_inputs, labels, length=length, **arguments)
