@@ -322,7 +322,8 @@ def for_loss(
         most_columns=budget.vocab_size,
         scattered=scattered,
         **layout._asdict(),
-        skips_rows=skips_rows and _pays_to_skip_rows(rows, scattered, budget, len(layout.chunks)),
+        # A filtered pass keeps no count of live rows.
+        skips_rows=skips_rows and filter is None and _pays_to_skip_rows(rows, scattered, budget, len(layout.chunks)),
     )
 
 

@@ -332,7 +332,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         given = _Given(head, target, nll_target, rows, ref_logps, example_weights)
         objective = _MeanOverPairs(self, given, max(1, n // 2), terms if has_kernel else None)
         loss, stats, aux = self._fuse(head, input, rows, objective)
-        if objective.kernel is not None and aux is None:
+        if objective.kernel is not None:
             return loss, objective.kernel.metrics()
         return loss, self._metrics(objective.batch, aux.logps, stats)
 
