@@ -597,6 +597,29 @@ def stub_torchtitan() -> None:
     )
 
 
+class Waits(TorchDispatchMode):
+    """Takes the path of a GPU, and collects the operations that its host would wait for."""
+
+    def __enter__(self) -> Waits:
+        self.found: list[str] = []
+        self.patch, tolist = pytest.MonkeyPatch(), Tensor.tolist
+        self.patch.setattr("liger_chunked.engine.known.on_host", lambda x: False)
+        self.patch.setattr("liger_chunked.kernels.scale.on_host", lambda x: False)
+        self.patch.setattr(Tensor, "tolist", lambda x: self.found.append("tolist") or tolist(x))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.patch.undo()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "lift_fresh"):
+            self.found.append(name)
+        return func(*args, **kwargs or {})
+
+
 def titan_loss(**options: Any) -> Any:
     from liger_chunked.integrations.torchtitan import FusedLinearCrossEntropyLoss
 
@@ -639,20 +662,38 @@ def torchtitan_worker(rank: int, folder: str) -> None:
     check(hidden.grad, expected.hidden_grad, "dX")
     with torch.no_grad():
         check(loss(hidden, case.target)[0], 7 * value, "validation")
+
+    # Under a CUDA graph: nothing is read on the host, whatever is ignored.
+    loss, head = titan_loss(logits_budget="1KiB", cuda_graphs=True), titan_head(case.weight.clone())
+    loss.set_lm_head(head)
+    hidden = case.hidden.clone().requires_grad_()
+    with Waits() as waits:
+        found, _ = loss(hidden, case.target, valid)
+        found.backward()
+    assert not waits.found, waits.found
+    check(found, value, "loss")
+    check(head.weight.grad, expected.weight_grad, "dW")
+    check(hidden.grad, expected.hidden_grad, "dX")
+    loss.config.cuda_graphs = False
+    with Waits() as waits:
+        loss(hidden, case.target, valid)
+    assert waits.found
     head.forward = sharded = partial(head.forward)  # as torchtitan's Module.parallelize sets it
     loss(hidden, case.target)
     assert head.forward is sharded
 
     # Plain rows.
     with set_current_spmd_mesh(mesh):
-        loss, head = titan_loss(global_vocab_size=V - 1), titan_head(case.weight[case.own].clone())
-        loss.set_lm_head(head)
-        hidden = case.hidden.clone().requires_grad_()
-        found, _ = loss(hidden, case.target, valid)
-        check(found, value, "loss")
-        found.backward()
-    check(head.weight.grad, expected.weight_grad[case.own], "dW")
-    check(summed(hidden.grad), expected.hidden_grad, "dX")
+        for cuda_graphs in (False, True):
+            loss = titan_loss(global_vocab_size=V - 1, cuda_graphs=cuda_graphs)
+            head = titan_head(case.weight[case.own].clone())
+            loss.set_lm_head(head)
+            hidden = case.hidden.clone().requires_grad_()
+            found, _ = loss(hidden, case.target, valid)
+            check(found, value, "loss")
+            found.backward()
+            check(head.weight.grad, expected.weight_grad[case.own], "dW")
+            check(summed(hidden.grad), expected.hidden_grad, "dX")
 
     # DTensors.
     set_spmd_backend("partial_dtensor")
@@ -669,7 +710,7 @@ def torchtitan_worker(rank: int, folder: str) -> None:
     with pytest.raises(ValueError, match="spmd_backend must be 'spmd_types' or 'partial_dtensor'"):
         loss(whole, case.target, valid)
     set_spmd_backend("spmd_types")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=r"set training\.disable_cuda_graphs"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="set cuda_graphs=True in the loss"):
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         loss(SimpleNamespace(is_cuda=True), case.target, valid)
 
