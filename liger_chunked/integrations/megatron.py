@@ -1,18 +1,23 @@
-"""Megatron-Core, from 0.18: the `output_processor` of `GPTModel`."""
+"""Megatron-Core, from 0.18: the `output_processor` of `GPTModel`, and the heads of multi-token prediction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_chunked.functional import cross_entropy_loss
+from liger_chunked.functional import cross_entropy_loss, linear_token_stats
 from liger_chunked.integrations.tensor_parallel import even_shard
 
-__all__ = ["OutputProcessor"]
+__all__ = ["OutputProcessor", "chunked_heads"]
 
 IGNORE_INDEX = -100
 
@@ -71,6 +76,110 @@ class OutputProcessor:
             vocab_size=self.vocab_size,
         )
         return self.fn(weight, hidden_states.transpose(0, 1), target, output_layer.bias, vocab_shard=shard, **options)
+
+
+@dataclass
+class _MTPLogits:
+    """What a head of multi-token prediction returns in place of the logits `scale * (hidden @ weight.T + bias)`.
+
+    Megatron scales them, computes the loss of each token, and counts the tokens that are the most likely ones. The loss
+    and the most likely tokens are of one pass, which waits for the labels.
+    """
+
+    statistics: Callable[..., Any]  # of (labels, scale)
+    scale: float = 1.0
+    argmax: Tensor | None = field(default=None, init=False)  # (b, s)
+
+    def __mul__(self, factor: float) -> _MTPLogits:
+        return replace(self, scale=self.scale * factor)
+
+    def loss_of_tokens(self, labels: Tensor) -> Tensor:
+        stats = self.statistics(labels, self.scale)
+        self.argmax = stats.argmax
+        return -stats.logps
+
+
+class _MTPHead:
+    """An output layer that returns `_MTPLogits`. Its other attributes are those of Megatron's."""
+
+    def __init__(self, head: Any, config: Any, vocab_size: int | None, logits_budget: int | float | str | None) -> None:
+        self._head, self._config, self._budget = head, config, logits_budget
+        self._process = OutputProcessor(linear_token_stats, vocab_size=vocab_size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._head, name)
+
+    def __call__(self, hidden: Tensor, weight: Tensor | None = None, **_unused: Any) -> tuple[_MTPLogits, None]:
+        def statistics(labels: Tensor, scale: float) -> Any:
+            context = {"outputs": ("logps", "argmax"), "logit_scale": scale, "logits_budget": self._budget}
+            return self._process(
+                hidden_states=hidden,
+                output_layer=self._head,
+                output_weight=weight,
+                labels=labels,
+                context=context,
+                config=self._config,
+            )
+
+        return _MTPLogits(statistics), None
+
+
+@contextmanager
+def chunked_heads(*, vocab_size: int | None = None, logits_budget: int | float | str | None = None) -> Iterator[None]:
+    """Compute the losses of multi-token prediction (MTP, arXiv 2412.19437) without logits, in models run in the block.
+
+        with chunked_heads():
+            pretrain(...)
+
+    Megatron's `process_mtp_loss` runs as it is, with its shifts, masks, scale and logs. The cross entropy of a token at
+    each depth, and whether the most likely token is right, come from one pass over the hidden states. The block must
+    hold the models' forwards. `GPTModel` and `HybridModel` are served; the main loss is not part of it, see
+    `OutputProcessor`. Labels of -100 give 0; those that `loss_mask` leaves out are computed, as in Megatron.
+
+    Args:
+        vocab_size: without padding. None: padded rows are in the softmax, as in Megatron.
+        logits_budget: see `LogitOptions`. None: automatic.
+
+    Raises ImportError without Megatron-Core. A forward in the block raises ValueError for a head that is not plain rows
+    of the vocabulary.
+    """
+    from megatron.core.transformer import multi_token_prediction as mtp
+
+    theirs: dict[str, Any] = {"process_mtp_loss": mtp.process_mtp_loss}
+    counts = getattr(mtp, "_compute_mtp_acceptance_counts", None)  # since 0.19
+    if counts is not None:
+        theirs["_compute_mtp_acceptance_counts"] = counts
+    signature = inspect.signature(mtp.process_mtp_loss)
+
+    @functools.wraps(mtp.process_mtp_loss)
+    def process_mtp_loss(*args: Any, **kwargs: Any) -> Tensor:
+        given = signature.bind(*args, **kwargs)
+        of_model = given.arguments
+        of_model["output_layer"] = _MTPHead(of_model["output_layer"], of_model["config"], vocab_size, logits_budget)
+        of_model["compute_language_model_loss"] = lambda labels, logits: logits.loss_of_tokens(labels)
+        return theirs["process_mtp_loss"](*given.args, **given.kwargs)
+
+    def acceptance_counts(logits: Any, labels: Tensor, loss_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(logits, _MTPLogits):
+            return counts(logits, labels, loss_mask, *args, **kwargs)  # type: ignore[misc]
+        valid = loss_mask.bool()
+        return ((logits.argmax == labels) & valid).sum().float(), valid.sum().float()
+
+    ours = {"process_mtp_loss": process_mtp_loss, "_compute_mtp_acceptance_counts": acceptance_counts}
+    try:
+        for name, function in theirs.items():
+            _rebind(name, function, ours[name])
+        yield
+    finally:
+        for name, function in theirs.items():
+            _rebind(name, ours[name], function)
+
+
+def _rebind(name: str, old: Any, new: Any) -> None:
+    """Replace a function in every module that holds it under its name."""
+    for module in [*sys.modules.values()]:
+        if getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)
 
 
 def _check_head(output_layer: Any, config: Any) -> None:

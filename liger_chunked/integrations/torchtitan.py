@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import spmd_types as spmd
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
@@ -19,6 +20,8 @@ from liger_chunked.types import VocabShard
 
 __all__ = ["FusedLinearCrossEntropyLoss"]
 
+IGNORE_INDEX = -100
+
 
 class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
     """The sum of the tokens' cross entropy over `global_valid_tokens`, without chunks of the sequence.
@@ -28,14 +31,27 @@ class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
     The loss runs inside the forward of `lm_head`, with FSDP's hooks. With tensor parallelism and "spmd_types", the
     hidden states' gradient is the rank's share, which the backward of the norm sums.
 
-    `compile_config` is not used. Raises RuntimeError under a CUDA graph.
+    With `cuda_graphs`, ignored tokens are tokens of weight 0: loss and gradients are the same but for rounding, and no
+    number depends on how many labels a batch ignores. A graph's replays have other labels than its capture, and their
+    count, which Trainer knows on the host, does not reach the loss. Ignored tokens then cost as much as others, and
+    their hidden states must be finite.
+
+    `compile_config` is not used. Raises RuntimeError under a CUDA graph without `cuda_graphs`.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):
-        """`global_vocab_size` is needed with "spmd_types", unless ranks have equally many rows of the head."""
+        """Settings of the loss.
+
+        Attributes:
+            global_vocab_size: needed with "spmd_types", unless ranks have equally many rows of the head.
+            cuda_graphs: True with torchtitan's CUDA graphs. False leaves ignored tokens out of all products, and needs
+                `training.disable_cuda_graphs`: their number is read on the host.
+            logits_budget: see `LogitOptions`.
+        """
 
         global_vocab_size: int | None = None
+        cuda_graphs: bool = False
         logits_budget: int | str | None = None
 
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
@@ -49,8 +65,11 @@ class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
             raise ValueError("lm_head must be set before the first call: call set_lm_head")
         if get_spmd_backend() == "full_dtensor":
             raise ValueError("spmd_backend must be 'spmd_types' or 'partial_dtensor', got 'full_dtensor'")
-        if is_on_gpu(pred) and is_capturing():
-            raise RuntimeError("the loss reads numbers on the host: set training.disable_cuda_graphs")
+        if not self.config.cuda_graphs and is_on_gpu(pred) and is_capturing():
+            raise RuntimeError(
+                "the loss reads the number of labels on the host: set cuda_graphs=True in the loss's Config, or set "
+                "training.disable_cuda_graphs"
+            )
         with spmd.local():
             loss = call_in_forward(self.lm_head, self._sum_of_tokens, pred, labels)
             if global_valid_tokens is not None:
@@ -61,12 +80,18 @@ class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
 
     def _sum_of_tokens(self, hidden: Tensor, labels: Tensor) -> Tensor:
         head: Any = self.lm_head
+        n_valid = token_weights = None
+        if self.config.cuda_graphs:
+            counts = labels != IGNORE_INDEX
+            n_valid, token_weights, labels = labels.numel(), counts.to(torch.float32), labels.where(counts, 0)
         loss = cross_entropy_loss(
             head.weight,
             hidden,
             labels,
             head.bias,
             vocab_shard=self._shard(head.weight),
+            n_valid=n_valid,
+            token_weights=token_weights,
             reduction="sum",
             logits_budget=self.config.logits_budget,
         )

@@ -365,9 +365,10 @@ def megatron_model_worker(rank: int, folder: str) -> None:
     initialize(rank, folder)
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     # torch's norm refuses sequence parallelism, whose ranks must sum the gradients of a norm. This test does not.
@@ -382,7 +383,9 @@ def megatron_model_worker(rank: int, folder: str) -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=WORLD)
     case = make_case(rank, WORLD)
-    for sequence_parallel, tied, use_mup in ((False, False, False), (True, True, False), (True, False, True)):
+    # Sequence parallelism, a tied head, MuP's multiplier, depths of multi-token prediction.
+    cases = ((False, False, False, 0), (True, True, False, 0), (True, False, True, 0), (False, False, True, 2))
+    for sequence_parallel, tied, use_mup, depths in (*cases, (True, True, False, 2)):
         config = TransformerConfig(
             num_layers=1,
             hidden_size=16,
@@ -400,11 +403,14 @@ def megatron_model_worker(rank: int, folder: str) -> None:
             bias_dropout_fusion=False,
             use_mup=use_mup,
             mup_base_hidden_size=8 if use_mup else None,
+            mtp_num_layers=depths or None,
         )
         torch.manual_seed(0)
+        spec = get_gpt_layer_local_spec()
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            spec,
+            mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False) if depths else None,
             vocab_size=V,
             max_sequence_length=S,
             share_embeddings_and_output_weights=tied,
@@ -420,12 +426,17 @@ def megatron_model_worker(rank: int, folder: str) -> None:
             positions = torch.arange(S).expand_as(ids)
             losses = model(ids, positions, causal, labels=labels, loss_mask=mask, **options)
             grads = torch.autograd.grad((losses * upstream).sum(), list(model.parameters()))
-            return [losses * mask, *grads]
+            tracked = [x.clone() for x in MTPLossLoggingHelper.tracker.values() if isinstance(x, Tensor)]
+            MTPLossLoggingHelper.tracker.clear()
+            return [losses * mask, *grads, *tracked]
 
-        stock, ours = step(), step(output_processor=megatron.OutputProcessor())
+        stock = step()
+        assert (len(stock) > 1 + len(list(model.parameters()))) == bool(depths)
+        with megatron.chunked_heads():
+            ours = step(output_processor=megatron.OutputProcessor())
         # Megatron's softmax is in float32.
         for x, e in zip(ours, stock, strict=True):
-            assert relative_error(x.detach(), e.detach()) < 1e-6, (sequence_parallel, tied, use_mup)
+            assert relative_error(x.detach(), e.detach()) < 1e-6, (sequence_parallel, tied, use_mup, depths)
     dist.destroy_process_group()
 
 
@@ -435,6 +446,100 @@ def test_megatron_model(tmp_path: Path, fresh_process: FreshProcesses) -> None:
     if found is None or "output_processor" not in names(found.GPTModel.forward):
         pytest.skip("no Megatron-Core of 0.18 or newer")
     fresh_process.spawn(megatron_model_worker, WORLD, str(tmp_path))
+
+
+# Megatron-Core 0.18 to 0.19, megatron/core/transformer/multi_token_prediction.py (process_mtp_loss): the states of the
+# main model and of each depth lie one behind the other in s. At each depth it calls
+# `output_layer(hidden, weight=, runtime_gather_output=)`, scales the logits, shifts the labels by one more, and calls
+# `compute_language_model_loss(labels, logits)` for (b, s) losses; since 0.19 `_compute_mtp_acceptance_counts` too.
+def mtp_module(name: str) -> Any:
+    module: Any = ModuleType(name)
+
+    def of_logits(*_: Any) -> None:
+        raise AssertionError("there are no logits")
+
+    def process_mtp_loss(
+        hidden_states: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor,
+        output_layer: Any,
+        output_weight: Tensor | None,
+        compute_language_model_loss: Any,
+        config: Any,
+        scale_logits_fn: Any,
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        found = []
+        for depth, hidden in enumerate(hidden_states.chunk(1 + config.mtp_num_layers)[1:], 1):
+            logits = scale_logits_fn(output_layer(hidden, weight=output_weight, runtime_gather_output=None)[0])
+            shifted, mask = rolled(labels, depth), rolled(loss_mask, depth)
+            losses = compute_language_model_loss(shifted, logits) * mask
+            gathers = output_layer.gather_output
+            counts = module._compute_mtp_acceptance_counts(logits, shifted, mask, output_layer, gathers)
+            found.append((losses, *counts))
+        return found
+
+    module.process_mtp_loss, module._compute_mtp_acceptance_counts = process_mtp_loss, of_logits
+    return module
+
+
+def rolled(x: Tensor, shift: int) -> Tensor:
+    return nn.functional.pad(x[:, shift:], (0, shift))
+
+
+def mtp_worker(rank: int, folder: str) -> None:
+    """Two depths on a stub of Megatron-Core, whose own model `megatron_model_worker` runs."""
+    group = initialize(rank, folder)
+    case = make_case(rank, WORLD)
+    target, mask = case.target.clamp(max=V - 4), torch.ones(B, S)
+    mask[1, 2:5] = 0.0
+    states = [x.transpose(0, 1) for x in (case.hidden.flip(2), case.hidden, case.hidden.flip(0))]
+    w, *xs = (x.clone().requires_grad_() for x in (case.weight, *states))
+    exact = []
+    for depth, x in enumerate(xs[1:], 1):
+        labels, keep = rolled(target, depth), rolled(mask, depth)
+        z = 0.5 * (x.transpose(0, 1) @ w.T)[..., : V - 3]
+        losses = nn.functional.cross_entropy(z.flatten(0, 1), labels.flatten(), reduction="none").view(B, S)
+        exact.append((losses * keep, ((z.argmax(-1) == labels) & keep.bool()).sum().float(), keep.sum()))
+    torch.autograd.backward([losses for losses, *_ in exact], list(case.upstream))
+
+    name = "megatron.core.transformer.multi_token_prediction"
+    module, model, parent = mtp_module(name), ModuleType("a.model"), ModuleType("megatron.core.transformer")
+    stock = model.process_mtp_loss = module.process_mtp_loss  # type: ignore[attr-defined]
+    parent.multi_token_prediction = module  # type: ignore[attr-defined]
+    for of_stub in (ModuleType("megatron"), ModuleType("megatron.core"), parent, module, model):
+        sys.modules[of_stub.__name__] = of_stub
+    for sequence_parallel, tied in ((False, False), (True, True)):
+        weight = case.weight[case.own].clone().requires_grad_()
+        # With sequence parallelism, a rank has its part of each depth.
+        part = case.part if sequence_parallel else slice(None)
+        local = torch.cat([x[part] for x in states]).requires_grad_()
+        head = SimpleNamespace(weight=None if tied else weight, bias=None, tp_group=group, gather_output=False)
+        head.sequence_parallel = sequence_parallel
+        with megatron.chunked_heads(vocab_size=V - 3, logits_budget=8 * 5 * V):
+            assert module.process_mtp_loss is model.process_mtp_loss is not stock
+            found = model.process_mtp_loss(
+                hidden_states=local,
+                labels=target,
+                loss_mask=mask,
+                output_layer=head,
+                output_weight=weight if tied else None,
+                compute_language_model_loss=None,
+                config=SimpleNamespace(mtp_num_layers=2),
+                scale_logits_fn=lambda z: z * 0.5,
+            )
+        assert module.process_mtp_loss is model.process_mtp_loss is stock
+        torch.autograd.backward([losses for losses, *_ in found], list(case.upstream))
+        for ours, theirs in zip(found, exact, strict=True):
+            for mine, value in zip(ours, theirs, strict=True):
+                check(mine, value.detach(), "losses and counts")
+        assert w.grad is not None and local.grad is not None
+        check(weight.grad, w.grad[case.own], "dW")
+        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in xs]
+        check(local.grad, torch.cat([g[part] for g in grads]), "dX")
+    dist.destroy_process_group()
+
+
+test_megatron_mtp = run(mtp_worker)
 
 
 def test_megatron_passes_these_arguments() -> None:
@@ -492,6 +597,29 @@ def stub_torchtitan() -> None:
     )
 
 
+class Waits(TorchDispatchMode):
+    """Takes the path of a GPU, and collects the operations that its host would wait for."""
+
+    def __enter__(self) -> Waits:
+        self.found: list[str] = []
+        self.patch, tolist = pytest.MonkeyPatch(), Tensor.tolist
+        self.patch.setattr("liger_chunked.engine.known.on_host", lambda x: False)
+        self.patch.setattr("liger_chunked.kernels.scale.on_host", lambda x: False)
+        self.patch.setattr(Tensor, "tolist", lambda x: self.found.append("tolist") or tolist(x))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.patch.undo()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "lift_fresh"):
+            self.found.append(name)
+        return func(*args, **kwargs or {})
+
+
 def titan_loss(**options: Any) -> Any:
     from liger_chunked.integrations.torchtitan import FusedLinearCrossEntropyLoss
 
@@ -534,20 +662,38 @@ def torchtitan_worker(rank: int, folder: str) -> None:
     check(hidden.grad, expected.hidden_grad, "dX")
     with torch.no_grad():
         check(loss(hidden, case.target)[0], 7 * value, "validation")
+
+    # Under a CUDA graph: nothing is read on the host, whatever is ignored.
+    loss, head = titan_loss(logits_budget="1KiB", cuda_graphs=True), titan_head(case.weight.clone())
+    loss.set_lm_head(head)
+    hidden = case.hidden.clone().requires_grad_()
+    with Waits() as waits:
+        found, _ = loss(hidden, case.target, valid)
+        found.backward()
+    assert not waits.found, waits.found
+    check(found, value, "loss")
+    check(head.weight.grad, expected.weight_grad, "dW")
+    check(hidden.grad, expected.hidden_grad, "dX")
+    loss.config.cuda_graphs = False
+    with Waits() as waits:
+        loss(hidden, case.target, valid)
+    assert waits.found
     head.forward = sharded = partial(head.forward)  # as torchtitan's Module.parallelize sets it
     loss(hidden, case.target)
     assert head.forward is sharded
 
     # Plain rows.
     with set_current_spmd_mesh(mesh):
-        loss, head = titan_loss(global_vocab_size=V - 1), titan_head(case.weight[case.own].clone())
-        loss.set_lm_head(head)
-        hidden = case.hidden.clone().requires_grad_()
-        found, _ = loss(hidden, case.target, valid)
-        check(found, value, "loss")
-        found.backward()
-    check(head.weight.grad, expected.weight_grad[case.own], "dW")
-    check(summed(hidden.grad), expected.hidden_grad, "dX")
+        for cuda_graphs in (False, True):
+            loss = titan_loss(global_vocab_size=V - 1, cuda_graphs=cuda_graphs)
+            head = titan_head(case.weight[case.own].clone())
+            loss.set_lm_head(head)
+            hidden = case.hidden.clone().requires_grad_()
+            found, _ = loss(hidden, case.target, valid)
+            check(found, value, "loss")
+            found.backward()
+            check(head.weight.grad, expected.weight_grad[case.own], "dW")
+            check(summed(hidden.grad), expected.hidden_grad, "dX")
 
     # DTensors.
     set_spmd_backend("partial_dtensor")
@@ -564,7 +710,7 @@ def torchtitan_worker(rank: int, folder: str) -> None:
     with pytest.raises(ValueError, match="spmd_backend must be 'spmd_types' or 'partial_dtensor'"):
         loss(whole, case.target, valid)
     set_spmd_backend("spmd_types")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=r"set training\.disable_cuda_graphs"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="set cuda_graphs=True in the loss"):
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         loss(SimpleNamespace(is_cuda=True), case.target, valid)
 
