@@ -6,9 +6,12 @@ A new loss adds rows here, not a test file.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -37,6 +40,7 @@ from liger_chunked import (
 from liger_chunked.eager.dpo import LOSS_TYPES
 from liger_chunked.eager.reference_free import CPO_LOSS_TYPES
 from liger_chunked.eager.token_stats import logits
+from liger_chunked.engine import choose
 
 Batch = dict[str, Tensor]
 PARAMETERS = ("weight", "input", "bias")
@@ -591,11 +595,23 @@ def _stats_of_kept(
     return {name: found[name]().where(valid, 0) for name in outputs}
 
 
-def _statistics(id: str, outputs: tuple[str, ...], *, kept: bool = False, **settings: Any) -> Row:
+_PATCHES = threading.Lock()
+
+
+@contextmanager
+def products_for_kept_ids() -> Iterator[None]:
+    """Take products for short lists of kept ids too."""
+    with _PATCHES, mock.patch.object(choose, "kept_ids_take_products", lambda *_: True):
+        yield
+
+
+def _statistics(
+    id: str, outputs: tuple[str, ...], *, kept: Literal["rows", "products"] | None = None, **settings: Any
+) -> Row:
     """An objective that mixes `outputs` with per-token coefficients, so that each token gets different gradients.
 
     Args:
-        kept: whether they are of the ids that a sampler kept.
+        kept: statistics are of the ids that a sampler kept, by a few rows of the head for each token, or by products.
     """
 
     def objective(stats: dict[str, Tensor], target: Tensor) -> Tensor:
@@ -607,17 +623,18 @@ def _statistics(id: str, outputs: tuple[str, ...], *, kept: bool = False, **sett
 
     def ours(batch: Batch, **options: Any) -> Tensor:
         given: dict[str, Any] = {**batch}
-        if kept:
+        if kept is not None:
             ids = _kept_ids(batch, options.get("ignore_index", -100)).reshape(-1)
             given["kept"] = KeptIds(ids, torch.arange(0, ids.numel() + 1, N_KEPT, device=ids.device))
-        stats: TokenStats = linear_token_stats(**given, outputs=outputs, **settings | options)
+        with products_for_kept_ids() if kept == "products" else nullcontext():
+            stats: TokenStats = linear_token_stats(**given, outputs=outputs, **settings | options)
         return objective({name: getattr(stats, name) for name in outputs}, batch["target"])
 
     def oracle(batch: Batch, **options: Any) -> Tensor:
-        stats = _stats_of_kept if kept else eager.token_stats
+        stats = eager.token_stats if kept is None else _stats_of_kept
         return objective(stats(**batch, outputs=outputs, **settings | options), batch["target"])
 
-    return Row(id, ours, oracle, tokens, fused=False, kept=kept, products=not kept)
+    return Row(id, ours, oracle, tokens, fused=False, kept=kept is not None, products=kept != "rows")
 
 
 _TRANSFORM = {"softcap": 3.0, "logit_scale": 1.7, "temperature": 0.6}
@@ -1025,7 +1042,8 @@ STATISTICS = [
     _statistics("stats-entropy", ("entropy",)),
     _statistics("stats-all", ("logps", "lse", "entropy", "mean_logits")),
     _statistics("stats-any-order-transformed", ("mean_logits", "entropy", "logps"), **_TRANSFORM),
-    _statistics("stats-kept", ("logps", "lse", "entropy"), kept=True, **_TRANSFORM),
+    _statistics("stats-kept", ("logps", "lse", "entropy"), kept="rows", **_TRANSFORM),
+    _statistics("stats-kept-products", ("logps", "lse", "entropy"), kept="products", **_TRANSFORM),
 ]
 
 ROWS = [
@@ -1062,6 +1080,7 @@ PATHS = {
     "grpo-top-entropy": "two statistics of the whole batch: the loss selects tokens by rank",
     "stats-all": "the primitive with all statistics, and gradients in the backward",
     "stats-kept": "the ids that a sampler kept: a few rows of the head for each token, and no logits",
+    "stats-kept-products": "long lists of these: logits of the ids are gathered, and their gradients scattered",
 }
 
 

@@ -12,7 +12,7 @@ distillation                     a loop of its own, of a student and a teacher
 gradients                        accumulators of dX, dW and db
 divergences, top_k, ranked       divergences of a tile of logits
 stats, saved                     linear_token_stats, and tensors that autograd keeps for its backward
-kept                             the same of the ids that a sampler kept
+kept, kept_pass                  the same of the ids that a sampler kept, by rows of the head, and by products
 estimated                        what estimate_memory, which runs these on the meta device, tells them and is told
 shard, scattered, sequence       a vocabulary, hidden states, or sequences split over ranks
 """

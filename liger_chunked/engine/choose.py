@@ -26,13 +26,15 @@ from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
 from liger_chunked.engine.filtered import FILTERED, SamplingFilter
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass, Tokens
+from liger_chunked.engine.kept_pass import KeptPass
 from liger_chunked.engine.rows import Rows
 from liger_chunked.engine.scattered import ScatteredRows, scatter_rows
 from liger_chunked.engine.shard import ShardedPass
 from liger_chunked.engine.token_pass import TokenPass
+from liger_chunked.kernels.kept import Entries
 from liger_chunked.kernels.operands import along
-from liger_chunked.kernels.tuning.generic import SMALLEST_OF_LIVE_ROWS
-from liger_chunked.types import DIFFERENTIABLE, HeadTensors, LogitOptions, LossHead, VocabShard
+from liger_chunked.kernels.tuning.generic import KEPT_OF_VOCAB, SMALLEST_OF_KEPT, SMALLEST_OF_LIVE_ROWS
+from liger_chunked.types import DIFFERENTIABLE, HeadTensors, LogitOptions, LossHead, VocabShard, accumulation_dtype
 
 
 class Path(enum.Enum):
@@ -58,6 +60,7 @@ class Plan:
         outputs, differentiates: the statistics to compute, and those that the gradient may reach.
         class_weight: (V,) weights of `mean_logits`.
         filter: the logits that statistics are of, if not all. Tiles are then whole rows of this rank.
+        kept: the ids that statistics are of, if not all. `rows` then have each token's "position" among them.
         most_columns: of a rank, if ranks split the vocabulary.
         scattered: which rows each rank holds, if ranks split both vocabulary and hidden states.
         skips_rows: whether the backward of a chunk counts its rows with a gradient, and leaves the others out.
@@ -76,6 +79,7 @@ class Plan:
     class_weight: Tensor | None = None
     shard: VocabShard | None = None
     filter: SamplingFilter | None = None
+    kept: Entries | None = None
     most_columns: int = 0
     scattered: ScatteredRows | None = None
     skips_rows: bool = False
@@ -112,15 +116,19 @@ class Plan:
 
     def tensors(self) -> dict[str, Tensor | None]:
         """Return, by name, what a later backward reads of the plan."""
-        return {"class_weight": self.class_weight, **self.rows.tensors()}
+        of_kept = {} if self.kept is None else {f"kept_{name}": x for name, x in self.kept._asdict().items()}
+        return {"class_weight": self.class_weight, **of_kept, **self.rows.tensors()}
 
     def without_tensors(self) -> Plan:
         """Return a plan that holds none of `tensors`; `with_tensors` gives them back."""
-        return replace(self, rows=self.rows.without_tensors(), class_weight=None)
+        return replace(self, rows=self.rows.without_tensors(), class_weight=None, kept=None)
 
     def with_tensors(self, tensors: Mapping[str, Tensor | None]) -> Plan:
         of_rows = dict(tensors)
-        return replace(self, class_weight=of_rows.pop("class_weight"), rows=self.rows.with_tensors(of_rows))
+        class_weight, kept = of_rows.pop("class_weight"), None
+        if "kept_ids" in of_rows:
+            kept = Entries(*[of_rows.pop(f"kept_{name}") for name in Entries._fields])  # type: ignore[arg-type]
+        return replace(self, class_weight=class_weight, kept=kept, rows=self.rows.with_tensors(of_rows))
 
     @property
     def most_rows(self) -> int:
@@ -411,6 +419,62 @@ def for_statistics(
     )
 
 
+def kept_ids_take_products(
+    n_ids: int,
+    n_tokens: int,
+    head: LossHead,
+    dtype: torch.dtype,
+    *,
+    one_of: int = KEPT_OF_VOCAB,
+    smallest: int = SMALLEST_OF_KEPT,
+) -> bool:
+    """Whether kept ids are so many that three products of whole rows take less time than reading rows for each token.
+
+    On an H100 in bfloat16 (`benchmarks/results/kept_ids-4212c95.json`), with V = 151936, reading rows took, for 1e6
+    ids, 6.9 ms at H = 4096, 3.1 at 2048 and 1.9 at 896, beside 0.5 ms for the zeros of dW, and three products 43.4,
+    88.2 and 10.3 ms. A tile of float32 logits and one of zeros add about 2.4 ms for 1e9 logits, by their bytes. These
+    lines cross at 816, 989 and 820 ids a token: V / 186, V / 154 and V / 185. Other dtypes are not measured: products
+    of float32 without TF32 take about 14 times as long, and rows twice.
+
+    Args:
+        n_ids: of all tokens.
+        n_tokens: that have a target, and ids.
+        one_of: products pay from one id of this many of the vocabulary on.
+        smallest: multiplications of a product, fewer of which never pay.
+    """
+    hidden_size, vocab_size = head.weight.shape[1], head.vocab_size
+    is_measured = dtype in (torch.bfloat16, torch.float16)
+    is_large = n_tokens * vocab_size * hidden_size >= smallest
+    return is_measured and is_large and n_ids * one_of >= n_tokens * vocab_size
+
+
+def for_kept(
+    head: LossHead, rows: Rows, dtype: torch.dtype, kept: Entries, outputs: tuple[str, ...], options: LogitOptions
+) -> Plan:
+    """Plan statistics of kept ids by products of whole rows, whose backward comes later, in one chunk.
+
+    Args:
+        rows: of the tokens that have ids, with each one's "position".
+    """
+    budget, bytes_per_logit = budget_of(head, options, dtype), accumulation_dtype(dtype).itemsize
+    if budget.given is not None:
+        _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
+    tiles = cutting.tiles(rows.n_valid, head.columns, budget.logits(0, bytes_per_logit), square=True)
+    return Plan(
+        rows=rows,
+        chunks=(Chunk(slice(0, rows.n_valid), slice(0, rows.n_valid)),),
+        tiles=(tiles,),
+        dtype=dtype,
+        n_contributions=min(1, len(tiles)),
+        largest_tile=cutting.largest(tiles),
+        options=options,
+        outputs=outputs,
+        shard=head.shard,
+        kept=kept,
+        most_columns=budget.vocab_size,
+    )
+
+
 def for_distillation(
     head: LossHead,
     rows: Rows,
@@ -466,7 +530,9 @@ def pass_of_statistics(plan: Plan, head: HeadTensors, holds: bool = False) -> He
 
 def _pass_of_logits(plan: Plan, head: HeadTensors, grads: HeadGradients | None) -> HeadPass:
     kind = TokenPass if plan.path is Path.BY_TOKEN else HeadPass if head.shard is None else ShardedPass
-    if plan.filter is None:
+    if plan.kept is not None:
+        logits_pass: HeadPass = KeptPass(head, plan.options, plan.outputs, grads=grads, entries=plan.kept)
+    elif plan.filter is None:
         logits_pass = kind(head, plan.options, plan.outputs, plan.class_weight, grads, plan.skips_rows)
     else:
         logits_pass = FILTERED[kind](

@@ -54,12 +54,13 @@ class Placed(NamedTuple):
     Attributes:
         entries: of all positions; those of ignored ones have an id of -1, which no rank has.
         has_entries: (N,) bool; False: the position has the whole vocabulary.
-        n_whole: how many positions with a target have the whole vocabulary.
+        n_kept, n_whole: how many positions with a target have kept ids, and the whole vocabulary.
         layout: of the kept ids, for their order.
     """
 
     entries: Entries
     has_entries: Tensor
+    n_kept: int
     n_whole: int
     layout: _Layout
 
@@ -105,14 +106,14 @@ class _Layout:
 _LAYOUTS: weakref.WeakKeyDictionary[KeptIds, _Layout] = weakref.WeakKeyDictionary()
 
 
-def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, may_wait: bool) -> Placed:
+def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, n_valid: int | None) -> Placed:
     """Check kept ids, and find each target among those of its position.
 
     Args:
         target: (N,) int64.
         is_valid: (N,), False at ignored positions.
-        may_wait: whether the host may wait for the device, once. Otherwise the device asserts what the host would
-            check, and that no position with a target has the whole vocabulary.
+        n_valid: how many positions have a target, if the host may not wait. The device then asserts what the host
+            would check, and that none of these has the whole vocabulary. None: the host waits once.
 
     Raises:
         TypeError, ValueError: offsets or ids are no kept ids of these positions, or miss a target.
@@ -146,9 +147,10 @@ def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, may_
     missing = is_valid & has_entries & (found < 0)
     whole = (is_valid & ~has_entries).sum()
     n_whole = 0
-    if may_wait:
+    if n_valid is None:
         at = torch.where(missing, torch.arange(n, device=device), n).amin() if n else whole
-        n_whole, first_missing, *facts = torch.cat([torch.stack([whole, at]), layout.facts]).tolist()
+        counts = torch.stack([is_valid.sum(), whole, at])
+        n_valid, n_whole, first_missing, *facts = torch.cat([counts, layout.facts]).tolist()
         _check_facts(facts, m, vocab_size)
         if n and first_missing < n:
             raise ValueError(
@@ -166,7 +168,8 @@ def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, may_
             "them, and its offsets must rise from 0 to the number of ids",
         )
     target_places = torch.where(found < 0, first.clamp(max=max(0, m - 1)), found)
-    return Placed(Entries(read_ids, offsets, tokens, target_places), has_entries, n_whole, layout)
+    entries = Entries(read_ids, offsets, tokens, target_places)
+    return Placed(entries, has_entries, n_valid - n_whole, n_whole, layout)
 
 
 def _check_facts(facts: list[int], n_ids: int, vocab_size: int) -> None:

@@ -31,6 +31,7 @@ from liger_chunked.engine.rows import Rows, select_rows
 from liger_chunked.engine.saved import savable, save, saved
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.kernels.backend import first_derivative, graph_is_retained, has_wide_tiles
+from liger_chunked.kernels.kept import Entries
 from liger_chunked.private import is_view
 from liger_chunked.types import (
     DIFFERENTIABLE,
@@ -167,29 +168,34 @@ def token_stats(
     filter: SamplingFilter | None = None,
     batch_invariant: bool = False,
     compact: bool = False,
+    kept: Entries | None = None,
 ) -> TokenStats:
     """Return `linear_token_stats` of checked inputs, dense; `class_weight` weighs `mean_logits`.
 
     Args:
         compact: return one value for each of `rows` instead, in their order. Only without a gradient, and on one rank.
+        kept: the ids that statistics are of, by products of whole rows, see `choose.for_kept`. None: all ids.
     """
     dtype = compute_dtype(head, input)
     tensors, u = apply_down(head, input, dtype)
     given = (input, tensors.weight, tensors.bias, u, tensors.up)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     estimate = estimated.get()
-    plan = choose.for_statistics(
-        head,
-        rows.on_this_rank(),
-        dtype,
-        outputs=outputs,
-        options=options,
-        class_weight=class_weight,
-        filter=filter,
-        needs_grad=needs_grad,
-        wide_tiles=has_wide_tiles(input.device) if estimate is None else estimate.wide_tiles,
-        batch_invariant=batch_invariant,
-    )
+    if kept is not None:
+        plan = choose.for_kept(head, rows, dtype, kept, outputs, options)
+    else:
+        plan = choose.for_statistics(
+            head,
+            rows.on_this_rank(),
+            dtype,
+            outputs=outputs,
+            options=options,
+            class_weight=class_weight,
+            filter=filter,
+            needs_grad=needs_grad,
+            wide_tiles=has_wide_tiles(input.device) if estimate is None else estimate.wide_tiles,
+            batch_invariant=batch_invariant,
+        )
     if not needs_grad:
         return _statistics(plan, tensors, input, u, compact=compact)[1]
     values = _LinearTokenStats.apply(*given, plan)
@@ -205,33 +211,48 @@ def stats_of_kept(
     options: LogitOptions,
     temperature: Tensor | None = None,
     *,
-    may_wait: bool = True,
+    n_valid: int | None = None,
     batch_invariant: bool = False,
+    by_products: bool | None = None,
 ) -> TokenStats:
     """Return `linear_token_stats(kept=)` of checked inputs, (N,) each, differentiable.
 
-    Tokens with kept ids and tokens with the whole vocabulary are computed apart, so that a batch costs their sum.
+    Tokens with kept ids and tokens with the whole vocabulary are computed apart, so that a batch costs their sum. Long
+    lists take products of whole rows (`choose.kept_ids_take_products`), and short ones read a few rows for each token.
 
     Args:
         target: (N,) or (B, T) int64.
         temperature: float32 like `target`, instead of that of `options`, which is then 1.
-        may_wait: as in `place`.
+        n_valid: as in `place`.
+        by_products: whether kept ids take products of whole rows. None: chosen by their number.
     """
     flat, dtype = target.reshape(-1), compute_dtype(head, input)
     is_valid = flat != options.ignore_index
-    placed = place(kept, flat, is_valid, head.vocab_size, may_wait)
+    placed = place(kept, flat, is_valid, head.vocab_size, n_valid)
     flat_temperature = None if temperature is None else temperature.reshape(-1).contiguous()
-    found = kept_token_stats(head, input, placed, outputs, options, flat_temperature, dtype)
-    counts = is_valid & placed.has_entries
-    computed = {name: x for name, x in found._asdict().items() if x is not None}
-    found = found._replace(**{name: x.masked_fill(~counts, _fill(name)) for name, x in computed.items()})
+
+    def of_part(ignored: Tensor, count: int, **given: Any) -> TokenStats:
+        """Return statistics of the tokens that are left, by products."""
+        part = flat.masked_fill(ignored, options.ignore_index).view(target.shape)
+        rows = select_rows(part, "token", options.ignore_index, head.vocab_size, n_valid=count)
+        if flat_temperature is not None:
+            rows = rows.with_side("temperature", flat_temperature)
+        if "kept" in given:
+            rows = rows.with_side("position", torch.arange(flat.shape[0], device=flat.device))
+        return token_stats(head, input, rows, outputs, options, **given)
+
+    counts, n_ids = is_valid & placed.has_entries, placed.entries.ids.shape[0]
+    if by_products is None:
+        by_products = not batch_invariant and choose.kept_ids_take_products(n_ids, placed.n_kept, head, dtype)
+    if by_products:
+        found = of_part(~placed.has_entries, placed.n_kept, kept=placed.entries)
+    else:
+        found = kept_token_stats(head, input, placed, outputs, options, flat_temperature, dtype)
+        computed = {name: x for name, x in found._asdict().items() if x is not None}
+        found = found._replace(**{name: x.masked_fill(~counts, _fill(name)) for name, x in computed.items()})
     if not placed.n_whole:
         return found
-    rest = flat.masked_fill(placed.has_entries, options.ignore_index).view(target.shape)
-    rows = select_rows(rest, "token", options.ignore_index, head.vocab_size, n_valid=placed.n_whole)
-    if flat_temperature is not None:
-        rows = rows.with_side("temperature", flat_temperature)
-    others = token_stats(head, input, rows, outputs, options, batch_invariant=batch_invariant)
+    others = of_part(placed.has_entries, placed.n_whole, batch_invariant=batch_invariant)
     pairs = zip(found, others, strict=True)
     return TokenStats(*(None if a is None or b is None else a.where(counts, b.reshape(-1)) for a, b in pairs))
 
@@ -302,9 +323,10 @@ def linear_token_stats(
             (https://arxiv.org/abs/2407.01082). The order is that of transformers; vLLM takes `min_p` first,
             which differs where `top_p` is given too. None: keep all.
         kept: the ids that a sampler kept of each position, see `KeptIds`: statistics of the softmax over these, after
-            the temperature. Only their rows of the head are read. Not with "mean_logits", "log_sum_sq_probs",
-            `candidates`, a filter, or `input_grad="reduce_scatter"` of `vocab_shard`. With `n_valid`, no position with
-            a target may have the whole vocabulary. None: all ids.
+            the temperature. Only their rows of the head are read, unless lists are long ("Kept ids" in
+            `docs/tuning.md`): then three products are taken, within `logits_budget`. Not with "mean_logits",
+            "log_sum_sq_probs", `candidates`, a filter, or `input_grad="reduce_scatter"` of `vocab_shard`. With
+            `n_valid`, no position with a target may have the whole vocabulary. None: all ids.
         ignore_index: the target, -100 by default, of tokens that are skipped.
         logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: automatic.
         logits_dtype: torch.float32 keeps the float32 sums of 16-bit products; logits and their rounded gradient then
@@ -366,7 +388,7 @@ def linear_token_stats(
         check_kept(head, outputs, candidates=candidates, top_k=top_k, top_p=top_p, min_p=min_p)
         stats = stats_of_kept(
             head, input, target.long(), kept, outputs, options, per_token,
-            may_wait=host_may_sync(target, n_valid), batch_invariant=deterministic is not None,
+            n_valid=None if host_may_sync(target, n_valid) else n_valid, batch_invariant=deterministic is not None,
         )  # fmt: skip
         return TokenStats(*(None if x is None else x.view(target.shape) for x in stats))
     filter = SamplingFilter.of(top_k, top_p, min_p, options, outputs)

@@ -491,7 +491,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 )
         if kept is not None:
             check_kept(head, self._outputs, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
-        ignore_index, may_wait = self.options.ignore_index, kept is None or host_may_sync(target, n_valid)
+        ignore_index, may_wait = self.options.ignore_index, host_may_sync(target, n_valid)
         if attention_mask is not None:
             target = masked(target, attention_mask, ignore_index, n_valid)
         whole_target = whole(target.long(), sequences, ignore_index)
@@ -509,7 +509,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         required = True if self.beta or self.needs_reference else None
         dense_ref_logps = reference_logps(
             reference, self, head, target, rows, sequences, required=required, kept=kept,
-            temperature=temperature, may_wait=may_wait,
+            temperature=temperature, n_valid=None if may_wait else rows.n_valid,
         )  # fmt: skip
         advantages = whole_side("advantages", advantages, target, sequences)
         if old_logps is not None:
@@ -529,7 +529,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         else:
             loss, stats, _ = loss_of_kept(
                 head, input, target.long(), kept, rows, Differentiated(objective), sequences=sequences,
-                outputs=self._outputs, options=self.options, temperature=temperature, may_wait=may_wait,
+                outputs=self._outputs, options=self.options, temperature=temperature,
+                n_valid=None if may_wait else rows.n_valid,
             )  # fmt: skip
         return loss, self._metrics(batch(), batch().rollouts(stats, slice(None)), whole_target.shape)
 

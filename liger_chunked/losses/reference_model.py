@@ -31,7 +31,7 @@ def reference_logps(
     infix: str = "",
     kept: KeptIds | None = None,
     temperature: Tensor | None = None,
-    may_wait: bool = True,
+    n_valid: int | None = None,
     compact: bool = False,
 ) -> Tensor | None:
     """Return the reference's dense log-probabilities, detached.
@@ -40,7 +40,7 @@ def reference_logps(
 
     Args:
         compact: those of a reference model's hidden states stay compact, (n_valid,).
-        kept, temperature, may_wait: of `stats_of_kept`, for a reference over the ids that a sampler kept.
+        kept, temperature, n_valid: of `stats_of_kept`, for a reference over the ids that a sampler kept.
     """
     ref_input, ref_weight, ref_bias, ref_logps = reference
     input_name, logps_name, target_name = f"ref_{infix}input", f"ref_{infix}logps", f"{infix}target"
@@ -75,7 +75,7 @@ def reference_logps(
             if kept is None:
                 return token_stats(ref_head, ref_input, rows, ("logps",), loss.options, compact=compact).logps
             logps = stats_of_kept(
-                ref_head, ref_input, target.long(), kept, ("logps",), loss.options, temperature, may_wait=may_wait
+                ref_head, ref_input, target.long(), kept, ("logps",), loss.options, temperature, n_valid=n_valid
             ).logps
             assert logps is not None
             return whole(logps.view(target.shape), sequences).reshape(rows.dense_shape)

@@ -499,7 +499,10 @@ def test_autocast(row, device, monkeypatch):
     if not row.products:  # nothing is rounded
         assert_same({"loss": loss.detach()}, {"loss": row.ours({**batch, **leaves}).detach()})
         return
-    assert torch.bfloat16 in products.dtypes
+    if row.kept and device == "cpu":  # its logits are float32 sums too
+        assert set(products.dtypes) == {torch.float32}
+    else:
+        assert torch.bfloat16 in products.dtypes
     if row.fused or device == "cuda":
         assert products.dtypes[:2] == [torch.bfloat16] * 2
     cast = {name: x for name, x in moved(batch, torch.bfloat16).items() if not name.endswith("_logps")}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from fresh_process import FreshProcesses
 from ranks import join, same_on_all_ranks, summed
+from table import products_for_kept_ids
 from torch import Tensor
 
 from liger_chunked import (
@@ -24,6 +27,9 @@ from liger_chunked import (
     eager,
     linear_token_stats,
 )
+from liger_chunked.engine import choose
+from liger_chunked.engine.kept_pass import KeptPass
+from liger_chunked.types import LossHead
 
 B, T, H, V, R = 2, 5, 8, 23, 3
 OUTPUTS = ("logps", "lse", "entropy", "argmax", "is_top1")
@@ -71,9 +77,17 @@ def batch(dtype: torch.dtype = torch.float64, device: str = "cpu") -> dict[str, 
     return {**drawn, "target": target.to(device)}
 
 
+WAYS = {"rows": nullcontext, "products": products_for_kept_ids}
+both_ways = pytest.mark.parametrize("way", WAYS)
+
+
+@both_ways
+@pytest.mark.parametrize("budget", [None, 8 * 40], ids=["", "tiles"])
 @pytest.mark.parametrize("mixed", [False, True], ids=["", "mixed"])
 @pytest.mark.parametrize("case", ["plain", "bias", "softcap", "temperatures", "adapter"])
-def test_statistics(case: str, mixed: bool) -> None:
+def test_statistics(case: str, mixed: bool, budget: int | None, way: str) -> None:
+    if budget is not None and way == "rows" and not mixed:
+        pytest.skip("no logits")
     given = batch()
     target, lists = given["target"], drawn_lists(given["target"], mixed=mixed)
     leaves = {name: x.requires_grad_() for name, x in given.items() if x.is_floating_point()}
@@ -101,10 +115,11 @@ def test_statistics(case: str, mixed: bool) -> None:
         "argmax": logp.argmax(-1),
     }
     expected["is_top1"] = expected["argmax"] == target
-    found = linear_token_stats(
-        weight, leaves["input"], target, outputs=OUTPUTS, temperature=temperature, kept=KeptIds.from_lists(lists),
-        **options,
-    )  # fmt: skip
+    with WAYS[way]():
+        found = linear_token_stats(
+            weight, leaves["input"], target, outputs=OUTPUTS, temperature=temperature, kept=KeptIds.from_lists(lists),
+            logits_budget=budget, **options,
+        )  # fmt: skip
     for name in OUTPUTS:
         torch.testing.assert_close(getattr(found, name)[valid], expected[name][valid], rtol=1e-9, atol=1e-9)
     assert (found.logps[~valid] == 0).all() and (found.argmax[~valid] == -1).all()
@@ -123,6 +138,32 @@ def test_statistics(case: str, mixed: bool) -> None:
         assert (a is None) == (b is None), name
         if a is not None and b is not None:
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_long_lists_take_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the number of ids of all tokens, in 16 bits, where the step is large."""
+    n, v, h = 8192, 151936, 4096
+    head = LossHead(torch.empty(v, h, device="meta"))
+    taken = partial(choose.kept_ids_take_products, head=head, dtype=torch.bfloat16)
+    assert not taken(n * v // 160 - 1, n) and taken(n * v // 160 + 1, n)
+    assert taken(n * v // 1000 + 1, n, one_of=1000) and not taken(n * v // 1000 - 1, n, one_of=1000)
+    assert not taken(n * v // 4, 16, smallest=16 * v * h + 1) and taken(n * v // 4, 16, smallest=16 * v * h)
+    assert not taken(n * v // 4, n, dtype=torch.float32)
+    # A call counts its own ids, tokens with a target and ids, and vocabulary.
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(choose, "kept_ids_take_products", lambda *given: asked.append(given) or len(asked) == 2)
+    ran: list[int] = []
+    stock = KeptPass.statistics
+    monkeypatch.setattr(KeptPass, "statistics", lambda *given: ran.append(len(asked)) or stock(*given))
+    given = batch()
+    call, lists = (given["weight"], given["input"], given["target"]), drawn_lists(given["target"])
+    n_ids, n_tokens = sum(map(len, lists)), int((given["target"] >= 0).sum()) - 2
+    logps = [linear_token_stats(*call, kept=KeptIds.from_lists(lists)).logps for _ in range(2)]
+    assert [x[:2] for x in asked] == [(n_ids, n_tokens)] * 2 and ran == [2]
+    assert logps[0] is not None and logps[1] is not None
+    torch.testing.assert_close(logps[0], logps[1], rtol=1e-12, atol=1e-12)
+    linear_token_stats(*call, kept=KeptIds.from_lists(lists), deterministic="batch")
+    assert len(asked) == 2  # products may depend on the batch
 
 
 def test_a_token_does_not_depend_on_the_batch() -> None:
@@ -163,7 +204,8 @@ class Weighted(LigerFusedLinearPolicyBase):
     {}, {"beta": 0.1}, {"importance_level": "sequence"}, {"reduction": "dapo", "entropy_coef": 0.05},
     {"top_entropy_quantile": 0.5}, {"temperature": 0.7, "surrogate": "cispo", "epsilon_high": 5.0},
 ])  # fmt: skip
-def test_policy_losses(options: dict[str, Any]) -> None:
+@both_ways
+def test_policy_losses(way: str, options: dict[str, Any]) -> None:
     """Eager code gets logits with -inf at the other ids, by a bias."""
     given = batch()
     target, lists = given["target"], drawn_lists(given["target"])
@@ -172,9 +214,10 @@ def test_policy_losses(options: dict[str, Any]) -> None:
     sides = {"old_logps": old, "ref_logps": ref if options.get("beta") else None}
     advantages = torch.tensor([1.0, -0.5], dtype=torch.float64)
     leaves = [given["weight"].requires_grad_(), given["input"].requires_grad_()]
-    loss, metrics = LigerFusedLinearGRPOLoss(**options)(
-        leaves[0], leaves[1], target, advantages, kept=KeptIds.from_lists(lists), **sides
-    )
+    with WAYS[way]():
+        loss, metrics = LigerFusedLinearGRPOLoss(**options)(
+            leaves[0], leaves[1], target, advantages, kept=KeptIds.from_lists(lists), **sides
+        )
     ours = torch.autograd.grad(loss, leaves)
     # One column of hidden states per position, with a weight of 0 at kept ids and -inf at the others, masks the logits.
     n = B * T
@@ -211,7 +254,8 @@ def test_a_reference_has_the_same_ids_and_temperatures() -> None:
     assert of_itself.isfinite() and zero.kl is not None and abs(float(zero.kl)) < 1e-12
 
 
-def test_packed_sequences() -> None:
+@both_ways
+def test_packed_sequences(way: str) -> None:
     given = batch()
     lists = drawn_lists(given["target"])
     advantages = torch.tensor([1.0, -0.5], dtype=torch.float64)
@@ -219,10 +263,11 @@ def test_packed_sequences() -> None:
         given["weight"], given["input"], given["target"], advantages, kept=KeptIds.from_lists(lists)
     )
     flat = [x.reshape(B * T, *x.shape[2:])[: T + 3] for x in (given["input"], given["target"])]
-    found, _ = LigerFusedLinearGRPOLoss()(
-        given["weight"], *flat, advantages, kept=KeptIds.from_lists(lists[: T + 3]),
-        cu_seqlens=torch.tensor([0, T, T + 3], dtype=torch.int32),
-    )  # fmt: skip
+    with WAYS[way]():
+        found, _ = LigerFusedLinearGRPOLoss()(
+            given["weight"], *flat, advantages, kept=KeptIds.from_lists(lists[: T + 3]),
+            cu_seqlens=torch.tensor([0, T, T + 3], dtype=torch.int32),
+        )  # fmt: skip
     torch.testing.assert_close(found, padded, rtol=1e-12, atol=1e-12)
 
 
@@ -327,7 +372,7 @@ def test_ids_from_inference_mode() -> None:
     assert kept.ids.is_inference() and torch.equal(*gradients)
 
 
-def on_a_rank(rank: int, folder: str, input_grad: str) -> None:
+def on_a_rank(rank: int, folder: str, input_grad: str, way: str) -> None:
     join(rank, 2, folder)
     given = batch()
     lists, bounds = drawn_lists(given["target"]), ((0, 9), (9, V))[rank]
@@ -340,7 +385,8 @@ def on_a_rank(rank: int, folder: str, input_grad: str) -> None:
     copies = {name: given[name].detach().clone().requires_grad_() for name in ("input", "down")}
     shard = VocabShard(None, bounds[0], V, input_grad)  # type: ignore[arg-type]
     part = AdaptedWeight(parts["weight"], parts["up"], lambda x: x @ copies["down"])
-    found = linear_token_stats(part, copies["input"], given["target"], parts["bias"], vocab_shard=shard, **options)
+    with WAYS[way]():
+        found = linear_token_stats(part, copies["input"], given["target"], parts["bias"], vocab_shard=shard, **options)
     for a, b in zip(found, expected, strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:
@@ -358,9 +404,12 @@ def on_a_rank(rank: int, folder: str, input_grad: str) -> None:
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+@both_ways
 @pytest.mark.parametrize("input_grad", ["all_reduce", "partial"])
-def test_a_vocabulary_split_over_ranks(input_grad: str, tmp_path: Path, fresh_process: FreshProcesses) -> None:
-    fresh_process.spawn(on_a_rank, 2, str(tmp_path), input_grad)
+def test_a_vocabulary_split_over_ranks(
+    input_grad: str, way: str, tmp_path: Path, fresh_process: FreshProcesses
+) -> None:
+    fresh_process.spawn(on_a_rank, 2, str(tmp_path), input_grad, way)
 
 
 def of_positions(rank: int, folder: str, lengths: tuple[int, int]) -> None:

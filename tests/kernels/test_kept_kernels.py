@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels import kept
+from liger_chunked.kernels import kept, kept_tile
 from liger_chunked.kernels.logits_grad import LogitsCotangents
 from liger_chunked.types import LogitOptions
 
@@ -163,6 +163,34 @@ def test_an_ignored_token_is_not_read(dtype: torch.dtype, device: str) -> None:
     kept.kept_input_grad(dz, weight, read, found)
     kept.add_kept_weight_grad_(dw, x, kept.sorted_by_id(entries, dz))
     assert torch.equal(found, expected) and torch.equal(dw, expected_dw)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_tiles_of_logits(dtype: torch.dtype, device: str) -> None:
+    """Entries are read from tiles, and written to them, in which zeros are in all other places."""
+    entries = entries_of(lists(), device)
+    entries = entries._replace(ids=torch.where(entries.tokens == 3, -1, entries.ids))
+    generator = torch.Generator().manual_seed(6)
+    order = torch.randperm(N, generator=generator)[:-1].to(device)  # rows of tokens, one of them without a row
+    logits = torch.randn(N - 1, V, generator=generator).to(device)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    logits = logits.to(wide)
+    z = torch.full(entries.ids.shape, 7.0, dtype=wide, device=device)
+    dz = torch.randn(z.shape, generator=generator).bfloat16().to(wide).to(device)  # exact in each dtype
+    whole = torch.full_like(logits, torch.nan, dtype=dtype)
+    for rows, columns in ((slice(0, 5), slice(0, 20)), (slice(5, N), slice(0, 20)), (slice(0, N), slice(20, V))):
+        kept_tile.read_kept_(z, logits[rows, columns].contiguous(), entries, order[rows], columns.start)
+        tile = torch.full_like(whole[rows, columns].contiguous(), torch.nan)
+        kept_tile.spread_kept_(tile, dz, entries, order[rows], columns.start)
+        whole[rows, columns] = tile
+    expected, expected_z = torch.zeros_like(whole), torch.full_like(z, 7.0)
+    row_of = {token: row for row, token in enumerate(order.tolist())}
+    for entry, (token, i) in enumerate(zip(entries.tokens.tolist(), entries.ids.tolist(), strict=True)):
+        if token in row_of and i >= 0:
+            expected_z[entry] = logits[row_of[token], i]
+            expected[row_of[token], i] = dz[entry]
+    assert torch.equal(z, expected_z) and torch.equal(whole, expected) and (z == 7).any()
 
 
 @pytest.mark.triton

@@ -33,6 +33,7 @@ class Tuning(NamedTuple):
     kept_weight_grad: tuple[int, int, int, int] = (64, 8, 512, 2)
     kept_stats: Launch = Launch(64, 1)  # entries of a token
     kept_grad: Launch = Launch(1024, 4)  # entries
+    kept_tile: Launch = Launch(1024, 4)  # entries of a token, of long lists
 
     # "Norms and gated units" and "Launch sizes"
     norm_forward_elements: int = 2048  # of a tile
@@ -80,6 +81,10 @@ MIN_TILE_COLUMNS = 1024  # narrower products are slow
 TEACHER_TOKENS = 2048  # most teacher tokens at once
 FEWEST_TEACHER_TOKENS = 512  # the same under a small budget
 TEACHER_VOCAB = 152_000  # smaller ones allow proportionally more tokens
+
+# Kept ids take products of whole rows ("Kept ids")
+KEPT_OF_VOCAB = 160  # from one id of this many on, of all ids of all tokens
+SMALLEST_OF_KEPT = 1 << 33  # multiplications of a product; a smaller step waits for the host either way
 
 # Rows without a gradient are left out of a backward's products (`engine/live_rows.py`). Estimates, not measured yet
 SMALLEST_OF_LIVE_ROWS = 1 << 39  # multiplications of a chunk's product; below, a dozen small launches take too long

@@ -1,0 +1,112 @@
+"""Statistics of long lists of kept ids, by products of whole rows.
+
+statistics   for each tile: project, read the logits of its entries            one matrix product
+backward     for each tile: gradients of its entries, 0 elsewhere; dX, dW, db  two products
+
+Only the entries' logits live from one to the other, so nothing is projected again, whatever the budget. What softcaps,
+temperatures and normalisations do is done to entries, as where a few rows of the head are read for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_chunked.engine.collectives import mapped
+from liger_chunked.engine.cutting import row_blocks
+from liger_chunked.engine.estimated import part_of_next
+from liger_chunked.engine.head import HeadPass, Tokens
+from liger_chunked.kernels import LogitsCotangents
+from liger_chunked.kernels.kept import Entries, KeptStats, kept_logits_grad, kept_stats
+from liger_chunked.kernels.kept_tile import read_kept_, spread_kept_
+from liger_chunked.kernels.operands import along
+from liger_chunked.types import TokenStats, accumulation_dtype
+
+
+@dataclass
+class KeptPass(HeadPass):
+    """`HeadPass` on the entries of a batch. `Tokens.side` has each token's "position" among those of the entries."""
+
+    entries: Entries | None = None  # ids in the whole vocabulary
+    _largest: int = field(default=0, init=False, repr=False)  # logits of a tile
+    _z: Tensor | None = field(default=None, init=False, repr=False)  # (M,) untransformed logits
+    _stats: KeptStats | None = field(default=None, init=False, repr=False)  # of all positions
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Sums of products, unrounded: entries are few, so that memory of 4 bytes a logit is that of a tile alone."""
+        return accumulation_dtype(self.head.weight.dtype)
+
+    def reserve(self, elements: int) -> None:
+        self._largest = elements  # the backward needs no memory for logits
+
+    def statistics(self, tokens: Tokens) -> TokenStats:
+        entries, positions = self.entries, tokens.side["position"]
+        assert entries is not None
+        super().reserve(self._largest)
+        z = tokens.x.new_zeros(entries.ids.shape[0], dtype=self.logits_dtype)
+        for tile in tokens.tiles:
+            logits = self.project(tokens.x, tile, tokens.u)
+            read_kept_(z, logits, entries, along(positions, tile.row_slice), self._column(tile.vocab_slice))
+        self.release()
+        if self.head.shard is not None and z.numel():
+            dist.all_reduce(z, group=self.head.shard.group)  # each entry is one rank's: the others add zeros
+        stats = kept_stats(z, entries, self.options, self._temperature(tokens))
+        self._z, self._stats = z, stats
+        of_tokens = mapped(lambda x: x[positions], stats)
+        argmax, is_top1 = None, None
+        if "argmax" in self.outputs or "is_top1" in self.outputs:
+            place = of_tokens.argmax.clamp(max=max(0, z.shape[0] - 1))
+            argmax = entries.ids[place] if z.shape[0] else place
+            is_top1 = argmax == tokens.target
+        found = TokenStats(
+            logps=of_tokens.logps, lse=of_tokens.lse, entropy=of_tokens.entropy, argmax=argmax, is_top1=is_top1
+        )
+        return TokenStats(**{name: x for name, x in found._asdict().items() if name in self.outputs})
+
+    def pop_tensors(self) -> dict[str, Tensor | None]:
+        assert self._stats is not None
+        max, sum_exp, _, _, entropy, _ = self._stats
+        tensors = {"z": self._z, "max": max, "sum_exp": sum_exp, "entropy_value": entropy}
+        self._z = self._stats = None
+        return tensors
+
+    def restore(self, tensors: Mapping[str, Tensor | None]) -> None:
+        of_positions = dict(tensors)
+        self._z = of_positions.pop("z")
+        self.normalisers = LogitsCotangents(**of_positions)  # type: ignore[arg-type]
+
+    def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
+        grads, entries, z, normalisers = self.grads, self.entries, self._z, self.normalisers
+        assert grads is not None and entries is not None and z is not None and normalisers is not None
+        x, _, row_slice, tiles, u, side = tokens
+        positions = side["position"]
+        spread = {name: self._spread(g, positions, 0.0) for name, g in grads.normalize(gradients).items()}
+        cotangents = normalisers._replace(**spread, temperature=self._temperature(tokens))
+        dz = kept_logits_grad(z, entries, cotangents, self.options)
+        part_of_next.set("logits")
+        buffer = x.new_empty(self._largest)  # in the products' dtype
+        one_slice = len(tiles) == 1 or len(tiles) == row_blocks(tiles)
+        dx = grads.open_input(x, row_slice, one_slice, u, self.head.up)
+        for tile in reversed(tiles):
+            rows, columns = tile
+            dlogits = buffer[: tile.size].view(rows.stop - rows.start, columns.stop - columns.start)
+            spread_kept_(dlogits, dz, entries, along(positions, rows), self._column(columns))
+            grads.add(tile, dlogits, x, self.head.weight, dx)
+        grads.close_chunk(dx)
+
+    def _column(self, vocab_slice: slice) -> int:
+        return self.head.vocab_start + vocab_slice.start
+
+    def _temperature(self, tokens: Tokens) -> Tensor | None:
+        x = tokens.side.get("temperature")
+        return None if x is None else self._spread(x, tokens.side["position"], 1.0)
+
+    def _spread(self, x: Tensor, positions: Tensor, fill: float) -> Tensor:
+        """Return values of all positions from those of tokens."""
+        assert self.entries is not None
+        return x.new_full((self.entries.offsets.shape[0] - 1,), fill).index_copy_(0, positions, x)
