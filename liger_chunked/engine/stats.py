@@ -231,7 +231,7 @@ def stats_of_kept(
     placed = place(kept, flat, is_valid, head.vocab_size, n_valid)
     flat_temperature = None if temperature is None else temperature.reshape(-1).contiguous()
 
-    def of_part(ignored: Tensor, count: int, **given: Any) -> TokenStats:
+    def of_part(ignored: Tensor, count: int | None, **given: Any) -> TokenStats:
         """Return statistics of the tokens that are left, by products."""
         part = flat.masked_fill(ignored, options.ignore_index).view(target.shape)
         rows = select_rows(part, "token", options.ignore_index, head.vocab_size, n_valid=count)
@@ -252,7 +252,8 @@ def stats_of_kept(
         found = found._replace(**{name: x.masked_fill(uncounted, _fill(name)) for name, x in computed.items()})
     if not placed.n_whole:
         return found
-    others = of_part(placed.has_entries, placed.n_whole, batch_invariant=batch_invariant)
+    # Without a count from the caller the host reads the range of these targets, to name one outside the vocabulary.
+    others = of_part(placed.has_entries, None if n_valid is None else placed.n_whole, batch_invariant=batch_invariant)
     pairs = zip(found, others, strict=True)
     return TokenStats(*(None if a is None or b is None else a.where(counts, b.reshape(-1)) for a, b in pairs))
 

@@ -292,6 +292,10 @@ def test_errors() -> None:
     refused("the ids of 10 positions", kept=KeptIds.from_lists(lists[:-1]))
     refused("kept must be a KeptIds", TypeError, kept=lists)
     kept = KeptIds.from_lists(lists)
+    beyond = target.clone()
+    beyond[0, 2] = V  # its list is empty
+    with pytest.raises(ValueError, match=f"target holds {V}"):
+        linear_token_stats(*call[:2], beyond, kept=kept)
     refused("rise from 0", kept=KeptIds(kept.ids, kept.offsets.flip(0)))
     refused("mean_logits", kept=kept, outputs=("mean_logits",))
     refused("top_k", kept=kept, top_k=3)
