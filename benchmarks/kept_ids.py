@@ -56,7 +56,7 @@ def kernels_alone(x: Tensor, weight: Tensor, given: KeptIds) -> float:
         stats = kept.kept_stats(z, entries, options)
         dz = kept.kept_logits_grad(z, entries, LogitsCotangents(stats.max, stats.sum_exp, logps=g), options)
         kept.kept_input_grad(dz, weight, entries, torch.empty_like(x))
-        kept.add_kept_weight_grad_(dw.zero_(), x, kept.sorted_by_id(entries, dz))
+        kept.write_kept_weight_grad(dw.zero_(), x, kept.sorted_by_id(entries, dz))
 
     return median_ms(run)
 

@@ -314,7 +314,7 @@ def kept_ids() -> Iterator[Task]:
         )
         dz = kept.kept_logits_grad(z, entries, cotangents, options)
         kept.kept_input_grad(dz, weight, entries, meta(n, h, dtype=dtype))
-        kept.add_kept_weight_grad_(meta(v, h, dtype=dtype), x, kept.Sorted(ids(m), ids(m), dz))
+        kept.write_kept_weight_grad(meta(v, h, dtype=dtype), x, kept.Sorted(ids(m), ids(m), dz))
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for by_token in (False, True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any, NamedTuple
 
@@ -20,11 +19,11 @@ from liger_chunked.kernels.kept import (
     Entries,
     KeptStats,
     Sorted,
-    add_kept_weight_grad_,
     kept_input_grad,
     kept_logits,
     kept_logits_grad,
     kept_stats,
+    write_kept_weight_grad,
 )
 from liger_chunked.types import LogitOptions, LossHead, TokenStats, VocabShard, described
 
@@ -79,28 +78,25 @@ class ById(NamedTuple):
 
 
 class _Layout:
-    """What of kept ids does not depend on a target: computed once, however many calls get the same `KeptIds`."""
+    """What of kept ids does not depend on a target: computed once, however many calls get the same `KeptIds`.
+
+    One sort, by id and then by token, finds ids that a position repeats, and is the order in which dW sums.
+    """
 
     def __init__(self, kept: KeptIds) -> None:
-        n, m, device = kept.positions, kept.ids.shape[0], kept.ids.device
+        n, m, device = max(1, kept.positions), kept.ids.shape[0], kept.ids.device
         self.ids, self.offsets = kept.ids.long().contiguous(), kept.offsets.long().contiguous()
         lengths = self.offsets.diff()
         # Of any offsets, also wrong ones: those are reported together with what else may be wrong.
         self.tokens = torch.searchsorted(self.offsets[1:], torch.arange(m, device=device), right=True)
-        if n:
-            self.tokens.clamp_(max=n - 1)
+        self.tokens.clamp_(max=n - 1)
         self.has_entries = lengths > 0
         low, high = self.ids.aminmax() if m else (self.ids.new_zeros(()),) * 2
-        span = (high - low + 1).clamp(min=1)
-        keys = (self.tokens * span + self.ids - low).sort().values
+        keys, order = torch.sort((self.ids - low) * n + self.tokens)
+        self.by_id = ById(self.ids[order], self.tokens[order], order)
         repeated = (keys[1:] == keys[:-1]).any()
         ordered = (lengths >= 0).all() & (self.offsets[0] == 0) & (self.offsets[-1] == m)
         self.facts = torch.stack([ordered.long(), repeated.long(), low, high])
-
-    @functools.cached_property
-    def by_id(self) -> ById:
-        ids, order = torch.sort(self.ids, stable=True)
-        return ById(ids, self.tokens[order], order)
 
 
 _LAYOUTS: weakref.WeakKeyDictionary[KeptIds, _Layout] = weakref.WeakKeyDictionary()
@@ -145,14 +141,14 @@ def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, n_va
     found = torch.full_like(first, -1)
     found.scatter_reduce_(0, tokens, torch.where(ids == of_entries, places, -1), "amax")
     missing = is_valid & has_entries & (found < 0)
-    whole = (is_valid & ~has_entries).sum()
+    whole = is_valid & ~has_entries
     n_whole = 0
     if n_valid is None:
-        at = torch.where(missing, torch.arange(n, device=device), n).amin() if n else whole
-        counts = torch.stack([is_valid.sum(), whole, at])
-        n_valid, n_whole, first_missing, *facts = torch.cat([counts, layout.facts]).tolist()
+        counts = torch.stack([is_valid, whole, missing]).sum(1)
+        n_valid, n_whole, n_missing, *facts = torch.cat([counts, layout.facts]).tolist()
         _check_facts(facts, m, vocab_size)
-        if n and first_missing < n:
+        if n_missing:
+            first_missing = int(missing.nonzero()[0])
             raise ValueError(
                 f"kept has no id {int(target[first_missing])} at position {first_missing} of the flattened target, "
                 "which that token was sampled from: kept ids are those of the sampler, in the order of the target"
@@ -163,7 +159,7 @@ def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, n_va
         if m:
             fits = fits & (low >= 0) & (high < vocab_size)
         assert_later(
-            fits & ~(missing.any() | (whole > 0)),
+            fits & ~(missing | whole).any(),
             "kept must hold, at each position with a target, distinct ids of the vocabulary with the target among "
             "them, and its offsets must rise from 0 to the number of ids",
         )
@@ -247,11 +243,11 @@ class _KeptTokenStats(torch.autograd.Function):
             if needs[at_matrix]:
                 assert by_id is not None
                 grads[at_matrix] = of_matrix = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
-                add_kept_weight_grad_(of_matrix, _rows(x), by_id)
+                write_kept_weight_grad(of_matrix, _rows(x), by_id)
         if needs[2] and bias is not None:
             assert by_id is not None
             of_bias = torch.zeros(bias.shape[0], 1, dtype=z.dtype, device=z.device)
-            add_kept_weight_grad_(of_bias, z.new_ones(entries.offsets.shape[0] - 1, 1), by_id)
+            write_kept_weight_grad(of_bias, z.new_ones(entries.offsets.shape[0] - 1, 1), by_id)
             grads[2] = of_bias[:, 0].to(bias.dtype)
         return *grads, *(None,) * 6
 

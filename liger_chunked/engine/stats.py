@@ -231,7 +231,7 @@ def stats_of_kept(
     placed = place(kept, flat, is_valid, head.vocab_size, n_valid)
     flat_temperature = None if temperature is None else temperature.reshape(-1).contiguous()
 
-    def of_part(ignored: Tensor, count: int, **given: Any) -> TokenStats:
+    def of_part(ignored: Tensor, count: int | None, **given: Any) -> TokenStats:
         """Return statistics of the tokens that are left, by products."""
         part = flat.masked_fill(ignored, options.ignore_index).view(target.shape)
         rows = select_rows(part, "token", options.ignore_index, head.vocab_size, n_valid=count)
@@ -248,11 +248,12 @@ def stats_of_kept(
         found = of_part(~placed.has_entries, placed.n_kept, kept=placed.entries)
     else:
         found = kept_token_stats(head, input, placed, outputs, options, flat_temperature, dtype)
-        computed = {name: x for name, x in found._asdict().items() if x is not None}
-        found = found._replace(**{name: x.masked_fill(~counts, _fill(name)) for name, x in computed.items()})
+        computed, uncounted = {name: x for name, x in found._asdict().items() if x is not None}, ~counts
+        found = found._replace(**{name: x.masked_fill(uncounted, _fill(name)) for name, x in computed.items()})
     if not placed.n_whole:
         return found
-    others = of_part(placed.has_entries, placed.n_whole, batch_invariant=batch_invariant)
+    # Without a count from the caller the host reads the range of these targets, to name one outside the vocabulary.
+    others = of_part(placed.has_entries, None if n_valid is None else placed.n_whole, batch_invariant=batch_invariant)
     pairs = zip(found, others, strict=True)
     return TokenStats(*(None if a is None or b is None else a.where(counts, b.reshape(-1)) for a, b in pairs))
 
@@ -380,17 +381,22 @@ def linear_token_stats(
         check_temperature(per_token, target)
     if n_valid is not None:
         n_valid = token_count(n_valid, target.numel(), shard=vocab_shard)
-    rows = select_rows(target.long(), "token", ignore_index, head.vocab_size, n_valid=n_valid)
-    if per_token is not None:
-        rows = rows.with_side("temperature", per_token.reshape(-1))
-        check_temperature_values(rows.side["temperature"], n_valid)
     if kept is not None:
         check_kept(head, outputs, candidates=candidates, top_k=top_k, top_p=top_p, min_p=min_p)
+        if n_valid is not None:
+            # Asserts the count. Without one nothing is selected, for which the host would wait: targets are among ids.
+            select_rows(target.long(), "token", ignore_index, head.vocab_size, n_valid=n_valid)
+        if per_token is not None:
+            check_temperature_values(per_token.masked_fill(target == ignore_index, 1.0), n_valid)
         stats = stats_of_kept(
             head, input, target.long(), kept, outputs, options, per_token,
             n_valid=None if host_may_sync(target, n_valid) else n_valid, batch_invariant=deterministic is not None,
         )  # fmt: skip
         return TokenStats(*(None if x is None else x.view(target.shape) for x in stats))
+    rows = select_rows(target.long(), "token", ignore_index, head.vocab_size, n_valid=n_valid)
+    if per_token is not None:
+        rows = rows.with_side("temperature", per_token.reshape(-1))
+        check_temperature_values(rows.side["temperature"], n_valid)
     filter = SamplingFilter.of(top_k, top_p, min_p, options, outputs)
     if candidates is not None:
         rows = rows.with_side("candidates", check_candidates(candidates, target, head.vocab_size, n_valid))

@@ -383,12 +383,11 @@ def sorted_by_id(entries: Entries, dz: Tensor) -> Sorted:
 
 
 @jit
-def _add_row(grad_ptr, row, grad_stride, n_rows, cols, hidden, total):
-    """Add a sum to a row of this rank's dW, rounded once."""
+def _write_row(grad_ptr, row, grad_stride, n_rows, cols, hidden, total):
+    """Write a sum to a row of this rank's dW: one program has all of a row, or `_joined_kernel` has."""
     own = cols < tl.where((row >= 0) & (row < n_rows), hidden, 0)
     place = grad_ptr + tl.where(row >= 0, row, 0) * grad_stride + cols
-    sums = tl.load(place, mask=own, other=0.0).to(tl.float32) + total
-    tl.store(place, sums.to(grad_ptr.dtype.element_ty), mask=own)
+    tl.store(place, total.to(grad_ptr.dtype.element_ty), mask=own)
 
 
 @Kernel
@@ -415,7 +414,7 @@ def _weight_kernel(
             if in_head:
                 tl.store(head_ptr + run * hidden + cols, total, mask=inside)
             else:
-                _add_row(grad_ptr, row, grad_stride, n_rows, cols, hidden, total)
+                _write_row(grad_ptr, row, grad_stride, n_rows, cols, hidden, total)
             total = tl.zeros([BLOCK], tl.float32)
             in_head = first < 0  # False
             row = next_row
@@ -430,7 +429,7 @@ def _weight_kernel(
     elif (end < n_tokens) & (after == row):
         tl.store(tail_ptr + run * hidden + cols, total, mask=inside)
     else:
-        _add_row(grad_ptr, row, grad_stride, n_rows, cols, hidden, total)
+        _write_row(grad_ptr, row, grad_stride, n_rows, cols, hidden, total)
 
 
 @Kernel
@@ -464,11 +463,14 @@ def _joined_kernel(
         more = tl.sum(same.to(tl.int32), axis=0) == TOGETHER
         following += TOGETHER
     sums = tl.load(tail_ptr + run * hidden + cols, mask=inside, other=0.0) + tl.sum(total, axis=0)
-    _add_row(grad_ptr, row, grad_stride, n_rows, cols, hidden, sums)
+    _write_row(grad_ptr, row, grad_stride, n_rows, cols, hidden, sums)
 
 
-def add_kept_weight_grad_(grad: Tensor, x: Tensor, by_id: Sorted) -> None:
-    """Add dweight to `grad` (V, H), rounded once to its dtype. With an `x` of ones (N, 1), `grad` (V, 1) is dbias."""
+def write_kept_weight_grad(grad: Tensor, x: Tensor, by_id: Sorted) -> None:
+    """Write the rows of dweight that have entries to `grad` (V, H), rounded once to its dtype; it holds zeros.
+
+    With an `x` of ones (N, 1), `grad` (V, 1) is dbias.
+    """
     n_entries, hidden = by_id.ids.shape[0], x.shape[1]
     if not grad.shape[0] or not n_entries:
         return
@@ -521,4 +523,4 @@ def add_kept_weight_grad_(grad: Tensor, x: Tensor, by_id: Sorted) -> None:
         total.index_add_(0, place, torch.where(own[:, None] & (dz != 0), terms, 0.0))
     if grad.dtype != dtype:
         own = (rows >= 0) & (rows < grad.shape[0])
-        grad[rows[own]] = (grad[rows[own]].to(dtype) + total[own]).to(grad.dtype)
+        grad[rows[own]] = total[own].to(grad.dtype)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fresh_process import FreshProcesses
 from ranks import join, same_on_all_ranks, summed
 from table import products_for_kept_ids
+from test_known_counts import Waits
 from torch import Tensor
 
 from liger_chunked import (
@@ -291,6 +292,10 @@ def test_errors() -> None:
     refused("the ids of 10 positions", kept=KeptIds.from_lists(lists[:-1]))
     refused("kept must be a KeptIds", TypeError, kept=lists)
     kept = KeptIds.from_lists(lists)
+    beyond = target.clone()
+    beyond[0, 2] = V  # its list is empty
+    with pytest.raises(ValueError, match=f"target holds {V}"):
+        linear_token_stats(*call[:2], beyond, kept=kept)
     refused("rise from 0", kept=KeptIds(kept.ids, kept.offsets.flip(0)))
     refused("mean_logits", kept=kept, outputs=("mean_logits",))
     refused("top_k", kept=kept, top_k=3)
@@ -329,8 +334,26 @@ def test_ids_are_sorted_once(monkeypatch: pytest.MonkeyPatch) -> None:
         logps = linear_token_stats(weight, given["input"], given["target"], kept=kept).logps
         assert logps is not None
         found += torch.autograd.grad(logps.sum(), weight)
-    linear_token_stats(weight.detach(), given["input"], given["target"], kept=KeptIds(kept.ids, kept.offsets))
     assert len(sorts) == 1 and torch.equal(found[0], found[2])
+    linear_token_stats(weight.detach(), given["input"], given["target"], kept=KeptIds(kept.ids, kept.offsets))
+    assert len(sorts) == 2  # of another object
+
+
+@both_ways
+def test_the_host_waits_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For counts and checks of the ids, and for nothing else, in forward and backward."""
+    given, read = batch(torch.float32), []
+    lists = drawn_lists(given["target"], mixed=False)
+    stock = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda x: read.append(x.shape) or stock(x))
+    weight, input, kept = given["weight"].requires_grad_(), given["input"].requires_grad_(), KeptIds.from_lists(lists)
+    with Waits() as waits, WAYS[way]():
+        stats = linear_token_stats(weight, input, given["target"], outputs=OUTPUTS, kept=kept)
+        assert stats.logps is not None and stats.entropy is not None
+        (stats.logps + stats.entropy).sum().backward()
+    assert not waits.found
+    # Products select rows by the counts: tensors of the host are read again, without waiting.
+    assert len(read) == {"rows": 1, "products": 2}[way]
 
 
 def test_ids_of_completions() -> None:
