@@ -142,10 +142,9 @@ def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, n_va
     found.scatter_reduce_(0, tokens, torch.where(ids == of_entries, places, -1), "amax")
     missing = is_valid & has_entries & (found < 0)
     whole = is_valid & ~has_entries
-    n_whole = 0
     if n_valid is None:
         counts = torch.stack([is_valid, whole, missing]).sum(1)
-        n_valid, n_whole, n_missing, *facts = torch.cat([counts, layout.facts]).tolist()
+        n_targets, n_whole, n_missing, *facts = torch.cat([counts, layout.facts]).tolist()
         _check_facts(facts, m, vocab_size)
         if n_missing:
             first_missing = int(missing.nonzero()[0])
@@ -154,6 +153,7 @@ def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, n_va
                 "which that token was sampled from: kept ids are those of the sampler, in the order of the target"
             )
     else:
+        n_targets, n_whole = n_valid, 0
         ordered, repeated, low, high = layout.facts.unbind()
         fits = (ordered != 0) & (repeated == 0)
         if m:
@@ -165,7 +165,7 @@ def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, n_va
         )
     target_places = torch.where(found < 0, first.clamp(max=max(0, m - 1)), found)
     entries = Entries(read_ids, offsets, tokens, target_places)
-    return Placed(entries, has_entries, n_valid - n_whole, n_whole, layout)
+    return Placed(entries, has_entries, n_targets - n_whole, n_whole, layout)
 
 
 def _check_facts(facts: list[int], n_ids: int, vocab_size: int) -> None:
