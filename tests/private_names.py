@@ -416,6 +416,20 @@ PRIVATE = (
         "grpo_trainer",
     ),
     Private(
+        "_set_signature_columns_if_needed _signature_columns",
+        "transformers: Trainer",
+        "keep a data set's column of weights of examples",
+        "an error, if the data set has that column",
+        "dpo_trainer",
+    ),
+    Private(
+        "_compute_mtp_acceptance_counts",
+        "Megatron-Core since 0.19",
+        "count the tokens that multi-token prediction accepts",
+        "nothing is counted, as in earlier releases",
+        "multi_token",
+    ),
+    Private(
         "_patch_chunked_ce_lm_head",
         "TRL before 1.15: SFTTrainer's module",
         "keep TRL from replacing a model's forward",

@@ -657,6 +657,29 @@ def parallel() -> None:
 # Trainers of TRL
 
 
+def multi_token() -> None:
+    """A Megatron-Core that has only what `chunked_heads` looks up."""
+    import sys
+    from types import ModuleType
+
+    from liger_chunked.integrations.megatron import chunked_heads
+
+    path = "megatron.core.transformer.multi_token_prediction"
+    parts = path.split(".")
+    modules = {".".join(parts[: i + 1]): ModuleType(".".join(parts[: i + 1])) for i in range(len(parts))}
+    for name in parts[1:]:
+        outer, _, _ = path.partition(f".{name}")
+        setattr(modules[outer], name, modules[f"{outer}.{name}"])
+
+    def process_mtp_loss(output_layer: Any, config: Any, compute_language_model_loss: Any) -> None: ...
+
+    stock = modules[path].process_mtp_loss = process_mtp_loss  # type: ignore[attr-defined]
+    sys.modules.update(modules)
+    with chunked_heads():
+        assert modules[path].process_mtp_loss is not stock
+    assert modules[path].process_mtp_loss is stock
+
+
 def _log(name: str, ours: bool, **arguments: Any) -> list[dict[str, float]]:
     from test_trl_trainers import run
 

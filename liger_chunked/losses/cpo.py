@@ -78,6 +78,7 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
             `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
             (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
 
+    >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> loss, metrics = LigerFusedLinearCPOLoss(beta=0.1, cpo_alpha=0)(weight, input, target)

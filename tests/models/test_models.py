@@ -882,7 +882,7 @@ def test_a_family_before_its_models_are_built(family):
     reference = built(tiny.name)
     stock, before = step(reference, arguments), state_of(reference)
     apply = getattr(liger_chunked, f"apply_liger_kernel_to_{family}")
-    assert set(inspect.signature(apply).parameters) == {*SWITCHES, "logits_budget", "model"}
+    assert set(inspect.signature(apply).parameters) == {*SWITCHES, "tiled_mlp", "logits_budget", "model"}
     applied = apply()
     try:
         assert applied.replaced.pop("rope") == ropes_of(family)

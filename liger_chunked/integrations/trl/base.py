@@ -355,9 +355,15 @@ class ReferenceMixin(LigerTrainerMixin):
         super().__init__(model, ref_model, args, *others, loss=loss, **kwargs)
         # An adapter that TRL has added freezes the rest.
         references.check_parameters(self.model, self.ref_model)
+        weighs = SAMPLE_WEIGHT in (getattr(self.train_dataset, "column_names", None) or ())
         if loss is not None:
             self.data_collator = _WithWeights(self.data_collator)
-        elif SAMPLE_WEIGHT in (getattr(self.train_dataset, "column_names", None) or ()):
+            if weighs and not hasattr(super(), "_set_signature_columns_if_needed"):
+                raise RuntimeError(
+                    f"this release of transformers has no Trainer._set_signature_columns_if_needed, so the column "
+                    f"{SAMPLE_WEIGHT!r} of train_dataset would be dropped: remove it, or install an earlier release"
+                )
+        elif weighs:
             _LOGGER.warning(
                 "%s trains without the column %r: TRL's loss takes no weights of examples, one given as loss= does",
                 type(self).__name__,
