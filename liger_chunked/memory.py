@@ -188,6 +188,21 @@ _COPYING = ("_to_copy", "clone", "index_select")
 _COPIES = tuple(op.default for name in _COPYING if (op := getattr(torch.ops.aten, name, None)))
 
 
+def most_that_fits(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest number up to `most` that fits, 0 if none does. All numbers below one that fits must fit.
+
+    Doubles before it halves, because estimates of larger numbers take longer.
+    """
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)  # `low` fits, `high` does not or is too large
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
 class _Bytes(DispatchMode):  # type: ignore[misc]
     """Counts the bytes of new tensors, by part; `most` is the peak. Copies of `hidden` are hidden states."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import liger_chunked as library
 from liger_chunked.cli import tables
 from liger_chunked.cli.losses import DISTILLATION, LOSSES, PAIRS
-from liger_chunked.memory import count_bytes
+from liger_chunked.memory import count_bytes, most_that_fits
 from liger_chunked.types import MemoryEstimate, budget_bytes
 
 _MOST = 1 << 19  # tokens, where the search for a batch ends
@@ -145,6 +145,11 @@ class Case:
     shape: tuple[int, ...]
     settings: dict[str, Any]
 
+    @property
+    def together(self) -> int:
+        """How many sequences, or tokens, a batch grows by."""
+        return 2 if self.loss in PAIRS else 1
+
     def fused(self) -> MemoryEstimate:
         return library.estimate_memory(LOSSES[self.loss](), shape=self.shape, **self.settings)
 
@@ -218,7 +223,8 @@ def show(case: Case, free: int | None) -> None:
     rows = []
     for name, of in (("fused", Case.fused), ("eager", Case.eager)):
         n = largest(case, free, of)
-        rows.append([name, f"{n}" if n * prod(case.shape[1:]) < _MOST // 2 else f"{n} or more"])
+        is_last = (n + case.together) * prod(case.shape[1:]) > _MOST
+        rows.append([name, f"{n} or more" if is_last else f"{n}"])
     tables.show(f"What fits in {free / 2**30:.1f} GiB", ["", unit], rows)
 
 
@@ -230,22 +236,11 @@ def largest(case: Case, free: int, estimate: Callable[[Case], MemoryEstimate]) -
     """Return the most sequences, or tokens, whose step takes at most `free` bytes. Pairs are two sequences."""
     if case.settings.get("valid") is not None:
         raise ValueError("--free is for batches whose tokens all have a target: leave out --valid")
-    step = 2 if case.loss in PAIRS else 1
 
     def fits(n: int) -> bool:
-        return estimate(replace(case, shape=(n * step, *case.shape[1:]))).peak <= free
+        return estimate(replace(case, shape=(n * case.together, *case.shape[1:]))).peak <= free
 
-    most = 0
-    tokens = step * prod(case.shape[1:])
-    while fits(2 * most or 1):
-        most = 2 * most or 1
-        if 2 * most * tokens > _MOST:
-            return most * step
-    low, high = most, 2 * most or 1  # `low` fits, `high` does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * step
+    return case.together * most_that_fits(fits, _MOST // (case.together * prod(case.shape[1:])))
 
 
 @dataclass(frozen=True)

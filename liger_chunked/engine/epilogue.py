@@ -17,7 +17,7 @@ from liger_chunked.engine.cutting import Tile, Tiles, largest, row_blocks
 from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.engine.head import Tokens
-from liger_chunked.engine.live_rows import LiveRows
+from liger_chunked.engine.live_rows import LiveCount
 from liger_chunked.engine.rows import joined
 from liger_chunked.engine.side_stream import SideStream
 from liger_chunked.kernels import (
@@ -269,15 +269,15 @@ class EpiloguePass:
         self._held = self._target = None
         assert self.grads is not None and exponentials is not None and target is not None
         gradients = gradients or {"logps": torch.zeros_like(exponentials.centre)}
-        live = LiveRows.find(gradients) if self.skips_rows else None
-        kept = None if live is None else live.read()
-        if kept is not None:
-            values = None if exponentials.values is None else kept.compact_(exponentials.values)
-            of_rows = (None if f is None else f[kept.rows] for f in exponentials[1:])
-            exponentials, target = Exponentials(values, *of_rows), target[kept.rows]  # type: ignore[arg-type]
-            gradients = {name: g[kept.rows] for name, g in gradients.items()}
-            tokens = kept.tokens(tokens)
-        x, values, index = tokens.x.contiguous(), exponentials.values, None if kept is None else kept.rows
+        count = LiveCount.start(gradients) if self.skips_rows else None
+        live = None if count is None else count.read()
+        if live is not None:
+            values = None if exponentials.values is None else live.compact_(exponentials.values)
+            of_rows = (None if f is None else f[live.rows] for f in exponentials[1:])
+            exponentials, target = Exponentials(values, *of_rows), target[live.rows]  # type: ignore[arg-type]
+            gradients = {name: g[live.rows] for name, g in gradients.items()}
+            tokens = live.tokens(tokens)
+        x, values, index = tokens.x.contiguous(), exponentials.values, None if live is None else live.rows
         dx = self.grads.open_input(x, tokens.row_slice, one_slice=True, live=index)
         if not x.shape[0]:
             self.grads.close_chunk(dx)
@@ -405,7 +405,7 @@ class StatisticsPass:
         assert self.grads is not None and self._rows is not None
         x, weight = _for_descriptor(x), self.head.weight
         target = _rows_of(target, self.head)
-        live = LiveRows.find(gradients) if self.skips_rows else None
+        count = LiveCount.start(gradients) if self.skips_rows else None
         factors = row_factors(self._rows, self._entropy, gradients, _scale(self.options), self.head.vocab_size)
         if factors.slope is not None:
             self._held = None
@@ -415,12 +415,12 @@ class StatisticsPass:
             scale = None if scale is None else along(scale, part)
             of_tile = along(target, part), factors.at(part)
             last, self._held = grad_from_exponentials_(self._held, *of_tile, scale, tiles[-1].vocab_slice.start), None
-        kept = None if live is None else live.read()
-        if kept is not None:
-            last = kept.compact_(last) if last is not None and last.shape[0] == x.shape[0] else None
-            x, target, factors = x.index_select(0, kept.rows), target[kept.rows], factors.at(kept.rows)
-            tiles = kept.tiles(tiles)
-        index = None if kept is None else kept.rows
+        live = None if count is None else count.read()
+        if live is not None:
+            last = live.compact_(last) if last is not None and last.shape[0] == x.shape[0] else None
+            x, target, factors = x.index_select(0, live.rows), target[live.rows], factors.at(live.rows)
+            tiles = live.tiles(tiles)
+        index = None if live is None else live.rows
         dx = self.grads.open_input(x, row_slice, len(tiles) == row_blocks(tiles), live=index)
         if tiles:
             self.reserve(tiles)

@@ -19,7 +19,7 @@ from liger_chunked.engine.candidates import Candidates
 from liger_chunked.engine.cutting import Tile, Tiles, row_blocks
 from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.gradients import HeadGradients, accumulate
-from liger_chunked.engine.live_rows import KeptRows, LiveRows
+from liger_chunked.engine.live_rows import LiveCount, LiveRows
 from liger_chunked.kernels import (
     ExactTarget,
     LogitsCotangents,
@@ -228,7 +228,7 @@ class HeadPass:
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         assert self.grads is not None and self.normalisers is not None
         gradients = gradients or {"logps": torch.zeros_like(self.normalisers.max)}
-        live = LiveRows.find(gradients) if self.skips_rows else None
+        count = LiveCount.start(gradients) if self.skips_rows else None
         gradients = self.grads.normalize(gradients)
         x, target, row_slice, tiles, u, side = tokens
         upstream, candidates = gradients.pop("candidate_logps", None), None
@@ -237,21 +237,21 @@ class HeadPass:
             candidates = Candidates(side["candidates"], self.logits_dtype)
         cotangents = self.normalisers._replace(**gradients, temperature=side.get("temperature"))
         last: Tensor | None = None  # the gradient of the held tile, if it is known before the loop
-        kept: KeptRows | None = None
-        if live is not None:
+        live: LiveRows | None = None
+        if count is not None:
             held, self._held = self._held, None
             if held is not None and held.shape[0] == x.shape[0]:
                 # Of all rows, because the device computes it while the host waits for the count.
                 last = self._gradient(held, target, tiles[-1], cotangents)
-            kept = live.read()
-            if kept is not None:
-                x, target, row_slice, tiles, u, side = kept.tokens(tokens)
-                cotangents = cotangents.at(kept.rows)
-                last = None if last is None else kept.compact_(last)
+            live = count.read()
+            if live is not None:
+                x, target, row_slice, tiles, u, side = live.tokens(tokens)
+                cotangents = cotangents.at(live.rows)
+                last = None if last is None else live.compact_(last)
             elif last is None:
                 self._held = held
         one_slice = len(tiles) == 1 or len(tiles) == row_blocks(tiles)
-        index = None if kept is None else kept.rows
+        index = None if live is None else live.rows
         dx = self.grads.open_input(x, row_slice, one_slice, u, self.head.up, index)
         for tile in reversed(tiles):
             dz, last = last, None

@@ -1,9 +1,9 @@
 """Rows without a gradient take no part in the products of a backward.
 
-    live = LiveRows.find(gradients)     after the objective: the number of live rows is on its way to the host
+    count = LiveCount.start(gradients)  after the objective: the number of live rows is on its way to the host
     ...                                 work that needs no number, such as the gradient of the logits in memory
-    kept = live.read()                  waits for the number; None: nearly all rows are live
-    dz, tokens = kept.compact_(dz), kept.tokens(tokens)
+    live = count.read()                 waits for the number; None: nearly all rows are live
+    dz, tokens = live.compact_(dz), live.tokens(tokens)
 
 A product of the first `n` rows of dz needs the live ones in front. A row of dz is a row of the vocabulary, so as few as
 possible move: live rows behind the first `n` into the places of dead rows among them. No row is both read and written,
@@ -25,8 +25,8 @@ from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.tuning.generic import MOST_MOVED, ONE_DEAD_ROW_OF
 
 
-class KeptRows(NamedTuple):
-    """The rows of a chunk that take part.
+class LiveRows(NamedTuple):
+    """The rows of a chunk that have a gradient.
 
     Attributes:
         rows: (n,) int64, the row of the chunk at each place of the compacted tensors.
@@ -64,16 +64,16 @@ class KeptRows(NamedTuple):
 
 
 @dataclass
-class LiveRows:
-    """Which rows of a chunk have a gradient; their count is on its way to the host."""
+class LiveCount:
+    """Which rows of a chunk have a gradient, on the device, and their number, on its way to the host."""
 
     _is_live: Tensor  # (rows,) bool
     _counts: Tensor  # (2,) int64, pinned on a GPU: live rows, and rows to move
     _event: Any  # of the copy to the host; None without one
 
     @classmethod
-    def find(cls, gradients: Mapping[str, Tensor]) -> LiveRows | None:
-        """Return the live rows of upstream gradients (rows,) or (rows, K). None in a dry run: rows are unknown."""
+    def start(cls, gradients: Mapping[str, Tensor]) -> LiveCount | None:
+        """Count the live rows of upstream gradients (rows,) or (rows, K). None in a dry run: rows are unknown."""
         first = next(iter(gradients.values()))
         if first.is_meta or is_dry():
             return None
@@ -91,7 +91,7 @@ class LiveRows:
         event.record(current_stream(first.device))
         return cls(is_live, on_host, event)
 
-    def read(self) -> KeptRows | None:
+    def read(self) -> LiveRows | None:
         """Wait for the count, and return the live rows, or None if leaving the others out does not pay."""
         if self._event is not None:
             self._event.synchronize()
@@ -103,4 +103,4 @@ class LiveRows:
         holes = torch.nonzero_static(~self._is_live[:n_live], size=n_moved).view(-1)
         movers = n_live + torch.nonzero_static(self._is_live[n_live:], size=n_moved).view(-1)
         rows[holes] = movers
-        return KeptRows(rows, holes, movers)
+        return LiveRows(rows, holes, movers)

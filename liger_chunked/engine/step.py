@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_chunked.engine import choose
 from liger_chunked.engine.adapter import apply_down
-from liger_chunked.engine.checks import compute_dtype, named
+from liger_chunked.engine.checks import compute_dtype, named, other_leaves
 from liger_chunked.engine.choose import Plan, flattened
 from liger_chunked.engine.collectives import mapped
 from liger_chunked.engine.compile_ahead import compile_ahead
@@ -117,12 +117,7 @@ class StatisticsStep:
 
     def _add_parameters(self, gradients: Mapping[Tensor, Tensor]) -> None:
         if self.plan.rows.gathers_statistics:
-            # dW of a rank is its share, and a sum over ranks. That of a parameter may be whole on each.
-            parameter = next(iter(gradients))
-            raise ValueError(
-                f"the loss depends on a tensor that requires a gradient, {named(parameter, self.owner)}, and ranks of "
-                "a sequence_group split its tokens: freeze or detach that tensor, or pass whole sequences"
-            )
+            _refuse_parameters_of_split_sequences(gradients, self.owner)
         for parameter, g in gradients.items():
             g = g.to(accumulation_dtype(g.dtype))  # of several chunks
             earlier = self.of_parameters.get(parameter)
@@ -133,6 +128,18 @@ class StatisticsStep:
         raise ValueError(
             f"the gradient of the loss reaches {', '.join(undeclared)}, which the loss does not declare: add it to "
             f"token_outputs, as in token_outputs = {undeclared}"
+        )
+
+
+def _refuse_parameters_of_split_sequences(parameters: Iterable[Tensor], owner: Any) -> None:
+    """Raise ValueError for the first tensor that a loss holds and that requires a gradient.
+
+    dW of a rank is its share, which trainers sum over ranks. The gradient by a parameter may be whole on each.
+    """
+    for parameter in parameters:
+        raise ValueError(
+            f"the loss depends on a tensor that requires a gradient, {named(parameter, owner)}, and ranks of a "
+            "sequence_group split its tokens: freeze or detach that tensor, or pass whole sequences"
         )
 
 
@@ -310,6 +317,7 @@ def loss_of_kept(
     options: LogitOptions,
     temperature: Tensor | None,
     n_valid: int | None,
+    owner: Any = None,
 ) -> Fused:
     """Return what `fused_loss` returns, of the softmax over the ids that a sampler kept.
 
@@ -319,6 +327,7 @@ def loss_of_kept(
         target: as the caller gave it, so that `kept` are the ids of its positions in order.
         rows: of the padded target.
         n_valid: as in `place`.
+        owner: the module of the loss, for messages.
     """
     flat = stats_of_kept(head, input, target, kept, outputs, options, temperature, n_valid=n_valid)
     dense = mapped(lambda x: _whole_with_gradient(x.view(target.shape), sequences).reshape(rows.dense_shape), flat)
@@ -326,5 +335,8 @@ def loss_of_kept(
     values = dense
     if rows.groups is None and (places := rows.dense_index) is not None:
         values = mapped(lambda x: x[places], dense)
+    if isinstance(sequences, SequenceSplit):
+        alone = objective.loss(mapped(Tensor.detach, values), rows.index(every))  # a graph without weight and input
+        _refuse_parameters_of_split_sequences(other_leaves(alone, ()), owner)
     loss = objective.loss(values, rows.index(every)).to(accumulation_dtype(input.dtype))
     return Fused(loss, mapped(Tensor.detach, dense), None)

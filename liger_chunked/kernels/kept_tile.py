@@ -18,35 +18,36 @@ from liger_chunked.kernels.tuning import TUNING
 
 
 @Kernel
-def _gather_kernel(
-    z_ptr, logits_ptr, positions_ptr, ids_ptr, offsets_ptr, logits_stride, vocab_start, n_cols, BLOCK: tl.constexpr,
+def _move_kernel(
+    entries_ptr, tile_ptr, positions_ptr, ids_ptr, offsets_ptr,
+    tile_stride, vocab_start, n_cols, READS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Read the entries of a row from the tile, or write them to it."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(positions_ptr + row)
     first = tl.load(offsets_ptr + token)
     end = tl.load(offsets_ptr + token + 1)
     for start in range(first, end, BLOCK):
         entry = start + tl.arange(0, BLOCK)
-        place = tl.load(ids_ptr + entry, mask=entry < end, other=-1) - vocab_start
-        here = (place >= 0) & (place < n_cols) & (entry < end)
-        z = tl.load(logits_ptr + row * logits_stride + tl.where(here, place, 0), mask=here, other=0.0)
-        tl.store(z_ptr + entry, z.to(z_ptr.dtype.element_ty), mask=here)
+        column = tl.load(ids_ptr + entry, mask=entry < end, other=-1) - vocab_start
+        here = (column >= 0) & (column < n_cols) & (entry < end)
+        in_tile = tile_ptr + row * tile_stride + tl.where(here, column, 0)
+        if READS:
+            x = tl.load(in_tile, mask=here, other=0.0)
+            tl.store(entries_ptr + entry, x.to(entries_ptr.dtype.element_ty), mask=here)
+        else:
+            x = tl.load(entries_ptr + entry, mask=here, other=0.0)
+            tl.store(in_tile, x.to(tile_ptr.dtype.element_ty), mask=here)
 
 
-@Kernel
-def _scatter_kernel(
-    dz_ptr, grad_ptr, positions_ptr, ids_ptr, offsets_ptr, grad_stride, vocab_start, n_cols, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.load(positions_ptr + row)
-    first = tl.load(offsets_ptr + token)
-    end = tl.load(offsets_ptr + token + 1)
-    for start in range(first, end, BLOCK):
-        entry = start + tl.arange(0, BLOCK)
-        place = tl.load(ids_ptr + entry, mask=entry < end, other=-1) - vocab_start
-        here = (place >= 0) & (place < n_cols) & (entry < end)
-        dz = tl.load(dz_ptr + entry, mask=here, other=0.0)
-        tl.store(grad_ptr + row * grad_stride + tl.where(here, place, 0), dz.to(grad_ptr.dtype.element_ty), mask=here)
+def _move(of_entries: Tensor, tile: Tensor, entries: Entries, positions: Tensor, column: int, reads: bool) -> None:
+    block, num_warps = TUNING[tile.device].kept_tile
+    _move_kernel(
+        (tile.shape[0], 1, 1),
+        (of_entries, tile, positions, entries.ids, entries.offsets),
+        (tile.stride(0), column, tile.shape[1], reads, block),
+        num_warps,
+    )
 
 
 def read_kept_(z: Tensor, logits: Tensor, entries: Entries, positions: Tensor, column: int) -> None:
@@ -57,17 +58,10 @@ def read_kept_(z: Tensor, logits: Tensor, entries: Entries, positions: Tensor, c
         positions: (rows,) int64, the token of each row, none of them twice.
         column: the id of the first column.
     """
-    n, n_cols = logits.shape
-    if not n or not n_cols or not z.shape[0]:
+    if not logits.numel() or not z.shape[0]:
         return
     if use_triton(logits):
-        block, num_warps = TUNING[logits.device].kept_tile
-        _gather_kernel(
-            (n, 1, 1),
-            (z, logits, positions, entries.ids, entries.offsets),
-            (logits.stride(0), column, n_cols, block),
-            num_warps,
-        )
+        _move(z, logits, entries, positions, column, reads=True)
         return
     here, places = _places(logits, entries, positions, column)
     z.copy_(torch.where(here, logits.reshape(-1)[places].to(z.dtype), z))
@@ -75,18 +69,11 @@ def read_kept_(z: Tensor, logits: Tensor, entries: Entries, positions: Tensor, c
 
 def spread_kept_(grad: Tensor, dz: Tensor, entries: Entries, positions: Tensor, column: int) -> None:
     """Write a tile of gradients: those of its entries (M,), rounded, and 0 elsewhere. Arguments as in `read_kept_`."""
-    n, n_cols = grad.shape
     grad.zero_()
-    if not n or not n_cols or not dz.shape[0]:
+    if not grad.numel() or not dz.shape[0]:
         return
     if use_triton(grad):
-        block, num_warps = TUNING[grad.device].kept_tile
-        _scatter_kernel(
-            (n, 1, 1),
-            (dz, grad, positions, entries.ids, entries.offsets),
-            (grad.stride(0), column, n_cols, block),
-            num_warps,
-        )
+        _move(dz, grad, entries, positions, column, reads=False)
         return
     here, places = _places(grad, entries, positions, column)
     # Entries of other tiles add 0 to the first logit.

@@ -60,7 +60,6 @@ def _add_term(
 ):  # fmt: skip
     """Add a `PairTerm`, or nothing if CURVE is None, to a loss and its derivatives by both log-ratios."""
     if CURVE is not None:
-        # x = on_chosen * chosen + on_rejected * rejected, but from a difference where that is meant.
         if OF == "margin":
             x = chosen - rejected
         elif OF == "mean_margin":
@@ -113,12 +112,12 @@ def _pairs_kernel(
     pair = first_pair + tl.program_id(0)
     n_chosen = tl.load(counts_ptr + pair)
     n_rejected = tl.load(counts_ptr + n_pairs + pair)
-    # All chosen sequences before all rejected ones, as in the target.
+    # Where the pair's tokens start in the target, which has all chosen sequences before all rejected ones.
     ref_chosen = _sum_counts(counts_ptr, 0, pair, BLOCK)
     ref_rejected = ref_chosen + _sum_counts(counts_ptr, pair, n_pairs + pair, BLOCK)
     if STACKED:
         chosen_start, rejected_start = ref_chosen, ref_rejected
-    else:  # pair by pair, from the chunk's first
+    else:  # the chunk has its tokens pair by pair, from its first pair on
         chosen_start = _sum_counts(counts_ptr, first_pair, pair, BLOCK)
         chosen_start += _sum_counts(counts_ptr, n_pairs + first_pair, n_pairs + pair, BLOCK)
         rejected_start = chosen_start + n_chosen
@@ -197,7 +196,7 @@ def _batch_kernel(
         nll = -_sum_tokens(sums_ptr + n_pairs, stop_pair, BLOCK) / n_chosen
     tl.store(loss_ptr, loss)
     tl.store(rounded_ptr, loss.to(tl.float32))
-    # Of the chunks so far: the last one writes those of the batch.
+    # Each chunk writes the means of all pairs up to its own last one, so the last chunk writes those of the batch.
     tl.store(means_ptr, (_sum_tokens(sums_ptr + 2 * n_pairs, stop_pair, BLOCK) / n_chosen).to(tl.float32))
     tl.store(means_ptr + 1, (_sum_tokens(sums_ptr + 3 * n_pairs, stop_pair, BLOCK) / n_rejected).to(tl.float32))
     tl.store(means_ptr + 2, nll.to(tl.float32))

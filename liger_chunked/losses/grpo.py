@@ -313,6 +313,11 @@ class _Surrogate(NamedTuple):
     needs_reference: bool = False
 
 
+def _trust_region(outside: _ClippedBy, reads: tuple[str, ...]) -> _Surrogate:
+    reads = (*reads, "ratio_max")
+    return _Surrogate(_inside(outside), reads=reads, clipped=outside, clips_low=True, needs_tokens=True)
+
+
 SURROGATES: Mapping[str, _Surrogate] = {
     "clip": _Surrogate(_clip, reads=("epsilon_low", "epsilon_high", "delta"), clipped=_clipped_by_clip, clips_low=True),
     "reinforce": _Surrogate(_reinforce),
@@ -342,27 +347,9 @@ SURROGATES: Mapping[str, _Surrogate] = {
     ),
     "kl_cov": _Surrogate(_kl_cov, reads=("kl_cov_ratio", "ppo_kl_coef"), scope="batch", needs_tokens=True),
     "log_prob": _Surrogate(_log_prob),
-    "dppo_tv": _Surrogate(
-        _inside(_outside_tv),
-        reads=("epsilon_low", "epsilon_high", "ratio_max"),
-        clipped=_outside_tv,
-        clips_low=True,
-        needs_tokens=True,
-    ),
-    "dppo_kl": _Surrogate(
-        _inside(_outside_kl),
-        reads=("epsilon_low", "epsilon_high", "ratio_max"),
-        clipped=_outside_kl,
-        clips_low=True,
-        needs_tokens=True,
-    ),
-    "ipo": _Surrogate(
-        _inside(_outside_ipo),
-        reads=("ipo_threshold", "ratio_max"),
-        clipped=_outside_ipo,
-        clips_low=True,
-        needs_tokens=True,
-    ),
+    "dppo_tv": _trust_region(_outside_tv, reads=("epsilon_low", "epsilon_high")),
+    "dppo_kl": _trust_region(_outside_kl, reads=("epsilon_low", "epsilon_high")),
+    "ipo": _trust_region(_outside_ipo, reads=("ipo_threshold",)),
     "fipo": _Surrogate(
         _fipo,
         reads=(

@@ -530,7 +530,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             loss, stats, _ = loss_of_kept(
                 head, input, target.long(), kept, rows, Differentiated(objective), sequences=sequences,
                 outputs=self._outputs, options=self.options, temperature=temperature,
-                n_valid=None if may_wait else rows.n_valid,
+                n_valid=None if may_wait else rows.n_valid, owner=self,
             )  # fmt: skip
         return loss, self._metrics(batch(), batch().rollouts(stats, slice(None)), whole_target.shape)
 

@@ -158,6 +158,7 @@ def test_equal_logits_stay_or_go_together(options: dict[str, Any], dtype: torch.
     assert stats.candidate_logps is not None
     expected = filtered(TIES.double()[None], **options).log_softmax(-1)
     assert torch.equal(stats.candidate_logps == -torch.inf, expected == -torch.inf)
+    # Probabilities of float32 sums: a few roundings of 6e-8.
     assert torch.allclose(stats.candidate_logps.exp().double(), expected.exp(), atol=1e-6)
 
 

@@ -16,6 +16,7 @@ from fresh_process import FreshProcesses
 from ranks import join, same_on_all_ranks, summed
 from table import products_for_kept_ids
 from test_known_counts import Waits
+from test_learned import LearnedTemperature
 from torch import Tensor
 
 from liger_chunked import (
@@ -34,6 +35,7 @@ from liger_chunked.types import LossHead
 
 B, T, H, V, R = 2, 5, 8, 23, 3
 OUTPUTS = ("logps", "lse", "entropy", "argmax", "is_top1")
+SUMS = {"rtol": 1e-12, "atol": 1e-12}  # float64 both times: only the order of sums differs
 
 
 def drawn_lists(target: Tensor, seed: int = 0, mixed: bool = True) -> list[list[int]]:
@@ -88,7 +90,7 @@ both_ways = pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", ["plain", "bias", "softcap", "temperatures", "adapter"])
 def test_statistics(case: str, mixed: bool, budget: int | None, way: str) -> None:
     if budget is not None and way == "rows" and not mixed:
-        pytest.skip("no logits")
+        pytest.skip("reading rows forms no logits that a budget could cut")
     given = batch()
     target, lists = given["target"], drawn_lists(given["target"], mixed=mixed)
     leaves = {name: x.requires_grad_() for name, x in given.items() if x.is_floating_point()}
@@ -162,7 +164,7 @@ def test_long_lists_take_products(monkeypatch: pytest.MonkeyPatch) -> None:
     logps = [linear_token_stats(*call, kept=KeptIds.from_lists(lists)).logps for _ in range(2)]
     assert [x[:2] for x in asked] == [(n_ids, n_tokens)] * 2 and ran == [2]
     assert logps[0] is not None and logps[1] is not None
-    torch.testing.assert_close(logps[0], logps[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(logps[0], logps[1], **SUMS)
     linear_token_stats(*call, kept=KeptIds.from_lists(lists), deterministic="batch")
     assert len(asked) == 2  # products may depend on the batch
 
@@ -269,7 +271,7 @@ def test_packed_sequences(way: str) -> None:
             given["weight"], *flat, advantages, kept=KeptIds.from_lists(lists[: T + 3]),
             cu_seqlens=torch.tensor([0, T, T + 3], dtype=torch.int32),
         )  # fmt: skip
-    torch.testing.assert_close(found, padded, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, padded, **SUMS)
 
 
 def test_errors() -> None:
@@ -413,16 +415,16 @@ def on_a_rank(rank: int, folder: str, input_grad: str, way: str) -> None:
     for a, b in zip(found, expected, strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(a, b, **SUMS)
             assert same_on_all_ranks(a.detach())
     for stats in (found, expected):
         (stats.logps + 0.5 * stats.entropy - 0.1 * stats.lse).sum().backward()
     for name, x in parts.items():
-        torch.testing.assert_close(x.grad, leaves[name].grad[own], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(x.grad, leaves[name].grad[own], **SUMS)
     for name, x in copies.items():
         assert x.grad is not None
         gradient = x.grad if input_grad == "all_reduce" else summed(x.grad)
-        torch.testing.assert_close(gradient, leaves[name].grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradient, leaves[name].grad, **SUMS)
     dist.destroy_process_group()
 
 
@@ -459,9 +461,13 @@ def of_positions(rank: int, folder: str, lengths: tuple[int, int]) -> None:
         found.append((value.detach(), metrics.entropy, weight.grad, input.grad))
     whole, split = found
     assert same_on_all_ranks(split[0])
-    torch.testing.assert_close(split[:2], whole[:2], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(summed(split[2]), whole[2], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(split[3], whole[3][:, own], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(split[:2], whole[:2], **SUMS)
+    torch.testing.assert_close(summed(split[2]), whole[2], **SUMS)
+    torch.testing.assert_close(split[3], whole[3][:, own], **SUMS)
+    own_tokens = given["weight"], given["input"][:, own], given["target"][:, own], advantages
+    own_ids, own_sides = kept.take(columns), {name: x[:, own] for name, x in sides.items()}
+    with pytest.raises(ValueError, match=r"requires a gradient, tau .*sequence_group"):
+        LearnedTemperature()(*own_tokens, kept=own_ids, sequence_group=dist.group.WORLD, **own_sides)
     dist.destroy_process_group()
 
 

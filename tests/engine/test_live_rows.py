@@ -17,7 +17,7 @@ from torch import Tensor
 from liger_chunked import AdaptedWeight, LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, eager, linear_token_stats
 from liger_chunked.engine import choose, epilogue, known, live_rows
 from liger_chunked.engine.cutting import Tile
-from liger_chunked.engine.live_rows import LiveRows
+from liger_chunked.engine.live_rows import LiveCount
 from liger_chunked.kernels import backend
 from liger_chunked.kernels.launch import is_dry
 
@@ -147,7 +147,7 @@ def test_small_steps_take_all_rows(monkeypatch):
 def test_known_counts_are_not_waited_for(monkeypatch):
     """With `n_valid` on a GPU, a step waits for nothing, so it cannot know how many rows are live."""
     asked = []
-    monkeypatch.setattr(LiveRows, "find", classmethod(lambda cls, gradients: asked.append(1)))
+    monkeypatch.setattr(LiveCount, "start", classmethod(lambda cls, gradients: asked.append(1)))
     batch = with_advantages(0.2)
     leaves = {name: batch[name].clone().requires_grad_() for name in ("weight", "input")}
     LigerFusedLinearGRPOLoss()(**{**batch, **leaves})
@@ -377,7 +377,7 @@ PATTERNS = ["101101", "000111", "111000", "000000", "010101"]
 def test_live_rows_fill_the_holes(pattern):
     pattern = list(map(int, pattern))
     g = torch.tensor(pattern, dtype=torch.float32)
-    found = LiveRows.find({"logps": g, "lse": torch.zeros(6)})
+    found = LiveCount.start({"logps": g, "lse": torch.zeros(6)})
     assert found is not None
     kept = found.read()
     assert kept is not None
@@ -395,9 +395,9 @@ def test_live_rows_fill_the_holes(pattern):
 def test_few_dead_rows_stay():
     g = torch.ones(256)
     g[7] = 0
-    assert LiveRows.find({"logps": g}).read() is None
+    assert LiveCount.start({"logps": g}).read() is None
     g[:4] = 0
-    assert LiveRows.find({"logps": g}).read().length == 251
+    assert LiveCount.start({"logps": g}).read().length == 251
 
 
 # The fused epilogue
@@ -429,14 +429,14 @@ def lengths(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record how many rows each chunk keeps."""
     monkeypatch.setattr(epilogue, "SMALLEST", 0)
     found: list[int] = []
-    read = LiveRows.read
+    read = LiveCount.read
 
-    def watch(self: LiveRows) -> Any:
+    def watch(self: LiveCount) -> Any:
         kept = read(self)
         found.append(-1 if kept is None else kept.length)
         return kept
 
-    monkeypatch.setattr(LiveRows, "read", watch)
+    monkeypatch.setattr(LiveCount, "read", watch)
     return found
 
 

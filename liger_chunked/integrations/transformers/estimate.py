@@ -32,7 +32,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_chunked.integrations.transformers.patch import apply_liger_kernel
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
-from liger_chunked.memory import estimate_memory, ordinary_autograd, peak_bytes
+from liger_chunked.memory import estimate_memory, most_that_fits, ordinary_autograd, peak_bytes
 from liger_chunked.private import tree_leaves, tree_map_only
 from liger_chunked.types import budget_bytes, check_number, shown
 from liger_chunked.typical import Loss
@@ -181,16 +181,7 @@ def longest_sequence(
     def fits(steps: int) -> bool:
         return model.estimate((n_sequences, steps * _STEP), checkpoints, accumulates, head).peak <= most
 
-    if not fits(1):
-        return 0
-    low = 1
-    while low * _STEP < _MOST and fits(2 * low):
-        low *= 2
-    high = 2 * low  # `low` fits, `high` does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * _STEP
+    return _STEP * most_that_fits(fits, _MOST // _STEP)
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ class GRPOMixin(RolloutsMixin):
             # True says that its policy_loss is zero where advantages are.
             "a loss of your own": (
                 loss is not None
-                and self.skip_zero_advantage != True  # noqa: E712
+                and self.skip_zero_advantage is not True
                 and getattr(loss.policy_loss, "__func__", None) is not LigerFusedLinearGRPOLoss.policy_loss
             ),
         }
@@ -163,15 +163,15 @@ class GRPOMixin(RolloutsMixin):
         # Advantages per token, of a trainer's subclass, make the clipping per token at every level.
         one_advantage = advantages.ndim == 1 or advantages.shape[1] == 1
         per_sequence = IMPORTANCE_LEVELS[loss.importance_level].per_sequence and one_advantage
-        # Sequences that are left out clip nothing.
-        left_out = batch.leaves_out(with_empty=per_sequence)
+        # Skipped sequences clip nothing.
+        skips = batch.skips(with_empty=per_sequence)
         for name, (field, over) in (_OF_CISPO if getattr(loss, "surrogate", "") == "cispo" else _LOGGED).items():
             metric = getattr(step.metrics, field)
             if metric is None:
                 continue
             # GRPO's metrics include repeated samples, unlike other trainers'.
             if over in ("min", "max"):
-                if left_out:
+                if skips:
                     metric = (torch.fmin if over == "min" else torch.fmax)(metric, torch.zeros_like(metric))
                 of_ranks = self.accelerator.gather(metric.detach()[None])
                 value = extreme(of_ranks, -1 if over == "min" else 1).item()

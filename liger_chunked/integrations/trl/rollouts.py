@@ -29,7 +29,7 @@ class Part(NamedTuple):
     Attributes:
         rows: (n,) int64, the sequences.
         length: how many of the K tokens of completions, at least one.
-        first: the first column, of those of whole sequences. Not 0 only in a pass that computes nothing.
+        first: the first column of prompts and completions. 0, except for the one token of `_one_token`.
     """
 
     rows: Tensor
@@ -51,12 +51,13 @@ class _Live:
 
     Attributes:
         part: that part; None if it is the whole batch.
-        left_out: the sequences with tokens that are not in it; None without any.
-        n_live: how many sequences `part` has. It has one token that does not count if there are none.
+        skipped: the sequences with tokens that are not in it; None without any.
+        n_live: how many sequences have a gradient. If none has, `part` is one token without a target, which keeps this
+            rank in step with the others.
     """
 
     part: Part | None
-    left_out: Part | None
+    skipped: Part | None
     n_live: int
 
 
@@ -67,9 +68,9 @@ class Batch:
     Attributes:
         kept: the ids at its positions (B, K), flattened; None: not known.
         mask: (B, K), True at the completions' tokens that the loss reads.
-        live: None: all of it is computed.
-        logps: (B, K), what stands for the log-probabilities of the sequences that are left out.
-        entropies: (B, K), the same; NaN where they are not known.
+        live: which part has a gradient. None: all of it is computed.
+        logps: (B, K), log-probabilities of the skipped sequences, see `_of_skipped`.
+        entropies: (B, K), theirs; NaN where they are not known.
     """
 
     kept: KeptIds | None = None
@@ -85,15 +86,15 @@ class Batch:
 
     @property
     def n_live(self) -> int | None:
-        """How many sequences of `part` have a gradient. It has one token that does not count if there are none."""
+        """See `_Live`."""
         return None if self.live is None else self.live.n_live
 
-    def leaves_out(self, *, with_empty: bool) -> bool:
-        """Whether sequences are left out; `with_empty`: also those without tokens."""
+    def skips(self, *, with_empty: bool) -> bool:
+        """Whether sequences are skipped; `with_empty`: also those without tokens."""
         if self.live is None or self.live.part is None:
             return False
         if not with_empty:
-            return self.live.left_out is not None
+            return self.live.skipped is not None
         assert self.mask is not None
         return self.live.n_live < len(self.mask)
 
@@ -123,7 +124,7 @@ class RolloutsMixin(SharedPromptsMixin):
     ) -> None:
         if not isinstance(kept_ids, bool):
             raise TypeError(f"kept_ids must be True or False, got {shown(kept_ids)}")
-        if skip_zero_advantage not in (True, False, "auto"):
+        if not (isinstance(skip_zero_advantage, bool) or skip_zero_advantage == "auto"):
             raise ValueError(f"skip_zero_advantage must be 'auto', True or False, got {shown(skip_zero_advantage)}")
         self.kept_ids, self.skip_zero_advantage = kept_ids, skip_zero_advantage
         super().__init__(*args, **kwargs)
@@ -155,7 +156,7 @@ class RolloutsMixin(SharedPromptsMixin):
         """Return what gives sequences of zero advantage a gradient; None: nothing does."""
         if not hasattr(super(), "_get_per_token_logps_and_entropies"):
             return "this TRL has no method that could run a part of a batch"
-        if self._computes_own_loss() and self.skip_zero_advantage != True:  # noqa: E712
+        if self._computes_own_loss() and self.skip_zero_advantage is not True:
             return "a _compute_loss of your own may have a gradient there"
         if self.aux_loss_enabled:
             return "the router loss has a gradient in every sequence"
@@ -188,8 +189,8 @@ class RolloutsMixin(SharedPromptsMixin):
             return Part(torch.tensor(rows, device=mask.device), length)
 
         rows = [i for i, n in enumerate(lengths) if n]
-        left_out = [i for i, n in enumerate(all_lengths) if n and not lengths[i]]
-        others = part(left_out, max(all_lengths[i] for i in left_out)) if left_out else None
+        skipped = [i for i, n in enumerate(all_lengths) if n and not lengths[i]]
+        others = part(skipped, max(all_lengths[i] for i in skipped)) if skipped else None
         if len(rows) == len(lengths) and max(lengths) == completion_length:
             return _Live(None, None, len(rows))
         if rows:
@@ -218,7 +219,7 @@ class RolloutsMixin(SharedPromptsMixin):
         batch = Batch(kept)
         if live is not None:
             with self._running(batch):
-                logps, entropies = self._of_left_out(model, inputs, live, logs)
+                logps, entropies = self._of_skipped(model, inputs, live, logs)
             if live.part is not None:
                 batch = Batch(kept, _read(inputs), live, logps, entropies)
         with self._running(batch):
@@ -226,7 +227,7 @@ class RolloutsMixin(SharedPromptsMixin):
         if live is not None and not logs:
             for name in _OF_ALL_TOKENS:
                 values = self.mode_metrics.get(name)
-                # NaN on every rank if one left out sequences.
+                # NaN on every rank if one skipped sequences.
                 if values and math.isnan(values[-1]):
                     values.pop()
                 if not values:
@@ -241,28 +242,28 @@ class RolloutsMixin(SharedPromptsMixin):
         finally:
             self._batch = before
 
-    def _of_left_out(
+    def _of_skipped(
         self, model: nn.Module, inputs: dict[str, Any], live: _Live, logs: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return log-probabilities and entropies (B, K) that stand for those of sequences that are left out.
+        """Return log-probabilities and entropies (B, K) of the skipped sequences, for metrics; others are arbitrary.
 
-        At logging steps they are computed, else the old policy's and NaN. Other sequences have any.
+        At logging steps they are computed. At other steps, log-probabilities are the old policy's and entropies NaN.
         """
         mask = inputs["completion_mask"]
-        logps, left_out = self._old_logps(inputs), live.left_out
+        logps, skipped = self._old_logps(inputs), live.skipped
         logps = torch.zeros(mask.shape, device=mask.device) if logps is None else logps.clone()
         entropies = torch.zeros_like(logps)
-        if left_out is not None:
-            entropies[left_out.rows] = math.nan
-        if logs and (left_out is not None or self.accelerator.num_processes > 1):
+        if skipped is not None:
+            entropies[skipped.rows] = math.nan
+        if logs and (skipped is not None or self.accelerator.num_processes > 1):
             ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
             seen = torch.cat([inputs["prompt_mask"], mask], 1)
-            # Ranks that leave out nothing run one token, because a sharded model's forward is every rank's.
-            part = left_out or _one_token(inputs)
+            # Ranks that skip nothing run one token, because a sharded model's forward is every rank's.
+            part = skipped or _one_token(inputs)
             quiet = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
             with torch.no_grad(), quiet:
                 found = self._of_part(part, model, ids, seen, mask.shape[1], compute_entropy=True)
-            if left_out is not None:
+            if skipped is not None:
                 logps[part.rows, : part.length] = found[0].to(logps.dtype)
                 entropies[part.rows] = 0.0
                 entropies[part.rows, : part.length] = found[1].to(entropies.dtype)

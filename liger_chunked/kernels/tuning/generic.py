@@ -86,7 +86,7 @@ TEACHER_VOCAB = 152_000  # smaller ones allow proportionally more tokens
 KEPT_OF_VOCAB = 160  # from one id of this many on, of all ids of all tokens
 SMALLEST_OF_KEPT = 1 << 33  # multiplications of a product; a smaller step waits for the host either way
 
-# Rows without a gradient are left out of a backward's products (`engine/live_rows.py`). Estimates, not measured yet
+# Rows without a gradient are left out of a backward's products (`engine/live_rows.py`). The bounds are estimates
 SMALLEST_OF_LIVE_ROWS = 1 << 39  # multiplications of a chunk's product; below, a dozen small launches take too long
 ONE_DEAD_ROW_OF = 64  # rows: fewer dead ones do not pay for gathering hidden states
 MOST_MOVED = 1 << 24  # logits at a time
