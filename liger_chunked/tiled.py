@@ -78,7 +78,7 @@ def chosen_tokens(hidden_size: int) -> int:
     """Return the tokens of a tile of a block with `hidden_size` columns.
 
     A tile of 2·H tokens has 16·H·I bytes of activations in bfloat16 (gate, up, their product, and its gradient), and
-    the weights' float32 sums have 12·H·I. So smaller tiles hardly save memory, and read and write the sums more often.
+    the weights' float32 sums have 12·H·I. Smaller tiles hardly save memory, and read and write the sums more often.
     """
     return max(_LEAST_TOKENS, 2 * hidden_size)
 

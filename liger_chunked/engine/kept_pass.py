@@ -3,8 +3,9 @@
 statistics   for each tile: project, read the logits of its entries            one matrix product
 backward     for each tile: gradients of its entries, 0 elsewhere; dX, dW, db  two products
 
-Only the entries' logits live from one to the other, so nothing is projected again, whatever the budget. What softcaps,
-temperatures and normalisations do is done to entries, as where a few rows of the head are read for each token.
+Only the entries' logits are kept from one to the other, so nothing is projected again, also above the budget. Softcaps,
+temperatures and normalisations act on entries, in the same kernels as where a few rows of the head are read for each
+token.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
 A product of the first `n` rows of dz needs the live ones in front. A row of dz is a row of the vocabulary, so as few as
 possible move: live rows behind the first `n` into the places of dead rows among them. No row is both read and written,
-so the order of the moves does not matter. Hidden states and numbers of tokens are small, and gathered.
+so the order of the moves does not matter. Hidden states and values of tokens are gathered, because they are small.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LiveRows(NamedTuple):
 
 @dataclass
 class LiveCount:
-    """Which rows of a chunk have a gradient, on the device, and their number, on its way to the host."""
+    """A count of the rows with a gradient: which they are, on the device, and their number, on its way to the host."""
 
     _is_live: Tensor  # (rows,) bool
     _counts: Tensor  # (2,) int64, pinned on a GPU: live rows, and rows to move

@@ -1,4 +1,4 @@
-"""Losses of pairs whose gradient a kernel knows, so that a chunk needs neither dense statistics nor autograd."""
+"""Losses of pairs whose gradient a kernel knows, so that a chunk needs no dense statistics and no autograd."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def _sum_counts(counts_ptr, start, stop, BLOCK: tl.constexpr):
 
 @jit
 def _sum_tokens(x_ptr, n, BLOCK: tl.constexpr):
-    """Return the sum of `n` numbers. In float64: a difference of large sums loses digits."""
+    """Return the sum of `n` numbers, in float64 because a difference of large sums loses digits."""
     total = tl.zeros([BLOCK], tl.float64)
     for first in range(0, n, BLOCK):
         places = first + tl.arange(0, BLOCK)
@@ -229,7 +229,7 @@ def _numbers(terms: tuple[PairTerm, ...]) -> tuple[tuple[float, ...], tuple[str 
 
 @dataclass(eq=False)
 class PairSums:
-    """What chunks of a batch of n pairs add up to.
+    """Sums and metrics of a batch of n pairs, which its chunks fill.
 
     Attributes:
         sums: (4, n) float64: loss, chosen log-probability, sums of mean logits of the chosen and rejected tokens.

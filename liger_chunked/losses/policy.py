@@ -35,9 +35,12 @@ from liger_chunked.losses.reference_model import Reference, reference_logps
 from liger_chunked.losses.rollouts import (
     IMPORTANCE_LEVELS,
     Arrangement,
+    RatioRange,
     RolloutBatch,
     by_rollout,
     check_side,
+    masked_mean,
+    ratio_range,
     sum_of_logs,
     whole_side,
 )
@@ -159,28 +162,6 @@ def _near_sampler(rollouts: Rollouts, threshold: float) -> Tensor:
     """Return False at negative advantages in sequences beyond the threshold, (n, T) or (n, 1)."""
     drift = sum_of_logs(rollouts.old_logps - rollouts.logps.detach()) / rollouts.lengths
     return (rollouts.advantages >= 0) | (drift <= threshold)
-
-
-def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of (n, T) over valid tokens."""
-    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
-
-
-class _RatioRange(NamedTuple):
-    mean: Tensor | None = None
-    min: Tensor | None = None
-    max: Tensor | None = None
-
-
-def _ratio_range(ratio: Tensor, mask: Tensor, dtype: torch.dtype) -> _RatioRange:
-    """Return the range of ratios (n, T) of valid tokens, or (n, 1) of sequences that have one."""
-    if ratio.shape != mask.shape:
-        mask = mask.any(-1, keepdim=True)
-    if not ratio.numel():
-        return _RatioRange(*(torch.full((), x, dtype=dtype, device=ratio.device) for x in (0.0, math.inf, -math.inf)))
-    ratio = ratio.to(dtype)
-    low, high = torch.where(mask, ratio, math.inf).amin(), torch.where(mask, ratio, -math.inf).amax()
-    return _RatioRange(_masked_mean(ratio, mask), low, high)
 
 
 class _Shares(NamedTuple):
@@ -622,12 +603,13 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             low = None if flags.low is None else shares(flags.low)
             high = shares(flags.high)
             either = high if flags.low is None else shares(flags.low | flags.high)
-        ratios = _RatioRange()
+        ratios = RatioRange()
         if batch.old_logps is not None:
-            ratios = _ratio_range(rollouts.ratio, mask, rollouts.logps.dtype)
+            ratio = rollouts.ratio.to(rollouts.logps.dtype)
+            ratios = ratio_range(ratio, mask if ratio.shape == mask.shape else mask.any(-1, keepdim=True))
         return PolicyMetrics(
-            entropy=_masked_mean(rollouts.entropy, mask),
-            kl=None if rollouts.ref_logps is None else _masked_mean(self.kl(rollouts), mask),
+            entropy=masked_mean(rollouts.entropy, mask),
+            kl=None if rollouts.ref_logps is None else masked_mean(self.kl(rollouts), mask),
             clip_ratio_low=None if low is None else low.of_all,
             clip_ratio_high=None if high is None else high.of_all,
             clip_ratio=None if either is None else either.of_all,

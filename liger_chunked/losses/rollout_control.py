@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine import Packing
-from liger_chunked.losses.rollouts import sum_of_logs
+from liger_chunked.losses.rollouts import ratio_range, sum_of_logs
 from liger_chunked.losses.settings import check_finite, check_positive
 from liger_chunked.types import LOWEST_LOGP, check_number, saturating_exp, shown
 
@@ -293,12 +293,8 @@ def rollout_metrics(
     ratio = _LEVELS[level](log_ratio, mask).clamp(-_FARTHEST, _FARTHEST).exp().to(dtype)
     counted = mask if level == "token" else mask.any(-1, keepdim=True)
     w, n = torch.where(counted, ratio, 0.0), counted.sum().clamp(min=1)
-    # A column of its own, because a batch without sequences has no least ratio.
-    low, high = (ratio.new_full((1,), x) for x in (math.inf, -math.inf))
     return RolloutMetrics(
-        ratio_mean=w.sum() / n,
-        ratio_min=torch.cat([torch.where(counted, ratio, math.inf).flatten(), low]).amin(),
-        ratio_max=torch.cat([torch.where(counted, ratio, -math.inf).flatten(), high]).amax(),
+        *ratio_range(ratio, counted),  # type: ignore[arg-type]
         effective_sample_size=w.sum().square() / (n * w.square().sum()).clamp(min=torch.finfo(dtype).tiny),
         k1=-log_ratio.sum() / n_tokens,
         k3=_ESTIMATES["k3"](near).sum() / n_tokens,

@@ -12,6 +12,27 @@ from liger_chunked.engine import Rows, Sequences, SequenceSplit, whole
 from liger_chunked.types import LOWEST_LOGP, Rollouts, TokenStats
 
 
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of the values where `mask` is True, 0 of none."""
+    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+class RatioRange(NamedTuple):
+    """The mean, least and largest ratio: 0, infinity and -infinity of none. None: there are no ratios."""
+
+    mean: Tensor | None = None
+    min: Tensor | None = None
+    max: Tensor | None = None
+
+
+def ratio_range(ratio: Tensor, mask: Tensor) -> RatioRange:
+    """Return the range of the ratios where `mask` is True."""
+    if not ratio.numel():
+        return RatioRange(*(ratio.new_full((), x) for x in (0.0, math.inf, -math.inf)))
+    low, high = torch.where(mask, ratio, math.inf).amin(), torch.where(mask, ratio, -math.inf).amax()
+    return RatioRange(masked_mean(ratio, mask), low, high)
+
+
 def sum_of_logs(log_ratio: Tensor) -> Tensor:
     """Sum over the sequence in float64: exp() makes the sum's rounding error relative."""
     return log_ratio.sum(-1, keepdim=True, dtype=torch.float64)

@@ -95,8 +95,8 @@ def estimate_step(
     cuBLAS's workspace, fragmentation (allow 1 to 2 GiB), and the weights and optimizer of adapters.
 
     Args:
-        config: of a causal language model of transformers. Of one with images, the weights of all parts count, and a
-            step on text alone.
+        config: of a causal language model of transformers. A model of images and text counts with the weights of all
+            parts, and a step on text alone.
         shape: (B, T), sequences and their length.
         loss: as in `estimate_memory`. None: the cross entropy.
         tiled_mlp: whether the gated MLPs run in tiles: True, "auto" or the tokens of a tile, as in
@@ -212,7 +212,7 @@ class _Model:
         with torch.device("meta"):
             self.model: Any = _causal_model(copy.deepcopy(config), dtype)  # a model sets its attention in its config
         self.model.train().requires_grad_(trainable)
-        # Where our kernels serve nothing, the model's own layers are counted.
+        # A model that our kernels do not serve is counted with its own layers.
         with suppress(ValueError) if tiled_mlp in (None, False) else nullcontext():
             apply_liger_kernel(self.model, tiled_mlp=tiled_mlp, fused_linear_cross_entropy=False)
         self.dtype, self.trainable = dtype, trainable
@@ -341,7 +341,7 @@ class _Recorder:
         layer.zero_grad()
         trained = [p for p in layer.parameters() if p.requires_grad]
         result = tree_map_only(Tensor, lambda x: x.detach(), output)
-        # In a step nothing holds a layer's output during its backward. Here it stands for the step's other layers.
+        # In a step nothing holds a layer's output during its backward. Here `output` is still held, for the layers that follow.
         held = _bytes_of(x for x in tree_leaves(output) if isinstance(x, Tensor))
         return _Layer(_bytes_of(floating), _bytes_of(trained), peak - held), result
 

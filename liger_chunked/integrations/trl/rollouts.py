@@ -1,4 +1,4 @@
-"""What trainers on sampled completions have in common: the sampler's kept ids, and sequences without a gradient.
+"""The common part of trainers on sampled completions: the sampler's kept ids, and sequences without a gradient.
 
 Both enter where TRL asks the model for log-probabilities, so that TRL's own loss, its old policy and its reference get
 them too. `compute_loss` says which batch it is (`_Batch`), and `_get_per_token_logps_and_entropies` runs a part of it.
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _Live:
-    """Which part of a batch has a gradient.
+    """The part of a batch that has a gradient.
 
     Attributes:
         part: that part; None if it is the whole batch.
@@ -204,7 +204,7 @@ class RolloutsMixin(SharedPromptsMixin):
         strategy = str(getattr(args.logging_strategy, "value", args.logging_strategy))
         if strategy == "steps":
             return step % max(1, state.logging_steps) == 0 or (step == 1 and args.logging_first_step)
-        return strategy == "epoch"  # of which any step may be the last
+        return strategy == "epoch"  # any step may be an epoch's last
 
     def _old_logps(self, inputs: dict[str, Any]) -> Tensor | None:
         """Return the old policy's log-probabilities (B, K); None: those of this policy."""
@@ -247,7 +247,7 @@ class RolloutsMixin(SharedPromptsMixin):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return log-probabilities and entropies (B, K) of the skipped sequences, for metrics; others are arbitrary.
 
-        At logging steps they are computed. At other steps, log-probabilities are the old policy's and entropies NaN.
+        Logging steps compute them. Other steps have the old policy's log-probabilities, and entropies of NaN.
         """
         mask = inputs["completion_mask"]
         logps, skipped = self._old_logps(inputs), live.skipped
