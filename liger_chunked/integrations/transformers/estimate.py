@@ -341,7 +341,7 @@ class _Recorder:
         layer.zero_grad()
         trained = [p for p in layer.parameters() if p.requires_grad]
         result = tree_map_only(Tensor, lambda x: x.detach(), output)
-        # In a step nothing holds a layer's output during its backward. Here `output` is still held, for the layers that follow.
+        # In a step nothing holds a layer's output during its backward. Here it is the input of the layers that follow.
         held = _bytes_of(x for x in tree_leaves(output) if isinstance(x, Tensor))
         return _Layer(_bytes_of(floating), _bytes_of(trained), peak - held), result
 
