@@ -72,7 +72,8 @@ SHOWN = ("torch", "triton", "transformers", "trl", "peft", "accelerate")
 def make(row: Row, environment: Path) -> None:
     """Make a virtual environment. The package is not installed: the tests find it in the working directory."""
     subprocess.run(["uv", "venv", "-q", "--python", row.python, environment], check=True)
-    install = ["uv", "pip", "install", "-q", "--python", environment / "bin/python"]
+    # Compiled once: where Python may not write bytecode, every process of the tests would compile torch and TRL again.
+    install = ["uv", "pip", "install", "-q", "--compile-bytecode", "--python", environment / "bin/python"]
     subprocess.run([*install, *row.packages(), *OTHERS], check=True)
 
 
