@@ -166,10 +166,11 @@ def _all_ranks_have_wide_tiles(head: LossHead) -> bool:
 
 
 class _Counts(NamedTuple):
-    """The numbers of tokens that decide where chunks end. `groups` are `host_counts` and `cut_counts` of `Groups`."""
+    """The numbers of tokens that decide where chunks end: those of `Groups`, or None if groups are tokens."""
 
     n_valid: int
-    groups: tuple[tuple[int, ...], tuple[int, ...]] | None
+    host_counts: tuple[int, ...] | None = None
+    cut_counts: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -184,14 +185,14 @@ class _Cut:
 def _cut_batch(counts: _Counts, budget: Budget, n_tokens: int, bytes_per_logit: int, whole_batch: bool) -> _Cut:
     limit = budget.logits(n_tokens, bytes_per_logit)
     tokens = max(1, limit // budget.vocab_size)
-    n_valid, groups = counts
-    if whole_batch or (groups is not None and sum(groups[1]) <= tokens):
-        n_groups = n_valid if groups is None else len(groups[0])
+    n_valid, host_counts, cut_counts = counts
+    if whole_batch or (cut_counts is not None and sum(cut_counts) <= tokens):
+        n_groups = n_valid if host_counts is None else len(host_counts)
         chunks: tuple[Chunk, ...] = (Chunk(slice(0, n_valid), slice(0, n_groups)),)
-    elif groups is None:
+    elif host_counts is None or cut_counts is None:
         chunks = cutting.chunks_of_tokens(n_valid, tokens)
     else:
-        chunks = cutting.chunks_of_groups(*groups, tokens)
+        chunks = cutting.chunks_of_groups(host_counts, cut_counts, tokens)
     return _Cut(chunks, limit, _tiles(chunks, budget.vocab_size, limit))
 
 
@@ -231,7 +232,7 @@ def _layout_of_loss(
         may_use_epilogue: whether the fused epilogue computes the statistics of this head at all.
         whole_rows: whether tiles have all columns, which a sampling filter reads.
     """
-    n_tokens = counts.n_valid if counts.groups is None else sum(counts.groups[1])
+    n_tokens = counts.n_valid if counts.cut_counts is None else sum(counts.cut_counts)
     differentiates = tuple([name for name in DIFFERENTIABLE if name in differentiates and name in outputs])
     cut, path = _cut_batch(counts, budget, n_tokens, bytes_per_logit, whole_batch), Path.LOGITS
     if may_use_epilogue:
@@ -294,8 +295,7 @@ def for_loss(
         skips_rows: whether to look for rows without a gradient, where that pays.
     """
     budget, bytes_per_logit = budget_of(head, options, dtype), logit_bytes(options, dtype)
-    if budget.given is not None:
-        _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
+    _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
     may_use_epilogue = (
         wide_tiles
         and filter is None
@@ -306,7 +306,7 @@ def for_loss(
     )
     groups = rows.groups
     layout = (_layout_of_loss if may_use_epilogue else _remembered_layout)(
-        _Counts(rows.n_valid, None if groups is None else (groups.host_counts, groups.cut_counts)),
+        _Counts(rows.n_valid) if groups is None else _Counts(rows.n_valid, groups.host_counts, groups.cut_counts),
         budget,
         budget.vocab_size if head.shard is None else head.columns,
         bytes_per_logit,
@@ -368,8 +368,7 @@ def for_statistics(
         ValueError: nothing computes such statistics independently of the batch on this GPU.
     """
     budget, bytes_per_logit = budget_of(head, options, dtype), logit_bytes(options, dtype)
-    if budget.given is not None:
-        _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
+    _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
     n_valid, columns = rows.n_valid, head.columns
     path, tiles = Path.LOGITS, None
     if filter is not None:
@@ -457,8 +456,7 @@ def for_kept(
         rows: of the tokens that have ids, with each one's "position".
     """
     budget, bytes_per_logit = budget_of(head, options, dtype), accumulation_dtype(dtype).itemsize
-    if budget.given is not None:
-        _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
+    _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
     tiles = cutting.tiles(rows.n_valid, head.columns, budget.logits(0, bytes_per_logit), square=True)
     return Plan(
         rows=rows,
@@ -491,8 +489,7 @@ def for_distillation(
         wants_weight: whether dW is computed.
     """
     budget, n_valid = budget_of(head, options, dtype), rows.n_valid
-    if budget.given is not None:
-        _warn_of_few_rows(budget, bytes_per_logit, n_valid)
+    _warn_of_few_rows(budget, bytes_per_logit, n_valid)
     chunk_tokens, tile_rows = cutting.chunk_and_tile(budget, n_valid, bytes_per_logit, wants_weight)
     chunks = cutting.chunks_of_tokens(n_valid, chunk_tokens)
     rows, scattered = scatter_rows(rows, chunks, head)
@@ -547,8 +544,7 @@ _FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
 
 
 def _warn_of_few_rows(budget: Budget, bytes_per_logit: int, n_valid: int) -> None:
-    assert budget.given is not None
-    if budget.vocab_size < _LARGE_VOCAB:
+    if budget.given is None or budget.vocab_size < _LARGE_VOCAB:
         return
     row = budget.vocab_size * bytes_per_logit
     n_rows = budget.given // row
