@@ -32,6 +32,7 @@ from liger_chunked.calls import once
 from liger_chunked.deferred import request
 from liger_chunked.deferred.call import Call, Transform, name_of, version_of
 from liger_chunked.deferred.inside import Compute
+from liger_chunked.deferred.labels import likely_count
 from liger_chunked.deferred.result_dtype import result_dtype
 from liger_chunked.deferred.rows import Rows, as_rows, is_index, reshaped, row_index
 from liger_chunked.device import is_gpu
@@ -760,7 +761,7 @@ class DeferredLogits(StandIn):
 
         def compute(head: Head, rows: Tensor, shape: torch.Size | None) -> Any:
             ids = target.to(head.weight.device).reshape(rows.shape[:-1] if shape is None else shape)
-            return loss_fn(head.weight, rows, ids, head.bias, ce_weight=weight)
+            return loss_fn(head.weight, rows, ids, head.bias, ce_weight=weight, n_valid=likely_count(target))
 
         result = self._run(compute)
         if accuracy is not None:

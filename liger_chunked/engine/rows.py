@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -33,10 +33,10 @@ from typing_extensions import Self
 
 from liger_chunked.engine.collectives import Values, mapped
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.known import Counts, assert_later, check_ids, host_may_sync, on_device
+from liger_chunked.engine.known import Counts, LikelyCount, assert_later, check_ids, host_may_sync, on_device
 from liger_chunked.engine.packed import Packing, Sequences
 from liger_chunked.engine.sequence import SequenceSplit
-from liger_chunked.kernels import counts_match, survey
+from liger_chunked.kernels import Survey, counts_match, survey
 from liger_chunked.kernels.operands import along
 from liger_chunked.types import TokenStats
 
@@ -457,11 +457,7 @@ def _select(
     by_sequence = group != "token" or isinstance(n_valid, tuple)
     surveyed = survey(target if by_sequence else flat.view(1, -1), ignore_index, may_sync)
     if may_sync:
-        sizes, lows, highs = surveyed.read()
-        host_counts = [sum(row) for row in sizes]
-        low, high = min(map(min, lows), default=0), max(map(max, highs), default=0)
-        if low < 0 or high >= vocab_size:
-            check_ids(name, low, high, vocab_size, f"ignore_index ({ignore_index}) or ")
+        host_counts = _checked_counts(surveyed, name, ignore_index, vocab_size)
         if n_valid is not None:
             _check_n_valid(n_valid, host_counts, name, ignore_index)
     else:
@@ -494,6 +490,54 @@ def _select(
         n_tokens, dense_shape, flat, mask, index, index,
         groups=groups, sequence_length=length, host_may_sync=may_sync,
     )  # fmt: skip
+
+
+def _checked_counts(surveyed: Survey, name: str, ignore_index: int, vocab_size: int) -> list[int]:
+    """Wait for a survey, and return the tokens of each row. Raises ValueError for an id outside the vocabulary."""
+    sizes, lows, highs = surveyed.read()
+    low, high = min(map(min, lows), default=0), max(map(max, highs), default=0)
+    if low < 0 or high >= vocab_size:
+        check_ids(name, low, high, vocab_size, f"ignore_index ({ignore_index}) or ")
+    return [sum(row) for row in sizes]
+
+
+def likely_rows(
+    target: Tensor, ignore_index: int, vocab_size: int, likely: LikelyCount
+) -> tuple[Rows, Callable[[], bool]]:
+    """Select rows as if a count were right. Return them, and a function that waits and says whether it was.
+
+        rows, was_right = likely_rows(target, ignore_index, vocab_size, likely)
+        loss = launch(rows)                    # the device has work when the host waits
+        if not was_right():                    # ValueError for an id outside the vocabulary, as of `select_rows`
+            loss = launch(select_rows(...))
+
+    If the count is right, rows and loss have the bits of `select_rows`. If it is wrong, the loss of these rows is not
+    that of the target, but launches nothing that reads outside of a tensor.
+
+    Args:
+        target: (B, T) or (N,), whose groups are tokens.
+        likely: its `was_wrong` is set if it is.
+    """
+    target = target.contiguous()
+    flat = target.view(-1)
+    surveyed, index = survey(flat.view(1, -1), ignore_index).marked(), None
+    if likely.n != flat.numel():
+        # Where the count is too large the first token fills up: the default, -1, is no row.
+        index = torch.nonzero_static(surveyed.mask.view(-1), size=likely.n, fill_value=0).view(-1)
+        flat = flat[index]
+    # Ids outside the vocabulary raise later, and ignored ones are among the rows if the count is too large.
+    flat, n_positions = flat.clamp(0, vocab_size - 1), target.numel()
+    rows = TokenRows(
+        likely.n, (n_positions,), flat, surveyed.mask, index, index,
+        sequence_length=target.shape[-1], host_may_sync=True,
+    )  # fmt: skip
+
+    def was_right() -> bool:
+        counts = _checked_counts(surveyed, "target", ignore_index, vocab_size)
+        likely.was_wrong = sum(counts) != likely.n
+        return not likely.was_wrong
+
+    return rows, was_right
 
 
 def groups_of(token_counts: Tensor, sequence_counts: Sequence[int], per_group: int) -> Groups:
