@@ -34,7 +34,7 @@ from liger_chunked.deferred.call import Call, Transform, name_of, version_of
 from liger_chunked.deferred.inside import Compute
 from liger_chunked.deferred.labels import likely_count
 from liger_chunked.deferred.result_dtype import result_dtype
-from liger_chunked.deferred.rows import Rows, as_rows, is_index, reshaped, row_index
+from liger_chunked.deferred.selection import Selection, as_rows, is_index, reshaped, row_index
 from liger_chunked.device import is_gpu
 from liger_chunked.dtensor import any_dtensor
 from liger_chunked.engine import linear_token_stats
@@ -109,7 +109,7 @@ class DeferredLogits(StandIn):
         recorded: Recorded,
         made_from: DeferredLogits | None = None,
         operation: Callable[[Tensor], Tensor] | None = None,
-        rows: Rows | None = None,
+        rows: Selection | None = None,
     ) -> None:
         self._call, self._recorded = call, recorded
         self.shape, self.dtype, self.device = recorded.shape, recorded.dtype, recorded.device
@@ -287,7 +287,7 @@ class DeferredLogits(StandIn):
     # Recorded operations
 
     def _made(
-        self, operation: Callable[[Tensor], Tensor], rows: Rows | None = None, captured: Any = (), **changes: Any
+        self, operation: Callable[[Tensor], Tensor], rows: Selection | None = None, captured: Any = (), **changes: Any
     ) -> DeferredLogits:
         """Return the stand-in for `operation(logits)`, which reads the tensors in `captured`.
 
@@ -300,7 +300,7 @@ class DeferredLogits(StandIn):
         made._captured = [(x, version_of(x)) for x in tree_leaves(captured) if isinstance(x, Tensor)]
         return made
 
-    def _selected(self, rows: Rows, captured: Any = ()) -> DeferredLogits | None:
+    def _selected(self, rows: Selection, captured: Any = ()) -> DeferredLogits | None:
         """Return the stand-in for `rows(logits)`. `rows` works on tensors (..., K) like this one, for any K."""
         if not self._ends_with_vocabulary:
             return None

@@ -23,7 +23,7 @@ from liger_chunked import (
     eager,
     estimate_memory,
 )
-from liger_chunked.engine import choose, cutting, epilogue, gradients, step
+from liger_chunked.engine import choose, cutting, epilogue, estimated, gradients
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.engine.rows import all_rows
 from liger_chunked.kernels import backend, projection, target_rows
@@ -454,7 +454,7 @@ def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the epilogue's path on a CPU with the allocations of a GPU, products included."""
     if backend.triton is None:
         pytest.skip("no tensor descriptors without Triton")
-    monkeypatch.setattr(step, "has_wide_tiles", lambda device: True)
+    monkeypatch.setattr(estimated, "has_wide_tiles", lambda device: True)
     for module in (projection, target_rows):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, NotLaunched())
