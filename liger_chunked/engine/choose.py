@@ -21,6 +21,7 @@ from torch import Tensor
 from liger_chunked.engine import cutting, epilogue
 from liger_chunked.engine.cutting import Budget, Chunk, Tiles
 from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
+from liger_chunked.engine.estimated import estimated
 from liger_chunked.engine.filtered import FILTERED
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
@@ -31,6 +32,7 @@ from liger_chunked.engine.sampling import SamplingFilter
 from liger_chunked.engine.scattered import ScatteredRows, scatter_rows
 from liger_chunked.engine.shard import ShardedPass
 from liger_chunked.engine.token_pass import TokenPass
+from liger_chunked.kernels.backend import has_wide_tiles
 from liger_chunked.kernels.kept import Entries
 from liger_chunked.kernels.tuning.generic import KEPT_OF_VOCAB, SMALLEST_OF_KEPT, SMALLEST_OF_LIVE_ROWS
 from liger_chunked.types import DIFFERENTIABLE, HeadTensors, LogitOptions, LossHead, accumulation_dtype
@@ -56,8 +58,11 @@ def budget_of(head: LossHead, options: LogitOptions, dtype: torch.dtype) -> Budg
     return Budget(options.logits_budget, vocab_size, hidden_size, dtype.itemsize)
 
 
-def _all_ranks_have_wide_tiles(head: LossHead) -> bool:
-    return head.rank_facts is None or head.rank_facts.have_wide_tiles
+def _runs_epilogue(head: LossHead) -> bool:
+    """Whether the GPU, or the GPUs of all ranks, or the one that is estimated for, run the fused epilogue."""
+    estimate = estimated.get()
+    here = has_wide_tiles(head.weight.device) if estimate is None else estimate.wide_tiles
+    return here and (head.rank_facts is None or head.rank_facts.have_wide_tiles)
 
 
 class _Counts(NamedTuple):
@@ -174,7 +179,6 @@ def for_loss(
     differentiates: tuple[str, ...],
     options: LogitOptions,
     whole_batch: bool,
-    wide_tiles: bool,
     class_weight: Tensor | None = None,
     filter: SamplingFilter | None = None,
     skips_rows: bool = False,
@@ -184,19 +188,18 @@ def for_loss(
     Args:
         dtype: of the matrix products.
         whole_batch: whether the objective needs all groups in one chunk.
-        wide_tiles: whether the GPU runs the fused epilogue.
         class_weight: (V,) weights of `mean_logits`.
         filter: the logits that statistics are of. None: all.
         skips_rows: whether to look for rows without a gradient, where that pays.
     """
     budget, bytes_per_logit = budget_of(head, options, dtype), logit_bytes(options, dtype)
-    _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
+    if budget.given is not None:
+        _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
     may_use_epilogue = (
-        wide_tiles
-        and filter is None
+        filter is None
         and not rows.side
         and epilogue.is_large(rows.n_valid * budget.vocab_size, budget.hidden_size)
-        and _all_ranks_have_wide_tiles(head)
+        and _runs_epilogue(head)
         and epilogue.computes(head, dtype, options, class_weight, outputs)
     )
     groups = rows.groups
@@ -251,7 +254,6 @@ def for_statistics(
     class_weight: Tensor | None = None,
     filter: SamplingFilter | None = None,
     needs_grad: bool = True,
-    wide_tiles: bool = False,
     batch_invariant: bool = False,
 ) -> Plan:
     """Plan a forward whose backward comes later, in one chunk.
@@ -263,17 +265,17 @@ def for_statistics(
         ValueError: nothing computes such statistics independently of the batch on this GPU.
     """
     budget, bytes_per_logit = budget_of(head, options, dtype), logit_bytes(options, dtype)
-    _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
+    if budget.given is not None:
+        _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
     n_valid, columns = rows.n_valid, head.columns
     path, tiles = Path.LOGITS, None
     if filter is not None:
         # Of the widest part, so that all ranks cut alike.
         tiles = cutting.whole_rows(n_valid, columns, budget.logits(0, bytes_per_logit) // budget.vocab_size)
     elif (
-        wide_tiles
-        and not rows.side
+        not rows.side
         and (batch_invariant or epilogue.is_large(n_valid * budget.vocab_size, budget.hidden_size))
-        and _all_ranks_have_wide_tiles(head)
+        and _runs_epilogue(head)
     ):
         # The epilogue keeps gradients in the products' dtype, never float32 logits.
         limit = budget.logits(0, dtype.itemsize)
@@ -351,7 +353,8 @@ def for_kept(
         rows: of the tokens that have ids, with each one's "position".
     """
     budget, bytes_per_logit = budget_of(head, options, dtype), accumulation_dtype(dtype).itemsize
-    _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
+    if budget.given is not None:
+        _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
     tiles = cutting.tiles(rows.n_valid, head.columns, budget.logits(0, bytes_per_logit), square=True)
     return Plan(
         rows=rows,
@@ -384,7 +387,8 @@ def for_distillation(
         wants_weight: whether dW is computed.
     """
     budget, n_valid = budget_of(head, options, dtype), rows.n_valid
-    _warn_of_few_rows(budget, bytes_per_logit, n_valid)
+    if budget.given is not None:
+        _warn_of_few_rows(budget, bytes_per_logit, n_valid)
     chunk_tokens, tile_rows = cutting.chunk_and_tile(budget, n_valid, bytes_per_logit, wants_weight)
     chunks = cutting.chunks_of_tokens(n_valid, chunk_tokens)
     rows, scattered = scatter_rows(rows, chunks, head)
@@ -439,7 +443,8 @@ _FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
 
 
 def _warn_of_few_rows(budget: Budget, bytes_per_logit: int, n_valid: int) -> None:
-    if budget.given is None or budget.vocab_size < _LARGE_VOCAB:
+    assert budget.given is not None
+    if budget.vocab_size < _LARGE_VOCAB:
         return
     row = budget.vocab_size * bytes_per_logit
     n_rows = budget.given // row

@@ -8,8 +8,6 @@ from typing import Literal
 
 import torch
 
-from liger_chunked.kernels.backend import has_wide_tiles
-
 Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 
 # The part of `MemoryEstimate` to which the next tensor counts, set just before it is made. Counting it resets this.
@@ -32,9 +30,3 @@ class Estimated:
 
 # Set while an estimate runs; otherwise tensors without values are an error.
 estimated: ContextVar[Estimated | None] = ContextVar("estimated", default=None)
-
-
-def runs_epilogue(device: torch.device) -> bool:
-    """Whether the fused epilogue runs on a device, or on the one that an estimate stands for."""
-    estimate = estimated.get()
-    return has_wide_tiles(device) if estimate is None else estimate.wide_tiles

@@ -36,7 +36,7 @@ from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.known import Counts, LikelyCount, assert_later, check_ids, host_may_sync, on_device
 from liger_chunked.engine.packed import Packing, Sequences
 from liger_chunked.engine.sequence import SequenceSplit
-from liger_chunked.kernels import Survey, counts_match, survey
+from liger_chunked.kernels import counts_match, survey
 from liger_chunked.kernels.operands import along
 from liger_chunked.types import TokenStats
 
@@ -457,7 +457,11 @@ def _select(
     by_sequence = group != "token" or isinstance(n_valid, tuple)
     surveyed = survey(target if by_sequence else flat.view(1, -1), ignore_index, may_sync)
     if may_sync:
-        host_counts = _checked_counts(surveyed, name, ignore_index, vocab_size)
+        sizes, lows, highs = surveyed.read()
+        host_counts = [sum(row) for row in sizes]
+        low, high = min(map(min, lows), default=0), max(map(max, highs), default=0)
+        if low < 0 or high >= vocab_size:
+            check_ids(name, low, high, vocab_size, f"ignore_index ({ignore_index}) or ")
         if n_valid is not None:
             _check_n_valid(n_valid, host_counts, name, ignore_index)
     else:
@@ -492,15 +496,6 @@ def _select(
     )  # fmt: skip
 
 
-def _checked_counts(surveyed: Survey, name: str, ignore_index: int, vocab_size: int) -> list[int]:
-    """Wait for a survey, and return the tokens of each row. Raises ValueError for an id outside the vocabulary."""
-    sizes, lows, highs = surveyed.read()
-    low, high = min(map(min, lows), default=0), max(map(max, highs), default=0)
-    if low < 0 or high >= vocab_size:
-        check_ids(name, low, high, vocab_size, f"ignore_index ({ignore_index}) or ")
-    return [sum(row) for row in sizes]
-
-
 def likely_rows(
     target: Tensor, ignore_index: int, vocab_size: int, likely: LikelyCount
 ) -> tuple[Rows, Callable[[], bool]]:
@@ -533,8 +528,11 @@ def likely_rows(
     )  # fmt: skip
 
     def was_right() -> bool:
-        counts = _checked_counts(surveyed, "target", ignore_index, vocab_size)
-        likely.was_wrong = sum(counts) != likely.n
+        (sizes,), (lows,), (highs,) = surveyed.read()
+        check_ids(
+            "target", min(lows, default=0), max(highs, default=0), vocab_size, f"ignore_index ({ignore_index}) or "
+        )
+        likely.was_wrong = sum(sizes) != likely.n
         return not likely.was_wrong
 
     return rows, was_right

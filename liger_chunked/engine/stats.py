@@ -18,7 +18,6 @@ from liger_chunked.engine.checks import (
 )
 from liger_chunked.engine.compile_ahead import compile_ahead
 from liger_chunked.engine.epilogue import StatisticsPass
-from liger_chunked.engine.estimated import runs_epilogue
 from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.hooks import hooks_active
@@ -192,7 +191,6 @@ def token_stats(
             class_weight=class_weight,
             filter=filter,
             needs_grad=needs_grad,
-            wide_tiles=runs_epilogue(input.device),
             batch_invariant=batch_invariant,
         )
     if not needs_grad:

@@ -15,7 +15,6 @@ from liger_chunked.engine.checks import compute_dtype, named, other_leaves
 from liger_chunked.engine.collectives import mapped
 from liger_chunked.engine.compile_ahead import compile_ahead
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.estimated import runs_epilogue
 from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.hooks import isolated
 from liger_chunked.engine.objective import Objective, Share
@@ -283,7 +282,6 @@ def fused_loss(
         differentiates=differentiates,
         options=options,
         whole_batch=whole_batch,
-        wide_tiles=runs_epilogue(input.device),
         class_weight=class_weight,
         filter=filter,
         skips_rows=skips_rows,

@@ -357,17 +357,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
             target = whole(target, split)
         if weights is not None:
             weights = whole(weights, split).reshape(-1)
-
-        def of_rows(rows: Rows) -> Result:
-            if self.reduction == "none":
-                loss, z_loss, stats = self._per_token(head, input, target, rows, definition, weights)
-            else:
-                loss, z_loss, stats = self._reduced(head, input, target, rows, definition, weights, num_items)
-            if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
-                return cast(Result, loss)
-            return cast(Result, (loss, self._metrics(stats, target, rows, z_loss, split)))
-
-        ignore_index = self.options.ignore_index
+        ignore_index, loss, z_loss, stats = self.options.ignore_index, None, None, None
         if (
             likely is not None
             and 0 <= likely.n <= target.numel()
@@ -380,13 +370,19 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
             and sequence_group is None
         ):
             rows, was_right = likely_rows(target, ignore_index, head.vocab_size, likely)
-            result = of_rows(rows)
-            if was_right():
-                return result
-            del result  # its gradients
-        return of_rows(
-            select_rows(target, self._group, ignore_index, head.vocab_size, sequences=split, n_valid=n_valid)
-        )
+            loss, z_loss, stats = self._reduced(head, input, target, rows, definition, weights, num_items)
+            if not was_right():
+                loss = z_loss = stats = None  # and their gradients
+        if loss is None:
+            rows = select_rows(target, self._group, ignore_index, head.vocab_size, sequences=split, n_valid=n_valid)
+            if self.reduction == "none":
+                loss, z_loss, stats = self._per_token(head, input, target, rows, definition, weights)
+            else:
+                loss, z_loss, stats = self._reduced(head, input, target, rows, definition, weights, num_items)
+        if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
+            return cast(Result, loss)
+        assert stats is not None
+        return cast(Result, (loss, self._metrics(stats, target, rows, z_loss, split)))
 
     if TYPE_CHECKING:
 
