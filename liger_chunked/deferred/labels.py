@@ -7,8 +7,8 @@ there from the start. With their number the loss is launched at once, and checke
     with counted(model, labels, shifts=True, ignore_index=-100):
         forward                     in it F.cross_entropy(deferred, target) takes `likely_count(target)`
 
-What the forward makes of its labels is not assumed. If the target has another number of tokens, the loss is computed
-again, and the labels of such models are counted no more.
+Nothing is assumed about what the forward does with its labels. If the target has another number of tokens, the loss is
+computed again, and the labels of such models are no longer counted.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _PAYS: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 @dataclass(eq=False)
 class _Counted:
-    """The labels of a forward, for its first loss: others have targets of their own.
+    """The labels of a forward, for its first loss. Later losses have their own targets.
 
     Attributes:
-        n_labels: their number, with ignored ones.
-        surveyed: None in the first forward of a class.
-        asked: whether a loss of so many tokens asked for their number.
-        likely: what it got.
+        n_labels: the number of labels, including ignored ones.
+        surveyed: their survey. None in the first forward of a class.
+        asked: whether a loss with a target of this size asked for the count.
+        likely: the count that it got.
     """
 
     n_labels: int
@@ -89,9 +89,10 @@ def _start(cls: type, labels: Any, shifts: bool, ignore_index: Any) -> _Counted 
         return None
     if type(ignore_index) is not int or labels.dtype != torch.int64 or not labels.ndim or not all_plain([labels]):
         return None
-    if pays is None:  # nor would a first step compile this kernel together with those of its loss
+    if pays is None:
+        # A count here would also compile its kernel now, and not in parallel with the other kernels of a first step.
         return _Counted(labels.numel(), None)
-    # Padded, as transformers does: the kernel that surveys the target is compiled for this length.
+    # Padded as transformers does it, because the kernel is compiled for the length of the loss's target.
     target = F.pad(labels[..., 1:], (0, 1), value=ignore_index) if shifts else labels.contiguous()
     return _Counted(labels.numel(), survey(target.view(1, -1), ignore_index).marked())
 
