@@ -107,7 +107,7 @@ LigerSwiGLUMLPForMuseGlimmer: TypeAlias = LigerSwiGLUMLP
 # For type checkers every other name is an `apply_liger_kernel_to_<family>`, whose positions depend on the family.
 def __getattr__(name: str) -> FamilyFunction:
     value: Any
-    if name == "MODEL_TYPE_TOAPPLY_LIGER_FN":
+    if name == "MODEL_TYPE_TO_APPLY_LIGER_FN":
         value = functions_by_type()
         return value
     if name in ("AutoLigerKernelForCausalLM", "AutoLigerKernelForImageTextToText"):
