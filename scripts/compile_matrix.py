@@ -359,7 +359,10 @@ def known_gradients() -> Iterator[Task]:
     def of_pairs(loss: PairLoss, reference: torch.Tensor | None, stacked: bool) -> None:
         sums = PairSums.of(4, torch.device("meta"))
         counts = meta(8, dtype=torch.int64)
-        pair_loss(loss, sums, meta(4096), meta(4096), counts, slice(0, 4), stacked, reference, with_gradient=True)
+        pair_loss(
+            loss, sums, meta(4096), meta(4096),
+            token_counts=counts, pairs=slice(0, 4), stacked=stacked, reference=reference, with_gradient=True,
+        )  # fmt: skip
 
     for divisor in (4096, meta(())):
         yield f"mean NLL, divided by {divisor}", partial(nll, meta(4096), divisor, with_gradient=True)

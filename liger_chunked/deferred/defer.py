@@ -17,7 +17,8 @@ from liger_chunked.deferred.call import Call
 from liger_chunked.deferred.code import foreign_code
 from liger_chunked.deferred.custom_functions import give_real_logits_to_custom_functions
 from liger_chunked.deferred.inside import is_computing, must_project, why_not_deferred
-from liger_chunked.deferred.logits import REASON, DeferredLogits, Recorded
+from liger_chunked.deferred.logits import REASON, DeferredLogits
+from liger_chunked.deferred.operations import Recorded
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.deferred.swap import Patch, patch_of, set_patch
 from liger_chunked.dtensor import any_dtensor

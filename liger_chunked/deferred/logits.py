@@ -16,30 +16,29 @@ import copy
 import functools
 import inspect
 import logging
-import math
-import numbers
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_chunked.calls import once
 from liger_chunked.deferred import request
 from liger_chunked.deferred.call import Call, Transform, name_of, version_of
 from liger_chunked.deferred.inside import Compute
+from liger_chunked.deferred.labels import likely_count
+from liger_chunked.deferred.operations import Recorded, RecordedOperations, real
 from liger_chunked.deferred.result_dtype import result_dtype
-from liger_chunked.deferred.rows import Rows, as_rows, is_index, reshaped, row_index
+from liger_chunked.deferred.selection import Selection, is_index
 from liger_chunked.device import is_gpu
-from liger_chunked.dtensor import any_dtensor
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.private import tree_leaves, tree_map_only
-from liger_chunked.types import Head, LogitOptions, StandIn
+from liger_chunked.types import Head, LogitOptions
 
 _LOGGER = logging.getLogger("liger_chunked")
 
@@ -54,42 +53,7 @@ _OF_ROWS = frozenset({"lse", "entropy", "mean_logits", "argmax"})
 _NO_TARGET = -(2**31)
 
 
-Number = float  # in a class with a method of that name
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """The recorded operations on the logits of a call.
-
-    - `shape`, `dtype`, `device`: of the result
-    - `transform`: scales and softcap, of the logits and `extra_bias` (V,)
-    - `n_ids`: how many of the first ids of the vocabulary are left; None: all
-    - `normalized`: whether they are log-probabilities
-    - `class_dim`: the dimension of the vocabulary, -1 for the last
-    - `has_grad`: False after `detach`, and for operations under `no_grad`
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    transform: Transform = Transform()  # noqa: RUF009 - frozen
-    class_dim: int = -1
-    normalized: bool = False
-    has_grad: bool = True
-    extra_bias: Tensor | None = None
-    n_ids: int | None = None
-
-    def has_values_of(self, other: Recorded) -> bool:
-        """Whether statistics of a row are those of `other`, which selections, casts and `detach` do not change."""
-        return (
-            self.transform == other.transform
-            and self.normalized == other.normalized
-            and self.extra_bias is other.extra_bias
-            and self.n_ids == other.n_ids
-        )
-
-
-class DeferredLogits(StandIn):
+class DeferredLogits(RecordedOperations):
     """Logits (..., V) of a head that computes them only if they are needed.
 
     A head returns it to a model's forward while `defer_logits` or `apply_liger_kernel` is active. The forward uses it
@@ -108,7 +72,7 @@ class DeferredLogits(StandIn):
         recorded: Recorded,
         made_from: DeferredLogits | None = None,
         operation: Callable[[Tensor], Tensor] | None = None,
-        rows: Rows | None = None,
+        rows: Selection | None = None,
     ) -> None:
         self._call, self._recorded = call, recorded
         self.shape, self.dtype, self.device = recorded.shape, recorded.dtype, recorded.device
@@ -131,10 +95,6 @@ class DeferredLogits(StandIn):
     def requires_grad(self) -> bool:
         of_bias = self._recorded.extra_bias is not None and self._recorded.extra_bias.requires_grad
         return self._recorded.has_grad and (self._call.requires_grad or of_bias)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
 
     @property
     def _vocabulary(self) -> int:
@@ -286,7 +246,7 @@ class DeferredLogits(StandIn):
     # Recorded operations
 
     def _made(
-        self, operation: Callable[[Tensor], Tensor], rows: Rows | None = None, captured: Any = (), **changes: Any
+        self, operation: Callable[[Tensor], Tensor], rows: Selection | None = None, captured: Any = (), **changes: Any
     ) -> DeferredLogits:
         """Return the stand-in for `operation(logits)`, which reads the tensors in `captured`.
 
@@ -298,248 +258,6 @@ class DeferredLogits(StandIn):
         made = DeferredLogits(self._call, recorded, self, operation, rows)
         made._captured = [(x, version_of(x)) for x in tree_leaves(captured) if isinstance(x, Tensor)]
         return made
-
-    def _selected(self, rows: Rows, captured: Any = ()) -> DeferredLogits | None:
-        """Return the stand-in for `rows(logits)`. `rows` works on tensors (..., K) like this one, for any K."""
-        if not self._ends_with_vocabulary:
-            return None
-        like_rows = torch.empty((), device=self._call.hidden.device).expand(*self.shape[:-1], 1)  # of one element
-        shape = torch.Size((*rows(like_rows).shape[:-1], self.shape[-1]))
-        return self._made(rows, shape=shape, rows=rows, captured=captured)
-
-    @property
-    def _ends_with_vocabulary(self) -> bool:
-        return self._recorded.class_dim == -1
-
-    def _scaled(self, operation: Callable[[Tensor], Tensor], factor: Any, captured: Any) -> DeferredLogits | None:
-        transform = None if self._recorded.normalized else self._recorded.transform.times(factor)
-        if transform is None or self._recorded.extra_bias is not None:
-            return None
-        return self._made(operation, transform=transform, captured=captured)
-
-    def mul(self, other: Any) -> Any:
-        made = None if self.is_computed else self._scaled(lambda x: x * other, _number(other), other)
-        return self.asked("mul") * _real(other) if made is None else made
-
-    multiply = __mul__ = __rmul__ = mul
-
-    def div(self, other: Any, *, rounding_mode: str | None = None) -> Any:
-        made = None
-        if not self.is_computed and rounding_mode is None:
-            made = self._scaled(lambda x: x / other, _inverse(_number(other)), other)
-        return self.asked("div").div(_real(other), rounding_mode=rounding_mode) if made is None else made
-
-    divide = true_divide = __truediv__ = div
-
-    def _scale_in_place(self, name: str, factor: Number, change: Callable[[Tensor], Any]) -> DeferredLogits:
-        """Scale a stand-in that nothing was made from, so that nothing else changes with it."""
-        scaled = None
-        alone = not (self.is_computed or self._derived or self._made_from is not None)
-        if alone and not self._recorded.normalized and torch.is_grad_enabled() == self._call.grad:
-            scaled = self._recorded.transform.times(factor)
-        if scaled is None:
-            change(self.asked(name))
-        else:
-            self._recorded = replace(self._recorded, transform=scaled)
-            self._in_place.append(change)
-            self._stats.clear()
-        return self
-
-    def mul_(self, other: Any) -> DeferredLogits:
-        return self._scale_in_place("mul_", _number(other), lambda x: x.mul_(_real(other)))
-
-    def div_(self, other: Any) -> DeferredLogits:
-        return self._scale_in_place("div_", _inverse(_number(other)), lambda x: x.div_(_real(other)))
-
-    __imul__, __itruediv__ = mul_, div_
-
-    def tanh(self) -> Any:
-        transform = self._recorded.transform.tanh()
-        if self.is_computed or transform is None or self._recorded.normalized or self._recorded.extra_bias is not None:
-            return self.asked("tanh").tanh()
-        return self._made(torch.tanh, transform=transform)
-
-    def add(self, other: Any, *, alpha: Any = 1) -> Any:
-        if not self.is_computed and alpha == 1 and self._is_bias(other):
-            return self._made(lambda x: x + other, extra_bias=other.reshape(-1), captured=other)
-        return torch.add(self.asked("add"), _real(other), alpha=alpha)
-
-    __add__ = __radd__ = add
-
-    def _is_bias(self, x: Any) -> bool:
-        """Whether adding x is what a bias of the head does: a value for each id of the vocabulary."""
-        recorded = self._recorded
-        untransformed = recorded.transform == Transform() and not recorded.normalized and recorded.extra_bias is None
-        return (
-            untransformed
-            and self._ends_with_vocabulary
-            and type(x) in (Tensor, nn.Parameter, nn.Buffer)
-            and x.dtype == self.dtype == self._call.dtype
-            and (self.requires_grad or not x.requires_grad)
-            and not any_dtensor(self._call.tensors.values())
-            and 0 < x.ndim <= self.ndim
-            and x.numel() == x.shape[-1] == self.shape[-1]
-        )
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        if self.is_computed:
-            return self.tensor().to(*args, **kwargs)
-        # A tensor of no elements shows what the arguments mean.
-        empty = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **{**kwargs, "copy": False})
-        # A caller who rounds to 16 bits, or wants a float64 loss, gets the loss of the cast logits.
-        rounds = empty.dtype.itemsize < min(4, self.dtype.itemsize) or empty.dtype == torch.float64 != self.dtype
-        if not empty.is_floating_point() or rounds or kwargs.get("memory_format") is not None:
-            return self.asked("to").to(*args, **kwargs)
-        if (empty.dtype, empty.device) == (self.dtype, self.device) and not kwargs.get("copy"):
-            return self
-        return self._made(lambda x: x.to(*args, **kwargs), dtype=empty.dtype, device=empty.device)
-
-    def float(self) -> Any:
-        return self.to(torch.float32)
-
-    def double(self) -> Any:
-        return self.to(torch.float64)
-
-    def half(self) -> Any:
-        return self.to(torch.float16)
-
-    def bfloat16(self) -> Any:
-        return self.to(torch.bfloat16)
-
-    def type_as(self, other: Any) -> Any:
-        return self.to(other.dtype).to(other.device)
-
-    def contiguous(self) -> Any:
-        return self.tensor().contiguous() if self.is_computed else self
-
-    def clone(self) -> Any:
-        return self.tensor().clone() if self.is_computed else self._made(torch.clone)
-
-    def detach(self) -> Any:
-        return self.tensor().detach() if self.is_computed else self._made(torch.detach, has_grad=False)
-
-    def __getitem__(self, index: Any) -> Any:
-        made = None
-        if not self.is_computed and self._ends_with_vocabulary:
-            rows, n_ids = row_index(index, self.shape)
-            if rows is not None:
-                made = self._selected(rows, index)
-            elif n_ids is not None and self._may_drop_ids:
-                made = self._made(lambda x: x[..., :n_ids], shape=torch.Size((*self.shape[:-1], n_ids)), n_ids=n_ids)
-        return self.asked("indexing")[_real(index)] if made is None else made
-
-    @property
-    def _may_drop_ids(self) -> bool:
-        """Whether ids at the end of the vocabulary can be dropped: before a softmax, and if this rank has all rows."""
-        return (
-            not self._recorded.normalized
-            and self._recorded.extra_bias is None
-            and not any_dtensor(self._call.tensors.values())
-        )
-
-    def _reshaped(self, name: str, size: Any) -> Any:
-        size = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
-        if not self.is_computed and all(isinstance(n, int) for n in size):
-            shape = reshaped(self.shape, size)
-            if shape is not None and shape[-1] == self.shape[-1] and self._ends_with_vocabulary:
-                rows = functools.partial(as_rows, shape=shape[:-1])
-                return self._made(rows, shape=shape, rows=rows)
-        return getattr(self.asked(name), name)(*size)
-
-    def view(self, *size: Any) -> Any:
-        return self._reshaped("view", size)
-
-    def reshape(self, *size: Any) -> Any:
-        return self._reshaped("reshape", size)
-
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
-        start, end = start_dim % max(1, self.ndim), end_dim % max(1, self.ndim)
-        if not self.is_computed and start <= end < self.ndim - 1:
-            return self.view(*self.shape[:start], self.shape[start : end + 1].numel(), *self.shape[end + 1 :])
-        return self.asked("flatten").flatten(start_dim, end_dim)
-
-    def squeeze(self, dim: int | None = None) -> Any:
-        if (
-            not self.is_computed
-            and isinstance(dim, int)
-            and -self.ndim <= dim < self.ndim
-            and dim % self.ndim < self.ndim - 1
-        ):
-            if self.shape[dim] != 1:
-                return self
-            return self.view(*self.shape[: dim % self.ndim], *self.shape[dim % self.ndim + 1 :])
-        real = self.asked("squeeze")
-        return real.squeeze() if dim is None else real.squeeze(dim)
-
-    def unsqueeze(self, dim: int) -> Any:
-        if not self.is_computed and -self.ndim <= dim + 1 <= self.ndim and dim % (self.ndim + 1) < self.ndim:
-            dim %= self.ndim + 1
-            return self.view(*self.shape[:dim], 1, *self.shape[dim:])
-        return self.asked("unsqueeze").unsqueeze(dim)
-
-    def transpose(self, dim0: int, dim1: int) -> Any:
-        if not all(isinstance(dim, int) and -self.ndim <= dim < self.ndim for dim in (dim0, dim1)):
-            return self.asked("transpose").transpose(dim0, dim1)
-        order = list(range(self.ndim))
-        a, b = dim0 % self.ndim, dim1 % self.ndim
-        order[a], order[b] = order[b], order[a]
-        return self.permute(*order)
-
-    def permute(self, *dims: Any) -> Any:
-        dims = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-        if not all(isinstance(dim, int) and -self.ndim <= dim < self.ndim for dim in dims):
-            return self.asked("permute").permute(*dims)
-        order = [dim % self.ndim for dim in dims]
-        classes = order.index(self._recorded.class_dim % self.ndim) if sorted(order) == list(range(self.ndim)) else None
-        others = [] if classes is None else [i for i in order if i != self._recorded.class_dim % self.ndim]
-        if not self.is_computed and classes == self.ndim - 1 and self._ends_with_vocabulary:
-            return self._selected(lambda x: x.permute(*order))
-        if self.is_computed or classes is None or others != sorted(others):
-            return self.asked("permute").permute(*dims)
-        shape = torch.Size(self.shape[i] for i in order)
-        class_dim = -1 if classes == self.ndim - 1 else classes
-        return self._made(lambda x: x.permute(*dims), shape=shape, class_dim=class_dim)
-
-    @property
-    def mT(self) -> Any:
-        return self.transpose(-2, -1)
-
-    def unbind(self, dim: int = 0) -> Any:
-        if self.is_computed or self.ndim < 2 or dim % self.ndim != 0 or not self._ends_with_vocabulary:
-            return self.asked("unbind").unbind(dim)
-        return tuple(self[i] for i in range(self.shape[0]))
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.unbind(0))
-
-    def _split(self, name: str, size: Any, dim: int) -> Any:
-        if self.is_computed or self.ndim < 2 or dim % self.ndim == self.ndim - 1 or not self._ends_with_vocabulary:
-            return getattr(self.asked(name), name)(size, dim)
-        lengths = [len(x) for x in getattr(torch.arange(self.shape[dim]), name)(size)]
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        before = (slice(None),) * (dim % self.ndim)
-        parts = [(*before, slice(s, s + n)) for s, n in zip(starts, lengths, strict=True)]
-        return tuple(self[part] for part in parts)
-
-    def split(self, split_size: Any, dim: int = 0) -> Any:
-        return self._split("split", split_size, dim)
-
-    def chunk(self, chunks: int, dim: int = 0) -> Any:
-        return self._split("chunk", chunks, dim)
-
-    def narrow(self, dim: int, start: int, length: int) -> Any:
-        numbers_given = all(isinstance(x, int) for x in (dim, start, length)) and -self.ndim <= dim < self.ndim
-        if not numbers_given or not 0 <= start <= start + length <= self.shape[dim]:
-            return self.asked("narrow").narrow(dim, start, length)
-        index = (*(slice(None),) * (dim % self.ndim), slice(start, start + length))
-        return self[index]
-
-    def index_select(self, dim: int, index: Any) -> Any:
-        of_ids = dim % self.ndim == self._recorded.class_dim % self.ndim
-        if self.is_computed or of_ids or not isinstance(index, Tensor) or index.ndim != 1:
-            return self.asked("index_select").index_select(dim, _real(index))
-        rows = (*(slice(None),) * (dim % self.ndim), index)
-        return self[rows]
 
     # Fused operations
 
@@ -562,7 +280,7 @@ class DeferredLogits(StandIn):
             # The usual next step is the difference to `logsumexp`, which the same pass gives.
             stats = self._statistics(target, "logps", "lse")
             return (stats["logps"] + stats["lse"]).to(self.dtype)[..., None]
-        return self.asked("gather").gather(dim, _real(index), sparse_grad=sparse_grad)
+        return self.asked("gather").gather(dim, real(index), sparse_grad=sparse_grad)
 
     def logsumexp(self, dim: Any, keepdim: bool = False) -> Any:
         if not isinstance(dim, int) or not self._fuses(dim) or self._recorded.normalized:
@@ -738,7 +456,7 @@ class DeferredLogits(StandIn):
         weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: str = "mean",
-        label_smoothing: Number = 0.0,
+        label_smoothing: float = 0.0,
     ) -> Tensor | None:
         """Return `F.cross_entropy` of these logits in `dtype`; None if it takes real ones."""
         if self._call.withheld and isinstance(target, Tensor) and not target.is_floating_point():
@@ -760,7 +478,7 @@ class DeferredLogits(StandIn):
 
         def compute(head: Head, rows: Tensor, shape: torch.Size | None) -> Any:
             ids = target.to(head.weight.device).reshape(rows.shape[:-1] if shape is None else shape)
-            return loss_fn(head.weight, rows, ids, head.bias, ce_weight=weight)
+            return loss_fn(head.weight, rows, ids, head.bias, ce_weight=weight, n_valid=likely_count(target))
 
         result = self._run(compute)
         if accuracy is not None:
@@ -781,7 +499,7 @@ class DeferredLogits(StandIn):
         return getattr(self.asked(name), name)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.asked("item assignment")[_real(index)] = _real(value)
+        self.asked("item assignment")[real(index)] = real(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.asked("deepcopy"), memo)
@@ -800,23 +518,24 @@ class DeferredLogits(StandIn):
 
 def _delegated(name: str) -> Any:
     def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.asked(name), name)(*_real(args), **_real(kwargs))
+        return getattr(self.asked(name), name)(*real(args), **real(kwargs))
 
     method.__name__ = name
     return method
 
 
 # Dynamo meets stand-ins as objects of Python, and runs their methods as they are.
-for _name, _method in list(vars(DeferredLogits).items()):
-    if inspect.isfunction(_method) and _name != "__init__":
-        setattr(DeferredLogits, _name, torch.compiler.disable(_method, reason=REASON))
+for _class in (RecordedOperations, DeferredLogits):
+    for _name, _method in list(vars(_class).items()):
+        if inspect.isfunction(_method) and _name != "__init__":
+            setattr(_class, _name, torch.compiler.disable(_method, reason=REASON))
 
 # Python looks these up on the class, so `__getattr__` does not see them.
 for _name in (
     "abs and bool complex contains eq float floordiv ge gt iadd iand ifloordiv index int invert ior ipow isub ixor le "
     "lt matmul mod ne neg or pos pow rdiv reversed rfloordiv rmatmul rmod rpow rsub rtruediv sub xor"
 ).split():
-    if hasattr(Tensor, f"__{_name}__") and f"__{_name}__" not in vars(DeferredLogits):
+    if hasattr(Tensor, f"__{_name}__") and f"__{_name}__" not in {*vars(RecordedOperations), *vars(DeferredLogits)}:
         setattr(DeferredLogits, f"__{_name}__", _delegated(f"__{_name}__"))
 
 
@@ -825,22 +544,6 @@ def _is_in_place(name: str) -> bool:
     if name.startswith("__"):
         return name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
     return name == "item assignment" or (name.endswith("_") and not name.startswith("_"))
-
-
-def _real(x: Any) -> Any:
-    """Replace the stand-ins in a tree by real logits."""
-    return x.tensor() if type(x) is DeferredLogits else tree_map_only(DeferredLogits, lambda d: d.tensor(), x)
-
-
-def _number(x: Any) -> float:
-    """Return a factor that keeps the dtype of logits, which a 0-dim tensor does too; nan for others."""
-    if isinstance(x, Tensor) and x.ndim == 0 and x.device.type == "cpu" and not x.requires_grad and not x.is_complex():
-        return float(x)
-    return float(x) if isinstance(x, numbers.Real) else math.nan
-
-
-def _inverse(x: float) -> float:
-    return 1.0 / x if x else math.nan
 
 
 # Names of torch's functions that have a method here: the function calls it with its own arguments.
@@ -872,7 +575,7 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return getattr(DeferredLogits, name)(*bound.args, **bound.kwargs)
     for x in _stand_ins((args, kwargs)):
         x.asked(name)
-    return func(*_real(args), **_real(kwargs))
+    return func(*real(args), **real(kwargs))
 
 
 @functools.cache

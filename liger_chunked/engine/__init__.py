@@ -1,20 +1,23 @@
 """The engine: losses and gradients of chunks of tokens. It knows no loss by name.
 
-rows, known                      which tokens count, in which order, and how values return to the batch
-checks, once                     what a caller gave, and what ranks must agree on
-cutting                          chunks and tiles within the budget: integers only
-choose                           the one place that decides what runs, as a `Plan`
-objective, pairs                 the loss of a chunk, and its gradient by the statistics
+From drivers down to what knows nothing of the others; `pyproject.toml` has the layers that a linter checks:
+
 step                             the loop over chunks, and the autograd Function
-head, epilogue                   passes over a chunk: plain logits, fused epilogue
-filtered, token_pass             plain logits that a sampling filter keeps, and of one token at a time
-distillation                     a loop of its own, of a student and a teacher
-gradients                        accumulators of dX, dW and db
-divergences, top_k, ranked       divergences of a tile of logits
 stats, saved                     linear_token_stats, and tensors that autograd keeps for its backward
-kept, kept_pass                  the same of the ids that a sampler kept, by rows of the head, and by products
+distillation                     a loop of its own, of a student and a teacher
+choose, cutting                  the one place that decides what runs; chunks and tiles within the budget, integers only
+head, epilogue                   passes over a chunk: plain logits, fused epilogue
+filtered, token_pass, shard      plain logits that a sampler keeps, of one token at a time, of a rank's ids
+kept, kept_pass                  the ids that a sampler kept, by rows of the head, and by products
+gradients, live_rows             accumulators of dX, dW and db; leave rows without a gradient out of their products
+plan                             what the choice returns: `Plan`, and the `Tokens` of a chunk
+objective, pairs                 the loss of a chunk, and its gradient by the statistics
+rows, known, packed              which tokens count, in which order, and how values return to the batch
+scattered, sequence, collectives hidden states and sequences split over ranks, and what ranks send
+sampling                         which logits a sampler keeps
+divergences, top_k, ranked       divergences of a tile of logits
+checks, once                     what a caller gave, and what ranks must agree on
 estimated                        what estimate_memory, which runs these on the meta device, tells them and is told
-shard, scattered, sequence       a vocabulary, hidden states, or sequences split over ranks
 """
 
 from liger_chunked.engine.checks import (
@@ -30,14 +33,14 @@ from liger_chunked.engine.checks import (
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_step
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
-from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.engine.kept import check_kept
-from liger_chunked.engine.known import as_counts, assert_later, host_may_sync, sequence_counts, token_count
+from liger_chunked.engine.known import LikelyCount, as_counts, assert_later, host_may_sync, sequence_counts, token_count
 from liger_chunked.engine.objective import Differentiated, NegativeLogLikelihood, Objective, OfSequences, Share
 from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
 from liger_chunked.engine.pairs import PairKernel, has_pair_kernel
 from liger_chunked.engine.ranked import Ranked
-from liger_chunked.engine.rows import Group, Rows, all_rows, select_rows
+from liger_chunked.engine.rows import Group, Rows, all_rows, likely_rows, select_rows
+from liger_chunked.engine.sampling import SamplingFilter
 from liger_chunked.engine.sequence import SequenceSplit, check_group
 from liger_chunked.engine.stats import linear_token_stats, stats_of_kept, token_stats
 from liger_chunked.engine.step import Fused, fused_loss, loss_of_kept, run_step
@@ -52,6 +55,7 @@ __all__ = [
     "Differentiated",
     "Fused",
     "Group",
+    "LikelyCount",
     "LossWeights",
     "NegativeLogLikelihood",
     "Objective",
@@ -85,6 +89,7 @@ __all__ = [
     "fused_loss",
     "has_pair_kernel",
     "host_may_sync",
+    "likely_rows",
     "linear_token_stats",
     "loss_of_kept",
     "plain",

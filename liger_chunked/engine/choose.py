@@ -10,11 +10,9 @@ gradients are set up, whether dW is float32, decides there.
 
 from __future__ import annotations
 
-import enum
 import functools
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,122 +21,21 @@ from torch import Tensor
 from liger_chunked.engine import cutting, epilogue
 from liger_chunked.engine.cutting import Budget, Chunk, Tiles
 from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
-from liger_chunked.engine.filtered import FILTERED, SamplingFilter
+from liger_chunked.engine.estimated import estimated
+from liger_chunked.engine.filtered import FILTERED
 from liger_chunked.engine.gradients import HeadGradients
-from liger_chunked.engine.head import HeadPass, Tokens
+from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.kept_pass import KeptPass
+from liger_chunked.engine.plan import Path, Plan
 from liger_chunked.engine.rows import Rows
+from liger_chunked.engine.sampling import SamplingFilter
 from liger_chunked.engine.scattered import ScatteredRows, scatter_rows
 from liger_chunked.engine.shard import ShardedPass
 from liger_chunked.engine.token_pass import TokenPass
+from liger_chunked.kernels.backend import has_wide_tiles
 from liger_chunked.kernels.kept import Entries
-from liger_chunked.kernels.operands import along
 from liger_chunked.kernels.tuning.generic import KEPT_OF_VOCAB, SMALLEST_OF_KEPT, SMALLEST_OF_LIVE_ROWS
-from liger_chunked.types import DIFFERENTIABLE, HeadTensors, LogitOptions, LossHead, VocabShard, accumulation_dtype
-
-
-class Path(enum.Enum):
-    """What computes the logits of a tile and reduces them."""
-
-    LOGITS = "logits"  # a product, then a kernel that reads its logits
-    EPILOGUE = "epilogue"  # a product that reduces its logits in its epilogue: Hopper, bfloat16
-    BY_TOKEN = "by token"  # logits of one token at a time, whose bits do not depend on its neighbours
-
-
-@dataclass(eq=False)
-class Plan:
-    """How a step is cut, and what computes it.
-
-    Attributes:
-        rows: the tokens that count, in the order of the chunks.
-        chunks: consecutive parts of `rows`.
-        tiles: of each chunk; whole rows with a teacher.
-        dtype: of the matrix products.
-        n_contributions: how often the step adds to each element of dW.
-        largest_tile: the most logits of a tile.
-        path: what computes statistics. A loss leaves `Path.EPILOGUE` for logits if its dW is rounded (`pass_of_loss`).
-        outputs, differentiates: the statistics to compute, and those that the gradient may reach.
-        class_weight: (V,) weights of `mean_logits`.
-        filter: the logits that statistics are of, if not all. Tiles are then whole rows of this rank.
-        kept: the ids that statistics are of, if not all. `rows` then have each token's "position" among them.
-        most_columns: of a rank, if ranks split the vocabulary.
-        scattered: which rows each rank holds, if ranks split both vocabulary and hidden states.
-        skips_rows: whether the backward of a chunk counts its rows with a gradient, and leaves the others out.
-    """
-
-    rows: Rows
-    chunks: tuple[Chunk, ...]
-    tiles: tuple[Tiles, ...]
-    dtype: torch.dtype
-    n_contributions: int
-    largest_tile: int
-    options: LogitOptions
-    path: Path = Path.LOGITS
-    outputs: tuple[str, ...] = ()
-    differentiates: tuple[str, ...] = ()
-    class_weight: Tensor | None = None
-    shard: VocabShard | None = None
-    filter: SamplingFilter | None = None
-    kept: Entries | None = None
-    most_columns: int = 0
-    scattered: ScatteredRows | None = None
-    skips_rows: bool = False
-
-    def tokens(self, i: int, flat: Tensor, flat_u: Tensor | None) -> Tokens:
-        """Return chunk `i` of flattened hidden states (N, H), and of an adapter's `u` (N, r)."""
-        row_slice, target, side = self.chunks[i].row_slice, self.rows.target, self.rows.side
-        assert target is not None
-        return Tokens(
-            x=self.take(flat, row_slice),
-            target=target if len(self.chunks) == 1 else target[row_slice],
-            row_slice=row_slice,
-            tiles=self.tiles[i],
-            u=None if flat_u is None else self.take(flat_u, row_slice),
-            side=side and {name: along(x, row_slice) for name, x in side.items()},
-        )
-
-    def take(self, flat: Tensor, row_slice: slice) -> Tensor:
-        """Return a chunk's rows of (N, ...), in the products' dtype."""
-        if self.scattered is not None:
-            return self.scattered.gather(flat, row_slice, self.dtype)
-        # Not `rows.take` for a batch in one chunk without ignored tokens: small steps are such, and wait for the host.
-        all_rows = self.rows.input_index is None and row_slice.stop - row_slice.start == flat.shape[0]
-        x = flat if all_rows else self.rows.take(flat, row_slice)
-        return x if x.dtype == self.dtype else x.to(self.dtype)
-
-    def reader(self, input: Tensor, row_slice: slice, dtype: torch.dtype) -> Callable[[slice], Tensor]:
-        """Return a function that reads parts of a chunk from another model's hidden states (..., H)."""
-        flat = input.reshape(-1, input.shape[-1])
-        if self.scattered is None:
-            return lambda part: self.rows.take(flat, part).to(dtype)
-        chunk, start = self.scattered.gather(flat, row_slice, dtype), row_slice.start
-        return lambda part: along(chunk, slice(part.start - start, part.stop - start))
-
-    def tensors(self) -> dict[str, Tensor | None]:
-        """Return, by name, what a later backward reads of the plan."""
-        of_kept = {} if self.kept is None else {f"kept_{name}": x for name, x in self.kept._asdict().items()}
-        return {"class_weight": self.class_weight, **of_kept, **self.rows.tensors()}
-
-    def without_tensors(self) -> Plan:
-        """Return a plan that holds none of `tensors`; `with_tensors` gives them back."""
-        return replace(self, rows=self.rows.without_tensors(), class_weight=None, kept=None)
-
-    def with_tensors(self, tensors: Mapping[str, Tensor | None]) -> Plan:
-        of_rows = dict(tensors)
-        class_weight, kept = of_rows.pop("class_weight"), None
-        if "kept_ids" in of_rows:
-            kept = Entries(*[of_rows.pop(f"kept_{name}") for name in Entries._fields])  # type: ignore[arg-type]
-        return replace(self, class_weight=class_weight, kept=kept, rows=self.rows.with_tensors(of_rows))
-
-    @property
-    def most_rows(self) -> int:
-        """The most rows of a tile."""
-        return max((rows.stop - rows.start for tiles in self.tiles for rows, _ in tiles), default=0)
-
-
-def flattened(input: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return hidden states and an adapter's `u` as (N, H) and (N, r)."""
-    return input.reshape(-1, input.shape[-1]), None if u is None else u.reshape(-1, u.shape[-1])
+from liger_chunked.types import DIFFERENTIABLE, HeadTensors, LogitOptions, LossHead, accumulation_dtype
 
 
 def logit_bytes(options: LogitOptions, dtype: torch.dtype) -> int:
@@ -161,15 +58,19 @@ def budget_of(head: LossHead, options: LogitOptions, dtype: torch.dtype) -> Budg
     return Budget(options.logits_budget, vocab_size, hidden_size, dtype.itemsize)
 
 
-def _all_ranks_have_wide_tiles(head: LossHead) -> bool:
-    return head.rank_facts is None or head.rank_facts.have_wide_tiles
+def _runs_epilogue(head: LossHead) -> bool:
+    """Whether the GPU, or the GPUs of all ranks, or the one that is estimated for, run the fused epilogue."""
+    estimate = estimated.get()
+    here = has_wide_tiles(head.weight.device) if estimate is None else estimate.wide_tiles
+    return here and (head.rank_facts is None or head.rank_facts.have_wide_tiles)
 
 
 class _Counts(NamedTuple):
-    """The numbers of tokens that decide where chunks end. `groups` are `host_counts` and `cut_counts` of `Groups`."""
+    """The numbers of tokens that decide where chunks end: those of `Groups`, or None if groups are tokens."""
 
     n_valid: int
-    groups: tuple[tuple[int, ...], tuple[int, ...]] | None
+    host_counts: tuple[int, ...] | None = None
+    cut_counts: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -184,14 +85,14 @@ class _Cut:
 def _cut_batch(counts: _Counts, budget: Budget, n_tokens: int, bytes_per_logit: int, whole_batch: bool) -> _Cut:
     limit = budget.logits(n_tokens, bytes_per_logit)
     tokens = max(1, limit // budget.vocab_size)
-    n_valid, groups = counts
-    if whole_batch or (groups is not None and sum(groups[1]) <= tokens):
-        n_groups = n_valid if groups is None else len(groups[0])
+    n_valid, host_counts, cut_counts = counts
+    if whole_batch or (cut_counts is not None and sum(cut_counts) <= tokens):
+        n_groups = n_valid if host_counts is None else len(host_counts)
         chunks: tuple[Chunk, ...] = (Chunk(slice(0, n_valid), slice(0, n_groups)),)
-    elif groups is None:
+    elif host_counts is None or cut_counts is None:
         chunks = cutting.chunks_of_tokens(n_valid, tokens)
     else:
-        chunks = cutting.chunks_of_groups(*groups, tokens)
+        chunks = cutting.chunks_of_groups(host_counts, cut_counts, tokens)
     return _Cut(chunks, limit, _tiles(chunks, budget.vocab_size, limit))
 
 
@@ -231,7 +132,7 @@ def _layout_of_loss(
         may_use_epilogue: whether the fused epilogue computes the statistics of this head at all.
         whole_rows: whether tiles have all columns, which a sampling filter reads.
     """
-    n_tokens = counts.n_valid if counts.groups is None else sum(counts.groups[1])
+    n_tokens = counts.n_valid if counts.cut_counts is None else sum(counts.cut_counts)
     differentiates = tuple([name for name in DIFFERENTIABLE if name in differentiates and name in outputs])
     cut, path = _cut_batch(counts, budget, n_tokens, bytes_per_logit, whole_batch), Path.LOGITS
     if may_use_epilogue:
@@ -278,7 +179,6 @@ def for_loss(
     differentiates: tuple[str, ...],
     options: LogitOptions,
     whole_batch: bool,
-    wide_tiles: bool,
     class_weight: Tensor | None = None,
     filter: SamplingFilter | None = None,
     skips_rows: bool = False,
@@ -288,7 +188,6 @@ def for_loss(
     Args:
         dtype: of the matrix products.
         whole_batch: whether the objective needs all groups in one chunk.
-        wide_tiles: whether the GPU runs the fused epilogue.
         class_weight: (V,) weights of `mean_logits`.
         filter: the logits that statistics are of. None: all.
         skips_rows: whether to look for rows without a gradient, where that pays.
@@ -297,16 +196,15 @@ def for_loss(
     if budget.given is not None:
         _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
     may_use_epilogue = (
-        wide_tiles
-        and filter is None
+        filter is None
         and not rows.side
         and epilogue.is_large(rows.n_valid * budget.vocab_size, budget.hidden_size)
-        and _all_ranks_have_wide_tiles(head)
+        and _runs_epilogue(head)
         and epilogue.computes(head, dtype, options, class_weight, outputs)
     )
     groups = rows.groups
     layout = (_layout_of_loss if may_use_epilogue else _remembered_layout)(
-        _Counts(rows.n_valid, None if groups is None else (groups.host_counts, groups.cut_counts)),
+        _Counts(rows.n_valid) if groups is None else _Counts(rows.n_valid, groups.host_counts, groups.cut_counts),
         budget,
         budget.vocab_size if head.shard is None else head.columns,
         bytes_per_logit,
@@ -356,7 +254,6 @@ def for_statistics(
     class_weight: Tensor | None = None,
     filter: SamplingFilter | None = None,
     needs_grad: bool = True,
-    wide_tiles: bool = False,
     batch_invariant: bool = False,
 ) -> Plan:
     """Plan a forward whose backward comes later, in one chunk.
@@ -376,10 +273,9 @@ def for_statistics(
         # Of the widest part, so that all ranks cut alike.
         tiles = cutting.whole_rows(n_valid, columns, budget.logits(0, bytes_per_logit) // budget.vocab_size)
     elif (
-        wide_tiles
-        and not rows.side
+        not rows.side
         and (batch_invariant or epilogue.is_large(n_valid * budget.vocab_size, budget.hidden_size))
-        and _all_ranks_have_wide_tiles(head)
+        and _runs_epilogue(head)
     ):
         # The epilogue keeps gradients in the products' dtype, never float32 logits.
         limit = budget.logits(0, dtype.itemsize)

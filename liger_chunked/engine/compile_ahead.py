@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from liger_chunked.device import IS_NVIDIA, is_capturing, is_on_gpu
-from liger_chunked.engine.choose import Path, Plan
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.gradients import Needs
 from liger_chunked.engine.objective import Objective
+from liger_chunked.engine.plan import Path, Plan
 from liger_chunked.engine.rows import TokenRows
 from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.kernels.launch import compiled_together, is_dry

@@ -15,11 +15,11 @@ from torch import Tensor
 from liger_chunked.engine import choose
 from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.checks import compute_dtype
-from liger_chunked.engine.choose import Plan, flattened
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.gradients import HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.precision import gemms
 from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.rows import Rows

@@ -16,8 +16,8 @@ from liger_chunked.engine.collectives import gather_tensor
 from liger_chunked.engine.cutting import Tile, Tiles, largest, row_blocks
 from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.gradients import HeadGradients, accumulate
-from liger_chunked.engine.head import Tokens
 from liger_chunked.engine.live_rows import LiveCount
+from liger_chunked.engine.plan import Tokens
 from liger_chunked.engine.rows import joined
 from liger_chunked.engine.side_stream import SideStream
 from liger_chunked.kernels import (

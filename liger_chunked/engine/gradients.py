@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -9,14 +9,12 @@ from torch import Tensor
 from liger_chunked.device import is_on_gpu
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.estimated import part_of_next
+from liger_chunked.engine.plan import Plan
 from liger_chunked.kernels import add_target_rows_, occurrences, scale_
 from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.operands import along
 from liger_chunked.kernels.tuning.generic import UPCAST_BLOCK
 from liger_chunked.types import HeadTensors, accumulation_dtype
-
-if TYPE_CHECKING:
-    from liger_chunked.engine.choose import Plan
 
 
 def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:

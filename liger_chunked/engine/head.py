@@ -10,16 +10,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from liger_chunked.engine.candidates import Candidates
-from liger_chunked.engine.cutting import Tile, Tiles, row_blocks
+from liger_chunked.engine.cutting import Tile, row_blocks
 from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.engine.live_rows import LiveCount, LiveRows
+from liger_chunked.engine.plan import Tokens
 from liger_chunked.kernels import (
     ExactTarget,
     LogitsCotangents,
@@ -36,26 +37,6 @@ from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.logits_stats import concatenate
 from liger_chunked.kernels.operands import along
 from liger_chunked.types import HeadTensors, LogitOptions, TokenStats
-
-
-class Tokens(NamedTuple):
-    """The tokens of a chunk.
-
-    Attributes:
-        x: (n, H) hidden states in the products' dtype.
-        target: (n,) int64.
-        row_slice: of the step's `Rows`.
-        tiles: in which to compute the chunk's logits.
-        u: (n, r), an adapter's `down(x)`, in the dtype of `x`.
-        side: (n, ...) other inputs, see `Rows`.
-    """
-
-    x: Tensor
-    target: Tensor
-    row_slice: slice
-    tiles: Tiles
-    u: Tensor | None
-    side: dict[str, Tensor]
 
 
 class Pass(Protocol):

@@ -20,7 +20,8 @@ from torch import Tensor
 from liger_chunked.engine.collectives import mapped
 from liger_chunked.engine.cutting import row_blocks
 from liger_chunked.engine.estimated import part_of_next
-from liger_chunked.engine.head import HeadPass, Tokens
+from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.plan import Tokens
 from liger_chunked.kernels import LogitsCotangents
 from liger_chunked.kernels.kept import Entries, KeptStats, kept_logits_grad, kept_stats
 from liger_chunked.kernels.kept_tile import read_kept_, spread_kept_

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from liger_chunked.device import accelerator, current_stream, is_on_gpu
 from liger_chunked.engine.cutting import Tile, Tiles
+from liger_chunked.engine.plan import Tokens
 from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.tuning.generic import MOST_MOVED, ONE_DEAD_ROW_OF
 
@@ -48,7 +49,7 @@ class LiveRows(NamedTuple):
             x.index_copy_(0, self.holes[block], x.index_select(0, self.movers[block]))
         return x[: self.length]
 
-    def tokens(self, tokens: Any) -> Any:
+    def tokens(self, tokens: Tokens) -> Tokens:
         """Return the `Tokens` of these rows, in tiles of the same columns."""
         return tokens._replace(
             x=tokens.x.index_select(0, self.rows),

@@ -50,9 +50,16 @@ class PairKernel:
         assert logps is not None and mean_logits is not None and groups is not None
         if self._sums is None:
             self._sums = PairSums.of(len(groups.host_counts), logps.device)
-        counts, stacked = groups.token_counts, groups.stacked
         share, rounded, gradient = pair_loss(
-            self.loss, self._sums, logps, mean_logits, counts, chunk.group_slice, stacked, self.reference, with_gradient
+            self.loss,
+            self._sums,
+            logps,
+            mean_logits,
+            token_counts=groups.token_counts,
+            pairs=chunk.group_slice,
+            stacked=groups.stacked,
+            reference=self.reference,
+            with_gradient=with_gradient,
         )
         return Share(share, {} if gradient is None else {"logps": gradient}, rounded=rounded)
 

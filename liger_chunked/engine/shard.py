@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine.collectives import gather, sum_disjoint_
-from liger_chunked.engine.head import HeadPass, Tokens
+from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.plan import Tokens
 from liger_chunked.kernels import PartialStats, finish, merge
 from liger_chunked.types import TokenStats, VocabShard
 

@@ -16,21 +16,20 @@ from liger_chunked.engine.checks import (
     check_temperature_values,
     compute_dtype,
 )
-from liger_chunked.engine.choose import Plan, flattened
 from liger_chunked.engine.compile_ahead import compile_ahead
 from liger_chunked.engine.epilogue import StatisticsPass
-from liger_chunked.engine.estimated import estimated
-from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.hooks import hooks_active
 from liger_chunked.engine.kept import check_kept, kept_token_stats, place
 from liger_chunked.engine.known import host_may_sync, token_count
+from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.precision import gemms
 from liger_chunked.engine.rows import Rows, select_rows
+from liger_chunked.engine.sampling import SamplingFilter
 from liger_chunked.engine.saved import savable, save, saved
 from liger_chunked.kept_ids import KeptIds
-from liger_chunked.kernels.backend import first_derivative, graph_is_retained, has_wide_tiles
+from liger_chunked.kernels.backend import first_derivative, graph_is_retained
 from liger_chunked.kernels.kept import Entries
 from liger_chunked.private import is_view
 from liger_chunked.types import (
@@ -180,7 +179,6 @@ def token_stats(
     tensors, u = apply_down(head, input, dtype)
     given = (input, tensors.weight, tensors.bias, u, tensors.up)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    estimate = estimated.get()
     if kept is not None:
         plan = choose.for_kept(head, rows, dtype, kept, outputs, options)
     else:
@@ -193,7 +191,6 @@ def token_stats(
             class_weight=class_weight,
             filter=filter,
             needs_grad=needs_grad,
-            wide_tiles=has_wide_tiles(input.device) if estimate is None else estimate.wide_tiles,
             batch_invariant=batch_invariant,
         )
     if not needs_grad:

@@ -12,23 +12,22 @@ from torch import Tensor
 from liger_chunked.engine import choose
 from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.checks import compute_dtype, named, other_leaves
-from liger_chunked.engine.choose import Plan, flattened
 from liger_chunked.engine.collectives import mapped
 from liger_chunked.engine.compile_ahead import compile_ahead
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.estimated import estimated
-from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.hooks import isolated
 from liger_chunked.engine.objective import Objective, Share
 from liger_chunked.engine.packed import Sequences, whole
+from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.precision import gemms
 from liger_chunked.engine.rows import Rows, joined
+from liger_chunked.engine.sampling import SamplingFilter
 from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.engine.stats import stats_of_kept
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.kernels import scale_
-from liger_chunked.kernels.backend import first_derivative, graph_is_retained, has_wide_tiles
+from liger_chunked.kernels.backend import first_derivative, graph_is_retained
 from liger_chunked.types import (
     DIFFERENTIABLE,
     OUTPUTS,
@@ -275,7 +274,6 @@ def fused_loss(
     if not _KNOWN.issuperset(outputs):
         unknown = [name for name in outputs if name not in OUTPUTS]
         raise ValueError(f"token_outputs must name fields of TokenStats {OUTPUTS}, got {unknown}")
-    estimate = estimated.get()
     plan = choose.for_loss(
         head,
         rows.on_this_rank(whole_batch),
@@ -284,7 +282,6 @@ def fused_loss(
         differentiates=differentiates,
         options=options,
         whole_batch=whole_batch,
-        wide_tiles=has_wide_tiles(input.device) if estimate is None else estimate.wide_tiles,
         class_weight=class_weight,
         filter=filter,
         skips_rows=skips_rows,

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine.cutting import Tile
-from liger_chunked.engine.head import HeadPass, Tokens
+from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.plan import Tokens
 from liger_chunked.kernels import PartialStats
 
 

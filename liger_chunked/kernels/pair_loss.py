@@ -152,6 +152,7 @@ def _pairs_kernel(
     loss = tl.full([], 0.0, tl.float64)
     by_chosen = tl.full([], 0.0, tl.float64)
     by_rejected = tl.full([], 0.0, tl.float64)
+    # Not a loop over tuples, whose compile-time names Triton 3.6 does not take.
     loss, by_chosen, by_rejected = _add_term(
         CURVE_0, OF_0, scale_0, offset_0, weight_0,
         chosen, rejected, chosen_length, rejected_length, loss, by_chosen, by_rejected,
@@ -253,6 +254,7 @@ def pair_loss(
     into: PairSums,
     logps: Tensor,
     mean_logits: Tensor,
+    *,
     token_counts: Tensor,
     pairs: slice,
     stacked: bool,

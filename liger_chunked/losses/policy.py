@@ -100,17 +100,21 @@ def _luspo(lengths: Tensor, num_items: float | Tensor | None, longest: int | Non
     return _sequences(lengths)
 
 
-REDUCTIONS: Mapping[str, _Reduction] = {
+_OURS: Mapping[str, _Reduction] = {
     "grpo": _Reduction(_grpo),
     "bnpo": _Reduction(_bnpo),
     "dr_grpo": _Reduction(_dr_grpo, needs_length=True),
     "dapo": _Reduction(_dapo, counts_items=True),
     "luspo": _Reduction(_luspo),
-    "seq-mean-token-mean": _Reduction(_grpo),
-    "seq-mean-token-sum": _Reduction(_luspo),
-    "seq-mean-token-sum-norm": _Reduction(_dr_grpo, needs_length=True),
-    "token-mean": _Reduction(_dapo, counts_items=True),
 }
+# verl's `loss_agg_mode`, so that its configs work as they are.
+_VERL = {
+    "seq-mean-token-mean": "grpo",
+    "seq-mean-token-sum": "luspo",
+    "seq-mean-token-sum-norm": "dr_grpo",
+    "token-mean": "dapo",
+}
+REDUCTIONS: Mapping[str, _Reduction] = {**_OURS, **{verl: _OURS[ours] for verl, ours in _VERL.items()}}
 
 
 def _k1(d: Tensor) -> Tensor:

@@ -130,6 +130,18 @@ def _places(mask: Tensor, lengths: Sequence[int] | None) -> Tensor:
     return torch.nonzero_static(mask, size=sum(length > 0 for length in lengths)).view(-1)
 
 
+@functools.cache
+def _terms_are_formula(cls: type[LigerFusedLinearPreferenceBase]) -> bool:
+    """Whether the `_terms` of a class of losses say what its `preference_loss` and `reward` compute.
+
+    Not where a subclass inherits terms, and has a formula or a reward of its own.
+    """
+    terms, formula, reward = (
+        next(base for base in cls.__mro__ if name in vars(base)) for name in ("_terms", "preference_loss", "reward")
+    )
+    return terms is formula and reward is LigerFusedLinearPreferenceBase
+
+
 class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     """Mean of a subclass's `preference_loss` over pairs; see `docs/writing-a-loss.md`.
 
@@ -153,7 +165,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     """
 
     scope: Literal["pair", "batch"] = "pair"
-    _has_terms: ClassVar[bool] = False  # whether `_terms` are the formula of `preference_loss` and `reward`
     _expects_reference: ClassVar[bool] = False  # warn if a call gives no reference
     token_outputs: tuple[str, ...] = ()
     _group: ClassVar[Group] = "pair"
@@ -185,14 +196,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         self.reward_shape = reward_shape
         self.use_ref_model = use_ref_model
         self.options = LogitOptions.of(type(self), options)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # A class that inherits terms, but not the formula, has a formula of its own.
-        terms, formula, reward = (
-            next(base for base in cls.__mro__ if name in vars(base)) for name in ("_terms", "preference_loss", "reward")
-        )
-        cls._has_terms = terms is formula and reward is LigerFusedLinearPreferenceBase
 
     @property
     def compute_nll_loss(self) -> bool:
@@ -343,7 +346,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     def _terms_of_step(self) -> Terms | None:
         """Return `_terms`, if no option adds what the kernel of pairs does not compute."""
-        if not self._has_terms or not vars(self).keys().isdisjoint(("preference_loss", "reward")):
+        if not _terms_are_formula(type(self)) or not vars(self).keys().isdisjoint(("preference_loss", "reward")):
             return None
         if self.needs_token_ref_logps or self.reward_shape is not None or self.token_outputs or self._whole_batch:
             return None

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from liger_chunked import AdaptedWeight, VocabShard, eager, linear_token_stats
 from liger_chunked.engine import all_rows, choose
-from liger_chunked.engine.filtered import FilteredTokenPass, SamplingFilter
+from liger_chunked.engine.filtered import FilteredTokenPass
+from liger_chunked.engine.sampling import SamplingFilter
 from liger_chunked.kernels import backend
 from liger_chunked.types import HeadTensors, LogitOptions, LossHead
 

@@ -23,7 +23,7 @@ from liger_chunked import (
     eager,
     estimate_memory,
 )
-from liger_chunked.engine import choose, cutting, epilogue, gradients, step
+from liger_chunked.engine import choose, cutting, epilogue, gradients
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.engine.rows import all_rows
 from liger_chunked.kernels import backend, projection, target_rows
@@ -370,6 +370,7 @@ def test_chunks_in_the_place_of_one_chunk_are_large():
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypatch):
+    monkeypatch.setattr(choose, "has_wide_tiles", lambda device: True)
     monkeypatch.setattr(epilogue, "SMALLEST", SMALLEST)
     weight = torch.empty(896, 151936, dtype=torch.bfloat16, device="meta").t()
     plan = choose.for_loss(
@@ -380,7 +381,6 @@ def test_a_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypat
         differentiates=("logps",),
         options=LogitOptions(),
         whole_batch=False,
-        wide_tiles=True,
     )
     assert len(plan.chunks) == (1 if transposed else 2)
 
@@ -454,7 +454,7 @@ def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the epilogue's path on a CPU with the allocations of a GPU, products included."""
     if backend.triton is None:
         pytest.skip("no tensor descriptors without Triton")
-    monkeypatch.setattr(step, "has_wide_tiles", lambda device: True)
+    monkeypatch.setattr(choose, "has_wide_tiles", lambda device: True)
     for module in (projection, target_rows):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, NotLaunched())

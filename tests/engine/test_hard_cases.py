@@ -40,7 +40,7 @@ from liger_chunked import (
     eager,
     linear_token_stats,
 )
-from liger_chunked.engine import step
+from liger_chunked.engine import choose
 from liger_chunked.engine.head import HeadPass
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
@@ -486,7 +486,7 @@ def test_identical_rows(row):
 def test_autocast(row, device, monkeypatch):
     """GEMMs run in the autocast dtype; the result equals that of inputs cast by hand, with float32 gradients."""
     # Disable the fused epilogue: only the step with a float32 dW might use it, and would then not round its logits.
-    monkeypatch.setattr(step, "has_wide_tiles", lambda device: False)
+    monkeypatch.setattr(choose, "has_wide_tiles", lambda device: False)
     batch = moved(row.sample(Sizes(6, 16, 32, 257, 16), seed=0), torch.float32, device)
     leaves = {name: batch[name].clone().requires_grad_() for name in PARAMETERS if name in batch}
     # One chunk: on a CPU, several are accumulated with float32 products of upcast operands.

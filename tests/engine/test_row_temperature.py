@@ -221,7 +221,7 @@ def test_one_value_for_all_is_the_number(transform: dict[str, Any], dtype: torch
 @pytest.mark.parametrize("budget", [None, 8 * V * 7], ids=["one-tile", "tiles"])
 @pytest.mark.parametrize(("top_k", "top_p"), [(5, None), (None, 0.9), (10, 0.7), (None, 0.01)])
 def test_filters(top_k: int | None, top_p: float | None, budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("liger_chunked.engine.filtered.SORT_BLOCK", 3 * V)
+    monkeypatch.setattr("liger_chunked.engine.sampling.SORT_BLOCK", 3 * V)
     given, wanted = batch(), ("logps", "entropy")
     largest = oracle(**given, outputs=("argmax",))["argmax"]
     given["target"][:, ::4] = largest[:, ::4].where(given["target"][:, ::4] >= 0, -100)

@@ -74,7 +74,10 @@ def by_kernel(
     spec = PairLoss(terms, loss.beta, loss.alpha if loss.compute_nll_loss else None, loss.average_log_prob)
     n = counts.shape[0] // 2
     sums = PairSums.of(n, logps.device)
-    share, rounded, gradient = pair_loss(spec, sums, logps, logps, counts, slice(0, n), True, reference, True)
+    share, rounded, gradient = pair_loss(
+        spec, sums, logps, logps,
+        token_counts=counts, pairs=slice(0, n), stacked=True, reference=reference, with_gradient=True,
+    )  # fmt: skip
     assert gradient is not None
     torch.testing.assert_close(rounded, share.float(), rtol=0, atol=0, equal_nan=True)
     return share, gradient, sums
@@ -214,9 +217,10 @@ def test_steps(options: dict[str, Any], kind: str, ignored: bool, device: str, m
         options = {**options, "use_ref_model": False}
     loss, first_pairs = LigerFusedLinearDPOLoss(**options), set()
 
-    def watched(*given: Any) -> Any:
-        first_pairs.add(given[5].start)  # a set: the first step of a kind launches the kernel in a dry run too
-        return pair_loss(*given)
+    def watched(*given: Any, **options: Any) -> Any:
+        # A set, because the first step of a kind launches the kernel in a dry run too.
+        first_pairs.add(options["pairs"].start)
+        return pair_loss(*given, **options)
 
     monkeypatch.setattr(pairs, "pair_loss", watched)
     found = step(loss, kind, ignored, device)
@@ -237,9 +241,9 @@ def test_weights_take_no_kernel(device: str, monkeypatch: pytest.MonkeyPatch) ->
     target = torch.randint(40, (4, 6), device=device)
     loss, calls = LigerFusedLinearDPOLoss(use_ref_model=False), []
 
-    def watched(*given: Any) -> Any:
+    def watched(*given: Any, **options: Any) -> Any:
         calls.append(given)
-        return pair_loss(*given)
+        return pair_loss(*given, **options)
 
     monkeypatch.setattr(pairs, "pair_loss", watched)
     plain, _ = loss(weight, input, target)

@@ -28,7 +28,7 @@ from liger_chunked import (
     eager,
     linear_token_stats,
 )
-from liger_chunked.engine import checks, collectives, epilogue, stats, step
+from liger_chunked.engine import checks, choose, collectives, epilogue
 from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
 from liger_chunked.engine.shard import ShardedPass
 
@@ -80,7 +80,7 @@ def fused() -> Iterator[Ran]:
     """Let small chunks use the fused epilogue, and record the rows of each chunk, by pass."""
     ran: Ran = []
     with pytest.MonkeyPatch.context() as patch:
-        for module in (step, stats, checks):
+        for module in (choose, checks):
             patch.setattr(module, "has_wide_tiles", lambda device: True)
         patch.setattr(epilogue, "SMALLEST", 0)
         for kind in (EpiloguePass, StatisticsPass, ShardedPass):

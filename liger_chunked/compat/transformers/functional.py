@@ -9,6 +9,7 @@ from torch import Tensor
 
 from liger_chunked import kernels
 from liger_chunked.compat import transformers as modules
+from liger_chunked.compat.transformers import layers
 from liger_chunked.compat.unsupported import missing
 from liger_chunked.modules import Reduction
 
@@ -146,7 +147,7 @@ def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor, eps: float) -> Tensor:
 def liger_rms_norm(
     X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
 ) -> Tensor:
-    return modules.rms_norm(X, W, eps, offset, casting_mode)
+    return layers.rms_norm(X, W, eps, offset, casting_mode)
 
 
 def liger_fused_add_rms_norm(
@@ -158,7 +159,7 @@ def liger_fused_add_rms_norm(
     casting_mode: str = "llama",
     in_place: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    return modules.fused_add_rms_norm(X, R, W, eps, offset, casting_mode)
+    return layers.fused_add_rms_norm(X, R, W, eps, offset, casting_mode)
 
 
 liger_rope = modules.liger_rotary_pos_emb

@@ -1,4 +1,4 @@
-"""Rows of logits (..., V): indices, views and targets, translated for hidden states."""
+"""Selections of rows of logits (..., V): indices, views and targets, translated for hidden states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Rows = Callable[[Tensor], Tensor]
+# Makes, of a tensor (..., K) for any K, its rows that are left.
+Selection = Callable[[Tensor], Tensor]
 
 
 def is_index(x: Any, shape: Any, device: torch.device) -> bool:
@@ -33,7 +34,7 @@ def reshaped(shape: torch.Size, size: tuple[int, ...]) -> torch.Size | None:
     return torch.Size(size) if math.prod(size) == shape.numel() else None
 
 
-def row_index(index: Any, shape: torch.Size) -> tuple[Rows | None, int | None]:
+def row_index(index: Any, shape: torch.Size) -> tuple[Selection | None, int | None]:
     """Return the selection of rows that an index makes, or how many of the first ids it keeps; neither: others."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(map(_is_index_part, parts)):
