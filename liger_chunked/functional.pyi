@@ -436,6 +436,7 @@ def grpo_loss(
     num_items: float | Tensor | None = None,
     temperature: float | Tensor = 1.0,
     kept: KeptIds | None = None,
+    sparse_weight_grad: bool = False,
     n_valid: Sequence[int] | None = None,
     vocab_shard: VocabShard | None = None,
     cu_seqlens: Tensor | None = None,

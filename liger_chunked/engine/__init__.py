@@ -31,7 +31,7 @@ from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_step
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.filtered import SamplingFilter
-from liger_chunked.engine.kept import check_kept
+from liger_chunked.engine.kept import check_kept, check_sparse_weight_grad
 from liger_chunked.engine.known import as_counts, assert_later, host_may_sync, sequence_counts, token_count
 from liger_chunked.engine.objective import Differentiated, NegativeLogLikelihood, Objective, OfSequences, Share
 from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
@@ -74,6 +74,7 @@ __all__ = [
     "check_group",
     "check_kept",
     "check_projection",
+    "check_sparse_weight_grad",
     "check_target",
     "check_temperature",
     "check_temperature_values",
