@@ -28,7 +28,13 @@ from liger_chunked.engine.checks import (
     shifted,
 )
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_step
+from liger_chunked.engine.distillation import (
+    DistillationStep,
+    LossWeights,
+    Teacher,
+    distillation_step,
+    divergences_of_tokens,
+)
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.engine.kept import check_kept, check_sparse_weight_grad
@@ -50,6 +56,7 @@ __all__ = [
     "Chunk",
     "ClosedForm",
     "Differentiated",
+    "DistillationStep",
     "Fused",
     "Group",
     "LossWeights",
@@ -83,6 +90,7 @@ __all__ = [
     "compute_dtype",
     "count",
     "distillation_step",
+    "divergences_of_tokens",
     "fused_loss",
     "has_pair_kernel",
     "host_may_sync",
