@@ -30,8 +30,9 @@ class Memory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor) and x.untyped_storage() not in self._known:
+        tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        for x in [part for y in tensors for part in ((y._values(), y._indices()) if y.is_sparse else (y,))]:
+            if x.untyped_storage() not in self._known:
                 storage = x.untyped_storage()
                 n_bytes = storage.nbytes()
                 self._known[storage] = n_bytes

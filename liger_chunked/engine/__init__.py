@@ -31,9 +31,15 @@ from liger_chunked.engine.checks import (
     shifted,
 )
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_step
+from liger_chunked.engine.distillation import (
+    DistillationStep,
+    LossWeights,
+    Teacher,
+    distillation_step,
+    divergences_of_tokens,
+)
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
-from liger_chunked.engine.kept import check_kept
+from liger_chunked.engine.kept import check_kept, check_sparse_weight_grad
 from liger_chunked.engine.known import LikelyCount, as_counts, assert_later, host_may_sync, sequence_counts, token_count
 from liger_chunked.engine.objective import Differentiated, NegativeLogLikelihood, Objective, OfSequences, Share
 from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
@@ -53,6 +59,7 @@ __all__ = [
     "Chunk",
     "ClosedForm",
     "Differentiated",
+    "DistillationStep",
     "Fused",
     "Group",
     "LikelyCount",
@@ -78,6 +85,7 @@ __all__ = [
     "check_group",
     "check_kept",
     "check_projection",
+    "check_sparse_weight_grad",
     "check_target",
     "check_temperature",
     "check_temperature_values",
@@ -86,6 +94,7 @@ __all__ = [
     "compute_dtype",
     "count",
     "distillation_step",
+    "divergences_of_tokens",
     "fused_loss",
     "has_pair_kernel",
     "host_may_sync",

@@ -1,11 +1,12 @@
 """Run chunks of the student, and project the teacher for each tile.
 
-The loss is linear in the divergences, so their upstream gradients are known.
+The loss is linear in the divergences, so their upstream gradients are known. Only divergences of single tokens wait for
+them, and then run the step once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -17,13 +18,16 @@ from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.checks import compute_dtype
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
-from liger_chunked.engine.gradients import HeadGradients, Needs
+from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.hooks import isolated
 from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.precision import gemms
 from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.rows import Rows
+from liger_chunked.engine.saved import savable, save, saved
 from liger_chunked.engine.top_k import TopK
+from liger_chunked.kernels.backend import first_derivative
 from liger_chunked.kernels.operands import along
 from liger_chunked.types import HeadTensors, LogitOptions, LossHead, accumulation_dtype
 
@@ -38,18 +42,31 @@ class Divergences(NamedTuple):
 
 
 class LossWeights(NamedTuple):
-    """The upstream gradients of a token's divergence, and of its target's log-probability if that is in the loss."""
+    """The upstream gradients of a token's divergence, and of its target's log-probability if that is in the loss.
+
+    Each is a number or a tensor () for all tokens, or (n_valid,), one for each of the plan's rows.
+    """
 
     divergence: float | Tensor
     logps: float | Tensor | None
 
     def loss(self, values: Divergences) -> Tensor:
         """Return the batch's loss (), float64."""
-        loss = self.divergence * values.divergence.sum(dtype=torch.float64)
+        loss = _weighted_sum(self.divergence, values.divergence)
         if self.logps is None:
             return loss
         assert values.logps is not None
-        return loss + self.logps * values.logps.sum(dtype=torch.float64)
+        return loss + _weighted_sum(self.logps, values.logps)
+
+
+def _is_by_token(weight: float | Tensor) -> bool:
+    return isinstance(weight, Tensor) and weight.ndim > 0
+
+
+def _weighted_sum(weight: float | Tensor, values: Tensor) -> Tensor:
+    if _is_by_token(weight):
+        return (weight * values).sum(dtype=torch.float64)
+    return weight * values.sum(dtype=torch.float64)
 
 
 class Teacher(NamedTuple):
@@ -91,6 +108,34 @@ class DistillationStep:
     teacher: Teacher | None
     has_target: bool
     values: Any = field(default=None, init=False)  # dense `Divergences`
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """Return, by name, what a later run reads beside the student."""
+        found = {f"plan.{name}": x for name, x in self.plan.tensors().items()}
+        if self.teacher is not None:
+            weight, bias, up, _ = self.teacher.head
+            of_teacher = {"weight": weight, "bias": bias, "up": up, "input": self.teacher.input, "u": self.teacher.u}
+            found |= {f"teacher.{name}": x for name, x in of_teacher.items()}
+        if isinstance(self.route, TopK):
+            found |= {"route.logps": self.route.logps, "route.ids": self.route.ids}
+        return found
+
+    def without_tensors(self) -> DistillationStep:
+        """Return a step that holds none of `tensors`; `with_tensors` gives them back."""
+        return self._with({name: None for name in self.tensors()}, self.plan.without_tensors())
+
+    def with_tensors(self, tensors: Mapping[str, Tensor | None]) -> DistillationStep:
+        of_plan = {name.removeprefix("plan."): x for name, x in tensors.items() if name.startswith("plan.")}
+        return self._with(tensors, self.plan.with_tensors(of_plan))
+
+    def _with(self, tensors: Mapping[str, Any], plan: Plan) -> DistillationStep:
+        teacher, route = self.teacher, self.route
+        if teacher is not None:
+            weight, bias, up, input, u = (tensors[f"teacher.{x}"] for x in ("weight", "bias", "up", "input", "u"))
+            teacher = teacher._replace(head=HeadTensors(weight, bias, up, teacher.head.shard), input=input, u=u)
+        if isinstance(route, TopK):
+            route = replace(route, logps=tensors["route.logps"], ids=tensors["route.ids"])
+        return DistillationStep(plan, self.weights, route, teacher, self.has_target)
 
     def run(
         self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
@@ -146,22 +191,86 @@ class DistillationStep:
             rows=row_slice,
             with_gradient=grads is not None,
         )
-        n_rows = slice(0, logits.shape[0])
-        if grads is not None and n_rows.stop:
+        n_rows = logits.shape[0]
+        if grads is not None and n_rows:
+            # Gradients of single tokens are those of the batch, others as many as the longest tile has.
+            parts = {
+                name: along(g, row_slice if _is_by_token(getattr(self.weights, name)) else slice(0, n_rows))
+                for name, g in upstream.items()
+            }
             # A user's divergence may have another dtype.
-            given = {name: along(g, n_rows).to(getattr(measured, name).dtype) for name, g in upstream.items()}
+            given = {name: g.to(getattr(measured, name).dtype) for name, g in parts.items()}
             given = grads.normalize(given)
             measured.backward(given["divergence"], given.get("logps"))
         return Divergences(measured.divergence, measured.logps, measured.by_scale)
 
     def _upstream(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the upstream gradients (n,) of as many tokens as the longest tile has."""
+        """Return the upstream gradients: those of single tokens, or (n,) equal ones for the longest tile."""
         n_rows, dtype = self.plan.most_rows, accumulation_dtype(self.plan.dtype)
         return {
-            name: torch.empty(n_rows, dtype=dtype, device=device).fill_(weight)
+            name: weight if _is_by_token(weight) else torch.empty(n_rows, dtype=dtype, device=device).fill_(weight)
             for name, weight in self.weights._asdict().items()
             if weight is not None
         }
+
+
+class _DivergencesOfTokens(torch.autograd.Function):
+    """`apply(input, weight, bias, u, up, step)`: divergences and, with a target, log-probabilities, dense (N,) each.
+
+    The backward runs the step again, because only then are the gradients of tokens known.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        u: Tensor | None,
+        up: Tensor | None,
+        step: DistillationStep,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        with isolated():
+            step.run(input, HeadTensors(weight, bias, up, step.plan.shard), u, NOTHING_NEEDED)
+        inputs = {"input": input, "weight": weight, "bias": bias, "u": u, "up": up}
+        save(ctx, inputs=inputs, step=savable(step.tensors()))
+        ctx.step = step.without_tensors()
+        rows = step.plan.rows
+        divergence, logps, _ = step.values
+        return rows.scatter(divergence), None if logps is None else rows.scatter(logps)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(g is None for g in upstream):
+            return (None,) * 6
+        tensors = saved(ctx)
+        inputs, step = tensors["inputs"], ctx.step.with_tensors(tensors["step"])
+        input, weight, bias, u, up = inputs.values()
+        assert input is not None and weight is not None
+        dtype, places = accumulation_dtype(step.plan.dtype), step.plan.rows.dense_index
+
+        def compact(g: Tensor) -> Tensor:
+            return (g if places is None else g[places]).to(dtype).contiguous()
+
+        divergence, logps = (None if g is None else compact(g) for g in upstream)
+        step.weights = LossWeights(0.0 if divergence is None else divergence, logps)
+        with isolated():
+            _, grads = step.run(
+                input, HeadTensors(weight, bias, up, step.plan.shard), u, Needs(*ctx.needs_input_grad[:5])
+            )
+        pairs = zip(grads, inputs.values(), strict=True)
+        return *(None if g is None or x is None else g.view(x.shape).to(x.dtype) for g, x in pairs), None
+
+
+def divergences_of_tokens(step: DistillationStep, head: LossHead, input: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the differentiable divergences (N,) of all positions, and the log-probabilities of their targets.
+
+    Both are 0 at ignored positions. Takes the products of the forward once more in the backward.
+    """
+    (weight, bias, up, _), u = apply_down(head, input, step.plan.dtype)
+    return _DivergencesOfTokens.apply(input, weight, bias, u, up, step)
 
 
 class _TeacherLogits:

@@ -31,6 +31,18 @@ from liger_chunked.types import LogitOptions, LossHead, TokenStats, VocabShard, 
 OUTPUTS_OF_KEPT = ("logps", "lse", "entropy", "argmax", "is_top1")
 
 
+def check_sparse_weight_grad(sparse: Any, kept: Any, n_valid: Any) -> None:
+    """Raise TypeError or ValueError unless dW may be sparse: only kept ids leave rows out, which the host counts."""
+    if not isinstance(sparse, bool):
+        raise TypeError(f"sparse_weight_grad must be True or False, got {described(sparse)}")
+    if sparse and kept is None:
+        raise ValueError("sparse_weight_grad=True needs kept: the softmax over all ids has a gradient in every row")
+    if sparse and n_valid is not None:
+        raise ValueError(
+            "sparse_weight_grad=True and n_valid are given: the host waits for the number of rows of a sparse gradient"
+        )
+
+
 def check_kept(head: LossHead, outputs: tuple[str, ...], **others: Any) -> None:
     """Refuse what kept ids exclude.
 
@@ -180,10 +192,35 @@ def _check_facts(facts: list[int], n_ids: int, vocab_size: int) -> None:
         raise ValueError("kept.ids must be distinct within a position")
 
 
-class _KeptTokenStats(torch.autograd.Function):
-    """`apply(input, weight, bias, u, up, entries, by_id, temperature, shard, options, outputs)`: outputs, (N,) each.
+class WeightRows(NamedTuple):
+    """The rows of this rank's weight that kept ids read, those of a sparse gradient.
 
-    `by_id` is the order of the entries if a matrix or the bias has a gradient, else None.
+    Attributes:
+        ids: (R,), ascending.
+        places: (M,), of the entries in the order of `ById`: each entry's row among the R, or -1 where another rank has
+            it, or only ignored positions have the id.
+    """
+
+    ids: Tensor
+    places: Tensor
+
+
+def read_rows(placed: Placed, shard: VocabShard | None, n_rows: int) -> WeightRows:
+    """Return which of this rank's `n_rows` rows are read. Waits for the device, which finds their number."""
+    by_id = placed.layout.by_id
+    ids = by_id.ids if shard is None else by_id.ids - shard.start
+    counts = placed.entries.ids[by_id.order] >= 0  # at a position with a target
+    rows = torch.unique_consecutive(ids[counts & (ids >= 0) & (ids < n_rows)])
+    # By the id and not by the entry: the entries of an id stay one run, whose sum the kernel writes once.
+    places = torch.searchsorted(rows, ids)
+    is_read = torch.cat([rows, rows.new_full((1,), n_rows)])[places] == ids
+    return WeightRows(rows, torch.where(is_read & (ids < n_rows), places, -1))
+
+
+class _KeptTokenStats(torch.autograd.Function):
+    """`apply(input, weight, bias, u, up, entries, by_id, rows, temperature, shard, options, outputs)`: outputs, (N,).
+
+    `by_id` is the order of the entries if a matrix or the bias has a gradient, else None. With `rows`, dW is sparse.
     """
 
     @staticmethod
@@ -196,6 +233,7 @@ class _KeptTokenStats(torch.autograd.Function):
         up: Tensor | None,
         entries: Entries,
         by_id: ById | None,
+        rows: WeightRows | None,
         temperature: Tensor | None,
         shard: VocabShard | None,
         options: LogitOptions,
@@ -214,7 +252,8 @@ class _KeptTokenStats(torch.autograd.Function):
         of_tokens = {"z": z, "max": stats.max, "sum_exp": stats.sum_exp, "entropy": stats.entropy}
         of_caller = savable({"temperature": temperature, **entries._asdict()})
         of_order = {} if by_id is None else savable(by_id._asdict())
-        save(ctx, inputs=inputs, tokens=of_tokens, caller=of_caller, order=of_order)
+        of_rows = {} if rows is None else savable(rows._asdict())
+        save(ctx, inputs=inputs, tokens=of_tokens, caller=of_caller, order=of_order, rows=of_rows)
         returned = _returned(stats, entries, outputs)
         ctx.mark_non_differentiable(*[x for name, x in returned.items() if name in ("argmax", "is_top1")])
         # Copies, because the backward reads the entropy.
@@ -224,7 +263,7 @@ class _KeptTokenStats(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(g is None for g in upstream):
-            return (None,) * 11
+            return (None,) * 12
         tensors: dict[str, dict[str, Any]] = saved(ctx)
         input, weight, bias, u, up = tensors["inputs"].values()
         z, largest, sum_exp, entropy = tensors["tokens"].values()
@@ -240,8 +279,12 @@ class _KeptTokenStats(torch.autograd.Function):
         for at_x, at_matrix, x, matrix in ((0, 1, input, weight), (3, 4, u, up)):
             if needs[at_x]:
                 grads[at_x] = _input_gradient(x, dz, matrix, own, shard)
-            if needs[at_matrix]:
-                assert by_id is not None
+            if not needs[at_matrix]:
+                continue
+            assert by_id is not None
+            if matrix is weight and tensors["rows"]:
+                grads[at_matrix] = _sparse_gradient(weight, _rows(x), by_id, WeightRows(**tensors["rows"]))
+            else:
                 grads[at_matrix] = of_matrix = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
                 write_kept_weight_grad(of_matrix, _rows(x), by_id)
         if needs[2] and bias is not None:
@@ -249,7 +292,14 @@ class _KeptTokenStats(torch.autograd.Function):
             of_bias = torch.zeros(bias.shape[0], 1, dtype=z.dtype, device=z.device)
             write_kept_weight_grad(of_bias, z.new_ones(entries.offsets.shape[0] - 1, 1), by_id)
             grads[2] = of_bias[:, 0].to(bias.dtype)
-        return *grads, *(None,) * 6
+        return *grads, *(None,) * 7
+
+
+def _sparse_gradient(weight: Tensor, x: Tensor, by_id: Sorted, rows: WeightRows) -> Tensor:
+    """Return dW, coalesced, with the rows that kept ids read, also where their gradient is 0."""
+    values = torch.zeros(rows.ids.shape[0], weight.shape[1], dtype=weight.dtype, device=weight.device)
+    write_kept_weight_grad(values, x, by_id._replace(ids=rows.places))
+    return torch.sparse_coo_tensor(rows.ids[None], values, weight.shape, check_invariants=False, is_coalesced=True)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -300,6 +350,7 @@ def kept_token_stats(
     options: LogitOptions,
     temperature: Tensor | None,
     dtype: torch.dtype,
+    sparse_weight_grad: bool = False,
 ) -> TokenStats:
     """Return statistics (N,) of positions that have kept ids; those of the others are arbitrary.
 
@@ -307,8 +358,10 @@ def kept_token_stats(
     """
     (weight, bias, up, shard), u = apply_down(head, input, dtype)
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (weight, bias, up))
+    is_sparse = sparse_weight_grad and trains and weight.requires_grad
+    rows = read_rows(placed, shard, weight.shape[0]) if is_sparse else None
     values = _KeptTokenStats.apply(
-        input, weight, bias, u, up, placed.entries, placed.layout.by_id if trains else None, temperature, shard,
+        input, weight, bias, u, up, placed.entries, placed.layout.by_id if trains else None, rows, temperature, shard,
         options, outputs,
     )  # fmt: skip
     return TokenStats(**dict(zip(outputs, values, strict=True)))

@@ -26,9 +26,9 @@ class OutputProcessor:
     """Computes a loss where `GPTModel` would compute logits.
 
     Args:
-        fn: called with `(weight, hidden, target, bias, vocab_shard=...)`: a function of `liger_chunked.functional`, or
-            a loss module. `hidden` is (b, s, h), or the rank's part of s, `target` (b, s). None: the cross entropy of
-            each token, (b, s).
+        fn: called with `(weight, hidden, target=..., bias=..., vocab_shard=...)`: a function of
+            `liger_chunked.functional`, or a loss module. `hidden` is (b, s, h), or the rank's part of s, `target`
+            (b, s). None: the cross entropy of each token, (b, s).
         vocab_size: without padding. None: padded rows are in the softmax, as in Megatron.
 
     `output_processor_context` may be a dict of more keywords of `fn` (docs/frameworks.md).
@@ -75,7 +75,10 @@ class OutputProcessor:
             "reduce_scatter" if output_layer.sequence_parallel else "all_reduce",
             vocab_size=self.vocab_size,
         )
-        return self.fn(weight, hidden_states.transpose(0, 1), target, output_layer.bias, vocab_shard=shard, **options)
+        # By name: the teacher of a distillation loss comes before its target.
+        return self.fn(
+            weight, hidden_states.transpose(0, 1), target=target, bias=output_layer.bias, vocab_shard=shard, **options
+        )
 
 
 @dataclass

@@ -16,6 +16,7 @@ class LigerFusedLinearCosineSimilarityLoss(LigerFusedLinearDistillationBase):
     Args:
         weight_hard_loss: factor of the targets' NLL at temperature 1, not negative.
         weight_soft_loss: factor of the divergence, not negative.
+        reduction: "mean" over the tokens that count, or "none", a value for each token.
         teacher_options: `LogitOptions` with the teacher's `softcap`, `logit_scale` and `temperature`. None: the
             student's.
         **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and

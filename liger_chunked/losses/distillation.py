@@ -12,6 +12,7 @@ from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
     ByAutograd,
     ClosedForm,
+    DistillationStep,
     Group,
     LossWeights,
     Rows,
@@ -25,6 +26,7 @@ from liger_chunked.engine import (
     check_top_k,
     compute_dtype,
     distillation_step,
+    divergences_of_tokens,
     run_step,
     select_rows,
     token_count,
@@ -42,12 +44,16 @@ from liger_chunked.types import (
     VocabShard,
     Weight,
     accumulation_dtype,
+    shown,
 )
+
+_REDUCTIONS = ("mean", "none")
 
 
 class DistillationOptionsDict(LogitOptionsDict, total=False):
     weight_hard_loss: float
     weight_soft_loss: float
+    reduction: str
     teacher_options: LogitOptions | None
 
 
@@ -83,6 +89,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
     Args:
         weight_hard_loss: factor of the targets' NLL at temperature 1, not negative.
         weight_soft_loss: factor of the divergence, not negative.
+        reduction: "mean" over the tokens that count, or "none": loss and metrics have a value for each token, in the
+            shape of the target, 0 where it is ignored, and the backward projects both models once more.
         teacher_options: `LogitOptions` with the teacher's `softcap`, `logit_scale` and `temperature`. None: the
             student's.
         **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
@@ -98,14 +106,18 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         *,
         weight_hard_loss: float = 0.5,
         weight_soft_loss: float = 0.5,
+        reduction: str = "mean",
         teacher_options: LogitOptions | None = None,
         **options: Unpack[LogitOptionsDict],
     ) -> None:
         super().__init__()
+        if reduction not in _REDUCTIONS:
+            raise ValueError(f"reduction must be one of {_REDUCTIONS}, got {shown(reduction)}")
         check_finite("weight_hard_loss", weight_hard_loss, minimum=0)
         check_finite("weight_soft_loss", weight_soft_loss, minimum=0)
         self.weight_hard_loss = weight_hard_loss
         self.weight_soft_loss = weight_soft_loss
+        self.reduction = reduction
         self.options = LogitOptions.of(type(self), options)
         if (wide := self.options.logits_dtype) is not None:
             raise ValueError(f"distillation rounds logits to the products' dtype, got logits_dtype={wide}")
@@ -165,16 +177,18 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
                 `teacher_logps`.
             mask: (B, T) or (N,) bool, False at more ignored tokens. None: none.
             num_items: divisor of both terms, a number or (): the tokens that count in all steps that accumulate
-                gradients. None: those of this call.
+                gradients. None: those of this call. Refused with `reduction="none"`.
             n_valid: the number of tokens that have a target and that `mask` keeps, so that the host does not wait for
                 the device ("Without waiting" in `docs/how-it-works.md`). None: the host reads it from the device.
             vocab_shard: this rank's rows of both models' heads, if ranks split the vocabulary (`docs/distributed.md`).
                 None: this rank has the whole vocabulary.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
-                and metrics are those of whole sequences. None: this rank has whole sequences.
+                and metrics are those of whole sequences; with `reduction="none"`, of this rank's positions. None: this
+                rank has whole sequences.
 
         Returns:
-            (loss, metrics): the loss (), float32, or float64 for float64 inputs, and `DistillationMetrics`.
+            (loss, metrics): the loss (), float32, or float64 for float64 inputs, and `DistillationMetrics`. With
+            `reduction="none"`, all are (B, T) or (N,).
 
         Raises:
             TypeError: an argument has the wrong type or dtype.
@@ -185,7 +199,11 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             n_valid = token_count(n_valid, math.prod(head.token_shape(input)), sequence_group, vocab_shard)
             if vocab_shard is not None and teacher_ids is not None:
                 raise ValueError("n_valid is given with vocab_shard and teacher_ids: ranks wait to find their own ids")
-        rows = self._rows(head, input, target, mask, SequenceSplit.of(sequence_group, head, input), n_valid)
+        by_token = self.reduction == "none"
+        if by_token and num_items is not None:
+            raise ValueError("num_items divides a mean, but reduction is 'none'")
+        split = None if by_token else SequenceSplit.of(sequence_group, head, input)
+        rows = self._rows(head, input, target, mask, split, n_valid)
         given = _Given(teacher_weight, teacher_input, teacher_bias, teacher_logps, teacher_ids)
         teacher = self._teacher(head, input, given)
         route = (
@@ -200,6 +218,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         weights = LossWeights(self.weight_soft_loss / n_items, -hard / n_items if hard else None)
         dtype, has_target = compute_dtype(head, input), target is not None
         step = distillation_step(head, dtype, teacher, rows, weights, route, self.options, has_target)
+        if by_token:
+            return self._per_token(step, head, input, hard)
         loss = run_step(step, head, input)
         divergence, logps, _ = step.values
         soft_loss = divergence.sum() / n_items
@@ -210,6 +230,18 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
         @typed_like(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def _per_token(
+        self, step: DistillationStep, head: LossHead, input: Tensor, hard: float
+    ) -> tuple[Tensor, DistillationMetrics]:
+        divergence, logps = divergences_of_tokens(step, head, input)
+        shape, wide = head.token_shape(input), accumulation_dtype(step.plan.dtype)
+        soft_loss = divergence.to(wide).view(shape)
+        hard_loss = torch.zeros_like(soft_loss) if logps is None else -logps.view(shape)
+        loss = self.weight_soft_loss * soft_loss
+        if hard:
+            loss = loss + hard * hard_loss
+        return loss, DistillationMetrics(soft_loss.detach(), hard_loss.detach())
 
     def _rows(
         self,
@@ -303,6 +335,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
     def extra_repr(self) -> str:
         weights = f"weight_hard_loss={self.weight_hard_loss}, weight_soft_loss={self.weight_soft_loss}"
+        weights += f", reduction={self.reduction!r}"
         own = f", teacher_options={self.teacher_options}" if self._transforms_teacher else ""
         return f"{weights}, {self.options}{own}"
 

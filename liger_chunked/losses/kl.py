@@ -26,10 +26,11 @@ class LigerFusedLinearKLDivLoss(LigerFusedLinearDistillationBase):
         skew: in [0, 1), bounds the ratio (DistiLLM, https://arxiv.org/abs/2402.03898, section 3.1, proposes 0.1). 0: no
             mixture.
         **options: `weight_hard_loss` and `weight_soft_loss` (0.5), factors of the targets' NLL at temperature 1 and of
-            the divergence; `teacher_options`, a `LogitOptions` with the teacher's `softcap`, `logit_scale` and
-            `temperature` (None: the student's); and fields of `LogitOptions`: `ignore_index` (-100) marks targets to
-            skip; `softcap`, `logit_scale` and `temperature` transform the logits; `logits_budget` is the most bytes of
-            both models' logits in memory, such as "512MiB" (None: automatic). A `logits_dtype` is refused.
+            the divergence; `reduction`, "mean" or "none", a value for each token; `teacher_options`, a `LogitOptions`
+            with the teacher's `softcap`, `logit_scale` and `temperature` (None: the student's); and fields of
+            `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and `temperature`
+            transform the logits; `logits_budget` is the most bytes of both models' logits in memory, such as "512MiB"
+            (None: automatic). A `logits_dtype` is refused.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4, requires_grad=True), torch.randn(2, 3, 4)

@@ -18,6 +18,7 @@ from liger_chunked.engine import (
     assert_later,
     check_kept,
     check_projection,
+    check_sparse_weight_grad,
     check_target,
     check_temperature,
     check_temperature_values,
@@ -401,6 +402,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         num_items: float | Tensor | None = None,
         temperature: Tensor | None = None,
         kept: KeptIds | None = None,
+        sparse_weight_grad: bool = False,
         n_valid: Sequence[int] | None = None,
         vocab_shard: VocabShard | None = None,
         cu_seqlens: Tensor | None = None,
@@ -433,6 +435,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 entropies, also those of `ref_input`, are then of the softmax over these ids, and only their rows of the
                 head are read. Pass `old_logps` and `ref_logps` of the same softmax; with `sequence_group`, the ids of
                 this rank's positions. None: the whole vocabulary.
+            sparse_weight_grad: as in `linear_token_stats`: with `kept`, the gradient of `weight` is sparse. False:
+                dense.
             n_valid: B ints, the numbers of each sequence's tokens that have a target and that `attention_mask` keeps,
                 so that the host does not wait for the device ("Without waiting" in `docs/how-it-works.md`). None: the
                 host reads them from the device.
@@ -474,6 +478,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                     f"temperature is given twice: to the constructor, {self.options.temperature}, and to the call, "
                     f"{shown(temperature)}"
                 )
+        check_sparse_weight_grad(sparse_weight_grad, kept, n_valid)
         if kept is not None:
             check_kept(head, self._outputs, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
         ignore_index, may_wait = self.options.ignore_index, host_may_sync(target, n_valid)
@@ -515,7 +520,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             loss, stats, _ = loss_of_kept(
                 head, input, target.long(), kept, rows, Differentiated(objective), sequences=sequences,
                 outputs=self._outputs, options=self.options, temperature=temperature,
-                n_valid=None if may_wait else rows.n_valid, owner=self,
+                n_valid=None if may_wait else rows.n_valid, sparse_weight_grad=sparse_weight_grad, owner=self,
             )  # fmt: skip
         return loss, self._metrics(batch(), batch().rollouts(stats, slice(None)), whole_target.shape)
 

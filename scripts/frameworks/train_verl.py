@@ -15,12 +15,15 @@ Compares the loss of each step, and exits with 1 if one differs by more than 1e-
 - steps 0 to 7, tied embeddings: ours against verl's `FusedLinearForPPO`
 - steps 8 to 15, an own head: ours against verl's logits. verl's `FusedLinearForPPO` fails there with "mixed
   torch.Tensor and DTensor", because FSDP2 shards the head on its own, and verl does not call the head's forward.
+- steps 16 to 19, on-policy distillation: `distill_from_hidden_states` against verl's "forward_kl_topk" of logits, whose
+  top-k is the whole vocabulary. verl has no teacher that returns hidden states, so the batch has random ones.
 """
 
 from __future__ import annotations
 
 import tempfile
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,16 +33,25 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.plugin.platform.platform_manager import set_platform
 from verl.trainer.config import CheckpointConfig
+from verl.trainer.distillation.losses import distillation_ppo_loss
 from verl.utils import tensordict_utils
 from verl.utils.experimental import torch_functional
-from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config import (
+    ActorConfig,
+    DistillationConfig,
+    DistillationLossConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+)
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from liger_chunked.integrations.verl import FusedLinearForPPO
+from liger_chunked.integrations.verl import FusedLinearForPPO, distill_from_hidden_states
+from liger_chunked.losses import LigerFusedLinearKLDivLoss
 
-STEPS, BATCH, PROMPT, RESPONSE, VOCAB = 8, 8, 5, 12, 512
+STEPS, BATCH, PROMPT, RESPONSE, VOCAB, H_TEACHER = 8, 8, 5, 12, 512, 48
 
 
 class PlatformCPU(PlatformCUDA):
@@ -87,8 +99,8 @@ def batch(step: int, fused: bool) -> TensorDict:
     return td
 
 
-def train(path: str, fused: bool = True) -> list[float]:
-    """Return the loss of each step, of a new engine with the weights of `path`. `fused`: verl's `use_fused_kernels`."""
+def build(path: str, fused: bool) -> FSDPEngineWithLMHead:
+    """Return a new engine with the weights of `path`. `fused`: verl's `use_fused_kernels`."""
     engine = FSDPEngineWithLMHead(
         HFModelConfig(
             path=path,
@@ -103,18 +115,63 @@ def train(path: str, fused: bool = True) -> list[float]:
         CheckpointConfig(),
     )
     engine.initialize()
-    config = ActorConfig(
-        strategy="fsdp2",
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=BATCH // 2,
-        entropy_coeff=0.01,
-        use_kl_loss=True,
-        kl_loss_coef=0.1,
-    )
-    losses = []
+    return engine
+
+
+def actor(**options: Any) -> ActorConfig:
+    return ActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=BATCH // 2, **options)
+
+
+def train(path: str, fused: bool = True) -> list[float]:
+    """Return the loss of each step of PPO."""
+    engine, losses = build(path, fused), []
+    config = actor(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
     for step in range(STEPS):
         with engine.train_mode():
             output = engine.train_batch(batch(step, fused), partial(ppo_loss, config))
+        losses.append(sum(output["loss"]))
+    return losses
+
+
+def teacher_head() -> torch.Tensor:
+    return torch.randn(VOCAB, H_TEACHER, generator=torch.Generator().manual_seed(1)) / 4
+
+
+def distill(path: str, loss_mode: str, fused: bool) -> list[float]:
+    """Return the loss of each step of on-policy distillation, of a student at temperature 0.7.
+
+    Odd steps add verl's `ppo_loss`, for which the head computes log-probabilities and entropies too.
+    """
+    engine, losses = build(path, fused), []
+    for step in range(STEPS // 2):
+        only = step % 2 == 0
+        loss = DistillationLossConfig(
+            loss_mode=loss_mode,
+            topk=VOCAB,
+            use_task_rewards=not only,
+            use_policy_gradient=False,
+            loss_max_clamp=None,
+            log_prob_min_clamp=None,
+        )
+        config = actor(entropy_coeff=0.01)
+        loss_function = partial(distillation_ppo_loss, config, DistillationConfig(distillation_loss=loss))
+        data = batch(step, fused)
+        offsets = data["input_ids"].offsets()
+        n = data["input_ids"].values().shape[0]
+        states = torch.randn(n, H_TEACHER, generator=torch.Generator().manual_seed(100 + step))
+        teacher = {
+            "teacher_hidden_states": states,
+            "teacher_logprobs": (states @ teacher_head().T).log_softmax(-1),
+            "teacher_ids": torch.arange(VOCAB).expand(n, -1).contiguous(),
+        }
+        for name, x in teacher.items():
+            if fused == (name == "teacher_hidden_states"):
+                data[name] = torch.nested.nested_tensor_from_jagged(x, offsets)
+        tensordict_utils.assign_non_tensor(
+            data, distillation_use_topk=True, distillation_only=only, calculate_entropy=not only
+        )
+        with engine.train_mode():
+            output = engine.train_batch(data, loss_function)
         losses.append(sum(output["loss"]))
     return losses
 
@@ -141,10 +198,16 @@ def main() -> None:
         save(tied, tie_word_embeddings=True)
         save(untied, tie_word_embeddings=False)
         on_logits = train(untied, fused=False)  # first: the fused forward stays in the class of the model
-        stock = train(tied) + on_logits
+        distilled = distill(untied, "forward_kl_topk", fused=False)
+        stock = train(tied) + on_logits + distilled
         calls = count_calls(FusedLinearForPPO, "forward")
         torch_functional.FusedLinearForPPO = FusedLinearForPPO
         ours = train(tied) + train(untied)
+        distill_from_hidden_states(teacher_head)
+        calls_of_losses = count_calls(LigerFusedLinearKLDivLoss, "forward")
+        ours += distill(untied, "hidden_states", fused=True)
+        if not calls_of_losses:
+            raise RuntimeError("the distillation did not run this library's loss")
     compare("verl", stock, ours, 1e-5, calls)
 
 

@@ -30,8 +30,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_chunked import VocabShard, linear_token_stats
-from liger_chunked.functional import dpo_loss
+from liger_chunked import LigerFusedLinearKLDivLoss, VocabShard, linear_token_stats
+from liger_chunked.functional import dpo_loss, kl_div_loss
 from liger_chunked.integrations import cut_cross_entropy, megatron, nemo_rl, skyrl, verl
 from liger_chunked.integrations.tensor_parallel import even_shard
 
@@ -205,6 +205,105 @@ def test_verl_interfaces() -> None:
     if theirs := installed("verl.utils.experimental.torch_functional"):
         for ours in ("__init__", "forward"):
             assert names(getattr(theirs.FusedLinearForPPO, ours)) == names(getattr(verl.FusedLinearForPPO, ours))
+    if theirs := installed("verl.workers.engine.fsdp.transformer_impl"):
+        for hook in ("prepare_model_inputs", "prepare_model_outputs"):
+            assert names(getattr(theirs.FSDPEngineWithLMHead, hook)) == names(getattr(VerlEngine, hook))
+
+
+# verl 0.9.1: verl/trainer/distillation/losses.py registers losses, and distillation_ppo_loss reads those of tokens from
+# model_output; verl/workers/engine/fsdp/transformer_impl.py calls prepare_model_inputs, the model, and then
+# prepare_model_outputs, which reads `fused_linear_aux` of a fused head.
+class VerlEngine:
+    """The parts of FSDPEngineWithLMHead that pass divergences on."""
+
+    use_ulysses_sp = False
+
+    def prepare_model_inputs(self, micro_batch: Any) -> Any:
+        return {"hidden": micro_batch["hidden"].values()[None]}, {}
+
+    def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
+        aux = getattr(output, "fused_linear_aux", None)
+        found = {} if aux is None else {name: x.squeeze(0) for name, x in vars(aux).items()}
+        return found | {"log_probs": output.log_probs, "entropy": output.entropy}
+
+
+@pytest.fixture
+def verl_stub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Modules of verl with what `distill_from_hidden_states` imports."""
+    registry: dict[str, Any] = {}
+    modules = {
+        "verl.trainer.distillation.losses": {
+            "DistillationLossSettings": SimpleNamespace,
+            "register_distillation_loss": lambda given: lambda f: registry.setdefault(given.names[0], (given, f))[1],
+        },
+        "verl.utils.tensordict_utils": {"get_non_tensor_data": lambda data, key, default: data.get(key, default)},
+        "verl.utils.experimental.torch_functional": {"FusedLinearForPPO": None},
+        "verl.workers.engine.fsdp.transformer_impl": {"FSDPEngineWithLMHead": type("Engine", (VerlEngine,), {})},
+        "verl.workers.utils.padding": {"no_padding_2_padding": lambda x, data: x},
+    }
+    for name, members in modules.items():
+        for end in range(1, name.count(".") + 1):
+            parent = ".".join(name.split(".")[:end])
+            monkeypatch.setitem(sys.modules, parent, sys.modules.get(parent) or ModuleType(parent))
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], module, raising=False)
+    return SimpleNamespace(
+        registry=registry, functional=sys.modules["verl.utils.experimental.torch_functional"],
+        Engine=sys.modules["verl.workers.engine.fsdp.transformer_impl"].FSDPEngineWithLMHead,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("only", [True, False])
+def test_verl_distillation(only: bool, verl_stub: SimpleNamespace) -> None:
+    """Divergences of the positions that predict a response, from the head to the loss, with gradients."""
+    loaded: list[int] = []
+    case, teacher_weight = make_case(), torch.randn(V, 5, dtype=torch.float64)
+    verl.distill_from_hidden_states(lambda: loaded.append(1) or teacher_weight, loss_mode="hidden")  # type: ignore[func-returns-value]
+    settings, loss = verl_stub.registry["hidden"]
+    assert settings.use_topk
+
+    def nested(x: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 6, 10]))
+
+    hidden, teacher = case.hidden[0].clone().requires_grad_(), torch.randn(S, 5, dtype=torch.float64)
+    data = {
+        "input_ids": nested(case.target[0].clamp(min=0)), "hidden": nested(hidden),
+        "teacher_hidden_states": nested(teacher), "responses": torch.zeros(2, 3),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]),  # responses of 3 and 1 tokens
+        "distillation_use_topk": True, "distillation_only": only, "use_fused_kernels": True,
+    }  # fmt: skip
+    read = torch.tensor([False, False, True, True, True, False, False, False, True, False])
+    engine, weight = verl_stub.Engine(), case.weight.clone().requires_grad_()
+
+    def step(data: dict[str, Any]) -> Any:
+        inputs, args = engine.prepare_model_inputs(data)
+        logps, entropy = verl_stub.functional.FusedLinearForPPO()(inputs["hidden"], weight, case.target[:1], 0.7)
+        output = SimpleNamespace(log_probs=logps, entropy=entropy)
+        return engine.prepare_model_outputs(output, args, data, None)
+
+    for _ in range(2):
+        found = step(data)
+    assert len(loaded) == 1
+    log_p, log_q = (hidden @ weight.T / 0.7).log_softmax(-1), (teacher @ teacher_weight.T).log_softmax(-1)
+    expected = (log_q.exp() * (log_q - log_p)).sum(-1).where(read, 0.0)
+    losses, _ = loss(None, None, found, data)
+    check(losses, expected.detach(), "KL")
+    ours, exact = (torch.autograd.grad((x * case.upstream[0, 0]).sum(), (weight, hidden)) for x in (losses, expected))
+    for a, b in zip(ours, exact, strict=True):
+        check(a, b, "gradient")
+    assert (found["log_probs"] is None) == only and (found["entropy"] is None) == only
+    if not only:
+        check(found["log_probs"][0], eager(case, temperature=0.7).logps[0], "logps")
+    plain = step(data | {"distillation_use_topk": False})
+    assert "distillation_losses" not in plain and plain["log_probs"].shape == (1, S)
+    with pytest.raises(ValueError, match="loss_mode='hidden' needs teacher_hidden_states"):
+        loss(None, None, plain, data)
+    with pytest.raises(ValueError, match="teacher_hidden_states need use_fused_kernels=True"):
+        step(data | {"use_fused_kernels": False})
+    with pytest.raises(ValueError, match="with the 10 tokens of input_ids"):
+        step(data | {"teacher_hidden_states": teacher})
 
 
 # SkyRL 0.3.0, skyrl/backends/skyrl_train/distributed/megatron/model_utils.py: logps (B, S) float32, dX not reduced.
@@ -266,6 +365,47 @@ def nemo_rl_worker(rank: int, folder: str) -> None:
 
 
 test_nemo_rl = run(nemo_rl_worker)
+
+
+# NeMo-RL, nemo_rl/algorithms/loss/loss_functions.py: DistillationLossFn, with a top-k of the whole vocabulary.
+def kl_of_nemo_rl(log_p: Tensor, log_q: Tensor, kl_type: str, weight: float) -> Tensor:
+    forward = (log_q.exp() * (log_q - log_p)).sum(-1)
+    reverse = (log_p.exp() * (log_p - log_q)).sum(-1)
+    return {"forward": forward, "reverse": reverse, "mixed": weight * forward + (1.0 - weight) * reverse}[kl_type]
+
+
+def nemo_rl_kl_worker(rank: int, folder: str) -> None:
+    group = initialize(rank, folder)
+    case = make_case(rank, WORLD)
+    apply = nemo_rl.ChunkedDistributedHiddenStatesToKL.apply
+    generator = torch.Generator().manual_seed(1)
+    teacher = torch.randn(B, S, 5, generator=generator, dtype=torch.float64)
+    teacher_weight = torch.randn(V, 5, generator=generator, dtype=torch.float64)
+    whole, rows = case.hidden.transpose(0, 1), (case.own.start, case.own.stop)
+    for kl_type, chunk_size, mask in (("forward", 4, None), ("reverse", None, case.target >= 0), ("mixed", None, None)):
+        w, x = case.weight.clone().requires_grad_(), case.hidden.clone().requires_grad_()
+        log_p, log_q = (x @ w.T / 0.7).log_softmax(-1), (teacher @ teacher_weight.T).log_softmax(-1)
+        expected = kl_of_nemo_rl(log_p, log_q, kl_type, 0.3)
+        expected = expected if mask is None else expected.where(mask, 0.0)
+        exact = torch.autograd.grad((expected * case.upstream[0]).sum(), (w, x))
+        weight, hidden = case.weight[case.own].clone().requires_grad_(), whole[case.part].clone().requires_grad_()
+        found = apply(
+            hidden, weight, teacher, teacher_weight[case.own], *rows, chunk_size, group, mask=mask, kl_type=kl_type,
+            mixed_kl_weight=0.3, temperature=0.7,
+        )  # fmt: skip
+        check(found, expected.detach(), kl_type)
+        found.backward(case.upstream[0])
+        check(weight.grad, exact[0][case.own], "dW")
+        check(hidden.grad, exact[1].transpose(0, 1)[case.part], "dX")
+    assert not apply(hidden, weight, teacher, teacher_weight[case.own], *rows, None, group, True).requires_grad
+    with pytest.raises(ValueError, match=r"kl_type must be one of .*'js'"):
+        apply(hidden, weight, teacher, teacher_weight[case.own], *rows, None, group, kl_type="js")
+    with pytest.raises(ValueError, match=f"must have the {S} positions of all ranks"):
+        apply(hidden, weight, teacher[:, case.part], teacher_weight[case.own], *rows, None, group)
+    dist.destroy_process_group()
+
+
+test_nemo_rl_kl = run(nemo_rl_kl_worker)
 
 
 def test_nemo_rl_interface() -> None:
@@ -330,6 +470,20 @@ def megatron_worker(rank: int, folder: str) -> None:
         check(stats.entropy, expected.entropy, "entropy")
         torch.autograd.backward([stats.logps, stats.entropy], list(case.upstream))
         check_grads(weight, hidden, expected, sequence_parallel)
+
+    # A divergence for each token, of a teacher's hidden states.
+    x, w = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    teacher = {"teacher_weight": case.weight.flip(1), "teacher_input": case.hidden.flip(0)}
+    exact, _ = kl_div_loss(w, x, **teacher, target=masked.target, reduction="none", reverse=True)
+    (exact * case.upstream[0]).sum().backward()
+    loss = LigerFusedLinearKLDivLoss(reduction="none", reverse=True)
+    own_teacher = {"teacher_weight": teacher["teacher_weight"][case.own], "teacher_input": teacher["teacher_input"]}
+    (found, _), weight, hidden = call(megatron.OutputProcessor(loss), False, False, context=own_teacher)
+    check(found, exact.detach(), "KL")
+    found.backward(case.upstream[0])
+    assert w.grad is not None and x.grad is not None
+    check(weight.grad, w.grad[case.own], "dW")
+    check(hidden.grad, x.grad.transpose(0, 1), "dX")
 
     # A loss over sequences: two pairs of (b, s), chosen first.
     case = case._replace(hidden=torch.cat([case.hidden, case.hidden[:1].flip(1)]))

@@ -582,7 +582,9 @@ REFUSED = {
     "a-reference": ("DPO", LigerFusedLinearSimPOLoss(), "SimPOLoss takes no reference, got a ref_model"),
     "a-reference-of-kto": ("KTO", LigerFusedLinearKTOLoss(use_ref_model=False), "no reference, got a ref_model"),
     "no-beta": ("GRPO", LigerFusedLinearGRPOLoss(beta=0.1), r"beta=0.1: set GRPOConfig\(beta"),
+    "no-beta-of-a-reference": ("GRPO", LigerFusedLinearGRPOLoss(surrogate="a2po"), r"set GRPOConfig\(beta=1.0\)"),
     "a-sum": ("SFT", LigerFusedLinearCrossEntropyLoss(reduction="sum"), "a mean over tokens, got reduction='sum'"),
+    "a-value-a-token": ("GKD", LigerFusedLinearJSDLoss(reduction="none"), "a mean over tokens, got reduction='none'"),
     "other-labels": ("GKD", LigerFusedLinearJSDLoss(ignore_index=-1), "the loss has ignore_index=-1"),
 }
 
@@ -592,6 +594,25 @@ def test_a_loss_that_does_not_fit_is_refused(tmp_path, case):
     kind, loss, message = REFUSED[case]
     with pytest.raises((TypeError, ValueError), match=message):
         build(tmp_path, kind, ours=True, loss=loss)
+
+
+def test_a_reference_without_a_kl_term(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A*-PO reads the reference, which TRL keeps for any `beta`, and not that `beta`."""
+    read, stock = [], LigerFusedLinearGRPOLoss.policy_loss
+    monkeypatch.setattr(
+        LigerFusedLinearGRPOLoss, "policy_loss", lambda self, rollouts: read.append(rollouts) or stock(self, rollouts)
+    )
+    model = tiny.model()
+    model.save_pretrained(tmp_path / "reference")
+    losses = []
+    for beta in (1.0, 0.1):
+        loss, policy = LigerFusedLinearGRPOLoss(surrogate="a2po", reduction="grpo"), copy.deepcopy(model)
+        policy.config._name_or_path = str(tmp_path / "reference")  # from which TRL loads the reference
+        trainer = build(tmp_path, "GRPO", True, {"beta": beta, "max_steps": 1}, loss=loss, model=policy)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert len(read) == 4 and all(rollouts.ref_logps is not None for rollouts in read)
+    assert losses[0] == losses[1] and losses[0] != 0
 
 
 # One loss per trainer, and a non-default value for every field that it replaces.

@@ -100,8 +100,15 @@ def _entropy_sum(head: Head, input: HeadInput, options: LogitOptions) -> Tensor:
 
 class TeacherMixin(LigerTrainerMixin):
     loss_kind = LigerFusedLinearDistillationBase
+
     models_without_head: ClassVar[tuple[str, ...]] = ("teacher_model",)
     default_budget: ClassVar[int | None] = None
+
+    @classmethod
+    def _check_loss(cls, loss: Any) -> None:
+        super()._check_loss(loss)
+        if loss.reduction != "mean":
+            raise ValueError(f"{cls.__name__} trains on a mean over tokens, got reduction={loss.reduction!r}")
 
     def _distil(
         self,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +36,8 @@ class GRPOMixin(RolloutsMixin):
     """TRL's `GRPOTrainer` on a chunked head.
 
     `loss` is a `LigerFusedLinearPolicyBase`, at the config's `temperature`. For a KL term, set `beta` in the config
-    too, or TRL keeps no reference. With TRL's default divisor:
+    too, or TRL keeps no reference. For a loss that needs a reference without a KL term, such as A*-PO, set any other
+    `beta` than 0 in the config: only the loss's is read. With TRL's default divisor:
 
         loss = LigerFusedLinearGRPOLoss(reduction="dapo")
         LigerGRPOTrainer(model, reward_funcs=reward, train_dataset=prompts, loss=loss)
@@ -71,8 +73,22 @@ class GRPOMixin(RolloutsMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         loss = self.loss_override
-        if loss is not None and loss.beta and not self.beta:
+        if loss is None or self.beta:
+            return
+        if loss.beta:
             raise ValueError(f"the loss has beta={loss.beta}: set GRPOConfig(beta=...) too, or TRL keeps no reference")
+        if loss.needs_reference:
+            raise ValueError(
+                "the loss needs a reference, and TRL keeps one only if beta is not 0: set GRPOConfig(beta=1.0). The "
+                f"loss does not read it, but its own, {loss.beta}"
+            )
+
+    @classmethod
+    def _check_config(cls, loss: Any, config: Any) -> None:
+        if config is not None and loss.needs_reference and not loss.beta:
+            config = copy.copy(config)
+            config.beta = loss.beta  # TRL's has another purpose, to keep a reference
+        super()._check_config(loss, config)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         loss = self.loss_override
