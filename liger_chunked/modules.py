@@ -265,7 +265,8 @@ class LigerCrossEntropyLoss(nn.Module):
         reduction: "mean" divides the cross entropy by the sum of `w_y`, the last term (z-loss) by the valid tokens; 0
             without any. "sum" divides by nothing. "none" returns one loss a token, 0 at ignored ones.
         label_smoothing: `s`, the share of the target that is spread over all classes, in [0, 1].
-        lse_square_scale: weight of the z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5); 0: none.
+        lse_square_scale: weight of the z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5), finite and not
+            negative; 0: none.
         softcap: positive `c` of the transform `z = c tanh(logit_scale x / c)` of logits `x`. None: `z = logit_scale x`.
         logit_scale: finite factor of the logits, before the softcap.
         inplace: let the backward write its gradient over `logits`, unless they are expanded or the call is compiled. A

@@ -39,7 +39,8 @@ class TokenStats(NamedTuple):
     - `log_sum_sq_probs`: `log(sum(p ** 2))`
     - `candidate_logps`: (B, T, K) or (N, K), `z_c - lse` of the `candidates` of `linear_token_stats`
 
-    The first four and the last are differentiable. Fields not requested are None. Floats are float32, or float64 for
+    The first four and the last are differentiable. Fields not requested are None; of what `linear_token_stats` returns,
+    reading one by its name raises an AttributeError that says how to request it. Floats are float32, or float64 for
     float64 inputs, and 0 at ignored tokens. With 16-bit hidden states, `logps` uses an unrounded `z_y`.
     """
 
@@ -57,13 +58,40 @@ OUTPUTS = tuple(name for name in TokenStats._fields if name != "candidate_logps"
 
 
 class DeclaredStats(TokenStats):
-    """`TokenStats` that raise for undeclared fields."""
+    """`TokenStats` that the method of a loss reads. A field that the loss does not declare raises AttributeError.
 
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        if value is None and name in TokenStats._fields:
-            raise AttributeError(f"token_stats.{name} was not computed: declare it, token_outputs = ({name!r},)")
-        return value
+    By index or in a loop it is None, as in `TokenStats`.
+    """
+
+    def _missing(self, name: str) -> str:
+        return f"token_stats.{name} was not computed: declare it, token_outputs = ({name!r},)"
+
+
+class RequestedStats(DeclaredStats):
+    """`TokenStats` that `linear_token_stats` returns. A field that the call does not request raises AttributeError."""
+
+    def _missing(self, name: str) -> str:
+        if name == "candidate_logps":
+            return "candidate_logps were not computed: pass candidates=... to linear_token_stats"
+        requested = tuple(other for other in OUTPUTS if other == name or self[TokenStats._fields.index(other)] is not None)
+        return f"{name} was not computed: request it, linear_token_stats(..., outputs={requested})"
+
+    def __repr__(self) -> str:
+        return repr(TokenStats(*self))
+
+
+def _read(index: int, name: str) -> property:
+    def value(self: DeclaredStats) -> Tensor:
+        if (x := self[index]) is None:
+            raise AttributeError(self._missing(name))
+        return x
+
+    return property(value)
+
+
+for _index, _name in enumerate(TokenStats._fields):
+    # Properties, because a __getattribute__ would also run for every method.
+    setattr(DeclaredStats, _name, _read(_index, _name))
 
 
 DIFFERENTIABLE = ("logps", "lse", "entropy", "mean_logits")

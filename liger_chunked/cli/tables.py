@@ -11,10 +11,13 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160, soft_wrap=False)
 
 
-def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:
+    """Print a table, and below it what its words mean, a line each."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     console().print(table)
+    for note in notes:
+        print(note)

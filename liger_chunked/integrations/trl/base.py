@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
@@ -275,6 +275,17 @@ def _config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingArguments 
     return next((x for x in (*args, kwargs.get("args")) if isinstance(x, TrainingArguments)), None)
 
 
+def check_loads_reference(trainer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if a trainer for GRPO or RLOO, called so, cannot load the reference of its KL term."""
+    if getattr(_config(args, kwargs), "beta", 0.0) and not _has_adapter((*args, *kwargs.values())):
+        references.check_name(trainer, args[0] if args else kwargs.get("model"), references.SAVE_FIRST)
+
+
+def _has_adapter(arguments: Iterable[Any]) -> bool:
+    """Whether a config of PEFT is given: the policy without its adapter is then the reference."""
+    return any(hasattr(x, "peft_type") for x in arguments)
+
+
 _MISSING: Any = object()
 
 
@@ -350,8 +361,10 @@ class ReferenceMixin(LigerTrainerMixin):
             ref_model = _NONE
         self._check_precomputed(loss, args)
         references.check_forwards(model, ref_model)
-        if not any(hasattr(x, "peft_type") for x in (*others, *kwargs.values())):
+        if not _has_adapter((*others, *kwargs.values())):
             references.check_parameters(model, ref_model)
+            if ref_model is None and not getattr(args, "precompute_ref_log_probs", False):
+                references.check_name(type(self).__name__, model, references.PASS_ONE)
         super().__init__(model, ref_model, args, *others, loss=loss, **kwargs)
         # An adapter that TRL has added freezes the rest.
         references.check_parameters(self.model, self.ref_model)
