@@ -585,6 +585,29 @@ class Rollouts:
         return saturating_exp(self.log_ratio)
 
 
+class Clipped(NamedTuple):
+    """Where the ratio exceeds its bound in the advantage's direction: what `clipped` of a policy loss returns.
+
+    - `low`: bool in the shape of `Rollouts.ratio`, True below the bound; None without a lower bound
+    - `high`: bool, in the same shape, True above it
+
+    >>> from liger_chunked import LigerFusedLinearPolicyBase
+    >>> def clipped(r):
+    ...     return Clipped(low=(r.ratio < 0.8) & (r.advantages < 0), high=(r.ratio > 1.2) & (r.advantages > 0))
+    >>> class PPO(LigerFusedLinearPolicyBase):
+    ...     def policy_loss(self, r):
+    ...         return -torch.min(r.ratio * r.advantages, r.ratio.clamp(0.8, 1.2) * r.advantages)
+    >>> loss, metrics = PPO(clipped=clipped)(
+    ...     torch.randn(11, 4), torch.randn(2, 3, 4), torch.randint(11, (2, 3)), torch.tensor([1.0, -1.0])
+    ... )
+    >>> metrics.clip_ratio.item()        # on-policy
+    0.0
+    """
+
+    low: Tensor | None
+    high: Tensor
+
+
 class PreferenceMetrics(NamedTuple):
     """Metrics of a paired loss for a batch of n pairs, detached, float32, or float64 for float64 inputs.
 

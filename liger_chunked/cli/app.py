@@ -132,9 +132,11 @@ def memory(
     dtype: Annotated[Dtype, typer.Option(help="of weight and hidden states")] = Dtype["bfloat16"],
     autocast: Annotated[Dtype | None, typer.Option(help="the dtype of torch.autocast")] = None,
     bias: Annotated[bool, typer.Option("--bias", help="the head has a bias")] = False,
-    frozen_head: Annotated[bool, typer.Option("--frozen-head", help="as under PEFT")] = False,
+    frozen_head: Annotated[bool, typer.Option("--frozen-head", help="as under PEFT; --step knows it")] = False,
     frozen_input: Annotated[bool, typer.Option("--frozen-input", help="hidden states need no gradient")] = False,
-    lora_rank: Annotated[int | None, typer.Option(help="of an adapter on the head")] = None,
+    lora_rank: Annotated[
+        int | None, typer.Option(help="of an adapter on the head; with --step, on all linear layers but the head")
+    ] = None,
     ref_hidden_size: Annotated[int | None, typer.Option(help="a reference given as hidden states")] = None,
     teacher_hidden_size: Annotated[int | None, typer.Option(help="a teacher given as hidden states")] = None,
     teacher_top_k: Annotated[int | None, typer.Option(help="a teacher given as log-probabilities")] = None,
@@ -167,6 +169,7 @@ def memory(
             "checkpoints": checkpoints.value,
             "dtype": DTYPES[dtype.value],
             "trainable": not frozen,
+            "adapter": None if lora_rank is None else sizes.lora(lora_rank),
             "optimizer_bytes": optimizer_bytes,
             "accumulates": accumulates,
             "logits_budget": logits_budget,

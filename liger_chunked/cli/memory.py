@@ -146,6 +146,13 @@ def _config_class(model: str) -> Any:
     return config_class
 
 
+def lora(rank: int) -> Any:
+    """Return PEFT's config of adapters on all linear layers but the head."""
+    if find_spec("peft") is None:
+        raise ValueError("--lora-rank with --step needs peft: pip install peft")
+    return import_module("peft").LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
 @dataclass(frozen=True)
 class Case:
     loss: str

@@ -12,12 +12,14 @@ def console() -> Console:
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:
-    """Print a table, and below it what its words mean, a line each."""
-    table = Table(title=title, title_justify="left", title_style="bold")
+    """Print a title in one line, a table, and what its words mean, a line each."""
+    table = Table()
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    console().print(table)
+    printer = console()
+    printer.print(title, style="bold", soft_wrap=True, highlight=False, markup=False)
+    printer.print(table)
     for note in notes:
         print(note)

@@ -160,6 +160,18 @@ class LigerTrainerMixin(_Trainer):
     def gathered_mean(self, value: Tensor) -> float:
         return self.accelerator.gather_for_metrics(value.detach()).mean().item()
 
+    def own_metrics(self, metrics: Any) -> dict[str, float]:
+        """Return what the loss given as `loss` adds to the log, see `logged_metrics`."""
+
+        def mean(x: float | Tensor) -> float:
+            return self.gathered_mean(torch.as_tensor(x, dtype=torch.float32, device=self.accelerator.device))
+
+        return {name: mean(x) for name, x in self.loss_override.logged_metrics(metrics).items()}
+
+    def log_own_metrics(self, metrics: Any) -> None:
+        for name, value in self.own_metrics(metrics).items():
+            self.mode_metrics[name].append(value)
+
     def global_mean(
         self,
         mean: Tensor,
@@ -429,6 +441,7 @@ class ReferenceMixin(LigerTrainerMixin):
             arguments["ref_logps"] = self._ref_logps(model_inputs, inputs, labels)
         step = loss_step(model, loss, model_inputs | self._aux_inputs, labels, length=length, **arguments)
         self._log_metrics(step)
+        self.log_own_metrics(step.metrics)
         return self._finished(self._with_aux_loss(step.loss, step.aux_loss), model, model_inputs, return_outputs)
 
     def _loss_arguments(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
