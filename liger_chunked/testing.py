@@ -80,8 +80,8 @@ class LossReport(NamedTuple):
         budgets = " and ".join(map(str, self.budgets))
         return (
             f"ok: a loss of {self.loss:.6g} over {self.tokens} tokens, and its gradients, are those of autograd over "
-            f"full logits to {self.error:.1g} of their norm, and stay the same with more padding, in a second call, and "
-            f"in pieces of at most {budgets} bytes of logits. Your formula itself is not checked"
+            f"full logits to {self.error:.1g} of their norm. They stay the same with more padding, in a second call, "
+            f"and in pieces of at most {budgets} bytes of logits. Your formula itself is not checked"
         )
 
 

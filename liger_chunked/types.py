@@ -73,7 +73,8 @@ class RequestedStats(DeclaredStats):
     def _missing(self, name: str) -> str:
         if name == "candidate_logps":
             return "candidate_logps were not computed: pass candidates=... to linear_token_stats"
-        requested = tuple(other for other in OUTPUTS if other == name or self[TokenStats._fields.index(other)] is not None)
+        computed = self._asdict()
+        requested = tuple(other for other in OUTPUTS if other == name or computed[other] is not None)
         return f"{name} was not computed: request it, linear_token_stats(..., outputs={requested})"
 
     def __repr__(self) -> str:

@@ -73,7 +73,8 @@ def measure(case: Case) -> Iterator[Row]:
         loss: Any = LOSSES[name]()
         options = {} if case.logits_budget is None else {"logits_budget": case.logits_budget}
         fused: Any = type(loss)(**options)
-        batch = _batch(loss, Sizes(*case.shape, case.hidden_size, case.vocab_size, case.hidden_size), device, dtype)
+        n, length = case.shape
+        batch = _batch(loss, Sizes(n, length, case.hidden_size, case.vocab_size, case.hidden_size), device, dtype)
         leaves = [batch[key].requires_grad_() for key in ("weight", "input")]
 
         def fused_step(batch: dict[str, Tensor] = batch, fused: Any = fused) -> Tensor:

@@ -256,9 +256,10 @@ def show(seed: int) -> int:
         ["", "dtype", "worst part", "error", "eager", "allowed", ""],
         rows,
         notes=[
-            "worst part: the value, or the gradient, that comes closest to what is allowed. eager: the error of plain",
-            f"PyTorch in the same dtype. allowed: {_RATIO} times that, plus the rounding of a result. In bfloat16 both errors",
-            "of grpo may be large: a rounding that moves a ratio over its clipping bound changes a whole token's gradient.",
+            "worst part: the value, or the gradient, that comes closest to what is allowed.",
+            f"eager: the error of plain PyTorch in the same dtype. allowed: {_RATIO} times that, plus a rounding.",
+            "In bfloat16 both errors of grpo may be large: a rounding that moves a ratio over its clipping bound",
+            "changes the whole gradient of a token.",
         ],
     )
     wrong = [r for r in done if not r.passed]

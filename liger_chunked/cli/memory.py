@@ -230,9 +230,7 @@ def show(case: Case, free: int | None) -> None:
     sizes = f"vocabulary {case.settings['vocab_size']}, hidden size {case.settings['hidden_size']}"
     title = f"{case.loss}, {' x '.join(map(str, case.shape))} tokens, {sizes}: MiB above the inputs"
     names = ["logits", "weight_grad", "input_grad", "hidden", "other"]
-    notes = [
-        "This is the loss alone, with its gradients. --step, with --model, adds weights, optimizer and layers: will it fit?"
-    ]
+    notes = ["This is the loss alone, with its gradients. --step, with --model, adds weights, optimizer and layers."]
     tables.show(title, ["", "peak", *names], rows, notes)
     if free is None:
         return

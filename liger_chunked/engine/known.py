@@ -28,7 +28,7 @@ def assert_later(condition: Tensor, message: str) -> None:
 
 
 def check_ids(name: str, low: int, high: int, vocab_size: int, ignore_index: int | None = None) -> None:
-    """Raise ValueError if an id is no index into the vocabulary. `ignore_index`: of ids that may mark tokens to skip."""
+    """Raise ValueError if an id is no index into the vocabulary. `ignore_index` marks tokens to skip, if ids may."""
     if 0 <= low and high < vocab_size:
         return
     ignored = hint = ""

@@ -351,8 +351,9 @@ def liger_rotary_pos_emb(
     Raises:
         TypeError: `q`, `k`, `cos` or `sin` is no plain floating-point tensor.
         ValueError: shapes, dtypes or devices do not fit, `cos` or `sin` requires a gradient, `position_ids` goes with
-            `cos` of three dimensions, `unsqueeze_dim` or `rotary_dim` is invalid, `deinterleave` goes without `interleaved` or with `inplace`, or `inplace` would
-            overwrite a leaf that requires a gradient or elements that share memory.
+            `cos` of three dimensions, `unsqueeze_dim` or `rotary_dim` is invalid, `deinterleave` goes without
+            `interleaved` or with `inplace`, or `inplace` would overwrite a leaf that requires a gradient or elements
+            that share memory.
         IndexError: on a CPU, a position is outside of the tables.
         NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode autograd.
 
@@ -372,8 +373,8 @@ def liger_rotary_pos_emb(
         cos, sin = (x[None] if position_ids is None else x[position_ids] for x in (cos, sin))
     elif position_ids is not None:
         raise ValueError(
-            f"position_ids picks rows of tables cos and sin (positions, R), got cos {described(cos)}, whose row t belongs "
-            "to token t: leave position_ids out, or pass the tables"
+            f"position_ids picks rows of tables cos and sin (positions, R), got cos {described(cos)}, whose row t "
+            "belongs to token t: leave position_ids out, or pass the tables"
         )
     if unsqueeze_dim == 2:
         q, k = q.transpose(1, 2), k.transpose(1, 2)

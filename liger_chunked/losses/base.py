@@ -44,7 +44,8 @@ class FusedLoss(nn.Module, metaclass=LossType):
                 without `return_...` flags.
 
         Returns:
-            Numbers, or tensors of any shape, floating-point or bool. The trainer logs their means, over all ranks.
+            Numbers, or floating-point or bool tensors: (), or (n,) with one value for each example of the batch. The
+            trainer logs their means over values, ranks and steps, without the samples that a last batch repeats.
         """
         return {}
 

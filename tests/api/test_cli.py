@@ -161,7 +161,8 @@ def test_what_fits(capsys):
     fits = table(printed[printed.index("What fits") :])
     assert fits[""] == ["sequences of 256"] and int(fits["eager"][0]) < int(fits["fused"][0].split()[0])
     assert "or more" not in printed
-    printed = out(capsys, "memory", "dpo", "--vocab-size", "64", "--hidden-size", "8", "--shape", "2x65536", "--free", "9GB")
+    small = ["--vocab-size", "64", "--hidden-size", "8", "--shape", "2x65536"]
+    printed = out(capsys, "memory", "dpo", *small, "--free", "9GB")
     assert "8 or more" in printed and "or more: the search ends at a batch of 524288 tokens" in printed
     assert "leave out --valid" in refusal_after_table(capsys, "memory", "dpo", *SIZES, "--valid", "9", "--free", "1GiB")
 

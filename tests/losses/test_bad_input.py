@@ -901,4 +901,5 @@ def test_a_statistic_that_was_not_requested():
             _ = stats.candidate_logps
         assert not hasattr(stats, "argmax") and stats[2] is None
         assert isinstance(stats, TokenStats) and repr(stats).startswith("TokenStats(logps=tensor(")
-        assert stats._asdict().keys() == set(TokenStats._fields) and stats._replace(entropy=stats.lse).entropy is stats.lse
+        assert stats._asdict().keys() == set(TokenStats._fields)
+        assert stats._replace(entropy=stats.lse).entropy is stats.lse

@@ -1,4 +1,4 @@
-"""The table of recipes in `docs/memory.md` is what `estimate_step` gives: for each length, this one fits, the next not."""
+"""The recipes of `docs/memory.md` are what `estimate_step` gives: each length fits, and the next one does not."""
 
 from __future__ import annotations
 

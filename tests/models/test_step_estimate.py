@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-peft: Any = pytest.importorskip("peft")
+pytest.importorskip("peft")
 
+import peft
 import torch
 from model_zoo import BY_ID, Tiny
 from spies import Memory
@@ -183,7 +184,7 @@ def test_a_model_without_our_layers():
         ({"checkpoints": "disk"}, ValueError, "checkpoints must be 'device' or 'host', got 'disk'"),
         ({"dtype": "bf16"}, TypeError, "dtype must be a floating-point torch.dtype, got 'bf16'"),
         ({"tiled_mlp": "all"}, TypeError, "tiled_mlp must be True, False, None"),
-        ({"adapter": "lora"}, TypeError, r"adapter must be a config of PEFT, such as LoraConfig\(r=16\), or None, got"),
+        ({"adapter": "lora"}, TypeError, r"adapter must be a config of PEFT, as LoraConfig\(r=16\), or None, got"),
         (
             {"adapter": peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])},
             ValueError,

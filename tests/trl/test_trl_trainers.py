@@ -567,7 +567,9 @@ def test_a_metric_of_ones_own(train, kind):
         prefix = "eval_" if "eval_loss" in entry else ""
         same = next(name for name in OWN.values() if prefix + name in entry)
         assert entry[f"{prefix}own"] == pytest.approx(entry[prefix + same], rel=1e-5)
-        assert (entry[f"{prefix}number"], entry[f"{prefix}flags"]) == (2.0, 0.5)
+        assert entry[f"{prefix}number"] == 2
+        # The last batch of an evaluation has a sample twice, which the log leaves out, also of these two values.
+        assert entry[f"{prefix}flags"] == pytest.approx(2 / 3 if prefix else 0.5)
     assert len(entries) == (5 if kind in ("DPO", "ORPO") else 4)
 
 

@@ -18,8 +18,8 @@ from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses import dpo
 from liger_chunked.losses.formulas import at, log_odds, logistic
 from liger_chunked.losses.grpo import LOSS_TYPES, SURROGATES
-from liger_chunked.losses.policy import REDUCTIONS, Clipped
-from liger_chunked.types import PreferenceMetrics, Rollouts, accumulation_dtype, shown
+from liger_chunked.losses.policy import REDUCTIONS
+from liger_chunked.types import Clipped, PreferenceMetrics, Rollouts, accumulation_dtype, shown
 
 __all__ = [
     "LigerFusedLinearCPOLoss",

@@ -107,7 +107,7 @@ def estimate_step(
             `activation_offloading`, two are on the device: the layer's at work, and the next one's.
         dtype: of weights, gradients and activations.
         trainable: whether the weights train. With `adapter`, its alone do.
-        adapter: a config of PEFT for adapters of linear layers, such as `LoraConfig(r=16, target_modules="all-linear")`.
+        adapter: a config of PEFT for adapters of linear layers, as `LoraConfig(r=16, target_modules="all-linear")`.
             Their weights are in `dtype`, as `get_peft_model(..., autocast_adapter_dtype=False)` makes them. Float32
             ones, which are PEFT's default, take twice the bytes, and copy the input of each adapted layer in float32.
             None: no adapter.
@@ -219,7 +219,7 @@ class _Model:
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype must be a floating-point torch.dtype, got {shown(dtype)}")
         if not (adapter is None or hasattr(adapter, "peft_type")):
-            raise TypeError(f"adapter must be a config of PEFT, such as LoraConfig(r=16), or None, got {shown(adapter)}")
+            raise TypeError(f"adapter must be a config of PEFT, as LoraConfig(r=16), or None, got {shown(adapter)}")
         check_number("optimizer_bytes", optimizer_bytes, optional=True)
         with torch.device("meta"):
             self.model: Any = _causal_model(copy.deepcopy(config), dtype)  # a model sets its attention in its config

@@ -28,8 +28,8 @@ def check_name(trainer: str, model: Any, advice: str) -> None:
     TRL loads it from the path or repository that the config remembers. That of a model that was built from a config is
     empty, and the error of the hub would not say what asked for it.
     """
-    config = getattr(model, "config", None)
-    if not isinstance(model, nn.Module) or hasattr(model, "peft_config") or getattr(config, "_name_or_path", None) != "":
+    name = getattr(getattr(model, "config", None), "_name_or_path", None)
+    if not isinstance(model, nn.Module) or hasattr(model, "peft_config") or name != "":
         return
     raise ValueError(
         f"{trainer} needs a reference, and TRL would load it by the name that model.config remembers, but this "
