@@ -24,6 +24,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
 from fused import asked_logits
+from peft import LoraConfig
 from spies import Memory
 from table import relative_error
 from torch import Tensor
@@ -601,6 +602,36 @@ def test_a_metric_of_the_method(train):
         shares = [(entry["own/clipped"], entry["clip_ratio/high_mean"]) for entry in log if "loss" in entry]
         assert any(share for share, _ in shares)
         assert [share for share, _ in shares] == pytest.approx([same for _, same in shares], abs=1e-6)
+
+
+class Learned(LigerFusedLinearPreferenceBase):
+    """A user-defined loss with a parameter."""
+
+    def __init__(self):
+        super().__init__(use_ref_model=False)
+        self.margin = torch.nn.Parameter(torch.tensor(0.5))
+
+    def preference_loss(self, pairs):
+        chosen, rejected = pairs.logps.unbind(-1)
+        return torch.nn.functional.softplus(self.margin - self.beta * (chosen - rejected))
+
+
+def test_a_parameter_of_the_loss(tmp_path):
+    """It is trained if the model knows it, and refused otherwise."""
+    loss, none = Learned(), {"ref_model": None}
+    with pytest.raises(ValueError, match=r"Learned has the trainable parameter margin \(\) .* model.own_loss = loss"):
+        build(tmp_path, "DPO", ours=True, loss=loss, **none)
+    model = tiny.model()
+    model.own_loss = loss
+    with pytest.raises(ValueError, match="An adapter freezes what the model had before it"):
+        adapter = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        build(tmp_path, "DPO", ours=True, loss=loss, model=model, peft_config=adapter, **none)
+    model, loss = tiny.model(), Learned()
+    model.own_loss = loss
+    build(tmp_path, "DPO", ours=True, loss=loss, model=model, **none).train()
+    assert abs(loss.margin.item() - 0.5) > 1e-3
+    loss.margin.requires_grad_(False)
+    build(tmp_path, "DPO", ours=True, loss=loss, **none)
 
 
 def test_a_loss_without_a_reference_needs_none(train):

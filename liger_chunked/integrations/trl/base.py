@@ -21,7 +21,7 @@ from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.head_input import fitted
 from liger_chunked.integrations.transformers.shared_prefix import why_not_shared
 from liger_chunked.integrations.trl import heads, references
-from liger_chunked.types import Head, budget_bytes
+from liger_chunked.types import Head, budget_bytes, described
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -133,10 +133,26 @@ class LigerTrainerMixin(_Trainer):
         casts = getattr(config, "cast_lm_head_to_fp32", False)
         heads.check_has_methods(type(self), (*self.always_replaced, *(self.replaced_by_loss if loss else ())))
         self._head_settings: Any = {"logits_budget": budget, "share_prefix": self.share_prefix}
+        trained = [] if loss is None else [(name, x) for name, x in loss.named_parameters() if x.requires_grad]
         with heads.chunked_heads(**self._head_settings), nullcontext() if casts else heads.lora_heads(type(self)):
             super().__init__(*args, **kwargs)
+        self._check_trains(trained)
         self.add_heads()
         rebind(self.model, inner_model(self.model))
+
+    def _check_trains(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
+        """Raise ValueError unless the model trains these parameters of the loss.
+
+        The optimizer, DDP and checkpoints know those of the model alone.
+        """
+        known = {id(x) for x in self.model.parameters() if x.requires_grad}
+        for name, x in parameters:
+            if id(x) not in known:
+                raise ValueError(
+                    f"{type(self.loss_override).__name__} has the trainable parameter {name} {described(x)}, which the "
+                    "model does not train, and so no optimizer would: register the loss on the model before, as in "
+                    "model.own_loss = loss, or freeze the parameter. An adapter freezes what the model had before it"
+                )
 
     def add_heads(self) -> None:
         """Give chunked heads to the models that have none of TRL's."""
