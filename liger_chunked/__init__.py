@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     )
     from liger_chunked.types import (
         AdaptedWeight,
+        Clipped,
         CrossEntropyMetrics,
         DistillationMetrics,
         Examples,
@@ -122,6 +123,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaptedWeight",
     "ChunkedLMHead",
+    "Clipped",
     "CrossEntropyMetrics",
     "DeferHandle",
     "DeferredLogits",

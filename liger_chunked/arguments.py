@@ -115,6 +115,14 @@ _CALLED: Mapping[str, _Here] = {
 }
 
 
+# Only Liger-Kernel's losses have these names. Code that was written for them has their order of arguments, and results.
+_OF_LIGER_KERNEL = frozenset(
+    ("lin_weight", "_input", "student_weight", "student_input", "selected_token_ids", "true_labels", "vllm_is_ratio",
+     "chunk_size", "compiled", "return_soft_hard_loss")
+)  # fmt: skip
+COMPAT = "Code for Liger-Kernel runs with the import from liger_chunked.compat, which has its signatures"
+
+
 class Arguments(NamedTuple):
     """Keywords, and whether a subclass's `**kwargs` accepts others."""
 
@@ -181,7 +189,9 @@ def unknown(owner: str, given: Iterable[str], here: Arguments, other: Arguments,
 
     `other` has the arguments of the other `place`, "constructor" or "call".
     """
-    return TypeError("; ".join(_answer(owner, name, here.names, other.names, place) for name in given))
+    names = tuple(given)
+    answers = "; ".join(_answer(owner, name, here.names, other.names, place) for name in names)
+    return TypeError(answers + ("" if _OF_LIGER_KERNEL.isdisjoint(names) else f". {COMPAT}"))
 
 
 def _answer(owner: str, name: str, here: tuple[str, ...], other: tuple[str, ...], place: str) -> str:

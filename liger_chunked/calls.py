@@ -138,6 +138,7 @@ def entry_point(function: Function) -> Function:
     parameters = inspect.signature(function).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     is_method = positional[0] == "self"
+    known = {p.name for p in parameters} | {"hidden"}  # which the functions take for `input`
 
     def as_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if any_dtensor(args) or any_dtensor(kwargs.values()):
@@ -148,17 +149,26 @@ def entry_point(function: Function) -> Function:
             args, kwargs = args[:is_method], {name: x for name, x in named.items() if name != "self"}
         return plain(positional, args), dict(zip(kwargs, plain(tuple(kwargs), tuple(kwargs.values())), strict=True))
 
+    def explain(owner: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError | None:
+        constructor = arguments.of_constructor(type(args[0])) if is_method and args else arguments.Arguments(())
+        return arguments.call_error(owner, function, args, kwargs, constructor)
+
     def checked(*args: Any, **kwargs: Any) -> Any:
         # Before DTensors become local: the local tensor of a parameter is no leaf.
         owner = type(args[0]).__name__ if is_method and args else function.__name__
-        check_constants(owner, (*zip(positional, args, strict=False), *kwargs.items()))
+        try:
+            check_constants(owner, (*zip(positional, args, strict=False), *kwargs.items()))
+        except ValueError:
+            # An argument that does not exist is no constant: say what it is called here.
+            if kwargs.keys() - known and (explained := explain(owner, args, kwargs)) is not None:
+                raise explained from None
+            raise
         if not all_plain((*args, *kwargs.values())):
             args, kwargs = as_plain(args, kwargs)
         try:
             return function(*args, **kwargs)
         except TypeError:
-            constructor = arguments.of_constructor(type(args[0])) if is_method and args else arguments.Arguments(())
-            explained = arguments.call_error(owner, function, args, kwargs, constructor)
+            explained = explain(owner, args, kwargs)
             if explained is None:  # the call binds, so the error is from within
                 raise
             called_hidden = not is_method and "hidden" in kwargs and "input" not in kwargs

@@ -265,7 +265,8 @@ class LigerCrossEntropyLoss(nn.Module):
         reduction: "mean" divides the cross entropy by the sum of `w_y`, the last term (z-loss) by the valid tokens; 0
             without any. "sum" divides by nothing. "none" returns one loss a token, 0 at ignored ones.
         label_smoothing: `s`, the share of the target that is spread over all classes, in [0, 1].
-        lse_square_scale: weight of the z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5); 0: none.
+        lse_square_scale: weight of the z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5), finite and not
+            negative; 0: none.
         softcap: positive `c` of the transform `z = c tanh(logit_scale x / c)` of logits `x`. None: `z = logit_scale x`.
         logit_scale: finite factor of the logits, before the softcap.
         inplace: let the backward write its gradient over `logits`, unless they are expanded or the call is compiled. A
@@ -673,17 +674,17 @@ class ChunkedLMHead(nn.Linear):
 
     @overload
     def forward(
-        self, hidden: Tensor, labels: None = None, temperature: float | Tensor = 1.0, *, kept: KeptIds | None = None
+        self, input: Tensor, labels: None = None, temperature: float | Tensor = 1.0, *, kept: KeptIds | None = None
     ) -> Tensor: ...
 
     @overload
     def forward(
-        self, hidden: Tensor, labels: Tensor, temperature: float | Tensor = 1.0, *, kept: KeptIds | None = None
+        self, input: Tensor, labels: Tensor, temperature: float | Tensor = 1.0, *, kept: KeptIds | None = None
     ) -> dict[str, Tensor]: ...
 
     def forward(
         self,
-        hidden: Tensor,
+        input: Tensor,
         labels: Tensor | None = None,
         temperature: float | Tensor = 1.0,
         *,
@@ -692,8 +693,8 @@ class ChunkedLMHead(nn.Linear):
         """Return log-probabilities of the labels, and entropies; without labels, the logits.
 
         Args:
-            hidden: (B, T, H) or (N, H), hidden states in the dtype of `weight`, or in any under autocast.
-            labels: (B, T) or (N,), integer ids that `hidden` predicts (shift them, see `shifted`), or `ignore_index`.
+            input: (B, T, H) or (N, H), hidden states in the dtype of `weight`, or in any under autocast.
+            labels: (B, T) or (N,), integer ids that `input` predicts (shift them, see `shifted`), or `ignore_index`.
                 None: the call is that of `nn.Linear`.
             temperature: positive divisor of the logits: a number, a floating-point tensor of one value, which is read
                 and so waits for the device, or one in the shape of `labels`. Not read without labels.
@@ -702,17 +703,17 @@ class ChunkedLMHead(nn.Linear):
 
         Returns:
             {"logps": ..., "entropy": ...}, each in the shape of `labels`, in nats, 0 at ignored tokens, differentiable
-            by `hidden` and the parameters; float32, or float64 for float64 hidden states. Without labels the logits
+            by `input` and the parameters; float32, or float64 for float64 hidden states. Without labels the logits
             (B, T, V) or (N, V), in the dtype that `nn.Linear` returns.
 
         Raises:
-            TypeError: `hidden` or `labels` has the wrong type or dtype, or `temperature` is a tensor of integers.
+            TypeError: `input` or `labels` has the wrong type or dtype, or `temperature` is a tensor of integers.
             ValueError: shapes or devices do not fit, a label is outside of the vocabulary, or `temperature` is not
                 positive.
         """
         if labels is None:
-            return super().forward(hidden)
-        logps, entropy = logps_and_entropy(self, hidden, labels, temperature, self.options, kept)
+            return super().forward(input)
+        logps, entropy = logps_and_entropy(self, input, labels, temperature, self.options, kept)
         return {"logps": logps, "entropy": entropy}
 
     if TYPE_CHECKING:

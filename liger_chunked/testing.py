@@ -63,17 +63,26 @@ _SMALL = Sizes()
 
 
 class LossReport(NamedTuple):
-    """A result of `check_loss`.
+    """A result of `check_loss`, which a shell shows as a sentence that begins with "ok".
 
-    - `error`: the largest relative difference
-    - `budgets`: those compared, in bytes
-    - `tokens`: valid tokens
+    - `loss`: of the batch
+    - `error`: the largest relative difference of the loss or a gradient from those of full logits
+    - `budgets`: the budgets of logits that cut the batch, in bytes
+    - `tokens`: the batch's tokens that have a target
     """
 
     loss: float
     error: float
     budgets: tuple[int, ...]
     tokens: int
+
+    def __repr__(self) -> str:
+        budgets = " and ".join(map(str, self.budgets))
+        return (
+            f"ok: a loss of {self.loss:.6g} over {self.tokens} tokens, and its gradients, are those of autograd over "
+            f"full logits to {self.error:.1g} of their norm. They stay the same with more padding, in a second call, "
+            f"and in pieces of at most {budgets} bytes of logits. Your formula itself is not checked"
+        )
 
 
 def check_loss(

@@ -39,7 +39,8 @@ class TokenStats(NamedTuple):
     - `log_sum_sq_probs`: `log(sum(p ** 2))`
     - `candidate_logps`: (B, T, K) or (N, K), `z_c - lse` of the `candidates` of `linear_token_stats`
 
-    The first four and the last are differentiable. Fields not requested are None. Floats are float32, or float64 for
+    The first four and the last are differentiable. Fields not requested are None; of what `linear_token_stats` returns,
+    reading one by its name raises an AttributeError that says how to request it. Floats are float32, or float64 for
     float64 inputs, and 0 at ignored tokens. With 16-bit hidden states, `logps` uses an unrounded `z_y`.
     """
 
@@ -57,13 +58,41 @@ OUTPUTS = tuple(name for name in TokenStats._fields if name != "candidate_logps"
 
 
 class DeclaredStats(TokenStats):
-    """`TokenStats` that raise for undeclared fields."""
+    """`TokenStats` that the method of a loss reads. A field that the loss does not declare raises AttributeError.
 
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        if value is None and name in TokenStats._fields:
-            raise AttributeError(f"token_stats.{name} was not computed: declare it, token_outputs = ({name!r},)")
-        return value
+    By index or in a loop it is None, as in `TokenStats`.
+    """
+
+    def _missing(self, name: str) -> str:
+        return f"token_stats.{name} was not computed: declare it, token_outputs = ({name!r},)"
+
+
+class RequestedStats(DeclaredStats):
+    """`TokenStats` that `linear_token_stats` returns. A field that the call does not request raises AttributeError."""
+
+    def _missing(self, name: str) -> str:
+        if name == "candidate_logps":
+            return "candidate_logps were not computed: pass candidates=... to linear_token_stats"
+        computed = self._asdict()
+        requested = tuple(other for other in OUTPUTS if other == name or computed[other] is not None)
+        return f"{name} was not computed: request it, linear_token_stats(..., outputs={requested})"
+
+    def __repr__(self) -> str:
+        return repr(TokenStats(*self))
+
+
+def _read(index: int, name: str) -> property:
+    def value(self: DeclaredStats) -> Tensor:
+        if (x := self[index]) is None:
+            raise AttributeError(self._missing(name))
+        return x
+
+    return property(value)
+
+
+for _index, _name in enumerate(TokenStats._fields):
+    # Properties, because a __getattribute__ would also run for every method.
+    setattr(DeclaredStats, _name, _read(_index, _name))
 
 
 DIFFERENTIABLE = ("logps", "lse", "entropy", "mean_logits")
@@ -555,6 +584,29 @@ class Rollouts:
     def ratio(self) -> Tensor:
         """The importance ratio, (n, T) or (n, 1). It is at most e^80, and constant beyond (`saturating_exp`)."""
         return saturating_exp(self.log_ratio)
+
+
+class Clipped(NamedTuple):
+    """Where the ratio exceeds its bound in the advantage's direction: what `clipped` of a policy loss returns.
+
+    - `low`: bool in the shape of `Rollouts.ratio`, True below the bound; None without a lower bound
+    - `high`: bool, in the same shape, True above it
+
+    >>> from liger_chunked import LigerFusedLinearPolicyBase
+    >>> def clipped(r):
+    ...     return Clipped(low=(r.ratio < 0.8) & (r.advantages < 0), high=(r.ratio > 1.2) & (r.advantages > 0))
+    >>> class PPO(LigerFusedLinearPolicyBase):
+    ...     def policy_loss(self, r):
+    ...         return -torch.min(r.ratio * r.advantages, r.ratio.clamp(0.8, 1.2) * r.advantages)
+    >>> loss, metrics = PPO(clipped=clipped)(
+    ...     torch.randn(11, 4), torch.randn(2, 3, 4), torch.randint(11, (2, 3)), torch.tensor([1.0, -1.0])
+    ... )
+    >>> metrics.clip_ratio.item()        # on-policy
+    0.0
+    """
+
+    low: Tensor | None
+    high: Tensor
 
 
 class PreferenceMetrics(NamedTuple):

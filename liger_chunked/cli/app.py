@@ -76,10 +76,7 @@ def _device() -> tuple[torch.device, str]:
 
 
 def facts() -> dict[str, str]:
-    """Return what `env` prints.
-
-    `wide_tiles` lists the major compute capabilities that use the fused epilogue (`LIGER_CHUNKED_WIDE_TILES`).
-    """
+    """Return what `env` prints."""
     device, name = _device()
     return {
         "liger_chunked": library.__version__,
@@ -89,9 +86,17 @@ def facts() -> dict[str, str]:
         "triton": triton.__version__ if TRITON_ERROR is None else TRITON_ERROR,
         "device": name,
         "kernels": "Triton" if use_triton(torch.empty(0, device=device)) else "torch",
-        "wide_tiles": ", ".join(map(str, WIDE_TILES)) or "none",
+        "fused_epilogue": _on_gpus(WIDE_TILES),
         **{package: _version(package) for package in INTEGRATIONS},
     }
+
+
+def _on_gpus(majors: Sequence[int]) -> str:
+    """
+    >>> _on_gpus((9,)), _on_gpus(())
+    ('on GPUs of compute capability 9.x', 'off')
+    """
+    return f"on GPUs of compute capability {', '.join(f'{major}.x' for major in majors)}" if majors else "off"
 
 
 def _show_version(wanted: bool) -> None:
@@ -127,9 +132,11 @@ def memory(
     dtype: Annotated[Dtype, typer.Option(help="of weight and hidden states")] = Dtype["bfloat16"],
     autocast: Annotated[Dtype | None, typer.Option(help="the dtype of torch.autocast")] = None,
     bias: Annotated[bool, typer.Option("--bias", help="the head has a bias")] = False,
-    frozen_head: Annotated[bool, typer.Option("--frozen-head", help="as under PEFT")] = False,
+    frozen_head: Annotated[bool, typer.Option("--frozen-head", help="as under PEFT; --step knows it")] = False,
     frozen_input: Annotated[bool, typer.Option("--frozen-input", help="hidden states need no gradient")] = False,
-    lora_rank: Annotated[int | None, typer.Option(help="of an adapter on the head")] = None,
+    lora_rank: Annotated[
+        int | None, typer.Option(help="of an adapter on the head; with --step, on all linear layers but the head")
+    ] = None,
     ref_hidden_size: Annotated[int | None, typer.Option(help="a reference given as hidden states")] = None,
     teacher_hidden_size: Annotated[int | None, typer.Option(help="a teacher given as hidden states")] = None,
     teacher_top_k: Annotated[int | None, typer.Option(help="a teacher given as log-probabilities")] = None,
@@ -162,6 +169,7 @@ def memory(
             "checkpoints": checkpoints.value,
             "dtype": DTYPES[dtype.value],
             "trainable": not frozen,
+            "adapter": None if lora_rank is None else sizes.lora(lora_rank),
             "optimizer_bytes": optimizer_bytes,
             "accumulates": accumulates,
             "logits_budget": logits_budget,
@@ -217,7 +225,7 @@ def bench(
     vocab_size: Annotated[int | None, typer.Option(help="default: by the device")] = None,
     hidden_size: Annotated[int | None, typer.Option(help="default: by the device")] = None,
     logits_budget: Annotated[str | None, typer.Option(help="bytes, or with a unit: 256MiB; default: automatic")] = None,
-    figure: Annotated[Path | None, typer.Option(help="draw this file, .svg or .png; needs matplotlib")] = None,
+    figure: Annotated[Path | None, typer.Option(help="draw this file, .svg, .png or .pdf; needs matplotlib")] = None,
 ) -> None:
     """Time and memory of losses on this machine, fused and eager."""
     names = [loss.value for loss in losses or []] or ["cross-entropy", "dpo", "grpo", "jsd"]
@@ -227,12 +235,17 @@ def bench(
         vocab_size or (None if model else default["vocab_size"]),
         hidden_size or (None if model else default["hidden_size"]),
     )
-    batch = sizes.parse_shape(shape) if shape else default["shape"]
+    batch = sizes.parse_shape(shape, of_pairs=set(names) <= set(PAIRS)) if shape else default["shape"]
     if len(batch) != 2:
         raise ValueError(f"--shape must have sequences and a length, as 8x2048, got {shape!r}")
     if "token-stats" in names:
         raise ValueError("token-stats is no loss: measure grpo, which reads the same statistics")
-    benchmark.show(benchmark.measure(names, batch, **chosen, logits_budget=logits_budget), figure)
+    if figure is not None:
+        benchmark.check_figure(figure)
+    if warning := sizes.source_of_sizes(model if vocab_size is None or hidden_size is None else None):
+        print(f"liger-chunked: {warning}", file=sys.stderr)
+    case = benchmark.Case(names, batch, **chosen, logits_budget=logits_budget)
+    benchmark.show(case, benchmark.measure(case), figure)
 
 
 @app.command()

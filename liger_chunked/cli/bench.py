@@ -3,6 +3,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from liger_chunked.cli.losses import LOSSES
 from liger_chunked.testing import Sizes, full_loss, random_batch
 
 FUSED, EAGER, FLOOR = "liger_chunked", "eager", "matrix products"
+MEASURED = (FLOOR, FUSED, EAGER)  # in this order, of each loss
+_FORMATS = (".svg", ".png", ".pdf")
 _SECONDS = 0.4  # of each measurement
 
 
@@ -34,17 +37,44 @@ def default_sizes() -> dict[str, Any]:
     return {"shape": (4, 64), "vocab_size": 8192, "hidden_size": 256}
 
 
-def measure(
-    names: Sequence[str], shape: tuple[int, ...], *, vocab_size: int, hidden_size: int, logits_budget: str | None
-) -> Iterator[Row]:
+@dataclass(frozen=True)
+class Case:
+    """What is measured, on the GPU in bfloat16 or on the CPU in float32."""
+
+    names: Sequence[str]
+    shape: tuple[int, ...]
+    vocab_size: int
+    hidden_size: int
+    logits_budget: str | None = None
+
+    @property
+    def device(self) -> str:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+    @property
+    def n_rows(self) -> int:
+        return len(MEASURED) * len(self.names)
+
+    def __str__(self) -> str:
+        where = torch.cuda.get_device_name() if self.device == "cuda" else "the CPU"
+        tokens = " x ".join(map(str, self.shape))
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{tokens} tokens, vocabulary {self.vocab_size}, hidden size {self.hidden_size}, {dtype} on {where}"
+
+
+def measure(case: Case) -> Iterator[Row]:
     """Yield a loss's matrix products, ours, and eager code with a float32 softmax."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    for name in names:
+    device, dtype = case.device, case.dtype
+    for name in case.names:
         loss: Any = LOSSES[name]()
-        options = {} if logits_budget is None else {"logits_budget": logits_budget}
+        options = {} if case.logits_budget is None else {"logits_budget": case.logits_budget}
         fused: Any = type(loss)(**options)
-        batch = _batch(loss, Sizes(shape[0], shape[1], hidden_size, vocab_size, hidden_size), device, dtype)
+        n, length = case.shape
+        batch = _batch(loss, Sizes(n, length, case.hidden_size, case.vocab_size, case.hidden_size), device, dtype)
         leaves = [batch[key].requires_grad_() for key in ("weight", "input")]
 
         def fused_step(batch: dict[str, Tensor] = batch, fused: Any = fused) -> Tensor:
@@ -159,17 +189,16 @@ def _peak(run: Callable[[], object], leaves: list[Tensor]) -> float | None:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def show(rows: Iterator[Row], figure: Path | None) -> None:
-    from rich.progress import Progress, SpinnerColumn, TextColumn
+def show(case: Case, rows: Iterator[Row], figure: Path | None) -> None:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     done: list[Row] = []
-    with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), console=tables.console(), transient=True
-    ) as progress:
-        task = progress.add_task("measuring", total=None)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, console=tables.console(), transient=True) as progress:
+        task = progress.add_task(f"measuring {case}", total=case.n_rows)
         for row in rows:
             done.append(row)
-            progress.update(task, description=f"measured {row.loss}: {row.name}")
+            progress.update(task, advance=1, description=f"measured {row.loss}: {row.name}")
     floors = {row.loss: row.ms for row in done if row.name == FLOOR}
     shown = []
     for row in done:
@@ -177,22 +206,39 @@ def show(rows: Iterator[Row], figure: Path | None) -> None:
         ratio = "" if row.ms is None or not floor else f"{row.ms / floor:.2f}"
         time_ = row.failure if row.ms is None else f"{row.ms:.2f}"
         shown.append([row.loss, row.name, time_, ratio, "" if row.mib is None else f"{row.mib:.0f}"])
-    tables.show("Forward and backward", ["loss", "", "ms", "x matrix products", "MiB above the inputs"], shown)
+    tables.show(
+        f"Forward and backward of {case}",
+        ["loss", "", "ms", "x matrix products", "MiB above the inputs"],
+        shown,
+        notes=[
+            "x matrix products: the time over that of the products alone, three of tokens x hidden size x vocabulary",
+            "(logits and both gradients), and one more with a teacher. eager: all logits, with a float32 softmax.",
+            "MiB above the inputs: the peak of the step, with gradients; only on a GPU.",
+        ],
+    )
     if figure is not None:
         _draw(done, figure)
         print(f"drew {figure}")
 
 
+def check_figure(path: Path) -> None:
+    """Raise ValueError if `path` cannot be drawn. To be called first, because measuring takes minutes."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("--figure needs matplotlib: pip install matplotlib")
+    if path.suffix not in _FORMATS:
+        raise ValueError(f"--figure must end in one of {', '.join(_FORMATS)}, got {str(path)!r}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--figure: there is no folder {str(path.parent)!r}")
+
+
 def _draw(rows: Sequence[Row], path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ValueError("--figure needs matplotlib: pip install matplotlib") from None
+    from matplotlib.figure import Figure
+
     losses = list(dict.fromkeys(row.loss for row in rows))
-    names, colours = [FLOOR, FUSED, EAGER], ["#8b949e", "#0072B2", "#555555"]
+    colours = ["#8b949e", "#0072B2", "#555555"]
     drawing = Figure(figsize=(7, 0.6 + 0.6 * len(losses)), layout="constrained")
     axes = drawing.subplots()
-    for i, (name, colour) in enumerate(zip(names, colours, strict=True)):
+    for i, (name, colour) in enumerate(zip(MEASURED, colours, strict=True)):
         times = {row.loss: row.ms for row in rows if row.name == name}
         axes.barh(
             [j + 0.27 * (i - 1) for j in range(len(losses))],

@@ -112,9 +112,16 @@ def source_of_sizes(model: str | None) -> str | None:
     if model is None or _file(model) is not None:
         return None
     return (
-        f"{model} names no sizes: these are the defaults of {_config_class(model).__name__}. Pass the config.json of a "
-        "checkpoint, or --vocab-size and --hidden-size."
+        f"{model} names no sizes: these are the defaults of {_config_class(model).__name__}"
+        f"{_sizes_in_words(model)}. Pass the config.json of a checkpoint, or --vocab-size and --hidden-size."
     )
+
+
+def _sizes_in_words(model: str) -> str:
+    config = _config_class(model)().get_text_config()
+    names = {"vocab_size": "vocabulary", "hidden_size": "hidden size", "num_hidden_layers": "layers"}
+    sizes = [f"{word} {getattr(config, name)}" for name, word in names.items() if hasattr(config, name)]
+    return f", {', '.join(sizes)}" if sizes else ""
 
 
 def full_config(model: str | None) -> Any:
@@ -137,6 +144,13 @@ def _config_class(model: str) -> Any:
     if config_class is None:
         raise ValueError(f"--model must be a config.json, its folder, or a class of transformers, got {model!r}")
     return config_class
+
+
+def lora(rank: int) -> Any:
+    """Return PEFT's config of adapters on all linear layers but the head."""
+    if find_spec("peft") is None:
+        raise ValueError("--lora-rank with --step needs peft: pip install peft")
+    return import_module("peft").LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 @dataclass(frozen=True)
@@ -216,16 +230,19 @@ def show(case: Case, free: int | None) -> None:
     sizes = f"vocabulary {case.settings['vocab_size']}, hidden size {case.settings['hidden_size']}"
     title = f"{case.loss}, {' x '.join(map(str, case.shape))} tokens, {sizes}: MiB above the inputs"
     names = ["logits", "weight_grad", "input_grad", "hidden", "other"]
-    tables.show(title, ["", "peak", *names], rows)
+    notes = ["This is the loss alone, with its gradients. --step, with --model, adds weights, optimizer and layers."]
+    tables.show(title, ["", "peak", *names], rows, notes)
     if free is None:
         return
     unit = "tokens" if len(case.shape) == 1 else f"sequences of {case.shape[1]}"
-    rows = []
+    rows, notes = [], []
     for name, of in (("fused", Case.fused), ("eager", Case.eager)):
         n = largest(case, free, of)
         is_last = (n + case.together) * prod(case.shape[1:]) > _MOST
         rows.append([name, f"{n} or more" if is_last else f"{n}"])
-    tables.show(f"What fits in {free / 2**30:.1f} GiB", ["", unit], rows)
+        if is_last:
+            notes = [f"or more: the search ends at a batch of {_MOST} tokens."]
+    tables.show(f"What fits in {free / 2**30:.1f} GiB", ["", unit], rows, notes)
 
 
 def _mib(n: int) -> str:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_chunked.arguments import COMPAT
 from liger_chunked.engine.estimated import estimated
 from liger_chunked.engine.known import Counts, assert_later, check_ids, host_may_sync
 from liger_chunked.engine.once import OncePerGroup
@@ -92,13 +93,15 @@ def check_values(name: str, values: Any, shape: torch.Size, of: str) -> None:
         raise ValueError(f"{name} must return one value for each of {shape[0]} {of}, got {got}")
 
 
-_SWAPPED = ": weight and input look swapped, the order is (weight, input, target)"
+_SWAPPED = f": weight and input look swapped, the order is (weight, input, target). {COMPAT}"
 
 
 def hint_for(x: Any, name: str, ids: bool = False) -> str:
     if isinstance(x, Tensor):
         if ids:
             return ": no gradient goes to token ids, pass them as .long()" if x.is_floating_point() else ""
+        if name == "bias" and x.dtype == torch.bool:
+            return f": preference_labels come before bias. {COMPAT}"
         return ": these look like token ids, pass hidden states" if name.endswith("input") and x.ndim <= 2 else ""
     if isinstance(getattr(x, "weight", None), Tensor):
         if hasattr(x, "lora_A") and name.endswith("weight"):

@@ -41,12 +41,19 @@ def assert_later(condition: Tensor, message: str) -> None:
     assert_async(condition, message)
 
 
-def check_ids(name: str, low: int, high: int, vocab_size: int, ignored: str = "") -> None:
-    if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"{name} holds {low if low < 0 else high}, expected {ignored}an index into the vocabulary of weight, "
-            f"0 to {vocab_size - 1}"
-        )
+def check_ids(name: str, low: int, high: int, vocab_size: int, ignore_index: int | None = None) -> None:
+    """Raise ValueError if an id is no index into the vocabulary. `ignore_index` marks tokens to skip, if ids may."""
+    if 0 <= low and high < vocab_size:
+        return
+    ignored = hint = ""
+    if ignore_index is not None:
+        ignored = f"ignore_index ({ignore_index}) or "
+        if high < vocab_size:  # the usual mistake: padding with another mark
+            hint = f". If {low} marks tokens to skip, set ignore_index={low}"
+    raise ValueError(
+        f"{name} holds {low if low < 0 else high}, expected {ignored}an index into the vocabulary of weight, "
+        f"0 to {vocab_size - 1}{hint}"
+    )
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:

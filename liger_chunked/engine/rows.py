@@ -461,7 +461,7 @@ def _select(
         host_counts = [sum(row) for row in sizes]
         low, high = min(map(min, lows), default=0), max(map(max, highs), default=0)
         if low < 0 or high >= vocab_size:
-            check_ids(name, low, high, vocab_size, f"ignore_index ({ignore_index}) or ")
+            check_ids(name, low, high, vocab_size, ignore_index)
         if n_valid is not None:
             _check_n_valid(n_valid, host_counts, name, ignore_index)
     else:

@@ -38,6 +38,7 @@ from liger_chunked.types import (
     HeadTensors,
     LogitOptions,
     LossHead,
+    RequestedStats,
     TokenStats,
     VocabShard,
     Weight,
@@ -356,8 +357,8 @@ def linear_token_stats(
 
     Returns:
         `TokenStats`: a tensor shaped like `target` for each of `outputs`, `candidate_logps` (B, T, K) or (N, K) with
-        `candidates`, and None for the others. Floats are float32, or float64 for float64 inputs. Ignored tokens have 0,
-        argmax -1, and no gradient.
+        `candidates`. The others are None, and raise AttributeError if read by name. Floats are float32, or float64 for
+        float64 inputs. Ignored tokens have 0, argmax -1, and no gradient.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -407,7 +408,7 @@ def linear_token_stats(
             n_valid=None if host_may_sync(target, n_valid) else n_valid, batch_invariant=deterministic is not None,
             sparse_weight_grad=sparse_weight_grad,
         )  # fmt: skip
-        return TokenStats(*(None if x is None else x.view(target.shape) for x in stats))
+        return RequestedStats(*(None if x is None else x.view(target.shape) for x in stats))
     rows = select_rows(target.long(), "token", ignore_index, head.vocab_size, n_valid=n_valid)
     if per_token is not None:
         rows = rows.with_side("temperature", per_token.reshape(-1))
@@ -417,6 +418,6 @@ def linear_token_stats(
         rows = rows.with_side("candidates", check_candidates(candidates, target, head.vocab_size, n_valid))
     batch_invariant = deterministic is not None
     stats = token_stats(head, input, rows, outputs, options, filter=filter, batch_invariant=batch_invariant)
-    if target.ndim > 1:
-        stats = TokenStats(*(None if x is None else x.view(*target.shape, *x.shape[1:]) for x in stats))
-    return stats
+    if target.ndim == 1:
+        return RequestedStats(*stats)
+    return RequestedStats(*(None if x is None else x.view(*target.shape, *x.shape[1:]) for x in stats))

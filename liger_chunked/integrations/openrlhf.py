@@ -76,7 +76,7 @@ class FusedActor(actor.Actor):
                 logit_scale=input.options.logit_scale,
             )
             output = MoeCausalLMOutputWithPast(aux_loss=input.aux_loss)
-            output.entropy = stats.entropy
+            output.entropy = stats.entropy if return_entropy else None
             return stats.logps, output
 
         mask = None if packed else attention_mask

@@ -5,6 +5,7 @@ Bytes: forward 1, backward 2 times the logits.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -95,12 +96,19 @@ class _LogitsStats(torch.autograd.Function):
 def _check_range(target: Tensor, vocab_size: int, ignore_index: int) -> None:
     outside = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
     if outside.any():
-        raise ValueError(
-            f"target must be in [0, {vocab_size}) or ignore_index {ignore_index}, got {target[outside][0].item()}"
-        )
+        first = target[outside][0].item()
+        hint = f". If {first} marks rows to skip, set ignore_index={first}" if first < 0 else ""
+        raise ValueError(f"target must be in [0, {vocab_size}) or ignore_index {ignore_index}, got {first}{hint}")
 
 
-def _check(logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, label_smoothing: float) -> None:
+def _check(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+    lse_square_scale: float,
+) -> None:
     check_floating(logits, "logits", 2)
     check_class_ids(target, "target", "class indices")
     if target.shape != logits.shape[:-1] or target.device != logits.device:
@@ -117,6 +125,9 @@ def _check(logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str
     check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    check_number("lse_square_scale", lse_square_scale)
+    if not 0.0 <= lse_square_scale < math.inf:
+        raise ValueError(f"lse_square_scale must be finite and not negative, got {lse_square_scale}")
 
 
 def liger_cross_entropy(
@@ -148,7 +159,8 @@ def liger_cross_entropy(
         reduction: "mean" divides the cross entropy by the sum of `w_y`, the last term (z-loss) by the valid tokens; 0
             without any. "sum" divides by nothing. "none" returns one loss a token, 0 at ignored ones.
         label_smoothing: `s`, the share of the target that is spread over all classes, in [0, 1].
-        lse_square_scale: weight of the z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5); 0: none.
+        lse_square_scale: weight of the z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5), finite and not
+            negative; 0: none.
         softcap: positive `c` of the transform `z = c tanh(logit_scale x / c)` of logits `x`, Gemma's
             `final_logit_softcapping`. None: `z = logit_scale x`.
         logit_scale: finite factor of the logits, before the softcap.
@@ -160,7 +172,7 @@ def liger_cross_entropy(
 
     Raises:
         TypeError: `logits` or `weight` is no plain floating-point tensor, `target` holds no integers, or
-            `label_smoothing`, `softcap` or `logit_scale` is no number.
+            `label_smoothing`, `lse_square_scale`, `softcap` or `logit_scale` is no number.
         ValueError: shapes or devices do not fit, `weight` requires a gradient, an option is out of range, or on a CPU a
             target is.
         NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode autograd.
@@ -170,7 +182,7 @@ def liger_cross_entropy(
     True
     """
     logits, target, weight = plain(("logits", "target", "weight"), (logits, target, weight))
-    _check(logits, target, weight, reduction, label_smoothing)
+    _check(logits, target, weight, reduction, label_smoothing, lse_square_scale)
     dtype = accumulation_dtype(logits.dtype)
     target = target.long().contiguous()
     class_weight = None if weight is None else weight.to(dtype).contiguous()

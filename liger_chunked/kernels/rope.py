@@ -336,7 +336,7 @@ def liger_rotary_pos_emb(
         cos, sin: (B, T, R) or (1, T, R), floating-point of any dtype, R even and at most D, without gradient. Only the
             first R/2 columns are read: the others repeat them. Or tables (positions, R), see `position_ids`.
         position_ids: (B, T) or (1, T), integers: for each token, its row of the tables `cos` and `sin`. None: row t
-            belongs to token t. Not read if `cos` has three dimensions.
+            belongs to token t, as it always does in `cos` of three dimensions.
         unsqueeze_dim: the dimension of the heads in `q` and `k`, 1 or 2.
         rotary_dim: R, if `cos` has another number of columns (GPT-OSS: R/2): even, at most D and twice these columns.
             None: the columns of `cos`.
@@ -350,9 +350,10 @@ def liger_rotary_pos_emb(
 
     Raises:
         TypeError: `q`, `k`, `cos` or `sin` is no plain floating-point tensor.
-        ValueError: shapes, dtypes or devices do not fit, `cos` or `sin` requires a gradient, `unsqueeze_dim` or
-            `rotary_dim` is invalid, `deinterleave` goes without `interleaved` or with `inplace`, or `inplace` would
-            overwrite a leaf that requires a gradient or elements that share memory.
+        ValueError: shapes, dtypes or devices do not fit, `cos` or `sin` requires a gradient, `position_ids` goes with
+            `cos` of three dimensions, `unsqueeze_dim` or `rotary_dim` is invalid, `deinterleave` goes without
+            `interleaved` or with `inplace`, or `inplace` would overwrite a leaf that requires a gradient or elements
+            that share memory.
         IndexError: on a CPU, a position is outside of the tables.
         NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode autograd.
 
@@ -370,6 +371,11 @@ def liger_rotary_pos_emb(
         check_floating(x, name)
     if cos.ndim == 2:
         cos, sin = (x[None] if position_ids is None else x[position_ids] for x in (cos, sin))
+    elif position_ids is not None:
+        raise ValueError(
+            f"position_ids picks rows of tables cos and sin (positions, R), got cos {described(cos)}, whose row t "
+            "belongs to token t: leave position_ids out, or pass the tables"
+        )
     if unsqueeze_dim == 2:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     if deinterleave and (inplace or not interleaved):

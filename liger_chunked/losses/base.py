@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -34,6 +35,19 @@ class FusedLoss(nn.Module, metaclass=LossType):
     """
 
     options: LogitOptions
+
+    def logged_metrics(self, metrics: Any) -> Mapping[str, float | Tensor]:
+        """Return metrics of your own that a `Liger*Trainer` logs beside its own, by name. Override it; it returns none.
+
+        Args:
+            metrics: what the call returned beside the loss, such as `PreferenceMetrics`; None for a cross entropy
+                without `return_...` flags.
+
+        Returns:
+            Numbers, or floating-point or bool tensors: (), or (n,) with one value for each example of the batch. The
+            trainer logs their means over values, ranks and steps, without the samples that a last batch repeats.
+        """
+        return {}
 
     def _made(self) -> None:
         if "training" not in vars(self) or not hasattr(self, "options"):

@@ -12,10 +12,18 @@ from typing_extensions import Self, Unpack
 
 from liger_chunked.arguments import own_options
 from liger_chunked.losses.formulas import complement
-from liger_chunked.losses.policy import Clipped, LigerFusedLinearPolicyBase
+from liger_chunked.losses.policy import LigerFusedLinearPolicyBase
 from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS, sum_of_logs
 from liger_chunked.losses.settings import check_finite, check_positive, refuse_unread
-from liger_chunked.types import LARGEST_EXPONENT, LogitOptionsDict, Rollouts, check_number, saturating_exp, shown
+from liger_chunked.types import (
+    LARGEST_EXPONENT,
+    Clipped,
+    LogitOptionsDict,
+    Rollouts,
+    check_number,
+    saturating_exp,
+    shown,
+)
 
 
 @dataclass(frozen=True)

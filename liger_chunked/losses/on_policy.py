@@ -13,9 +13,10 @@ from typing_extensions import Unpack
 from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import as_counts, check_projection, check_target, linear_token_stats
 from liger_chunked.losses.base import FusedLoss
-from liger_chunked.losses.policy import Clipped, LigerFusedLinearPolicyBase, masked
+from liger_chunked.losses.policy import LigerFusedLinearPolicyBase, masked
 from liger_chunked.losses.settings import check_finite, check_positive, options_of_teacher, refuse_unread
 from liger_chunked.types import (
+    Clipped,
     LogitOptions,
     LogitOptionsDict,
     LossHead,

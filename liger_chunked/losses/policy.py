@@ -50,6 +50,7 @@ from liger_chunked.types import (
     LARGEST,
     LARGEST_EXPONENT,
     LOWEST_LOGP,
+    Clipped,
     LogitOptions,
     LogitOptionsDict,
     LossHead,
@@ -147,13 +148,6 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Clipped(NamedTuple):
-    """Where the ratio exceeds its bound in the advantage's direction."""
-
-    low: Tensor | None
-    high: Tensor
-
-
 def _high_entropy(rollouts: Rollouts, valid: Tensor, share: float) -> Tensor:
     """Return (n, T), True at this share of `valid` tokens (n, T) with the highest entropy."""
     if not rollouts.batch_tokens:
@@ -230,6 +224,10 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
 
     Sequences without valid tokens add 0, but count in `B`, unlike in verl.
 
+    A subclass chooses what `policy_loss` gets by its attribute `scope`: "sequence", the default, for whole sequences;
+    "token" for single tokens, of shape (n, 1), if it treats each independently: `T` is 1 and `n` counts tokens, so a
+    sum over dim 1 is no sum over a sequence; "batch" for the whole batch, if it compares sequences.
+
     `weight` is `importance_weights`, or 1. `kl` is in nats (http://joschu.net/blog/kl-approx.html), with
     `d = log pi_ref - log pi`:
 
@@ -271,8 +269,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             filtered, so that the KL is finite. A sampled token that the policy's filter now drops, or whose
             `old_logps` is -inf, has the ratio 1, and neither cost nor KL, but counts in denominators, and its entropy
             counts. `kept` is exact, and cheaper, where the sampler returned its ids. None: all ids.
-        clipped: a function from `Rollouts` to `Clipped` that says where ratios are clipped, for the metrics. None:
-            nowhere.
+        clipped: a function from `Rollouts` of the whole batch to `Clipped` that says where ratios are clipped, for the
+            metrics. None: nowhere.
         **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
             `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
             (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).

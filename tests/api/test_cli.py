@@ -72,9 +72,9 @@ os.environ["LIGER_CHUNKED_WIDE_TILES"] = sys.argv[1]
 from liger_chunked.cli import main
 assert main(["env"]) == 0
 """
-    for setting, shown in (("9,10", "9, 10"), ("", "none")):
+    for setting, shown in (("9,10", "on GPUs of compute capability 9.x, 10.x"), ("", "off")):
         printed = fresh_process.run(code, setting)
-        assert dict(line.split(maxsplit=1) for line in printed.splitlines())["wide_tiles"] == shown
+        assert dict(line.split(maxsplit=1) for line in printed.splitlines())["fused_epilogue"] == shown
 
 
 def test_memory(capsys):
@@ -160,6 +160,10 @@ def test_what_fits(capsys):
     printed = out(capsys, "memory", "dpo", *SIZES, "--free", "1GiB")
     fits = table(printed[printed.index("What fits") :])
     assert fits[""] == ["sequences of 256"] and int(fits["eager"][0]) < int(fits["fused"][0].split()[0])
+    assert "or more" not in printed
+    small = ["--vocab-size", "64", "--hidden-size", "8", "--shape", "2x65536"]
+    printed = out(capsys, "memory", "dpo", *small, "--free", "9GB")
+    assert "8 or more" in printed and "or more: the search ends at a batch of 524288 tokens" in printed
     assert "leave out --valid" in refusal_after_table(capsys, "memory", "dpo", *SIZES, "--valid", "9", "--free", "1GiB")
 
 
@@ -217,6 +221,39 @@ def test_bench(capsys, monkeypatch, tmp_path):
     assert "--shape must have sequences and a length" in refusal(capsys, "bench", "dpo", "--shape", "64")
 
 
+def test_bench_says_its_sizes_and_words(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "_SECONDS", 0)
+    printed = out(capsys, "bench", "dpo", "orpo", "--shape", "1x2x4", "--vocab-size", "97", "--hidden-size", "16")
+    assert "Forward and backward of 2 x 4 tokens, vocabulary 97, hidden size 16, float32 on the CPU" in printed
+    assert "x matrix products: the time over" in printed and "MiB above the inputs: the peak" in printed
+    case = bench.Case(["dpo", "grpo"], (2, 4), 97, 16)
+    assert case.n_rows == len(list(bench.measure(case)))
+    message = refusal(capsys, "bench", "dpo", "grpo", "--shape", "1x2x4")
+    assert "with three sizes is pairs x 2 x length" in message
+
+
+def test_bench_says_whose_sizes_a_class_has(capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(bench, "measure", lambda case: iter([]))
+    assert cli.main(["bench", "dpo", "--model", "LlamaForCausalLM", "--shape", "2x4"]) == 0
+    printed = capsys.readouterr()
+    assert "vocabulary 32000, hidden size 4096" in printed.out and "names no sizes" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("path", "missing", "message"),
+    [
+        ("bench.svg", True, "--figure needs matplotlib: pip install matplotlib"),
+        ("bench.jpeg", False, "--figure must end in one of .svg, .png, .pdf, got"),
+        ("none/bench.svg", False, "--figure: there is no folder"),
+    ],
+)
+def test_bench_refuses_a_figure_before_it_measures(capsys, monkeypatch, tmp_path, path, missing, message):
+    monkeypatch.setattr(bench, "measure", lambda case: pytest.fail("measured"))
+    monkeypatch.setattr(bench, "find_spec", lambda name: None if missing else object())
+    assert message in refusal(capsys, "bench", "dpo", "--figure", str(tmp_path / path))
+
+
 def test_bench_measures_what_it_says():
     """Ours and eager code compute the same loss."""
     loss = LigerFusedLinearDPOLoss()
@@ -231,7 +268,7 @@ def test_bench_shows_what_does_not_fit(capsys):
 
     row = bench._row("dpo", "eager", fail, [])
     assert (row.ms, row.failure) == (None, "out of memory")
-    bench.show(iter([bench.Row("dpo", bench.FLOOR, 1.0, None), row]), None)
+    bench.show(bench.Case(["dpo"], (2, 4), 97, 16), iter([bench.Row("dpo", bench.FLOOR, 1.0, None), row]), None)
     assert "out of memory" in capsys.readouterr().out
 
 
@@ -239,6 +276,12 @@ def test_check(capsys):
     printed = out(capsys, "check")
     n = 2 * (len(check._KERNELS) + len(LOSSES) - 1)
     assert printed.endswith(f"{n} of {n} are right\n")
+    rows = [re.split("│", line)[1:-1] for line in printed.splitlines() if line.startswith("│")]
+    dtype, part, error, eager, allowed = (cell.strip() for cell in rows[-1][1:6])
+    assert dtype == "bfloat16" and (part in check._VALUES or part.startswith("gradient: "))
+    assert float(error) <= float(allowed) and float(allowed) > float(eager)
+    for word in ("worst part: ", "eager: ", "allowed: 1.1 times"):
+        assert word in printed
 
 
 def test_check_runs_every_kernel():
@@ -302,7 +345,9 @@ def test_the_table_says_its_sizes_and_where_they_come_from(capsys):
     assert cli.main(["memory", "grpo", "--model", "LlamaForCausalLM", "--shape", "1x64"]) == 0
     printed = capsys.readouterr()
     assert "vocabulary 32000, hidden size 4096" in printed.out
-    assert "LlamaForCausalLM names no sizes: these are the defaults of LlamaConfig" in printed.err
+    sizes = "vocabulary 32000, hidden size 4096, layers 32"
+    assert f"LlamaForCausalLM names no sizes: these are the defaults of LlamaConfig, {sizes}. Pass the" in printed.err
+    assert "This is the loss alone" in printed.out
     assert cli.main(["memory", "grpo", "--model", "LlamaForCausalLM", *SIZES]) == 0
     assert capsys.readouterr().err == ""
 
@@ -323,6 +368,11 @@ def test_memory_of_a_step(capsys, tmp_path):
     longest = liger_chunked.longest_sequence(config, free=1 << 30, tiled_mlp="auto", checkpoints="host")
     assert fits["tiled MLPs, checkpoints on the host"] == [str(longest)]
     assert int(fits["whole MLPs, checkpoints on the device"][0]) < longest
+    pairs = table(out(capsys, *arguments[:1], "dpo", *arguments[2:-1], "1x2x64", "--lora-rank", "4"))
+    pytest.importorskip("peft")
+    settings = {"loss": LigerFusedLinearDPOLoss(), "adapter": memory.lora(4)}
+    adapted = liger_chunked.estimate_step(config, shape=(2, 64), **settings)
+    assert pairs["whole MLPs, checkpoints on the device"][0] == f"{adapted.peak / 2**30:.2f}"
     assert "--step needs --model" in refusal(capsys, "memory", "grpo", "--step", "--shape", "8x16")
     assert "--tiled-mlp must be auto, true or" in refusal(capsys, *arguments, "--tiled-mlp", "0")
     assert "must have sequences and a length" in refusal(capsys, *arguments[:-1], "64")

@@ -662,6 +662,9 @@ Q, K, ANGLE = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 3
 Z, T = torch.randn(3, 8), torch.zeros(3, dtype=torch.int64)
 
 
+IDS, NAN = torch.arange(3)[None], float("nan")
+
+
 rope_of = lc.liger_rotary_pos_emb
 
 
@@ -694,11 +697,15 @@ BAD_INPUT: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
     ("rope-float", ValueError, "rotary_dim must", lambda: rope_of(Q, K, ANGLE, ANGLE, rotary_dim=4.0)),  # type: ignore[arg-type]
     ("rope-halves", ValueError, "needs interleaved", lambda: rope_of(Q, K, ANGLE, ANGLE, deinterleave=True)),
     ("rope-dim", ValueError, "unsqueeze_dim must be", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE, ANGLE, None, 3)),
+    ("rope-ids", ValueError, "leave position_ids out", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE, ANGLE, IDS)),
     ("ce-target", ValueError, r"target must be in \[0, 8\)", lambda: lc.liger_cross_entropy(Z, T + 8)),
     ("ce-float", TypeError, "target must be a tensor of class", lambda: lc.liger_cross_entropy(Z, T.float())),
     ("ce-shape", ValueError, r"target must be \(3,\)", lambda: lc.liger_cross_entropy(Z, T[:2])),
     ("ce-reduction", ValueError, "reduction must be one of", lambda: lc.liger_cross_entropy(Z, T, reduction="avg")),
     ("ce-smoothing", ValueError, "label_smoothing must be", lambda: lc.liger_cross_entropy(Z, T, label_smoothing=2.0)),
+    ("ce-square", ValueError, "_square_scale must", lambda: lc.liger_cross_entropy(Z, T, lse_square_scale=-1e-4)),
+    ("ce-square-nan", ValueError, "_square_scale must", lambda: lc.liger_cross_entropy(Z, T, lse_square_scale=NAN)),
+    ("ce-padding", ValueError, "set ignore_index=-1$", lambda: lc.liger_cross_entropy(Z, T - T - 1)),
     ("ce-softcap", ValueError, "softcap must be", lambda: lc.liger_cross_entropy(Z, T, softcap=-1.0)),
     ("kl-shape", ValueError, "target must have the shape", lambda: lc.liger_kl_div(Z, Z[:2])),
     ("kl-ndim", ValueError, r"input must be \(N, V\)", lambda: lc.liger_kl_div(X, X)),

@@ -439,7 +439,7 @@ PASSED = {
     "swapped": (
         (STATES, HEAD.weight, IDS),
         ValueError,
-        r"got \(6, 7, 5\) .*: weight and input look swapped, the order",
+        r"got \(6, 7, 5\) .*: weight and input look swapped, the order .* import from liger_chunked.compat, which has",
     ),
     "swapped-2d": ((STATES[0], HEAD.weight, IDS[0]), ValueError, "target must be .*: weight and input look swapped"),
     "output": ((HEAD.weight, OUTPUT, IDS), TypeError, "input .* got SimpleNamespace: pass its last_hidden_state"),
@@ -455,6 +455,26 @@ PASSED = {
         r"input float32, weight float64; cast them, as by input.to\(weight.dtype\), or call .* under torch.autocast",
     ),
 }
+
+
+COMPAT = "Code for Liger-Kernel runs with the import from liger_chunked.compat"
+LABELS = torch.arange(B) % 2 == 0
+# Calls as Liger-Kernel's losses take them.
+PORTED = {
+    "GRPO": lambda: lc.LigerFusedLinearGRPOLoss()(STATES, HEAD.weight, IDS, IDS, torch.ones(B)),
+    "KTO": lambda: lc.LigerFusedLinearKTOLoss()(STATES, HEAD.weight, IDS, None, LABELS),
+    "JSD": lambda: lc.LigerFusedLinearJSDLoss()(
+        *(x[0] if x.ndim == 3 else x for x in (STATES, HEAD.weight, STATES, HEAD.weight.detach())), IDS[0]
+    ),
+    "keywords": lambda: CROSS_ENTROPY(lin_weight=HEAD.weight, _input=STATES, target=IDS),
+    "compiled": lambda: lc.LigerFusedLinearDPOLoss(compiled=True),
+}
+
+
+@pytest.mark.parametrize("case", PORTED)
+def test_a_port_that_keeps_the_signatures_hears_of_compat(case):
+    with pytest.raises((TypeError, ValueError), match=COMPAT):
+        PORTED[case]()
 
 
 @pytest.mark.parametrize("call", [CROSS_ENTROPY, lc.LigerFusedLinearCrossEntropyLoss, lc.linear_token_stats])

@@ -268,3 +268,12 @@ def test_check_model_is_the_integrations():
     from liger_chunked.testing import check_model
 
     assert check_model is check.check_model
+
+
+def test_the_report_says_ok_in_words():
+    report = check_loss(Entropic())
+    words = repr(report)
+    assert words == str(report) == f"{report}"
+    assert words.startswith(f"ok: a loss of {report.loss:.6g} over {report.tokens} tokens")
+    assert f"in pieces of at most {report.budgets[0]} and {report.budgets[1]} bytes of logits" in words
+    assert report.budgets[0] > report.budgets[1] and "not checked" in words

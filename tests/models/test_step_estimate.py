@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
+pytest.importorskip("peft")
 
+import peft
 import torch
 from model_zoo import BY_ID, Tiny
 from spies import Memory
@@ -33,13 +35,15 @@ def config_of(tiny: Tiny) -> Any:
     return getattr(module, tiny.config_class)(**tiny.config)
 
 
-def measured(config: Any, n: int, tiles: Any, trainable: bool = True) -> int:
+def measured(config: Any, n: int, tiles: Any, trainable: bool = True, adapter: Any = None) -> int:
     """Return the peak above the weights of a forward and backward of the backbone, all layers of it."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation=estimate._ATTENTION
         )
-    model.train().requires_grad_(trainable)
+        model.train().requires_grad_(trainable)
+        if adapter is not None:
+            peft.get_peft_model(model, adapter).to(torch.bfloat16)
     apply_liger_kernel(model, tiled_mlp=tiles, fused_linear_cross_entropy=False)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     leaf = torch.empty(1, n, config.hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
@@ -67,6 +71,34 @@ def test_agrees_with_a_whole_step(name, tiles, trainable):
         pytest.fail(f"sizes of this test must make layers the peak, got {found}")
     layers = found.peak - found.weights - found.optimizer - head
     assert layers == pytest.approx(measured(config, n, tiles, trainable), rel=0.01)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("tiles", [None, 256])
+def test_agrees_with_a_whole_step_of_adapters(tiles):
+    n, adapter = 8192, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    found = estimate_step(LLAMA, shape=(1, n), tiled_mlp=tiles, adapter=adapter, logits_budget="1MiB")
+    assert found.layer and not found.head
+    layers = found.peak - found.weights - found.optimizer
+    assert layers == pytest.approx(measured(LLAMA, n, tiles, adapter=adapter), rel=0.01)
+
+
+def test_parts_of_adapters():
+    batch: dict[str, Any] = {"shape": (2, 4096)}
+    frozen = estimate_step(LLAMA, **batch, trainable=False)
+    of_queries = 6 * 4 * (64 + 64)  # rank 4, in and out of 64 columns, 6 layers
+    found = estimate_step(LLAMA, **batch, adapter=peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    assert (found.weights - frozen.weights, found.optimizer) == (2 * of_queries, 4 * of_queries)
+    assert frozen.layer < found.layer < estimate_step(LLAMA, **batch).layer
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"])
+    of_head = 4 * (64 + 500)
+    found = estimate_step(LLAMA, **batch, adapter=adapter, optimizer_bytes=12, accumulates=True)
+    assert (found.gradients, found.optimizer) == (2 * (of_queries + of_head), 12 * (of_queries + of_head))
+    wide = LlamaConfig(**{**SIZES, "vocab_size": 50000}, num_hidden_layers=1)
+    sizes: dict[str, Any] = {"vocab_size": 50000, "hidden_size": 64, "shape": (2, 256), "trainable_head": False}
+    of_loss = estimate_memory(LigerFusedLinearCrossEntropyLoss(), **sizes, lora_rank=4).peak
+    assert estimate_step(wide, shape=(2, 256), adapter=adapter).head == of_loss + 2 * 2 * 256 * 64 * 2
+    assert longest_sequence(LLAMA, free="64MiB", adapter=adapter) > 0
 
 
 def test_parts():
@@ -152,6 +184,12 @@ def test_a_model_without_our_layers():
         ({"checkpoints": "disk"}, ValueError, "checkpoints must be 'device' or 'host', got 'disk'"),
         ({"dtype": "bf16"}, TypeError, "dtype must be a floating-point torch.dtype, got 'bf16'"),
         ({"tiled_mlp": "all"}, TypeError, "tiled_mlp must be True, False, None"),
+        ({"adapter": "lora"}, TypeError, r"adapter must be a config of PEFT, as LoraConfig\(r=16\), or None, got"),
+        (
+            {"adapter": peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])},
+            ValueError,
+            r"adapter must be of linear layers alone, got modules_to_save=\['lm_head'\]",
+        ),
         ({"optimizer_bytes": "8"}, TypeError, "optimizer_bytes must be"),
         ({"config": GPT2Config(n_layer=1), "tiled_mlp": True}, ValueError, "tiled_mlp matches nothing in gpt2"),
     ],

@@ -323,3 +323,31 @@ def test_a_teacher_with_another_precision(tmp_path, kind):
         seen.append((set(beside.seen), set(policy.seen), value))
     assert seen[0][:2] == seen[1][:2] == ({torch.bfloat16}, {torch.float32})
     assert seen[1][2] == pytest.approx(seen[0][2], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "way_out"),
+    [
+        ("DPO", {"ref_model": None}, "pass ref_model"),
+        ("KTO", {"ref_model": None}, "pass ref_model"),
+        ("GRPO", {"config": {"beta": 0.1}}, r"save_pretrained\(path\)"),
+        ("RLOO", {"config": {"beta": 0.1}}, r"save_pretrained\(path\)"),
+    ],
+)
+def test_a_model_without_a_name_has_no_reference_to_load(tmp_path, kind, changes, way_out):
+    with pytest.raises(ValueError, match=f"Liger{kind}Trainer needs a reference, .* was not loaded from .*{way_out}"):
+        build(tmp_path, kind, True, **changes)
+
+
+def test_a_reference_that_is_not_loaded_needs_no_name(tmp_path):
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    none = {"ref_model": None}
+    for kind, changes in (
+        ("DPO", {"peft_config": lora, **none}),
+        ("DPO", {"model": get_peft_model(tiny.model(), lora), **none}),
+        ("DPO", {"config": {"precompute_ref_log_probs": True}, **none}),
+        ("DPO", {"loss": LigerFusedLinearDPOLoss(use_ref_model=False), **none}),
+        ("GRPO", {"peft_config": lora, "config": {"beta": 0.1}}),
+        ("GRPO", {}),
+    ):
+        assert build(tmp_path, kind, True, **changes).ref_model is None

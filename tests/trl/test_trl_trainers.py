@@ -24,6 +24,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
 from fused import asked_logits
+from peft import LoraConfig
 from spies import Memory
 from table import relative_error
 from torch import Tensor
@@ -31,6 +32,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from liger_chunked import (
+    Clipped,
     LigerFusedLinearBCOLoss,
     LigerFusedLinearCPOLoss,
     LigerFusedLinearCrossEntropyLoss,
@@ -39,6 +41,7 @@ from liger_chunked import (
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKTOLoss,
     LigerFusedLinearORPOLoss,
+    LigerFusedLinearPolicyBase,
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearSimPOLoss,
 )
@@ -528,6 +531,107 @@ def test_weights_of_examples_that_do_not_arrive(tmp_path, caplog):
         trainer.data_collator([trainer.train_dataset[i] for i in range(2)])
     build(tmp_path, "DPO", ours=True, train_dataset=pairs)
     assert "LigerDPOTrainer trains without the column 'sample_weight'" in caplog.text
+
+
+class Own:
+    """Logs metrics of its own, from those of the call."""
+
+    def logged_metrics(self, metrics):
+        name = next(name for name in OWN if hasattr(metrics, name))
+        return {"own": getattr(metrics, name), "number": 2, "flags": torch.tensor([True, False])}
+
+
+# For each kind of metrics, one that the trainer logs too, and under which name.
+OWN = {
+    "reward_accuracies": "rewards/accuracies",
+    "reference_point": "kl",
+    "z_loss": "z_loss",
+    "soft_loss": "soft_loss",
+}
+WITH_OWN: dict[str, tuple[type, dict[str, Any]]] = {
+    "DPO": (LigerFusedLinearDPOLoss, {}),
+    "KTO": (LigerFusedLinearKTOLoss, {}),
+    "ORPO": (LigerFusedLinearORPOLoss, {}),
+    "SFT": (LigerFusedLinearCrossEntropyLoss, {"lse_square_scale": 0.1, "return_z_loss": True}),
+    "GKD": (LigerFusedLinearJSDLoss, {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0}),
+}
+
+
+@pytest.mark.parametrize("kind", WITH_OWN)
+def test_a_metric_of_ones_own(train, kind):
+    config = {"loss_type": "kto"} if kind == "KTO" else {}
+    cls, options = WITH_OWN[kind]
+    loss = type("WithOwn", (Own, cls), {})(**options)
+    log = train(kind, ours=True, evaluate=kind in ("DPO", "ORPO"), config=config, loss=loss)
+    entries = [entry for entry in log if "loss" in entry or "eval_loss" in entry]
+    for entry in entries:
+        prefix = "eval_" if "eval_loss" in entry else ""
+        same = next(name for name in OWN.values() if prefix + name in entry)
+        assert entry[f"{prefix}own"] == pytest.approx(entry[prefix + same], rel=1e-5)
+        assert entry[f"{prefix}number"] == 2
+        # The last batch of an evaluation has a sample twice, which the log leaves out, also of these two values.
+        assert entry[f"{prefix}flags"] == pytest.approx(2 / 3 if prefix else 0.5)
+    assert len(entries) == (5 if kind in ("DPO", "ORPO") else 4)
+
+
+class Clips(LigerFusedLinearPolicyBase):
+    """PPO that logs a metric which only its method knows."""
+
+    scope = "token"
+
+    def __init__(self, **options):
+        super().__init__(**options, clipped=lambda r: Clipped(low=None, high=r.ratio > 1.001))
+        self.seen = []
+
+    def policy_loss(self, rollouts):
+        high = (rollouts.ratio.detach() > 1.001) & rollouts.mask
+        self.seen.append(torch.stack([high.sum(), rollouts.mask.sum()]))
+        return -torch.where(high, rollouts.ratio.detach(), rollouts.ratio) * rollouts.advantages
+
+    def logged_metrics(self, metrics):
+        clipped, tokens = torch.stack(self.seen).sum(0)
+        self.seen.clear()
+        return {"own/clipped": clipped / tokens.clamp(min=1)}
+
+
+def test_a_metric_of_the_method(train):
+    """The method sees each token once, also where a small budget cuts the batch; a trainer runs copies of the loss."""
+    config = {"num_iterations": 2, "gradient_accumulation_steps": 1}
+    for budget in (None, 300 * 4 * 4):
+        log = train("GRPO", ours=True, config=config, loss=Clips(reduction="dapo", logits_budget=budget))
+        shares = [(entry["own/clipped"], entry["clip_ratio/high_mean"]) for entry in log if "loss" in entry]
+        assert any(share for share, _ in shares)
+        assert [share for share, _ in shares] == pytest.approx([same for _, same in shares], abs=1e-6)
+
+
+class Learned(LigerFusedLinearPreferenceBase):
+    """A user-defined loss with a parameter."""
+
+    def __init__(self):
+        super().__init__(use_ref_model=False)
+        self.margin = torch.nn.Parameter(torch.tensor(0.5))
+
+    def preference_loss(self, pairs):
+        chosen, rejected = pairs.logps.unbind(-1)
+        return torch.nn.functional.softplus(self.margin - self.beta * (chosen - rejected))
+
+
+def test_a_parameter_of_the_loss(tmp_path):
+    """It is trained if the model knows it, and refused otherwise."""
+    loss, none = Learned(), {"ref_model": None}
+    with pytest.raises(ValueError, match=r"Learned has the trainable parameter margin \(\) .* model.own_loss = loss"):
+        build(tmp_path, "DPO", ours=True, loss=loss, **none)
+    model = tiny.model()
+    model.own_loss = loss
+    with pytest.raises(ValueError, match="An adapter freezes what the model had before it"):
+        adapter = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        build(tmp_path, "DPO", ours=True, loss=loss, model=model, peft_config=adapter, **none)
+    model, loss = tiny.model(), Learned()
+    model.own_loss = loss
+    build(tmp_path, "DPO", ours=True, loss=loss, model=model, **none).train()
+    assert abs(loss.margin.item() - 0.5) > 1e-3
+    loss.margin.requires_grad_(False)
+    build(tmp_path, "DPO", ours=True, loss=loss, **none)
 
 
 def test_a_loss_without_a_reference_needs_none(train):

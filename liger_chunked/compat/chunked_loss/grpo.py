@@ -15,8 +15,8 @@ from liger_chunked.calls import typed_like
 from liger_chunked.compat.settings import Loss
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses.grpo import LOSS_TYPES, SURROGATES
-from liger_chunked.losses.policy import REDUCTIONS, Clipped
-from liger_chunked.types import Rollouts, shown
+from liger_chunked.losses.policy import REDUCTIONS
+from liger_chunked.types import Clipped, Rollouts, shown
 
 
 class LigerFusedLinearGRPOLoss(Loss):

@@ -210,9 +210,11 @@ def liger_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     """Apply `liger_chunked.liger_rotary_pos_emb` to the first `rotary_dim` columns of a head.
 
-    The default is the columns of `cos`. Otherwise `cos` and `sin` need only `rotary_dim // 2` columns.
+    The default is the columns of `cos`. Otherwise `cos` and `sin` need only `rotary_dim // 2` columns. `position_ids`
+    are read with tables `cos` and `sin`, (positions, R), and ignored otherwise, as Liger-Kernel ignores them.
     """
     if rotary_dim is not None:
         if rotary_dim % 2 or not 0 < rotary_dim <= 2 * cos.shape[-1]:
             raise ValueError(f"rotary_dim must be even and at most twice cos {tuple(cos.shape)}, got {rotary_dim}")
-    return kernels.liger_rotary_pos_emb(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim=rotary_dim)
+    rows = position_ids if cos.ndim == 2 else None
+    return kernels.liger_rotary_pos_emb(q, k, cos, sin, rows, unsqueeze_dim, rotary_dim=rotary_dim)

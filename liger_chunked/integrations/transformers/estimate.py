@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib import import_module
 from math import prod
 from typing import Any, Literal
 
@@ -83,6 +84,7 @@ def estimate_step(
     checkpoints: Literal["device", "host"] = "device",
     dtype: torch.dtype = torch.bfloat16,
     trainable: bool = True,
+    adapter: Any = None,
     optimizer_bytes: float | None = None,
     accumulates: bool = False,
     logits_budget: int | float | str | None = None,
@@ -92,7 +94,7 @@ def estimate_step(
 
     For decoders whose attention calls transformers' attention functions, which is counted as FlashAttention 2: no
     matrix of T x T, a float32 gradient of the queries, and gradients of all heads' keys. Not counted: the CUDA context,
-    cuBLAS's workspace, fragmentation (allow 1 to 2 GiB), and the weights and optimizer of adapters.
+    cuBLAS's workspace and fragmentation (allow 1 to 2 GiB).
 
     Args:
         config: of a causal language model of transformers. A model of images and text counts with the weights of all
@@ -104,7 +106,11 @@ def estimate_step(
         checkpoints: where the inputs of the layers are between forward and backward. With "host", as under TRL's
             `activation_offloading`, two are on the device: the layer's at work, and the next one's.
         dtype: of weights, gradients and activations.
-        trainable: whether the weights train. False: they are frozen, as under an adapter.
+        trainable: whether the weights train. With `adapter`, its alone do.
+        adapter: a config of PEFT for adapters of linear layers, as `LoraConfig(r=16, target_modules="all-linear")`.
+            Their weights are in `dtype`, as `get_peft_model(..., autocast_adapter_dtype=False)` makes them. Float32
+            ones, which are PEFT's default, take twice the bytes, and copy the input of each adapted layer in float32.
+            None: no adapter.
         optimizer_bytes: of its states, for each trainable parameter. None: two states in `dtype`, as torch's AdamW has
             them; 8 with float32 states, 12 with float32 weights too, 2 with 8-bit states.
         accumulates: whether gradients of an earlier micro-batch exist.
@@ -116,7 +122,8 @@ def estimate_step(
         A `StepEstimate`: bytes by part at the peak, and their sum `peak`.
 
     Raises:
-        TypeError: `config` is no config of transformers, or another argument has the wrong type.
+        TypeError: `config` is no config of transformers, `adapter` none of PEFT, or another argument has the wrong
+            type.
         ValueError: `checkpoints` is unknown, `shape` is invalid, transformers has no causal model for this config, its
             layers are not made for checkpoints, or they read values of tensors, which an estimate does not have.
 
@@ -127,7 +134,7 @@ def estimate_step(
     >>> whole > 2 * tiles
     True
     """
-    model = _Model(config, tiled_mlp, dtype, trainable, optimizer_bytes)
+    model = _Model(config, tiled_mlp, dtype, trainable, adapter, optimizer_bytes)
     head = {"loss": loss, "logits_budget": logits_budget, "capability": capability}
     return model.estimate(shape, checkpoints, accumulates, head)
 
@@ -143,6 +150,7 @@ def longest_sequence(
     checkpoints: Literal["device", "host"] = "device",
     dtype: torch.dtype = torch.bfloat16,
     trainable: bool = True,
+    adapter: Any = None,
     optimizer_bytes: float | None = None,
     accumulates: bool = False,
     logits_budget: int | float | str | None = None,
@@ -158,7 +166,8 @@ def longest_sequence(
         tiled_mlp: whether the gated MLPs run in tiles: True, "auto" or the tokens of a tile. None: they run whole.
         checkpoints: where the inputs of the layers are between forward and backward, "device" or "host".
         dtype: of weights, gradients and activations.
-        trainable: whether the weights train.
+        trainable: whether the weights train. With `adapter`, its alone do.
+        adapter: a config of PEFT, as in `estimate_step`. None: no adapter.
         optimizer_bytes: of its states, for each trainable parameter. None: two states in `dtype`.
         accumulates: whether gradients of an earlier micro-batch exist.
         logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: the loss's own.
@@ -175,7 +184,7 @@ def longest_sequence(
     if most is None:
         raise TypeError('free must be a number of bytes or a string such as "78GiB", got None')
     check_number("n_sequences", n_sequences, whole=True)
-    model = _Model(config, tiled_mlp, dtype, trainable, optimizer_bytes)
+    model = _Model(config, tiled_mlp, dtype, trainable, adapter, optimizer_bytes)
     head = {"loss": loss, "logits_budget": logits_budget, "capability": capability}
 
     def fits(steps: int) -> bool:
@@ -202,24 +211,30 @@ class _Model:
         tiled_mlp: bool | int | Literal["auto"] | None,
         dtype: torch.dtype,
         trainable: bool,
+        adapter: Any,
         optimizer_bytes: float | None,
     ) -> None:
         if not isinstance(config, PretrainedConfig):
             raise TypeError(f"config must be a config of transformers, got {shown(config)}")
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype must be a floating-point torch.dtype, got {shown(dtype)}")
+        if not (adapter is None or hasattr(adapter, "peft_type")):
+            raise TypeError(f"adapter must be a config of PEFT, as LoraConfig(r=16), or None, got {shown(adapter)}")
         check_number("optimizer_bytes", optimizer_bytes, optional=True)
         with torch.device("meta"):
             self.model: Any = _causal_model(copy.deepcopy(config), dtype)  # a model sets its attention in its config
-        self.model.train().requires_grad_(trainable)
+            self.model.train().requires_grad_(trainable)
+            if adapter is not None:
+                _add_adapter(self.model, adapter, dtype)
         # A model that our kernels do not serve is counted with its own layers.
         with suppress(ValueError) if tiled_mlp in (None, False) else nullcontext():
             apply_liger_kernel(self.model, tiled_mlp=tiled_mlp, fused_linear_cross_entropy=False)
-        self.dtype, self.trainable = dtype, trainable
+        self.dtype = dtype
         self.weights = _bytes_of(self.model.parameters())
-        n_parameters = sum(p.numel() for p in self.model.parameters())
+        trained = _trained(self.model)
+        self.gradients = _bytes_of(trained)
         states = 2 * dtype.itemsize if optimizer_bytes is None else optimizer_bytes
-        self.optimizer = int(states * n_parameters) if trainable else 0
+        self.optimizer = int(states * sum(p.numel() for p in trained))
 
     def estimate(self, shape: Sequence[int], checkpoints: str, accumulates: bool, head: dict[str, Any]) -> StepEstimate:
         if checkpoints not in ("device", "host"):
@@ -227,7 +242,8 @@ class _Model:
         if len(shape) != 2 or not all(isinstance(n, int) and n > 0 for n in shape):
             raise ValueError(f"shape must be (B, T), two positive ints, got {shown(shape)}")
         layers, shared = self._layers(tuple(shape))
-        weight = self.model.get_output_embeddings().weight
+        output = self.model.get_output_embeddings()
+        weight, rank = output.weight, sum(getattr(output, "r", {}).values())  # `r` of an adapter on the head
         hidden = prod(shape) * weight.shape[1] * self.dtype.itemsize
         ours = head["loss"] if head["loss"] is not None else LigerFusedLinearCrossEntropyLoss()
         of_head = estimate_memory(
@@ -236,11 +252,11 @@ class _Model:
             hidden_size=weight.shape[1],
             shape=tuple(shape),
             dtype=self.dtype,
-            trainable_head=self.trainable,
+            trainable_head=weight.requires_grad,
+            lora_rank=rank or None,
             logits_budget=head["logits_budget"],
             capability=head["capability"],
         )
-        all_gradients = self.weights if self.trainable else 0
         kept = sum(layer.checkpoint for layer in layers)
         if checkpoints == "host":
             kept = min(kept, 2 * max(layer.checkpoint for layer in layers))
@@ -248,15 +264,15 @@ class _Model:
         constant = StepEstimate(self.weights, self.optimizer, 0, 0, 0, 0)
         # The last norm keeps its input, and the head its own.
         at_loss = replace(
-            constant, gradients=accumulates * all_gradients, checkpoints=kept, head=of_head.peak + 2 * hidden
+            constant, gradients=accumulates * self.gradients, checkpoints=kept, head=of_head.peak + 2 * hidden
         )
         moments = [at_loss]
-        done = _bytes_of([weight]) if self.trainable else 0  # gradients of the head and of the layers after this one
+        done = _bytes_of(_trained(output))  # gradients of the head and of the layers after this one
         for layer in reversed(layers):
             moments.append(
                 replace(
                     constant,
-                    gradients=all_gradients if accumulates else done,
+                    gradients=self.gradients if accumulates else done,
                     checkpoints=kept,
                     layer=layer.backward,
                 )
@@ -296,6 +312,20 @@ def _causal_model(config: PretrainedConfig, dtype: torch.dtype) -> Any:
             if type(found) in mapping:
                 return auto.from_config(found, dtype=dtype, attn_implementation=_ATTENTION)
     raise ValueError(f"transformers has no causal language model for a {type(config).__name__}")
+
+
+def _add_adapter(model: Any, adapter: Any, dtype: torch.dtype) -> None:
+    """Add an adapter of PEFT to a model on the meta device, with weights in `dtype`, and freeze the model's own."""
+    if getattr(adapter, "modules_to_save", None):
+        raise ValueError(f"adapter must be of linear layers alone, got modules_to_save={adapter.modules_to_save}")
+    get_peft_model = import_module("peft").get_peft_model
+    get_peft_model(model, copy.deepcopy(adapter), autocast_adapter_dtype=False)
+    for x in _trained(model):
+        x.data = x.data.to(dtype)  # PEFT casts only adapters that have values
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [x for x in module.parameters() if x.requires_grad]
 
 
 def _bytes_of(tensors: Any) -> int:
@@ -339,7 +369,7 @@ class _Recorder:
 
         peak = peak_bytes(backward)
         layer.zero_grad()
-        trained = [p for p in layer.parameters() if p.requires_grad]
+        trained = _trained(layer)
         result = tree_map_only(Tensor, lambda x: x.detach(), output)
         # In a step nothing holds a layer's output during its backward. Here it is the input of the layers that follow.
         held = _bytes_of(x for x in tree_leaves(output) if isinstance(x, Tensor))

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,7 +21,7 @@ from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.head_input import fitted
 from liger_chunked.integrations.transformers.shared_prefix import why_not_shared
 from liger_chunked.integrations.trl import heads, references
-from liger_chunked.types import Head, budget_bytes
+from liger_chunked.types import Head, budget_bytes, described
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -133,10 +133,26 @@ class LigerTrainerMixin(_Trainer):
         casts = getattr(config, "cast_lm_head_to_fp32", False)
         heads.check_has_methods(type(self), (*self.always_replaced, *(self.replaced_by_loss if loss else ())))
         self._head_settings: Any = {"logits_budget": budget, "share_prefix": self.share_prefix}
+        trained = [] if loss is None else [(name, x) for name, x in loss.named_parameters() if x.requires_grad]
         with heads.chunked_heads(**self._head_settings), nullcontext() if casts else heads.lora_heads(type(self)):
             super().__init__(*args, **kwargs)
+        self._check_trains(trained)
         self.add_heads()
         rebind(self.model, inner_model(self.model))
+
+    def _check_trains(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
+        """Raise ValueError unless the model trains these parameters of the loss.
+
+        The optimizer, DDP and checkpoints know those of the model alone.
+        """
+        known = {id(x) for x in self.model.parameters() if x.requires_grad}
+        for name, x in parameters:
+            if id(x) not in known:
+                raise ValueError(
+                    f"{type(self.loss_override).__name__} has the trainable parameter {name} {described(x)}, which the "
+                    "model does not train, and so no optimizer would: register the loss on the model before, as in "
+                    "model.own_loss = loss, or freeze the parameter. An adapter freezes what the model had before it"
+                )
 
     def add_heads(self) -> None:
         """Give chunked heads to the models that have none of TRL's."""
@@ -159,6 +175,18 @@ class LigerTrainerMixin(_Trainer):
 
     def gathered_mean(self, value: Tensor) -> float:
         return self.accelerator.gather_for_metrics(value.detach()).mean().item()
+
+    def own_metrics(self, metrics: Any) -> dict[str, float]:
+        """Return what the loss given as `loss` adds to the log, see `logged_metrics`."""
+
+        def mean(x: float | Tensor) -> float:
+            return self.gathered_mean(torch.as_tensor(x, dtype=torch.float32, device=self.accelerator.device))
+
+        return {name: mean(x) for name, x in self.loss_override.logged_metrics(metrics).items()}
+
+    def log_own_metrics(self, metrics: Any) -> None:
+        for name, value in self.own_metrics(metrics).items():
+            self.mode_metrics[name].append(value)
 
     def global_mean(
         self,
@@ -275,6 +303,17 @@ def _config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingArguments 
     return next((x for x in (*args, kwargs.get("args")) if isinstance(x, TrainingArguments)), None)
 
 
+def check_loads_reference(trainer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if a trainer for GRPO or RLOO, called so, cannot load the reference of its KL term."""
+    if getattr(_config(args, kwargs), "beta", 0.0) and not _has_adapter((*args, *kwargs.values())):
+        references.check_name(trainer, args[0] if args else kwargs.get("model"), references.SAVE_FIRST)
+
+
+def _has_adapter(arguments: Iterable[Any]) -> bool:
+    """Whether a config of PEFT is given: the policy without its adapter is then the reference."""
+    return any(hasattr(x, "peft_type") for x in arguments)
+
+
 _MISSING: Any = object()
 
 
@@ -350,8 +389,10 @@ class ReferenceMixin(LigerTrainerMixin):
             ref_model = _NONE
         self._check_precomputed(loss, args)
         references.check_forwards(model, ref_model)
-        if not any(hasattr(x, "peft_type") for x in (*others, *kwargs.values())):
+        if not _has_adapter((*others, *kwargs.values())):
             references.check_parameters(model, ref_model)
+            if ref_model is None and not getattr(args, "precompute_ref_log_probs", False):
+                references.check_name(type(self).__name__, model, references.PASS_ONE)
         super().__init__(model, ref_model, args, *others, loss=loss, **kwargs)
         # An adapter that TRL has added freezes the rest.
         references.check_parameters(self.model, self.ref_model)
@@ -416,6 +457,7 @@ class ReferenceMixin(LigerTrainerMixin):
             arguments["ref_logps"] = self._ref_logps(model_inputs, inputs, labels)
         step = loss_step(model, loss, model_inputs | self._aux_inputs, labels, length=length, **arguments)
         self._log_metrics(step)
+        self.log_own_metrics(step.metrics)
         return self._finished(self._with_aux_loss(step.loss, step.aux_loss), model, model_inputs, return_outputs)
 
     def _loss_arguments(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:

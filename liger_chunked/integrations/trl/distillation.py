@@ -134,6 +134,7 @@ class TeacherMixin(LigerTrainerMixin):
             self.mode_metrics["soft_loss"].append(step.metrics.soft_loss.item())
             if loss.weight_hard_loss:
                 self.mode_metrics["hard_loss"].append(step.metrics.hard_loss.item())
+            self.log_own_metrics(step.metrics)
         return step
 
 

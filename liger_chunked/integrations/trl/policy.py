@@ -133,6 +133,7 @@ class GRPOMixin(RolloutsMixin):
                 **of_tokens,
             )
         self._log_metrics(step, inputs["advantages"])
+        self.log_own_metrics(step.metrics)
         value = step.loss if counts_items else step.loss / window
         if part is not None and not counts_items:
             value = value * self._share(step)

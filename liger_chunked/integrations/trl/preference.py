@@ -136,7 +136,8 @@ class ConcatenatedMixin(SharedPromptsMixin):
         prefix = "eval_" if train_eval == "eval" else ""
         # Unlike other trainers, these do not log this loss.
         value = step.loss if step.aux_loss is None else step.loss + self.aux_loss_coef * step.aux_loss
-        return value, {f"{prefix}{name}": metric for name, metric in pair_logs(self, step).items()}
+        logs = {**pair_logs(self, step), **self.own_metrics(step.metrics)}
+        return value, {f"{prefix}{name}": metric for name, metric in logs.items()}
 
     def _nll_target(self, inputs: dict[str, Any]) -> Tensor | None:
         return None

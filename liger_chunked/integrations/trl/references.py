@@ -17,6 +17,24 @@ from liger_chunked.deferred.code import FORWARD_SLOTS
 _ADVICE = (
     "Load the reference by itself: model.save_pretrained(path), then ref_model = type(model).from_pretrained(path)"
 )
+# For trainers that take a reference, and for those that load it in any case.
+PASS_ONE = "pass ref_model, for a first step equal to the model: ref_model = copy.deepcopy(model)"
+SAVE_FIRST = "model.save_pretrained(path), and train type(model).from_pretrained(path); or set beta=0.0 in the config"
+
+
+def check_name(trainer: str, model: Any, advice: str) -> None:
+    """Raise ValueError if TRL would load the reference by a name that the model's config lacks.
+
+    TRL loads it from the path or repository that the config remembers. That of a model that was built from a config is
+    empty, and the error of the hub would not say what asked for it.
+    """
+    name = getattr(getattr(model, "config", None), "_name_or_path", None)
+    if not isinstance(model, nn.Module) or hasattr(model, "peft_config") or name != "":
+        return
+    raise ValueError(
+        f"{trainer} needs a reference, and TRL would load it by the name that model.config remembers, but this "
+        f"{type(model).__name__} was not loaded from a path or repository and has none: {advice}"
+    )
 
 
 def check_forwards(policy: Any, reference: Any) -> None:

@@ -18,7 +18,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from liger_chunked.integrations.transformers.kept_ids import record_kept_ids
 from liger_chunked.integrations.trl import heads
-from liger_chunked.integrations.trl.base import MULTIMODAL, SharedPromptsMixin
+from liger_chunked.integrations.trl.base import MULTIMODAL, SharedPromptsMixin, check_loads_reference
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.types import shown
 
@@ -127,6 +127,7 @@ class RolloutsMixin(SharedPromptsMixin):
         if not (isinstance(skip_zero_advantage, bool) or skip_zero_advantage == "auto"):
             raise ValueError(f"skip_zero_advantage must be 'auto', True or False, got {shown(skip_zero_advantage)}")
         self.kept_ids, self.skip_zero_advantage = kept_ids, skip_zero_advantage
+        check_loads_reference(type(self).__name__, args, kwargs)
         super().__init__(*args, **kwargs)
         if kept_ids:
             self._check_records()

@@ -53,6 +53,7 @@ class SFTMixin(LigerTrainerMixin):
         else:
             step = loss_step(model, loss, model_inputs, labels, num_items=num_items_in_batch)
             self._log_metrics(step)
+            self.log_own_metrics(step.metrics)
             value, aux_loss = step.loss, step.aux_loss
         # num_items_in_batch counts all ranks; gradients are averaged.
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
