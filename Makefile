@@ -61,7 +61,8 @@ bench-models:
 
 # Needs matplotlib.
 figures:
-	$(PYTHON) -m benchmarks.figures --table docs/benchmarks.md --convergence docs/convergence.md
+	$(PYTHON) -m benchmarks.figures --table docs/benchmarks.md --convergence docs/convergence.md \
+		--headline README.md docs/index.md
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

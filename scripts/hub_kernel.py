@@ -106,8 +106,8 @@ tags: [kernels, triton, cross-entropy, post-training]
 
 # liger-chunked
 
-Log-probabilities and entropies of tokens from hidden states and the weight of the `lm_head`, differentiable, without the full logits.
-Triton on a GPU, PyTorch elsewhere, in one function:
+Log-probabilities and entropies of tokens from hidden states and the weight of the `lm_head`, differentiable, without
+the full logits. Triton on a GPU, PyTorch elsewhere, in one function:
 
 ```python
 import torch
@@ -124,15 +124,17 @@ loss = -(stats.logps + 0.01 * stats.entropy).mean()
 loss.backward()
 ```
 
-`softcap`, `logit_scale`, `temperature` and `logits_budget`, the most bytes of logits at once, are keywords. The losses are here too:
+`softcap`, `logit_scale`, `temperature` and `logits_budget`, the most bytes of logits at once, are keywords. The losses
+are here too:
 
 ```python
 loss, metrics = kernel.LigerFusedLinearDPOLoss(beta=0.1, use_ref_model=False)(weight, hidden, target)
 loss.backward()
 ```
 
-Rounding errors are at most 1.1 times those of PyTorch on full logits. The kernels run and are measured on H100 and H200; those for
-A100, Ada, Blackwell and MI300X are compiled and have not run, and `torch-xpu` has been neither compiled nor run.
+Rounding errors are at most 1.1 times those of PyTorch on full logits. The kernels run and are measured on H100 and
+H200; those for A100, Ada, Blackwell and MI300X are compiled and have not run, and `torch-xpu` has been neither compiled
+nor run.
 """
 
 if __name__ == "__main__":
