@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the repository's address, and dark figures.
+"""Hooks of mkdocs: the repository's address, links to papers, and dark figures.
 
 Every `docs/*.svg` gets a dark version when the site is built, and pages show the one that fits the theme. On GitHub
 they show the light one.
@@ -14,9 +14,12 @@ from types import ModuleType
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 FIGURE = re.compile(r"!\[([^]]*)\]\(([^)#\s]+)\.svg\)")
+BOTH = r'<figure class="drawn" markdown="span">![\1](\2.svg#only-light)![\1](\2-dark.svg#only-dark)</figure>'
+ARXIV = re.compile(r"(?<![\w./[])(\d{4}\.\d{5})\b")  # a paper's number
 
 
 def _module(path: Path) -> ModuleType:
@@ -29,8 +32,10 @@ def _module(path: Path) -> ModuleType:
 
 
 def on_config(config: Any) -> Any:
-    config.repo_url = _module(ROOT / "scripts" / "release.py").repository(ROOT)
-    config.repo_name = config.site_name
+    """Link to the repository. With `repo_url`, each reader's browser would ask GitHub for its stars."""
+    address = _module(ROOT / "scripts" / "release.py").repository(ROOT)
+    config.nav.append({"Source": address})
+    config.extra["social"] = [{"icon": "fontawesome/brands/git-alt", "link": address, "name": "Source"}]
     return config
 
 
@@ -44,7 +49,10 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **others: Any) -> str:
-    return FIGURE.sub(
-        r'<figure class="drawn" markdown="span">![\1](\2.svg#only-light)![\1](\2-dark.svg#only-dark)</figure>', markdown
-    )
+def on_page_markdown(markdown: str, page: Page, config: Any, **others: Any) -> str:
+    uri = page.file.src_uri
+    page.meta["hide"] = config.extra["hide"].get(uri, [])
+    page.meta["search"] = {"boost": config.extra["boost"].get(uri, 1)}
+    code = re.split(r"(^ *```.*?^ *```|`[^`\n]+`)", markdown, flags=re.MULTILINE | re.DOTALL)
+    code[::2] = [ARXIV.sub(r"[\1](https://arxiv.org/abs/\1)", FIGURE.sub(BOTH, text)) for text in code[::2]]
+    return "".join(code)

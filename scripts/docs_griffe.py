@@ -1,0 +1,89 @@
+"""An extension of griffe for the reference pages: signatures of stubs, and docstrings as Markdown.
+
+Griffe reads code without running it. Of `def dpo_loss(*args, **kwargs)` it would show just that. Trainers, which are
+made on first use, are known to their stub alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+TRAINERS = "integrations.trl"
+# Reference pages are one folder below the others.
+PAGE = re.compile(r"`?docs/([\w-]+)\.md`?")
+ARXIV = re.compile(r"(?:https://arxiv\.org/abs/|\barXiv:? ?|(?<![\w./[]))(\d{4}\.\d{5})\b")
+
+
+class ReferencePages(griffe.Extension):
+    def on_package(self, *, pkg: griffe.Module, **others: Any) -> None:
+        if "functional" in pkg.members:
+            take_signatures_of_stub(pkg["functional"])
+        if "integrations" in pkg.members:
+            describe_trainers(pkg[TRAINERS])
+        for documented in objects(pkg):
+            if documented.docstring is not None:
+                documented.docstring.value = as_markdown(documented.docstring.value)
+
+
+def objects(parent: Any) -> Iterator[Any]:
+    """Yield an object and everything that is defined in it."""
+    yield parent
+    for member in parent.members.values():
+        if not member.is_alias:
+            yield from objects(member)
+
+
+def take_signatures_of_stub(module: griffe.Module) -> None:
+    path = Path(str(module.filepath)).with_suffix(".pyi")
+    stub = griffe.visit(module.name, filepath=path, code=path.read_text(), parent=module.parent)
+    for name, function in module.functions.items():
+        written = (stub.overloads.get(name) or [stub.functions.get(name)])[-1]
+        if written is not None:
+            function.parameters, function.returns = written.parameters, written.returns
+
+
+def describe_trainers(package: griffe.Module) -> None:
+    """Give a trainer the docstring of its mixin, before what its stub says of arguments."""
+    mixins = {x.name: x for x in objects(package) if x.is_class and x.name.endswith("Mixin")}
+    for name, trainer in package.classes.items():
+        mixin = mixins.get(name.removeprefix("Liger").replace("Trainer", "Mixin"))
+        if mixin is None or mixin.docstring is None or trainer.docstring is None:
+            continue
+        first, _, of_arguments = trainer.docstring.value.partition("\n\n")
+        # A docstring that a section ends, such as "Args:", would take the text behind it into the section.
+        trainer.docstring.value = f"{of_arguments or first}\n\n{mixin.docstring.value}"
+
+
+def as_markdown(docstring: str) -> str:
+    """Return a docstring whose examples are blocks of code, and whose papers and pages are links.
+
+    >>> print(as_markdown("DPO (2305.18290), see docs/losses.md.\\n\\n>>> 1 + 1\\n2"))
+    DPO ([arXiv 2305.18290](https://arxiv.org/abs/2305.18290)), see [losses](../../losses/).
+    <BLANKLINE>
+    ```pycon
+    >>> 1 + 1
+    2
+    ```
+    """
+    paragraphs = []
+    for paragraph in docstring.split("\n\n"):
+        indent = " " * (len(paragraph) - len(paragraph.lstrip(" ")))
+        if paragraph.lstrip().startswith(">>>"):
+            paragraphs.append(f"{indent}```pycon\n{paragraph.rstrip()}\n{indent}```")
+        else:
+            paragraphs.append(with_links(paragraph))
+    return "\n\n".join(paragraphs)
+
+
+def with_links(text: str) -> str:
+    """
+    >>> with_links("`Z`: https://arxiv.org/abs/2205.05198")
+    '`Z`: [arXiv 2205.05198](https://arxiv.org/abs/2205.05198)'
+    """
+    text = ARXIV.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", text)
+    return PAGE.sub(r"[\1](../../\1/)", text)
