@@ -6,17 +6,17 @@ made on first use, are known to their stub alone.
 
 from __future__ import annotations
 
-import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import griffe
 
+sys.path.insert(0, str(Path(__file__).parent))  # griffe imports this file by its path
+from docs_markdown import docstring_markdown  # noqa: E402
+
 TRAINERS = "integrations.trl"
-# Reference pages are one folder below the others.
-PAGE = re.compile(r"`?docs/([\w-]+)\.md`?")
-ARXIV = re.compile(r"(?:https://arxiv\.org/abs/|\barXiv:? ?|(?<![\w./[]))(\d{4}\.\d{5})\b")
 
 
 class ReferencePages(griffe.Extension):
@@ -27,7 +27,7 @@ class ReferencePages(griffe.Extension):
             describe_trainers(pkg[TRAINERS])
         for documented in objects(pkg):
             if documented.docstring is not None:
-                documented.docstring.value = as_markdown(documented.docstring.value)
+                documented.docstring.value = docstring_markdown(documented.docstring.value)
 
 
 def objects(parent: Any) -> Iterator[Any]:
@@ -57,33 +57,3 @@ def describe_trainers(package: griffe.Module) -> None:
         first, _, of_arguments = trainer.docstring.value.partition("\n\n")
         # A docstring that a section ends, such as "Args:", would take the text behind it into the section.
         trainer.docstring.value = f"{of_arguments or first}\n\n{mixin.docstring.value}"
-
-
-def as_markdown(docstring: str) -> str:
-    """Return a docstring whose examples are blocks of code, and whose papers and pages are links.
-
-    >>> print(as_markdown("DPO (2305.18290), see docs/losses.md.\\n\\n>>> 1 + 1\\n2"))
-    DPO ([arXiv 2305.18290](https://arxiv.org/abs/2305.18290)), see [losses](../../losses/).
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
-    """
-    paragraphs = []
-    for paragraph in docstring.split("\n\n"):
-        indent = " " * (len(paragraph) - len(paragraph.lstrip(" ")))
-        if paragraph.lstrip().startswith(">>>"):
-            paragraphs.append(f"{indent}```pycon\n{paragraph.rstrip()}\n{indent}```")
-        else:
-            paragraphs.append(with_links(paragraph))
-    return "\n\n".join(paragraphs)
-
-
-def with_links(text: str) -> str:
-    """
-    >>> with_links("`Z`: https://arxiv.org/abs/2205.05198")
-    '`Z`: [arXiv 2205.05198](https://arxiv.org/abs/2205.05198)'
-    """
-    text = ARXIV.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", text)
-    return PAGE.sub(r"[\1](../../\1/)", text)
