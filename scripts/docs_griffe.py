@@ -14,7 +14,7 @@ from typing import Any
 import griffe
 
 sys.path.insert(0, str(Path(__file__).parent))  # griffe imports this file by its path
-from docs_markdown import docstring_markdown  # noqa: E402
+from docs_markdown import docstring_markdown
 
 TRAINERS = "integrations.trl"
 
@@ -48,12 +48,13 @@ def take_signatures_of_stub(module: griffe.Module) -> None:
 
 
 def describe_trainers(package: griffe.Module) -> None:
-    """Give a trainer the docstring of its mixin, before what its stub says of arguments."""
+    """Give a trainer the docstring of its mixin, with what its stub says of arguments."""
     mixins = {x.name: x for x in objects(package) if x.is_class and x.name.endswith("Mixin")}
     for name, trainer in package.classes.items():
         mixin = mixins.get(name.removeprefix("Liger").replace("Trainer", "Mixin"))
         if mixin is None or mixin.docstring is None or trainer.docstring is None:
             continue
-        first, _, of_arguments = trainer.docstring.value.partition("\n\n")
-        # A docstring that a section ends, such as "Args:", would take the text behind it into the section.
-        trainer.docstring.value = f"{of_arguments or first}\n\n{mixin.docstring.value}"
+        what_it_is, _, more = mixin.docstring.value.partition("\n\n")
+        of_arguments = trainer.docstring.value.partition("\n\n")[2]
+        # `more` comes last: a section such as "Args:" would take the text behind it.
+        trainer.docstring.value = "\n\n".join(filter(None, [what_it_is, of_arguments, more]))

@@ -35,5 +35,5 @@ def docstring_markdown(docstring: str) -> str:
             indent = " " * (len(paragraph) - len(paragraph.lstrip(" ")))
             paragraphs.append(f"{indent}```pycon\n{paragraph.rstrip()}\n{indent}```")
         else:
-            paragraphs.append(PAGE.sub(r"[\1](../../\1/)", ARXIV.sub(LINK, paragraph)))
+            paragraphs.append(PAGE.sub(r"[\1](../../\1/)", ARXIV.sub(LINK.replace("[", "[arXiv ", 1), paragraph)))
     return "\n\n".join(paragraphs)

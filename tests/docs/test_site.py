@@ -46,11 +46,11 @@ def test_figures_and_papers_of_pages(markdown):
 
 def test_docstrings(markdown):
     doc = (
-        "DPO (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290), see `docs/losses.md`.\n\n"
+        "DPO (Rafailov 2023, https://arxiv.org/abs/2305.18290), see `docs/losses.md`.\n\n"
         "Args:\n    beta: not 0.12345.\n\n>>> 1 + 1\n2\n\nMore."
     )
     assert markdown.docstring_markdown(doc) == (
-        "DPO (Rafailov et al. 2023, [2305.18290](https://arxiv.org/abs/2305.18290)), see [losses](../../losses/).\n\n"
+        "DPO (Rafailov 2023, [arXiv 2305.18290](https://arxiv.org/abs/2305.18290)), see [losses](../../losses/).\n\n"
         "Args:\n    beta: not 0.12345.\n\n```pycon\n>>> 1 + 1\n2\n```\n\nMore."
     )
 
