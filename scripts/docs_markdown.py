@@ -1,0 +1,39 @@
+"""What the site makes of Markdown: figures for both themes, links to papers, examples of docstrings as code."""
+
+from __future__ import annotations
+
+import re
+
+FIGURE = re.compile(r"!\[([^]]*)\]\(([^)#\s]+)\.svg\)")
+BOTH = r'<figure class="drawn" markdown="span">![\1](\2.svg#only-light)![\1](\2-dark.svg#only-dark)</figure>'
+CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+# A paper's number, alone or with what names it; not in a link.
+ARXIV = re.compile(r"(?:(?<!\]\()(?<!<)https://arxiv\.org/abs/|\barXiv:? ?|(?<![\w./[]))(\d{4}\.\d{5})\b")
+LINK = r"[\1](https://arxiv.org/abs/\1)"
+PAGE = re.compile(r"`?docs/([\w-]+)\.md`?")
+
+
+def page_markdown(text: str) -> str:
+    """Return a page with both versions of its figures, and with links to papers. Code stays as it is.
+
+    >>> page_markdown("| `2305.18290` | 2305.18290 |")
+    '| `2305.18290` | [2305.18290](https://arxiv.org/abs/2305.18290) |'
+    """
+    parts = CODE.split(text)
+    parts[::2] = [ARXIV.sub(LINK, FIGURE.sub(BOTH, part)) for part in parts[::2]]
+    return "".join(parts)
+
+
+def docstring_markdown(docstring: str) -> str:
+    """Return a docstring whose examples are blocks of code, and whose papers and pages are links.
+
+    The links to pages are for reference pages, which are one folder below the others.
+    """
+    paragraphs = []
+    for paragraph in docstring.split("\n\n"):
+        if paragraph.lstrip().startswith(">>>"):
+            indent = " " * (len(paragraph) - len(paragraph.lstrip(" ")))
+            paragraphs.append(f"{indent}```pycon\n{paragraph.rstrip()}\n{indent}```")
+        else:
+            paragraphs.append(PAGE.sub(r"[\1](../../\1/)", ARXIV.sub(LINK.replace("[", "[arXiv ", 1), paragraph)))
+    return "\n\n".join(paragraphs)
