@@ -37,7 +37,7 @@ for module in loaded:
     names = [name for name in module.__all__ if name not in module._OF_TRANSFORMERS]
     assert all(hasattr(module, name) for name in names) and len(names) > 30
     normed = torch.compile(module.liger_rms_norm, backend="eager", fullgraph=True)(x, torch.ones(8), 1e-6)
-    print(loss.item())
+    print("loss", loss.item())
 assert "liger_chunked" not in sys.modules
 """
 
@@ -72,7 +72,8 @@ sys.modules["kernels"].get_kernel = get_kernel
 def test_two_copies_in_one_process(tmp_path, fresh_process):
     variants = script().write(tmp_path)
     assert [variant.name for variant in variants] == ["torch-cuda", "torch-rocm", "torch-xpu", "torch-cpu"]
-    losses = fresh_process.run(IMPORT, *map(str, variants[::3])).split()
+    output = fresh_process.run(IMPORT, *map(str, variants[::3]))  # with warnings: torch 2.14 has one for Python 3.13.0
+    losses = [line for line in output.splitlines() if line.startswith("loss ")]
     assert len(losses) == 2 and len(set(losses)) == 1
 
 
