@@ -68,9 +68,9 @@ def load(path: Path) -> Run:
 def by_age(folder: Path, family: str) -> list[Path]:
     """Return a family's files by age, GPU runs last."""
 
-    def age(path: Path) -> tuple[bool, str, int, str]:
-        content = json.loads(path.read_text())["environment"]
-        return content["device_type"] == "cuda", content["date"], len(path.stem), path.stem
+    def age(path: Path) -> tuple[bool, str]:
+        about = json.loads(path.read_text())["environment"]
+        return about["device_type"] == "cuda", about["saved"]
 
     return sorted(folder.glob(f"{family}-*.json"), key=age)
 
