@@ -195,7 +195,7 @@ def copy_tb_per_s() -> float:
 def environment(device: str = DEVICE) -> dict[str, object]:
     """Return hardware, versions, commit and date where known; `BENCH_COMMIT` gives the commit if git is unavailable.
 
-    "saved" orders the runs of a day. Runs of before 2026-11-28 did not record it: there it is the time of the commit that
+    "saved" orders the runs of a day. Runs of before 2026-11-28 did not record it: theirs is the time of the commit that
     brought the file.
     """
 
