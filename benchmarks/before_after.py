@@ -403,7 +403,7 @@ def main() -> None:
     from benchmarks.harness import environment, new_file
 
     facts = {**environment(DEVICE), "before": commit_of(args.before)}
-    path = new_file(args.out, f"before_after-{'' if DEVICE == 'cuda' else 'cpu-'}{facts['date']}")
+    path = new_file(args.out, "before_after", facts)
     rows: list[dict[str, Any]] = []
     with checkouts(args.before, ROOT) as (before, after):
         for task in TASKS:

@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     asked = (args.families, args.steps, args.seeds, adam)
     whole = asked == (list(FAMILIES), STEPS, SEEDS, DEFAULT_ADAM)
     run = Convergence(environment(args.device), settings, curves, whole)
-    path = new_file(args.out, f"convergence-{args.device}-{run.environment['date']}")
+    path = new_file(args.out, "convergence", run.environment)
     run.write(path)
     print(f"wrote {path}")
     return path

@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     }
     whole = (args.kinds, args.steps, args.seeds) == (list(KINDS), STEPS, SEEDS)
     run = Kinds(environment("cpu"), settings, curves, whole)
-    path = new_file(args.out, f"{STEM}-cpu-{run.environment['date']}")
+    path = new_file(args.out, STEM, run.environment)
     run.write(path)
     print(f"wrote {path}")
     return path

@@ -193,7 +193,11 @@ def copy_tb_per_s() -> float:
 
 
 def environment(device: str = DEVICE) -> dict[str, object]:
-    """Return hardware, versions, commit and date where known; `BENCH_COMMIT` gives the commit if git is unavailable."""
+    """Return hardware, versions, commit and date where known; `BENCH_COMMIT` gives the commit if git is unavailable.
+
+    "saved" orders the runs of a day. Runs of before 2026-11-28 did not record it: theirs is the time of the commit that
+    brought the file.
+    """
 
     def installed(name: str) -> str | None:
         try:
@@ -213,6 +217,7 @@ def environment(device: str = DEVICE) -> dict[str, object]:
         "python": platform.python_version(),
         "commit": commit,
         "date": time.strftime("%Y-%m-%d"),
+        "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 
@@ -283,8 +288,7 @@ class Table:
         self.tasks: dict[str, dict[str, object]] = {}
         self.rows: list[Row] = []
         self.peer_seconds = 0.0
-        kind = "" if DEVICE == "cuda" else "cpu-"
-        self.path = new_file(args.out, f"{family}-{kind}{self.environment['date']}")
+        self.path = new_file(args.out, family, self.environment)
         print(json.dumps(self.environment, indent=1), flush=True)
         if DEVICE == "cpu":
             print("no GPU: small shapes in float32, which say nothing about a GPU")
@@ -448,8 +452,16 @@ def fill_loss(
         forget()
 
 
-def new_file(folder: Path, stem: str) -> Path:
-    """Return `<stem>.json`, or a numbered name if that file exists, so that no run overwrites another."""
+def new_file(folder: Path, family: str, about: Mapping[str, Any]) -> Path:
+    """Return `<family>-<commit>.json`, with `cpu-` before the commit of a run without a GPU.
+
+    A number follows if that file exists, so that no run overwrites another.
+
+    Args:
+        about: the run's `environment`.
+    """
+    commit, *dirty = str(about["commit"]).split("-")
+    stem = "-".join([family, *(["cpu"] if about["device_type"] == "cpu" else []), commit[:7] or "unknown", *dirty])
     path, n = folder / f"{stem}.json", 1
     while path.exists():
         n += 1

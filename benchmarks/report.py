@@ -24,6 +24,7 @@ SHARED_STEPS = {"trainers_shared": "Steps of TRL's trainers with shared prompts"
 class Run:
     """One result file: `cells` has the rows by task and contender, `again` the later run of each repeated task."""
 
+    path: Path
     environment: dict[str, Any]
     tasks: dict[str, dict[str, Any]]
     cells: dict[str, dict[str, dict[str, Any]]]
@@ -48,6 +49,11 @@ class Run:
         )
 
     @property
+    def files(self) -> set[Path]:
+        """Return the run's file, and those of later runs that repeated a task."""
+        return {self.path, *(run.path for run in self.again.values())}
+
+    @property
     def commit(self) -> str:
         """Return the first digits of the commit, and whether the tree was clean."""
         digits, *dirty = self.environment["commit"].split("-")
@@ -62,15 +68,15 @@ def load(path: Path) -> Run:
     cells: dict[str, dict[str, dict[str, Any]]] = {task: {} for task in content["tasks"]}
     for row in content["rows"]:
         cells[row["task"]][row["name"]] = row
-    return Run(content["environment"], content["tasks"], cells)
+    return Run(path, content["environment"], content["tasks"], cells)
 
 
 def by_age(folder: Path, family: str) -> list[Path]:
     """Return a family's files by age, GPU runs last."""
 
-    def age(path: Path) -> tuple[bool, str, int, str]:
-        content = json.loads(path.read_text())["environment"]
-        return content["device_type"] == "cuda", content["date"], len(path.stem), path.stem
+    def age(path: Path) -> tuple[bool, str]:
+        about = json.loads(path.read_text())["environment"]
+        return about["device_type"] == "cuda", about["saved"]
 
     return sorted(folder.glob(f"{family}-*.json"), key=age)
 

@@ -514,7 +514,7 @@ def main() -> None:
     }
     print("\n".join(report(found)))
     facts["seconds"] = round(time.perf_counter() - begin, 1)
-    path = args.out or new_file(RESULTS, f"same_bits-{'cpu-' if args.device == 'cpu' else ''}{facts['date']}")
+    path = args.out or new_file(RESULTS, "same_bits", facts)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"family": "same_bits", "environment": facts, **found}, indent=1) + "\n")
     print(f"wrote {path} after {facts['seconds']} s")

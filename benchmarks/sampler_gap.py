@@ -197,13 +197,12 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parse.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     args = parse.parse_args(arguments)
     about = environment()
-    kind = "" if DEVICE == "cuda" else "cpu-"
     if args.model is not None:
         found = of_model(args.model, args.tokens, args.samples)
         for dtype, gaps in found["ratios"].items():
             for way, gap in gaps.items():
                 print(f"{dtype:9s} {way:9s} " + "  ".join(f"{key} {value:.4f}" for key, value in gap.items()))
-        path = new_file(args.out, f"sampler_gap_model-{kind}{about['date']}")
+        path = new_file(args.out, "sampler_gap_model", about)
         path.write_text(json.dumps({"family": "sampler_gap_model", "environment": about, **found}, indent=1))
         print(f"wrote {path}")
         return path
@@ -213,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         print(f"trains with {logits}: reward {runs[-1]['reward'][0]:.3f} to {runs[-1]['reward'][1]:.3f}")
         for name, means in runs[-1]["means"].items():
             print(f"  {name:24s} " + "  ".join(f"{key} {value:.3e}" for key, value in means.items()), flush=True)
-    path = new_file(args.out, f"sampler_gap-{kind}{about['date']}")
+    path = new_file(args.out, "sampler_gap", about)
     path.write_text(
         json.dumps({"family": "sampler_gap", "steps": args.steps, "environment": about, "runs": runs}, indent=1)
     )

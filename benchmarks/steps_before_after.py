@@ -172,7 +172,7 @@ def main() -> None:
     from benchmarks.harness import environment, new_file
 
     facts = {**environment(DEVICE), "before": commit_of(args.before)}
-    path = new_file(args.out, f"steps_before_after-{'' if DEVICE == 'cuda' else 'cpu-'}{facts['date']}")
+    path = new_file(args.out, "steps_before_after", facts)
     rows: list[dict[str, Any]] = []
     with checkouts(args.before, ROOT, script=Path(__file__)) as (before, after):
         for task in ON_GPU if DEVICE == "cuda" else ON_CPU:

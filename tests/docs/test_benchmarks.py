@@ -36,6 +36,7 @@ from benchmarks import (
     vocab_shard,
 )
 from benchmarks.drawing import floor, style
+from benchmarks.harness import new_file
 
 FAMILIES = {
     "cross_entropy": cross_entropy,
@@ -309,24 +310,47 @@ def test_pages_and_figures_are_those_of_the_kept_results(tmp_path: Path) -> None
 
 
 def test_the_newest_run_is_of_a_gpu(tmp_path: Path) -> None:
-    def keep(name: str, kind: str, date: str) -> None:
-        environment = {"device": name, "device_type": kind, "date": date}
-        content = {"whole": True, "environment": environment, "tasks": {}, "rows": []}
-        (tmp_path / f"policy-{name}.json").write_text(json.dumps(content))
+    """The order is that of the times, not of the names, which are those of commits."""
 
-    keep("2026-11-20", "cuda", "2026-11-20")
-    keep("2026-11-21", "cuda", "2026-11-21")
-    keep("2026-11-21-2", "cuda", "2026-11-21")
-    keep("cpu-2026-11-22", "cpu", "2026-11-22")
+    def keep(commit: str, kind: str, saved: str) -> None:
+        about = {"device": commit, "device_type": kind, "commit": commit, "saved": saved}
+        content = {"whole": True, "environment": about, "tasks": {}, "rows": []}
+        new_file(tmp_path, "policy", about).write_text(json.dumps(content))
+
+    keep("c" * 40, "cuda", "2026-11-20T08:00:00Z")
+    keep("b" * 40, "cuda", "2026-11-21T08:00:00Z")
+    keep("a" * 40, "cuda", "2026-11-21T09:00:00Z")
+    keep("d" * 40, "cpu", "2026-11-22T08:00:00Z")
     newest = report.newest(tmp_path, "policy")
-    assert newest is not None and newest.environment["device"] == "2026-11-21-2"
+    assert newest is not None and newest.environment["device"] == "a" * 40
+    assert newest.files == {tmp_path / "policy-aaaaaaa.json"}
+
+
+def test_names_of_results(tmp_path: Path) -> None:
+    about = {"device_type": "cuda", "commit": "0123456789abcdef", "saved": ""}
+    for name in ("policy-0123456.json", "policy-0123456-2.json"):
+        path = new_file(tmp_path, "policy", about)
+        assert path.name == name
+        path.touch()
+    assert new_file(tmp_path, "policy", about | {"device_type": "cpu"}).name == "policy-cpu-0123456.json"
+    assert (
+        new_file(tmp_path, "policy", about | {"commit": "0123456789abcdef-dirty"}).name == "policy-0123456-dirty.json"
+    )
+    assert new_file(tmp_path, "policy", about | {"commit": ""}).name == "policy-unknown.json"
 
 
 def test_a_task_that_was_measured_again(tmp_path: Path) -> None:
     """A new measurement of a task replaces the one in the last complete run, which has all implementations."""
 
     def keep(run: str, device: str, whole: bool, **tasks: dict[str, str | None]) -> None:
-        environment = {"device": device, "device_type": "cuda", "date": run[:10], "commit": run, "versions": {}}
+        environment = {
+            "device": device,
+            "device_type": "cuda",
+            "date": run[:10],
+            "saved": run,
+            "commit": run,
+            "versions": {},
+        }
         rows = [
             {"task": task, "name": name, "failure": failure, "run": run}
             for task, contenders in tasks.items()
