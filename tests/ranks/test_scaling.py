@@ -153,7 +153,7 @@ def test_a_ring_sends_each_part_to_all_others(kind: str, given: int) -> None:
 
 
 def test_memory_is_what_was_measured() -> None:
-    content = json.loads((scaling.RESULTS / "vocab_shard-2026-11-24.json").read_text())
+    content = json.loads((scaling.RESULTS / "vocab_shard-c69e6f1.json").read_text())
     checked = 0
     for row in content["rows"]:
         match = re.fullmatch(r"(cross entropy|DPO|GRPO|JSD) (\d+)x(\d+)x(\d+), one of (\d) ranks.*", row["task"])
@@ -179,7 +179,10 @@ def test_runs_on_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     def keep(run: str, *rows: dict[str, Any]) -> None:
         rows = tuple({"failure": None, "mib": 1024.0, **row} for row in rows)
-        content = {"environment": {**environment, "date": run[:10]}, "tasks": {row["task"]: {} for row in rows}}
+        content = {
+            "environment": {**environment, "date": run[:10], "saved": run},
+            "tasks": {row["task"]: {} for row in rows},
+        }
         (tmp_path / f"distributed-{run}.json").write_text(json.dumps({**content, "rows": rows}))
 
     assert "No run" in _with(tmp_path, monkeypatch)
@@ -194,7 +197,7 @@ def test_runs_on_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     keep("2026-11-25-2", fast, {"task": "TP SFT", **failed})
     text = _with(tmp_path, monkeypatch)
     assert "| DPO, H100 | 1.08 · 1,024 | failed |" in text and "| TP SFT, H100 | 9,880 · 2.0 | failed |" in text
-    assert text.count("| TP SFT, H100 |") == 1 and "`distributed-2026-11-25-2.json`: 2 ranks, H100" in text
+    assert text.count("| TP SFT, H100 |") == 1 and "`distributed-d8bd38b-2.json`: 2 ranks, H100" in text
 
 
 def _with(results: Path, monkeypatch: pytest.MonkeyPatch) -> str:
