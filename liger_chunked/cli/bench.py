@@ -190,15 +190,7 @@ def _peak(run: Callable[[], object], leaves: list[Tensor]) -> float | None:
 
 
 def show(case: Case, rows: Iterator[Row], figure: Path | None) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    done: list[Row] = []
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, console=tables.console(), transient=True) as progress:
-        task = progress.add_task(f"measuring {case}", total=case.n_rows)
-        for row in rows:
-            done.append(row)
-            progress.update(task, advance=1, description=f"measured {row.loss}: {row.name}")
+    done = tables.counted(rows, case.n_rows, "measured", lambda row: f"{row.loss}, {row.name}")
     floors = {row.loss: row.ms for row in done if row.name == FLOOR}
     shown = []
     for row in done:

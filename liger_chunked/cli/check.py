@@ -244,7 +244,9 @@ def results(device: torch.device, seed: int) -> Iterator[Result]:
 
 def show(seed: int) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    done = list(results(device, seed))
+    # Each kernel and loss in two dtypes. On a GPU, kernels compile first, which takes minutes.
+    total = 2 * (len(_KERNELS) + len(LOSSES) - 1) + (device.type == "cuda")
+    done = tables.counted(results(device, seed), total, "checked", lambda r: r.name)
     rows = []
     for r in done:
         dtype, part = str(r.dtype).removeprefix("torch."), r.part if r.part in _VALUES else f"gradient: {r.part}"

@@ -27,7 +27,7 @@ from liger_chunked import (
     estimate_memory,
     kernels,
 )
-from liger_chunked.cli import app, bench, check, memory
+from liger_chunked.cli import app, bench, check, memory, tables
 from liger_chunked.cli.losses import DISTILLATION, LOSSES
 from liger_chunked.kernels.backend import INTERPRETED
 
@@ -232,6 +232,11 @@ def test_bench_says_its_sizes_and_words(capsys, monkeypatch):
     assert "with three sizes is pairs x 2 x length" in message
 
 
+def test_the_bar_counts(capsys):
+    rows = tables.counted(iter("ab"), 2, "measured", str.upper)
+    assert rows == ["a", "b"]
+
+
 def test_bench_says_whose_sizes_a_class_has(capsys, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr(bench, "measure", lambda case: iter([]))
@@ -272,10 +277,13 @@ def test_bench_shows_what_does_not_fit(capsys):
     assert "out of memory" in capsys.readouterr().out
 
 
-def test_check(capsys):
+def test_check(capsys, monkeypatch):
+    totals = []
+    monkeypatch.setattr(check.tables, "counted", lambda rows, total, *_: totals.append(total) or list(rows))
     printed = out(capsys, "check")
     n = 2 * (len(check._KERNELS) + len(LOSSES) - 1)
     assert printed.endswith(f"{n} of {n} are right\n")
+    assert totals == [n]
     rows = [re.split("│", line)[1:-1] for line in printed.splitlines() if line.startswith("│")]
     dtype, part, error, eager, allowed = (cell.strip() for cell in rows[-1][1:6])
     assert dtype == "bfloat16" and (part in check._VALUES or part.startswith("gradient: "))
