@@ -342,20 +342,17 @@ def fill_step(training: Training, contender: Contender, repeats: int, row: LongS
         row.fill(step_of(training.length), training.sequences * training.length, repeats, before)
 
 
-def fill_longest(
-    training: Training, contender: Contender, seconds: float, fitted: Callable[[], int], row: LongRow
-) -> None:
-    """Search the longest sequence; `fitted` returns that of whole MLPs, 0 if unknown."""
+def fill_longest(training: Training, contender: Contender, seconds: float, row: LongRow) -> None:
     if DEVICE == "cpu":
         raise Skipped("memory is only measured on a GPU")
     estimated = training.estimated_longest(contender)
-    guess = estimated * contender.first_trial
-    if training.kind == "SFT" and not contender.is_ours and contender.tiles is None:
-        guess = training.length / 4  # its logits decide
     if contender.is_ours:
         row.estimated = estimated
-    if contender.checkpoints == "host" and fitted():
-        guess = 2 * fitted()
+    guess = estimated * contender.first_trial
+    if training.kind == "SFT" and contender.kernels is models.nobody:
+        guess = training.length / 4  # its logits decide
+    if contender.checkpoints == "host":  # twice what fits with whole MLPs, and 5% for the estimate's error
+        guess = min(guess, 2 * PRECISION * training.estimated_longest(CONTENDERS[WHOLE]))
     end = time.perf_counter() + seconds
     with prepared(training, contender) as step_of:
         search(training, contender, step_of, guess, end, row)
@@ -434,19 +431,9 @@ def main(arguments: Sequence[str] | None = None) -> Path:
             table.compare(f"{training.name} of {training.length}", facts(training), steps, LongStepRow)
     if not args.steps:
         for training in rows:
-            task = f"{training.name}, longest"
-
-            def fitted(task: str = task) -> int:
-                lengths = [
-                    r.length for r in table.rows if r.task == task and r.name == WHOLE and isinstance(r, LongRow)
-                ]
-                return lengths[0] if lengths else 0
-
-            searches = {
-                name: partial(fill_longest, training, c, args.seconds, fitted)
-                for name, c in training.contenders().items()
-            }
-            table.compare(task, facts(training), searches, LongRow)
+            contenders = training.contenders().items()
+            searches = {name: partial(fill_longest, training, c, args.seconds) for name, c in contenders}
+            table.compare(f"{training.name}, longest", facts(training), searches, LongRow)
     return table.finish()
 
 
