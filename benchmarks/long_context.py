@@ -17,7 +17,8 @@ Steps are measured at the row's length: the time, the peak, and the peak that `e
 sequence is searched that fits, to within 5%, from the length that `longest_sequence` gives; every trial is a whole
 step. With checkpoints on the host, the first trial has twice the tokens that fit with whole MLPs. A trial that would
 take longer than what is left of `--seconds` does not start. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True:
-tensors of gigabytes leave holes otherwise.
+tensors of gigabytes leave holes otherwise. Attention runs in cuDNN for all contenders, which is faster on Hopper than
+torch's FlashAttention 2 (`--attention flash`); shared prompts run in FlexAttention.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import models
 from benchmarks.harness import DEVICE, DTYPE, OURS, STOCK, Row, Skipped, Table, check_triton, median_ms, synchronize
@@ -55,6 +57,9 @@ ROWS = [
     "DPO:llama-3.2-1b:8:8192",
 ]
 SMALL = ["SFT:tiny-llama:2:256", "GRPO:tiny-llama:2:256", "GRPO-shared:tiny-llama:4:256", "DPO:tiny-llama:2:256"]
+_CUDNN, _FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+_OTHERS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+ATTENTION = {"cudnn": [_CUDNN, _FLASH, *_OTHERS], "flash": [_FLASH, _CUDNN, *_OTHERS]}  # by priority
 GRID = 256 if DEVICE == "cuda" else 16  # tokens
 PRECISION = 1.05  # of the longest sequence
 # GiB of pinned memory that checkpoints may take. torch rounds each tensor there up to a power of two.
@@ -422,7 +427,13 @@ def capacity_mib() -> float:
 def main(arguments: Sequence[str] | None = None) -> Path:
     parse = steps_parser(__doc__ or "", "trainer:model:sequences:length", repeats=2, seconds=60.0)
     parse.add_argument("--steps", action="store_true", help="steps at the rows' lengths alone")
+    parse.add_argument("--attention", choices=ATTENTION, default="cudnn", help="of torch's SDPA (%(default)s)")
     args = parse.parse_args(arguments)
+    with sdpa_kernel(ATTENTION[args.attention], set_priority=True):
+        return measure(args)
+
+
+def measure(args: Any) -> Path:
     table = Table("long_context", args, whole=not args.shapes and not args.steps and not args.longest)
     rows = [training_of(shape) for shape in args.shapes or (ROWS if DEVICE == "cuda" else SMALL)]
     if not args.longest:
