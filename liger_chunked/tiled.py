@@ -47,7 +47,7 @@ from liger_chunked.engine.gradients import accumulate
 from liger_chunked.engine.hooks import in_checkpoint, isolated
 from liger_chunked.kernels.backend import first_derivative
 from liger_chunked.kernels.operands import all_plain
-from liger_chunked.private import graph_task_id, own_tensors, version_of
+from liger_chunked.private import HAS_VERSIONS, graph_task_id, own_tensors, version_of
 from liger_chunked.types import accumulation_dtype, described, shown
 
 Tokens: TypeAlias = bool | int | Literal["auto"]
@@ -171,12 +171,14 @@ def tiled(function: Function, module: nn.Module, x: Tensor, tokens: int) -> Tens
 
 def follows_tiles(x: Tensor) -> bool:
     """Whether `after_tiles` may take `x`: the output of tiles, as they returned it, in a non-reentrant checkpoint."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not HAS_VERSIONS or graph_task_id is None:
         return False
     block = getattr(x.grad_fn, "block", None)
+    if not isinstance(block, _Block) or version_of(x) != block.version:
+        return False
     # Hooks on the output, such as those of FSDP and ZeRO, run when its gradient arrives: let it arrive.
-    unchanged = isinstance(block, _Block) and version_of(x) == block.version and not x._backward_hooks
-    return unchanged and not x.retains_grad and in_checkpoint()
+    is_hooked = getattr(x, "_backward_hooks", True) or x.retains_grad
+    return not is_hooked and in_checkpoint()
 
 
 def after_tiles(function: Function, module: nn.Module, y: Tensor) -> Tensor:
@@ -299,7 +301,7 @@ class _Block:
 
     def current_pass(self, input: Any) -> _Pass:
         """Return the backward pass that runs; `input` is the node that saved the block's input."""
-        number = graph_task_id()
+        number = 0 if graph_task_id is None else graph_task_id()
         if number not in self.passes:
             self.passes = {number: _Pass(*input.saved_tensors)}
         return self.passes[number]
