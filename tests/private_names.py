@@ -653,7 +653,20 @@ class _Reader(ast.NodeVisitor):
 
 # Constants and attributes that are the package's own, though it defines no such name: suffixes of arguments of kernels,
 # of parts of a config, and attributes that are set without `self`.
-OWN = {"_ptr", "_desc", "_stride", "_text", "_fixed", "_cls", "_current", "_has_warned", "_ctx", "_layer"}
+OWN = {
+    "_ptr",
+    "_desc",
+    "_stride",
+    "_text",
+    "_fixed",
+    "_cls",
+    "_current",
+    "_has_warned",
+    "_ctx",
+    "_layer",
+    "_follows",
+    "_after",
+}
 # Methods of foreign objects that an object of ours imitates.
 IMITATED = {"_apply_gate"}
 
