@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
@@ -229,10 +229,14 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def config_of(name: str) -> Any:
+    family, sizes = SHAPES[name]
+    return AutoConfig.for_model(family, **copy.deepcopy(sizes))
+
+
 def build(name: str, seed: int = 0, checkpointing: bool = True) -> PreTrainedModel:
     """Build a model of `SHAPES` in training mode, directly on the device; the same seed gives the same weights."""
-    family, sizes = SHAPES[name]
-    config = AutoConfig.for_model(family, **copy.deepcopy(sizes))
+    config = config_of(name)
     auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
     torch.manual_seed(seed)
     with torch.device(DEVICE):
@@ -258,9 +262,11 @@ def nobody(*models: PreTrainedModel, fused: bool) -> Iterator[None]:
 
 
 @contextmanager
-def ours(*models: PreTrainedModel, fused: bool) -> Iterator[list[Any]]:
+def ours(
+    *models: PreTrainedModel, fused: bool, tiled_mlp: bool | int | Literal["auto"] | None = None
+) -> Iterator[list[Any]]:
     """Apply our kernels; returns the reports."""
-    reports = [apply_liger_kernel(model, fused_linear_cross_entropy=fused) for model in models]
+    reports = [apply_liger_kernel(model, fused_linear_cross_entropy=fused, tiled_mlp=tiled_mlp) for model in models]
     try:
         yield reports
     finally:

@@ -31,6 +31,9 @@ def find(path: str) -> Any:
 # The fallback is the public `disable_saved_tensors_hooks`, which raises if there are hooks.
 top_saved_tensors_hooks: Callable[[bool], Any] | None = find("torch._C._autograd._top_saved_tensors_default_hooks")
 
+# The number of the backward pass that runs. Without it, what follows a tiled block stays out of its tiles.
+graph_task_id: Callable[[], int] | None = find("torch._C._current_graph_task_id")
+
 # The fallback takes every graph for retained, so no backward overwrites what it saved.
 graph_is_retained: Callable[[], bool] = find("torch._C._autograd._get_current_graph_task_keep_graph") or (lambda: True)
 

@@ -16,8 +16,15 @@ A tile costs no product more than a checkpoint alone, for two reasons:
 2. **The last product is not recomputed.** No gradient reads the block's output, so a tile's backward replaces the
    product that returned it with an empty tensor of its shape.
 
-A reentrant checkpoint, and any checkpoint where a later operation saves the block's output (a norm after the MLP, as in
-OLMo 2 or Gemma 2), runs the block again, as it does without tiles. There the tiles recompute two products more.
+A norm after the block, as in OLMo 2 or Gemma 2, would save the block's output, so that a checkpoint would run the block
+again, and then the tiles once more. `after_tiles` makes the norm a part of the tiles instead. Its backward reads the
+block's output, so the last product is recomputed:
+
+    untiled, in a checkpointed layer     forward 3, recompute 3, backward 6
+    tiled, in a checkpointed layer       forward 3, recompute 3, backward 6
+
+A reentrant checkpoint, and any checkpoint where another operation saves the block's output, runs the block again, as it
+does without tiles. There the tiles recompute two products more.
 """
 
 from __future__ import annotations
@@ -25,6 +32,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -36,16 +44,17 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from liger_chunked.device import ACCELERATOR
 from liger_chunked.dtensor import any_dtensor
 from liger_chunked.engine.gradients import accumulate
-from liger_chunked.engine.hooks import isolated
+from liger_chunked.engine.hooks import in_checkpoint, isolated
 from liger_chunked.kernels.backend import first_derivative
 from liger_chunked.kernels.operands import all_plain
-from liger_chunked.private import own_tensors, version_of
+from liger_chunked.private import HAS_VERSIONS, graph_task_id, own_tensors, version_of
 from liger_chunked.types import accumulation_dtype, described, shown
 
 Tokens: TypeAlias = bool | int | Literal["auto"]
 """Tokens of a tile. True: chosen by the sizes of the block. "auto": so, where it saves memory. False: one tile."""
 
 Function: TypeAlias = Callable[[Tensor], Tensor]
+Result: TypeAlias = tuple[Tensor | None, list[Tensor | None]]  # dx, and the gradients of a block's tensors
 
 _LEAST_TOKENS = 4096  # of a chosen tile: as in the head, products of fewer rows do not fill a GPU
 _ALIGNED = 128  # tokens, a multiple of the tiles of matrix products
@@ -155,7 +164,32 @@ def tiled(function: Function, module: nn.Module, x: Tensor, tokens: int) -> Tens
         return block.forward(x)
     saved: list[Any] = []
     token = _Input.apply(x, torch.empty(0, requires_grad=True), saved)
-    return _Tiles.apply(block, saved, token, x, *tensors)
+    y: Tensor = _Tiles.apply(block, saved, token, x, *tensors)
+    block.version = version_of(y)
+    return y
+
+
+def follows_tiles(x: Tensor) -> bool:
+    """Whether `after_tiles` may take `x`: the output of tiles, as they returned it, in a non-reentrant checkpoint."""
+    if torch.compiler.is_compiling() or not HAS_VERSIONS or graph_task_id is None:
+        return False
+    block = getattr(x.grad_fn, "block", None)
+    if not isinstance(block, _Block) or version_of(x) != block.version:
+        return False
+    # Hooks on the output, such as those of FSDP and ZeRO, run when its gradient arrives: let it arrive.
+    is_hooked = getattr(x, "_backward_hooks", True) or x.retains_grad
+    return not is_hooked and in_checkpoint()
+
+
+def after_tiles(function: Function, module: nn.Module, y: Tensor) -> Tensor:
+    """Return `function(y)` of an output of tiles; the tiles' backward recomputes `y`, which nothing saves.
+
+    Args:
+        function: token-wise, calls `module` on a tile (1, ..., tokens, K) or on all tokens.
+        module: owns all parameters that `function` uses, such as a norm.
+        y: (..., K), for which `follows_tiles` is true. It may have other uses too.
+    """
+    return _After.apply(y.grad_fn, function, module, y, *trainable(module))
 
 
 class _Input(torch.autograd.Function):
@@ -180,16 +214,20 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, block: _Block, saved: list[Any], token: Tensor, x: Tensor, *tensors: Tensor) -> Tensor:
         ctx.block, ctx.input = block, saved[0]
+        ctx.set_materialize_grads(False)
         return block.forward(x)
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.input.saved_tensors
-        dx, gradients = ctx.block.backward(x, dy, ctx.needs_input_grad[3])
-        needs = ctx.needs_input_grad[4:]
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs_dx, *needs = ctx.needs_input_grad[3:]
+        block, current = ctx.block, ctx.block.current_pass(ctx.input)
+        block.passes.clear()
+        if dy is not None:
+            current.results.append(block.backward(current.x, dy, needs_dx))
+        dx, gradients = _total(current.results, len(needs))
         if len(gradients) != len(needs):
-            name = type(ctx.block.module).__name__
+            name = type(block.module).__name__
             raise RuntimeError(
                 f"{name} had {len(needs)} trainable tensors in the forward and has {len(gradients)} in the backward: "
                 "do not freeze or add parameters in between"
@@ -197,21 +235,76 @@ class _Tiles(torch.autograd.Function):
         return None, None, None, dx, *gradients
 
 
+def _total(results: list[Result], n: int) -> Result:
+    """Return the sums of gradients: one result, unless the output of the tiles has several uses."""
+    if not results:
+        return None, [None] * n
+    (dx, gradients), *others = results
+    for other_dx, other_gradients in others:
+        dx = _sum(dx, other_dx)
+        gradients = [_sum(a, b) for a, b in zip(gradients, other_gradients, strict=True)]
+    return dx, gradients
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a + b
+
+
+class _After(torch.autograd.Function):
+    """What follows tiles. Its backward runs theirs too, and leaves their gradients in the block's `_Pass`."""
+
+    @staticmethod
+    def forward(ctx: Any, tiles: Any, function: Function, module: nn.Module, y: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.tiles, ctx.function, ctx.module = tiles, function, module
+        return function(y)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        block: _Block = ctx.tiles.block
+        current = block.current_pass(ctx.tiles.input)
+        dx, gradients = block.backward(current.x, dz, ctx.tiles.needs_input_grad[3], (ctx.function, ctx.module))
+        n = len(gradients) - (len(ctx.needs_input_grad) - 4)
+        current.results.append((dx, gradients[:n]))
+        # No gradient of y: the tiles' node runs next, and finds what it returns.
+        return None, None, None, None, *gradients[n:]
+
+
+@dataclass
+class _Pass:
+    """A backward pass: the block's input, which checkpoints give once, and results of what follows the tiles."""
+
+    x: Tensor
+    results: list[Result] = field(default_factory=list)
+
+
 class _Block:
     """A call of `tiled`: the forward and the backward of its tiles.
 
     y = block.forward(x)
     dx, gradients = block.backward(x, dy, needs_dx)     # gradients of trainable(module), in this order
+
+    - `version`: of its output, as the tiles returned it
+    - `passes`: the backward pass that has begun, by its number; a pass that never reaches the tiles stays
     """
 
     def __init__(self, function: Function, module: nn.Module, tokens: int, x: Tensor) -> None:
         self.function, self.module, self.tokens = function, module, tokens
+        self.version = 0
+        self.passes: dict[int, _Pass] = {}
         self._last_products: list[int | None] = []  # by tile
         device = x.device.type
         self._autocast: tuple[str, torch.dtype] | None = None
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             self._autocast = device, torch.get_autocast_dtype(device)
         self._random: tuple[Tensor, Any, Any] | None = None
+
+    def current_pass(self, input: Any) -> _Pass:
+        """Return the backward pass that runs; `input` is the node that saved the block's input."""
+        number = 0 if graph_task_id is None else graph_task_id()
+        if number not in self.passes:
+            self.passes = {number: _Pass(*input.saved_tensors)}
+        return self.passes[number]
 
     def _tiles(self, x: Tensor) -> Sequence[Tensor]:
         """Return the tiles (1, ..., tokens, H) of x (..., H): `function` may expect as many dimensions."""
@@ -248,17 +341,17 @@ class _Block:
                     expected = f"({', '.join(map(str, tile.shape[:-1]))}, K)"
                     raise error(f"a token-wise function must return {expected} for {tuple(tile.shape)}, got {got}")
                 self._last_products.append(products.index_of(result))
-                if y is None:
-                    y = result.new_empty((x.shape[:-1].numel(), result.shape[-1]))
+                if y is None:  # not a view, so that a layer may change it in place
+                    y = result.new_empty((*x.shape[:-1], result.shape[-1]))
                 n = tile.shape[-2]
-                y[start : start + n] = result.view(n, -1) if result.is_contiguous() else result.reshape(n, -1)
+                y.view(-1, y.shape[-1])[start : start + n] = result.reshape(n, -1)
                 start += n
         assert y is not None
         # Most blocks draw no numbers, and need no state.
         after = torch.get_rng_state(), *get_device_states(x)
         same = all(map(torch.equal, (before[0], *before[2]), (after[0], *after[2])))
         self._random = None if same else before
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return y
 
     @contextmanager
     def _replayed(self, device: torch.device) -> Iterator[None]:
@@ -273,12 +366,20 @@ class _Block:
             set_device_states(devices, states, device_type=kind)
             yield
 
-    def backward(self, x: Tensor, dy: Tensor, needs_dx: bool) -> tuple[Tensor | None, list[Tensor | None]]:
+    def backward(
+        self, x: Tensor, dy: Tensor, needs_dx: bool, after: tuple[Function, nn.Module] | None = None
+    ) -> Result:
+        """Return dx and the gradients; with `after`, dy is that of its output, and its gradients come last."""
         tensors = trainable(self.module)
+        function, last_products = self.function, self._last_products
+        if after is not None:
+            function = _chained(function, after[0])
+            last_products = [None] * len(last_products)  # `after` reads the block's output
+            tensors += trainable(after[1])
         sums = _Sums(tensors)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
-        into = (None,) * len(self._last_products) if dx is None else self._tiles(dx)
-        tiles = zip(self._tiles(x.detach()), self._tiles(dy), self._last_products, into, strict=True)
+        into = (None,) * len(last_products) if dx is None else self._tiles(dx)
+        tiles = zip(self._tiles(x.detach()), self._tiles(dy), last_products, into, strict=True)
         # isolated: a tile's tensors are no concern of hooks that offload or checkpoint.
         with torch.enable_grad(), isolated(), self._surroundings(), self._replayed(x.device):
             products = _Products(self._dtype(), sums)
@@ -286,7 +387,7 @@ class _Block:
                 products.start_tile(last_product)
                 leaf = tile.detach().requires_grad_()
                 with products:
-                    y = self.function(leaf.view_as(leaf))  # torch's FLOP counter cannot watch a leaf here
+                    y = function(leaf.view_as(leaf))  # torch's FLOP counter cannot watch a leaf here
                 d_leaf, *gradients = torch.autograd.grad(y, (leaf, *tensors), upstream, allow_unused=True)
                 del y
                 for tensor, gradient in zip(tensors, gradients, strict=True):
@@ -295,6 +396,10 @@ class _Block:
                 if dx_tile is not None:
                     dx_tile.copy_(d_leaf) if d_leaf is not None else dx_tile.zero_()
         return dx, sums.finish()
+
+
+def _chained(first: Function, second: Function) -> Function:
+    return lambda x: second(first(x))
 
 
 class _Sums:

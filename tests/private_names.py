@@ -56,8 +56,15 @@ PRIVATE = (
         "_top_saved_tensors_default_hooks",
         "torch._C._autograd",
         "see whether a checkpoint saves tensors",
-        "`disable_saved_tensors_hooks`, which raises if so",
-        "losses",
+        "`disable_saved_tensors_hooks`, which raises if so; a checkpoint runs an MLP before a norm again",
+        "losses in_tiles",
+    ),
+    Private(
+        "_current_graph_task_id",
+        "torch._C",
+        "tell backward passes apart where a norm follows a tiled MLP",
+        "a checkpoint runs such an MLP again",
+        "in_tiles",
     ),
     Private(
         "_get_current_graph_task_keep_graph",
@@ -135,7 +142,7 @@ PRIVATE = (
         "torch.Tensor",
         "notice changes of what was saved, or of a head before its loss",
         "saved tensors are copied; no head defers",
-        "deferred changed_inputs",
+        "deferred changed_inputs in_tiles",
     ),
     Private(
         "_is_view",
@@ -220,7 +227,7 @@ PRIVATE = (
         "nn.Module",
         "see what reads logits or activations",
         "no head defers; MLPs overwrite nothing, and run their activation module",
-        "deferred patched",
+        "deferred patched in_tiles",
     ),
     Private(
         "_global_forward_hooks",
@@ -646,7 +653,20 @@ class _Reader(ast.NodeVisitor):
 
 # Constants and attributes that are the package's own, though it defines no such name: suffixes of arguments of kernels,
 # of parts of a config, and attributes that are set without `self`.
-OWN = {"_ptr", "_desc", "_stride", "_text", "_fixed", "_cls", "_current", "_has_warned", "_ctx", "_layer"}
+OWN = {
+    "_ptr",
+    "_desc",
+    "_stride",
+    "_text",
+    "_fixed",
+    "_cls",
+    "_current",
+    "_has_warned",
+    "_ctx",
+    "_layer",
+    "_follows",
+    "_after",
+}
 # Methods of foreign objects that an object of ours imitates.
 IMITATED = {"_apply_gate"}
 

@@ -500,6 +500,24 @@ def patched() -> None:
     assert_close(training(model, labelled_loss), training(twin, labelled_loss), 1e-4)
 
 
+def in_tiles() -> None:
+    """An MLP in tiles and a norm after it, in a checkpointed layer."""
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    from liger_chunked import apply_liger_kernel
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        sizes = dict(vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+        model = Olmo2ForCausalLM(Olmo2Config(**sizes, pad_token_id=0, eos_token_id=0)).train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    model = build()
+    apply_liger_kernel(model, tiled_mlp=4)
+    assert_close(training(model, labelled_loss), training(build(), labelled_loss), 1e-4)
+
+
 def with_parameters_of(model: nn.Module) -> Any:
     twin = llama()
     twin.load_state_dict(model.state_dict())

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from liger_chunked.private import HAS_VERSIONS, version_of
 from liger_chunked.private import top_saved_tensors_hooks as _top_hooks
@@ -26,6 +27,12 @@ def hooks_active() -> bool:
         return _any_hooks()
     hooks = _top_hooks(False)
     return hooks is not None and hooks[0] is not _pack
+
+
+def in_checkpoint() -> bool:
+    """Whether a non-reentrant checkpoint of torch sees saved tensors; False if torch does not show its hooks."""
+    hooks = None if _top_hooks is None else _top_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
 
 
 def _pack(x: Tensor) -> tuple[Tensor, int]:

@@ -7,8 +7,10 @@ import json
 import math
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -655,12 +657,42 @@ def test_same_bits_hashes_dtype_and_shape() -> None:
 
 
 def test_long_contexts(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("trl")
     from benchmarks import long_context
 
-    content = json.loads(long_context.main(["--quick", "--out", str(tmp_path)]).read_text())
-    rows = {row["name"]: row for row in content["rows"] if "longest" not in row["task"]}
-    assert rows.keys() == long_context.CONTENDERS.keys()
-    ours = [row for name, row in rows.items() if name != long_context.LIGER]
-    assert all(row["failure"] is None and row["estimated_mib"] > 0 for row in ours)
-    assert {round(row["loss"], 5) for row in ours} == {round(ours[0]["loss"], 5)}
+    shapes = ["SFT:tiny-llama:2:64", "GRPO-shared:tiny-llama:2:64"]
+    content = json.loads(long_context.main([*shapes, "--out", str(tmp_path)]).read_text())
+    rows = {task: {r["name"]: r for r in content["rows"] if r["task"] == task} for task in content["tasks"]}
+    sft, shared, *longest = rows.values()
+    assert sft.keys() == long_context.CONTENDERS.keys() and len(shared) == 3 and len(longest) == 2
+    for of_row in (sft, shared):
+        ours = [row for name, row in of_row.items() if name.startswith(long_context.OURS)]
+        assert all(row["failure"] is None and row["estimated_mib"] > 0 for row in ours)
+        assert {round(row["loss"], 5) for row in ours} == {round(ours[0]["loss"], 5)}
+
+
+def test_the_search_of_a_long_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    from benchmarks import long_context
+    from benchmarks.steps import TrainingStep
+
+    training = long_context.training_of("SFT:tiny-llama:2:64")
+
+    def search(guess: float, fits: int, seconds: float = 60.0) -> Any:
+        def peak_at(n: int) -> float | None:
+            return None if n > fits else 10.0 + n
+
+        monkeypatch.setattr(long_context, "capacity_mib", lambda: 12.0 + fits)
+        monkeypatch.setattr(long_context, "peak_of", lambda step: peak_at(step.backward()))
+        row = long_context.LongRow("task", "name")
+        end = time.perf_counter() + seconds
+        step_of = lambda n: TrainingStep(lambda: n, None)  # noqa: E731
+        long_context.search(training, long_context.CONTENDERS[long_context.TILED], step_of, guess, end, row)
+        return row
+
+    for guess in (400, 1000, 1040, 3000):
+        row = search(guess, fits=1008)
+        assert row.length <= 1008 < row.too_long <= row.length * long_context.PRECISION + long_context.GRID
+        assert len(row.trials) <= 10
+    short, first = search(400, fits=1008, seconds=0.0).trials
+    assert (short[0], first[0]) == (16, 400)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,7 +17,15 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from liger_chunked import LigerSwiGLUMLP
-from liger_chunked.tiled import check_tokens, intermediate_size, tile_tokens, tiled, trainable
+from liger_chunked.tiled import (
+    after_tiles,
+    check_tokens,
+    follows_tiles,
+    intermediate_size,
+    tile_tokens,
+    tiled,
+    trainable,
+)
 
 H, I = 16, 40  # noqa: E741
 CONFIG = SimpleNamespace(hidden_size=H, intermediate_size=I, hidden_act="silu", mlp_bias=True)
@@ -128,42 +136,123 @@ def test_16_bit_gradients_are_as_exact_as_without_tiles():
 
 
 class Residual(nn.Module):
-    """The end of a layer: what follows the MLP saves nothing, or, with a norm after it, the MLP's output."""
+    """The end of a layer: what follows the MLP saves nothing, or, with a norm after it, the MLP's output.
 
-    def __init__(self, tokens: int | None, norm_after: bool) -> None:
+    `after`: the norm is before the MLP, after it, or after it and a part of its tiles.
+    """
+
+    def __init__(self, tokens: int | None, after: Literal["no", "yes", "in tiles"]) -> None:
         super().__init__()
         self.norm, self.mlp = nn.LayerNorm(H), LigerSwiGLUMLP(CONFIG)
-        self.tokens, self.norm_after = tokens, norm_after
+        self.tokens, self.after = tokens, after
 
     def forward(self, x: Tensor) -> Tensor:
-        h = x if self.norm_after else self.norm(x)
+        h = self.norm(x) if self.after == "no" else x
         h = self.mlp(h) if self.tokens is None else tiled(self.mlp, self.mlp, h, self.tokens)
-        return x + (self.norm(h) if self.norm_after else h)
+        if self.after == "no":
+            return x + h
+        in_tiles = self.after == "in tiles" and follows_tiles(h)
+        return x + (after_tiles(self.norm, self.norm, h) if in_tiles else self.norm(h))
 
 
 # Products of tokens x H x I, of 9 for forward and backward.
 @pytest.mark.parametrize(
-    ("reentrant", "norm_after", "whole", "in_tiles"),
+    ("reentrant", "after", "whole", "in_tiles"),
     [
-        (None, False, 9, 11),
-        (None, True, 9, 11),
-        (False, False, 11, 11),  # a checkpoint and tiles together recompute once
-        (False, True, 12, 14),
-        (True, False, 12, 14),
-        (True, True, 12, 14),
+        (None, "no", 9, 11),
+        (None, "yes", 9, 11),
+        (None, "in tiles", 9, 11),
+        (False, "no", 11, 11),  # a checkpoint and tiles together recompute once
+        (False, "yes", 12, 14),
+        (False, "in tiles", 12, 12),
+        (True, "no", 12, 14),
+        (True, "yes", 12, 14),
+        (True, "in tiles", 12, 14),
     ],
 )
-def test_products(reentrant, norm_after, whole, in_tiles):
+def test_products(reentrant, after, whole, in_tiles):
     for tokens, expected in ((None, whole), (16, in_tiles)):
-        layer, x = Residual(tokens, norm_after), rows(64, H, dtype=torch.float32)
+        layer, x = Residual(tokens, after), rows(64, H, dtype=torch.float32)
         with flop_counter() as counter:
             y = layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
             y.sum().backward()
         assert counter.get_total_flops() == expected * 2 * 64 * H * I
 
 
+def checkpointed_gradients(function: Any, module: nn.Module, x: Tensor) -> Any:
+    return gradients(lambda x: checkpoint(function, x, use_reentrant=False), module, x)
+
+
+@pytest.mark.parametrize("shape", [(48, H), (3, 17, H)], ids=str)
+def test_a_norm_that_is_a_part_of_the_tiles(shape):
+    torch.manual_seed(0)
+    x = rows(*shape)
+    for tokens in (7, 16):
+        layer = Residual(tokens, "in tiles").double()
+        found = checkpointed_gradients(layer, layer, x)
+        layer.tokens = None
+        assert_same(found, gradients(layer, layer, x))
+
+
+def test_what_makes_no_part_of_the_tiles():
+    module, x = mlp(), rows(48, H)
+    assert not follows_tiles(tiled(module, module, x, 16))  # no checkpoint: the norm had better save its input
+
+    def changed(y: Tensor) -> Tensor:
+        return y.mul_(2)
+
+    def hooked(y: Tensor) -> Tensor:
+        y.register_hook(lambda g: g)
+        return y
+
+    def kept(y: Tensor) -> Tensor:
+        y.retain_grad()
+        return y
+
+    seen = []
+    for change in (lambda y: y, changed, hooked, kept, lambda y: y[:], lambda y: y.detach(), lambda y: y + 1):
+
+        def layer(x: Tensor, change: Any = change) -> Tensor:
+            y = change(tiled(module, module, x, 16))
+            seen.append(follows_tiles(y))
+            return y
+
+        checkpoint(layer, x, use_reentrant=False)
+    assert seen == [True, *6 * [False]]
+
+
+@pytest.mark.parametrize("frozen", ["norm", "mlp"])
+def test_other_uses_of_the_tiles_output(frozen):
+    torch.manual_seed(0)
+    module, norms, x = mlp(), [nn.LayerNorm(H).double() for _ in range(2)], rows(48, H)
+    module_and_norms = nn.ModuleList([module, *norms])
+    (norms[0] if frozen == "norm" else module).requires_grad_(False)
+
+    def layer(x: Tensor, tokens: int | None = 16) -> Tensor:
+        y = module(x) if tokens is None else tiled(module, module, x, tokens)
+        parts = [after_tiles(norm, norm, y) if follows_tiles(y) else norm(y) for norm in norms]
+        return parts[0] + 2 * parts[1].sin() + 3 * y.cos()
+
+    found = checkpointed_gradients(layer, module_and_norms, x)
+    assert_same(found, gradients(lambda x: layer(x, None), module_and_norms, x))
+
+
+def test_a_backward_that_ends_at_the_norm_leaves_nothing_behind():
+    module, norm, x = mlp(), nn.LayerNorm(H).double(), rows(48, H).requires_grad_()
+
+    def layer(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = tiled(module, module, x, 16)
+        return after_tiles(norm, norm, y), y
+
+    z, y = checkpoint(layer, x, use_reentrant=False)
+    torch.autograd.grad(z.sum(), norm.weight, retain_graph=True)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad(module(x).sum(), x)
+    torch.testing.assert_close(found, expected)
+
+
 def test_frozen_weights_cost_no_weight_gradient():
-    layer, x = Residual(16, False).requires_grad_(False), rows(64, H, dtype=torch.float32)
+    layer, x = Residual(16, "no").requires_grad_(False), rows(64, H, dtype=torch.float32)
     with flop_counter() as counter:
         checkpoint(layer, x, use_reentrant=False).sum().backward()
     assert counter.get_total_flops() == 8 * 2 * 64 * H * I
@@ -173,7 +262,7 @@ def test_frozen_weights_cost_no_weight_gradient():
 def test_memory_is_that_of_one_tile(checkpointed):
     n, tokens, peaks = 4096, 64, []
     for tile in (None, tokens):
-        layer, x = Residual(tile, False).to(torch.bfloat16), rows(n, H, dtype=torch.bfloat16)
+        layer, x = Residual(tile, "no").to(torch.bfloat16), rows(n, H, dtype=torch.bfloat16)
         call = partial(checkpoint, layer, use_reentrant=False) if checkpointed else layer
         memory = Memory()
         memory.expect(x, *layer.parameters())

@@ -12,12 +12,12 @@ pytest.importorskip("transformers")
 
 import torch
 from model_zoo import BY_ID, ZOO
-from spies import Memory, flop_counter
+from spies import Flops, Memory
 from test_models import assert_same_step, labelled, step
 from test_models_training import adapted
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM
 
 import liger_chunked
 from liger_chunked.integrations.transformers import (
@@ -300,24 +300,26 @@ def test_zero_3_without_leaf_modules_is_refused():
         model.train()(**labelled(BY_ID["llama"]))
 
 
-def wide(tiles: dict[str, Any]) -> Any:
+def wide(family: str, tiles: dict[str, Any]) -> Any:
     """Return one whose MLP is most of a layer, as at real sizes."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 256, "num_attention_heads": 2}
+    cls, config = {"llama": (LlamaForCausalLM, LlamaConfig), "olmo2": (Olmo2ForCausalLM, Olmo2Config)}[family]
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2)).train()
+    model = cls(config(**sizes, num_hidden_layers=2)).train()
     apply_liger_kernel(model, **tiles)
     model.gradient_checkpointing_enable()
     return model
 
 
-def test_a_step_costs_no_product_more_and_holds_one_tile():
+@pytest.mark.parametrize("family", ["llama", "olmo2"])  # olmo2: a norm after the MLP
+def test_a_step_costs_no_product_more_and_holds_one_tile(family):
     ids = torch.randint(64, (1, 1024), generator=torch.Generator().manual_seed(0))
     flops, peaks = [], []
     for tiles in ({}, {"tiled_mlp": 64}):
-        model = wide(tiles)
-        with flop_counter() as counter:
+        model = wide(family, tiles)
+        with Flops() as counter:
             model(ids, labels=ids).loss.backward()
-        flops.append(counter.get_total_flops())
+        flops.append(counter.total)
         model.zero_grad()
         memory = Memory()
         memory.expect(ids, *model.parameters(), *model.buffers())

@@ -50,6 +50,11 @@ class Layer:
     inputs: int = 1
     is_mlp: bool = False
 
+    @property
+    def is_norm(self) -> bool:
+        """Whether it may be a part of the tiles of an MLP that it follows."""
+        return self.switch in ("rms_norm", "layer_norm") and self.inputs == 1
+
     @functools.cached_property
     def attributes(self) -> tuple[str, ...]:
         return tuple(inspect.signature(self.run).parameters)[self.inputs :]

@@ -179,10 +179,10 @@ def apply_liger_kernel(
     for name in on:
         for switch, module, binding in found.layers:
             if switch == name:
-                tiles = tokens if binding.layer.is_mlp else False
-                set_patch(module, LayerPatch(binding, tiles))
+                in_tiles = binding.layer.is_mlp or binding.layer.is_norm
+                set_patch(module, LayerPatch(binding, tokens if in_tiles else False))
                 applied.count(switch, owner_of(module).__name__)
-                if tiles is not False:
+                if tokens is not False and binding.layer.is_mlp:
                     applied.count(overrides.TILED, owner_of(module).__name__)
     _hold_ropes(found, on, applied)
     if "cross_entropy" in on:

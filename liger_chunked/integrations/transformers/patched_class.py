@@ -14,7 +14,7 @@ from liger_chunked.deferred.swap import Patch, patch_of, patched_class, set_patc
 from liger_chunked.integrations.transformers.detect import STOCK
 from liger_chunked.integrations.transformers.experts import EXPERTS_GATE, experts_method
 from liger_chunked.integrations.transformers.layers import Binding
-from liger_chunked.tiled import Tokens, tile_tokens, tiled
+from liger_chunked.tiled import Tokens, after_tiles, follows_tiles, tile_tokens, tiled
 
 __all__ = ["LayerPatch", "has_our_layer", "is_patched", "patch_of", "patched_class", "set_patch", "stock_class"]
 
@@ -23,7 +23,10 @@ Method = Callable[..., Any]
 
 @dataclass(frozen=True)
 class LayerPatch(Patch):
-    """A class whose method runs a layer of ours, in tiles of `tokens` tokens."""
+    """A class whose method runs a layer of ours.
+
+    `tokens`: of a tile; an MLP runs in tiles, and a norm that follows one becomes a part of them.
+    """
 
     binding: Binding
     tokens: Tokens = False
@@ -63,7 +66,13 @@ def layer_method(
     replaced = f"    if _cls.{name} is not _current:\n        return _cls.{name}({owner.name}, {inputs})\n"
     namespace: dict[str, Any] = {"_layer": binding.layer.run, "_cls": cls, "_current": current}
     in_tiles = ""
-    if tokens is not False:
+    if tokens is not False and binding.layer.is_norm:
+        namespace |= {"_follows": follows_tiles, "_after": after_tiles}
+        in_tiles = (
+            f"    if _follows({inputs}):\n"
+            f"        return _after(lambda {inputs}: _layer({inputs}{attributes}), {owner.name}, {inputs})\n"
+        )
+    elif tokens is not False:
         namespace |= {"_tokens": functools.partial(tile_tokens, tokens=tokens), "_tiles": tiled}
         in_tiles = (
             f"    _n = _tokens({owner.name}, {inputs})\n"
