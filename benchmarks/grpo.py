@@ -2,11 +2,12 @@
 
 python -m benchmarks.grpo                                       Llama-3.2-1B and Qwen2.5-0.5B
 python -m benchmarks.grpo qwen2.5-0.5b:5:2048:512               model:prompts:prompt length:completion length
-python -m benchmarks.grpo --only compiled                       contenders whose layers are compiled
+python -m benchmarks.grpo --compiled                            shared prompts with and without compiled layers
 
 A prompt has 8 completions. An update is the old policy's pass, which TRL runs when it updates several times on a batch,
 then `training_step` and AdamW at learning rate 0, with random weights in bfloat16 under TRL's mixed precision, and all
-layers checkpointed. `old_ms` is the old policy's pass alone: subtract it for the update of TRL's default settings.
+layers checkpointed. `old_ms` is the old policy's pass alone; `--no-old-policy` leaves it out, as TRL's default settings
+do.
 
 Most responses have an advantage of zero (`--zero-advantage`), because all completions of their prompt got the same
 reward. Each contender adds one thing to the one before it:
@@ -16,7 +17,8 @@ reward. Each contender adds one thing to the one before it:
     ..., shared                   share_prefix="auto"
     ..., skipping                 skip_zero_advantage="auto"
     ..., kept ids                 the ids that the sampler kept, as benchmarks.kept_ids draws them
-    ..., compiled                 a graph of each layer by torch.compile, see docs/shared_prefix.md
+
+With `--compiled`: ours, shared, and the same with `layer.compile()` for every layer (docs/shared_prefix.md).
 
 `apart` is the norm of the difference to the gradients of the first contender, over their norm. Kept ids are another
 distribution, so they are compared with kept ids in the plain trainer, which runs for that alone.
@@ -70,8 +72,11 @@ CONTENDERS = {
     PLAIN_KEPT: Contender("ours", models.ours, keeps=True, is_reference=True),
     f"{OURS}, shared, skipping, kept ids": Contender("ours", models.ours, shares=True, skips=True, keeps=True),
     f"{OURS}, shared, compiled": Contender("ours", models.ours, shares=True, compiles=True),
-    f"{OURS}, shared, skipping, kept ids, compiled": Contender("ours", models.ours, True, True, True, True),
+    f"{OURS}, shared, stock layers compiled": Contender("ours", models.nobody, shares=True, compiles=True),
 }
+
+
+WITH_COMPILED = [OURS, f"{OURS}, shared", *(name for name, x in CONTENDERS.items() if x.compiles)]
 
 
 @dataclass
@@ -82,17 +87,15 @@ class UpdateRow(StepRow):
     apart: float | None = None
 
     def measured(self, first: Any) -> str:
+        text = f"loss {self.loss:.6f}  norm {self.grad_norm:.4g}"
+        if self.apart is not None:
+            text += f"  gradients {self.apart:.1e} apart"
         if self.ms is None:
-            return f"loss {self.loss:.6f}  norm {self.grad_norm:.4g}  (not timed)"
-        difference = "" if self.apart is None else f"  gradients {self.apart:.1e} apart"
-        same = f"  loss {self.loss:.6f}  norm {self.grad_norm:.4g}{difference}"
-        memory = (
-            ""
-            if self.mib is None or self.resident_mib is None
-            else f"  {(self.mib + self.resident_mib) / 1024:.1f} GiB"
-        )
-        before = first.ms / self.ms if first.ms else 1.0
-        return f"{self.ms:9.1f} ms, of these {self.old_ms:8.1f} ms of the old policy{memory}{same}  x{before:.2f}"
+            return f"{text}  (not timed)"
+        if self.mib is not None and self.resident_mib is not None:
+            text = f"{(self.mib + self.resident_mib) / 1024:.1f} GiB  {text}"
+        old = "" if self.old_ms is None else f", of these {self.old_ms:.1f} ms of the old policy"
+        return f"{self.ms:9.1f} ms  x{(first.ms or self.ms) / self.ms:.2f} {first.name}{old}  {text}"
 
 
 def batch_of(model: str, n_prompts: int, prompt: int, length: int, zero: float) -> tuple[Batch, KeptIds]:
@@ -114,8 +117,10 @@ def by_sequence(kept: KeptIds, n: int) -> list[KeptIds]:
     return [kept.take(row) for row in places]
 
 
-def update_of(trainer: Any, batch: Batch, kept: KeptIds | None) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """Return the old policy's pass, and the pass with forward and backward, as TRL runs them."""
+def update_of(
+    trainer: Any, batch: Batch, kept: KeptIds | None, with_old_policy: bool
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """Return the old policy's pass; and that pass, if wanted, with forward and backward. As TRL runs them."""
     n, length = batch["completion_ids"].shape
     ids, seen = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask"))
     if kept is not None:
@@ -134,7 +139,7 @@ def update_of(trainer: Any, batch: Batch, kept: KeptIds | None) -> tuple[Callabl
         return logps
 
     def backward() -> Tensor:
-        inputs = {**batch, "old_per_token_logps": old_logps()}
+        inputs = {**batch, "old_per_token_logps": old_logps()} if with_old_policy else batch
         loss: Tensor = trainer.training_step(trainer.model_wrapped, inputs, None)
         return loss
 
@@ -146,8 +151,8 @@ def compile_layers(model: Any) -> None:
         layer.compile()
 
 
-def fill(row: UpdateRow, table: Table, gradients: dict[str, list[Tensor]], model: str, shape: tuple[int, ...]) -> None:
-    """Measure a contender; `gradients` holds those that others are compared with, by contender."""
+def fill(row: UpdateRow, table: Table, gradients: dict[bool, list[Tensor]], model: str, shape: tuple[int, ...]) -> None:
+    """Measure a contender; `gradients` holds the first ones, with and without kept ids."""
     before = allocated_mib()
     contender, args = CONTENDERS[row.name], table.args
     batch, kept = batch_of(model, *shape, zero=args.zero_advantage)
@@ -163,13 +168,13 @@ def fill(row: UpdateRow, table: Table, gradients: dict[str, list[Tensor]], model
         trainer = build(kind, getattr(kind, contender.side), policy, others, folder, n)
         if contender.compiles:
             compile_layers(policy)
-        old_logps, backward = update_of(trainer, batch, kept if contender.keeps else None)
+        old_logps, backward = update_of(trainer, batch, kept if contender.keeps else None, not args.no_old_policy)
         row.loss = backward().item()
         found = [p.grad for p in policy.parameters() if p.grad is not None]
         row.grad_norm = _norm(found)
-        expected = gradients.get(PLAIN_KEPT if contender.keeps else STOCK)
+        expected = gradients.get(contender.keeps)
         if expected is None:
-            gradients[row.name] = [g.clone() for g in found]
+            gradients[contender.keeps] = [g.clone() for g in found]
         else:
             row.apart = _norm([g - e for g, e in zip(found, expected, strict=True)]) / _norm(expected)
         trainer.optimizer.step()
@@ -183,7 +188,8 @@ def fill(row: UpdateRow, table: Table, gradients: dict[str, list[Tensor]], model
             resident = allocated_mib()
             row.resident_mib = round(resident - before, 1)
             row.mib = round(torch.cuda.max_memory_allocated() / 2**20 - resident, 1)
-        row.old_ms = round(median_ms(old_logps, args.repeats, warmup=0), 3)
+        if not args.no_old_policy:
+            row.old_ms = round(median_ms(old_logps, args.repeats, warmup=0), 3)
         row.tokens_per_s = round(batch["num_items_in_batch"].item() / row.ms * 1e3, 1)
 
 
@@ -193,7 +199,8 @@ def _norm(tensors: list[Tensor]) -> float:
 
 def measure(table: Table, model: str, n_prompts: int, prompt: int, length: int) -> None:
     shared = {"table": table, "gradients": {}, "model": model, "shape": (n_prompts, prompt, length)}
-    fills = {name: partial(fill, **shared) for name in CONTENDERS}
+    wanted = WITH_COMPILED if table.args.compiled else [name for name, x in CONTENDERS.items() if not x.compiles]
+    fills = {name: partial(fill, **shared) for name in wanted}
     facts = {
         "model": model,
         "prompts": n_prompts,
@@ -202,6 +209,7 @@ def measure(table: Table, model: str, n_prompts: int, prompt: int, length: int) 
         "group": GROUP,
         "zero_advantage": table.args.zero_advantage,
         "kept_ids": MEAN_KEPT,
+        "old_policy": not table.args.no_old_policy,
     }
     table.compare(f"GRPO {model} {n_prompts}x{prompt}x{length}x{GROUP}", facts, fills, UpdateRow)
 
@@ -209,6 +217,8 @@ def measure(table: Table, model: str, n_prompts: int, prompt: int, length: int) 
 def main(arguments: Sequence[str] | None = None) -> Path:
     parse = steps_parser(__doc__ or "", "model:prompts:prompt length:completion length", repeats=5, seconds=0)
     parse.add_argument("--zero-advantage", type=float, default=0.6, help="share of the prompts (%(default)s)")
+    parse.add_argument("--no-old-policy", action="store_true", help="without the old policy's pass")
+    parse.add_argument("--compiled", action="store_true", help="shared prompts alone, with and without compiled layers")
     args = parse.parse_args(arguments)
     table = Table("grpo", args, whole=not args.shapes)
     for shape in args.shapes or (SMALL if DEVICE == "cpu" else SHAPES):
