@@ -10,10 +10,11 @@ layers checkpointed. `old_ms` is the old policy's pass alone; `--no-old-policy` 
 do.
 
 Most responses have an advantage of zero (`--zero-advantage`), because all completions of their prompt got the same
-reward. Each contender adds one thing to the one before it:
+reward. Names of contenders:
 
-    stock                         TRL's trainer, and again with Liger-Kernel's layers
-    liger_chunked                 ours without the defaults below
+    stock                         TRL's trainer
+    liger-kernel layers           the same, with Liger-Kernel's layers
+    liger_chunked                 ours without what follows
     ..., shared                   share_prefix="auto"
     ..., skipping                 skip_zero_advantage="auto"
     ..., kept ids                 the ids that the sampler kept, as benchmarks.kept_ids draws them
@@ -65,12 +66,12 @@ class Contender(NamedTuple):
 PLAIN_KEPT = f"{OURS}, kept ids alone"
 CONTENDERS = {
     STOCK: Contender("stock", models.nobody),
-    LAYERS: Contender("stock", models.liger_kernel),
-    OURS: Contender("ours", models.ours),
     f"{OURS}, shared": Contender("ours", models.ours, shares=True),
     f"{OURS}, shared, skipping": Contender("ours", models.ours, shares=True, skips=True),
     PLAIN_KEPT: Contender("ours", models.ours, keeps=True, is_reference=True),
     f"{OURS}, shared, skipping, kept ids": Contender("ours", models.ours, shares=True, skips=True, keeps=True),
+    OURS: Contender("ours", models.ours),
+    LAYERS: Contender("stock", models.liger_kernel),
     f"{OURS}, shared, compiled": Contender("ours", models.ours, shares=True, compiles=True),
     f"{OURS}, shared, stock layers compiled": Contender("ours", models.nobody, shares=True, compiles=True),
 }
