@@ -40,9 +40,9 @@ from liger_chunked.losses.rollouts import (
     RolloutBatch,
     by_rollout,
     check_side,
-    masked_mean,
     ratio_range,
     sum_of_logs,
+    token_means,
     whole_side,
 )
 from liger_chunked.losses.settings import check_finite, check_scope, checked_items
@@ -163,37 +163,14 @@ def _near_sampler(rollouts: Rollouts, threshold: float) -> Tensor:
     return (rollouts.advantages >= 0) | (drift <= threshold)
 
 
-class _Shares(NamedTuple):
-    """How often a flag of ratios is True."""
-
-    of_all: Tensor
-    by_sequence: Tensor  # (B,), NaN without tokens
-
-
-def _shares(flags: Tensor, mask: Tensor, shape: torch.Size, dtype: torch.dtype, per_sequence: bool) -> _Shares:
-    """Return the shares of `flags` that are True.
-
-    Args:
-        flags: bool (n, T) like `mask`; (B, 1) if `per_sequence`.
-        mask: (n, T), True at valid tokens. Losses by token have n = B * T rows of one token.
-        shape: (B, T) of the target.
-        per_sequence: all sequences count, also empty ones, as in TRL.
-    """
-    if per_sequence:
-        by_sequence = flags.to(dtype).reshape(-1)
-        return _Shares(by_sequence.sum() / max(1, by_sequence.shape[0]), by_sequence)
-    valid = mask.reshape(shape)
-    counts = torch.where(valid, flags.to(dtype).reshape(shape), 0.0).sum(-1)
-    lengths = valid.sum(-1)
-    return _Shares(counts.sum() / lengths.sum().clamp(min=1), counts / lengths)  # 0 / 0 is NaN
-
-
 def extreme(shares: Tensor, sign: int) -> Tensor:
     """Return the largest (`sign` 1) or smallest (-1) of shares (n,) that are not NaN, or NaN if there is none."""
     if not shares.numel():
         return shares.new_full((), math.nan)
-    largest = torch.where(shares.isnan(), -math.inf, sign * shares).max()
-    return torch.where(largest == -math.inf, math.nan, sign * largest)
+    of_none = -sign * math.inf
+    shares = shares.nan_to_num(nan=of_none)
+    found = shares.amax() if sign == 1 else shares.amin()
+    return torch.where(found == of_none, math.nan, found)
 
 
 def masked(target: Tensor, attention_mask: Tensor, ignore_index: int, n_valid: Any) -> Tensor:
@@ -597,31 +574,39 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     def _metrics(self, batch: RolloutBatch, rollouts: Rollouts, shape: torch.Size) -> PolicyMetrics:
         """Return the metrics of a batch whose target has this `shape`, (B, T)."""
         mask = batch.mask  # also of tokens that a filter drops, whose ratio is 1 and KL 0
-        low = high = either = None
+        per_sequence = IMPORTANCE_LEVELS[self.importance_level].per_sequence
+        flags: dict[str, Tensor] = {}
         if self.clipped is not None:
-            per_sequence = IMPORTANCE_LEVELS[self.importance_level].per_sequence
-            flags = self.clipped(rollouts)
-
-            def shares(x: Tensor) -> _Shares:
-                # With advantages per token, flags are per token also where ratios are per sequence.
-                one_a_sequence = x.shape != mask.shape or (per_sequence and x.shape[-1] == 1)
-                return _shares(x, mask, shape, rollouts.logps.dtype, one_a_sequence)
-
-            low = None if flags.low is None else shares(flags.low)
-            high = shares(flags.high)
-            either = high if flags.low is None else shares(flags.low | flags.high)
+            low, high = self.clipped(rollouts)
+            flags = {"high": high} if low is None else {"low": low, "high": high, "either": low | high}
+        # With advantages per token, flags are per token also where ratios are per sequence.
+        of_sequences = {
+            name: x for name, x in flags.items() if x.shape != mask.shape or (per_sequence and x.shape[-1] == 1)
+        }
+        of_tokens = {"entropy": rollouts.entropy, **{k: x for k, x in flags.items() if k not in of_sequences}}
+        if rollouts.ref_logps is not None:
+            of_tokens["kl"] = self.kl(rollouts)
+        ratio = None if batch.old_logps is None else rollouts.ratio
+        if ratio is not None and ratio.shape == mask.shape:
+            of_tokens["ratio"] = ratio
+        means = token_means(of_tokens, mask, shape, rollouts.logps.dtype)
+        of_all, by_sequence = dict(means.of_all), dict(means.by_sequence)
+        # All sequences count, also empty ones, as in TRL.
+        for name, x in of_sequences.items():
+            by_sequence[name] = x.to(rollouts.logps.dtype).reshape(-1)
+            of_all[name] = by_sequence[name].sum() / max(1, x.shape[0])
         ratios = RatioRange()
-        if batch.old_logps is not None:
-            ratio = rollouts.ratio.to(rollouts.logps.dtype)
-            ratios = ratio_range(ratio, mask if ratio.shape == mask.shape else mask.any(-1, keepdim=True))
+        if ratio is not None:
+            counted = mask if ratio.shape == mask.shape else mask.any(-1, keepdim=True)
+            ratios = ratio_range(ratio.to(rollouts.logps.dtype), counted, of_all.get("ratio"))
         return PolicyMetrics(
-            entropy=masked_mean(rollouts.entropy, mask),
-            kl=None if rollouts.ref_logps is None else masked_mean(self.kl(rollouts), mask),
-            clip_ratio_low=None if low is None else low.of_all,
-            clip_ratio_high=None if high is None else high.of_all,
-            clip_ratio=None if either is None else either.of_all,
-            clip_ratio_low_min=None if low is None else extreme(low.by_sequence, -1),
-            clip_ratio_high_max=None if high is None else extreme(high.by_sequence, 1),
+            entropy=of_all["entropy"],
+            kl=of_all.get("kl"),
+            clip_ratio_low=of_all.get("low"),
+            clip_ratio_high=of_all.get("high"),
+            clip_ratio=of_all.get("either", of_all.get("high")),
+            clip_ratio_low_min=extreme(by_sequence["low"], -1) if "low" in flags else None,
+            clip_ratio_high_max=extreme(by_sequence["high"], 1) if "high" in flags else None,
             ratio_mean=ratios.mean,
             ratio_min=ratios.min,
             ratio_max=ratios.max,

@@ -44,12 +44,15 @@ class TrieMask(BlockMask):
     - `end`, `depth` (R, L): int32
     - `window` (): a tensor, so that layers share a compiled function; None if no layer has one
     - `blocks`: their numbers and indices, in the order of `_KINDS`
+    - `small_heads`: FlexAttention's kernel_options for small heads on this device, here because a traced layer cannot
+      ask for its device
     """
 
     end: Tensor
     depth: Tensor
     window: Tensor | None
     blocks: tuple[Tensor, ...]
+    small_heads: dict[str, int]
     ndim = 4  # some models read it
 
 
@@ -86,6 +89,7 @@ def trie_mask(end: Tensor, depth: Tensor, window: int | None = None, *, has_wind
     blocks = tuple(x for pair in by_kind for x in pair)
     mask = TrieMask(**_block_mask_arguments(blocks, length, end, depth, limit))
     mask.end, mask.depth, mask.window, mask.blocks = end, depth, limit, blocks
+    mask.small_heads = dict(TUNING[end.device].attention_small_heads)
     return mask
 
 
@@ -188,10 +192,13 @@ def _run_compiled(
         torch.is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad),
         mask.window is None, None if sinks is None else (sinks.requires_grad,), scale, softcap,
     )  # fmt: skip
-    options: dict[str, int] = {"IS_DIVISIBLE": True}  # by BLOCK; torch cannot tell for a variable length
-    if query.shape[3] <= _SMALL_HEADS:
-        options |= TUNING[query.device].attention_small_heads
+    options = _kernel_options(query, mask)
     return run(query, key, value, mask.blocks, mask.end, mask.depth, mask.window, sinks, scale, softcap, options)
+
+
+def _kernel_options(query: Tensor, mask: TrieMask) -> dict[str, int]:
+    options: dict[str, int] = {"IS_DIVISIBLE": True}  # by BLOCK; torch cannot tell for a variable length
+    return options | mask.small_heads if query.shape[3] <= _SMALL_HEADS else options
 
 
 def _attend_densely(
@@ -235,7 +242,7 @@ def attend(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         if torch.compiler.is_compiling():
             parts = mask.blocks, mask.end, mask.depth, mask.window
-            output = _attend(query, key, value, *parts, sinks, scale, softcap)
+            output = _attend(query, key, value, *parts, sinks, scale, softcap, _kernel_options(query, mask))
         else:
             output = _run_compiled(query, key, value, mask, sinks, scale, softcap)
     return output.transpose(1, 2).contiguous(), None
