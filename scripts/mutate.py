@@ -505,13 +505,15 @@ class Copy:
 
 @dataclass
 class Baseline:
-    """What the tests do without a change: seconds and lines of each test that passes, and the tests that fail.
+    """What the tests do without a change: seconds and lines of each test that passes, the tests that fail, and whether
+    the run was cut off.
 
     `lines` names tests by their place in `seconds`. It is empty where Python is older than 3.12.
     """
 
     seconds: dict[str, float]
     failing: list[str]
+    cut_off: bool
     lines: dict[str, list[int]]
 
     @property
@@ -570,21 +572,27 @@ def is_cached(source: str, line: int) -> bool:
     return not inside or any("cache" in ast.dump(x) for node in inside for x in node.decorator_list)
 
 
-def measure_baseline(copy: Copy, arguments: list[str], jobs: int, mutants: list[Mutant]) -> Baseline:
-    """Run all tests, several at a time if pytest-xdist is there, and note which of the mutants' lines each one runs."""
+def measure_baseline(
+    copy: Copy, arguments: list[str], jobs: int, mutants: list[Mutant], timeout: float | None
+) -> Baseline:
+    """Run all tests, several at a time with pytest-xdist, and note which of the mutants' lines each one runs.
+
+    Where that takes longer than `timeout`, what did not run takes no part.
+    """
     watched: dict[str, list[int]] = defaultdict(list)
     for mutant in mutants:
         watched[mutant.file].append(mutant.line)
     workers = ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 else []
-    outcome = copy.run([*workers, *arguments], None, {}, watched if hasattr(sys, "monitoring") else None)
+    outcome = copy.run([*workers, *arguments], timeout, {}, watched if hasattr(sys, "monitoring") else None)
     seconds = {test: s for test, s in outcome.seconds.items() if test not in outcome.failed and "::" in test}
-    if not seconds or outcome.status not in (0, 1):
+    if not seconds or outcome.status not in (0, 1) and not outcome.timed_out:
         sys.exit(f"pytest ended with status {outcome.status} without a mutant:\n{outcome.output}")
     place = {test: i for i, test in enumerate(seconds)}
     lines = copy.watched() if hasattr(sys, "monitoring") else {}
     return Baseline(
         {test: round(s, 4) for test, s in seconds.items()},
         outcome.failed,
+        outcome.timed_out,
         {line: sorted(place[test] for test in tests if test in place) for line, tests in lines.items()},
     )
 
@@ -686,6 +694,7 @@ def run_all(mutants: list[Mutant], arguments: list[str], options: argparse.Names
             "tests": len(baseline.seconds),
             "seconds": round(baseline.total),
             "failing": baseline.failing,
+            "cut_off": baseline.cut_off,
             "states": Counter(x["state"] for x in listed),
             "mutants": listed,
         }
@@ -696,11 +705,12 @@ def run_all(mutants: list[Mutant], arguments: list[str], options: argparse.Names
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copies = [Copy(Path(folder) / str(i)) for i in range(min(options.jobs, max(1, waiting.qsize())))]
         baseline = read_baseline(options, arguments, mutants) or measure_baseline(
-            copies[0], arguments, options.jobs, mutants
+            copies[0], arguments, options.jobs, mutants, options.stop_after and options.stop_after * 0.7
         )
         write_baseline(options, arguments, mutants, baseline)
         print(
-            f"without a mutant: {len(baseline.seconds)} tests, {baseline.total:.0f} s, {len(baseline.failing)} fail",
+            f"without a mutant: {len(baseline.seconds)} tests, {baseline.total:.0f} s, {len(baseline.failing)} fail"
+            + (", cut off" if baseline.cut_off else ""),
             flush=True,
         )
         write(baseline)
