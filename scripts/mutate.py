@@ -585,7 +585,7 @@ def measure_baseline(
     workers = ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 else []
     outcome = copy.run([*workers, *arguments], timeout, {}, watched if hasattr(sys, "monitoring") else None)
     seconds = {test: s for test, s in outcome.seconds.items() if test not in outcome.failed and "::" in test}
-    if not seconds or outcome.status not in (0, 1) and not outcome.timed_out:
+    if not seconds or (outcome.status not in (0, 1) and not outcome.timed_out):
         sys.exit(f"pytest ended with status {outcome.status} without a mutant:\n{outcome.output}")
     place = {test: i for i, test in enumerate(seconds)}
     lines = copy.watched() if hasattr(sys, "monitoring") else {}
