@@ -117,13 +117,14 @@ def rms(errors: list[float], sizes: list[float]) -> float:
     return float((torch.tensor(errors, dtype=torch.float64) / scales).square().mean().sqrt())
 
 
-# bfloat16 for each formula: it rounds what it multiplies. Float32 errors come from sums of the engine.
+# Of other formulas, every second one, in bfloat16: it rounds what it multiplies. Float32 errors come from sums of the
+# engine.
 @pytest.mark.parametrize(
     ("row", "dtype"),
     [
-        exhaustive((row, dtype), f"{name}-{row}", dtype == torch.float32 and row.id not in PATHS)
+        exhaustive((row, dtype), f"{name}-{row}", row.id not in PATHS and (dtype == torch.float32 or i % 2 == 1))
         for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
-        for row in ROWS
+        for i, row in enumerate(ROWS)
     ],
 )
 def test_gradient_error_is_that_of_eager_code(row, dtype, device):
