@@ -46,8 +46,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import CodeType
 from typing import Any
+
+import mutate_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("liger_chunked/engine", "liger_chunked/losses", "liger_chunked/kernels")
@@ -295,8 +296,8 @@ def draw(modules: list[str], count: int, seed: int) -> list[Mutant]:
 
 # The plugin
 
-# What a process of the tests reports, and which lines it watches: set for each run.
-REPORT, PLAN, LINES = "MUTATE_REPORT", "MUTATE_PLAN", "MUTATE_LINES"
+# The files that the plugin writes and reads.
+REPORT, PLAN = "MUTATE_REPORT", "MUTATE_PLAN"
 
 
 def plan_of_run() -> dict[str, Any]:
@@ -312,8 +313,9 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    if WATCH is not None:
-        WATCH.start(nodeid)
+    watch = getattr(sys.modules.get("mutate_lines"), "WATCH", None)
+    if watch is not None:
+        watch.start(nodeid)
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -331,63 +333,6 @@ def pytest_collectreport(report: Any) -> None:
 
 def file_of(nodeid: str) -> str:
     return nodeid.split("::")[0]
-
-
-class Watch:
-    """Appends to a file which test runs which of the watched lines, in this process and in those that it starts.
-
-    Every line of the result is `test<tab>file<tab>line`; line 0 stands for any code of the file. Lines that run while
-    modules are imported belong to no test. Code that torch.compile reads instead of running it is not seen.
-    """
-
-    def __init__(self, lines: dict[str, list[int]], out: Path) -> None:
-        self.lines = {str(Path.cwd() / file): (file, frozenset(numbers)) for file, numbers in lines.items()}
-        self.out = out
-        self.test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-        self.written: set[tuple[str, int]] = set()
-        self.pid = os.getpid()
-        events = sys.monitoring.events
-        sys.monitoring.use_tool_id(sys.monitoring.COVERAGE_ID, "mutate")
-        sys.monitoring.register_callback(sys.monitoring.COVERAGE_ID, events.PY_START, self.on_start)
-        sys.monitoring.register_callback(sys.monitoring.COVERAGE_ID, events.LINE, self.on_line)
-        sys.monitoring.set_events(sys.monitoring.COVERAGE_ID, events.PY_START)
-
-    def start(self, test: str) -> None:
-        self.test, self.written = test, set()
-        sys.monitoring.restart_events()
-
-    def on_start(self, code: CodeType, _offset: int) -> Any:
-        watched = self.lines.get(code.co_filename)
-        if watched is not None:
-            self.write(watched[0], 0)
-            if any(line in watched[1] for _, _, line in code.co_lines()):
-                sys.monitoring.set_local_events(sys.monitoring.COVERAGE_ID, code, sys.monitoring.events.LINE)
-        return sys.monitoring.DISABLE
-
-    def on_line(self, code: CodeType, line: int) -> Any:
-        file, numbers = self.lines[code.co_filename]
-        if line in numbers:
-            self.write(file, line)
-        return sys.monitoring.DISABLE
-
-    def write(self, file: str, line: int) -> None:
-        if os.getpid() != self.pid:  # a fork: its parent may belong to another test
-            self.pid, self.written = os.getpid(), set()
-        if self.test and (file, line) not in self.written:
-            self.written.add((file, line))
-            with (self.out / str(self.pid)).open("a") as stream:
-                stream.write(f"{self.test}\t{file}\t{line}\n")
-
-
-WATCH: Watch | None = None
-
-
-def watch() -> None:
-    """Start to watch lines, if this run asks for it. Each process of the tests calls this before anything else."""
-    global WATCH
-    if LINES in os.environ and WATCH is None and hasattr(sys, "monitoring"):
-        asked = json.loads(Path(os.environ[LINES]).read_text())
-        WATCH = Watch(asked["lines"], Path(asked["out"]))
 
 
 # Runs
@@ -426,7 +371,7 @@ class Copy:
         self.report, self.plan, self.lines = folder / "report", folder / "plan", folder / "lines"
         # Python imports this in every process, before the program.
         self.start.mkdir()
-        (self.start / "sitecustomize.py").write_text("import mutate\n\nmutate.watch()\n")
+        (self.start / "sitecustomize.py").write_text("import mutate_lines\n\nmutate_lines.start()\n")
 
     def write(self, file: str, source: str) -> None:
         path = self.tree / file
@@ -452,8 +397,8 @@ class Copy:
             shutil.rmtree(self.lines, ignore_errors=True)
             self.lines.mkdir()
             asked = self.plan.with_name("watched")
-            asked.write_text(json.dumps({"lines": watched, "out": str(self.lines)}))
-            variables[LINES] = str(asked)
+            asked.write_text(json.dumps({"root": str(self.tree), "lines": watched, "out": str(self.lines)}))
+            variables[mutate_lines.ASKED] = str(asked)
             paths.insert(0, str(self.start))
         # The tree comes first: neither an installed package nor a tree of an outer PYTHONPATH may be tested instead.
         variables["PYTHONPATH"] = os.pathsep.join([str(self.tree), *filter(None, paths)])
@@ -496,7 +441,7 @@ class Copy:
     def watched(self) -> dict[str, set[str]]:
         """Return the tests that ran each watched line, as `file:line`; `file:0` has those that ran any code of it."""
         found: dict[str, set[str]] = defaultdict(set)
-        for path in self.lines.iterdir():
+        for path in self.lines.glob("lines-*"):
             for text in path.read_text().splitlines():
                 test, file, line = text.split("\t")
                 found[f"{file}:{line}"].add(test)
