@@ -1,7 +1,8 @@
 """Change the library in small ways, and see which changes a set of tests notices.
 
-    python scripts/mutate.py --count 300 --seed 0 --jobs 16 --out suite.json -- -m "not gpu"
+    python scripts/mutate.py --count 300 --jobs 16 --out suite.json -- -m "not gpu"
     TRITON_INTERPRET=1 python scripts/mutate.py --alive suite.json --out kernels.json -- -m "triton and not gpu" tests
+    python scripts/mutate.py --table suite.json kernels.json
 
 A mutant is one change of one expression or statement: another comparison, `+` for `-`, a constant plus or minus one, a
 dropped `not`, swapped operands, a removed statement, `min` for `max`, another dtype. The script draws `--count` of them
@@ -11,18 +12,22 @@ pytest, which runs in copies of the tree, `--jobs` at a time. The tree itself st
 The result is a list of mutants, each with a file and line, a diff, and one of these states:
 
     killed      a test failed: `by` names it
-    timeout     the tests took longer than `--timeout`, or several times as long as without a change
-    alive       all tests passed
+    timeout     the tests took longer than several times as long as without a change
+    alive       all tests passed that could notice it, or as many of them as fit into `--seconds`: `ran` of `able`
 
 `--alive FILE` takes the mutants that are alive in an earlier result instead of drawing new ones. So two suites are
 compared at the price of one: the second only runs what the first let live. Another run with the same `--out` goes on
 where this one stopped.
 
-Per mutant, the values of every loss and files of tests that name the mutated module come first, then all others, the
-quickest files first. A first run without a change measures how long each file takes, and which tests fail anyway: these
-do not count.
+A first run without a change measures how long each test takes, and which tests fail anyway: these do not count. On
+Python 3.12 it also notes which tests run the line of each mutant, in ranks and other child processes too. Only these
+run on the mutant, one of each test function first, because the parameters of a function mostly notice the same mutants.
+Where that is not known, tests that name the module come first.
 
-Needs pytest and nothing else beyond the standard library. As a pytest plugin, this file orders and reports tests.
+`--table` counts the mutants of several results by folder. A mutant that any of them kills is killed. One that changes
+nothing that a test could see is equivalent: whoever has read it adds `"equivalent": "why"` to it in the result.
+
+Needs pytest, and pytest-xdist for `--jobs` above 1. As a pytest plugin, this file orders and reports tests.
 """
 
 from __future__ import annotations
@@ -707,6 +712,26 @@ def read_alive(path: Path) -> list[Mutant]:
     return [Mutant(**{name: x[name] for name in names}) for x in found if x["state"] == "alive"]
 
 
+# The best that any result says of a mutant.
+RANKED = ("killed", "timeout", "equivalent", "alive")
+
+
+def table(paths: list[Path]) -> str:
+    """Return a table in Markdown: mutants of these results by folder and state."""
+    states: dict[str, str] = {}
+    for path in paths:
+        for mutant in json.loads(path.read_text())["mutants"]:
+            state = "equivalent" if "equivalent" in mutant else mutant["state"]
+            states[mutant["id"]] = min(state, states.get(mutant["id"], state), key=RANKED.index)
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for id, state in states.items():
+        counts[str(Path(id.split(":")[0]).parent)][state] += 1
+    lines = ["| folder | mutants | killed | timeout | equivalent | alive |", "|---|---|---|---|---|---|"]
+    for folder, count in sorted(counts.items()):
+        lines.append(f"| `{folder}` | {count.total()} | " + " | ".join(str(count[state]) for state in RANKED) + " |")
+    return "\n".join(lines)
+
+
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Return what is before `--`, and pytest's arguments behind it."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
@@ -719,18 +744,24 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=300, help="number of mutants")
     parser.add_argument("--seed", type=int, default=0, help="draws other mutants")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at the same time")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the result, in JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the result, in JSON")
     parser.add_argument("--modules", nargs="+", default=[*FOLDERS], metavar="PATH", help="files or folders to mutate")
     parser.add_argument("--alive", type=Path, metavar="FILE", help="take what is alive in this result")
     parser.add_argument("--seconds", type=float, default=120, help="of tests for a mutant, as they take without it")
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="stop then, as if interrupted")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="print the counts of these results")
     options = parser.parse_args(own)
+    if options.table:
+        print(table(options.table))
+        return 0
     mutants = read_alive(options.alive) if options.alive else draw(options.modules, options.count, options.seed)
     if options.list:
         for mutant in mutants:
             print(mutant.diff((ROOT / mutant.file).read_text()))
         return 0
+    if options.out is None:
+        parser.error("--out is missing")
     results = run_all(mutants, arguments, options)
     print(dict(Counter(result["state"] for result in results)))
     for result in results:
