@@ -1,7 +1,8 @@
 """Change the library in small ways, and see which changes a set of tests notices.
 
-    python scripts/mutate.py --count 300 --seed 0 --jobs 16 --out suite.json -- -m "not gpu"
+    python scripts/mutate.py --count 300 --jobs 16 --out suite.json -- -m "not gpu"
     TRITON_INTERPRET=1 python scripts/mutate.py --alive suite.json --out kernels.json -- -m "triton and not gpu" tests
+    python scripts/mutate.py --table suite.json kernels.json
 
 A mutant is one change of one expression or statement: another comparison, `+` for `-`, a constant plus or minus one, a
 dropped `not`, swapped operands, a removed statement, `min` for `max`, another dtype. The script draws `--count` of them
@@ -11,18 +12,22 @@ pytest, which runs in copies of the tree, `--jobs` at a time. The tree itself st
 The result is a list of mutants, each with a file and line, a diff, and one of these states:
 
     killed      a test failed: `by` names it
-    timeout     the tests took longer than `--timeout`, or several times as long as without a change
-    alive       all tests passed
+    timeout     the tests took longer than several times as long as without a change
+    alive       all tests passed that could notice it, or as many of them as fit into `--seconds`: `ran` of `able`
 
 `--alive FILE` takes the mutants that are alive in an earlier result instead of drawing new ones. So two suites are
 compared at the price of one: the second only runs what the first let live. Another run with the same `--out` goes on
 where this one stopped.
 
-Per mutant, the values of every loss and files of tests that name the mutated module come first, then all others, the
-quickest files first. A first run without a change measures how long each file takes, and which tests fail anyway: these
-do not count.
+A first run without a change measures how long each test takes, and which tests fail anyway: these do not count. On
+Python 3.12 it also notes which tests run the line of each mutant, in ranks and other child processes too. Only these
+run on the mutant, one of each test function first, because the parameters of a function mostly notice the same mutants.
+Where that is not known, tests that name the module come first.
 
-Needs pytest and nothing else beyond the standard library. As a pytest plugin, this file orders and reports tests.
+`--table` counts the mutants of several results by folder. A mutant that any of them kills is killed. One that changes
+nothing that a test could see is equivalent: whoever has read it adds `"equivalent": "why"` to it in the result.
+
+Needs pytest, and pytest-xdist for `--jobs` above 1. As a pytest plugin, this file orders and reports tests.
 """
 
 from __future__ import annotations
@@ -48,15 +53,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import mutate_lines
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("liger_chunked/engine", "liger_chunked/losses", "liger_chunked/kernels")
-NOT_COPIED = (".git", ".venv", ".demo", ".site", ".worktrees", "__pycache__", ".*_cache", "*.egg-info", ".hypothesis")
+# Hidden folders hold environments, caches and results. Tests read these.
+HIDDEN_AND_COPIED = (".github", ".gitignore", ".pre-commit-config.yaml")
 
-# What runs before all other tests: the values of every loss, and files that name the mutated module, for so many
-# seconds. Only these files are collected, which takes a second; that of the whole suite takes twenty.
+# The file whose tests come first: the values of every loss.
 VALUES = "test_values"
-FIRST_SECONDS = 60
-# A mutant that computes forever, or waits for a rank that died, takes longer than this many times the unchanged suite.
+# What runs before all other tests takes so many seconds, and comes from so many files: to collect all takes twenty.
+FIRST_SECONDS, FIRST_FILES = 30, 6
+# A mutant that computes forever, or waits for a rank that died, takes a minute and this many times the unchanged tests.
 PATIENCE = 4
 
 
@@ -293,31 +301,38 @@ def draw(modules: list[str], count: int, seed: int) -> list[Mutant]:
 
 # The plugin
 
+# The files that the plugin writes and reads.
+REPORT, PLAN = "MUTATE_REPORT", "MUTATE_PLAN"
+
+
+def plan_of_run() -> dict[str, Any]:
+    return json.loads(Path(os.environ[PLAN]).read_text()) if PLAN in os.environ else {}
+
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Order tests by the file's place in the plan, and leave out files that ran before."""
-    plan = json.loads(os.environ.get("MUTATE_PLAN", "{}"))
-    order, failing = plan.get("order", {}), set(plan.get("failing", ()))
-    skipped = set(plan.get("skipped", ()))
-    kept = [item for item in items if item.nodeid not in failing and file_of(item.nodeid) not in skipped]
-    items[:] = sorted(kept, key=lambda item: order.get(file_of(item.nodeid), len(order)))
+    """Keep the tests of the plan, in its order. Without a plan, keep all but those that fail without a mutant."""
+    plan = plan_of_run()
+    if "tests" in plan:
+        place = {nodeid: i for i, nodeid in enumerate(plan["tests"])}
+        items[:] = sorted((item for item in items if item.nodeid in place), key=lambda item: place[item.nodeid])
 
 
-def pytest_collection_finish(session: Any) -> None:
-    """Report what a run with `--collect-only` would run."""
-    if session.config.getoption("collectonly"):
-        with open(os.environ["MUTATE_REPORT"], "a") as file:
-            file.writelines(json.dumps([item.nodeid, "collect", "passed", 0.0]) + "\n" for item in session.items)
+def pytest_runtest_logstart(nodeid: str) -> None:
+    watch = getattr(sys.modules.get("mutate_lines"), "WATCH", None)
+    if watch is not None:
+        watch.start(nodeid)
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    with open(os.environ["MUTATE_REPORT"], "a") as file:
-        file.write(json.dumps([report.nodeid, report.when, report.outcome, report.duration]) + "\n")
+    # With pytest-xdist, the main process has the reports of all workers.
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(os.environ[REPORT], "a") as file:
+            file.write(json.dumps([report.nodeid, report.when, report.outcome, report.duration]) + "\n")
 
 
 def pytest_collectreport(report: Any) -> None:
-    if report.failed:
-        with open(os.environ["MUTATE_REPORT"], "a") as file:
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(os.environ[REPORT], "a") as file:
             file.write(json.dumps([report.nodeid, "collect", "failed", 0.0]) + "\n")
 
 
@@ -330,7 +345,7 @@ def file_of(nodeid: str) -> str:
 
 @dataclass
 class Outcome:
-    """Of one run of pytest: the tests that failed, seconds by file of tests, and whether the run was cut off."""
+    """Of one run of pytest: the tests that failed, seconds by test, and whether the run was cut off."""
 
     failed: list[str]
     seconds: dict[str, float]
@@ -346,14 +361,22 @@ class Outcome:
         return None if self.status in (0, 5) else f"pytest ended with status {self.status}"
 
 
+def not_copied(_folder: str, names: list[str]) -> list[str]:
+    hidden = [name for name in names if name.startswith(".") and name not in HIDDEN_AND_COPIED]
+    return hidden + [name for name in names if name == "__pycache__" or name.endswith(".egg-info")]
+
+
 class Copy:
     """A copy of the tree, in which one mutant at a time runs."""
 
     def __init__(self, folder: Path) -> None:
-        self.tree, self.temporary = folder / "tree", folder / "tmp"
+        self.tree, self.temporary, self.start = folder / "tree", folder / "tmp", folder / "start"
         self.temporary.mkdir(parents=True)
-        shutil.copytree(ROOT, self.tree, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
-        self.report = folder / "report"
+        shutil.copytree(ROOT, self.tree, symlinks=True, ignore=not_copied)
+        self.report, self.plan, self.lines = folder / "report", folder / "plan", folder / "lines"
+        # Python imports this in every process, before the program.
+        self.start.mkdir()
+        (self.start / "sitecustomize.py").write_text("import mutate_lines\n\nmutate_lines.start()\n")
 
     def write(self, file: str, source: str) -> None:
         path = self.tree / file
@@ -362,17 +385,28 @@ class Copy:
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
             compiled.unlink()
 
-    def run(self, arguments: list[str], timeout: float | None, plan: dict[str, Any]) -> Outcome:
+    def run(
+        self,
+        arguments: list[str],
+        timeout: float | None,
+        plan: dict[str, Any],
+        watched: dict[str, list[int]] | None = None,
+    ) -> Outcome:
         self.report.unlink(missing_ok=True)
         self.report.touch()
-        variables = {
-            "MUTATE_PLAN": json.dumps(plan),
-            "MUTATE_REPORT": str(self.report),
-            "PYTHONPATH": str(Path(__file__).parent),
-            "TMPDIR": str(self.temporary),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
+        self.plan.write_text(json.dumps(plan))
+        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        variables = {PLAN: str(self.plan), REPORT: str(self.report), "TMPDIR": str(self.temporary)}
+        variables |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        if watched is not None:
+            shutil.rmtree(self.lines, ignore_errors=True)
+            self.lines.mkdir()
+            asked = self.plan.with_name("watched")
+            asked.write_text(json.dumps({"root": str(self.tree), "lines": watched, "out": str(self.lines)}))
+            variables[mutate_lines.ASKED] = str(asked)
+            paths.insert(0, str(self.start))
+        # The tree comes first: neither an installed package nor a tree of an outer PYTHONPATH may be tested instead.
+        variables["PYTHONPATH"] = os.pathsep.join([str(self.tree), *filter(None, paths)])
         plugins = ["-p", "no:cacheprovider", "-p", "mutate"]
         command = [sys.executable, "-m", "pytest", "-q", "--tb=line", *plugins, *arguments]
         output = self.report.with_name("output")
@@ -404,59 +438,117 @@ class Copy:
         failed = []
         for line in self.report.read_text().splitlines():
             nodeid, _when, result, duration = json.loads(line)
-            seconds[file_of(nodeid)] += duration
+            seconds[nodeid] += duration
             if result == "failed" and nodeid not in failed:
                 failed.append(nodeid)
         return Outcome(failed, dict(seconds), timed_out, process.returncode, output.read_text()[-4000:])
 
+    def watched(self) -> dict[str, set[str]]:
+        """Return the tests that ran each watched line, as `file:line`; `file:0` has those that ran any code of it."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for path in self.lines.glob("lines-*"):
+            for text in path.read_text().splitlines():
+                test, file, line = text.split("\t")
+                found[f"{file}:{line}"].add(test)
+        return found
+
 
 @dataclass
 class Baseline:
-    """What the tests do without a change."""
+    """What the tests do without a change: seconds and lines of each test that passes, the tests that fail, and whether
+    the run was cut off.
+
+    `lines` names tests by their place in `seconds`. It is empty where Python is older than 3.12.
+    """
 
     seconds: dict[str, float]
     failing: list[str]
-    total: float
+    cut_off: bool
+    lines: dict[str, list[int]]
 
-    def order(self, tree: Path, mutant: Mutant) -> tuple[list[str], list[str]]:
-        """Return files of tests that name the mutated module, as many as fit, and all files; the best first."""
-        module = re.compile(rf"\b{re.escape(Path(mutant.file).stem)}\b")
-        counts = {
-            file: len(module.findall((tree / file).read_text())) for file in self.seconds if (tree / file).is_file()
-        }
-        naming = sorted((f for f, count in counts.items() if count), key=lambda f: (-counts[f], self.seconds[f]))
-        first, seconds = [file for file in self.seconds if Path(file).stem == VALUES], 0.0
-        for file in naming:
-            if file not in first and seconds + self.seconds[file] <= FIRST_SECONDS:
-                first.append(file)
-                seconds += self.seconds[file]
-        return first, sorted(self.seconds, key=self.seconds.__getitem__)
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    def tests_of(self, mutant: Mutant, source: str) -> tuple[list[str], list[str]]:
+        """Return the tests that run the mutated line, and those that may depend on it in another way.
+
+        These are the tests that run any code of the file, if the line runs where a module is imported, where a cache is
+        filled, or where nothing can see it, as under torch.compile. An earlier test may have filled the cache.
+        """
+        tests = [*self.seconds]
+        if not self.lines:
+            module = re.compile(rf"\b{re.escape(Path(mutant.file).stem)}\b")
+            naming = {
+                file
+                for file in files_of(tests)
+                if Path(file).stem == VALUES or module.search((ROOT / file).read_text())
+            }
+            return [test for test in tests if file_of(test) in naming], [t for t in tests if file_of(t) not in naming]
+        running = [tests[i] for i in self.lines.get(f"{mutant.file}:{mutant.line}", ())]
+        if running and not is_cached(source, mutant.line):
+            return running, []
+        known = {*running}
+        return running, [tests[i] for i in self.lines.get(f"{mutant.file}:0", ()) if tests[i] not in known]
+
+    def spread(self, tests: list[str]) -> list[str]:
+        """Order tests: one of each function first, then some more of each, and so on; within a round by files.
+
+        The parameters of one test function mostly notice the same mutants.
+        """
+        ordinal: Counter[str] = Counter()
+        rounds: dict[str, int] = {}
+        for test in tests:
+            function = test.split("[")[0]
+            rounds[test] = 0 if ordinal[function] == 0 else ordinal[function].bit_length()
+            ordinal[function] += 1
+        cost: dict[str, float] = defaultdict(float)
+        for test in tests:
+            if not rounds[test]:
+                cost[file_of(test)] += self.seconds[test]
+        values = {file for file in cost if Path(file).stem == VALUES}
+        return sorted(
+            tests, key=lambda t: (rounds[t], file_of(t) not in values, cost[file_of(t)], file_of(t), self.seconds[t])
+        )
 
 
-def measure_baseline(copies: list[Copy], arguments: list[str]) -> Baseline:
-    """Run each file of tests, as many at a time as there are copies."""
-    collected = copies[0].run(["--collect-only", *arguments], None, {})
-    files = sorted(collected.seconds)
-    if collected.status or not files:
-        sys.exit(f"pytest ended with status {collected.status} without a mutant:\n{collected.output}")
-    options, lock = options_of(copies[0], arguments), threading.Lock()
-    waiting, seconds, failing = queue.SimpleQueue[str](), dict[str, float](), list[str]()
-    for file in files:
-        waiting.put(file)
+def is_cached(source: str, line: int) -> bool:
+    """Return whether a line runs once per process, or once per value of arguments: at an import, or under a cache."""
+    inside = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.body[0].lineno <= line <= (node.end_lineno or line)
+    ]
+    return not inside or any("cache" in ast.dump(x) for node in inside for x in node.decorator_list)
 
-    def work(copy: Copy) -> None:
-        while True:
-            try:
-                file = waiting.get_nowait()
-            except queue.Empty:
-                return
-            outcome = copy.run([*options, file], None, {})
-            with lock:
-                seconds[file] = sum(outcome.seconds.values())
-                failing.extend(outcome.failed)
 
-    in_threads(work, copies)
-    return Baseline(seconds, failing, sum(seconds.values()))
+def measure_baseline(
+    copy: Copy, arguments: list[str], jobs: int, mutants: list[Mutant], timeout: float | None
+) -> Baseline:
+    """Run all tests, several at a time with pytest-xdist, and note which of the mutants' lines each one runs.
+
+    Where that takes longer than `timeout`, what did not run takes no part.
+    """
+    watched: dict[str, list[int]] = defaultdict(list)
+    for mutant in mutants:
+        watched[mutant.file].append(mutant.line)
+    workers = ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 else []
+    outcome = copy.run([*workers, *arguments], timeout, {}, watched if hasattr(sys, "monitoring") else None)
+    seconds = {test: s for test, s in outcome.seconds.items() if test not in outcome.failed and "::" in test}
+    if not seconds or (outcome.status not in (0, 1) and not outcome.timed_out):
+        sys.exit(f"pytest ended with status {outcome.status} without a mutant:\n{outcome.output}")
+    place = {test: i for i, test in enumerate(seconds)}
+    lines = copy.watched() if hasattr(sys, "monitoring") else {}
+    return Baseline(
+        {test: round(s, 4) for test, s in seconds.items()},
+        outcome.failed,
+        outcome.timed_out,
+        {line: sorted(place[test] for test in tests if test in place) for line, tests in lines.items()},
+    )
+
+
+def files_of(tests: list[str]) -> list[str]:
+    return [*dict.fromkeys(map(file_of, tests))]
 
 
 def options_of(copy: Copy, arguments: list[str]) -> list[str]:
@@ -472,27 +564,59 @@ def in_threads(work: Callable[[Copy], None], copies: list[Copy]) -> None:
         thread.join()
 
 
-def judge(copy: Copy, mutant: Mutant, baseline: Baseline, arguments: list[str], timeout: float) -> dict[str, Any]:
-    """Return the mutant's state and what killed it."""
-    source = (ROOT / mutant.file).read_text()
-    first, order = baseline.order(copy.tree, mutant)
+def judge(
+    copy: Copy, mutant: Mutant, baseline: Baseline, arguments: list[str], seconds: float, end: float
+) -> dict[str, Any] | None:
+    """Return the mutant's state, what killed it, and how many tests ran of how many that could notice it.
 
-    def plan(files: list[str], skipped: list[str]) -> dict[str, Any]:
-        order = {file: i for i, file in enumerate(files)}
-        return {"order": order, "failing": baseline.failing, "skipped": skipped}
+    Return None where the run had to stop at the time `end`.
+
+    Two runs of pytest: tests of few files first, because to collect a file takes seconds, then the others.
+    """
+    source = (ROOT / mutant.file).read_text()
+    running, others = baseline.tests_of(mutant, source)
+    chosen: list[str] = []
+    left = seconds
+    for test in [*baseline.spread(running), *baseline.spread(others)]:
+        if left > 0:
+            chosen.append(test)
+            left -= baseline.seconds[test]
+    tests_by_file = Counter(file_of(test) for test in running or others)
+    ranked = sorted(tests_by_file, key=lambda file: (Path(file).stem != VALUES, -tests_by_file[file]))
+    first_files = ranked[:FIRST_FILES]
+    first: list[str] = []
+    left = FIRST_SECONDS
+    for test in chosen:
+        if left > 0 and file_of(test) in first_files:
+            first.append(test)
+            left -= baseline.seconds[test]
+    known = {*first}
+    second = [test for test in chosen if test not in known]
 
     started = time.monotonic()
+    state, by, ran = "alive", None, 0
     copy.write(mutant.file, mutant.apply(source))
     try:
-        outcome = None
-        if first:
-            outcome = copy.run(["-x", *options_of(copy, arguments), *first], timeout, plan(first, []))
-        if outcome is None or not (outcome.timed_out or outcome.killer):
-            outcome = copy.run(["-x", *arguments], timeout, plan(order, first))
+        for tests in filter(None, (first, second)):
+            timeout = 60 + PATIENCE * sum(baseline.seconds[test] for test in tests)
+            timeout = min(timeout, max(1.0, end - time.monotonic()))
+            outcome = copy.run(["-x", *options_of(copy, arguments), *files_of(tests)], timeout, {"tests": tests})
+            if outcome.timed_out and time.monotonic() >= end:
+                return None
+            ran += len(outcome.seconds)
+            state, by = "timeout" if outcome.timed_out else "killed" if outcome.killer else "alive", outcome.killer
+            if state != "alive":
+                break
     finally:
         copy.write(mutant.file, source)
-    state = "timeout" if outcome.timed_out else "killed" if outcome.killer else "alive"
-    return {"state": state, "by": outcome.killer, "seconds": round(time.monotonic() - started, 1)}
+    return {
+        "state": state,
+        "by": by,
+        "running": len(running),
+        "able": len(running) + len(others),
+        "ran": ran,
+        "seconds": round(time.monotonic() - started, 1),
+    }
 
 
 def commit() -> str:
@@ -503,6 +627,7 @@ def commit() -> str:
 
 def run_all(mutants: list[Mutant], arguments: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run the tests on each mutant, and write the result after each."""
+    end = time.monotonic() + (options.stop_after or float("inf"))
     earlier = json.loads(options.out.read_text()) if options.out.exists() else {}
     done = {x["id"]: x for x in earlier.get("mutants", ()) if earlier.get("command") == arguments}
     waiting: queue.Queue[Mutant] = queue.Queue()
@@ -511,47 +636,100 @@ def run_all(mutants: list[Mutant], arguments: list[str], options: argparse.Names
             waiting.put(mutant)
     lock = threading.Lock()
 
-    def write(baseline: dict[str, Any]) -> None:
+    def write(baseline: Baseline) -> None:
         listed = [done[mutant.id] for mutant in mutants if mutant.id in done]
-        states = Counter(x["state"] for x in listed)
-        result = {"command": arguments, "commit": commit(), "states": states, "baseline": baseline, "mutants": listed}
+        result = {
+            "command": arguments,
+            "commit": commit(),
+            "tests": len(baseline.seconds),
+            "seconds": round(baseline.total),
+            "failing": baseline.failing,
+            "cut_off": baseline.cut_off,
+            "states": Counter(x["state"] for x in listed),
+            "mutants": listed,
+        }
         partial = options.out.with_suffix(".partial")
         partial.write_text(json.dumps(result, indent=1) + "\n")
         partial.replace(options.out)
 
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copies = [Copy(Path(folder) / str(i)) for i in range(min(options.jobs, max(1, waiting.qsize())))]
-        if done and "seconds" in earlier.get("baseline", {}):
-            baseline = Baseline(**earlier["baseline"])
-        else:
-            baseline = measure_baseline(copies, arguments)
-        print(f"without a mutant: {baseline.total:.0f} s, {len(baseline.failing)} failing tests", flush=True)
-        timeout = options.timeout or PATIENCE * baseline.total + 60
-        write(asdict(baseline))
+        baseline = read_baseline(options, arguments, mutants) or measure_baseline(
+            copies[0], arguments, options.jobs, mutants, options.stop_after and options.stop_after * 0.7
+        )
+        write_baseline(options, arguments, mutants, baseline)
+        print(
+            f"without a mutant: {len(baseline.seconds)} tests, {baseline.total:.0f} s, {len(baseline.failing)} fail"
+            + (", cut off" if baseline.cut_off else ""),
+            flush=True,
+        )
+        write(baseline)
 
         def work(copy: Copy) -> None:
-            while True:
+            while time.monotonic() < end:
                 try:
                     mutant = waiting.get_nowait()
                 except queue.Empty:
                     return
                 source = (ROOT / mutant.file).read_text()
-                result = judge(copy, mutant, baseline, arguments, timeout)
+                result = judge(copy, mutant, baseline, arguments, options.seconds, end)
+                if result is None:
+                    return
                 known = {"id": mutant.id, **asdict(mutant), "diff": mutant.diff(source)}
                 with lock:
                     done[mutant.id] = known | result
                     print(f"{len(done)}/{len(mutants)} {result['state']} {mutant.file}:{mutant.line} {mutant.kind}"
                           f" {result['by'] or ''} {result['seconds']} s", flush=True)  # fmt: skip
-                    write(asdict(baseline))
+                    write(baseline)
 
         in_threads(work, copies)
     return [done[mutant.id] for mutant in mutants if mutant.id in done]
+
+
+def baseline_path(options: argparse.Namespace) -> Path:
+    return options.out.with_suffix(".baseline.json")
+
+
+def write_baseline(
+    options: argparse.Namespace, arguments: list[str], mutants: list[Mutant], baseline: Baseline
+) -> None:
+    known = {"command": arguments, "mutants": [mutant.id for mutant in mutants], "baseline": asdict(baseline)}
+    baseline_path(options).write_text(json.dumps(known, separators=(",", ":")) + "\n")
+
+
+def read_baseline(options: argparse.Namespace, arguments: list[str], mutants: list[Mutant]) -> Baseline | None:
+    """Return the baseline of an earlier run of the same command and mutants."""
+    path = baseline_path(options)
+    known = json.loads(path.read_text()) if path.exists() else {}
+    if known.get("command") != arguments or known.get("mutants") != [mutant.id for mutant in mutants]:
+        return None
+    return Baseline(**known["baseline"])
 
 
 def read_alive(path: Path) -> list[Mutant]:
     names = Mutant.__dataclass_fields__
     found = json.loads(path.read_text())["mutants"]
     return [Mutant(**{name: x[name] for name in names}) for x in found if x["state"] == "alive"]
+
+
+# The best that any result says of a mutant.
+RANKED = ("killed", "timeout", "equivalent", "alive")
+
+
+def table(paths: list[Path]) -> str:
+    """Return a table in Markdown: mutants of these results by folder and state."""
+    states: dict[str, str] = {}
+    for path in paths:
+        for mutant in json.loads(path.read_text())["mutants"]:
+            state = "equivalent" if "equivalent" in mutant else mutant["state"]
+            states[mutant["id"]] = min(state, states.get(mutant["id"], state), key=RANKED.index)
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for id, state in states.items():
+        counts[str(Path(id.split(":")[0]).parent)][state] += 1
+    lines = ["| folder | mutants | killed | timeout | equivalent | alive |", "|---|---|---|---|---|---|"]
+    for folder, count in sorted(counts.items()):
+        lines.append(f"| `{folder}` | {count.total()} | " + " | ".join(str(count[state]) for state in RANKED) + " |")
+    return "\n".join(lines)
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -566,17 +744,24 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=300, help="number of mutants")
     parser.add_argument("--seed", type=int, default=0, help="draws other mutants")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at the same time")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the result, in JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the result, in JSON")
     parser.add_argument("--modules", nargs="+", default=[*FOLDERS], metavar="PATH", help="files or folders to mutate")
     parser.add_argument("--alive", type=Path, metavar="FILE", help="take what is alive in this result")
-    parser.add_argument("--timeout", type=float, help="seconds for a mutant's tests")
+    parser.add_argument("--seconds", type=float, default=120, help="of tests for a mutant, as they take without it")
+    parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="stop then, as if interrupted")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="print the counts of these results")
     options = parser.parse_args(own)
+    if options.table:
+        print(table(options.table))
+        return 0
     mutants = read_alive(options.alive) if options.alive else draw(options.modules, options.count, options.seed)
     if options.list:
         for mutant in mutants:
             print(mutant.diff((ROOT / mutant.file).read_text()))
         return 0
+    if options.out is None:
+        parser.error("--out is missing")
     results = run_all(mutants, arguments, options)
     print(dict(Counter(result["state"] for result in results)))
     for result in results:

@@ -114,10 +114,30 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Add the devices. Make no tests that are deselected at once: three of four, and they take ten seconds."""
     if "device" in metafunc.fixturenames:
         no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_cuda])])
+        devices = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_cuda])]
+        metafunc.parametrize("device", devices[: 1 if "not gpu" in metafunc.config.getoption("markexpr") else 2])
+    if not metafunc.config.getoption("--exhaustive"):
+        marks = metafunc.definition.own_markers
+        marks[:] = [without_exhaustive(mark) if mark.name == "parametrize" else mark for mark in marks]
+
+
+def without_exhaustive(mark: pytest.Mark) -> pytest.Mark:
+    """Return a mark `parametrize` without the values that are marked `exhaustive`.
+
+    If all are, one stays, which deselects the test: pytest would report one without values as skipped.
+    """
+    names, values, *others = mark.args
+    values = [*values]
+    kept = [value for value in values if not any(m.name == "exhaustive" for m in getattr(value, "marks", ()))]
+    ids = mark.kwargs.get("ids")
+    if len(kept) == len(values) or isinstance(ids, list | tuple):
+        return mark
+    return pytest.mark.parametrize(names, kept or values[:1], *others, **mark.kwargs).mark
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

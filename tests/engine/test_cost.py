@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sampling import on_paths
 from spies import Memory, flop_counter
 from table import ROWS, Batch, Row, Sizes, moved, n_valid
 
@@ -97,9 +98,9 @@ def test_no_reference_gemm_for_reference_log_probs():
 MEMORY_SIZES = Sizes(sequences=8, length=32, hidden=32, vocab=1009, ref_hidden=32, ignored=False)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(2)
 @pytest.mark.ordinary_memory
-@by_row
+@pytest.mark.parametrize("row", on_paths())
 @pytest.mark.parametrize(
     ("dtype", "tokens_in_budget"),
     [
