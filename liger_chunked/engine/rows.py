@@ -529,9 +529,7 @@ def likely_rows(
 
     def was_right() -> bool:
         (sizes,), (lows,), (highs,) = surveyed.read()
-        check_ids(
-            "target", min(lows, default=0), max(highs, default=0), vocab_size, f"ignore_index ({ignore_index}) or "
-        )
+        check_ids("target", min(lows, default=0), max(highs, default=0), vocab_size, ignore_index)
         likely.was_wrong = sum(sizes) != likely.n
         return not likely.was_wrong
 
