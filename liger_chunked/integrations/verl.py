@@ -225,14 +225,15 @@ def distill_from_hidden_states(
 
     distillation = _Distillation(teacher_weight, loss, teacher_options or LogitOptions(), logits_budget)
 
-    # "use_topk" is how verl asks its engine for divergences of each token.
-    @register_distillation_loss(DistillationLossSettings(names=[loss_mode], use_topk=True))
     def divergences(
         config: Any, distillation_config: Any, model_output: dict[str, Any], data: Any
     ) -> tuple[Tensor, dict[str, Any]]:
         if "distillation_losses" not in model_output:
             raise ValueError(f"loss_mode={loss_mode!r} needs teacher_hidden_states in the batch, got none")
         return no_padding_2_padding(model_output["distillation_losses"], data), {}
+
+    # "use_topk" is how verl asks its engine for divergences of each token.
+    register_distillation_loss(DistillationLossSettings(names=[loss_mode], use_topk=True))(divergences)
 
     prepare_inputs = FSDPEngineWithLMHead.prepare_model_inputs
     prepare_outputs = FSDPEngineWithLMHead.prepare_model_outputs
