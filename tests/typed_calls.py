@@ -173,6 +173,11 @@ def modules(x: Tensor, labels: Tensor) -> None:
     kept = KeptIds.cat([KeptIds.from_lists([[1], None]), KeptIds.from_completions([[[2, 3]]], torch.tensor([[2]]))])
     assert_type(kept.take(torch.tensor([0, -1])), KeptIds)
     assert_type(head(torch.randn(3, 8), torch.tensor([1, 4, 2]), kept=kept), dict[str, Tensor])
+    ids = KeptIds.from_lists([[1], [2, 3], [2]])
+    stats = linear_token_stats(
+        head.weight, torch.randn(3, 8), torch.tensor([1, 3, 2]), kept=ids, sparse_weight_grad=True
+    )
+    assert_type(stats, TokenStats)
     assert_type(head(x), Tensor)
     assert_type(head(x, labels)["logps"], Tensor)
     assert_type(FusedOutputLinear(8, 16)(x, labels), dict[str, Tensor])

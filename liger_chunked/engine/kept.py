@@ -206,15 +206,23 @@ class WeightRows(NamedTuple):
 
 
 def read_rows(placed: Placed, shard: VocabShard | None, n_rows: int) -> WeightRows:
-    """Return which of this rank's `n_rows` rows are read. Waits for the device, which finds their number."""
+    """Return which of this rank's `n_rows` rows are read. Waits for the device once, which counts them."""
     by_id = placed.layout.by_id
-    ids = by_id.ids if shard is None else by_id.ids - shard.start
+    ids, m = by_id.ids if shard is None else by_id.ids - shard.start, by_id.ids.shape[0]
+    if not m:
+        return WeightRows(ids, ids)
+    is_first = torch.ones_like(ids, dtype=torch.bool)  # entry of its id
+    is_first[1:] = ids[1:] != ids[:-1]
+    run = is_first.cumsum(0) - 1
     counts = placed.entries.ids[by_id.order] >= 0  # at a position with a target
-    rows = torch.unique_consecutive(ids[counts & (ids >= 0) & (ids < n_rows)])
+    own_and_read = counts & (ids >= 0) & (ids < n_rows)
     # By the id and not by the entry: the entries of an id stay one run, whose sum the kernel writes once.
-    places = torch.searchsorted(rows, ids)
-    is_read = torch.cat([rows, rows.new_full((1,), n_rows)])[places] == ids
-    return WeightRows(rows, torch.where(is_read & (ids < n_rows), places, -1))
+    is_read = torch.zeros(m + 1, dtype=torch.bool, device=ids.device)
+    is_read = is_read.index_fill_(0, run.where(own_and_read, m), True)[:m][run]
+    row = (is_first & is_read).cumsum(0)
+    n_read = int(row[-1])
+    first = torch.nonzero_static(is_first & is_read, size=n_read).view(-1)
+    return WeightRows(ids[first], (row - 1).where(is_read, -1))
 
 
 class _KeptTokenStats(torch.autograd.Function):

@@ -113,6 +113,8 @@ class ChunkedDistributedHiddenStatesToKL:
                 )
             # This rank's positions, as the student's: the loss gathers both.
             teacher_input = teacher_input[:, dist.get_rank(tp_group) * length :][:, :length]
+        # A logit of the student and one of the teacher for each of the rank's rows.
+        tokens = None if chunk_size is None else 2 * chunk_size * hidden.shape[0]
         found: Tensor | None = None
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
             for factor, reverse in zip(parts[kl_type], (False, True), strict=True):
@@ -130,8 +132,7 @@ class ChunkedDistributedHiddenStatesToKL:
                     temperature=temperature,
                     teacher_options=LogitOptions(temperature=teacher_temperature),
                     vocab_shard=shard,
-                    # A logit of the student and one of the teacher for each of the rank's rows.
-                    logits_budget=None if chunk_size is None else 2 * budget_of(chunk_size * hidden.shape[0], weight),
+                    logits_budget=budget_of(tokens, weight),
                 )
                 found = divergence if found is None else found + divergence
         assert found is not None

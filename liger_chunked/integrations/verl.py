@@ -112,10 +112,11 @@ class _Distillation:
         self.teacher_input: Tensor | None = None  # (1, n, H_teacher); None: this micro-batch is not distilled
         self.mask: Tensor | None = None  # (1, n), True where the loss reads a divergence
         self.only = False  # whether neither log-probabilities nor entropies are read
+        self.is_measured = False  # whether the output's `log_probs` hold divergences
 
     def read(self, engine: Any, micro_batch: Any, settings: Callable[..., Any]) -> None:
         """Take the teacher's states of a micro-batch. `settings` is verl's `get_non_tensor_data`."""
-        self.teacher_input = self.mask = None
+        self.teacher_input, self.mask, self.is_measured = None, None, False
         if not settings(micro_batch, "distillation_use_topk", False) or "teacher_hidden_states" not in micro_batch:
             return
         for name, default in (("use_fused_kernels", False), ("use_remove_padding", True)):
@@ -140,17 +141,23 @@ class _Distillation:
     def measure(self, hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
         """Return the divergences (1, n) of hidden states (1, n, H)."""
         assert self.teacher_input is not None
-        if callable(self.teacher_weight):
-            self.teacher_weight = self.teacher_weight()
+        head = self.teacher_weight() if callable(self.teacher_weight) else self.teacher_weight
+        self.teacher_weight = head.to(hidden.device)
         losses, _ = self.loss(temperature=temperature)(
-            weight, hidden, self.teacher_weight.to(hidden.device), self.teacher_input.to(hidden.dtype), mask=self.mask
+            weight, hidden, self.teacher_weight, self.teacher_input.to(hidden.dtype), mask=self.mask
         )
+        self.is_measured = True
         return losses
 
     def move(self, output: Any) -> None:
         """Move the divergences of a model's output from `log_probs`."""
         if self.teacher_input is None:
             return
+        if not self.is_measured:
+            raise ValueError(
+                "the model's forward did not call FusedLinearForPPO, which computes the divergences of "
+                "teacher_hidden_states: set fused_kernel_options.impl_backend='torch'"
+            )
         losses, *logps = output.log_probs.unbind()
         output.log_probs = logps[0] if logps else None
         whole = torch.ones_like(losses)  # a softmax over the whole vocabulary has all of the mass
@@ -197,11 +204,11 @@ def distill_from_hidden_states(
     """Give verl's FSDP engine a distillation loss over the whole vocabulary, from a teacher's hidden states.
 
     Call it in each process of verl, as from a module of `VERL_USE_EXTERNAL_MODULES`: the config checks names of losses.
-    Set `use_fused_kernels=True` and `distillation.distillation_loss.loss_mode`. The batch has `teacher_hidden_states`,
-    a nested tensor (B, j, H_teacher) like `input_ids`: the last hidden states of the teacher on the student's
-    sequences. verl 0.9.1 has no server that returns them. Nothing else changes: verl's `loss_max_clamp`,
-    `loss_agg_mode`, task rewards and policy gradient act on each token's divergence, (B, response). Only positions that
-    predict a response are computed, and no logits are stored.
+    Set `use_fused_kernels=True`, with the backend "torch", and `distillation.distillation_loss.loss_mode`. The batch
+    has `teacher_hidden_states`, a nested tensor (B, j, H_teacher) like `input_ids`: the last hidden states of the
+    teacher on the student's sequences. verl 0.9.1 has no server that returns them. Nothing else changes: verl's
+    `loss_max_clamp`, `loss_agg_mode`, task rewards and policy gradient act on each token's divergence, (B, response).
+    Only positions that predict a response are computed, and no logits are stored.
 
     Args:
         teacher_weight: (V_teacher, H_teacher), the teacher's head, or a function that loads it, called in the first
@@ -225,14 +232,15 @@ def distill_from_hidden_states(
 
     distillation = _Distillation(teacher_weight, loss, teacher_options or LogitOptions(), logits_budget)
 
-    # "use_topk" is how verl asks its engine for divergences of each token.
-    @register_distillation_loss(DistillationLossSettings(names=[loss_mode], use_topk=True))
     def divergences(
         config: Any, distillation_config: Any, model_output: dict[str, Any], data: Any
     ) -> tuple[Tensor, dict[str, Any]]:
         if "distillation_losses" not in model_output:
             raise ValueError(f"loss_mode={loss_mode!r} needs teacher_hidden_states in the batch, got none")
         return no_padding_2_padding(model_output["distillation_losses"], data), {}
+
+    # "use_topk" is how verl asks its engine for divergences of each token.
+    register_distillation_loss(DistillationLossSettings(names=[loss_mode], use_topk=True))(divergences)
 
     prepare_inputs = FSDPEngineWithLMHead.prepare_model_inputs
     prepare_outputs = FSDPEngineWithLMHead.prepare_model_outputs

@@ -4,14 +4,15 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.calls import entry_point, typed_like
-from liger_chunked.engine import as_counts, check_projection, check_target, linear_token_stats
+from liger_chunked.engine import SamplingFilter, as_counts, check_projection, check_target, linear_token_stats
+from liger_chunked.kept_ids import KeptIds
 from liger_chunked.losses.base import FusedLoss
 from liger_chunked.losses.policy import LigerFusedLinearPolicyBase, masked
 from liger_chunked.losses.settings import check_finite, check_positive, options_of_teacher, refuse_unread
@@ -104,12 +105,20 @@ def _prefix_weights(distance: Tensor, weight: float) -> Tensor:
     return (1 + weight * (1 - share)).to(distance.dtype)
 
 
+class _Filters(TypedDict):
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+
+
 class _SampledReverseKL(LigerFusedLinearPolicyBase):
     """A policy loss of the advantages below; the teacher is the reference."""
 
     scope: Literal["token", "sequence", "batch"] = "token"
 
-    def __init__(self, settings: _Settings, reduction: str, max_completion_length: int | None) -> None:
+    def __init__(
+        self, settings: _Settings, reduction: str, max_completion_length: int | None, **filters: Unpack[_Filters]
+    ) -> None:
         bounds = _SURROGATES[settings.surrogate].clipped is not None
         if settings.surrogate == "clip":
             bounds = math.isfinite(settings.epsilon_low) or math.isfinite(settings.epsilon_high)
@@ -119,6 +128,7 @@ class _SampledReverseKL(LigerFusedLinearPolicyBase):
             kl_estimator="k1",
             use_bias_correction_kl=False,
             clipped=self._clipped if bounds else None,
+            **filters,
         )
         self.settings = settings
         self.clips_low = math.isfinite(settings.epsilon_low)
@@ -186,6 +196,10 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
             "seq-mean-token-sum-norm" and "seq-mean-token-sum" are "grpo", "dapo", "dr_grpo" and "luspo".
         max_completion_length: positive number of tokens, required by the reduction "dr_grpo" and refused by others.
             None: not given.
+        top_k, top_p, min_p: the sampler's, as in the other policy losses: the student's log-probabilities are of the
+            ids that it keeps, and the teacher's of all, so that `D` is finite. Pass `old_logps` of the same filter. A
+            sampled token that the student's filter now drops costs nothing, and counts in denominators. `kept` is
+            exact, and cheaper, where the sampler returned its ids. None: all ids.
         teacher_options: `LogitOptions` with the teacher's `softcap`, `logit_scale` and `temperature`. None: the
             student's.
         **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
@@ -213,6 +227,9 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         prefix_weight: float = 0.0,
         reduction: str = "token-mean",
         max_completion_length: int | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
         teacher_options: LogitOptions | None = None,
         **options: Unpack[LogitOptionsDict],
     ) -> None:
@@ -221,7 +238,9 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         self.options = LogitOptions.of(type(self), options)
         self.teacher_options = options_of_teacher(teacher_options, self.options)
         self._transforms_teacher = teacher_options is not None
-        self._policy = _SampledReverseKL(settings, reduction, max_completion_length)
+        filters: _Filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        _ = SamplingFilter.of(**filters, options=self.options)  # checks them
+        self._policy = _SampledReverseKL(settings, reduction, max_completion_length, **filters)
 
     @entry_point
     def forward(
@@ -240,6 +259,8 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         old_logps: Tensor | None = None,
         importance_weights: Tensor | None = None,
         num_items: float | Tensor | None = None,
+        kept: KeptIds | None = None,
+        sparse_weight_grad: bool = False,
         n_valid: Sequence[int] | None = None,
         vocab_shard: VocabShard | None = None,
         cu_seqlens: Tensor | None = None,
@@ -265,6 +286,12 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
             num_items: divisor of the reduction "token-mean" (or "dapo"), a number or (): the valid tokens of all steps
                 that accumulate gradients. If ranks average gradients, pass all ranks' tokens divided by the number of
                 ranks. Other reductions refuse it. None: the valid tokens of this call.
+            kept: the ids that the sampler kept of each position of `target`, see `KeptIds`: the student's
+                log-probabilities are of the softmax over these ids, and only their rows of its head are read; the
+                teacher's are of the whole vocabulary. Pass `old_logps` of the same softmax; with `sequence_group`, the
+                ids of this rank's positions. None: the whole vocabulary.
+            sparse_weight_grad: as in `linear_token_stats`: with `kept`, the gradient of `weight` is sparse. False:
+                dense.
             n_valid: B ints, the numbers of each sequence's tokens that have a target and that `attention_mask` keeps,
                 so that the host does not wait for the device ("Without waiting" in `docs/how-it-works.md`). None: the
                 host reads them from the device.
@@ -322,6 +349,8 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
             ref_logps=teacher_logps,
             importance_weights=importance_weights,
             num_items=num_items,
+            kept=kept,
+            sparse_weight_grad=sparse_weight_grad,
             n_valid=n_valid,
             vocab_shard=vocab_shard,
             cu_seqlens=cu_seqlens,

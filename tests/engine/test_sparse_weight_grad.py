@@ -19,6 +19,9 @@ from torch import Tensor, nn
 
 from liger_chunked import AdaptedWeight, KeptIds, LigerFusedLinearGRPOLoss, VocabShard, linear_token_stats
 
+# torch 2.11 says so of every sparse tensor, once in a process.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+
 
 def rows_read(target: Tensor, lists: list[list[int]]) -> list[int]:
     pairs = zip(target.reshape(-1).tolist(), lists, strict=True)

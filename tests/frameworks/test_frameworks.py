@@ -302,6 +302,9 @@ def test_verl_distillation(only: bool, verl_stub: SimpleNamespace) -> None:
         loss(None, None, plain, data)
     with pytest.raises(ValueError, match="teacher_hidden_states need use_fused_kernels=True"):
         step(data | {"use_fused_kernels": False})
+    engine.prepare_model_inputs(data)
+    with pytest.raises(ValueError, match="did not call FusedLinearForPPO"):  # but verl's function in Triton
+        engine.prepare_model_outputs(SimpleNamespace(log_probs=torch.zeros(1, S), entropy=None), {}, data, None)
     with pytest.raises(ValueError, match="with the 10 tokens of input_ids"):
         step(data | {"teacher_hidden_states": teacher})
 

@@ -13,6 +13,7 @@ from table import SMALL, relative_error, rollouts, students
 from torch import Tensor
 
 from liger_chunked import (
+    KeptIds,
     LigerFusedLinearKLDivLoss,
     LigerFusedLinearOnPolicyDistillationLoss,
     LogitOptions,
@@ -70,6 +71,84 @@ def test_a_teacher_in_either_form() -> None:
         for x, e in zip(found, from_states, strict=True):
             if isinstance(e, Tensor):
                 assert relative_error(x, e) < BOUND
+
+
+def sampled() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    shapes = {"weight": (19, 8), "input": (2, 6, 8), "teacher_weight": (21, 5), "teacher_input": (2, 6, 5)}
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("way", ["top_p", "top_k", "min_p", "kept"])
+@pytest.mark.parametrize("surrogate", ["clip", "truncate", "log_prob"])
+def test_the_samplers_distribution(surrogate: str, way: str) -> None:
+    """In float64, by the formulas: the student's softmax is of the ids that the sampler keeps, the teacher's of all."""
+    given = sampled()
+    filters: dict[str, Any] = {} if way == "kept" else {way: {"top_p": 0.7, "top_k": 6, "min_p": 0.1}[way]}
+    weight, input = given["weight"].requires_grad_(), given["input"].requires_grad_()
+    z = input @ weight.T / 0.9
+    keep = KeptIds.from_top_p(z, **(filters or {"top_p": 0.7}))
+    mask = torch.zeros(12, 19, dtype=torch.bool)
+    mask[torch.repeat_interleave(torch.arange(12), keep.offsets.diff()), keep.ids] = True
+    log_p = z.masked_fill(~mask.view(z.shape), -torch.inf).log_softmax(-1)
+    log_q = (given["teacher_input"] @ given["teacher_weight"][:19].T / 0.9).log_softmax(-1)
+    target = log_p.detach().argmax(-1)
+    target[0, 1] = log_p[0, 1].detach().argmin()  # which the filter drops
+    if way == "kept":
+        target[0, 1] = log_p[0, 1].detach().argmax()
+    target[1, 4:] = -100
+    y = target.clamp(min=0)[..., None]
+    logps, teacher = log_p.gather(-1, y)[..., 0], log_q.gather(-1, y)[..., 0]
+    acts = (target >= 0) & (logps > -torch.inf)
+    assert acts.sum() == (10 if way == "kept" else 9)
+    logps = torch.where(acts, logps, 0.0)
+    old = logps.detach() + 0.3 * torch.randn(2, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    settings: dict[str, Any] = {
+        "clip": {"epsilon_low": 0.2, "epsilon_high": 0.2},
+        "truncate": {"student": "current", "ratio_max": 1.1},
+        "log_prob": {"prefix_weight": 0.5},
+    }[surrogate]
+    distance = torch.where(acts, teacher - (logps.detach() if surrogate == "truncate" else old), 0.0)
+    ratio = (logps - old).exp()
+    if surrogate == "clip":
+        cost = -torch.minimum(ratio * distance, ratio.clamp(0.8, 1.2) * distance)
+    elif surrogate == "truncate":
+        cost = -ratio.detach().clamp(max=1.1) * distance * logps
+    else:
+        before = distance.abs().cumsum(-1) - distance.abs()
+        share = before / distance.abs().sum(-1, keepdim=True)
+        cost = -(1 + 0.5 * (1 - share)) * distance * logps
+    expected = torch.where(acts, cost, 0.0).sum() / 10
+    exact = torch.autograd.grad(expected, (weight, input))
+    loss = LigerFusedLinearOnPolicyDistillationLoss(surrogate=surrogate, temperature=0.9, **settings, **filters)
+    ids = {"kept": keep} if way == "kept" else {}
+    found, metrics = loss(
+        weight, input, given["teacher_weight"], given["teacher_input"], target, old_logps=old.where(acts, -1.0), **ids
+    )
+    assert relative_error(found.detach(), expected.detach()) < BOUND
+    for a, b in zip(torch.autograd.grad(found, (weight, input)), exact, strict=True):
+        assert relative_error(a, b) < BOUND
+    kl = torch.where(acts, logps - teacher, 0.0).sum() / 10
+    assert relative_error(metrics.kl, kl.detach()) < BOUND
+
+
+def test_sparse_gradients_and_refused_filters() -> None:
+    given = sampled()
+    target = torch.arange(12).view(2, 6)
+    kept = KeptIds.from_lists([[y, y + 1] for y in range(12)])
+    weight = given.pop("weight").requires_grad_()
+    loss = LigerFusedLinearOnPolicyDistillationLoss()
+    dense, sparse = (
+        torch.autograd.grad(loss(weight, **given, target=target, kept=kept, sparse_weight_grad=x)[0], weight)[0]
+        for x in (False, True)
+    )
+    assert sparse.is_sparse and torch.equal(sparse.to_dense(), dense)
+    with pytest.raises(ValueError, match="kept says which ids count, got top_k as well"):
+        LigerFusedLinearOnPolicyDistillationLoss(top_k=3)(weight, **given, target=target, kept=kept)
+    with pytest.raises(ValueError, match="a filter needs no softcap"):
+        LigerFusedLinearOnPolicyDistillationLoss(top_p=0.9, softcap=3.0)
+    with pytest.raises(TypeError, match="has no argument 'deterministic'"):
+        loss(weight, **given, target=target, deterministic="batch")  # type: ignore[call-arg]
 
 
 def test_metrics() -> None:
