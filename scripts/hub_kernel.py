@@ -106,8 +106,8 @@ tags: [kernels, triton, cross-entropy, post-training]
 
 # liger-chunked
 
-Log-probabilities and entropies of tokens from hidden states and the weight of the `lm_head`, differentiable, without
-the full logits. Triton on a GPU, PyTorch elsewhere, in one function:
+Differentiable log-probabilities and entropies of tokens from hidden states and the weight of the `lm_head`. Logits are
+computed in tiles, within a budget of bytes. Triton on a GPU, PyTorch elsewhere, in one function:
 
 ```python
 import torch
@@ -124,7 +124,7 @@ loss = -(stats.logps + 0.01 * stats.entropy).mean()
 loss.backward()
 ```
 
-`softcap`, `logit_scale`, `temperature` and `logits_budget`, the most bytes of logits at once, are keywords. The losses
+`softcap`, `logit_scale`, `temperature` and `logits_budget` are keywords. The losses
 are here too:
 
 ```python
