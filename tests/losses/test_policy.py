@@ -6,12 +6,14 @@ import gc
 import math
 import weakref
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from spies import flop_counter
 from table import POLICY, SMALL, Batch, Sizes, evaluate, moved, n_valid, relative_error, rollouts
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, Rollouts, eager, linear_token_stats
 from liger_chunked.losses.grpo import LOSS_TYPES, SURROGATES
@@ -547,6 +549,31 @@ def test_metrics(settings, ref, advantages, device):
         else:
             assert not value.requires_grad
             torch.testing.assert_close(value, exact[name], rtol=1e-10, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize(("level", "most"), [("token", 50), ("sequence", 65)])
+def test_metrics_take_few_launches(level, most):
+    """Each operator is a launch on a GPU, which takes the host longer than the GPU."""
+
+    class Operators(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.n += not function.is_view
+            return function(*args, **(kwargs or {}))
+
+    class Counted(LigerFusedLinearGRPOLoss):
+        def _metrics(self, *args: Any) -> Any:
+            with Operators() as operators:
+                metrics = super()._metrics(*args)
+            found.append(operators.n)
+            return metrics
+
+    found: list[int] = []
+    Counted(importance_level=level)(**rollouts(SMALL, seed=13, ref="tokens"))
+    assert 0 < found[0] <= most
 
 
 def test_metrics_of_nothing():

@@ -217,6 +217,10 @@ def _attend_densely(
     return scores.softmax(-1)[..., : key.shape[2]] @ value
 
 
+def _has_flex_attention(query: Tensor) -> bool:
+    return query.device.type != "cpu"  # where it has no gradient
+
+
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -235,7 +239,7 @@ def attend(
     if kwargs.get("position_bias") is not None:
         raise ValueError("shared prompts do not support attention with a position bias")
     mask = attention_mask
-    if query.device.type == "cpu":
+    if not _has_flex_attention(query):
         output = _attend_densely(query, key, value, mask, scaling, softcap, s_aux)
     else:
         sinks = None if s_aux is None else s_aux[None, :, None]
