@@ -53,7 +53,7 @@ from liger_chunked import (
 ROWS = [
     "SFT:llama-3-8b:4:8192",
     "GRPO:llama-3.2-1b:8:8192",
-    "GRPO-shared:llama-3.2-1b:8:16384",
+    "GRPO-shared:llama-3.2-1b:32:8192",
     "DPO:llama-3.2-1b:8:8192",
 ]
 SMALL = ["SFT:tiny-llama:2:256", "GRPO:tiny-llama:2:256", "GRPO-shared:tiny-llama:4:256", "DPO:tiny-llama:2:256"]
