@@ -355,7 +355,7 @@ def fill_longest(training: Training, contender: Contender, seconds: float, row: 
         row.estimated = estimated
     guess = estimated * contender.first_trial
     if training.kind == "SFT" and contender.kernels is models.nobody:
-        guess = training.length / 4  # its logits decide
+        guess = training.length / 2  # its logits decide
     if contender.checkpoints == "host":  # twice what fits with whole MLPs, and 5% for the estimate's error
         guess = min(guess, 2 * PRECISION * training.estimated_longest(CONTENDERS[WHOLE]))
     end = time.perf_counter() + seconds
