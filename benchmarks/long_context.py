@@ -53,7 +53,7 @@ from liger_chunked import (
 ROWS = [
     "SFT:llama-3-8b:4:8192",
     "GRPO:llama-3.2-1b:8:8192",
-    "GRPO-shared:llama-3.2-1b:8:16384",
+    "GRPO-shared:llama-3.2-1b:32:8192",
     "DPO:llama-3.2-1b:8:8192",
 ]
 SMALL = ["SFT:tiny-llama:2:256", "GRPO:tiny-llama:2:256", "GRPO-shared:tiny-llama:4:256", "DPO:tiny-llama:2:256"]
@@ -255,7 +255,7 @@ def trainer_steps(
     kind = trainers.KINDS[training.kind]
     others = kind.others(training.model)
     if contender.is_ours:
-        others["share_prefix"] = "auto" if training.shares else False
+        others["share_prefix"] = training.shares  # True raises where nothing can be shared, as with TRL before 1.15
     patched = [policy, *(x for x in others.values() if isinstance(x, torch.nn.Module))]
     trainer_class = kind.ours if contender.is_ours else kind.stock
     with tempfile.TemporaryDirectory() as folder, contender.kernels(*patched, fused=False):
@@ -355,7 +355,7 @@ def fill_longest(training: Training, contender: Contender, seconds: float, row: 
         row.estimated = estimated
     guess = estimated * contender.first_trial
     if training.kind == "SFT" and contender.kernels is models.nobody:
-        guess = training.length / 4  # its logits decide
+        guess = training.length / 2  # its logits decide
     if contender.checkpoints == "host":  # twice what fits with whole MLPs, and 5% for the estimate's error
         guess = min(guess, 2 * PRECISION * training.estimated_longest(CONTENDERS[WHOLE]))
     end = time.perf_counter() + seconds

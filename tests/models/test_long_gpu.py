@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 import torch
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
 from liger_chunked import apply_liger_kernel, estimate_step
@@ -77,6 +78,14 @@ def trl_offloading(model: Any) -> Callable[[], AbstractContextManager[Any]]:
     return lambda: offloading.get_act_offloading_ctx_manager(model=model)
 
 
+@pytest.fixture
+def deterministic():
+    """Attention without atomic sums, which add in another order in each run."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("family", CLASSES)
 def test_errors_are_those_of_whole_mlps(family):
     exact = step(build(family, None, torch.float64), 2048)
@@ -88,11 +97,12 @@ def test_errors_are_those_of_whole_mlps(family):
         assert errors[0] <= 1.05 * errors[1] + 1e-6, (name, errors)
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_checkpoints_on_the_host_change_no_bit():
     model = build("llama", 512)
-    expected = step(model, 4096)
+    expected = step(model, 2048)
     for context in (trl_offloading(model), lambda: save_on_cpu(pin_memory=True)):
-        assert all(torch.equal(x, expected[name]) for name, x in step(model, 4096, context).items())
+        assert all(torch.equal(x, expected[name]) for name, x in step(model, 2048, context).items())
 
 
 @pytest.mark.parametrize("family", CLASSES)
