@@ -148,7 +148,6 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads(distributed.main([*arguments, "64:32:1024", *distributed.SMALL[1::3]]).read_text())
 
 
-@pytest.mark.exhaustive  # every loss, and models
 def test_losses_on_two_ranks(on_ranks: dict) -> None:
     tasks = [task for task in on_ranks["tasks"] if "64x32x1024" in task]
     assert [task.split(" 64x")[0] for task in tasks] == list(distributed.LOSSES)
@@ -177,7 +176,6 @@ def test_ranks_that_cannot_split_a_batch_equally(monkeypatch: pytest.MonkeyPatch
         distributed.gathered_weight_in_torch("DPO", batch)
 
 
-@pytest.mark.exhaustive
 def test_training_steps_on_two_ranks(on_ranks: dict) -> None:
     tasks = [task for task in on_ranks["tasks"] if "tiny" in task]
     assert [task.split(" tiny")[0] for task in tasks] == ["TP SFT", "FSDP DPO"]

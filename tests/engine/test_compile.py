@@ -207,7 +207,7 @@ LOSSES = {
 
 @pytest.mark.parametrize(
     "loss",
-    [pytest.param(x, id=k, marks=() if k == "ce" else pytest.mark.exhaustive) for k, x in LOSSES.items()],
+    [pytest.param(x, id=k, marks=() if k in ("ce", "stats") else pytest.mark.exhaustive) for k, x in LOSSES.items()],
 )
 def test_new_lengths_do_not_recompile(loss):
     torch.manual_seed(0)
@@ -274,8 +274,7 @@ CXX = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a c
     [
         # test_at_most_two_recompilations runs their graphs, too.
         *(pytest.param(loss, "aot_eager", marks=[] if loss == "ce" else pytest.mark.exhaustive) for loss in LOSSES),
-        pytest.param("ce", "inductor", marks=[CXX, pytest.mark.exhaustive]),
-        pytest.param("dpo", "inductor", marks=CXX),
+        *(pytest.param(loss, "inductor", marks=CXX) for loss in ("ce", "dpo")),
     ],
 )
 def test_training(loss, backend):

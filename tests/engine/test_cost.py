@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sampling import on_paths
 from spies import Memory, flop_counter
 from table import ROWS, Batch, Row, Sizes, moved, n_valid
 
@@ -98,9 +97,9 @@ def test_no_reference_gemm_for_reference_log_probs():
 MEMORY_SIZES = Sizes(sequences=8, length=32, hidden=32, vocab=1009, ref_hidden=32, ignored=False)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(0.5)
 @pytest.mark.ordinary_memory
-@pytest.mark.parametrize("row", on_paths())
+@by_row
 @pytest.mark.parametrize(
     ("dtype", "tokens_in_budget"),
     [

@@ -91,7 +91,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @by_path
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("frozen", [(), ("weight", "bias"), ("weight", "input"), ("down", "up")], ids=str)

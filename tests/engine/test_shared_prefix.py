@@ -166,7 +166,6 @@ SEQUENCES = [
 ]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "way"), CASES)
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_hidden_states_and_their_gradients(name: str, way: str, side: str) -> None:
@@ -201,7 +200,6 @@ def completions(side: str) -> tuple[Tensor, Tensor, Tensor]:
     return ids, mask, labels
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("loss", [dpo, grpo])
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_losses_and_their_gradients(name: str, way: str, loss: Callable[[Head, HeadInput], Tensor]) -> None:

@@ -35,11 +35,8 @@ GATES = {
     "driver",
     "_compute_loss",
 }
-# Build models or ranks, for seconds.
-SLOW = {
-    *("patched", "experts", "shared_prompts", "offloaded", "adapted", "replicated", "parallel", "deferred_in_ddp"),
-    *("dpo_trainer", "kto_trainer", "online_trainer", "gold_trainer", "grpo_trainer", "sft_trainer"),
-}
+# Train models, for seconds.
+SLOW = {"patched", "dpo_trainer", "kto_trainer", "online_trainer", "gold_trainer", "grpo_trainer", "sft_trainer"}
 
 RUN = """
 import json, os, sys, warnings

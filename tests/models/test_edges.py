@@ -47,7 +47,6 @@ from edge_cases import (
     own_call,
     step,
 )
-from sampling import exhaustive
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.loss import loss_utils
@@ -121,14 +120,15 @@ class Row:
 
 
 def cells(rows: list[Row]) -> Any:
-    """Return all ways and orders of each row and family; all but one, another for each, are exhaustive."""
-    found: list[Any] = []
-    pairs = [(row, family) for row in rows for family in row.families]
-    for i, (row, family) in enumerate(pairs):
-        both = [(way, order) for way in row.ways for order in row.orders]
-        for j, (way, order) in enumerate(both):
-            id = "-".join((row.name, *([family] * (len(row.families) > 1)), way.name, order))
-            found.append(exhaustive((row, family, way, order), id, j != i % len(both)))
+    found = [
+        pytest.param(
+            row, family, way, order, id="-".join((row.name, *([family] * (len(row.families) > 1)), way.name, order))
+        )
+        for row in rows
+        for family in row.families
+        for way in row.ways
+        for order in row.orders
+    ]
     return pytest.mark.parametrize(("row", "family", "way", "order"), found)
 
 
@@ -189,19 +189,11 @@ def test_wrapped_forward(row: Row, family: str, way: Way, order: str) -> None:
     assert half == (row.tolerance == BF16), "the table says which rows run in bfloat16"
 
 
-COMPILED = [
-    exhaustive(("eager", way, order), f"eager-{way}-{order}", (i + j) % 2 == 1)
-    for i, way in enumerate(WAYS)
-    for j, order in enumerate(ORDERS)
-]
-# Slower, and the same graphs.
-COMPILED += [
-    exhaustive(("aot_eager", way, order), f"aot_eager-{way}-{order}")
-    for way, order in ((APPLY, "before"), (ATTACH, "after"))
-]
+COMPILED = [("eager", way, order) for way in WAYS for order in ORDERS]
+COMPILED += [("aot_eager", APPLY, "before"), ("aot_eager", ATTACH, "after")]  # slower, and the same graphs
 
 
-@pytest.mark.parametrize(("backend", "way", "order"), COMPILED)
+@pytest.mark.parametrize(("backend", "way", "order"), COMPILED, ids=str)
 def test_compiled_forward(backend: str, way: Way, order: str) -> None:
     """Without hooks on the layers, which would split the graphs. The second step, with its recorder, runs eagerly."""
     counter = CompileCounterWithBackend(backend)
@@ -315,7 +307,6 @@ def like(model: nn.Module) -> Any:
     return stock
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("way", WAYS, ids=repr)
 @pytest.mark.parametrize(
     ("history", "copier"),
@@ -1090,13 +1081,7 @@ def test_gradient_checkpointing(way: Way, order: str, reentrant: bool) -> None:
     assert_same(step(way.call, ours_in(way, order, build(), surround, first=batch()), batch()), stock)
 
 
-@pytest.mark.parametrize(
-    ("way", "order"),
-    [
-        exhaustive((way, order), f"{way}-{order}", way not in (ATTACH, TRAINER))
-        for way, order in ((APPLY, "before"), *((way, "after") for way in WAYS))
-    ],
-)
+@pytest.mark.parametrize(("way", "order"), [(APPLY, "before"), *((way, "after") for way in WAYS)], ids=str)
 def test_compiled_model(way: Way, order: str) -> None:
     counter = CompileCounterWithBackend("eager")
 

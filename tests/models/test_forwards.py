@@ -803,7 +803,6 @@ def test_adapters_on_the_head(kind):
         assert_trains_as_stock(inner, fused=False)
 
 
-@pytest.mark.exhaustive  # compiles
 @pytest.mark.filterwarnings("ignore")
 def test_family_wide_and_compiled_before_any_step():
     """Nothing was checked before Dynamo traces the step."""
@@ -915,7 +914,6 @@ def test_a_causal_model_inside_that_transforms_its_logits():
     assert_trains_as_stock(model)
 
 
-@pytest.mark.exhaustive  # compiles a model with images
 @pytest.mark.filterwarnings("ignore")  # of Dynamo
 def test_others_get_logits_of_a_causal_model_inside():
     """Another thread during a step, whose own result is that of compiled code."""

@@ -189,7 +189,6 @@ def calls(monkeypatch):
     return counts
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["model", "family"])
 @by_family
 def test_each_switch_alone(tiny, way, fresh, calls):
@@ -747,7 +746,7 @@ def test_a_forward_that_somebody_set_is_called(fresh, first, wraps):
 
 
 @pytest.mark.filterwarnings("ignore")  # of Dynamo
-@pytest.mark.parametrize("framework", [pytest.param("torch", marks=pytest.mark.exhaustive), "accelerate"])
+@pytest.mark.parametrize("framework", ["torch", "accelerate"])
 def test_a_forward_that_a_framework_set_is_no_obstacle(fresh, framework):
     """It runs, and so does a wrapper of the user around it."""
     operations = pytest.importorskip("accelerate.utils.operations")

@@ -314,7 +314,7 @@ def shallow(name: str) -> Tiny:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["gemma2", pytest.param("mixtral", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
 def test_compiled_step(name):
     """With a softcap and with experts, a compiled step has stock's gradients."""
     tiny = shallow(name)
@@ -329,7 +329,6 @@ def test_compiled_step(name):
     assert output.token_accuracy.ndim == 0 and not output.token_accuracy.requires_grad
 
 
-@pytest.mark.exhaustive  # by Inductor, twice
 @pytest.mark.filterwarnings("ignore")
 def test_torch_compile():
     """The head and the loss run between graphs. Only the second length compiles these again."""

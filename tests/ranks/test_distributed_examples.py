@@ -84,7 +84,6 @@ def test_tp_sft(tmp_path: Path, fresh_process: FreshProcesses) -> None:
     assert 0 < max(one["gathers"]) < 130 * 64
 
 
-@pytest.mark.exhaustive  # four ranks
 def test_tp_dp_grpo(tmp_path: Path, fresh_process: FreshProcesses) -> None:
     cases = (2, ()), (2, ("--tp", "1")), (4, ())
     compare(fresh_process, tmp_path, "distributed_tp_dp_grpo.py", *cases)

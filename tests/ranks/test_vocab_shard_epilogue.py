@@ -31,7 +31,6 @@ from liger_chunked import (
 from liger_chunked.engine import checks, choose, collectives, epilogue
 from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
 from liger_chunked.engine.shard import ShardedPass
-from liger_chunked.kernels import backend
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 
@@ -146,17 +145,13 @@ LOSSES = {
     "grpo": (of_grpo, rollouts),
     **{f"statistics, {kind}": (of_statistics, lambda kind=kind: BATCHES[kind](tokens(2))) for kind in BATCHES},
 }
-# In Triton's interpreter: each pass, with targets far below the maximum or on one rank after the other.
-INTERPRETED_LOSSES = ("cross entropy, lost", "statistics, alternating")
 
 
 def losses(rank: int, folder: str, device: str, every: str) -> None:
     """Compare with the oracle, and with one process."""
     join(rank, "2", folder)
     with fused() as ran:
-        few = backend.INTERPRETED and every != "True"
-        chosen = {name: LOSSES[name] for name in (INTERPRETED_LOSSES if few else LOSSES)}
-        for i, (name, (make, sample)) in enumerate(chosen.items()):
+        for i, (name, (make, sample)) in enumerate(LOSSES.items()):
             for j, (layout, parts) in enumerate(LAYOUTS.items()):
                 if every != "True" and i % len(LAYOUTS) != j:
                     continue
@@ -188,7 +183,7 @@ def test_losses(tmp_path: Path, fresh_process: FreshProcesses, device: str, by_e
     fresh_process.spawn(losses, 2, str(tmp_path), device, str(every))
 
 
-def contracts(rank: int, folder: str, device: str, every: str) -> None:
+def contracts(rank: int, folder: str, device: str) -> None:
     join(rank, "2", folder)
     parts = LAYOUTS["even"]
     batch = moved(tokens(3), torch.bfloat16, device)
@@ -249,14 +244,11 @@ def contracts(rank: int, folder: str, device: str, every: str) -> None:
         assert abs(float(metrics.entropy) - float(exact["entropy"])) < 1e-4
 
         # Statistics are those of unrounded logits, also of rows far above their targets.
-        few = backend.INTERPRETED and every != "True"
-        for i, kind in enumerate((*BATCHES.values(), lambda batch: lost(batch))):
+        for kind in (*BATCHES.values(), lambda batch: lost(batch)):
             given = moved(kind(tokens(3)), torch.bfloat16, device)
             valid = given["target"] != -100
             exact = eager.token_stats(**moved(given, torch.float64), outputs=ALL)
-            for j, layout in enumerate(LAYOUTS.values()):
-                if few and i % len(LAYOUTS) != j:
-                    continue
+            for layout in LAYOUTS.values():
                 with torch.no_grad():
                     found = linear_token_stats(**cut(given, layout), outputs=ALL)
                 for name in ALL:
@@ -301,9 +293,8 @@ def contracts(rank: int, folder: str, device: str, every: str) -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_contracts(tmp_path: Path, fresh_process: FreshProcesses, device: str, by_epilogue: None, every: bool) -> None:
-    fresh_process.spawn(contracts, 2, str(tmp_path), device, str(every))
+def test_contracts(tmp_path: Path, fresh_process: FreshProcesses, device: str, by_epilogue: None) -> None:
+    fresh_process.spawn(contracts, 2, str(tmp_path), device)
 
 
 def of_scattered(rank: int, folder: str, device: str) -> None:

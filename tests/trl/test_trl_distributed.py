@@ -198,8 +198,7 @@ def split(rank: int, folder: str, port: str, cases: str) -> None:
 
 @pytest.mark.ordinary_memory
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("cases", ["common", "others"])
+@pytest.mark.parametrize("cases", ["common", pytest.param("others", marks=pytest.mark.exhaustive)])
 def test_tensor_parallelism(cases: str, tmp_path: Path, fresh_process: FreshProcesses) -> None:
     for i in range(2):  # two heads of attention to split
         tiny.model(seed=i, num_key_value_heads=2).save_pretrained(tmp_path / str(i))
