@@ -30,7 +30,6 @@ from liger_chunked.calls import once
 from liger_chunked.deferred import request
 from liger_chunked.deferred.call import Call, Transform, name_of, version_of
 from liger_chunked.deferred.inside import Compute
-from liger_chunked.deferred.labels import likely_count
 from liger_chunked.deferred.operations import Recorded, RecordedOperations, real
 from liger_chunked.deferred.result_dtype import result_dtype
 from liger_chunked.deferred.selection import Selection, is_index
@@ -478,7 +477,7 @@ class DeferredLogits(RecordedOperations):
 
         def compute(head: Head, rows: Tensor, shape: torch.Size | None) -> Any:
             ids = target.to(head.weight.device).reshape(rows.shape[:-1] if shape is None else shape)
-            return loss_fn(head.weight, rows, ids, head.bias, ce_weight=weight, n_valid=likely_count(target))
+            return loss_fn(head.weight, rows, ids, head.bias, ce_weight=weight)
 
         result = self._run(compute)
         if accuracy is not None:

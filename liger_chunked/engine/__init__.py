@@ -40,12 +40,12 @@ from liger_chunked.engine.distillation import (
 )
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.kept import check_kept, check_sparse_weight_grad
-from liger_chunked.engine.known import LikelyCount, as_counts, assert_later, host_may_sync, sequence_counts, token_count
+from liger_chunked.engine.known import as_counts, assert_later, host_may_sync, sequence_counts, token_count
 from liger_chunked.engine.objective import Differentiated, NegativeLogLikelihood, Objective, OfSequences, Share
 from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
 from liger_chunked.engine.pairs import PairKernel, has_pair_kernel
 from liger_chunked.engine.ranked import Ranked
-from liger_chunked.engine.rows import Group, Rows, all_rows, likely_rows, select_rows
+from liger_chunked.engine.rows import Group, Rows, all_rows, select_rows
 from liger_chunked.engine.sampling import SamplingFilter
 from liger_chunked.engine.sequence import SequenceSplit, check_group
 from liger_chunked.engine.stats import linear_token_stats, stats_of_kept, token_stats
@@ -62,7 +62,6 @@ __all__ = [
     "DistillationStep",
     "Fused",
     "Group",
-    "LikelyCount",
     "LossWeights",
     "NegativeLogLikelihood",
     "Objective",
@@ -98,7 +97,6 @@ __all__ = [
     "fused_loss",
     "has_pair_kernel",
     "host_may_sync",
-    "likely_rows",
     "linear_token_stats",
     "loss_of_kept",
     "plain",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -16,19 +15,6 @@ from liger_chunked.types import VocabShard, described
 
 # Of all tokens, or of each sequence; None: read from the device.
 Counts = int | tuple[int, ...] | None
-
-
-@dataclass(eq=False)
-class LikelyCount:
-    """The number of tokens that probably have a target, in the place of `n_valid`; see `likely_rows`.
-
-    Attributes:
-        n: the number.
-        was_wrong: whether the target turned out to have another one.
-    """
-
-    n: int
-    was_wrong: bool = False
 
 
 def host_may_sync(x: Tensor, n_valid: Any) -> bool:

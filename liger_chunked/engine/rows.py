@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -33,7 +33,7 @@ from typing_extensions import Self
 
 from liger_chunked.engine.collectives import Values, mapped
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.known import Counts, LikelyCount, assert_later, check_ids, host_may_sync, on_device
+from liger_chunked.engine.known import Counts, assert_later, check_ids, host_may_sync, on_device
 from liger_chunked.engine.packed import Packing, Sequences
 from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.kernels import counts_match, survey
@@ -494,46 +494,6 @@ def _select(
         n_tokens, dense_shape, flat, mask, index, index,
         groups=groups, sequence_length=length, host_may_sync=may_sync,
     )  # fmt: skip
-
-
-def likely_rows(
-    target: Tensor, ignore_index: int, vocab_size: int, likely: LikelyCount
-) -> tuple[Rows, Callable[[], bool]]:
-    """Select rows as if a count were right. Return them, and a function that waits and says whether it was.
-
-        rows, was_right = likely_rows(target, ignore_index, vocab_size, likely)
-        loss = launch(rows)                    # the device has work when the host waits
-        if not was_right():                    # ValueError for an id outside the vocabulary, as of `select_rows`
-            loss = launch(select_rows(...))
-
-    If the count is right, rows and loss have the bits of `select_rows`. If it is wrong, the loss of these rows is not
-    that of the target, but launches nothing that reads outside of a tensor.
-
-    Args:
-        target: (B, T) or (N,), whose groups are tokens.
-        likely: its `was_wrong` is set if it is.
-    """
-    target = target.contiguous()
-    flat = target.view(-1)
-    surveyed, index = survey(flat.view(1, -1), ignore_index).marked(), None
-    if likely.n != flat.numel():
-        # Where the count is too large the first token fills up: the default, -1, is no row.
-        index = torch.nonzero_static(surveyed.mask.view(-1), size=likely.n, fill_value=0).view(-1)
-        flat = flat[index]
-    # Ids outside the vocabulary raise later, and ignored ones are among the rows if the count is too large.
-    flat, n_positions = flat.clamp(0, vocab_size - 1), target.numel()
-    rows = TokenRows(
-        likely.n, (n_positions,), flat, surveyed.mask, index, index,
-        sequence_length=target.shape[-1], host_may_sync=True,
-    )  # fmt: skip
-
-    def was_right() -> bool:
-        (sizes,), (lows,), (highs,) = surveyed.read()
-        check_ids("target", min(lows, default=0), max(highs, default=0), vocab_size, ignore_index)
-        likely.was_wrong = sum(sizes) != likely.n
-        return not likely.was_wrong
-
-    return rows, was_right
 
 
 def groups_of(token_counts: Tensor, sequence_counts: Sequence[int], per_group: int) -> Groups:

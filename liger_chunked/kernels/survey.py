@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_chunked.device import accelerator, current_stream, is_on_gpu
+from liger_chunked.device import current_stream, is_on_gpu
 from liger_chunked.kernels.backend import block_size, jit, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning import TUNING
@@ -15,33 +15,14 @@ from liger_chunked.kernels.tuning.generic import AGREES
 
 
 class Survey(NamedTuple):
-    """What a target holds, (R, C).
-
-    Attributes:
-        mask: (R, C) bool, True at valid tokens.
-        summary: (3, R, blocks) int64: valid tokens, lowest target, highest.
-        on_host: `summary` in pinned memory, if on a GPU and to be read.
-        written: an event on the stream after `on_host` is written, see `marked`.
-    """
-
-    mask: Tensor
-    summary: Tensor
-    on_host: Tensor | None = None
-    written: Any = None
-
-    def marked(self) -> Survey:
-        """Return a survey whose `read` does not wait for work that is enqueued from now on."""
-        if self.on_host is None:
-            return self
-        written = accelerator.Event()
-        written.record(current_stream(self.summary.device))
-        return self._replace(written=written)
+    mask: Tensor  # (R, C) bool
+    summary: Tensor  # (3, R, blocks) int64: valid tokens, lowest target, highest
+    on_host: Tensor | None = None  # pinned, if on a GPU and to be read
 
     def read(self) -> list[list[list[int]]]:
-        """Wait for the device, and return `summary`."""
         if self.on_host is None:
             return self.summary.tolist()
-        (current_stream(self.summary.device) if self.written is None else self.written).synchronize()
+        current_stream(self.summary.device).synchronize()
         return self.on_host.tolist()
 
 

@@ -10,7 +10,6 @@ from typing_extensions import TypeVar, Unpack
 from liger_chunked.calls import check_constants, entry_point, typed_like
 from liger_chunked.engine import (
     Group,
-    LikelyCount,
     NegativeLogLikelihood,
     Objective,
     Rows,
@@ -18,7 +17,6 @@ from liger_chunked.engine import (
     check_group,
     check_projection,
     check_target,
-    likely_rows,
     plain,
     select_rows,
     token_count,
@@ -346,10 +344,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
         )
         if sequence_group is not None:
             check_group(sequence_group)
-        likely = n_valid if isinstance(n_valid, LikelyCount) else None  # from `DeferredLogits`
-        if likely is not None:
-            n_valid = None
-        elif n_valid is not None:
+        if n_valid is not None:
             n_valid = token_count(n_valid, target.numel(), sequence_group, vocab_shard)
         target, split = target.long(), None
         if sequence_group is not None and self.reduction != "none":
@@ -357,31 +352,15 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
             target = whole(target, split)
         if weights is not None:
             weights = whole(weights, split).reshape(-1)
-        ignore_index, loss, z_loss, stats = self.options.ignore_index, None, None, None
-        if (
-            likely is not None
-            and 0 <= likely.n <= target.numel()
-            # Other losses index class weights by the whole target, whose ids are not checked yet.
-            and definition.is_plain
-            and weights is None
-            and self.reduction != "none"
-            # Ranks must all compute a loss again, or none of them.
-            and vocab_shard is None
-            and sequence_group is None
-        ):
-            rows, was_right = likely_rows(target, ignore_index, head.vocab_size, likely)
+        rows = select_rows(
+            target, self._group, self.options.ignore_index, head.vocab_size, sequences=split, n_valid=n_valid
+        )
+        if self.reduction == "none":
+            loss, z_loss, stats = self._per_token(head, input, target, rows, definition, weights)
+        else:
             loss, z_loss, stats = self._reduced(head, input, target, rows, definition, weights, num_items)
-            if not was_right():
-                loss = z_loss = stats = None  # and their gradients
-        if loss is None:
-            rows = select_rows(target, self._group, ignore_index, head.vocab_size, sequences=split, n_valid=n_valid)
-            if self.reduction == "none":
-                loss, z_loss, stats = self._per_token(head, input, target, rows, definition, weights)
-            else:
-                loss, z_loss, stats = self._reduced(head, input, target, rows, definition, weights, num_items)
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return cast(Result, loss)
-        assert stats is not None
         return cast(Result, (loss, self._metrics(stats, target, rows, z_loss, split)))
 
     if TYPE_CHECKING:

@@ -17,7 +17,6 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,9 +26,8 @@ from transformers import PreTrainedModel
 
 from liger_chunked.deferred import Deferral, DeferredLogits, deferral_of, is_deferring, set_deferral
 from liger_chunked.deferred.defer import ddp_reads_outputs, refusal_of
-from liger_chunked.deferred.labels import counted
 from liger_chunked.deferred.logits import REASON
-from liger_chunked.deferred.request import current, requested
+from liger_chunked.deferred.request import requested
 from liger_chunked.deferred.swap import Patch, stock_class
 from liger_chunked.device import is_gpu
 from liger_chunked.integrations.transformers.detect import STOCK, head_of, inner_model
@@ -118,12 +116,6 @@ def model_methods(cls: Any, stock_call: Callable[..., Any], stock_forward: Calla
         hold_head(self)
         if (items := kwargs.get("num_items_in_batch")) is not None:
             kwargs["num_items_in_batch"] = _at_least_one(items)
-        if _counts_labels(self, kwargs):
-            with _counted_labels(self, kwargs):
-                return run(self, args, kwargs)
-        return run(self, args, kwargs)
-
-    def run(self: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _KEYWORDS.isdisjoint(kwargs) and _WAITING == 0:
             if kwargs.get("labels") is not None and (ddp_reads_outputs() or is_replica(self)):
                 return _read_by_wrapper(self, stock_forward(), args, kwargs)
@@ -138,25 +130,6 @@ def model_methods(cls: Any, stock_call: Callable[..., Any], stock_forward: Calla
     vars(forward)["__signature__"] = inspect.signature(stock)
     vars(forward)[STOCK] = stock
     return {"__call__": __call__, "forward": forward}
-
-
-def _counts_labels(model: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
-    """Whether a forward computes a fused loss of its labels, outside of compiled graphs."""
-    if torch.compiler.is_compiling() or not model.training:
-        return False
-    if all(kwargs.get(name) is None for name in ("labels", "shift_labels")) or current().withhold:
-        return False
-    state = state_of(model)
-    return state is not None and state.fusion is not None
-
-
-def _counted_labels(model: PreTrainedModel, kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-    """Count the labels that the loss of a forward probably has. A decoder with an encoder gets its ids shifted."""
-    ignore_index = kwargs.get("ignore_index", -100)
-    if (target := kwargs.get("shift_labels")) is not None:
-        return counted(model, target, shifts=False, ignore_index=ignore_index)
-    shifts = not getattr(model.config, "is_encoder_decoder", False)
-    return counted(model, kwargs["labels"], shifts=shifts, ignore_index=ignore_index)
 
 
 def _at_least_one(items: Any) -> Any:
