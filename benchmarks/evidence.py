@@ -304,7 +304,7 @@ class Bench:
         self.small = small
         self.data = Data(tokenizer, limit=4 if small else None)
         self.judge = Judge(model.to(DEVICE), self.data)
-        self.environment = {**environment(), "model": model.name_or_path or Path(source).stem}
+        self.environment = {**environment(), "model": Path(source).stem}
 
     def _policy(self, needs: str) -> PreTrainedModel:
         pretrained = self.judge.pretrained
@@ -495,9 +495,19 @@ def collect(folder: Path, out: Path) -> list[Path]:
             "trained": [row for row in own if row.get("timed") is False],
         }
         path = out / f"evidence_{name}-{where['commit'][:7] or 'unknown'}.json"
-        path.write_text(json.dumps(_rounded(content), indent=1) + "\n")
+        path.write_text(_lines(_rounded(content)) + "\n")
         paths.append(path)
     return paths
+
+
+def _lines(content: Row) -> str:
+    """Return JSON with one line for each field and each run, so that a change of a run is one line of a diff."""
+    fields = []
+    for name, value in content.items():
+        rows = [json.dumps(row) for row in value] if isinstance(value, list) else None
+        text = json.dumps(value) if rows is None else "[\n  " + ",\n  ".join(rows) + "\n ]"
+        fields.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(fields) + "\n}"
 
 
 def _rounded(x: Any) -> Any:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from examples.align_data import Encoder, english_preferences
+from examples.align_questions import KINDS, different_questions, is_right
 
 WINDOW = 256  # tokens of a window of text
 HELD_OUT_TOPICS = 0.2
@@ -49,52 +50,12 @@ def windows(tokenizer: PreTrainedTokenizerBase) -> tuple[list[list[int]], list[l
 # Questions
 
 
-class Question(NamedTuple):
+class Prompted(NamedTuple):
     """A prompt that ends where the answer starts, and the only right answer."""
 
     prompt: str
     answer: str
     kind: str
-
-
-_NOUNS = (
-    "apple river stone table music cloud winter garden paper window forest silver bridge candle dragon engine flower "
-    "guitar hammer island jacket kitchen ladder mirror needle orange pencil rocket saddle ticket valley wallet"
-).split()
-_SHORT = "cat sun map ice dog cup bus hat key pen box fox jar leg net owl pig rug toy van".split()
-_LONG = "mountain elephant breakfast notebook telephone butterfly umbrella chocolate furniture newspaper".split()
-
-
-def _of_numbers(which: str, choose: Callable[[list[int]], int]) -> Callable[[random.Random], tuple[str, str]]:
-    def make(rng: random.Random) -> tuple[str, str]:
-        numbers = rng.sample(range(10, 100), 3)
-        return f"Which number is the {which}: {', '.join(map(str, numbers))}?", str(choose(numbers))
-
-    return make
-
-
-def _of_words(which: str, index: int) -> Callable[[random.Random], tuple[str, str]]:
-    def make(rng: random.Random) -> tuple[str, str]:
-        words = rng.sample(_NOUNS, 4)
-        return f"What is the {which} word: {', '.join(words)}?", words[index]
-
-    return make
-
-
-def _longest(rng: random.Random) -> tuple[str, str]:
-    words = [*rng.sample(_SHORT, 2), rng.choice(_LONG)]
-    answer = words[-1]
-    rng.shuffle(words)
-    return f"Which word has the most letters: {', '.join(words)}?", answer
-
-
-KINDS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
-    "largest": _of_numbers("largest", max),
-    "smallest": _of_numbers("smallest", min),
-    "last": _of_words("last", -1),
-    "second": _of_words("second", 1),
-    "longest": _longest,
-}
 
 
 def turn(question: str, answer: str | None = None) -> str:
@@ -103,30 +64,22 @@ def turn(question: str, answer: str | None = None) -> str:
     return asked if answer is None else f"{asked}{answer}<|im_end|>\n"
 
 
-def questions(n: int, *, held_out: bool) -> list[Question]:
-    """Return questions of all kinds in turn. A held-out question is none of the others."""
-    rng = random.Random(_SEED)
-    seen: set[str] = set()
-    made: dict[bool, list[Question]] = {True: [], False: []}
-    # The held-out ones are made first, so that they do not depend on the number of the others.
-    for held, count in ((True, n if held_out else HELD_OUT_QUESTIONS), (False, 0 if held_out else n)):
-        while len(made[held]) < count:
-            kind = list(KINDS)[len(made[held]) % len(KINDS)]
-            asked, answer = KINDS[kind](rng)
-            if asked in seen:
-                continue
-            seen.add(asked)
-            shots = "".join(turn(*KINDS[kind](rng)) for _ in range(SHOTS))
-            made[held].append(Question(shots + turn(asked), answer, kind))
-    return made[held_out]
+def prompted(n: int, rng: random.Random) -> list[Prompted]:
+    """Return different questions, each after solved ones of its kind."""
+    made = []
+    for question in different_questions(n, rng):
+        shots = [KINDS[question.kind](rng) for _ in range(SHOTS)]
+        solved = "".join(turn(shot.asked, shot.answer) for shot in shots)
+        made.append(Prompted(solved + turn(question.asked), question.answer, question.kind))
+    return made
 
 
-HELD_OUT_QUESTIONS = 300
+HELD_OUT_QUESTIONS, TRAINING_QUESTIONS = 300, 2000
 
 
 def exact(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     """Return a reward of 1 for each completion that is the answer, and of 0 for any other."""
-    return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]
+    return [float(is_right(text, right)) for text, right in zip(completions, answer, strict=True)]
 
 
 # Data sets, as the trainers take them
@@ -141,8 +94,8 @@ class Data:
         self._pairs, self.held_out_pairs = pairs.train, pairs.held_out[:limit]
         self._windows, held_out = windows(tokenizer)
         self.held_out_windows = torch.tensor(held_out[:limit])
-        self.held_out_questions = questions(HELD_OUT_QUESTIONS, held_out=True)[:limit]
-        self._questions = questions(2000, held_out=False)
+        every = prompted(HELD_OUT_QUESTIONS + TRAINING_QUESTIONS, random.Random(_SEED))
+        self.held_out_questions, self._questions = every[:HELD_OUT_QUESTIONS][:limit], every[HELD_OUT_QUESTIONS:]
 
     def text(self, seed: int) -> list[Row]:
         return [{"input_ids": ids} for ids in self._shuffled(self._windows, seed)]
