@@ -32,7 +32,7 @@ class TensorSize(NamedTuple):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Inside the `with` block, finds the largest result of any PyTorch operation, forward and backward."""
+    """Inside the `with` block, finds the largest tensor that any PyTorch operation allocates, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,10 +40,14 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        # A view, such as the transposed weight, is no new memory.
+        inputs = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for x in tree_leaves(result):
-            # An expanded tensor has more elements than its storage.
-            if isinstance(x, Tensor) and (size := min(x.nbytes, x.untyped_storage().nbytes())) > self.size.bytes:
-                self.size = TensorSize(size, tuple(x.shape))
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in inputs:
+                # An expanded tensor has more elements than its storage.
+                size = min(x.nbytes, x.untyped_storage().nbytes())
+                if size > self.size.bytes:
+                    self.size = TensorSize(size, tuple(x.shape))
         return result
 
 
