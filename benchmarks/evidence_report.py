@@ -33,20 +33,25 @@ TITLES = {
 
 
 class Metric(NamedTuple):
-    """A held-out number of a method: its key in the scores, its name, digits, and whether it is a share."""
+    """A held-out number of a method: its key in the scores, its name and its digits."""
 
     key: str
     name: str
     digits: int
 
 
+_PREFERENCES = (
+    Metric("accuracy", "held-out preference accuracy", 3),
+    Metric("margin", "held-out margin of log-probabilities, nats", 2),
+)
+_ANSWERS = (Metric("accuracy", "right answers to held-out questions", 3),)
 METRICS = {
-    "sft": Metric("nll", "held-out loss, nats a token", 4),
-    "dpo": Metric("accuracy", "held-out preference accuracy", 3),
-    "kto": Metric("accuracy", "held-out preference accuracy", 3),
-    "grpo": Metric("accuracy", "right answers to held-out questions", 3),
-    "grpo_top_p": Metric("accuracy", "right answers to held-out questions", 3),
-    "distillation": Metric("kl", "held-out KL to the teacher, nats a token", 4),
+    "sft": (Metric("nll", "held-out loss, nats a token", 4),),
+    "dpo": _PREFERENCES,
+    "kto": _PREFERENCES,
+    "grpo": _ANSWERS,
+    "grpo_top_p": _ANSWERS,
+    "distillation": (Metric("kl", "held-out KL to the teacher, nats a token", 4),),
 }
 # 97.5% quantiles of Student's distribution, by degrees of freedom.
 _STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
@@ -144,9 +149,9 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
 
 
-def learned(evidence: Evidence) -> list[str]:
-    """Return the table of held-out numbers."""
-    key, name, digits = METRICS[evidence.method]
+def learned(evidence: Evidence, metric: Metric) -> list[str]:
+    """Return the table of a held-out number."""
+    key, name, digits = metric
     rows = []
     untrained = (evidence.content["untrained"] or {}).get(key)
     if untrained:
@@ -188,17 +193,12 @@ def markdown(every: Sequence[Evidence]) -> str:
     """Return what the page has between its markers."""
     lines = [f"![Training curves of every method, mean and range over seeds]({FIGURE})", ""]
     for evidence in every:
-        seeds = len(evidence.seeds)
-        lines += [f"### {TITLES[evidence.method]}", "", *learned(evidence), ""]
-        if evidence.method in OTHER_ALGORITHM:
-            lines += ["Stock and ours are two algorithms here, see above.", ""]
-        key = METRICS[evidence.method].key
-        n = next(iter(evidence.of(STOCK).values()))["scores"][key]["n"]
-        lines += [
-            f"{seeds} seeds, {evidence.content['settings']['steps']} updates, {n:,} held-out values. "
-            f"`{evidence.path.name}`",
-            "",
-        ]
+        lines += [f"### {TITLES[evidence.method]}", ""]
+        for metric in METRICS[evidence.method]:
+            lines += [*learned(evidence, metric), ""]
+        n = next(iter(evidence.of(STOCK).values()))["scores"][METRICS[evidence.method][0].key]["n"]
+        seeds, steps = len(evidence.seeds), evidence.content["settings"]["steps"]
+        lines += [f"{seeds} seeds, {steps} updates, {n:,} held-out values. `{evidence.path.name}`", ""]
     lines += ["### Time and memory of an update", "", *updates(every), ""]
     where = every[0].content["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
