@@ -1,9 +1,9 @@
 """Train a real model with TRL's trainers, stock and ours, and compare what it has learned.
 
 python -m benchmarks.evidence --model smollm2.gguf --out FOLDER             every method, four seeds
-python -m benchmarks.evidence --model smollm2.gguf --out FOLDER --only grpo --seeds 1
+python -m benchmarks.evidence --model smollm2.gguf --out FOLDER --timed --trainings grpo:0,1 distillation:0,1:float32
 python -m benchmarks.evidence --model smollm2.gguf --out FOLDER --small     two layers and two steps, to try it
-python -m benchmarks.evidence --collect FOLDER --out benchmarks/results     one file a method, from FOLDER
+python -m benchmarks.evidence --collect FOLDER ... --out benchmarks/results     one file a method, from the FOLDERs
 
 SmolLM2-135M-Instruct learns by SFT, DPO, KTO and GRPO, and teaches its own first layers by distillation
 (`evidence_data.py` has the data and the held-out numbers). A seed chooses the order of the data, and what is sampled.
@@ -69,7 +69,7 @@ from liger_chunked.integrations import trl as integration
 LAYERS = "liger-kernel layers"
 ALL_ON = f"{OURS}, all on"
 SEEDS = 4
-WARM, TIMED = 3, 6  # updates of a timed run
+WARM, TIMED = 4, 12  # updates of a timed run
 STUDENT_LAYERS = 10  # of the teacher's 30
 GROUP = 8  # completions of a prompt
 BETA = 0.1  # of DPO and KTO
@@ -218,19 +218,39 @@ METHODS = {
 
 
 class Job(NamedTuple):
-    """One run: timed updates, or a training with its held-out numbers."""
+    """One run: timed updates, or a training with its held-out numbers.
+
+    `float32` leaves bfloat16 out, to see which differences are rounding.
+    """
 
     method: str
     contender: str
     seed: int
     timed: bool
+    float32: bool = False
 
 
-def jobs(only: Sequence[str], seeds: int) -> tuple[list[Job], list[Job]]:
-    """Return timed jobs and trainings. A seed is complete before the next one starts."""
-    pairs = [(name, contender) for name in only for contender in METHODS[name].contenders]
-    timed = [Job(name, contender, 0, True) for name, contender in pairs]
-    return timed, [Job(name, contender, seed, False) for seed in range(seeds) for name, contender in pairs]
+def timed_jobs(methods: Sequence[str]) -> list[Job]:
+    return [Job(name, contender, 0, timed=True) for name in methods for contender in METHODS[name].contenders]
+
+
+def training_jobs(specifications: Sequence[str]) -> list[Job]:
+    """Return the trainings of `method:seed,seed` and `method:seed,seed:float32`. A seed is complete before the next.
+
+    Raises:
+        ValueError: an unknown method, or another form.
+    """
+    found = []
+    for specification in specifications:
+        name, seeds, *dtype = specification.split(":")
+        if name not in METHODS or dtype not in ([], ["float32"]):
+            raise ValueError(f"expected method:seed,seed or method:seed,seed:float32, got {specification!r}")
+        found += [
+            Job(name, contender, int(seed), timed=False, float32=bool(dtype))
+            for seed in seeds.split(",")
+            for contender in METHODS[name].contenders
+        ]
+    return sorted(found, key=lambda job: (job.float32, job.seed))  # stable: methods keep their order
 
 
 class Watch(TrainerCallback):
@@ -376,7 +396,7 @@ class Bench:
             # TRL logs entropies, which cost a pass where sequences are skipped: not in timed updates.
             logging_steps=10_000 if job.timed else 1,
             gradient_checkpointing=job.timed,
-            bf16=DEVICE == "cuda",
+            bf16=DEVICE == "cuda" and not job.float32,
             use_cpu=DEVICE == "cpu",
             dataloader_pin_memory=DEVICE == "cuda",
             save_strategy="no",
@@ -410,7 +430,7 @@ def work(index: int, args: argparse.Namespace, turn: Turn) -> None:
     disable_progress_bars()
     out = args.out / f"process-{index}.jsonl"
     bench = Bench(args.model, small=args.small)
-    timed, trainings = jobs(args.only, args.seeds)
+    timed, trainings = timed_jobs(args.timed), training_jobs(args.trainings)
 
     def record(row: Row) -> None:
         with out.open("a") as file:
@@ -439,7 +459,7 @@ def work(index: int, args: argparse.Namespace, turn: Turn) -> None:
             if time.time() < end:
                 attempt(job)
         turn.start.set()
-        for name in args.only:
+        for name in dict.fromkeys(job.method for job in trainings):
             record({"method": name, "untrained": _plain(bench.untrained(name))})
     turn.start.wait()
     slowest = 0.0
@@ -470,29 +490,29 @@ def run(args: argparse.Namespace) -> None:
         process.join()
 
 
-def collect(folder: Path, out: Path) -> list[Path]:
-    """Write `evidence_<method>-<commit>.json`, one file a method, from the lines of a run."""
-    rows = [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
+def collect(folders: Sequence[Path], out: Path) -> list[Path]:
+    """Write `evidence_<method>-<commit>.json`, one file a method. A job in a later folder replaces an earlier one."""
+    lines = [line for folder in folders for path in sorted(folder.glob("*.jsonl")) for line in path.open()]
+    rows = [json.loads(line) for line in lines]
     where = next(row["environment"] for row in rows if "environment" in row)
+    of_jobs = {tuple(row.get(name, False) for name in Job._fields): row for row in rows if "contender" in row}
+    untrained = {row["method"]: row["untrained"] for row in rows if "untrained" in row}
+    order = list(CONTENDERS)
+    runs = sorted(of_jobs.values(), key=lambda row: (row["seed"], order.index(row["contender"])))
     paths = []
     for name, method in METHODS.items():
-        own = [row for row in rows if row.get("method") == name]
+        own = [row for row in runs if row["method"] == name]
         if not own:
             continue
-        untrained = next((row["untrained"] for row in own if "untrained" in row), None)
-        settings = {
-            "steps": method.steps,
-            "batch": method.batch,
-            "timed_batch": method.timed_batch,
-            **method.settings,
-        }
+        sizes = {"steps": method.steps, "batch": method.batch, "timed_batch": method.timed_batch}
         content = {
             "environment": where,
             "method": name,
-            "settings": settings,
-            "untrained": untrained,
-            "timed": [row for row in own if row.get("timed")],
-            "trained": [row for row in own if row.get("timed") is False],
+            "settings": {**sizes, **method.settings},
+            "untrained": untrained.get(name),
+            "timed": [row for row in own if row["timed"]],
+            "trained": [row for row in own if not row["timed"] and not row.get("float32")],
+            "trained_float32": [row for row in own if row.get("float32")],
         }
         path = out / f"evidence_{name}-{where['commit'][:7] or 'unknown'}.json"
         path.write_text(_lines(_rounded(content)) + "\n")
@@ -522,9 +542,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a .gguf file, or a name or folder of Hugging Face")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--collect", type=Path, metavar="FOLDER", help="write one file a method from FOLDER, and stop")
-    parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS), help="default: every method")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--collect", type=Path, nargs="+", metavar="FOLDER", help="write one file a method, and stop")
+    parser.add_argument(
+        "--timed", nargs="*", choices=METHODS, default=list(METHODS), help="methods whose updates to time"
+    )
+    every = [f"{name}:{','.join(map(str, range(SEEDS)))}" for name in METHODS]
+    parser.add_argument("--trainings", nargs="*", default=every, help="such as grpo:0,1 or dpo:0:float32")
     parser.add_argument("--processes", type=int, default=1 if DEVICE == "cpu" else 6)
     parser.add_argument("--seconds", type=float, default=3600, help="no run starts later (default: %(default)s)")
     parser.add_argument("--timed-seconds", type=float, default=600, help="no timed run starts later")
@@ -535,6 +558,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if args.model is None:
         parser.error("--model is missing")
+    try:
+        training_jobs(args.trainings)
+    except ValueError as error:
+        parser.error(str(error))
     run(args)
 
 

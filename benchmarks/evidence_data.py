@@ -183,13 +183,16 @@ class Judge:
 
     @torch.no_grad()
     def preferences(self, model: PreTrainedModel) -> Scores:
-        """Return how often the chosen continuation gains more on the pretrained model, and how much, in nats."""
+        """Return how often the chosen continuation gains more on the pretrained model, and how much more, in nats.
+
+        A tie counts half, so that the pretrained model itself has 0.5.
+        """
         if self._reference is None:
             self._reference = self._pair_logps(self.pretrained)
         chosen, rejected = self._pair_logps(model) - self._reference
         margin = (chosen - rejected).double()
         return {
-            "accuracy": Score((margin > 0).double().mean().item(), len(margin)),
+            "accuracy": Score((0.5 + 0.5 * margin.sign()).mean().item(), len(margin)),
             "margin": Score(margin.mean().item(), len(margin)),
         }
 

@@ -539,10 +539,11 @@ def main(argv: Sequence[str] | None = None) -> Summary:
         }
     args.out.mkdir(parents=True, exist_ok=True)
     figure = args.out / "align.png"
-    draw(runs, kinds, figure)
-    print(f"curves: {figure}\n\n{table(runs, kinds)}")
+    print(f"\n{table(runs, kinds)}")
     if texts:
         print(f"\n{side_by_side([pair.prompt for pair in data.held_out], texts, [p.chosen for p in data.held_out])}")
+    draw(runs, kinds, figure)
+    print(f"\nfigure: {figure}")
     margins = runs[0].reward_margin("after")
     return Summary(
         curve_differences=curve_differences(*runs) if len(runs) == 2 else {},

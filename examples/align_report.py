@@ -108,7 +108,8 @@ class Share(NamedTuple):
     def interval(self) -> tuple[float, float]:
         z, p, n = 1.96, self.value, self.n
         middle, half = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
-        return max(0.0, (middle - half) / (1 + z**2 / n)), min(1.0, (middle + half) / (1 + z**2 / n))
+        low, high = ((middle + sign * half) / (1 + z**2 / n) for sign in (-1, 1))
+        return max(0.0, min(low, p)), min(1.0, max(high, p))  # rounding, at shares of 0 and 1
 
     def __str__(self) -> str:
         low, high = self.interval

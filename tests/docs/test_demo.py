@@ -57,8 +57,8 @@ def test_english(
         assert 2 * fused < eager
     assert summary.figure.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out.splitlines()
-    assert "mean reward margin" in printed[-2]
-    assert "Wilson" in printed[-1]
+    assert "mean reward margin" in printed[-4]
+    assert "Wilson" in printed[-3]
 
 
 def test_held_out_topics_are_not_trained_on(align: ModuleType) -> None:
@@ -103,7 +103,7 @@ def test_questions_to_a_pretrained_model(
     for phase in ("SFT", "DPO"):
         fused, eager = (summary.largest_tensor[run][phase] for run in ("fused", "eager"))
         assert 2 * fused < eager
-    assert "What is the last word:" in capsys.readouterr().out.splitlines()[-6]
+    assert "What is the last word:" in capsys.readouterr().out.splitlines()[-8]
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "after").state_dict()
     changed = {name for name, weight in before.state_dict().items() if not torch.equal(weight, after[name])}
     assert changed and all(name.startswith("model.layers.1.") for name in changed)
@@ -143,6 +143,10 @@ def test_intervals(align: ModuleType) -> None:
     """Wilson's, against a table; and the one of 0 of 10 is not empty."""
     for value, n, expected in ((0.5, 10, (0.2366, 0.7634)), (0.0, 10, (0.0, 0.2775)), (0.9, 100, (0.8256, 0.9448))):
         assert align.Share(value, n).interval == pytest.approx(expected, abs=1e-4)
+    for n in range(1, 200):
+        for value in (0.0, 1.0):
+            low, high = align.Share(value, n).interval
+            assert low <= value <= high
 
 
 def test_a_view_is_no_new_tensor(align: ModuleType) -> None:
