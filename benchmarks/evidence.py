@@ -492,14 +492,13 @@ def run(args: argparse.Namespace) -> None:
 
 def collect(folders: Sequence[Path], out: Path) -> list[Path]:
     """Write `evidence_<method>-<commit>.json`, one file a method. A job in a later folder replaces an earlier one."""
-    lines = [line for folder in folders for path in sorted(folder.glob("*.jsonl")) for line in path.open()]
-    rows = [json.loads(line) for line in lines]
+    paths = [path for folder in folders for path in sorted(folder.glob("*.jsonl"))]
+    rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     where = next(row["environment"] for row in rows if "environment" in row)
     of_jobs = {tuple(row.get(name, False) for name in Job._fields): row for row in rows if "contender" in row}
     untrained = {row["method"]: row["untrained"] for row in rows if "untrained" in row}
-    order = list(CONTENDERS)
+    order, written = list(CONTENDERS), []
     runs = sorted(of_jobs.values(), key=lambda row: (row["seed"], order.index(row["contender"])))
-    paths = []
     for name, method in METHODS.items():
         own = [row for row in runs if row["method"] == name]
         if not own:
@@ -516,8 +515,8 @@ def collect(folders: Sequence[Path], out: Path) -> list[Path]:
         }
         path = out / f"evidence_{name}-{where['commit'][:7] or 'unknown'}.json"
         path.write_text(_lines(_rounded(content)) + "\n")
-        paths.append(path)
-    return paths
+        written.append(path)
+    return written
 
 
 def _lines(content: Row) -> str:

@@ -87,6 +87,12 @@ class Evidence:
     path: Path
 
     @property
+    def in_float32(self) -> Evidence | None:
+        """Return the runs without bfloat16; None if there are none."""
+        rows = self.content.get("trained_float32")
+        return Evidence(self.method, {**self.content, "trained": rows}, self.path) if rows else None
+
+    @property
     def contenders(self) -> list[str]:
         """Return the contenders with a training."""
         return list(dict.fromkeys(row["contender"] for row in self.content["trained"] if "scores" in row))
@@ -196,6 +202,11 @@ def markdown(every: Sequence[Evidence]) -> str:
         lines += [f"### {TITLES[evidence.method]}", ""]
         for metric in METRICS[evidence.method]:
             lines += [*learned(evidence, metric), ""]
+        exact = evidence.in_float32
+        if exact is not None:
+            lines += ["In float32, without autocast:", ""]
+            for metric in METRICS[evidence.method]:
+                lines += [*learned(exact, metric), ""]
         n = next(iter(evidence.of(STOCK).values()))["scores"][METRICS[evidence.method][0].key]["n"]
         seeds, steps = len(evidence.seeds), evidence.content["settings"]["steps"]
         lines += [f"{seeds} seeds, {steps} updates, {n:,} held-out values. `{evidence.path.name}`", ""]
