@@ -213,7 +213,7 @@ class Settings:
 # correct losses diverge. One MiB holds the logits of 64 tokens with a vocabulary of 4096.
 TOY = Settings(Phase("SFT", 160, 1.5e-3), Phase("DPO", 80, 1.5e-4), 16, 256, 2**20, None, adam_eps=1e-5)
 # On two cores of a CPU, a step of SmolLM2 takes seconds. Eight MiB hold the logits of 42 of its tokens.
-PRETRAINED = Settings(Phase("SFT", 16, 1e-4), Phase("DPO", 14, 4e-5), 8, 1024, 2**23, 2, trained_layers=15)
+PRETRAINED = Settings(Phase("SFT", 24, 1e-4), Phase("DPO", 12, 1.5e-5), 8, 1024, 2**23, 2, trained_layers=15)
 PRETRAINED_ON_GPU = Settings(
     Phase("SFT", 80, 2e-5), Phase("DPO", 80, 5e-6), 32, 1024, 2**26, 10, n_train=4000, n_held_out=500
 )
