@@ -419,6 +419,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--toy", action="store_true", help="a small Llama with random weights, and English text")
     parser.add_argument("--data", type=Path, help="jsonl with prompt, chosen, rejected; default: questions, or English")
     parser.add_argument("--device", help="cpu or cuda (default: cuda if there is a GPU; the toy: cpu)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of the parameters (default: float32; with --model on a GPU: bfloat16)",
+    )
     parser.add_argument("--sft-steps", type=int, help="defaults of these depend on model and device")
     parser.add_argument("--dpo-steps", type=int)
     parser.add_argument("--batch-size", type=int, help="texts in SFT, pairs in DPO")
@@ -440,7 +445,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
     if args.toy and args.model:
         parser.error("--toy takes no --model")
-    if not args.toy and args.model is None:
+    names_model = args.model is not None
+    if not args.toy and not names_model:
         args.model = packaged_model()
         if args.model is None:
             print(
@@ -450,6 +456,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.device = torch.device(args.device or ("cuda" if args.model and torch.cuda.is_available() else "cpu"))
     if args.device.type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: this PyTorch sees no GPU")
+    # AdamW's steps are smaller than bfloat16's rounding of most weights: only a model that needs the memory has it.
+    args.dtype = args.dtype or ("bfloat16" if names_model and args.device.type == "cuda" else "float32")
     return args
 
 
@@ -476,8 +484,7 @@ def loaded(args: argparse.Namespace, data: Dataset | None) -> tuple[PreTrainedMo
         assert data is not None
         tokenizer = small_tokenizer(data, args.vocab_size)
         return small_llama(len(tokenizer)).to(args.device), tokenizer
-    dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
-    model, tokenizer = load(args.model, dtype)
+    model, tokenizer = load(args.model, getattr(torch, args.dtype))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.to(args.device), tokenizer
