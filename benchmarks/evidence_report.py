@@ -120,8 +120,13 @@ class Evidence:
         """Return a contender's held-out number minus stock's, at each seed."""
         return [a - b for a, b in zip(self.scores(contender, key), self.scores(STOCK, key), strict=True)]
 
-    def is_resolved(self, contender: str, key: str) -> bool:
-        """Whether a contender's mean difference to stock is beyond the spread of the seeds of either."""
+    def is_resolved(self, contender: str, key: str) -> bool | None:
+        """Whether a contender's mean difference to stock is beyond the spread of the seeds of either.
+
+        None with fewer than three seeds, which do not tell a spread.
+        """
+        if len(self.seeds) < 3:
+            return None
         mean = abs(statistics.fmean(self.differences(contender, key)))
         return mean > max(self.spread(STOCK, key), self.spread(contender, key))
 
@@ -168,7 +173,7 @@ def learned(evidence: Evidence, metric: Metric) -> list[str]:
         if contender != STOCK:
             differences = evidence.differences(contender, key)
             row[3] = Mean.of(differences).shown(digits, sign=True)
-            row[4] = "yes" if evidence.is_resolved(contender, key) else "no"
+            row[4] = {True: "yes", False: "no", None: "too few seeds"}[evidence.is_resolved(contender, key)]
         rows.append(row)
     return _table(["", name, "spread of seeds", "minus stock", "beyond the spread"], rows)
 

@@ -68,6 +68,7 @@ def test_a_difference_is_compared_with_the_spread_of_seeds() -> None:
     evidence = _evidence(stock=[1.0, 1.2, 1.1], near=[1.05, 1.25, 1.15], far=[1.3, 1.5, 1.4, 9.0])
     assert evidence.seeds == [0, 1, 2], "a seed counts if every contender has it"
     assert evidence.spread(STOCK, "nll") == pytest.approx(0.2)
+    assert _evidence(stock=[1.0, 1.0], far=[9.0, 9.0]).is_resolved("far", "nll") is None, "two seeds tell no spread"
     assert not evidence.is_resolved("near", "nll") and evidence.is_resolved("far", "nll")
     mean = report.Mean.of(evidence.differences("far", "nll"))
     assert mean.value == pytest.approx(0.3) and mean.half == pytest.approx(0, abs=1e-12)
