@@ -22,6 +22,8 @@ from benchmarks.harness import OURS, RESULTS, STOCK
 LAYERS, ALL_ON = "liger-kernel layers", f"{OURS}, all on"
 # Two algorithms: stock ignores that the sampler kept a part of the vocabulary.
 OTHER_ALGORITHM = ("grpo_top_p",)
+# Their numbers compare a model with the untrained one.
+AGAINST_UNTRAINED = ("dpo", "kto")
 TITLES = {
     "sft": "SFT",
     "dpo": "DPO",
@@ -165,7 +167,7 @@ def learned(evidence: Evidence, metric: Metric) -> list[str]:
     key, name, digits = metric
     rows = []
     untrained = (evidence.content["untrained"] or {}).get(key)
-    if untrained:
+    if untrained and evidence.method not in AGAINST_UNTRAINED:
         rows.append(["untrained", f"{untrained['value']:.{digits}f}", "", "", ""])
     for contender in evidence.contenders:
         scores = evidence.scores(contender, key)
