@@ -223,12 +223,23 @@ class Encoder:
 
     A text over `max_length` tokens loses the end of its completion, down to half of the limit, then the start of its
     prompt.
+
+    Args:
+        predict_prompts: whether the tokens of prompts are targets of `texts`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        device: torch.device,
+        *,
+        predict_prompts: bool = True,
+    ) -> None:
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.device = device
+        self.predict_prompts = predict_prompts
 
     def _encode(self, prompt: str, completion: str) -> Encoded:
         prompt_ids = self.tokenizer(prompt)["input_ids"]
@@ -240,8 +251,8 @@ class Encoder:
         return Encoded(prompt_ids[-room:] if room else [], ids)
 
     def texts(self, pairs: Sequence[Preference]) -> Batch:
-        """Encode prompts with their chosen completions; every token is a target."""
-        return self._batch([self._encode(p.prompt, p.chosen) for p in pairs], predict_prompt=True)
+        """Encode prompts with their chosen completions."""
+        return self._batch([self._encode(p.prompt, p.chosen) for p in pairs], predict_prompt=self.predict_prompts)
 
     def pairs(self, pairs: Sequence[Preference]) -> Batch:
         """Encode chosen sequences, then rejected ones; only the completions' tokens are targets."""

