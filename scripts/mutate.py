@@ -64,8 +64,9 @@ HIDDEN_AND_COPIED = (".github", ".gitignore", ".pre-commit-config.yaml")
 VALUES = "test_values"
 # What runs before all other tests takes so many seconds, and comes from so many files: to collect all takes twenty.
 FIRST_SECONDS, FIRST_FILES = 30, 6
-# A mutant that computes forever, or waits for a rank that died, takes a minute and this many times the unchanged tests.
-PATIENCE = 4
+# A mutant that computes forever, or waits for a rank that died, takes so many seconds to start, and this many times the
+# unchanged tests.
+STARTUP, PATIENCE = 90, 4
 
 
 # Mutants
@@ -486,8 +487,11 @@ class Baseline:
             }
             return [test for test in tests if file_of(test) in naming], [t for t in tests if file_of(t) not in naming]
         running = [tests[i] for i in self.lines.get(f"{mutant.file}:{mutant.line}", ())]
-        if running and not is_cached(source, mutant.line):
-            return running, []
+        decorators = decorators_around(source, mutant.line)
+        if decorators is not None and not any("cache" in text for text in decorators):
+            # Without Triton's interpreter, a kernel does not run on a CPU.
+            if running or any("jit" in text for text in decorators):
+                return running, []
         known = {*running}
         return running, [tests[i] for i in self.lines.get(f"{mutant.file}:0", ()) if tests[i] not in known]
 
@@ -512,14 +516,14 @@ class Baseline:
         )
 
 
-def is_cached(source: str, line: int) -> bool:
-    """Return whether a line runs once per process, or once per value of arguments: at an import, or under a cache."""
+def decorators_around(source: str, line: int) -> list[str] | None:
+    """Return the decorators of the functions around a line. Return None outside of functions: it runs at an import."""
     inside = [
         node
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.FunctionDef) and node.body[0].lineno <= line <= (node.end_lineno or line)
     ]
-    return not inside or any("cache" in ast.dump(x) for node in inside for x in node.decorator_list)
+    return [ast.unparse(decorator) for node in inside for decorator in node.decorator_list] if inside else None
 
 
 def measure_baseline(
@@ -598,7 +602,7 @@ def judge(
     copy.write(mutant.file, mutant.apply(source))
     try:
         for tests in filter(None, (first, second)):
-            timeout = 60 + PATIENCE * sum(baseline.seconds[test] for test in tests)
+            timeout = STARTUP + PATIENCE * sum(baseline.seconds[test] for test in tests)
             timeout = min(timeout, max(1.0, end - time.monotonic()))
             outcome = copy.run(["-x", *options_of(copy, arguments), *files_of(tests)], timeout, {"tests": tests})
             if outcome.timed_out and time.monotonic() >= end:
