@@ -223,7 +223,13 @@ def test_other_implementations_stay(way: str, served: list[str]) -> None:
     model.set_experts_implementation(way)
     stock = copy.deepcopy(model)
     revert_liger_kernel(stock)
-    found, expected = step(model), step(stock)
+    try:
+        expected = step(stock)
+    except RuntimeError as error:  # transformers 5.8: its `batched_mm` overwrites the ids that its gradient needs
+        if "modified by an inplace operation" not in str(error):
+            raise
+        pytest.skip("stock does not train")
+    found = step(model)
     assert not served
     assert all(error(found[key], expected[key]) <= 2e-5 for key in expected)
 

@@ -29,6 +29,7 @@ from test_models_sharded import (
 from test_models_tensor_parallel import Watch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import CheckpointError
 
 from liger_chunked.integrations.transformers import apply_liger_kernel
 
@@ -49,6 +50,9 @@ def worker(rank: int, folder: str, family: str) -> None:
     exact = gradients_of_one(family, samples, num_items)
     for kind in KINDS:
         for checkpoints in (False, True):
+            if checkpoints and not stock_trains(kind, family, samples[rank][-1], num_items):
+                assert (kind, family) == ("fsdp2-bf16", "olmo2")
+                continue
             results = [step(kind, family, tokens, checkpoints, samples, num_items, rank, exact) for tokens in (None, 5)]
             (whole, gathers), (tiled, gathers_of_tiles) = results
             assert gathers == gathers_of_tiles, (kind, checkpoints)
@@ -59,6 +63,17 @@ def worker(rank: int, folder: str, family: str) -> None:
     with pytest.raises(TypeError, match=r"tiles need whole tensors, got .*a DTensor: let FSDP wrap .*MLP or its layer"):
         run(model, samples[rank][0], "fused", num_items)
     dist.destroy_process_group()
+
+
+def stock_trains(kind: str, family: str, sample: dict[str, Tensor], num_items: Tensor) -> bool:
+    """Whether checkpoints of stock layers keep their dtypes: not of OLMo 2 in bfloat16, up to transformers 5.17."""
+    model = tiny(family).build().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    try:
+        run(WRAPPERS[kind].wrap(model), sample, "stock", num_items).backward()
+    except CheckpointError:
+        return False
+    return True
 
 
 def step(
