@@ -39,8 +39,7 @@ class TokenStats(NamedTuple):
     - `log_sum_sq_probs`: `log(sum(p ** 2))`
     - `candidate_logps`: (B, T, K) or (N, K), `z_c - lse` of the `candidates` of `linear_token_stats`
 
-    The first four and the last are differentiable. Fields not requested are None; of what `linear_token_stats` returns,
-    reading one by its name raises an AttributeError that says how to request it. Floats are float32, or float64 for
+    The first four and the last are differentiable. Fields not requested are None. Floats are float32, or float64 for
     float64 inputs, and 0 at ignored tokens. With 16-bit hidden states, `logps` uses an unrounded `z_y`.
     """
 
@@ -63,28 +62,11 @@ class DeclaredStats(TokenStats):
     By index or in a loop it is None, as in `TokenStats`.
     """
 
-    def _missing(self, name: str) -> str:
-        return f"token_stats.{name} was not computed: declare it, token_outputs = ({name!r},)"
-
-
-class RequestedStats(DeclaredStats):
-    """`TokenStats` that `linear_token_stats` returns. A field that the call does not request raises AttributeError."""
-
-    def _missing(self, name: str) -> str:
-        if name == "candidate_logps":
-            return "candidate_logps were not computed: pass candidates=... to linear_token_stats"
-        computed = self._asdict()
-        requested = tuple(other for other in OUTPUTS if other == name or computed[other] is not None)
-        return f"{name} was not computed: request it, linear_token_stats(..., outputs={requested})"
-
-    def __repr__(self) -> str:
-        return repr(TokenStats(*self))
-
 
 def _read(index: int, name: str) -> property:
     def value(self: DeclaredStats) -> Tensor:
         if (x := self[index]) is None:
-            raise AttributeError(self._missing(name))
+            raise AttributeError(f"token_stats.{name} was not computed: declare it, token_outputs = ({name!r},)")
         return x
 
     return property(value)

@@ -38,7 +38,6 @@ from liger_chunked.types import (
     HeadTensors,
     LogitOptions,
     LossHead,
-    RequestedStats,
     TokenStats,
     VocabShard,
     Weight,
@@ -408,7 +407,7 @@ def linear_token_stats(
             n_valid=None if host_may_sync(target, n_valid) else n_valid, batch_invariant=deterministic is not None,
             sparse_weight_grad=sparse_weight_grad,
         )  # fmt: skip
-        return RequestedStats(*(None if x is None else x.view(target.shape) for x in stats))
+        return TokenStats(*(None if x is None else x.view(target.shape) for x in stats))
     rows = select_rows(target.long(), "token", ignore_index, head.vocab_size, n_valid=n_valid)
     if per_token is not None:
         rows = rows.with_side("temperature", per_token.reshape(-1))
@@ -419,5 +418,5 @@ def linear_token_stats(
     batch_invariant = deterministic is not None
     stats = token_stats(head, input, rows, outputs, options, filter=filter, batch_invariant=batch_invariant)
     if target.ndim == 1:
-        return RequestedStats(*stats)
-    return RequestedStats(*(None if x is None else x.view(*target.shape, *x.shape[1:]) for x in stats))
+        return TokenStats(*stats)
+    return TokenStats(*(None if x is None else x.view(*target.shape, *x.shape[1:]) for x in stats))

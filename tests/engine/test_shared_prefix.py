@@ -458,7 +458,8 @@ def test_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
         return graph.forward
 
     model = build("llama", "flex_attention")
-    batches = [padded([[*range(3, 3 + n), 1], [*range(3, 3 + n), 2]]) for n in (150, 300, 600)]
+    prompts = [[3 + i % 50 for i in range(n)] for n in (150, 300, 600)]
+    batches = [padded([[*prompt, 1], [*prompt, 2]]) for prompt in prompts]
     expected = [gradients(model, shared_prefix_hidden_states(model, *batch).square().sum()) for batch in batches]
     torch._dynamo.reset()
     # On a CPU, the layers above ran dense attention.

@@ -22,7 +22,6 @@ from liger_chunked import (
     LigerFusedLinearSimPOLoss,
     LigerFusedLinearUnpairedPreferenceBase,
     LogitOptions,
-    TokenStats,
     adaptive_entropy_coef,
     linear_token_stats,
     rollout_importance_weights,
@@ -889,17 +888,3 @@ def test_policy(case):
 def test_a_policy_base_is_not_a_loss():
     with pytest.raises(TypeError, match="abstract"):
         LigerFusedLinearPolicyBase()
-
-
-def test_a_statistic_that_was_not_requested():
-    weight, input, target = f64(V, H), f64(B, T, H), ids(B, T)
-    for shape in ((B, T), (B * T,)):
-        stats = linear_token_stats(weight, input.view(*shape, H), target.view(shape), outputs=("lse", "logps"))
-        with pytest.raises(AttributeError, match=r"request it, .*outputs=\('logps', 'lse', 'entropy'\)"):
-            _ = stats.entropy
-        with pytest.raises(AttributeError, match="pass candidates="):
-            _ = stats.candidate_logps
-        assert not hasattr(stats, "argmax") and stats[2] is None
-        assert isinstance(stats, TokenStats) and repr(stats).startswith("TokenStats(logps=tensor(")
-        assert stats._asdict().keys() == set(TokenStats._fields)
-        assert stats._replace(entropy=stats.lse).entropy is stats.lse

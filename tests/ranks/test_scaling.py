@@ -197,7 +197,7 @@ def test_runs_on_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     keep("2026-11-25-2", fast, {"task": "TP SFT", **failed})
     text = _with(tmp_path, monkeypatch)
     assert "| DPO, H100 | 1.08 · 1,024 | failed |" in text and "| TP SFT, H100 | 9,880 · 2.0 | failed |" in text
-    assert text.count("| TP SFT, H100 |") == 1 and "`distributed-d8bd38b-2.json`: 2 ranks, H100" in text
+    assert text.count("| TP SFT, H100 |") == 1 and "`distributed-2026-11-25-2.json`: 2 ranks, H100" in text
 
 
 def _with(results: Path, monkeypatch: pytest.MonkeyPatch) -> str:

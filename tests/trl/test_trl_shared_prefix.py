@@ -257,7 +257,7 @@ def test_split_sequences_are_not_shared(tmp_path, monkeypatch, size):
     config = DPOConfig(str(tmp_path), use_cpu=True)
     config.parallelism_config = SimpleNamespace(**{"cp_size": 1, "sp_size": 1, size: 2})
     with pytest.raises(ValueError, match="share_prefix=True needs whole sequences, and parallelism_config splits them"):
-        LigerDPOTrainer(tiny.model(), args=config, share_prefix=True)
+        LigerDPOTrainer(tiny.model(), tiny.model(), config, share_prefix=True)
     trainer = SharedPromptsMixin.__new__(SharedPromptsMixin)
     with monkeypatch.context() as patch:
         patch.setattr(base.LigerTrainerMixin, "__init__", lambda *_, **__: None)

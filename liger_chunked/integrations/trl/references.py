@@ -28,7 +28,7 @@ def check_name(trainer: str, model: Any, advice: str) -> None:
     TRL loads it from the path or repository that the config remembers. That of a model that was built from a config is
     empty, and the error of the hub would not say what asked for it.
     """
-    name = getattr(getattr(model, "config", None), "_name_or_path", None)
+    name = getattr(getattr(model, "config", None), "name_or_path", None)
     if not isinstance(model, nn.Module) or hasattr(model, "peft_config") or name != "":
         return
     raise ValueError(
