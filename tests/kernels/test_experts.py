@@ -225,8 +225,8 @@ def test_other_implementations_stay(way: str, served: list[str]) -> None:
     revert_liger_kernel(stock)
     try:
         expected = step(stock)
-    except RuntimeError as error:  # transformers 5.8: its `batched_mm` overwrites the ids that its gradient needs
-        if "modified by an inplace operation" not in str(error):
+    except RuntimeError as refusal:  # transformers 5.8: its `batched_mm` overwrites the ids that its gradient needs
+        if "modified by an inplace operation" not in str(refusal):
             raise
         pytest.skip("stock does not train")
     found = step(model)
