@@ -37,7 +37,7 @@ def ours(budget: str, entropy: bool, **options: Any) -> Callable[[], Loss]:
 
     def loss(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
         stats = linear_token_stats(w, x, t, outputs=outputs, logits_budget=budget, **options)
-        return objective(stats.logps, stats.entropy if entropy else None)
+        return objective(stats.logps, stats.entropy)
 
     return lambda: loss
 

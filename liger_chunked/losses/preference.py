@@ -134,7 +134,7 @@ def _places(mask: Tensor, lengths: Sequence[int] | None) -> Tensor:
 def _terms_are_formula(cls: type[LigerFusedLinearPreferenceBase]) -> bool:
     """Whether the `_terms` of a class of losses say what its `preference_loss` and `reward` compute.
 
-    Not where a subclass inherits terms, and has a formula or a reward of its own.
+    False where a subclass inherits the terms and has a formula or a reward of its own.
     """
     terms, formula, reward = (
         next(base for base in cls.__mro__ if name in vars(base)) for name in ("_terms", "preference_loss", "reward")

@@ -23,6 +23,10 @@ from liger_chunked import AdaptedWeight, KeptIds, LigerFusedLinearGRPOLoss, Voca
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 
 
+# Bounds of float64 sums: of the same products in another order, and of eager code with its own softmax.
+OF_SUMS, OF_EAGER = 1e-12, 1e-9
+
+
 def rows_read(target: Tensor, lists: list[list[int]]) -> list[int]:
     pairs = zip(target.reshape(-1).tolist(), lists, strict=True)
     return sorted({i for y, ids in pairs if y >= 0 for i in ids})
@@ -71,7 +75,7 @@ def test_oracle(case: str) -> None:
     assert sparse.indices()[0].tolist() == rows_read(target, lists) and 5 not in sparse.indices()
     for x in used:
         found = ours[x].to_dense() if x is leaves["weight"] else ours[x]
-        torch.testing.assert_close(found, exact[x], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found, exact[x], rtol=OF_EAGER, atol=OF_EAGER)
         assert x is leaves["weight"] or not ours[x].is_sparse
 
 
@@ -119,7 +123,7 @@ def test_optimizers(optimizer: Any) -> None:
             steps.zero_grad()
         assert not torch.equal(weight, given["weight"])
         stepped.append(weight.detach())
-    torch.testing.assert_close(stepped[0], stepped[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(stepped[0], stepped[1], rtol=OF_SUMS, atol=OF_SUMS)
 
 
 @pytest.mark.parametrize("embedding", ["own", "dense", "sparse"])
@@ -141,7 +145,7 @@ def test_gradients_of_several_calls_add_up(embedding: str) -> None:
             logps.sum().backward()
         assert weight.grad is not None and weight.grad.is_sparse == (is_sparse and embedding != "dense")
         gradients.append(weight.grad.to_dense() if weight.grad.is_sparse else weight.grad)
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=OF_SUMS, atol=OF_SUMS)
 
 
 def test_autocast() -> None:
@@ -238,7 +242,7 @@ def on_a_rank(rank: int, folder: str) -> None:
     assert whole.grad is not None and part.grad is not None and part.grad.is_sparse
     own = [i - bounds[0] for i in rows_read(given["target"], lists) if bounds[0] <= i < bounds[1]]
     assert part.grad.coalesce().indices()[0].tolist() == own and len(own)
-    torch.testing.assert_close(part.grad.to_dense(), whole.grad[slice(*bounds)], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(part.grad.to_dense(), whole.grad[slice(*bounds)], rtol=OF_SUMS, atol=OF_SUMS)
     half, target = given["input"][:, :2], given["target"][:, :4]
     scattered = {
         "kept": KeptIds.from_lists(short_lists(target)),
@@ -256,7 +260,7 @@ def on_a_rank(rank: int, folder: str) -> None:
     model(*ours).backward()
     gradient = model.module.head.weight.grad
     assert gradient.is_sparse
-    torch.testing.assert_close(gradient.to_dense(), whole.grad / 2, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient.to_dense(), whole.grad / 2, rtol=OF_SUMS, atol=OF_SUMS)
     dense = nn.parallel.DistributedDataParallel(Policy(given["weight"], sparse=False))
     with pytest.raises(RuntimeError):
         dense(*ours).backward()
