@@ -418,8 +418,8 @@ PRIVATE = (
     Private(
         "_generate_and_score_completions _get_per_token_logps_and_entropies",
         "TRL: GRPOTrainer, RLOOTrainer",
-        "train on kept ids; leave out sequences of zero advantage",
-        "a RuntimeError with `kept_ids=True`; nothing is left out",
+        "train on kept ids; leave out sequences of zero advantage; with TRL before 1.15, score rollouts from stand-ins",
+        "a RuntimeError with `kept_ids=True`; nothing is left out; scored from logits",
         "grpo_trainer",
     ),
     Private(
@@ -475,9 +475,9 @@ PRIVATE = (
 # What only older trainers have. The table of the documentation lists it with every version.
 OLDER = (
     Private(
-        "_get_per_token_logps_and_entropies _precompute_ref_logps",
+        "_precompute_ref_logps",
         "TRL before 1.15: trainers",
-        "score rollouts and references from stand-ins",
+        "score references from stand-ins",
         "they are scored from logits",
         "grpo_trainer",
     ),

@@ -9,11 +9,13 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 pytest.importorskip("matplotlib")
 
@@ -661,11 +663,14 @@ def test_long_contexts(tmp_path: Path) -> None:
     from benchmarks import long_context
 
     shapes = ["SFT:tiny-llama:2:64", "GRPO-shared:tiny-llama:2:64"]
+    if Version(version("trl")) < Version("1.15"):  # its own loss, which is timed here, cannot share prompts
+        shapes.pop()
     content = json.loads(long_context.main([*shapes, "--out", str(tmp_path)]).read_text())
     rows = {task: {r["name"]: r for r in content["rows"] if r["task"] == task} for task in content["tasks"]}
-    sft, shared, *longest = rows.values()
-    assert sft.keys() == long_context.CONTENDERS.keys() and len(shared) == 3 and len(longest) == 2
-    for of_row in (sft, shared):
+    steps, longest = [*rows.values()][: len(shapes)], [*rows.values()][len(shapes) :]
+    assert steps[0].keys() == long_context.CONTENDERS.keys() and all(len(shared) == 3 for shared in steps[1:])
+    assert len(longest) == len(shapes)
+    for of_row in steps:
         ours = [row for name, row in of_row.items() if name.startswith(long_context.OURS)]
         assert all(row["failure"] is None and row["estimated_mib"] > 0 for row in ours)
         assert {round(row["loss"], 5) for row in ours} == {round(ours[0]["loss"], 5)}

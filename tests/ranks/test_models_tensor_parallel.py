@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import warnings
@@ -48,6 +49,9 @@ DTYPES = (torch.float32, torch.float64)
 # With DTensors of torch 2.9, stock models fail too: a slice of sharded hidden states has no strategy, and a sharded
 # embedding works in the first dtype of a process only.
 FIRST_DTENSORS = Version(torch.__version__) < Version("2.10")
+# The second vocabulary that a process embeds loses its mask on the way to the other ranks, in stock code as well: an
+# AssertionError, once.
+LOSES_A_MASK = Version(torch.__version__) < Version("2.11")
 # Stock 5.5 takes `tp_plan` instead, and shards plain tensors under hooks.
 TAKES_SIZES = "tp_size" in DistributedConfig.__dataclass_fields__
 # Biases; embeddings tied to the head; norms between sharded layers; softcap; packed projections; experts.
@@ -190,6 +194,9 @@ def compare(make: Callable[[], Any], tiny: Tiny, dtype: torch.dtype, ways: tuple
     whole = VOCAB * min(one.config.hidden_size, given.labels.numel())  # values of all logits, or of the head's weight
     for way in ways:
         patch, run = WAYS[way]
+        if LOSES_A_MASK:
+            with contextlib.suppress(AssertionError):
+                make().model(given.arguments["input_ids"])
         model = make()
         patch(model)
         with Watch() as forward:
