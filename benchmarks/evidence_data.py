@@ -89,6 +89,8 @@ class Data:
     """Rows to train on, in an order of each seed; `limit` cuts held-out data, for a quick try."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> None:
+        if tokenizer.pad_token is None:  # TRL's SFT, DPO and GRPO trainers do the same; its GKD trainer refuses
+            tokenizer.pad_token = tokenizer.eos_token
         self.tokenizer = tokenizer
         pairs = english_preferences(_SEED)
         self._pairs, self.held_out_pairs = pairs.train, pairs.held_out[:limit]
