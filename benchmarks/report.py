@@ -135,6 +135,8 @@ _COLUMNS = {
     "torch.compile": "torch.compile",
     "liger-kernel": "Liger-Kernel",
     "liger-kernel, C=16, fp32 accumulation": "Liger-Kernel, 16 chunks",
+    "liger-kernel, CuTe": "Liger-Kernel, CuTe",
+    "torch F.linear_cross_entropy": "torch's own",
     "trl": "TRL",
     "cut-cross-entropy, exact": "CCE, exact",
     "quack": "QuACK",
@@ -142,20 +144,22 @@ _COLUMNS = {
 
 
 def markdown(runs: dict[str, Run]) -> str:
-    """Return a table with a row per task, a row per further setting of ours, and a column per contender."""
+    """Return a table with a row per task, a row per further setting of ours, and a column per measured contender."""
+    measured = {name for run in runs.values() for task in run.cells for name in run.measured(task)}
+    columns = {name: title for name, title in _COLUMNS.items() if name in measured}
     lines = [
-        "| task | " + " | ".join(_COLUMNS.values()) + " | error |",
-        "|---|" + "---|" * (len(_COLUMNS) + 1),
+        "| task | " + " | ".join(columns.values()) + " | error |",
+        "|---|" + "---|" * (len(columns) + 1),
     ]
     for run in runs.values():
         for task, rows in run.cells.items():
-            cells = [_cell(rows.get(column)) for column in _COLUMNS]
+            cells = [_cell(rows.get(column)) for column in columns]
             cells.append(_error(rows.get(OURS), rows))
             lines.append(f"| {', '.join(name_and_shape(task))} | {' | '.join(cells)} |")
             for variant, row in rows.items():
                 if variant.startswith(OURS) and variant != OURS:
                     setting = variant.removeprefix(OURS).lstrip("., ")
-                    lines.append(f"| … {setting} | {_cell(row)} |{' |' * (len(_COLUMNS) - 1)} {_error(row, rows)} |")
+                    lines.append(f"| … {setting} | {_cell(row)} |{' |' * (len(columns) - 1)} {_error(row, rows)} |")
     where = [f"- {FAMILIES[f]}: {run.source}" for f, run in runs.items()]
     return "\n".join([*lines, "", *where, *_absent(runs)])
 
