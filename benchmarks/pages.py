@@ -312,7 +312,38 @@ def _forwards(folder: Path) -> dict[str, Any]:
     return {"least": min(times), "most": max(times), "card": run.environment["device"], "file": run.path.name}
 
 
+def _small_norms(folder: Path) -> dict[str, Any]:
+    run = whole_run(folder, "base_kernels")
+    found: dict[str, Any] = {"card": run.environment["device"]}
+    for key, task in (("rms", "RMSNorm"), ("layer", "LayerNorm")):
+        name = f"{task} 4096x2048, launches included"
+        rows = run.measured(name)
+        found |= {f"{key}_ours": rows[OURS]["ms"] * 1e3, f"{key}_eager": rows[BASELINE]["ms"] * 1e3}
+        found |= {f"{key}_liger": rows["liger-kernel"]["ms"] * 1e3, "file": run.again.get(name, run).path.name}
+        if "F.rms_norm" in rows:
+            found["rms_torch"] = rows["F.rms_norm"]["ms"] * 1e3
+    return found
+
+
+def _first_losses(folder: Path) -> dict[str, Any]:
+    rows = whole_run(folder, "trainers").measured("DPO llama-3.2-1b 8x2048")
+    return {"stock": rows[STOCK]["loss"], "layers": rows[LAYERS]["loss"], "ours": rows[OURS]["loss"]}
+
+
 SENTENCES = (
+    Sentence(
+        "docs/benchmarks.md",
+        "RMSNorm of 4096 × 2048, forward and backward, took {rms_ours:.0f} µs; eager code {rms_eager:.0f}, "
+        "Liger-Kernel {rms_liger:.0f}, `F.rms_norm` {rms_torch:.0f} ({card}, `{file}`). LayerNorm took {layer_ours:.0f} µs, "
+        "`F.layer_norm` {layer_eager:.0f}, Liger-Kernel {layer_liger:.0f}.",
+        _small_norms,
+    ),
+    Sentence(
+        "docs/benchmarks.md",
+        "DPO on Llama-3.2-1B starts at {stock:.3f} in stock, at {layers:.3f} with Liger-Kernel's layers, and at "
+        "{ours:.3f} here.",
+        _first_losses,
+    ),
     Sentence(
         "docs/how-it-works.md",
         "Eager code holds {eager:.0f} MiB for the same step. (Both peaks: {card}, {date}, "
