@@ -334,8 +334,8 @@ SENTENCES = (
     Sentence(
         "docs/benchmarks.md",
         "RMSNorm of 4096 × 2048, forward and backward, took {rms_ours:.0f} µs; eager code {rms_eager:.0f}, "
-        "Liger-Kernel {rms_liger:.0f}, `F.rms_norm` {rms_torch:.0f} ({card}, `{file}`). LayerNorm took {layer_ours:.0f} µs, "
-        "`F.layer_norm` {layer_eager:.0f}, Liger-Kernel {layer_liger:.0f}.",
+        "Liger-Kernel {rms_liger:.0f}, `F.rms_norm` {rms_torch:.0f} ({card}, `{file}`). LayerNorm took "
+        "{layer_ours:.0f} µs, `F.layer_norm` {layer_eager:.0f}, Liger-Kernel {layer_liger:.0f}.",
         _small_norms,
     ),
     Sentence(
