@@ -10,14 +10,22 @@ and backward of `linear_token_stats(kept=)` in training.
 from __future__ import annotations
 
 import argparse
-import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import DEVICE, environment, gemm_floor, head_weight, hidden_states, median_ms
+from benchmarks.harness import (
+    DEVICE,
+    RESULTS,
+    RowsFile,
+    gemm_floor,
+    head_weight,
+    hidden_states,
+    median_ms,
+)
 from liger_chunked import KeptIds, linear_token_stats
 from liger_chunked.kernels import kept
 from liger_chunked.kernels.logits_grad import LogitsCotangents
@@ -61,13 +69,13 @@ def kernels_alone(x: Tensor, weight: Tensor, given: KeptIds) -> float:
     return median_ms(run)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> Path:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", default=["8192:4096:151936", "32768:2048:151936", "8192:896:151936"])
     parser.add_argument("--mean", type=float, nargs="+", default=[8, 34, 138], help="ids a token")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    rows = []
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
+    args = parser.parse_args(arguments)
+    rows = RowsFile(args.out, "kept_ids")
     for shape in args.shapes:
         n, h, v = map(int, shape.split(":"))
         x, weight = hidden_states(n, h).requires_grad_(), head_weight(v, h).requires_grad_()
@@ -89,10 +97,9 @@ def main() -> None:
                 "step_ms": median_ms(step),
                 "products_ms": products,
             }
-            rows.append(found)
+            rows.add(found)
             print({k: round(f, 3) if isinstance(f, float) else f for k, f in found.items()}, flush=True)
-    if args.json:
-        args.json.write_text(json.dumps({"family": "kept_ids", "environment": environment(), "rows": rows}, indent=1))
+    return rows.path
 
 
 if __name__ == "__main__":

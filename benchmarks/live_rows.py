@@ -9,14 +9,21 @@ looking for rows costs. Rows with a gradient are drawn at random, the worst case
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import DEVICE, environment, gemm_floor, head_weight, hidden_states, median_ms
+from benchmarks.harness import (
+    DEVICE,
+    RESULTS,
+    RowsFile,
+    gemm_floor,
+    head_weight,
+    hidden_states,
+    median_ms,
+)
 from liger_chunked import LigerFusedLinearGRPOLoss, linear_token_stats
 from liger_chunked.engine import choose
 
@@ -63,13 +70,13 @@ def timed(loss: Step, leaves: tuple[Tensor, ...], smallest: int) -> float:
         choose.SMALLEST_OF_LIVE_ROWS = before
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> Path:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", default=SHAPES)
     parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     args = parser.parse_args(arguments)
-    rows = []
+    rows = RowsFile(args.out, "live_rows")
     for shape in args.shapes:
         n, h, v = map(int, shape.split(":"))
         x, weight = hidden_states(SEQUENCES, n // SEQUENCES, h).requires_grad_(), head_weight(v, h).requires_grad_()
@@ -87,10 +94,9 @@ def main(arguments: list[str] | None = None) -> None:
                     "products_ms": products,
                     "over_products": live / products,
                 }
-                rows.append(found)
+                rows.add(found)
                 print({k: round(f, 3) if isinstance(f, float) else f for k, f in found.items()}, flush=True)
-    if args.json:
-        args.json.write_text(json.dumps({"family": "live_rows", "environment": environment(), "rows": rows}, indent=1))
+    return rows.path
 
 
 if __name__ == "__main__":
