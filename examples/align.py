@@ -233,7 +233,7 @@ PRETRAINED = Settings(
     Phase("SFT", 24, 1e-4), Phase("DPO", 12, 1.5e-5), 8, 1024, 2**23, 2, trained_layers=15, share_prompts=True
 )
 PRETRAINED_ON_GPU = Settings(
-    Phase("SFT", 80, 2e-5), Phase("DPO", 80, 5e-6), 32, 1024, 2**26, 10, n_train=4000, n_held_out=500
+    Phase("SFT", 24, 2e-5), Phase("DPO", 40, 5e-6), 32, 1024, 2**26, 10, n_train=4000, n_held_out=500
 )
 
 
