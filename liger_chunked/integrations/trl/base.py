@@ -399,10 +399,12 @@ class ReferenceMixin(LigerTrainerMixin):
         weighs = SAMPLE_WEIGHT in (getattr(self.train_dataset, "column_names", None) or ())
         if loss is not None:
             self.data_collator = _WithWeights(self.data_collator)
-            if weighs and not hasattr(super(), "_set_signature_columns_if_needed"):
+            keeps_columns = hasattr(super(), "_set_signature_columns_if_needed") and hasattr(self, "_signature_columns")
+            if weighs and not keeps_columns:
                 raise RuntimeError(
-                    f"this release of transformers has no Trainer._set_signature_columns_if_needed, so the column "
-                    f"{SAMPLE_WEIGHT!r} of train_dataset would be dropped: remove it, or install an earlier release"
+                    "this release of transformers chooses columns in another way than its Trainer did in 5.24, so the "
+                    f"column {SAMPLE_WEIGHT!r} of train_dataset would be dropped: remove it, or install an earlier "
+                    "release"
                 )
         elif weighs:
             _LOGGER.warning(
@@ -413,8 +415,9 @@ class ReferenceMixin(LigerTrainerMixin):
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        if self.loss_override is not None and SAMPLE_WEIGHT not in self._signature_columns:
-            self._signature_columns = [*self._signature_columns, SAMPLE_WEIGHT]
+        columns = getattr(self, "_signature_columns", None)
+        if self.loss_override is not None and columns is not None and SAMPLE_WEIGHT not in columns:
+            self._signature_columns = [*columns, SAMPLE_WEIGHT]
 
     @classmethod
     def _check_precomputed(cls, loss: Any, args: Any) -> None:
