@@ -687,6 +687,13 @@ REFUSED = {
     "a-reference-of-kto": ("KTO", LigerFusedLinearKTOLoss(use_ref_model=False), "no reference, got a ref_model"),
     "no-beta": ("GRPO", LigerFusedLinearGRPOLoss(beta=0.1), r"beta=0.1: set GRPOConfig\(beta"),
     "no-beta-of-a-reference": ("GRPO", LigerFusedLinearGRPOLoss(surrogate="a2po"), r"set GRPOConfig\(beta=1.0\)"),
+    "a-temperature": ("DPO", LigerFusedLinearDPOLoss(temperature=2.0), "temperature=2.0, and LigerDPOTrainer"),
+    "another-temperature": ("KTO", LigerFusedLinearKTOLoss(temperature=0.5), "temperature=0.5, and LigerKTOTrainer"),
+    "whole-groups": (
+        "GRPO",
+        LigerFusedLinearGRPOLoss(surrogate="real", group_size=2),
+        "TRL shuffles the completions",
+    ),
     "a-sum": ("SFT", LigerFusedLinearCrossEntropyLoss(reduction="sum"), "a mean over tokens, got reduction='sum'"),
     "a-value-a-token": ("GKD", LigerFusedLinearJSDLoss(reduction="none"), "a mean over tokens, got reduction='none'"),
     "other-labels": ("GKD", LigerFusedLinearJSDLoss(ignore_index=-1), "the loss has ignore_index=-1"),

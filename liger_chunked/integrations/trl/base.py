@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -176,16 +177,25 @@ class LigerTrainerMixin(_Trainer):
     def gathered_mean(self, value: Tensor) -> float:
         return self.accelerator.gather_for_metrics(value.detach()).mean().item()
 
-    def own_metrics(self, metrics: Any) -> dict[str, float]:
-        """Return what the loss given as `loss` adds to the log, see `logged_metrics`."""
+    def own_metrics(self, metrics: Any, *, of_nothing: bool | None = None) -> dict[str, float]:
+        """Return what the loss given as `loss` adds to the log, see `logged_metrics`.
+
+        Args:
+            of_nothing: whether this rank skipped all sequences, so that its metrics have no value: the mean is that of
+                the other ranks, or NaN, which TRL does not log, if there is none. None: ranks skip none.
+        """
 
         def mean(x: float | Tensor) -> float:
-            return self.gathered_mean(torch.as_tensor(x, dtype=torch.float32, device=self.accelerator.device))
+            values = torch.as_tensor(x, dtype=torch.float32, device=self.accelerator.device)
+            if of_nothing is None:
+                return self.gathered_mean(values)
+            values = torch.full_like(values, math.nan) if of_nothing else values.detach()
+            return self.accelerator.gather_for_metrics(values).nanmean().item()
 
         return {name: mean(x) for name, x in self.loss_override.logged_metrics(metrics).items()}
 
-    def log_own_metrics(self, metrics: Any) -> None:
-        for name, value in self.own_metrics(metrics).items():
+    def log_own_metrics(self, metrics: Any, *, of_nothing: bool | None = None) -> None:
+        for name, value in self.own_metrics(metrics, of_nothing=of_nothing).items():
             self.mode_metrics[name].append(value)
 
     def global_mean(
@@ -411,6 +421,17 @@ class ReferenceMixin(LigerTrainerMixin):
                 "%s trains without the column %r: TRL's loss takes no weights of examples, one given as loss= does",
                 type(self).__name__,
                 SAMPLE_WEIGHT,
+            )
+
+    @classmethod
+    def _check_loss(cls, loss: Any) -> None:
+        super()._check_loss(loss)
+        temperature = loss.options.temperature
+        compares = loss.use_ref_model is not False or getattr(loss, "reference_point", None) == "kl"
+        if compares and temperature != 1.0:
+            raise ValueError(
+                f"{type(loss).__name__} has temperature={temperature}, and {cls.__name__} computes the reference's "
+                "log-probabilities at temperature 1: leave the temperature of the loss at 1"
             )
 
     def _set_signature_columns_if_needed(self) -> None:
