@@ -726,6 +726,16 @@ def test_a_reference_without_a_kl_term(tmp_path: Path, monkeypatch: pytest.Monke
     assert losses[0] == losses[1] and losses[0] != 0
 
 
+def test_a_reference_has_the_logits_dtype_of_the_loss(tmp_path: Path) -> None:
+    """Else the reference's logits are rounded and the policy's are not, and equal models have other rewards than 0."""
+    policy = tiny.model().bfloat16()
+    with torch.no_grad():
+        policy.lm_head.weight.mul_(8)
+    loss = LigerFusedLinearDPOLoss(logits_dtype=torch.float32)
+    log = run(tmp_path, "DPO", True, {"max_steps": 1}, model=policy, ref_model=copy.deepcopy(policy), loss=loss)
+    assert abs(log[0]["rewards/chosen"]) < 1e-5
+
+
 # One loss per trainer, and a non-default value for every field that it replaces.
 LOSS_OF = {
     "SFT": LigerFusedLinearCrossEntropyLoss,

@@ -111,7 +111,7 @@ class LigerTrainerMixin(_Trainer):
     def __init__(
         self, *args: Any, loss: nn.Module | None = None, logits_budget: int | float | str | None = None, **kwargs: Any
     ) -> None:
-        budget = budget_bytes(logits_budget)  # raises before loading
+        budget, logits_dtype = budget_bytes(logits_budget), None  # raises before loading
         config = _config(args, kwargs)
         if getattr(config, "use_liger_kernel", False):
             raise ValueError(
@@ -127,13 +127,18 @@ class LigerTrainerMixin(_Trainer):
                     f"loss, {type(loss).__name__}(..., logits_budget={logits_budget!r})"
                 )
             options: Any = loss.options
-            budget = options.logits_budget
+            # The heads' log-probabilities, of the old policy and the reference, are compared with those of the loss.
+            budget, logits_dtype = options.logits_budget, options.logits_dtype
         self.loss_override: Any = loss
         self.logits_budget = budget
         # TRL casts such a head itself, without an adapter.
         casts = getattr(config, "cast_lm_head_to_fp32", False)
         heads.check_has_methods(type(self), (*self.always_replaced, *(self.replaced_by_loss if loss else ())))
-        self._head_settings: Any = {"logits_budget": budget, "share_prefix": self.share_prefix}
+        self._head_settings: Any = {
+            "logits_budget": budget,
+            "logits_dtype": logits_dtype,
+            "share_prefix": self.share_prefix,
+        }
         trained = [] if loss is None else [(name, x) for name, x in loss.named_parameters() if x.requires_grad]
         with heads.chunked_heads(**self._head_settings), nullcontext() if casts else heads.lora_heads(type(self)):
             super().__init__(*args, **kwargs)
