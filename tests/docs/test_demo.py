@@ -91,7 +91,7 @@ def test_questions_to_a_pretrained_model(
     tokenizer = align.train_tokenizer(["What is the last word: river, table?"], 512)
     tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "before")
-    before = align.small_llama(2048)  # the head is larger than the layers, as in real models
+    before = align.small_llama(4096)  # the head is larger than the layers, as in real models
     before.save_pretrained(tmp_path / "before")
     monkeypatch.setattr(align, "PRETRAINED", replace(align.PRETRAINED, n_train=20, n_held_out=10, logits_budget=2**18))
     arguments = ["--sft-steps", "3", "--dpo-steps", "3", "--batch-size", "4", "--trained-layers", "1"]
