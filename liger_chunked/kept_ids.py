@@ -27,7 +27,9 @@ class KeptIds:
         offsets: (positions + 1,) integers from 0 to M: `ids[offsets[i] : offsets[i + 1]]` are those of position i. An
             empty slice stands for the whole vocabulary; at an ignored position it costs nothing.
 
-    Do not change the tensors in place: calls keep the order of the ids that they sorted for the first one.
+    Calls keep the order of the ids that they sorted for the first one, and sort again where a tensor was changed in
+    place. Do not change tensors that were made in inference mode, which counts no changes. A captured CUDA graph sorts
+    in each replay.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, shape or device.

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_chunked.device import is_capturing, is_on_gpu
 from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.known import assert_later
 from liger_chunked.engine.saved import savable, save, saved
@@ -25,6 +26,7 @@ from liger_chunked.kernels.kept import (
     kept_stats,
     write_kept_weight_grad,
 )
+from liger_chunked.private import version_of
 from liger_chunked.types import LogitOptions, LossHead, TokenStats, VocabShard, described
 
 # `mean_logits` and `log_sum_sq_probs` are of the whole vocabulary.
@@ -93,9 +95,12 @@ class _Layout:
     """What of kept ids does not depend on a target: computed once, however many calls get the same `KeptIds`.
 
     One sort, by id and then by token, finds ids that a position repeats, and is the order in which dW sums.
+
+    - `versions`: of the tensors when they were sorted
     """
 
     def __init__(self, kept: KeptIds) -> None:
+        self.versions = _versions(kept)
         n, m, device = max(1, kept.positions), kept.ids.shape[0], kept.ids.device
         self.ids, self.offsets = kept.ids.long().contiguous(), kept.offsets.long().contiguous()
         lengths = self.offsets.diff()
@@ -112,6 +117,20 @@ class _Layout:
 
 
 _LAYOUTS: weakref.WeakKeyDictionary[KeptIds, _Layout] = weakref.WeakKeyDictionary()
+
+
+def _versions(kept: KeptIds) -> tuple[int, int]:
+    return version_of(kept.ids), version_of(kept.offsets)
+
+
+def _layout_of(kept: KeptIds) -> _Layout:
+    if is_on_gpu(kept.ids) and is_capturing():
+        # Every replay sorts: the tensors may hold other ids by then. Until the first one, there is no order yet.
+        return _Layout(kept)
+    layout = _LAYOUTS.get(kept)
+    if layout is None or layout.versions != _versions(kept):  # changed in place: the order is that of other ids
+        layout = _LAYOUTS[kept] = _Layout(kept)
+    return layout
 
 
 def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, n_valid: int | None) -> Placed:
@@ -140,9 +159,7 @@ def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, n_va
         )
     if m and not n:
         raise ValueError(f"kept.offsets must rise from 0 to the number of ids, {m}, got one offset")
-    layout = _LAYOUTS.get(kept)
-    if layout is None:
-        layout = _LAYOUTS[kept] = _Layout(kept)
+    layout = _layout_of(kept)
     ids, offsets, tokens, has_entries = layout.ids, layout.offsets, layout.tokens, layout.has_entries
     first = offsets[:-1]
     # Entries of ignored positions get an id that no rank has: nothing of these positions is read.

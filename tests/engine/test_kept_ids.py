@@ -341,6 +341,25 @@ def test_ids_are_sorted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(sorts) == 2  # of another object
 
 
+@pytest.mark.parametrize("changed", ["ids", "offsets"])
+def test_ids_that_change_in_place(changed: str) -> None:
+    """Buffers that the ids of the next batch overwrite are sorted again."""
+    given = batch()
+    weight, target = given["weight"].requires_grad_(), given["target"].fill_(3)
+    everywhere = [[3, 5, 9, i + 10] for i in range(B * T)]
+    lists = {"ids": [ids[:1] + ids[:0:-1] for ids in everywhere], "offsets": [[3, 5], [*range(6)], *everywhere[2:]]}
+    kept, later = KeptIds.from_lists(everywhere), KeptIds.from_lists(lists[changed])
+    gradients = []
+    linear_token_stats(weight, given["input"], target, kept=kept)
+    for own, new in ((kept.ids, later.ids), (kept.offsets, later.offsets)):
+        own.copy_(new)
+    for ids in (kept, later):
+        logps = linear_token_stats(weight, given["input"], target, kept=ids).logps
+        assert logps is not None
+        gradients += torch.autograd.grad(logps.sum(), weight)
+    assert torch.equal(*gradients)
+
+
 @both_ways
 def test_the_host_waits_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For counts and checks of the ids, and for nothing else, in forward and backward."""
