@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -58,6 +58,22 @@ def base_of(x: Tensor) -> Tensor:
     """Return the tensor that `x` is a view of, or `x`. The fallback returns `x`: autograd protects leaves too."""
     base = getattr(x, "_base", None)
     return x if base is None else base
+
+
+@contextmanager
+def without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Take the hooks of leaves away inside the block, for a gradient that reaches them once more, and then with hooks.
+
+    Autograd reads the dict that the leaf holds. The fallback hides nothing: such a hook runs in the forward too.
+    """
+    hidden = [(hooks, dict(hooks)) for x in leaves if (hooks := getattr(x, "_backward_hooks", None))]
+    for hooks, _ in hidden:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in hidden:
+            hooks.update(kept)
 
 
 # Operations

@@ -224,9 +224,9 @@ PRIVATE = (
     ),
     Private(
         "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks",
-        "nn.Module",
-        "see what reads logits or activations",
-        "no head defers; MLPs overwrite nothing, and run their activation module",
+        "nn.Module, torch.Tensor",
+        "see what reads logits or activations; run a hook of a loss's parameter once",
+        "no head defers; MLPs overwrite nothing, and run their activation module; such a hook runs twice",
         "deferred patched in_tiles",
     ),
     Private(

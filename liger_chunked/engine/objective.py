@@ -14,6 +14,7 @@ from liger_chunked.engine.checks import other_leaves
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.rows import Rows
 from liger_chunked.kernels import nll, nll_has_kernel
+from liger_chunked.private import without_hooks
 from liger_chunked.types import DIFFERENTIABLE, TokenStats
 
 
@@ -181,7 +182,8 @@ def gradients_of(loss: Tensor, leaves: Mapping[str, Tensor]) -> tuple[dict[str, 
     found: tuple[Tensor | None, ...] = ()
     if loss.requires_grad:
         # Handing this small graph to autograd's worker thread takes longer than running it here.
-        with torch.autograd.set_multithreading_enabled(False):
+        # Hooks of parameters run in the backward of the loss, on the whole gradient.
+        with torch.autograd.set_multithreading_enabled(False), without_hooks(parameters):
             # With an upstream gradient, torch imports sympy.
             # A tensor that the caller computed from a parameter has a graph that the next chunk needs again.
             retained = True if parameters else None

@@ -263,6 +263,22 @@ def test_accumulation_copies_and_repeats(kind):
         value.backward()
 
 
+@by_budget
+def test_a_hook_of_a_parameter_runs_once_on_the_whole_gradient(budget):
+    make, _, batch = case("pairs")
+    loss, hooked = make(logits_budget=budget), make(logits_budget=budget)
+    seen = []
+    handle = hooked.log_beta.register_hook(lambda g: seen.append(g) or g / 3)
+    for one in (loss, hooked):
+        (2 * one(**batch)[0]).backward()
+    assert len(seen) == 1 and torch.equal(seen[0], loss.log_beta.grad)
+    assert torch.equal(hooked.log_beta.grad, loss.log_beta.grad / 3)
+    assert torch.equal(hooked.margin.grad, loss.margin.grad)
+    handle.remove()
+    hooked(**batch)[0].backward()
+    assert len(seen) == 1
+
+
 def test_a_step_of_an_optimizer_trains_the_parameter():
     make, _, batch = case("pairs")
     loss = make()
