@@ -82,8 +82,8 @@ class DeferredLogits(RecordedOperations):
         self._derived = False  # whether another one was made from this
         self._real: Tensor | None = None
         self._real_version = 0
-        # By name, and by whether they have a gradient.
-        self._stats: dict[tuple[str, bool], Tensor] = {}
+        # By name, and by whether they have a gradient; with their version, because a reader may change them in place.
+        self._stats: dict[tuple[str, bool], tuple[Tensor, int]] = {}
         # Tensors that the operation reads: their values are those of now.
         self._captured: list[tuple[Tensor, int]] = []
         call.stand_ins.append(weakref.ref(self))
@@ -373,9 +373,9 @@ class DeferredLogits(RecordedOperations):
     def _known(self, name: str, with_grad: bool) -> Tensor | None:
         """Return a statistic that was computed already, for these rows or for those that they were selected from."""
         for had_grad in (True,) if with_grad else (False, True):
-            if (name, had_grad) in self._stats:
-                known = self._stats[name, had_grad]
-                return known if with_grad else known.detach()
+            known, version = self._stats.get((name, had_grad), (None, 0))
+            if known is not None and version_of(known) == version:
+                return _own(known if with_grad else known.detach())
         origin = self._made_from
         if origin is None or not self._recorded.has_values_of(origin._recorded):
             return None
@@ -443,7 +443,7 @@ class DeferredLogits(RecordedOperations):
         found = {name: self._call.as_computed_now(getattr(stats, name)) for name in outputs}
         out = {name: x.reshape(target.shape).to(self.device) for name, x in found.items()}
         of_rows = {name: x for name, x in out.items() if name in _OF_ROWS}
-        self._stats.update({(name, self._wants_grad): x for name, x in of_rows.items()})
+        self._stats.update({(name, self._wants_grad): (_own(x), version_of(x)) for name, x in of_rows.items()})
         return {
             name: x.to(self.dtype) if name == "logps" and self._recorded.normalized else x for name, x in out.items()
         }
@@ -513,6 +513,11 @@ class DeferredLogits(RecordedOperations):
         return repr(self) if not spec else format(self.asked("format"), spec)
 
     __hash__ = object.__hash__
+
+
+def _own(x: Tensor) -> Tensor:
+    """Return a statistic that is kept for other readers: a copy in inference mode, which counts no changes in place."""
+    return x.clone() if x.is_inference() else x
 
 
 def _delegated(name: str) -> Any:

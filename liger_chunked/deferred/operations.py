@@ -76,7 +76,7 @@ class RecordedOperations(StandIn):
     _made_from: Any
     _derived: bool  # whether another one was made from this
     _in_place: list[Callable[[Tensor], Any]]  # changes that real logits get too
-    _stats: dict[tuple[str, bool], Tensor]
+    _stats: dict[tuple[str, bool], tuple[Tensor, int]]
 
     # What `DeferredLogits` adds
 
@@ -137,25 +137,26 @@ class RecordedOperations(StandIn):
 
     divide = true_divide = __truediv__ = div
 
-    def _scale_in_place(self, name: str, factor: Number, change: Callable[[Tensor], Any]) -> Any:
+    def _scale_in_place(self, name: str, other: Any, factor: Number) -> Any:
         """Scale a stand-in that nothing was made from, so that nothing else changes with it."""
         scaled = None
         alone = not (self.is_computed or self._derived or self._made_from is not None)
         if alone and not self._recorded.normalized and torch.is_grad_enabled() == self._call.grad:
             scaled = self._recorded.transform.times(factor)
         if scaled is None:
-            change(self.asked(name))
+            getattr(self.asked(name), name)(real(other))
         else:
             self._recorded = replace(self._recorded, transform=scaled)
-            self._in_place.append(change)
+            number = _number(other)  # of now: a tensor may change before the logits exist
+            self._in_place.append(lambda x: getattr(x, name)(number))
             self._stats.clear()
         return self
 
     def mul_(self, other: Any) -> Any:
-        return self._scale_in_place("mul_", _number(other), lambda x: x.mul_(real(other)))
+        return self._scale_in_place("mul_", other, _number(other))
 
     def div_(self, other: Any) -> Any:
-        return self._scale_in_place("div_", _inverse(_number(other)), lambda x: x.div_(real(other)))
+        return self._scale_in_place("div_", other, _inverse(_number(other)))
 
     __imul__, __itruediv__ = mul_, div_
 

@@ -851,6 +851,24 @@ def test_statistics_are_computed_once() -> None:
         z.log_softmax(-1).statistics(IDS, "entropy")
 
 
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+def test_a_statistic_that_its_reader_changes_in_place(mode: Any) -> None:
+    """As a metric does that subtracts a mean from its values: the next reader gets the value of the logits."""
+    for statistic in (lambda z: z.logsumexp(-1), lambda z: z.mean(-1), lambda z: z.argmax(-1)):
+        case = Case()
+        exact = statistic(case.head(case.x).detach())
+        defer_logits(case.head)
+        z = case.head(case.x)
+        with mode():
+            statistic(z)
+            for rows in (z, z[:], z.detach()):
+                found = statistic(rows)
+                torch.testing.assert_close(found.detach(), exact)
+                with torch.no_grad():
+                    found.zero_()
+        torch.testing.assert_close(statistic(z).detach(), exact)
+
+
 def test_rounded_logits_decide_their_own_argmax() -> None:
     """A scale rounds real logits once more, which can make the largest two equal: then the first one is returned."""
     case = Case()
@@ -892,6 +910,19 @@ def test_statistics_are_forgotten_with_a_scale() -> None:
     z.logsumexp(-1)
     z.mul_(2)
     torch.testing.assert_close(z.logsumexp(-1), exact)
+
+
+def test_a_scale_that_changes_after_it_was_multiplied_in_place() -> None:
+    case = Case()
+    exact = case.head(case.x).mul(2).div(3)
+    defer_logits(case.head)
+    factor, divisor = torch.tensor(2.0), torch.tensor(3.0)
+    z = case.head(case.x)
+    z *= factor
+    z /= divisor
+    factor.zero_(), divisor.zero_()
+    torch.testing.assert_close(z.logsumexp(-1), exact.logsumexp(-1))
+    assert torch.equal(z.tensor(), exact)
 
 
 # Kept before any head defers, as in torch's own tutorial.
