@@ -731,6 +731,11 @@ class Divergence:
     on_student: float = 0.0
     on_teacher: float = 0.0
 
+    def __post_init__(self) -> None:
+        # Kernels have no gradient by these: a trained one would get none, without an error.
+        for name in ("beta", "on_student", "on_teacher"):
+            check_number(name, getattr(self, name))
+
     @classmethod
     def jensen_shannon(cls, beta: float) -> Divergence:
         check_number("beta", beta)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.calls import entry_point, typed_like
+from liger_chunked.calls import check_constants, entry_point, typed_like
 from liger_chunked.engine import (
     ByAutograd,
     ClosedForm,
@@ -215,6 +215,10 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         if num_items is not None:
             n_items = checked_items(num_items, input, accumulation_dtype(weight.dtype))
         hard = self.weight_hard_loss if target is not None else 0.0
+        if not by_token:  # else autograd differentiates by them
+            check_constants(
+                type(self).__name__, [("weight_soft_loss", self.weight_soft_loss), ("weight_hard_loss", hard)]
+            )
         weights = LossWeights(self.weight_soft_loss / n_items, -hard / n_items if hard else None)
         dtype, has_target = compute_dtype(head, input), target is not None
         step = distillation_step(head, dtype, teacher, rows, weights, route, self.options, has_target)

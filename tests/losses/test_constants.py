@@ -159,6 +159,31 @@ def test_a_divergence_that_closes_over_a_trainable_tensor():
         Scaled()(**batch)
 
 
+@pytest.mark.parametrize("name", ["weight_soft_loss", "weight_hard_loss"])
+def test_a_weight_of_a_distillation_loss_that_is_trained(name):
+    """The reduced loss has no gradient by it, and says so; one loss a token has."""
+    batch = students(SMALL, seed=0)
+    batch["weight"].requires_grad_()
+    loss, by_token = losses.LigerFusedLinearJSDLoss(), losses.LigerFusedLinearJSDLoss(reduction="none")
+    for one in (loss, by_token):
+        setattr(one, name, nn.Parameter(torch.tensor(0.3, dtype=torch.float64)))
+    with pytest.raises(ValueError, match=f"LigerFusedLinearJSDLoss treats {name} as a constant, but it requires"):
+        loss(**batch)
+    values, metrics = by_token(**batch)
+    values.mean().backward()
+    torch.testing.assert_close(getattr(by_token, name).grad, getattr(metrics, name.removeprefix("weight_")).mean())
+    with torch.no_grad():
+        loss(**batch)
+
+
+def test_a_skew_that_is_trained():
+    """Kernels have no gradient by it."""
+    loss = losses.LigerFusedLinearKLDivLoss(skew=0.1)
+    loss.skew = nn.Parameter(torch.tensor(0.1))
+    with pytest.raises(TypeError, match="beta must be a number, got a tensor"):
+        loss(**students(SMALL, seed=0))
+
+
 def test_the_scale_of_a_student_has_a_gradient():
     batch = flat_students(SMALL, 0)
     shape = batch["input"].shape[:-1]
