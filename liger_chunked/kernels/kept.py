@@ -105,7 +105,7 @@ def kept_logits(x: Tensor, weight: Tensor, bias: Tensor | None, entries: Entries
             x_stride=x.stride(0),
             w_ptr=weight,
             w_stride=weight.stride(0),
-            bias_ptr=bias,
+            bias_ptr=None if bias is None else bias.contiguous(),
             ids_ptr=entries.ids,
             tokens_ptr=entries.tokens,
             out_ptr=out,

@@ -194,6 +194,14 @@ def test_tiles_of_logits(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.triton
+def test_a_bias_that_is_a_column(device: str) -> None:
+    entries = entries_of(lists(), device)
+    x, weight, matrix = (torch.randn(shape, device=device) for shape in ((N, H), (V, H), (V, 2)))
+    strided, contiguous = (kept.kept_logits(x, weight, bias, entries) for bias in (matrix[:, 1], matrix[:, 1].clone()))
+    assert torch.equal(strided, contiguous)
+
+
+@pytest.mark.triton
 def test_without_entries(device: str) -> None:
     entries = kept.Entries(*(torch.zeros(n, dtype=torch.int64, device=device) for n in (0, 3, 0, 2)))
     x, weight = torch.randn(2, H, device=device), torch.randn(V, H, device=device)
