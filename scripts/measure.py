@@ -61,11 +61,13 @@ def job(family: str, seconds: float, *arguments: str, module: str = "", gpus: in
 
 # Peers may take as long as they take: without them a run is not whole, and the job's own time bounds them.
 ALL_PEERS = ("--peer-seconds", "3600")
+# A step of a trainer takes 0.1 to 0.8 s: two more would cost 40 s, and change a median by less than two runs differ.
+THRICE = ("--repeats", "3")
 JOBS = (
     # README and home page.
-    job("trainers", 245, *ALL_PEERS),
+    job("trainers", 205, *ALL_PEERS, *THRICE),
     job("preference", 185, *ALL_PEERS),
-    job("trainers_shared", 120, *ALL_PEERS, "--share", module="trainers"),
+    job("trainers_shared", 110, *ALL_PEERS, *THRICE, "--share", module="trainers"),
     # The tables of docs/benchmarks.md, from the top.
     job("cross_entropy", 215, *ALL_PEERS),
     job("distillation", 125, *ALL_PEERS),
