@@ -84,7 +84,7 @@ class HeadGradients:
         self._wide_input = wide_input or self._half or head.shard is not None
         self._unit: Tensor | None = None
         self._dtypes = (input.dtype, head.weight.dtype, None if head.bias is None else head.bias.dtype)
-        self._nothing_yet = True
+        self._dw_is_unwritten = True
         self._wide = accumulation_dtype(plan.dtype)
         self._given_input = input if needs.input else None
         self._given_weight = head.weight if needs.weight else None
@@ -109,7 +109,7 @@ class HeadGradients:
         self._summed: Tensor | None = None  # this rank's part, if hidden states are scattered
         self._row_slice = slice(0, 0)
         self._live: Tensor | None = None  # rows of the open chunk that take part; None: all
-        self._has_rows = False  # whether any do
+        self._chunk_has_rows = False  # whether any do
         self._low_rank: HeadGradients | None = None
         self._chunk: tuple[Tensor, Tensor, Tensor | None] | None = None  # u, up and du of the open chunk
         if u is not None:
@@ -160,7 +160,7 @@ class HeadGradients:
             assert u is not None and up is not None
             self._chunk = u, up, self._low_rank.open_input(u, row_slice, one_slice, live=live)
         gradient, self._row_slice, self._live = self._input_gradient(), row_slice, live
-        self._has_rows = x.shape[0] > 0
+        self._chunk_has_rows = x.shape[0] > 0
         if gradient is None:
             return None
         dtype = accumulation_dtype(x.dtype) if self._wide_input or not one_slice else x.dtype
@@ -191,7 +191,7 @@ class HeadGradients:
     def _add_weight(self, out: Tensor, rows: slice, dz: Tensor, x: Tensor) -> None:
         opens, closes = rows.stop == x.shape[0], rows.start == 0
         if out.dtype == self._wide or (opens and closes):
-            accumulate(out, dz.t(), x if opens and closes else x[rows], first=opens and self._nothing_yet)
+            accumulate(out, dz.t(), x if opens and closes else x[rows], first=opens and self._dw_is_unwritten)
             return
         if opens:
             part_of_next.set("weight_grad")
@@ -237,16 +237,16 @@ class HeadGradients:
         assert weight is not None
         weight = along(weight, slice(0, exponentials.shape[1]))
         found = occurrences(target)
-        if not self._nothing_yet:  # early, to overlap the start of dX
+        if not self._dw_is_unwritten:  # early, to overlap the start of dX
             add_target_rows_(weight, target, found, target_scale, x)
-        accumulate(weight, exponentials.t(), scaled, first=self._nothing_yet)
-        if self._nothing_yet:
+        accumulate(weight, exponentials.t(), scaled, first=self._dw_is_unwritten)
+        if self._dw_is_unwritten:
             add_target_rows_(weight, target, found, target_scale, x)
 
     def close_chunk(self, dx: Tensor | None) -> None:
         row_slice, live, self._live = self._row_slice, self._live, None
-        if self._has_rows:
-            self._nothing_yet = False
+        if self._chunk_has_rows:
+            self._dw_is_unwritten = False
         if self._sum is not None:
             self._sum.wait()
             self._sum = None
@@ -272,7 +272,7 @@ class HeadGradients:
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """Return dX, dW, db, du and dup, in the parameters' dtypes, or float32 for float16."""
-        if self._nothing_yet:  # no row had a gradient
+        if self._dw_is_unwritten:  # no row had a gradient
             self._create_weight = torch.zeros
         grads: list[Tensor | None] = [self._input_gradient(), self.weight_gradient(), self._bias]
         self._input = self._weight = self._bias = self._given_input = self._given_weight = None

@@ -162,7 +162,7 @@ class HeadPass:
         return unround_logps_(logps, x, self.head, target, partial.max, partial.sum_exp, self.options, *of_rows)
 
     def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats, Tensor | None]:
-        """Return sums and statistics, and what `_unround` returns if log-probabilities need it no more."""
+        """Return sums and statistics, and what `_unround` returns (None: log-probabilities are not corrected yet)."""
         x, target, _, tiles, u, side = tokens
         if len(tiles) == 1:
             logits, (weight, bias, *_), exact = self._measure(x, tiles[0], u), self.head, None

@@ -128,8 +128,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         super().__init_subclass__(**kwargs)
         _check_unread(cls, cls.__name__)
 
-    def _made(self) -> None:
-        super()._made()
+    def _check_after_init(self) -> None:
+        super()._check_after_init()
         _check_unread(self, type(self).__name__)
 
     @abstractmethod

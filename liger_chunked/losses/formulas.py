@@ -30,7 +30,7 @@ def is_number(setting: float | Tensor, number: float) -> bool:
     return not isinstance(setting, Tensor) and setting == number
 
 
-def at(x: Tensor, *terms: PairTerm) -> Tensor:
+def sum_of_curves(x: Tensor, *terms: PairTerm) -> Tensor:
     """Return the sum of terms of one number `x` (n,) of each pair."""
     total: Tensor | None = None
     for term in terms:
@@ -56,7 +56,7 @@ def sum_of_terms(terms: Sequence[PairTerm], scores: Tensor, lengths: Tensor) -> 
     if "mean_margin" in used:
         chosen, rejected = (scores / lengths).unbind(-1)
         numbers["mean_margin"] = chosen - rejected
-    return functools.reduce(torch.add, [at(numbers[term.of], term) for term in terms])
+    return functools.reduce(torch.add, [sum_of_curves(numbers[term.of], term) for term in terms])
 
 
 Terms = tuple[PairTerm, ...]
