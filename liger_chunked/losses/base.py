@@ -1,3 +1,8 @@
+"""What losses share: checks of their settings after they are built, and the engine's call for token statistics.
+
+The checks run after `__init__`, because a subclass may set attributes after the base's `__init__` returned.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Mapping

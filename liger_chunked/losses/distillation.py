@@ -1,3 +1,8 @@
+"""The base of losses that compare the logits of a student and a teacher, token by token, beside a hard cross entropy.
+
+They have a loop of their own in the engine, because a divergence needs whole rows of both heads' logits.
+"""
+
 from __future__ import annotations
 
 import math

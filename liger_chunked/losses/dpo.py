@@ -1,3 +1,8 @@
+"""DPO, direct preference optimisation (https://arxiv.org/abs/2305.18290), and the losses that TRL has under its name.
+
+Most are sums of `PairTerm`, so that one table gives the PyTorch formula and the GPU kernel; others are functions.
+"""
+
 from __future__ import annotations
 
 import functools

@@ -1,3 +1,8 @@
+"""Formulas that several losses share: terms of pairs, log-odds, mixtures and sums over sequences.
+
+They are written to keep value and gradient finite and accurate where the plain formula overflows or loses digits.
+"""
+
 from __future__ import annotations
 
 import dataclasses

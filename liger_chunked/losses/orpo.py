@@ -1,3 +1,5 @@
+"""ORPO, odds ratio preference optimisation (https://arxiv.org/abs/2403.07691): an NLL with a penalty, no reference."""
+
 from __future__ import annotations
 
 from torch import Tensor

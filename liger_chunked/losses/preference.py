@@ -1,3 +1,8 @@
+"""The base of losses of pairs: it owns sums over sequences, the reference, the NLL term, the mean and metrics.
+
+A subclass has the loss of a pair alone. One that is a sum of terms runs in a kernel on a GPU, others by autograd.
+"""
+
 from __future__ import annotations
 
 import functools
