@@ -24,11 +24,13 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if first else out.addmm_(a, b)
     elif is_on_gpu(out) and out.dtype == torch.float32:
+        # The product keeps its float32 sums: it is not rounded before it is added, and no operand is copied to float32.
         if first:
             torch.mm(a, b, out_dtype=torch.float32, out=out)
         else:
             torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
     else:
+        # No product of 16-bit operands has a wider result here, so operands are copied: `a`, the larger one, in blocks.
         rows = max(1, UPCAST_BLOCK // max(a.shape[1], 1))
         b = b.to(out.dtype)
         for start in range(0, a.shape[0], rows):
@@ -88,11 +90,14 @@ class HeadGradients:
         self._wide = accumulation_dtype(plan.dtype)
         self._given_input = input if needs.input else None
         self._given_weight = head.weight if needs.weight else None
+        # A 16-bit dW to which chunks add would be rounded each time: only one that is written once has few bits.
         direct = plan.n_contributions <= 1 and not self._half and head.weight.dtype == plan.dtype
         self._weight_dtype = plan.dtype if direct else self._wide
         # Rows of ignored tokens must be zero.
         n_written = plan.rows.n_valid if plan.scattered is None else plan.scattered.n_own
         self._create_input = torch.empty if n_written == input.shape[0] else torch.zeros
+        # The first product overwrites dW, so zeros are only for what no product writes: the padding of a shard, or all
+        # of dW without tokens.
         is_padded = head.shard is not None and head.is_padded
         self._create_weight = torch.empty if plan.n_contributions and not is_padded else torch.zeros
         self._input: Tensor | None = None
@@ -121,6 +126,8 @@ class HeadGradients:
         """Divide gradients by `unit`; if it must grow, rescale dX, dW and db."""
         if not self._half:
             return gradients
+        # A power of two divides exactly. It may grow: a first chunk with no or small gradients does not fix a unit in
+        # which later ones would overflow.
         largest = torch.stack([g.abs().max() for g in gradients.values()]).max()
         unit = torch.exp2(largest.clamp(min=_SMALLEST_UNIT).log2().ceil())
         if self._unit is not None:
@@ -173,6 +180,7 @@ class HeadGradients:
         """Add a tile to dX, dW and db. Tiles come in reverse order."""
         rows, vocab = tile
         has_all_rows, has_all_columns = dz.shape[0] == x.shape[0], dz.shape[1] == weight.shape[0]
+        # dX first: the ranks of a split vocabulary sum it while dW is computed.
         if dx is not None:
             of_rows, of_columns = dx if has_all_rows else dx[rows], weight if has_all_columns else weight[vocab]
             accumulate(of_rows, dz, of_columns, first=vocab.stop == weight.shape[0])
@@ -240,7 +248,7 @@ class HeadGradients:
         if not self._dw_is_unwritten:  # early, to overlap the start of dX
             add_target_rows_(weight, target, found, target_scale, x)
         accumulate(weight, exponentials.t(), scaled, first=self._dw_is_unwritten)
-        if self._dw_is_unwritten:
+        if self._dw_is_unwritten:  # late, because the product above overwrote dW
             add_target_rows_(weight, target, found, target_scale, x)
 
     def close_chunk(self, dx: Tensor | None) -> None:
@@ -261,7 +269,7 @@ class HeadGradients:
             self._summed = None
         elif self._input_index is not None:
             index = along(self._input_index, row_slice)
-            if live is not None:
+            if live is not None:  # rows without a gradient are zero, and dX may be uninitialised
                 self._input.index_fill_(0, index, 0.0)
                 index = index[live]
             self._input.index_copy_(0, index, dx.to(self._input.dtype))
@@ -277,6 +285,7 @@ class HeadGradients:
         grads: list[Tensor | None] = [self._input_gradient(), self.weight_gradient(), self._bias]
         self._input = self._weight = self._bias = self._given_input = self._given_weight = None
         for i, (grad, dtype) in enumerate(zip(grads, self._dtypes, strict=True)):
+            # In float32 until the backward multiplied them by the loss scale: float16 could overflow.
             if grad is not None and self._half:
                 grads[i] = grad if self._unit is None else grad.mul_(self._unit)
             elif grad is not None and dtype is not None:

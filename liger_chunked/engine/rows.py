@@ -288,6 +288,7 @@ class GroupRows(Rows):
         if self.dense_index is not None:
             mask = self.mask
             assert mask is not None
+            # The host knows the number of tokens: `nonzero` would wait for the device to count them.
             dense_index = torch.nonzero_static(mask.reshape(-1), size=self.n_valid).view(-1)
             tokens = torch.arange(self.n_valid, device=device)
             token_at = torch.empty_like(order).scatter_(0, self.dense_index, tokens)  # by the target's position

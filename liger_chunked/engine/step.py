@@ -186,6 +186,7 @@ class GradientInForward(torch.autograd.Function):
             loss, ctx.gradients = step.run(input, HeadTensors(weight, bias, up, step.plan.shard), u, needs)
         if True in needs:
             ctx.like = [None if x is None else (x.shape, x.dtype) for x in (input, weight, bias, u, up)]
+            # No gradient needs it: with a saved tensor torch notices a backward of a freed graph.
             ctx.save_for_backward(loss)
         return loss
 
@@ -197,10 +198,11 @@ class GradientInForward(torch.autograd.Function):
         if not ctx.gradients:
             _ = ctx.saved_tensors  # raises if the graph was freed
         gradients = ctx.gradients
+        # `scale_` works in place, and another backward needs the gradients unscaled.
         if graph_is_retained():
             gradients = tuple(None if g is None else g.clone() for g in gradients)
         else:
-            ctx.gradients = None
+            ctx.gradients = None  # else dX and dW live as long as the loss
         scale_([g for g in gradients if g is not None], upstream)
         pairs = zip(gradients, ctx.like, strict=True)
         return *[None if g is None else _like(g, *like) for g, like in pairs], None, None
