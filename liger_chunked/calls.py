@@ -30,7 +30,7 @@ class LossType(ABCMeta):
     """The type of loss classes: `Loss(weight, input, ...)` evaluates the loss.
 
     A metaclass, because `__new__` cannot return what is no loss without the loss's `__init__` seeing the tensors, and a
-    base's `__init__` cannot check what a subclass's `__init__` does after it (`_made`).
+    base's `__init__` cannot check what a subclass's `__init__` does after it (`_check_after_init`).
     """
 
     @property
@@ -58,7 +58,7 @@ class LossType(ABCMeta):
                 raise
             raise explained from None
         if isinstance(loss, cls):
-            loss._made()
+            loss._check_after_init()
         return loss
 
 

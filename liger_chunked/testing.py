@@ -307,9 +307,9 @@ def full_loss(loss: nn.Module, batch: Batch) -> Tensor:
         values = token_stats(head.weight, x, rows.target, head.bias, outputs=outputs, ignore_index=-1, **transform)
         if class_weight is not None and "mean_logits" in values:
             values["mean_logits"] = (logits(head.weight, x, head.bias, **transform) * class_weight).mean(-1)
-        dense = rows.dense(TokenStats(**values), every)
+        dense = rows.for_objective(TokenStats(**values), every)
         detached = TokenStats(*(None if f is None else f.detach() for f in dense))
-        index = rows.index(every)
+        index = rows.group_index(every)
         aux = objective.value_and_grad(detached, index, with_gradient=False).aux
         return Fused(objective.loss(dense, index), rows.join([detached]), aux)
 

@@ -699,7 +699,7 @@ class PairTerm:
     - "square": `z ** 2`
     - "relu": `max(0, z)`
 
-    With the log-ratios `c` and `r` of chosen and rejected sequence, `x` is `of`
+    `of` names the number `x`. With the log-ratios `c` and `r` of chosen and rejected sequence, it is
 
     - "margin": `c - r`
     - "mean_margin": the same, each divided by its sequence's valid tokens

@@ -6,6 +6,7 @@ step                             the loop over chunks, and the autograd Function
 stats, saved                     linear_token_stats, and tensors that autograd keeps for its backward
 distillation                     a loop of its own, of a student and a teacher
 choose, cutting                  the one place that decides what runs; chunks and tiles within the budget, integers only
+compile_ahead                    a dry run that compiles the kernels of a new kind of step
 head, epilogue                   passes over a chunk: plain logits, fused epilogue
 filtered, token_pass, shard      plain logits that a sampler keeps, of one token at a time, of a rank's ids
 kept, kept_pass                  the ids that a sampler kept, by rows of the head, and by products
@@ -14,7 +15,9 @@ plan                             what the choice returns: `Plan`, and the `Token
 objective, pairs                 the loss of a chunk, and its gradient by the statistics
 rows, known, packed              which tokens count, in which order, and how values return to the batch
 scattered, sequence, collectives hidden states and sequences split over ranks, and what ranks send
-sampling                         which logits a sampler keeps
+adapter                          the low-rank term of an `AdaptedWeight`
+precision, hooks, side_stream    what surrounds products: no autocast, no hooks on saved tensors, a second stream
+sampling, candidates             which logits a sampler keeps, log-probabilities of ids that the caller names
 divergences, top_k, ranked       divergences of a tile of logits
 checks, once                     what a caller gave, and what ranks must agree on
 estimated                        what estimate_memory, which runs these on the meta device, tells them and is told

@@ -91,6 +91,7 @@ class Candidates:
         _, slope = transform_and_slope(raw, options.logit_scale, options.softcap, temperature)
         direct = upstream * (options.logit_scale / temperature)
         direct = direct if slope is None else direct * slope
+        # A clone, because `logits_grad_` overwrites what it gets, and the mask below reads the logits.
         values = logits_grad_(raw.clone(), position, cotangents, options, vocab_size) + direct
         values = values.masked_fill_(raw == -math.inf, 0.0)
         values = torch.where(inside, values, values.gather(1, first))

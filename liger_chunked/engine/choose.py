@@ -4,8 +4,8 @@
     for_statistics    `linear_token_stats`, whose backward comes later, in one chunk
     for_distillation  two heads, in chunks of the student and tiles of the teacher
 
-Each returns a `Plan`. `pass_of_loss` and `pass_of_statistics` then make what runs it: what is known only once the
-gradients are set up, whether dW is float32, decides there.
+Each returns a `Plan`. `pass_of_loss` and `pass_of_statistics` then make what runs it. They come later, because whether
+dW is float32 is known only then.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def _layout_of_loss(
     if may_use_epilogue:
         serves = functools.partial(epilogue.serves, budget.hidden_size, options, differentiates)
         is_one_chunk = len(cut.chunks) == 1
-        # Ranks that split sequences must cut the same chunks, but each would judge its own tiles.
+        # Ranks that split sequences must cut the same chunks. What follows decides by the sizes of this rank's tiles,
+        # which differ between ranks: one might cut again, and another not.
         if not ranks_cut_alike and (is_one_chunk or bytes_per_logit > budget.itemsize):
             # The epilogue keeps exponentials in the products' dtype, never float32 logits, and no whole batch of them.
             # 0 tokens: not in one chunk.

@@ -58,6 +58,7 @@ def compile_ahead(
     )  # fmt: skip
     if kind in _compiled or not rows.n_valid or (is_on_gpu(input) and is_capturing()):
         return
+    # Before the attempt, because a dry run that fails would fail, and warn, in every step.
     _compiled.add(kind)
     try:
         with torch.no_grad(), compiled_together(input.device):

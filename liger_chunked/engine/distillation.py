@@ -158,6 +158,7 @@ class DistillationStep:
                 if teacher is not None:
                     teacher.open(chunk.row_slice)
                 start = chunk.row_slice.start
+                # Without tokens, an empty tile: `join` needs the values of one.
                 for in_chunk, _ in plan.tiles[i] or (Tile(slice(0, 0), slice(0, 0)),):
                     row_slice = slice(start + in_chunk.start, start + in_chunk.stop)
                     parts.append(self._measure(along(logits, in_chunk), row_slice, teacher, grads, upstream))

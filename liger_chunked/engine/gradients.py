@@ -24,11 +24,13 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if first else out.addmm_(a, b)
     elif is_on_gpu(out) and out.dtype == torch.float32:
+        # The product keeps its float32 sums: it is not rounded before it is added, and no operand is copied to float32.
         if first:
             torch.mm(a, b, out_dtype=torch.float32, out=out)
         else:
             torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
     else:
+        # No product of 16-bit operands has a wider result here, so operands are copied: `a`, the larger one, in blocks.
         rows = max(1, UPCAST_BLOCK // max(a.shape[1], 1))
         b = b.to(out.dtype)
         for start in range(0, a.shape[0], rows):
@@ -84,15 +86,18 @@ class HeadGradients:
         self._wide_input = wide_input or self._half or head.shard is not None
         self._unit: Tensor | None = None
         self._dtypes = (input.dtype, head.weight.dtype, None if head.bias is None else head.bias.dtype)
-        self._nothing_yet = True
+        self._dw_is_unwritten = True
         self._wide = accumulation_dtype(plan.dtype)
         self._given_input = input if needs.input else None
         self._given_weight = head.weight if needs.weight else None
+        # A 16-bit dW to which chunks add would be rounded each time: only one that is written once has few bits.
         direct = plan.n_contributions <= 1 and not self._half and head.weight.dtype == plan.dtype
         self._weight_dtype = plan.dtype if direct else self._wide
         # Rows of ignored tokens must be zero.
         n_written = plan.rows.n_valid if plan.scattered is None else plan.scattered.n_own
         self._create_input = torch.empty if n_written == input.shape[0] else torch.zeros
+        # The first product overwrites dW, so zeros are only for what no product writes: the padding of a shard, or all
+        # of dW without tokens.
         is_padded = head.shard is not None and head.is_padded
         self._create_weight = torch.empty if plan.n_contributions and not is_padded else torch.zeros
         self._input: Tensor | None = None
@@ -109,7 +114,7 @@ class HeadGradients:
         self._summed: Tensor | None = None  # this rank's part, if hidden states are scattered
         self._row_slice = slice(0, 0)
         self._live: Tensor | None = None  # rows of the open chunk that take part; None: all
-        self._has_rows = False  # whether any do
+        self._chunk_has_rows = False  # whether any do
         self._low_rank: HeadGradients | None = None
         self._chunk: tuple[Tensor, Tensor, Tensor | None] | None = None  # u, up and du of the open chunk
         if u is not None:
@@ -121,6 +126,8 @@ class HeadGradients:
         """Divide gradients by `unit`; if it must grow, rescale dX, dW and db."""
         if not self._half:
             return gradients
+        # A power of two divides exactly. It may grow: a first chunk with no or small gradients does not fix a unit in
+        # which later ones would overflow.
         largest = torch.stack([g.abs().max() for g in gradients.values()]).max()
         unit = torch.exp2(largest.clamp(min=_SMALLEST_UNIT).log2().ceil())
         if self._unit is not None:
@@ -160,7 +167,7 @@ class HeadGradients:
             assert u is not None and up is not None
             self._chunk = u, up, self._low_rank.open_input(u, row_slice, one_slice, live=live)
         gradient, self._row_slice, self._live = self._input_gradient(), row_slice, live
-        self._has_rows = x.shape[0] > 0
+        self._chunk_has_rows = x.shape[0] > 0
         if gradient is None:
             return None
         dtype = accumulation_dtype(x.dtype) if self._wide_input or not one_slice else x.dtype
@@ -173,6 +180,7 @@ class HeadGradients:
         """Add a tile to dX, dW and db. Tiles come in reverse order."""
         rows, vocab = tile
         has_all_rows, has_all_columns = dz.shape[0] == x.shape[0], dz.shape[1] == weight.shape[0]
+        # dX first: the ranks of a split vocabulary sum it while dW is computed.
         if dx is not None:
             of_rows, of_columns = dx if has_all_rows else dx[rows], weight if has_all_columns else weight[vocab]
             accumulate(of_rows, dz, of_columns, first=vocab.stop == weight.shape[0])
@@ -191,7 +199,7 @@ class HeadGradients:
     def _add_weight(self, out: Tensor, rows: slice, dz: Tensor, x: Tensor) -> None:
         opens, closes = rows.stop == x.shape[0], rows.start == 0
         if out.dtype == self._wide or (opens and closes):
-            accumulate(out, dz.t(), x if opens and closes else x[rows], first=opens and self._nothing_yet)
+            accumulate(out, dz.t(), x if opens and closes else x[rows], first=opens and self._dw_is_unwritten)
             return
         if opens:
             part_of_next.set("weight_grad")
@@ -237,16 +245,16 @@ class HeadGradients:
         assert weight is not None
         weight = along(weight, slice(0, exponentials.shape[1]))
         found = occurrences(target)
-        if not self._nothing_yet:  # early, to overlap the start of dX
+        if not self._dw_is_unwritten:  # early, to overlap the start of dX
             add_target_rows_(weight, target, found, target_scale, x)
-        accumulate(weight, exponentials.t(), scaled, first=self._nothing_yet)
-        if self._nothing_yet:
+        accumulate(weight, exponentials.t(), scaled, first=self._dw_is_unwritten)
+        if self._dw_is_unwritten:  # late, because the product above overwrote dW
             add_target_rows_(weight, target, found, target_scale, x)
 
     def close_chunk(self, dx: Tensor | None) -> None:
         row_slice, live, self._live = self._row_slice, self._live, None
-        if self._has_rows:
-            self._nothing_yet = False
+        if self._chunk_has_rows:
+            self._dw_is_unwritten = False
         if self._sum is not None:
             self._sum.wait()
             self._sum = None
@@ -261,7 +269,7 @@ class HeadGradients:
             self._summed = None
         elif self._input_index is not None:
             index = along(self._input_index, row_slice)
-            if live is not None:
+            if live is not None:  # rows without a gradient are zero, and dX may be uninitialised
                 self._input.index_fill_(0, index, 0.0)
                 index = index[live]
             self._input.index_copy_(0, index, dx.to(self._input.dtype))
@@ -272,11 +280,12 @@ class HeadGradients:
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """Return dX, dW, db, du and dup, in the parameters' dtypes, or float32 for float16."""
-        if self._nothing_yet:  # no row had a gradient
+        if self._dw_is_unwritten:  # no row had a gradient
             self._create_weight = torch.zeros
         grads: list[Tensor | None] = [self._input_gradient(), self.weight_gradient(), self._bias]
         self._input = self._weight = self._bias = self._given_input = self._given_weight = None
         for i, (grad, dtype) in enumerate(zip(grads, self._dtypes, strict=True)):
+            # In float32 until the backward multiplied them by the loss scale: float16 could overflow.
             if grad is not None and self._half:
                 grads[i] = grad if self._unit is None else grad.mul_(self._unit)
             elif grad is not None and dtype is not None:

@@ -141,6 +141,8 @@ class HeadPass:
         if "candidates" in side:
             self._candidates = Candidates(side["candidates"], self.logits_dtype)
         partial, stats, scale = self._reduce(tokens)
+        # A 16-bit product rounds each logit, and a sequence adds up the errors of its targets: these are computed again
+        # in float32 (docs/numerics.md).
         if scale is None and stats.logps is not None and self.logits_dtype in (torch.bfloat16, torch.float16):
             scale = self._unround(stats.logps, tokens, partial)
         self.normalisers = LogitsCotangents(partial.max, partial.sum_exp, scale, entropy_value=stats.entropy)
@@ -162,7 +164,7 @@ class HeadPass:
         return unround_logps_(logps, x, self.head, target, partial.max, partial.sum_exp, self.options, *of_rows)
 
     def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats, Tensor | None]:
-        """Return sums and statistics, and what `_unround` returns if log-probabilities need it no more."""
+        """Return sums and statistics, and what `_unround` returns (None: log-probabilities are not corrected yet)."""
         x, target, _, tiles, u, side = tokens
         if len(tiles) == 1:
             logits, (weight, bias, *_), exact = self._measure(x, tiles[0], u), self.head, None
@@ -208,12 +210,14 @@ class HeadPass:
 
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         assert self.grads is not None and self.normalisers is not None
+        # A chunk that the loss ignores runs too: its rows of dX, and maybe all of dW, may be uninitialised.
         gradients = gradients or {"logps": torch.zeros_like(self.normalisers.max)}
         count = LiveCount.start(gradients) if self.skips_rows else None
         gradients = self.grads.normalize(gradients)
         x, target, row_slice, tiles, u, side = tokens
         upstream, candidates = gradients.pop("candidate_logps", None), None
         if upstream is not None:
+            # The log-probability of a candidate is its logit minus lse: lse gets the sum of their gradients.
             gradients["lse"] = gradients.get("lse", 0.0) - upstream.sum(1)
             candidates = Candidates(side["candidates"], self.logits_dtype)
         cotangents = self.normalisers._replace(**gradients, temperature=side.get("temperature"))

@@ -58,8 +58,8 @@ class Objective:
             rows: the step's.
             with_gradient: whether gradients are wanted.
         """
-        values = rows.dense(stats, chunk)
-        share = self.value_and_grad(values, rows.index(chunk), with_gradient)
+        values = rows.for_objective(stats, chunk)
+        share = self.value_and_grad(values, rows.group_index(chunk), with_gradient)
         gradients = {name: rows.compact(g, chunk) for name, g in share.gradients.items()}
         return share._replace(gradients=gradients, values=values)
 

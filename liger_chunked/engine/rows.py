@@ -6,7 +6,7 @@
     rows = rows.in_group_order()                for a step of several chunks
 
     x = rows.take(hidden, chunk.row_slice)      a chunk's hidden states
-    dense = rows.dense(statistics, chunk)       what the objective of its groups sees
+    v = rows.for_objective(statistics, chunk)   what the objective of its groups sees
     g = rows.compact(gradient, chunk)           the gradient, one value per token again
     values = rows.join(parts)                   the values of all chunks
 
@@ -117,7 +117,7 @@ class Rows(abc.ABC):
         groups: None if groups are tokens.
         sequence_length: rows of a sequence of the input, or all rows of a packed one: ranks that split hidden states
             split these evenly.
-        split: None unless ranks split sequences. All else then describes the whole batch.
+        split: None unless ranks split sequences. All other fields then describe the whole batch.
         host_may_sync: whether the host may wait for the device, because the caller has given no counts.
     """
 
@@ -204,15 +204,15 @@ class Rows(abc.ABC):
         """Return dense values from a tensor stacked like the target, or one with a value for each sequence."""
 
     @abc.abstractmethod
-    def dense(self, values: Values, chunk: Chunk) -> Values:
+    def for_objective(self, values: Values, chunk: Chunk) -> Values:
         """Return what the objective of a chunk sees: a NamedTuple of tensors, from one of compact (len,) tensors."""
 
     @abc.abstractmethod
     def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
-        """Return a chunk's values (len,) from a tensor like those of `dense`."""
+        """Return a chunk's values (len,) from a tensor like those of `for_objective`."""
 
     @abc.abstractmethod
-    def index(self, chunk: Chunk) -> slice | Tensor:
+    def group_index(self, chunk: Chunk) -> slice | Tensor:
         """Return what selects the chunk's groups from dense values of the batch."""
 
     @abc.abstractmethod
@@ -238,7 +238,7 @@ def _computed(stats: TokenStats) -> dict[str, Tensor]:
 
 @dataclass(eq=False)
 class TokenRows(Rows):
-    """Groups are tokens. The objective sees compact values, and `index` selects these from dense ones."""
+    """Groups are tokens. The objective sees compact values, and `group_index` selects these from dense ones."""
 
     def on_this_rank(self, whole_batch: bool = False) -> Rows:
         if self.split is None:
@@ -251,13 +251,13 @@ class TokenRows(Rows):
     def arrange(self, x: Tensor) -> Tensor:
         return x.reshape(self.dense_shape)
 
-    def dense(self, values: Values, chunk: Chunk) -> Values:
+    def for_objective(self, values: Values, chunk: Chunk) -> Values:
         return values
 
     def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
         return dense.contiguous()
 
-    def index(self, chunk: Chunk) -> slice | Tensor:
+    def group_index(self, chunk: Chunk) -> slice | Tensor:
         return chunk.row_slice if self.dense_index is None else self.dense_index[chunk.row_slice]
 
     def join(self, parts: list[Any]) -> Any:
@@ -288,6 +288,7 @@ class GroupRows(Rows):
         if self.dense_index is not None:
             mask = self.mask
             assert mask is not None
+            # The host knows the number of tokens: `nonzero` would wait for the device to count them.
             dense_index = torch.nonzero_static(mask.reshape(-1), size=self.n_valid).view(-1)
             tokens = torch.arange(self.n_valid, device=device)
             token_at = torch.empty_like(order).scatter_(0, self.dense_index, tokens)  # by the target's position
@@ -300,7 +301,7 @@ class GroupRows(Rows):
             return flat.view(sequences, n_groups, length).transpose(0, 1)
         return flat.view(n_groups, sequences, length)
 
-    def _index_in(self, chunk: Chunk) -> Tensor | None:
+    def _position_in_chunk(self, chunk: Chunk) -> Tensor | None:
         """Return the places of a chunk's tokens in the flattened dense values of its groups."""
         first_group = chunk.group_slice.start
         if self.dense_index is None or first_group == 0:
@@ -310,9 +311,9 @@ class GroupRows(Rows):
     def arrange(self, x: Tensor) -> Tensor:
         return x.unflatten(0, (self.dense_shape[1], -1)).transpose(0, 1)
 
-    def dense(self, values: Values, chunk: Chunk) -> Values:
+    def for_objective(self, values: Values, chunk: Chunk) -> Values:
         n_groups = chunk.group_slice.stop - chunk.group_slice.start
-        index = self._index_in(chunk)
+        index = self._position_in_chunk(chunk)
         if index is not None:
             n_positions = n_groups * math.prod(self.dense_shape[1:])
             values = mapped(lambda x: _spread(x, index, n_positions), values)
@@ -320,10 +321,10 @@ class GroupRows(Rows):
 
     def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
         flat = (dense.transpose(0, 1) if self.groups.stacked else dense).reshape(-1)
-        index = self._index_in(chunk)
+        index = self._position_in_chunk(chunk)
         return (flat if index is None else flat.index_select(0, index)).contiguous()
 
-    def index(self, chunk: Chunk) -> slice | Tensor:
+    def group_index(self, chunk: Chunk) -> slice | Tensor:
         return chunk.group_slice
 
     def join(self, parts: list[Any]) -> Any:
@@ -348,8 +349,8 @@ class TokenShares(TokenRows):
     ranks: SequenceSplit = field(kw_only=True)
     gathers_statistics: ClassVar[bool] = True
 
-    def index(self, chunk: Chunk) -> slice | Tensor:
-        local = super().index(chunk)
+    def group_index(self, chunk: Chunk) -> slice | Tensor:
+        local = super().group_index(chunk)
         if isinstance(local, slice):
             assert self.target is not None  # a loss without one has no objective
             local = torch.arange(local.start, local.stop, device=self.target.device)
@@ -376,7 +377,7 @@ class GatheredTokens(TokenRows):
     batch_rows: TokenRows = field(kw_only=True)  # of all ranks
     gathers_statistics: ClassVar[bool] = True
 
-    def dense(self, values: Values, chunk: Chunk) -> Values:
+    def for_objective(self, values: Values, chunk: Chunk) -> Values:
         gathered, index = _gather_tokens(mapped(self.scatter, values), self.ranks), self.batch_rows.dense_index
         return gathered if index is None else mapped(lambda x: x[index], gathered)
 
@@ -384,9 +385,9 @@ class GatheredTokens(TokenRows):
         local = self.ranks.local_positions(self.batch_rows.scatter(dense))
         return local if self.dense_index is None else local[self.dense_index]
 
-    def index(self, chunk: Chunk) -> slice | Tensor:
+    def group_index(self, chunk: Chunk) -> slice | Tensor:
         all_tokens = slice(0, self.batch_rows.n_valid)
-        return self.batch_rows.index(Chunk(all_tokens, all_tokens))
+        return self.batch_rows.group_index(Chunk(all_tokens, all_tokens))
 
     def join(self, parts: list[Any]) -> Any:
         return self.batch_rows.join(parts)
@@ -400,8 +401,8 @@ class GatheredGroups(GroupRows):
     gathers_statistics: ClassVar[bool] = True
     ranks_cut_alike: ClassVar[bool] = True
 
-    def dense(self, values: Values, chunk: Chunk) -> Values:
-        return self.ranks.whole_values(super().dense(values, chunk))
+    def for_objective(self, values: Values, chunk: Chunk) -> Values:
+        return self.ranks.whole_values(super().for_objective(values, chunk))
 
     def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
         return super().compact(dense[..., self.ranks.local_slice], chunk)

@@ -27,6 +27,7 @@ class ShardedPass(HeadPass):
         return self.head.shard
 
     def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats, Tensor | None]:
+        # In rank order on every rank, so that all get the same bits.
         partial = functools.reduce(merge, gather(self._partial(tokens), self._shard.group))
         if self._candidates is not None:
             sum_disjoint_(self._candidates.logits, self._shard.group)
@@ -38,6 +39,7 @@ class ShardedPass(HeadPass):
         both = logps.new_zeros(2, logps.shape[0])
         if columns:
             target = tokens.target - self._shard.start
+            # A clone: the correction is in place, and targets of other ranks are clamped to a row that is not theirs.
             own = logps.clone()
             scale = super()._unround(own, tokens._replace(target=target.clamp(0, columns - 1)), partial)
             both = torch.where((target >= 0) & (target < columns), torch.stack([own, scale]), 0.0)

@@ -116,6 +116,8 @@ class _LinearTokenStats(torch.autograd.Function):
         of_pass = head_pass.pop_tensors()
         inputs = {"input": input, "weight": weight, "bias": bias, "u": u, "up": up}
         save(ctx, inputs=inputs, head_pass=of_pass, plan=savable(plan.tensors()))
+        # The pass holds the last tile of logits, which hooks on saved tensors, as of a checkpoint, do not see. Under
+        # hooks the backward projects it again.
         ctx.head_pass = None if hooks_active() else head_pass
         ctx.plan = plan.without_tensors()
         differentiable = (*DIFFERENTIABLE, "candidate_logps")

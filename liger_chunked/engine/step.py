@@ -66,8 +66,9 @@ class StatisticsStep:
     # Whether to differentiate the loss by tensors that the objective holds: the caller's grad mode.
     trains_objective: bool = False
     owner: Any = None  # the loss's module, whose parameters have names in messages
-    aux: Any = field(default=None, init=False)  # that of `Share`, of all groups
-    of_parameters: dict[Tensor, Tensor] = field(default_factory=dict, init=False)  # as in `Share`, of all groups
+    aux: Any = field(default=None, init=False)  # what the objective computed of all groups (`Share.aux`), joined
+    # Gradients by tensors that the objective holds (`Share.of_parameters`), summed over chunks.
+    of_parameters: dict[Tensor, Tensor] = field(default_factory=dict, init=False)
 
     def run(
         self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
@@ -185,6 +186,7 @@ class GradientInForward(torch.autograd.Function):
             loss, ctx.gradients = step.run(input, HeadTensors(weight, bias, up, step.plan.shard), u, needs)
         if True in needs:
             ctx.like = [None if x is None else (x.shape, x.dtype) for x in (input, weight, bias, u, up)]
+            # No gradient needs it: with a saved tensor torch notices a backward of a freed graph.
             ctx.save_for_backward(loss)
         return loss
 
@@ -196,10 +198,11 @@ class GradientInForward(torch.autograd.Function):
         if not ctx.gradients:
             _ = ctx.saved_tensors  # raises if the graph was freed
         gradients = ctx.gradients
+        # `scale_` works in place, and another backward needs the gradients unscaled.
         if graph_is_retained():
             gradients = tuple(None if g is None else g.clone() for g in gradients)
         else:
-            ctx.gradients = None
+            ctx.gradients = None  # else dX and dW live as long as the loss
         scale_([g for g in gradients if g is not None], upstream)
         pairs = zip(gradients, ctx.like, strict=True)
         return *[None if g is None else _like(g, *like) for g, like in pairs], None, None
@@ -332,12 +335,13 @@ def loss_of_kept(
         head, input, target, kept, outputs, options, temperature, n_valid=n_valid, sparse_weight_grad=sparse_weight_grad
     )
     dense = mapped(lambda x: _whole_with_gradient(x.view(target.shape), sequences).reshape(rows.dense_shape), flat)
-    every = Chunk(slice(0, rows.n_valid), slice(0, rows.dense_shape[0]))
+    whole_batch = Chunk(slice(0, rows.n_valid), slice(0, rows.dense_shape[0]))
     values = dense
     if rows.groups is None and (places := rows.dense_index) is not None:
         values = mapped(lambda x: x[places], dense)
     if isinstance(sequences, SequenceSplit):
-        alone = objective.loss(mapped(Tensor.detach, values), rows.index(every))  # a graph without weight and input
-        _refuse_parameters_of_split_sequences(other_leaves(alone, ()), owner)
-    loss = objective.loss(values, rows.index(every)).to(accumulation_dtype(input.dtype))
+        # Its graph has neither weight nor input, so its leaves are what the loss itself holds.
+        loss_without_head = objective.loss(mapped(Tensor.detach, values), rows.group_index(whole_batch))
+        _refuse_parameters_of_split_sequences(other_leaves(loss_without_head, ()), owner)
+    loss = objective.loss(values, rows.group_index(whole_batch)).to(accumulation_dtype(input.dtype))
     return Fused(loss, mapped(Tensor.detach, dense), None)

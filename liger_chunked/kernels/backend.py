@@ -285,7 +285,7 @@ def row_blocks(x: Tensor) -> Iterator[slice]:
 
 
 def grid_of_rows(n_rows: int, blocks: int) -> tuple[int, int, int]:
-    """Return a grid, row by row (docs/tuning.md)."""
+    """Return a grid, row by row: programs that run at once access nearby memory (docs/tuning.md, Order of blocks)."""
     y = min(n_rows, _MOST_ROWS)
     return blocks, y, -(-n_rows // y)
 

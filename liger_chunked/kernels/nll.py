@@ -19,6 +19,7 @@ from liger_chunked.kernels.tuning.generic import NLL
 def _nll_kernel(
     logps_ptr, divisor_ptr, grad_ptr, loss_ptr, rounded_ptr, n_tokens, divisor: tl.float64, BLOCK: tl.constexpr
 ):  # fmt: skip
+    # float64, like a Python float: as a float32 argument the divisor would be rounded before the gradient is.
     if divisor_ptr is not None:
         divisor = tl.load(divisor_ptr).to(tl.float64)
     part = tl.program_id(0).to(tl.int64)
@@ -26,6 +27,8 @@ def _nll_kernel(
         places = part * BLOCK + tl.arange(0, BLOCK)
         gradient = tl.full([BLOCK], 0.0, tl.float64) - 1.0 / divisor
         tl.store(grad_ptr + places, gradient.to(tl.float32), mask=places < n_tokens)
+    # One program adds all tokens, in one order: atomics would change bits from run to run, and one more launch takes
+    # longer than this loop.
     if part == 0:
         total = tl.zeros([BLOCK], tl.float64)
         for start in range(0, n_tokens, BLOCK):

@@ -58,6 +58,7 @@ def _product(x_desc, w_desc, row_block, col_block, hidden, ROWS: tl.constexpr, C
 @jit
 def _place(block, row_blocks, group_size, GROUP: tl.constexpr):
     """Return a block's row and column."""
+    # GROUP blocks of rows take turns at a block of columns, so that they read its weights from the L2 cache.
     first = block // group_size * GROUP
     height = min(row_blocks - first, GROUP)
     return first + block % group_size % height, block % group_size // height

@@ -57,11 +57,13 @@ def _survey_triton(target: Tensor, ignore_index: int, to_read: bool) -> Survey:
     block = block_size(n_cols, most)
     shape = 3, n_rows, -(-n_cols // block)
     summary = torch.empty(shape, dtype=torch.int64, device=target.device)
-    # docs/tuning.md
+    # The kernel writes to the host's memory: a copy would take half of the 80 µs between launch and answer
+    # (docs/tuning.md).
     on_host = None
     if to_read and is_on_gpu(target):
         on_host = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True)
     launch = (n_rows, shape[2], 1), (target, mask, summary, on_host), (n_cols, ignore_index, block), num_warps
+    # The first survey runs in torch, so that its kernel compiles in a thread, together with those of the step.
     if to_read and _survey_kernel.postpone(*launch):
         return _survey_torch(target, ignore_index)
     _survey_kernel(*launch)

@@ -57,6 +57,8 @@ def moved_logp(
     z = transform_block(z, scale, softcap, inv_temperature)
     moved = (z - top) - tl.log(sum_exp) - logp
     left = _one_minus_exp(logp)
+    # Log-odds are the target's logit minus the log-sum of the others' exponentials, so they move by as much as the
+    # logit.
     odds = logp - tl.log(left) + moved
     # exact = log sigmoid(odds), exactly_left = sigmoid(-odds)
     small = tl.exp(-tl.abs(odds))

@@ -1,3 +1,8 @@
+"""What losses share: checks of their settings after they are built, and the engine's call for token statistics.
+
+The checks run after `__init__`, because a subclass may set attributes after the base's `__init__` returned.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -49,7 +54,7 @@ class FusedLoss(nn.Module, metaclass=LossType):
         """
         return {}
 
-    def _made(self) -> None:
+    def _check_after_init(self) -> None:
         if "training" not in vars(self) or not hasattr(self, "options"):
             name = type(self).__name__
             raise RuntimeError(f"{name}.__init__ does not call super().__init__(): call it first, with beta and so on")
@@ -66,8 +71,8 @@ class StatsLoss(FusedLoss):
         super().__init_subclass__(**kwargs)
         check_declared(cls, cls.__name__, cls._statistics, cls._scopes)
 
-    def _made(self) -> None:
-        super()._made()
+    def _check_after_init(self) -> None:
+        super()._check_after_init()
         check_declared(self, type(self).__name__, self._statistics, self._scopes)
 
     @property

@@ -1,3 +1,8 @@
+"""BCO, binary classifier optimisation: a logistic loss of each labelled sequence (https://arxiv.org/abs/2404.04656).
+
+The reward shift `delta` is an argument, because it is a mean over many calls and each sees one batch.
+"""
+
 from __future__ import annotations
 
 from typing import ClassVar

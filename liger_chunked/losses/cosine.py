@@ -1,3 +1,5 @@
+"""Cosine distance of student and teacher logits. It ignores their scale, but not a constant added to all of them."""
+
 from __future__ import annotations
 
 import torch.nn.functional as F

@@ -1,3 +1,8 @@
+"""CPO, contrastive preference optimisation (https://arxiv.org/abs/2401.08417): no reference, and an NLL term.
+
+Its `loss_type` also takes losses of other papers on the same rewards, among them SimPO and AlphaPO.
+"""
+
 from __future__ import annotations
 
 import functools

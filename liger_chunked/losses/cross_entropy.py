@@ -1,3 +1,8 @@
+"""SFT cross entropy, with label smoothing, z-loss, focal loss, token weights and an entropy bonus.
+
+All are functions of the token statistics. The plain mean has a gradient known in advance, so it needs no autograd.
+"""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,3 +1,8 @@
+"""The base of losses that compare the logits of a student and a teacher, token by token, beside a hard cross entropy.
+
+They have a loop of their own in the engine, because a divergence needs whole rows of both heads' logits.
+"""
+
 from __future__ import annotations
 
 import math
@@ -128,8 +133,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         super().__init_subclass__(**kwargs)
         _check_unread(cls, cls.__name__)
 
-    def _made(self) -> None:
-        super()._made()
+    def _check_after_init(self) -> None:
+        super()._check_after_init()
         _check_unread(self, type(self).__name__)
 
     @abstractmethod

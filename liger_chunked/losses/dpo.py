@@ -1,3 +1,8 @@
+"""DPO, direct preference optimisation (https://arxiv.org/abs/2305.18290), and the losses that TRL has under its name.
+
+Most are sums of `PairTerm`, so that one table gives the PyTorch formula and the GPU kernel; others are functions.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -13,7 +18,15 @@ from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
 from liger_chunked.engine import check_values
-from liger_chunked.losses.formulas import Terms, at, hinge, is_number, logistic, saturating_expm1, sum_of_terms
+from liger_chunked.losses.formulas import (
+    Terms,
+    hinge,
+    is_number,
+    logistic,
+    saturating_expm1,
+    sum_of_curves,
+    sum_of_terms,
+)
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.settings import check_finite, check_positive, refuse_unread
 from liger_chunked.types import LogitOptionsDict, Pairs, PairTerm, saturating_exp, shown
@@ -118,12 +131,12 @@ def _exo_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 def _aot(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     policy = (pairs.logps[:, 0] - pairs.logps[:, 1]).sort().values
     reference = (pairs.ref_logps[:, 0] - pairs.ref_logps[:, 1]).sort().values
-    return at(policy - reference, *logistic("margin", beta, s.label_smoothing))
+    return sum_of_curves(policy - reference, *logistic("margin", beta, s.label_smoothing))
 
 
 def _aot_unpaired(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     chosen, rejected = pairs.logratios.sort(dim=0).values.unbind(-1)
-    return at(chosen - rejected, *logistic("margin", beta, s.label_smoothing))
+    return sum_of_curves(chosen - rejected, *logistic("margin", beta, s.label_smoothing))
 
 
 def _discopop(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
@@ -155,7 +168,7 @@ class _LossType(NamedTuple):
     reads: tuple[str, ...] = ()
     whole_batch: bool = False  # sorts the batch
     averages: bool = False  # refuses average_log_prob
-    any_divergence: bool = False  # reads scores or no reference
+    takes_f_divergence: bool = False  # reads scores or no reference
     weighable: bool = True  # a loss belongs to one pair
 
     def losses(self, pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
@@ -172,23 +185,23 @@ LOSS_TYPES: Mapping[str, _LossType] = {
     "sigmoid": _LossType(
         lambda beta, s: logistic("margin", beta, s.label_smoothing),
         reads=("label_smoothing", *_SCORES),
-        any_divergence=True,
+        takes_f_divergence=True,
     ),
-    "hinge": _LossType(lambda beta, s: hinge(beta), reads=_SCORES, any_divergence=True),
-    "ipo": _LossType(_ipo, reads=_SCORES, averages=True, any_divergence=True),
-    "exo_pair": _LossType(loss=_exo_pair, reads=("label_smoothing", *_SCORES), any_divergence=True),
+    "hinge": _LossType(lambda beta, s: hinge(beta), reads=_SCORES, takes_f_divergence=True),
+    "ipo": _LossType(_ipo, reads=_SCORES, averages=True, takes_f_divergence=True),
+    "exo_pair": _LossType(loss=_exo_pair, reads=("label_smoothing", *_SCORES), takes_f_divergence=True),
     "nca_pair": _LossType(_nca_pair),
-    "robust": _LossType(_robust, reads=("label_smoothing", *_SCORES), any_divergence=True),
+    "robust": _LossType(_robust, reads=("label_smoothing", *_SCORES), takes_f_divergence=True),
     "bco_pair": _LossType(_bco_pair),
     "sppo_hard": _LossType(_sppo_hard),
     "aot": _LossType(loss=_aot, reads=("label_smoothing",), whole_batch=True, weighable=False),
     "aot_unpaired": _LossType(loss=_aot_unpaired, reads=("label_smoothing",), whole_batch=True, weighable=False),
     "apo_zero": _LossType(_apo_zero),
     "apo_down": _LossType(_apo_down),
-    "discopop": _LossType(loss=_discopop, reads=("discopop_tau", *_SCORES), any_divergence=True),
-    "sft": _LossType(loss=_sft, any_divergence=True, weighable=False),
+    "discopop": _LossType(loss=_discopop, reads=("discopop_tau", *_SCORES), takes_f_divergence=True),
+    "sft": _LossType(loss=_sft, takes_f_divergence=True, weighable=False),
     "sigmoid_norm": _LossType(
-        lambda beta, s: logistic("mean_margin", beta), reads=_SCORES, averages=True, any_divergence=True
+        lambda beta, s: logistic("mean_margin", beta), reads=_SCORES, averages=True, takes_f_divergence=True
     ),
 }
 
@@ -329,7 +342,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         if self.average_log_prob and any(LOSS_TYPES[name].averages for name in names):
             raise ValueError(f"loss_type {names} averages over tokens itself: average_log_prob must be False")
         if s.f_divergence_type != "reverse_kl":
-            fitting = {name for name, kind in LOSS_TYPES.items() if kind.any_divergence}
+            fitting = {name for name, kind in LOSS_TYPES.items() if kind.takes_f_divergence}
             if not set(self.loss_types) <= fitting:
                 readers = sorted(name for name, kind in LOSS_TYPES.items() if "f_divergence_type" in kind.reads)
                 raise ValueError(

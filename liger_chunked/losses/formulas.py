@@ -1,3 +1,8 @@
+"""Formulas that several losses share: terms of pairs, log-odds, mixtures and sums over sequences.
+
+They are written to keep value and gradient finite and accurate where the plain formula overflows or loses digits.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -30,7 +35,7 @@ def is_number(setting: float | Tensor, number: float) -> bool:
     return not isinstance(setting, Tensor) and setting == number
 
 
-def at(x: Tensor, *terms: PairTerm) -> Tensor:
+def sum_of_curves(x: Tensor, *terms: PairTerm) -> Tensor:
     """Return the sum of terms of one number `x` (n,) of each pair."""
     total: Tensor | None = None
     for term in terms:
@@ -56,7 +61,7 @@ def sum_of_terms(terms: Sequence[PairTerm], scores: Tensor, lengths: Tensor) -> 
     if "mean_margin" in used:
         chosen, rejected = (scores / lengths).unbind(-1)
         numbers["mean_margin"] = chosen - rejected
-    return functools.reduce(torch.add, [at(numbers[term.of], term) for term in terms])
+    return functools.reduce(torch.add, [sum_of_curves(numbers[term.of], term) for term in terms])
 
 
 Terms = tuple[PairTerm, ...]

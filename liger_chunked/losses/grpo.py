@@ -1,3 +1,8 @@
+"""GRPO and its kin: surrogates of the policy gradient, one function a paper, with where each clips ratios.
+
+Reductions and importance levels are settings of the base, so that a surrogate is written once for all of them.
+"""
+
 from __future__ import annotations
 
 import functools

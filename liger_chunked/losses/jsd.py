@@ -1,3 +1,5 @@
+"""Generalised Jensen-Shannon divergence of student and teacher (GKD, https://arxiv.org/abs/2306.13649, equation 1)."""
+
 from __future__ import annotations
 
 from typing import ClassVar

@@ -1,3 +1,5 @@
+"""Forward and reverse KL divergence of student and teacher, maybe of a mixture of both, which bounds their ratio."""
+
 from __future__ import annotations
 
 from typing import ClassVar

@@ -1,3 +1,8 @@
+"""KTO, Kahneman-Tversky optimisation (https://arxiv.org/abs/2402.01306): good and bad sequences without pairs.
+
+Rewards are compared with the KL divergence of policy and reference: a number, or estimated on mismatched sequences.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Mapping

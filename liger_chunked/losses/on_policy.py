@@ -1,3 +1,8 @@
+"""Distillation on the student's own samples: the reverse KL, sampled token by token, as the advantage of a policy loss.
+
+The teacher is part of the advantage, so the loss needs its log-probabilities of sampled tokens alone.
+"""
+
 from __future__ import annotations
 
 import copy

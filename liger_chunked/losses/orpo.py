@@ -1,10 +1,12 @@
+"""ORPO, odds ratio preference optimisation (https://arxiv.org/abs/2403.07691): an NLL with a penalty, no reference."""
+
 from __future__ import annotations
 
 from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
-from liger_chunked.losses.formulas import at, log_odds, logistic
+from liger_chunked.losses.formulas import log_odds, logistic, sum_of_curves
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.types import LogitOptionsDict, Pairs
 
@@ -45,4 +47,4 @@ class LigerFusedLinearORPOLoss(LigerFusedLinearPreferenceBase):
 
     def preference_loss(self, pairs: Pairs) -> Tensor:
         chosen, rejected = log_odds(pairs.logps).unbind(-1)
-        return self.beta * at(chosen - rejected, *logistic())
+        return self.beta * sum_of_curves(chosen - rejected, *logistic())

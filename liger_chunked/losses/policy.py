@@ -1,3 +1,8 @@
+"""The base of losses of rollouts: it owns ratios, KL and entropy terms, masks, reductions and metrics.
+
+A subclass has the surrogate alone, so that each surrogate works with each reduction and importance level.
+"""
+
 from __future__ import annotations
 
 import functools

@@ -1,3 +1,8 @@
+"""The base of losses of pairs: it owns sums over sequences, the reference, the NLL term, the mean and metrics.
+
+A subclass has the loss of a pair alone. One that is a sum of terms runs in a kernel on a GPU, others by autograd.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -60,15 +65,15 @@ class _Sequences:
     nll_only: Tensor | None  # True at tokens that only the NLL reads
 
     @property
-    def every(self) -> slice:
+    def all_pairs(self) -> slice:
         return slice(0, self.mask.shape[0])
 
-    def own(self, values: Tensor, index: slice | Tensor) -> Tensor:
-        """Return values (n, 2, T), zero outside `mask`."""
+    def without_nll_only(self, values: Tensor, index: slice | Tensor) -> Tensor:
+        """Return values (n, 2, T), zero at tokens that only the NLL reads."""
         return values if self.nll_only is None else values.masked_fill(along(self.nll_only, index), 0.0)
 
     def logps(self, token_logps: Tensor, index: slice | Tensor) -> Tensor:
-        token_logps = self.own(token_logps, index)
+        token_logps = self.without_nll_only(token_logps, index)
         if self.token_weights is not None:
             token_logps = token_logps * along(self.token_weights, index)
         return sequence_logps(token_logps, along(self.lengths, index), self.average_log_prob)
@@ -79,7 +84,7 @@ class _Sequences:
         of_tokens = g.to(like.dtype)[..., None].expand_as(like)
         if self.token_weights is not None:
             of_tokens = of_tokens * along(self.token_weights, index)
-        return self.own(of_tokens, index)
+        return self.without_nll_only(of_tokens, index)
 
 
 @dataclass(eq=False)
@@ -324,7 +329,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             whole_union, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid
         )
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
-        # The kernel of pairs reads neither.
+        # The kernel of pairs reads no `nll_target` and no `example_weights`.
         terms = self._terms_of_step() if nll_target is None and example_weights is None else None
         has_kernel = has_pair_kernel(head, input, terms, rows)
         ref_logps = reference_logps(
@@ -332,8 +337,8 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         )
         if nll_target is not None:
             target, nll_target = (whole(x, sequences, ignore_index) for x in (target, nll_target))
-        given = _Given(head, target, nll_target, rows, ref_logps, example_weights)
-        objective = _MeanOverPairs(self, given, max(1, n // 2), terms if has_kernel else None)
+        arguments = _BatchArguments(head, target, nll_target, rows, ref_logps, example_weights)
+        objective = _MeanOverPairs(self, arguments, max(1, n // 2), terms if has_kernel else None)
         loss, stats, aux = self._fuse(head, input, rows, objective)
         if objective.kernel is not None:
             return loss, objective.kernel.metrics()
@@ -430,7 +435,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         if ref_logps.ndim == 1:
             ref_logps = rows.scatter(ref_logps)
         if ref_logps.ndim == 3:
-            return sequences.logps(ref_logps, sequences.every)
+            return sequences.logps(ref_logps, sequences.all_pairs)
         if self.needs_token_ref_logps:
             raise ValueError(
                 f"ref_logps must be {tuple(target.shape)}, one value a token, with ld_alpha={self.ld_alpha}, which "
@@ -440,9 +445,9 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     def _metrics(self, batch: _Batch, logps: Tensor, stats: TokenStats) -> PreferenceMetrics:
         assert stats.mean_logits is not None
-        every = batch.sequences.every
-        logits_mean = batch.sequences.own(stats.mean_logits, every).sum((0, 2)) / batch.batch_lengths
-        nll = batch.nll(stats, every) if self.compute_nll_loss else logits_mean.new_zeros(())
+        all_pairs = batch.sequences.all_pairs
+        logits_mean = batch.sequences.without_nll_only(stats.mean_logits, all_pairs).sum((0, 2)) / batch.batch_lengths
+        nll = batch.nll(stats, all_pairs) if self.compute_nll_loss else logits_mean.new_zeros(())
         rewards = self.reward(logps - batch.ref_logps).detach().to(logits_mean.dtype)
         chosen_logps, rejected_logps = logps.to(logits_mean.dtype).unbind(-1)
         chosen_logits_mean, rejected_logits_mean = logits_mean.unbind(-1)
@@ -461,7 +466,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         return f"beta={self.beta}, {self.options}"
 
 
-class _Given(NamedTuple):
+class _BatchArguments(NamedTuple):
     """What `_batch` makes a `_Batch` of."""
 
     head: LossHead
@@ -476,24 +481,26 @@ class _Given(NamedTuple):
 class _MeanOverPairs(OfSequences):
     """The mean of a loss's `preference_loss`, and its NLL term."""
 
-    of: LigerFusedLinearPreferenceBase
-    given: _Given
+    loss_module: LigerFusedLinearPreferenceBase
+    arguments: _BatchArguments
     n_pairs: int
     terms: Terms | None  # for a kernel that computes the same; None: autograd does
 
     @functools.cached_property
     def kernel(self) -> PairKernel | None:
-        return None if self.terms is None else self.of._pair_kernel(self.terms, self.given.rows, self.given.ref_logps)
+        if self.terms is None:
+            return None
+        return self.loss_module._pair_kernel(self.terms, self.arguments.rows, self.arguments.ref_logps)
 
     @functools.cached_property
     def batch(self) -> _Batch:
-        return self.of._batch(*self.given)
+        return self.loss_module._batch(*self.arguments)
 
     @property
     def host_counts(self) -> Sequence[int] | None:
         """Tokens of each pair; None: known only to the device."""
-        groups = self.given.rows.groups
-        return None if self.given.nll_target is not None or groups is None else groups.host_counts
+        groups = self.arguments.rows.groups
+        return None if self.arguments.nll_target is not None or groups is None else groups.host_counts
 
     def evaluate(self, stats: TokenStats, rows: Rows, chunk: Chunk, with_gradient: bool) -> Share:
         if self.kernel is None:
@@ -515,14 +522,14 @@ class _MeanOverPairs(OfSequences):
         return self.batch.sequences.spread(g, like, index)
 
     def share(self, values: TokenStats, logps: Tensor, index: slice | Tensor) -> Tensor:
-        of, batch = self.of, self.batch
-        nll = of.alpha * batch.nll(values, index, batch.weights) if of.compute_nll_loss else None
-        if of._whole_batch and batch.has_tokens is not None:
+        loss_module, batch = self.loss_module, self.batch
+        nll = loss_module.alpha * batch.nll(values, index, batch.weights) if loss_module.compute_nll_loss else None
+        if loss_module._whole_batch and batch.has_tokens is not None:
             # A loss that sorts must not see empty pairs.
             index = _places(batch.has_tokens, self.host_counts)
             logps, values = logps[index], TokenStats(*(None if f is None else f[index] for f in values))
         pairs = batch.pairs(logps, values, index)
-        losses = of.preference_loss(pairs)
+        losses = loss_module.preference_loss(pairs)
         check_values("preference_loss", losses, pairs.logps.shape[:1], "pairs")
         if batch.has_tokens is not None:
             losses = torch.where(along(batch.has_tokens, index), losses, 0.0)

@@ -1,3 +1,5 @@
+"""The reference of a preference or policy loss: log-probabilities that a caller gives, or those of hidden states."""
+
 from __future__ import annotations
 
 import warnings

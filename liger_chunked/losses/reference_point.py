@@ -1,3 +1,5 @@
+"""The number that unpaired losses compare rewards with: a KL on mismatched sequences (KTO), or a running mean (BCO)."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,3 +1,5 @@
+"""What a policy loss reads of a batch of rollouts, arranged by sequence or by token, ratios and means of metrics."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,5 @@
+"""Checks of settings and arguments that several losses take. Errors say what was expected, and what came."""
+
 from __future__ import annotations
 
 import dataclasses

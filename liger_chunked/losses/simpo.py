@@ -1,3 +1,5 @@
+"""SimPO (https://arxiv.org/abs/2405.14734): the mean log-probability is the reward, so it needs no reference."""
+
 from __future__ import annotations
 
 from torch import Tensor

@@ -1,3 +1,5 @@
+"""Total variation distance of student and teacher: its gradient is bounded (https://arxiv.org/abs/2307.15190)."""
+
 from __future__ import annotations
 
 from typing import ClassVar

@@ -1,3 +1,5 @@
+"""Universal logit distillation (https://arxiv.org/abs/2402.12030): sorted probabilities, so vocabularies may differ."""
+
 from __future__ import annotations
 
 import math

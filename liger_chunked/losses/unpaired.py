@@ -1,3 +1,8 @@
+"""The base of losses of labelled sequences, good or bad: it owns sums, the reference, reference points and metrics.
+
+A subclass has the loss of a sequence alone.
+"""
+
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
