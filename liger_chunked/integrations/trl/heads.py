@@ -158,7 +158,7 @@ def fused_output(
         autocast = torch.autocast(input.hidden_states.device.type, enabled=False)
     with autocast:
         names = tuple(STATISTICS[name] for name in outputs)
-        options = {"temperature": temperature, "logits_budget": logits_budget, "logits_dtype": logits_dtype}
+        options: Any = {"temperature": temperature, "logits_budget": logits_budget, "logits_dtype": logits_dtype}
         stats = head_stats(head, input, names, kept=kept, **options)
     # TRL drops the last position.
     end = None if input.shift_labels is not None else -1
