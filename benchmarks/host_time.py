@@ -1,20 +1,30 @@
 """Time small steps, where the host may be slower than the GPU, beside eager and compiled code.
 
-    python -m benchmarks.host_time                     # a table of all rows
-    python -m benchmarks.host_time --only DPO --trace  # and the Python calls of one step, by time
-    python -m benchmarks.host_time --only layer        # base kernels beside torch's own operators
+    python -m benchmarks.host_time                      # a table of all rows
+    python -m benchmarks.host_time --only DPO --trace   # and the Python calls of one step, by time
+    python -m benchmarks.host_time --only layer         # base kernels beside torch's own operators
+    python -m benchmarks.host_time --before ../before   # in turns with the library of another checkout
+    python -m benchmarks.host_time --calls              # calls, operators and launches alone; on a CPU too
 
-Steps follow each other without a wait, as in training. `wall` is the time of a step then, `GPU` the sum of its kernels'
-times, `launches` their number. Where wall is above GPU, the GPU waits for Python. `eager` and `compiled` compute the
-same loss from full logits, `compiled` by torch.compile.
+Steps follow each other without a wait, as in training. `wall` is the time of a step then, `host` that of three steps
+that start on an idle GPU, until the last one is issued, `GPU` the sum of the kernels' times, `launches` their number.
+Where wall is above GPU, the GPU waits for Python. `eager` and `compiled` compute the same loss from full logits,
+`compiled` by torch.compile. Implementations take turns, so that all see the same host and the same clocks.
+
+`calls`, `files` and `depth` are of the library's Python functions, `operators` those that torch dispatches, views and
+allocations included. With `TRITON_INTERPRET=1`, `--calls` counts the path of a GPU on a CPU, and its launches.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import json
+import os
 import pstats
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,11 +34,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_chunked as lc
+from benchmarks import before_after
 from benchmarks.before_after import BETA, DEVICE, Step, _head, _randn
-from benchmarks.harness import RESULTS, RowsFile
+from benchmarks.harness import environment, new_file
+from liger_chunked.kernels.launch import Kernel
 
+HERE = Path(__file__).parents[1]
 Run = Callable[[], Any]
 
 
@@ -46,6 +60,32 @@ def eager_dpo(x: Tensor, w: Tensor, t: Tensor, ref_x: Tensor, ref_w: Tensor) -> 
     ratios = logps(x, w) - reference
     chosen, rejected = ratios.chunk(2)
     return -F.logsigmoid(BETA * (chosen - rejected)).mean()
+
+
+def token_logps(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    z = (x @ w.t()).float()
+    return z.gather(-1, t[..., None])[..., 0] - z.logsumexp(-1)
+
+
+def eager_simpo(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    chosen, rejected = token_logps(x, w, t).mean(-1).chunk(2)
+    return -F.logsigmoid(BETA * (chosen - rejected) - 0.5).mean()
+
+
+def eager_orpo(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    means = token_logps(x, w, t).mean(-1)
+    chosen, rejected = (means - torch.log1p(-means.exp())).chunk(2)
+    return -means.chunk(2)[0].mean() - BETA * F.logsigmoid(chosen - rejected).mean()
+
+
+def eager_kto(x: Tensor, w: Tensor, t: Tensor, desirable: Tensor, ref_logps: Tensor) -> Tensor:
+    gain = BETA * (token_logps(x, w, t).sum(-1) - ref_logps)
+    return torch.sigmoid(torch.where(desirable, -gain, gain)).mean()
+
+
+def eager_grpo(x: Tensor, w: Tensor, t: Tensor, advantages: Tensor, old_logps: Tensor) -> Tensor:
+    ratio, a = torch.exp(token_logps(x, w, t) - old_logps), advantages[:, None]
+    return -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a).mean()
 
 
 def of_losses(leaves: tuple[Tensor, ...], losses: dict[str, Callable[[], Tensor]]) -> dict[str, Run]:
@@ -76,6 +116,32 @@ def dpo(pairs: int, length: int, h: int, v: int) -> dict[str, Run]:
         "ours, n_valid": lambda: loss(w, x, t, None, ref_x, ref_w, n_valid=n_valid)[0],
         "compiled": lambda: compiled(x, w, t, ref_x, ref_w),
         "eager": lambda: eager_dpo(x, w, t, ref_x, ref_w),
+    }
+    return of_losses((x, w), losses)
+
+
+def sequences(name: str, n: int, length: int, h: int, v: int) -> dict[str, Run]:
+    """Return steps of another loss of `n` sequences."""
+    x, w = _head(n, length, h, v=v)
+    t = torch.randint(v, (n, length), device=DEVICE)
+    more, given, eager = (), {}, eager_simpo
+    if name == "ORPO":
+        eager = eager_orpo
+    if name == "KTO":
+        ref_logps = torch.full((n,), -10.0 * length, device=DEVICE)
+        more, given, eager = (torch.arange(n, device=DEVICE) < n // 2, ref_logps), {"kl": 0.0}, eager_kto
+    if name == "GRPO":
+        more = torch.randn(n, device=DEVICE), torch.full((n, length), -10.0, device=DEVICE)
+        eager = eager_grpo
+    settings = {} if name == "GRPO" else {"beta": BETA}
+    loss, compiled = getattr(lc, f"LigerFusedLinear{name}Loss")(**settings), torch.compile(eager)
+    names = {"KTO": ("preference_labels", "ref_logps"), "GRPO": ("advantages", "old_logps")}.get(name, ())
+    given |= dict(zip(names, more, strict=True))
+    losses = {
+        "ours": lambda: loss(w, x, t, **given)[0],
+        "ours, n_valid": lambda: loss(w, x, t, **given, n_valid=[length] * n)[0],
+        "compiled": lambda: compiled(x, w, t, *more),
+        "eager": lambda: eager(x, w, t, *more),
     }
     return of_losses((x, w), losses)
 
@@ -129,6 +195,10 @@ ROWS: dict[str, Callable[[], dict[str, Run]]] = {
     "DPO 2x2x512x1024x32000": lambda: dpo(2, 512, 1024, 32000),
     "DPO 1x2x16384x2048x151936": lambda: dpo(1, 16384, 2048, 151936),
     **{
+        f"{name} 4x512x1024x32000": partial(sequences, name, 4, 512, 1024, 32000)
+        for name in ("SimPO", "ORPO", "KTO", "GRPO")
+    },
+    **{
         f"layer {name} {n}x{width}": partial(make, n, width)
         for name, make in LAYERS.items()
         for width in (896, 4096)
@@ -137,33 +207,125 @@ ROWS: dict[str, Callable[[], dict[str, Run]]] = {
 }
 
 
-class Times(NamedTuple):
+TINY: dict[str, Callable[[], dict[str, Run]]] = {
+    "cross entropy": lambda: cross_entropy(32, 16, 64),
+    "DPO": lambda: dpo(2, 8, 16, 64),
+    **{name: partial(sequences, name, 4, 8, 16, 64) for name in ("SimPO", "ORPO", "KTO", "GRPO")},
+}
+
+
+class Calls(NamedTuple):
+    """What one step of the library does on the host."""
+
+    calls: int
+    files: int
+    depth: int
+    operators: int
+    launches: int  # operators that compute, and kernels
+
+
+_ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators, and those that launch: not views, allocations, and reads of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused, self.all, self.launching = False, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.paused:
+            aliases = (result.alias_info for result in func._schema.returns)
+            is_view = any(alias is not None and not alias.is_write for alias in aliases)
+            name = func.overloadpacket.__name__
+            self.all += 1
+            self.launching += not (is_view or name in _ALLOCATIONS or name == "_local_scalar_dense")
+        return func(*args, **(kwargs or {}))
+
+
+def count_calls(step: Run) -> Calls:
+    """Count in two steps after a warm-up, with the backward on this thread."""
+    root = str(Path(lc.__file__).parent)
+    files: set[str] = set()
+    calls = depth = deepest = kernels = 0
+    operators, launch = _Operators(), Kernel.__call__
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls, depth, deepest
+        file = frame.f_code.co_filename
+        if event not in ("call", "return") or not file.startswith(root):
+            return
+        depth += 1 if event == "call" else -1
+        if event == "call":
+            files.add(file)
+            calls, deepest = calls + 1, max(deepest, depth)
+
+    def counted(*given: Any, **named: Any) -> None:
+        nonlocal kernels
+        kernels += 1
+        # A launch is one call. The interpreter runs a kernel as Python code and torch operators.
+        profiled, operators.paused = sys.getprofile(), True
+        sys.setprofile(None)
+        try:
+            launch(*given, **named)
+        finally:
+            operators.paused = False
+            sys.setprofile(profiled)
+
+    with torch.autograd.set_multithreading_enabled(False):
+        for _ in range(3):
+            step()
+        Kernel.__call__ = counted  # type: ignore[method-assign]
+        try:
+            sys.setprofile(profile)
+            step()
+            sys.setprofile(None)
+            kernels = 0
+            with operators:
+                step()
+        finally:
+            sys.setprofile(None)
+            Kernel.__call__ = launch  # type: ignore[method-assign]
+    return Calls(calls, len(files), deepest, operators.all, operators.launching + kernels)
+
+
+class Turn(NamedTuple):
     wall_ms: float
-    gpu_ms: float
-    launches: int
+    host_ms: float
 
 
-def measure(step: Run, rounds: int = 5) -> Times:
-    for _ in range(4):
-        step()
+def turn(step: Run) -> Turn:
+    """Time about 50 ms of steps, or one step that takes longer."""
+    step()
     torch.cuda.synchronize()
     start = time.perf_counter()
     step()
     torch.cuda.synchronize()
-    n = max(3, min(60, int(0.15 / (time.perf_counter() - start))))
-    walls = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(n):
-            step()
-        torch.cuda.synchronize()
-        walls.append((time.perf_counter() - start) / n * 1e3)
+    first = time.perf_counter() - start
+    n, is_long = max(1, min(60, int(0.05 / first))), first > 0.02
+    start = time.perf_counter()
+    for _ in range(n):
+        step()
+    torch.cuda.synchronize()
+    wall, start = (time.perf_counter() - start) / n * 1e3, time.perf_counter()
+    n = 1 if is_long else 3
+    for _ in range(n):
+        step()
+    host = (time.perf_counter() - start) / n * 1e3
+    torch.cuda.synchronize()
+    if is_long:
+        torch.cuda.empty_cache()  # leave memory to the other process, whose next step comes now
+    return Turn(wall, host)
+
+
+def kernels_of(step: Run) -> tuple[float, int]:
+    """Return the sum of the kernels' times of a step, in ms, and their number."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
     kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return Times(statistics.median(walls), sum(e.device_time_total for e in kernels) / 1e3, len(kernels))
+    return sum(e.device_time_total for e in kernels) / 1e3, len(kernels)
 
 
 def trace(step: Run) -> None:
@@ -176,29 +338,151 @@ def trace(step: Run) -> None:
     pstats.Stats(profile).sort_stats("tottime").print_stats(45)
 
 
+class Side:
+    """The library of one checkout: its steps, which a `turn` runs."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, Run] = {}
+
+    def make(self, row: str) -> list[str]:
+        self._steps.clear()
+        torch.manual_seed(0)
+        self._steps |= ROWS[row]()
+        return list(self._steps)
+
+    def turn(self, name: str) -> tuple[float, ...]:
+        return turn(self._steps[name])
+
+    def kernels_of(self, name: str) -> tuple[float, ...]:
+        return kernels_of(self._steps[name])
+
+    def calls(self, name: str) -> tuple[float, ...]:
+        return count_calls(self._steps[name])
+
+    def trace(self, name: str) -> None:
+        trace(self._steps[name])
+
+
+class Other:
+    """A `Side` in a process of its own, with the library of another checkout."""
+
+    def __init__(self, checkout: Path) -> None:
+        code = (
+            f"import sys; sys.path.insert(0, {str(checkout)!r}); import liger_chunked; sys.path[0] = {str(HERE)!r}; "
+            "from benchmarks import host_time; host_time.serve()"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=HERE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __getattr__(self, method: str) -> Callable[[str], Any]:
+        def ask(argument: str) -> Any:
+            assert self._process.stdin is not None and self._process.stdout is not None
+            print(json.dumps([method, argument]), file=self._process.stdin, flush=True)
+            answer = self._process.stdout.readline()
+            if not answer:
+                raise RuntimeError(f"the other checkout failed at {method} of {argument}")
+            return json.loads(answer)
+
+        return ask
+
+
+def serve() -> None:
+    """Answer the questions of `Other`."""
+    side, answers = Side(), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+    for line in sys.stdin:
+        method, argument = json.loads(line)
+        print(json.dumps(getattr(side, method)(argument)), file=answers, flush=True)
+
+
+def save(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows as a file of results; after every row, because a run on a borrowed machine may end at any time."""
+    content = {"family": "host_time", "environment": environment(DEVICE), "rows": rows}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def print_calls(only: str) -> None:
+    before_after.DTYPE = torch.bfloat16  # that of the steps on a GPU
+    print("| step | of | calls | files | depth | operators | launches |", "|---|---|---|---|---|---|---|", sep="\n")
+    for name, make in TINY.items():
+        if only in name:
+            for of, step in make().items():
+                if of.startswith("ours"):
+                    print("|", " | ".join(map(str, (name, of, *count_calls(step)))), "|", flush=True)
+
+
+def measure(sides: dict[str, Any], row: str, of: str, turns: int, counts: bool) -> list[dict[str, Any]]:
+    """Return the measurements of a row's implementations whose name contains `of`, all of them in turns."""
+    todo = []
+    for prefix, side in sides.items():
+        # Eager and compiled code are the same in both checkouts.
+        todo += [(prefix, x) for x in side.make(row) if of in x and (not prefix or x.startswith("ours"))]
+    times: dict[tuple[str, str], list[tuple[float, ...]]] = {key: [] for key in todo}
+    for i in range(turns):
+        for key in todo[i % len(todo) :] + todo[: i % len(todo)]:
+            times[key].append(sides[key[0]].turn(key[1]))
+        if times[todo[0]][0][0] > 50 and i == 2:
+            break  # long steps differ little from turn to turn
+    found = []
+    for (prefix, name), both in times.items():
+        side = sides[prefix]
+        gpu_ms, launches = side.kernels_of(name)
+        walls, hosts = zip(*both, strict=True)
+        found.append(
+            {
+                "task": row,
+                "of": prefix + name,
+                "wall_ms": round(statistics.median(walls), 4),
+                "least_wall_ms": round(min(walls), 4),
+                "host_ms": round(statistics.median(hosts), 4),
+                "gpu_ms": round(gpu_ms, 4),
+                "launches": launches,
+            }
+        )
+        if counts and name.startswith("ours"):
+            found[-1] |= dict(zip(("calls", "files", "depth", "operators"), side.calls(name)[:4], strict=True))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--of", default="", help="implementations whose name contains this")
+    parser.add_argument("--before", type=Path, help="another checkout, or a folder that holds its liger_chunked")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after this time")
     parser.add_argument("--trace", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
+    parser.add_argument("--calls", action="store_true", help="count on tiny shapes, and time nothing")
+    parser.add_argument("--json", type=Path, help="a file, or a folder of results")
     given = parser.parse_args()
-    rows = RowsFile(given.out, "host_time")
-    print("| step | of | wall, ms | GPU, ms | launches |", "|---|---|---|---|---|", sep="\n")
-    for name, make in ROWS.items():
-        if given.only not in name:
+    if given.calls:
+        print_calls(given.only)
+        return
+    sides: dict[str, Any] = {"": Side()}
+    if given.before is not None:
+        sides["before: "] = Other(given.before.resolve())
+    end = time.monotonic() + given.seconds
+    columns = ("wall_ms", "least_wall_ms", "host_ms", "gpu_ms", "launches", "calls", "operators")
+    print("| step | of |", " | ".join(columns), "|\n" + "|---" * (2 + len(columns)) + "|")
+    path, rows = given.json, []
+    if path is not None and path.is_dir():
+        path = new_file(path, "host_time", environment(DEVICE))
+    for name in ROWS:
+        if given.only not in name or time.monotonic() > end:
             continue
-        for implementation, step in make().items():
-            if given.of not in implementation:
-                continue
-            times = measure(step)
-            rows.add({"task": name, "of": implementation, **times._asdict()})
-            print(
-                f"| {name} | {implementation} | {times.wall_ms:.3f} | {times.gpu_ms:.3f} | {times.launches} |",
-                flush=True,
-            )
-            if given.trace:
-                trace(step)
+        try:
+            measured = measure(sides, name, given.of, given.turns, counts=not name.startswith("layer"))
+        except torch.OutOfMemoryError as error:
+            print(f"{name}: {str(error)[:100]}", flush=True)
+            continue
+        for row in measured:
+            print("|", name, "|", row["of"], "|", " | ".join(str(row.get(x, "")) for x in columns), "|", flush=True)
+            if given.trace and not row["of"].startswith("before"):
+                sides[""].trace(row["of"])
+        rows += measured
+        if path is not None:
+            save(path, rows)
 
 
 if __name__ == "__main__":

@@ -703,13 +703,27 @@ class PairTerm:
 
     - "margin": `c - r`
     - "mean_margin": the same, each divided by its sequence's valid tokens
+    - "log_odds_margin": the difference of the log-odds `log(exp(c) / (1 - exp(c)))`, without a reference
     - "chosen", "rejected": `c`, `r`
     """
 
     curve: Literal["softplus", "sigmoid", "square", "relu"]
-    of: Literal["margin", "mean_margin", "chosen", "rejected"]
+    of: Literal["margin", "mean_margin", "log_odds_margin", "chosen", "rejected"]
     scale: float = 1.0
     offset: float = 0.0
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExampleTerm:
+    """`weight * curve(scale * x + point * z)` of a sequence: a loss whose gradient a kernel knows.
+
+    `x` is the log-ratio of the sequence, `z` the reference point of the batch. Curves are those of `PairTerm`.
+    """
+
+    curve: Literal["softplus", "sigmoid", "square", "relu"]
+    scale: float
+    point: float
     weight: float = 1.0
 
 

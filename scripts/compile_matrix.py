@@ -348,11 +348,13 @@ def surveys() -> Iterator[Task]:
 
 
 def known_gradients() -> Iterator[Task]:
-    """Losses of tokens and pairs, for which `estimate_memory` takes a sum."""
+    """Losses of tokens, pairs and sequences, for which `estimate_memory` takes a sum."""
     import torch
 
-    from liger_chunked.kernels import PairLoss, PairSums, nll, pair_loss
+    from liger_chunked import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss
+    from liger_chunked.kernels import ExampleLoss, ExampleSums, PairLoss, PairSums, example_loss, nll, pair_loss
     from liger_chunked.losses.dpo import LOSS_TYPES, DPOSettings
+    from liger_chunked.types import PairTerm
 
     meta = partial(torch.empty, device="meta")
 
@@ -364,6 +366,13 @@ def known_gradients() -> Iterator[Task]:
             token_counts=counts, pairs=slice(0, 4), stacked=stacked, reference=reference, with_gradient=True,
         )  # fmt: skip
 
+    def of_examples(loss: ExampleLoss, reference: torch.Tensor | None) -> None:
+        example_loss(
+            loss, ExampleSums.of(4, torch.device("meta")), meta(4096), meta(4096),
+            token_counts=meta(4, dtype=torch.int64), desirable=meta(4, dtype=torch.bool),
+            point=meta((), dtype=torch.float64), examples=slice(0, 4), reference=reference, with_gradient=True,
+        )  # fmt: skip
+
     for divisor in (4096, meta(())):
         yield f"mean NLL, divided by {divisor}", partial(nll, meta(4096), divisor, with_gradient=True)
     for name, kind in LOSS_TYPES.items():
@@ -372,6 +381,12 @@ def known_gradients() -> Iterator[Task]:
             sums, means = PairLoss(terms, 0.1, None, False), PairLoss(terms, 0.1, 1.0, True)
             yield f"sums over tokens, {name}", partial(of_pairs, sums, meta(4096), stacked=True)
             yield f"means over tokens, {name}", partial(of_pairs, means, meta(2, 4, dtype=torch.float64), stacked=False)
+    odds = PairTerm("softplus", "log_odds_margin", -1.0, weight=0.1)
+    yield "log-odds", partial(of_pairs, PairLoss((odds,), 0.1, 1.0, True), None, stacked=True)
+    for loss in (LigerFusedLinearKTOLoss(), LigerFusedLinearBCOLoss(average_log_prob=True)):
+        for reference in (meta(4096), meta(4, 1, dtype=torch.float64), None):
+            of = ExampleLoss(*loss._terms, 0.1, loss.average_log_prob)
+            yield f"sequences, {type(loss).__name__}", partial(of_examples, of, reference)
 
 
 class OnMeta:

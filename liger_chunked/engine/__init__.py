@@ -12,7 +12,7 @@ filtered, token_pass, shard      plain logits that a sampler keeps, of one token
 kept, kept_pass                  the ids that a sampler kept, by rows of the head, and by products
 gradients, live_rows             accumulators of dX, dW and db; leave rows without a gradient out of their products
 plan                             what the choice returns: `Plan`, and the `Tokens` of a chunk
-objective, pairs                 the loss of a chunk, and its gradient by the statistics
+objective, pairs, examples       the loss of a chunk, and its gradient by the statistics
 rows, known, packed              which tokens count, in which order, and how values return to the batch
 scattered, sequence, collectives hidden states and sequences split over ranks, and what ranks send
 adapter                          the low-rank term of an `AdaptedWeight`
@@ -42,9 +42,17 @@ from liger_chunked.engine.distillation import (
     divergences_of_tokens,
 )
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
+from liger_chunked.engine.examples import ExampleKernel
 from liger_chunked.engine.kept import check_kept, check_sparse_weight_grad
 from liger_chunked.engine.known import as_counts, assert_later, host_may_sync, sequence_counts, token_count
-from liger_chunked.engine.objective import Differentiated, NegativeLogLikelihood, Objective, OfSequences, Share
+from liger_chunked.engine.objective import (
+    Differentiated,
+    NegativeLogLikelihood,
+    Objective,
+    OfSequences,
+    Share,
+    has_group_kernel,
+)
 from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
 from liger_chunked.engine.pairs import PairKernel, has_pair_kernel
 from liger_chunked.engine.ranked import Ranked
@@ -54,7 +62,7 @@ from liger_chunked.engine.sequence import SequenceSplit, check_group
 from liger_chunked.engine.stats import linear_token_stats, stats_of_kept, token_stats
 from liger_chunked.engine.step import Fused, fused_loss, loss_of_kept, run_step
 from liger_chunked.engine.top_k import TopK
-from liger_chunked.kernels import PairLoss
+from liger_chunked.kernels import ExampleLoss, PairLoss
 from liger_chunked.kernels.operands import along, plain
 
 __all__ = [
@@ -63,6 +71,8 @@ __all__ = [
     "ClosedForm",
     "Differentiated",
     "DistillationStep",
+    "ExampleKernel",
+    "ExampleLoss",
     "Fused",
     "Group",
     "LossWeights",
@@ -98,6 +108,7 @@ __all__ = [
     "distillation_step",
     "divergences_of_tokens",
     "fused_loss",
+    "has_group_kernel",
     "has_pair_kernel",
     "host_may_sync",
     "linear_token_stats",

@@ -14,8 +14,21 @@ from liger_chunked.engine.checks import other_leaves
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.rows import Rows
 from liger_chunked.kernels import nll, nll_has_kernel
+from liger_chunked.kernels.backend import use_triton
 from liger_chunked.private import without_hooks
-from liger_chunked.types import DIFFERENTIABLE, TokenStats
+from liger_chunked.types import DIFFERENTIABLE, LossHead, TokenStats
+
+
+def has_group_kernel(head: LossHead, input: Tensor, rows: Rows) -> bool:
+    """Whether a kernel may compute a loss of groups, such as pairs, on the input's device.
+
+    Its tokens are in the target's order, or group by group: not in the order of ranks that split hidden states.
+    """
+    if rows.split is not None or not use_triton(input):
+        return False
+    if rows.groups is None or not rows.groups.host_counts:  # no groups
+        return False
+    return head.shard is None or head.shard.input_grad != "reduce_scatter"
 
 
 class Share(NamedTuple):

@@ -9,23 +9,15 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.objective import Share
+from liger_chunked.engine.objective import Share, has_group_kernel
 from liger_chunked.engine.rows import Rows
 from liger_chunked.kernels import MOST_TERMS, PairLoss, PairSums, pair_loss
-from liger_chunked.kernels.backend import use_triton
 from liger_chunked.types import LossHead, PairTerm, PreferenceMetrics, TokenStats
 
 
 def has_pair_kernel(head: LossHead, input: Tensor, terms: tuple[PairTerm, ...] | None, rows: Rows) -> bool:
-    """Whether `PairKernel` computes a loss of these terms, None for a loss of another form, on the input's device.
-
-    Its tokens are in the target's order, or pair by pair: not in the order of ranks that split hidden states.
-    """
-    if terms is None or not 0 < len(terms) <= MOST_TERMS or rows.split is not None or not use_triton(input):
-        return False
-    if rows.groups is None or not rows.groups.host_counts:  # no pairs
-        return False
-    return head.shard is None or head.shard.input_grad != "reduce_scatter"
+    """Whether `PairKernel` computes a loss of these terms, None for a loss of another form, on the input's device."""
+    return terms is not None and 0 < len(terms) <= MOST_TERMS and has_group_kernel(head, input, rows)
 
 
 @dataclass(eq=False)

@@ -6,13 +6,14 @@ two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
 base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
                     pointwise_divergence.py, relu_squared.py, experts.py
 utilities           scale.py, survey.py
-losses              nll.py, pair_loss.py
+losses              nll.py, pair_loss.py, example_loss.py
 shared              backend.py, transform.py, norm_rows.py, operands.py, launch.py, tuning/
 """
 
 from liger_chunked.kernels.cross_entropy import liger_cross_entropy
 from liger_chunked.kernels.divergence import DivergenceStats, divergence_stats, tail_stats
 from liger_chunked.kernels.divergence_grad import divergence_grad_, tail_grad_
+from liger_chunked.kernels.example_loss import ExampleLoss, ExampleSums, example_loss
 from liger_chunked.kernels.glu import liger_geglu, liger_swiglu
 from liger_chunked.kernels.layer_norm import liger_layer_norm
 from liger_chunked.kernels.logits_divergence import (
@@ -54,6 +55,8 @@ __all__ = [
     "MOST_TERMS",
     "DivergenceStats",
     "ExactTarget",
+    "ExampleLoss",
+    "ExampleSums",
     "Exponentials",
     "LogitsCotangents",
     "PairLoss",
@@ -66,6 +69,7 @@ __all__ = [
     "counts_match",
     "divergence_grad_",
     "divergence_stats",
+    "example_loss",
     "finish",
     "grad_from_exponentials_",
     "liger_cross_entropy",

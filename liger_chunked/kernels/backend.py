@@ -71,7 +71,9 @@ REACH = 30.0 if tl is None else tl.constexpr(30.0)
 
 
 # Differ from batch to batch, or from chunk to chunk: Triton compiles one variant for all values.
-UNSPECIALIZED = ("n_tokens", "n_pairs", "first_pair", "stop_pair")
+UNSPECIALIZED = (
+    "n_tokens", "n_pairs", "first_pair", "stop_pair", "n_examples", "first_example", "stop_example",
+)  # fmt: skip
 
 
 def jit(function: Callable[..., Any]) -> Any:

@@ -27,7 +27,7 @@ MOST_TERMS = 4  # of the kernel
 
 
 @jit
-def _sum_counts(counts_ptr, start, stop, BLOCK: tl.constexpr):
+def sum_counts(counts_ptr, start, stop, BLOCK: tl.constexpr):
     """Return the tokens of the sequences from `start` to `stop`."""
     total = tl.zeros([BLOCK], tl.int64)
     for first in range(start, stop, BLOCK):
@@ -37,7 +37,7 @@ def _sum_counts(counts_ptr, start, stop, BLOCK: tl.constexpr):
 
 
 @jit
-def _sum_tokens(x_ptr, n, BLOCK: tl.constexpr):
+def sum_tokens(x_ptr, n, BLOCK: tl.constexpr):
     """Return the sum of `n` numbers, in float64 because a difference of large sums loses digits."""
     total = tl.zeros([BLOCK], tl.float64)
     for first in range(0, n, BLOCK):
@@ -47,10 +47,40 @@ def _sum_tokens(x_ptr, n, BLOCK: tl.constexpr):
 
 
 @jit
-def _fill(x_ptr, n, value, BLOCK: tl.constexpr):
+def fill(x_ptr, n, value, BLOCK: tl.constexpr):
     for first in range(0, n, BLOCK):
         places = first + tl.arange(0, BLOCK)
         tl.store(x_ptr + places, tl.full([BLOCK], 0.0, tl.float32) + value.to(tl.float32), mask=places < n)
+
+
+@jit
+def curve_at(CURVE: tl.constexpr, z):
+    """Return a curve of `PairTerm` and its slope."""
+    small = tl.exp(-tl.abs(z))
+    if CURVE == "softplus":
+        value = tl.where(z > 0.0, z, 0.0) + log1p(small)
+        slope = tl.where(z < 0.0, small, 1.0) / (1.0 + small)
+    elif CURVE == "sigmoid":
+        value = tl.where(z < 0.0, small, 1.0) / (1.0 + small)
+        slope = small / ((1.0 + small) * (1.0 + small))
+    elif CURVE == "square":
+        value = z * z
+        slope = 2.0 * z
+    else:
+        value = tl.where(z <= 0.0, 0.0, z)  # NaN stays NaN
+        slope = tl.where(z <= 0.0, 0.0, 1.0)
+    return value, slope
+
+
+@jit
+def _log_odds(logp):
+    """Return `log(p / (1 - p))` of `log p`, and its slope, with the bound of `losses/formulas.py`."""
+    most = tl.full([], -1e-12, tl.float64)  # as a literal it would be rounded to float32
+    x = tl.where(logp > most, most, logp)  # NaN stays NaN
+    p = tl.exp(x)
+    # Near 0, exp() rounds to 1: -expm1(x), whose factor x / log(p) takes out the rounding of p. p is below 1 here.
+    rest = tl.where(x > -0.6931471805599453, (1.0 - p) * (x / tl.log(p)), 1.0 - p)
+    return x - tl.log(rest), tl.where(logp > most, 0.0, 1.0 / rest)
 
 
 @jit
@@ -62,31 +92,25 @@ def _add_term(
     if CURVE is not None:
         if OF == "margin":
             x = chosen - rejected
+        elif OF == "log_odds_margin":
+            of_chosen, slope_of_chosen = _log_odds(chosen)
+            of_rejected, slope_of_rejected = _log_odds(rejected)
+            x = of_chosen - of_rejected
         elif OF == "mean_margin":
             x = chosen / n_chosen - rejected / n_rejected
         elif OF == "chosen":
             x = chosen
         else:
             x = rejected
-        z = scale * x + offset
-        small = tl.exp(-tl.abs(z))
-        if CURVE == "softplus":
-            value = tl.where(z > 0.0, z, 0.0) + log1p(small)
-            slope = tl.where(z < 0.0, small, 1.0) / (1.0 + small)
-        elif CURVE == "sigmoid":
-            value = tl.where(z < 0.0, small, 1.0) / (1.0 + small)
-            slope = small / ((1.0 + small) * (1.0 + small))
-        elif CURVE == "square":
-            value = z * z
-            slope = 2.0 * z
-        else:
-            value = tl.where(z <= 0.0, 0.0, z)  # NaN stays NaN
-            slope = tl.where(z <= 0.0, 0.0, 1.0)
+        value, slope = curve_at(CURVE, scale * x + offset)
         loss += weight * value
         slope *= weight * scale
         if OF == "margin":
             by_chosen += slope
             by_rejected -= slope
+        elif OF == "log_odds_margin":
+            by_chosen += slope * slope_of_chosen
+            by_rejected -= slope * slope_of_rejected
         elif OF == "mean_margin":
             by_chosen += slope / n_chosen
             by_rejected -= slope / n_rejected
@@ -113,20 +137,20 @@ def _pairs_kernel(
     n_chosen = tl.load(counts_ptr + pair)
     n_rejected = tl.load(counts_ptr + n_pairs + pair)
     # Where the pair's tokens start in the target, which has all chosen sequences before all rejected ones.
-    ref_chosen = _sum_counts(counts_ptr, 0, pair, BLOCK)
-    ref_rejected = ref_chosen + _sum_counts(counts_ptr, pair, n_pairs + pair, BLOCK)
+    ref_chosen = sum_counts(counts_ptr, 0, pair, BLOCK)
+    ref_rejected = ref_chosen + sum_counts(counts_ptr, pair, n_pairs + pair, BLOCK)
     if STACKED:
         chosen_start, rejected_start = ref_chosen, ref_rejected
     else:  # the chunk has its tokens pair by pair, from its first pair on
-        chosen_start = _sum_counts(counts_ptr, first_pair, pair, BLOCK)
-        chosen_start += _sum_counts(counts_ptr, n_pairs + first_pair, n_pairs + pair, BLOCK)
+        chosen_start = sum_counts(counts_ptr, first_pair, pair, BLOCK)
+        chosen_start += sum_counts(counts_ptr, n_pairs + first_pair, n_pairs + pair, BLOCK)
         rejected_start = chosen_start + n_chosen
 
-    of_chosen = _sum_tokens(logps_ptr + chosen_start, n_chosen, BLOCK)
-    of_rejected = _sum_tokens(logps_ptr + rejected_start, n_rejected, BLOCK)
+    of_chosen = sum_tokens(logps_ptr + chosen_start, n_chosen, BLOCK)
+    of_rejected = sum_tokens(logps_ptr + rejected_start, n_rejected, BLOCK)
     tl.store(sums_ptr + n_pairs + pair, of_chosen)
-    tl.store(sums_ptr + 2 * n_pairs + pair, _sum_tokens(mean_logits_ptr + chosen_start, n_chosen, BLOCK))
-    tl.store(sums_ptr + 3 * n_pairs + pair, _sum_tokens(mean_logits_ptr + rejected_start, n_rejected, BLOCK))
+    tl.store(sums_ptr + 2 * n_pairs + pair, sum_tokens(mean_logits_ptr + chosen_start, n_chosen, BLOCK))
+    tl.store(sums_ptr + 3 * n_pairs + pair, sum_tokens(mean_logits_ptr + rejected_start, n_rejected, BLOCK))
     chosen_length = tl.maximum(n_chosen, 1).to(tl.float64)
     rejected_length = tl.maximum(n_rejected, 1).to(tl.float64)
     if AVERAGE:
@@ -137,8 +161,8 @@ def _pairs_kernel(
         chosen -= tl.load(ref_ptr + pair).to(tl.float64)
         rejected -= tl.load(ref_ptr + n_pairs + pair).to(tl.float64)
     if ref_tokens_ptr is not None:
-        ref_of_chosen = _sum_tokens(ref_tokens_ptr + ref_chosen, n_chosen, BLOCK)
-        ref_of_rejected = _sum_tokens(ref_tokens_ptr + ref_rejected, n_rejected, BLOCK)
+        ref_of_chosen = sum_tokens(ref_tokens_ptr + ref_chosen, n_chosen, BLOCK)
+        ref_of_rejected = sum_tokens(ref_tokens_ptr + ref_rejected, n_rejected, BLOCK)
         if AVERAGE:
             ref_of_chosen /= chosen_length
             ref_of_rejected /= rejected_length
@@ -177,9 +201,9 @@ def _pairs_kernel(
             by_chosen /= chosen_length
             by_rejected /= rejected_length
         if NLL:
-            by_chosen -= nll_weight / tl.maximum(_sum_counts(counts_ptr, 0, n_pairs, BLOCK), 1)
-        _fill(grad_ptr + chosen_start, n_chosen, by_chosen, BLOCK)
-        _fill(grad_ptr + rejected_start, n_rejected, by_rejected, BLOCK)
+            by_chosen -= nll_weight / tl.maximum(sum_counts(counts_ptr, 0, n_pairs, BLOCK), 1)
+        fill(grad_ptr + chosen_start, n_chosen, by_chosen, BLOCK)
+        fill(grad_ptr + rejected_start, n_rejected, by_rejected, BLOCK)
 
 
 @Kernel
@@ -187,19 +211,19 @@ def _batch_kernel(
     sums_ptr, counts_ptr, loss_ptr, rounded_ptr, means_ptr,
     n_pairs, first_pair, stop_pair, nll_weight: tl.float64, NLL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    n_chosen = tl.maximum(_sum_counts(counts_ptr, 0, n_pairs, BLOCK), 1)
-    n_rejected = tl.maximum(_sum_counts(counts_ptr, n_pairs, 2 * n_pairs, BLOCK), 1)
-    loss = _sum_tokens(sums_ptr + first_pair, stop_pair - first_pair, BLOCK) / n_pairs
+    n_chosen = tl.maximum(sum_counts(counts_ptr, 0, n_pairs, BLOCK), 1)
+    n_rejected = tl.maximum(sum_counts(counts_ptr, n_pairs, 2 * n_pairs, BLOCK), 1)
+    loss = sum_tokens(sums_ptr + first_pair, stop_pair - first_pair, BLOCK) / n_pairs
     nll = tl.full([], 0.0, tl.float64)
     if NLL:
-        of_chunk = _sum_tokens(sums_ptr + n_pairs + first_pair, stop_pair - first_pair, BLOCK)
+        of_chunk = sum_tokens(sums_ptr + n_pairs + first_pair, stop_pair - first_pair, BLOCK)
         loss -= nll_weight * (of_chunk / n_chosen)
-        nll = -_sum_tokens(sums_ptr + n_pairs, stop_pair, BLOCK) / n_chosen
+        nll = -sum_tokens(sums_ptr + n_pairs, stop_pair, BLOCK) / n_chosen
     tl.store(loss_ptr, loss)
     tl.store(rounded_ptr, loss.to(tl.float32))
     # Each chunk writes the means of all pairs up to its own last one, so the last chunk writes those of the batch.
-    tl.store(means_ptr, (_sum_tokens(sums_ptr + 2 * n_pairs, stop_pair, BLOCK) / n_chosen).to(tl.float32))
-    tl.store(means_ptr + 1, (_sum_tokens(sums_ptr + 3 * n_pairs, stop_pair, BLOCK) / n_rejected).to(tl.float32))
+    tl.store(means_ptr, (sum_tokens(sums_ptr + 2 * n_pairs, stop_pair, BLOCK) / n_chosen).to(tl.float32))
+    tl.store(means_ptr + 1, (sum_tokens(sums_ptr + 3 * n_pairs, stop_pair, BLOCK) / n_rejected).to(tl.float32))
     tl.store(means_ptr + 2, nll.to(tl.float32))
 
 

@@ -15,6 +15,11 @@ from liger_chunked.engine import Fused, Group, Objective, Rows, SamplingFilter, 
 from liger_chunked.types import OUTPUTS, LogitOptions, LossHead
 
 
+def definer(cls: type, name: str) -> type:
+    """Return the class that defines an attribute of `cls`."""
+    return next(base for base in cls.__mro__ if name in vars(base))
+
+
 def check_declared(loss: Any, name: str, statistics: tuple[str, ...], scopes: tuple[str, ...]) -> None:
     """Check `token_outputs` and `scope`, unless they are properties."""
     outputs, scope = getattr(loss, "token_outputs", ()), getattr(loss, "scope", None)

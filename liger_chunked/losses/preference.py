@@ -37,7 +37,7 @@ from liger_chunked.engine import (
     sequences_of,
     whole,
 )
-from liger_chunked.losses.base import StatsLoss
+from liger_chunked.losses.base import StatsLoss, definer
 from liger_chunked.losses.formulas import Terms, sequence_logps, share_of_mean
 from liger_chunked.losses.reference_model import Reference, reference_logps, warn_reference_free, without_reference
 from liger_chunked.losses.settings import check_example_weights, check_finite, check_scope
@@ -141,10 +141,8 @@ def _terms_are_formula(cls: type[LigerFusedLinearPreferenceBase]) -> bool:
 
     False where a subclass inherits the terms and has a formula or a reward of its own.
     """
-    terms, formula, reward = (
-        next(base for base in cls.__mro__ if name in vars(base)) for name in ("_terms", "preference_loss", "reward")
-    )
-    return terms is formula and reward is LigerFusedLinearPreferenceBase
+    is_own_formula = definer(cls, "_terms") is definer(cls, "preference_loss")
+    return is_own_formula and definer(cls, "reward") is LigerFusedLinearPreferenceBase
 
 
 class LigerFusedLinearPreferenceBase(StatsLoss, ABC):

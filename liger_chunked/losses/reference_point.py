@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -34,16 +35,18 @@ class Mismatched(NamedTuple):
     kl_n_valid: Sequence[int] | None
 
 
-def as_scalar(name: str, value: object, device: torch.device) -> Tensor:
+def as_scalar(name: str, value: object, device: torch.device, lowest: float = -math.inf) -> Tensor:
+    """Return a number or tensor as float64 (), at least `lowest`."""
     if isinstance(value, Tensor) and value.is_floating_point():
         if value.numel() != 1:
             raise ValueError(f"{name} must be a scalar, got a tensor of shape {tuple(value.shape)}")
-        return value.detach().to(device, torch.float64).reshape(())
+        scalar = value.detach().to(device, torch.float64).reshape(())
+        return scalar if lowest == -math.inf else scalar.clamp(min=lowest)
     if isinstance(value, Tensor) or isinstance(value, bool) or not isinstance(value, (int, float)):
         got = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name} must be a float or a floating-point scalar tensor, got {got}")
     check_finite(name, value)
-    return torch.full((), value, dtype=torch.float64, device=device)
+    return torch.full((), max(value, lowest), dtype=torch.float64, device=device)
 
 
 @torch.no_grad()
@@ -136,4 +139,4 @@ def reference_point(
         return mismatched_kl(loss, head, reference, mismatched, average_log_prob, sequence_group, waits)
     if estimate:
         raise ValueError(f"the reference point is given twice: as kl and as {', '.join(estimate)}")
-    return as_scalar("kl", kl, device).clamp(min=0)
+    return as_scalar("kl", kl, device, lowest=0.0)

@@ -5,6 +5,7 @@ A subclass has the loss of a sequence alone.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing_extensions import Unpack
 
 from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
+    ExampleKernel,
+    ExampleLoss,
     Group,
     OfSequences,
     Rows,
@@ -25,20 +28,22 @@ from liger_chunked.engine import (
     check_target,
     check_values,
     count,
+    has_group_kernel,
     host_may_sync,
     select_rows,
     sequence_counts,
     sequences_of,
     whole,
 )
-from liger_chunked.losses.base import StatsLoss
+from liger_chunked.losses.base import StatsLoss, definer
 from liger_chunked.losses.formulas import sequence_logps, share_of_mean
-from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
+from liger_chunked.losses.reference_model import Reference, reference_logps, warn_reference_free, without_reference
 from liger_chunked.losses.reference_point import Mismatched, ReferencePoint, reference_point
 from liger_chunked.losses.settings import check_each, check_example_weights, check_finite
 from liger_chunked.types import (
     DeclaredStats,
     Examples,
+    ExampleTerm,
     LogitOptions,
     LogitOptionsDict,
     LossHead,
@@ -80,6 +85,15 @@ class _Batch:
             batch_size=self.mask.shape[0],
             batch_counts=self.counts.clamp(min=1),
         )
+
+
+@functools.cache
+def _terms_are_formula(cls: type[LigerFusedLinearUnpairedPreferenceBase]) -> bool:
+    """Whether the `_terms` of a class of losses say what its `preference_loss` computes.
+
+    False where a subclass inherits the terms and has a formula of its own.
+    """
+    return definer(cls, "_terms") is definer(cls, "preference_loss")
 
 
 class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
@@ -131,6 +145,22 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     @property
     def _differentiates(self) -> tuple[str, ...]:
         return ("logps", *self.token_outputs)
+
+    @property
+    def _terms(self) -> tuple[ExampleTerm, ExampleTerm] | None:
+        """`preference_loss` of a desirable and of an undesirable sequence, if it is a curve of their log-ratio."""
+        return None
+
+    def _terms_of_step(self) -> tuple[ExampleTerm, ExampleTerm] | None:
+        """Return `_terms`, if no option adds what the kernel of sequences does not compute."""
+        if not _terms_are_formula(type(self)) or "preference_loss" in vars(self) or self.token_outputs:
+            return None
+        terms = self._terms
+        if terms is None:
+            return None
+        numbers = self.beta, *(x for term in terms for x in (term.scale, term.point, term.weight))
+        # The kernel has no gradient by a setting, such as a trained beta.
+        return None if any(isinstance(x, Tensor) for x in numbers) else terms
 
     @abstractmethod
     def preference_loss(self, examples: Examples) -> Tensor:
@@ -234,7 +264,16 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             sequence_group=sequence_group,
             waits=n_valid is None,
         )
-        logps = reference_logps(reference, self, head, target, rows, sequences, required=self.use_ref_model)
+        # The kernel of sequences reads no weights.
+        terms = self._terms_of_step() if example_weights is None else None
+        has_kernel = terms is not None and has_group_kernel(head, input, rows)
+        logps = reference_logps(
+            reference, self, head, target, rows, sequences, required=self.use_ref_model, compact=has_kernel
+        )
+        if has_kernel:
+            assert terms is not None
+            kernel = self._example_kernel(terms, rows, preference_labels, point, logps)
+            return self._fuse(head, input, rows, kernel).loss, kernel.metrics()
         batch = self._batch(rows, preference_labels, example_weights, point, logps)
         assert rows.groups is not None
         objective = _MeanOverExamples(self, batch, max(1, n), some_are_empty=0 in rows.groups.host_counts)
@@ -245,6 +284,24 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
         @typed_like(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def _example_kernel(
+        self,
+        terms: tuple[ExampleTerm, ExampleTerm],
+        rows: Rows,
+        desirable: Tensor,
+        reference_point: Tensor,
+        ref_logps: Tensor | None,
+    ) -> ExampleKernel:
+        assert rows.groups is not None
+        if ref_logps is None and self._expects_reference:
+            warn_reference_free(self)
+        if ref_logps is not None and ref_logps.ndim == 3:
+            ref_logps = sequence_logps(ref_logps, rows.groups.divisors, self.average_log_prob)
+        if ref_logps is not None:
+            ref_logps = ref_logps.contiguous()
+        loss = ExampleLoss(*terms, self.beta, self.average_log_prob)
+        return ExampleKernel(loss, desirable.contiguous(), reference_point, ref_logps)
 
     def _batch(
         self,

@@ -11,10 +11,11 @@ from torch import Tensor
 from liger_chunked import (
     LigerFusedLinearCPOLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearORPOLoss,
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearSimPOLoss,
 )
-from liger_chunked.engine import PairLoss, pairs
+from liger_chunked.engine import PairLoss, objective, pairs
 from liger_chunked.kernels import PairSums, backend, nll, nll_has_kernel, pair_loss
 from liger_chunked.losses.dpo import LOSS_TYPES
 from liger_chunked.types import DeclaredStats, Pairs
@@ -33,6 +34,7 @@ LOSSES: dict[str, LigerFusedLinearPreferenceBase] = {
         for name, options in {"sigmoid": {"label_smoothing": 0.1}, "hinge": {}, "ipo": {}, "simpo": {}}.items()
     },
     "simpo": LigerFusedLinearSimPOLoss(beta=2.0, label_smoothing=0.1),
+    "orpo": LigerFusedLinearORPOLoss(beta=0.3),
     "simpo-hinge": LigerFusedLinearSimPOLoss(beta=2.0, loss_type="hinge"),
 }
 # Of one token each: equal ones, margins near a kink or a threshold, and margins whose exponentials over- or underflow.
@@ -226,7 +228,7 @@ def test_steps(options: dict[str, Any], kind: str, ignored: bool, device: str, m
     found = step(loss, kind, ignored, device)
     assert len(first_pairs) > 1 if "logits_budget" in options else first_pairs == {0}
     first_pairs.clear()
-    monkeypatch.setattr(pairs, "use_triton", lambda x: False)
+    monkeypatch.setattr(objective, "use_triton", lambda x: False)
     expected = step(loss, kind, ignored, device)
     assert not first_pairs
     for ours, other in zip(found, expected, strict=True):

@@ -1,0 +1,71 @@
+"""Losses of single sequences whose gradient a kernel knows, as `pairs` has them of pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from liger_chunked.engine.cutting import Chunk
+from liger_chunked.engine.objective import Objective, Share
+from liger_chunked.engine.rows import Rows
+from liger_chunked.kernels import ExampleLoss, ExampleSums, example_loss
+from liger_chunked.types import TokenStats, UnpairedPreferenceMetrics
+
+
+@dataclass(eq=False)
+class ExampleKernel(Objective):
+    """The mean of an `ExampleLoss` over the sequences of a batch, and its metrics.
+
+        objective = ExampleKernel(loss, desirable, point, reference)
+        share = objective.evaluate(stats, rows, chunk, with_gradient)      for each chunk
+        metrics = objective.metrics()
+
+    Attributes:
+        desirable: (n,) bool.
+        point: () float64, the reference point.
+        reference: as in `example_loss`.
+    """
+
+    loss_of: ExampleLoss
+    desirable: Tensor
+    point: Tensor
+    reference: Tensor | None
+    _sums: ExampleSums | None = field(default=None, init=False)
+
+    def evaluate(self, stats: TokenStats, rows: Rows, chunk: Chunk, with_gradient: bool) -> Share:
+        logps, mean_logits, groups = stats.logps, stats.mean_logits, rows.groups
+        assert logps is not None and mean_logits is not None and groups is not None
+        if self._sums is None:
+            self._sums = ExampleSums.of(len(groups.host_counts), logps.device)
+        share, rounded, gradient = example_loss(
+            self.loss_of,
+            self._sums,
+            logps,
+            mean_logits,
+            token_counts=groups.token_counts,
+            desirable=self.desirable,
+            point=self.point,
+            examples=chunk.group_slice,
+            reference=self.reference,
+            with_gradient=with_gradient,
+        )
+        return Share(share, {} if gradient is None else {"logps": gradient}, rounded=rounded)
+
+    def kernels(self, rows: Rows) -> Hashable:
+        of_reference = None if self.reference is None else (self.reference.ndim, self.reference.dtype)
+        return self.loss_of.desirable.curve, self.loss_of.average, of_reference
+
+    def rehearse(self, rows: Rows, device: torch.device, with_gradient: bool) -> None:
+        assert rows.groups is not None
+        values = torch.empty(rows.n_valid, dtype=torch.float32, device=device)
+        batch = Chunk(slice(0, rows.n_valid), slice(0, len(rows.groups.host_counts)))
+        self.evaluate(TokenStats(logps=values, mean_logits=values), rows, batch, with_gradient)
+
+    def metrics(self) -> UnpairedPreferenceMetrics:
+        """Return views of what the kernels wrote."""
+        assert self._sums is not None
+        means, totals = self._sums.means.unbind(), self._sums.totals.unbind()
+        return UnpairedPreferenceMetrics(*means, *totals)
