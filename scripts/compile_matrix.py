@@ -328,7 +328,8 @@ def surveys() -> Iterator[Task]:
     import torch
 
     from liger_chunked.kernels import counts_match, survey, survey_top_k
-    from liger_chunked.kernels.survey import _survey_kernel
+    from liger_chunked.kernels.survey import _counts_match_kernel, _survey_kernel
+    from liger_chunked.kernels.tuning.generic import AGREES
 
     meta = partial(torch.empty, device="meta")
 
@@ -337,6 +338,9 @@ def surveys() -> Iterator[Task]:
         mask, summary, _ = survey(target, -100)
         counts_match(summary, rows * columns, 128256)
         counts_match(summary, meta(rows, dtype=torch.int64), 128256)
+        # `assert_counts` launches it so on a GPU.
+        sizes = (*summary.shape[1:], rows * columns, 128256, *AGREES)
+        _counts_match_kernel((1, 1, 1), (summary, None, None), sizes, num_warps=4)
         # `survey` launches it so on a GPU. A meta tensor stands for the host's pinned memory.
         _survey_kernel((rows, 1, 1), (target, mask, summary, summary), (columns, -100, 1024), num_warps=4)
 

@@ -33,10 +33,10 @@ from typing_extensions import Self
 
 from liger_chunked.engine.collectives import Values, mapped
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.known import Counts, assert_later, check_ids, host_may_sync, on_device
+from liger_chunked.engine.known import Counts, check_ids, host_may_sync, on_device
 from liger_chunked.engine.packed import Packing, Sequences
 from liger_chunked.engine.sequence import SequenceSplit
-from liger_chunked.kernels import counts_match, survey
+from liger_chunked.kernels import assert_counts, survey
 from liger_chunked.kernels.operands import along
 from liger_chunked.types import TokenStats
 
@@ -472,8 +472,10 @@ def _select(
         expected: Tensor | int = sum(host_counts)
         if isinstance(n_valid, tuple) and expected != flat.numel():
             expected = on_device(n_valid, surveyed.summary.device)
-        assert_later(
-            counts_match(surveyed.summary, expected, vocab_size),
+        assert_counts(
+            surveyed.summary,
+            expected,
+            vocab_size,
             f"{name} must be ignore_index or an index into the vocabulary, 0 to {vocab_size - 1}, and n_valid must "
             f"count the tokens of {name} that are not ignore_index",
         )

@@ -41,7 +41,7 @@ from liger_chunked.kernels.relu_squared import liger_relu_squared
 from liger_chunked.kernels.rms_norm import liger_rms_norm, liger_rms_norm_gated
 from liger_chunked.kernels.rope import liger_rotary_pos_emb
 from liger_chunked.kernels.scale import scale_
-from liger_chunked.kernels.survey import counts_match, survey, survey_top_k
+from liger_chunked.kernels.survey import assert_counts, counts_match, survey, survey_top_k
 from liger_chunked.kernels.target_logit import unround_logps_
 from liger_chunked.kernels.target_rows import (
     RowScales,
@@ -66,6 +66,7 @@ __all__ = [
     "RowScales",
     "add_target_rows_",
     "add_target_rows_of_weight",
+    "assert_counts",
     "counts_match",
     "divergence_grad_",
     "divergence_stats",

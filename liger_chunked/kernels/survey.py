@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from liger_chunked.kernels.backend import block_size, jit, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.kernels.tuning.generic import AGREES
+from liger_chunked.private import assert_async
 
 
 class Survey(NamedTuple):
@@ -85,7 +87,7 @@ def survey(target: Tensor, ignore_index: int, to_read: bool = True) -> Survey:
     return _survey_torch(target, ignore_index)
 
 
-@Kernel
+@functools.partial(Kernel, asserts=True)
 def _counts_match_kernel(
     summary_ptr, counts_ptr, match_ptr, n_rows, n_blocks, n_tokens, vocab_size,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -109,7 +111,15 @@ def _counts_match_kernel(
         counted += counts
     if counts_ptr is None:
         same &= (tl.sum(counted, axis=0) == n_tokens).to(tl.int32)
-    tl.store(match_ptr, (tl.min(tl.min(within, axis=1), axis=0) & tl.min(same, axis=0)) != 0)
+    match = (tl.min(tl.min(within, axis=1), axis=0) & tl.min(same, axis=0)) != 0
+    if match_ptr is not None:
+        tl.store(match_ptr, match)
+    else:
+        tl.device_assert(
+            match,
+            "targets must be ignore_index or indices into the vocabulary, and n_valid must count those that are not "
+            "ignore_index",
+        )
 
 
 def counts_match(summary: Tensor, counts: Tensor | int, vocab_size: int) -> Tensor:
@@ -129,6 +139,21 @@ def counts_match(summary: Tensor, counts: Tensor | int, vocab_size: int) -> Tens
     same = valid == counts
     assert isinstance(same, Tensor)
     return within.all() & same.all()
+
+
+def assert_counts(summary: Tensor, counts: Tensor | int, vocab_size: int, message: str) -> None:
+    """Assert `counts_match` on its device without waiting. A failure ends the process's use of the device.
+
+    On a GPU the kernel that compares asserts too, because a small step with `n_valid` waits for the host: torch's
+    assertion would be another launch. The kernel prints a message of its own, without the target's name.
+    """
+    if not (summary.numel() and is_on_gpu(summary) and use_triton(summary)):
+        assert_async(counts_match(summary, counts, vocab_size), message)
+        return
+    _, n_rows, n_blocks = summary.shape
+    of_rows, total = (counts, 0) if isinstance(counts, Tensor) else (None, counts)
+    sizes = n_rows, n_blocks, total, vocab_size
+    _counts_match_kernel((1, 1, 1), (summary, of_rows, None), (*sizes, *AGREES), num_warps=4)
 
 
 @Kernel
