@@ -38,8 +38,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_chunked as lc
 from benchmarks import before_after
-from benchmarks.before_after import BETA, DEVICE, Step, _head, _randn
-from benchmarks.harness import environment, new_file
+from benchmarks.before_after import BETA, DEVICE, Step, _head, _randn, digest
+from benchmarks.harness import environment, new_file, synchronize
 from liger_chunked.kernels.launch import Kernel
 
 HERE = Path(__file__).parents[1]
@@ -214,6 +214,11 @@ TINY: dict[str, Callable[[], dict[str, Run]]] = {
 }
 
 
+def rows() -> dict[str, Callable[[], dict[str, Run]]]:
+    """Return the rows of a GPU, or small ones on a CPU, which show that the benchmark runs."""
+    return ROWS if DEVICE == "cuda" else TINY
+
+
 class Calls(NamedTuple):
     """What one step of the library does on the host."""
 
@@ -298,32 +303,34 @@ class Turn(NamedTuple):
 def turn(step: Run) -> Turn:
     """Time about 50 ms of steps, or one step that takes longer."""
     step()
-    torch.cuda.synchronize()
+    synchronize()
     start = time.perf_counter()
     step()
-    torch.cuda.synchronize()
+    synchronize()
     first = time.perf_counter() - start
     n, is_long = max(1, min(60, int(0.05 / first))), first > 0.02
     start = time.perf_counter()
     for _ in range(n):
         step()
-    torch.cuda.synchronize()
+    synchronize()
     wall, start = (time.perf_counter() - start) / n * 1e3, time.perf_counter()
     n = 1 if is_long else 3
     for _ in range(n):
         step()
     host = (time.perf_counter() - start) / n * 1e3
-    torch.cuda.synchronize()
-    if is_long:
+    synchronize()
+    if is_long and DEVICE == "cuda":
         torch.cuda.empty_cache()  # leave memory to the other process, whose next step comes now
     return Turn(wall, host)
 
 
 def kernels_of(step: Run) -> tuple[float, int]:
-    """Return the sum of the kernels' times of a step, in ms, and their number."""
+    """Return the sum of the kernels' times of a step, in ms, and their number; nothing on a CPU."""
+    if DEVICE == "cpu":
+        return 0.0, 0
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
-        torch.cuda.synchronize()
+        synchronize()
     kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     return sum(e.device_time_total for e in kernels) / 1e3, len(kernels)
 
@@ -347,7 +354,7 @@ class Side:
     def make(self, row: str) -> list[str]:
         self._steps.clear()
         torch.manual_seed(0)
-        self._steps |= ROWS[row]()
+        self._steps |= rows()[row]()
         return list(self._steps)
 
     def turn(self, name: str) -> tuple[float, ...]:
@@ -358,6 +365,13 @@ class Side:
 
     def calls(self, name: str) -> tuple[float, ...]:
         return count_calls(self._steps[name])
+
+    def digest(self, name: str) -> list[int]:
+        """Return what is equal if the bits of loss and gradients are."""
+        step = self._steps[name]
+        assert isinstance(step, Step)
+        loss = step()
+        return digest([loss, *(x.grad for x in step.leaves if x.grad is not None)])
 
     def trace(self, name: str) -> None:
         trace(self._steps[name])
@@ -442,6 +456,8 @@ def measure(sides: dict[str, Any], row: str, of: str, turns: int, counts: bool) 
         )
         if counts and name.startswith("ours"):
             found[-1] |= dict(zip(("calls", "files", "depth", "operators"), side.calls(name)[:4], strict=True))
+        if prefix and counts:
+            found[-1]["same_bits"] = side.digest(name) == sides[""].digest(name)
     return found
 
 
@@ -463,12 +479,12 @@ def main() -> None:
     if given.before is not None:
         sides["before: "] = Other(given.before.resolve())
     end = time.monotonic() + given.seconds
-    columns = ("wall_ms", "least_wall_ms", "host_ms", "gpu_ms", "launches", "calls", "operators")
+    columns = ("wall_ms", "least_wall_ms", "host_ms", "gpu_ms", "launches", "calls", "operators", "same_bits")
     print("| step | of |", " | ".join(columns), "|\n" + "|---" * (2 + len(columns)) + "|")
-    path, rows = given.json, []
+    path, done = given.json, []
     if path is not None and path.is_dir():
         path = new_file(path, "host_time", environment(DEVICE))
-    for name in ROWS:
+    for name in rows():
         if given.only not in name or time.monotonic() > end:
             continue
         try:
@@ -480,9 +496,9 @@ def main() -> None:
             print("|", name, "|", row["of"], "|", " | ".join(str(row.get(x, "")) for x in columns), "|", flush=True)
             if given.trace and not row["of"].startswith("before"):
                 sides[""].trace(row["of"])
-        rows += measured
+        done += measured
         if path is not None:
-            save(path, rows)
+            save(path, done)
 
 
 if __name__ == "__main__":
