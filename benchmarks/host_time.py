@@ -89,7 +89,7 @@ def eager_grpo(x: Tensor, w: Tensor, t: Tensor, advantages: Tensor, old_logps: T
 
 
 class OnThisThread(Step):
-    """A step whose backward runs on the caller's thread: autograd does not hand it to one of its own and back."""
+    """A step whose backward runs on the caller's thread: autograd would switch to another one and back."""
 
     def __call__(self) -> Tensor:
         with torch.autograd.set_multithreading_enabled(False):
