@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import liger_chunked as lc
 from benchmarks import before_after
 from benchmarks.before_after import BETA, DEVICE, Step, _head, _randn, digest
-from benchmarks.harness import environment, new_file, synchronize
+from benchmarks.harness import RESULTS, RowsFile, synchronize
 from liger_chunked.kernels.launch import Kernel
 
 HERE = Path(__file__).parents[1]
@@ -420,12 +420,6 @@ def serve() -> None:
         print(json.dumps(getattr(side, method)(argument)), file=answers, flush=True)
 
 
-def save(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows as a file of results; after every row, because a run on a borrowed machine may end at any time."""
-    content = {"family": "host_time", "environment": environment(DEVICE), "rows": rows}
-    path.write_text(json.dumps(content, indent=1) + "\n")
-
-
 def print_calls(only: str) -> None:
     before_after.DTYPE = torch.bfloat16  # that of the steps on a GPU
     print("| step | of | calls | files | depth | operators | launches |", "|---|---|---|---|---|---|---|", sep="\n")
@@ -480,7 +474,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after this time")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--calls", action="store_true", help="count on tiny shapes, and time nothing")
-    parser.add_argument("--json", type=Path, help="a file, or a folder of results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     given = parser.parse_args()
     if given.calls:
         print_calls(given.only)
@@ -491,9 +485,7 @@ def main() -> None:
     end = time.monotonic() + given.seconds
     columns = ("wall_ms", "least_wall_ms", "host_ms", "gpu_ms", "launches", "calls", "operators", "same_bits")
     print("| step | of |", " | ".join(columns), "|\n" + "|---" * (2 + len(columns)) + "|")
-    path, done = given.json, []
-    if path is not None and path.is_dir():
-        path = new_file(path, "host_time", environment(DEVICE))
+    kept = RowsFile(given.out, "host_time")
     for name in rows():
         if given.only not in name or time.monotonic() > end:
             continue
@@ -503,12 +495,10 @@ def main() -> None:
             print(f"{name}: {str(error)[:100]}", flush=True)
             continue
         for row in measured:
+            kept.add(row)
             print("|", name, "|", row["of"], "|", " | ".join(str(row.get(x, "")) for x in columns), "|", flush=True)
             if given.trace and not row["of"].startswith("before"):
                 sides[""].trace(row["of"])
-        done += measured
-        if path is not None:
-            save(path, done)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ JOBS = (
     job("distributed", 300, *ALL_PEERS, "--ranks", "2", gpus=2),
     # The host.
     job("first_step", 75, alone=True),
-    job("host_time", 75, alone=True),
+    job("host_time", 150, alone=True),
 )  # fmt: skip
 
 
