@@ -75,7 +75,12 @@ def tile_tokens(module: nn.Module, x: Tensor, tokens: Tokens) -> int | None:
     n, hidden_size = x.shape[:-1].numel(), x.shape[-1]
     if tokens is False:
         return None
-    most = chosen_tokens(hidden_size) if tokens is True or tokens == "auto" else tokens
+    chosen = tokens is True or tokens == "auto"
+    most = _least_tokens(hidden_size) if chosen else tokens
+    if n <= most:
+        return None
+    if chosen:
+        most = chosen_tokens(module, x)
     if n <= most or (tokens == "auto" and not _saves_memory(module, x, n, most)):
         return None
     n_tiles = -(-n // most)
@@ -83,20 +88,44 @@ def tile_tokens(module: nn.Module, x: Tensor, tokens: Tokens) -> int | None:
     return min(most, -(-equal // _ALIGNED) * _ALIGNED)
 
 
-def chosen_tokens(hidden_size: int) -> int:
-    """Return the tokens of a tile of a block with `hidden_size` columns.
+def _least_tokens(hidden_size: int) -> int:
+    """Return the fewest tokens of a chosen tile.
 
-    A tile of 2·H tokens has 16·H·I bytes of activations in bfloat16 (gate, up, their product, and its gradient), and
-    the weights' float32 sums have 12·H·I. Smaller tiles hardly save memory, and read and write the sums more often.
+    2·H tokens have 8·H·I elements of activations. In bfloat16 these are a little more bytes than the weights' float32
+    sums, 3·H·I elements: smaller tiles hardly save memory.
     """
     return max(_LEAST_TOKENS, 2 * hidden_size)
 
 
-def _saves_memory(module: nn.Module, x: Tensor, n: int, tokens: int) -> bool:
-    """Whether the activations of all tokens take more than twice what a tile's and the float32 sums take."""
+def chosen_tokens(module: nn.Module, x: Tensor) -> int:
+    """Return the most tokens of a tile of `module`, a gated MLP, on `x` (..., H) of N tokens.
+
+    Every tile reads and writes the weights' float32 sums, so few large tiles are faster. The largest tiles that cost no
+    memory have activations and sums of 3·N·H elements, because the backward of the same layer's attention takes more
+    than that beside the MLP's other tensors. In tensors of N·H elements, for queries of H columns:
+
+        attention   dy, the gradients of its output and its queries, a float32 sum of these (2), and dk and dv, or
+                    gradients of all heads' keys and values (2)                                                       7
+        MLP         dy, the norm's input and output, dx, and a tile                                            4 + tile
+    """
+    least = _least_tokens(x.shape[-1])
+    per_token, sums = _bytes_of_tile(module, x)
+    if not per_token:  # a module without the sizes of its projections
+        return least
+    return max(least, (3 * x.numel() * x.element_size() - sums) // per_token)
+
+
+def _bytes_of_tile(module: nn.Module, x: Tensor) -> tuple[int, int]:
+    """Return bytes of a token's activations, and of the weights' sums."""
     per_token = 4 * intermediate_size(module, x.shape[-1]) * x.element_size()
     # Weights that are float32 themselves need no sums beside their gradients.
     sums = sum(w.numel() * accumulation_dtype(w.dtype).itemsize for w in trainable(module) if w.dtype.itemsize < 4)
+    return per_token, sums
+
+
+def _saves_memory(module: nn.Module, x: Tensor, n: int, tokens: int) -> bool:
+    """Whether the activations of all tokens take more than twice what a tile's and the float32 sums take."""
+    per_token, sums = _bytes_of_tile(module, x)
     return n * per_token > 2 * (tokens * per_token + sums)
 
 

@@ -468,11 +468,30 @@ def states(n: int, hidden_size: int, dtype: torch.dtype = torch.bfloat16) -> Ten
 def test_chosen_tiles():
     module = llama(4096, 14336)
     assert intermediate_size(module, 4096) == 14336 and len(trainable(module)) == 3
-    assert tile_tokens(module, states(131072, 4096), True) == 8192
+    assert tile_tokens(module, states(16384, 4096), True) == 8192
     assert tile_tokens(module, states(8192, 4096), True) is None
     assert tile_tokens(module, states(9000, 4096), True) == 4608  # two equal tiles, in multiples of 128
     assert tile_tokens(module, states(131072, 4096), 1000) == 1000
     assert tile_tokens(module, states(131072, 4096), False) is None
+
+
+@pytest.mark.parametrize("tokens", [True, "auto"])
+@pytest.mark.parametrize(("hidden_size", "intermediate_size"), [(2048, 8192), (4096, 14336), (896, 4864), (1024, 2048)])
+def test_tiles_grow_as_long_as_attention_takes_more(hidden_size, intermediate_size, tokens):
+    module, n = llama(hidden_size, intermediate_size), 1 << 20
+    tile = tile_tokens(module, states(n, hidden_size), tokens)
+    assert tile is not None and tile > 2 * 2 * hidden_size
+    spare = 3 * n * hidden_size * 2
+    sums = 3 * hidden_size * intermediate_size * 4
+    assert tile * 4 * intermediate_size * 2 + sums <= spare
+    n_tiles = -(-n // tile)
+    # One tile fewer would take more than attention, or not be a multiple of 128 tokens.
+    assert n_tiles == 1 or (-(-n // (n_tiles - 1)) + 128) * 4 * intermediate_size * 2 + sums > spare
+
+
+def test_tiles_of_unknown_sizes():
+    assert tile_tokens(nn.Identity(), states(1 << 20, 2048), True) == 4096
+    assert tile_tokens(nn.Identity(), states(1 << 20, 2048), "auto") is None
 
 
 def test_auto_tiles_where_more_than_half_of_the_memory_goes():
