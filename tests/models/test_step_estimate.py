@@ -133,7 +133,8 @@ def test_the_backward_of_attention_holds_all_that_it_saved():
     a_head = n * d * 2
     saved = (4 + 2 + 2 + 4) * a_head + heads * n * 4  # q, k, v, output, log-sum-exp
     gradients = (4 + 2 + 2) * a_head
-    work = 4 * 2 * a_head + 2 * 4 * a_head  # a float32 gradient of the queries, and gradients of all heads' keys
+    # Sums of rows, a float32 gradient of the queries, and gradients of all heads' keys and values.
+    work = heads * n * 4 + 4 * 2 * a_head + 2 * 4 * a_head
     assert peak == 4 * a_head + saved + gradients + work  # the first forward's output is alive too
 
 
