@@ -404,7 +404,7 @@ class _FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # The kernel reads the output and the log-sum-exp too, to its end. Under a checkpoint nothing else holds them.
         q, k, v, output, lse = ctx.saved_tensors
-        row_sums = torch.empty_like(lse)  # of each row of output times its gradient
+        row_sums = torch.empty_like(lse)  # sums of the rows of output * its gradient
         sums = torch.empty_like(q, dtype=torch.float32)
         heads = (q.shape[0], q.shape[1], k.shape[2])
         of_heads = [x.new_empty(*heads, x.shape[-1]) for x in (k, v)] if k.shape[1] < q.shape[1] else []
