@@ -2,8 +2,9 @@
 
 python -m benchmarks.long_tables        writes them into the page, between two marks
 
-A cell of a longest sequence is the newest of its row and contender on a device. The times of a row of steps are
-compared with each other, so all cells of it are of the newest file that has this row.
+A cell of a longest sequence is the newest of its row and contender on a device; TRL's own trainers count with the
+newest TRL that ran the row. The times of a row of steps are compared with each other, so all cells of it are of the
+newest file that has this row.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def tables(folder: Path = RESULTS) -> str:
     lengths: dict[tuple[str, str], dict[str, Row]] = defaultdict(dict)  # by device and task, then contender
     steps: dict[tuple[str, str], dict[str, Row]] = {}
     facts: dict[str, Row] = {}
+    trl: dict[tuple[str, str], str] = {}
     sources: dict[str, dict[str, None]] = defaultdict(dict)  # of each device, as an ordered set
     for path in by_age(folder, "long_context"):
         content = json.loads(path.read_text())
@@ -47,6 +49,9 @@ def tables(folder: Path = RESULTS) -> str:
         for task, rows in of_file.items():
             key = (about["device"], task)
             if task.endswith(LONGEST):
+                if facts[task]["trainer"] != "SFT" and trl.get(key) != about["versions"]["trl"]:
+                    lengths[key] = {name: row for name, row in lengths[key].items() if name.startswith(OURS)}
+                trl[key] = about["versions"]["trl"]
                 lengths[key] |= {name: row for name, row in rows.items() if row["failure"] is None and row["length"]}
             else:
                 steps[key] = rows
