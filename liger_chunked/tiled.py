@@ -91,8 +91,8 @@ def tile_tokens(module: nn.Module, x: Tensor, tokens: Tokens) -> int | None:
 def _least_tokens(hidden_size: int) -> int:
     """Return the fewest tokens of a chosen tile.
 
-    2·H tokens have 8·H·I elements of activations. In bfloat16 these are a little more bytes than the weights' float32
-    sums, 3·H·I elements: smaller tiles hardly save memory.
+    2·H tokens have 6·H·I elements of activations. In bfloat16 these are as many bytes as the weights' float32 sums,
+    3·H·I elements: smaller tiles hardly save memory.
     """
     return max(_LEAST_TOKENS, 2 * hidden_size)
 
@@ -109,24 +109,29 @@ def chosen_tokens(module: nn.Module, x: Tensor) -> int:
         MLP         dy, the norm's input and output, dx, and a tile                                            4 + tile
     """
     least = _least_tokens(x.shape[-1])
-    per_token, sums = _bytes_of_tile(module, x)
-    if not per_token:  # a module without the sizes of its projections
+    a_tensor, sums = _bytes_of_tile(module, x)
+    if not a_tensor:  # a module without the sizes of its projections
         return least
-    return max(least, (3 * x.numel() * x.element_size() - sums) // per_token)
+    return max(least, (3 * x.numel() * x.element_size() - sums) // (_IN_TILE * a_tensor))
+
+
+# Tensors of I columns, at once: gate, up, and their product, or its gradient.
+_IN_TILE = 3  # which frees the product before it makes the gradient (`_Product`)
+_WHOLE = 4  # autograd's linear layers hold both
 
 
 def _bytes_of_tile(module: nn.Module, x: Tensor) -> tuple[int, int]:
-    """Return bytes of a token's activations, and of the weights' sums."""
-    per_token = 4 * intermediate_size(module, x.shape[-1]) * x.element_size()
+    """Return bytes of I elements, a token's gate, and of the weights' sums."""
+    a_tensor = intermediate_size(module, x.shape[-1]) * x.element_size()
     # Weights that are float32 themselves need no sums beside their gradients.
     sums = sum(w.numel() * accumulation_dtype(w.dtype).itemsize for w in trainable(module) if w.dtype.itemsize < 4)
-    return per_token, sums
+    return a_tensor, sums
 
 
 def _saves_memory(module: nn.Module, x: Tensor, n: int, tokens: int) -> bool:
     """Whether the activations of all tokens take more than twice what a tile's and the float32 sums take."""
-    per_token, sums = _bytes_of_tile(module, x)
-    return n * per_token > 2 * (tokens * per_token + sums)
+    a_tensor, sums = _bytes_of_tile(module, x)
+    return n * _WHOLE * a_tensor > 2 * (tokens * _IN_TILE * a_tensor + sums)
 
 
 def intermediate_size(module: nn.Module, hidden_size: int) -> int:
@@ -558,7 +563,8 @@ class _Product(torch.autograd.Function):
         left_out: bool,
     ) -> Tensor:
         ctx.weight, ctx.own, ctx.sums = weight, own, sums
-        ctx.save_for_backward(x if own[0] is not None else None)
+        # Not `save_for_backward`, which holds x until the backward returns: freed before, it makes room for dx.
+        ctx.input = None if own[0] is None else (x, version_of(x))
         if left_out:  # nothing reads it
             return x.new_empty(()).expand(*x.shape[:-1], weight.shape[0])
         return F.linear(x, weight, bias)
@@ -566,10 +572,16 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, bias = ctx.own
-        (x,) = ctx.saved_tensors
         rows = dy.reshape(-1, dy.shape[-1])
         if weight is not None:
+            x, version = ctx.input
+            if version_of(x) != version:
+                raise RuntimeError(
+                    f"the input of a linear layer in a tile, {described(x)}, was changed in place after the layer read "
+                    "it, and its weight's gradient needs it: change a copy"
+                )
             ctx.sums.add_product(weight, rows, x.reshape(-1, x.shape[-1]))
+            ctx.input = x = None
         if bias is not None:
             ctx.sums.add(bias, rows.sum(0, dtype=accumulation_dtype(bias.dtype)))
         return dy @ ctx.weight, None, None, None, None, None
