@@ -15,10 +15,11 @@ trainer shares it. All layers are checkpointed (not reentrant). Contenders:
 
 Steps are measured at the row's length: the time, the peak, and the peak that `estimate_step` gives. Then the longest
 sequence is searched that fits, to within 5%, from the length that `longest_sequence` gives; every trial is a whole
-step. With checkpoints on the host, the first trial has twice the tokens that fit with whole MLPs. A trial that would
-take longer than what is left of `--seconds` does not start. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True:
-tensors of gigabytes leave holes otherwise. Attention runs in cuDNN for all contenders, which is faster on Hopper than
-torch's FlashAttention 2 (`--attention flash`); shared prompts run in FlexAttention.
+step. With checkpoints on the host, the first trial has twice the tokens that fit with whole MLPs; `--start` begins
+elsewhere. A trial that would take longer than what is left of `--seconds` does not start. Set
+PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: tensors of gigabytes leave holes otherwise. Attention runs in cuDNN
+for all contenders, which is faster on Hopper than torch's FlashAttention 2 (`--attention flash`); shared prompts run in
+FlexAttention.
 """
 
 from __future__ import annotations
@@ -347,7 +348,7 @@ def fill_step(training: Training, contender: Contender, repeats: int, row: LongS
         row.fill(step_of(training.length), training.sequences * training.length, repeats, before)
 
 
-def fill_longest(training: Training, contender: Contender, seconds: float, row: LongRow) -> None:
+def fill_longest(training: Training, contender: Contender, seconds: float, start: int | None, row: LongRow) -> None:
     if DEVICE == "cpu":
         raise Skipped("memory is only measured on a GPU")
     estimated = training.estimated_longest(contender)
@@ -358,6 +359,8 @@ def fill_longest(training: Training, contender: Contender, seconds: float, row: 
         guess = training.length / 2  # its logits decide
     if contender.checkpoints == "host":  # twice what fits with whole MLPs, and 5% for the estimate's error
         guess = min(guess, 2 * PRECISION * training.estimated_longest(CONTENDERS[WHOLE]))
+    if start is not None:
+        guess = start
     end = time.perf_counter() + seconds
     with prepared(training, contender) as step_of:
         search(training, contender, step_of, guess, end, row)
@@ -427,6 +430,7 @@ def capacity_mib() -> float:
 def main(arguments: Sequence[str] | None = None) -> Path:
     parse = steps_parser(__doc__ or "", "trainer:model:sequences:length", repeats=2, seconds=60.0)
     parse.add_argument("--steps", action="store_true", help="steps at the rows' lengths alone")
+    parse.add_argument("--start", type=int, help="tokens of the first trial of a search (by the estimate)")
     parse.add_argument("--attention", choices=ATTENTION, default="cudnn", help="of torch's SDPA (%(default)s)")
     args = parse.parse_args(arguments)
     with sdpa_kernel(ATTENTION[args.attention], set_priority=True):
@@ -443,7 +447,7 @@ def measure(args: Any) -> Path:
     if not args.steps:
         for training in rows:
             contenders = training.contenders().items()
-            searches = {name: partial(fill_longest, training, c, args.seconds) for name, c in contenders}
+            searches = {name: partial(fill_longest, training, c, args.seconds, args.start) for name, c in contenders}
             table.compare(f"{training.name}, longest", facts(training), searches, LongRow)
     return table.finish()
 

@@ -75,7 +75,12 @@ def tile_tokens(module: nn.Module, x: Tensor, tokens: Tokens) -> int | None:
     n, hidden_size = x.shape[:-1].numel(), x.shape[-1]
     if tokens is False:
         return None
-    most = chosen_tokens(hidden_size) if tokens is True or tokens == "auto" else tokens
+    chosen = tokens is True or tokens == "auto"
+    most = _least_tokens(hidden_size) if chosen else tokens
+    if n <= most:
+        return None
+    if chosen:
+        most = chosen_tokens(module, x)
     if n <= most or (tokens == "auto" and not _saves_memory(module, x, n, most)):
         return None
     n_tiles = -(-n // most)
@@ -83,21 +88,50 @@ def tile_tokens(module: nn.Module, x: Tensor, tokens: Tokens) -> int | None:
     return min(most, -(-equal // _ALIGNED) * _ALIGNED)
 
 
-def chosen_tokens(hidden_size: int) -> int:
-    """Return the tokens of a tile of a block with `hidden_size` columns.
+def _least_tokens(hidden_size: int) -> int:
+    """Return the fewest tokens of a chosen tile.
 
-    A tile of 2·H tokens has 16·H·I bytes of activations in bfloat16 (gate, up, their product, and its gradient), and
-    the weights' float32 sums have 12·H·I. Smaller tiles hardly save memory, and read and write the sums more often.
+    2·H tokens have 6·H·I elements of activations. In bfloat16 these are as many bytes as the weights' float32 sums,
+    3·H·I elements: smaller tiles hardly save memory.
     """
     return max(_LEAST_TOKENS, 2 * hidden_size)
 
 
-def _saves_memory(module: nn.Module, x: Tensor, n: int, tokens: int) -> bool:
-    """Whether the activations of all tokens take more than twice what a tile's and the float32 sums take."""
-    per_token = 4 * intermediate_size(module, x.shape[-1]) * x.element_size()
+def chosen_tokens(module: nn.Module, x: Tensor) -> int:
+    """Return the most tokens of a tile of `module`, a gated MLP, on `x` (..., H) of N tokens.
+
+    Every tile reads and writes the weights' float32 sums, so few large tiles are faster. The largest tiles that cost no
+    memory have activations and sums of 3·N·H elements, because the backward of the same layer's attention takes more
+    than that beside the MLP's other tensors. In tensors of N·H elements, for queries of H columns:
+
+        attention   dy, the gradients of its output and its queries, a float32 sum of these (2), and dk and dv, or
+                    gradients of all heads' keys and values (2)                                                       7
+        MLP         dy, the norm's input and output, dx, and a tile                                            4 + tile
+    """
+    least = _least_tokens(x.shape[-1])
+    a_tensor, sums = _bytes_of_tile(module, x)
+    if not a_tensor:  # a module without the sizes of its projections
+        return least
+    return max(least, (3 * x.numel() * x.element_size() - sums) // (_IN_TILE * a_tensor))
+
+
+# Tensors of I columns, at once: gate, up, and their product, or its gradient.
+_IN_TILE = 3  # which frees the product before it makes the gradient (`_Product`)
+_WHOLE = 4  # autograd's linear layers hold both
+
+
+def _bytes_of_tile(module: nn.Module, x: Tensor) -> tuple[int, int]:
+    """Return bytes of I elements, a token's gate, and of the weights' sums."""
+    a_tensor = intermediate_size(module, x.shape[-1]) * x.element_size()
     # Weights that are float32 themselves need no sums beside their gradients.
     sums = sum(w.numel() * accumulation_dtype(w.dtype).itemsize for w in trainable(module) if w.dtype.itemsize < 4)
-    return n * per_token > 2 * (tokens * per_token + sums)
+    return a_tensor, sums
+
+
+def _saves_memory(module: nn.Module, x: Tensor, n: int, tokens: int) -> bool:
+    """Whether the activations of all tokens take more than twice what a tile's and the float32 sums take."""
+    a_tensor, sums = _bytes_of_tile(module, x)
+    return n * _WHOLE * a_tensor > 2 * (tokens * _IN_TILE * a_tensor + sums)
 
 
 def intermediate_size(module: nn.Module, hidden_size: int) -> int:
@@ -529,7 +563,8 @@ class _Product(torch.autograd.Function):
         left_out: bool,
     ) -> Tensor:
         ctx.weight, ctx.own, ctx.sums = weight, own, sums
-        ctx.save_for_backward(x if own[0] is not None else None)
+        # Not `save_for_backward`, which holds x until the backward returns: freed before, it makes room for dx.
+        ctx.input = None if own[0] is None else (x, version_of(x))
         if left_out:  # nothing reads it
             return x.new_empty(()).expand(*x.shape[:-1], weight.shape[0])
         return F.linear(x, weight, bias)
@@ -537,10 +572,16 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, bias = ctx.own
-        (x,) = ctx.saved_tensors
         rows = dy.reshape(-1, dy.shape[-1])
         if weight is not None:
+            x, version = ctx.input
+            if version_of(x) != version:
+                raise RuntimeError(
+                    f"the input of a linear layer in a tile, {described(x)}, was changed in place after the layer read "
+                    "it, and its weight's gradient needs it: change a copy"
+                )
             ctx.sums.add_product(weight, rows, x.reshape(-1, x.shape[-1]))
+            ctx.input = x = None
         if bias is not None:
             ctx.sums.add(bias, rows.sum(0, dtype=accumulation_dtype(bias.dtype)))
         return dy @ ctx.weight, None, None, None, None, None

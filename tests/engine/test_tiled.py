@@ -17,6 +17,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from liger_chunked import LigerSwiGLUMLP
+from liger_chunked.memory import peak_bytes
 from liger_chunked.tiled import (
     after_tiles,
     check_tokens,
@@ -468,19 +469,65 @@ def states(n: int, hidden_size: int, dtype: torch.dtype = torch.bfloat16) -> Ten
 def test_chosen_tiles():
     module = llama(4096, 14336)
     assert intermediate_size(module, 4096) == 14336 and len(trainable(module)) == 3
-    assert tile_tokens(module, states(131072, 4096), True) == 8192
+    assert tile_tokens(module, states(16384, 4096), True) == 8192
     assert tile_tokens(module, states(8192, 4096), True) is None
     assert tile_tokens(module, states(9000, 4096), True) == 4608  # two equal tiles, in multiples of 128
     assert tile_tokens(module, states(131072, 4096), 1000) == 1000
     assert tile_tokens(module, states(131072, 4096), False) is None
 
 
+@pytest.mark.parametrize("tokens", [True, "auto"])
+@pytest.mark.parametrize(("hidden_size", "intermediate_size"), [(2048, 8192), (4096, 14336), (896, 4864), (1024, 2048)])
+def test_tiles_grow_as_long_as_attention_takes_more(hidden_size, intermediate_size, tokens):
+    module, n = llama(hidden_size, intermediate_size), 1 << 20
+    tile = tile_tokens(module, states(n, hidden_size), tokens)
+    assert tile is not None and tile > 2 * 2 * hidden_size
+    spare = 3 * n * hidden_size * 2
+    sums = 3 * hidden_size * intermediate_size * 4
+    assert tile * 3 * intermediate_size * 2 + sums <= spare
+    n_tiles = -(-n // tile)
+    # One tile fewer would take more than attention, or not be a multiple of 128 tokens.
+    assert n_tiles == 1 or (-(-n // (n_tiles - 1)) + 128) * 3 * intermediate_size * 2 + sums > spare
+
+
+def test_a_tile_holds_three_tensors_of_intermediate_columns():
+    """Gate, up, and their product or its gradient; beside sums, and all tokens' output, upstream gradient and dx."""
+    hidden_size, intermediate_size, n, tokens = 64, 1024, 4096, 512
+    module, x = llama(hidden_size, intermediate_size), states(n, hidden_size).requires_grad_()
+    peak = peak_bytes(lambda: tiled(module, module, x, tokens).backward(torch.empty_like(x)))
+    others = 3 * n * hidden_size * 2 + 3 * hidden_size * intermediate_size * 4
+    assert peak - others < 3.4 * tokens * intermediate_size * 2
+
+
+def test_an_input_changed_in_place_is_refused():
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(H, H)
+
+        def forward(self, x: Tensor) -> Tensor:
+            doubled = 2 * x
+            y = self.linear(doubled)
+            doubled.add_(1.0)
+            return y + doubled
+
+    module = Changes()
+    with pytest.raises(RuntimeError, match=r"was changed in place after the layer read it"):
+        tiled(module, module, rows(40, H).float(), 8).sum().backward()
+
+
+def test_tiles_of_unknown_sizes():
+    assert tile_tokens(nn.Identity(), states(1 << 20, 2048), True) == 4096
+    assert tile_tokens(nn.Identity(), states(1 << 20, 2048), "auto") is None
+
+
 def test_auto_tiles_where_more_than_half_of_the_memory_goes():
     module = llama(4096, 14336)
-    # Tiles of 8192 tokens, and sums of 12 bytes a weight, as much as 6144 tokens: twice 14336 tokens.
-    assert tile_tokens(module, states(28672, 4096), "auto") is None
-    assert tile_tokens(module, states(28673, 4096), "auto") is not None
-    assert tile_tokens(module.requires_grad_(False), states(16385, 4096), "auto") is not None  # no sums
+    # Tiles of 8192 tokens have 3 tensors of the 4 that whole MLPs have, and sums of 12 bytes a weight take as much: as
+    # 12288 tokens of whole ones, twice.
+    assert tile_tokens(module, states(24576, 4096), "auto") is None
+    assert tile_tokens(module, states(24577, 4096), "auto") is not None
+    assert tile_tokens(module.requires_grad_(False), states(12289, 4096), "auto") is not None  # no sums
     # float32 gradients are their own sums.
     wide = llama(4096, 14336, torch.float32)
-    assert tile_tokens(wide, states(16385, 4096, torch.float32), "auto") is not None
+    assert tile_tokens(wide, states(12289, 4096, torch.float32), "auto") is not None

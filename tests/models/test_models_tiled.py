@@ -228,6 +228,15 @@ def test_compile(how):
     assert_same_step(results[1], results[0])
 
 
+def test_compile_with_chosen_tiles():
+    model = BY_ID["llama"].build()
+    apply_liger_kernel(model, tiled_mlp=True)
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(1, 4224, model.config.hidden_size)  # the least tile has 4096 tokens
+    assert torch.equal(torch.compile(mlp, backend="eager")(x), mlp(x))
+    torch._dynamo.reset()
+
+
 def test_short_sequences_do_not_break_graphs():
     model = BY_ID["llama"].build().eval()
     apply_liger_kernel(model, tiled_mlp="auto", fused_linear_cross_entropy=False)

@@ -14,6 +14,7 @@ import peft
 import torch
 from model_zoo import BY_ID, Tiny
 from spies import Memory
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from liger_chunked import (
@@ -116,7 +117,25 @@ def test_parts():
     frozen = estimate_step(LLAMA, shape=(2, 4096), trainable=False)
     assert (frozen.optimizer, frozen.gradients) == (0, 0) and frozen.layer < found.layer
     host = estimate_step(LLAMA, shape=(2, 4096), checkpoints="host")
-    assert host.checkpoints - angles == (found.checkpoints - angles) // 3
+    assert host.checkpoints - angles == (found.checkpoints - angles) // 6
+
+
+def test_the_backward_of_attention_holds_all_that_it_saved():
+    """A checkpoint hands out a saved tensor once, and the kernel reads the output and the log-sum-exp to its end."""
+    n, d, heads = 64, 8, 4
+    q, k, v = (torch.empty(1, h, n, d, dtype=torch.bfloat16, device="meta", requires_grad=True) for h in (heads, 2, 2))
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return estimate._attend(None, 2 * q, 2 * k, 2 * v)[0]  # type: ignore[arg-type]
+
+    upstream = torch.empty(1, n, heads, d, dtype=torch.bfloat16, device="meta")
+    peak = estimate.peak_bytes(lambda: checkpoint(attention, q, k, v, use_reentrant=False).backward(upstream))
+    a_head = n * d * 2
+    saved = (4 + 2 + 2 + 4) * a_head + heads * n * 4  # q, k, v, output, log-sum-exp
+    gradients = (4 + 2 + 2) * a_head
+    # Sums of rows, a float32 gradient of the queries, and gradients of all heads' keys and values.
+    work = heads * n * 4 + 4 * 2 * a_head + 2 * 4 * a_head
+    assert peak == 4 * a_head + saved + gradients + work  # the first forward's output is alive too
 
 
 def test_tiles_take_less_where_they_tile():

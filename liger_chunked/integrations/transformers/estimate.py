@@ -104,7 +104,7 @@ def estimate_step(
         tiled_mlp: whether the gated MLPs run in tiles: True, "auto" or the tokens of a tile, as in
             `apply_liger_kernel`. None: they run whole.
         checkpoints: where the inputs of the layers are between forward and backward. With "host", as under TRL's
-            `activation_offloading`, two are on the device: the layer's at work, and the next one's.
+            `activation_offloading`, the one of the layer at work is on the device.
         dtype: of weights, gradients and activations.
         trainable: whether the weights train. With `adapter`, its alone do.
         adapter: a config of PEFT for adapters of linear layers, as `LoraConfig(r=16, target_modules="all-linear")`.
@@ -259,7 +259,7 @@ class _Model:
         )
         kept = sum(layer.checkpoint for layer in layers)
         if checkpoints == "host":
-            kept = min(kept, 2 * max(layer.checkpoint for layer in layers))
+            kept = max(layer.checkpoint for layer in layers)  # of the layer at work
         kept += shared
         constant = StepEstimate(self.weights, self.optimizer, 0, 0, 0, 0)
         # The last norm keeps its input, and the head its own.
@@ -402,12 +402,14 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, _, _ = ctx.saved_tensors
+        # The kernel reads the output and the log-sum-exp too, to its end. Under a checkpoint nothing else holds them.
+        q, k, v, output, lse = ctx.saved_tensors
+        row_sums = torch.empty_like(lse)  # sums of the rows of output * its gradient
         sums = torch.empty_like(q, dtype=torch.float32)
         heads = (q.shape[0], q.shape[1], k.shape[2])
         of_heads = [x.new_empty(*heads, x.shape[-1]) for x in (k, v)] if k.shape[1] < q.shape[1] else []
         gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        del sums, of_heads
+        del output, row_sums, sums, of_heads
         return gradients
 
 
