@@ -15,11 +15,12 @@ The result is a list of mutants, each with a file and line, a diff, and one of t
     timeout     the tests took longer than several times as long as without a change
     alive       all tests passed that could notice it, or as many of them as fit into `--seconds`: `ran` of `able`
 
-`--alive FILE` takes the mutants that are alive in an earlier result instead of drawing new ones. So two suites are
-compared at the price of one: the second only runs what the first let live. Another run with the same `--out` goes on
-where this one stopped.
+`--alive FILE` takes the mutants that are alive in earlier results, and that none of them killed, instead of drawing new
+ones. So two suites are compared at the price of one: the second only runs what the first let live. Another run with the
+same `--out` goes on where this one stopped.
 
-A first run without a change measures how long each test takes, and which tests fail anyway: these do not count. On
+A first run without a change measures how long each test takes, and which tests fail anyway: these do not count, nor do
+test files that cannot be imported, for instance because a package is missing or warns of something. On
 Python 3.12 it also notes which tests run the line of each mutant, in ranks and other child processes too. Only these
 run on the mutant, one of each test function first, because the parameters of a function mostly notice the same mutants.
 Where that is not known, tests that name the module come first.
@@ -537,16 +538,22 @@ def measure_baseline(
     for mutant in mutants:
         watched[mutant.file].append(mutant.line)
     workers = ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 else []
-    outcome = copy.run([*workers, *arguments], timeout, {}, watched if hasattr(sys, "monitoring") else None)
+    # A file that cannot be imported would end the run, with the status of an interrupt.
+    options = [*workers, "--continue-on-collection-errors", *arguments]
+    outcome = copy.run(options, timeout, {}, watched if hasattr(sys, "monitoring") else None)
     seconds = {test: s for test, s in outcome.seconds.items() if test not in outcome.failed and "::" in test}
-    if not seconds or (outcome.status not in (0, 1) and not outcome.timed_out):
+    if not seconds:
         sys.exit(f"pytest ended with status {outcome.status} without a mutant:\n{outcome.output}")
+    # 1: some tests failed. With any other status but 0, the run ended before all tests had run.
+    ended_early = outcome.timed_out or outcome.status not in (0, 1)
+    if ended_early:
+        print(f"pytest ended with status {outcome.status} without a mutant:\n{outcome.output}", flush=True)
     place = {test: i for i, test in enumerate(seconds)}
     lines = copy.watched() if hasattr(sys, "monitoring") else {}
     return Baseline(
         {test: round(s, 4) for test, s in seconds.items()},
         outcome.failed,
-        outcome.timed_out,
+        ended_early,
         {line: sorted(place[test] for test in tests if test in place) for line, tests in lines.items()},
     )
 
@@ -710,10 +717,13 @@ def read_baseline(options: argparse.Namespace, arguments: list[str], mutants: li
     return Baseline(**known["baseline"])
 
 
-def read_alive(path: Path) -> list[Mutant]:
+def read_alive(paths: list[Path]) -> list[Mutant]:
+    """Return the mutants that are alive in each of these results that has them."""
     names = Mutant.__dataclass_fields__
-    found = json.loads(path.read_text())["mutants"]
-    return [Mutant(**{name: x[name] for name in names}) for x in found if x["state"] == "alive"]
+    found = [mutant for path in paths for mutant in json.loads(path.read_text())["mutants"]]
+    noticed = {mutant["id"] for mutant in found if mutant["state"] != "alive" or "equivalent" in mutant}
+    alive = {mutant["id"]: mutant for mutant in found if mutant["id"] not in noticed}
+    return [Mutant(**{name: mutant[name] for name in names}) for mutant in alive.values()]
 
 
 # The best that any result says of a mutant.
@@ -750,7 +760,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at the same time")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the result, in JSON")
     parser.add_argument("--modules", nargs="+", default=[*FOLDERS], metavar="PATH", help="files or folders to mutate")
-    parser.add_argument("--alive", type=Path, metavar="FILE", help="take what is alive in this result")
+    parser.add_argument("--alive", type=Path, nargs="+", metavar="FILE", help="take what is alive in these results")
     parser.add_argument("--seconds", type=float, default=120, help="of tests for a mutant, as they take without it")
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="stop then, as if interrupted")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
