@@ -330,11 +330,13 @@ class Block(torch.nn.Module):
 
 
 @dynamo_warns
-def test_compile_a_model(device: str) -> None:
+# Inductor compiles C++ for half a minute. By default, tests/engine/test_compile.py has a step by it.
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_compile_a_model(backend: str, device: str) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     block = Block().to(device)
-    compiled = torch.compile(block, fullgraph=True, backend="inductor")
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
     x = torch.randn(2, 5, 16, device=device)
     target = labels(x)
     gradients = []

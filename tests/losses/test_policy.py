@@ -497,6 +497,17 @@ def test_a_trust_region_drops_what_overflows(surrogate):
                 assert not found["input"][:, 0].any()
 
 
+@pytest.mark.parametrize("surrogate", ["dppo_tv", "dppo_kl", "ipo"])
+def test_the_edge_of_a_trust_region_is_inside(surrogate):
+    """On policy, no token has moved: none is dropped, even from a region of no width."""
+    batch = rollouts(SMALL, seed=12)
+    del batch["old_logps"]
+    settings = {"ipo_threshold": 0.0} if surrogate == "ipo" else {"epsilon_low": 0.0, "epsilon_high": 0.0}
+    assert (batch["advantages"] > 0).any() and (batch["advantages"] < 0).any()
+    found = evaluate(partial(grpo, surrogate=surrogate, **settings), batch)
+    assert (found["input"][batch["target"] != -100] != 0).any(-1).all()
+
+
 def test_real_takes_whole_groups():
     batch = {name: x[:5] if x.shape[0] == 6 else x for name, x in rollouts(SMALL, seed=12).items()}
     with pytest.raises(ValueError, match="needs whole groups of group_size=2 sequences in a call, got 5"):

@@ -136,14 +136,16 @@ def rms(errors: list[float], sizes: list[float]) -> float:
         for row in ROWS
     ],
 )
-def test_gradient_error_is_that_of_eager_code(row, dtype, device):
+def test_gradient_error_is_that_of_eager_code(row, dtype, device, pytestconfig):
     if INTERPRETED and row.kept and dtype == torch.bfloat16:
         pytest.skip("kernels round the gradients of kept ids, and Triton's interpreter truncates float32 to bfloat16")
     if device == "cuda" and dtype == torch.float32:
         pytest.skip(
             "cuBLAS sums float32 in an order that it picks by shape; test_gpu.py bounds what is ours of the error"
         )
-    budgets = {"one-chunk": None, "chunks": 61 * ERROR_SIZES.vocab * dtype.itemsize}
+    budgets = {"chunks": 61 * ERROR_SIZES.vocab * dtype.itemsize}
+    if row.id in PATHS or pytestconfig.getoption("exhaustive"):  # the formula is the same in one chunk
+        budgets["one-chunk"] = None
     errors: dict[tuple[str, str], list[float]] = defaultdict(list)
     sizes: dict[str, list[float]] = defaultdict(list)
     for seed in range(SEEDS[dtype] * row.batches):
