@@ -44,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     if backend.INTERPRETED:
         find_builtins_once()
+        patch_once_a_launch()
         check_strides_in_bytes()
         # tl.where computes both sides, and NumPy warns about the side that is not used.
         config.addinivalue_line("filterwarnings", "ignore:.* encountered in .*:RuntimeWarning")
@@ -91,6 +92,38 @@ def find_builtins_once() -> None:
         return [(name, getattr(of, name)) for name in builtins[of]]
 
     interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
+
+
+def patch_once_a_launch() -> None:
+    """Speed up Triton's interpreter, which replaces members of `triton.language` again for each call of a function.
+
+    In a launch, the first kernel or function that uses one of these modules replaces its members for all.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    modules: dict[Any, frozenset[str]] = {}
+    patched: set[str] = set()
+
+    def patch_lang(function: Any) -> Any:
+        if function not in modules:
+            seen = [value for value in function.__globals__.values() if inspect.ismodule(value)]
+            modules[function] = frozenset(module.__name__ for module in seen if module in (tl, tl.core))
+        if modules[function] <= patched:
+            return None  # ignored by the caller, a function: a launch begins with none
+        patched.update(modules[function])
+        return patch(function)
+
+    def call(self: Any, *args: Any, **options: Any) -> None:
+        patched.clear()
+        try:
+            launch(self, *args, **options)
+        finally:
+            patched.clear()
+
+    interpreter._patch_lang = patch_lang
+    interpreter.GridExecutor.__call__ = call
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
