@@ -43,8 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # The shapes are small, and the workers of pytest-xdist share the cores.
     torch.set_num_threads(1)
     if backend.INTERPRETED:
-        find_builtins_once()
-        patch_once_a_launch()
+        patch_the_language_once()
         check_strides_in_bytes()
         # tl.where computes both sides, and NumPy warns about the side that is not used.
         config.addinivalue_line("filterwarnings", "ignore:.* encountered in .*:RuntimeWarning")
@@ -76,54 +75,30 @@ def check_strides_in_bytes() -> None:
     handle.validate = validate
 
 
-def find_builtins_once() -> None:
-    """Speed up Triton's interpreter, which looks through all members of `triton.language` for each call of a function.
+def patch_the_language_once() -> None:
+    """Speed up Triton's interpreter, which replaces members of `triton.language` for each launch and each call.
 
-    It keeps only the builtins among them, which are the same in each call.
+    It looks through hundreds of members for that, and since Triton 3.6 takes its own back after a launch. Here they
+    stay: what they do depends on no launch.
     """
     import triton.language as tl
     from triton.runtime import interpreter
 
-    builtins: dict[Any, list[str]] = {}
-
-    def members(of: Any) -> list[tuple[str, Any]]:
-        if of not in builtins:
-            builtins[of] = [name for name, member in inspect.getmembers(of) if tl.core.is_builtin(member)]
-        return [(name, getattr(of, name)) for name in builtins[of]]
-
-    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
-
-
-def patch_once_a_launch() -> None:
-    """Speed up Triton's interpreter, which replaces members of `triton.language` again for each call of a function.
-
-    In a launch, the first kernel or function that uses one of these modules replaces its members for all.
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    modules: dict[Any, frozenset[str]] = {}
+    patch = interpreter._patch_lang
+    modules: dict[Any, frozenset[str]] = {}  # which a function uses: `tl`, `tl.core` or both
     patched: set[str] = set()
+    scope = SimpleNamespace(restore=lambda: None)
 
     def patch_lang(function: Any) -> Any:
         if function not in modules:
-            seen = [value for value in function.__globals__.values() if inspect.ismodule(value)]
-            modules[function] = frozenset(module.__name__ for module in seen if module in (tl, tl.core))
-        if modules[function] <= patched:
-            return None  # ignored by the caller, a function: a launch begins with none
-        patched.update(modules[function])
-        return patch(function)
-
-    def call(self: Any, *args: Any, **options: Any) -> None:
-        patched.clear()
-        try:
-            launch(self, *args, **options)
-        finally:
-            patched.clear()
+            found = [value for value in function.__globals__.values() if inspect.ismodule(value)]
+            modules[function] = frozenset(module.__name__ for module in found if module in (tl, tl.core))
+        if not modules[function] <= patched:
+            patch(function)
+            patched.update(modules[function])
+        return scope
 
     interpreter._patch_lang = patch_lang
-    interpreter.GridExecutor.__call__ = call
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
