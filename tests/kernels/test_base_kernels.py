@@ -538,6 +538,19 @@ def test_rms_norm_of_transformers(name: str, offset: float, casting: Any, dtype:
         torch.testing.assert_close(value, same, rtol=ulps * torch.finfo(dtype).eps, atol=0)
 
 
+@pytest.mark.triton
+def test_the_dtype_of_a_gated_norm(device: str) -> None:
+    """The wider one of input and weight, unless a gate behind the norm or "gemma" rounds to the input's."""
+    x, weight = torch.randn(3, 64, device=device).bfloat16(), torch.ones(64, device=device)
+    for gate, options, expected in (
+        (None, {}, torch.float32),
+        (x, {"gate_first": True}, torch.float32),
+        (x, {}, torch.bfloat16),
+        (None, {"casting": "gemma"}, torch.bfloat16),
+    ):
+        assert lc.liger_rms_norm_gated(x, gate, weight, **options).dtype == expected, options
+
+
 def test_rms_norm_with_a_float32_weight_promotes_as_llama_does() -> None:
     theirs, ours = transformers_object("llama.LlamaRMSNorm")(64), lc.LigerRMSNorm(64)
     x = torch.randn(3, 64, dtype=torch.bfloat16)
