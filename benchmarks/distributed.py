@@ -344,8 +344,8 @@ class RanksRow(LossRow):
         return f"{super().measured(first)}  loss {self.loss:.5f}  {norms}"
 
 
-def measure_loss(loss: str, contender: str, n: int, h: int, v: int) -> Answer:
-    """Measure a contender on this rank, at the same time as on the others."""
+def measure_loss(loss: str, contender: str, n: int, h: int, v: int, timed_ms: float) -> Answer:
+    """Measure a contender on this rank, at the same time as on the others, for about `timed_ms` milliseconds."""
     made = CONTENDERS[contender](loss, batch_of_rank(n, h, v))
     batch = made.batch._replace(x=made.batch.x.requires_grad_(), w=made.batch.w.requires_grad_())
     leaves = (batch.x, batch.w)
@@ -365,7 +365,7 @@ def measure_loss(loss: str, contender: str, n: int, h: int, v: int) -> Answer:
         found: Answer = {} if contender == SILENT else _compared(last[0], leaves, made)
         peak = peak_mib(run, leaves)
         found["mib"] = None if peak is None else agreed(peak)
-        found["ms"] = ranks_ms(run)
+        found["ms"] = ranks_ms(run, timed_ms)
         return found
     finally:
         for leaf in leaves:
@@ -386,10 +386,10 @@ def _compared(value: Tensor, leaves: tuple[Tensor, Tensor], made: Contender) -> 
     return {"loss": loss.item(), "input_norm": of_x.sqrt().item(), "weight_norm": of_w.sqrt().item()}
 
 
-def ranks_ms(run: Callable[[], object]) -> float:
+def ranks_ms(run: Callable[[], object], timed_ms: float) -> float:
     """Return the median time of a warm step on the slowest rank. All ranks repeat it equally often."""
     estimate = agreed(median_ms(run, repeats=3, warmup=1))
-    repeats = min(31, max(5, int(TIMED_MS / estimate)))
+    repeats = min(31, max(5, int(timed_ms / estimate)))
     return round(agreed(median_ms(run, repeats, warmup=2)), 4)
 
 
@@ -449,7 +449,7 @@ class Run:
             floor_ms = floor["all"] + (floor["logits"] if loss in REFERENCED else 0.0)
 
             def fill(row: RanksRow, name: str, loss: str = loss, floor_ms: float = floor_ms) -> None:
-                self.fill(row, "loss", ROW_SECONDS, loss=loss, contender=name, **size)
+                self.fill(row, "loss", ROW_SECONDS, loss=loss, contender=name, timed_ms=TIMED_MS, **size)
                 assert row.ms is not None
                 row.times_floor = round(row.ms / floor_ms, 4)
 

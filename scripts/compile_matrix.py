@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -535,11 +535,13 @@ def name_of(kernel: Any) -> str:
     return f"{function.__module__.rpartition('.')[2]}.{function.__name__.strip('_').removesuffix('_kernel')}"
 
 
-def compile_for(target: Target, driver: OtherDriver, quick: bool) -> list[Variant]:
-    """Compile the launches of a target; launches that share a variant are compiled once."""
+def compile_for(target: Target, driver: OtherDriver, quick: bool, only: Collection[str] = ()) -> list[Variant]:
+    """Compile the launches of a target; launches that share a variant are compiled once. `only` names kernels."""
     driver.select(target)
     variants, seen = [], set()
     for task, kernel, call in collect(target, quick):
+        if only and name_of(kernel) not in only:
+            continue
         _, dtypes, numbers, num_warps, num_stages, descriptors = call
         types = ["-" if d is None else str(d).removeprefix("torch.") for d in dtypes]
         types += ["-" if d is None else f"{d.base.dtype}{d.block_shape}".removeprefix("torch.") for d in descriptors]
@@ -593,20 +595,25 @@ def amd_usage(assembly: str) -> dict[str, int]:
     return {"registers": field("vgpr_count"), "spills": spills}
 
 
-def work(names: list[str], quick: bool) -> None:
+def work(names: list[str], quick: bool, only: Collection[str] = ()) -> None:
     """Compile for targets of one vendor, and print the variants as JSON."""
     targets = [TARGETS[name] for name in names]
     driver = pretend(targets[0].is_nvidia)
     for target in targets:
-        for variant in compile_for(target, driver, quick):
+        for variant in compile_for(target, driver, quick, only):
             print(json.dumps(asdict(variant)), flush=True)
 
 
 # The command
 
 
-def compile_matrix(names: Iterable[str], quick: bool = False, processes: int = 1) -> list[Variant]:
-    """Compile for targets in processes of one vendor each. Line numbers are left out: they change with comments."""
+def compile_matrix(
+    names: Iterable[str], quick: bool = False, processes: int = 1, only: Collection[str] = ()
+) -> list[Variant]:
+    """Compile all kernels, or `only` these, for targets in processes of one vendor each.
+
+    Line numbers are left out: they change with comments.
+    """
     unset = ("TRITON_INTERPRET", "LIGER_CHUNKED_WIDE_TILES")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     environment["TRITON_DISABLE_LINE_INFO"] = "1"
@@ -615,6 +622,7 @@ def compile_matrix(names: Iterable[str], quick: bool = False, processes: int = 1
 
     def run(group: list[str]) -> list[Variant]:
         command = [sys.executable, __file__, "--worker", "--targets", *group, *(["--quick"] if quick else [])]
+        command += ["--only", *sorted(only)] if only else []
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"compiling for {', '.join(group)} failed:\n{done.stderr[-4000:]}")
@@ -650,15 +658,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="the largest variant of each kernel")
+    parser.add_argument("--only", nargs="+", default=(), metavar="KERNEL", help="names as in the table")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write all variants")
     parser.add_argument("--markdown", action="store_true", help="print the table of the docs alone")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        work(args.targets, args.quick)
+        work(args.targets, args.quick, args.only)
         return 0
-    variants = compile_matrix(args.targets, args.quick, args.processes)
+    variants = compile_matrix(args.targets, args.quick, args.processes, args.only)
     if args.json:
         args.json.write_text("\n".join(json.dumps(asdict(variant)) for variant in variants) + "\n")
     if args.markdown:

@@ -4,9 +4,16 @@
     TRITON_INTERPRET=1 python scripts/mutate.py --alive suite.json --out kernels.json -- -m "triton and not gpu" tests
     python scripts/mutate.py --table suite.json kernels.json
 
+or both suites at the same time, which share the mutants:
+
+    python scripts/mutate.py --count 300 --jobs 8 --beside kernels.json --out suite.json -- -m "not gpu" &
+    TRITON_INTERPRET=1 python scripts/mutate.py --count 300 --jobs 8 --beside suite.json --out kernels.json \
+        -- -m "triton and not gpu" tests
+
 A mutant is one change of one expression or statement: another comparison, `+` for `-`, a constant plus or minus one, a
 dropped `not`, swapped operands, a removed statement, `min` for `max`, another dtype. The script draws `--count` of them
-from the folders given by `--modules`; the same seed and sources give the same mutants. What follows `--` goes to
+from the folders given by `--modules`; the same seed and sources give the same mutants. Both may be given several
+times: the mutants of the first folders run first. What follows `--` goes to
 pytest, which runs in copies of the tree, `--jobs` at a time. The tree itself stays as it is.
 
 The result is a list of mutants, each with a file and line, a diff, and one of these states:
@@ -15,11 +22,13 @@ The result is a list of mutants, each with a file and line, a diff, and one of t
     timeout     the tests took longer than several times as long as without a change
     alive       all tests passed that could notice it, or as many of them as fit into `--seconds`: `ran` of `able`
 
-`--alive FILE` takes the mutants that are alive in an earlier result instead of drawing new ones. So two suites are
-compared at the price of one: the second only runs what the first let live. Another run with the same `--out` goes on
-where this one stopped.
+`--alive FILE` takes the mutants that are alive in earlier results, and that none of them killed, instead of drawing new
+ones. So two suites are compared at the price of one: the second only runs what the first let live. `--beside FILE`
+does so for a run at the same time: it leaves out what that run has killed by then. Another run with the same `--out`
+goes on where this one stopped.
 
-A first run without a change measures how long each test takes, and which tests fail anyway: these do not count. On
+A first run without a change measures how long each test takes, and which tests fail anyway: these do not count, nor do
+test files that cannot be imported, for instance because a package is missing or warns of something. On
 Python 3.12 it also notes which tests run the line of each mutant, in ranks and other child processes too. Only these
 run on the mutant, one of each test function first, because the parameters of a function mostly notice the same mutants.
 Where that is not known, tests that name the module come first.
@@ -493,7 +502,9 @@ class Baseline:
             if running or any("jit" in text for text in decorators):
                 return running, []
         known = {*running}
-        return running, [tests[i] for i in self.lines.get(f"{mutant.file}:0", ()) if tests[i] not in known]
+        others = [tests[i] for i in self.lines.get(f"{mutant.file}:0", ()) if tests[i] not in known]
+        # A line of an import is seen to run in processes of their own alone, which are slow. What it sets, all may use.
+        return ([*others, *running], []) if decorators is None else (running, others)
 
     def spread(self, tests: list[str]) -> list[str]:
         """Order tests: one of each function first, then some more of each, and so on; within a round by files.
@@ -537,16 +548,22 @@ def measure_baseline(
     for mutant in mutants:
         watched[mutant.file].append(mutant.line)
     workers = ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 else []
-    outcome = copy.run([*workers, *arguments], timeout, {}, watched if hasattr(sys, "monitoring") else None)
+    # A file that cannot be imported would end the run, with the status of an interrupt.
+    options = [*workers, "--continue-on-collection-errors", *arguments]
+    outcome = copy.run(options, timeout, {}, watched if hasattr(sys, "monitoring") else None)
     seconds = {test: s for test, s in outcome.seconds.items() if test not in outcome.failed and "::" in test}
-    if not seconds or (outcome.status not in (0, 1) and not outcome.timed_out):
+    if not seconds:
         sys.exit(f"pytest ended with status {outcome.status} without a mutant:\n{outcome.output}")
+    # 1: some tests failed. With any other status but 0, the run ended before all tests had run.
+    ended_early = outcome.timed_out or outcome.status not in (0, 1)
+    if ended_early:
+        print(f"pytest ended with status {outcome.status} without a mutant:\n{outcome.output}", flush=True)
     place = {test: i for i, test in enumerate(seconds)}
     lines = copy.watched() if hasattr(sys, "monitoring") else {}
     return Baseline(
         {test: round(s, 4) for test, s in seconds.items()},
         outcome.failed,
-        outcome.timed_out,
+        ended_early,
         {line: sorted(place[test] for test in tests if test in place) for line, tests in lines.items()},
     )
 
@@ -675,6 +692,8 @@ def run_all(mutants: list[Mutant], arguments: list[str], options: argparse.Names
                     mutant = waiting.get_nowait()
                 except queue.Empty:
                     return
+                if mutant.id in noticed([options.beside] if options.beside and options.beside.exists() else []):
+                    continue
                 source = (ROOT / mutant.file).read_text()
                 result = judge(copy, mutant, baseline, arguments, options.seconds, end)
                 if result is None:
@@ -710,10 +729,21 @@ def read_baseline(options: argparse.Namespace, arguments: list[str], mutants: li
     return Baseline(**known["baseline"])
 
 
-def read_alive(path: Path) -> list[Mutant]:
-    names = Mutant.__dataclass_fields__
-    found = json.loads(path.read_text())["mutants"]
-    return [Mutant(**{name: x[name] for name in names}) for x in found if x["state"] == "alive"]
+def read(paths: list[Path]) -> list[dict[str, Any]]:
+    """Return the mutants of these results, as often as they are in one."""
+    return [mutant for path in paths for mutant in json.loads(path.read_text())["mutants"]]
+
+
+def noticed(paths: list[Path]) -> set[str]:
+    """Return the mutants that are not alive in one of these results."""
+    return {mutant["id"] for mutant in read(paths) if mutant["state"] != "alive" or "equivalent" in mutant}
+
+
+def read_alive(paths: list[Path]) -> list[Mutant]:
+    """Return the mutants that are alive in each of these results that has them."""
+    names, gone = Mutant.__dataclass_fields__, noticed(paths)
+    alive = {mutant["id"]: mutant for mutant in read(paths) if mutant["id"] not in gone}
+    return [Mutant(**{name: mutant[name] for name in names}) for mutant in alive.values()]
 
 
 # The best that any result says of a mutant.
@@ -723,10 +753,9 @@ RANKED = ("killed", "timeout", "equivalent", "alive")
 def table(paths: list[Path]) -> str:
     """Return a table in Markdown: mutants of these results by folder and state."""
     states: dict[str, str] = {}
-    for path in paths:
-        for mutant in json.loads(path.read_text())["mutants"]:
-            state = "equivalent" if "equivalent" in mutant else mutant["state"]
-            states[mutant["id"]] = min(state, states.get(mutant["id"], state), key=RANKED.index)
+    for mutant in read(paths):
+        state = "equivalent" if "equivalent" in mutant else mutant["state"]
+        states[mutant["id"]] = min(state, states.get(mutant["id"], state), key=RANKED.index)
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for id, state in states.items():
         counts[str(Path(id.split(":")[0]).parent)][state] += 1
@@ -745,12 +774,13 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
 def main() -> int:
     own, arguments = split_arguments(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=300, help="number of mutants")
+    parser.add_argument("--count", type=int, action="append", help="number of mutants, by default 300")
     parser.add_argument("--seed", type=int, default=0, help="draws other mutants")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at the same time")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the result, in JSON")
-    parser.add_argument("--modules", nargs="+", default=[*FOLDERS], metavar="PATH", help="files or folders to mutate")
-    parser.add_argument("--alive", type=Path, metavar="FILE", help="take what is alive in this result")
+    parser.add_argument("--modules", nargs="+", action="append", metavar="PATH", help="files or folders to mutate")
+    parser.add_argument("--alive", type=Path, nargs="+", metavar="FILE", help="take what is alive in these results")
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="leave out what this result has killed by then")
     parser.add_argument("--seconds", type=float, default=120, help="of tests for a mutant, as they take without it")
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="stop then, as if interrupted")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
@@ -759,7 +789,11 @@ def main() -> int:
     if options.table:
         print(table(options.table))
         return 0
-    mutants = read_alive(options.alive) if options.alive else draw(options.modules, options.count, options.seed)
+    modules, counts = options.modules or [[*FOLDERS]], options.count or [300]
+    if len(modules) != len(counts):
+        parser.error("as many --count as --modules")
+    drawn = (draw(folders, count, options.seed) for folders, count in zip(modules, counts, strict=True))
+    mutants = read_alive(options.alive) if options.alive else [mutant for part in drawn for mutant in part]
     if options.list:
         for mutant in mutants:
             print(mutant.diff((ROOT / mutant.file).read_text()))

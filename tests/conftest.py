@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # The shapes are small, and the workers of pytest-xdist share the cores.
     torch.set_num_threads(1)
     if backend.INTERPRETED:
-        find_builtins_once()
+        patch_the_language_once()
         check_strides_in_bytes()
         # tl.where computes both sides, and NumPy warns about the side that is not used.
         config.addinivalue_line("filterwarnings", "ignore:.* encountered in .*:RuntimeWarning")
@@ -75,22 +75,30 @@ def check_strides_in_bytes() -> None:
     handle.validate = validate
 
 
-def find_builtins_once() -> None:
-    """Speed up Triton's interpreter, which looks through all members of `triton.language` for each call of a function.
+def patch_the_language_once() -> None:
+    """Speed up Triton's interpreter, which replaces members of `triton.language` for each launch and each call.
 
-    It keeps only the builtins among them, which are the same in each call.
+    It looks through hundreds of members for that, and since Triton 3.6 takes its own back after a launch. Here they
+    stay: what they do depends on no launch.
     """
     import triton.language as tl
     from triton.runtime import interpreter
 
-    builtins: dict[Any, list[str]] = {}
+    patch = interpreter._patch_lang
+    modules: dict[Any, frozenset[str]] = {}  # which a function uses: `tl`, `tl.core` or both
+    patched: set[str] = set()
+    scope = SimpleNamespace(restore=lambda: None)
 
-    def members(of: Any) -> list[tuple[str, Any]]:
-        if of not in builtins:
-            builtins[of] = [name for name, member in inspect.getmembers(of) if tl.core.is_builtin(member)]
-        return [(name, getattr(of, name)) for name in builtins[of]]
+    def patch_lang(function: Any) -> Any:
+        if function not in modules:
+            found = [value for value in function.__globals__.values() if inspect.ismodule(value)]
+            modules[function] = frozenset(module.__name__ for module in found if module in (tl, tl.core))
+        if not modules[function] <= patched:
+            patch(function)
+            patched.update(modules[function])
+        return scope
 
-    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
+    interpreter._patch_lang = patch_lang
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

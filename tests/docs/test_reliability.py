@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,12 @@ def rows() -> list[str]:
         for line in PAGE.partition("## What only")[0].splitlines()
         if line.startswith("|") and not re.match(r"\|( \|)? case \||\|-", line)
     ]
+
+
+def test_the_table_of_mutants():
+    results = sorted(str(path) for path in (TESTS / "mutants").glob("*.json"))
+    command = [sys.executable, str(TESTS.parent / "scripts" / "mutate.py"), "--table", *results]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout in PAGE
 
 
 def test_each_named_test_exists():

@@ -99,8 +99,11 @@ def lost(batch: Batch) -> Batch:
 BATCHES = {"plain": lambda batch: batch} | {f.__name__: f for f in (ignored, repeated, alternating, certain, lost)}
 
 
-def assert_error_is_that_of_eager_code(ours, oracle, *batches: Batch, device: str, **kwargs) -> None:
-    """Compare root mean squares over several batches: one batch's error depends on its few largest weights."""
+def assert_error_is_that_of_eager_code(ours, oracle, *batches: Batch, device: str, **kwargs) -> Batch:
+    """Compare root mean squares over several batches: one batch's error depends on its few largest weights.
+
+    Returns our loss and gradients of the last batch.
+    """
     errors: dict[str, list[tuple[float, float]]] = {}
     for batch in batches:
         batch = moved(batch, torch.bfloat16, device)
@@ -115,6 +118,7 @@ def assert_error_is_that_of_eager_code(ours, oracle, *batches: Batch, device: st
         floor = 2**-8 / 3 if name == "loss" else 0.0
         error, bound = (math.hypot(*each) / len(each) ** 0.5 for each in zip(*of_batches, strict=True))
         assert error <= max(FACTOR * bound, floor), f"{name}: {error:.2e} against {bound:.2e}"
+    return value
 
 
 def cross_entropy(batch: Batch, settings: dict, ours: bool) -> Tensor:

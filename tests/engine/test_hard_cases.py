@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from sampling import on_paths
+from sampling import exhaustive, on_paths
 from spies import Products
 from table import (
     PARAMETERS,
@@ -396,7 +396,9 @@ def test_side_of_the_padding(row):
     assert_same(evaluate(row.ours, left), exact)
 
 
-@pytest.mark.parametrize("vocab", [151665, 151936, 152064, 262144])
+@pytest.mark.parametrize(
+    "vocab", [exhaustive([vocab], str(vocab), vocab != 151665) for vocab in (151665, 151936, 152064, 262144)]
+)
 def test_vocabularies_of_models(vocab):
     """On a CPU, in one slice and in several."""
     batch = tokens(Sizes(sequences=1, length=3, hidden=4, vocab=vocab, ignored=False), seed=0)
@@ -522,7 +524,7 @@ def test_autocast_leaves_float64_alone(row):
         assert_same(evaluate(row.ours, batch), exact)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(0.5)  # a CPU takes a second for products in float16
 @by_path
 @pytest.mark.parametrize("scale", [1.0, 2.0**14], ids=["unscaled", "scaled"])
 def test_float16_with_a_loss_scale(row, scale, device):
@@ -538,7 +540,9 @@ def test_float16_with_a_loss_scale(row, scale, device):
         assert relative_error(value, expected) <= bound, name
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "primitive"])
+@pytest.mark.parametrize(
+    "fused", [exhaustive([fused], name, not fused) for fused, name in ((True, "fused"), (False, "primitive"))]
+)
 def test_100_steps_in_slices_of_bfloat16(fused):
     """Rounding errors that add up over steps and slices would move the weights further than eager code does."""
     vocab, hidden, n = 2503, 16, 24

@@ -143,6 +143,25 @@ def test_upstream_of_stride_zero(op: Op, device: str) -> None:
 
 
 @pytest.mark.triton
+def test_a_frozen_weight_of_more_rows_than_a_program_takes(device: str) -> None:
+    """Without a weight gradient, each program takes one tile of rows, and there are more programs."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(19, 1500, generator=generator).to(device).requires_grad_()
+    weight = torch.randn(1500, generator=generator).to(device)
+    found = run(partial(lc.liger_rms_norm, eps=1e-6), [x, weight])[1]
+    expected = run(partial(lc.liger_rms_norm, eps=1e-6), [x, weight.requires_grad_()])[1]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.triton
+def test_targets_of_any_stride(device: str) -> None:
+    x, target = torch.randn(7, 30, device=device), torch.arange(7, device=device)
+    apart = torch.stack([target, torch.full_like(target, -100)], 1)[:, 0]
+    assert apart.stride() == (2,)
+    assert torch.equal(lc.liger_cross_entropy(x, apart), lc.liger_cross_entropy(x, target))
+
+
+@pytest.mark.triton
 @every_op_not_interpreted
 def test_frozen_inputs(op: Op, device: str) -> None:
     inputs = op.sample(op.shapes[0], torch.float32, device)
@@ -330,11 +349,13 @@ class Block(torch.nn.Module):
 
 
 @dynamo_warns
-def test_compile_a_model(device: str) -> None:
+# Inductor compiles C++ for half a minute. By default, tests/engine/test_compile.py has a step by it.
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_compile_a_model(backend: str, device: str) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     block = Block().to(device)
-    compiled = torch.compile(block, fullgraph=True, backend="inductor")
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
     x = torch.randn(2, 5, 16, device=device)
     target = labels(x)
     gradients = []
@@ -515,6 +536,19 @@ def test_rms_norm_of_transformers(name: str, offset: float, casting: Any, dtype:
     else:  # another summation order: in float32 up to a unit in each step; the interpreter truncates twice
         ulps = 4 if dtype == torch.float32 else 2 if INTERPRETED else 1
         torch.testing.assert_close(value, same, rtol=ulps * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.triton
+def test_the_dtype_of_a_gated_norm(device: str) -> None:
+    """The wider one of input and weight, unless a gate behind the norm or "gemma" rounds to the input's."""
+    x, weight = torch.randn(3, 64, device=device).bfloat16(), torch.ones(64, device=device)
+    for gate, options, expected in (
+        (None, {}, torch.float32),
+        (x, {"gate_first": True}, torch.float32),
+        (x, {}, torch.bfloat16),
+        (None, {"casting": "gemma"}, torch.bfloat16),
+    ):
+        assert lc.liger_rms_norm_gated(x, gate, weight, **options).dtype == expected, options
 
 
 def test_rms_norm_with_a_float32_weight_promotes_as_llama_does() -> None:

@@ -101,7 +101,7 @@ def test_float64(case: tuple[int, int, int, int], absent: bool) -> None:
         torch.testing.assert_close(value, truth, rtol=1e-12, atol=1e-12)  # float64 sums in another order
 
 
-@pytest.mark.sampled(2, interpreted=True)
+@pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("absent", [False, True])

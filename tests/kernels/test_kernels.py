@@ -480,6 +480,7 @@ def test_survey_top_k(k, dtype, logp_dtype, device):
         assert survey_top_k(logps, changed(ids, place, 4000)).tolist()[1] == 4000
         for value in (0.5, torch.nan, torch.inf):
             assert survey_top_k(changed(logps, place, value), ids).tolist()[3] == 1
+        assert survey_top_k(changed(logps, place, 0.0), ids).tolist()[3] == 0  # a certain token
     # The ids of absent entries may be anything.
     gone = changed(logps, (slice(None), k - 1), -torch.inf)
     assert survey_top_k(gone, changed(ids, (slice(None), k - 1), -7)).tolist()[::4] == [~0, int(k == 1)]

@@ -685,7 +685,7 @@ def test_the_installed_triton_launches_as_expected(device: str) -> None:
 def test_partial_sums(n_partials: int, device: str) -> None:
     if not expects_triton(device):
         pytest.skip("of the Triton kernels alone")
-    partial = torch.randn(2, n_partials, 33, device=device)
+    partial = torch.randn(2, n_partials, 33, generator=torch.Generator().manual_seed(n_partials)).to(device)
     first, second, alone = (
         torch.empty(33, dtype=dtype, device=device) for dtype in (torch.float32, torch.bfloat16, torch.float32)
     )

@@ -209,6 +209,7 @@ def step(loss: LigerFusedLinearPreferenceBase, kind: str, ignored: bool, device:
     return [value.detach(), weight.grad, input.grad, *metrics]
 
 
+@pytest.mark.sampled(interpreted=True)
 @pytest.mark.parametrize("ignored", [False, True], ids=["", "ignored"])
 @pytest.mark.parametrize("kind", REFERENCES)
 @pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)

@@ -73,6 +73,7 @@ def test_error(hidden, options, bias, dtype, device):
     assert (logps - exact).norm() < 0.3 * before, f"{(logps - exact).norm():.2e}, rounded {before:.2e}"
 
 
+@pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @HALVES
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])

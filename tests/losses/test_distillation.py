@@ -121,6 +121,15 @@ def test_flat_tokens_and_a_teacher_of_another_dtype():
     assert loss(**mixed)[0] == pytest.approx(eager.distillation(**exact)[0].item(), rel=1e-2)
 
 
+def test_jensen_shannon_at_its_ends():
+    """`beta` of 0 is KL(teacher || student), 1 is KL(student || teacher)."""
+    z, t = torch.randn(2, 5, 13, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    log_p, log_q = z.log_softmax(-1), t.log_softmax(-1)
+    exact = {0.0: (log_q.exp() * (log_q - log_p)).sum(-1), 1.0: (log_p.exp() * (log_p - log_q)).sum(-1)}
+    for beta, expected in exact.items():
+        torch.testing.assert_close(LigerFusedLinearJSDLoss(beta=beta).divergence(z, t), expected)
+
+
 @by_loss
 def test_closed_form_is_the_divergence(loss):
     """The formula used for a top-k agrees with the kernel used for hidden states."""

@@ -66,6 +66,7 @@ def assert_finite_and_same(ours: dict[str, Tensor], exact: dict[str, Tensor]) ->
 # Every loss: finite, and as in eager code
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("row", [*POLICY, *ON_POLICY], ids=repr)
 @by_distance
 def test_stale_tokens_of_policy_losses(row, far):
@@ -79,6 +80,7 @@ def test_stale_tokens_of_policy_losses(row, far):
             assert not in_float32[parameter].isnan().any(), (name, parameter)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("row", [*DPO, *DPO_VARIANTS, *REFERENCE_FREE, *UNPAIRED], ids=repr)
 @by_distance
 def test_far_sequences_of_preference_losses(row, far):
@@ -117,6 +119,7 @@ def ignored_how(how: str, batch: Batch, token: tuple[int, int]) -> tuple[Batch, 
     return batch, {"top_entropy_quantile": share}
 
 
+@pytest.mark.sampled(5)  # of about 90 combinations of each surrogate
 @by_dtype
 @by_distance
 @pytest.mark.parametrize("level", IMPORTANCE_LEVELS)

@@ -176,9 +176,10 @@ def test_empty_completions_count_in_the_batch_and_add_nothing(row):
     """This holds even if they fill a whole chunk."""
     batch = row.sample(SMALL, seed=7)
     batch["target"][[0, 1, 4]] = -100
-    for budget in (None, PACKS, 8):
+    exact = evaluate(row.oracle, batch)
+    for budget in (None, PACKS, 8 * SMALL.vocab):
         ours = evaluate(partial(row.ours, logits_budget=budget), batch)
-        assert_same(ours, evaluate(row.oracle, batch))
+        assert_same(ours, exact)
         assert (ours["input"][[0, 1, 4]] == 0).all()
 
 
@@ -494,6 +495,17 @@ def test_a_trust_region_drops_what_overflows(surrogate):
             assert all(x.isfinite().all() for x in found.values())
             if sign == 1 or surrogate == "ipo":
                 assert not found["input"][:, 0].any()
+
+
+@pytest.mark.parametrize("surrogate", ["dppo_tv", "dppo_kl", "ipo"])
+def test_the_edge_of_a_trust_region_is_inside(surrogate):
+    """On policy, no token has moved: none is dropped, even from a region of no width."""
+    batch = rollouts(SMALL, seed=12)
+    del batch["old_logps"]
+    settings = {"ipo_threshold": 0.0} if surrogate == "ipo" else {"epsilon_low": 0.0, "epsilon_high": 0.0}
+    assert (batch["advantages"] > 0).any() and (batch["advantages"] < 0).any()
+    found = evaluate(partial(grpo, surrogate=surrogate, **settings), batch)
+    assert (found["input"][batch["target"] != -100] != 0).any(-1).all()
 
 
 def test_real_takes_whole_groups():

@@ -365,6 +365,7 @@ EMPTY = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("prompts", [False, True], ids=["responses", "nll-of-prompts"])
 @pytest.mark.parametrize("empty", EMPTY)

@@ -22,6 +22,7 @@ from liger_chunked import (
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKLDivLoss,
     LigerFusedLinearKTOLoss,
+    LigerFusedLinearOnPolicyDistillationLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
     LigerFusedLinearTVDLoss,
@@ -255,6 +256,11 @@ NUMBERS: list[tuple[type, str, dict[str, Any], str]] = [
     (LigerFusedLinearCrossEntropyLoss, "entropy_weight", {}, "finite"),
     (LigerFusedLinearKLDivLoss, "skew", {}, r"in \[0, 1\)"),
     (LigerFusedLinearJSDLoss, "beta", {}, r"in \[0, 1\]"),
+    (LigerFusedLinearOnPolicyDistillationLoss, "kl_coef", {}, "finite and not negative"),
+    (LigerFusedLinearOnPolicyDistillationLoss, "ratio_max", {"surrogate": "truncate"}, "finite and positive"),
+    (LigerFusedLinearOnPolicyDistillationLoss, "prefix_weight", {"surrogate": "log_prob"}, "finite and not negative"),
+    (LigerFusedLinearOnPolicyDistillationLoss, "top_p", {}, r"in \(0, 1\], or None"),
+    (LigerFusedLinearOnPolicyDistillationLoss, "min_p", {}, r"in \[0, 1\], or None"),
     *(
         (loss, f"weight_{term}_loss", {}, "finite and not negative")
         for loss in (LigerFusedLinearJSDLoss, LigerFusedLinearTVDLoss, LigerFusedLinearCosineSimilarityLoss)

@@ -31,8 +31,18 @@ BUDGETS = {
 
 @pytest.mark.sampled(2)
 @by_row
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("budget", [budget for budget in BUDGETS if budget != "1-logit"])
 def test_float64_matches_oracle(row, budget, device):
+    assert_right_in_float64(row, budget, device)
+
+
+# Many small tiles take ten times as long as another budget.
+@by_path
+def test_float64_matches_oracle_with_a_budget_of_one_logit(row, device):
+    assert_right_in_float64(row, "1-logit", device)
+
+
+def assert_right_in_float64(row, budget: str, device: str) -> None:
     batch = moved(row.sample(SMALL, seed=0), device=device)
     elements = BUDGETS[budget](n_valid(batch), SMALL.vocab)
     ours = evaluate(partial(row.ours, logits_budget=elements and 8 * elements), batch)
@@ -126,14 +136,16 @@ def rms(errors: list[float], sizes: list[float]) -> float:
         for row in ROWS
     ],
 )
-def test_gradient_error_is_that_of_eager_code(row, dtype, device):
+def test_gradient_error_is_that_of_eager_code(row, dtype, device, pytestconfig):
     if INTERPRETED and row.kept and dtype == torch.bfloat16:
         pytest.skip("kernels round the gradients of kept ids, and Triton's interpreter truncates float32 to bfloat16")
     if device == "cuda" and dtype == torch.float32:
         pytest.skip(
             "cuBLAS sums float32 in an order that it picks by shape; test_gpu.py bounds what is ours of the error"
         )
-    budgets = {"one-chunk": None, "chunks": 61 * ERROR_SIZES.vocab * dtype.itemsize}
+    budgets = {"chunks": 61 * ERROR_SIZES.vocab * dtype.itemsize}
+    if row.id in PATHS or pytestconfig.getoption("exhaustive"):  # the formula is the same in one chunk
+        budgets["one-chunk"] = None
     errors: dict[tuple[str, str], list[float]] = defaultdict(list)
     sizes: dict[str, list[float]] = defaultdict(list)
     for seed in range(SEEDS[dtype] * row.batches):

@@ -47,6 +47,7 @@ from edge_cases import (
     own_call,
     step,
 )
+from sampling import exhaustive
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.loss import loss_utils
@@ -120,15 +121,15 @@ class Row:
 
 
 def cells(rows: list[Row]) -> Any:
-    found = [
-        pytest.param(
-            row, family, way, order, id="-".join((row.name, *([family] * (len(row.families) > 1)), way.name, order))
-        )
-        for row in rows
-        for family in row.families
-        for way in row.ways
-        for order in row.orders
-    ]
+    """Return one test for each family and way of each row. Both orders of each are exhaustive: without, they alternate
+    from one way to the next, and from one family and row to the next."""
+    found = []
+    of_families = [(row, family) for row in rows for family in row.families]
+    for i, (row, family) in enumerate(of_families):
+        for j, way in enumerate(row.ways):
+            for k, order in enumerate(row.orders):
+                name = "-".join((row.name, *([family] * (len(row.families) > 1)), way.name, order))
+                found.append(exhaustive((row, family, way, order), name, (i + j + k) % len(row.orders) != 0))
     return pytest.mark.parametrize(("row", "family", "way", "order"), found)
 
 
@@ -189,11 +190,17 @@ def test_wrapped_forward(row: Row, family: str, way: Way, order: str) -> None:
     assert half == (row.tolerance == BF16), "the table says which rows run in bfloat16"
 
 
-COMPILED = [("eager", way, order) for way in WAYS for order in ORDERS]
-COMPILED += [("aot_eager", APPLY, "before"), ("aot_eager", ATTACH, "after")]  # slower, and the same graphs
+# "aot_eager" is slower, and compiles the graphs of "eager" further.
+BY_AOT = [(APPLY, "before"), (ATTACH, "after")]
+COMPILED = [
+    exhaustive(("eager", way, order), f"eager-{way.name}-{order}", (way, order) in BY_AOT)
+    for way in WAYS
+    for order in ORDERS
+]
+COMPILED += [exhaustive(("aot_eager", way, order), f"aot_eager-{way.name}-{order}", False) for way, order in BY_AOT]
 
 
-@pytest.mark.parametrize(("backend", "way", "order"), COMPILED, ids=str)
+@pytest.mark.parametrize(("backend", "way", "order"), COMPILED)
 def test_compiled_forward(backend: str, way: Way, order: str) -> None:
     """Without hooks on the layers, which would split the graphs. The second step, with its recorder, runs eagerly."""
     counter = CompileCounterWithBackend(backend)
@@ -307,6 +314,7 @@ def like(model: nn.Module) -> Any:
     return stock
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", WAYS, ids=repr)
 @pytest.mark.parametrize(
     ("history", "copier"),
@@ -1081,7 +1089,14 @@ def test_gradient_checkpointing(way: Way, order: str, reentrant: bool) -> None:
     assert_same(step(way.call, ours_in(way, order, build(), surround, first=batch()), batch()), stock)
 
 
-@pytest.mark.parametrize(("way", "order"), [(APPLY, "before"), *((way, "after") for way in WAYS)], ids=str)
+@pytest.mark.parametrize(
+    ("way", "order"),
+    [
+        # A compiled model's forward is that of `test_compiled_forward`, which has all ways.
+        exhaustive((way, order), f"{way.name}-{order}", (way, order) not in ((APPLY, "before"), (WAYS[-1], "after")))
+        for way, order in [(APPLY, "before"), *((way, "after") for way in WAYS)]
+    ],
+)
 def test_compiled_model(way: Way, order: str) -> None:
     counter = CompileCounterWithBackend("eager")
 

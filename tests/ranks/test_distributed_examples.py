@@ -84,8 +84,14 @@ def test_tp_sft(tmp_path: Path, fresh_process: FreshProcesses) -> None:
     assert 0 < max(one["gathers"]) < 130 * 64
 
 
-def test_tp_dp_grpo(tmp_path: Path, fresh_process: FreshProcesses) -> None:
-    cases = (2, ()), (2, ("--tp", "1")), (4, ())
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([(4, ())], id="both"),  # two ranks of each kind
+        pytest.param([(2, ()), (2, ("--tp", "1"))], id="one-kind", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_tp_dp_grpo(tmp_path: Path, fresh_process: FreshProcesses, cases: list[tuple[int, tuple[str, ...]]]) -> None:
     compare(fresh_process, tmp_path, "distributed_tp_dp_grpo.py", *cases)
 
 

@@ -98,7 +98,7 @@ def step(
 
 @NO_GLOO
 @pytest.mark.ordinary_memory
-@pytest.mark.parametrize("family", ["llama", "olmo2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("olmo2", marks=pytest.mark.exhaustive)])
 def test_ddp_and_fsdp(tmp_path: Path, fresh_process: FreshProcesses, family: str) -> None:
     torch.manual_seed(0)
     fresh_process.spawn(worker, WORLD, str(tmp_path), family)

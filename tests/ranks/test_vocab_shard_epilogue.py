@@ -163,9 +163,9 @@ def losses(rank: int, folder: str, device: str, every: str) -> None:
 
                 try:
                     ran.clear()
-                    assert_error_is_that_of_eager_code(of_shard, oracle, batch, device=device)
+                    two = assert_error_is_that_of_eager_code(of_shard, oracle, batch, device=device)
                     half = moved(batch, torch.bfloat16, device)
-                    one, two = evaluate(make([(VOCAB, 0)])[0], half), evaluate(of_shard, half)
+                    one = evaluate(make([(VOCAB, 0)])[0], half)
                     for key, x in evaluate(of_shard, half).items():
                         assert torch.equal(x, two[key]), f"{key} is not repeatable"
                         assert same_on_all_ranks(x), f"{key} differs between ranks"
@@ -244,11 +244,12 @@ def contracts(rank: int, folder: str, device: str) -> None:
         assert abs(float(metrics.entropy) - float(exact["entropy"])) < 1e-4
 
         # Statistics are those of unrounded logits, also of rows far above their targets.
-        for kind in (*BATCHES.values(), lambda batch: lost(batch)):
+        for i, kind in enumerate((*BATCHES.values(), lambda batch: lost(batch))):
             given = moved(kind(tokens(3)), torch.bfloat16, device)
             valid = given["target"] != -100
             exact = eager.token_stats(**moved(given, torch.float64), outputs=ALL)
-            for layout in LAYOUTS.values():
+            # Two layouts each: the interpreter takes half a second for one.
+            for layout in [*LAYOUTS.values()][i % 2 :: 2]:
                 with torch.no_grad():
                     found = linear_token_stats(**cut(given, layout), outputs=ALL)
                 for name in ALL:

@@ -19,6 +19,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
 from peft import LoraConfig, get_peft_model
+from sampling import exhaustive
 from test_trl_trainers import build
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -60,12 +61,11 @@ class Chain:
 @pytest.mark.parametrize(
     ("kind", "loss"),
     [
-        ("DPO", None),
-        ("KTO", None),
-        ("DPO", LigerFusedLinearDPOLoss(beta=0.1)),
-        ("KTO", LigerFusedLinearKTOLoss(beta=0.1)),
+        exhaustive(("DPO", None), "DPO", False),
+        exhaustive(("KTO", None), "KTO"),
+        exhaustive(("DPO", LigerFusedLinearDPOLoss(beta=0.1)), "DPO-loss"),
+        exhaustive(("KTO", LigerFusedLinearKTOLoss(beta=0.1)), "KTO-loss", False),
     ],
-    ids=["DPO", "KTO", "DPO-loss", "KTO-loss"],
 )
 def test_a_copy_of_the_trained_model_is_the_reference(tmp_path, kind, loss):
     """The copy keeps its weights while the policy learns: losses leave their first value as in stock, in two rounds."""

@@ -145,6 +145,7 @@ def test_rloo(tmp_path: Path) -> None:
     assert widths.tokens < 0.8 * whole.tokens
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("share_prefix", [False, "auto"])
 def test_gradients_with_and_without_skipping(name: str, share_prefix: bool | str, tmp_path: Path) -> None:
