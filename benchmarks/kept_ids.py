@@ -4,7 +4,8 @@ python -m benchmarks.kept_ids 8192:4096:151936 --mean 8 34 138        tokens:hid
 
 Of the tokens, 46% kept one id, and the others an exponential number, as in a measured run of top-p sampling. Ids are
 drawn by Zipf's law. `kernels` are those of `kernels/kept.py` alone, without the checks of a call; `step` is a forward
-and backward of `linear_token_stats(kept=)` in training.
+and backward of `linear_token_stats(kept=)` in training, which chooses between `rows`, reading rows of the head for each
+token, and `whole_rows`, products of whole rows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,9 +22,10 @@ from torch import Tensor
 
 from benchmarks.harness import DEVICE, environment, gemm_floor, head_weight, hidden_states, median_ms
 from liger_chunked import KeptIds, linear_token_stats
+from liger_chunked.engine import choose
 from liger_chunked.kernels import kept
 from liger_chunked.kernels.logits_grad import LogitsCotangents
-from liger_chunked.types import LogitOptions
+from liger_chunked.types import LogitOptions, LossHead
 
 SINGLE = 0.46  # share of tokens with one id
 
@@ -61,6 +65,16 @@ def kernels_alone(x: Tensor, weight: Tensor, given: KeptIds) -> float:
     return median_ms(run)
 
 
+@contextmanager
+def always(takes_products: bool) -> Iterator[None]:
+    """Within it, kept ids take products of whole rows, or never do."""
+    before, choose.kept_ids_take_products = choose.kept_ids_take_products, lambda *args: takes_products
+    try:
+        yield
+    finally:
+        choose.kept_ids_take_products = before
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", default=["8192:4096:151936", "32768:2048:151936", "8192:896:151936"])
@@ -81,18 +95,28 @@ def main() -> None:
                 assert logps is not None
                 logps.sum().backward()
 
+            step_of_choice = median_ms(step)
+            chose_products = choose.kept_ids_take_products(given.ids.shape[0], n, LossHead(weight), x.dtype)
+            with always(not chose_products):
+                step_of_other = median_ms(step)
+            by_rows, by_products = (step_of_choice, step_of_other)[:: -1 if chose_products else 1]
             found = {
                 "shape": shape,
                 "ids": given.ids.shape[0],
                 "most_repeated": int(given.ids.bincount().max()),
                 "kernels_ms": kernels_alone(x.detach(), weight.detach(), given),
-                "step_ms": median_ms(step),
+                "step_ms": step_of_choice,
+                "chose": "whole_rows" if chose_products else "rows",
+                "rows_ms": by_rows,
+                "whole_rows_ms": by_products,
                 "products_ms": products,
+                "over_products": step_of_choice / products,
             }
             rows.append(found)
             print({k: round(f, 3) if isinstance(f, float) else f for k, f in found.items()}, flush=True)
-    if args.json:
-        args.json.write_text(json.dumps({"family": "kept_ids", "environment": environment(), "rows": rows}, indent=1))
+            if args.json:
+                about = {"family": "kept_ids", "environment": environment(), "rows": rows}
+                args.json.write_text(json.dumps(about, indent=1))
 
 
 if __name__ == "__main__":

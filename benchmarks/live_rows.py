@@ -89,8 +89,9 @@ def main(arguments: list[str] | None = None) -> None:
                 }
                 rows.append(found)
                 print({k: round(f, 3) if isinstance(f, float) else f for k, f in found.items()}, flush=True)
-    if args.json:
-        args.json.write_text(json.dumps({"family": "live_rows", "environment": environment(), "rows": rows}, indent=1))
+                if args.json:
+                    about = {"family": "live_rows", "environment": environment(), "rows": rows}
+                    args.json.write_text(json.dumps(about, indent=1))
 
 
 if __name__ == "__main__":
