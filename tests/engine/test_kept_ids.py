@@ -307,6 +307,23 @@ def test_errors() -> None:
         KeptIds.from_mask(torch.tensor([[True, False], [False, False]]))
 
 
+@pytest.mark.parametrize("wrong", ["misses its target", "repeats an id", "whole vocabulary", "wrong offsets"])
+def test_with_a_known_count_the_device_asserts(wrong: str) -> None:
+    given = batch(torch.float32)
+    target, n_valid = given["target"], int((given["target"] >= 0).sum())
+    lists = drawn_lists(target, mixed=False)
+    call = (given["weight"], given["input"], target)
+    stats = linear_token_stats(*call, kept=KeptIds.from_lists(lists), n_valid=n_valid)
+    assert stats.logps is not None
+    first = int(target[0, 0])
+    lists[0] = {"repeats an id": [first, first], "whole vocabulary": []}.get(wrong, [(first + 1) % V])
+    kept = KeptIds.from_lists(lists)
+    if wrong == "wrong offsets":
+        kept = KeptIds(kept.ids, kept.offsets.flip(0))
+    with pytest.raises(RuntimeError, match="at each position with a target, distinct ids"):
+        linear_token_stats(*call, kept=kept, n_valid=n_valid)
+
+
 def test_sources_agree() -> None:
     """`from_top_p` is what transformers' samplers keep, `from_mask` and `from_lists` hold the same ids."""
     warpers = pytest.importorskip("transformers.generation.logits_process")
