@@ -4,8 +4,10 @@ python -m benchmarks.kept_ids 8192:4096:151936 --mean 8 34 138        tokens:hid
 
 Of the tokens, 46% kept one id, and the others an exponential number, as in a measured run of top-p sampling. Ids are
 drawn by Zipf's law. `kernels` are those of `kernels/kept.py` alone, without the checks of a call; `step` is a forward
-and backward of `linear_token_stats(kept=)` in training, which chooses between `rows`, reading rows of the head for each
-token, and `whole_rows`, products of whole rows.
+and backward of `linear_token_stats(kept=)` in training, which chose to read rows of the head for each token, or
+products of whole rows; `rows` or `whole_rows` is the other way. `first` is a step with a `KeptIds` that no call had
+yet, whose ids are sorted and checked, and `sparse` one with `sparse_weight_grad=True`. `gpu_ms` are the kernels of a
+step alone.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import DEVICE, environment, gemm_floor, head_weight, hidden_states, median_ms
+from benchmarks.harness import DEVICE, environment, gemm_floor, head_weight, hidden_states, kernels_of, median_ms
 from liger_chunked import KeptIds, linear_token_stats
 from liger_chunked.engine import choose
 from liger_chunked.kernels import kept
@@ -79,6 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", default=["8192:4096:151936", "32768:2048:151936", "8192:896:151936"])
     parser.add_argument("--mean", type=float, nargs="+", default=[8, 34, 138], help="ids a token")
+    parser.add_argument("--ways", action="store_true", help="only the step, and the way that it did not choose")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []
@@ -89,29 +93,34 @@ def main() -> None:
         for mean in args.mean:
             given, target = drawn(n, v, mean)
 
-            def step(given: KeptIds = given, target: Tensor = target, x: Tensor = x, weight: Tensor = weight) -> None:
-                x.grad = weight.grad = None
-                logps = linear_token_stats(weight, x, target, kept=given).logps
+            def step(kept: KeptIds, sparse: bool = False, of: tuple[Tensor, ...] = (weight, x, target)) -> None:
+                for leaf in of[:2]:
+                    leaf.grad = None
+                logps = linear_token_stats(*of, kept=kept, sparse_weight_grad=sparse).logps
                 assert logps is not None
                 logps.sum().backward()
 
-            step_of_choice = median_ms(step)
-            chose_products = choose.kept_ids_take_products(given.ids.shape[0], n, LossHead(weight), x.dtype)
-            with always(not chose_products):
-                step_of_other = median_ms(step)
-            by_rows, by_products = (step_of_choice, step_of_other)[:: -1 if chose_products else 1]
+            takes_products = choose.kept_ids_take_products(given.ids.shape[0], n, LossHead(weight), x.dtype)
+            steps = {
+                "step": partial(step, given),
+                "first": lambda given=given, step=step: step(KeptIds(given.ids, given.offsets)),
+                "sparse": partial(step, given, sparse=True),
+            }
             found = {
                 "shape": shape,
                 "ids": given.ids.shape[0],
                 "most_repeated": int(given.ids.bincount().max()),
-                "kernels_ms": kernels_alone(x.detach(), weight.detach(), given),
-                "step_ms": step_of_choice,
-                "chose": "whole_rows" if chose_products else "rows",
-                "rows_ms": by_rows,
-                "whole_rows_ms": by_products,
                 "products_ms": products,
-                "over_products": step_of_choice / products,
+                "kernels_ms": kernels_alone(x.detach(), weight.detach(), given),
+                "chose": "whole_rows" if takes_products else "rows",
             }
+            for name in ("step",) if args.ways else steps:
+                run = steps[name]
+                found[f"{name}_ms"] = median_ms(run)
+                found[f"{name}_gpu_ms"], found[f"{name}_launches"] = kernels_of(run)
+            with always(not takes_products):
+                found["whole_rows_ms" if not takes_products else "rows_ms"] = median_ms(steps["step"])
+            found["over_products"] = found["step_ms"] / products
             rows.append(found)
             print({k: round(f, 3) if isinstance(f, float) else f for k, f in found.items()}, flush=True)
             if args.json:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.harness import DEVICE, environment, gemm_floor, head_weight, hidden_states, median_ms
+from benchmarks.harness import DEVICE, environment, gemm_floor, head_weight, hidden_states, kernels_of, median_ms
 from liger_chunked import LigerFusedLinearGRPOLoss, linear_token_stats
 from liger_chunked.engine import choose
 
@@ -48,8 +48,8 @@ def steps(x: Tensor, weight: Tensor, fraction: float) -> dict[str, Step]:
     return found
 
 
-def timed(loss: Step, leaves: tuple[Tensor, ...], smallest: int) -> float:
-    """Return the median time of a step that looks for rows above `smallest` multiplications of a product."""
+def timed(loss: Step, leaves: tuple[Tensor, ...], smallest: int) -> tuple[float, float]:
+    """Time a step, and its kernels alone, that looks for rows above `smallest` multiplications of a product."""
 
     def run() -> None:
         for leaf in leaves:
@@ -58,7 +58,7 @@ def timed(loss: Step, leaves: tuple[Tensor, ...], smallest: int) -> float:
 
     before, choose.SMALLEST_OF_LIVE_ROWS = choose.SMALLEST_OF_LIVE_ROWS, smallest
     try:
-        return median_ms(run)
+        return median_ms(run), kernels_of(run)[0]
     finally:
         choose.SMALLEST_OF_LIVE_ROWS = before
 
@@ -77,15 +77,17 @@ def main(arguments: list[str] | None = None) -> None:
         for fraction in args.fractions:
             products = floor.logits + fraction * (floor.all - floor.logits)
             for name, loss in steps(x, weight, fraction).items():
-                live, every = (timed(loss, (x, weight), smallest) for smallest in (0, 1 << 62))
+                (live, of_gpu), (every, _) = (timed(loss, (x, weight), smallest) for smallest in (0, 1 << 62))
                 found = {
                     "shape": shape,
                     "step": name,
                     "fraction": fraction,
                     "step_ms": live,
+                    "step_gpu_ms": of_gpu,
                     "all_rows_ms": every,
                     "products_ms": products,
                     "over_products": live / products,
+                    "gpu_over_products": of_gpu / products,
                 }
                 rows.append(found)
                 print({k: round(f, 3) if isinstance(f, float) else f for k, f in found.items()}, flush=True)
