@@ -200,6 +200,7 @@ def for_loss(
         and not rows.side
         and epilogue.is_large(rows.n_valid * budget.vocab_size, budget.hidden_size)
         and _runs_epilogue(head)
+        and epilogue.can_hold(dtype)
         and epilogue.computes(head, dtype, options, class_weight, outputs)
     )
     groups = rows.groups
@@ -288,9 +289,9 @@ def for_statistics(
         path, tiles = Path.BY_TOKEN, cutting.single_rows(n_valid, columns)
         if n_valid and head.weight.device.type != "cpu":
             raise ValueError(
-                'deterministic="batch" on a GPU needs Hopper, bfloat16, contiguous weights with H a multiple of 8, '
-                'outputs among "logps", "lse", "entropy" and "mean_logits", and no bias, adapter, softcap, '
-                "candidates, filter or temperature of tokens; got another call"
+                'deterministic="batch" on a GPU needs Hopper, bfloat16 or float16, contiguous weights with H a '
+                'multiple of 8, outputs among "logps", "lse", "entropy" and "mean_logits", and no bias, adapter, '
+                "softcap, candidates, filter or temperature of tokens; got another call"
             )
     if tiles is None:
         tiles = cutting.tiles(n_valid, columns, budget.logits(0, bytes_per_logit), square=True)
@@ -420,6 +421,7 @@ def pass_of_statistics(plan: Plan, head: HeadTensors, holds: bool = False) -> He
     """Return what runs `linear_token_stats`. `holds` keeps the last tile in memory for the backward."""
     if plan.path is Path.EPILOGUE:
         readable, tile = epilogue.readable(head), plan.largest_tile
+        holds = holds and epilogue.can_hold(plan.dtype)
         return StatisticsPass(readable, plan.options, plan.outputs, tile, holds, skips_rows=plan.skips_rows)
     return _pass_of_logits(plan, head, None)
 

@@ -340,9 +340,9 @@ def linear_token_stats(
         n_valid: the number of tokens that have a target, so that the host does not wait; the device asserts it and the
             range of targets ("Without waiting" in `docs/how-it-works.md`). None: the host reads it from the device.
         deterministic: "batch" gives a token's values, not gradients, the same bits in any batch, place and budget.
-            On a GPU it needs the fused epilogue: Hopper, bfloat16, a contiguous weight with H a multiple of 8,
-            `outputs` up to "mean_logits", and no bias, adapter, softcap, candidates, filter or temperatures of tokens.
-            It excludes `vocab_shard`. None: results are repeatable, but may depend on the batch.
+            On a GPU it needs the fused epilogue: Hopper, bfloat16 or float16, a contiguous weight with H a multiple of
+            8, `outputs` up to "mean_logits", and no bias, adapter, softcap, candidates, filter or temperatures of
+            tokens. It excludes `vocab_shard`. None: results are repeatable, but may depend on the batch.
         vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
             None: this rank has the whole vocabulary.
 
