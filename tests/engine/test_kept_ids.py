@@ -21,6 +21,7 @@ from torch import Tensor
 
 from liger_chunked import (
     AdaptedWeight,
+    ChunkedLMHead,
     KeptIds,
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearPolicyBase,
@@ -305,6 +306,23 @@ def test_errors() -> None:
         KeptIds(kept.ids.float(), kept.offsets)
     with pytest.raises(ValueError, match="keeps no id at position 1"):
         KeptIds.from_mask(torch.tensor([[True, False], [False, False]]))
+
+
+def test_a_head_and_wide_logits_give_the_same() -> None:
+    given = batch(torch.float32)
+    kept = KeptIds.from_lists(drawn_lists(given["target"], mixed=False))
+    call = {"temperature": 0.7, "kept": kept}
+    args = given["weight"], given["input"].requires_grad_(), given["target"]
+    expected = linear_token_stats(*args, outputs=("logps", "entropy"), **call)
+    wide = linear_token_stats(*args, outputs=("logps", "entropy"), logits_dtype=torch.float32, **call)
+    head = ChunkedLMHead(given["weight"].shape[1], V, dtype=torch.float32)
+    head.weight.data.copy_(given["weight"])
+    for found in ((wide.logps, wide.entropy), head(*args[1:], **call).values()):
+        assert all(map(torch.equal, found, (expected.logps, expected.entropy)))
+    # Upstream gradients of tokens that do not count go nowhere.
+    assert expected.logps is not None
+    (gradient,) = torch.autograd.grad(expected.logps.sum(), given["input"])
+    assert not gradient[given["target"] < 0].any() and gradient[given["target"] >= 0].any()
 
 
 @pytest.mark.parametrize("wrong", ["misses its target", "repeats an id", "whole vocabulary", "wrong offsets"])
