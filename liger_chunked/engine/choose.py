@@ -327,11 +327,9 @@ def kept_ids_take_products(
 ) -> bool:
     """Whether kept ids are so many that three products of whole rows take less time than reading rows for each token.
 
-    On an H100 in bfloat16 (`benchmarks/results/kept_ids-4212c95.json`), with V = 151936, reading rows took, for 1e6
-    ids, 6.9 ms at H = 4096, 3.1 at 2048 and 1.9 at 896, beside 0.5 ms for the zeros of dW, and three products 43.4,
-    88.2 and 10.3 ms. A tile of float32 logits and one of zeros add about 2.4 ms for 1e9 logits, by their bytes. These
-    lines cross at 816, 989 and 820 ids a token: V / 186, V / 154 and V / 185. Other dtypes are not measured: products
-    of float32 without TF32 take about 14 times as long, and rows twice.
+    On an H100 in bfloat16 (`benchmarks/results/kept_ids-3ec6eb9.json`), with V = 151936, both took equally long at 740
+    ids a token with H = 4096, 866 with 2048 and 910 with 896: V / 205, V / 175 and V / 167. Other dtypes are not
+    measured: products of float32 without TF32 take about 14 times as long, and rows twice.
 
     Args:
         n_ids: of all tokens.

@@ -460,6 +460,8 @@ def lengths(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def watch(self: LiveCount) -> Any:
         kept = read(self)
+        if is_dry():  # a first step on a GPU rehearses its launches
+            return kept
         found.append(-1 if kept is None else kept.length)
         return kept
 
