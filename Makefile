@@ -63,7 +63,7 @@ bench-models:
 # Needs matplotlib.
 figures:
 	$(PYTHON) -m benchmarks.figures --table docs/benchmarks.md --convergence docs/convergence.md \
-		--headline README.md docs/index.md
+		--headline README.md docs/index.md --pages
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

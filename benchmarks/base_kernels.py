@@ -2,7 +2,7 @@
 
 python -m benchmarks.base_kernels                      tokens x width of Llama-3-8B and of Qwen2.5-0.5B
 python -m benchmarks.base_kernels --only ours
-python -m benchmarks.base_kernels --variants           only the variants that newer model families need
+python -m benchmarks.base_kernels --variants           those that newer model families need, instead
 
 The floor is the time of a copy of the bytes that the operation must move. Rows are timed as CUDA graphs, except for the
 last tasks, where launch time counts.
@@ -381,14 +381,12 @@ def divergences_with_logits(table: Table, n: int, vocab: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     parse = parser(__doc__ or "", peer_seconds=120)
-    parse.add_argument("--variants", action="store_true", help="only the variants that newer model families need")
+    parse.add_argument("--variants", action="store_true", help="the variants that newer model families need, instead")
     args = parse.parse_args(arguments)
-    table = Table("base_kernels", args, whole=not args.variants)
+    table = Table("base_kernels_variants" if args.variants else "base_kernels", args)
     torch.manual_seed(0)
     cut = 1 if DEVICE == "cuda" else 64
-    if not args.variants:
-        layers(table, cut)
-    variants(table, cut)
+    (variants if args.variants else layers)(table, cut)
     return table.finish()
 
 

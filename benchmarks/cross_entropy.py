@@ -81,6 +81,17 @@ def liger_in_16_chunks() -> Loss:
     return lambda x, w, t: Function.apply(x, w, t, *rest)[0]
 
 
+def liger_cute() -> Loss:
+    """Return Liger-Kernel's kernels in NVIDIA's CuTe DSL, which are for Hopper; a V that 256 does not divide fails."""
+    from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90 as cute
+
+    def loss(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+        found = cute.LigerFusedLinearCrossEntropySM90Function.apply(x, w, t)
+        return found[0] if isinstance(found, tuple) else found
+
+    return loss
+
+
 def trl() -> Loss:
     token_stats = trl_token_stats("log_probs")
     return lambda x, w, t: -token_stats(x, w, t)[0].mean()
@@ -113,6 +124,7 @@ def contenders(n: int, v: int) -> Contenders:
         "torch F.linear_cross_entropy": torch_fused,
         "liger-kernel": liger,
         "liger-kernel, C=16, fp32 accumulation": liger_in_16_chunks,
+        "liger-kernel, CuTe": liger_cute,
         "trl": trl,
         "cut-cross-entropy, exact": cut_cross_entropy,
         "quack": quack,

@@ -491,10 +491,20 @@ def run(args: argparse.Namespace) -> None:
 
 
 def collect(folders: Sequence[Path], out: Path) -> list[Path]:
-    """Write `evidence_<method>-<commit>.json`, one file a method. A job in a later folder replaces an earlier one."""
-    paths = [path for folder in folders for path in sorted(folder.glob("*.jsonl"))]
-    rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-    where = next(row["environment"] for row in rows if "environment" in row)
+    """Write `evidence_<method>-<commit>.json`, one file a method. A job in a later folder replaces an earlier one.
+
+    The commit and the environment are those of the first folder. A run of another card or commit names these itself.
+    """
+    rows, where = [], None
+    for folder in folders:
+        lines = [line for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
+        found = [json.loads(line) for line in lines]
+        own = next(row["environment"] for row in found if "environment" in row)
+        where = own if where is None else where
+        elsewhere = {name: own[name] for name in ("device", "commit") if own[name] != where[name]}
+        rows += [row | elsewhere if "contender" in row else row for row in found]
+    assert where is not None, "a folder"
+    rows.sort(key=lambda row: "failure" not in row)  # what succeeded elsewhere replaces a failure
     of_jobs = {tuple(row.get(name, False) for name in Job._fields): row for row in rows if "contender" in row}
     untrained = {row["method"]: row["untrained"] for row in rows if "untrained" in row}
     order, written = list(CONTENDERS), []

@@ -220,8 +220,28 @@ def markdown(every: Sequence[Evidence]) -> str:
     lines += ["### Time and memory of an update", "", *updates(every), ""]
     where = every[0].content["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    lines.append(f"{where['device']}, {versions}, {where['date']}, commit {where['commit'][:12]}")
+    lines.append(f"{where['device']}, {versions}, {where['date']}, commit {where['commit'][:12]}{_elsewhere(every)}")
     return "\n".join(lines)
+
+
+def _elsewhere(every: Sequence[Evidence]) -> str:
+    """Return which runs another card or another commit did."""
+    parts: dict[tuple[str, str, str], set[int]] = {}
+    for evidence in every:
+        for kind in ("timed", "trained", "trained_float32"):
+            for row in evidence.content[kind]:
+                if row.keys() & {"device", "commit"}:
+                    where = evidence.content["environment"] | row
+                    parts.setdefault((kind, where["device"], where["commit"][:12]), set()).add(row["seed"])
+    told = {
+        "timed": "times and memory of updates",
+        "trained": "some methods' seeds {}",
+        "trained_float32": "some methods' seeds {} in float32",
+    }
+    return "".join(
+        f"; {told[kind].format(', '.join(map(str, sorted(seeds))))}: {device}, commit {commit}"
+        for (kind, device, commit), seeds in sorted(parts.items())
+    )
 
 
 def write_page(page: Path, every: Sequence[Evidence]) -> None:

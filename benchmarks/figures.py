@@ -4,6 +4,7 @@ python -m benchmarks.figures                                draws docs/*.svg
 python -m benchmarks.figures --table docs/benchmarks.md     also writes between that page's markers
                              --convergence docs/convergence.md   the same for the loss curves
                              --headline README.md docs/index.md  the numbers that lead, with their figure
+                             --pages                    the tables and numbers of the other pages, see `pages.py`
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import matplotlib
 
-from benchmarks import curves, headline
+from benchmarks import curves, headline, pages
 from benchmarks.drawing.convergence import draw_convergence
 from benchmarks.drawing.floor import draw_floor
 from benchmarks.drawing.headline import draw_headlines
@@ -101,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     parse.add_argument("--table", type=Path, help="page to write table and figures into, between its markers")
     parse.add_argument("--convergence", type=Path, help="the same for the loss curves")
     parse.add_argument("--headline", type=Path, nargs="+", default=[], help="pages to write the leading numbers into")
+    parse.add_argument("--pages", action="store_true", help="write the tables and numbers of the other pages")
     args = parse.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     runs = {family: run for family in FAMILIES if (run := newest(args.results, family))}
@@ -147,6 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
         shown = drawn_as_markdown([drawn[CONVERGENCE]], args.convergence.parent)
         write_between(args.convergence, "\n\n".join([*shown, curves.markdown(convergence)]))
         print(f"wrote {args.convergence}")
+    for page, text in pages.written(DOCS.parent, args.results).items() if args.pages else ():
+        page.write_text(text)
     return list(drawn.values())
 
 

@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parse.add_argument("--no-old-policy", action="store_true", help="without the old policy's pass")
     parse.add_argument("--compiled", action="store_true", help="shared prompts alone, with and without compiled layers")
     args = parse.parse_args(arguments)
-    table = Table("grpo", args, whole=not args.shapes)
+    table = Table("grpo_compiled" if args.compiled else "grpo", args, whole=not args.shapes)
     for shape in args.shapes or (SMALL if DEVICE == "cpu" else SHAPES):
         measure(table, *parts(shape))
     return table.finish()

@@ -206,11 +206,32 @@ def copy_tb_per_s() -> float:
     return 2 * n_bytes / median_ms(lambda: target.copy_(source)) / 1e9
 
 
-def environment(device: str = DEVICE) -> dict[str, object]:
-    """Return hardware, versions, commit and date where known; `BENCH_COMMIT` gives the commit if git is unavailable.
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "trl",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",  # of Liger-Kernel's CuTe kernels, and of QuACK
+)
 
-    "saved" orders the runs of a day. Runs of before 2026-11-28 did not record it: theirs is the time of the commit that
-    brought the file.
+
+def driver() -> str | None:
+    """Return the version of NVIDIA's driver; None where `nvidia-smi` does not tell it."""
+    if which("nvidia-smi") is None:
+        return None
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    found = subprocess.run(ask, capture_output=True, text=True, check=False, timeout=30)
+    return found.stdout.split()[0] if found.returncode == 0 and found.stdout.split() else None
+
+
+def environment(device: str = DEVICE) -> dict[str, object]:
+    """Return hardware, driver, versions, commit and date where known.
+
+    `BENCH_COMMIT` gives the commit if git is unavailable. "saved" orders the runs of a day. Runs of before 2026-11-28
+    did not record it: theirs is the time of the commit that brought the file.
     """
 
     def installed(name: str) -> str | None:
@@ -223,11 +244,12 @@ def environment(device: str = DEVICE) -> dict[str, object]:
     if not commit:
         git = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if which("git") else ""
-    packages = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "quack-kernels")
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "device_type": device,
-        "versions": {name: found for name in packages if (found := installed(name))},
+        "driver": driver() if device == "cuda" else None,
+        "cores": os.cpu_count(),
+        "versions": {name: found for name in PACKAGES if (found := installed(name))},
         "python": platform.python_version(),
         "commit": commit,
         "date": time.strftime("%Y-%m-%d"),
@@ -297,6 +319,7 @@ class Table:
         """`whole`: the run has the default shapes. Filters and a peer timeout clear it; figures use whole runs."""
         self.family, self.args = family, args
         self.whole = whole and not (args.only or args.task)
+        self.finished = False
         scale = {"dtype": str(DTYPE).removeprefix("torch."), "copy_tb_per_s": round(copy_tb_per_s(), 3)}
         self.environment = {**environment(), **scale}
         self.tasks: dict[str, dict[str, object]] = {}
@@ -388,6 +411,8 @@ class Table:
             fill(row)
         except Skipped as skipped:
             row.failure = f"skipped: {skipped}"
+        except ModuleNotFoundError as missing:
+            row.failure = f"skipped: {missing.name} is not installed"
         except Exception as failure:
             reason = f"failed: {type(failure).__name__}: {str(failure).strip().split(chr(10))[0][:160]}"
             row.failure = "out of memory" if is_out_of_memory(failure) else reason
@@ -412,26 +437,28 @@ class Table:
             raise SystemExit(f"{row.name} at {row.task} left the device unusable: {row.failure or lost}") from lost
 
     def finish(self) -> Path:
-        """Print where the rows are saved.
+        """Save the run as whole, if it is, and print where.
 
         Raises:
             SystemExit: there are no rows.
         """
         if not self.rows:
             raise SystemExit(f"nothing is called --task {self.args.task!r} --only {self.args.only!r}")
+        self.finished = True
+        self.save()
         print(f"\nwrote {self.path}")
         return self.path
 
     def save(self) -> None:
+        """Write the rows so far. A run that is cut leaves a file that is not whole."""
         content = {
             "family": self.family,
-            "whole": self.whole,
+            "whole": self.whole and self.finished,
             "environment": self.environment,
             "tasks": self.tasks,
             "rows": [asdict(row) for row in self.rows],
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(self.path, content)
 
 
 def fill_loss(
@@ -481,6 +508,32 @@ def new_file(folder: Path, family: str, about: Mapping[str, Any]) -> Path:
         n += 1
         path = folder / f"{stem}-{n}.json"
     return path
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a result in one step: a process that is killed meanwhile leaves the former file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(content, indent=1) + "\n")
+    new.replace(path)
+
+
+class RowsFile:
+    """Rows of a benchmark without a `Table`, written with the environment after each: a run that is cut keeps them.
+
+    Use::
+
+        kept = RowsFile(args.out, "kept_ids")
+        kept.add({"shape": "8192:4096:151936", "step_ms": 1.9})
+    """
+
+    def __init__(self, folder: Path, family: str) -> None:
+        self.content: dict[str, Any] = {"family": family, "environment": environment(), "rows": []}
+        self.path = new_file(folder, family, self.content["environment"])
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        self.content["rows"].append(dict(row))
+        write_json(self.path, self.content)
 
 
 def benchmark(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import pstats
 import statistics
 import time
@@ -28,6 +27,7 @@ from torch import Tensor
 
 import liger_chunked as lc
 from benchmarks.before_after import BETA, DEVICE, Step, _head, _randn
+from benchmarks.harness import RESULTS, RowsFile
 
 Run = Callable[[], Any]
 
@@ -181,9 +181,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--of", default="", help="implementations whose name contains this")
     parser.add_argument("--trace", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     given = parser.parse_args()
-    found: dict[str, Any] = {}
+    rows = RowsFile(given.out, "host_time")
     print("| step | of | wall, ms | GPU, ms | launches |", "|---|---|---|---|---|", sep="\n")
     for name, make in ROWS.items():
         if given.only not in name:
@@ -192,15 +192,13 @@ def main() -> None:
             if given.of not in implementation:
                 continue
             times = measure(step)
-            found.setdefault(name, {})[implementation] = times._asdict()
+            rows.add({"task": name, "of": implementation, **times._asdict()})
             print(
                 f"| {name} | {implementation} | {times.wall_ms:.3f} | {times.gpu_ms:.3f} | {times.launches} |",
                 flush=True,
             )
             if given.trace:
                 trace(step)
-    if given.json:
-        given.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

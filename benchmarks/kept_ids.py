@@ -13,9 +13,8 @@ step alone.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.harness import DEVICE, environment, gemm_floor, head_weight, hidden_states, kernels_of, median_ms
+from benchmarks.harness import (
+    DEVICE,
+    RESULTS,
+    RowsFile,
+    gemm_floor,
+    head_weight,
+    hidden_states,
+    kernels_of,
+    median_ms,
+)
 from liger_chunked import KeptIds, linear_token_stats
 from liger_chunked.engine import choose
 from liger_chunked.kernels import kept
@@ -78,14 +86,14 @@ def always(takes_products: bool) -> Iterator[None]:
         choose.kept_ids_take_products = before
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> Path:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", default=["8192:4096:151936", "32768:2048:151936", "8192:896:151936"])
     parser.add_argument("--mean", type=float, nargs="+", default=[8, 34, 138], help="ids a token")
     parser.add_argument("--ways", action="store_true", help="only the step, and the way that it did not choose")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    rows = []
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
+    args = parser.parse_args(arguments)
+    rows = RowsFile(args.out, "kept_ids")
     for shape in args.shapes:
         n, h, v = map(int, shape.split(":"))
         x, weight = hidden_states(n, h).requires_grad_(), head_weight(v, h).requires_grad_()
@@ -121,11 +129,9 @@ def main() -> None:
             with always(not takes_products):
                 found["whole_rows_ms" if not takes_products else "rows_ms"] = median_ms(steps["step"])
             found["over_products"] = found["step_ms"] / products
-            rows.append(found)
+            rows.add(found)
             print({k: round(f, 3) if isinstance(f, float) else f for k, f in found.items()}, flush=True)
-            if args.json:
-                about = {"family": "kept_ids", "environment": environment(), "rows": rows}
-                args.json.write_text(json.dumps(about, indent=1))
+    return rows.path
 
 
 if __name__ == "__main__":

@@ -3,20 +3,28 @@
 python -m benchmarks.live_rows 8192:4096:151936 8192:2048:128256        tokens:hidden size:vocabulary
 
 `all_rows_ms` is the same step with all rows in the products. At a fraction of 1, the difference of the two is what
-looking for rows costs. Rows with a gradient are drawn at random, the worst case for moving them.
+looking for rows costs. `step_gpu_ms` are the kernels of the step alone, which a busy host does not change. Rows with a gradient are drawn at random, the worst case for moving them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import DEVICE, environment, gemm_floor, head_weight, hidden_states, kernels_of, median_ms
+from benchmarks.harness import (
+    DEVICE,
+    RESULTS,
+    RowsFile,
+    gemm_floor,
+    head_weight,
+    hidden_states,
+    kernels_of,
+    median_ms,
+)
 from liger_chunked import LigerFusedLinearGRPOLoss, linear_token_stats
 from liger_chunked.engine import choose
 
@@ -48,8 +56,8 @@ def steps(x: Tensor, weight: Tensor, fraction: float) -> dict[str, Step]:
     return found
 
 
-def timed(loss: Step, leaves: tuple[Tensor, ...], smallest: int) -> tuple[float, float]:
-    """Time a step, and its kernels alone, that looks for rows above `smallest` multiplications of a product."""
+def timed(loss: Step, leaves: tuple[Tensor, ...], smallest: int, timer: Callable[[Callable[[], None]], float]) -> float:
+    """Return the time, by `timer`, of a step that looks for rows above `smallest` multiplications of a product."""
 
     def run() -> None:
         for leaf in leaves:
@@ -58,18 +66,18 @@ def timed(loss: Step, leaves: tuple[Tensor, ...], smallest: int) -> tuple[float,
 
     before, choose.SMALLEST_OF_LIVE_ROWS = choose.SMALLEST_OF_LIVE_ROWS, smallest
     try:
-        return median_ms(run), kernels_of(run)[0]
+        return timer(run)
     finally:
         choose.SMALLEST_OF_LIVE_ROWS = before
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> Path:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", default=SHAPES)
     parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     args = parser.parse_args(arguments)
-    rows = []
+    rows = RowsFile(args.out, "live_rows")
     for shape in args.shapes:
         n, h, v = map(int, shape.split(":"))
         x, weight = hidden_states(SEQUENCES, n // SEQUENCES, h).requires_grad_(), head_weight(v, h).requires_grad_()
@@ -77,7 +85,8 @@ def main(arguments: list[str] | None = None) -> None:
         for fraction in args.fractions:
             products = floor.logits + fraction * (floor.all - floor.logits)
             for name, loss in steps(x, weight, fraction).items():
-                (live, of_gpu), (every, _) = (timed(loss, (x, weight), smallest) for smallest in (0, 1 << 62))
+                live, every = (timed(loss, (x, weight), smallest, median_ms) for smallest in (0, 1 << 62))
+                of_gpu = timed(loss, (x, weight), 0, lambda run: kernels_of(run)[0])
                 found = {
                     "shape": shape,
                     "step": name,
@@ -89,11 +98,9 @@ def main(arguments: list[str] | None = None) -> None:
                     "over_products": live / products,
                     "gpu_over_products": of_gpu / products,
                 }
-                rows.append(found)
+                rows.add(found)
                 print({k: round(f, 3) if isinstance(f, float) else f for k, f in found.items()}, flush=True)
-                if args.json:
-                    about = {"family": "live_rows", "environment": environment(), "rows": rows}
-                    args.json.write_text(json.dumps(about, indent=1))
+    return rows.path
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Run:
         """Return the title and the commit, and those of later runs that repeated a task."""
         later: dict[str, list[str]] = {}
         for task, run in self.again.items():
-            later.setdefault(f"{run.environment['date']}, commit {run.commit}", []).append(_spaced(task))
+            later.setdefault(f"{run.environment['date']}, commit {run.commit}", []).append(spaced(task))
         return "; ".join(
             [f"{self.title}, commit {self.commit}", *(f"{', '.join(tasks)}: {when}" for when, tasks in later.items())]
         )
@@ -118,12 +118,13 @@ def name_and_shape(task: str) -> tuple[str, str]:
     ('JSD', '64 × (32, 48) × 1024')
     """
     name, shape = re.split(r" (?=\d+x)", task, maxsplit=1)
-    return name, _spaced(shape)
+    return name, spaced(shape)
 
 
-def _spaced(task: str) -> str:
-    """
-    >>> _spaced("DPO llama-3.2-1b 8x2048")
+def spaced(task: str) -> str:
+    """Return a task with spaces around its signs.
+
+    >>> spaced("DPO llama-3.2-1b 8x2048")
     'DPO llama-3.2-1b 8 × 2048'
     """
     return re.sub(r"(?<=[\d)])x(?=[\d(])", " × ", task)
@@ -135,6 +136,8 @@ _COLUMNS = {
     "torch.compile": "torch.compile",
     "liger-kernel": "Liger-Kernel",
     "liger-kernel, C=16, fp32 accumulation": "Liger-Kernel, 16 chunks",
+    "liger-kernel, CuTe": "Liger-Kernel, CuTe",
+    "torch F.linear_cross_entropy": "torch's own",
     "trl": "TRL",
     "cut-cross-entropy, exact": "CCE, exact",
     "quack": "QuACK",
@@ -142,20 +145,22 @@ _COLUMNS = {
 
 
 def markdown(runs: dict[str, Run]) -> str:
-    """Return a table with a row per task, a row per further setting of ours, and a column per contender."""
+    """Return a table with a row per task, a row per further setting of ours, and a column per measured contender."""
+    measured = {name for run in runs.values() for task in run.cells for name in run.measured(task)}
+    columns = {name: title for name, title in _COLUMNS.items() if name in measured}
     lines = [
-        "| task | " + " | ".join(_COLUMNS.values()) + " | error |",
-        "|---|" + "---|" * (len(_COLUMNS) + 1),
+        "| task | " + " | ".join(columns.values()) + " | error |",
+        "|---|" + "---|" * (len(columns) + 1),
     ]
     for run in runs.values():
         for task, rows in run.cells.items():
-            cells = [_cell(rows.get(column)) for column in _COLUMNS]
+            cells = [_cell(rows.get(column)) for column in columns]
             cells.append(_error(rows.get(OURS), rows))
             lines.append(f"| {', '.join(name_and_shape(task))} | {' | '.join(cells)} |")
             for variant, row in rows.items():
                 if variant.startswith(OURS) and variant != OURS:
                     setting = variant.removeprefix(OURS).lstrip("., ")
-                    lines.append(f"| … {setting} | {_cell(row)} |{' |' * (len(_COLUMNS) - 1)} {_error(row, rows)} |")
+                    lines.append(f"| … {setting} | {_cell(row)} |{' |' * (len(columns) - 1)} {_error(row, rows)} |")
     where = [f"- {FAMILIES[f]}: {run.source}" for f, run in runs.items()]
     return "\n".join([*lines, "", *where, *_absent(runs)])
 
@@ -199,16 +204,18 @@ _KERNEL_COLUMNS = {
 
 
 def kernels_markdown(run: Run) -> str:
-    """Return a table with a row per task and a column per contender: time over that of a copy, and the copy's time."""
-    lines = [
-        f"| task | copy, µs | {' | '.join(_KERNEL_COLUMNS.values())} |",
-        "|---|" + "---|" * (len(_KERNEL_COLUMNS) + 1),
-    ]
-    for task, rows in run.cells.items():
-        found = {"F." if name.startswith("F.") else name: row for name, row in rows.items()}
-        cells = [_kernel_cell(found.get(name)) for name in _KERNEL_COLUMNS]
+    """Return a table with a row per task and a column per measured contender: time over that of a copy."""
+    found = {
+        task: {"F." if name.startswith("F.") else name: row for name, row in rows.items()}
+        for task, rows in run.cells.items()
+    }
+    measured = {name for rows in found.values() for name, row in rows.items() if row["failure"] is None}
+    columns = {name: title for name, title in _KERNEL_COLUMNS.items() if name in measured}
+    lines = [f"| task | copy, µs | {' | '.join(columns.values())} |", "|---|" + "---|" * (len(columns) + 1)]
+    for task, rows in found.items():
         copy = run.tasks[task]["floor_ms"] * 1e3
-        lines.append(f"| {_spaced(task)} | {copy:.0f} | {' | '.join(cells)} |")
+        cells = [_kernel_cell(rows.get(name)) for name in columns]
+        lines.append(f"| {spaced(task)} | {copy:.0f} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", run.source])
 
 
@@ -239,7 +246,7 @@ def steps_markdown(run: Run) -> str:
             cells = [_step_cell(rows.get(ours if name == OURS else name)) for name in names]
             cells += ["" if name == ours else _over(measured.get(ours), measured.get(name)) for name in others]
             cells.append(_apart(measured.get(ours), measured.get(STOCK)))
-            lines.append(f"| {f'… `{setting}`' if setting else _spaced(task)} | {' | '.join(cells)} |")
+            lines.append(f"| {f'… `{setting}`' if setting else spaced(task)} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", run.source])
 
 

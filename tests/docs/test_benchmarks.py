@@ -27,6 +27,7 @@ from benchmarks import (
     first_step,
     harness,
     oracle,
+    pages,
     parts,
     policy,
     preference,
@@ -296,18 +297,37 @@ def test_a_page_without_markers(tmp_path: Path) -> None:
         figures.write_between(tmp_path / "page.md", "text")
 
 
+def test_tables_and_numbers_of_other_pages_are_those_of_the_kept_results() -> None:
+    root, marked = figures.DOCS.parent, "".join(page.read_text() for page in figures.DOCS.rglob("*.md"))
+    for name in pages.TABLES:
+        assert marked.count(f"<!-- {name}: begin -->") == 1, name
+    for page, text in pages.written(root, harness.RESULTS).items():
+        assert page.read_text() == text, f"{page}: run `make figures`"
+
+
+def test_a_sentence_takes_its_numbers_and_keeps_its_words(tmp_path: Path) -> None:
+    sentence = pages.Sentence("a.md", "takes {ms:.1f} ms ({file}) and {mib:,.0f} MiB.", lambda folder: dict(values))
+    values = {"ms": 2.345, "mib": 1234.5, "file": "new"}
+    page = "It takes\n1.2 ms (old one) and 999\nMiB. So takes 3 s."
+    assert sentence.written(page, tmp_path) == "It takes\n2.3 ms (new) and 1,234\nMiB. So takes 3 s."
+    with pytest.raises(ValueError, match="has 2 times, not once"):
+        sentence.written(page + page, tmp_path)
+    with pytest.raises(ValueError, match="has 0 times, not once"):
+        sentence.written("It takes long.", tmp_path)
+
+
 def test_pages_and_figures_are_those_of_the_kept_results(tmp_path: Path) -> None:
     """`make figures` changes nothing: tables and the text of figures. Positions depend on matplotlib's version."""
-    pages = [tmp_path / name for name in ("benchmarks.md", "convergence.md")]
-    for page in pages:
+    copies = [tmp_path / name for name in ("benchmarks.md", "convergence.md")]
+    for page in copies:
         shutil.copy(figures.DOCS / page.name, page)
-    drawn = figures.main(["--out", str(tmp_path), "--table", str(pages[0]), "--convergence", str(pages[1])])
-    for page in pages:
+    drawn = figures.main(["--out", str(tmp_path), "--table", str(copies[0]), "--convergence", str(copies[1])])
+    for page in copies:
         assert page.read_text() == (figures.DOCS / page.name).read_text()
     for path in drawn:
         kept, again = (re.findall(r"<text[^>]*>([^<]*)<", p.read_text()) for p in (figures.DOCS / path.name, path))
         assert len(kept) > 10 and kept == again, path.name
-    text = pages[0].read_text()
+    text = copies[0].read_text()
     assert "| RMSNorm 16384 × 4096 | " in text and "| x + residual, RMSNorm" in text
     tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]
     assert all(len({line.count("|") for line in lines}) == 1 for lines in tables)

@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -81,18 +82,24 @@ def test_a_preference_file_then_its_saved_model(align: ModuleType, preference_fi
 def test_questions_to_a_pretrained_model(
     align: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last layer learns, the eager run stops early at the same losses, and a program verifies the answers."""
+    """The last layer learns, the eager run stops early at the same losses, and a program verifies the answers.
+
+    The fused run computes common prompts once, the eager run does not.
+    """
     from transformers import AutoModelForCausalLM
 
     tokenizer = align.train_tokenizer(["What is the last word: river, table?"], 512)
     tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "before")
-    before = align.small_llama(2048)  # the head is larger than the layers, as in real models
+    before = align.small_llama(4096)  # the head is larger than the layers, as in real models
     before.save_pretrained(tmp_path / "before")
     monkeypatch.setattr(align, "PRETRAINED", replace(align.PRETRAINED, n_train=20, n_held_out=10, logits_budget=2**18))
     arguments = ["--sft-steps", "3", "--dpo-steps", "3", "--batch-size", "4", "--trained-layers", "1"]
     where = ["--model", str(tmp_path / "before"), "--save", str(tmp_path / "after"), "--out", str(tmp_path)]
+    shared = mock.Mock(wraps=align.shared_prefix_hidden_states)
+    monkeypatch.setattr(align, "shared_prefix_hidden_states", shared)
     summary = align.main([*arguments, *where, "--device", "cpu"])
+    assert shared.call_count == 3 + 2 * 3 + 2 * 3, "SFT, DPO with its reference, and two evaluations of ten pairs"
     assert set(summary.curve_differences) == {"sft_loss", "dpo_loss", "margin"}
     assert max(summary.curve_differences.values()) < 1e-5
     assert {when: share.n for when, share in summary.right_answers.items()} == {

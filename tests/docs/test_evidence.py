@@ -52,7 +52,8 @@ def test_the_model_has_learned(kept: dict[str, report.Evidence]) -> None:
         better = -1 if metric.name.startswith("held-out loss") or metric.key == "kl" else 1
         for contender in evidence.contenders:
             scores = evidence.scores(contender, metric.key)
-            assert min(better * (score - before) for score in scores) > 2 * evidence.spread(contender, metric.key)
+            # Each run gains more than seeds differ: as on the page, what is within their spread is no difference.
+            assert min(better * (score - before) for score in scores) > evidence.spread(contender, metric.key)
 
 
 def _evidence(**scores: list[float]) -> report.Evidence:

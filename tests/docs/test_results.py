@@ -1,5 +1,6 @@
-"""The committed results: every file that a page names exists, and every file is used."""
+"""The committed results: every file that a page names exists, tells where it is from, and is used."""
 
+import json
 import re
 
 from benchmarks import convergence_kinds, figures, report
@@ -34,13 +35,17 @@ def test_every_result_that_a_page_names_is_there() -> None:
 def test_names_tell_the_family_and_the_commit() -> None:
     for path in RESULTS.glob("*.json"):
         assert NAMED.fullmatch(path.name), path.name
+        about = json.loads(path.read_text())["environment"]
+        assert {"device", "device_type", "versions", "commit", "date", "saved"} <= about.keys(), path.name
+        assert about["device"] and about["versions"]["torch"], path.name
+        assert path.stem.split("-cpu")[-1].split("-")[1] == about["commit"][:7], path.name
 
 
 def drawn() -> set[str]:
     """Return the names of the files that figures and tables are made of."""
     families = [*report.FAMILIES, *figures.ALL_STEPS, *(f"{family}_longest" for family in figures.ALL_STEPS)]
     found = set()
-    for family in (*families, "sweep", "base_kernels"):
+    for family in (*families, "sweep", "base_kernels", "base_kernels_variants"):
         if run := report.newest(RESULTS, family):
             found |= {path.name for path in run.files}
     for family in ("convergence", convergence_kinds.STEM):

@@ -274,6 +274,44 @@ def test_a_compute_loss_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert set(widths.with_gradient) == {(1, 2)}
 
 
+def test_entropy_under_a_filter_of_a_loss(tmp_path: Path) -> None:
+    """The logged entropy is of the filtered softmax in all sequences, also in those without a gradient."""
+    loss, config = LigerFusedLinearGRPOLoss(reduction="dapo", top_p=0.6), {"top_p": 0.6, "max_steps": 2}
+    logs = [
+        without_times(trained(tmp_path, "GRPO", config, reward_funcs=[tied], loss=loss, **skip)[0])
+        for skip in ({}, {"skip_zero_advantage": False})
+    ]
+    assert_same(*logs, entries=3)
+    assert any(entry.get("frac_reward_zero_std") for entry in logs[0])
+    with pytest.raises(ValueError, match="skip_zero_advantage=True: the entropy to log"):
+        build(tmp_path, "GRPO", True, ROLLOUTS, loss=loss, skip_zero_advantage=True)
+
+
+class LogsRatios(LigerFusedLinearGRPOLoss):
+    def logged_metrics(self, metrics: Any) -> dict[str, Tensor]:
+        return {"own_entropy": metrics.entropy, "least_ratio": metrics.ratio_min}
+
+
+def test_metrics_of_a_loss_without_a_sequence(tmp_path: Path) -> None:
+    """A micro-batch that is skipped adds nothing to the loss's own metrics; zeros and infinities are no values."""
+    config = {"num_iterations": 2, "max_steps": 3}
+    log, *_ = trained(tmp_path, "GRPO", config, reward_funcs=[all_tied], loss=LogsRatios(reduction="dapo"))
+    steps = [entry for entry in log if "entropy" in entry]
+    assert len(steps) == 3 and all(entry["own_entropy"] is entry["least_ratio"] is None for entry in steps)
+    log, *_ = trained(tmp_path, "GRPO", config, reward_funcs=[tied], loss=LogsRatios(reduction="dapo"))
+    steps = [entry for entry in log if "entropy" in entry]
+    assert any(entry.get("frac_reward_zero_std") for entry in steps)
+    assert all(entry["own_entropy"] > 1 and 0.2 < entry["least_ratio"] < 5 for entry in steps)
+
+
+def test_a_filter_of_a_loss_with_an_old_policy(tmp_path: Path) -> None:
+    """TRL's head has no filter: the old policy's log-probabilities would be of another softmax than the loss's."""
+    loss, config = LigerFusedLinearGRPOLoss(reduction="dapo", top_p=0.6), {**ROLLOUTS, "max_steps": 1}
+    with pytest.raises(ValueError, match=r"the loss has top_p=0.6, but TRL computes the old .* kept_ids=True"):
+        build(tmp_path, "GRPO", True, {**config, "num_iterations": 2}, loss=loss).train()
+    build(tmp_path, "GRPO", True, config, loss=loss).train()
+
+
 def test_an_unknown_setting(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'auto', True or False"):
         build(tmp_path, "GRPO", True, ROLLOUTS, skip_zero_advantage="always")

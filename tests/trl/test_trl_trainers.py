@@ -687,6 +687,13 @@ REFUSED = {
     "a-reference-of-kto": ("KTO", LigerFusedLinearKTOLoss(use_ref_model=False), "no reference, got a ref_model"),
     "no-beta": ("GRPO", LigerFusedLinearGRPOLoss(beta=0.1), r"beta=0.1: set GRPOConfig\(beta"),
     "no-beta-of-a-reference": ("GRPO", LigerFusedLinearGRPOLoss(surrogate="a2po"), r"set GRPOConfig\(beta=1.0\)"),
+    "a-temperature": ("DPO", LigerFusedLinearDPOLoss(temperature=2.0), "temperature=2.0, and LigerDPOTrainer"),
+    "another-temperature": ("KTO", LigerFusedLinearKTOLoss(temperature=0.5), "temperature=0.5, and LigerKTOTrainer"),
+    "whole-groups": (
+        "GRPO",
+        LigerFusedLinearGRPOLoss(surrogate="real", group_size=2),
+        "TRL shuffles the completions",
+    ),
     "a-sum": ("SFT", LigerFusedLinearCrossEntropyLoss(reduction="sum"), "a mean over tokens, got reduction='sum'"),
     "a-value-a-token": ("GKD", LigerFusedLinearJSDLoss(reduction="none"), "a mean over tokens, got reduction='none'"),
     "other-labels": ("GKD", LigerFusedLinearJSDLoss(ignore_index=-1), "the loss has ignore_index=-1"),
@@ -717,6 +724,16 @@ def test_a_reference_without_a_kl_term(tmp_path: Path, monkeypatch: pytest.Monke
         losses.append(trainer.state.log_history[0]["loss"])
     assert len(read) == 4 and all(rollouts.ref_logps is not None for rollouts in read)
     assert losses[0] == losses[1] and losses[0] != 0
+
+
+def test_a_reference_has_the_logits_dtype_of_the_loss(tmp_path: Path) -> None:
+    """Else the reference's logits are rounded and the policy's are not, and equal models have other rewards than 0."""
+    policy = tiny.model().bfloat16()
+    with torch.no_grad():
+        policy.lm_head.weight.mul_(8)
+    loss = LigerFusedLinearDPOLoss(logits_dtype=torch.float32)
+    log = run(tmp_path, "DPO", True, {"max_steps": 1}, model=policy, ref_model=copy.deepcopy(policy), loss=loss)
+    assert abs(log[0]["rewards/chosen"]) < 1e-5
 
 
 # One loss per trainer, and a non-default value for every field that it replaces.

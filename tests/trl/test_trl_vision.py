@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("PIL")
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
-from test_trl_trainers import KINDS, PLAIN, Log, assert_same, run
+from test_trl_trainers import KINDS, PLAIN, Log, assert_same, build, run
 
 from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
@@ -59,3 +60,15 @@ def test_logs_what_trl_logs(tmp_path, kind, loss):
         )
 
     assert_same(seeded(ours=True, loss=loss), seeded(ours=False), common=loss is not None, entries=3)
+
+
+def test_a_data_set_with_images_keeps_all_sequences(tmp_path: Path) -> None:
+    """Also a batch without images: a rank that skips sequences may run a pass more, and the others wait for it."""
+    for data, skips in ((tiny.vision_dataset("prompts"), False), (tiny.dataset("prompts"), True)):
+        own = {"train_dataset": data, "processing_class": tiny.processor(), "model": tiny.vision_model()}
+        trainer = build(tmp_path, "GRPO", True, **own)
+        assert (trainer._why_not_skipped() is None) == skips
+        # Two prompts of two tokens, with completions of three. One prompt has no advantage.
+        batch = {name: torch.ones(2, n, dtype=torch.int64) for name, n in (("prompt_ids", 2), ("completion_ids", 3))}
+        batch |= {"prompt_mask": batch["prompt_ids"], "completion_mask": batch["completion_ids"]}
+        assert (trainer._live({**batch, "advantages": torch.tensor([0.0, 1.0])}) is not None) == skips

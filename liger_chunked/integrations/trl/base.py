@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -110,7 +111,7 @@ class LigerTrainerMixin(_Trainer):
     def __init__(
         self, *args: Any, loss: nn.Module | None = None, logits_budget: int | float | str | None = None, **kwargs: Any
     ) -> None:
-        budget = budget_bytes(logits_budget)  # raises before loading
+        budget, logits_dtype = budget_bytes(logits_budget), None  # raises before loading
         config = _config(args, kwargs)
         if getattr(config, "use_liger_kernel", False):
             raise ValueError(
@@ -126,13 +127,18 @@ class LigerTrainerMixin(_Trainer):
                     f"loss, {type(loss).__name__}(..., logits_budget={logits_budget!r})"
                 )
             options: Any = loss.options
-            budget = options.logits_budget
+            # The heads' log-probabilities, of the old policy and the reference, are compared with those of the loss.
+            budget, logits_dtype = options.logits_budget, options.logits_dtype
         self.loss_override: Any = loss
         self.logits_budget = budget
         # TRL casts such a head itself, without an adapter.
         casts = getattr(config, "cast_lm_head_to_fp32", False)
         heads.check_has_methods(type(self), (*self.always_replaced, *(self.replaced_by_loss if loss else ())))
-        self._head_settings: Any = {"logits_budget": budget, "share_prefix": self.share_prefix}
+        self._head_settings: Any = {
+            "logits_budget": budget,
+            "logits_dtype": logits_dtype,
+            "share_prefix": self.share_prefix,
+        }
         trained = [] if loss is None else [(name, x) for name, x in loss.named_parameters() if x.requires_grad]
         with heads.chunked_heads(**self._head_settings), nullcontext() if casts else heads.lora_heads(type(self)):
             super().__init__(*args, **kwargs)
@@ -176,16 +182,25 @@ class LigerTrainerMixin(_Trainer):
     def gathered_mean(self, value: Tensor) -> float:
         return self.accelerator.gather_for_metrics(value.detach()).mean().item()
 
-    def own_metrics(self, metrics: Any) -> dict[str, float]:
-        """Return what the loss given as `loss` adds to the log, see `logged_metrics`."""
+    def own_metrics(self, metrics: Any, *, of_nothing: bool | None = None) -> dict[str, float]:
+        """Return what the loss given as `loss` adds to the log, see `logged_metrics`.
+
+        Args:
+            of_nothing: whether this rank skipped all sequences, so that its metrics have no value: the mean is that of
+                the other ranks, or NaN, which TRL does not log, if there is none. None: ranks skip none.
+        """
 
         def mean(x: float | Tensor) -> float:
-            return self.gathered_mean(torch.as_tensor(x, dtype=torch.float32, device=self.accelerator.device))
+            values = torch.as_tensor(x, dtype=torch.float32, device=self.accelerator.device)
+            if of_nothing is None:
+                return self.gathered_mean(values)
+            values = torch.full_like(values, math.nan) if of_nothing else values.detach()
+            return self.accelerator.gather_for_metrics(values).nanmean().item()
 
         return {name: mean(x) for name, x in self.loss_override.logged_metrics(metrics).items()}
 
-    def log_own_metrics(self, metrics: Any) -> None:
-        for name, value in self.own_metrics(metrics).items():
+    def log_own_metrics(self, metrics: Any, *, of_nothing: bool | None = None) -> None:
+        for name, value in self.own_metrics(metrics, of_nothing=of_nothing).items():
             self.mode_metrics[name].append(value)
 
     def global_mean(
@@ -399,10 +414,12 @@ class ReferenceMixin(LigerTrainerMixin):
         weighs = SAMPLE_WEIGHT in (getattr(self.train_dataset, "column_names", None) or ())
         if loss is not None:
             self.data_collator = _WithWeights(self.data_collator)
-            if weighs and not hasattr(super(), "_set_signature_columns_if_needed"):
+            keeps_columns = hasattr(super(), "_set_signature_columns_if_needed") and hasattr(self, "_signature_columns")
+            if weighs and not keeps_columns:
                 raise RuntimeError(
-                    f"this release of transformers has no Trainer._set_signature_columns_if_needed, so the column "
-                    f"{SAMPLE_WEIGHT!r} of train_dataset would be dropped: remove it, or install an earlier release"
+                    "this release of transformers chooses columns in another way than its Trainer did in 5.24, so the "
+                    f"column {SAMPLE_WEIGHT!r} of train_dataset would be dropped: remove it, or install an earlier "
+                    "release"
                 )
         elif weighs:
             _LOGGER.warning(
@@ -411,10 +428,22 @@ class ReferenceMixin(LigerTrainerMixin):
                 SAMPLE_WEIGHT,
             )
 
+    @classmethod
+    def _check_loss(cls, loss: Any) -> None:
+        super()._check_loss(loss)
+        temperature = loss.options.temperature
+        compares = loss.use_ref_model is not False or getattr(loss, "reference_point", None) == "kl"
+        if compares and temperature != 1.0:
+            raise ValueError(
+                f"{type(loss).__name__} has temperature={temperature}, and {cls.__name__} computes the reference's "
+                "log-probabilities at temperature 1: leave the temperature of the loss at 1"
+            )
+
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        if self.loss_override is not None and SAMPLE_WEIGHT not in self._signature_columns:
-            self._signature_columns = [*self._signature_columns, SAMPLE_WEIGHT]
+        columns = getattr(self, "_signature_columns", None)
+        if self.loss_override is not None and columns is not None and SAMPLE_WEIGHT not in columns:
+            self._signature_columns = [*columns, SAMPLE_WEIGHT]
 
     @classmethod
     def _check_precomputed(cls, loss: Any, args: Any) -> None:

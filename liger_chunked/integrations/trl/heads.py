@@ -44,6 +44,7 @@ def add_chunked_lm_head(
     outputs: tuple[str, ...] = ("log_probs",),
     *,
     logits_budget: int | float | str | None = None,
+    logits_dtype: torch.dtype | None = None,
     share_prefix: bool | str = False,
 ) -> None:
     """Give `model` the head of TRL's `add_fused_lm_head`, computed by `linear_token_stats`.
@@ -53,7 +54,7 @@ def add_chunked_lm_head(
 
     Args:
         model: a causal language model; under PEFT its base model.
-        temperature, logits_budget: see `LogitOptions`.
+        temperature, logits_budget, logits_dtype: see `LogitOptions`.
         cast_lm_head_to_fp32: project in float32, outside autocast.
         outputs: more fields of TRL's output: keys of `STATISTICS`.
         share_prefix: see `SharedPromptsMixin`.
@@ -68,6 +69,7 @@ def add_chunked_lm_head(
         temperature=temperature,
         float32=cast_lm_head_to_fp32,
         logits_budget=logits_budget,
+        logits_dtype=logits_dtype,
     )
     rewrite = functools.partial(_rewritten, statistics, share_prefix)
     update(model, head_fn=True, rewrite=rewrite, logits_budget=budget_bytes(logits_budget))
@@ -115,6 +117,7 @@ def head_stats(
     *,
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
+    logits_dtype: torch.dtype | None = None,
     kept: KeptIds | None = None,
 ) -> TokenStats:
     return linear_token_stats(
@@ -127,6 +130,7 @@ def head_stats(
         logit_scale=input.options.logit_scale,
         temperature=temperature,
         logits_budget=logits_budget,
+        logits_dtype=logits_dtype,
         kept=kept,
     )
 
@@ -139,6 +143,7 @@ def fused_output(
     temperature: float,
     float32: bool,
     logits_budget: int | float | str | None,
+    logits_dtype: torch.dtype | None = None,
     kept: KeptIds | None = None,
 ) -> Any:
     """Return TRL's `FusedCausalLMOutput` with the fields `outputs`: (B, T - 1), or (B, T) for `shift_labels`.
@@ -153,7 +158,8 @@ def fused_output(
         autocast = torch.autocast(input.hidden_states.device.type, enabled=False)
     with autocast:
         names = tuple(STATISTICS[name] for name in outputs)
-        stats = head_stats(head, input, names, temperature=temperature, logits_budget=logits_budget, kept=kept)
+        options = {"temperature": temperature, "logits_budget": logits_budget, "logits_dtype": logits_dtype}
+        stats = head_stats(head, input, names, kept=kept, **options)
     # TRL drops the last position.
     end = None if input.shift_labels is not None else -1
     fields = {name: getattr(stats, STATISTICS[name])[:, :end] for name in outputs}
@@ -180,7 +186,10 @@ def _head_of(name: str, module: Any) -> Any:
 
 @contextmanager
 def chunked_heads(
-    *, logits_budget: int | float | str | None = None, share_prefix: bool | str = False
+    *,
+    logits_budget: int | float | str | None = None,
+    logits_dtype: torch.dtype | None = None,
+    share_prefix: bool | str = False,
 ) -> Iterator[None]:
     """Replace TRL's `add_fused_lm_head` by `add_chunked_lm_head`, for trainers made inside the block.
 
@@ -195,7 +204,9 @@ def chunked_heads(
         yield
         return
     budget = HEAD_BUDGET if logits_budget is None else budget_bytes(logits_budget)
-    with_settings = functools.partial(add_chunked_lm_head, logits_budget=budget, share_prefix=share_prefix)
+    with_settings = functools.partial(
+        add_chunked_lm_head, logits_budget=budget, logits_dtype=logits_dtype, share_prefix=share_prefix
+    )
     ours = functools.wraps(_THEIRS)(with_settings)
     before = {name: found for name, module in [*sys.modules.items()] if (found := _head_of(name, module)) is not None}
     try:

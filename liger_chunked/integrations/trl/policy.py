@@ -84,6 +84,16 @@ class GRPOMixin(RolloutsMixin):
             )
 
     @classmethod
+    def _check_loss(cls, loss: Any) -> None:
+        super()._check_loss(loss)
+        size = getattr(getattr(loss, "settings", None), "group_size", None)
+        if size is not None:
+            raise ValueError(
+                f"surrogate {loss.surrogate!r} compares the group_size={size} completions of a prompt, but TRL "
+                "shuffles the completions of all prompts over the micro-batches: call the loss in a loop of your own"
+            )
+
+    @classmethod
     def _check_config(cls, loss: Any, config: Any) -> None:
         if config is not None and loss.needs_reference and not loss.beta:
             config = copy.copy(config)
@@ -107,6 +117,8 @@ class GRPOMixin(RolloutsMixin):
                 else None
             ),
         }
+        if of_tokens["old_logps"] is not None:
+            self._check_no_filter()
         if part is not None:
             model_inputs = {name: part.of_sequences(x, length) for name, x in model_inputs.items()}
             labels = part.of_sequences(labels, length)
@@ -133,11 +145,23 @@ class GRPOMixin(RolloutsMixin):
                 **of_tokens,
             )
         self._log_metrics(step, inputs["advantages"])
-        self.log_own_metrics(step.metrics)
+        self.log_own_metrics(step.metrics, of_nothing=batch.n_live == 0)
         value = step.loss if counts_items else step.loss / window
         if part is not None and not counts_items:
             value = value * self._share(step)
         return self._with_aux_loss(value, step.aux_loss, accumulates=training)
+
+    def _check_no_filter(self) -> None:
+        """Raise ValueError if the loss has a filter: on-policy, its ratios to an old policy without one are not 1."""
+        given = {name: getattr(self.loss_override, name) for name in ("top_k", "top_p", "min_p")}
+        filters = ", ".join(f"{name}={x}" for name, x in given.items() if x is not None)
+        if filters:
+            raise ValueError(
+                f"the loss has {filters}, but TRL computes the old policy's log-probabilities of the whole vocabulary: "
+                "pass kept_ids=True to the trainer, and no filter to the loss. Or let TRL compute no old policy: set "
+                "num_iterations=1, a steps_per_generation that divides gradient_accumulation_steps, and, with vLLM, "
+                "vllm_importance_sampling_correction=False"
+            )
 
     def _share(self, step: Step) -> float | Tensor:
         """Return the loss's denominator, of the part that was computed, over that of the whole batch."""
@@ -166,7 +190,11 @@ class GRPOMixin(RolloutsMixin):
             ),
         }
         found = [name for name, given in reasons.items() if given]
-        return f"{' and '.join(found)} may have a gradient there" if found else super()._why_not_skipped()
+        if found:
+            return f"{' and '.join(found)} may have a gradient there"
+        if loss is not None and loss._filter is not None:
+            return "the entropy to log is of the ids that the loss's filter keeps, and TRL's head has no filter"
+        return super()._why_not_skipped()
 
     def _log_metrics(self, step: Step, advantages: Tensor) -> None:
         """Log the loss's metrics under TRL's names, as TRL averages them over tokens, sequences and ranks."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import ProcessorMixin
 from trl.models.utils import disable_gradient_checkpointing
 
 from liger_chunked.integrations.transformers.kept_ids import record_kept_ids
@@ -161,10 +162,21 @@ class RolloutsMixin(SharedPromptsMixin):
             return "a _compute_loss of your own may have a gradient there"
         if self.aux_loss_enabled:
             return "the router loss has a gradient in every sequence"
+        if self._may_get_images():
+            return "images are rows of their own, which no part of a batch selects"
         parallelism = getattr(self.args, "parallelism_config", None)
         if getattr(parallelism, "cp_size", 1) > 1 or getattr(parallelism, "sp_size", 1) > 1:
             return "parallelism_config splits the sequences"
         return None
+
+    def _may_get_images(self) -> bool:
+        """Whether a batch of any rank may have images: ranks decide alike, so that they run equally many passes."""
+        if not isinstance(self.processing_class, ProcessorMixin):
+            return False
+        columns = getattr(self.train_dataset, "column_names", None)
+        if columns is None or not {"image", "images"}.isdisjoint(columns):
+            return True
+        return any(getattr(self, name, None) for name in ("tools", "rollout_func", "environment_factories"))
 
     def _computes_own_loss(self) -> bool:
         """Whether a subclass or the instance overrides `_compute_loss` of TRL and of this package."""
