@@ -3,7 +3,8 @@
 python -m benchmarks.live_rows 8192:4096:151936 8192:2048:128256        tokens:hidden size:vocabulary
 
 `all_rows_ms` is the same step with all rows in the products. At a fraction of 1, the difference of the two is what
-looking for rows costs. `step_gpu_ms` are the kernels of the step alone, which a busy host does not change. Rows with a gradient are drawn at random, the worst case for moving them.
+looking for rows costs. `step_gpu_ms` are the kernels of the step alone, which a busy host does not change. Rows with a
+gradient are drawn at random, the worst case for moving them.
 """
 
 from __future__ import annotations
