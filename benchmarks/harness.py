@@ -87,6 +87,20 @@ def median_ms(run: Callable[[], object], repeats: int = 9, warmup: int = 3) -> f
     return sorted(times)[len(times) // 2]
 
 
+def kernels_of(run: Callable[[], object], repeats: int = 4) -> tuple[float, float]:
+    """Return the milliseconds of a step's kernels, however long the host takes, and their number; 0 on a CPU."""
+    if DEVICE == "cpu":
+        return 0.0, 0.0
+    run()
+    synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            run()
+        synchronize()
+    kernels = [e.time_range for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(e.end - e.start for e in kernels) / repeats / 1e3, len(kernels) / repeats
+
+
 def graphed(run: Callable[[], object]) -> Callable[[], object]:
     """Return `run` as a CUDA graph, to time its kernels without their launches; on a CPU, `run` unchanged."""
     if DEVICE == "cpu":

@@ -4,14 +4,19 @@ python -m benchmarks.kept_ids 8192:4096:151936 --mean 8 34 138        tokens:hid
 
 Of the tokens, 46% kept one id, and the others an exponential number, as in a measured run of top-p sampling. Ids are
 drawn by Zipf's law. `kernels` are those of `kernels/kept.py` alone, without the checks of a call; `step` is a forward
-and backward of `linear_token_stats(kept=)` in training.
+and backward of `linear_token_stats(kept=)` in training, which chose to read rows of the head for each token, or
+products of whole rows; `rows` or `whole_rows` is the other way. `first` is a step with a `KeptIds` that no call had
+yet, whose ids are sorted and checked, and `sparse` one with `sparse_weight_grad=True`. `gpu_ms` are the kernels of a
+step alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,12 +29,14 @@ from benchmarks.harness import (
     gemm_floor,
     head_weight,
     hidden_states,
+    kernels_of,
     median_ms,
 )
 from liger_chunked import KeptIds, linear_token_stats
+from liger_chunked.engine import choose
 from liger_chunked.kernels import kept
 from liger_chunked.kernels.logits_grad import LogitsCotangents
-from liger_chunked.types import LogitOptions
+from liger_chunked.types import LogitOptions, LossHead
 
 SINGLE = 0.46  # share of tokens with one id
 
@@ -69,10 +76,21 @@ def kernels_alone(x: Tensor, weight: Tensor, given: KeptIds) -> float:
     return median_ms(run)
 
 
+@contextmanager
+def always(takes_products: bool) -> Iterator[None]:
+    """Within it, kept ids take products of whole rows, or never do."""
+    before, choose.kept_ids_take_products = choose.kept_ids_take_products, lambda *args: takes_products
+    try:
+        yield
+    finally:
+        choose.kept_ids_take_products = before
+
+
 def main(arguments: Sequence[str] | None = None) -> Path:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", default=["8192:4096:151936", "32768:2048:151936", "8192:896:151936"])
     parser.add_argument("--mean", type=float, nargs="+", default=[8, 34, 138], help="ids a token")
+    parser.add_argument("--ways", action="store_true", help="only the step, and the way that it did not choose")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     args = parser.parse_args(arguments)
     rows = RowsFile(args.out, "kept_ids")
@@ -83,20 +101,34 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         for mean in args.mean:
             given, target = drawn(n, v, mean)
 
-            def step(given: KeptIds = given, target: Tensor = target, x: Tensor = x, weight: Tensor = weight) -> None:
-                x.grad = weight.grad = None
-                logps = linear_token_stats(weight, x, target, kept=given).logps
+            def step(kept: KeptIds, sparse: bool = False, of: tuple[Tensor, ...] = (weight, x, target)) -> None:
+                for leaf in of[:2]:
+                    leaf.grad = None
+                logps = linear_token_stats(*of, kept=kept, sparse_weight_grad=sparse).logps
                 assert logps is not None
                 logps.sum().backward()
 
+            takes_products = choose.kept_ids_take_products(given.ids.shape[0], n, LossHead(weight), x.dtype)
+            steps = {
+                "step": partial(step, given),
+                "first": lambda given=given, step=step: step(KeptIds(given.ids, given.offsets)),
+                "sparse": partial(step, given, sparse=True),
+            }
             found = {
                 "shape": shape,
                 "ids": given.ids.shape[0],
                 "most_repeated": int(given.ids.bincount().max()),
-                "kernels_ms": kernels_alone(x.detach(), weight.detach(), given),
-                "step_ms": median_ms(step),
                 "products_ms": products,
+                "kernels_ms": kernels_alone(x.detach(), weight.detach(), given),
+                "chose": "whole_rows" if takes_products else "rows",
             }
+            for name in ("step",) if args.ways else steps:
+                run = steps[name]
+                found[f"{name}_ms"] = median_ms(run)
+                found[f"{name}_gpu_ms"], found[f"{name}_launches"] = kernels_of(run)
+            with always(not takes_products):
+                found["whole_rows_ms" if not takes_products else "rows_ms"] = median_ms(steps["step"])
+            found["over_products"] = found["step_ms"] / products
             rows.add(found)
             print({k: round(f, 3) if isinstance(f, float) else f for k, f in found.items()}, flush=True)
     return rows.path

@@ -3,7 +3,8 @@
 python -m benchmarks.live_rows 8192:4096:151936 8192:2048:128256        tokens:hidden size:vocabulary
 
 `all_rows_ms` is the same step with all rows in the products. At a fraction of 1, the difference of the two is what
-looking for rows costs. Rows with a gradient are drawn at random, the worst case for moving them.
+looking for rows costs. `step_gpu_ms` are the kernels of the step alone, which a busy host does not change. Rows with a
+gradient are drawn at random, the worst case for moving them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmarks.harness import (
     gemm_floor,
     head_weight,
     hidden_states,
+    kernels_of,
     median_ms,
 )
 from liger_chunked import LigerFusedLinearGRPOLoss, linear_token_stats
@@ -55,8 +57,8 @@ def steps(x: Tensor, weight: Tensor, fraction: float) -> dict[str, Step]:
     return found
 
 
-def timed(loss: Step, leaves: tuple[Tensor, ...], smallest: int) -> float:
-    """Return the median time of a step that looks for rows above `smallest` multiplications of a product."""
+def timed(loss: Step, leaves: tuple[Tensor, ...], smallest: int, timer: Callable[[Callable[[], None]], float]) -> float:
+    """Return the time, by `timer`, of a step that looks for rows above `smallest` multiplications of a product."""
 
     def run() -> None:
         for leaf in leaves:
@@ -65,7 +67,7 @@ def timed(loss: Step, leaves: tuple[Tensor, ...], smallest: int) -> float:
 
     before, choose.SMALLEST_OF_LIVE_ROWS = choose.SMALLEST_OF_LIVE_ROWS, smallest
     try:
-        return median_ms(run)
+        return timer(run)
     finally:
         choose.SMALLEST_OF_LIVE_ROWS = before
 
@@ -84,15 +86,18 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         for fraction in args.fractions:
             products = floor.logits + fraction * (floor.all - floor.logits)
             for name, loss in steps(x, weight, fraction).items():
-                live, every = (timed(loss, (x, weight), smallest) for smallest in (0, 1 << 62))
+                live, every = (timed(loss, (x, weight), smallest, median_ms) for smallest in (0, 1 << 62))
+                of_gpu = timed(loss, (x, weight), 0, lambda run: kernels_of(run)[0])
                 found = {
                     "shape": shape,
                     "step": name,
                     "fraction": fraction,
                     "step_ms": live,
+                    "step_gpu_ms": of_gpu,
                     "all_rows_ms": every,
                     "products_ms": products,
                     "over_products": live / products,
+                    "gpu_over_products": of_gpu / products,
                 }
                 rows.add(found)
                 print({k: round(f, 3) if isinstance(f, float) else f for k, f in found.items()}, flush=True)

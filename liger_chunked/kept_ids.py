@@ -20,7 +20,7 @@ class KeptIds:
 
     With `kept=`, `linear_token_stats` and the policy losses take log-probabilities and entropies under this softmax,
     after the temperature. They read only these rows of the head, and form no logits of the others, unless the lists are
-    so long that three products of whole rows take less time: about one id of 160 of the vocabulary, or more.
+    so long that three products of whole rows take less time: about one id of 180 of the vocabulary, or more.
 
     Args:
         ids: (M,) integers, those of all positions in the order of the flattened target, distinct within a position.

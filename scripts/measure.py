@@ -89,7 +89,7 @@ JOBS = (
     job("shared_prefix", 75, *ALL_PEERS),
     job("vocab_shard", 100, *ALL_PEERS),
     job("parts", 30),
-    job("live_rows", 45),
+    job("live_rows", 60),
     job("sft_compiled", 75, "--compile-layers", "llama-3.2-1b:8:2048", "qwen2.5-0.5b:16:4096", module="sft"),
     job("trainers_offloading", 65, "--offload-activations", "--no-checkpointing", "DPO:llama-3.2-1b:4:2048",
         "GRPO:llama-3.2-1b:4:2048", module="trainers"),

@@ -201,6 +201,7 @@ def for_loss(
         and not rows.side
         and epilogue.is_large(rows.n_valid * budget.vocab_size, budget.hidden_size)
         and _runs_epilogue(head)
+        and epilogue.can_hold(dtype)
         and epilogue.computes(head, dtype, options, class_weight, outputs)
     )
     groups = rows.groups
@@ -289,9 +290,9 @@ def for_statistics(
         path, tiles = Path.BY_TOKEN, cutting.single_rows(n_valid, columns)
         if n_valid and head.weight.device.type != "cpu":
             raise ValueError(
-                'deterministic="batch" on a GPU needs Hopper, bfloat16, contiguous weights with H a multiple of 8, '
-                'outputs among "logps", "lse", "entropy" and "mean_logits", and no bias, adapter, softcap, '
-                "candidates, filter or temperature of tokens; got another call"
+                'deterministic="batch" on a GPU needs Hopper, bfloat16 or float16, contiguous weights with H a '
+                'multiple of 8, outputs among "logps", "lse", "entropy" and "mean_logits", and no bias, adapter, '
+                "softcap, candidates, filter or temperature of tokens; got another call"
             )
     if tiles is None:
         tiles = cutting.tiles(n_valid, columns, budget.logits(0, bytes_per_logit), square=True)
@@ -327,11 +328,9 @@ def kept_ids_take_products(
 ) -> bool:
     """Whether kept ids are so many that three products of whole rows take less time than reading rows for each token.
 
-    On an H100 in bfloat16 (`benchmarks/results/kept_ids-4212c95.json`), with V = 151936, reading rows took, for 1e6
-    ids, 6.9 ms at H = 4096, 3.1 at 2048 and 1.9 at 896, beside 0.5 ms for the zeros of dW, and three products 43.4,
-    88.2 and 10.3 ms. A tile of float32 logits and one of zeros add about 2.4 ms for 1e9 logits, by their bytes. These
-    lines cross at 816, 989 and 820 ids a token: V / 186, V / 154 and V / 185. Other dtypes are not measured: products
-    of float32 without TF32 take about 14 times as long, and rows twice.
+    On an H100 in bfloat16 (`benchmarks/results/kept_ids-3ec6eb9.json`), with V = 151936, both took equally long at 740
+    ids a token with H = 4096, 866 with 2048 and 910 with 896: V / 205, V / 175 and V / 167. Other dtypes are not
+    measured: products of float32 without TF32 take about 14 times as long, and rows twice.
 
     Args:
         n_ids: of all tokens.
@@ -421,6 +420,7 @@ def pass_of_statistics(plan: Plan, head: HeadTensors, holds: bool = False) -> He
     """Return what runs `linear_token_stats`. `holds` keeps the last tile in memory for the backward."""
     if plan.path is Path.EPILOGUE:
         readable, tile = epilogue.readable(head), plan.largest_tile
+        holds = holds and epilogue.can_hold(plan.dtype)
         return StatisticsPass(readable, plan.options, plan.outputs, tile, holds, skips_rows=plan.skips_rows)
     return _pass_of_logits(plan, head, None)
 

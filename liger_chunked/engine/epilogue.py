@@ -49,6 +49,7 @@ from liger_chunked.types import AdaptedWeight, HeadTensors, LogitOptions, LossHe
 # Tensor descriptors need rows aligned to 16 bytes.
 _DESCRIPTOR_BYTES = 16
 _DESCRIPTOR_ELEMENTS = _DESCRIPTOR_BYTES // torch.bfloat16.itemsize
+_DTYPES = (torch.bfloat16, torch.float16)
 # The epilogue has no registers for an argmax or a sum of squares.
 _COMPUTABLE = {"logps", "lse", "entropy", "mean_logits"}
 
@@ -88,6 +89,15 @@ def _scale(options: LogitOptions) -> float:
     return options.logit_scale / options.temperature
 
 
+def can_hold(dtype: torch.dtype) -> bool:
+    """Whether exponentials, centred at the target's logit, fit a dtype.
+
+    float16 ends at exp(11), which a logit above the target's soon reaches, and 1/sum, which dW's product takes of each
+    row, is zero there for a target of a probability below 2^-25.
+    """
+    return dtype == torch.bfloat16
+
+
 def is_large(logits: int, hidden_size: int) -> bool:
     """Whether a product takes the GPU longer than its launches take the host."""
     return logits * hidden_size >= SMALLEST
@@ -120,7 +130,7 @@ def serves_statistics(
         return bool(tiles)
     if not needs_grad:
         return True
-    if "entropy" in outputs:
+    if "entropy" in outputs or not can_hold(dtype):  # the backward projects the last tile again
         return len(tiles) >= FEWEST_TILES_OF_ENTROPY and not _too_wide(head.weight.shape[1], options)
     return len(tiles) >= FEWEST_TILES
 
@@ -139,7 +149,7 @@ def computes(
     else:  # a cast makes an aligned copy
         fits = head.weight.is_contiguous()
     return (
-        dtype == torch.bfloat16
+        dtype in _DTYPES
         and head.bias is None
         and options.softcap is None
         and options.logit_scale != 0
@@ -338,8 +348,8 @@ class EpiloguePass:
 class StatisticsPass:
     """Statistics with the fused epilogue, whose backward comes later (docs/tuning.md).
 
-    The forward keeps the last tile's exponentials; the backward projects the others again. Bytes: a tile, and in the
-    forward partial sums, at most as large.
+    The forward keeps the last tile's exponentials, but none in float16 (`can_hold`); the backward projects the others
+    again. Bytes: a tile, and in the forward partial sums, at most as large.
     """
 
     head: HeadTensors
@@ -375,7 +385,7 @@ class StatisticsPass:
             self._held = self._view(tiles[-1])
 
     def _blocks(self, n: int, tiles: Tiles, tiling: Tiling) -> list[_Block]:
-        """Cut rows so that float32 partial sums fit a bfloat16 tile."""
+        """Cut rows so that float32 partial sums fit a tile of 2 bytes a logit."""
         columns = self.head.weight.shape[0]
         partial_sums = max(1, -(-columns // tiling.cols)) * (1 + ("entropy" in self.outputs))
         most = max(1, self.tile_size // (2 * partial_sums * tiling.rows)) * tiling.rows
@@ -408,6 +418,7 @@ class StatisticsPass:
         x, weight = _for_descriptor(x), self.head.weight
         target = _rows_of(target, self.head)
         count = LiveCount.start(gradients) if self.skips_rows else None
+        gradients = self.grads.normalize(gradients)
         factors = row_factors(self._rows, self._entropy, gradients, _scale(self.options), self.head.vocab_size)
         # With a gradient of the entropy, the last tile is projected again: log p + entropy cancels near certainty, and
         # from rounded exponentials its error was up to 3 times eager code's (docs/tuning.md).
@@ -417,11 +428,12 @@ class StatisticsPass:
         if self._held is not None:
             part, scale = tiles[-1].row_slice, self._rows.values_scale
             scale = None if scale is None else along(scale, part)
-            of_tile = along(target, part), factors.at(part)
-            last, self._held = grad_from_exponentials_(self._held, *of_tile, scale, tiles[-1].vocab_slice.start), None
+            of_tile = along(target, part), factors.at(part), scale, tiles[-1].vocab_slice.start
+            rows = count.rows if count is not None and self._held.shape[0] == x.shape[0] else None
+            last, self._held = grad_from_exponentials_(self._held, *of_tile, rows), None
         live = None if count is None else count.read()
         if live is not None:
-            last = live.compact_(last) if last is not None and last.shape[0] == x.shape[0] else None
+            last = last[: live.length] if last is not None and last.shape[0] == x.shape[0] else None
             x, target, factors = x.index_select(0, live.rows), target[live.rows], factors.at(live.rows)
             tiles = live.tiles(tiles)
         index = None if live is None else live.rows

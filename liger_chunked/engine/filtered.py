@@ -59,8 +59,10 @@ class FilteredPass(HeadPass):
         super().restore(tensors)
         self.smallest_kept = tensors["smallest_kept"]
 
-    def _gradient(self, logits: Tensor, target: Tensor, tile: Tile, cotangents: LogitsCotangents) -> Tensor:
-        return super()._gradient(logits, target.masked_fill(self._drops(logits, target), -1), tile, cotangents)
+    def _gradient(
+        self, logits: Tensor, target: Tensor, tile: Tile, cotangents: LogitsCotangents, live: Tensor | None = None
+    ) -> Tensor:
+        return super()._gradient(logits, target.masked_fill(self._drops(logits, target), -1), tile, cotangents, live)
 
     def _drops(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return (rows,), True where a target's logit is among these and was not kept."""

@@ -226,13 +226,13 @@ class HeadPass:
         if count is not None:
             held, self._held = self._held, None
             if held is not None and held.shape[0] == x.shape[0]:
-                # Of all rows, because the device computes it while the host waits for the count.
-                last = self._gradient(held, target, tiles[-1], cotangents)
+                # Before the count, so that the device computes it while the host waits.
+                last = self._gradient(held, target, tiles[-1], cotangents, count.rows)
             live = count.read()
             if live is not None:
                 x, target, row_slice, tiles, u, side = live.tokens(tokens)
                 cotangents = cotangents.at(live.rows)
-                last = None if last is None else live.compact_(last)
+                last = None if last is None else last[: live.length]
             elif last is None:
                 self._held = held
         one_slice = len(tiles) == 1 or len(tiles) == row_blocks(tiles)
@@ -258,8 +258,14 @@ class HeadPass:
             self.grads.add(tile, dz, x, self.head.weight, dx)
         self.grads.close_chunk(dx)
 
-    def _gradient(self, logits: Tensor, target: Tensor, tile: Tile, cotangents: LogitsCotangents) -> Tensor:
-        """Return the gradient of a tile's logits, in their memory unless wider than the products."""
+    def _gradient(
+        self, logits: Tensor, target: Tensor, tile: Tile, cotangents: LogitsCotangents, live: Tensor | None = None
+    ) -> Tensor:
+        """Return the gradient of a tile's logits, in their memory unless wider than the products.
+
+        Args:
+            live: as in `logits_grad_`.
+        """
         out = None
         if logits.dtype != self.head.weight.dtype:
             assert self._buffer is not None
@@ -277,4 +283,5 @@ class HeadPass:
             vocab_start=first_column if head.shard is None else head.shard.start + first_column,
             class_weight=None if class_weight is None else self._class_weight(tile),
             out=out,
+            live=live,
         )

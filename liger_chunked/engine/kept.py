@@ -23,6 +23,7 @@ from liger_chunked.kernels.kept import (
     kept_input_grad,
     kept_logits,
     kept_logits_grad,
+    kept_places,
     kept_stats,
     write_kept_weight_grad,
 )
@@ -65,7 +66,7 @@ class Placed(NamedTuple):
     """Kept ids at the positions of a target.
 
     Attributes:
-        entries: of all positions; those of ignored ones have an id of -1, which no rank has.
+        entries: of all positions; those of ignored ones have an id of -1, which no rank has, and do not count.
         has_entries: (N,) bool; False: the position has the whole vocabulary.
         n_kept, n_whole: how many positions with a target have kept ids, and the whole vocabulary.
         layout: of the kept ids, for their order.
@@ -113,7 +114,8 @@ class _Layout:
         self.by_id = ById(self.ids[order], self.tokens[order], order)
         repeated = (keys[1:] == keys[:-1]).any()
         ordered = (lengths >= 0).all() & (self.offsets[0] == 0) & (self.offsets[-1] == m)
-        self.facts = torch.stack([ordered.long(), repeated.long(), low, high])
+        none = torch.zeros_like(low)  # of `kept_places`, which counts with a copy
+        self.counts_and_facts = torch.stack([none, none, none, ordered.long(), repeated.long(), low, high])
 
 
 _LAYOUTS: weakref.WeakKeyDictionary[KeptIds, _Layout] = weakref.WeakKeyDictionary()
@@ -133,12 +135,11 @@ def _layout_of(kept: KeptIds) -> _Layout:
     return layout
 
 
-def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, n_valid: int | None) -> Placed:
+def place(kept: KeptIds, target: Tensor, ignore_index: int, vocab_size: int, n_valid: int | None) -> Placed:
     """Check kept ids, and find each target among those of its position.
 
     Args:
-        target: (N,) int64.
-        is_valid: (N,), False at ignored positions.
+        target: (N,) int64, or `ignore_index`.
         n_valid: how many positions have a target, if the host may not wait. The device then asserts what the host
             would check, and that none of these has the whole vocabulary. None: the host waits once.
 
@@ -160,22 +161,13 @@ def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, n_va
     if m and not n:
         raise ValueError(f"kept.offsets must rise from 0 to the number of ids, {m}, got one offset")
     layout = _layout_of(kept)
-    ids, offsets, tokens, has_entries = layout.ids, layout.offsets, layout.tokens, layout.has_entries
-    first = offsets[:-1]
-    # Entries of ignored positions get an id that no rank has: nothing of these positions is read.
-    of_entries = torch.where(is_valid, target, -1)[tokens]
-    read_ids = torch.where(of_entries >= 0, ids, -1)
-    # Each position's place of the target, or -1.
-    places = torch.arange(m, device=device)
-    found = torch.full_like(first, -1)
-    found.scatter_reduce_(0, tokens, torch.where(ids == of_entries, places, -1), "amax")
-    missing = is_valid & has_entries & (found < 0)
-    whole = is_valid & ~has_entries
+    counts = layout.counts_and_facts.clone()
+    read_ids, places = kept_places(layout.ids, layout.offsets, layout.tokens, target, ignore_index, counts)
     if n_valid is None:
-        counts = torch.stack([is_valid, whole, missing]).sum(1)
-        n_targets, n_whole, n_missing, *facts = torch.cat([counts, layout.facts]).tolist()
+        n_targets, n_whole, n_missing, *facts = counts.tolist()
         _check_facts(facts, m, vocab_size)
         if n_missing:
+            missing = (target != ignore_index) & layout.has_entries & (places < 0)
             first_missing = int(missing.nonzero()[0])
             raise ValueError(
                 f"kept has no id {int(target[first_missing])} at position {first_missing} of the flattened target, "
@@ -183,18 +175,17 @@ def place(kept: KeptIds, target: Tensor, is_valid: Tensor, vocab_size: int, n_va
             )
     else:
         n_targets, n_whole = n_valid, 0
-        ordered, repeated, low, high = layout.facts.unbind()
-        fits = (ordered != 0) & (repeated == 0)
+        _, any_whole, any_missing, ordered, repeated, low, high = counts.unbind()
+        fits = (ordered != 0) & (repeated == 0) & (any_whole == 0) & (any_missing == 0)
         if m:
             fits = fits & (low >= 0) & (high < vocab_size)
         assert_later(
-            fits & ~(missing | whole).any(),
+            fits,
             "kept must hold, at each position with a target, distinct ids of the vocabulary with the target among "
             "them, and its offsets must rise from 0 to the number of ids",
         )
-    target_places = torch.where(found < 0, first.clamp(max=max(0, m - 1)), found)
-    entries = Entries(read_ids, offsets, tokens, target_places)
-    return Placed(entries, has_entries, n_targets - n_whole, n_whole, layout)
+    entries = Entries(read_ids, layout.offsets, layout.tokens, places)
+    return Placed(entries, layout.has_entries, n_targets - n_whole, n_whole, layout)
 
 
 def _check_facts(facts: list[int], n_ids: int, vocab_size: int) -> None:
@@ -296,9 +287,13 @@ class _KeptTokenStats(torch.autograd.Function):
         entries, shard = Entries(*of_entries), ctx.shard
         g = {name: g.to(z.dtype).contiguous() for name, g in zip(ctx.outputs, upstream, strict=True) if g is not None}
         cotangents = LogitsCotangents(largest, sum_exp, **g, entropy_value=entropy, temperature=temperature)
+        needs = ctx.needs_input_grad
+        dense_weight_grad = None
+        if needs[1] and not tensors["rows"]:
+            # First, because it keeps the device busy for longer than the host takes to launch the rest.
+            dense_weight_grad = torch.zeros_like(weight, memory_format=torch.contiguous_format)
         dz = kept_logits_grad(z, entries, cotangents, ctx.options)
         own = _own_entries(entries, shard)
-        needs = ctx.needs_input_grad
         by_id = _sorted(ById(**tensors["order"]), shard, dz) if tensors["order"] else None
         grads: list[Tensor | None] = [None] * 5
         for at_x, at_matrix, x, matrix in ((0, 1, input, weight), (3, 4, u, up)):
@@ -310,7 +305,10 @@ class _KeptTokenStats(torch.autograd.Function):
             if matrix is weight and tensors["rows"]:
                 grads[at_matrix] = _sparse_gradient(weight, _rows(x), by_id, WeightRows(**tensors["rows"]))
             else:
-                grads[at_matrix] = of_matrix = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
+                of_matrix = dense_weight_grad if matrix is weight else None
+                if of_matrix is None:
+                    of_matrix = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
+                grads[at_matrix] = of_matrix
                 write_kept_weight_grad(of_matrix, _rows(x), by_id)
         if needs[2] and bias is not None:
             assert by_id is not None
@@ -343,7 +341,7 @@ def _own_entries(entries: Entries, shard: VocabShard | None) -> Entries:
 
 def _sorted(by_id: ById, shard: VocabShard | None, dz: Tensor) -> Sorted:
     ids = by_id.ids if shard is None else by_id.ids - shard.start
-    return Sorted(ids, by_id.tokens, dz[by_id.order])
+    return Sorted(ids, by_id.tokens, dz.index_select(0, by_id.order))
 
 
 def _input_gradient(x: Tensor, dz: Tensor, matrix: Tensor, own: Entries, shard: VocabShard | None) -> Tensor:
@@ -362,8 +360,9 @@ def _returned(stats: KeptStats, entries: Entries, outputs: tuple[str, ...]) -> d
     if "argmax" in outputs or "is_top1" in outputs:
         last = max(0, entries.ids.shape[0] - 1)
         place = stats.argmax.clamp(max=last)
-        values["argmax"] = entries.ids[place] if entries.ids.numel() else place
-        values["is_top1"] = place == entries.target
+        counts = entries.target >= 0
+        values["argmax"] = (entries.ids[place] if entries.ids.numel() else place).where(counts, -1)
+        values["is_top1"] = counts & (place == entries.target)
     return {name: values[name] for name in outputs}
 
 
@@ -377,7 +376,7 @@ def kept_token_stats(
     dtype: torch.dtype,
     sparse_weight_grad: bool = False,
 ) -> TokenStats:
-    """Return statistics (N,) of positions that have kept ids; those of the others are arbitrary.
+    """Return statistics (N,) of positions that have a target and kept ids; of the others 0, and an argmax of -1.
 
     Sums are float32, or float64 for float64 inputs, of operands as they are: autocast rounds none.
     """

@@ -23,7 +23,7 @@ class Path(enum.Enum):
     """What computes the logits of a tile and reduces them."""
 
     LOGITS = "logits"  # a product, then a kernel that reads its logits
-    EPILOGUE = "epilogue"  # a product that reduces its logits in its epilogue: Hopper, bfloat16
+    EPILOGUE = "epilogue"  # a product that reduces its logits in its epilogue: Hopper, 16 bits
     BY_TOKEN = "by token"  # logits of one token at a time, whose bits do not depend on its neighbours
 
 

@@ -229,8 +229,7 @@ def stats_of_kept(
             lists are, and a token with the whole vocabulary is a ValueError.
     """
     flat, dtype = target.reshape(-1), compute_dtype(head, input)
-    is_valid = flat != options.ignore_index
-    placed = place(kept, flat, is_valid, head.vocab_size, n_valid)
+    placed = place(kept, flat, options.ignore_index, head.vocab_size, n_valid)
     flat_temperature = None if temperature is None else temperature.reshape(-1).contiguous()
 
     def of_part(ignored: Tensor, count: int | None, **given: Any) -> TokenStats:
@@ -243,10 +242,10 @@ def stats_of_kept(
             rows = rows.with_side("position", torch.arange(flat.shape[0], device=flat.device))
         return token_stats(head, input, rows, outputs, options, **given)
 
-    counts, n_ids = is_valid & placed.has_entries, placed.entries.ids.shape[0]
+    n_ids = placed.entries.ids.shape[0]
     if sparse_weight_grad:
         if placed.n_whole:
-            position = int((is_valid & ~placed.has_entries).nonzero()[0])
+            position = int(((flat != options.ignore_index) & ~placed.has_entries).nonzero()[0])
             raise ValueError(
                 f"sparse_weight_grad=True needs kept ids at every position with a target, got the whole vocabulary at "
                 f"position {position} of the flattened target, which has a gradient in every row of weight: ignore "
@@ -259,19 +258,12 @@ def stats_of_kept(
         found = of_part(~placed.has_entries, placed.n_kept, kept=placed.entries)
     else:
         found = kept_token_stats(head, input, placed, outputs, options, flat_temperature, dtype, sparse_weight_grad)
-        computed, uncounted = {name: x for name, x in found._asdict().items() if x is not None}, ~counts
-        found = found._replace(**{name: x.masked_fill(uncounted, _fill(name)) for name, x in computed.items()})
     if not placed.n_whole:
         return found
     # Without a count from the caller the host reads the range of these targets, to name one outside the vocabulary.
     others = of_part(placed.has_entries, None if n_valid is None else placed.n_whole, batch_invariant=batch_invariant)
-    pairs = zip(found, others, strict=True)
-    return TokenStats(*(None if a is None or b is None else a.where(counts, b.reshape(-1)) for a, b in pairs))
-
-
-def _fill(name: str) -> int:
-    """Return the value of a statistic at ignored tokens."""
-    return -1 if name == "argmax" else 0
+    pairs, is_kept = zip(found, others, strict=True), placed.has_entries
+    return TokenStats(*(None if a is None or b is None else a.where(is_kept, b.reshape(-1)) for a, b in pairs))
 
 
 @entry_point
@@ -350,9 +342,9 @@ def linear_token_stats(
         n_valid: the number of tokens that have a target, so that the host does not wait; the device asserts it and the
             range of targets ("Without waiting" in `docs/how-it-works.md`). None: the host reads it from the device.
         deterministic: "batch" gives a token's values, not gradients, the same bits in any batch, place and budget.
-            On a GPU it needs the fused epilogue: Hopper, bfloat16, a contiguous weight with H a multiple of 8,
-            `outputs` up to "mean_logits", and no bias, adapter, softcap, candidates, filter or temperatures of tokens.
-            It excludes `vocab_shard`. None: results are repeatable, but may depend on the batch.
+            On a GPU it needs the fused epilogue: Hopper, bfloat16 or float16, a contiguous weight with H a multiple of
+            8, `outputs` up to "mean_logits", and no bias, adapter, softcap, candidates, filter or temperatures of
+            tokens. It excludes `vocab_shard`. None: results are repeatable, but may depend on the batch.
         vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
             None: this rank has the whole vocabulary.
 

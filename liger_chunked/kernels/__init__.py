@@ -5,7 +5,7 @@ fused epilogue      projection.py, merge_ranks.py, projection_grad.py, target_ro
 two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
 base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
                     pointwise_divergence.py, relu_squared.py, experts.py
-utilities           scale.py, survey.py
+utilities           scale.py, survey.py, move_rows.py
 losses              nll.py, pair_loss.py, example_loss.py
 shared              backend.py, transform.py, norm_rows.py, operands.py, launch.py, tuning/
 """
@@ -32,6 +32,7 @@ from liger_chunked.kernels.logits_stats import (
     row_stats_are_exact,
 )
 from liger_chunked.kernels.merge_ranks import merge_ranks
+from liger_chunked.kernels.move_rows import move_rows_
 from liger_chunked.kernels.nll import nll, nll_has_kernel
 from liger_chunked.kernels.pair_loss import MOST_TERMS, PairLoss, PairSums, pair_loss
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
@@ -91,6 +92,7 @@ __all__ = [
     "logits_stats",
     "merge",
     "merge_ranks",
+    "move_rows_",
     "nll",
     "nll_has_kernel",
     "occurrences",

@@ -41,7 +41,8 @@ class Entries(NamedTuple):
         ids: (M,) int64 rows of this rank's weight; negative, or beyond the last: another rank's, or an ignored token's.
         offsets: (N + 1,) int64; the entries of token n are `offsets[n] : offsets[n + 1]`.
         tokens: (M,) int64, each entry's token.
-        target: (N,) int64, the place of the token's target among the M entries. Read where the slice is not empty.
+        target: (N,) int64, the place of the token's target among the M entries. Negative: the token does not count, and
+            has statistics of 0 and no gradient. Read where the slice is not empty.
     """
 
     ids: Tensor
@@ -51,7 +52,10 @@ class Entries(NamedTuple):
 
 
 class KeptStats(NamedTuple):
-    """Statistics of the softmax over a token's slice, (N,); arbitrary where the slice is empty."""
+    """Statistics of the softmax over a token's slice, (N,).
+
+    Where the slice is empty, `max`, `sum_exp` and `argmax` are arbitrary, and so are the others if the token counts.
+    """
 
     max: Tensor
     sum_exp: Tensor
@@ -59,6 +63,67 @@ class KeptStats(NamedTuple):
     lse: Tensor
     entropy: Tensor
     argmax: Tensor  # the first entry with the largest logit, int64
+
+
+# Places
+
+
+@Kernel
+def _places_kernel(
+    target_ptr, ids_ptr, offsets_ptr, read_ptr, place_ptr, counts_ptr, n_tokens, ignore_index, BLOCK: tl.constexpr
+):  # fmt: skip
+    # `n_tokens` counts entries, which wrong offsets must not leave: the host reports them later.
+    token = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + token)
+    first = tl.maximum(tl.load(offsets_ptr + token), 0)
+    end = tl.minimum(tl.load(offsets_ptr + token + 1), n_tokens)
+    counts = target != ignore_index
+    lanes = tl.arange(0, BLOCK)
+    places = tl.full([BLOCK], -1, tl.int64)
+    for start in range(first, end, BLOCK):
+        entry = start + lanes
+        inside = entry < end
+        ids = tl.load(ids_ptr + entry, mask=inside, other=-1)
+        tl.store(read_ptr + entry, tl.where(counts, ids, -1), mask=inside)
+        places = tl.maximum(places, tl.where(inside & (ids == target), entry, -1))
+    place = tl.where(counts, tl.max(places, axis=0), -1)
+    tl.store(place_ptr + token, place)
+    has_entries = first < end
+    # Sums of integers need no order.
+    tl.atomic_add(counts_ptr, 1, mask=counts)
+    tl.atomic_add(counts_ptr + 1, 1, mask=counts & (has_entries == 0))
+    tl.atomic_add(counts_ptr + 2, 1, mask=counts & has_entries & (place < 0))
+
+
+def kept_places(
+    ids: Tensor, offsets: Tensor, tokens: Tensor, target: Tensor, ignore_index: int, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Find each target among the ids of its token.
+
+    Args:
+        ids, offsets, tokens: as in `Entries`; any `offsets`, also wrong ones.
+        target: (N,) int64, or `ignore_index`.
+        counts: (3,) int64, or longer: the numbers of tokens with a target, of those without entries, and of those
+            whose entries miss it, are added.
+
+    Returns:
+        (M,) int64: the ids, but -1 of ignored tokens, which no rank has. (N,) int64: the place of the target among the
+        M entries, -1 if it is ignored, missing, or without entries.
+    """
+    n = target.shape[0]
+    if use_triton(ids) and n and ids.numel():
+        read, place = torch.empty_like(ids), torch.empty_like(target)
+        block, num_warps = TUNING[ids.device].kept_stats
+        numbers = ids.shape[0], ignore_index, block
+        _places_kernel((n, 1, 1), (target, ids, offsets, read, place, counts), numbers, num_warps)
+        return read, place
+    is_valid = target != ignore_index
+    of_entries = torch.where(is_valid, target, -1)[tokens]
+    places = torch.where(ids == of_entries, torch.arange(ids.shape[0], device=ids.device), -1)
+    place = torch.full_like(target, -1).scatter_reduce_(0, tokens, places, "amax")
+    has_entries = offsets.diff() > 0
+    counts[:3] += torch.stack([is_valid, is_valid & ~has_entries, is_valid & has_entries & (place < 0)]).sum(1)
+    return torch.where(of_entries >= 0, ids, -1), place
 
 
 # Logits
@@ -174,15 +239,15 @@ def _stats_kernel(
         moment += tl.where(e == 0.0, 0.0, e * z)
     normaliser = tl.sum(sum_exp, axis=0)
     log_sum = tl.log(normaliser)
-    has_entries = first < end
-    place = tl.load(target_ptr + token, mask=has_entries, other=0)
-    of_target = tl.load(z_ptr + place, mask=has_entries, other=0.0)
+    place = tl.load(target_ptr + token)
+    counts = place >= 0
+    of_target = tl.load(z_ptr + place, mask=counts & (first < end), other=0.0)
     of_target = transform_block(of_target, scale, softcap, inv_temperature)
     tl.store(max_ptr + token, largest)
     tl.store(sum_exp_ptr + token, normaliser)
-    tl.store(logps_ptr + token, (of_target - centre) - log_sum)
-    tl.store(lse_ptr + token, centre + log_sum)
-    tl.store(entropy_ptr + token, log_sum - tl.sum(moment, axis=0) / normaliser)
+    tl.store(logps_ptr + token, tl.where(counts, (of_target - centre) - log_sum, 0.0))
+    tl.store(lse_ptr + token, tl.where(counts, centre + log_sum, 0.0))
+    tl.store(entropy_ptr + token, tl.where(counts, log_sum - tl.sum(moment, axis=0) / normaliser, 0.0))
     tl.store(argmax_ptr + token, argmax)
 
 
@@ -228,15 +293,15 @@ def _stats_torch(z: Tensor, entries: Entries, options: LogitOptions, temperature
     places = torch.arange(z.shape[0], device=z.device)
     is_largest = torch.where(z == largest[tokens], places, z.shape[0])
     argmax = entries.offsets[:-1].clone().fill_(z.shape[0]).scatter_reduce_(0, tokens, is_largest, "amin")
-    has_entries = entries.offsets[1:] > entries.offsets[:-1]
-    padded = torch.cat([z, z.new_zeros(1)])
-    of_target = padded[torch.where(has_entries, entries.target, z.shape[0])]
+    counts = entries.target >= 0
+    has_target = counts & (entries.offsets[1:] > entries.offsets[:-1])
+    of_target = torch.cat([z, z.new_zeros(1)])[torch.where(has_target, entries.target, z.shape[0])]
     return KeptStats(
         max=largest,
         sum_exp=sum_exp,
-        logps=(of_target - centre) - log_sum,
-        lse=centre + log_sum,
-        entropy=log_sum - moment / sum_exp,
+        logps=torch.where(counts, (of_target - centre) - log_sum, 0.0),
+        lse=torch.where(counts, centre + log_sum, 0.0),
+        entropy=torch.where(counts, log_sum - moment / sum_exp, 0.0),
         argmax=argmax,
     )
 
@@ -268,14 +333,16 @@ def _grad_kernel(
     grad = tl.zeros_like(p)
     if lse_ptr is not None:
         grad += tl.load(lse_ptr + token) * p
+    place = tl.load(target_ptr + token)
     if logps_ptr is not None:
-        is_target = entry == tl.load(target_ptr + token)
+        is_target = entry == place
         grad += tl.load(logps_ptr + token) * tl.where(is_target, 1.0 - p, -p)
     if entropy_ptr is not None:
         log_p = centred - tl.log(sum_exp)
         g = tl.load(entropy_ptr + token)
         grad -= tl.where(p == 0.0, 0.0, g * p * (log_p + tl.load(entropy_value_ptr + token)))
-    tl.store(grad_ptr + entry, transform_gradient(grad, tanh_z, scale, softcap, inv_temperature), mask=inside)
+    grad = transform_gradient(grad, tanh_z, scale, softcap, inv_temperature)
+    tl.store(grad_ptr + entry, tl.where(place < 0, 0.0, grad), mask=inside)
 
 
 def kept_logits_grad(z: Tensor, entries: Entries, cotangents: LogitsCotangents, options: LogitOptions) -> Tensor:
@@ -308,7 +375,8 @@ def kept_logits_grad(z: Tensor, entries: Entries, cotangents: LogitsCotangents, 
         log_p = centred - c.sum_exp[tokens].log()
         grad -= torch.where(p == 0, 0.0, c.entropy[tokens] * p * (log_p + c.entropy_value[tokens]))
     grad *= options.logit_scale / temperature
-    return grad if slope is None else grad * slope
+    grad = grad if slope is None else grad * slope
+    return grad.masked_fill_(entries.target[tokens] < 0, 0.0)
 
 
 @Kernel

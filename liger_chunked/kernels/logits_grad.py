@@ -2,7 +2,7 @@
 
     dL/dz_v = g_logps (1[v = y] - p_v) + g_lse p_v - g_entropy p_v (log p_v + entropy) + g_mean w_v / V
 
-then back through the transform. Bytes: the tile read and written once.
+then back through the transform. Bytes: the tile read and written once; of some rows, these alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from liger_chunked.kernels.backend import (
     tl,
     use_triton,
 )
-from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.launch import Kernel, is_dry
+from liger_chunked.kernels.move_rows import move_rows_
 from liger_chunked.kernels.transform import (
     load_block,
     transform_and_slope,
@@ -54,15 +55,20 @@ class LogitsCotangents(NamedTuple):
 
 @Kernel
 def _logits_grad_kernel(
-    logits_ptr, grad_ptr, target_ptr, class_weight_ptr,
+    logits_ptr, grad_ptr, rows_ptr, target_ptr, class_weight_ptr,
     max_ptr, sum_exp_ptr, logps_scale_ptr, logps_ptr, lse_ptr, entropy_ptr, mean_logits_ptr, entropy_value_ptr,
     temperature_ptr,
     logits_stride, grad_stride, vocab_start, n_tokens, n_cols, inv_vocab, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    row = grid_row()
-    if row >= n_tokens:
+    place = grid_row()
+    if place >= n_tokens:
         return
+    row = place
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + place)
+        if row < 0:
+            return
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols
     if temperature_ptr is not None:
@@ -99,12 +105,12 @@ def _logits_grad_kernel(
         else:
             grad += g
     grad = transform_gradient(grad, tanh_z, scale, softcap, inv_temperature)
-    tl.store(grad_ptr + row * grad_stride + cols, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+    tl.store(grad_ptr + place * grad_stride + cols, grad.to(grad_ptr.dtype.element_ty), mask=inside)
 
 
 def _logits_grad_triton_(
     logits: Tensor, target: Tensor, cotangents: LogitsCotangents, options: LogitOptions, vocab_size: int,
-    vocab_start: int, class_weight: Tensor | None, out: Tensor,
+    vocab_start: int, class_weight: Tensor | None, out: Tensor, live: Tensor | None,
 ) -> Tensor:  # fmt: skip
     n, n_cols = logits.shape
     if n:
@@ -113,7 +119,7 @@ def _logits_grad_triton_(
         strides, factors = (logits.stride(0), out.stride(0)), transform_arguments(options)
         _logits_grad_kernel(
             grid_of_rows(n, -(-n_cols // block)),
-            (logits, out, target, class_weight, *cotangents),
+            (logits, out, live, target, class_weight, *cotangents),
             (*strides, vocab_start, n, n_cols, 1.0 / vocab_size, *factors, block, logits.dtype == torch.float32),
             num_warps,
         )
@@ -122,9 +128,15 @@ def _logits_grad_triton_(
 
 def _logits_grad_torch_(
     logits: Tensor, target: Tensor, cotangents: LogitsCotangents, options: LogitOptions, vocab_size: int,
-    vocab_start: int, class_weight: Tensor | None, out: Tensor,
+    vocab_start: int, class_weight: Tensor | None, out: Tensor, live: Tensor | None,
 ) -> Tensor:  # fmt: skip
     n_cols = logits.shape[1]
+    if live is not None and not is_dry():
+        live = live[: int((live >= 0).sum())]
+        move_rows_(logits, live)
+        n, of_rows = live.shape[0], (target[live], cotangents.at(live))
+        _logits_grad_torch_(logits[:n], *of_rows, options, vocab_size, vocab_start, class_weight, out[:n], None)
+        return out
     for rows in row_blocks(logits):
         z = logits[rows].to(accumulation_dtype(logits.dtype), copy=True)
         row = cotangents.at((rows, None))
@@ -164,10 +176,16 @@ def logits_grad_(
     vocab_start: int = 0,
     class_weight: Tensor | None = None,
     out: Tensor | None = None,
+    live: Tensor | None = None,
 ) -> Tensor:
-    """Write a tile's gradient to `out` or `logits`. Arguments are as in `logits_stats`."""
+    """Write a tile's gradient to `out` or `logits`. Arguments are as in `logits_stats`.
+
+    Args:
+        live: (N,) int64, the row whose gradient goes to each place, -1 from some place on. Only these rows are read,
+            and what the last places hold is arbitrary. A row that moves is not the place of another. None: all stay.
+    """
     compute = _logits_grad_triton_ if use_triton(logits) else _logits_grad_torch_
     out = logits if out is None else out
     if logits.shape[1] == 0:
         return out
-    return compute(logits, target, cotangents, options, vocab_size, vocab_start, class_weight, out)
+    return compute(logits, target, cotangents, options, vocab_size, vocab_start, class_weight, out, live)

@@ -80,7 +80,7 @@ def _write_part(
     if MASKED:
         e = tl.where((cols[None, :] != target[:, None]) & (cols < n_cols)[None, :], e, 0.0)
     if exp_desc is not None:
-        exp_desc.store([first_row, first_col], e.to(tl.bfloat16))
+        exp_desc.store([first_row, first_col], e.to(tl.bfloat16))  # float16 ends at exp(11)
     moment = centre
     if MOMENT:
         # 0 * -inf would be NaN.
@@ -282,7 +282,7 @@ def project_exp(
     """Return the exponentials and statistics `outputs` of a chunk.
 
     Args:
-        x, weight: (N, H) and (V, H) bfloat16, contiguous, 16-byte aligned; H a multiple of 8.
+        x, weight: (N, H) and (V, H) bfloat16, or float16 without `out`; contiguous, 16-byte aligned, H a multiple of 8.
         weight_sum: (H,) float32 sum over V, for "mean_logits".
         out: (N, V) bfloat16 for E, its row stride a multiple of 8, or None.
         out_start: where `out` starts in E; both end together. Multiples of `tiling.rows` and `tiling.cols`.

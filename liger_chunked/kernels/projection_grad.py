@@ -1,6 +1,6 @@
 """The head's product with a fused epilogue that writes the gradient of the statistics, never logits.
 
-    dz[n, v] = E (others - slope log2 E) + every,  v != y[n]       bfloat16;  z and E as in projection.py
+    dz[n, v] = E (others - slope log2 E) + every,  v != y[n]       in the dtype of x;  z and E as in projection.py
     dz[n, y[n]] = target
 
 The factors of rows follow from `project_exp` and the upstream gradients; `logits_grad.py` has the formula.
@@ -110,7 +110,7 @@ def _gradient(
         grad += every[:, None]
     if has_target:
         grad = tl.where(cols[None, :] == local[:, None], at_target[:, None], grad)
-    return grad.to(tl.bfloat16)
+    return grad
 
 
 @Kernel
@@ -147,12 +147,12 @@ def _project_grad_kernel(
             left, cols, local, has_target, centre, others, at_target, slope, every, scale * LOG2_E,
             slope_ptr is not None, every_ptr is not None,
         )  # fmt: skip
-        grad_desc.store([first_row, first_col], left)
+        grad_desc.store([first_row, first_col], left.to(grad_desc.dtype))
         right = _gradient(
             right, cols + half, local, has_target, centre, others, at_target, slope, every, scale * LOG2_E,
             slope_ptr is not None, every_ptr is not None,
         )  # fmt: skip
-        grad_desc.store([first_row, first_col + half], right)
+        grad_desc.store([first_row, first_col + half], right.to(grad_desc.dtype))
 
 
 def project_grad(
@@ -195,30 +195,42 @@ def project_grad(
 
 @Kernel
 def _from_exponentials_kernel(
-    exp_ptr, exp_stride, target_ptr, scale_ptr, others_ptr, at_target_ptr, every_ptr,
+    exp_ptr, exp_stride, rows_ptr, target_ptr, scale_ptr, others_ptr, at_target_ptr, every_ptr,
     n_tokens, n_cols, vocab_start, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    inside = rows < n_tokens
+    inside = places < n_tokens
+    rows = places
+    if rows_ptr is not None:
+        rows = tl.load(rows_ptr + places, mask=inside, other=-1)
+        inside = rows >= 0
+        if tl.max(rows, axis=0) < 0:
+            return
     local = (tl.load(target_ptr + rows, mask=inside, other=-1) - vocab_start).to(tl.int32)
     others = tl.load(others_ptr + rows, mask=inside, other=0.0)
     at_target = tl.load(at_target_ptr + rows, mask=inside, other=0.0)
     if scale_ptr is not None:
         others *= tl.load(scale_ptr + rows, mask=inside, other=0.0)
-    place = exp_ptr + rows.to(tl.int64)[:, None] * exp_stride + cols[None, :]
     mask = inside[:, None] & (cols < n_cols)[None, :]
-    grad = tl.load(place, mask=mask, other=0.0).to(tl.float32) * others[:, None]
+    e = tl.load(exp_ptr + rows.to(tl.int64)[:, None] * exp_stride + cols[None, :], mask=mask, other=0.0)
+    grad = e.to(tl.float32) * others[:, None]
     if every_ptr is not None:
         grad += tl.load(every_ptr + rows, mask=inside, other=0.0)[:, None]
     grad = tl.where(cols[None, :] == local[:, None], at_target[:, None], grad)
-    tl.store(place, grad.to(tl.bfloat16), mask=mask)
+    out = exp_ptr + places.to(tl.int64)[:, None] * exp_stride + cols[None, :]
+    tl.store(out, grad.to(tl.bfloat16), mask=mask)
 
 
 def grad_from_exponentials_(
-    exponentials: Tensor, target: Tensor, factors: RowFactors, values_scale: Tensor | None, vocab_start: int = 0
+    exponentials: Tensor,
+    target: Tensor,
+    factors: RowFactors,
+    values_scale: Tensor | None,
+    vocab_start: int = 0,
+    live: Tensor | None = None,
 ) -> Tensor:
-    """Replace a tile's exponentials by its logits' gradient.
+    """Replace a tile's exponentials by its logits' gradient. `live` is as in `logits_grad_`.
 
     Without the entropy's: exponentials are rounded, and `log p + entropy` may cancel.
     """
@@ -228,7 +240,7 @@ def grad_from_exponentials_(
     if n_cols:
         _from_exponentials_kernel(
             (-(-n // rows), -(-n_cols // cols), 1),
-            (exponentials, target, values_scale, factors.others, factors.target, factors.every),
+            (exponentials, live, target, values_scale, factors.others, factors.target, factors.every),
             (exponentials.stride(0), n, n_cols, vocab_start, rows, cols),
             num_warps=EXPONENTIALS_WARPS,
         )

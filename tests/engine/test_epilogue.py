@@ -99,14 +99,16 @@ def lost(batch: Batch) -> Batch:
 BATCHES = {"plain": lambda batch: batch} | {f.__name__: f for f in (ignored, repeated, alternating, certain, lost)}
 
 
-def assert_error_is_that_of_eager_code(ours, oracle, *batches: Batch, device: str, **kwargs) -> Batch:
+def assert_error_is_that_of_eager_code(
+    ours, oracle, *batches: Batch, device: str, dtype: torch.dtype = torch.bfloat16, **kwargs
+) -> Batch:
     """Compare root mean squares over several batches: one batch's error depends on its few largest weights.
 
     Returns our loss and gradients of the last batch.
     """
     errors: dict[str, list[tuple[float, float]]] = {}
     for batch in batches:
-        batch = moved(batch, torch.bfloat16, device)
+        batch = moved(batch, dtype, device)
         exact = evaluate(oracle, moved(batch, torch.float64), **kwargs)
         eager, value = evaluate(oracle, batch, **kwargs), evaluate(ours, batch, **kwargs)
         assert value.keys() == exact.keys()
@@ -292,13 +294,16 @@ def served(change: dict) -> bool:
     arguments |= change
     head, options, differentiates = (arguments[name] for name in ("head", "options", "differentiates"))
     dtype = arguments.get("dtype", head.weight.dtype)
-    computed = epilogue.computes(head, dtype, options, arguments["class_weight"], arguments["outputs"])
+    computed = epilogue.can_hold(dtype) and epilogue.computes(
+        head, dtype, options, arguments["class_weight"], arguments["outputs"]
+    )
     chunks = arguments["chunks"]
     return computed and epilogue.serves(head.weight.shape[1], options, differentiates, chunks)
 
 
 REFUSED = {
     "float32": {"head": LossHead(torch.zeros(16, 8))},
+    "float16": {"head": LossHead(torch.zeros(16, 8, dtype=torch.float16))},
     "adapter": {
         "head": LossHead(AdaptedWeight(torch.zeros(16, 8).bfloat16(), torch.zeros(16, 2).bfloat16(), torch.relu))
     },

@@ -58,6 +58,7 @@ def weighted(stats: dict[str, Tensor], wanted: tuple[str, ...], target: Tensor) 
 
 def compare(batch: Batch, device: str, wanted: tuple[str, ...], outputs: tuple[str, ...] = ALL, **options) -> None:
     budget = options.pop("logits_budget", BUDGETS["slices"])
+    dtype = options.pop("dtype", torch.bfloat16)
 
     def ours(batch: Batch) -> Tensor:
         stats = linear_token_stats(**batch, outputs=outputs, logits_budget=budget, **options)
@@ -66,7 +67,7 @@ def compare(batch: Batch, device: str, wanted: tuple[str, ...], outputs: tuple[s
     def oracle(batch: Batch) -> Tensor:
         return weighted(eager.token_stats(**batch, outputs=outputs, **options), wanted, batch["target"])
 
-    assert_error_is_that_of_eager_code(ours, oracle, batch, device=device)
+    assert_error_is_that_of_eager_code(ours, oracle, batch, device=device, dtype=dtype)
 
 
 @pytest.mark.sampled(interpreted=True)
@@ -91,6 +92,33 @@ def test_gradients(kind, wanted, device, passes):
 def test_each_statistic(wanted, device, passes):
     compare(tokens(1), device, wanted, **TRANSFORM)
     assert passes
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("kind", ["plain", "lost"])
+def test_float16(kind, device, passes, monkeypatch):
+    """Exponentials of targets far from likely exceed its range: none are stored."""
+    monkeypatch.setattr(epilogue, "grad_from_exponentials_", None)
+    monkeypatch.setattr(projection, "_regions", lambda *given: [r for r in _regions(*given) if r[2] is None])
+    compare(BATCHES[kind](tokens()), device, ("logps", "lse"), dtype=torch.float16)
+    assert passes and passes[0] >= 3
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("scale", [2.0**-30, 2.0**30])
+def test_float16_with_a_loss_scale(scale, device, passes):
+    """A tile holds the gradient over the largest upstream gradient: its range is that of probabilities."""
+    batch = moved(tokens(3), torch.float16, device)
+    leaves = [batch[name].float().requires_grad_() for name in ("weight", "input")]
+
+    def gradients(scale: float) -> tuple[Tensor, ...]:
+        with torch.autocast(torch.device(device).type, torch.float16):
+            logps = linear_token_stats(*leaves, batch["target"], logits_budget=BUDGETS["slices"]).logps
+        return torch.autograd.grad(logps.sum(), leaves, torch.tensor(scale, device=device))
+
+    for scaled, plain in zip(gradients(scale), gradients(1.0), strict=True):
+        assert torch.equal(scaled, scale * plain) and plain.count_nonzero() > plain.numel() / 2
+    assert len(passes) == 2
 
 
 @pytest.mark.triton
@@ -302,6 +330,7 @@ REFUSED = {
     "argmax": {"outputs": ("logps", "argmax")},
     "class-weight": {"class_weight": torch.ones(VOCAB)},
     "float32": {"dtype": torch.float32},
+    "float16-of-few-tiles": {"dtype": torch.float16, "tiles": FEWEST_TILES_OF_ENTROPY - 1, "outputs": ("logps",)},
     "few-tiles": {"tiles": FEWEST_TILES_OF_ENTROPY - 1},
     "one-tile": {"tiles": FEWEST_TILES - 1, "outputs": ("logps",)},
     "wide": {"hidden": WIDEST + 8},

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from liger_chunked import (
     AdaptedWeight,
+    ChunkedLMHead,
     KeptIds,
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearPolicyBase,
@@ -29,7 +30,7 @@ from liger_chunked import (
     eager,
     linear_token_stats,
 )
-from liger_chunked.engine import choose
+from liger_chunked.engine import choose, known
 from liger_chunked.engine.kept_pass import KeptPass
 from liger_chunked.types import LossHead
 
@@ -148,7 +149,7 @@ def test_long_lists_take_products(monkeypatch: pytest.MonkeyPatch) -> None:
     n, v, h = 8192, 151936, 4096
     head = LossHead(torch.empty(v, h, device="meta"))
     taken = partial(choose.kept_ids_take_products, head=head, dtype=torch.bfloat16)
-    assert not taken(n * v // 160 - 1, n) and taken(n * v // 160 + 1, n)
+    assert not taken(n * v // 180 - 1, n) and taken(n * v // 180 + 1, n)
     assert taken(n * v // 1000 + 1, n, one_of=1000) and not taken(n * v // 1000 - 1, n, one_of=1000)
     assert not taken(n * v // 4, 16, smallest=16 * v * h + 1) and taken(n * v // 4, 16, smallest=16 * v * h)
     assert not taken(n * v // 4, n, dtype=torch.float32)
@@ -328,6 +329,41 @@ def test_errors() -> None:
         KeptIds(kept.ids.float(), kept.offsets)
     with pytest.raises(ValueError, match="keeps no id at position 1"):
         KeptIds.from_mask(torch.tensor([[True, False], [False, False]]))
+
+
+def test_a_head_and_wide_logits_give_the_same() -> None:
+    given = batch(torch.float32)
+    kept = KeptIds.from_lists(drawn_lists(given["target"], mixed=False))
+    call = {"temperature": 0.7, "kept": kept}
+    args = given["weight"], given["input"].requires_grad_(), given["target"]
+    expected = linear_token_stats(*args, outputs=("logps", "entropy"), **call)
+    wide = linear_token_stats(*args, outputs=("logps", "entropy"), logits_dtype=torch.float32, **call)
+    head = ChunkedLMHead(H, V, bias=False, dtype=torch.float32)
+    head.weight.data.copy_(given["weight"])
+    for found in ((wide.logps, wide.entropy), head(*args[1:], **call).values()):
+        assert all(map(torch.equal, found, (expected.logps, expected.entropy)))
+    # Upstream gradients of tokens that do not count go nowhere.
+    assert expected.logps is not None
+    (gradient,) = torch.autograd.grad(expected.logps.sum(), given["input"])
+    assert not gradient[given["target"] < 0].any() and gradient[given["target"] >= 0].any()
+
+
+@pytest.mark.parametrize("wrong", ["misses its target", "repeats an id", "whole vocabulary", "wrong offsets"])
+def test_with_a_known_count_the_device_asserts(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "on_host", lambda x: False)  # as on a GPU
+    given = batch(torch.float32)
+    target, n_valid = given["target"], int((given["target"] >= 0).sum())
+    lists = drawn_lists(target, mixed=False)
+    call = (given["weight"], given["input"], target)
+    stats = linear_token_stats(*call, kept=KeptIds.from_lists(lists), n_valid=n_valid)
+    assert stats.logps is not None
+    first = int(target[0, 0])
+    lists[0] = {"repeats an id": [first, first], "whole vocabulary": []}.get(wrong, [(first + 1) % V])
+    kept = KeptIds.from_lists(lists)
+    if wrong == "wrong offsets":
+        kept = KeptIds(kept.ids, kept.offsets.flip(0))
+    with pytest.raises(RuntimeError, match="at each position with a target, distinct ids"):
+        linear_token_stats(*call, kept=kept, n_valid=n_valid)
 
 
 def test_sources_agree() -> None:

@@ -14,11 +14,18 @@ from table import POLICY, ROWS, SMALL, STATISTICS, Batch, Sizes, evaluate, moved
 from table import rows as named
 from torch import Tensor
 
-from liger_chunked import AdaptedWeight, LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, eager, linear_token_stats
-from liger_chunked.engine import choose, epilogue, known, live_rows
+from liger_chunked import (
+    AdaptedWeight,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearPolicyBase,
+    LogitOptions,
+    eager,
+    linear_token_stats,
+)
+from liger_chunked.engine import choose, epilogue, known
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.live_rows import LiveCount
-from liger_chunked.kernels import backend
+from liger_chunked.kernels import LogitsCotangents, backend, logits_grad_, move_rows
 from liger_chunked.kernels.launch import is_dry
 
 SIZES = Sizes(sequences=4, length=40, hidden=16, vocab=97, ignored=False)
@@ -356,7 +363,7 @@ def test_gradients_accumulate_and_repeat():
 
 def test_moves_take_little_memory(monkeypatch):
     """Nothing as large as the logits that move."""
-    monkeypatch.setattr(live_rows, "MOST_MOVED", 4 * 1009)
+    monkeypatch.setattr(move_rows, "MOST_MOVED", 4 * 1009)
     monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)  # as in test_cost.py
     sizes = Sizes(sequences=8, length=32, hidden=8, vocab=1009, ignored=False)
     batch = rollouts(sizes, 0, old=False)
@@ -395,9 +402,29 @@ def test_live_rows_fill_the_holes(pattern):
 def test_few_dead_rows_stay():
     g = torch.ones(256)
     g[7] = 0
-    assert LiveCount.start({"logps": g}).read() is None
+    count = LiveCount.start({"logps": g})
+    assert count.read() is None and torch.equal(count.rows, torch.arange(256))
     g[:4] = 0
     assert LiveCount.start({"logps": g}).read().length == 251
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_gradients_of_live_rows_alone(pattern, device):
+    """Rows without a gradient are not read: they are NaN here."""
+    n, vocab = len(pattern), 2051
+    g = torch.tensor(list(map(float, pattern)), device=device)
+    logits, target = torch.randn(n, vocab, device=device), torch.arange(n, device=device)
+    stats = logits.amax(1), (logits - logits.amax(1, keepdim=True)).exp().sum(1)
+    cotangents = LogitsCotangents(*stats, logps=g)
+    expected = logits_grad_(logits.clone(), target, cotangents, LogitOptions(), vocab)
+    logits[g == 0] = torch.nan
+    count = LiveCount.start({"logps": g})
+    assert count is not None
+    for out in (None, torch.empty_like(logits)):
+        found = logits_grad_(logits.clone(), target, cotangents, LogitOptions(), vocab, out=out, live=count.rows)
+        live = count.read()
+        assert live is not None and torch.equal(found[: live.length], expected[live.rows])
 
 
 # The fused epilogue
@@ -433,6 +460,8 @@ def lengths(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def watch(self: LiveCount) -> Any:
         kept = read(self)
+        if is_dry():  # a first step on a GPU rehearses its launches
+            return kept
         found.append(-1 if kept is None else kept.length)
         return kept
 

@@ -309,6 +309,45 @@ def test_verl_distillation(only: bool, verl_stub: SimpleNamespace) -> None:
         step(data | {"teacher_hidden_states": teacher})
 
 
+def test_verl_distillation_under_ulysses(verl_stub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank computes the divergences of its part of the padded tokens: together, those of one rank."""
+    case, world, here = make_case(), 3, SimpleNamespace(rank=0)
+
+    def part(x: Tensor, dim: int) -> Tensor:  # as verl 0.9.1 pads and cuts
+        padding = x.new_zeros(*x.shape[:dim], -x.shape[dim] % world, *x.shape[dim + 1 :])
+        return torch.cat([x, padding], dim).tensor_split(world, dim)[here.rank]
+
+    ulysses = ModuleType("verl.utils.ulysses")
+    ulysses.slice_input_tensor = part  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, ulysses.__name__, ulysses)
+    teacher_weight, teacher = torch.randn(V, 5, dtype=torch.float64), torch.randn(S, 5, dtype=torch.float64)
+    verl.distill_from_hidden_states(teacher_weight, loss_mode="hidden")
+    offsets = torch.tensor([0, 6, 10])
+    data = {
+        "input_ids": torch.nested.nested_tensor_from_jagged(case.target[0].clamp(min=0), offsets),
+        "hidden": torch.nested.nested_tensor_from_jagged(case.hidden[0], offsets),
+        "teacher_hidden_states": torch.nested.nested_tensor_from_jagged(teacher, offsets),
+        "responses": torch.zeros(2, 3), "attention_mask": torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]]),
+        "distillation_use_topk": True, "distillation_only": True, "use_fused_kernels": True,
+    }  # fmt: skip
+    found = {}
+    for is_split in (False, True):
+        engine, losses = verl_stub.Engine(), []
+        engine.use_ulysses_sp = is_split
+        for rank in range(world if is_split else 1):
+            here.rank = rank
+            inputs, args = engine.prepare_model_inputs(data)
+            hidden, target = inputs["hidden"], case.target[:1]
+            if is_split:
+                hidden, target = part(hidden, 1), part(target, 1)
+            logps, entropy = verl_stub.functional.FusedLinearForPPO()(hidden, case.weight, target, 0.7)
+            output = SimpleNamespace(log_probs=logps, entropy=entropy)
+            losses.append(engine.prepare_model_outputs(output, args, data, None)["distillation_losses"])
+        found[is_split] = torch.cat(losses)[:S]
+    assert found[False].count_nonzero() == 4
+    check(found[True], found[False], "parts")
+
+
 # SkyRL 0.3.0, skyrl/backends/skyrl_train/distributed/megatron/model_utils.py: logps (B, S) float32, dX not reduced.
 def skyrl_worker(rank: int, folder: str) -> None:
     group = initialize(rank, folder)

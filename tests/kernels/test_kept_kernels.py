@@ -115,6 +115,31 @@ def test_statistics_and_gradients(
 
 
 @pytest.mark.triton
+def test_places(device: str) -> None:
+    ids = [[4, 9, 2], [], [7], [7, 4], [3], [], [5]]
+    target = torch.tensor([2, 4, -100, 9, 3, -100, 5], device=device)
+    entries = entries_of(ids, device)
+    counts = torch.tensor([0, 0, 0, 17], device=device)
+    read, place = kept.kept_places(*entries[:3], target, -100, counts)
+    assert read.tolist() == [4, 9, 2, -1, 7, 4, 3, 5]  # nothing of an ignored token is read
+    assert place.tolist() == [2, -1, -1, -1, 6, -1, 7]
+    assert counts.tolist() == [5, 1, 1, 17]  # with a target, without entries, without the target
+
+
+@pytest.mark.triton
+def test_a_token_that_does_not_count_has_no_gradient(device: str) -> None:
+    entries = entries_of([[4, 9], [7, 2], []], device)._replace(target=torch.tensor([1, -1, -1], device=device))
+    z = torch.tensor([0.5, 1.5, torch.nan, torch.inf], device=device)
+    stats = kept.kept_stats(z, entries, LogitOptions())
+    for values in (stats.logps, stats.lse, stats.entropy):
+        assert values[0] != 0 and not values[1:].any()
+    g = torch.ones(3, device=device)
+    cotangents = LogitsCotangents(stats.max, stats.sum_exp, logps=g, lse=g, entropy=g, entropy_value=stats.entropy)
+    dz = kept.kept_logits_grad(z, entries, cotangents, LogitOptions())
+    assert dz[:2].all() and not dz[2:].any()
+
+
+@pytest.mark.triton
 def test_ranks_add_up(device: str) -> None:
     """Each rank has some rows: logits and dX of the ranks sum to the whole, and each dW is a part of it."""
     ids = lists()

@@ -132,6 +132,7 @@ def test_the_samplers_distribution(surrogate: str, way: str) -> None:
     assert relative_error(metrics.kl, kl.detach()) < BOUND
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 def test_sparse_gradients_and_refused_filters() -> None:
     given = sampled()
     target = torch.arange(12).view(2, 6)

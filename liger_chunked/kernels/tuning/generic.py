@@ -83,7 +83,7 @@ FEWEST_TEACHER_TOKENS = 512  # the same under a small budget
 TEACHER_VOCAB = 152_000  # smaller ones allow proportionally more tokens
 
 # Kept ids take products of whole rows ("Kept ids")
-KEPT_OF_VOCAB = 160  # from one id of this many on, of all ids of all tokens
+KEPT_OF_VOCAB = 180  # from one id of this many on, of all ids of all tokens
 SMALLEST_OF_KEPT = 1 << 33  # multiplications of a product; a smaller step waits for the host either way
 
 # Rows without a gradient are left out of a backward's products (`engine/live_rows.py`). The bounds are estimates
