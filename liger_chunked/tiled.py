@@ -75,12 +75,12 @@ def tile_tokens(module: nn.Module, x: Tensor, tokens: Tokens) -> int | None:
     n, hidden_size = x.shape[:-1].numel(), x.shape[-1]
     if tokens is False:
         return None
-    chosen = tokens is True or tokens == "auto"
-    most = _least_tokens(hidden_size) if chosen else tokens
-    if n <= most:
-        return None
-    if chosen:
-        most = chosen_tokens(module, x)
+    if tokens is True or tokens == "auto":
+        most = _least_tokens(hidden_size)
+        if n > most:
+            most = chosen_tokens(module, x)
+    else:
+        most = tokens
     if n <= most or (tokens == "auto" and not _saves_memory(module, x, n, most)):
         return None
     n_tiles = -(-n // most)

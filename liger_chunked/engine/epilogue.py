@@ -428,9 +428,9 @@ class StatisticsPass:
         if self._held is not None:
             part, scale = tiles[-1].row_slice, self._rows.values_scale
             scale = None if scale is None else along(scale, part)
-            of_tile = along(target, part), factors.at(part), scale, tiles[-1].vocab_slice.start
+            of_held = along(target, part), factors.at(part), scale, tiles[-1].vocab_slice.start
             rows = count.rows if count is not None and self._held.shape[0] == x.shape[0] else None
-            last, self._held = grad_from_exponentials_(self._held, *of_tile, rows), None
+            last, self._held = grad_from_exponentials_(self._held, *of_held, rows), None
         live = None if count is None else count.read()
         if live is not None:
             last = last[: live.length] if last is not None and last.shape[0] == x.shape[0] else None
