@@ -76,9 +76,9 @@ def tile_tokens(module: nn.Module, x: Tensor, tokens: Tokens) -> int | None:
     if tokens is False:
         return None
     if tokens is True or tokens == "auto":
-        most = _least_tokens(hidden_size)
-        if n > most:
-            most = chosen_tokens(module, x)
+        if n <= _least_tokens(hidden_size):
+            return None
+        most = chosen_tokens(module, x)
     else:
         most = tokens
     if n <= most or (tokens == "auto" and not _saves_memory(module, x, n, most)):
@@ -112,12 +112,16 @@ def chosen_tokens(module: nn.Module, x: Tensor) -> int:
     a_tensor, sums = _bytes_of_tile(module, x)
     if not a_tensor:  # a module without the sizes of its projections
         return least
-    return max(least, (3 * x.numel() * x.element_size() - sums) // (_IN_TILE * a_tensor))
+    return max(least, (3 * x.numel() * x.element_size() - sums) // (_tensors_in_tile(module) * a_tensor))
 
 
-# Tensors of I columns, at once: gate, up, and their product, or its gradient.
-_IN_TILE = 3  # which frees the product before it makes the gradient (`_Product`)
-_WHOLE = 4  # autograd's linear layers hold both
+def _tensors_in_tile(module: nn.Module) -> int:
+    """Return how many tensors of I columns a tile has at once.
+
+    Gate, up, and their product or its gradient: `_Product` frees the one before it makes the other. An adapter of a
+    projection has a result and a gradient of its own.
+    """
+    return 3 if len(_projection_sizes(module)) <= 3 else 5
 
 
 def _bytes_of_tile(module: nn.Module, x: Tensor) -> tuple[int, int]:
@@ -131,13 +135,19 @@ def _bytes_of_tile(module: nn.Module, x: Tensor) -> tuple[int, int]:
 def _saves_memory(module: nn.Module, x: Tensor, n: int, tokens: int) -> bool:
     """Whether the activations of all tokens take more than twice what a tile's and the float32 sums take."""
     a_tensor, sums = _bytes_of_tile(module, x)
-    return n * _WHOLE * a_tensor > 2 * (tokens * _IN_TILE * a_tensor + sums)
+    in_tile = _tensors_in_tile(module)
+    whole = in_tile + 1  # autograd's linear layers hold the product and its gradient
+    return n * whole * a_tensor > 2 * (tokens * in_tile * a_tensor + sums)
 
 
 def intermediate_size(module: nn.Module, hidden_size: int) -> int:
     """Return I of a gated MLP, whose three projections have 3·H·I weights; also if they are quantized or adapted."""
+    return sum(i * o for i, o in _projection_sizes(module)) // (3 * hidden_size)
+
+
+def _projection_sizes(module: nn.Module) -> list[tuple[int, int]]:
     sizes = [(getattr(m, "in_features", None), getattr(m, "out_features", None)) for m in _leaves(module)]
-    return sum(i * o for i, o in sizes if isinstance(i, int) and isinstance(o, int)) // (3 * hidden_size)
+    return [(i, o) for i, o in sizes if isinstance(i, int) and isinstance(o, int)]
 
 
 def _leaves(module: nn.Module) -> Iterator[nn.Module]:

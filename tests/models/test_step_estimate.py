@@ -148,6 +148,12 @@ def test_tiles_take_less_where_they_tile():
     assert short == estimate_step(LLAMA, shape=(1, 4096)).layer
 
 
+@pytest.mark.parametrize("adapter", [None, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")])
+def test_chosen_tiles_raise_no_peak(adapter):
+    chosen, small = (estimate_step(LLAMA, shape=(1, 65536), tiled_mlp=t, adapter=adapter) for t in ("auto", 1024))
+    assert chosen.layer == small.layer
+
+
 def test_the_loss_may_be_the_peak():
     config = LlamaConfig(**{**SIZES, "vocab_size": 50000}, num_hidden_layers=1)
     for loss in (None, LigerFusedLinearDPOLoss()):
