@@ -247,7 +247,8 @@ def optimise(
 ) -> None:
     """Take one step of AdamW per batch. Records the largest tensor of the first step, and the peak memory, in `run`."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=phase.learning_rate, eps=adam_eps, weight_decay=0.0)
+    # Fused: one pass over a weight and its state. The default makes several, which on a CPU takes four times as long.
+    optimizer = torch.optim.AdamW(trained, lr=phase.learning_rate, eps=adam_eps, weight_decay=0.0, fused=True)
     on_gpu = model.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(model.device)
