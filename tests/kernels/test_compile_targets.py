@@ -8,6 +8,7 @@ core about 40 seconds. `--exhaustive` compiles all variants for all targets, in 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -55,7 +56,7 @@ def all_kernels() -> set[str]:
     folder, found = Path(backend.__file__).parent, set()
     for file in folder.glob("*.py"):
         lines = file.read_text().splitlines()
-        names = [after for line, after in pairwise(lines) if line == "@Kernel"]
+        names = [after for line, after in pairwise(lines) if re.match(r"@.*\bKernel\b", line)]
         found |= {f"{file.stem}.{name[5:].partition('(')[0].strip('_').removesuffix('_kernel')}" for name in names}
     return found
 

@@ -68,6 +68,7 @@ def test_a_data_set_with_images_keeps_all_sequences(tmp_path: Path) -> None:
         own = {"train_dataset": data, "processing_class": tiny.processor(), "model": tiny.vision_model()}
         trainer = build(tmp_path, "GRPO", True, **own)
         assert (trainer._why_not_skipped() is None) == skips
+        trainer.model.train()
         # Two prompts of two tokens, with completions of three. One prompt has no advantage.
         batch = {name: torch.ones(2, n, dtype=torch.int64) for name, n in (("prompt_ids", 2), ("completion_ids", 3))}
         batch |= {"prompt_mask": batch["prompt_ids"], "completion_mask": batch["completion_ids"]}
