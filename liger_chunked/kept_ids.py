@@ -199,7 +199,10 @@ class KeptIds:
         flat = mask.reshape(-1, mask.shape[-1])
         counts = flat.sum(1)
         if bool((counts == 0).any()):
-            raise ValueError(f"mask keeps no id at position {int((counts == 0).nonzero()[0])}, expected at least one")
+            raise ValueError(
+                f"mask keeps no id at position {int((counts == 0).nonzero()[0])}, expected at least one: make the row "
+                "True where nothing was filtered, as at a prompt"
+            )
         is_whole = counts == flat.shape[1]
         ids = (flat & ~is_whole[:, None]).nonzero()[:, 1]
         counts = counts.masked_fill(is_whole, 0)

@@ -296,4 +296,4 @@ def show_step(step: Step, free: int | None) -> None:
     kind = f"{text.model_type}, vocabulary {text.vocab_size}, hidden size {text.hidden_size}"
     tables.show(f"{step.loss}, {n_sequences} x {length} tokens, {kind}: GiB at the peak", ["", "peak", *names], rows)
     if free is not None:
-        tables.show(f"What fits in {free / 2**30:.1f} GiB, {n_sequences} sequences", ["", "tokens each"], longest)
+        tables.show(f"What fits in {free / 2**30:.1f} GiB, a batch of {n_sequences}", ["", "tokens each"], longest)

@@ -40,7 +40,7 @@ class Found:
 
     def add_layer(self, owner: Any, module: nn.Module, cls: Any, binding: Binding | None) -> None:
         if binding is None:
-            reason = _VARIANT if source.looks_like_layer(cls) else None
+            reason = _OTHER_CODE if source.looks_like_layer(cls) else None
         elif (reason := self._refusal(owner, module, cls, binding)) is None:
             self.layers.append((binding.switch(module), owner, binding))
         if reason is not None:
@@ -116,6 +116,7 @@ def check_switches(unknown: set[str]) -> None:
 
 _NOT_TILED = "not tiled: float32 sums of all experts' gradients would take more memory than tiles save"
 _VARIANT = "a variant that no kernel computes"
+_OTHER_CODE = "a variant in other code: register_layer serves it if a kernel computes the same, or says what differs"
 _OWN_LOSS = "its code computes the loss itself and does not call loss_function"
 _OTHER_LOSS = "its loss_function is not the causal one of transformers"
 
@@ -179,6 +180,6 @@ def found_in_classes(modeling: ModuleType) -> Found:
             except (verify.Incomparable, verify.Difference) as failure:
                 found.left[cls.__name__] = f"it cannot be compared without a model ({failure})"
         elif source.looks_like_layer(cls):
-            found.left[cls.__name__] = _VARIANT
+            found.left[cls.__name__] = _OTHER_CODE
     found.add_ropes(classes, [])
     return found
