@@ -114,8 +114,11 @@ def run(part: str, python: Path, more: list[str]) -> dict[str, object]:
 
 
 def commit() -> str:
-    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
-    return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+    """Return the commit, and whether other files than results differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    found = subprocess.run([*git, "rev-parse", "--short=7", "HEAD"], check=True, capture_output=True, text=True)
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results"], check=False)
+    return found.stdout.strip() + ("-dirty" if changed.returncode else "")
 
 
 def measure(row: Row, parts: list[str], python: Path, more: list[str]) -> dict[str, object]:
