@@ -30,7 +30,7 @@ from liger_chunked.engine import (
 )
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.formulas import complement
-from liger_chunked.losses.settings import check_finite, checked_items
+from liger_chunked.losses.settings import check_finite, checked_items, is_set
 from liger_chunked.types import (
     CrossEntropyMetrics,
     LogitOptions,
@@ -62,17 +62,17 @@ class _CrossEntropy:
     @property
     def is_plain(self) -> bool:
         """Whether a token's loss is `-logps`."""
-        shaped = self.label_smoothing or self.lse_square_scale or self.entropy_weight or self.focal_gamma or self.dft
-        return not shaped and self.class_weight is None
+        shapes = self.label_smoothing, self.lse_square_scale, self.entropy_weight, self.focal_gamma, self.dft
+        return not any(map(is_set, shapes)) and self.class_weight is None
 
     def cross_entropy(self, stats: TokenStats, target: Tensor) -> Tensor:
         assert stats.logps is not None
         loss = -stats.logps if self.class_weight is None else -stats.logps * self.class_weight[target]
-        if self.focal_gamma:
+        if is_set(self.focal_gamma):
             loss = loss * complement(stats.logps) ** self.focal_gamma
         if self.dft:
             loss = loss * stats.logps.detach().exp()
-        if self.label_smoothing:
+        if is_set(self.label_smoothing):
             assert stats.lse is not None and stats.mean_logits is not None
             # -1/V sum_v w_v log p_v = mean(w) lse - 1/V sum_v w_v z_v
             lse = stats.lse if self.class_weight is None else stats.lse * self.class_weight.mean()
@@ -85,8 +85,8 @@ class _CrossEntropy:
         return self.lse_square_scale * stats.lse.square()
 
     def regularizer(self, stats: TokenStats) -> Tensor | None:
-        z_loss = self.z_loss(stats) if self.lse_square_scale else None
-        if not self.entropy_weight:
+        z_loss = self.z_loss(stats) if is_set(self.lse_square_scale) else None
+        if not is_set(self.entropy_weight):
             return z_loss
         assert stats.entropy is not None
         bonus = -self.entropy_weight * stats.entropy
@@ -389,17 +389,12 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        if not (self.label_smoothing or self.lse_square_scale or self.entropy_weight):
-            return ("logps",)
-        wanted = {
-            "lse": self.label_smoothing or self.lse_square_scale,
-            "mean_logits": self.label_smoothing,
-            "entropy": self.entropy_weight,
-        }
-        return ("logps", *(name for name, setting in wanted.items() if setting))
+        smooths, squares, bonus = map(is_set, (self.label_smoothing, self.lse_square_scale, self.entropy_weight))
+        wanted = {"lse": smooths or squares, "mean_logits": smooths, "entropy": bonus}
+        return ("logps", *(name for name, is_wanted in wanted.items() if is_wanted))
 
     def _smoothing_weight(self, definition: _CrossEntropy) -> Tensor | None:
-        return definition.class_weight if self.label_smoothing else None
+        return definition.class_weight if is_set(self.label_smoothing) else None
 
     def _per_token(
         self,
@@ -420,7 +415,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
         loss = definition.cross_entropy(stats, target.reshape(-1).where(valid, 0))
         regularizer = definition.regularizer(stats)
         loss = loss if regularizer is None else loss + regularizer
-        z_loss = shaped(definition.z_loss(stats)) if self.lse_square_scale else None
+        z_loss = shaped(definition.z_loss(stats)) if is_set(self.lse_square_scale) else None
         return shaped(loss), z_loss, stats
 
     def _reduced(
@@ -445,7 +440,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
             self._smoothing_weight(definition),
         )
         z_loss = None
-        if self.lse_square_scale:
+        if is_set(self.lse_square_scale):
             assert rows.mask is not None
             z_loss = _weighed(definition.z_loss(stats), weights).where(rows.mask, 0).sum() / per_token
         return loss, z_loss, stats

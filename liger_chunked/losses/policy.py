@@ -50,7 +50,7 @@ from liger_chunked.losses.rollouts import (
     token_means,
     whole_side,
 )
-from liger_chunked.losses.settings import check_finite, check_scope, checked_items
+from liger_chunked.losses.settings import check_finite, check_scope, checked_items, is_set
 from liger_chunked.types import (
     LARGEST,
     LARGEST_EXPONENT,
@@ -354,7 +354,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        return ("logps", *(("entropy",) if self.entropy_coef else ()), *self.token_outputs)
+        return ("logps", *(("entropy",) if is_set(self.entropy_coef) else ()), *self.token_outputs)
 
     def kl(self, rollouts: Rollouts) -> Tensor:
         """Return the estimate (n, T) of KL(policy || reference) in nats."""
@@ -476,7 +476,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         arrange = Arrangement(rows, whole_target, accumulation_dtype(weight.dtype))
         items = self._num_items(num_items, arrange)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
-        required = True if self.beta or self.needs_reference else None
+        required = True if is_set(self.beta) or self.needs_reference else None
         dense_ref_logps = reference_logps(
             reference, self, head, target, rows, sequences, required=required, kept=kept,
             temperature=temperature, n_valid=None if may_wait else rows.n_valid,
@@ -529,12 +529,12 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         if self.off_policy_mask_threshold is not None:
             kept = kept & _near_sampler(rollouts, self.off_policy_mask_threshold)
         cost = torch.where(kept, cost, 0.0)
-        if self.beta:
+        if is_set(self.beta):
             cost = cost + self.beta * torch.where(mask, self.kl(rollouts), 0.0)
-        if self.sampler_kl_coef:
+        if is_set(self.sampler_kl_coef):
             cost = cost + self.sampler_kl_coef * torch.where(mask, rollouts.logps - rollouts.old_logps, 0.0).square()
         loss = (cost * batch.weights[index]).sum(dtype=torch.float64)
-        if self.entropy_coef:
+        if is_set(self.entropy_coef):
             n_acting = max(1, batch.batch_tokens) if acting is valid else acting.sum().clamp(min=1)
             bonus = torch.where(acting, rollouts.entropy, 0.0).sum(dtype=torch.float64) / n_acting
             share = 1.0 if num_items is None else batch.batch_tokens / num_items

@@ -13,6 +13,14 @@ from torch import Tensor
 from liger_chunked.types import LogitOptions, check_number, shown
 
 
+def is_set(setting: float | Tensor) -> bool:
+    """Return whether a setting is not 0.
+
+    A tensor is, whatever its value: a trained one has a gradient at 0 too, and reading it would wait for the device.
+    """
+    return isinstance(setting, Tensor) or bool(setting)
+
+
 def check_finite(
     name: str, value: Any, *, minimum: float | None = None, maximum: float | None = None, optional: bool = False
 ) -> None:

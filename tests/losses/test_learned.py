@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 
 from liger_chunked import (
     Examples,
+    LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
     LigerFusedLinearPolicyBase,
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearSimPOLoss,
@@ -161,6 +164,36 @@ def test_a_setting_of_a_built_in_loss_is_trained(make, name, start):
         assert relative_error(parameter.grad, expected) < 1e-12
         with torch.no_grad():
             parameter += 0.25
+
+
+@by_budget
+@pytest.mark.parametrize(
+    ("make", "oracle", "name"),
+    [
+        *[
+            (LigerFusedLinearCrossEntropyLoss, eager.cross_entropy, name)
+            for name in ("label_smoothing", "lse_square_scale", "entropy_weight")
+        ],
+        *[(partial(LigerFusedLinearGRPOLoss, beta=0.0), eager.grpo, name) for name in ("beta", "entropy_coef")],
+    ],
+)
+def test_a_setting_that_starts_at_zero_is_trained(make, oracle, name, budget):
+    """0 says "not set" only as a number. The losses are linear in these settings, so two values give the slope."""
+    if oracle is eager.grpo:
+        batch = rollouts(SMALL, seed=0, ref="tokens")
+    else:
+        batch = pairs(SMALL, seed=0, ref=None)
+    loss: Any = make(logits_budget=budget)
+    parameter = nn.Parameter(torch.tensor(0.0, dtype=torch.float64))
+    setattr(loss, name, parameter)
+    value = loss(**batch)
+    value = value[0] if isinstance(value, tuple) else value
+    value.backward()
+    found = {x: oracle(**batch, **{name: x}) for x in (0.0, 0.5)}
+    at = {x: y[0] if isinstance(y, tuple) else y for x, y in found.items()}
+    assert relative_error(value.detach(), at[0.0].detach()) < 1e-12
+    assert parameter.grad is not None
+    assert relative_error(parameter.grad, (at[0.5] - at[0.0]).detach() / 0.5) < 1e-12
 
 
 @by_kind
