@@ -132,7 +132,7 @@ def memory(
     dtype: Annotated[Dtype, typer.Option(help="of weight and hidden states")] = Dtype["bfloat16"],
     autocast: Annotated[Dtype | None, typer.Option(help="the dtype of torch.autocast")] = None,
     bias: Annotated[bool, typer.Option("--bias", help="the head has a bias")] = False,
-    frozen_head: Annotated[bool, typer.Option("--frozen-head", help="as under PEFT; --step knows it")] = False,
+    frozen_head: Annotated[bool, typer.Option("--frozen-head", help="as under PEFT; --step finds out itself")] = False,
     frozen_input: Annotated[bool, typer.Option("--frozen-input", help="hidden states need no gradient")] = False,
     lora_rank: Annotated[
         int | None, typer.Option(help="of an adapter on the head; with --step, on all linear layers but the head")
