@@ -36,11 +36,11 @@ MODELS: dict[str, dict[str, Any]] = {
 RANK = 16
 BUDGETS = {"full": "512MiB", "LoRA": "256MiB"}
 TOKENS = 8192  # of the columns of `PEAKS`, in GiB
-PEAKS: dict[str, dict[str, Any]] = {f"{TOKENS:,} tokens": {}, "with a budget": {"logits_budget": BUDGETS}}
+PEAKS: dict[str, dict[str, Any]] = {f"{TOKENS:,} tokens": {}, "8,192, with a budget": {"logits_budget": BUDGETS}}
 LONGEST: dict[str, dict[str, Any]] = {
     "longest": {},
-    "with tiles": {"tiled_mlp": "auto"},
-    "and host checkpoints": {"tiled_mlp": "auto", "checkpoints": "host"},
+    "longest, tiles": {"tiled_mlp": "auto"},
+    "longest, tiles and host": {"tiled_mlp": "auto", "checkpoints": "host"},
 }
 
 
