@@ -82,7 +82,8 @@ class DeferredLogits(RecordedOperations):
         self._derived = False  # whether another one was made from this
         self._real: Tensor | None = None
         self._real_version = 0
-        # By name, and by whether they have a gradient; with their version, because a reader may change them in place.
+        # By name, and by whether they have a gradient. The first reader has the same tensors, and may change them in
+        # place: with their version. Later readers get copies.
         self._stats: dict[tuple[str, bool], tuple[Tensor, int]] = {}
         # Tensors that the operation reads: their values are those of now.
         self._captured: list[tuple[Tensor, int]] = []
@@ -375,7 +376,7 @@ class DeferredLogits(RecordedOperations):
         for had_grad in (True,) if with_grad else (False, True):
             known, version = self._stats.get((name, had_grad), (None, 0))
             if known is not None and version_of(known) == version:
-                return _own(known if with_grad else known.detach())
+                return (known if with_grad else known.detach()).clone()
         origin = self._made_from
         if origin is None or not self._recorded.has_values_of(origin._recorded):
             return None

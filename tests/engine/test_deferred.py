@@ -869,6 +869,23 @@ def test_a_statistic_that_its_reader_changes_in_place(mode: Any) -> None:
         torch.testing.assert_close(statistic(z).detach(), exact)
 
 
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+def test_readers_of_a_statistic_that_a_later_one_changes_in_place(mode: Any) -> None:
+    """What an earlier reader holds, and its backward reads, is not what a later one changes."""
+    for statistic in (lambda z: z.logsumexp(-1), lambda z: z.mean(-1), lambda z: z.argmax(-1)):
+        case = Case()
+        exact = statistic(case.head(case.x).detach())
+        defer_logits(case.head)
+        z = case.head(case.x)
+        loss = z.logsumexp(-1).square().mean()
+        with mode():
+            earlier, later = statistic(z), statistic(z)
+            with torch.no_grad():
+                later.zero_()
+        torch.testing.assert_close(earlier.detach(), exact)
+        loss.backward()
+
+
 def test_rounded_logits_decide_their_own_argmax() -> None:
     """A scale rounds real logits once more, which can make the largest two equal: then the first one is returned."""
     case = Case()
