@@ -131,7 +131,9 @@ def _layout_of(kept: KeptIds) -> _Layout:
         return _Layout(kept)
     layout = _LAYOUTS.get(kept)
     if layout is None or layout.versions != _versions(kept):  # changed in place: the order is that of other ids
-        layout = _LAYOUTS[kept] = _Layout(kept)
+        # The next call may have a backward, which cannot save tensors of inference mode.
+        with torch.inference_mode(False):
+            layout = _LAYOUTS[kept] = _Layout(kept)
     return layout
 
 

@@ -475,6 +475,27 @@ def test_ids_from_inference_mode() -> None:
     assert kept.ids.is_inference() and torch.equal(*gradients)
 
 
+@pytest.mark.parametrize("made_there", [False, True])
+@both_ways
+def test_a_call_in_inference_mode_before_one_with_gradients(way: str, made_there: bool) -> None:
+    """As the old policy's, on the same ids, some positions of which have the whole vocabulary."""
+    given = batch(torch.float32)
+    lists = drawn_lists(given["target"])
+    weight = given["weight"].requires_grad_()
+    gradients = []
+    with WAYS[way]():
+        for calls_before in (False, True):
+            with torch.inference_mode(made_there):
+                kept = KeptIds.from_lists(lists)
+            if calls_before:
+                with torch.inference_mode():
+                    linear_token_stats(weight, given["input"], given["target"], kept=kept)
+            logps = linear_token_stats(weight, given["input"], given["target"], kept=kept).logps
+            assert logps is not None
+            gradients += torch.autograd.grad(logps.sum(), weight)
+    assert torch.equal(*gradients)
+
+
 def on_a_rank(rank: int, folder: str, input_grad: str, way: str) -> None:
     join(rank, 2, folder)
     given = batch()
