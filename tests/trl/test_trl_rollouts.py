@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import socket
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 
 from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, Rollouts
 from liger_chunked.integrations.transformers.detect import inner_model
+from liger_chunked.integrations.trl.base import LigerTrainerMixin
 
 # Four completions of two prompts a step, in four micro-batches that mix them.
 ROLLOUTS = {
@@ -303,6 +306,28 @@ def test_metrics_of_a_loss_without_a_sequence(tmp_path: Path) -> None:
     steps = [entry for entry in log if "entropy" in entry]
     assert any(entry.get("frac_reward_zero_std") for entry in steps)
     assert all(entry["own_entropy"] > 1 and 0.2 < entry["least_ratio"] < 5 for entry in steps)
+
+
+def test_metrics_of_several_ranks() -> None:
+    """A rank without a sequence does not count. A NaN of a rank with some is no such rank: it is shown."""
+
+    def logged(*ranks: float | None) -> float:
+        given: list[Tensor] = []
+
+        def gather_for_metrics(x: Tensor) -> Tensor:
+            given.append(x)
+            return torch.cat(given)
+
+        loss = SimpleNamespace(logged_metrics=lambda metrics: {"own": metrics})
+        accelerator = SimpleNamespace(device="cpu", gather_for_metrics=gather_for_metrics)
+        rank: Any = SimpleNamespace(loss_override=loss, accelerator=accelerator)
+        for x in ranks:
+            found = LigerTrainerMixin.own_metrics(rank, torch.inf if x is None else x, of_nothing=x is None)
+        return found["own"]  # of the last one, which sees all
+
+    assert logged(1.0, None, 3.0) == logged(None, 2.0) == 2
+    assert math.isnan(logged(None, None))
+    assert math.isnan(logged(1.0, math.nan))
 
 
 def test_a_filter_of_a_loss_with_an_old_policy(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -194,8 +193,11 @@ class LigerTrainerMixin(_Trainer):
             values = torch.as_tensor(x, dtype=torch.float32, device=self.accelerator.device)
             if of_nothing is None:
                 return self.gathered_mean(values)
-            values = torch.full_like(values, math.nan) if of_nothing else values.detach()
-            return self.accelerator.gather_for_metrics(values).nanmean().item()
+            value = torch.zeros_like(values).mean() if of_nothing else values.detach().mean()
+            # Counted, because `nanmean` would hide the NaN of a rank with sequences.
+            pair = torch.stack([value, torch.full_like(value, not of_nothing)])
+            total, n_ranks = self.accelerator.gather_for_metrics(pair[None]).sum(0)
+            return (total / n_ranks).item()
 
         return {name: mean(x) for name, x in self.loss_override.logged_metrics(metrics).items()}
 
