@@ -148,7 +148,10 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
     @property
     def _terms(self) -> tuple[ExampleTerm, ExampleTerm] | None:
-        """`preference_loss` of a desirable and of an undesirable sequence, if it is a curve of their log-ratio."""
+        """`preference_loss` of a desirable and of an undesirable sequence, if it is a curve of their log-ratio.
+
+        Two different curves have no kernel: the step differentiates `preference_loss` then.
+        """
         return None
 
     def _terms_of_step(self) -> tuple[ExampleTerm, ExampleTerm] | None:
@@ -156,7 +159,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         if not _terms_are_formula(type(self)) or "preference_loss" in vars(self) or self.token_outputs:
             return None
         terms = self._terms
-        if terms is None:
+        if terms is None or terms[0].curve != terms[1].curve:  # the kernel has one curve
             return None
         numbers = self.beta, *(x for term in terms for x in (term.scale, term.point, term.weight))
         # The kernel has no gradient by a setting, such as a trained beta.
