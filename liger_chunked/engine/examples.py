@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.objective import Objective, Share
-from liger_chunked.engine.rows import Rows
+from liger_chunked.engine.objective import GroupKernel
+from liger_chunked.engine.rows import Groups, Rows
 from liger_chunked.kernels import ExampleLoss, ExampleSums, example_loss
-from liger_chunked.types import TokenStats, UnpairedPreferenceMetrics
+from liger_chunked.types import UnpairedPreferenceMetrics
 
 
 @dataclass(eq=False)
-class ExampleKernel(Objective):
+class ExampleKernel(GroupKernel):
     """The mean of an `ExampleLoss` over the sequences of a batch, and its metrics.
 
         objective = ExampleKernel(loss, desirable, point, reference)
@@ -35,12 +34,12 @@ class ExampleKernel(Objective):
     reference: Tensor | None
     _sums: ExampleSums | None = field(default=None, init=False)
 
-    def evaluate(self, stats: TokenStats, rows: Rows, chunk: Chunk, with_gradient: bool) -> Share:
-        logps, mean_logits, groups = stats.logps, stats.mean_logits, rows.groups
-        assert logps is not None and mean_logits is not None and groups is not None
+    def launch(
+        self, logps: Tensor, mean_logits: Tensor, groups: Groups, chunk: Chunk, with_gradient: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         if self._sums is None:
             self._sums = ExampleSums.of(len(groups.host_counts), logps.device)
-        share, rounded, gradient = example_loss(
+        return example_loss(
             self.loss_of,
             self._sums,
             logps,
@@ -52,17 +51,10 @@ class ExampleKernel(Objective):
             reference=self.reference,
             with_gradient=with_gradient,
         )
-        return Share(share, {} if gradient is None else {"logps": gradient}, rounded=rounded)
 
     def kernels(self, rows: Rows) -> Hashable:
         of_reference = None if self.reference is None else (self.reference.ndim, self.reference.dtype)
         return self.loss_of.desirable.curve, self.loss_of.average, of_reference
-
-    def rehearse(self, rows: Rows, device: torch.device, with_gradient: bool) -> None:
-        assert rows.groups is not None
-        values = torch.empty(rows.n_valid, dtype=torch.float32, device=device)
-        batch = Chunk(slice(0, rows.n_valid), slice(0, len(rows.groups.host_counts)))
-        self.evaluate(TokenStats(logps=values, mean_logits=values), rows, batch, with_gradient)
 
     def metrics(self) -> UnpairedPreferenceMetrics:
         """Return views of what the kernels wrote."""

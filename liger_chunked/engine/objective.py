@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_chunked.engine.checks import other_leaves
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.rows import Rows
+from liger_chunked.engine.rows import Groups, Rows
 from liger_chunked.kernels import nll, nll_has_kernel
 from liger_chunked.kernels.backend import use_triton
 from liger_chunked.private import without_hooks
@@ -99,6 +99,28 @@ class Objective:
             loss = self.loss(values, index)
         gradients, of_parameters = gradients_of(loss, leaves)
         return Share(loss.detach(), gradients, of_parameters=of_parameters)
+
+
+class GroupKernel(Objective):
+    """A loss of groups, such as pairs, whose gradient a kernel knows: no dense statistics, and no autograd."""
+
+    def launch(
+        self, logps: Tensor, mean_logits: Tensor, groups: Groups, chunk: Chunk, with_gradient: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return a chunk's share of the loss (), in float64 and in float32, and its gradient by `logps`."""
+        raise NotImplementedError
+
+    def evaluate(self, stats: TokenStats, rows: Rows, chunk: Chunk, with_gradient: bool) -> Share:
+        """Return a share without values: metrics are what the kernels write beside it."""
+        assert stats.logps is not None and stats.mean_logits is not None and rows.groups is not None
+        share, rounded, gradient = self.launch(stats.logps, stats.mean_logits, rows.groups, chunk, with_gradient)
+        return Share(share, {} if gradient is None else {"logps": gradient}, rounded=rounded)
+
+    def rehearse(self, rows: Rows, device: torch.device, with_gradient: bool) -> None:
+        assert rows.groups is not None
+        values = torch.empty(rows.n_valid, dtype=torch.float32, device=device)
+        batch = Chunk(slice(0, rows.n_valid), slice(0, len(rows.groups.host_counts)))
+        self.evaluate(TokenStats(logps=values, mean_logits=values), rows, batch, with_gradient)
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.objective import Share, has_group_kernel
-from liger_chunked.engine.rows import Rows
+from liger_chunked.engine.objective import GroupKernel, has_group_kernel
+from liger_chunked.engine.rows import Groups, Rows
 from liger_chunked.kernels import MOST_TERMS, PairLoss, PairSums, pair_loss
-from liger_chunked.types import LossHead, PairTerm, PreferenceMetrics, TokenStats
+from liger_chunked.types import LossHead, PairTerm, PreferenceMetrics
 
 
 def has_pair_kernel(head: LossHead, input: Tensor, terms: tuple[PairTerm, ...] | None, rows: Rows) -> bool:
@@ -21,7 +20,7 @@ def has_pair_kernel(head: LossHead, input: Tensor, terms: tuple[PairTerm, ...] |
 
 
 @dataclass(eq=False)
-class PairKernel:
+class PairKernel(GroupKernel):
     """The mean of a `PairLoss` over the pairs of a batch, and its metrics.
 
         kernel = PairKernel(loss, reference)
@@ -32,18 +31,17 @@ class PairKernel:
         reference: as in `pair_loss`.
     """
 
-    loss: PairLoss
+    loss_of: PairLoss
     reference: Tensor | None
     _sums: PairSums | None = field(default=None, init=False)
 
-    def evaluate(self, stats: TokenStats, rows: Rows, chunk: Chunk, with_gradient: bool) -> Share:
-        """Do what `Objective.evaluate` does. The share has no values: metrics need no statistics of tokens."""
-        logps, mean_logits, groups = stats.logps, stats.mean_logits, rows.groups
-        assert logps is not None and mean_logits is not None and groups is not None
+    def launch(
+        self, logps: Tensor, mean_logits: Tensor, groups: Groups, chunk: Chunk, with_gradient: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         if self._sums is None:
             self._sums = PairSums.of(len(groups.host_counts), logps.device)
-        share, rounded, gradient = pair_loss(
-            self.loss,
+        return pair_loss(
+            self.loss_of,
             self._sums,
             logps,
             mean_logits,
@@ -53,22 +51,13 @@ class PairKernel:
             reference=self.reference,
             with_gradient=with_gradient,
         )
-        return Share(share, {} if gradient is None else {"logps": gradient}, rounded=rounded)
 
     def kernels(self, rows: Rows) -> Hashable:
-        """See `Objective`."""
-        loss, reference, groups = self.loss, self.reference, rows.groups
+        loss, reference, groups = self.loss_of, self.reference, rows.groups
         assert groups is not None
         names = tuple([(term.curve, term.of) for term in loss.terms])
         of_reference = None if reference is None else (reference.ndim, reference.dtype)
         return names, loss.nll_weight is None, loss.average, groups.stacked, of_reference
-
-    def rehearse(self, rows: Rows, device: torch.device, with_gradient: bool) -> None:
-        """See `Objective`."""
-        assert rows.groups is not None
-        values = torch.empty(rows.n_valid, dtype=torch.float32, device=device)
-        batch = Chunk(slice(0, rows.n_valid), slice(0, len(rows.groups.host_counts)))
-        self.evaluate(TokenStats(logps=values, mean_logits=values), rows, batch, with_gradient)
 
     def metrics(self) -> PreferenceMetrics:
         """Return views of what the kernels wrote."""
