@@ -26,14 +26,12 @@ from liger_chunked.kernels import (
     add_target_rows_of_weight,
     grad_from_exponentials_,
     merge_ranks,
-    move_rows_,
     project_exp,
     project_grad,
     project_sums,
     row_factors,
     scale_rows,
 )
-from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.operands import along
 from liger_chunked.kernels.tuning.hopper import (
     FEWEST_TILES,
@@ -283,9 +281,7 @@ class EpiloguePass:
         assert self.grads is not None and exponentials is not None and target is not None
         gradients = gradients or {"logps": torch.zeros_like(exponentials.centre)}
         count = LiveCount.start(gradients) if self.skips_rows else None
-        live = None if count is None else count.read()
-        if is_dry() and count is not None and exponentials.values is not None:
-            move_rows_(exponentials.values, count.rows)  # compiles what live rows need, of which a dry run has none
+        live = None if count is None else count.read(exponentials.values)
         if live is not None:
             values = None if exponentials.values is None else live.compact_(exponentials.values)
             of_rows = (None if f is None else f[live.rows] for f in exponentials[1:])

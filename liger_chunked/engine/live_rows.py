@@ -98,9 +98,15 @@ class LiveCount:
         event.record(current_stream(device))
         return cls(rows, on_host, event)
 
-    def read(self) -> LiveRows | None:
-        """Wait for the count, and return the live rows, or None if leaving the others out does not pay."""
+    def read(self, moved: Tensor | None = None) -> LiveRows | None:
+        """Wait for the count, and return the live rows, or None if leaving the others out does not pay.
+
+        Args:
+            moved: what the caller compacts then. A dry run has no live rows, and compiles this move.
+        """
         if self._n_live is None:
+            if moved is not None:
+                move_rows_(moved, self.rows)
             return None
         if self._event is not None:
             self._event.synchronize()
