@@ -645,9 +645,9 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             of_tokens["ratio"] = ratio
         means = token_means(of_tokens, mask, shape, rollouts.logps.dtype)
         of_all, by_sequence = dict(means.of_all), dict(means.by_sequence)
-        # All sequences count, also empty ones, as in TRL.
+        # All sequences count, also empty ones, as in TRL. These are not clipped, not by a bound below 1 either.
         for name, x in of_sequences.items():
-            by_sequence[name] = x.to(rollouts.logps.dtype).reshape(-1)
+            by_sequence[name] = (x & mask.any(-1, keepdim=True)).to(rollouts.logps.dtype).reshape(-1)
             of_all[name] = by_sequence[name].sum() / max(1, x.shape[0])
         ratios = RatioRange()
         if ratio is not None:
