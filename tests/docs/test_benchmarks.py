@@ -7,7 +7,6 @@ import json
 import math
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
