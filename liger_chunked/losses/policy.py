@@ -474,18 +474,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         for name, x in (("old_logps", old_logps), ("ref_logps", ref_logps)):
             if x is not None:
                 check_side(name, x, target)
-        if temperature is not None:
-            if not isinstance(temperature, Tensor):
-                raise TypeError(
-                    f"{type(self).__name__} takes a number as temperature in its constructor, and a float32 tensor in "
-                    f"its call, got {shown(temperature)}"
-                )
-            check_temperature(temperature, target)
-            if self.options.temperature != 1.0:
-                raise ValueError(
-                    f"temperature is given twice: to the constructor, {self.options.temperature}, and to the call, "
-                    f"{shown(temperature)}"
-                )
+        self._check_temperature(temperature, target)
         check_sparse_weight_grad(sparse_weight_grad, kept, n_valid)
         if kept is not None:
             check_kept(head, self._outputs, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
@@ -504,19 +493,21 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         shape, dtype = whole_target.shape, accumulation_dtype(weight.dtype)
         divisor = self._divisor(num_items, rows, whole_target, dtype)
         term = self._term_of_step() if kept is None and has_group_kernel(head, input, rows) else None
-        reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
-        required = True if is_set(self.beta) or self.needs_reference else None
+        known_count = None if may_wait else rows.n_valid
+        all_ref_logps = reference_logps(
+            Reference(ref_input, ref_weight, ref_bias, ref_logps), self, head, target, rows, sequences,
+            required=True if is_set(self.beta) or self.needs_reference else None,
+            kept=kept, temperature=temperature, n_valid=known_count, compact=term is not None,
+        )  # fmt: skip
         sides = RolloutSides(
             advantages=whole_side("advantages", advantages, target, sequences),
             old_logps=None if old_logps is None else whole(old_logps, sequences),
-            ref_logps=reference_logps(
-                reference, self, head, target, rows, sequences, required=required, kept=kept, temperature=temperature,
-                n_valid=None if may_wait else rows.n_valid, compact=term is not None,
-            ),
-            importance_weights=None
-            if importance_weights is None
-            else whole_side("importance_weights", importance_weights, target, sequences),
-        )  # fmt: skip
+            ref_logps=all_ref_logps,
+            importance_weights=importance_weights,
+        )
+        if importance_weights is not None:
+            weights = whole_side("importance_weights", importance_weights, target, sequences)
+            sides = sides._replace(importance_weights=weights)
         if term is not None:
             kernel = self._policy_kernel(term, sides, divisor, shape[0], ref_is_compact=ref_input is not None)
             return self._fuse(head, input, rows, kernel).loss, kernel.metrics()
@@ -528,7 +519,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             loss, stats, _ = loss_of_kept(
                 head, input, target.long(), kept, rows, objective, sequences=sequences,
                 outputs=self._outputs, options=self.options, temperature=temperature,
-                n_valid=None if may_wait else rows.n_valid, sparse_weight_grad=sparse_weight_grad, owner=self,
+                n_valid=known_count, sparse_weight_grad=sparse_weight_grad, owner=self,
             )  # fmt: skip
         return loss, self._metrics(objective.batch, objective.batch.rollouts(stats, slice(None)), shape)
 
@@ -568,6 +559,21 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             share = 1.0 if num_items is None else batch.batch_tokens / num_items
             loss = loss - self.entropy_coef * share * bonus
         return loss
+
+    def _check_temperature(self, temperature: Any, target: Tensor) -> None:
+        if temperature is None:
+            return
+        if not isinstance(temperature, Tensor):
+            raise TypeError(
+                f"{type(self).__name__} takes a number as temperature in its constructor, and a float32 tensor in "
+                f"its call, got {shown(temperature)}"
+            )
+        check_temperature(temperature, target)
+        if self.options.temperature != 1.0:
+            raise ValueError(
+                f"temperature is given twice: to the constructor, {self.options.temperature}, and to the call, "
+                f"{shown(temperature)}"
+            )
 
     def _divisor(
         self, num_items: float | Tensor | None, rows: Rows, target: Tensor, dtype: torch.dtype
