@@ -113,9 +113,9 @@ def _kl(ESTIMATOR: tl.constexpr, CORRECTED: tl.constexpr, d, ratio, moves):
         # Each factor may be near e^80.
         largest = tl.full([], _LARGEST, tl.float64)
         product = estimate * ratio
-        is_inside = (product >= -largest) & (product <= largest)
-        by_log_ratio = tl.where(is_inside & moves, product, 0.0)
-        return _clamp(product, -largest, largest), by_log_ratio, tl.where(is_inside, by_logp * ratio, 0.0)
+        is_outside = (product < -largest) | (product > largest)  # False of NaN, whose gradient is NaN
+        by_log_ratio = tl.where(moves & (is_outside == 0), product, 0.0)
+        return _clamp(product, -largest, largest), by_log_ratio, tl.where(is_outside, 0.0, by_logp * ratio)
     else:
         return estimate, tl.zeros_like(d), by_logp
 

@@ -234,7 +234,7 @@ def by_autograd_of_none(loss: LigerFusedLinearGRPOLoss, given: Case) -> PolicyMe
     return loss._metrics(batch, batch.rollouts(stats, slice(None)), given.target.shape)
 
 
-FAR = (79.0, 81.0, 89.0, 750.0, -89.0, -1e4, math.inf, math.nan)
+FAR = (79.0, 81.0, 750.0, -1e4, math.inf, math.nan)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_token", "trajectory"])
@@ -316,7 +316,7 @@ def test_losses_of_no_kernel() -> None:
 STEPS: dict[str, dict[str, Any]] = {
     "grpo": {"beta": 0.1},
     "chunks": {"beta": 0.1, "logits_budget": 4 * 7 * SMALL.vocab},
-    "gspo-chunks": {**SETTINGS["gspo"], "logits_budget": 4 * 30 * SMALL.vocab},
+    "gspo-chunks": {**SETTINGS["gspo"], "logits_budget": 4 * 12 * SMALL.vocab},
     "dapo": {"reduction": "dapo"},
 }
 
