@@ -29,7 +29,7 @@ class KeptIds:
 
     Calls keep the order of the ids that they sorted for the first one, and sort again where a tensor was changed in
     place. Do not change tensors that were made in inference mode, which counts no changes. A captured CUDA graph sorts
-    in each replay.
+    in each replay. A call on another stream waits for the sort; it is yours to wait for `ids` and `offsets` themselves.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, shape or device.
