@@ -409,7 +409,7 @@ def for_distillation(
 def pass_of_loss(plan: Plan, head: HeadTensors, grads: HeadGradients | None) -> HeadPass | EpiloguePass:
     """Return what runs a loss's chunks. `head` is in the products' dtype; without `grads`, nothing has a gradient."""
     # The epilogue adds rows of targets to dW in float32, and cannot add them to a rounded one.
-    if plan.path is Path.EPILOGUE and (grads is None or grads.accumulates):
+    if plan.path is Path.EPILOGUE and (grads is None or grads.weight is None or grads.weight.is_wide):
         epilogue_pass = EpiloguePass(epilogue.readable(head), plan.options, plan.outputs, grads, plan.skips_rows)
         epilogue_pass.reserve(plan.largest_tile)
         return epilogue_pass

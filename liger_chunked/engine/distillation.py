@@ -165,10 +165,10 @@ class DistillationStep:
                 if i == len(plan.chunks) - 1:
                     teacher = None  # dW can use its memory
                 if grads is not None and chunk.length:
-                    dx = grads.open_input(x, chunk.row_slice, True, of_adapter, student.head.up)
                     whole = Tile(slice(0, chunk.length), slice(0, student.columns))
-                    grads.add(whole, logits, x, student.head.weight, dx)
-                    grads.close_chunk(dx)
+                    grads.open_chunk(student.head, x, chunk.row_slice, (whole,), of_adapter)
+                    grads.add(whole, logits)
+                    grads.close_chunk()
         student.release()
         del logits
         self.values = plan.rows.join(parts)
