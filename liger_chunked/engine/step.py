@@ -282,7 +282,7 @@ def fused_loss(
         raise ValueError(f"token_outputs must name fields of TokenStats {OUTPUTS}, got {unknown}")
     plan = choose.for_loss(
         head,
-        rows.on_this_rank(whole_batch),
+        rows,
         compute_dtype(head, input),
         outputs=outputs,
         differentiates=differentiates,

@@ -431,7 +431,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         if ref_logps is None:
             return without_reference(self, sequences.lengths)
         if ref_logps.ndim == 1:
-            ref_logps = rows.scatter(ref_logps)
+            ref_logps = rows.to_dense(ref_logps)
         if ref_logps.ndim == 3:
             return sequences.logps(ref_logps, sequences.all_pairs)
         if self.needs_token_ref_logps:
