@@ -33,7 +33,12 @@ from liger_chunked.types import HeadTensors, accumulation_dtype
 
 
 def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """Compute `out = a @ b` if `first`, else `out += a @ b`."""
+    """Compute `out = a @ b` if `first`, else `out += a @ b`, with sums in the dtype of `out`.
+
+    Args:
+        out: (n, m), in the operands' dtype or a wider one. Uninitialised if `first`.
+        a, b: (n, k) and (k, m), in one dtype.
+    """
     if out.is_meta or is_dry():
         return  # a product on a GPU allocates nothing
     if out.dtype == a.dtype:
@@ -46,15 +51,15 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
             torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
     else:
         # No product of 16-bit operands has a wider result here, so operands are copied: `a`, the larger one, in blocks.
-        rows = max(1, UPCAST_BLOCK // max(a.shape[1], 1))
+        n_rows = max(1, UPCAST_BLOCK // max(a.shape[1], 1))
         b = b.to(out.dtype)
-        for start in range(0, a.shape[0], rows):
-            block = out[start : start + rows]
-            block.addmm_(a[start : start + rows].to(out.dtype), b, beta=0 if first else 1)
+        for start in range(0, a.shape[0], n_rows):
+            block = out[start : start + n_rows]
+            block.addmm_(a[start : start + n_rows].to(out.dtype), b, beta=0 if first else 1)
 
 
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x.sum(0)` without torch's large workspace on a GPU."""
+    """Return (columns,), the sum over the rows of `x` in `dtype`, without torch's large workspace on a GPU."""
     if is_on_gpu(x):
         ones = x.new_ones(1, x.shape[0])
         return torch.mm(ones, x)[0] if x.dtype == dtype else torch.mm(ones, x, out_dtype=dtype)[0]
@@ -93,7 +98,7 @@ class InputGradient:
         plan: of the step.
         input: (N, H), or an adapter's (N, r). Gives shape, dtype and device.
         wide: dtype of sums, float32, or float64 for float64 products.
-        has_wide_products: whether products are not rounded to the input's dtype before `close`.
+        has_wide_products: whether products stay in `wide` until `close`, because what is added to them comes later.
     """
 
     def __init__(self, plan: Plan, input: Tensor, wide: torch.dtype, has_wide_products: bool) -> None:
@@ -101,7 +106,7 @@ class InputGradient:
         self._input_index = plan.rows.input_index
         self._is_in_order = plan.rows.input_index is None and plan.scattered is None
         is_half = plan.dtype == torch.float16
-        # In float16 until the backward multiplied by the loss scale, dX could overflow.
+        # float32 for float16, which could overflow until the backward multiplied by the loss scale.
         self._dtype = wide if is_half else input.dtype
         self._wide = wide
         self._product_dtype = wide if has_wide_products or is_half else plan.dtype
@@ -114,10 +119,11 @@ class InputGradient:
         self._live: Tensor | None = None  # (n,)
 
     def open(self, x: Tensor, row_slice: slice, one_product: bool, live: Tensor | None = None) -> Tensor:
-        """Return memory (n, H) for the dX of a chunk. The arguments are those of `HeadGradients.open_chunk`.
+        """Return memory (n, H) for the dX of a chunk.
 
         Args:
-            one_product: whether one product writes each row, and not several that are added.
+            x, row_slice, live: as in `HeadGradients.open_chunk`.
+            one_product: whether one product writes each row. Several are added in `wide`, and rounded by `close`.
         """
         if self.total is None:
             # Not before the first chunk: the GPU is idle until its product.

@@ -112,7 +112,8 @@ class Rows(abc.ABC):
         target: (n_valid,) ids; None if the loss has none, and all tokens count.
         target_mask: True at the tokens that count, in the target's order; None without a target.
         input_index: (n_valid,) each token's row of the flattened input; None: all rows, in order.
-        dense_index: (n_valid,) each token's place among the flattened dense values; None: all places, in order.
+        dense_index: (n_valid,) each token's place among the batch's flattened positions, which have the order of dense
+            values, or the target's while `Groups.stacked`; None: all places, in order.
         side: by name, (n_valid, ...) inputs of tokens that travel with them: "temperature", float32, in which case that
             of `LogitOptions` is 1, and "candidates", int64 ids.
         groups: None if groups are tokens.
