@@ -271,7 +271,7 @@ class GroupRows(Rows):
         if self.dense_index is not None:
             mask = self.mask
             assert mask is not None
-            # The host knows the number of tokens: `nonzero` would wait for the device to count them.
+            # As in `select_rows`, without a wait.
             dense_index = torch.nonzero_static(mask.reshape(-1), size=self.n_valid).view(-1)
             tokens = torch.arange(self.n_valid, device=device)
             token_at = torch.empty_like(order).scatter_(0, self.dense_index, tokens)  # by the target's position
@@ -343,6 +343,8 @@ def select_rows(
     """
     given, target = target, target.contiguous()
     ids, may_sync = target.view(-1), host_may_sync(target, n_valid)
+    # One kernel counts tokens and finds the smallest and the largest id, so that the host waits once at most. It keeps
+    # counts by sequence where groups or the caller's counts have them, else one for all.
     by_sequence = group != "token" or isinstance(n_valid, tuple)
     surveyed = survey(target if by_sequence else ids.view(1, -1), ignore_index, may_sync)
     if may_sync:
@@ -351,6 +353,7 @@ def select_rows(
         host_counts = trusted_counts(surveyed, n_valid, ids.numel(), vocab_size, name)
     n_tokens, mask, index, length = sum(host_counts), surveyed.mask, None, target.shape[-1]
     if n_tokens != ids.numel():
+        # `nonzero` would wait for the device to count what the host knows.
         index = torch.nonzero_static(mask.view(-1), size=n_tokens).view(-1)
         ids = ids[index]
     if group == "token":
@@ -372,7 +375,7 @@ def select_rows(
 
 
 def _packed(rows: Rows, packing: Packing) -> Rows:
-    """Return the rows of an input without padding, from those of the padded target."""
+    """Return the rows of an input without padding, from those of the padded target: only `input_index` differs."""
     input_index = packing.rows.view(-1)
     if rows.input_index is not None:
         input_index = input_index[rows.input_index]
@@ -388,6 +391,7 @@ def _local(
         return local
     mask = rows.mask
     assert mask is not None
+    # Ranks must cut their chunks after the same groups, so they cut by the most tokens that any has of each.
     counts_by_rank = [part.flatten(1).sum(1) for part in mask.split(list(ranks.lengths), -1)]
     cut_counts = tuple(torch.stack(counts_by_rank).amax(0).tolist())
     return replace(local, groups=local.groups._replace(cut_counts=cut_counts))

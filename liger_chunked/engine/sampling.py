@@ -151,6 +151,7 @@ class SamplingFilter:
             # Needs no order, and reads only this rank's columns.
             return self._bound_of_min_p(z, vocabulary.largest(z), scale)
         values = vocabulary.in_falling_order(z, self.top_k)  # what `top_k` keeps, or all
+        # Each filter raises the bound, because it drops the smallest of what the one before it keeps.
         bound = values[:, -1:]
         if self.top_p is not None:
             mass = self._mass_from(values, z, scale, vocabulary)

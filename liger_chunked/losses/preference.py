@@ -332,6 +332,8 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             )
         if example_weights is not None:
             self._check_example_weights(example_weights, n // 2, input)
+        # Tokens of `target` and of `nll_target` go through the head together: `_PairBatch` tells them apart. Masks and
+        # counts are of whole sequences, also where this rank has a part of each.
         target, ignore_index = target.long(), self.options.ignore_index
         union = target if nll_target is None else self._union(target, nll_target, input, head, n_valid)
         whole_union = union if sequences is None else whole(union, sequences, ignore_index)
@@ -340,13 +342,16 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         rows = select_rows(
             whole_union, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid
         )
-        reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
+
         # The kernel of pairs reads no `nll_target` and no `example_weights`.
         terms = self._terms_of_step() if nll_target is None and example_weights is None else None
         has_kernel = has_pair_kernel(head, input, terms, rows)
+        # It reads the reference's values token by token, as the head computes them. Autograd reads them by positions.
+        reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         ref_logps = reference_logps(
             reference, self, head, target, rows, sequences, required=self.use_ref_model, compact=has_kernel
         )
+
         if has_kernel:
             assert terms is not None
             kernel = self._pair_kernel(terms, rows, ref_logps)
