@@ -63,7 +63,7 @@ def _statistics(
         stats = head_pass.statistics(plan.tokens(0, *flattened(input, u)))
     if compact:
         return head_pass, stats
-    return head_pass, plan.rows.scatter_stats({name: getattr(stats, name) for name in _returned(plan)})
+    return head_pass, plan.rows.stats_to_dense({name: getattr(stats, name) for name in _returned(plan)})
 
 
 def _run_backward(
@@ -192,7 +192,7 @@ def token_stats(
     else:
         plan = choose.for_statistics(
             head,
-            rows.on_this_rank(),
+            rows,
             dtype,
             outputs=outputs,
             options=options,
