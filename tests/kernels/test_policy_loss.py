@@ -229,7 +229,7 @@ def by_autograd_of_none(loss: LigerFusedLinearGRPOLoss, given: Case) -> PolicyMe
     assert batch_sides.ref_logps is not None
     batch_sides = batch_sides._replace(ref_logps=rows.arrange(batch_sides.ref_logps))
     batch = loss._batch(_BatchArguments(batch_sides, rows, given.target.shape, torch.float64, 1.0, None))
-    zeros = rows.scatter(given.logps.double().new_zeros(0))
+    zeros = torch.zeros(rows.dense_shape, dtype=torch.float64, device=given.target.device)
     stats = TokenStats(logps=zeros, entropy=zeros)
     return loss._metrics(batch, batch.rollouts(stats, slice(None)), given.target.shape)
 
