@@ -319,6 +319,7 @@ def _batch_invariant(head: LossHead, n_valid: int, dtype: torch.dtype, most_rows
     Args:
         most_rows: of logits within the budget.
     """
+    assert head.shard is None  # `linear_token_stats` refuses: a sum over ranks adds parts of rows
     if _runs_epilogue(head) and epilogue.reads(head, dtype):
         return Path.INVARIANT, cutting.whole_rows(n_valid, head.columns, most_rows)
     if n_valid and head.weight.device.type != "cpu":
