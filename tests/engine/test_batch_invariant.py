@@ -271,16 +271,27 @@ def test_values_and_gradients_of_logits_in_memory(name: str, device: str, passes
         assert relative_error(ours, e) <= factor * relative_error(of_eager_code, e)
 
 
+def same(found: Tensor, expected: Tensor, interpreted: bool) -> bool:
+    """Whether bits are equal. The interpreter's sums follow the alignment of their operands: a few roundings there."""
+    return torch.equal(found, expected) or (interpreted and torch.allclose(found, expected, rtol=1e-6, atol=1e-6))
+
+
 @pytest.mark.triton
 @pytest.mark.parametrize("wide", [False, True], ids=["16 bits", "float32"])
-@pytest.mark.parametrize("name", [*FILTERS, *OTHERS])
+@pytest.mark.parametrize(
+    "name", [exhaustive([x], x, backend.INTERPRETED and x not in INTERPRETED_FIRST) for x in (*FILTERS, *OTHERS)]
+)
 def test_bits_of_logits_in_memory(name: str, wide: bool, device: str, passes: list[int]) -> None:
     """A token has the same bits alone, in another batch and place, with another budget, stride and alignment."""
-    if device == "cpu":
-        pytest.skip("the interpreter's sums follow the alignment of their operands")
+    interpreted = device == "cpu"
+    if interpreted and wide:
+        pytest.skip("takes seconds in the interpreter")
     options = dict(FILTERS.get(name) or OTHERS[name])
     given = batch(torch.bfloat16, device, bias=options.pop("bias", False))
     given["target"] = (given["input"] @ given["weight"].t()).topk(3).indices[:, 1].contiguous()
+    if interpreted:  # where logits are exact: its products follow their shape
+        given |= coarse(torch.bfloat16, device)
+        given["target"] = given["target"].where(given["target"] >= 0, 0)
     if options.get("temperature") is True:
         given["temperature"] = torch.linspace(0.5, 2.0, N, device=device)
         del options["temperature"]
@@ -305,10 +316,14 @@ def test_bits_of_logits_in_memory(name: str, wide: bool, device: str, passes: li
     checks += [(everything, {"logits_budget": rows * V * (6 if wide else 2)}) for rows in (1, 7, 32)]
     checks += [(everything, {"input": x}) for x in (shifted, apart)]
     checks += [(everything[17:18], {"input": x[17:18]}) for x in (shifted, apart)]
+    if interpreted:
+        checks = [checks[0], checks[3], checks[5], checks[-2]]
     for rows, more in checks:
         for x, found, expected in zip(names, values(rows, **more), every, strict=True):
-            assert torch.equal(found, expected[rows]), (x, rows, more)
-    assert {11, 75} < set(passes)
+            assert same(found, expected[rows], interpreted), (x, rows, more)
+    assert max(passes) == (11 if interpreted else 75)
+    if interpreted:
+        return
     leaf = given["input"].clone().requires_grad_()
     assert torch.equal(values(everything, input=leaf)[0].detach(), every[0])
 
