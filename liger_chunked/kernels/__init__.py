@@ -2,6 +2,7 @@
 
 a head's logits     logits_stats.py, logits_grad.py, target_logit.py
 fused epilogue      projection.py, merge_ranks.py, projection_grad.py, target_rows.py
+batch invariance    projection_logits.py, top_p.py
 two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
 base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
                     pointwise_divergence.py, relu_squared.py, experts.py
@@ -38,6 +39,7 @@ from liger_chunked.kernels.pair_loss import MOST_TERMS, PairLoss, PairSums, pair
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
 from liger_chunked.kernels.projection import Exponentials, project_exp, project_sums
 from liger_chunked.kernels.projection_grad import RowFactors, grad_from_exponentials_, project_grad, row_factors
+from liger_chunked.kernels.projection_logits import project_logits
 from liger_chunked.kernels.relu_squared import liger_relu_squared
 from liger_chunked.kernels.rms_norm import liger_rms_norm, liger_rms_norm_gated
 from liger_chunked.kernels.rope import liger_rotary_pos_emb
@@ -51,6 +53,7 @@ from liger_chunked.kernels.target_rows import (
     occurrences,
     scale_rows,
 )
+from liger_chunked.kernels.top_p import smallest_of_top_p
 
 __all__ = [
     "MOST_TERMS",
@@ -99,12 +102,14 @@ __all__ = [
     "pair_loss",
     "project_exp",
     "project_grad",
+    "project_logits",
     "project_sums",
     "row_factors",
     "row_stats",
     "row_stats_are_exact",
     "scale_",
     "scale_rows",
+    "smallest_of_top_p",
     "survey",
     "survey_top_k",
     "tail_grad_",
