@@ -27,8 +27,8 @@ IGNORE_INDEX = -100
 class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
     """The sum of the tokens' cross entropy over `global_valid_tokens`, without chunks of the sequence.
 
-    Takes hidden states (B, T, H), and shifted labels (B, T), -100 where ignored; (T, H) and (T,) since torchtitan's
-    commit b5bcd76 (2026-08-21).
+    Takes hidden states (B, T, H), and shifted labels (B, T), -100 where ignored; (T, H) and (T,) from
+    torchtitan's main branch (read at commit b5bcd76 of 2026-08-21).
 
     The loss runs inside the forward of `lm_head`, with FSDP's hooks. With tensor parallelism and "spmd_types", the
     hidden states' gradient is the rank's share, which the backward of the norm sums.
