@@ -222,10 +222,12 @@ def statistics(target: Target) -> Iterator[Task]:
     from liger_chunked.engine.estimated import Estimated, estimated
     from liger_chunked.typical import TypicalCall
 
-    def run(n: int, h: int, v: int, outputs: tuple[str, ...], differentiated: tuple[str, ...]) -> None:
+    is_hopper = target.name == "sm_90"
+
+    def run(n: int, h: int, v: int, outputs: tuple[str, ...], differentiated: tuple[str, ...], **options: Any) -> None:
         given, _ = TypicalCall(linear_token_stats, v, h, (n,)).arguments(torch.device("meta"))
-        token = estimated.set(Estimated(wide_tiles=target.name == "sm_90", autocast=None))
-        stats = linear_token_stats(**given, n_valid=n, outputs=outputs, logits_budget="256MiB")
+        token = estimated.set(Estimated(wide_tiles=is_hopper, autocast=None))
+        stats = linear_token_stats(**given, **options, n_valid=n, outputs=outputs, logits_budget="256MiB")
         sums = [getattr(stats, name).sum() for name in differentiated]
         if sums:
             sum(sums).backward()
@@ -239,6 +241,15 @@ def statistics(target: Target) -> Iterator[Task]:
     every = ("logps", "lse", "entropy", "mean_logits")
     yield "linear_token_stats, all but argmax", partial(run, n, h, v, every, every)
     yield "linear_token_stats, argmax", partial(run, n, h, v, ("logps", "argmax"), ())
+    if not is_hopper:
+        return
+    for shape, (n, h, v) in sizes(SHAPES):
+        for dtype in (None, torch.float32):
+            invariant = partial(run, top_k=50, top_p=0.95, deterministic="batch", logits_dtype=dtype)
+            yield (
+                f"linear_token_stats {shape}, filtered, independent of the batch, {dtype or 'rounded'} logits",
+                partial(invariant, n, h, v, ("logps", "entropy"), ("logps",)),
+            )
 
 
 def kernels_alone() -> Iterator[Task]:

@@ -73,7 +73,7 @@ def two_ranks(x: Tensor, weight: Tensor, target: Tensor) -> object:
     sums, half = [], SIZES.vocab // 2 + 1
     for part, own in ((weight[:half], target), (weight[half:], target - half)):
         own = own.masked_fill(own >= len(part), -1)
-        out = x.new_empty(len(x), epilogue._padded(len(part)))[:, : len(part)]
+        out = x.new_empty(len(x), epilogue.padded(len(part)))[:, : len(part)]
         sums.append(project_sums(x, part, own, part.sum(0, dtype=torch.float32), out, 1.0, STATISTICS, len(weight)))
     return merge_ranks(torch.stack(sums), len(x), 0, out, STATISTICS)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from liger_chunked.engine.estimated import estimated
 from liger_chunked.engine.filtered import FILTERED
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.invariant import InvariantPass
 from liger_chunked.engine.kept_pass import KeptPass
 from liger_chunked.engine.plan import Path, Plan
 from liger_chunked.engine.rank_rows import on_this_rank
@@ -292,13 +294,7 @@ def for_statistics(
         ):
             path, tiles = Path.EPILOGUE, cutting.tiles(n_valid, columns, limit, square=True)
     if batch_invariant and path is Path.LOGITS:
-        path, tiles = Path.BY_TOKEN, cutting.single_rows(n_valid, columns)
-        if n_valid and head.weight.device.type != "cpu":
-            raise ValueError(
-                'deterministic="batch" on a GPU needs Hopper, bfloat16 or float16, contiguous weights with H a '
-                'multiple of 8, outputs among "logps", "lse", "entropy" and "mean_logits", and no bias, adapter, '
-                "softcap, candidates, filter or temperature of tokens; got another call"
-            )
+        path, tiles = _batch_invariant(head, n_valid, dtype, budget.logits(0, bytes_per_logit) // budget.vocab_size)
     if tiles is None:
         tiles = cutting.tiles(n_valid, columns, budget.logits(0, bytes_per_logit), square=True)
     chunks = (Chunk(slice(0, n_valid), slice(0, n_valid)),)
@@ -320,6 +316,23 @@ def for_statistics(
         most_columns=budget.vocab_size,
         skips_rows=needs_grad and filter is None and _pays_to_skip_rows(rows, scattered, budget, 1),
     )
+
+
+def _batch_invariant(head: LossHead, n_valid: int, dtype: torch.dtype, most_rows: int) -> tuple[Path, Tiles]:
+    """Return what computes statistics that the epilogue does not, independently of the batch, and its tiles.
+
+    Args:
+        most_rows: of logits within the budget.
+    """
+    assert head.shard is None  # `linear_token_stats` refuses: a sum over ranks adds parts of rows
+    if _runs_epilogue(head) and epilogue.reads(head, dtype):
+        return Path.INVARIANT, cutting.whole_rows(n_valid, head.columns, most_rows)
+    if n_valid and head.weight.device.type != "cpu":
+        raise ValueError(
+            'deterministic="batch" on a GPU needs Hopper, bfloat16 or float16, a contiguous weight with H a multiple '
+            "of 8, and no adapter; got another call"
+        )
+    return Path.BY_TOKEN, cutting.single_rows(n_valid, head.columns)
 
 
 def kept_ids_take_products(
@@ -432,8 +445,11 @@ def pass_of_statistics(plan: Plan, head: HeadTensors, holds: bool = False) -> He
     return _pass_of_logits(plan, head, None)
 
 
+_BATCH_INVARIANT: Mapping[Path, type[HeadPass]] = {Path.BY_TOKEN: TokenPass, Path.INVARIANT: InvariantPass}
+
+
 def _pass_of_logits(plan: Plan, head: HeadTensors, grads: HeadGradients | None) -> HeadPass:
-    kind = TokenPass if plan.path is Path.BY_TOKEN else HeadPass if head.shard is None else ShardedPass
+    kind = _BATCH_INVARIANT.get(plan.path, HeadPass if head.shard is None else ShardedPass)
     if plan.kept is not None:
         logits_pass: HeadPass = KeptPass(head, plan.options, plan.outputs, grads=grads, entries=plan.kept)
     elif plan.filter is None:

@@ -50,8 +50,8 @@ def compile_ahead(
     # What decides which kernels a step launches, and which of their variants. It has no number of tokens, of which
     # variants are independent. Built inline, and of what has a hash in C, because every step on a GPU comes by.
     kind = (
-        dry_run, needs, plan.path is Path.EPILOGUE, plan.outputs, plan.differentiates, len(plan.tiles[0]) > 1,
-        plan.skips_rows,  # code
+        dry_run, needs, plan.path is Path.EPILOGUE, plan.path is Path.INVARIANT, plan.outputs, plan.differentiates,
+        len(plan.tiles[0]) > 1, plan.skips_rows,  # code
         input.device, weight.shape, None if u is None else u.shape[-1],  # numbers
         plan.dtype, input.dtype, weight.dtype, plan.options.logits_dtype,  # pointers
         None if objective is None else objective.kernels(rows),

@@ -58,21 +58,24 @@ def _fits_descriptor(x: Tensor) -> bool:
     return x.is_contiguous() and x.data_ptr() % _DESCRIPTOR_BYTES == 0
 
 
-def _for_descriptor(x: Tensor) -> Tensor:
+def for_descriptor(x: Tensor) -> Tensor:
+    """Return a tensor that a descriptor can read, a copy if this is not aligned and contiguous."""
     return x if _fits_descriptor(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def _padded(columns: int) -> int:
+def padded(columns: int) -> int:
+    """Return the stride of rows of so many logits that a descriptor can write."""
     return -(-columns // _DESCRIPTOR_ELEMENTS) * _DESCRIPTOR_ELEMENTS
 
 
-def _tile_buffer(weight: Tensor, *shape: int) -> Tensor:
-    """Allocate tiles whose rows are padded for descriptors.
+def tile_buffer(weight: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Allocate tiles whose rows are padded for descriptors, by default in the dtype of `weight`.
 
     oneDNN's bfloat16 products on AMX read that padding too, as a factor of zero: NaN there would reach the result.
     """
     part_of_next.set("logits")
-    return weight.new_zeros(shape) if weight.device.type == "cpu" else weight.new_empty(shape)
+    new = weight.new_zeros if weight.device.type == "cpu" else weight.new_empty
+    return new(shape, dtype=dtype)
 
 
 def _extent(tile: Tile) -> tuple[int, int]:
@@ -139,30 +142,32 @@ def computes(
     head: LossHead, dtype: torch.dtype, options: LogitOptions, class_weight: Tensor | None, outputs: tuple[str, ...]
 ) -> bool:
     """Whether the fused product can read this head, and computes these statistics."""
+    return (
+        reads(head, dtype)
+        and head.bias is None
+        and options.softcap is None
+        and options.logit_scale != 0
+        and class_weight is None
+        and _COMPUTABLE.issuperset(outputs)
+    )
+
+
+def reads(head: LossHead, dtype: torch.dtype) -> bool:
+    """Whether products with tensor descriptors, in `dtype`, can read this head."""
     if isinstance(head.weight, AdaptedWeight):
         return False
-    hidden_size = head.weight.shape[1]
     if head.shard is not None:
         fits = True  # `readable` copies: all ranks must choose the same pass
     elif head.weight.dtype == dtype:
         fits = _fits_descriptor(head.weight)
     else:  # a cast makes an aligned copy
         fits = head.weight.is_contiguous()
-    return (
-        dtype in _DTYPES
-        and head.bias is None
-        and options.softcap is None
-        and options.logit_scale != 0
-        and class_weight is None
-        and _COMPUTABLE.issuperset(outputs)
-        and hidden_size % _DESCRIPTOR_ELEMENTS == 0
-        and fits
-    )
+    return dtype in _DTYPES and head.weight.shape[1] % _DESCRIPTOR_ELEMENTS == 0 and fits
 
 
 def readable(head: HeadTensors) -> HeadTensors:
     """Return a head that descriptors can read. Copies a rank's rows if they do not fit."""
-    return head if head.shard is None else head._replace(weight=_for_descriptor(head.weight))
+    return head if head.shard is None else head._replace(weight=for_descriptor(head.weight))
 
 
 def _rows_of(target: Tensor, head: HeadTensors) -> Tensor:
@@ -253,7 +258,7 @@ class EpiloguePass:
 
     def reserve(self, elements: int) -> None:
         if self.grads is not None and self.columns:
-            self._buffer = _tile_buffer(self.head.weight, elements // self.columns, _padded(self.columns))
+            self._buffer = tile_buffer(self.head.weight, elements // self.columns, padded(self.columns))
 
     def release(self) -> None:
         self._buffer = self._held = self._target = None
@@ -266,7 +271,7 @@ class EpiloguePass:
     def statistics(self, tokens: Tokens) -> TokenStats:
         x, target, _, tiles, *_ = tokens
         assert len(tiles) == 1
-        x, target = _for_descriptor(x), _rows_of(target, self.head)
+        x, target = for_descriptor(x), _rows_of(target, self.head)
         out = None if self._buffer is None else self._buffer[: x.shape[0], : self.columns]
         weight_sum = self._weight_sum if "mean_logits" in self.outputs else None
         every = [_Block(slice(0, x.shape[0]), out)]
@@ -369,7 +374,7 @@ class StatisticsPass:
 
     def statistics(self, tokens: Tokens) -> TokenStats:
         x, target, _, tiles, *_ = tokens
-        x, weight = _for_descriptor(x), self.head.weight
+        x, weight = for_descriptor(x), self.head.weight
         weight_sum = weight.sum(0, dtype=torch.float32) if "mean_logits" in self.outputs else None
         target = _rows_of(target, self.head)
         tiling = Tiling.of(x.shape[1])
@@ -418,7 +423,7 @@ class StatisticsPass:
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         x, target, row_slice, tiles, *_ = tokens
         assert self.grads is not None and self._rows is not None
-        x, weight = _for_descriptor(x), self.head.weight
+        x, weight = for_descriptor(x), self.head.weight
         target = _rows_of(target, self.head)
         count = LiveCount.start(gradients) if self.skips_rows else None
         gradients = self.grads.normalize(gradients)
@@ -462,12 +467,12 @@ class StatisticsPass:
     def reserve(self, tiles: Tiles) -> None:
         if self._buffer is None:
             extents = map(_extent, tiles)
-            self._buffer = _tile_buffer(self.head.weight, max(n * _padded(columns) for n, columns in extents))
+            self._buffer = tile_buffer(self.head.weight, max(n * padded(columns) for n, columns in extents))
 
     def _view(self, tile: Tile) -> Tensor:
         assert self._buffer is not None
         n, columns = _extent(tile)
-        stride = _padded(columns)
+        stride = padded(columns)
         return along(self._buffer, slice(0, n * stride)).view(n, stride)[:, :columns]
 
     def release(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +13,12 @@ from torch import Tensor
 from liger_chunked.engine.collectives import gather_tensor
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.invariant import InvariantPass
 from liger_chunked.engine.plan import Tokens
 from liger_chunked.engine.sampling import SamplingFilter, SplitVocabulary
 from liger_chunked.engine.shard import ShardedPass
 from liger_chunked.engine.token_pass import TokenPass
-from liger_chunked.kernels import LogitsCotangents
+from liger_chunked.kernels import LogitsCotangents, smallest_of_top_p
 from liger_chunked.kernels.operands import along
 from liger_chunked.types import TokenStats
 
@@ -75,6 +77,31 @@ class FilteredTokenPass(FilteredPass, TokenPass):
 
 
 @dataclass
+class FilteredInvariantPass(FilteredPass, InvariantPass):
+    """A `FilteredPass` whose every step treats each row alike, so that its bits do not depend on the others.
+
+    `top_k` and `min_p` compare logits, which gives the same logit whatever algorithm does it. `top_p` compares sums,
+    and torch's softmax and cumulative sums of rows add in an order that follows their number and place.
+    """
+
+    def _smallest_kept(self, logits: Tensor, temperature: Tensor | None) -> Tensor:
+        top_k, top_p, min_p = self.filter.top_k, self.filter.top_p, self.filter.min_p
+
+        def only(**of_filter: Any) -> Tensor:
+            return SamplingFilter(**of_filter).smallest_kept(logits, self.options, temperature)
+
+        found = None if top_k is None else only(top_k=top_k)
+        if top_p is not None:
+            scale = self.options.logit_scale / self.options.temperature
+            found = smallest_of_top_p(logits, top_p, scale, temperature, bound=found)
+        if min_p is not None:
+            near = only(min_p=min_p)
+            found = near if found is None else torch.maximum(found, near)
+        assert found is not None
+        return found
+
+
+@dataclass
 class FilteredShardedPass(FilteredPass, ShardedPass):
     """A `FilteredPass` on this rank's columns. All ranks find the same ids to keep."""
 
@@ -95,5 +122,6 @@ class FilteredShardedPass(FilteredPass, ShardedPass):
 FILTERED: Mapping[type[HeadPass], type[FilteredPass]] = {
     HeadPass: FilteredPass,
     TokenPass: FilteredTokenPass,
+    InvariantPass: FilteredInvariantPass,
     ShardedPass: FilteredShardedPass,
 }

@@ -25,6 +25,7 @@ class Path(enum.Enum):
     LOGITS = "logits"  # a product, then a kernel that reads its logits
     EPILOGUE = "epilogue"  # a product that reduces its logits in its epilogue: Hopper, 16 bits
     BY_TOKEN = "by token"  # logits of one token at a time, whose bits do not depend on its neighbours
+    INVARIANT = "invariant"  # a product and kernels that treat each row alike, for the same bits: Hopper, 16 bits
 
 
 class Tokens(NamedTuple):

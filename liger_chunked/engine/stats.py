@@ -331,7 +331,7 @@ def linear_token_stats(
         top_k: after the temperature, keep the `top_k` largest logits, as a sampler does. The others are -inf, as is a
             dropped target's `logps`. None: keep all.
         top_p: in (0, 1]: of these, keep the fewest whose probabilities sum to `top_p`, and ties with the smallest kept.
-            Sorts all logits without `top_k`. None: keep all.
+            Sorts all logits without `top_k`, unless `deterministic` on a GPU. None: keep all.
         min_p: in [0, 1]: of these, keep the ids whose probability is at least `min_p` times the largest
             (https://arxiv.org/abs/2407.01082). The order is that of transformers; vLLM takes `min_p` first,
             which differs where `top_p` is given too. None: keep all.
@@ -351,9 +351,9 @@ def linear_token_stats(
         n_valid: the number of tokens that have a target, so that the host does not wait; the device asserts it and the
             range of targets ("Without waiting" in `docs/how-it-works.md`). None: the host reads it from the device.
         deterministic: "batch" gives a token's values, not gradients, the same bits in any batch, place and budget.
-            On a GPU it needs the fused epilogue: Hopper, bfloat16 or float16, a contiguous weight with H a multiple of
-            8, `outputs` up to "mean_logits", and no bias, adapter, softcap, candidates, filter or temperatures of
-            tokens. It excludes `vocab_shard`. None: results are repeatable, but may depend on the batch.
+            On a GPU it needs Hopper, bfloat16 or float16, a contiguous weight with H a multiple of 8, and no adapter
+            ("The same bits in any batch" in `docs/numerics.md`). It excludes `vocab_shard`. None: results are
+            repeatable, but may depend on the batch.
         vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
             None: this rank has the whole vocabulary.
 

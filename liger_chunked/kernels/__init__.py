@@ -2,6 +2,7 @@
 
 a head's logits     logits_stats.py, logits_grad.py, target_logit.py
 fused epilogue      projection.py, merge_ranks.py, projection_grad.py, target_rows.py
+batch invariance    projection_logits.py, top_p.py
 two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
 base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
                     pointwise_divergence.py, relu_squared.py, experts.py
@@ -39,6 +40,7 @@ from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, 
 from liger_chunked.kernels.policy_loss import PolicyLoss, PolicySides, PolicySums, policy_loss
 from liger_chunked.kernels.projection import Exponentials, project_exp, project_sums
 from liger_chunked.kernels.projection_grad import RowFactors, grad_from_exponentials_, project_grad, row_factors
+from liger_chunked.kernels.projection_logits import project_logits
 from liger_chunked.kernels.relu_squared import liger_relu_squared
 from liger_chunked.kernels.rms_norm import liger_rms_norm, liger_rms_norm_gated
 from liger_chunked.kernels.rope import liger_rotary_pos_emb
@@ -52,6 +54,7 @@ from liger_chunked.kernels.target_rows import (
     occurrences,
     scale_rows,
 )
+from liger_chunked.kernels.top_p import smallest_of_top_p
 
 __all__ = [
     "MOST_TERMS",
@@ -104,12 +107,14 @@ __all__ = [
     "policy_loss",
     "project_exp",
     "project_grad",
+    "project_logits",
     "project_sums",
     "row_factors",
     "row_stats",
     "row_stats_are_exact",
     "scale_",
     "scale_rows",
+    "smallest_of_top_p",
     "survey",
     "survey_top_k",
     "tail_grad_",

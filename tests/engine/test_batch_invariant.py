@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from sampling import exhaustive
 from table import relative_error
 from torch import Tensor
 
 from liger_chunked import AdaptedWeight, VocabShard, eager, linear_token_stats
 from liger_chunked.engine import all_rows, choose
 from liger_chunked.engine.filtered import FilteredTokenPass
+from liger_chunked.engine.invariant import InvariantPass
 from liger_chunked.engine.sampling import SamplingFilter
 from liger_chunked.kernels import backend
+from liger_chunked.kernels.launch import is_dry
 from liger_chunked.types import HeadTensors, LogitOptions, LossHead
 
 N, H, V = 75, 40, 331
@@ -157,9 +160,208 @@ def test_bits_on_a_gpu() -> None:
         return
     every = invariant(**given, outputs=FLOATS, temperature=0.7)
     compare(given, FLOATS, every, temperature=0.7)
-    for refused in ({"softcap": 3.0}, {"bias": torch.zeros(V, device=device, dtype=torch.bfloat16)}):
+    weight = given["weight"]
+    adapted = AdaptedWeight(weight, weight[:, :8], lambda x: x[:, :8])
+    for refused in ({"weight": adapted}, {"weight": weight.float(), "input": given["input"].float()}):
         with pytest.raises(ValueError, match="needs Hopper"):
             invariant(**given | refused)
+
+
+FILTERS: dict[str, dict[str, Any]] = {
+    "top_k": {"top_k": 7},
+    "top_p": {"top_p": 0.9},
+    "min_p": {"min_p": 0.05},
+    "top_p after top_k": {"top_k": 30, "top_p": 0.8, "temperature": 0.7},
+    "all": {"top_k": 40, "top_p": 0.95, "min_p": 0.02, "temperature": 1.3, "logit_scale": 1.1},
+}
+# What the fused epilogue does not compute either.
+OTHERS: dict[str, dict[str, Any]] = {
+    "argmax": {},
+    "softcap": {"softcap": 5.0, "logit_scale": 1.3, "temperature": 0.7},
+    "bias": {"bias": True},
+    "temperatures of tokens": {"temperature": True},
+}
+WITHOUT_MEANS = tuple(name for name in ALL if name != "mean_logits")
+
+
+@pytest.fixture
+def passes(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record the tiles of each pass on rows that are treated alike."""
+    tiles: list[int] = []
+    reduce = InvariantPass._reduce
+
+    def watch(self: InvariantPass, tokens: Any) -> Any:
+        if not is_dry():
+            tiles.append(len(tokens.tiles))
+        return reduce(self, tokens)
+
+    monkeypatch.setattr(InvariantPass, "_reduce", watch)
+    return tiles
+
+
+def oracle(**given: Any) -> dict[str, Tensor]:
+    """Return what eager code does, for `temperature` of tokens in three calls."""
+    temperature = given.get("temperature")
+    if not isinstance(temperature, Tensor):
+        return eager.token_stats(**given)
+    parts = []
+    for rows in torch.arange(N, device=temperature.device).split(N // 3):
+        some = {"input": given["input"][rows], "target": given["target"][rows]}
+        parts.append(eager.token_stats(**given | some | {"temperature": float(temperature[rows[0]])}))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def coarse(dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Return a batch whose logits are multiples of 1/8 below 16, which every dtype holds. Many are equal."""
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randint(-1, 2, (V, H), generator=generator) / 8
+    input = torch.randint(-3, 4, (N, H), generator=generator)
+    target = (input.double() @ weight.double().t()).topk(3).indices[:, 1]
+    target[::9] = -100
+    return {"weight": weight.to(device, dtype), "input": input.to(device, dtype), "target": target.to(device)}
+
+
+INTERPRETED_FIRST = ("top_p", "all", "temperatures of tokens")  # the interpreter takes seconds for each
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    "name", [exhaustive([x], x, backend.INTERPRETED and x not in INTERPRETED_FIRST) for x in (*FILTERS, *OTHERS)]
+)
+def test_values_and_gradients_of_logits_in_memory(name: str, device: str, passes: list[int]) -> None:
+    """Of logits that no dtype rounds, a filter keeps the ids of float64, and values are those of float32 sums."""
+    budget = None if name in ("top_p", "bias") else 7 * V * 2
+    options, given = FILTERS.get(name) or OTHERS[name], coarse(torch.bfloat16, device)
+    if "bias" in options:
+        options, given = {}, given | {"bias": (torch.arange(V, device=device) % 5 / 8).bfloat16()}
+    if options.get("temperature") is True:
+        options = {"temperature": torch.tensor([0.5, 1.0, 2.0], device=device).repeat_interleave(N // 3)}
+    outputs = WITHOUT_MEANS if name in FILTERS else ALL
+    differentiated = tuple(x for x in outputs if x in FLOATS)
+    names = [x for x in ("weight", "input", "bias") if x in given]
+
+    def evaluate(function: Any, dtype: torch.dtype, **more: Any) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+        batch = {x: (y.to(dtype) if y.is_floating_point() else y) for x, y in given.items()}
+        leaves = [batch[x].requires_grad_() for x in names]
+        stats = function(**batch, outputs=outputs, **more)
+        values = {x: stats[x] if isinstance(stats, dict) else getattr(stats, x) for x in outputs}
+        upstream = torch.linspace(-1, 2, N, dtype=torch.float64, device=device)
+        finite = (values[x].masked_fill(values[x] == -torch.inf, 0).double() for x in differentiated)
+        total = sum(((i + 1) * (upstream.roll(i) * x).sum() for i, x in enumerate(finite)), torch.zeros(()).double())
+        return {x: y.detach() for x, y in values.items()}, torch.autograd.grad(total, leaves)
+
+    values, gradients = evaluate(invariant, torch.bfloat16, **options, logits_budget=budget)
+    exact, exact_gradients = evaluate(oracle, torch.float64, **options)
+    _, eager_gradients = evaluate(oracle, torch.bfloat16, **options)
+    assert passes == [1 if budget is None else 10]
+    for x in outputs:
+        dropped = exact[x] == -torch.inf
+        assert torch.equal(values[x] == -torch.inf, dropped)
+        kept = ~dropped & (given["target"] != -100)
+        assert 5 < kept.sum()
+        if x == "argmax":
+            z = given["input"].double() @ given["weight"].double().t()
+            z = (z + given["bias"].double() if "bias" in given else z)[kept]
+            assert torch.equal(z.gather(1, values[x][kept][:, None])[:, 0], z.amax(1))
+        else:
+            torch.testing.assert_close(values[x][kept].double(), exact[x][kept].double(), rtol=1e-5, atol=2e-5, msg=x)
+    # Triton's interpreter truncates to bfloat16, which doubles the error of the gradient of logits.
+    factor = 1.1 * (1 + backend.INTERPRETED)
+    for ours, of_eager_code, e in zip(gradients, eager_gradients, exact_gradients, strict=True):
+        assert relative_error(ours, e) <= factor * relative_error(of_eager_code, e)
+
+
+def same(found: Tensor, expected: Tensor, interpreted: bool) -> bool:
+    """Whether bits are equal. The interpreter's sums follow the alignment of their operands: a few roundings there."""
+    return torch.equal(found, expected) or (interpreted and torch.allclose(found, expected, rtol=1e-6, atol=1e-6))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("wide", [False, True], ids=["16 bits", "float32"])
+@pytest.mark.parametrize(
+    "name", [exhaustive([x], x, backend.INTERPRETED and x not in INTERPRETED_FIRST[1:]) for x in (*FILTERS, *OTHERS)]
+)
+def test_bits_of_logits_in_memory(name: str, wide: bool, device: str, passes: list[int]) -> None:
+    """A token has the same bits alone, in another batch and place, with another budget, stride and alignment."""
+    interpreted = device == "cpu"
+    if interpreted and wide:
+        pytest.skip("takes seconds in the interpreter")
+    options = dict(FILTERS.get(name) or OTHERS[name])
+    given = batch(torch.bfloat16, device, bias=options.pop("bias", False))
+    given["target"] = (given["input"] @ given["weight"].t()).topk(3).indices[:, 1].contiguous()
+    if interpreted:  # where logits are exact: its products follow their shape
+        given |= coarse(torch.bfloat16, device)
+        given["target"] = given["target"].where(given["target"] >= 0, 0)
+    if options.get("temperature") is True:
+        given["temperature"] = torch.linspace(0.5, 2.0, N, device=device)
+        del options["temperature"]
+    if wide:
+        options["logits_dtype"] = torch.float32
+    names = (*(WITHOUT_MEANS if name in FILTERS else ALL), "candidate_logps")
+    generator = torch.Generator().manual_seed(6)
+    candidates = torch.rand(N, V, generator=generator).topk(4).indices.to(device)
+    by_token = ("input", "target", "temperature")
+
+    def values(rows: Tensor, **more: Any) -> list[Tensor]:
+        some = {x: y[rows] if x in by_token else y for x, y in given.items()}
+        found = invariant(**some | more, candidates=candidates[rows], outputs=names[:-1], **options)
+        return [getattr(found, x) for x in names]
+
+    everything = torch.arange(N, device=device)
+    every = values(everything)
+    assert every[0].isfinite().any() and passes == [1]
+    shifted = torch.empty(N * H + 1, dtype=torch.bfloat16, device=device)[1:].view(N, H).copy_(given["input"])
+    apart = torch.empty(N, 3 * H, dtype=torch.bfloat16, device=device)[:, :H].copy_(given["input"])
+    checks = [(part.to(device), {}) for part in (*PARTS, torch.tensor([74]))]
+    checks += [(everything, {"logits_budget": rows * V * (6 if wide else 2)}) for rows in (1, 7, 32)]
+    checks += [(everything, {"input": x}) for x in (shifted, apart)]
+    checks += [(everything[17:18], {"input": x[17:18]}) for x in (shifted, apart)]
+    if interpreted:
+        checks = [checks[0], checks[3], checks[5], checks[-2]]
+    for rows, more in checks:
+        for x, found, expected in zip(names, values(rows, **more), every, strict=True):
+            assert same(found, expected[rows], interpreted), (x, rows, more)
+    assert max(passes) == (11 if interpreted else 75)
+    if interpreted:
+        return
+    leaf = given["input"].clone().requires_grad_()
+    assert torch.equal(values(everything, input=leaf)[0].detach(), every[0])
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("hidden", [896, 1536, 2048])
+def test_bits_of_many_filtered_tokens(hidden: int, device: str, passes: list[int]) -> None:
+    """The matrix library would take other tiles for other numbers of rows."""
+    if device == "cpu":
+        pytest.skip("compares kernels for a GPU")
+    generator = torch.Generator(device).manual_seed(hidden)
+    x, weight = (torch.randn(n, hidden, device=device, generator=generator).bfloat16() for n in (4096, 16000))
+    weight *= 2 * hidden**-0.5
+    target = torch.randint(16000, (4096,), device=device, generator=generator)
+
+    def values(rows: slice, budget: int | None = None) -> list[Tensor]:
+        options = {"top_p": 0.95, "outputs": ("logps", "lse", "entropy"), "logits_budget": budget}
+        found = invariant(weight, x[rows], target[rows], **options)
+        return [getattr(found, name) for name in ("logps", "lse", "entropy")]
+
+    every = values(slice(None))
+    for rows, budget in ((slice(None), 2 * 16000 * 300), (slice(5, 6), None), (slice(1001, 1300), None)):
+        for found, expected in zip(values(rows, budget), every, strict=True):
+            assert torch.equal(found, expected[rows])
+    assert max(passes) > 10
+
+
+def test_a_filter_needs_hopper_or_a_cpu() -> None:
+    with pytest.raises(ValueError, match=r'deterministic="batch" on a GPU needs Hopper, .* and no adapter'):
+        choose.for_statistics(
+            LossHead(torch.empty(11, 8, dtype=torch.bfloat16, device="meta")),
+            all_rows((5,)),
+            torch.bfloat16,
+            outputs=("logps",),
+            options=LogitOptions(),
+            filter=SamplingFilter(top_k=3),
+            batch_invariant=True,
+        )
 
 
 def test_a_filter_on_single_rows() -> None:

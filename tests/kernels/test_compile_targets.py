@@ -34,7 +34,7 @@ def why_not() -> str:
 
 compiles = pytest.mark.skipif(bool(why_not()), reason=why_not() or "compiles")
 QUICK = ("sm_89", "gfx942")
-# The fused epilogue, and kernels that only it launches.
+# The fused epilogue, what makes results independent of the batch, and kernels that only these launch.
 ON_HOPPER = {
     "merge_ranks.merge_ranks",
     "projection.centre",
@@ -44,10 +44,12 @@ ON_HOPPER = {
     "projection_grad.from_exponentials",
     "projection_grad.project_grad",
     "projection_grad.row_factors",
+    "projection_logits.project_logits",
     "target_rows.input",
     "target_rows.order",
     "target_rows.scale_rows",
     "target_rows.target_rows",
+    "top_p.smallest",
 }
 
 
