@@ -26,6 +26,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import folders  # noqa: F401
 import interpreted
 import pytest
+import spared  # noqa: F401
 import torch
 from fresh_process import FreshProcesses
 
@@ -161,6 +162,19 @@ def collected() -> Iterator[None]:
             torch.compiler.reset()  # its caches hold models
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Hide what a test imported from the garbage collector: each training run of accelerate collects all garbage."""
+    global modules_seen
+    if len(sys.modules) > modules_seen + 20:
+        modules_seen = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+modules_seen = 0
 
 
 @pytest.fixture(autouse=True)

@@ -80,6 +80,7 @@ def serve() -> None:
         torch.set_num_threads(1)
         sys.path.insert(0, str(ROOT / "tests"))
         import_module("folders")
+        import_module("spared")
         if os.environ.get("TRITON_INTERPRET") == "1":
             import_module("interpreted").mend()
     answers = os.fdopen(os.dup(1), "w")

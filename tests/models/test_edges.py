@@ -121,8 +121,11 @@ class Row:
 
 
 def cells(rows: list[Row]) -> Any:
-    """Return one test for each family, way and order of each row. All are exhaustive: without, the row's first family
-    has every way, each other family one of them, and orders alternate from one way, family and row to the next."""
+    """Return one test for each family, way and order of each row.
+
+    Most are exhaustive: without, the row's first family has every way, each other family has one of them, and orders
+    alternate from one way, family and row to the next.
+    """
     found = []
     of_families = [(row, family) for row in rows for family in row.families]
     for i, (row, family) in enumerate(of_families):
@@ -316,7 +319,7 @@ def like(model: nn.Module) -> Any:
     return stock
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("way", WAYS, ids=repr)
 @pytest.mark.parametrize(
     ("history", "copier"),
