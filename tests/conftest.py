@@ -22,6 +22,9 @@ from pathlib import Path
 
 # Deterministic mode requires this setting before cuBLAS starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# The shapes are small, and the workers of pytest-xdist share the cores. In ranks, accelerate would start a thread for
+# each core, and on busy ones threads wait for each other most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import folders  # noqa: F401
 import interpreted
@@ -39,7 +42,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The shapes are small, and the workers of pytest-xdist share the cores.
     torch.set_num_threads(1)
     if backend.INTERPRETED:
         interpreted.mend()
