@@ -181,6 +181,7 @@ def test_a_shallow_copy_is_reverted_alone():
     assert model(**arguments, head_fn=lambda head, input: input.hidden_states.shape)[-1] == HIDDEN
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("module", ["norm", "mlp", "model"])
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_pickles_of_each_protocol(module, protocol):

@@ -53,7 +53,7 @@ def in_double(name: str) -> dict[str, Tensor]:
     return {n: x.double() if x.is_floating_point() else x for n, x in labelled(BY_ID[name]).items()}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("checkpoints", [None, False, True], ids=["none", "checkpoints", "reentrant"])
 @pytest.mark.parametrize("name", MLPS)
 def test_training_step(name, checkpoints):

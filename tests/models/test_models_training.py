@@ -57,6 +57,7 @@ def adapted(peft: Any, name: str, **lora: Any) -> Any:
     return peft.get_peft_model(model, config)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "phi3", "qwen2_vl"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_lora(peft, name, when):
@@ -229,6 +230,7 @@ def test_trainer_in_bfloat16(tmp_path):
     assert isinstance(step(model, {**arguments, "skip_logits": False})[0].logits, Tensor)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma3"])
 def test_gradient_checkpointing(name, reentrant):
