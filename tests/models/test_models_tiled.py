@@ -215,7 +215,7 @@ def test_a_registered_mlp():
     assert apply_liger_kernel(model, tiled_mlp=4).replaced["tiled_mlp"] == {"Gated": 1, "LlamaMLP": 1}
 
 
-@pytest.mark.parametrize("how", ["model", "layers"])
+@pytest.mark.parametrize("how", [pytest.param("model", marks=pytest.mark.exhaustive), "layers"])
 def test_compile(how):
     results = []
     for model in both("llama", torch.float32):

@@ -316,7 +316,7 @@ def shallow(name: str) -> Tiny:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("mixtral", marks=pytest.mark.exhaustive)])
 def test_compiled_step(name):
     """With a softcap and with experts, a compiled step has stock's gradients."""
     tiny = shallow(name)
