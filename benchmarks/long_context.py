@@ -63,8 +63,6 @@ _OTHERS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 ATTENTION = {"cudnn": [_CUDNN, _FLASH, *_OTHERS], "flash": [_FLASH, _CUDNN, *_OTHERS]}  # by priority
 GRID = 256 if DEVICE == "cuda" else 16  # tokens
 PRECISION = 1.05  # of the longest sequence
-# GiB of pinned memory that checkpoints may take. torch rounds each tensor there up to a power of two.
-HOST_GIB = 96.0
 LIGER = "Liger-Kernel"
 WHOLE, TILED, HOST = (f"{OURS} {how}" for how in ("whole", "tiled", "host"))
 
@@ -348,7 +346,21 @@ def fill_step(training: Training, contender: Contender, repeats: int, row: LongS
         row.fill(step_of(training.length), training.sequences * training.length, repeats, before)
 
 
-def fill_longest(training: Training, contender: Contender, seconds: float, start: int | None, row: LongRow) -> None:
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a search.
+
+    - `seconds`: no trial starts that would end later
+    - `start`: tokens of the first long trial; None for those of the estimate
+    - `host_gib`: pinned memory that checkpoints may take. torch rounds each tensor there up to a power of two.
+    """
+
+    seconds: float
+    start: int | None
+    host_gib: float
+
+
+def fill_longest(training: Training, contender: Contender, limits: Limits, row: LongRow) -> None:
     if DEVICE == "cpu":
         raise Skipped("memory is only measured on a GPU")
     estimated = training.estimated_longest(contender)
@@ -359,17 +371,19 @@ def fill_longest(training: Training, contender: Contender, seconds: float, start
         guess = training.length / 2  # its logits decide
     if contender.checkpoints == "host":  # twice what fits with whole MLPs, and 5% for the estimate's error
         guess = min(guess, 2 * PRECISION * training.estimated_longest(CONTENDERS[WHOLE]))
-    if start is not None:
-        guess = start
-    end = time.perf_counter() + seconds
+    if limits.start is not None:
+        guess = limits.start
     with prepared(training, contender) as step_of:
-        search(training, contender, step_of, guess, end, row)
+        search(training, contender, step_of, guess, limits, row)
     if contender.is_ours and row.length:
         row.estimated_mib = round(training.estimated_mib(contender, row.length), 1)
 
 
-def search(training: Training, contender: Contender, step_of: StepOf, guess: float, end: float, row: LongRow) -> None:
+def search(
+    training: Training, contender: Contender, step_of: StepOf, guess: float, limits: Limits, row: LongRow
+) -> None:
     """Try lengths from `guess` on, until one fits and one of at most 5% more does not."""
+    end = time.perf_counter() + limits.seconds
 
     def trial(n: int) -> float | None:
         gc.collect()
@@ -390,8 +404,8 @@ def search(training: Training, contender: Contender, step_of: StepOf, guess: flo
     per_unit, timed = row.trials[0][2] / training.seconds(short), False
     n = int(guess) // GRID * GRID
     while n > 0:
-        if contender.checkpoints == "host" and training.host_gib(n) > HOST_GIB:
-            print(f"    {n}: more than {HOST_GIB:g} GiB on the host", flush=True)
+        if contender.checkpoints == "host" and training.host_gib(n) > limits.host_gib:
+            print(f"    {n}: more than {limits.host_gib:g} GiB on the host", flush=True)
             break
         if timed and time.perf_counter() + per_unit * training.seconds(n) > end:
             break
@@ -431,6 +445,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parse = steps_parser(__doc__ or "", "trainer:model:sequences:length", repeats=2, seconds=60.0)
     parse.add_argument("--steps", action="store_true", help="steps at the rows' lengths alone")
     parse.add_argument("--start", type=int, help="tokens of the first trial of a search (by the estimate)")
+    parse.add_argument("--host-gib", type=float, default=96.0, help="pinned memory for checkpoints (%(default)s)")
     parse.add_argument("--attention", choices=ATTENTION, default="cudnn", help="of torch's SDPA (%(default)s)")
     args = parse.parse_args(arguments)
     with sdpa_kernel(ATTENTION[args.attention], set_priority=True):
@@ -445,9 +460,10 @@ def measure(args: Any) -> Path:
             steps = {name: partial(fill_step, training, c, args.repeats) for name, c in training.contenders().items()}
             table.compare(f"{training.name} of {training.length}", facts(training), steps, LongStepRow)
     if not args.steps:
+        limits = Limits(args.seconds, args.start, args.host_gib)
         for training in rows:
             contenders = training.contenders().items()
-            searches = {name: partial(fill_longest, training, c, args.seconds, args.start) for name, c in contenders}
+            searches = {name: partial(fill_longest, training, c, limits) for name, c in contenders}
             table.compare(f"{training.name}, longest", facts(training), searches, LongRow)
     return table.finish()
 

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -712,9 +711,9 @@ def test_the_search_of_a_long_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(long_context, "capacity_mib", lambda: 12.0 + fits)
         monkeypatch.setattr(long_context, "peak_of", lambda step: peak_at(step.backward()))
         row = long_context.LongRow("task", "name")
-        end = time.perf_counter() + seconds
+        limits = long_context.Limits(seconds, start=None, host_gib=96.0)
         step_of = lambda n: TrainingStep(lambda: n, None)  # noqa: E731
-        long_context.search(training, long_context.CONTENDERS[long_context.TILED], step_of, guess, end, row)
+        long_context.search(training, long_context.CONTENDERS[long_context.TILED], step_of, guess, limits, row)
         return row
 
     for guess in (400, 1000, 1040, 3000):
