@@ -18,6 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -36,6 +38,12 @@ def work(rank, *arguments):
 
 torch.multiprocessing.start_processes(work, arguments, int(nprocs), start_method="fork")
 """
+
+
+# What sharded parameters import at their first use: more than a second of each rank of each test.
+FOR_RANKS = ["torch._dynamo"]
+if torch.distributed.is_available():
+    FOR_RANKS += ["torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
 
 
 class FreshProcesses:
@@ -72,8 +80,6 @@ class FreshProcesses:
 
 def serve_first() -> None:
     """Answer requests on stdin: those of another server by a fork that becomes this server."""
-    gc.disable()
-    import_module("torch")
     sys.path[0] = str(ROOT)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -84,26 +90,26 @@ def serve_first() -> None:
             serve([line], answers)
             continue
         if server not in others:
-            others[server] = forked_server()
+            others[server] = forked_server(FOR_RANKS if server == "spawn" else ())
         print(line, end="", file=others[server], flush=True)
         print(others[server].readline(), end="", file=answers, flush=True)
 
 
-def forked_server() -> TextIO:
-    """Fork a server for workers, and return its end of the connection. It ends when that is closed."""
+def forked_server(modules: Iterable[str]) -> TextIO:
+    """Fork a server that imports `modules`, and return our end of the connection. It ends when that is closed."""
     ours, its = socket.socketpair()
     if os.fork():
         its.close()
         return ours.makefile("rw")
     ours.close()
-    import torch
-
     torch.set_num_threads(1)  # a fork cannot use its parent's threads
     sys.path.insert(0, str(ROOT / "tests"))
     import_module("folders")
     import_module("spared")
     if os.environ.get("TRITON_INTERPRET") == "1":
         import_module("interpreted").mend()
+    for module in modules:
+        import_module(module)
     serve(its.makefile("r"), its.makefile("w"))
     os._exit(0)
 
@@ -137,4 +143,5 @@ def serve(requests: Iterable[str], answers: TextIO) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()
     serve_first()
