@@ -45,7 +45,7 @@ ALTERNATIVES = {
     FLOOR: "Time of every task over the time of its matrix products",
     SCALING: "Time and memory of the cross entropy against tokens and vocabulary",
     **{STEP_FIGURES[family]: f"{title}: tokens a second, and memory" for family, title in ALL_STEPS.items()},
-    HEADLINE: "Memory, speed and time of the steps in the list, beside TRL and Liger-Kernel",
+    HEADLINE: "Memory, speed and time of the steps in the list, compared with TRL and Liger-Kernel",
     CONVERGENCE: "Loss of fused and of stock training, step by step, and their difference, for four families",
 }
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"

@@ -1,13 +1,15 @@
 """Benchmark the softmax over kept ids against the three products of the whole vocabulary.
 
-python -m benchmarks.kept_ids 8192:4096:151936 --mean 8 34 138        tokens:hidden size:vocabulary
+python -m benchmarks.kept_ids 8192:4096:151936 --mean 8 64 1024        tokens:hidden size:vocabulary
 
-Of the tokens, 46% kept one id, and the others an exponential number, as in a measured run of top-p sampling. Ids are
-drawn by Zipf's law. `kernels` are those of `kernels/kept.py` alone, without the checks of a call; `step` is a forward
-and backward of `linear_token_stats(kept=)` in training, which chose to read rows of the head for each token, or
-products of whole rows; `rows` or `whole_rows` is the other way. `first` is a step with a `KeptIds` that no call had
-yet, whose ids are sorted and checked, and `sparse` one with `sparse_weight_grad=True`. `gpu_ms` are the kernels of a
-step alone.
+Of the tokens, 46% kept one id, and the others an exponential number from two on, as in a measured run of top-p
+sampling. Ids are drawn by Zipf's law, and those that a token draws twice count once: more are drawn until the mean of
+the distinct ones is within 2% of `--mean`.
+
+`kernels` are those of `kernels/kept.py` alone, without the checks of a call; `step` is a forward and backward of
+`linear_token_stats(kept=)` in training, which chose to read rows of the head for each token, or products of whole rows;
+`rows` or `whole_rows` is the other way. `first` is a step with a `KeptIds` that no call had yet, whose ids are sorted
+and checked, and `sparse` one with `sparse_weight_grad=True`. `gpu_ms` are the kernels of a step alone.
 """
 
 from __future__ import annotations
@@ -42,10 +44,23 @@ SINGLE = 0.46  # share of tokens with one id
 
 
 def drawn(n: int, v: int, mean: float) -> tuple[KeptIds, Tensor]:
-    """Return kept ids, and a target among them."""
+    """Return kept ids, `mean` distinct ones a token, and a target among them."""
+    of_draws = mean
+    for _ in range(12):
+        kept = _drawn(n, v, of_draws)
+        found = kept.ids.shape[0] / n
+        if abs(found / mean - 1) < 0.02:
+            break
+        # Not by the ratio of the means alone: singletons stay as many.
+        of_draws = SINGLE + (of_draws - SINGLE) * (mean - SINGLE) / (found - SINGLE)
+    return kept, kept.ids[kept.offsets[:-1]]
+
+
+def _drawn(n: int, v: int, mean: float) -> KeptIds:
+    """Return the distinct ones of `mean` drawn ids a token."""
     generator = torch.Generator(DEVICE).manual_seed(0)
-    of_others = max((mean - SINGLE) / (1 - SINGLE) - 1, 0.1)
-    lengths = 1 + torch.empty(n, device=DEVICE).exponential_(1 / of_others, generator=generator).long().clamp(
+    of_others = max((mean - SINGLE) / (1 - SINGLE) - 2, 0.1)
+    lengths = 2 + torch.empty(n, device=DEVICE).exponential_(1 / of_others, generator=generator).long().clamp(
         max=v // 8
     )
     lengths[torch.rand(n, device=DEVICE, generator=generator) < SINGLE] = 1
@@ -56,8 +71,7 @@ def drawn(n: int, v: int, mean: float) -> tuple[KeptIds, Tensor]:
     tokens = torch.repeat_interleave(lengths, output_size=m)
     pairs = torch.unique(tokens * v + ids)  # distinct within a token
     tokens, ids = pairs // v, pairs % v
-    offsets = torch.searchsorted(tokens, torch.arange(n + 1, device=DEVICE))
-    return KeptIds(ids, offsets), ids[offsets[:-1]]
+    return KeptIds(ids, torch.searchsorted(tokens, torch.arange(n + 1, device=DEVICE)))
 
 
 def kernels_alone(x: Tensor, weight: Tensor, given: KeptIds) -> float:
@@ -89,7 +103,7 @@ def always(takes_products: bool) -> Iterator[None]:
 def main(arguments: Sequence[str] | None = None) -> Path:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", default=["8192:4096:151936", "32768:2048:151936", "8192:896:151936"])
-    parser.add_argument("--mean", type=float, nargs="+", default=[8, 34, 138], help="ids a token")
+    parser.add_argument("--mean", type=float, nargs="+", default=[8, 34, 64, 590, 1024], help="distinct ids a token")
     parser.add_argument("--ways", action="store_true", help="only the step, and the way that it did not choose")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     args = parser.parse_args(arguments)
@@ -117,6 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
             found = {
                 "shape": shape,
                 "ids": given.ids.shape[0],
+                "mean": given.ids.shape[0] / n,
+                "singletons": float((given.offsets.diff() == 1).float().mean()),
                 "most_repeated": int(given.ids.bincount().max()),
                 "products_ms": products,
                 "kernels_ms": kernels_alone(x.detach(), weight.detach(), given),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from liger_chunked.sampler import beyond_top_p, mass_from
 from liger_chunked.types import check_sampling, described
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
@@ -29,7 +30,7 @@ class KeptIds:
 
     Calls keep the order of the ids that they sorted for the first one, and sort again where a tensor was changed in
     place. Do not change tensors that were made in inference mode, which counts no changes. A captured CUDA graph sorts
-    in each replay.
+    in each replay. A call on another stream waits for the sort; it is yours to wait for `ids` and `offsets` themselves.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, shape or device.
@@ -247,12 +248,10 @@ class KeptIds:
             z = z.masked_fill(z < z.topk(top_k).values[:, -1:], -math.inf)
         if top_p is not None and top_p < 1:
             largest, order = z.sort(descending=True, stable=True)
-            # The probability from each id on. From the smallest, because a sum from the largest reaches 1 too early.
-            left = largest.softmax(-1).flip(-1).cumsum(-1).flip(-1)
-            dropped = left <= 1 - top_p
-            dropped[:, 0] = False  # the largest stays, also where 1 - top_p rounds to 1
+            dropped = beyond_top_p(mass_from(largest.softmax(-1)), top_p)
             z = z.masked_fill(dropped.gather(1, order.argsort(1)), -math.inf)
         if min_p is not None:
+            # Of probabilities, as samplers compute it: of logits, ids at the bound would round otherwise.
             p = z.softmax(-1)
             z = z.masked_fill(p < min_p * p.amax(-1, keepdim=True), -math.inf)
         return cls.from_mask(z > -math.inf)

@@ -698,11 +698,11 @@ def multi_token() -> None:
     assert modules[path].process_mtp_loss is stock
 
 
-def _log(name: str, ours: bool, **arguments: Any) -> list[dict[str, float]]:
+def _log(name: str, ours: bool, config: dict[str, Any] | None = None, **arguments: Any) -> list[dict[str, float]]:
     from test_trl_trainers import run
 
     with tempfile.TemporaryDirectory() as folder:
-        return run(Path(folder), name, ours, {"max_steps": 2}, **arguments)
+        return run(Path(folder), name, ours, {"max_steps": 2, **(config or {})}, **arguments)
 
 
 def _assert_same_training(name: str, loss: nn.Module | None = None, **arguments: Any) -> None:
@@ -726,13 +726,13 @@ def dpo_trainer() -> None:
 
 
 def grpo_trainer() -> None:
-    """As TRL does, and over what the sampler kept: all ids, as it has no filter."""
+    """As TRL does, and over what the sampler kept."""
     from liger_chunked import LigerFusedLinearGRPOLoss
 
     _assert_same_training("GRPO")
     _assert_same_training("GRPO", LigerFusedLinearGRPOLoss(reduction="dapo"))
     try:
-        _log("GRPO", True, kept_ids=True)
+        _log("GRPO", True, {"top_p": 0.9}, kept_ids=True)
     except RuntimeError as error:
         assert "TRL" in str(error) or "generate" in str(error)
 

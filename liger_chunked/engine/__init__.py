@@ -14,6 +14,7 @@ gradients, live_rows             accumulators of dX, dW and db; leave rows witho
 plan                             what the choice returns: `Plan`, and the `Tokens` of a chunk
 objective, pairs, examples       the loss of a chunk, and its gradient by the statistics
 rows, known, packed              which tokens count, in which order, and how values return to the batch
+rank_rows                        the same where ranks split sequences
 scattered, sequence, collectives hidden states and sequences split over ranks, and what ranks send
 adapter                          the low-rank term of an `AdaptedWeight`
 precision, hooks, side_stream    what surrounds products: no autocast, no hooks on saved tensors, a second stream
@@ -55,6 +56,7 @@ from liger_chunked.engine.objective import (
 )
 from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
 from liger_chunked.engine.pairs import PairKernel, has_pair_kernel
+from liger_chunked.engine.rank_rows import on_this_rank
 from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.rows import Group, Rows, all_rows, select_rows
 from liger_chunked.engine.sampling import SamplingFilter
@@ -113,6 +115,7 @@ __all__ = [
     "host_may_sync",
     "linear_token_stats",
     "loss_of_kept",
+    "on_this_rank",
     "plain",
     "run_step",
     "select_rows",

@@ -27,6 +27,7 @@ from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.kept_pass import KeptPass
 from liger_chunked.engine.plan import Path, Plan
+from liger_chunked.engine.rank_rows import on_this_rank
 from liger_chunked.engine.rows import Rows
 from liger_chunked.engine.sampling import SamplingFilter
 from liger_chunked.engine.scattered import ScatteredRows, scatter_rows
@@ -193,6 +194,8 @@ def for_loss(
         filter: the logits that statistics are of. None: all.
         skips_rows: whether to look for rows without a gradient, where that pays.
     """
+    if rows.split is not None:
+        rows = on_this_rank(rows, whole_batch)
     budget, bytes_per_logit = budget_of(head, options, dtype), logit_bytes(options, dtype)
     if budget.given is not None:
         _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
@@ -266,6 +269,8 @@ def for_statistics(
     Raises:
         ValueError: nothing computes such statistics independently of the batch on this GPU.
     """
+    if rows.split is not None:
+        rows = on_this_rank(rows)
     budget, bytes_per_logit = budget_of(head, options, dtype), logit_bytes(options, dtype)
     if budget.given is not None:
         _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
@@ -386,6 +391,8 @@ def for_distillation(
         bytes_per_logit: of a student's logit with all that lives beside it for a tile.
         wants_weight: whether dW is computed.
     """
+    if rows.split is not None:
+        rows = on_this_rank(rows)
     budget, n_valid = budget_of(head, options, dtype), rows.n_valid
     if budget.given is not None:
         _warn_of_few_rows(budget, bytes_per_logit, n_valid)
@@ -409,7 +416,7 @@ def for_distillation(
 def pass_of_loss(plan: Plan, head: HeadTensors, grads: HeadGradients | None) -> HeadPass | EpiloguePass:
     """Return what runs a loss's chunks. `head` is in the products' dtype; without `grads`, nothing has a gradient."""
     # The epilogue adds rows of targets to dW in float32, and cannot add them to a rounded one.
-    if plan.path is Path.EPILOGUE and (grads is None or grads.accumulates):
+    if plan.path is Path.EPILOGUE and (grads is None or grads.weight is None or grads.weight.is_wide):
         epilogue_pass = EpiloguePass(epilogue.readable(head), plan.options, plan.outputs, grads, plan.skips_rows)
         epilogue_pass.reserve(plan.largest_tile)
         return epilogue_pass

@@ -107,7 +107,7 @@ class DistillationStep:
     route: Route
     teacher: Teacher | None
     has_target: bool
-    values: Any = field(default=None, init=False)  # dense `Divergences`
+    values: Any = field(default=None, init=False)  # `Divergences` of the plan's rows, or of all ranks' positions
 
     def tensors(self) -> dict[str, Tensor | None]:
         """Return, by name, what a later run reads beside the student."""
@@ -165,13 +165,13 @@ class DistillationStep:
                 if i == len(plan.chunks) - 1:
                     teacher = None  # dW can use its memory
                 if grads is not None and chunk.length:
-                    dx = grads.open_input(x, chunk.row_slice, True, of_adapter, student.head.up)
                     whole = Tile(slice(0, chunk.length), slice(0, student.columns))
-                    grads.add(whole, logits, x, student.head.weight, dx)
-                    grads.close_chunk(dx)
+                    grads.open_chunk(student.head, x, chunk.row_slice, (whole,), of_adapter)
+                    grads.add(whole, logits)
+                    grads.close_chunk()
         student.release()
         del logits
-        self.values = plan.rows.join(parts)
+        self.values = plan.rows.join_compact(parts)
         loss = self.weights.loss(self.values).to(accumulation_dtype(plan.dtype))
         return loss, (None,) * len(needs) if grads is None else grads.finish()
 
@@ -239,7 +239,7 @@ class _DivergencesOfTokens(torch.autograd.Function):
         ctx.step = step.without_tensors()
         rows = step.plan.rows
         divergence, logps, _ = step.values
-        return rows.scatter(divergence), None if logps is None else rows.scatter(logps)
+        return rows.to_dense(divergence), None if logps is None else rows.to_dense(logps)
 
     @staticmethod
     @first_derivative
@@ -311,7 +311,7 @@ def distillation_step(
     teacher_dtype = None if teacher is None else teacher.dtype
     plan = choose.for_distillation(
         head,
-        rows.on_this_rank(),
+        rows,
         dtype,
         bytes_per_logit=route.bytes_per_logit(dtype, teacher_dtype),
         options=options,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.engine.collectives import gather_tensor
-from liger_chunked.engine.cutting import Tile, Tiles, largest, row_blocks
+from liger_chunked.engine.cutting import Tile, Tiles, largest
 from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.engine.live_rows import LiveCount
@@ -289,25 +289,28 @@ class EpiloguePass:
             gradients = {name: g[live.rows] for name, g in gradients.items()}
             tokens = live.tokens(tokens)
         x, values, index = tokens.x.contiguous(), exponentials.values, None if live is None else live.rows
-        dx = self.grads.open_input(x, tokens.row_slice, one_slice=True, live=index)
+        d_input, d_weight = self.grads.input, self.grads.weight
+        dx = self.grads.open_chunk(self.head, x, tokens.row_slice, tokens.tiles, live=index)
         if not x.shape[0]:
-            self.grads.close_chunk(dx)
+            self.grads.close_chunk()
             return
-        ranks_sum = dx is not None and self.head.shard is not None
-        needs_weight = self.grads.weight_gradient() is not None
-        scaled = None if not needs_weight else torch.empty_like(x) if dx is None or ranks_sum else dx
+        ranks_sum = d_input is not None and self.head.shard is not None
+        scaled: Tensor | None = None
+        if d_weight is not None:
+            d_weight.allocate()  # on this stream, not on the side stream that writes it
+            scaled = torch.empty_like(x) if dx is None or ranks_sum else dx
         scales = scale_rows(x, exponentials, gradients.get("logps"), gradients.get("lse"), _scale(self.options), scaled)
         with SideStream(x.device) as aside:
-            if dx is not None and ranks_sum:
+            if d_input is not None and dx is not None and ranks_sum:
                 with aside.stream() if scaled is not None else nullcontext():
                     self._form_input_gradient(dx, values, target, scales)
-                    self.grads.start_sum(dx)
-            if scaled is not None and values is not None:
+                    d_input.start_sum()
+            if d_weight is not None and scaled is not None and values is not None:
                 with nullcontext() if dx is None or ranks_sum else aside.stream():
-                    self.grads.add_exponentials(values, scaled, target, scales.target, x)
+                    d_weight.add_exponentials(values, scaled, target, scales.target, x)
             if dx is not None and not ranks_sum:
                 self._form_input_gradient(dx, values, target, scales, before_writing=aside.join)
-        self.grads.close_chunk(dx)
+        self.grads.close_chunk()
 
     def _form_input_gradient(
         self,
@@ -437,7 +440,7 @@ class StatisticsPass:
             x, target, factors = x.index_select(0, live.rows), target[live.rows], factors.at(live.rows)
             tiles = live.tiles(tiles)
         index = None if live is None else live.rows
-        dx = self.grads.open_input(x, row_slice, len(tiles) == row_blocks(tiles), live=index)
+        self.grads.open_chunk(self.head, x, row_slice, tiles, live=index)
         if tiles:
             self.reserve(tiles)
         for tile in reversed(tiles):
@@ -453,8 +456,8 @@ class StatisticsPass:
                     _scale(self.options),
                     tile.vocab_slice.start,
                 )
-            self.grads.add(tile, dz, x, weight, dx)
-        self.grads.close_chunk(dx)
+            self.grads.add(tile, dz)
+        self.grads.close_chunk()
 
     def reserve(self, tiles: Tiles) -> None:
         if self._buffer is None:

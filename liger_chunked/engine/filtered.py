@@ -13,7 +13,7 @@ from liger_chunked.engine.collectives import gather_tensor
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.plan import Tokens
-from liger_chunked.engine.sampling import SamplingFilter
+from liger_chunked.engine.sampling import SamplingFilter, SplitVocabulary
 from liger_chunked.engine.shard import ShardedPass
 from liger_chunked.engine.token_pass import TokenPass
 from liger_chunked.kernels import LogitsCotangents
@@ -82,7 +82,8 @@ class FilteredShardedPass(FilteredPass, ShardedPass):
         def gather(x: Tensor) -> Tensor:
             return torch.cat(list(gather_tensor(x, self._shard.group)), -1)
 
-        return self.filter.smallest_kept(logits, self.options, temperature, gather, self.most_columns)
+        vocabulary = SplitVocabulary(gather, self.most_columns)
+        return self.filter.smallest_kept(logits, self.options, temperature, vocabulary)
 
     def _drops(self, logits: Tensor, target: Tensor) -> Tensor:
         own = target - self._shard.start

@@ -1,3 +1,18 @@
+"""Accumulate the gradients of a head, tile by tile and chunk by chunk: dX, dW and db, and du and dup of an adapter.
+
+    grads = HeadGradients(plan, input, head, needs, u)
+    for each chunk:
+        gradients = grads.normalize(gradients)              upstream gradients, in range for float16
+        dx = grads.open_chunk(head, x, row_slice, tiles)    memory for the chunk's dX
+        for tile in reversed(tiles):
+            grads.add(tile, dz)                             dX += dz W, dW += dz^T X, db += sum of dz
+        grads.close_chunk()                                 dX goes to the rows of the input
+    dx, dw, db, du, dup = grads.finish()
+
+`InputGradient` holds dX and du, `WeightGradient` dW and dup. Where ranks split the vocabulary, each has a part of the
+sum over ids: `SummedInputGradient` adds these parts, `ScatteredInputGradient` gives each rank the rows that it holds.
+"""
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -7,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.device import is_on_gpu
-from liger_chunked.engine.cutting import Tile
+from liger_chunked.engine.cutting import Tile, Tiles, row_blocks
 from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.plan import Plan
 from liger_chunked.kernels import add_target_rows_, occurrences, scale_
@@ -18,7 +33,12 @@ from liger_chunked.types import HeadTensors, accumulation_dtype
 
 
 def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """Compute `out = a @ b` if `first`, else `out += a @ b`."""
+    """Compute `out = a @ b` if `first`, else `out += a @ b`, with sums in the dtype of `out`.
+
+    Args:
+        out: (n, m), in the operands' dtype or a wider one. Uninitialised if `first`.
+        a, b: (n, k) and (k, m), in one dtype.
+    """
     if out.is_meta or is_dry():
         return  # a product on a GPU allocates nothing
     if out.dtype == a.dtype:
@@ -31,15 +51,15 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
             torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
     else:
         # No product of 16-bit operands has a wider result here, so operands are copied: `a`, the larger one, in blocks.
-        rows = max(1, UPCAST_BLOCK // max(a.shape[1], 1))
+        n_rows = max(1, UPCAST_BLOCK // max(a.shape[1], 1))
         b = b.to(out.dtype)
-        for start in range(0, a.shape[0], rows):
-            block = out[start : start + rows]
-            block.addmm_(a[start : start + rows].to(out.dtype), b, beta=0 if first else 1)
+        for start in range(0, a.shape[0], n_rows):
+            block = out[start : start + n_rows]
+            block.addmm_(a[start : start + n_rows].to(out.dtype), b, beta=0 if first else 1)
 
 
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x.sum(0)` without torch's large workspace on a GPU."""
+    """Return (columns,), the sum over the rows of `x` in `dtype`, without torch's large workspace on a GPU."""
     if is_on_gpu(x):
         ones = x.new_ones(1, x.shape[0])
         return torch.mm(ones, x)[0] if x.dtype == dtype else torch.mm(ones, x, out_dtype=dtype)[0]
@@ -51,6 +71,8 @@ _SMALLEST_UNIT = 2.0**-64
 
 
 class Needs(NamedTuple):
+    """Which gradients a step computes, in the order of `GradientInForward`'s tensors; `u` and `up` are an adapter's."""
+
     input: bool
     weight: bool
     bias: bool = False
@@ -61,70 +83,298 @@ class Needs(NamedTuple):
 NOTHING_NEEDED = Needs(False, False)
 
 
-class HeadGradients:
-    """dX, dW and db of one step, and du and dup of an adapter.
+class InputGradient:
+    """dX of a step, (N, H) like its flattened input. Of an adapter, du (N, r).
 
-    dW is float32, but has the weight's dtype if that is the products' dtype, not float16, and each element is written
-    at most once (`n_contributions`).
+        dx = gradient.open(x, row_slice, one_product)   memory (n, H) for the dX of a chunk of n rows
+        gradient.add(tile, dz, weight)                  dx[rows] += dz @ weight[columns]
+        gradient.close()                                the chunk's rows go to those of the input
+        total = gradient.finish(unit)
 
-    In float16, where a mean's gradients would underflow, those of statistics are divided by `unit`, a power of two, and
-    dX and dW are float32.
+    A chunk's dX is formed in its place in `total` if its rows are consecutive there and the dtypes agree. Else it has
+    memory of its own, from which `close` copies it. Rows of ignored tokens are zero.
+
+    Args:
+        plan: of the step.
+        input: (N, H), or an adapter's (N, r). Gives shape, dtype and device.
+        wide: dtype of sums, float32, or float64 for float64 products.
+        has_wide_products: whether products stay in `wide` until `close`, because what is added to them comes later.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        input: Tensor,
-        head: HeadTensors,
-        needs: Needs,
-        u: Tensor | None = None,
-        wide_input: bool = False,
-    ) -> None:
-        self._input_index, self._scattered = plan.rows.input_index, plan.scattered
-        self._half = plan.dtype == torch.float16
-        # Whether dX's products are float32.
-        self._wide_input = wide_input or self._half or head.shard is not None
-        self._unit: Tensor | None = None
-        self._dtypes = (input.dtype, head.weight.dtype, None if head.bias is None else head.bias.dtype)
-        self._dw_is_unwritten = True
-        self._wide = accumulation_dtype(plan.dtype)
-        self._given_input = input if needs.input else None
-        self._given_weight = head.weight if needs.weight else None
-        # A 16-bit dW to which chunks add would be rounded each time: only one that is written once has few bits.
-        direct = plan.n_contributions <= 1 and not self._half and head.weight.dtype == plan.dtype
-        self._weight_dtype = plan.dtype if direct else self._wide
-        # Rows of ignored tokens must be zero.
+    def __init__(self, plan: Plan, input: Tensor, wide: torch.dtype, has_wide_products: bool) -> None:
+        self._input = input
+        self._input_index = plan.rows.input_index
+        self._is_in_order = plan.rows.input_index is None and plan.scattered is None
+        is_half = plan.dtype == torch.float16
+        # float32 for float16, which could overflow until the backward multiplied by the loss scale.
+        self._dtype = wide if is_half else input.dtype
+        self._wide = wide
+        self._product_dtype = wide if has_wide_products or is_half else plan.dtype
         n_written = plan.rows.n_valid if plan.scattered is None else plan.scattered.n_own
-        self._create_input = torch.empty if n_written == input.shape[0] else torch.zeros
-        # The first product overwrites dW, so zeros are only for what no product writes: the padding of a shard, or all
-        # of dW without tokens.
-        is_padded = head.shard is not None and head.is_padded
-        self._create_weight = torch.empty if plan.n_contributions and not is_padded else torch.zeros
-        self._input: Tensor | None = None
-        self._weight: Tensor | None = None
-        self._slice: Tensor | None = None  # float32 sum of a rounded dW's blocks of rows
-        self._bias: Tensor | None = None
+        self._create = torch.empty if n_written == input.shape[0] else torch.zeros
+        self.total: Tensor | None = None  # (N, H), from the first chunk on
+        # Of the open chunk:
+        self._dx: Tensor | None = None  # (n, H)
+        self._row_slice = slice(0, 0)
+        self._live: Tensor | None = None  # (n,)
+
+    def open(self, x: Tensor, row_slice: slice, one_product: bool, live: Tensor | None = None) -> Tensor:
+        """Return memory (n, H) for the dX of a chunk.
+
+        Args:
+            x, row_slice, live: as in `HeadGradients.open_chunk`.
+            one_product: whether one product writes each row. Several are added in `wide`, and rounded by `close`.
+        """
+        if self.total is None:
+            # Not before the first chunk: the GPU is idle until its product.
+            part_of_next.set("input_grad")
+            self.total = self._create(self._input.shape, dtype=self._dtype, device=self._input.device)
+        total, dtype = self.total, self._product_dtype if one_product else self._wide
+        if self._is_in_order and live is None and dtype == total.dtype:
+            dx = total if x.shape[0] == total.shape[0] else total[row_slice]
+        else:
+            part_of_next.set("input_grad")
+            dx = torch.empty(x.shape, dtype=dtype, device=x.device)
+        self._dx, self._row_slice, self._live = dx, row_slice, live
+        return dx
+
+    def add(self, tile: Tile, dz: Tensor, weight: Tensor) -> None:
+        """Add `dz @ weight`, a tile's dz (rows, columns) times its columns of `weight` (V, H)."""
+        dx, (rows, vocab) = self._dx, tile
+        assert dx is not None
+        # Slicing costs host time, and most chunks are one tile.
+        dx = dx if dz.shape[0] == dx.shape[0] else dx[rows]
+        columns = weight if dz.shape[1] == weight.shape[0] else weight[vocab]
+        # Tiles come in reverse, so a row's first product is that of the last ids. It overwrites uninitialised memory.
+        accumulate(dx, dz, columns, first=vocab.stop == weight.shape[0])
+
+    def start_sum(self) -> None:
+        """Start to add the ranks' parts of the open chunk's dX, which is complete. Does nothing on one rank."""
+
+    def close(self) -> None:
+        """Copy the chunk's dX to the rows of the input, unless it was formed there."""
+        dx, live, total, index = self._dx, self._live, self.total, self._input_index
+        self._dx = self._live = None
+        assert dx is not None and total is not None
+        if index is None and live is None:
+            if dx.dtype != total.dtype:  # else `dx` is a part of `total`
+                total[self._row_slice] = dx
+            return
+        if index is None:
+            # Rows without a gradient are zero, and `total` may be uninitialised.
+            total, places = along(total, self._row_slice).zero_(), live
+        else:
+            places = along(index, self._row_slice)
+            if live is not None:
+                total.index_fill_(0, places, 0.0)
+                places = places[live]
+        assert places is not None
+        total.index_copy_(0, places, dx.to(total.dtype))
+
+    def finish(self, unit: Tensor | None) -> Tensor:
+        """Return dX times `unit` (None: 1), in the input's dtype, or float32 for float16. Holds it no longer."""
+        total, self.total = self.total, None
+        if total is None:  # no row had a gradient
+            part_of_next.set("input_grad")
+            return torch.zeros(self._input.shape, dtype=self._dtype, device=self._input.device)
+        return total if unit is None else total.mul_(unit)
+
+
+class SummedInputGradient(InputGradient):
+    """dX where ranks split the vocabulary and all have the same rows: an all-reduce that overlaps with dW."""
+
+    def __init__(self, plan: Plan, input: Tensor, wide: torch.dtype, has_wide_products: bool) -> None:
+        super().__init__(plan, input, wide, has_wide_products)
+        self._shard = plan.shard
+        self._sum: dist.Work | None = None
+
+    def add(self, tile: Tile, dz: Tensor, weight: Tensor) -> None:
+        super().add(tile, dz, weight)
+        if tile.row_slice.start == tile.vocab_slice.start == 0:  # the last tile to come
+            self.start_sum()
+
+    def start_sum(self) -> None:
+        assert self._shard is not None
+        self._sum = dist.all_reduce(self._dx, group=self._shard.group, async_op=True)
+
+    def close(self) -> None:
+        self._wait()
+        super().close()
+
+    def _wait(self) -> None:
+        if self._sum is not None:
+            self._sum.wait()
+            self._sum = None
+
+
+class ScatteredInputGradient(SummedInputGradient):
+    """dX where ranks split the vocabulary and the hidden states too: a reduce-scatter that overlaps with dW."""
+
+    def __init__(self, plan: Plan, input: Tensor, wide: torch.dtype, has_wide_products: bool) -> None:
+        super().__init__(plan, input, wide, has_wide_products)
+        assert plan.scattered is not None
+        self._scattered = plan.scattered
+        self._own_rows: Tensor | None = None  # of the open chunk's sum
+
+    def start_sum(self) -> None:
+        assert self._dx is not None
+        self._sum, self._own_rows = self._scattered.start_reduce(self._dx, self._row_slice)
+
+    def close(self) -> None:
+        self._wait()
+        assert self.total is not None and self._own_rows is not None
+        self._scattered.write(self.total, self._row_slice, self._own_rows)
+        self._dx = self._live = self._own_rows = None
+
+
+class WeightGradient:
+    """dW of a step, (V, H) like its weight. Of an adapter, dup (V, r).
+
+        gradient.add(tile, dz, x)             dW[columns] += dz.T @ x[rows]
+        gradient.add_exponentials(...)        instead, what the fused epilogue kept of a chunk
+        total = gradient.finish(unit)
+
+    It is summed in float32, or float64 for float64 products. If each element is written at most once
+    (`Plan.n_contributions`), it has the 16 bits of the weight instead: only a sum over chunks would be rounded often.
+
+    Args:
+        plan: of the step.
+        weight: (V, H), or an adapter's `up` (V, r), as the caller gave it. Gives shape, dtype and device.
+        is_padded: whether its last rows pad a rank's part of the vocabulary. No product writes them.
+        wide: dtype of sums.
+    """
+
+    def __init__(self, plan: Plan, weight: Tensor, is_padded: bool, wide: torch.dtype) -> None:
+        self._weight = weight
+        self._wide = wide
+        is_half = plan.dtype == torch.float16
+        is_written_once = plan.n_contributions <= 1 and not is_half and weight.dtype == plan.dtype
+        self._dtype = plan.dtype if is_written_once else wide
+        self._result_dtype = wide if is_half else weight.dtype
+        # The first product overwrites dW, so zeros are only for what no product writes: padding, or all without tokens.
+        self._create = torch.empty if plan.n_contributions and not is_padded else torch.zeros
+        self._is_unwritten = True
+        self._row_sum: Tensor | None = None  # (columns, H), see `add`
+        self.total: Tensor | None = None  # (V, H), from the first product on
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether products are added in float32, or float64, and rounded by `finish` alone."""
+        return self._dtype == self._wide
+
+    def allocate(self) -> Tensor:
+        """Return dW, on the current stream. The first tile does this: a teacher's logits may be free by then."""
+        if self.total is None:
+            part_of_next.set("weight_grad")
+            self.total = self._create(self._weight.shape, dtype=self._dtype, device=self._weight.device)
+        return self.total
+
+    def add(self, tile: Tile, dz: Tensor, x: Tensor) -> None:
+        """Add `dz.T @ x`, a tile's dz (rows, columns) times its rows of the chunk's `x` (n, H).
+
+        Tiles of the same ids follow each other, the last rows first.
+        """
+        rows, vocab = tile
+        total = self.allocate() if self.total is None else self.total
+        # Of a padded vocabulary, `total` has more rows than all tiles have columns.
+        total = total if dz.shape[1] == total.shape[0] else total[vocab]
+        opens, closes = rows.stop == x.shape[0], rows.start == 0
+        if total.dtype == self._wide or (opens and closes):
+            accumulate(total, dz.t(), x if opens and closes else x[rows], first=opens and self._is_unwritten)
+        else:
+            # Several products make up a rounded dW: they are added in float32, and the sum is rounded once.
+            if opens:
+                part_of_next.set("weight_grad")
+                self._row_sum = torch.empty(total.shape, dtype=self._wide, device=total.device)
+            assert self._row_sum is not None
+            accumulate(self._row_sum, dz.t(), along(x, rows), first=opens)
+            if closes:
+                total.copy_(self._row_sum)
+                self._row_sum = None
+        if closes and vocab.start == 0:  # the last tile of a chunk: later ones add to what is there
+            self._is_unwritten = False
+
+    def add_exponentials(
+        self, exponentials: Tensor, scaled: Tensor, target: Tensor, target_scale: Tensor, x: Tensor
+    ) -> None:
+        """Add a chunk's `exponentials.T @ scaled`, and `target_scale[i] * x[i]` at row `target[i]`. Only if `is_wide`.
+
+        Args:
+            exponentials: (n, V), of the chunk's logits.
+            scaled: (n, H), rows of `x` times the scale of their exponentials.
+            target: (n,) ids, -1 where another rank has the target.
+            target_scale: (n,).
+            x: (n, H), the chunk's hidden states.
+        """
+        weight = along(self.allocate(), slice(0, exponentials.shape[1]))
+        found = occurrences(target)
+        if not self._is_unwritten:  # early, to overlap the start of dX
+            add_target_rows_(weight, target, found, target_scale, x)
+        accumulate(weight, exponentials.t(), scaled, first=self._is_unwritten)
+        if self._is_unwritten:  # late, because the product above overwrote dW
+            add_target_rows_(weight, target, found, target_scale, x)
+        self._is_unwritten = False
+
+    def finish(self, unit: Tensor | None) -> Tensor:
+        """Return dW times `unit` (None: 1), in the weight's dtype, or float32 for float16. Holds it no longer."""
+        total, self.total = self.total, None
+        if total is None:  # no row had a gradient
+            part_of_next.set("weight_grad")
+            total = torch.zeros(self._weight.shape, dtype=self._dtype, device=self._weight.device)
+        elif unit is not None:
+            total.mul_(unit)
+        return total.to(self._result_dtype)
+
+
+class HeadGradients:
+    """All gradients of a step's head. The module's docstring shows its use.
+
+    In float16, where the gradients of a mean would underflow, upstream gradients are divided by a power of two, the
+    unit. All sums are then float32, and `finish` multiplies them by it.
+
+    Attributes:
+        input, weight: dX and dW, for a pass that forms them without `add`. None: not needed.
+
+    Args:
+        plan: of the step.
+        input: (N, H) flattened hidden states.
+        head: as the caller gave it.
+        needs: which gradients to compute.
+        u: (N, r), the hidden states that the head's adapter projects. None: it has none.
+    """
+
+    def __init__(self, plan: Plan, input: Tensor, head: HeadTensors, needs: Needs, u: Tensor | None = None) -> None:
+        wide, shard = accumulation_dtype(plan.dtype), head.shard
+        is_padded = shard is not None and head.is_padded
+        kind = InputGradient
+        if plan.scattered is not None:
+            kind = ScatteredInputGradient
+        elif shard is not None and shard.input_grad == "all_reduce":
+            kind = SummedInputGradient
+        # Ranks add their parts of dX, so that each part must not be rounded.
+        self.input = kind(plan, input, wide, shard is not None) if needs.input else None
+        self.weight = WeightGradient(plan, head.weight, is_padded, wide) if needs.weight else None
+        # The caller multiplies du by `down` to get a part of dX, so that it is not rounded either.
+        self._u = kind(plan, u, wide, True) if needs.u and u is not None else None
+        self._up = WeightGradient(plan, head.up, is_padded, wide) if needs.up and head.up is not None else None
+        self._bias: Tensor | None = None  # (V,)
         if needs.bias:
             assert head.bias is not None
-            # db is small, and sums many terms.
+            # float64, because db is small and each element sums all tokens.
             part_of_next.set("weight_grad")
             self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
-        self._shard = head.shard
-        self._sum: dist.Work | None = None  # over the ranks, of the open chunk's dX
-        self._summed: Tensor | None = None  # this rank's part, if hidden states are scattered
-        self._row_slice = slice(0, 0)
-        self._live: Tensor | None = None  # rows of the open chunk that take part; None: all
-        self._chunk_has_rows = False  # whether any do
-        self._low_rank: HeadGradients | None = None
-        self._chunk: tuple[Tensor, Tensor, Tensor | None] | None = None  # u, up and du of the open chunk
-        if u is not None:
-            assert head.up is not None
-            small = HeadTensors(head.up, shard=head.shard)
-            self._low_rank = HeadGradients(plan, u, small, Needs(needs.u, needs.up), wide_input=True)
+        self._is_half = plan.dtype == torch.float16
+        self._bias_dtype = None if head.bias is None or self._is_half else head.bias.dtype  # None: as it is summed
+        self._wide = wide
+        self._unit: Tensor | None = None  # ()
+        # Operands of the open chunk's products, x W^T and u up^T:
+        self._head: HeadTensors | None = None
+        self._chunk_x: Tensor | None = None
+        self._chunk_u: Tensor | None = None
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Divide gradients by `unit`; if it must grow, rescale dX, dW and db."""
-        if not self._half:
+        """Divide upstream gradients by the unit. If it must grow for them, rescale what was summed in a smaller one."""
+        if not self._is_half:
             return gradients
         # A power of two divides exactly. It may grow: a first chunk with no or small gradients does not fix a unit in
         # which later ones would overflow.
@@ -132,163 +382,75 @@ class HeadGradients:
         unit = torch.exp2(largest.clamp(min=_SMALLEST_UNIT).log2().ceil())
         if self._unit is not None:
             unit = torch.maximum(self._unit, unit)
-            self._rescale(self._unit / unit)
+            factor, sums = self._unit / unit, (self.input, self.weight, self._u, self._up)
+            scale_([x.total for x in sums if x is not None and x.total is not None], factor)
+            if self._bias is not None:
+                self._bias.mul_(factor)
         self._unit = unit
-        if self._low_rank is not None:
-            self._low_rank._unit = unit
         return {name: g / unit for name, g in gradients.items()}
 
-    def _rescale(self, factor: Tensor) -> None:
-        scale_([x for x in (self._input, self._weight) if x is not None], factor)
-        if self._bias is not None:
-            self._bias.mul_(factor)
-        if self._low_rank is not None:
-            self._low_rank._rescale(factor)
-
-    def open_input(
+    def open_chunk(
         self,
+        head: HeadTensors,
         x: Tensor,
         row_slice: slice,
-        one_slice: bool,
+        tiles: Tiles,
         u: Tensor | None = None,
-        up: Tensor | None = None,
         live: Tensor | None = None,
     ) -> Tensor | None:
-        """Return memory for a chunk's dX, or None if unneeded.
+        """Start a chunk, and return memory (n, H) for its dX, or None if unneeded.
 
         Args:
-            x: (n, H), the hidden states that take part.
-            row_slice: the rows of the chunk.
-            one_slice: whether one product writes each row of dX.
-            u, up: the adapter's, like `x`.
-            live: (n,), the place of each row of `x` in the chunk, if others have no gradient. None: `x` has all.
+            head: what the products read, in their dtype and without padding.
+            x: (n, H), the chunk's hidden states, without rows that have no gradient.
+            row_slice: the chunk's rows in the step's order, with those that have no gradient.
+            tiles: those that will come.
+            u: (n, r), the adapter's, like `x`.
+            live: (n,), the place of each row of `x` in the chunk. None: `x` has all rows.
         """
-        if self._low_rank is not None:
-            assert u is not None and up is not None
-            self._chunk = u, up, self._low_rank.open_input(u, row_slice, one_slice, live=live)
-        gradient, self._row_slice, self._live = self._input_gradient(), row_slice, live
-        self._chunk_has_rows = x.shape[0] > 0
-        if gradient is None:
-            return None
-        dtype = accumulation_dtype(x.dtype) if self._wide_input or not one_slice else x.dtype
-        if live is None and self._input_index is None and self._scattered is None and dtype == gradient.dtype:
-            return gradient if x.shape[0] == gradient.shape[0] else gradient[row_slice]
-        part_of_next.set("input_grad")
-        return torch.empty(x.shape, dtype=dtype, device=x.device)
+        self._head, self._chunk_x, self._chunk_u = head, x, u
+        one_product = len(tiles) == 1 or len(tiles) == row_blocks(tiles)
+        if self._u is not None:
+            assert u is not None
+            self._u.open(u, row_slice, one_product, live)
+        return None if self.input is None else self.input.open(x, row_slice, one_product, live)
 
-    def add(self, tile: Tile, dz: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> None:
-        """Add a tile to dX, dW and db. Tiles come in reverse order."""
-        rows, vocab = tile
-        has_all_rows, has_all_columns = dz.shape[0] == x.shape[0], dz.shape[1] == weight.shape[0]
+    def add(self, tile: Tile, dz: Tensor) -> None:
+        """Add a tile's gradient by its logits, `dz` (rows, columns). Tiles come in reverse order."""
+        head, x = self._head, self._chunk_x
+        assert head is not None and x is not None
         # dX first: the ranks of a split vocabulary sum it while dW is computed.
-        if dx is not None:
-            of_rows, of_columns = dx if has_all_rows else dx[rows], weight if has_all_columns else weight[vocab]
-            accumulate(of_rows, dz, of_columns, first=vocab.stop == weight.shape[0])
-            if rows.start == vocab.start == 0 and self._shard is not None:  # the last tile to come
-                self.start_sum(dx)
-        d_weight = self.weight_gradient()
-        if d_weight is not None:
-            # Longer than `weight` if it has rows of padding.
-            of_columns = d_weight if dz.shape[1] == d_weight.shape[0] else d_weight[vocab]
-            self._add_weight(of_columns, rows, dz, x)
+        if self.input is not None:
+            self.input.add(tile, dz, head.weight)
+        if self.weight is not None:
+            self.weight.add(tile, dz, x)
         if self._bias is not None:
-            along(self._bias, vocab).add_(_column_sums(dz, self._wide))
-        if self._low_rank is not None and self._chunk is not None:
-            self._low_rank.add(tile, dz, *self._chunk)
+            along(self._bias, tile.vocab_slice).add_(_column_sums(dz, self._wide))
+        if self._u is not None and head.up is not None:
+            self._u.add(tile, dz, head.up)
+        if self._up is not None and self._chunk_u is not None:
+            self._up.add(tile, dz, self._chunk_u)
 
-    def _add_weight(self, out: Tensor, rows: slice, dz: Tensor, x: Tensor) -> None:
-        opens, closes = rows.stop == x.shape[0], rows.start == 0
-        if out.dtype == self._wide or (opens and closes):
-            accumulate(out, dz.t(), x if opens and closes else x[rows], first=opens and self._dw_is_unwritten)
-            return
-        if opens:
-            part_of_next.set("weight_grad")
-            self._slice = torch.empty(out.shape, dtype=self._wide, device=out.device)
-        assert self._slice is not None
-        accumulate(self._slice, dz.t(), along(x, rows), first=opens)
-        if closes:
-            out.copy_(self._slice)
-            self._slice = None
-
-    def start_sum(self, dx: Tensor) -> None:
-        """Start to sum a chunk's dX over the ranks of a split vocabulary."""
-        if self._scattered is not None:
-            self._sum, self._summed = self._scattered.start_reduce(dx, self._row_slice)
-        elif self._shard is not None and self._shard.input_grad == "all_reduce":
-            self._sum = dist.all_reduce(dx, group=self._shard.group, async_op=True)
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether dW, if needed, is float32."""
-        return self._given_weight is None or self._weight_dtype == self._wide
-
-    def _input_gradient(self) -> Tensor | None:
-        """Allocated late: the GPU is idle until the first product."""
-        if self._input is None and (given := self._given_input) is not None:
-            dtype = self._wide if self._half else given.dtype
-            part_of_next.set("input_grad")
-            self._input = self._create_input(given.shape, dtype=dtype, device=given.device)
-        return self._input
-
-    def weight_gradient(self) -> Tensor | None:
-        """Return dW, None if unneeded. Allocated late: a teacher's logits may be free by then."""
-        if self._weight is None and (given := self._given_weight) is not None:
-            part_of_next.set("weight_grad")
-            self._weight = self._create_weight(given.shape, dtype=self._weight_dtype, device=given.device)
-        return self._weight
-
-    def add_exponentials(
-        self, exponentials: Tensor, scaled: Tensor, target: Tensor, target_scale: Tensor, x: Tensor
-    ) -> None:
-        """Add `exponentials.T @ scaled` to a float32 dW, and `target_scale[n] * x[n]` at row `target[n]`."""
-        weight = self.weight_gradient()
-        assert weight is not None
-        weight = along(weight, slice(0, exponentials.shape[1]))
-        found = occurrences(target)
-        if not self._dw_is_unwritten:  # early, to overlap the start of dX
-            add_target_rows_(weight, target, found, target_scale, x)
-        accumulate(weight, exponentials.t(), scaled, first=self._dw_is_unwritten)
-        if self._dw_is_unwritten:  # late, because the product above overwrote dW
-            add_target_rows_(weight, target, found, target_scale, x)
-
-    def close_chunk(self, dx: Tensor | None) -> None:
-        row_slice, live, self._live = self._row_slice, self._live, None
-        if self._chunk_has_rows:
-            self._dw_is_unwritten = False
-        if self._sum is not None:
-            self._sum.wait()
-            self._sum = None
-        if self._low_rank is not None and self._chunk is not None:
-            self._low_rank.close_chunk(self._chunk[2])
-            self._chunk = None
-        if self._input is None or dx is None:
-            return
-        if self._scattered is not None:
-            assert self._summed is not None
-            self._scattered.write(self._input, row_slice, self._summed)
-            self._summed = None
-        elif self._input_index is not None:
-            index = along(self._input_index, row_slice)
-            if live is not None:  # rows without a gradient are zero, and dX may be uninitialised
-                self._input.index_fill_(0, index, 0.0)
-                index = index[live]
-            self._input.index_copy_(0, index, dx.to(self._input.dtype))
-        elif live is not None:
-            along(self._input, row_slice).zero_().index_copy_(0, live, dx.to(self._input.dtype))
-        elif dx.dtype != self._input.dtype:
-            self._input[row_slice] = dx
+    def close_chunk(self) -> None:
+        """End a chunk: its dX, complete, goes to the rows of the input."""
+        self._head = self._chunk_x = self._chunk_u = None
+        if self.input is not None:
+            self.input.close()
+        if self._u is not None:
+            self._u.close()
 
     def finish(self) -> tuple[Tensor | None, ...]:
-        """Return dX, dW, db, du and dup, in the parameters' dtypes, or float32 for float16."""
-        if self._dw_is_unwritten:  # no row had a gradient
-            self._create_weight = torch.zeros
-        grads: list[Tensor | None] = [self._input_gradient(), self.weight_gradient(), self._bias]
-        self._input = self._weight = self._bias = self._given_input = self._given_weight = None
-        for i, (grad, dtype) in enumerate(zip(grads, self._dtypes, strict=True)):
-            # In float32 until the backward multiplied them by the loss scale: float16 could overflow.
-            if grad is not None and self._half:
-                grads[i] = grad if self._unit is None else grad.mul_(self._unit)
-            elif grad is not None and dtype is not None:
-                grads[i] = grad.to(dtype)
-        of_adapter = (None, None) if self._low_rank is None else self._low_rank.finish()[:2]
-        return *grads, *of_adapter
+        """Return dX, dW, db, du and dup, in the parameters' dtypes, or float32 for float16. Holds them no longer.
+
+        float16 could overflow until the backward multiplied the gradients by the upstream one, a loss scale.
+        """
+        unit, bias, self._bias = self._unit, self._bias, None
+        if bias is not None:
+            bias = bias.to(self._bias_dtype) if unit is None else bias.mul_(unit)
+        return (
+            None if self.input is None else self.input.finish(unit),
+            None if self.weight is None else self.weight.finish(unit),
+            bias,
+            None if self._u is None else self._u.finish(unit),
+            None if self._up is None else self._up.finish(unit),
+        )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine.candidates import Candidates
-from liger_chunked.engine.cutting import Tile, row_blocks
+from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.engine.live_rows import LiveCount, LiveRows
@@ -235,9 +235,7 @@ class HeadPass:
                 last = None if last is None else last[: live.length]
             elif last is None:
                 self._held = held
-        one_slice = len(tiles) == 1 or len(tiles) == row_blocks(tiles)
-        index = None if live is None else live.rows
-        dx = self.grads.open_input(x, row_slice, one_slice, u, self.head.up, index)
+        self.grads.open_chunk(self.head, x, row_slice, tiles, u, None if live is None else live.rows)
         for tile in reversed(tiles):
             dz, last = last, None
             if dz is None:
@@ -255,8 +253,8 @@ class HeadPass:
                 dz = self._gradient(logits, of_tile, tile, of_rows)
                 if write is not None:
                     write(dz)
-            self.grads.add(tile, dz, x, self.head.weight, dx)
-        self.grads.close_chunk(dx)
+            self.grads.add(tile, dz)
+        self.grads.close_chunk()
 
     def _gradient(
         self, logits: Tensor, target: Tensor, tile: Tile, cotangents: LogitsCotangents, live: Tensor | None = None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_chunked.device import is_capturing, is_on_gpu
+from liger_chunked.device import current_stream, is_accelerator, is_capturing, is_on_gpu
 from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.known import assert_later
 from liger_chunked.engine.saved import savable, save, saved
@@ -28,7 +28,7 @@ from liger_chunked.kernels.kept import (
     write_kept_weight_grad,
 )
 from liger_chunked.private import version_of
-from liger_chunked.types import LogitOptions, LossHead, TokenStats, VocabShard, described
+from liger_chunked.types import AdaptedWeight, LogitOptions, LossHead, TokenStats, VocabShard, Weight, described
 
 # `mean_logits` and `log_sum_sq_probs` are of the whole vocabulary.
 OUTPUTS_OF_KEPT = ("logps", "lse", "entropy", "argmax", "is_top1")
@@ -43,6 +43,21 @@ def check_sparse_weight_grad(sparse: Any, kept: Any, n_valid: Any) -> None:
     if sparse and n_valid is not None:
         raise ValueError(
             "sparse_weight_grad=True and n_valid are given: the host waits for the number of rows of a sparse gradient"
+        )
+
+
+def check_takes_sparse(weight: Weight) -> None:
+    """Raise ValueError if autograd would pass a sparse dW on to what `weight` was computed from.
+
+    A view, a copy in another dtype and most other operations have no backward for sparse gradients, and fail there with
+    an error that does not name the cause.
+    """
+    weight = weight.weight if isinstance(weight, AdaptedWeight) else weight
+    if weight.grad_fn is not None:
+        raise ValueError(
+            f"weight must be a leaf with sparse_weight_grad=True, such as a parameter, got {described(weight)} "
+            f"computed from another tensor ({weight.grad_fn.name()}), whose backward takes no sparse gradient: pass "
+            "the parameter itself, or weight.detach().requires_grad_() and use its gradient"
         )
 
 
@@ -98,7 +113,10 @@ class _Layout:
     One sort, by id and then by token, finds ids that a position repeats, and is the order in which dW sums.
 
     - `versions`: of the tensors when they were sorted
+    - `sorted_on`: the accelerator's stream that sorts, and an event after its work; None without streams
     """
+
+    sorted_on: tuple[Any, Any] | None = None
 
     def __init__(self, kept: KeptIds) -> None:
         self.versions = _versions(kept)
@@ -117,6 +135,29 @@ class _Layout:
         none = torch.zeros_like(low)  # of `kept_places`, which counts with a copy
         self.counts_and_facts = torch.stack([none, none, none, ordered.long(), repeated.long(), low, high])
 
+    def let_others_wait(self) -> None:
+        """Mark the end of the sort on the current stream, for calls on other streams."""
+        device = self.ids.device
+        if is_accelerator(device):
+            stream = current_stream(device)
+            self.sorted_on = stream, stream.record_event()
+
+    def wait(self) -> None:
+        """Make the current stream wait for the sort, if another stream does that.
+
+        The host does not wait. The tensors keep their memory until this stream has read them, also if the layout is
+        gone by then: the allocator knows only the stream that made them.
+        """
+        if self.sorted_on is None:
+            return
+        sorted_on, is_sorted = self.sorted_on
+        stream = current_stream(self.ids.device)
+        if stream == sorted_on:
+            return
+        stream.wait_event(is_sorted)
+        for x in (self.ids, self.offsets, self.tokens, self.has_entries, *self.by_id, self.counts_and_facts):
+            x.record_stream(stream)
+
 
 _LAYOUTS: weakref.WeakKeyDictionary[KeptIds, _Layout] = weakref.WeakKeyDictionary()
 
@@ -133,7 +174,11 @@ def _layout_of(kept: KeptIds) -> _Layout:
     if layout is None or layout.versions != _versions(kept):  # changed in place: the order is that of other ids
         # The next call may have a backward, which cannot save tensors of inference mode.
         with torch.inference_mode(False):
-            layout = _LAYOUTS[kept] = _Layout(kept)
+            layout = _Layout(kept)
+        layout.let_others_wait()
+        _LAYOUTS[kept] = layout
+    else:
+        layout.wait()
     return layout
 
 

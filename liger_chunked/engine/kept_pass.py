@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.engine.collectives import mapped
-from liger_chunked.engine.cutting import row_blocks
 from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.plan import Tokens
@@ -92,14 +91,13 @@ class KeptPass(HeadPass):
         dz = kept_logits_grad(z, entries, cotangents, self.options)
         part_of_next.set("logits")
         buffer = x.new_empty(self._largest)  # in the products' dtype
-        one_slice = len(tiles) == 1 or len(tiles) == row_blocks(tiles)
-        dx = grads.open_input(x, row_slice, one_slice, u, self.head.up)
+        grads.open_chunk(self.head, x, row_slice, tiles, u)
         for tile in reversed(tiles):
             rows, columns = tile
             dlogits = buffer[: tile.size].view(rows.stop - rows.start, columns.stop - columns.start)
             spread_kept_(dlogits, dz, entries, along(positions, rows), self._column(columns))
-            grads.add(tile, dlogits, x, self.head.weight, dx)
-        grads.close_chunk(dx)
+            grads.add(tile, dlogits)
+        grads.close_chunk()
 
     def _column(self, vocab_slice: slice) -> int:
         return self.head.vocab_start + vocab_slice.start

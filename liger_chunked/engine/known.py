@@ -1,4 +1,7 @@
-"""Counts of tokens that the caller knows, so that the host does not wait; the device asserts them."""
+"""How many tokens count, known to the host: it reads what the device counted, or the caller says so.
+
+A caller's counts, `n_valid`, spare the host the wait for the device, which asserts them instead.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import on_host
+from liger_chunked.kernels.survey import Survey, assert_counts
 from liger_chunked.private import assert_async, foreach_add_
 from liger_chunked.types import VocabShard, described
 
@@ -48,6 +52,54 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     if numbers:
         foreach_add_(found.unbind(), numbers)
     return found
+
+
+def read_counts(surveyed: Survey, ignore_index: int, vocab_size: int, name: str, n_valid: Counts) -> list[int]:
+    """Wait for the counts of a target's tokens, one for each row of the survey, and check its ids and `n_valid`.
+
+    Args:
+        name: of the target, for messages.
+
+    Raises:
+        ValueError: an id is outside the vocabulary, or `n_valid` is wrong.
+    """
+    counts, lows, highs = surveyed.read()
+    host_counts = list(map(sum, counts))  # of a row's blocks
+    low, high = min(map(min, lows), default=0), max(map(max, highs), default=0)
+    if low < 0 or high >= vocab_size:
+        check_ids(name, low, high, vocab_size, ignore_index)
+    if n_valid is not None:
+        _check_n_valid(n_valid, host_counts, name, ignore_index)
+    return host_counts
+
+
+def trusted_counts(surveyed: Survey, n_valid: Counts, n_positions: int, vocab_size: int, name: str) -> list[int]:
+    """Return the caller's counts. The device asserts them, and that ids are in the vocabulary, when it comes by."""
+    assert n_valid is not None
+    host_counts = [n_valid] if isinstance(n_valid, int) else list(n_valid)
+    # Without ignored tokens, their number says how many each sequence has.
+    expected: Tensor | int = sum(host_counts)
+    if isinstance(n_valid, tuple) and expected != n_positions:
+        expected = on_device(n_valid, surveyed.summary.device)
+    assert_counts(
+        surveyed.summary,
+        expected,
+        vocab_size,
+        f"{name} must be ignore_index or an index into the vocabulary, 0 to {vocab_size - 1}, and n_valid must "
+        f"count the tokens of {name} that are not ignore_index",
+    )
+    return host_counts
+
+
+def _check_n_valid(n_valid: int | tuple[int, ...], counts: list[int], name: str, ignore_index: int) -> None:
+    of = f"the number of tokens of {name} that are not ignore_index ({ignore_index})"
+    if isinstance(n_valid, int):
+        if n_valid != sum(counts):
+            raise ValueError(f"n_valid must be {sum(counts)}, {of}, got {n_valid}")
+        return
+    for i, (given, count) in enumerate(zip(n_valid, counts, strict=True)):
+        if given != count:
+            raise ValueError(f"n_valid[{i}] must be {count}, {of} in sequence {i}, got {given}")
 
 
 def token_count(n_valid: Any, total: int, sequence_group: Any = None, shard: VocabShard | None = None) -> int:

@@ -73,7 +73,7 @@ class Objective:
         """
         values = rows.for_objective(stats, chunk)
         share = self.value_and_grad(values, rows.group_index(chunk), with_gradient)
-        gradients = {name: rows.compact(g, chunk) for name, g in share.gradients.items()}
+        gradients = {name: rows.from_objective(g, chunk) for name, g in share.gradients.items()}
         return share._replace(gradients=gradients, values=values)
 
     def kernels(self, rows: Rows) -> Hashable:

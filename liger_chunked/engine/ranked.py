@@ -26,7 +26,8 @@ class Ranked:
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
         assert teacher is not None
         wide = accumulation_dtype(student).itemsize
-        # Copy, probabilities, sorted values and index; of the student, also differences and gradient.
+        # Copy, probabilities, sorted values and index; of the student, also differences and gradient. The sorts come
+        # before these, so that their workspaces fit too, for a teacher of up to twice the student's columns.
         of_teacher = teacher.itemsize + 3 * wide + _INDEX
         return student.itemsize + math.ceil(self.ratio * of_teacher) + 6 * wide + _INDEX
 
@@ -35,9 +36,10 @@ class Ranked:
     ) -> Measured:
         assert teacher is not None and target is None
         wide = accumulation_dtype(student.dtype)
+        # The teacher first: its sort has the largest workspace, and nothing of the student's is alive yet.
+        q = _sorted(_probabilities(teacher, self.teacher_options, wide))[0]
         p = _probabilities(student, self.options, wide)
-        ranked, order = p.sort(-1, descending=True)
-        q = _probabilities(teacher, self.teacher_options, wide).sort(-1, descending=True).values
+        ranked, order = _sorted(p)
         a, b = (None if x is None else x[rows, None].to(wide) for x in (self.scale, self.teacher_scale))
         if b is not None:
             q *= b
@@ -63,6 +65,48 @@ class Ranked:
             return student.copy_(g)
 
         return Measured(divergence, None, backward, by_scale)
+
+
+def _sorted(p: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows (n, V) in descending order, and the place (n, V), int64, of each value in its row of `p`.
+
+    Few rows are sorted in two blocks, so that CUDA's workspace is half as large. Rows are sorted apart, so the bits are
+    those of one sort. Many rows are not cut, because their sort has a program for each row and few rows leave most of
+    the GPU idle.
+    """
+    n_rows = p.shape[0]
+    values, order = torch.empty_like(p), torch.empty(p.shape, dtype=torch.int64, device=p.device)
+    step = -(-n_rows // 2) if 1 < n_rows < _BY_SEGMENT else max(1, n_rows)
+    for start in range(0, n_rows, step):
+        block = slice(start, start + step)
+        workspace = _workspace(p[block]) if p.is_meta else None  # for `estimate_memory`, which counts tensors
+        torch.sort(p[block], -1, descending=True, out=(values[block], order[block]))
+        del workspace
+    return values, order
+
+
+# From the source of torch 2.6 to 2.13 (`aten/src/ATen/native/cuda/SortStable.cu`, `Sort.cpp`): rows of up to
+# `_IN_PLACE` values are sorted in place; from `_BY_SEGMENT` rows on, each row by a program of its own; rows of
+# `_ROW_BY_ROW` values one after another.
+_IN_PLACE, _BY_SEGMENT, _ROW_BY_ROW = 4096, 128, 1_000_000
+
+
+def _workspace(p: Tensor) -> Tensor | None:
+    """Return a tensor as large as what CUDA's sort of rows (n, V) allocates beside its result, None if nothing.
+
+    Of each value: the indices 0, 1, ..., and a second buffer of values and indices, between which cub's passes go to
+    and fro. Fewer than `_BY_SEGMENT` rows are sorted as one list, and then by row: this takes a second list of
+    indices, and the sorted values of all rows.
+    """
+    n_rows, n_columns = p.shape
+    if n_columns <= _IN_PLACE:
+        return None
+    n_bytes = 2 * _INDEX + p.dtype.itemsize
+    if n_rows == 1 or n_columns >= _ROW_BY_ROW:
+        n_rows = 1
+    elif n_rows < _BY_SEGMENT:
+        n_bytes += _INDEX + p.dtype.itemsize
+    return p.new_empty(n_rows * n_columns * n_bytes, dtype=torch.uint8)
 
 
 def _probabilities(logits: Tensor, options: LogitOptions, dtype: torch.dtype) -> Tensor:

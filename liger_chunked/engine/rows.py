@@ -1,22 +1,22 @@
 """Which tokens count, in which order, and how their values return to the batch (docs/how-it-works.md).
 
-    rows = select_rows(target, "pair", ...)     the tokens that have a target
-    rows = rows.with_side("temperature", x)     a tensor that travels with them
-    rows = rows.on_this_rank()                  the part that this rank computes
-    rows = rows.in_group_order()                for a step of several chunks
+    rows = select_rows(target, "pair", ...)         the tokens that have a target
+    rows = rows.with_side("temperature", x)         a tensor that travels with them
+    rows = rows.in_group_order()                    for a step of several chunks
 
-    x = rows.take(hidden, chunk.row_slice)      a chunk's hidden states
-    v = rows.for_objective(statistics, chunk)   what the objective of its groups sees
-    g = rows.compact(gradient, chunk)           the gradient, one value per token again
-    values = rows.join(parts)                   the values of all chunks
+    x = rows.take(hidden, chunk.row_slice)          (n, H), a chunk's hidden states
+    v = rows.for_objective(statistics, chunk)       what the objective of the chunk's groups sees
+    g = rows.from_objective(gradient, chunk)        (n,), its gradient, one value per token again
+    stats = rows.join(parts)                        dense statistics of all chunks, from those that objectives saw
 
-Values are *compact*, one per token that counts, or *dense*, one per position of the batch. Dense values are (N,) if
-groups are tokens, (B, 1, T) if they are sequences, and (n, 2, T), chosen first, if they are pairs.
+A tensor of tokens has one of two layouts:
 
-    TokenRows, GroupRows      groups are tokens; groups are sequences or pairs
-    TokenShares               ranks split sequences, and each computes its share of a loss over tokens
-    GatheredTokens            the same, for an objective that needs all tokens at once
-    GatheredGroups            ranks split sequences, and all compute every group
+    compact   (n_valid,), one value per token that counts, in the order of the step; of a chunk, (n,)
+    dense     one value per position of the batch, `fill` where none counts: (N,) if groups are tokens,
+              (B, 1, T) if they are sequences, (pairs, 2, T), chosen first, if they are pairs
+
+The objective sees compact values of tokens (`TokenRows`), and dense ones of sequences and pairs (`GroupRows`). Where
+ranks split sequences, `rank_rows` has rows whose objective sees the values of all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import abc
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,10 +33,10 @@ from typing_extensions import Self
 
 from liger_chunked.engine.collectives import Values, mapped
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.known import Counts, check_ids, host_may_sync, on_device
+from liger_chunked.engine.known import Counts, host_may_sync, read_counts, trusted_counts
 from liger_chunked.engine.packed import Packing, Sequences
 from liger_chunked.engine.sequence import SequenceSplit
-from liger_chunked.kernels import assert_counts, survey
+from liger_chunked.kernels import survey
 from liger_chunked.kernels.operands import along
 from liger_chunked.types import TokenStats
 
@@ -51,10 +51,11 @@ def joined(parts: Sequence[Values]) -> Values:
     return parts[0]._make(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True))
 
 
-def _spread(values: Tensor, index: Tensor, n_positions: int, fill: float = 0) -> Tensor:
-    """Return (n_positions, ...): `values` (n, ...) at `index`, and `fill` elsewhere."""
-    spread = values.new_full((n_positions, *values.shape[1:]), fill)
-    return (spread.scatter_ if values.ndim == 1 else spread.index_copy_)(0, index, values)
+def _placed(values: Tensor, index: Tensor, n_positions: int, fill: float = 0) -> Tensor:
+    """Return (n_positions, ...): `values` (n, ...) at `index` (n,), and `fill` elsewhere."""
+    placed = values.new_full((n_positions, *values.shape[1:]), fill)
+    # `scatter_` would need an index as wide as values of several columns.
+    return (placed.scatter_ if values.ndim == 1 else placed.index_copy_)(0, index, values)
 
 
 class Groups(NamedTuple):
@@ -107,11 +108,12 @@ class Rows(abc.ABC):
 
     Attributes:
         n_valid: their number.
-        dense_shape: of values per position, see above.
+        dense_shape: of dense values.
         target: (n_valid,) ids; None if the loss has none, and all tokens count.
         target_mask: True at the tokens that count, in the target's order; None without a target.
         input_index: (n_valid,) each token's row of the flattened input; None: all rows, in order.
-        dense_index: (n_valid,) each token's place in the flattened dense values; None: all places, in order.
+        dense_index: (n_valid,) each token's place among the batch's flattened positions, which have the order of dense
+            values, or the target's while `Groups.stacked`; None: all places, in order.
         side: by name, (n_valid, ...) inputs of tokens that travel with them: "temperature", float32, in which case that
             of `LogitOptions` is 1, and "candidates", int64 ids.
         groups: None if groups are tokens.
@@ -192,61 +194,46 @@ class Rows(abc.ABC):
         return self
 
     @abc.abstractmethod
-    def on_this_rank(self, whole_batch: bool = False) -> Rows:
-        """Return what this rank computes: all tokens, unless ranks split sequences.
-
-        Args:
-            whole_batch: whether the objective needs all groups at once.
-        """
-
-    @abc.abstractmethod
     def arrange(self, x: Tensor) -> Tensor:
-        """Return dense values from a tensor stacked like the target, or one with a value for each sequence."""
+        """Return dense values from a tensor stacked like the target, (B, T) or (N,), or one of its sequences, (B,)."""
 
     @abc.abstractmethod
     def for_objective(self, values: Values, chunk: Chunk) -> Values:
-        """Return what the objective of a chunk sees: a NamedTuple of tensors, from one of compact (len,) tensors."""
+        """Return what the objective of a chunk sees: a NamedTuple of tensors, from one of compact (n,) tensors."""
 
     @abc.abstractmethod
-    def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
-        """Return a chunk's values (len,) from a tensor like those of `for_objective`."""
+    def from_objective(self, x: Tensor, chunk: Chunk) -> Tensor:
+        """Return compact values (n,) from a tensor in the layout that `for_objective` gave, such as a gradient."""
 
     @abc.abstractmethod
     def group_index(self, chunk: Chunk) -> slice | Tensor:
-        """Return what selects the chunk's groups from dense values of the batch."""
+        """Return what selects the values of the chunk's groups from a dense tensor of the batch."""
 
     @abc.abstractmethod
-    def join(self, parts: list[Any]) -> Any:
-        """Return the values of all chunks, from a NamedTuple per chunk. Statistics are dense."""
+    def join(self, parts: list[TokenStats]) -> TokenStats:
+        """Return the batch's dense statistics, from what the objective saw of each chunk."""
+
+    def join_compact(self, parts: list[Values]) -> Values:
+        """Return the step's values (n_valid,), from compact ones of each chunk."""
+        return joined(parts)
 
     @abc.abstractmethod
-    def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
+    def to_dense(self, x: Tensor, fill: float = 0) -> Tensor:
         """Return dense values from compact ones (n_valid, ...)."""
 
-    def scatter_stats(self, values: Mapping[str, Tensor]) -> TokenStats:
-        """Return dense statistics from compact ones; tokens that do not count have 0, and argmax -1."""
-        return TokenStats(**{k: self.scatter(x, fill=-1 if k == "argmax" else 0) for k, x in values.items()})
+    def stats_to_dense(self, stats: Mapping[str, Tensor | None]) -> TokenStats:
+        """Return dense statistics from compact ones, by name; tokens that do not count have 0, and argmax -1."""
+        found = [(name, x) for name, x in stats.items() if x is not None]
+        return TokenStats(**{name: self.to_dense(x, fill=-1 if name == "argmax" else 0) for name, x in found})
 
     def sum_of_shares(self, loss: Tensor) -> Tensor:
         """Return the batch's loss from what this rank's chunks sum to."""
         return loss
 
 
-def _computed(stats: TokenStats) -> dict[str, Tensor]:
-    return {name: x for name, x in stats._asdict().items() if x is not None}
-
-
 @dataclass(eq=False)
 class TokenRows(Rows):
     """Groups are tokens. The objective sees compact values, and `group_index` selects these from dense ones."""
-
-    def on_this_rank(self, whole_batch: bool = False) -> Rows:
-        if self.split is None:
-            return self
-        local, ranks = self.split
-        if whole_batch:
-            return GatheredTokens(**vars(local), ranks=ranks, batch_rows=self)
-        return TokenShares(**vars(local), ranks=ranks)
 
     def arrange(self, x: Tensor) -> Tensor:
         return x.reshape(self.dense_shape)
@@ -254,20 +241,19 @@ class TokenRows(Rows):
     def for_objective(self, values: Values, chunk: Chunk) -> Values:
         return values
 
-    def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
-        return dense.contiguous()
+    def from_objective(self, x: Tensor, chunk: Chunk) -> Tensor:
+        return x.contiguous()
 
     def group_index(self, chunk: Chunk) -> slice | Tensor:
         return chunk.row_slice if self.dense_index is None else self.dense_index[chunk.row_slice]
 
-    def join(self, parts: list[Any]) -> Any:
-        values = joined(parts)
-        if self.dense_index is None or not isinstance(values, TokenStats):
-            return values
-        return self.scatter_stats(_computed(values))
+    def join(self, parts: list[TokenStats]) -> TokenStats:
+        # Not `joined` for one chunk: small steps are such, and wait for the host.
+        stats = parts[0] if len(parts) == 1 else joined(parts)
+        return stats if self.dense_index is None else self.stats_to_dense(stats._asdict())
 
-    def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
-        return values if self.dense_index is None else _spread(values, self.dense_index, self.n_positions, fill)
+    def to_dense(self, x: Tensor, fill: float = 0) -> Tensor:
+        return x if self.dense_index is None else _placed(x, self.dense_index, self.n_positions, fill)
 
 
 @dataclass(eq=False)
@@ -276,19 +262,16 @@ class GroupRows(Rows):
 
     groups: Groups = field(kw_only=True)  # never None
 
-    def on_this_rank(self, whole_batch: bool = False) -> Rows:
-        return self if self.split is None else GatheredGroups(**vars(self.split.local), ranks=self.split.ranks)
-
     def in_group_order(self) -> GroupRows:
         if not self.groups.stacked:
             return self
-        device, dense_index = self.groups.lengths.device, None
-        # Dense (i, s, t) is the target's row s * n_pairs + i.
+        device, dense_index = self.groups.token_counts.device, None
+        # The target's position at each place of the dense values: (i, s, t) comes from its sequence s * n_pairs + i.
         order = self._unflatten(torch.arange(self.n_positions, device=device), self.dense_shape[0]).reshape(-1)
         if self.dense_index is not None:
             mask = self.mask
             assert mask is not None
-            # The host knows the number of tokens: `nonzero` would wait for the device to count them.
+            # As in `select_rows`, without a wait.
             dense_index = torch.nonzero_static(mask.reshape(-1), size=self.n_valid).view(-1)
             tokens = torch.arange(self.n_valid, device=device)
             token_at = torch.empty_like(order).scatter_(0, self.dense_index, tokens)  # by the target's position
@@ -296,119 +279,45 @@ class GroupRows(Rows):
         return replace(self.reordered(order), dense_index=dense_index, groups=self.groups._replace(stacked=False))
 
     def _unflatten(self, flat: Tensor, n_groups: int) -> Tensor:
+        """Return (n_groups, sequences of a group, T) from these groups' flattened values, in the order of tokens."""
         _, sequences, length = self.dense_shape
         if self.groups.stacked:
             return flat.view(sequences, n_groups, length).transpose(0, 1)
         return flat.view(n_groups, sequences, length)
 
-    def _position_in_chunk(self, chunk: Chunk) -> Tensor | None:
-        """Return the places of a chunk's tokens in the flattened dense values of its groups."""
-        first_group = chunk.group_slice.start
-        if self.dense_index is None or first_group == 0:
-            return None if self.dense_index is None else along(self.dense_index, chunk.row_slice)
-        return self.dense_index[chunk.row_slice] - first_group * math.prod(self.dense_shape[1:])
+    def _index_in_chunk(self, chunk: Chunk) -> Tensor | None:
+        """Return (n,), the tokens' places among the flattened dense values of the chunk's groups. None: all places."""
+        if self.dense_index is None:
+            return None
+        index, first_group = along(self.dense_index, chunk.row_slice), chunk.group_slice.start
+        return index if first_group == 0 else index - first_group * math.prod(self.dense_shape[1:])
 
     def arrange(self, x: Tensor) -> Tensor:
         return x.unflatten(0, (self.dense_shape[1], -1)).transpose(0, 1)
 
     def for_objective(self, values: Values, chunk: Chunk) -> Values:
         n_groups = chunk.group_slice.stop - chunk.group_slice.start
-        index = self._position_in_chunk(chunk)
+        index = self._index_in_chunk(chunk)
         if index is not None:
             n_positions = n_groups * math.prod(self.dense_shape[1:])
-            values = mapped(lambda x: _spread(x, index, n_positions), values)
+            values = mapped(lambda x: _placed(x, index, n_positions), values)
         return values._make([None if x is None else self._unflatten(x, n_groups) for x in values])
 
-    def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
-        flat = (dense.transpose(0, 1) if self.groups.stacked else dense).reshape(-1)
-        index = self._position_in_chunk(chunk)
+    def from_objective(self, x: Tensor, chunk: Chunk) -> Tensor:
+        flat = (x.transpose(0, 1) if self.groups.stacked else x).reshape(-1)
+        index = self._index_in_chunk(chunk)
         return (flat if index is None else flat.index_select(0, index)).contiguous()
 
     def group_index(self, chunk: Chunk) -> slice | Tensor:
         return chunk.group_slice
 
-    def join(self, parts: list[Any]) -> Any:
+    def join(self, parts: list[TokenStats]) -> TokenStats:
         return joined(parts)
 
-    def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
+    def to_dense(self, x: Tensor, fill: float = 0) -> Tensor:
         if self.dense_index is not None:
-            values = _spread(values, self.dense_index, self.n_positions, fill)
-        return self._unflatten(values, self.dense_shape[0])
-
-
-def _gather_tokens(values: Values, ranks: SequenceSplit) -> Values:
-    """Gather the ranks' values of all their positions, (B * T_r,), to (B * T,)."""
-    by_sequence = mapped(lambda x: x.view(ranks.batch, ranks.local_length), values)
-    return mapped(lambda x: x.reshape(-1), ranks.whole_values(by_sequence))
-
-
-@dataclass(eq=False)
-class TokenShares(TokenRows):
-    """This rank's tokens of sequences split over ranks. Losses are sums over tokens: the ranks add their shares."""
-
-    ranks: SequenceSplit = field(kw_only=True)
-    gathers_statistics: ClassVar[bool] = True
-
-    def group_index(self, chunk: Chunk) -> slice | Tensor:
-        local = super().group_index(chunk)
-        if isinstance(local, slice):
-            assert self.target is not None  # a loss without one has no objective
-            local = torch.arange(local.start, local.stop, device=self.target.device)
-        return self.ranks.dense_index(local)
-
-    def join(self, parts: list[Any]) -> Any:
-        values = joined(parts)
-        if isinstance(values, TokenStats):
-            return self.scatter_stats(_computed(values))
-        return _gather_tokens(mapped(self.scatter, values), self.ranks)
-
-    def scatter_stats(self, values: Mapping[str, Tensor]) -> TokenStats:
-        return _gather_tokens(super().scatter_stats(values), self.ranks)
-
-    def sum_of_shares(self, loss: Tensor) -> Tensor:
-        return self.ranks.sum(loss)
-
-
-@dataclass(eq=False)
-class GatheredTokens(TokenRows):
-    """This rank's tokens of sequences split over ranks. The objective sees the tokens of all ranks, in one chunk."""
-
-    ranks: SequenceSplit = field(kw_only=True)
-    batch_rows: TokenRows = field(kw_only=True)  # of all ranks
-    gathers_statistics: ClassVar[bool] = True
-
-    def for_objective(self, values: Values, chunk: Chunk) -> Values:
-        gathered, index = _gather_tokens(mapped(self.scatter, values), self.ranks), self.batch_rows.dense_index
-        return gathered if index is None else mapped(lambda x: x[index], gathered)
-
-    def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
-        local = self.ranks.local_positions(self.batch_rows.scatter(dense))
-        return local if self.dense_index is None else local[self.dense_index]
-
-    def group_index(self, chunk: Chunk) -> slice | Tensor:
-        all_tokens = slice(0, self.batch_rows.n_valid)
-        return self.batch_rows.group_index(Chunk(all_tokens, all_tokens))
-
-    def join(self, parts: list[Any]) -> Any:
-        return self.batch_rows.join(parts)
-
-
-@dataclass(eq=False)
-class GatheredGroups(GroupRows):
-    """This rank's part of groups split over ranks. Objectives see whole groups: ranks gather each chunk's values."""
-
-    ranks: SequenceSplit = field(kw_only=True)
-    gathers_statistics: ClassVar[bool] = True
-    ranks_cut_alike: ClassVar[bool] = True
-
-    def for_objective(self, values: Values, chunk: Chunk) -> Values:
-        return self.ranks.whole_values(super().for_objective(values, chunk))
-
-    def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
-        return super().compact(dense[..., self.ranks.local_slice], chunk)
-
-    def scatter_stats(self, values: Mapping[str, Tensor]) -> TokenStats:
-        return self.ranks.whole_values(super().scatter_stats(values))
+            x = _placed(x, self.dense_index, self.n_positions, fill)
+        return self._unflatten(x, self.dense_shape[0])
 
 
 def select_rows(
@@ -420,109 +329,93 @@ def select_rows(
     sequences: Sequences = None,
     n_valid: Counts = None,
 ) -> Rows:
-    """Return the tokens of a target (B, T), or (N,) if groups are tokens, that are not `ignore_index`.
-
-    Waits for the device once, unless it has `n_valid`.
+    """Return the tokens of a target that are not `ignore_index`. Waits for the device once, unless it has `n_valid`.
 
     Args:
-        target: whole sequences, padded; chosen before rejected ones.
+        target: (B, T) ids of whole sequences, padded, chosen before rejected ones; or (N,) if groups are tokens.
+        group: what a chunk must not split.
         name: of the target, for messages.
         sequences: how the input holds these sequences, if not like the target.
+        n_valid: the number of tokens that count, or of those of each sequence, if the caller knows.
 
     Raises:
         ValueError: an id is outside the vocabulary, or `n_valid` is wrong.
     """
-    rows = _select(target, group, ignore_index, vocab_size, name, n_valid)
+    given, target = target, target.contiguous()
+    ids, may_sync = target.view(-1), host_may_sync(target, n_valid)
+    # One kernel counts tokens and finds the smallest and the largest id, so that the host waits once at most. It keeps
+    # counts by sequence where groups or the caller's counts have them, else one for all.
+    by_sequence = group != "token" or isinstance(n_valid, tuple)
+    surveyed = survey(target if by_sequence else ids.view(1, -1), ignore_index, may_sync)
+    if may_sync:
+        host_counts = read_counts(surveyed, ignore_index, vocab_size, name, n_valid)
+    else:
+        host_counts = trusted_counts(surveyed, n_valid, ids.numel(), vocab_size, name)
+    n_tokens, mask, index, length = sum(host_counts), surveyed.mask, None, target.shape[-1]
+    if n_tokens != ids.numel():
+        # `nonzero` would wait for the device to count what the host knows.
+        index = torch.nonzero_static(mask.view(-1), size=n_tokens).view(-1)
+        ids = ids[index]
+    if group == "token":
+        rows: Rows = TokenRows(
+            n_tokens, (target.numel(),), ids, mask, index, index, sequence_length=length, host_may_sync=may_sync
+        )
+    else:
+        groups = _groups_of(surveyed.summary[0], host_counts, SEQUENCES_PER_GROUP[group])
+        dense_shape = len(groups.host_counts), groups.per_group, length
+        rows = GroupRows(
+            n_tokens, dense_shape, ids, mask, index, index,
+            groups=groups, sequence_length=length, host_may_sync=may_sync,
+        )  # fmt: skip
     if sequences is None:
         return rows
     if isinstance(sequences, Packing):
-        input_index = sequences.rows.view(-1)
-        if rows.input_index is not None:
-            input_index = input_index[rows.input_index]
-        return replace(rows, input_index=input_index, sequence_length=sum(sequences.lengths))
-    local = _select(target[..., sequences.local_slice], group, ignore_index, vocab_size, name)
-    if local.groups is not None:
-        mask = rows.mask
-        assert mask is not None
-        counts_by_rank = [part.flatten(1).sum(1) for part in mask.split(list(sequences.lengths), -1)]
-        cut_counts = tuple(torch.stack(counts_by_rank).amax(0).tolist())
-        local = replace(local, groups=local.groups._replace(cut_counts=cut_counts))
-    return replace(rows, split=Split(local, sequences))
+        return _packed(rows, sequences)
+    return replace(rows, split=Split(_local(given, rows, sequences, group, ignore_index, vocab_size, name), sequences))
 
 
-def _select(
-    target: Tensor, group: Group, ignore_index: int, vocab_size: int, name: str, n_valid: Counts = None
+def _packed(rows: Rows, packing: Packing) -> Rows:
+    """Return the rows of an input without padding, from those of the padded target: only `input_index` differs."""
+    input_index = packing.rows.view(-1)
+    if rows.input_index is not None:
+        input_index = input_index[rows.input_index]
+    return replace(rows, input_index=input_index, sequence_length=sum(packing.lengths))
+
+
+def _local(
+    target: Tensor, rows: Rows, ranks: SequenceSplit, group: Group, ignore_index: int, vocab_size: int, name: str
 ) -> Rows:
-    target = target.contiguous()
-    flat, may_sync = target.view(-1), host_may_sync(target, n_valid)
-    by_sequence = group != "token" or isinstance(n_valid, tuple)
-    surveyed = survey(target if by_sequence else flat.view(1, -1), ignore_index, may_sync)
-    if may_sync:
-        sizes, lows, highs = surveyed.read()
-        host_counts = [sum(row) for row in sizes]
-        low, high = min(map(min, lows), default=0), max(map(max, highs), default=0)
-        if low < 0 or high >= vocab_size:
-            check_ids(name, low, high, vocab_size, ignore_index)
-        if n_valid is not None:
-            _check_n_valid(n_valid, host_counts, name, ignore_index)
-    else:
-        assert n_valid is not None
-        host_counts = [n_valid] if isinstance(n_valid, int) else list(n_valid)
-        # Without ignored tokens, their number says how many each sequence has.
-        expected: Tensor | int = sum(host_counts)
-        if isinstance(n_valid, tuple) and expected != flat.numel():
-            expected = on_device(n_valid, surveyed.summary.device)
-        assert_counts(
-            surveyed.summary,
-            expected,
-            vocab_size,
-            f"{name} must be ignore_index or an index into the vocabulary, 0 to {vocab_size - 1}, and n_valid must "
-            f"count the tokens of {name} that are not ignore_index",
-        )
-    n_tokens, index = sum(host_counts), None
-    if n_tokens != flat.numel():
-        index = torch.nonzero_static(surveyed.mask.view(-1), size=n_tokens).view(-1)
-        flat = flat[index]
-    mask, length = surveyed.mask, target.shape[-1]
-    if group == "token":
-        n_positions = target.numel()
-        return TokenRows(
-            n_tokens, (n_positions,), flat, mask, index, index, sequence_length=length, host_may_sync=may_sync
-        )
-    counts = surveyed.summary[0]  # (B, blocks of a kernel)
-    counts = counts.view(-1) if counts.shape[1] == 1 else counts.sum(-1)
-    groups = groups_of(counts, host_counts, SEQUENCES_PER_GROUP[group])
-    dense_shape = len(groups.host_counts), groups.per_group, length
-    return GroupRows(
-        n_tokens, dense_shape, flat, mask, index, index,
-        groups=groups, sequence_length=length, host_may_sync=may_sync,
-    )  # fmt: skip
+    """Return the tokens that this rank holds of the batch's `rows`."""
+    local = select_rows(target[..., ranks.local_slice], group, ignore_index, vocab_size, name)
+    if local.groups is None:
+        return local
+    mask = rows.mask
+    assert mask is not None
+    # Ranks must cut their chunks after the same groups, so they cut by the most tokens that any has of each.
+    counts_by_rank = [part.flatten(1).sum(1) for part in mask.split(list(ranks.lengths), -1)]
+    cut_counts = tuple(torch.stack(counts_by_rank).amax(0).tolist())
+    return replace(local, groups=local.groups._replace(cut_counts=cut_counts))
 
 
-def groups_of(token_counts: Tensor, sequence_counts: Sequence[int], per_group: int) -> Groups:
-    """Return the groups of sequences whose numbers of tokens, (B,), are on the device and on the host."""
+def _groups_of(block_counts: Tensor, sequence_counts: list[int], per_group: int) -> Groups:
+    """Return the groups of counted sequences.
+
+    Args:
+        block_counts: (B, blocks), the tokens that count in each of the blocks that a kernel read of a sequence.
+        sequence_counts: B numbers, their sums.
+        per_group: sequences of a group.
+    """
     n_groups = len(sequence_counts) // per_group
-    # A pair's sequences are `n_groups` rows apart.
+    # A pair's sequences are `n_groups` apart.
     host_counts = tuple([sum(sequence_counts[i::n_groups]) for i in range(n_groups)])
     return Groups(
-        token_counts=token_counts,
+        token_counts=block_counts.view(-1) if block_counts.shape[1] == 1 else block_counts.sum(-1),
         per_group=per_group,
         host_counts=host_counts,
         cut_counts=host_counts,
         shortest=min(sequence_counts, default=0),
         stacked=per_group > 1 and n_groups > 1,
     )
-
-
-def _check_n_valid(n_valid: int | tuple[int, ...], counts: list[int], name: str, ignore_index: int) -> None:
-    of = f"the number of tokens of {name} that are not ignore_index ({ignore_index})"
-    if isinstance(n_valid, int):
-        if n_valid != sum(counts):
-            raise ValueError(f"n_valid must be {sum(counts)}, {of}, got {n_valid}")
-        return
-    for i, (given, count) in enumerate(zip(n_valid, counts, strict=True)):
-        if given != count:
-            raise ValueError(f"n_valid[{i}] must be {count}, {of} in sequence {i}, got {given}")
 
 
 def all_rows(shape: Sequence[int], split: SequenceSplit | None = None, n_valid: int | None = None) -> Rows:

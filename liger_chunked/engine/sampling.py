@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +11,67 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_chunked.kernels.tuning.generic import SORT_BLOCK
+from liger_chunked.sampler import beyond_top_p, mass_from
 from liger_chunked.types import LogitOptions, accumulation_dtype, check_sampling
 
 # (rows, m) of this rank -> (rows, ranks * m) of all, in rank order
 Gather = Callable[[Tensor], Tensor]
+
+
+class WholeVocabulary:
+    """How a filter reads rows of logits, here (rows, V). `SplitVocabulary` reads those whose columns ranks split."""
+
+    def columns(self, logits: Tensor) -> int:
+        """Return the most columns that a rank has."""
+        return logits.shape[1]
+
+    def padded(self, z: Tensor) -> Tensor:
+        """Return a rank's logits (rows, columns) with as many columns as any rank's."""
+        return z
+
+    def in_falling_order(self, z: Tensor, k: int | None) -> Tensor:
+        """Return (rows, m), the k largest logits of each row, fewer if it has fewer. k None: all."""
+        return z.sort(descending=True).values if k is None else z.topk(min(k, z.shape[1])).values
+
+    def largest(self, z: Tensor) -> Tensor:
+        """Return (rows, 1), the largest logit of each row."""
+        return z.amax(-1, keepdim=True)
+
+    def total(self, counts: Tensor) -> Tensor:
+        """Return (rows, 1) counts of whole rows, from those of a rank's columns."""
+        return counts
+
+
+WHOLE_VOCABULARY = WholeVocabulary()
+
+
+@dataclass(frozen=True)
+class SplitVocabulary(WholeVocabulary):
+    """Each rank sends its k largest logits of a row, or all, or its largest alone. All ranks then compute alike.
+
+    Attributes:
+        gather: the collective.
+        most_columns: of a rank.
+    """
+
+    gather: Gather
+    most_columns: int
+
+    def columns(self, logits: Tensor) -> int:
+        return self.most_columns
+
+    def padded(self, z: Tensor) -> Tensor:
+        missing = self.most_columns - z.shape[1]
+        return F.pad(z, (0, missing), value=-math.inf) if missing else z
+
+    def in_falling_order(self, z: Tensor, k: int | None) -> Tensor:
+        return super().in_falling_order(self.gather(z if k is None else super().in_falling_order(z, k)), k)
+
+    def largest(self, z: Tensor) -> Tensor:
+        return super().largest(self.gather(super().largest(z)))
+
+    def total(self, counts: Tensor) -> Tensor:
+        return self.gather(counts).sum(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -44,8 +101,8 @@ class SamplingFilter:
         Raises:
             TypeError, ValueError: an option is out of range, or does not go with the other options or the outputs.
         """
-        options_given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        given = ", ".join(f"{name}={x}" for name, x in options_given.items() if x is not None)
+        filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        given = ", ".join(f"{name}={x}" for name, x in filters.items() if x is not None)
         if not given:
             return None
         check_sampling(top_k, top_p, min_p)
@@ -56,82 +113,74 @@ class SamplingFilter:
             )
         if "mean_logits" in outputs:
             raise ValueError(f"outputs ['mean_logits'] are infinite for filtered logits, got {given}")
-        found = cls(top_k, None if top_p == 1 else top_p, None if min_p == 0 else min_p)
-        return None if found == cls() else found
+        # Those that keep all ids are left out.
+        filter = cls(top_k, None if top_p == 1 else top_p, None if min_p == 0 else min_p)
+        return None if filter == cls() else filter
 
     def smallest_kept(
         self,
         logits: Tensor,
         options: LogitOptions,
         temperature: Tensor | None = None,
-        gather: Gather | None = None,
-        most_columns: int | None = None,
+        vocabulary: WholeVocabulary = WHOLE_VOCABULARY,
     ) -> Tensor:
         """Return (n,), each row's smallest kept untransformed logit of this rank; infinity if it keeps none.
 
         Args:
             logits: (n, V), this rank's columns of the rows.
+            options: of their transform, which scales them.
             temperature: (n,) of the rows, instead of that of `options`.
-            gather: if ranks split the vocabulary. Each sends its `top_k` largest logits of a row, or all for `top_p`
-                without `top_k`, or its largest for `min_p` alone; all ranks then compute alike.
-            most_columns: of a rank, with `gather`.
+            vocabulary: how to read whole rows.
         """
-        width = logits.shape[1] if most_columns is None else most_columns
-        k = width if self.top_k is None else min(self.top_k, width)  # of one rank
-        if self.top_p is None and self.min_p is None and gather is None:
-            return logits.topk(k).values[:, -1]
-        found = []
-        size, wide = max(1, SORT_BLOCK // k), accumulation_dtype(logits.dtype)
-        for i, block in enumerate(logits.split(size)):
-            of_rows: float | Tensor = options.temperature
-            if temperature is not None:
-                of_rows = temperature[i * size : (i + 1) * size, None].to(wide)
-            scale = options.logit_scale / of_rows
-            if gather is not None and block.shape[1] < width:
-                block = F.pad(block, (0, width - block.shape[1]), value=-math.inf)
-            bound = None
-            values = block
-            if self.top_k is not None or self.top_p is not None:
-                values = self._largest(block, k, gather)
-                bound = values[:, -1:]
-            if self.top_p is not None:
-                left = self._left(values.to(wide) * scale, block, values, gather)
-                n_kept = (left > 1 - self.top_p).sum(-1, keepdim=True).clamp(min=1)
-                bound = values.gather(1, n_kept - 1)
-            if self.min_p is not None:
-                top = values.amax(-1, keepdim=True)
-                if bound is None and gather is not None:
-                    top = gather(top).amax(-1, keepdim=True)
-                near = values.to(wide) * scale >= top.to(wide) * scale + math.log(self.min_p)
-                smallest = values.masked_fill(~near, math.inf).amin(-1, keepdim=True)
-                bound = smallest if bound is None else torch.maximum(bound, smallest)
-            assert bound is not None
-            found.append(bound[:, 0])
-        return torch.cat(found)
+        columns = vocabulary.columns(logits)
+        # A sort takes several times the memory of what it sorts, which are the logits or the `top_k` of each row.
+        n_rows = max(1, SORT_BLOCK // (columns if self.top_k is None else min(self.top_k, columns)))
+        blocks = logits.split(n_rows)
+        temperatures: Iterable[float | Tensor] = [options.temperature] * len(blocks)
+        if temperature is not None:
+            temperatures = temperature[:, None].to(accumulation_dtype(logits.dtype)).split(n_rows)
+        bounds = [
+            self._bound(vocabulary.padded(block), options.logit_scale / of_rows, vocabulary)[:, 0]
+            for block, of_rows in zip(blocks, temperatures, strict=True)
+        ]
+        return bounds[0] if len(bounds) == 1 else torch.cat(bounds)
 
-    def _largest(self, block: Tensor, k: int, gather: Gather | None) -> Tensor:
-        """Return (rows, k or fewer), the logits of all ranks that `top_k` keeps, or all, in falling order."""
-        if self.top_k is None:
-            return (block if gather is None else gather(block)).sort(descending=True).values
-        largest = block.topk(k).values
-        if gather is None:
-            return largest
-        of_ranks = gather(largest)
-        return of_ranks.topk(min(self.top_k, of_ranks.shape[1])).values
+    def _bound(self, z: Tensor, scale: float | Tensor, vocabulary: WholeVocabulary) -> Tensor:
+        """Return (rows, 1), the smallest logit that all filters keep of untransformed logits `z` (rows, columns)."""
+        if self.top_k is None and self.top_p is None:
+            # Needs no order, and reads only this rank's columns.
+            return self._bound_of_min_p(z, vocabulary.largest(z), scale)
+        values = vocabulary.in_falling_order(z, self.top_k)  # what `top_k` keeps, or all
+        # Each filter raises the bound, because it drops the smallest of what the one before it keeps.
+        bound = values[:, -1:]
+        if self.top_p is not None:
+            mass = self._mass_from(values, z, scale, vocabulary)
+            last = values.shape[1] - 1 - beyond_top_p(mass, self.top_p).sum(-1, keepdim=True)
+            bound = values.gather(1, last)
+        if self.min_p is not None:
+            bound = torch.maximum(bound, self._bound_of_min_p(values, values[:, :1], scale))
+        return bound
 
-    def _left(self, z: Tensor, block: Tensor, values: Tensor, gather: Gather | None) -> Tensor:
-        """Return the probability from each of the falling logits on, among all that `top_k` keeps."""
-        # From the smallest: a sum from the largest reaches 1 too early.
-        p = z.softmax(-1)
-        left = p.flip(-1).cumsum(-1).flip(-1)
+    def _bound_of_min_p(self, values: Tensor, largest: Tensor, scale: float | Tensor) -> Tensor:
+        """Return (rows, 1), the smallest of `values` whose probability is at least `min_p` times the largest one.
+
+        Of logits, whose difference is the logarithm of the ratio: no sum over the vocabulary is needed.
+        """
+        assert self.min_p is not None
+        wide = accumulation_dtype(values.dtype)
+        is_near = values.to(wide) * scale >= largest.to(wide) * scale + math.log(self.min_p)
+        return values.masked_fill(~is_near, math.inf).amin(-1, keepdim=True)
+
+    def _mass_from(self, values: Tensor, z: Tensor, scale: float | Tensor, vocabulary: WholeVocabulary) -> Tensor:
+        """Return (rows, m), the probability from each of the falling `values` on, among all that `top_k` keeps."""
+        p = (values.to(accumulation_dtype(values.dtype)) * scale).softmax(-1)
+        mass = mass_from(p)
         if self.top_k is None:
-            return left
-        # `top_k` also keeps the logits that equal its last, which are not among the k.
+            return mass
+        # `top_k` also keeps the logits that equal its last, which are not among the k: `others` is their probability.
         last = values[:, -1:]
-        rows = max(1, SORT_BLOCK // block.shape[1])
-        equal = torch.cat(
-            [(x == y).sum(-1, keepdim=True) for x, y in zip(block.split(rows), last.split(rows), strict=True)]
-        )
-        equal = equal if gather is None else gather(equal).sum(-1, keepdim=True)
-        others = p[:, -1:] * (equal - (values == last).sum(-1, keepdim=True))
-        return (left + others) / (1 + others)
+        n_rows = max(1, SORT_BLOCK // z.shape[1])
+        pairs = zip(z.split(n_rows), last.split(n_rows), strict=True)
+        n_equal = vocabulary.total(torch.cat([(x == y).sum(-1, keepdim=True) for x, y in pairs]))
+        others = p[:, -1:] * (n_equal - (values == last).sum(-1, keepdim=True))
+        return (mass + others) / (1 + others)

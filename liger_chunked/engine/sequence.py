@@ -88,7 +88,7 @@ class SequenceSplit:
         """Return this rank's part (B * T_r, ...) of a flattened (B * T, ...)."""
         return x.unflatten(0, (self.batch, self.length))[:, self.local_slice].flatten(0, 1)
 
-    def dense_index(self, local: Tensor) -> Tensor:
+    def batch_index(self, local: Tensor) -> Tensor:
         """Convert indices into (B, T_r) to indices into (B, T)."""
         length = max(1, self.local_length)
         return local.div(length, rounding_mode="floor") * self.length + self.local_slice.start + local % length

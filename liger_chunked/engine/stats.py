@@ -21,7 +21,13 @@ from liger_chunked.engine.epilogue import StatisticsPass
 from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.hooks import hooks_active
-from liger_chunked.engine.kept import check_kept, check_sparse_weight_grad, kept_token_stats, place
+from liger_chunked.engine.kept import (
+    check_kept,
+    check_sparse_weight_grad,
+    check_takes_sparse,
+    kept_token_stats,
+    place,
+)
 from liger_chunked.engine.known import host_may_sync, token_count
 from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.precision import gemms
@@ -57,7 +63,7 @@ def _statistics(
         stats = head_pass.statistics(plan.tokens(0, *flattened(input, u)))
     if compact:
         return head_pass, stats
-    return head_pass, plan.rows.scatter_stats({name: getattr(stats, name) for name in _returned(plan)})
+    return head_pass, plan.rows.stats_to_dense({name: getattr(stats, name) for name in _returned(plan)})
 
 
 def _run_backward(
@@ -186,7 +192,7 @@ def token_stats(
     else:
         plan = choose.for_statistics(
             head,
-            rows.on_this_rank(),
+            rows,
             dtype,
             outputs=outputs,
             options=options,
@@ -244,6 +250,8 @@ def stats_of_kept(
 
     n_ids = placed.entries.ids.shape[0]
     if sparse_weight_grad:
+        if torch.is_grad_enabled():
+            check_takes_sparse(head.weight)
         if placed.n_whole:
             position = int(((flat != options.ignore_index) & ~placed.has_entries).nonzero()[0])
             raise ValueError(
@@ -334,7 +342,8 @@ def linear_token_stats(
             `n_valid`, no position with a target may have the whole vocabulary. None: all ids.
         sparse_weight_grad: with `kept`, whether the gradient of `weight` is a coalesced `torch.sparse_coo_tensor` of
             the rows that are read, as SparseAdam, SGD and Adagrad take it ("Sparse gradients of the head" in
-            `docs/losses.md`); not with `n_valid`, positions of the whole vocabulary, or a DTensor. False: dense.
+            `docs/losses.md`); not with `n_valid`, positions of the whole vocabulary, a DTensor, or a `weight` that is
+            computed of another tensor, such as a view of it. False: dense.
         ignore_index: the target, -100 by default, of tokens that are skipped.
         logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: automatic.
         logits_dtype: torch.float32 keeps the float32 sums of 16-bit products; logits and their rounded gradient then

@@ -159,10 +159,6 @@ def _dry_run(plan: Plan, input: Tensor, head: HeadTensors, u: Tensor | None, nee
     scale_([g for g in grads if g is not None], loss)
 
 
-def _like(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return (x if x.shape == shape else x.view(shape)).to(dtype)
-
-
 class GradientInForward(torch.autograd.Function):
     """`apply(input, weight, bias, u, up, step, is_grad_enabled())`: the loss.
 
@@ -185,7 +181,8 @@ class GradientInForward(torch.autograd.Function):
         with isolated():
             loss, ctx.gradients = step.run(input, HeadTensors(weight, bias, up, step.plan.shard), u, needs)
         if True in needs:
-            ctx.like = [None if x is None else (x.shape, x.dtype) for x in (input, weight, bias, u, up)]
+            tensors = input, weight, bias, u, up
+            ctx.shapes_and_dtypes = [(None, None) if x is None else (x.shape, x.dtype) for x in tensors]
             # No gradient needs it: with a saved tensor torch notices a backward of a freed graph.
             ctx.save_for_backward(loss)
         return loss
@@ -204,8 +201,14 @@ class GradientInForward(torch.autograd.Function):
         else:
             ctx.gradients = None  # else dX and dW live as long as the loss
         scale_([g for g in gradients if g is not None], upstream)
-        pairs = zip(gradients, ctx.like, strict=True)
-        return *[None if g is None else _like(g, *like) for g, like in pairs], None, None
+        return (
+            *[
+                None if g is None else (g if g.shape == shape else g.view(shape)).to(dtype)
+                for g, (shape, dtype) in zip(gradients, ctx.shapes_and_dtypes, strict=True)
+            ],
+            None,
+            None,
+        )
 
 
 class WithParameters(torch.autograd.Function):
@@ -279,7 +282,7 @@ def fused_loss(
         raise ValueError(f"token_outputs must name fields of TokenStats {OUTPUTS}, got {unknown}")
     plan = choose.for_loss(
         head,
-        rows.on_this_rank(whole_batch),
+        rows,
         compute_dtype(head, input),
         outputs=outputs,
         differentiates=differentiates,

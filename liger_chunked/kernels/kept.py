@@ -451,9 +451,9 @@ def sorted_by_id(entries: Entries, dz: Tensor) -> Sorted:
 
 
 @jit
-def _write_row(grad_ptr, row, grad_stride, n_rows, cols, hidden, total):
+def _write_row(grad_ptr, row, grad_stride, n_written, cols, hidden, total):
     """Write a sum to a row of this rank's dW: one program has all of a row, or `_joined_kernel` has."""
-    own = cols < tl.where((row >= 0) & (row < n_rows), hidden, 0)
+    own = cols < tl.where((row >= 0) & (row < n_written), hidden, 0)
     place = grad_ptr + tl.where(row >= 0, row, 0) * grad_stride + cols
     tl.store(place, total.to(grad_ptr.dtype.element_ty), mask=own)
 
@@ -461,7 +461,7 @@ def _write_row(grad_ptr, row, grad_stride, n_rows, cols, hidden, total):
 @Kernel
 def _weight_kernel(
     grad_ptr, grad_stride, head_ptr, tail_ptr, x_ptr, x_stride, ids_ptr, entry_tokens_ptr, dz_ptr,
-    n_tokens, hidden, n_rows, RUN: tl.constexpr, BLOCK: tl.constexpr,
+    n_tokens, hidden, n_written, RUN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # A program sums RUN sorted entries. Where an id's entries reach over its ends, the sums go to `head` and `tail`, so
     # that an id of many entries, such as a newline, keeps many programs busy.
@@ -482,7 +482,7 @@ def _weight_kernel(
             if in_head:
                 tl.store(head_ptr + run * hidden + cols, total, mask=inside)
             else:
-                _write_row(grad_ptr, row, grad_stride, n_rows, cols, hidden, total)
+                _write_row(grad_ptr, row, grad_stride, n_written, cols, hidden, total)
             total = tl.zeros([BLOCK], tl.float32)
             in_head = first < 0  # False
             row = next_row
@@ -497,12 +497,12 @@ def _weight_kernel(
     elif (end < n_tokens) & (after == row):
         tl.store(tail_ptr + run * hidden + cols, total, mask=inside)
     else:
-        _write_row(grad_ptr, row, grad_stride, n_rows, cols, hidden, total)
+        _write_row(grad_ptr, row, grad_stride, n_written, cols, hidden, total)
 
 
 @Kernel
 def _joined_kernel(
-    grad_ptr, grad_stride, head_ptr, tail_ptr, ids_ptr, n_tokens, hidden, n_rows,
+    grad_ptr, grad_stride, head_ptr, tail_ptr, ids_ptr, n_tokens, hidden, n_written,
     RUN: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # The program of the run in which such an id begins adds its sums, in order.
@@ -531,7 +531,7 @@ def _joined_kernel(
         more = tl.sum(same.to(tl.int32), axis=0) == TOGETHER
         following += TOGETHER
     sums = tl.load(tail_ptr + run * hidden + cols, mask=inside, other=0.0) + tl.sum(total, axis=0)
-    _write_row(grad_ptr, row, grad_stride, n_rows, cols, hidden, sums)
+    _write_row(grad_ptr, row, grad_stride, n_written, cols, hidden, sums)
 
 
 def write_kept_weight_grad(grad: Tensor, x: Tensor, by_id: Sorted) -> None:
@@ -559,7 +559,7 @@ def write_kept_weight_grad(grad: Tensor, x: Tensor, by_id: Sorted) -> None:
             dz_ptr=by_id.dz,
             n_tokens=n_entries,
             hidden=hidden,
-            n_rows=grad.shape[0],
+            n_written=grad.shape[0],
             RUN=run,
             BLOCK=block,
             num_warps=num_warps,
@@ -572,7 +572,7 @@ def write_kept_weight_grad(grad: Tensor, x: Tensor, by_id: Sorted) -> None:
             ids_ptr=by_id.ids,
             n_tokens=n_entries,
             hidden=hidden,
-            n_rows=grad.shape[0],
+            n_written=grad.shape[0],
             RUN=run,
             TOGETHER=together,
             BLOCK=block,

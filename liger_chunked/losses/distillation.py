@@ -32,6 +32,7 @@ from liger_chunked.engine import (
     compute_dtype,
     distillation_step,
     divergences_of_tokens,
+    on_this_rank,
     run_step,
     select_rows,
     token_count,
@@ -212,7 +213,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         given = _Given(teacher_weight, teacher_input, teacher_bias, teacher_logps, teacher_ids)
         teacher = self._teacher(head, input, given)
         route = (
-            self._route_of_top_k(head, rows.on_this_rank(), given, n_valid)
+            self._route_of_top_k(head, on_this_rank(rows), given, n_valid)
             if teacher is None
             else self._route_of_logits(vocab_shard)
         )

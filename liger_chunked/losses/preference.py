@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,13 +17,11 @@ from typing_extensions import Unpack
 
 from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
-    Chunk,
     Group,
     OfSequences,
     PairKernel,
     PairLoss,
     Rows,
-    Share,
     along,
     assert_later,
     check_projection,
@@ -57,59 +55,81 @@ from liger_chunked.types import (
 
 
 @dataclass(eq=False)
-class _Sequences:
-    mask: Tensor  # (n, 2, T)
-    lengths: Tensor  # at least 1
+class _PairBatch:
+    """The tokens of a batch of n pairs, and what its losses compare with.
+
+    Methods take statistics (m, 2, T) of some pairs, and the `index` that selects these m pairs from the batch.
+
+    Attributes:
+        mask: (n, 2, T) bool, True at the tokens of `target`.
+        lengths: (n, 2) their numbers, at least 1.
+        batch_lengths: (2,) those of all chosen and of all rejected sequences, at least 1.
+        average_log_prob: whether log-probabilities of sequences are means.
+        reference: log-probabilities of the reference, (n, 2, T) one a token or (n, 2) one a sequence.
+        token_weights: (n, 2, T). None: all are 1.
+        has_tokens: (n,) bool, False at pairs without a token, whose loss is 0. None: all have some.
+        host_counts: n numbers of tokens of each pair. None: known to the device alone.
+        nll_mask: (n, T) bool, True at the chosen tokens of the NLL term. None: those of `mask`.
+        nll_only: (n, 2, T) bool, True at tokens that only the NLL term reads. None: there are none.
+        example_weights: (n,) float64 factors of pairs. None: all are 1.
+    """
+
+    mask: Tensor
+    lengths: Tensor
+    batch_lengths: Tensor
     average_log_prob: bool
-    token_weights: Tensor | None  # None: all are 1
-    nll_only: Tensor | None  # True at tokens that only the NLL reads
+    reference: Tensor
+    token_weights: Tensor | None
+    has_tokens: Tensor | None
+    host_counts: Sequence[int] | None
+    nll_mask: Tensor | None
+    nll_only: Tensor | None
+    example_weights: Tensor | None
 
     @property
     def all_pairs(self) -> slice:
+        """The index of the whole batch."""
         return slice(0, self.mask.shape[0])
 
+    @functools.cached_property
+    def ref_logps(self) -> Tensor:
+        """(n, 2) float64, the reference's log-probabilities of sequences."""
+        reference = self.reference
+        return self.logps(reference, self.all_pairs) if reference.ndim == 3 else reference.double()
+
     def without_nll_only(self, values: Tensor, index: slice | Tensor) -> Tensor:
-        """Return values (n, 2, T), zero at tokens that only the NLL reads."""
+        """Return values (m, 2, T), zero at tokens that only the NLL reads."""
         return values if self.nll_only is None else values.masked_fill(along(self.nll_only, index), 0.0)
 
     def logps(self, token_logps: Tensor, index: slice | Tensor) -> Tensor:
+        """Return log-probabilities (m, 2) of sequences, from those of their tokens."""
         token_logps = self.without_nll_only(token_logps, index)
         if self.token_weights is not None:
             token_logps = token_logps * along(self.token_weights, index)
         return sequence_logps(token_logps, along(self.lengths, index), self.average_log_prob)
 
     def spread(self, g: Tensor, like: Tensor, index: slice | Tensor) -> Tensor:
-        """Return the gradient by `token_logps`, `like` these (n, 2, T), for one by `logps` (n, 2)."""
+        """Return the gradient by token log-probabilities, `like` these (m, 2, T), for one by `logps` (m, 2)."""
         g = g / along(self.lengths, index) if self.average_log_prob else g
         of_tokens = g.to(like.dtype)[..., None].expand_as(like)
         if self.token_weights is not None:
             of_tokens = of_tokens * along(self.token_weights, index)
         return self.without_nll_only(of_tokens, index)
 
-
-@dataclass(eq=False)
-class _Batch:
-    sequences: _Sequences
-    batch_lengths: Tensor  # at least 1
-    ref_logps: Tensor
-    has_tokens: Tensor | None  # (n,)
-    nll_mask: Tensor | None  # (n, T) of chosen sequences; None: `mask`
-    weights: Tensor | None  # (n,) float64; None: all are 1
-
     def pairs(self, logps: Tensor, stats: TokenStats, index: slice | Tensor) -> Pairs:
-        sequences = self.sequences
+        """Return what a loss's `preference_loss` sees of the pairs."""
         return Pairs(
             logps=logps,
             ref_logps=along(self.ref_logps, index),
-            lengths=along(sequences.lengths, index),
-            mask=along(sequences.mask, index),
+            lengths=along(self.lengths, index),
+            mask=along(self.mask, index),
             token_stats=DeclaredStats(*stats),
-            batch_size=sequences.mask.shape[0],
+            batch_size=self.mask.shape[0],
             batch_lengths=self.batch_lengths,
         )
 
     def nll(self, stats: TokenStats, index: slice | Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return these pairs' share of the mean NLL; `weights` (n,) are factors of the sum, not of the divisor."""
+        """Return the pairs' share of the mean NLL (); `weights` (n,) are factors of the sum, not of the divisor."""
         assert stats.logps is not None
         chosen, count = stats.logps[:, 0], self.batch_lengths[0]
         if self.nll_mask is not None:
@@ -311,13 +331,9 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
                 f"{tuple(input.shape)}"
             )
         if example_weights is not None:
-            check_example_weights(example_weights, n // 2, input, "pair")
-            if self._whole_batch:
-                raise ValueError(
-                    f"example_weights are factors of pairs, but {type(self).__name__} computes its loss from the whole "
-                    "batch at once, such as from sorted rewards ('aot'), where no part belongs to one pair: leave them "
-                    "out, or use a loss of single pairs"
-                )
+            self._check_example_weights(example_weights, n // 2, input)
+        # Tokens of `target` and of `nll_target` go through the head together: `_PairBatch` tells them apart. Masks and
+        # counts are of whole sequences, also where this rank has a part of each.
         target, ignore_index = target.long(), self.options.ignore_index
         union = target if nll_target is None else self._union(target, nll_target, input, head, n_valid)
         whole_union = union if sequences is None else whole(union, sequences, ignore_index)
@@ -326,26 +342,41 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         rows = select_rows(
             whole_union, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid
         )
-        reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
+
         # The kernel of pairs reads no `nll_target` and no `example_weights`.
         terms = self._terms_of_step() if nll_target is None and example_weights is None else None
         has_kernel = has_pair_kernel(head, input, terms, rows)
+        # It reads the reference's values token by token, as the head computes them. Autograd reads them by positions.
+        reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         ref_logps = reference_logps(
             reference, self, head, target, rows, sequences, required=self.use_ref_model, compact=has_kernel
         )
+
+        if has_kernel:
+            assert terms is not None
+            kernel = self._pair_kernel(terms, rows, ref_logps)
+            return self._fuse(head, input, rows, kernel).loss, kernel.metrics()
         if nll_target is not None:
             target, nll_target = (whole(x, sequences, ignore_index) for x in (target, nll_target))
-        arguments = _BatchArguments(head, target, nll_target, rows, ref_logps, example_weights)
-        objective = _MeanOverPairs(self, arguments, max(1, n // 2), terms if has_kernel else None)
+        dtype = accumulation_dtype(head.weight.dtype)
+        make_batch = functools.partial(self._batch, target, nll_target, rows, ref_logps, example_weights, dtype)
+        objective = _MeanOverPairs(self, make_batch, max(1, n // 2))
         loss, stats, aux = self._fuse(head, input, rows, objective)
-        if objective.kernel is not None:
-            return loss, objective.kernel.metrics()
         return loss, self._metrics(objective.batch, aux.logps, stats)
 
     if TYPE_CHECKING:
 
         @typed_like(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def _check_example_weights(self, example_weights: Tensor, n_pairs: int, input: Tensor) -> None:
+        check_example_weights(example_weights, n_pairs, input, "pair")
+        if self._whole_batch:
+            raise ValueError(
+                f"example_weights are factors of pairs, but {type(self).__name__} computes its loss from the whole "
+                "batch at once, such as from sorted rewards ('aot'), where no part belongs to one pair: leave them "
+                "out, or use a loss of single pairs"
+            )
 
     def _terms_of_step(self) -> Terms | None:
         """Return `_terms`, if no option adds what the kernel of pairs does not compute."""
@@ -361,6 +392,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         return None if any(isinstance(x, Tensor) for x in numbers) else terms
 
     def _pair_kernel(self, terms: Terms, rows: Rows, ref_logps: Tensor | None) -> PairKernel:
+        """Return the objective that computes `terms` and the metrics in a kernel; `ref_logps` of `reference_logps`."""
         loss = PairLoss(terms, self.beta, self.alpha if self.compute_nll_loss else None, self.average_log_prob)
         if ref_logps is None and self._expects_reference:
             warn_reference_free(self)
@@ -372,6 +404,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         return PairKernel(loss, ref_logps)
 
     def _union(self, target: Tensor, nll_target: Tensor, input: Tensor, head: LossHead, n_valid: Any) -> Tensor:
+        """Return the target of all tokens that the loss or its NLL term reads, after checks of `nll_target`."""
         if n_valid is not None and self._whole_batch:
             raise ValueError(
                 "n_valid and nll_target are given, but a loss of the whole batch must count the pairs of target alone"
@@ -390,17 +423,29 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     def _batch(
         self,
-        head: LossHead,
         target: Tensor,
         nll_target: Tensor | None,
         rows: Rows,
         ref_logps: Tensor | None,
         example_weights: Tensor | None,
-    ) -> _Batch:
-        groups, mask, nll_mask, nll_only = rows.groups, rows.mask, None, None
+        dtype: torch.dtype,
+    ) -> _PairBatch:
+        """Return the batch of a step that no kernel computes.
+
+        Args:
+            target, nll_target: (2 n, T), of whole sequences. `rows` are those of both.
+            ref_logps: of `reference_logps`.
+            dtype: of statistics.
+        """
+        groups, mask = rows.groups, rows.mask
         assert groups is not None and mask is not None
-        lengths, at_least_1, batch_lengths = groups.lengths, groups.divisors, groups.side_lengths
-        if nll_target is not None:
+        nll_mask, nll_only, host_counts = None, None, None
+        if nll_target is None:
+            lengths, at_least_1, batch_lengths = groups.lengths, groups.divisors, groups.side_lengths
+            host_counts = groups.host_counts
+            may_be_empty, some_are_empty = not groups.shortest, 0 in groups.host_counts
+        else:
+            # `rows` also hold tokens that only the NLL term reads, so the host does not know those of `target`.
             ignore_index = self.options.ignore_index
             union, mask = mask, rows.arrange(target != ignore_index)
             lengths = mask.sum(-1)
@@ -408,43 +453,43 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             at_least_1 = lengths.clamp(min=1)
             nll_mask = rows.arrange(nll_target != ignore_index)[:, 0]
             nll_only = union & ~mask
-        dtype = accumulation_dtype(head.weight.dtype)
-        sequences = _Sequences(
+            may_be_empty = some_are_empty = True
+        return _PairBatch(
             mask=mask,
             lengths=at_least_1,
-            average_log_prob=self.average_log_prob,
-            token_weights=None if self.ld_alpha is None else _tail_weights(mask, lengths, self.ld_alpha, dtype),
-            nll_only=nll_only,
-        )
-        may_be_empty = nll_target is not None or not groups.shortest
-        return _Batch(
-            sequences=sequences,
             batch_lengths=batch_lengths.clamp(min=1) if may_be_empty else batch_lengths,
-            ref_logps=self._ref_logps(target, sequences, rows, ref_logps),
-            has_tokens=lengths.sum(-1) > 0 if nll_target is not None or 0 in groups.host_counts else None,
+            average_log_prob=self.average_log_prob,
+            reference=self._reference(target, rows, ref_logps, at_least_1),
+            token_weights=None if self.ld_alpha is None else _tail_weights(mask, lengths, self.ld_alpha, dtype),
+            has_tokens=lengths.sum(-1) > 0 if some_are_empty else None,
+            host_counts=host_counts,
             nll_mask=nll_mask,
-            weights=None if example_weights is None else example_weights.detach().to(torch.float64),
+            nll_only=nll_only,
+            example_weights=None if example_weights is None else example_weights.detach().to(torch.float64),
         )
 
-    def _ref_logps(self, target: Tensor, sequences: _Sequences, rows: Rows, ref_logps: Tensor | None) -> Tensor:
-        """Return float64 (n, 2); zeros without a reference."""
+    def _reference(self, target: Tensor, rows: Rows, ref_logps: Tensor | None, lengths: Tensor) -> Tensor:
+        """Return the reference's dense log-probabilities, (n, 2, T) or (n, 2); zeros without one.
+
+        Raises:
+            ValueError: there is one value a sequence, and the loss weighs tokens.
+        """
         if ref_logps is None:
-            return without_reference(self, sequences.lengths)
-        if ref_logps.ndim == 1:
-            ref_logps = rows.scatter(ref_logps)
-        if ref_logps.ndim == 3:
-            return sequences.logps(ref_logps, sequences.all_pairs)
-        if self.needs_token_ref_logps:
+            return without_reference(self, lengths)
+        if ref_logps.ndim == 1:  # compact
+            ref_logps = rows.to_dense(ref_logps)
+        if ref_logps.ndim == 2 and self.needs_token_ref_logps:
             raise ValueError(
                 f"ref_logps must be {tuple(target.shape)}, one value a token, with ld_alpha={self.ld_alpha}, which "
                 f"weighs tokens: got one a sequence, {tuple(target.shape[:1])}"
             )
-        return ref_logps.double()
+        return ref_logps
 
-    def _metrics(self, batch: _Batch, logps: Tensor, stats: TokenStats) -> PreferenceMetrics:
+    def _metrics(self, batch: _PairBatch, logps: Tensor, stats: TokenStats) -> PreferenceMetrics:
+        """Return the metrics of all pairs, from their log-probabilities (n, 2) and their tokens' statistics."""
         assert stats.mean_logits is not None
-        all_pairs = batch.sequences.all_pairs
-        logits_mean = batch.sequences.without_nll_only(stats.mean_logits, all_pairs).sum((0, 2)) / batch.batch_lengths
+        all_pairs = batch.all_pairs
+        logits_mean = batch.without_nll_only(stats.mean_logits, all_pairs).sum((0, 2)) / batch.batch_lengths
         nll = batch.nll(stats, all_pairs) if self.compute_nll_loss else logits_mean.new_zeros(())
         rewards = self.reward(logps - batch.ref_logps).detach().to(logits_mean.dtype)
         chosen_logps, rejected_logps = logps.to(logits_mean.dtype).unbind(-1)
@@ -464,74 +509,44 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         return f"beta={self.beta}, {self.options}"
 
 
-class _BatchArguments(NamedTuple):
-    """What `_batch` makes a `_Batch` of."""
-
-    head: LossHead
-    target: Tensor
-    nll_target: Tensor | None
-    rows: Rows
-    ref_logps: Tensor | None
-    example_weights: Tensor | None
-
-
 @dataclass(frozen=True, eq=False)
 class _MeanOverPairs(OfSequences):
-    """The mean of a loss's `preference_loss`, and its NLL term."""
+    """The mean of a loss's `preference_loss`, and its NLL term.
+
+    Attributes:
+        n_pairs: the divisor of the mean, at least 1.
+    """
 
     loss_module: LigerFusedLinearPreferenceBase
-    arguments: _BatchArguments
+    make_batch: Callable[[], _PairBatch]
     n_pairs: int
-    terms: Terms | None  # for a kernel that computes the same; None: autograd does
 
     @functools.cached_property
-    def kernel(self) -> PairKernel | None:
-        if self.terms is None:
-            return None
-        return self.loss_module._pair_kernel(self.terms, self.arguments.rows, self.arguments.ref_logps)
-
-    @functools.cached_property
-    def batch(self) -> _Batch:
-        return self.loss_module._batch(*self.arguments)
-
-    @property
-    def host_counts(self) -> Sequence[int] | None:
-        """Tokens of each pair; None: known only to the device."""
-        groups = self.arguments.rows.groups
-        return None if self.arguments.nll_target is not None or groups is None else groups.host_counts
-
-    def evaluate(self, stats: TokenStats, rows: Rows, chunk: Chunk, with_gradient: bool) -> Share:
-        if self.kernel is None:
-            return super().evaluate(stats, rows, chunk, with_gradient)
-        return self.kernel.evaluate(stats, rows, chunk, with_gradient)
-
-    def kernels(self, rows: Rows) -> Hashable:
-        return None if self.kernel is None else self.kernel.kernels(rows)
-
-    def rehearse(self, rows: Rows, device: torch.device, with_gradient: bool) -> None:
-        if self.kernel is not None:
-            self.kernel.rehearse(rows, device, with_gradient)
+    def batch(self) -> _PairBatch:
+        # Made when the step first reads it: until its first product is launched, the GPU is idle.
+        return self.make_batch()
 
     def logps(self, values: TokenStats, index: slice | Tensor) -> Tensor:
         assert values.logps is not None
-        return self.batch.sequences.logps(values.logps, index)
+        return self.batch.logps(values.logps, index)
 
     def spread(self, g: Tensor, like: Tensor, index: slice | Tensor) -> Tensor:
-        return self.batch.sequences.spread(g, like, index)
+        return self.batch.spread(g, like, index)
 
     def share(self, values: TokenStats, logps: Tensor, index: slice | Tensor) -> Tensor:
-        loss_module, batch = self.loss_module, self.batch
-        nll = loss_module.alpha * batch.nll(values, index, batch.weights) if loss_module.compute_nll_loss else None
+        loss_module, batch, nll = self.loss_module, self.batch, None
+        if loss_module.compute_nll_loss:
+            nll = loss_module.alpha * batch.nll(values, index, batch.example_weights)
         if loss_module._whole_batch and batch.has_tokens is not None:
             # A loss that sorts must not see empty pairs.
-            index = _places(batch.has_tokens, self.host_counts)
+            index = _places(batch.has_tokens, batch.host_counts)
             logps, values = logps[index], TokenStats(*(None if f is None else f[index] for f in values))
         pairs = batch.pairs(logps, values, index)
         losses = loss_module.preference_loss(pairs)
         check_values("preference_loss", losses, pairs.logps.shape[:1], "pairs")
         if batch.has_tokens is not None:
             losses = torch.where(along(batch.has_tokens, index), losses, 0.0)
-        if batch.weights is not None:
-            losses = losses * along(batch.weights, index)
+        if batch.example_weights is not None:
+            losses = losses * along(batch.example_weights, index)
         loss = share_of_mean(losses, self.n_pairs)
         return loss if nll is None else loss + nll

@@ -156,6 +156,8 @@ def run(block: Block, page: Path, scope: dict[str, Any], toy: ModuleType, calls:
 @pytest.mark.usefixtures("only_own_layers")
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_blocks_run(page, toy, calls, tmp_path, monkeypatch):
+    if page.name == "trainers.md":
+        pytest.importorskip("trl")
     monkeypatch.chdir(tmp_path)  # the tutorial draws a figure
     scope: dict[str, Any] = {}
     try:

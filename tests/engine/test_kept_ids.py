@@ -31,6 +31,7 @@ from liger_chunked import (
     linear_token_stats,
 )
 from liger_chunked.engine import choose, known
+from liger_chunked.engine import kept as kept_engine
 from liger_chunked.engine.kept_pass import KeptPass
 from liger_chunked.types import LossHead
 
@@ -398,6 +399,60 @@ def test_ids_are_sorted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(sorts) == 1 and torch.equal(found[0], found[2])
     linear_token_stats(weight.detach(), given["input"], given["target"], kept=KeptIds(kept.ids, kept.offsets))
     assert len(sorts) == 2  # of another object
+
+
+class Stream:
+    """Stands for a stream of a GPU on a CPU, and records what waits for it."""
+
+    def __init__(self) -> None:
+        self.waited_for: list[Any] = []
+
+    def record_event(self) -> Any:
+        return self, "event"
+
+    def wait_event(self, event: Any) -> None:
+        self.waited_for.append(event)
+
+
+def test_a_call_on_another_stream_waits_for_the_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = batch(torch.float32)
+    kept = KeptIds.from_lists(drawn_lists(given["target"], mixed=False))
+    recorded: list[Any] = []
+    monkeypatch.setattr(Tensor, "record_stream", lambda x, stream: recorded.append((x.data_ptr(), stream)))
+    monkeypatch.setattr(kept_engine, "is_accelerator", lambda device: True)
+    first, second = Stream(), Stream()
+    for stream in (first, first, second, first):
+        monkeypatch.setattr(kept_engine, "current_stream", lambda device, stream=stream: stream)
+        linear_token_stats(given["weight"], given["input"], given["target"], kept=kept)
+    assert first.waited_for == [] and second.waited_for == [(first, "event")]
+    layout = kept_engine._LAYOUTS[kept]
+    tensors = [x for x in (*vars(layout).values(), *layout.by_id) if isinstance(x, Tensor)]
+    assert len(tensors) == 8
+    assert {x.data_ptr() for x in tensors} == {pointer for pointer, _ in recorded}
+    assert all(stream is second for _, stream in recorded)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_streams_of_a_gpu() -> None:
+    """A sort is still waiting on one stream when another one gets a call with its order."""
+    given = {name: x.cuda() for name, x in batch(torch.float32).items()}
+    lists, n_valid = drawn_lists(given["target"], mixed=False), int((given["target"] >= 0).sum())
+    weight = given["weight"].requires_grad_()
+
+    def run(kept: KeptIds) -> Tensor:
+        logps = linear_token_stats(weight, given["input"], given["target"], kept=kept, n_valid=n_valid).logps
+        assert logps is not None
+        return torch.autograd.grad(logps.sum(), weight)[0]
+
+    expected = run(KeptIds.from_lists(lists, "cuda"))
+    side, kept = torch.cuda.Stream(), KeptIds.from_lists(lists, "cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)  # about 0.1 s
+        run(kept)
+    assert not side.query(), "the sort must not have begun"
+    assert torch.equal(run(kept), expected)
 
 
 @pytest.mark.parametrize("changed", ["ids", "offsets"])

@@ -51,11 +51,11 @@ def test_values_return_to_their_positions(group: Group, ignored: bool) -> None:
     for chunk in chunks:
         ids = rows.target[chunk.row_slice]
         assert torch.equal(rows.take(target.view(-1), chunk.row_slice), ids)
-        dense = rows.for_objective(TokenStats(logps=ids), chunk)
-        assert dense.logps is not None
-        assert torch.equal(dense.logps, expected.view(rows.dense_shape)[rows.group_index(chunk)])
-        assert torch.equal(rows.compact(dense.logps, chunk), ids)
-        parts.append(dense)
+        seen = rows.for_objective(TokenStats(logps=ids), chunk)
+        assert seen.logps is not None
+        assert torch.equal(seen.logps, expected.view(rows.dense_shape)[rows.group_index(chunk)])
+        assert torch.equal(rows.from_objective(seen.logps, chunk), ids)
+        parts.append(seen)
     assert torch.equal(rows.join(parts).logps, expected.view(rows.dense_shape))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from liger_chunked import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.engine import epilogue, gradients
-from liger_chunked.engine.gradients import HeadGradients
+from liger_chunked.engine.gradients import WeightGradient
 from liger_chunked.engine.side_stream import SideStream
 
 TOKENS, HIDDEN, VOCAB = 16, 72, 603
@@ -124,7 +124,7 @@ def test_a_failure_joins(device, log, monkeypatch):
         step(device)
     assert log.count(FORK) == log.count(JOIN) == 1
     log.clear()
-    monkeypatch.setattr(HeadGradients, "add_exponentials", fail)  # fails before a join
+    monkeypatch.setattr(WeightGradient, "add_exponentials", fail)  # fails before a join
     with pytest.raises(torch.OutOfMemoryError):
         step(device)
     assert log[-1] == JOIN
@@ -136,12 +136,12 @@ def test_a_late_dw(device, monkeypatch):
     if device == "cpu":
         pytest.skip("a CPU has one stream")
     in_time = step(device)
-    add = HeadGradients.add_exponentials
+    add = WeightGradient.add_exponentials
 
     def late(*args, **kwargs):
         torch.cuda._sleep(100_000_000)
         add(*args, **kwargs)
 
-    monkeypatch.setattr(HeadGradients, "add_exponentials", late)
+    monkeypatch.setattr(WeightGradient, "add_exponentials", late)
     for expected, got in zip(in_time, step(device), strict=True):
         assert torch.equal(expected, got)

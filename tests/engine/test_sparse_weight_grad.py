@@ -17,6 +17,7 @@ from table import products_for_kept_ids
 from test_kept_ids import B, H, T, V, batch, drawn_lists, masked, transformed
 from torch import Tensor, nn
 
+import liger_chunked.kernels.kept as kept_kernels
 from liger_chunked import AdaptedWeight, KeptIds, LigerFusedLinearGRPOLoss, VocabShard, linear_token_stats
 
 # torch 2.11 says so of every sparse tensor, once in a process.
@@ -177,6 +178,27 @@ def test_memory_is_of_the_rows_that_are_read() -> None:
     assert largest[True] <= 2 * n * h * 4  # a row for each entry
 
 
+def test_the_number_of_rows_is_no_part_of_a_launchs_key() -> None:
+    """It differs from batch to batch: each would miss the cached launch."""
+    for kernel in (kept_kernels._weight_kernel, kept_kernels._joined_kernel):
+        assert {kernel._numbers[i] for i in kernel._unspecialized} == {"n_tokens", "n_written"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_launches_are_cached() -> None:
+    weight = torch.randn(4096, 64, device="cuda", requires_grad=True)
+    counts = []
+    for n in (40, 80, 33, 57, 64):
+        input, target = torch.randn(n, 64, device="cuda"), torch.arange(n, device="cuda")
+        kept = KeptIds.from_lists([[y, y + n] for y in range(n)], "cuda")
+        logps = linear_token_stats(weight, input, target, kept=kept, sparse_weight_grad=True).logps
+        assert logps is not None
+        logps.sum().backward()
+        counts.append([len(x.variants) for x in (kept_kernels._weight_kernel, kept_kernels._joined_kernel)])
+    assert counts[-1] == counts[-2] == counts[-3]
+
+
 def test_refusals() -> None:
     given = batch(torch.float32)
     call, lists = (given["weight"], given["input"], given["target"]), short_lists(given["target"])
@@ -201,6 +223,17 @@ def test_refusals() -> None:
         LigerFusedLinearGRPOLoss()(
             *call, advantages, kept=KeptIds.from_lists(lists), sparse_weight_grad=True, n_valid=[5, 3]
         )
+    parameter = nn.Parameter(given["weight"])
+    for computed in (
+        parameter.view_as(parameter),
+        parameter[:],
+        parameter.double().float(),
+        parameter.t().contiguous().t(),
+    ):
+        with pytest.raises(ValueError, match=r"weight must be a leaf .* computed from another tensor \(\w+Backward0\)"):
+            linear_token_stats(computed, *call[1:], kept=KeptIds.from_lists(lists), sparse_weight_grad=True)
+    with torch.no_grad():  # has no gradient to pass on
+        linear_token_stats(parameter[:], *call[1:], kept=KeptIds.from_lists(lists), sparse_weight_grad=True)
     ignored = [[] if y < 0 else ids for y, ids in zip(given["target"].reshape(-1).tolist(), lists, strict=True)]
     weight = given["weight"].requires_grad_()
     kept = KeptIds.from_lists(ignored)

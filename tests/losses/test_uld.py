@@ -11,7 +11,7 @@ from table import relative_error
 from torch import Tensor
 
 from liger_chunked import AdaptedWeight, LigerFusedLinearULDLoss, LogitOptions
-from liger_chunked.engine import gradients
+from liger_chunked.engine import gradients, ranked
 from liger_chunked.kernels import backend
 
 N, H, H_TEACHER, V = 14, 5, 8, 23
@@ -186,3 +186,33 @@ def test_refusals() -> None:
             LigerFusedLinearULDLoss()(**given | changes)
     with pytest.raises(TypeError, match="beta"):
         LigerFusedLinearULDLoss(beta=0.5)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("n_rows", [0, 1, 2, 7, 127, 128])
+def test_blocks_of_a_sort_have_the_bits_of_one(n_rows: int) -> None:
+    p = torch.rand(n_rows, 300).mul_(50).round_()  # with ties
+    values, order = ranked._sorted(p)
+    expected = p.sort(-1, descending=True)
+    assert torch.equal(values, expected.values) and torch.equal(order, expected.indices)
+
+
+@pytest.mark.gpu
+@pytest.mark.ordinary_memory
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("n_columns", [4096, 64007])
+@pytest.mark.parametrize("n_rows", [1, 71, 127, 128, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_workspace_of_a_sort(n_rows: int, n_columns: int, dtype: torch.dtype) -> None:
+    """torch's sort allocates what the estimate of memory takes it to."""
+    p = torch.rand(n_rows, n_columns, dtype=dtype, device="cuda")
+    expected = p.sort(-1, descending=True)
+    values, order = ranked._sorted(p)
+    assert torch.equal(values, expected.values) and torch.equal(order, expected.indices)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.sort(p, -1, descending=True, out=(values, order))
+    measured = torch.cuda.max_memory_allocated() - before
+    workspace = ranked._workspace(p.to("meta"))
+    # The allocator gives up to 1 MiB more to each of four allocations, cub a little for its counts.
+    assert measured == pytest.approx(0 if workspace is None else workspace.nbytes, rel=0.05, abs=4 << 20)

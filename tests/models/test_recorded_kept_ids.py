@@ -11,7 +11,14 @@ pytest.importorskip("transformers")
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, TopKLogitsWarper
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    WatermarkingConfig,
+)
 
 from liger_chunked import KeptIds, LigerFusedLinearGRPOLoss, linear_token_stats
 from liger_chunked.integrations.transformers import KeptIdsRecorder, attach_head, record_kept_ids
@@ -187,6 +194,54 @@ def test_errors() -> None:
         recorder.kept_ids(torch.tensor([[1], [1]]))
     with pytest.raises(TypeError, match="PreTrainedModel"), record_kept_ids(torch.nn.Linear(2, 2)):
         pass
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("repetition_penalty", 1.3),
+        ("sequence_bias", {(5,): 2.0}),
+        ("exponential_decay_length_penalty", (2, 1.5)),
+        ("guidance_scale", 2.0),
+        ("watermarking_config", WatermarkingConfig()),
+    ],
+)
+@pytest.mark.parametrize("of_model", [False, True])
+def test_what_changes_logits_is_refused(option: str, value: Any, of_model: bool) -> None:
+    """Kept ids say which logits are in the softmax, and not that they were changed."""
+    policy, options = model(), {option: value}
+    if of_model:
+        setattr(policy.generation_config, option, value)
+        options = {}
+    with record_kept_ids(policy) as recorder:
+        with pytest.raises(ValueError, match=rf"got {option}=.*Either sample with {option}=(None|1\.0),"):
+            generate(policy, top_p=0.8, **options)
+        with pytest.raises(ValueError, match="no token was recorded"):
+            recorder.kept_ids(torch.tensor([[1]]))
+    generate(policy, top_p=0.8, **options)
+
+
+def test_what_only_drops_ids_is_recorded() -> None:
+    """The softmax over what is left is the sampler's."""
+    policy = model()
+    options = {"bad_words_ids": [[7], [9, 11]], "suppress_tokens": [12], "no_repeat_ngram_size": 2, "min_new_tokens": 3}
+    with record_kept_ids(policy) as recorder:
+        output = generate(policy, top_p=0.9, temperature=0.8, **options)
+    n = recorder.prompt_length
+    target = completions(output.sequences, n)
+    states = hidden_states(policy, output.sequences)[:, n - 1 : -1]
+    kept = recorder.kept_ids(target)
+    logps = linear_token_stats(policy.lm_head.weight, states, target, temperature=0.8, kept=kept).logps
+    sampled = torch.stack([scores.log_softmax(-1) for scores in output.scores], 1)
+    sampled = sampled.gather(-1, target.clamp(min=0)[..., None])[..., 0]
+    assert logps is not None
+    torch.testing.assert_close(logps, torch.where(target == -100, 0.0, sampled), rtol=0, atol=2e-5)
+
+
+def test_a_callers_penalty_is_refused() -> None:
+    policy, processors = model(), LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3)])
+    with record_kept_ids(policy), pytest.raises(ValueError, match=r"acts as repetition_penalty.*leave the"):
+        generate(policy, top_p=0.8, logits_processor=processors)
 
 
 def test_positions_are_taken() -> None:

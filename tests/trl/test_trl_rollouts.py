@@ -449,6 +449,34 @@ def test_what_cannot_be_recorded(tmp_path: Path) -> None:
         build(tmp_path, "GRPO", True, ROLLOUTS, kept_ids=True, rollout_func=lambda *_: {})
 
 
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_a_sampler_that_changes_logits(kind: str, tmp_path: Path) -> None:
+    """Of the trainer's config, and of the model where the config says nothing."""
+    message = r"kept_ids=True: .*got {}, which changes .*Either sample with {}, also in model\.generation_config"
+    penalty = message.format("repetition_penalty=1.2", r"repetition_penalty=1\.0")
+    with pytest.raises(ValueError, match=penalty):
+        build(tmp_path, kind, True, {**ROLLOUTS, **FILTERS, "repetition_penalty": 1.2}, kept_ids=True)
+    build(tmp_path, kind, True, {**ROLLOUTS, **FILTERS, "repetition_penalty": 1.2})
+    model = tiny.model()
+    model.generation_config.sequence_bias = {(5,): 2.0}
+    with pytest.raises(ValueError, match=message.format(r"sequence_bias=\{\(5,\): 2.0\}", "sequence_bias=None")):
+        build(tmp_path, kind, True, {**ROLLOUTS, **FILTERS}, kept_ids=True, model=model)
+
+
+@replaces_trls_head
+def test_a_sampler_without_a_filter(tmp_path: Path) -> None:
+    """It is said once, at construction, and gradients are those without kept ids."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        kept = gradients(tmp_path, "GRPO", {"num_iterations": 2}, kept_ids=True)
+    (message,) = (str(x.message) for x in said if "has no filter" in str(x.message))
+    assert "Set top_p, top_k or min_p of GRPOConfig" in message
+    whole = gradients(tmp_path, "GRPO", {"num_iterations": 2})
+    for ours, expected in zip(kept, whole, strict=True):
+        for a, b in zip(ours, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
 # Two processes
 
 

@@ -883,6 +883,32 @@ def test_liger_kernels_own_switch_is_refused(tmp_path, kind):
         build(tmp_path, kind, ours=True, config={"use_liger_kernel": True})
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("peft_confg", "LigerDPOTrainer has no argument 'peft_confg': did you mean 'peft_config'\\?"),
+        ("logits_buget", "LigerDPOTrainer has no argument 'logits_buget': did you mean 'logits_budget'\\?"),
+        ("share_prefx", "did you mean 'share_prefix'\\?"),
+        ("beta", r"LigerDPOTrainer has no argument 'beta': it is set in args=DPOConfig\(beta=\.\.\.\)"),
+        ("learning_rte", r"did you mean args=DPOConfig\(learning_rate=\.\.\.\)\?"),
+        ("zzzzzz", "LigerDPOTrainer has no argument 'zzzzzz': it takes model, ref_model, args, "),
+    ],
+)
+@pytest.mark.parametrize("with_config", [True, False])
+def test_an_argument_that_no_trainer_has(tmp_path, wrong, message, with_config):
+    """The error is of the class that was called, and says the way out. No model is read before it."""
+    args = {"args": KINDS["DPO"].config_class()(output_dir=str(tmp_path), **QUIET)} if with_config else {}
+    with pytest.raises(TypeError, match=message):
+        integration.LigerDPOTrainer("no such model", **args, **{wrong: None})
+
+
+def test_every_trainer_knows_its_arguments():
+    names = [name for name in integration._NAMES if name.endswith("Trainer")]
+    for name in names:
+        with pytest.raises(TypeError, match=f"{name} has no argument 'train_datset': did you mean 'train_dataset'"):
+            getattr(integration, name)("no such model", train_datset=None)
+
+
 def test_settings_of_a_reference_that_the_loss_refuses(tmp_path):
     for kind, loss in (("DPO", LigerFusedLinearSimPOLoss()), ("KTO", LigerFusedLinearKTOLoss(use_ref_model=False))):
         with pytest.raises(ValueError, match=r"takes no reference, got precompute_ref_log_probs=True"):

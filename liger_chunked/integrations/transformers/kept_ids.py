@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,6 +92,79 @@ class KeptIdsRecorder(LogitsProcessor):
             raise ValueError("no token was recorded: generate must run first, with this recorder as the last processor")
 
 
+# What `generate` does to logits beside dividing by a temperature and dropping ids: the processor's class in
+# transformers, the option, and its value that changes nothing.
+_CHANGES_LOGITS: dict[str, tuple[str, Any]] = {
+    "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", 1.0),
+    "EncoderRepetitionPenaltyLogitsProcessor": ("encoder_repetition_penalty", 1.0),
+    "SequenceBiasLogitsProcessor": ("sequence_bias", None),
+    "ExponentialDecayLengthPenalty": ("exponential_decay_length_penalty", None),
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": ("guidance_scale", 1.0),
+    "WatermarkLogitsProcessor": ("watermarking_config", None),
+    "SynthIDTextWatermarkLogitsProcessor": ("watermarking_config", None),
+}
+# Options that drop ids, and their values that drop none.
+_FILTERS: dict[str, tuple[Any, ...]] = {
+    "top_k": (0,),
+    "top_p": (1.0,),
+    "min_p": (0.0,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "top_h": (),
+    "bad_words_ids": (),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "suppress_tokens": (),
+    "begin_suppress_tokens": (),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+}
+
+
+def _is(processor: Any, kind: str) -> bool:
+    """Whether a processor is of a class of transformers with this name, and not one that drops words by a bias."""
+    names = [x.__name__ for x in type(processor).__mro__]
+    return kind in names and "NoBadWordsLogitsProcessor" not in names
+
+
+def changes_of_logits(options: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the options, by name, with which `generate` changes logits otherwise than by temperature and filters.
+
+    Args:
+        options: the value of an option by its name; None: not set.
+    """
+    found = {name: (options(name), neutral) for name, neutral in _CHANGES_LOGITS.values()}
+    return {name: value for name, (value, neutral) in found.items() if value is not None and value != neutral}
+
+
+def filters(options: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the options, by name, with which `generate` drops ids."""
+    found = {name: options(name) for name in _FILTERS}
+    return {name: value for name, value in found.items() if value is not None and value not in _FILTERS[name]}
+
+
+def why_not_recorded(changes: dict[str, Any]) -> str:
+    """Return an error message.
+
+    Args:
+        changes: values of options, by name; None: a processor of the caller does what the option would.
+    """
+    values = [f"{name}={value!r}" for name, value in changes.items() if value is not None]
+    own = [f"a processor of logits_processor that acts as {name}" for name, value in changes.items() if value is None]
+    neutral = dict(_CHANGES_LOGITS.values())
+    off = ", ".join(f"{name}={neutral[name]!r}" for name, value in changes.items() if value is not None)
+    way_out = [f"sample with {off}, also in model.generation_config"] if values else []
+    way_out += ["leave the processor out"] if own else []
+    return (
+        f"kept ids need a sampler that only filters and divides by a temperature, got {' and '.join(values + own)}, "
+        "which changes the logits that are kept: their softmax would not be the sampler's, and ratios to it wrong. "
+        f"Either {', '.join(way_out)}, or train without kept ids"
+    )
+
+
 @contextmanager
 def record_kept_ids(model: nn.Module) -> Iterator[KeptIdsRecorder]:
     """Record what `model.generate` keeps inside the block, after its own processors and warpers.
@@ -103,13 +176,16 @@ def record_kept_ids(model: nn.Module) -> Iterator[KeptIdsRecorder]:
         kept = recorder.kept_ids(target, recorder.prompt_length - 1)
 
     The recorder holds the last `generate` of the block. The softmax over kept ids is the sampler's, if only the
-    temperature and filters changed its logits: a penalty such as `repetition_penalty` is not in it.
+    temperature and filters changed its logits. So `generate` refuses settings that change logits otherwise, such as
+    `repetition_penalty`, also of `model.generation_config`. A `LogitsProcessor` of your own must not do so either.
+    Where `generate` filters nothing, each token has the whole vocabulary, which is right, and costs what a call without
+    `kept` does.
 
     Args:
         model: a model of transformers, also inside wrappers and PEFT.
 
     Raises:
-        ValueError: `generate` searches with several beams, whose sequences change places.
+        ValueError: `generate` searches with several beams, whose sequences change places, or changes logits.
         RuntimeError: the model has no `generate` of transformers.
     """
     inner: Any = inner_model(model)
@@ -123,6 +199,10 @@ def record_kept_ids(model: nn.Module) -> Iterator[KeptIdsRecorder]:
         if (generation_config.num_beams or 1) > 1:
             raise ValueError(f"num_beams must be 1 to record kept ids, got {generation_config.num_beams}")
         processors = theirs(generation_config, *args, **kwargs)
+        changed = [option for kind, (option, _) in _CHANGES_LOGITS.items() if any(_is(x, kind) for x in processors)]
+        if changed:
+            of_config = changes_of_logits(lambda name: getattr(generation_config, name, None))
+            raise ValueError(why_not_recorded({name: of_config.get(name) for name in changed}))
         recorder.clear()
         processors.append(recorder)
         return processors

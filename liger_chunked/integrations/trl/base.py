@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
+import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
 import trl
@@ -95,6 +97,7 @@ class LigerTrainerMixin(_Trainer):
         logits_budget: see `LogitOptions`. None: 512 MiB for heads that replace TRL's, else automatic. Not with `loss`.
 
     Raises:
+        TypeError: an argument that neither this class nor TRL's trainer has, with the nearest name.
         ValueError: contradicting arguments, or the config sets `use_liger_kernel`.
     """
 
@@ -112,6 +115,7 @@ class LigerTrainerMixin(_Trainer):
     ) -> None:
         budget, logits_dtype = budget_bytes(logits_budget), None  # raises before loading
         config = _config(args, kwargs)
+        _check_keywords(type(self), kwargs, config)
         if getattr(config, "use_liger_kernel", False):
             raise ValueError(
                 "use_liger_kernel=True activates the package Liger-Kernel, whose losses would replace these heads: "
@@ -314,6 +318,47 @@ class SharedPromptsMixin(LigerTrainerMixin):
         reason = why_not_shared(self.model) if share_prefix is True else None
         if reason is not None:
             raise ValueError(f"{type(inner_model(self.model)).__name__} cannot share prompts: {reason}")
+
+
+def _check_keywords(trainer: type, given: Iterable[str], config: TrainingArguments | None) -> None:
+    """Raise TypeError for keywords that neither the mixins nor TRL's trainer have.
+
+    TRL would name its own class, which is not the one that was called.
+
+    Args:
+        given: the keywords that the mixins pass on.
+        config: of the call; None: TRL's class of configs is read from the annotation.
+    """
+    kinds = trainer.__mro__
+    start = kinds.index(LigerTrainerMixin) + 1
+    signatures = [inspect.signature(vars(kind)["__init__"]) for kind in kinds[:-1] if "__init__" in vars(kind)]
+    n_own = sum("__init__" in vars(kind) for kind in kinds[:start])
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    known: dict[str, inspect.Parameter] = {}
+    for i, signature in enumerate(signatures):
+        parameters = signature.parameters
+        # TRL's come last, because their annotations say which class of configs it takes.
+        known |= {name: x for name, x in parameters.items() if x.kind in named and name != "self"}
+        if i >= n_own and not any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
+            break
+    else:
+        return  # takes any, in this version of TRL
+    unknown = [name for name in given if name not in known]
+    if not unknown:
+        return
+    name = unknown[0]
+    configs = [type(config)] if config is not None else [*get_args(known["args"].annotation)] if "args" in known else []
+    of_config = next((x for x in configs if dataclasses.is_dataclass(x)), None)
+    fields = [field.name for field in dataclasses.fields(of_config)] if of_config is not None else []
+    close = [name] if name in fields else difflib.get_close_matches(name, [*known, *fields], n=1, cutoff=0.6)
+    refused = f"{trainer.__name__} has no argument {name!r}"
+    if not close:
+        raise TypeError(f"{refused}: it takes {', '.join(known)}")
+    if close[0] in known:
+        raise TypeError(f"{refused}: did you mean {close[0]!r}?")
+    assert of_config is not None
+    field = f"args={of_config.__name__}({close[0]}=...)"
+    raise TypeError(f"{refused}: " + (f"it is set in {field}" if close[0] == name else f"did you mean {field}?"))
 
 
 def _config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingArguments | None:

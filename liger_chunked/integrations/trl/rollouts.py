@@ -7,6 +7,7 @@ them too. `compute_loss` says which batch it is (`_Batch`), and `_get_per_token_
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,13 @@ from torch import Tensor, nn
 from transformers import ProcessorMixin
 from trl.models.utils import disable_gradient_checkpointing
 
-from liger_chunked.integrations.transformers.kept_ids import record_kept_ids
+from liger_chunked.integrations.transformers.detect import inner_model
+from liger_chunked.integrations.transformers.kept_ids import (
+    changes_of_logits,
+    filters,
+    record_kept_ids,
+    why_not_recorded,
+)
 from liger_chunked.integrations.trl import heads
 from liger_chunked.integrations.trl.base import MULTIMODAL, SharedPromptsMixin, check_loads_reference
 from liger_chunked.kept_ids import KeptIds
@@ -110,7 +117,9 @@ class RolloutsMixin(SharedPromptsMixin):
     Args:
         kept_ids: record the ids that `generate` kept of each token (top-p, top-k, min-p). Log-probabilities and
             entropies of the policy, the old policy and the reference are then of the softmax over these. Needs TRL 1.15
-            and transformers' `generate`, without tools and `rollout_func`.
+            and transformers' `generate`, without tools and `rollout_func`. A sampler that changes logits otherwise than
+            by temperature and filters, such as with a `repetition_penalty`, raises ValueError: ratios would be wrong.
+            One without a filter warns: it keeps all ids.
         skip_zero_advantage: leave sequences whose advantages are all zero out of the model's forward and backward, and
             end the others at their last token. Denominators do not change. "auto": where nothing else gives these
             sequences a gradient; True raises ValueError for other settings; False: never. The metrics are TRL's, but
@@ -151,6 +160,32 @@ class RolloutsMixin(SharedPromptsMixin):
             )
         names = ("_generate_and_score_completions", "_get_per_token_logps_and_entropies")
         heads.check_has_methods(type(self), names)
+        self._check_sampler()
+
+    def _check_sampler(self) -> None:
+        """Refuse a sampler whose kept ids are of another distribution, and say so once if it keeps all ids.
+
+        `generate` has the last word: it takes what TRL leaves out from the model, and is checked too.
+        """
+        of_model = getattr(inner_model(self.model), "generation_config", None)
+        configs = [x for x in (getattr(self, "generation_config", None), of_model) if x is not None]
+        if len(configs) < 2:  # a TRL that samples in another way
+            return
+
+        def option(name: str) -> Any:
+            return next((x for config in configs if (x := getattr(config, name, None)) is not None), None)
+
+        changes = changes_of_logits(option)
+        if changes:
+            raise ValueError(f"kept_ids=True: {why_not_recorded(changes)}")
+        if not filters(option):
+            warnings.warn(
+                "kept_ids=True records all ids of the vocabulary for each token: the sampler has no filter. Results "
+                "are those of kept_ids=False, and sampling is slower, because the host waits at each token. Set top_p, "
+                f"top_k or min_p of {type(self.args).__name__}, or leave kept_ids out",
+                UserWarning,
+                stacklevel=4,
+            )
 
     # Sequences without a gradient
 
