@@ -92,11 +92,7 @@ def cases() -> list[object]:
 def test_without(scenario: str, names: list[str], found: dict[str, list[str]], fresh_process: FreshProcesses) -> None:
     """Run what uses private names in a new process, in which the package cannot find them."""
     files = {name: [place.partition(":")[0] for place in found[name]] for name in names}
-    arguments = (RUN, scenario, json.dumps(files))
-    if scenario in BEFORE:
-        fresh_process.run_after(BEFORE[scenario], *arguments)
-    else:
-        fresh_process.run(*arguments)
+    fresh_process.run_after(BEFORE.get(scenario, "torch"), RUN, scenario, json.dumps(files))
 
 
 def test_the_table_of_the_documentation() -> None:
