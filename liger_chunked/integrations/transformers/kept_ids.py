@@ -13,9 +13,8 @@ from transformers import LogitsProcessor
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.kept_ids import KeptIds, at_target, check_completions
 
-
-# A processor may drop ids by the dtype's lowest number and not by -inf: transformers' `remove_invalid_values` does so to
-# what was dropped before it. A temperature above 1 then raises that number. No logit of a model is as low.
+# A processor may drop ids by the lowest number of the dtype, not by -inf: transformers' `remove_invalid_values` does so
+# to what was dropped before it. A temperature above 1 then raises that number. No logit of a model is as low.
 _DROPPED_BELOW = -1e30
 
 
