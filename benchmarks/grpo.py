@@ -19,7 +19,8 @@ reward. Names of contenders:
     ..., skipping                 skip_zero_advantage="auto"
     ..., kept ids                 the ids that the sampler kept, as benchmarks.kept_ids draws them
 
-With `--compiled`: ours, shared, and the same with `layer.compile()` for every layer (docs/shared_prefix.md).
+With `--compiled`: ours, shared, all of the above, and the same with `layer.compile()` for every layer
+(docs/shared_prefix.md).
 
 `apart` is the norm of the difference to the gradients of the first contender, over their norm. Kept ids are another
 distribution, so they are compared with the first contender that has kept ids.
@@ -72,10 +73,18 @@ CONTENDERS = {
     LAYERS: Contender("stock", models.liger_kernel),
     f"{OURS}, shared, compiled": Contender("ours", models.ours, shares=True, compiles=True),
     f"{OURS}, shared, stock layers compiled": Contender("ours", models.nobody, shares=True, compiles=True),
+    f"{OURS}, shared, skipping, kept ids, stock layers compiled": Contender(
+        "ours", models.nobody, shares=True, skips=True, keeps=True, compiles=True
+    ),
 }
 
 
-WITH_COMPILED = [OURS, f"{OURS}, shared", *(name for name, x in CONTENDERS.items() if x.compiles)]
+WITH_COMPILED = [
+    OURS,
+    f"{OURS}, shared",
+    f"{OURS}, shared, skipping, kept ids",
+    *(name for name, x in CONTENDERS.items() if x.compiles),
+]
 
 
 @dataclass

@@ -728,6 +728,27 @@ class ExampleTerm:
 
 
 @dataclass(frozen=True)
+class PolicyTerm:
+    """The cost of a sampled token, a function of its ratio `r` and advantage `A` whose gradient a kernel knows.
+
+    With log-probability `log pi` and stopped gradient `sg`, `curve` is
+
+    - "clip": `-min(min(r, delta) A, clamp(r, low, high) A)`
+    - "truncate": `-sg(clamp(r, low, high)) A log pi`
+
+    A ratio counts as clipped where `min(r, delta)` is below `low` and `A` negative, or above `high` and `A` positive.
+    `counts_low` and `counts_high` say whether metrics have these shares.
+    """
+
+    curve: Literal["clip", "truncate"]
+    low: float
+    high: float
+    delta: float = math.inf
+    counts_low: bool = True
+    counts_high: bool = True
+
+
+@dataclass(frozen=True)
 class Divergence:
     """A divergence with closed-form gradient, of student logits `z` and teacher logits `t`.
 

@@ -368,13 +368,25 @@ def surveys() -> Iterator[Task]:
 
 
 def known_gradients() -> Iterator[Task]:
-    """Losses of tokens, pairs and sequences, for which `estimate_memory` takes a sum."""
+    """Losses of tokens, pairs, sequences and rollouts, for which `estimate_memory` takes a sum."""
     import torch
 
     from liger_chunked import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss
-    from liger_chunked.kernels import ExampleLoss, ExampleSums, PairLoss, PairSums, example_loss, nll, pair_loss
+    from liger_chunked.kernels import (
+        ExampleLoss,
+        ExampleSums,
+        PairLoss,
+        PairSums,
+        PolicyLoss,
+        PolicySides,
+        PolicySums,
+        example_loss,
+        nll,
+        pair_loss,
+        policy_loss,
+    )
     from liger_chunked.losses.dpo import LOSS_TYPES, DPOSettings
-    from liger_chunked.types import PairTerm
+    from liger_chunked.types import PairTerm, PolicyTerm
 
     meta = partial(torch.empty, device="meta")
 
@@ -393,6 +405,13 @@ def known_gradients() -> Iterator[Task]:
             point=meta((), dtype=torch.float64), examples=slice(0, 4), reference=reference, with_gradient=True,
         )  # fmt: skip
 
+    def of_rollouts(loss: PolicyLoss, sides: PolicySides) -> None:
+        policy_loss(
+            loss, PolicySums.of(4, torch.device("meta")), meta(4096), meta(4096), sides,
+            token_counts=meta(4, dtype=torch.int64), index=meta(4096, dtype=torch.int64),
+            tokens=slice(0, 4096), with_gradient=True,
+        )  # fmt: skip
+
     for divisor in (4096, meta(())):
         yield f"mean NLL, divided by {divisor}", partial(nll, meta(4096), divisor, with_gradient=True)
     for name, kind in LOSS_TYPES.items():
@@ -407,6 +426,15 @@ def known_gradients() -> Iterator[Task]:
         for reference in (meta(4096), meta(4, 1, dtype=torch.float64), None):
             of = ExampleLoss(*loss._terms, 0.1, loss.average_log_prob)
             yield f"sequences, {type(loss).__name__}", partial(of_examples, of, reference)
+    clip, tokens = PolicyTerm("clip", 0.8, 1.2), meta(4, 2048)
+    all_sides = PolicySides(tokens, tokens, tokens, tokens, False)
+    for level in ("token", "sequence", "sequence_token", "trajectory"):
+        for term in (clip, PolicyTerm("truncate", 0.0, 5.0)):
+            policy = PolicyLoss(term, level, 0.1, "k3", True, 4.0, True)
+            yield f"rollouts, {term.curve}, {level}", partial(of_rollouts, policy, all_sides)
+    for estimator in ("k1", "k2"):
+        policy = PolicyLoss(clip, "token", 0.1, estimator, False, meta(()), False)
+        yield f"rollouts, {estimator}", partial(of_rollouts, policy, PolicySides(meta(4), None, meta(4096), None, True))
 
 
 class OnMeta:

@@ -27,6 +27,9 @@ ones. So two suites are compared at the price of one: the second only runs what 
 does so for a run at the same time: it leaves out what that run has killed by then. Another run with the same `--out`
 goes on where this one stopped.
 
+`--killed FILE` takes the mutants that earlier results killed instead: a smaller suite has to kill them again. The test
+that killed a mutant there runs first, if it still exists.
+
 A first run without a change measures how long each test takes, and which tests fail anyway: these do not count, nor do
 test files that cannot be imported, for instance because a package is missing or warns of something. On
 Python 3.12 it also notes which tests run the line of each mutant, in ranks and other child processes too. Only these
@@ -586,13 +589,20 @@ def in_threads(work: Callable[[Copy], None], copies: list[Copy]) -> None:
 
 
 def judge(
-    copy: Copy, mutant: Mutant, baseline: Baseline, arguments: list[str], seconds: float, end: float
+    copy: Copy,
+    mutant: Mutant,
+    baseline: Baseline,
+    arguments: list[str],
+    seconds: float,
+    end: float,
+    killer: str | None = None,
 ) -> dict[str, Any] | None:
     """Return the mutant's state, what killed it, and how many tests ran of how many that could notice it.
 
     Return None where the run had to stop at the time `end`.
 
-    Two runs of pytest: tests of few files first, because to collect a file takes seconds, then the others.
+    Two runs of pytest: tests of few files first, because to collect a file takes seconds, then the others. A `killer`,
+    the test that killed the mutant in another run, has a run of its own before them.
     """
     source = (ROOT / mutant.file).read_text()
     running, others = baseline.tests_of(mutant, source)
@@ -613,12 +623,15 @@ def judge(
             left -= baseline.seconds[test]
     known = {*first}
     second = [test for test in chosen if test not in known]
+    rounds = [first, second]
+    if killer in baseline.seconds:
+        rounds = [[killer], *([test for test in tests if test != killer] for tests in rounds)]
 
     started = time.monotonic()
     state, by, ran = "alive", None, 0
     copy.write(mutant.file, mutant.apply(source))
     try:
-        for tests in filter(None, (first, second)):
+        for tests in filter(None, rounds):
             timeout = STARTUP + PATIENCE * sum(baseline.seconds[test] for test in tests)
             timeout = min(timeout, max(1.0, end - time.monotonic()))
             outcome = copy.run(["-x", *options_of(copy, arguments), *files_of(tests)], timeout, {"tests": tests})
@@ -655,6 +668,7 @@ def run_all(mutants: list[Mutant], arguments: list[str], options: argparse.Names
     for mutant in mutants:
         if mutant.id not in done:
             waiting.put(mutant)
+    killers = killers_of(options.killed or [])
     lock = threading.Lock()
 
     def write(baseline: Baseline) -> None:
@@ -695,7 +709,8 @@ def run_all(mutants: list[Mutant], arguments: list[str], options: argparse.Names
                 if mutant.id in noticed([options.beside] if options.beside and options.beside.exists() else []):
                     continue
                 source = (ROOT / mutant.file).read_text()
-                result = judge(copy, mutant, baseline, arguments, options.seconds, end)
+                killer = killers.get(mutant.id)
+                result = judge(copy, mutant, baseline, arguments, options.seconds, end, killer)
                 if result is None:
                     return
                 known = {"id": mutant.id, **asdict(mutant), "diff": mutant.diff(source)}
@@ -739,11 +754,26 @@ def noticed(paths: list[Path]) -> set[str]:
     return {mutant["id"] for mutant in read(paths) if mutant["state"] != "alive" or "equivalent" in mutant}
 
 
+def as_mutant(result: dict[str, Any]) -> Mutant:
+    return Mutant(**{name: result[name] for name in Mutant.__dataclass_fields__})
+
+
 def read_alive(paths: list[Path]) -> list[Mutant]:
     """Return the mutants that are alive in each of these results that has them."""
-    names, gone = Mutant.__dataclass_fields__, noticed(paths)
+    gone = noticed(paths)
     alive = {mutant["id"]: mutant for mutant in read(paths) if mutant["id"] not in gone}
-    return [Mutant(**{name: mutant[name] for name in names}) for mutant in alive.values()]
+    return [as_mutant(mutant) for mutant in alive.values()]
+
+
+def read_killed(paths: list[Path]) -> list[Mutant]:
+    """Return the mutants that one of these results killed, by a failure or by taking too long."""
+    killed = {mutant["id"]: mutant for mutant in read(paths) if mutant["state"] in ("killed", "timeout")}
+    return [as_mutant(mutant) for mutant in killed.values()]
+
+
+def killers_of(paths: list[Path]) -> dict[str, str]:
+    """Return the test that killed each mutant in these results."""
+    return {mutant["id"]: mutant["by"] for mutant in read(paths) if mutant["state"] == "killed"}
 
 
 # The best that any result says of a mutant.
@@ -780,6 +810,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="the result, in JSON")
     parser.add_argument("--modules", nargs="+", action="append", metavar="PATH", help="files or folders to mutate")
     parser.add_argument("--alive", type=Path, nargs="+", metavar="FILE", help="take what is alive in these results")
+    parser.add_argument("--killed", type=Path, nargs="+", metavar="FILE", help="take what these results killed")
     parser.add_argument("--beside", type=Path, metavar="FILE", help="leave out what this result has killed by then")
     parser.add_argument("--seconds", type=float, default=120, help="of tests for a mutant, as they take without it")
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="stop then, as if interrupted")
@@ -793,7 +824,10 @@ def main() -> int:
     if len(modules) != len(counts):
         parser.error("as many --count as --modules")
     drawn = (draw(folders, count, options.seed) for folders, count in zip(modules, counts, strict=True))
-    mutants = read_alive(options.alive) if options.alive else [mutant for part in drawn for mutant in part]
+    if options.alive or options.killed:
+        mutants = read_alive(options.alive) if options.alive else read_killed(options.killed)
+    else:
+        mutants = [mutant for part in drawn for mutant in part]
     if options.list:
         for mutant in mutants:
             print(mutant.diff((ROOT / mutant.file).read_text()))

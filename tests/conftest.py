@@ -22,10 +22,14 @@ from pathlib import Path
 
 # Deterministic mode requires this setting before cuBLAS starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# The shapes are small, and the workers of pytest-xdist share the cores. In ranks, accelerate would start a thread for
+# each core, and on busy ones threads wait for each other most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import folders  # noqa: F401
 import interpreted
 import pytest
+import spared  # noqa: F401
 import torch
 from fresh_process import FreshProcesses
 
@@ -38,7 +42,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The shapes are small, and the workers of pytest-xdist share the cores.
     torch.set_num_threads(1)
     if backend.INTERPRETED:
         interpreted.mend()
@@ -161,6 +164,19 @@ def collected() -> Iterator[None]:
             torch.compiler.reset()  # its caches hold models
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Hide what a test imported from the garbage collector: each training run of accelerate collects all garbage."""
+    global modules_seen
+    if len(sys.modules) > modules_seen + 20:
+        modules_seen = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+modules_seen = 0
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Run code in processes that have imported torch and nothing else, or workers in processes that have imported more.
 
-All are forks of a server, because imports take seconds.
+All are forks of servers, because imports take seconds. The servers are forks of the first one, which imports torch.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ import contextlib
 import gc
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+import torch
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,9 +40,15 @@ torch.multiprocessing.start_processes(work, arguments, int(nprocs), start_method
 """
 
 
+# What sharded parameters import at their first use: more than a second of each rank of each test.
+FOR_RANKS = ["torch._dynamo"]
+if torch.distributed.is_available():
+    FOR_RANKS += ["torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+
+
 class FreshProcesses:
     def __init__(self) -> None:
-        self._servers: dict[str, subprocess.Popen[str]] = {}
+        self._first: subprocess.Popen[str] | None = None
 
     def run(self, code: str, *arguments: str) -> str:
         """Run `code` with `arguments` as `sys.argv[1:]`, and return its output. Raises if the code fails."""
@@ -55,37 +64,59 @@ class FreshProcesses:
         self._ask("spawn", SPAWN, (module, worker.__name__, str(nprocs), *arguments), module)
 
     def _ask(self, server: str, code: str, arguments: tuple[str, ...], module: str = "") -> str:
-        if server not in self._servers:
-            command = [sys.executable, __file__, *filter(None, [server])]
-            self._servers[server] = subprocess.Popen(
-                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        if self._first is None:
+            self._first = subprocess.Popen(
+                [sys.executable, __file__], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
-        asked = self._servers[server]
-        print(json.dumps([code, arguments, module]), file=asked.stdin, flush=True)
-        status, printed = json.loads(asked.stdout.readline())
+        print(json.dumps([server, code, arguments, module]), file=self._first.stdin, flush=True)
+        status, printed = json.loads(self._first.stdout.readline())
         assert status == 0, printed
         return printed
 
     def close(self) -> None:
-        for server in self._servers.values():
-            server.communicate()
+        if self._first is not None:
+            self._first.communicate()
 
 
-def serve() -> None:
-    gc.disable()
-    import torch
-
+def serve_first() -> None:
+    """Answer requests on stdin: those of another server by a fork that becomes this server."""
     sys.path[0] = str(ROOT)
-    if len(sys.argv) > 1:  # a fork cannot use its parent's threads
-        torch.set_num_threads(1)
-        sys.path.insert(0, str(ROOT / "tests"))
-        import_module("folders")
-        if os.environ.get("TRITON_INTERPRET") == "1":
-            import_module("interpreted").mend()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    others: dict[str, TextIO] = {}
     for line in sys.stdin:
-        code, arguments, module = json.loads(line)
+        server = json.loads(line)[0]
+        if not server:
+            serve([line], answers)
+            continue
+        if server not in others:
+            others[server] = forked_server(FOR_RANKS if server == "spawn" else ())
+        print(line, end="", file=others[server], flush=True)
+        print(others[server].readline(), end="", file=answers, flush=True)
+
+
+def forked_server(modules: Iterable[str]) -> TextIO:
+    """Fork a server that imports `modules`, and return our end of the connection. It ends when that is closed."""
+    ours, its = socket.socketpair()
+    if os.fork():
+        its.close()
+        return ours.makefile("rw")
+    ours.close()
+    torch.set_num_threads(1)  # a fork cannot use its parent's threads
+    sys.path.insert(0, str(ROOT / "tests"))
+    import_module("folders")
+    import_module("spared")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        import_module("interpreted").mend()
+    for module in modules:
+        import_module(module)
+    serve(its.makefile("r"), its.makefile("w"))
+    os._exit(0)
+
+
+def serve(requests: Iterable[str], answers: TextIO) -> None:
+    for line in requests:
+        _, code, arguments, module = json.loads(line)
         if module:
             with contextlib.suppress(BaseException):  # the fork imports it again, and reports the error
                 import_module(module)
@@ -112,4 +143,5 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    gc.disable()
+    serve_first()

@@ -12,7 +12,8 @@ filtered, token_pass, shard      plain logits that a sampler keeps, of one token
 kept, kept_pass                  the ids that a sampler kept, by rows of the head, and by products
 gradients, live_rows             accumulators of dX, dW and db; leave rows without a gradient out of their products
 plan                             what the choice returns: `Plan`, and the `Tokens` of a chunk
-objective, pairs, examples       the loss of a chunk, and its gradient by the statistics
+objective                        the loss of a chunk, and its gradient by the statistics
+pairs, examples, policies        losses whose gradient a kernel knows
 rows, known, packed              which tokens count, in which order, and how values return to the batch
 rank_rows                        the same where ranks split sequences
 scattered, sequence, collectives hidden states and sequences split over ranks, and what ranks send
@@ -56,6 +57,7 @@ from liger_chunked.engine.objective import (
 )
 from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
 from liger_chunked.engine.pairs import PairKernel, has_pair_kernel
+from liger_chunked.engine.policies import PolicyKernel
 from liger_chunked.engine.rank_rows import on_this_rank
 from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.rows import Group, Rows, all_rows, select_rows
@@ -64,7 +66,7 @@ from liger_chunked.engine.sequence import SequenceSplit, check_group
 from liger_chunked.engine.stats import linear_token_stats, stats_of_kept, token_stats
 from liger_chunked.engine.step import Fused, fused_loss, loss_of_kept, run_step
 from liger_chunked.engine.top_k import TopK
-from liger_chunked.kernels import ExampleLoss, PairLoss
+from liger_chunked.kernels import ExampleLoss, PairLoss, PolicyLoss, PolicySides
 from liger_chunked.kernels.operands import along, plain
 
 __all__ = [
@@ -84,6 +86,9 @@ __all__ = [
     "Packing",
     "PairKernel",
     "PairLoss",
+    "PolicyKernel",
+    "PolicyLoss",
+    "PolicySides",
     "Ranked",
     "Rows",
     "SamplingFilter",

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.objective import GroupKernel
-from liger_chunked.engine.rows import Groups, Rows
+from liger_chunked.engine.rows import Rows
 from liger_chunked.kernels import ExampleLoss, ExampleSums, example_loss
-from liger_chunked.types import UnpairedPreferenceMetrics
+from liger_chunked.types import TokenStats, UnpairedPreferenceMetrics
 
 
 @dataclass(eq=False)
@@ -35,8 +35,10 @@ class ExampleKernel(GroupKernel):
     _sums: ExampleSums | None = field(default=None, init=False)
 
     def launch(
-        self, logps: Tensor, mean_logits: Tensor, groups: Groups, chunk: Chunk, with_gradient: bool
+        self, stats: TokenStats, rows: Rows, chunk: Chunk, with_gradient: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
+        logps, mean_logits, groups = stats.logps, stats.mean_logits, rows.groups
+        assert logps is not None and mean_logits is not None and groups is not None
         if self._sums is None:
             self._sums = ExampleSums.of(len(groups.host_counts), logps.device)
         return example_loss(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_chunked.engine.checks import other_leaves
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.rows import Groups, Rows
+from liger_chunked.engine.rows import Rows
 from liger_chunked.kernels import nll, nll_has_kernel
 from liger_chunked.kernels.backend import use_triton
 from liger_chunked.private import without_hooks
@@ -20,13 +20,13 @@ from liger_chunked.types import DIFFERENTIABLE, LossHead, TokenStats
 
 
 def has_group_kernel(head: LossHead, input: Tensor, rows: Rows) -> bool:
-    """Whether a kernel may compute a loss of groups, such as pairs, on the input's device.
+    """Whether a kernel may compute a loss of groups, such as pairs or tokens, on the input's device.
 
     Its tokens are in the target's order, or group by group: not in the order of ranks that split hidden states.
     """
     if rows.split is not None or not use_triton(input):
         return False
-    if rows.groups is None or not rows.groups.host_counts:  # no groups
+    if not rows.n_positions:  # no groups
         return False
     return head.shard is None or head.shard.input_grad != "reduce_scatter"
 
@@ -102,25 +102,32 @@ class Objective:
 
 
 class GroupKernel(Objective):
-    """A loss of groups, such as pairs, whose gradient a kernel knows: no dense statistics, and no autograd."""
+    """A loss of groups, such as pairs, whose gradient a kernel knows: no dense statistics, and no autograd.
+
+    Its gradient reaches `logps` alone. `statistics` are those that it reads.
+    """
+
+    statistics: ClassVar[tuple[str, ...]] = ("logps", "mean_logits")
 
     def launch(
-        self, logps: Tensor, mean_logits: Tensor, groups: Groups, chunk: Chunk, with_gradient: bool
+        self, stats: TokenStats, rows: Rows, chunk: Chunk, with_gradient: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return a chunk's share of the loss (), in float64 and in float32, and its gradient by `logps`."""
+        """Return a chunk's share of the loss (), in float64 and in float32, and its gradient by `logps`.
+
+        Args:
+            stats: compact statistics (len,) of the chunk's tokens.
+        """
         raise NotImplementedError
 
     def evaluate(self, stats: TokenStats, rows: Rows, chunk: Chunk, with_gradient: bool) -> Share:
         """Return a share without values: metrics are what the kernels write beside it."""
-        assert stats.logps is not None and stats.mean_logits is not None and rows.groups is not None
-        share, rounded, gradient = self.launch(stats.logps, stats.mean_logits, rows.groups, chunk, with_gradient)
+        share, rounded, gradient = self.launch(stats, rows, chunk, with_gradient)
         return Share(share, {} if gradient is None else {"logps": gradient}, rounded=rounded)
 
     def rehearse(self, rows: Rows, device: torch.device, with_gradient: bool) -> None:
-        assert rows.groups is not None
         values = torch.empty(rows.n_valid, dtype=torch.float32, device=device)
-        batch = Chunk(slice(0, rows.n_valid), slice(0, len(rows.groups.host_counts)))
-        self.evaluate(TokenStats(logps=values, mean_logits=values), rows, batch, with_gradient)
+        batch = Chunk(slice(0, rows.n_valid), slice(0, rows.dense_shape[0]))
+        self.evaluate(TokenStats(**dict.fromkeys(self.statistics, values)), rows, batch, with_gradient)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.objective import GroupKernel, has_group_kernel
-from liger_chunked.engine.rows import Groups, Rows
+from liger_chunked.engine.rows import Rows
 from liger_chunked.kernels import MOST_TERMS, PairLoss, PairSums, pair_loss
-from liger_chunked.types import LossHead, PairTerm, PreferenceMetrics
+from liger_chunked.types import LossHead, PairTerm, PreferenceMetrics, TokenStats
 
 
 def has_pair_kernel(head: LossHead, input: Tensor, terms: tuple[PairTerm, ...] | None, rows: Rows) -> bool:
@@ -36,8 +36,10 @@ class PairKernel(GroupKernel):
     _sums: PairSums | None = field(default=None, init=False)
 
     def launch(
-        self, logps: Tensor, mean_logits: Tensor, groups: Groups, chunk: Chunk, with_gradient: bool
+        self, stats: TokenStats, rows: Rows, chunk: Chunk, with_gradient: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
+        logps, mean_logits, groups = stats.logps, stats.mean_logits, rows.groups
+        assert logps is not None and mean_logits is not None and groups is not None
         if self._sums is None:
             self._sums = PairSums.of(len(groups.host_counts), logps.device)
         return pair_loss(

@@ -9,6 +9,7 @@ import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
 from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
@@ -26,7 +27,8 @@ IGNORE_INDEX = -100
 class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
     """The sum of the tokens' cross entropy over `global_valid_tokens`, without chunks of the sequence.
 
-    Takes hidden states (B, T, H), and shifted labels (B, T), -100 where ignored.
+    Takes hidden states (B, T, H), and shifted labels (B, T), -100 where ignored; (T, H) and (T,) from
+    torchtitan's main branch (read at commit b5bcd76 of 2026-08-21).
 
     The loss runs inside the forward of `lm_head`, with FSDP's hooks. With tensor parallelism and "spmd_types", the
     hidden states' gradient is the rank's share, which the backward of the norm sums.
@@ -70,15 +72,22 @@ class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
                 "the loss reads the number of labels on the host: set cuda_graphs=True in the loss's Config, or set "
                 "training.disable_cuda_graphs"
             )
+        if self.config.cuda_graphs and isinstance(self.lm_head, FSDPModule):
+            # As ChunkedLossWrapper does: gathered inside the head's forward, the weight would leave an event for the
+            # next FSDP module to wait for. That event is from before the capture, and a capture cannot wait for it.
+            with spmd.no_typecheck():
+                self.lm_head.unshard()
         with spmd.local():
-            loss = call_in_forward(self.lm_head, self._sum_of_tokens, pred, labels)
-            if global_valid_tokens is not None:
-                loss = loss / global_valid_tokens
+            loss = call_in_forward(self.lm_head, self._loss_of_tokens, pred, labels, global_valid_tokens)
         if spmd.is_type_checking():
             spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
         return loss, {}
 
-    def _sum_of_tokens(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def _loss_of_tokens(self, hidden: Tensor, labels: Tensor, global_valid_tokens: Tensor | None) -> Tensor:
+        """Return the sum of the tokens' losses, divided by `global_valid_tokens` if given.
+
+        The loss divides, and not its caller: a division after it would round 16-bit gradients once more.
+        """
         head: Any = self.lm_head
         n_valid = token_weights = None
         if self.config.cuda_graphs:
@@ -92,7 +101,8 @@ class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
             vocab_shard=self._shard(head.weight),
             n_valid=n_valid,
             token_weights=token_weights,
-            reduction="sum",
+            reduction="sum" if global_valid_tokens is None else "mean",
+            num_items=global_valid_tokens,
             logits_budget=self.config.logits_budget,
         )
         assert isinstance(loss, Tensor)

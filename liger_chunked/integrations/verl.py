@@ -1,4 +1,4 @@
-"""verl, Megatron and FSDP backends. Labels are shifted already."""
+"""verl: its FSDP backend, and what its Megatron backend calls for a head. Labels are shifted already."""
 
 from __future__ import annotations
 
@@ -117,18 +117,10 @@ class _Distillation:
     def read(self, engine: Any, micro_batch: Any, settings: Callable[..., Any]) -> None:
         """Take the teacher's states of a micro-batch. `settings` is verl's `get_non_tensor_data`."""
         self.teacher_input, self.mask, self.is_measured = None, None, False
-        if not settings(micro_batch, "distillation_use_topk", False) or "teacher_hidden_states" not in micro_batch:
+        nested = teacher_states(micro_batch, settings, use_fused_kernels=False)
+        if nested is None:
             return
-        for name, default in (("use_fused_kernels", False), ("use_remove_padding", True)):
-            if not settings(micro_batch, name, default):
-                raise ValueError(f"teacher_hidden_states need {name}=True: the head computes their divergences")
-        states, ids = micro_batch["teacher_hidden_states"], micro_batch["input_ids"]
-        if not states.is_nested or states.values().shape[0] != ids.values().shape[0]:
-            raise ValueError(
-                "teacher_hidden_states must be a nested tensor (B, j, H_teacher) with the "
-                f"{ids.values().shape[0]} tokens of input_ids, got {described(states)}"
-            )
-        states, mask = states.values()[None], _positions_before_responses(micro_batch)[None]
+        states, mask = nested.values()[None], positions_before_responses(micro_batch)[None]
         if getattr(engine, "use_ulysses_sp", False):
             from verl.utils.ulysses import slice_input_tensor
 
@@ -181,7 +173,30 @@ class _Distillation:
         return DistillingLinearForPPO
 
 
-def _positions_before_responses(micro_batch: Any) -> Tensor:
+def teacher_states(micro_batch: Any, settings: Callable[..., Any], *, use_fused_kernels: bool) -> Tensor | None:
+    """Return the nested (B, j, H_teacher) of a micro-batch that is distilled from hidden states, or None.
+
+    Args:
+        settings: verl's `get_non_tensor_data`.
+        use_fused_kernels: what holds where the batch does not say it.
+
+    Raises ValueError: the head is not fused, or the states are not those of the tokens.
+    """
+    if not settings(micro_batch, "distillation_use_topk", False) or "teacher_hidden_states" not in micro_batch:
+        return None
+    for name, default in (("use_fused_kernels", use_fused_kernels), ("use_remove_padding", True)):
+        if not settings(micro_batch, name, default):
+            raise ValueError(f"teacher_hidden_states need {name}=True: the head computes their divergences")
+    states, ids = micro_batch["teacher_hidden_states"], micro_batch["input_ids"]
+    if not states.is_nested or states.values().shape[0] != ids.values().shape[0]:
+        raise ValueError(
+            "teacher_hidden_states must be a nested tensor (B, j, H_teacher) with the "
+            f"{ids.values().shape[0]} tokens of input_ids, got {described(states)}"
+        )
+    return states
+
+
+def positions_before_responses(micro_batch: Any) -> Tensor:
     """Return (tokens,) bool, True at the positions that predict a token of a response, which verl's losses read."""
     ids, responses = micro_batch["input_ids"], micro_batch["responses"]
     ends, lengths = ids.offsets()[1:], ids.offsets().diff()
@@ -193,6 +208,25 @@ def _positions_before_responses(micro_batch: Any) -> Tensor:
     return (left > 1) & (left <= 1 + torch.repeat_interleave(n_responses, lengths))
 
 
+def register_loss(loss_mode: str) -> None:
+    """Give verl's config a distillation loss: the divergences `distillation_losses` of the engine's outputs.
+
+    Raises ValueError: `loss_mode` is registered already.
+    """
+    from verl.trainer.distillation.losses import DistillationLossSettings, register_distillation_loss
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    def divergences(
+        config: Any, distillation_config: Any, model_output: dict[str, Any], data: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
+        if "distillation_losses" not in model_output:
+            raise ValueError(f"loss_mode={loss_mode!r} needs teacher_hidden_states in the batch, got none")
+        return no_padding_2_padding(model_output["distillation_losses"], data), {}
+
+    # "use_topk" is how verl asks its engine for divergences of each token.
+    register_distillation_loss(DistillationLossSettings(names=[loss_mode], use_topk=True))(divergences)
+
+
 def distill_from_hidden_states(
     teacher_weight: Tensor | Callable[[], Tensor],
     loss: Callable[..., LigerFusedLinearDistillationBase] = LigerFusedLinearKLDivLoss,
@@ -202,6 +236,8 @@ def distill_from_hidden_states(
     logits_budget: int | float | str | None = None,
 ) -> None:
     """Give verl's FSDP engine a distillation loss over the whole vocabulary, from a teacher's hidden states.
+
+    `verl_megatron` has the same for verl's Megatron engine.
 
     Call it in each process of verl, as from a module of `VERL_USE_EXTERNAL_MODULES`: the config checks names of losses.
     Set `use_fused_kernels=True`, with the backend "torch", and `distillation.distillation_loss.loss_mode`. The batch
@@ -224,24 +260,12 @@ def distill_from_hidden_states(
         ImportError: verl is not installed.
         ValueError: `loss_mode` is registered already.
     """
-    from verl.trainer.distillation.losses import DistillationLossSettings, register_distillation_loss
     from verl.utils import tensordict_utils
     from verl.utils.experimental import torch_functional
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-    from verl.workers.utils.padding import no_padding_2_padding
 
     distillation = _Distillation(teacher_weight, loss, teacher_options or LogitOptions(), logits_budget)
-
-    def divergences(
-        config: Any, distillation_config: Any, model_output: dict[str, Any], data: Any
-    ) -> tuple[Tensor, dict[str, Any]]:
-        if "distillation_losses" not in model_output:
-            raise ValueError(f"loss_mode={loss_mode!r} needs teacher_hidden_states in the batch, got none")
-        return no_padding_2_padding(model_output["distillation_losses"], data), {}
-
-    # "use_topk" is how verl asks its engine for divergences of each token.
-    register_distillation_loss(DistillationLossSettings(names=[loss_mode], use_topk=True))(divergences)
-
+    register_loss(loss_mode)
     prepare_inputs = FSDPEngineWithLMHead.prepare_model_inputs
     prepare_outputs = FSDPEngineWithLMHead.prepare_model_outputs
 

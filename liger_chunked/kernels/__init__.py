@@ -8,7 +8,7 @@ two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
 base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
                     pointwise_divergence.py, relu_squared.py, experts.py
 utilities           scale.py, survey.py, move_rows.py
-losses              nll.py, pair_loss.py, example_loss.py
+losses              nll.py, pair_loss.py, example_loss.py, policy_loss.py
 shared              backend.py, transform.py, norm_rows.py, operands.py, launch.py, tuning/
 """
 
@@ -39,6 +39,7 @@ from liger_chunked.kernels.move_rows import move_rows_
 from liger_chunked.kernels.nll import nll, nll_has_kernel
 from liger_chunked.kernels.pair_loss import MOST_TERMS, PairLoss, PairSums, pair_loss
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
+from liger_chunked.kernels.policy_loss import PolicyLoss, PolicySides, PolicySums, policy_loss
 from liger_chunked.kernels.projection import Exponentials, project_exp, project_sums
 from liger_chunked.kernels.projection_grad import RowFactors, grad_from_exponentials_, project_grad, row_factors
 from liger_chunked.kernels.projection_logits import project_logits
@@ -68,6 +69,9 @@ __all__ = [
     "PairLoss",
     "PairSums",
     "PartialStats",
+    "PolicyLoss",
+    "PolicySides",
+    "PolicySums",
     "RowFactors",
     "RowScales",
     "add_target_rows_",
@@ -103,6 +107,7 @@ __all__ = [
     "nll_has_kernel",
     "occurrences",
     "pair_loss",
+    "policy_loss",
     "project_exp",
     "project_grad",
     "project_logits",

@@ -9,6 +9,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -17,8 +18,12 @@ from typing_extensions import Unpack
 
 from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
-    Differentiated,
     Group,
+    Objective,
+    PolicyKernel,
+    PolicyLoss,
+    PolicySides,
+    Rows,
     SamplingFilter,
     assert_later,
     check_kept,
@@ -28,6 +33,7 @@ from liger_chunked.engine import (
     check_temperature,
     check_temperature_values,
     count,
+    has_group_kernel,
     host_may_sync,
     loss_of_kept,
     select_rows,
@@ -36,14 +42,13 @@ from liger_chunked.engine import (
     whole,
 )
 from liger_chunked.kept_ids import KeptIds
-from liger_chunked.losses.base import StatsLoss
+from liger_chunked.losses.base import StatsLoss, definer
 from liger_chunked.losses.reference_model import Reference, reference_logps
 from liger_chunked.losses.rollouts import (
     IMPORTANCE_LEVELS,
-    Arrangement,
     RatioRange,
     RolloutBatch,
-    by_rollout,
+    RolloutSides,
     check_side,
     ratio_range,
     sum_of_logs,
@@ -54,12 +59,12 @@ from liger_chunked.losses.settings import check_finite, check_scope, checked_ite
 from liger_chunked.types import (
     LARGEST,
     LARGEST_EXPONENT,
-    LOWEST_LOGP,
     Clipped,
     LogitOptions,
     LogitOptionsDict,
     LossHead,
     PolicyMetrics,
+    PolicyTerm,
     ProcessGroup,
     Rollouts,
     TokenStats,
@@ -72,47 +77,38 @@ from liger_chunked.types import (
 
 
 class _Reduction(NamedTuple):
-    # (lengths (B, 1), num_items, max_completion_length) -> a number or (B, 1)
-    denominator: Callable[[Tensor, float | Tensor | None, int | None], float | Tensor]
+    """What a sum over the tokens of a batch is divided by: `divisor`, and `by_length` each sequence's tokens too."""
+
+    # (sequences, valid tokens, num_items, max_completion_length) -> a number, or a tensor () of `num_items`
+    divisor: Callable[[int, int, float | Tensor | None, int | None], float | Tensor]
+    by_length: bool = False
     counts_items: bool = False
     needs_length: bool = False
 
 
-def _sequences(lengths: Tensor) -> int:
-    return max(1, lengths.shape[0])
+def _sequences(n: int, tokens: int, items: float | Tensor | None, longest: int | None) -> int:
+    return max(1, n)
 
 
-def _tokens(lengths: Tensor) -> Tensor:
-    return lengths.sum().clamp(min=1)
+def _tokens(n: int, tokens: int, items: float | Tensor | None, longest: int | None) -> int:
+    return max(1, tokens)
 
 
-def _grpo(lengths: Tensor, num_items: float | Tensor | None, longest: int | None) -> Tensor:
-    return _sequences(lengths) * lengths.clamp(min=1)
+def _items(n: int, tokens: int, items: float | Tensor | None, longest: int | None) -> float | Tensor:
+    return max(1, tokens) if items is None else items
 
 
-def _bnpo(lengths: Tensor, num_items: float | Tensor | None, longest: int | None) -> Tensor:
-    return _tokens(lengths)
-
-
-def _dapo(lengths: Tensor, num_items: float | Tensor | None, longest: int | None) -> float | Tensor:
-    return _tokens(lengths) if num_items is None else num_items
-
-
-def _dr_grpo(lengths: Tensor, num_items: float | Tensor | None, longest: int | None) -> int:
+def _longest(n: int, tokens: int, items: float | Tensor | None, longest: int | None) -> int:
     assert longest is not None
-    return _sequences(lengths) * longest
-
-
-def _luspo(lengths: Tensor, num_items: float | Tensor | None, longest: int | None) -> int:
-    return _sequences(lengths)
+    return max(1, n) * longest
 
 
 _OURS: Mapping[str, _Reduction] = {
-    "grpo": _Reduction(_grpo),
-    "bnpo": _Reduction(_bnpo),
-    "dr_grpo": _Reduction(_dr_grpo, needs_length=True),
-    "dapo": _Reduction(_dapo, counts_items=True),
-    "luspo": _Reduction(_luspo),
+    "grpo": _Reduction(_sequences, by_length=True),
+    "bnpo": _Reduction(_tokens),
+    "dr_grpo": _Reduction(_longest, needs_length=True),
+    "dapo": _Reduction(_items, counts_items=True),
+    "luspo": _Reduction(_sequences),
 }
 # verl's `loss_agg_mode`, so that its configs work as they are.
 _VERL = {
@@ -153,6 +149,10 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+# The estimators that the kernel of policy losses knows, by its names.
+_ESTIMATORS_OF_KERNEL: Mapping[Callable[[Tensor], Tensor], str] = {_k1: "k1", _k2: "k2", _k3: "k3"}
+
+
 def _high_entropy(rollouts: Rollouts, valid: Tensor, share: float) -> Tensor:
     """Return (n, T), True at this share of `valid` tokens (n, T) with the highest entropy."""
     if not rollouts.batch_tokens:
@@ -189,6 +189,16 @@ def masked(target: Tensor, attention_mask: Tensor, ignore_index: int, n_valid: A
             low, high = (x.item() for x in attention_mask.aminmax())
             raise ValueError(f"attention_mask must be 0 or 1 at every token, got {low:g} to {high:g}")
     return target.masked_fill(attention_mask == 0, ignore_index)
+
+
+@functools.cache
+def _term_is_formula(cls: type[LigerFusedLinearPolicyBase]) -> bool:
+    """Whether the `_term` of a class of losses says what its `policy_loss` and its `kl` compute.
+
+    False where a subclass inherits the term and has a formula of its own.
+    """
+    base = LigerFusedLinearPolicyBase
+    return definer(cls, "_term") is definer(cls, "policy_loss") is not base and definer(cls, "kl") is base
 
 
 class LigerFusedLinearPolicyBase(StatsLoss, ABC):
@@ -335,6 +345,24 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         """Return costs: (n, T) per token, or (n, 1) if a sequence's tokens share one."""
 
     @property
+    def _term(self) -> PolicyTerm | None:
+        """`policy_loss` and `clipped`, if they are those of a term whose gradient a kernel knows."""
+        return None
+
+    def _term_of_step(self) -> PolicyTerm | None:
+        """Return `_term`, if no option adds what the kernel of policy losses does not compute."""
+        if not _term_is_formula(type(self)) or not vars(self).keys().isdisjoint(("policy_loss", "kl")):
+            return None
+        if self.token_outputs or self.weighs or self._filter is not None or self.off_policy_mask_threshold is not None:
+            return None
+        if is_set(self.sampler_kl_coef) or is_set(self.entropy_coef) or self.top_entropy_quantile != 1:
+            return None
+        if KL_ESTIMATORS[self.kl_estimator] not in _ESTIMATORS_OF_KERNEL:
+            return None
+        # The kernel has no gradient by a setting, such as a trained beta.
+        return None if isinstance(self.beta, Tensor) else self._term
+
+    @property
     def _group(self) -> Group:
         check_scope(type(self).__name__, self.scope, self._scopes)
         by_token = self.scope == "token" and not IMPORTANCE_LEVELS[self.importance_level].mixes_tokens
@@ -446,18 +474,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         for name, x in (("old_logps", old_logps), ("ref_logps", ref_logps)):
             if x is not None:
                 check_side(name, x, target)
-        if temperature is not None:
-            if not isinstance(temperature, Tensor):
-                raise TypeError(
-                    f"{type(self).__name__} takes a number as temperature in its constructor, and a float32 tensor in "
-                    f"its call, got {shown(temperature)}"
-                )
-            check_temperature(temperature, target)
-            if self.options.temperature != 1.0:
-                raise ValueError(
-                    f"temperature is given twice: to the constructor, {self.options.temperature}, and to the call, "
-                    f"{shown(temperature)}"
-                )
+        self._check_temperature(temperature, target)
         check_sparse_weight_grad(sparse_weight_grad, kept, n_valid)
         if kept is not None:
             check_kept(head, self._outputs, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
@@ -473,36 +490,38 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         if temperature is not None:
             rows = rows.with_side("temperature", whole(temperature, sequences, 1.0).reshape(-1))
             check_temperature_values(rows.side["temperature"], n_valid)
-        arrange = Arrangement(rows, whole_target, accumulation_dtype(weight.dtype))
-        items = self._num_items(num_items, arrange)
-        reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
-        required = True if is_set(self.beta) or self.needs_reference else None
-        dense_ref_logps = reference_logps(
-            reference, self, head, target, rows, sequences, required=required, kept=kept,
-            temperature=temperature, n_valid=None if may_wait else rows.n_valid,
+        shape, dtype = whole_target.shape, accumulation_dtype(weight.dtype)
+        divisor = self._divisor(num_items, rows, whole_target, dtype)
+        term = self._term_of_step() if kept is None and has_group_kernel(head, input, rows) else None
+        known_count = None if may_wait else rows.n_valid
+        all_ref_logps = reference_logps(
+            Reference(ref_input, ref_weight, ref_bias, ref_logps), self, head, target, rows, sequences,
+            required=True if is_set(self.beta) or self.needs_reference else None,
+            kept=kept, temperature=temperature, n_valid=known_count, compact=term is not None,
         )  # fmt: skip
-        advantages = whole_side("advantages", advantages, target, sequences)
-        if old_logps is not None:
-            old_logps = whole(old_logps, sequences)
+        sides = RolloutSides(
+            advantages=whole_side("advantages", advantages, target, sequences),
+            old_logps=None if old_logps is None else whole(old_logps, sequences),
+            ref_logps=all_ref_logps,
+            importance_weights=importance_weights,
+        )
         if importance_weights is not None:
-            importance_weights = whole_side("importance_weights", importance_weights, target, sequences)
-
-        @functools.cache  # built while the device computes the first product
-        def batch() -> RolloutBatch:
-            return self._batch(arrange, advantages, old_logps, dense_ref_logps, importance_weights, items)
-
-        def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
-            return self._objective(batch(), batch().rollouts(stats, index), index, items)
-
+            weights = whole_side("importance_weights", importance_weights, target, sequences)
+            sides = sides._replace(importance_weights=weights)
+        if term is not None:
+            kernel = self._policy_kernel(term, sides, divisor, shape[0], ref_is_compact=ref_input is not None)
+            return self._fuse(head, input, rows, kernel).loss, kernel.metrics()
+        items = None if num_items is None else divisor
+        objective = _ByAutograd(self, _BatchArguments(sides, rows, shape, dtype, divisor, items))
         if kept is None:
-            loss, stats, _ = self._fuse(head, input, rows, Differentiated(objective))
+            loss, stats, _ = self._fuse(head, input, rows, objective)
         else:
             loss, stats, _ = loss_of_kept(
-                head, input, target.long(), kept, rows, Differentiated(objective), sequences=sequences,
+                head, input, target.long(), kept, rows, objective, sequences=sequences,
                 outputs=self._outputs, options=self.options, temperature=temperature,
-                n_valid=None if may_wait else rows.n_valid, sparse_weight_grad=sparse_weight_grad, owner=self,
+                n_valid=known_count, sparse_weight_grad=sparse_weight_grad, owner=self,
             )  # fmt: skip
-        return loss, self._metrics(batch(), batch().rollouts(stats, slice(None)), whole_target.shape)
+        return loss, self._metrics(objective.batch, objective.batch.rollouts(stats, slice(None)), shape)
 
     if TYPE_CHECKING:
 
@@ -541,38 +560,74 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             loss = loss - self.entropy_coef * share * bonus
         return loss
 
-    def _num_items(self, num_items: float | Tensor | None, arrange: Arrangement) -> float | Tensor | None:
-        if num_items is None:
-            return None
-        if not REDUCTIONS[self.reduction].counts_items:
-            readers = sorted(name for name, kind in REDUCTIONS.items() if kind.counts_items)
-            raise ValueError(f"num_items is not read by reduction {self.reduction!r}, only by {readers}")
-        return checked_items(num_items, arrange.target, arrange.dtype)
+    def _check_temperature(self, temperature: Any, target: Tensor) -> None:
+        if temperature is None:
+            return
+        if not isinstance(temperature, Tensor):
+            raise TypeError(
+                f"{type(self).__name__} takes a number as temperature in its constructor, and a float32 tensor in "
+                f"its call, got {shown(temperature)}"
+            )
+        check_temperature(temperature, target)
+        if self.options.temperature != 1.0:
+            raise ValueError(
+                f"temperature is given twice: to the constructor, {self.options.temperature}, and to the call, "
+                f"{shown(temperature)}"
+            )
 
-    def _batch(
-        self,
-        arrange: Arrangement,
-        advantages: Tensor,
-        old_logps: Tensor | None,
-        ref_logps: Tensor | None,
-        importance_weights: Tensor | None,
-        num_items: float | Tensor | None,
-    ) -> RolloutBatch:
-        mask = arrange.mask
-        lengths = mask.sum(-1, keepdim=True).to(arrange.dtype)
-        denominator = REDUCTIONS[self.reduction].denominator(lengths, num_items, self.max_completion_length)
-        return RolloutBatch(
-            mask=arrange(mask),
-            lengths=arrange(lengths.clamp(min=1)),
-            weights=arrange(torch.ones_like(lengths) / denominator),
-            advantages=arrange.side(advantages, 0.0),
-            old_logps=None if old_logps is None else arrange.side(old_logps, 0.0).clamp(min=LOWEST_LOGP),
-            ref_logps=None if ref_logps is None else by_rollout(ref_logps),
-            importance_weights=None if importance_weights is None else arrange.side(importance_weights, 1.0),
+    def _divisor(
+        self, num_items: float | Tensor | None, rows: Rows, target: Tensor, dtype: torch.dtype
+    ) -> float | Tensor:
+        """Return what the sum over tokens is divided by, apart from lengths.
+
+        Args:
+            target: (B, T).
+            dtype: of a tensor returned.
+        """
+        reduction = REDUCTIONS[self.reduction]
+        if num_items is not None:
+            if not reduction.counts_items:
+                readers = sorted(name for name, kind in REDUCTIONS.items() if kind.counts_items)
+                raise ValueError(f"num_items is not read by reduction {self.reduction!r}, only by {readers}")
+            num_items = checked_items(num_items, target, dtype)
+        return reduction.divisor(target.shape[0], rows.n_valid, num_items, self.max_completion_length)
+
+    def _policy_kernel(
+        self, term: PolicyTerm, sides: RolloutSides, divisor: float | Tensor, n_sequences: int, ref_is_compact: bool
+    ) -> PolicyKernel:
+        loss = PolicyLoss(
+            term=term,
+            level=self.importance_level,
+            beta=self.beta,
+            kl_estimator=_ESTIMATORS_OF_KERNEL[KL_ESTIMATORS[self.kl_estimator]],
+            corrects_kl=bool(self.use_bias_correction_kl),
+            divisor=divisor,
+            by_length=REDUCTIONS[self.reduction].by_length,
+        )
+
+        def contiguous(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.contiguous()
+
+        tensors = PolicySides(
+            advantages=sides.advantages.contiguous(),
+            old_logps=contiguous(sides.old_logps),
+            ref_logps=contiguous(sides.ref_logps),
+            importance_weights=contiguous(sides.importance_weights),
+            ref_is_compact=ref_is_compact,
+        )
+        return PolicyKernel(loss, tensors, n_sequences)
+
+    def _batch(self, arguments: _BatchArguments) -> RolloutBatch:
+        sides, rows, shape, dtype, divisor, _ = arguments
+        return RolloutBatch.of(
+            sides,
+            rows,
+            shape,
+            dtype,
+            divisor=divisor,
+            by_length=REDUCTIONS[self.reduction].by_length,
             importance_level=self.importance_level,
             filtered=self._filter is not None,
-            batch_size=mask.shape[0],
-            batch_tokens=arrange.rows.n_valid,
         )
 
     @torch.no_grad()
@@ -596,14 +651,14 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             of_tokens["ratio"] = ratio
         means = token_means(of_tokens, mask, shape, rollouts.logps.dtype)
         of_all, by_sequence = dict(means.of_all), dict(means.by_sequence)
-        # All sequences count, also empty ones, as in TRL.
+        # All sequences count, also empty ones, as in TRL. These are not clipped, not by a bound below 1 either.
+        present = mask.any(-1, keepdim=True) if per_sequence or of_sequences else mask
         for name, x in of_sequences.items():
-            by_sequence[name] = x.to(rollouts.logps.dtype).reshape(-1)
+            by_sequence[name] = (x & present).to(rollouts.logps.dtype).reshape(-1)
             of_all[name] = by_sequence[name].sum() / max(1, x.shape[0])
         ratios = RatioRange()
         if ratio is not None:
-            counted = mask if ratio.shape == mask.shape else mask.any(-1, keepdim=True)
-            ratios = ratio_range(ratio.to(rollouts.logps.dtype), counted, of_all.get("ratio"))
+            ratios = ratio_range(ratio.to(rollouts.logps.dtype), present if per_sequence else mask, of_all.get("ratio"))
         return PolicyMetrics(
             entropy=of_all["entropy"],
             kl=of_all.get("kl"),
@@ -620,3 +675,31 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     def extra_repr(self) -> str:
         level = f"importance_level={self.importance_level!r}"
         return f"reduction={self.reduction!r}, {level}, beta={self.beta}, {self.options}"
+
+
+class _BatchArguments(NamedTuple):
+    """What `_batch` makes a `RolloutBatch` of."""
+
+    sides: RolloutSides
+    rows: Rows
+    shape: torch.Size  # (B, T)
+    dtype: torch.dtype
+    divisor: float | Tensor
+    num_items: float | Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class _ByAutograd(Objective):
+    """The loss of any `policy_loss` and option, differentiated by autograd."""
+
+    loss_module: LigerFusedLinearPolicyBase
+    arguments: _BatchArguments
+
+    @functools.cached_property
+    def batch(self) -> RolloutBatch:
+        """Arranged when the first chunk asks, while the device computes its product."""
+        return self.loss_module._batch(self.arguments)
+
+    def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
+        batch = self.batch
+        return self.loss_module._objective(batch, batch.rollouts(values, index), index, self.arguments.num_items)

@@ -112,32 +112,23 @@ def whole_side(name: str, x: Tensor, target: Tensor, sequences: Sequences) -> Te
     return whole(x, sequences) if x.shape == target.shape else x
 
 
-@dataclass(frozen=True)
-class Arrangement:
-    rows: Rows
-    target: Tensor  # (B, T)
-    dtype: torch.dtype
+class RolloutSides(NamedTuple):
+    """What a call gave beside the target, of whole sequences: (B, T), or (B,) or (B, 1) where said. Without gradient.
 
-    @property
-    def mask(self) -> Tensor:
-        assert self.rows.mask is not None
-        return self.rows.mask.view(self.target.shape)
+    - `advantages`, `importance_weights`: also one value a sequence; no weights are 1
+    - `old_logps`: log-probabilities under the sampling policy; None on-policy
+    - `ref_logps`: under the reference, in the shape of `reference_logps`; None without one
+    """
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.rows.groups is not None:
-            return x
-        return x.expand(self.target.shape).reshape(-1, 1)
-
-    def side(self, x: Tensor, fill: float) -> Tensor:
-        """Move a detached tensor; `fill` replaces padding."""
-        x = x.detach().to(self.dtype)
-        x = x[:, None] if x.ndim == 1 else x
-        return self(torch.where(self.mask, x, fill) if x.shape == self.target.shape else x)
+    advantages: Tensor
+    old_logps: Tensor | None
+    ref_logps: Tensor | None
+    importance_weights: Tensor | None
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Fields of `Rollouts`, in the same shapes."""
+    """Fields of `Rollouts` of the whole batch, in the same shapes: what is known before a step has statistics."""
 
     mask: Tensor
     lengths: Tensor  # at least 1
@@ -150,6 +141,57 @@ class RolloutBatch:
     filtered: bool  # log-probabilities may be -inf, of tokens that a sampling filter drops
     batch_size: int
     batch_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        sides: RolloutSides,
+        rows: Rows,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        *,
+        divisor: float | Tensor,
+        by_length: bool,
+        importance_level: str,
+        filtered: bool,
+    ) -> RolloutBatch:
+        """Arrange the tensors of a call by the groups of its rows: sequences, or tokens.
+
+        Args:
+            shape: (B, T) of the target.
+            dtype: of the values.
+            divisor: of the reduction's sum over tokens.
+            by_length: whether a sequence's tokens are also divided by their number.
+        """
+        assert rows.mask is not None
+        mask = rows.mask.view(shape)
+        lengths = mask.sum(-1, keepdim=True).to(dtype)
+        at_least_1 = lengths.clamp(min=1)
+
+        def arranged(x: Tensor) -> Tensor:
+            """Return (n, T) or (n, 1) from (B, T) or (B, 1)."""
+            return x if rows.groups is not None else x.expand(shape).reshape(-1, 1)
+
+        def side(x: Tensor, fill: float) -> Tensor:
+            """Return a detached tensor, in which `fill` replaces padding, that may hold anything."""
+            x = x.detach().to(dtype)
+            x = x[:, None] if x.ndim == 1 else x
+            return arranged(torch.where(mask, x, fill) if x.shape == shape else x)
+
+        advantages, old_logps, ref_logps, importance_weights = sides
+        return cls(
+            mask=arranged(mask),
+            lengths=arranged(at_least_1),
+            weights=arranged(torch.ones_like(lengths) / (divisor * at_least_1 if by_length else divisor)),
+            advantages=side(advantages, 0.0),
+            old_logps=None if old_logps is None else side(old_logps, 0.0).clamp(min=LOWEST_LOGP),
+            ref_logps=None if ref_logps is None else by_rollout(ref_logps),
+            importance_weights=None if importance_weights is None else side(importance_weights, 1.0),
+            importance_level=importance_level,
+            filtered=filtered,
+            batch_size=shape[0],
+            batch_tokens=rows.n_valid,
+        )
 
     def rollouts(self, stats: TokenStats, index: slice | Tensor) -> Rollouts:
         assert stats.logps is not None and stats.entropy is not None

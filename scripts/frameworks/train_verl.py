@@ -118,8 +118,8 @@ def build(path: str, fused: bool) -> FSDPEngineWithLMHead:
     return engine
 
 
-def actor(**options: Any) -> ActorConfig:
-    return ActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=BATCH // 2, **options)
+def actor(strategy: str = "fsdp2", **options: Any) -> ActorConfig:
+    return ActorConfig(strategy=strategy, rollout_n=1, ppo_micro_batch_size_per_gpu=BATCH // 2, **options)
 
 
 def train(path: str, fused: bool = True) -> list[float]:
@@ -137,6 +137,37 @@ def teacher_head() -> torch.Tensor:
     return torch.randn(VOCAB, H_TEACHER, generator=torch.Generator().manual_seed(1)) / 4
 
 
+def distillation_config(loss_mode: str, only: bool) -> DistillationConfig:
+    """Return verl's settings. `only`: without `ppo_loss`."""
+    loss = DistillationLossConfig(
+        loss_mode=loss_mode,
+        topk=VOCAB,
+        use_task_rewards=not only,
+        use_policy_gradient=False,
+        loss_max_clamp=None,
+        log_prob_min_clamp=None,
+    )
+    return DistillationConfig(distillation_loss=loss)
+
+
+def give_teacher(data: TensorDict, step: int, only: bool, states: bool) -> None:
+    """Put the teacher's hidden states in a batch (`states`), or its log-probabilities of the whole vocabulary."""
+    offsets = data["input_ids"].offsets()
+    n = data["input_ids"].values().shape[0]
+    hidden = torch.randn(n, H_TEACHER, generator=torch.Generator().manual_seed(100 + step))
+    teacher = {
+        "teacher_hidden_states": hidden,
+        "teacher_logprobs": (hidden @ teacher_head().T).log_softmax(-1),
+        "teacher_ids": torch.arange(VOCAB).expand(n, -1).contiguous(),
+    }
+    for name, x in teacher.items():
+        if states == (name == "teacher_hidden_states"):
+            data[name] = torch.nested.nested_tensor_from_jagged(x, offsets)
+    tensordict_utils.assign_non_tensor(
+        data, distillation_use_topk=True, distillation_only=only, calculate_entropy=not only
+    )
+
+
 def distill(path: str, loss_mode: str, fused: bool) -> list[float]:
     """Return the loss of each step of on-policy distillation, of a student at temperature 0.7.
 
@@ -145,31 +176,10 @@ def distill(path: str, loss_mode: str, fused: bool) -> list[float]:
     engine, losses = build(path, fused), []
     for step in range(STEPS // 2):
         only = step % 2 == 0
-        loss = DistillationLossConfig(
-            loss_mode=loss_mode,
-            topk=VOCAB,
-            use_task_rewards=not only,
-            use_policy_gradient=False,
-            loss_max_clamp=None,
-            log_prob_min_clamp=None,
-        )
-        config = actor(entropy_coeff=0.01)
-        loss_function = partial(distillation_ppo_loss, config, DistillationConfig(distillation_loss=loss))
         data = batch(step, fused)
-        offsets = data["input_ids"].offsets()
-        n = data["input_ids"].values().shape[0]
-        states = torch.randn(n, H_TEACHER, generator=torch.Generator().manual_seed(100 + step))
-        teacher = {
-            "teacher_hidden_states": states,
-            "teacher_logprobs": (states @ teacher_head().T).log_softmax(-1),
-            "teacher_ids": torch.arange(VOCAB).expand(n, -1).contiguous(),
-        }
-        for name, x in teacher.items():
-            if fused == (name == "teacher_hidden_states"):
-                data[name] = torch.nested.nested_tensor_from_jagged(x, offsets)
-        tensordict_utils.assign_non_tensor(
-            data, distillation_use_topk=True, distillation_only=only, calculate_entropy=not only
-        )
+        give_teacher(data, step, only, states=fused)
+        config = actor(entropy_coeff=0.01)
+        loss_function = partial(distillation_ppo_loss, config, distillation_config(loss_mode, only))
         with engine.train_mode():
             output = engine.train_batch(data, loss_function)
         losses.append(sum(output["loss"]))

@@ -34,6 +34,7 @@ MODULES = (
     "liger_chunked.integrations.transformers",
     "liger_chunked.integrations.trl",
     "liger_chunked.integrations.verl",
+    "liger_chunked.integrations.verl_megatron",
 )
 # Names that a module serves on request and does not list in `__all__`.
 ON_REQUEST = {"liger_chunked": ("__version__", "functional"), "liger_chunked.testing": ("check_model",)}

@@ -1345,7 +1345,7 @@ def tiny_models_of(family: str) -> list[str]:
 
 @pytest.mark.ordinary_memory
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", sampled(FAMILIES, parts=3))
+@pytest.mark.parametrize("family", sampled(FAMILIES, parts=6))
 def test_every_family_is_served_as_detected(family: str) -> None:
     hf = pytest.importorskip("transformers")
     from tiny_models import build

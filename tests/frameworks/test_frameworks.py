@@ -205,6 +205,13 @@ def test_verl_interfaces() -> None:
     if theirs := installed("verl.utils.experimental.torch_functional"):
         for ours in ("__init__", "forward"):
             assert names(getattr(theirs.FusedLinearForPPO, ours)) == names(getattr(verl.FusedLinearForPPO, ours))
+    if theirs := installed("verl.models.mcore.model_forward_fused"):
+        given = names(theirs.fused_output_processor)
+        assert set(given) - {"_ignored"} <= POSTPROCESS and "context" in given
+        assert names(theirs.preprocess_thd_engine)[:3] == ["input_ids", "pre_process", "need_roll"]
+    if theirs := installed("verl.workers.engine.megatron.transformer_impl"):
+        assert names(theirs.MegatronEngineWithLMHead.prepare_model_inputs) == ["batch"]
+        assert names(theirs.MegatronEngineWithLMHead.prepare_model_outputs) == ["output", "data"]
     if theirs := installed("verl.workers.engine.fsdp.transformer_impl"):
         for hook in ("prepare_model_inputs", "prepare_model_outputs"):
             assert names(getattr(theirs.FSDPEngineWithLMHead, hook)) == names(getattr(VerlEngine, hook))
@@ -227,30 +234,41 @@ class VerlEngine:
         return found | {"log_probs": output.log_probs, "entropy": output.entropy}
 
 
-@pytest.fixture
-def verl_stub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Modules of verl with what `distill_from_hidden_states` imports."""
-    registry: dict[str, Any] = {}
-    modules = {
+def verl_distillation(registry: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Modules of verl that register a distillation loss, in `registry`."""
+    return {
         "verl.trainer.distillation.losses": {
             "DistillationLossSettings": SimpleNamespace,
             "register_distillation_loss": lambda given: lambda f: registry.setdefault(given.names[0], (given, f))[1],
         },
         "verl.utils.tensordict_utils": {"get_non_tensor_data": lambda data, key, default: data.get(key, default)},
-        "verl.utils.experimental.torch_functional": {"FusedLinearForPPO": None},
-        "verl.workers.engine.fsdp.transformer_impl": {"FSDPEngineWithLMHead": type("Engine", (VerlEngine,), {})},
         "verl.workers.utils.padding": {"no_padding_2_padding": lambda x, data: x},
     }
+
+
+def put_modules(patch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
+    """Put modules with these members, and their parents, where `import` finds them."""
     for name, members in modules.items():
         for end in range(1, name.count(".") + 1):
             parent = ".".join(name.split(".")[:end])
-            monkeypatch.setitem(sys.modules, parent, sys.modules.get(parent) or ModuleType(parent))
+            patch.setitem(sys.modules, parent, sys.modules.get(parent) or ModuleType(parent))
         module = ModuleType(name)
         vars(module).update(members)
-        monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], module, raising=False)
+        patch.setitem(sys.modules, name, module)
+        patch.setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], module, raising=False)
+    return {name: sys.modules[name] for name in modules}
+
+
+@pytest.fixture
+def verl_stub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Modules of verl with what `distill_from_hidden_states` imports."""
+    registry: dict[str, Any] = {}
+    modules = put_modules(monkeypatch, verl_distillation(registry) | {
+        "verl.utils.experimental.torch_functional": {"FusedLinearForPPO": None},
+        "verl.workers.engine.fsdp.transformer_impl": {"FSDPEngineWithLMHead": type("Engine", (VerlEngine,), {})},
+    })  # fmt: skip
     return SimpleNamespace(
-        registry=registry, functional=sys.modules["verl.utils.experimental.torch_functional"],
+        registry=registry, functional=modules["verl.utils.experimental.torch_functional"],
         Engine=sys.modules["verl.workers.engine.fsdp.transformer_impl"].FSDPEngineWithLMHead,
     )  # fmt: skip
 
@@ -346,6 +364,216 @@ def test_verl_distillation_under_ulysses(verl_stub: SimpleNamespace, monkeypatch
         found[is_split] = torch.cat(losses)[:S]
     assert found[False].count_nonzero() == 4
     check(found[True], found[False], "parts")
+
+
+# verl 0.9.1: verl/models/mcore/model_forward_fused.py packs the sequences of a nested tensor into one row, each padded
+# for the tensor-parallel ranks, rolls the labels, calls the model with `fused_output_processor`, and unpacks its
+# log_probs and entropy. verl/workers/engine/megatron/transformer_impl.py calls prepare_model_inputs before it, and
+# prepare_model_outputs with what it returns.
+def stub_verl_megatron() -> SimpleNamespace:
+    """Put modules of verl in place, with what `verl_megatron` imports."""
+
+    def preprocess_thd_engine(
+        input_ids: Tensor, pre_process: bool = True, need_roll: bool = False, cp_layout: str = "zigzag"
+    ) -> tuple[Tensor, Any, None]:
+        parts = [nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % WORLD)) for x in input_ids.unbind()]
+        packed = torch.cat(parts)[None]
+        starts = torch.tensor([0, *map(len, parts)]).cumsum(0)
+        return packed.roll(-1, 1) if need_roll else packed, starts, None
+
+    def postprocess_thd_engine(output: Tensor, starts: Tensor, input_ids: Tensor) -> Tensor:
+        lengths = input_ids.offsets().diff().tolist()
+        parts = [output[0][a : a + n] for a, n in zip(starts.tolist(), lengths, strict=False)]
+        return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+    class Engine:
+        engine_config = SimpleNamespace(use_fused_kernels=True)
+
+        def prepare_model_inputs(self, batch: Any) -> dict[str, Any]:
+            return {"input_ids": batch["input_ids"]}
+
+        def prepare_model_outputs(self, output: Any, data: Any) -> Any:
+            return output
+
+        def forward_step(self, model: Any, batch: Any, temperature: float) -> Any:
+            of_megatron, ids = patched["verl.models.mcore.model_forward_fused"], self.prepare_model_inputs(batch)
+            packed, starts, _ = of_megatron.preprocess_thd_engine(ids["input_ids"], pre_process=True)
+            labels, *_ = of_megatron.preprocess_thd_engine(
+                ids["input_ids"].clone(), pre_process=True, need_roll=True, cp_layout="zigzag"
+            )
+            output_orig = model(
+                input_ids=packed,
+                labels=labels,
+                output_processor=of_megatron.fused_output_processor,
+                output_processor_context=SimpleNamespace(temperature=temperature),
+            )
+            output = {"log_probs": postprocess_thd_engine(output_orig.log_probs, starts, ids["input_ids"])}
+            if batch["calculate_entropy"]:
+                output["entropy"] = postprocess_thd_engine(output_orig.entropy, starts, ids["input_ids"])
+            return self.prepare_model_outputs(output, batch)
+
+    registry: dict[str, Any] = {}
+    modules = verl_distillation(registry) | {
+        "verl.utils.model": {"CausalLMOutputForPPO": SimpleNamespace},
+        "verl.models.mcore.model_forward_fused": {
+            "preprocess_thd_engine": preprocess_thd_engine,
+            "fused_output_processor": None,
+        },
+        "verl.workers.engine.megatron.transformer_impl": {"MegatronEngineWithLMHead": Engine},
+    }
+    patched = put_modules(pytest.MonkeyPatch(), modules)
+    return SimpleNamespace(registry=registry, Engine=Engine, fused=patched["verl.models.mcore.model_forward_fused"])
+
+
+def verl_processor_worker(rank: int, folder: str) -> None:
+    """Packed sequences of 7, 4 and 10 tokens, whose padded rows are 8, 4 and 10, on two tensor-parallel ranks."""
+    group, case = initialize(rank, folder), make_case(rank, WORLD)
+    of_verl = stub_verl_megatron()
+    from liger_chunked.integrations import verl_megatron
+
+    offsets = torch.tensor([0, 7, 11, 21])
+    ids = torch.nested.nested_tensor_from_jagged(case.target.clamp(min=0).flatten()[:21], offsets)
+    places = torch.tensor([*range(7), *range(8, 22)])  # of the tokens among the 22 packed ones
+    packed_hidden, teacher_states = case.hidden.flatten(0, 1)[:22], case.hidden.flatten(0, 1)[8:29, :5].contiguous()
+    labels = of_verl.fused.preprocess_thd_engine(ids, need_roll=True)[0][0, places]
+    data = {"input_ids": ids, "calculate_entropy": True}
+    upstream = case.upstream.flatten(1)[:, :21]
+
+    class Model:
+        """The last layers of Megatron's GPTModel, which end in an output processor."""
+
+        def __init__(self, sequence_parallel: bool, tied: bool, bias: bool = False, scale: float = 1.0) -> None:
+            self.weight = case.weight[case.own].clone().requires_grad_()
+            part = slice(rank * 11, rank * 11 + 11) if sequence_parallel else slice(None)
+            self.hidden, self.part = packed_hidden[part, None].clone().requires_grad_(), part
+            self.bias = torch.linspace(-1, 1, V, dtype=torch.float64)[case.own].requires_grad_() if bias else None
+            self.layer = SimpleNamespace(weight=None if tied else self.weight, bias=self.bias, tp_group=group)
+            self.layer.sequence_parallel, self.tied, self.scale = sequence_parallel, tied, scale
+
+        def __call__(self, *, labels: Tensor, output_processor: Any, output_processor_context: Any, **_: Any) -> Any:
+            arguments: dict[str, Any] = dict.fromkeys(POSTPROCESS)
+            arguments |= {"hidden_states": self.hidden, "output_layer": self.layer, "labels": labels}
+            arguments |= {"output_weight": self.weight if self.tied else None, "context": output_processor_context}
+            arguments |= {"scale_logits": lambda z: self.scale * z, "config": SimpleNamespace()}
+            return output_processor(**arguments)
+
+    def exact(temperature: float, vocab: int = V, bias: bool = False) -> Any:
+        """The parts of what this test expects: leaves, and whole log-probabilities of the 21 tokens."""
+        w, x = case.weight.clone().requires_grad_(), packed_hidden.clone().requires_grad_()
+        z = x @ w.T + (torch.linspace(-1, 1, V, dtype=torch.float64) if bias else 0.0)
+        return w, x, (z / temperature)[places, :vocab].log_softmax(-1)
+
+    def statistics(log_p: Tensor) -> tuple[Tensor, Tensor]:
+        few = labels.clamp(max=log_p.shape[1] - 1)
+        return log_p.gather(-1, few[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+    def check_grads(model: Model, w: Tensor, x: Tensor, message: str) -> None:
+        assert w.grad is not None and x.grad is not None
+        check(model.weight.grad, w.grad[case.own], f"dW {message}")
+        check(model.hidden.grad, x.grad[model.part, None], f"dX {message}")
+
+    engine = of_verl.Engine()
+    for sequence_parallel, tied, temperature, vocab, bias, scale in (
+        (False, False, 1.0, V, False, 1.0),
+        (True, True, 0.7, V, False, 1.0),
+        (True, False, 1.3, V - 3, False, 1.0),
+        (False, True, 1.3, V, True, 1.0),
+        (True, False, 1.0, V, False, 0.5),
+    ):
+        message = f"{sequence_parallel=} {tied=} {temperature=} {vocab=} {bias=} {scale=}"
+        batch = data | {"input_ids": torch.nested.nested_tensor_from_jagged(ids.values().clamp(max=vocab - 1), offsets)}
+        of_verl.fused.fused_output_processor = verl_megatron.FusedOutputProcessor(
+            vocab_size=None if vocab == V else vocab, logits_budget="1KiB"
+        )
+        model = Model(sequence_parallel, tied, bias, scale)
+        found = engine.forward_step(model, batch, temperature)
+        w, x, log_p = exact(temperature / scale, vocab, bias)
+        logps, entropy = statistics(log_p)
+        check(found["log_probs"].values(), logps.detach(), message)
+        check(found["entropy"].values(), entropy.detach(), message)
+        assert torch.equal(found["log_probs"].offsets(), offsets)
+        ours = torch.stack([found[name].values() for name in ("log_probs", "entropy")])
+        (ours * upstream).sum().backward()
+        (torch.stack([logps, entropy]) * upstream).sum().backward()
+        check_grads(model, w, x, message)
+    with torch.no_grad():
+        assert not engine.forward_step(model, batch, 1.0)["log_probs"].requires_grad
+
+    # Distillation: responses of 3, 2 and 4 tokens, which the positions before them predict.
+    loaded: list[int] = []
+    teacher_weight = torch.cat([case.weight[:, 3:], case.weight[:2, 3:]])  # of two more tokens
+    response = torch.tensor([3, 2, 4])
+    batch = data | {
+        "teacher_hidden_states": torch.nested.nested_tensor_from_jagged(teacher_states, offsets),
+        "responses": torch.nested.nested_tensor_from_jagged(torch.zeros(9), torch.tensor([0, 3, 5, 9])),
+        "distillation_use_topk": True,
+    }
+    read = torch.zeros(21, dtype=torch.bool)
+    for end, n in zip(offsets[1:].tolist(), response.tolist(), strict=True):
+        read[end - 1 - n : end - 1] = True
+    engine_hooks = [getattr(of_verl.Engine, name) for name in ("prepare_model_inputs", "prepare_model_outputs")]
+    preprocess = of_verl.fused.preprocess_thd_engine
+    few = ids.values().clamp(max=V - 4)  # of all distillations: one has no more ids
+    batch["input_ids"] = torch.nested.nested_tensor_from_jagged(few, offsets)
+    labels = labels.clamp(max=V - 4)
+    for i, (reverse, vocab, sequence_parallel, only) in enumerate(
+        ((False, V, True, True), (True, V - 3, True, False), (False, V, False, False), (True, V, False, True))
+    ):
+        verl_megatron.distill_from_hidden_states(
+            lambda: loaded.append(1) or teacher_weight,  # type: ignore[func-returns-value]
+            partial(LigerFusedLinearKLDivLoss, reverse=reverse),
+            loss_mode=f"hidden{i}",
+            vocab_size=None if vocab == V else vocab,
+            logits_budget="1KiB",
+        )
+        settings, loss = of_verl.registry[f"hidden{i}"]
+        assert settings.use_topk
+        given = batch | {"distillation_only": only, "calculate_entropy": not only}
+        engine = of_verl.Engine()
+        for _ in range(2):
+            model = Model(sequence_parallel, tied=not only, scale=0.5)
+            found = engine.forward_step(model, given, 0.7)
+        assert len(loaded) == i + 1
+        w, x, log_p = exact(1.4, vocab)
+        log_q = (teacher_states @ teacher_weight[:vocab].T).log_softmax(-1)
+        terms = (log_p.exp() * (log_p - log_q)) if reverse else (log_q.exp() * (log_q - log_p))
+        expected = [terms.sum(-1).where(read, 0.0)]
+        losses, _ = loss(None, None, found, given)
+        assert losses.is_nested and torch.equal(losses.offsets(), offsets)
+        ours = [losses.values()]
+        assert ("log_probs" in found, "entropy" in found) == (not only, not only)
+        if not only:
+            expected += statistics(log_p)
+            ours += [found["log_probs"].values(), found["entropy"].values()]
+        weights = [*upstream, upstream[0].flip(0)]
+        for mine, value in zip(ours, expected, strict=True):
+            check(mine, value.detach(), f"distillation {i}")
+        sum((mine * g).sum() for mine, g in zip(ours, weights, strict=False)).backward()  # type: ignore[union-attr]
+        sum((value * g).sum() for value, g in zip(expected, weights, strict=False)).backward()  # type: ignore[union-attr]
+        check_grads(model, w, x, f"distillation {i}")
+        undistilled = given | {"distillation_use_topk": False, "calculate_entropy": True}
+        plain = engine.forward_step(Model(sequence_parallel, True), undistilled, 0.7)
+        assert set(plain) == {"log_probs", "entropy"} and plain["log_probs"].dim() == 2
+        with pytest.raises(ValueError, match=f"loss_mode='hidden{i}' needs teacher_hidden_states"):
+            loss(None, None, plain, data)
+        if i < 3:  # the next one is set in the place of verl's, not of this one
+            for name, hook in zip(("prepare_model_inputs", "prepare_model_outputs"), engine_hooks, strict=True):
+                setattr(of_verl.Engine, name, hook)
+            of_verl.fused.preprocess_thd_engine = preprocess
+    with pytest.raises(ValueError, match="teacher_hidden_states need use_fused_kernels=True"):
+        engine.forward_step(model, batch | {"use_fused_kernels": False}, 0.7)
+    of_verl.fused.fused_output_processor = verl_megatron.FusedOutputProcessor()
+    with pytest.raises(ValueError, match=r"did not call verl's fused_output_processor.*Megatron-Core 0\.18"):
+        engine.forward_step(model, batch, 0.7)
+    for name, hook in zip(("prepare_model_inputs", "prepare_model_outputs"), engine_hooks, strict=True):
+        setattr(of_verl.Engine, name, hook)
+    verl_megatron.distill_from_hidden_states(teacher_weight[:-3], loss_mode="few")
+    with pytest.raises(ValueError, match=r"a row for each of the student's 24, .* pass vocab_size"):
+        engine.forward_step(model, batch, 0.7)
+    dist.destroy_process_group()
+
+
+test_verl_output_processor = run(verl_processor_worker)
 
 
 # SkyRL 0.3.0, skyrl/backends/skyrl_train/distributed/megatron/model_utils.py: logps (B, S) float32, dX not reduced.
@@ -776,7 +1004,7 @@ def stub_torchtitan() -> None:
         yield
         meshes.pop()
 
-    Module("spmd_types", local=nullcontext, is_type_checking=lambda: False)
+    Module("spmd_types", local=nullcontext, no_typecheck=nullcontext, is_type_checking=lambda: False)
     for name in ("torchtitan", "torchtitan.components", "torchtitan.distributed"):
         Module(name)
     Module("torchtitan.components.loss", BaseLoss=BaseLoss, ChunkedLossWrapper=ChunkedLossWrapper)
@@ -858,6 +1086,8 @@ def torchtitan_worker(rank: int, folder: str) -> None:
     check(hidden.grad, expected.hidden_grad, "dX")
     with torch.no_grad():
         check(loss(hidden, case.target)[0], 7 * value, "validation")
+        # One row of packed sequences, as torchtitan's main branch passes it.
+        check(loss(hidden.flatten(0, 1), case.target.flatten(), valid)[0], value, "packed")
 
     # Under a CUDA graph: nothing is read on the host, whatever is ignored.
     loss, head = titan_loss(logits_budget="1KiB", cuda_graphs=True), titan_head(case.weight.clone())
@@ -921,11 +1151,14 @@ def torchtitan_worker(rank: int, folder: str) -> None:
             return self.norm(x)
 
     model, single = Decoder(), Decoder()
-    for reshard in (False, True):
+    for reshard, cuda_graphs in ((False, False), (True, False), (True, True)):
         model = Decoder()
         fully_shard([model.norm, model.lm_head], mesh=mesh, reshard_after_forward=reshard)
         fully_shard(model, mesh=mesh)
-        loss = titan_loss()
+        loss = titan_loss(cuda_graphs=cuda_graphs)
+        unsharded: list[bool] = []
+        unshard = model.lm_head.unshard
+        vars(model.lm_head)["unshard"] = lambda: unsharded.append(True) or unshard()  # noqa: B023
         loss.set_lm_head(model.lm_head)
         sequences = slice(0, 2) if rank == 0 else slice(2, 3)
         for _ in range(2):  # the second step finds FSDP's hooks as the first left them
@@ -933,6 +1166,7 @@ def torchtitan_worker(rank: int, folder: str) -> None:
             found, _ = loss(model(case.hidden[sequences]), case.target[sequences], valid)
             found.backward()
         check(summed(found.detach()), eager_ce(single, case).detach() / 7, "loss")
+        assert len(unsharded) == 2 * cuda_graphs  # a capture cannot wait for what FSDP's own gather leaves behind
         single.zero_grad()
         (eager_ce(single, case) / 7).backward()
         for (name, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
@@ -948,6 +1182,133 @@ def eager_ce(model: Any, case: Case) -> Tensor:
 
 
 test_torchtitan = run(torchtitan_worker)
+
+
+@contextmanager
+def titan_in_place() -> Iterator[None]:
+    """torchtitan, or its stub, which is gone afterwards."""
+    before = {*sys.modules}
+    if installed("torchtitan.components.loss") is None:
+        stub_torchtitan()
+    try:
+        yield
+    finally:
+        for name in {*sys.modules} - before:
+            if name.startswith(("torchtitan", "spmd_types", "liger_chunked.integrations.torchtitan")):
+                del sys.modules[name]
+
+
+class TitanModel(nn.Module):
+    """The end of a decoder, on one device or as shards of FSDP."""
+
+    def __init__(self, vocab: int, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, vocab, bias=False)
+        self.to("cuda", dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x))
+
+    def grads(self) -> list[Tensor]:
+        found = [p.grad for p in self.parameters()]
+        return [(g.full_tensor() if isinstance(g, DTensor) else g).clone() for g in found if g is not None]
+
+    def clear(self) -> None:
+        """Zero the gradients in place, as Trainer does with CUDA graphs."""
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.zero_()
+
+
+def check_titan_capture(is_sharded: bool, logits_budget: int | None) -> None:
+    """A capture of forward and backward, as torchtitan 0.3.0 makes it (distributed/cudagraph.py, CUDAGraphWrapper).
+
+    One eager step on the stream of the capture, then the capture, into a shared pool, with errors of this thread alone.
+    Its replays have other hidden states, labels, and numbers of ignored labels. Gradients are zeroed in place.
+    """
+    vocab, width, shape = 1000, 128, (4, 96)
+    torch.manual_seed(0)
+    model = TitanModel(vocab, width, torch.bfloat16)
+    twin, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    if is_sharded:
+        mesh = init_device_mesh("cuda", (1,))
+        for m in (model, twin):
+            fully_shard([m.norm, m.lm_head], mesh=mesh, reshard_after_forward=True)
+            fully_shard(m, mesh=mesh)
+    losses = []
+    for m in (model, twin):
+        losses.append(titan_loss(cuda_graphs=True, logits_budget=logits_budget))
+        losses[-1].set_lm_head(m.lm_head)
+
+    def batch(seed: int, ignored: float) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        labels = torch.randint(vocab, shape, generator=generator)
+        labels[torch.rand(shape, generator=generator) < ignored] = IGNORE
+        x = torch.randn(*shape, width, generator=generator).bfloat16()
+        return x.cuda(), labels.cuda(), (labels != IGNORE).sum().cuda()
+
+    def step(m: TitanModel, loss: Any, x: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
+        found: Tensor
+        found, _ = loss(m(x), labels, valid)
+        found.backward()
+        return found.detach()
+
+    def stock(m: nn.Module, x: Tensor, labels: Tensor, valid: Tensor) -> list[Tensor]:
+        m.zero_grad()
+        logits = m.lm_head(m(x)).flatten(0, 1)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / valid
+        loss.backward()
+        return [p.grad for p in m.parameters() if p.grad is not None]
+
+    static = batch(0, 0.1)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(model, losses[0], *static)
+    torch.cuda.current_stream().wait_stream(stream)
+    model.clear()
+    pool = torch.cuda.graph_pool_handle()
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        captured = step(model, losses[0], *static)
+    plain = copy.deepcopy(exact).bfloat16()
+    for seed, ignored in ((1, 0.0), (2, 0.9), (3, 0.3), (4, 1.0)):
+        data = batch(seed, ignored)
+        if ignored == 1.0:
+            data[1][0, 0] = 3  # one label is left
+            data[2].fill_(1)
+        for kept, given in zip(static, data, strict=True):
+            kept.copy_(given)
+        model.clear()
+        graph.replay()
+        replayed = [captured.clone(), *model.grads()]
+        twin.zero_grad()
+        eager = [step(twin, losses[1], *data), *twin.grads()]
+        for ours, theirs in zip(replayed, eager, strict=True):
+            assert torch.equal(ours, theirs), f"{seed=} {ours.shape}"
+        whole = stock(exact, *(x.double() if x.is_floating_point() else x for x in data))
+        for ours, theirs, value in zip(replayed[1:], stock(plain, *data), whole, strict=True):
+            if value.ndim == 2:  # few elements have errors that differ by chance
+                assert relative_error(ours, value) <= 1.1 * relative_error(theirs, value), f"{seed=} {ours.shape}"
+        graph.replay()  # adds the gradients once more
+        for twice, once in zip(model.grads(), replayed[1:], strict=True):
+            assert relative_error(twice, 2 * once.double()) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("logits_budget", [None, 1000 * 2 * 64])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_torchtitan_cuda_graph(is_sharded: bool, logits_budget: int | None) -> None:
+    if is_sharded:
+        dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        with titan_in_place():
+            check_titan_capture(is_sharded, logits_budget)
+    finally:
+        if is_sharded:
+            dist.destroy_process_group()
 
 
 # torchtune, commit bd2a0fc of 2026-04-23 (0.7.0), torchtune/modules/loss/loss_types.py, transformer.py, tied_linear.py

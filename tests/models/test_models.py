@@ -22,6 +22,7 @@ import torch
 import transformers
 from fused import assert_fused, assert_real_logits, is_deferred
 from model_zoo import BY_ID, HIDDEN, SERVED, SERVED_CLASSES, VOCAB, ZOO, Tiny
+from sampling import exhaustive
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -52,7 +53,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.hidden_state. is deprecated:FutureWarning"),
 ]
 
+# One model for each kind of norm, MLP and rope.
+KINDS = ("llama", "gemma2", "olmo2", "glm4", "qwen3_moe", "mllama")
+# And for each way of a head: images among the tokens, tied embeddings, a scale of the logits.
+OF_THE_SUITE = (*KINDS, "gemma3", "qwen2_vl", "granite")
+
 by_family = pytest.mark.parametrize("tiny", ZOO, ids=repr)
+by_kind = pytest.mark.parametrize("tiny", [exhaustive([t], t.name, t.name not in OF_THE_SUITE) for t in ZOO])
 
 
 @functools.cache
@@ -101,10 +108,6 @@ def assert_same_step(ours: tuple[Any, dict[str, Tensor]], stock: tuple[Any, dict
 def labelled(tiny: Tiny, device: str = "cpu", **more: Any) -> dict[str, Any]:
     sample = tiny.sample()
     return {name: x.to(device) for name, x in {**sample.arguments, "labels": sample.labels}.items()} | more
-
-
-# One model for each kind of norm, MLP and rope.
-KINDS = ("llama", "gemma2", "olmo2", "glm4", "qwen3_moe", "mllama")
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
@@ -189,6 +192,7 @@ def calls(monkeypatch):
     return counts
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["model", "family"])
 @by_family
 def test_each_switch_alone(tiny, way, fresh, calls):
@@ -267,7 +271,7 @@ def test_a_loss_function_that_is_not_the_causal_one():
     revert_liger_kernel(model)
 
 
-@by_family
+@by_kind
 def test_evaluation_and_generation(tiny, fresh, device):
     model, arguments = fresh(tiny.name, device), labelled(tiny, device)
     sample = {name: x for name, x in arguments.items() if name != "labels"}
@@ -301,7 +305,7 @@ def state_of(model: PreTrainedModel) -> Any:
     return instances, classes, {name: id(value) for name, value in vars(modeling).items()}
 
 
-@by_family
+@by_kind
 def test_revert(tiny, fresh, device):
     model, arguments = fresh(tiny.name, device), labelled(tiny, device)
     output, gradients = step(model, arguments)
@@ -318,7 +322,7 @@ def test_revert(tiny, fresh, device):
         assert all(same[name].equal(g) for name, g in gradients.items())
 
 
-@by_family
+@by_kind
 def test_loss_keywords(tiny, fresh):
     """Compares with stock: `num_items_in_batch`, `shift_labels`, and both."""
     model, arguments = fresh(tiny.name), labelled(tiny)
@@ -355,7 +359,7 @@ class VocabularyRows(TorchDispatchMode):
         return result
 
 
-@by_family
+@by_kind
 def test_no_logits_in_memory(tiny, fresh):
     model, arguments = fresh(tiny.name), labelled(tiny)
     tokens, kept = arguments["input_ids"].numel(), 3
@@ -368,7 +372,7 @@ def test_no_logits_in_memory(tiny, fresh):
     assert 1 <= ours.rows <= kept
 
 
-@by_family
+@by_kind
 def test_head_fn(tiny, fresh):
     """`head_fn` gets the head and the logits transform of every model."""
     model, arguments = fresh(tiny.name), labelled(tiny)
@@ -597,7 +601,7 @@ def test_a_copy_is_a_model_of_its_own(fresh):
     assert_fused(step(model, arguments)[0])
 
 
-@by_family
+@by_kind
 def test_a_patched_model_pickles(tiny, tmp_path):
     """The loaded model is patched and can be reverted; so is a model saved by `save_pretrained`."""
     # A fresh model, because router logits make transformers add hooks that cannot be pickled.
@@ -874,7 +878,7 @@ def test_experts_that_apply_no_gate_are_left_alone(fresh, way, monkeypatch):
         apply_liger_kernel(model, swiglu=True)
 
 
-@pytest.mark.parametrize("family", SERVED_CLASSES)
+@pytest.mark.parametrize("family", [exhaustive([f], f, f not in OF_THE_SUITE) for f in SERVED_CLASSES])
 def test_a_family_before_its_models_are_built(family):
     """Patched classes give the results of a patched model, and are restored exactly."""
     tiny = next(tiny for tiny in ZOO if tiny.family == family)
@@ -909,8 +913,11 @@ def test_a_family_before_its_models_are_built(family):
 
 
 # transformers has no causal model for the configurations of the other families.
+WITHOUT_AUTO = ("qwen2_vl", "qwen2_5_vl", "mllama_text", "mllama")
+
+
 @pytest.mark.parametrize(
-    "tiny", [t for t in ZOO if t.name not in ("qwen2_vl", "qwen2_5_vl", "mllama_text", "mllama")], ids=repr
+    "tiny", [exhaustive([t], t.name, t.name not in OF_THE_SUITE) for t in ZOO if t.name not in WITHOUT_AUTO]
 )
 def test_auto_model(tiny, tmp_path):
     config = getattr(transformers, tiny.config_class)(**tiny.config)

@@ -181,6 +181,7 @@ def test_a_shallow_copy_is_reverted_alone():
     assert model(**arguments, head_fn=lambda head, input: input.hidden_states.shape)[-1] == HIDDEN
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("module", ["norm", "mlp", "model"])
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_pickles_of_each_protocol(module, protocol):
@@ -209,7 +210,7 @@ def test_torch_save_of_a_whole_model(tmp_path, fresh_process):
         import transformers
         assert type(model) is transformers.Gemma2ForCausalLM
     """
-    fresh_process.run(code, str(tmp_path))
+    fresh_process.run_after("transformers.models.llama.modeling_llama", code, str(tmp_path))
 
 
 def test_state_dict_of_stock_and_patched_are_one():

@@ -53,7 +53,7 @@ def in_double(name: str) -> dict[str, Tensor]:
     return {n: x.double() if x.is_floating_point() else x for n, x in labelled(BY_ID[name]).items()}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("checkpoints", [None, False, True], ids=["none", "checkpoints", "reentrant"])
 @pytest.mark.parametrize("name", MLPS)
 def test_training_step(name, checkpoints):
@@ -215,7 +215,7 @@ def test_a_registered_mlp():
     assert apply_liger_kernel(model, tiled_mlp=4).replaced["tiled_mlp"] == {"Gated": 1, "LlamaMLP": 1}
 
 
-@pytest.mark.parametrize("how", ["model", "layers"])
+@pytest.mark.parametrize("how", [pytest.param("model", marks=pytest.mark.exhaustive), "layers"])
 def test_compile(how):
     results = []
     for model in both("llama", torch.float32):

@@ -57,6 +57,7 @@ def adapted(peft: Any, name: str, **lora: Any) -> Any:
     return peft.get_peft_model(model, config)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "phi3", "qwen2_vl"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_lora(peft, name, when):
@@ -229,6 +230,7 @@ def test_trainer_in_bfloat16(tmp_path):
     assert isinstance(step(model, {**arguments, "skip_logits": False})[0].logits, Tensor)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma3"])
 def test_gradient_checkpointing(name, reentrant):
@@ -314,7 +316,7 @@ def shallow(name: str) -> Tiny:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("mixtral", marks=pytest.mark.exhaustive)])
 def test_compiled_step(name):
     """With a softcap and with experts, a compiled step has stock's gradients."""
     tiny = shallow(name)

@@ -479,6 +479,7 @@ def test_a_layer_that_differs_is_refused(cls, reason, table):
     assert any(re.search(reason, left) for left in apply_liger_kernel(with_norm(cls)).left.values())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("cls", "reason"), LAYERS[:-1], ids=[cls.__name__ for cls, _ in LAYERS[:-1]])
 @pytest.mark.parametrize("training", [False, True])
 def test_check_model_finds_a_layer_that_differs(cls, reason, training, table, monkeypatch):

@@ -55,7 +55,7 @@ def measured(config: Any, n: int, tiles: Any, trainable: bool = True, adapter: A
     return memory.peak
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("trainable", [True, False])
 @pytest.mark.parametrize("tiles", [None, 256])

@@ -32,7 +32,7 @@ def without_rounding(row: str) -> str:
 
 
 @of_the_page
-@pytest.mark.parametrize("name", sampled(ROWS, parts=32))
+@pytest.mark.parametrize("name", sampled(ROWS, parts=64))
 def test_row_of_the_page(name):
     if "requires the timm library" in ROWS[name]:
         pytest.skip("depends on what is installed")

@@ -1,7 +1,7 @@
 """Every causal and image-text-to-text class of transformers: a step without logits equals the stock step.
 
-Four classes need logits, for a known reason. `make test` runs an eighth of the classes, which changes with the version
-and with SWEEP_SEED; `--exhaustive` runs all.
+Four classes need logits, for a known reason. `make test` runs a sixteenth of the classes, which changes with the
+version and with SWEEP_SEED; `--exhaustive` runs all.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def seed() -> None:
     print(f"SWEEP_SEED={SEED}")
 
 
-@pytest.mark.parametrize("name", sampled([name for name in CAUSAL + IMAGE_TEXT if name not in NOT_BUILT], parts=8))
+@pytest.mark.parametrize("name", sampled([name for name in CAUSAL + IMAGE_TEXT if name not in NOT_BUILT], parts=16))
 def test_class(name):
     try:
         model, arguments = build(name), batch(name)
@@ -142,7 +142,7 @@ OTHER_LOSS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sampled(list(OTHER_LOSS)))
+@pytest.mark.parametrize("name", sampled(list(OTHER_LOSS), parts=4))
 def test_attached_head_of_another_loss(name):
     """`head_fn` gets the head and its input, whatever the class's own loss is."""
     if not hasattr(transformers, name):

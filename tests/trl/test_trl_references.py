@@ -79,6 +79,7 @@ def test_a_copy_of_the_trained_model_is_the_reference(tmp_path, kind, loss):
         assert got == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("patched", [False, True], ids=["", "base-kernels"])
 @pytest.mark.parametrize("detached", [False, True], ids=["", "detached"])
 def test_a_copy_after_training_runs_on_its_own_weights(tmp_path, detached, patched):
@@ -155,6 +156,7 @@ FORWARDS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])
 @pytest.mark.parametrize("form", FORWARDS)
 def test_a_reference_whose_forward_runs_another_model(tmp_path, kind, form):
@@ -222,6 +224,7 @@ def share(of: str, model: PreTrainedModel, other: PreTrainedModel) -> None:
         model.lm_head.weight = nn.Parameter(other.lm_head.weight.data, requires_grad=False)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])
 @pytest.mark.parametrize("of", ["module", "parameter", "values"])
 def test_a_reference_that_shares_parameters(tmp_path, kind, of):
@@ -272,6 +275,7 @@ BESIDE: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kind", BESIDE)
 def test_precision_of_the_model_beside_the_policy(tmp_path, kind, bf16):

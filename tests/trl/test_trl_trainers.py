@@ -6,9 +6,11 @@ import copy
 import dataclasses
 import functools
 import importlib
+import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,9 +192,28 @@ def build(
     return (kind.ours() if ours else kind.stock())(args=args, **given)
 
 
+@functools.cache
+def log_of_trl(name: str, config: str, evaluate: bool) -> Log:
+    """Return the log of TRL's own trainer with its usual arguments. Several tests compare with the same one."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run(Path(folder), name, False, json.loads(config), evaluate)
+
+
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., Log]:
-    return functools.partial(run, tmp_path)
+    """Return `run` in a folder of the test. A process runs TRL's own trainer once for each config."""
+
+    def train(
+        name: str, ours: bool, config: dict[str, Any] | None = None, evaluate: bool = False, **arguments: Any
+    ) -> Log:
+        if ours or arguments:
+            return run(tmp_path, name, ours, config, evaluate, **arguments)
+        # An evaluation comes after the training, and adds the last entry.
+        evaluated = name != "OnlineDPO"  # TRL's does not support it
+        log = copy.deepcopy(log_of_trl(name, json.dumps(config or {}, sort_keys=True), evaluated))
+        return log if evaluate or not evaluated else log[:-1]
+
+    return train
 
 
 def assert_same(ours: Log, stock: Log, common: bool = False, entries: int = 5) -> None:
@@ -931,6 +952,7 @@ def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, "labels": torch.full_like(batch["labels"], -100)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("items", [0, torch.tensor(0)], ids=["int", "tensor"])
 @pytest.mark.parametrize(
     ("kind", "loss", "config"),
@@ -966,6 +988,7 @@ EMPTY_SIDES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sides", [("chosen",), ("rejected",), ("chosen", "rejected")], ids="-".join)
 @pytest.mark.parametrize("case", EMPTY_SIDES)
 def test_a_pair_with_an_empty_side(tmp_path, case, sides):

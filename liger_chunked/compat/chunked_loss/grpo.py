@@ -72,7 +72,8 @@ class LigerFusedLinearGRPOLoss(Loss):
             use_bias_correction_kl=use_bias_correction_kl,
             **{name: value for name, value in settings.items() if name in read},
         )
-        self.loss.clipped = _by_token(self.loss.clipped)
+        if importance_sampling_level == "sequence":
+            self.loss.clipped = _by_token(self.loss.clipped)
 
     def forward(
         self,
