@@ -699,7 +699,7 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     def _term(self) -> PolicyTerm | None:
         surrogate = SURROGATES[self.surrogate]
         # A user may have set `clipped` to count other ratios, or the same ones with other settings.
-        counted = self.clipped
+        counted: Any = self.clipped
         if isinstance(counted, functools.partial) and counted.keywords == {"s": self.settings}:
             counted = counted.func
         if surrogate.term is None or counted is not surrogate.clipped:

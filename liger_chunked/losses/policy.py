@@ -267,14 +267,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     _statistics: ClassVar[tuple[str, ...]] = ("logps", "entropy")
     _scopes: ClassVar[tuple[str, ...]] = ("token", "sequence", "batch")
     _skips_rows: ClassVar[bool] = True  # clipped, filtered, or without an advantage
-    # `policy_loss` and `kl` of the class that defines `_term`, which says what these compute. Functions, because a
-    # class may also get others after its definition.
-    _formula_of_term: ClassVar[tuple[Callable[..., Tensor], ...]] = ()
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "_term" in vars(cls):
-            cls._formula_of_term = (cls.policy_loss, cls.kl)
+    _formula: ClassVar[tuple[str, ...]] = ("policy_loss", "kl")
 
     def __init__(
         self,
@@ -349,10 +342,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
 
     def _term_of_step(self) -> PolicyTerm | None:
         """Return `_term`, if no option adds what the kernel of policy losses does not compute."""
-        cls = type(self)
-        if (cls.policy_loss, cls.kl) != self._formula_of_term:
-            return None
-        if not vars(self).keys().isdisjoint(("policy_loss", "kl")):
+        if not self._is_described:
             return None
         if self.token_outputs or self.weighs or self._filter is not None or self.off_policy_mask_threshold is not None:
             return None
