@@ -121,7 +121,7 @@ def test_blocks_of_a_row(n_cols: int, device: str, monkeypatch: pytest.MonkeyPat
     check(z, top_k=3)
     z[:, ::64] += 50
     check(z, top_k=4)
-    bound = z.median(1).values
+    bound = z.sort(1).values[:, z.shape[1] // 2]
     expected = z.masked_fill(z < bound[:, None], -math.inf)
     assert torch.equal(drop_below_(z.clone(), bound), expected)
 
