@@ -239,7 +239,7 @@ def sampling_bound(
     if top_k is None and top_p is None and min_p is None:
         return bound.fill_(-math.inf)
     tuned = TUNING[logits.device]
-    most, num_warps = tuned.sampling_bound if top_k is None or top_p is None else tuned.sampling_bound_both
+    most, num_warps = tuned.sampling_bound
     left = 1.0 if top_p is None else 1.0 - top_p
     # `n_cols` exponentials of this distance have `left` together; with room for rounded sums.
     reach = 1.01 * math.log2(n_cols / left) + 1.0

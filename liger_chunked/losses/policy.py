@@ -644,14 +644,14 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             of_tokens["ratio"] = ratio
         means = token_means(of_tokens, mask, shape, rollouts.logps.dtype)
         of_all, by_sequence = dict(means.of_all), dict(means.by_sequence)
-        # All sequences count, also empty ones, as in TRL. These are not clipped, not by a bound below 1 either.
-        present = mask.any(-1, keepdim=True) if per_sequence or of_sequences else mask
+        # All sequences count, also empty ones, whose ratio is 1: a bound below 1 clips them, as in TRL.
         for name, x in of_sequences.items():
-            by_sequence[name] = (x & present).to(rollouts.logps.dtype).reshape(-1)
+            by_sequence[name] = x.to(rollouts.logps.dtype).reshape(-1)
             of_all[name] = by_sequence[name].sum() / max(1, x.shape[0])
         ratios = RatioRange()
         if ratio is not None:
-            ratios = ratio_range(ratio.to(rollouts.logps.dtype), present if per_sequence else mask, of_all.get("ratio"))
+            counted = mask.any(-1, keepdim=True) if per_sequence else mask
+            ratios = ratio_range(ratio.to(rollouts.logps.dtype), counted, of_all.get("ratio"))
         return PolicyMetrics(
             entropy=of_all["entropy"],
             kl=of_all.get("kl"),

@@ -398,7 +398,8 @@ def test_options_of_a_step_take_no_kernel(device: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(PolicyKernel, "evaluate", None)  # a call would raise
     batch = moved(rollouts(SMALL, seed=5), torch.float32, device)
     assert grpo(batch, entropy_coef=0.1).isfinite()
-    with pytest.raises(TypeError, match="not callable"):
+    # On a GPU the first step of a kind calls it in a dry run, whose errors are warnings.
+    with pytest.raises((TypeError, RuntimeWarning), match="not callable"):
         grpo(batch)
 
 

@@ -26,7 +26,6 @@ class Tuning(NamedTuple):
     loads_in_flight: int = 4  # blocks loaded ahead
     hidden: Launch = Launch(1024, 4)  # columns of hidden states
     sampling_bound: Launch = Launch(4096, 8)  # columns of a row: "Sampling filters"
-    sampling_bound_both: Launch = Launch(4096, 8)  # the same for top_k with top_p, which takes more registers
     drop_below: Launch = Launch(4096, 8)  # columns
 
     # Of kept ids ("Kept ids"): entries and columns of hidden states at a time, warps

@@ -8,7 +8,6 @@ from liger_chunked.kernels.tuning.generic import Launch, Tuning
 
 HOPPER = Tuning(
     sampling_bound=Launch(16384, 32),  # "Sampling filters"
-    sampling_bound_both=Launch(8192, 16),  # unmeasured: 32 warps leave a thread 64 registers, and some spill
     attention_small_heads={
         "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64, "bwd_num_warps": 4,
         "bwd_num_stages": 3,
