@@ -134,10 +134,12 @@ def _evaluate(
     logps = tl.load(logps_ptr + (tokens - first_token), mask=inside, other=0.0).to(tl.float64)
     advantage = _load_side(advantages_ptr, places, sequence, inside, ADVANTAGES_OF_TOKENS)
     log_ratio = tl.zeros_like(logps)
-    if LEVEL != "token":
-        log_ratio += log_ratio_of_sequence
-    elif old_ptr is not None:
+    if old_ptr is None:
+        log_ratio = tl.where(logps == logps, log_ratio, logps)  # else the loss of a NaN would be a number
+    elif LEVEL == "token":
         log_ratio = logps - _load_logps(old_ptr, places, inside)
+    else:
+        log_ratio += log_ratio_of_sequence
     ratio = tl.exp(tl.where(log_ratio > _LARGEST_EXPONENT, _LARGEST_EXPONENT, log_ratio))
     moves = log_ratio <= _LARGEST_EXPONENT
     cost, by_log_ratio, by_logp = _cost(CURVE, logps, ratio, moves, advantage, low, high, delta)
