@@ -30,5 +30,5 @@ def beyond_top_p(mass: Tensor, top_p: float) -> Tensor:
         top_p: in (0, 1].
     """
     dropped = mass <= 1 - top_p
-    dropped[:, 0] = False  # the largest stays, also where `1 - top_p` rounds to 1
+    dropped[:, 0].fill_(False)  # the largest stays, also where `1 - top_p` rounds to 1
     return dropped

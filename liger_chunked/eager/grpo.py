@@ -251,9 +251,10 @@ def grpo(
         length = int(here.sum())
         one_ratio = importance_level in ("sequence", "trajectory") and advantages[i].numel() == 1
         if length == 0:
-            if one_ratio:  # its ratio is 1, which is not clipped
-                clipped_low.append(here[:1])
-                clipped_high.append(here[:1])
+            if one_ratio:  # its ratio is 1, which is clipped by a bound of CISPO beyond 1 alone
+                is_cispo = torch.full_like(here[:1], surrogate == "cispo")
+                clipped_low.append(is_cispo & (cispo_epsilon_low > 1) & (advantages[i].reshape(1) < 0))
+                clipped_high.append(is_cispo & (epsilon_high < 1) & (advantages[i].reshape(1) > 0))
             continue
 
         def of_tokens(x: Tensor, i: int = i, here: Tensor = here) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from liger_chunked.engine.plan import Tokens
 from liger_chunked.engine.sampling import SamplingFilter, SplitVocabulary
 from liger_chunked.engine.shard import ShardedPass
 from liger_chunked.engine.token_pass import TokenPass
-from liger_chunked.kernels import LogitsCotangents, smallest_of_top_p
+from liger_chunked.kernels import LogitsCotangents, drop_below_
 from liger_chunked.kernels.operands import along
 from liger_chunked.types import TokenStats
 
@@ -47,10 +46,10 @@ class FilteredPass(HeadPass):
         if self._measures:
             temperature = None if self._temperature is None else along(self._temperature, tile.row_slice)
             kept.copy_(self._smallest_kept(logits, temperature))
-        return logits.masked_fill_(logits < kept[:, None], -math.inf)
+        return drop_below_(logits, kept)
 
     def _smallest_kept(self, logits: Tensor, temperature: Tensor | None) -> Tensor:
-        return self.filter.smallest_kept(logits, self.options, temperature)
+        return self.filter.bound(logits, self.options, temperature)
 
     def pop_tensors(self) -> dict[str, Tensor | None]:
         tensors = {**super().pop_tensors(), "smallest_kept": self.smallest_kept}
@@ -80,25 +79,8 @@ class FilteredTokenPass(FilteredPass, TokenPass):
 class FilteredInvariantPass(FilteredPass, InvariantPass):
     """A `FilteredPass` whose every step treats each row alike, so that its bits do not depend on the others.
 
-    `top_k` and `min_p` compare logits, which gives the same logit whatever algorithm does it. `top_p` compares sums,
-    and torch's softmax and cumulative sums of rows add in an order that follows their number and place.
+    `sampling_bound` does: a row's sums of probabilities add in one order, whatever the other rows.
     """
-
-    def _smallest_kept(self, logits: Tensor, temperature: Tensor | None) -> Tensor:
-        top_k, top_p, min_p = self.filter.top_k, self.filter.top_p, self.filter.min_p
-
-        def only(**of_filter: Any) -> Tensor:
-            return SamplingFilter(**of_filter).smallest_kept(logits, self.options, temperature)
-
-        found = None if top_k is None else only(top_k=top_k)
-        if top_p is not None:
-            scale = self.options.logit_scale / self.options.temperature
-            found = smallest_of_top_p(logits, top_p, scale, temperature, bound=found)
-        if min_p is not None:
-            near = only(min_p=min_p)
-            found = near if found is None else torch.maximum(found, near)
-        assert found is not None
-        return found
 
 
 @dataclass

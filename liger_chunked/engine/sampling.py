@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_chunked.kernels import sampling_bound
+from liger_chunked.kernels.backend import use_triton
 from liger_chunked.kernels.tuning.generic import SORT_BLOCK
 from liger_chunked.sampler import beyond_top_p, mass_from
 from liger_chunked.types import LogitOptions, accumulation_dtype, check_sampling
@@ -116,6 +118,23 @@ class SamplingFilter:
         # Those that keep all ids are left out.
         filter = cls(top_k, None if top_p == 1 else top_p, None if min_p == 0 else min_p)
         return None if filter == cls() else filter
+
+    def bound(self, logits: Tensor, options: LogitOptions, temperature: Tensor | None = None) -> Tensor:
+        """Return (n,), bounds of whole rows: the filters keep the logits from a row's bound on.
+
+        One kernel finds them where Triton runs, in memory of a few bytes for each row. `smallest_kept` is the formula,
+        which sorts.
+
+        Args:
+            logits: (n, V), whole rows.
+            options: of their transform, which scales them.
+            temperature: (n,) of the rows, instead of that of `options`.
+        """
+        if not use_triton(logits):
+            return self.smallest_kept(logits, options, temperature)
+        of_rows = options.temperature if temperature is None else temperature.to(accumulation_dtype(logits.dtype))
+        scale = options.logit_scale / of_rows
+        return sampling_bound(logits, scale, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
     def smallest_kept(
         self,

@@ -331,7 +331,7 @@ def linear_token_stats(
         top_k: after the temperature, keep the `top_k` largest logits, as a sampler does. The others are -inf, as is a
             dropped target's `logps`. None: keep all.
         top_p: in (0, 1]: of these, keep the fewest whose probabilities sum to `top_p`, and ties with the smallest kept.
-            Sorts all logits without `top_k`, unless `deterministic` on a GPU. None: keep all.
+            Sorts all logits without `top_k` on a CPU, in float64, and with `vocab_shard`. None: keep all.
         min_p: in [0, 1]: of these, keep the ids whose probability is at least `min_p` times the largest
             (https://arxiv.org/abs/2407.01082). The order is that of transformers; vLLM takes `min_p` first,
             which differs where `top_p` is given too. None: keep all.

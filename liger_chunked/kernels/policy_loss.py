@@ -134,10 +134,12 @@ def _evaluate(
     logps = tl.load(logps_ptr + (tokens - first_token), mask=inside, other=0.0).to(tl.float64)
     advantage = _load_side(advantages_ptr, places, sequence, inside, ADVANTAGES_OF_TOKENS)
     log_ratio = tl.zeros_like(logps)
-    if LEVEL != "token":
-        log_ratio += log_ratio_of_sequence
-    elif old_ptr is not None:
+    if old_ptr is None:
+        log_ratio = tl.where(logps == logps, log_ratio, logps)  # else the loss of a NaN would be a number
+    elif LEVEL == "token":
         log_ratio = logps - _load_logps(old_ptr, places, inside)
+    else:
+        log_ratio += log_ratio_of_sequence
     ratio = tl.exp(tl.where(log_ratio > _LARGEST_EXPONENT, _LARGEST_EXPONENT, log_ratio))
     moves = log_ratio <= _LARGEST_EXPONENT
     cost, by_log_ratio, by_logp = _cost(CURVE, logps, ratio, moves, advantage, low, high, delta)
@@ -258,9 +260,10 @@ def _sequences_kernel(
         ratio = tl.exp(tl.where(log_ratio > _LARGEST_EXPONENT, _LARGEST_EXPONENT, log_ratio))
         sum_of_ratios = tl.where(first < stop, ratio, 0.0)
         if not ADVANTAGES_OF_TOKENS:
+            # A sequence counts once, also an empty one, whose ratio is 1: a bound below 1 clips it, as in TRL.
             advantage = tl.load(advantages_ptr + sequence).to(tl.float64)
             n_below, n_above = _clips(ratio, advantage, low, high, delta)
-            n_below, n_above = tl.where(first < stop, n_below, 0.0), tl.where(first < stop, n_above, 0.0)
+            n_below, n_above = tl.where(is_new, n_below, 0.0), tl.where(is_new, n_above, 0.0)
     tl.store(sums_ptr + sequence, tl.sum(loss, axis=0) / denominator)  # of this chunk alone
     _add(sums_ptr + n_examples + sequence, tl.sum(entropy, axis=0), is_new)
     _add(sums_ptr + 2 * n_examples + sequence, tl.sum(kl, axis=0), is_new)

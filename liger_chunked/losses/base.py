@@ -5,7 +5,7 @@ The checks run after `__init__`, because a subclass may set attributes after the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -13,11 +13,6 @@ from torch import Tensor, nn
 from liger_chunked.calls import LossType
 from liger_chunked.engine import Fused, Group, Objective, Rows, SamplingFilter, fused_loss
 from liger_chunked.types import OUTPUTS, LogitOptions, LossHead
-
-
-def definer(cls: type, name: str) -> type:
-    """Return the class that defines an attribute of `cls`."""
-    return next(base for base in cls.__mro__ if name in vars(base))
 
 
 def check_declared(loss: Any, name: str, statistics: tuple[str, ...], scopes: tuple[str, ...]) -> None:
@@ -71,10 +66,26 @@ class StatsLoss(FusedLoss):
     _statistics: ClassVar[tuple[str, ...]] = OUTPUTS  # that `token_outputs` may name
     _scopes: ClassVar[tuple[str, ...]] = ()
     _skips_rows: ClassVar[bool] = False  # whether tokens without a gradient are common enough to look for them
+    _formula: ClassVar[tuple[str, ...]] = ()  # methods that `_term` or `_terms` describes, for a kernel
+    _described: ClassVar[tuple[Callable[..., Any], ...]] = ()  # these methods, of the class that describes them
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_declared(cls, cls.__name__, cls._statistics, cls._scopes)
+        if not vars(cls).keys().isdisjoint(("_term", "_terms")):
+            cls._described = cls._methods_of_formula()
+
+    @classmethod
+    def _methods_of_formula(cls) -> tuple[Callable[..., Any], ...]:
+        return tuple([getattr(cls, name) for name in cls._formula])
+
+    @property
+    def _is_described(self) -> bool:
+        """Whether `_term` or `_terms` says what this loss computes.
+
+        False where a subclass inherits it and has a formula of its own, or where a class or an object got one later.
+        """
+        return self._methods_of_formula() == self._described and vars(self).keys().isdisjoint(self._formula)
 
     def _check_after_init(self) -> None:
         super()._check_after_init()

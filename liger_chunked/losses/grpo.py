@@ -698,8 +698,10 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     @property
     def _term(self) -> PolicyTerm | None:
         surrogate = SURROGATES[self.surrogate]
-        # A user may have set `clipped` to count other ratios.
-        counted = self.clipped.func if isinstance(self.clipped, functools.partial) else self.clipped
+        # A user may have set `clipped` to count other ratios, or the same ones with other settings.
+        counted: Any = self.clipped
+        if isinstance(counted, functools.partial) and counted.keywords == {"s": self.settings}:
+            counted = counted.func
         if surrogate.term is None or counted is not surrogate.clipped:
             return None
         return surrogate.term(self.settings)

@@ -42,7 +42,7 @@ from liger_chunked.engine import (
     whole,
 )
 from liger_chunked.kept_ids import KeptIds
-from liger_chunked.losses.base import StatsLoss, definer
+from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.reference_model import Reference, reference_logps
 from liger_chunked.losses.rollouts import (
     IMPORTANCE_LEVELS,
@@ -191,16 +191,6 @@ def masked(target: Tensor, attention_mask: Tensor, ignore_index: int, n_valid: A
     return target.masked_fill(attention_mask == 0, ignore_index)
 
 
-@functools.cache
-def _term_is_formula(cls: type[LigerFusedLinearPolicyBase]) -> bool:
-    """Whether the `_term` of a class of losses says what its `policy_loss` and its `kl` compute.
-
-    False where a subclass inherits the term and has a formula of its own.
-    """
-    base = LigerFusedLinearPolicyBase
-    return definer(cls, "_term") is definer(cls, "policy_loss") is not base and definer(cls, "kl") is base
-
-
 class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     """The base of policy losses; see `docs/writing-a-loss.md`.
 
@@ -277,6 +267,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     _statistics: ClassVar[tuple[str, ...]] = ("logps", "entropy")
     _scopes: ClassVar[tuple[str, ...]] = ("token", "sequence", "batch")
     _skips_rows: ClassVar[bool] = True  # clipped, filtered, or without an advantage
+    _formula: ClassVar[tuple[str, ...]] = ("policy_loss", "kl")
 
     def __init__(
         self,
@@ -351,7 +342,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
 
     def _term_of_step(self) -> PolicyTerm | None:
         """Return `_term`, if no option adds what the kernel of policy losses does not compute."""
-        if not _term_is_formula(type(self)) or not vars(self).keys().isdisjoint(("policy_loss", "kl")):
+        if not self._is_described:
             return None
         if self.token_outputs or self.weighs or self._filter is not None or self.off_policy_mask_threshold is not None:
             return None
@@ -360,7 +351,9 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         if KL_ESTIMATORS[self.kl_estimator] not in _ESTIMATORS_OF_KERNEL:
             return None
         # The kernel has no gradient by a setting, such as a trained beta.
-        return None if isinstance(self.beta, Tensor) else self._term
+        if isinstance(self.beta, Tensor) or isinstance(self.max_completion_length, Tensor):
+            return None
+        return self._term
 
     @property
     def _group(self) -> Group:
@@ -651,14 +644,14 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             of_tokens["ratio"] = ratio
         means = token_means(of_tokens, mask, shape, rollouts.logps.dtype)
         of_all, by_sequence = dict(means.of_all), dict(means.by_sequence)
-        # All sequences count, also empty ones, as in TRL. These are not clipped, not by a bound below 1 either.
-        present = mask.any(-1, keepdim=True) if per_sequence or of_sequences else mask
+        # All sequences count, also empty ones, whose ratio is 1: a bound below 1 clips them, as in TRL.
         for name, x in of_sequences.items():
-            by_sequence[name] = (x & present).to(rollouts.logps.dtype).reshape(-1)
+            by_sequence[name] = x.to(rollouts.logps.dtype).reshape(-1)
             of_all[name] = by_sequence[name].sum() / max(1, x.shape[0])
         ratios = RatioRange()
         if ratio is not None:
-            ratios = ratio_range(ratio.to(rollouts.logps.dtype), present if per_sequence else mask, of_all.get("ratio"))
+            counted = mask.any(-1, keepdim=True) if per_sequence else mask
+            ratios = ratio_range(ratio.to(rollouts.logps.dtype), counted, of_all.get("ratio"))
         return PolicyMetrics(
             entropy=of_all["entropy"],
             kl=of_all.get("kl"),

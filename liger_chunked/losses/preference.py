@@ -35,7 +35,7 @@ from liger_chunked.engine import (
     sequences_of,
     whole,
 )
-from liger_chunked.losses.base import StatsLoss, definer
+from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.formulas import Terms, sequence_logps, share_of_mean
 from liger_chunked.losses.reference_model import Reference, reference_logps, warn_reference_free, without_reference
 from liger_chunked.losses.settings import check_example_weights, check_finite, check_scope
@@ -155,16 +155,6 @@ def _places(mask: Tensor, lengths: Sequence[int] | None) -> Tensor:
     return torch.nonzero_static(mask, size=sum(length > 0 for length in lengths)).view(-1)
 
 
-@functools.cache
-def _terms_are_formula(cls: type[LigerFusedLinearPreferenceBase]) -> bool:
-    """Whether the `_terms` of a class of losses say what its `preference_loss` and `reward` compute.
-
-    False where a subclass inherits the terms and has a formula or a reward of its own.
-    """
-    is_own_formula = definer(cls, "_terms") is definer(cls, "preference_loss")
-    return is_own_formula and definer(cls, "reward") is LigerFusedLinearPreferenceBase
-
-
 class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     """Mean of a subclass's `preference_loss` over pairs; see `docs/writing-a-loss.md`.
 
@@ -190,6 +180,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     scope: Literal["pair", "batch"] = "pair"
     _expects_reference: ClassVar[bool] = False  # warn if a call gives no reference
     token_outputs: tuple[str, ...] = ()
+    _formula: ClassVar[tuple[str, ...]] = ("preference_loss", "reward")
     _group: ClassVar[Group] = "pair"
     _scopes: ClassVar[tuple[str, ...]] = ("pair", "batch")
 
@@ -380,7 +371,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     def _terms_of_step(self) -> Terms | None:
         """Return `_terms`, if no option adds what the kernel of pairs does not compute."""
-        if not _terms_are_formula(type(self)) or not vars(self).keys().isdisjoint(("preference_loss", "reward")):
+        if not self._is_described:
             return None
         if self.needs_token_ref_logps or self.reward_shape is not None or self.token_outputs or self._whole_batch:
             return None

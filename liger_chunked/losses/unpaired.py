@@ -5,7 +5,6 @@ A subclass has the loss of a sequence alone.
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from liger_chunked.engine import (
     sequences_of,
     whole,
 )
-from liger_chunked.losses.base import StatsLoss, definer
+from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.formulas import sequence_logps, share_of_mean
 from liger_chunked.losses.reference_model import Reference, reference_logps, warn_reference_free, without_reference
 from liger_chunked.losses.reference_point import Mismatched, ReferencePoint, reference_point
@@ -87,15 +86,6 @@ class _Batch:
         )
 
 
-@functools.cache
-def _terms_are_formula(cls: type[LigerFusedLinearUnpairedPreferenceBase]) -> bool:
-    """Whether the `_terms` of a class of losses say what its `preference_loss` computes.
-
-    False where a subclass inherits the terms and has a formula of its own.
-    """
-    return definer(cls, "_terms") is definer(cls, "preference_loss")
-
-
 class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     """Mean of a subclass's `preference_loss` over sequences; see `docs/writing-a-loss.md`.
 
@@ -113,6 +103,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     reference_point: ReferencePoint | None = None
     _expects_reference: ClassVar[bool] = False
     token_outputs: tuple[str, ...] = ()
+    _formula: ClassVar[tuple[str, ...]] = ("preference_loss",)
     _group: ClassVar[Group] = "sequence"
 
     def __init__(
@@ -156,7 +147,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
     def _terms_of_step(self) -> tuple[ExampleTerm, ExampleTerm] | None:
         """Return `_terms`, if no option adds what the kernel of sequences does not compute."""
-        if not _terms_are_formula(type(self)) or "preference_loss" in vars(self) or self.token_outputs:
+        if not self._is_described or self.token_outputs:
             return None
         terms = self._terms
         if terms is None or terms[0].curve != terms[1].curve:  # the kernel has one curve

@@ -49,7 +49,6 @@ ON_HOPPER = {
     "target_rows.order",
     "target_rows.scale_rows",
     "target_rows.target_rows",
-    "top_p.smallest",
 }
 
 

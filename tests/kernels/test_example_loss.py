@@ -121,6 +121,14 @@ def test_sequences_of_no_kernel() -> None:
     assert Named()._terms_of_step() == LigerFusedLinearKTOLoss()._terms_of_step() is not None
 
 
+def test_a_class_with_another_formula_takes_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a test or a trainer replaces a method of the class itself, also after a first step."""
+    loss = LigerFusedLinearKTOLoss()
+    assert loss._terms_of_step() is not None
+    monkeypatch.setattr(LigerFusedLinearKTOLoss, "preference_loss", lambda self, examples: examples.logps)
+    assert loss._terms_of_step() is None
+
+
 CHUNKS = {"one-chunk": {}, "chunks": {"logits_budget": 8 * 40 * 4}}
 REFERENCES = ("model", "tokens", "sequences", "none")
 

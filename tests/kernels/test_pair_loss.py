@@ -176,6 +176,18 @@ def test_pairs_of_no_kernel() -> None:
     assert Named()._terms_of_step() == LigerFusedLinearDPOLoss()._terms_of_step() is not None
 
 
+@pytest.mark.parametrize("name", ["preference_loss", "reward"])
+def test_a_class_with_another_formula_takes_no_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a test or a trainer replaces a method of the class itself, also after a first step."""
+    loss = LigerFusedLinearSimPOLoss()
+    assert loss._terms_of_step() is not None
+    owner = LigerFusedLinearPreferenceBase if name == "reward" else LigerFusedLinearSimPOLoss
+    monkeypatch.setattr(owner, name, lambda self, given: given)
+    assert loss._terms_of_step() is None
+    monkeypatch.undo()
+    assert loss._terms_of_step() is not None
+
+
 STEPS: dict[str, dict[str, Any]] = {
     "one-chunk": {},
     "chunks": {"logits_budget": 12 * 40 * 4},

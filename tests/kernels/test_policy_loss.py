@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +22,7 @@ from liger_chunked.engine import Chunk, PolicyKernel, objective, policies, selec
 from liger_chunked.engine.cutting import chunks_of_groups
 from liger_chunked.engine.rows import Rows
 from liger_chunked.kernels import policy_loss
+from liger_chunked.losses.grpo import SURROGATES, SurrogateSettings
 from liger_chunked.losses.policy import _BatchArguments, _ByAutograd
 from liger_chunked.losses.rollouts import RolloutSides
 from liger_chunked.types import Clipped, PolicyMetrics, Rollouts, TokenStats
@@ -257,6 +260,18 @@ def test_far_ends(name: str, level: str, device: str) -> None:
                 close(ours, theirs.float(), rtol=1e-6, atol=1e-12)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_token", "trajectory"])
+def test_nan_on_policy(level: str, device: str) -> None:
+    """Without old log-probabilities the ratio is 1, but a loss that hides NaN would let a trainer go on."""
+    needs_kernels(device)
+    loss, drawn = LigerFusedLinearGRPOLoss(importance_level=level), case(Sides(old=False, ref=False))
+    drawn.logps[2, 3] = math.nan
+    found = by_kernel(loss, drawn.to(device))
+    assert found.loss.isnan() and by_autograd(loss, drawn.to(device)).loss.isnan()
+    drawn.logps[2, 3] = -1.0
+    assert by_kernel(loss, drawn.to(device)).loss.isfinite()
+
+
 @pytest.mark.parametrize("far", [89.0, 1e4, -1e4, math.inf])
 @pytest.mark.parametrize("level", ["token", "sequence", "trajectory"])
 @pytest.mark.parametrize("how", ["advantages", "importance_weights"])
@@ -290,7 +305,16 @@ def test_losses_of_no_kernel() -> None:
         def policy_loss(self, rollouts: Rollouts) -> Tensor:
             return rollouts.logps
 
+    class PatchedLater(LigerFusedLinearGRPOLoss):
+        pass
+
+    assert PatchedLater()._term_of_step() is not None
+    PatchedLater.policy_loss = Own.policy_loss  # type: ignore[method-assign]
+
     patched, counted, trained = LigerFusedLinearGRPOLoss(), LigerFusedLinearGRPOLoss(), LigerFusedLinearGRPOLoss()
+    elsewhere, of_length = LigerFusedLinearGRPOLoss(), LigerFusedLinearGRPOLoss(**SETTINGS["dr_grpo"])
+    elsewhere.clipped = partial(SURROGATES["clip"].clipped, s=SurrogateSettings(epsilon_low=0.1))
+    of_length.max_completion_length = torch.nn.Parameter(torch.tensor(9.0))  # type: ignore[assignment]
     patched.policy_loss = lambda rollouts: rollouts.logps  # type: ignore[method-assign]
     counted.clipped = lambda rollouts: Clipped(None, rollouts.mask)
     trained.beta = torch.nn.Parameter(torch.tensor(0.1))  # type: ignore[assignment]
@@ -305,9 +329,24 @@ def test_losses_of_no_kernel() -> None:
         {"kl_estimator": "low_var_kl"},
     ]
     options = [LigerFusedLinearGRPOLoss(**settings) for settings in given]
-    for loss in (Own(), OwnKL(), Base(), patched, counted, trained, *options):
+    of_classes = (Own(), OwnKL(), Base(), PatchedLater())
+    for loss in (*of_classes, patched, counted, trained, elsewhere, of_length, *options):
         assert loss._term_of_step() is None
-    assert Named()._term_of_step() == LigerFusedLinearGRPOLoss()._term_of_step() is not None
+    plain = LigerFusedLinearGRPOLoss()
+    for same in (Named(), copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))):
+        assert same._term_of_step() == plain._term_of_step() is not None
+
+
+@pytest.mark.parametrize("name", ["policy_loss", "kl"])
+def test_a_class_with_another_formula_takes_no_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a test or a trainer replaces a method of the class itself."""
+    loss = LigerFusedLinearGRPOLoss()
+    assert loss._term_of_step() is not None
+    owner = LigerFusedLinearPolicyBase if name == "kl" else LigerFusedLinearGRPOLoss
+    monkeypatch.setattr(owner, name, lambda self, rollouts: rollouts.logps)
+    assert loss._term_of_step() is None
+    monkeypatch.undo()
+    assert loss._term_of_step() is not None
 
 
 # Whole steps
@@ -359,7 +398,8 @@ def test_options_of_a_step_take_no_kernel(device: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(PolicyKernel, "evaluate", None)  # a call would raise
     batch = moved(rollouts(SMALL, seed=5), torch.float32, device)
     assert grpo(batch, entropy_coef=0.1).isfinite()
-    with pytest.raises(TypeError, match="not callable"):
+    # On a GPU the first step of a kind calls it in a dry run, whose errors are warnings.
+    with pytest.raises((TypeError, RuntimeWarning), match="not callable"):
         grpo(batch)
 
 

@@ -315,3 +315,23 @@ def test_rloo():
     result, exact = evaluate(ours, batch), evaluate(theirs, batch)
     for name in exact:
         assert relative_error(result[name], exact[name]) < 1e-12, name
+
+
+def test_the_accuracy_of_ranks_is_of_tokens():
+    """Ranks have other numbers of tokens: SFT's `mean_token_accuracy` is the share of all that are right."""
+    from liger_chunked.integrations.trl.base import Step
+    from liger_chunked.integrations.trl.sft import SFTMixin
+
+    rights, sent = [[True, True, False, True, False], [True]], []
+    results = []
+    for gather in (lambda x: sent.append(x) or x, lambda x: torch.cat(sent)):
+        for right in rights:
+            trainer = object.__new__(SFTMixin)
+            trainer._metrics, trainer.model = {"train": defaultdict(list)}, SimpleNamespace(training=True)
+            trainer.accelerator = SimpleNamespace(gather_for_metrics=gather)
+            target = torch.tensor([[1] * len(right) + [-100] * 7])
+            accuracy = torch.tensor(right).double().mean()
+            metrics = SimpleNamespace(token_accuracy=accuracy, z_loss=None)
+            trainer._log_metrics(Step(torch.zeros(()), metrics, target, None))
+            results += trainer.mode_metrics["mean_token_accuracy"]
+    assert results == pytest.approx([3 / 5, 1.0, 4 / 6, 4 / 6])

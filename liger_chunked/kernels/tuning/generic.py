@@ -25,7 +25,8 @@ class Tuning(NamedTuple):
     pointwise_divergence: Launch = Launch(2048, 4)  # columns
     loads_in_flight: int = 4  # blocks loaded ahead
     hidden: Launch = Launch(1024, 4)  # columns of hidden states
-    top_p: Launch = Launch(4096, 8)  # columns of a row that a sampling filter sweeps
+    sampling_bound: Launch = Launch(4096, 8)  # columns of a row: "Sampling filters"
+    drop_below: Launch = Launch(4096, 8)  # columns
 
     # Of kept ids ("Kept ids"): entries and columns of hidden states at a time, warps
     kept_logits: tuple[int, int, int] = (8, 256, 4)
