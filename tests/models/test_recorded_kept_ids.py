@@ -25,6 +25,7 @@ from liger_chunked.integrations.transformers import KeptIdsRecorder, attach_head
 
 EOS, PAD, V = [*range(20, 28)], 0, 40  # several ids, so that sequences end soon
 PROMPTS = [[5, 6, 7, 8], [9, 4], [11, 12, 13]]
+TOP_4 = TopKLogitsWarper(4, filter_value=torch.finfo(torch.float32).min)
 FILTERS: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.8},
     "top_k": {"top_k": 5},
@@ -221,17 +222,21 @@ def test_what_changes_logits_is_refused(option: str, value: Any, of_model: bool)
     generate(policy, top_p=0.8, **options)
 
 
-def test_what_only_drops_ids_is_recorded() -> None:
-    """The softmax over what is left is the sampler's."""
+@pytest.mark.parametrize("temperature", [0.8, 1.0, 1.3])
+@pytest.mark.parametrize(
+    "more", [{"top_p": 0.9}, {"remove_invalid_values": True}, {"logits_processor": LogitsProcessorList([TOP_4])}]
+)
+def test_what_only_drops_ids_is_recorded(more: dict[str, Any], temperature: float) -> None:
+    """The softmax over what is left is the sampler's, also where a dropped id has a finite score."""
     policy = model()
     options = {"bad_words_ids": [[7], [9, 11]], "suppress_tokens": [12], "no_repeat_ngram_size": 2, "min_new_tokens": 3}
     with record_kept_ids(policy) as recorder:
-        output = generate(policy, top_p=0.9, temperature=0.8, **options)
+        output = generate(policy, temperature=temperature, **options, **more)
     n = recorder.prompt_length
     target = completions(output.sequences, n)
     states = hidden_states(policy, output.sequences)[:, n - 1 : -1]
     kept = recorder.kept_ids(target)
-    logps = linear_token_stats(policy.lm_head.weight, states, target, temperature=0.8, kept=kept).logps
+    logps = linear_token_stats(policy.lm_head.weight, states, target, temperature=temperature, kept=kept).logps
     sampled = torch.stack([scores.log_softmax(-1) for scores in output.scores], 1)
     sampled = sampled.gather(-1, target.clamp(min=0)[..., None])[..., 0]
     assert logps is not None

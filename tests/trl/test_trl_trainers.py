@@ -909,6 +909,16 @@ def test_every_trainer_knows_its_arguments():
             getattr(integration, name)("no such model", train_datset=None)
 
 
+@pytest.mark.parametrize("kind", ["DPO", "KTO", "GRPO", "RLOO"])
+def test_a_misspelt_adapter_is_not_a_missing_reference(tmp_path, kind):
+    """A model that was built in memory has no name by which TRL could load a reference. An adapter needs none."""
+    policy, config = tiny.model(), KINDS[kind].config_class()
+    policy.config._name_or_path = ""
+    arguments = {"args": config(output_dir=str(tmp_path), beta=0.1, **QUIET), "peft_confg": None}
+    with pytest.raises(TypeError, match=r"has no argument 'peft_confg': did you mean 'peft_config'\?"):
+        getattr(integration, f"Liger{kind}Trainer")(model=policy, **arguments)
+
+
 def test_settings_of_a_reference_that_the_loss_refuses(tmp_path):
     for kind, loss in (("DPO", LigerFusedLinearSimPOLoss()), ("KTO", LigerFusedLinearKTOLoss(use_ref_model=False))):
         with pytest.raises(ValueError, match=r"takes no reference, got precompute_ref_log_probs=True"):

@@ -13,9 +13,15 @@ from transformers import LogitsProcessor
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.kept_ids import KeptIds, at_target, check_completions
 
+# A processor may drop ids by the lowest number of the dtype, not by -inf: transformers' `remove_invalid_values` does so
+# to what was dropped before it. A temperature above 1 then raises that number. No logit of a model is as low.
+_DROPPED_BELOW = -1e30
+
 
 class KeptIdsRecorder(LogitsProcessor):
-    """A `LogitsProcessor` that records, for each sampled token, the ids whose score is finite. Scores do not change.
+    """A `LogitsProcessor` that records, for each sampled token, the ids that were not dropped. Scores do not change.
+
+    Dropped ids have a score of -inf, or one below every logit: less than -1e30, or the lowest number of the dtype.
 
     It must be the last of its list. `generate` puts a caller's processors before its own temperature, top-k, top-p and
     min-p, so use `record_kept_ids`, or pass a list that warps the scores itself to `generate(top_k=0, top_p=1.0)`.
@@ -42,9 +48,10 @@ class KeptIdsRecorder(LogitsProcessor):
             `scores`.
 
         Raises:
-            ValueError: a sequence has no finite score.
+            ValueError: all ids of a sequence are dropped.
         """
-        self._of_length[input_ids.shape[1]] = KeptIds.from_mask(scores > -torch.inf)
+        lowest = max(_DROPPED_BELOW, torch.finfo(scores.dtype).min)  # of float16: -65504
+        self._of_length[input_ids.shape[1]] = KeptIds.from_mask(scores > lowest)
         return scores
 
     @property

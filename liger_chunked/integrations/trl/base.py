@@ -115,7 +115,7 @@ class LigerTrainerMixin(_Trainer):
     ) -> None:
         budget, logits_dtype = budget_bytes(logits_budget), None  # raises before loading
         config = _config(args, kwargs)
-        _check_keywords(type(self), kwargs, config)
+        check_keywords(type(self), kwargs, config)
         if getattr(config, "use_liger_kernel", False):
             raise ValueError(
                 "use_liger_kernel=True activates the package Liger-Kernel, whose losses would replace these heads: "
@@ -320,7 +320,7 @@ class SharedPromptsMixin(LigerTrainerMixin):
             raise ValueError(f"{type(inner_model(self.model)).__name__} cannot share prompts: {reason}")
 
 
-def _check_keywords(trainer: type, given: Iterable[str], config: TrainingArguments | None) -> None:
+def check_keywords(trainer: type, given: Iterable[str], config: TrainingArguments | None) -> None:
     """Raise TypeError for keywords that neither the mixins nor TRL's trainer have.
 
     TRL would name its own class, which is not the one that was called.
@@ -365,10 +365,15 @@ def _config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingArguments 
     return next((x for x in (*args, kwargs.get("args")) if isinstance(x, TrainingArguments)), None)
 
 
-def check_loads_reference(trainer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ValueError if a trainer for GRPO or RLOO, called so, cannot load the reference of its KL term."""
-    if getattr(_config(args, kwargs), "beta", 0.0) and not _has_adapter((*args, *kwargs.values())):
-        references.check_name(trainer, args[0] if args else kwargs.get("model"), references.SAVE_FIRST)
+def check_loads_reference(trainer: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if a trainer for GRPO or RLOO, called so, cannot load the reference of its KL term.
+
+    Raises TypeError, as `check_keywords` does, for a misspelt `peft_config`, with which it would need no reference.
+    """
+    config = _config(args, kwargs)
+    check_keywords(trainer, kwargs, config)
+    if getattr(config, "beta", 0.0) and not _has_adapter((*args, *kwargs.values())):
+        references.check_name(trainer.__name__, args[0] if args else kwargs.get("model"), references.SAVE_FIRST)
 
 
 def _has_adapter(arguments: Iterable[Any]) -> bool:
@@ -442,6 +447,8 @@ class ReferenceMixin(LigerTrainerMixin):
         loss: Any = None,
         **kwargs: Any,
     ) -> None:
+        # Before the reference: a misspelt `ref_model` or `peft_config` is a reference that is missing.
+        check_keywords(type(self), kwargs, _config((args, *others), kwargs))
         if self.loss_kind is not None and isinstance(loss, self.loss_kind) and loss.use_ref_model is False:
             given = ["a ref_model"] if ref_model is not None else []
             settings = ("precompute_ref_log_probs", "sync_ref_model")

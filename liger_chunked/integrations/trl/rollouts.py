@@ -137,7 +137,7 @@ class RolloutsMixin(SharedPromptsMixin):
         if not (isinstance(skip_zero_advantage, bool) or skip_zero_advantage == "auto"):
             raise ValueError(f"skip_zero_advantage must be 'auto', True or False, got {shown(skip_zero_advantage)}")
         self.kept_ids, self.skip_zero_advantage = kept_ids, skip_zero_advantage
-        check_loads_reference(type(self).__name__, args, kwargs)
+        check_loads_reference(type(self), args, kwargs)
         super().__init__(*args, **kwargs)
         if kept_ids:
             self._check_records()
