@@ -24,8 +24,8 @@ The result is a list of mutants, each with a file and line, a diff, and one of t
 
 `--alive FILE` takes the mutants that are alive in earlier results, and that none of them killed, instead of drawing new
 ones. So two suites are compared at the price of one: the second only runs what the first let live. `--beside FILE`
-does so for a run at the same time: it leaves out what that run has killed by then. Another run with the same `--out`
-goes on where this one stopped.
+shares the work with a run at the same time: mutants that the other run has killed so far are left out. Another run with
+the same `--out` goes on where this one stopped.
 
 `--killed FILE` takes the mutants that earlier results killed instead: a smaller suite has to kill them again. The test
 that killed a mutant there runs first, if it still exists.

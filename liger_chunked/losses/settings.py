@@ -1,4 +1,4 @@
-"""Checks of settings and arguments that several losses take. Errors say what was expected, and what came."""
+"""Checks of settings and arguments that several losses take. Errors say what was expected and what was passed."""
 
 from __future__ import annotations
 

@@ -22,14 +22,11 @@ def initialize(rank: int, ranks: int, folder: str) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
 
 
-def build(ranks: int, tied: bool) -> Any:
-    """Return a GPTModel with random weights, the same in each call."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+def config_of(ranks: int, **options: Any) -> Any:
+    """Return a TransformerConfig of a small model on the CPU; `options` are more of its fields."""
     from megatron.core.transformer import TransformerConfig
 
-    torch.manual_seed(0)
-    config = TransformerConfig(
+    return TransformerConfig(
         num_layers=2,
         hidden_size=64,
         num_attention_heads=4,
@@ -41,9 +38,18 @@ def build(ranks: int, tied: bool) -> Any:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        **options,
     )
+
+
+def build(ranks: int, tied: bool) -> Any:
+    """Return a GPTModel with random weights, the same in each call."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    torch.manual_seed(0)
     return GPTModel(
-        config,
+        config_of(ranks),
         get_gpt_layer_local_spec(normalization="LayerNorm"),
         vocab_size=VOCAB,
         max_sequence_length=LENGTH,

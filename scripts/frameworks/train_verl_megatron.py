@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import compare, count_calls
-from megatron_common import VOCAB, initialize
+from megatron_common import VOCAB, config_of, initialize
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from train_verl import STEPS, PlatformCPU, actor, batch, distillation_config, give_teacher, teacher_head
@@ -72,24 +72,9 @@ def build(tied: bool, sequence_parallel: bool) -> Any:
     """Return a GPTModel with random weights, the same in each call."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
 
     torch.manual_seed(0)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        tensor_model_parallel_size=RANKS,
-        sequence_parallel=sequence_parallel,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        apply_rope_fusion=False,
-    )
+    config = config_of(RANKS, sequence_parallel=sequence_parallel, apply_rope_fusion=False)
     spec = get_gpt_layer_local_spec(normalization="LayerNorm")
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
     return GPTModel(

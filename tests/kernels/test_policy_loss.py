@@ -166,6 +166,7 @@ def by_oracle(settings: dict[str, Any], given: Case, monkeypatch: pytest.MonkeyP
 
 def check(found: Result, expected: Result, equal_nan: bool = False) -> None:
     close = partial(torch.testing.assert_close, equal_nan=equal_nan)
+    # Both are sums in float64, in other orders, of some dozens of terms near 1.
     close(found.loss, expected.loss, rtol=1e-12, atol=1e-12)
     # The kernel computes the gradient in float64 too, and rounds it once. The atol is float64's rounding of terms of 1.
     close(found.gradient.double(), expected.gradient, rtol=2**-23, atol=1e-16)

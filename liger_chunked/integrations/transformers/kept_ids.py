@@ -99,8 +99,8 @@ class KeptIdsRecorder(LogitsProcessor):
             raise ValueError("no token was recorded: generate must run first, with this recorder as the last processor")
 
 
-# What `generate` does to logits beside dividing by a temperature and dropping ids: the processor's class in
-# transformers, the option, and its value that changes nothing.
+# Processors of `generate` that change logits otherwise than by a temperature or by dropping ids: the class in
+# transformers, the option that adds it, and the option's value that changes nothing.
 _CHANGES_LOGITS: dict[str, tuple[str, Any]] = {
     "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", 1.0),
     "EncoderRepetitionPenaltyLogitsProcessor": ("encoder_repetition_penalty", 1.0),
