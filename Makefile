@@ -6,20 +6,27 @@ BIN := $(VENV)/bin
 # torch comes first and pinned: an unpinned one would bring several gigabytes of CUDA packages to a CPU machine.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: test test-all coverage lint docs demo bench bench-models figures gpu clean
+.PHONY: test test-full test-all coverage lint docs demo bench bench-models figures gpu clean
 
 # Neighbouring tests share models, imports and results: worksteal keeps them in one process.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
+# Every line of the library, and every test function that takes less than a second: see scripts/quick_tests.py.
 test: $(VENV)/.dev
-	$(PYTEST) -m "not gpu" $(TESTS)
-	TRITON_INTERPRET=1 $(PYTEST) -m "triton and not gpu" $(TESTS) tests
+	$(PYTEST) $(TESTS) -m "not gpu"
+	TRITON_INTERPRET=1 $(PYTEST) $(TESTS) -m "triton and not gpu" tests
+
+TESTS := --quick
+
+# All cases, about 20 minutes on two cores.
+test-full:
+	$(MAKE) test TESTS=
 
 # Every combination of parameters: several times as long.
 test-all:
 	$(MAKE) test TESTS=--exhaustive
 
-# Lines of the package that `make test` runs. Tracing makes the interpreter several times as slow.
+# Lines of the package that `make test-full` runs. Tracing makes the interpreter several times as slow.
 coverage: $(VENV)/.dev
 	$(INSTALL) pytest-cov
 	$(PYTEST) -m "not gpu" --cov=liger_chunked --cov-report=

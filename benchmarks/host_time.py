@@ -11,6 +11,9 @@ that start on an idle GPU, until the last one is issued, `GPU` the sum of the ke
 Where wall is above GPU, the GPU waits for Python. `eager` and `compiled` compute the same loss from full logits,
 `compiled` by torch.compile. Implementations take turns, so that all see the same host and the same clocks.
 
+`captured` replays forward and backward as one CUDA graph, ours with `n_valid`: the host then launches nothing, and wall
+time is the GPU's. Only steps of the same shapes and counts can replay.
+
 `calls`, `files` and `depth` are of the library's Python functions, `operators` those that torch dispatches, views and
 allocations included. With `TRITON_INTERPRET=1`, `--calls` counts the path of a GPU on a CPU, and its launches.
 """
@@ -38,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_chunked as lc
 from benchmarks import before_after
-from benchmarks.before_after import BETA, DEVICE, Step, _head, _randn, digest
+from benchmarks.before_after import BETA, DEVICE, Captured, Step, _head, _randn, digest
 from benchmarks.harness import RESULTS, RowsFile, synchronize
 from liger_chunked.kernels.launch import Kernel
 
@@ -99,6 +102,10 @@ class OnThisThread(Step):
 def of_losses(leaves: tuple[Tensor, ...], losses: dict[str, Callable[[], Tensor]]) -> dict[str, Run]:
     steps: dict[str, Run] = {name: Step(loss, leaves) for name, loss in losses.items()}
     steps["ours, n_valid, backward on this thread"] = OnThisThread(losses["ours, n_valid"], leaves)
+    x, w = leaves
+    if DEVICE == "cuda" and x.shape[:-1].numel() * len(w) < 1 << 30:  # a larger step does not wait for the host
+        for name, loss in (("ours, captured", "ours, n_valid"), ("compiled, captured", "compiled")):
+            steps[name] = Step(losses[loss], leaves).captured()
     return steps
 
 
@@ -379,7 +386,7 @@ class Side:
     def digest(self, name: str) -> list[int]:
         """Return what is equal if the bits of loss and gradients are."""
         step = self._steps[name]
-        assert isinstance(step, Step)
+        assert isinstance(step, Step | Captured)
         loss = step()
         return digest([loss, *(x.grad for x in step.leaves if x.grad is not None)])
 
@@ -458,7 +465,7 @@ def measure(sides: dict[str, Any], row: str, of: str, turns: int, counts: bool) 
                 "launches": launches,
             }
         )
-        if counts and name.startswith("ours"):
+        if counts and name.startswith("ours") and "captured" not in name:
             found[-1] |= dict(zip(("calls", "files", "depth", "operators"), side.calls(name)[:4], strict=True))
         if prefix and counts:
             found[-1]["same_bits"] = side.digest(name) == sides[""].digest(name)

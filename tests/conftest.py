@@ -5,6 +5,9 @@ python -m pytest tests/losses                       one folder of it
 TRITON_INTERPRET=1 python -m pytest -m triton       the Triton kernels, in Triton's interpreter
 python -m pytest -m gpu                             the suite, on a CUDA device
 
+`--quick` runs less: of the functions in tests/quick only the cases named there. scripts/quick_tests.py chooses them, so
+that every line of the library still runs. `make test` does this.
+
 They deselect tests marked `exhaustive`, and most parameter combinations of tests marked `sampled` (see
 `mark_exhaustive`; `interpreted=True` does so only in the interpreter). `--exhaustive` runs these too.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import os
 import sys
 import warnings
@@ -39,6 +43,7 @@ from liger_chunked.kernels import backend
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="run the tests marked exhaustive too")
+    parser.addoption("--quick", action="store_true", help="run only the cases that tests/quick names, see there")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -109,6 +114,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect exhaustive tests, unless the command line has `--exhaustive`. Samples are drawn from the others."""
     if config.getoption("--exhaustive"):
         return
+    if config.getoption("--quick"):
+        leave_out(config, items)
     deselected = [item for item in items if item.get_closest_marker("exhaustive")]
     items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     sampled: dict[str, list[pytest.Function]] = defaultdict(list)
@@ -122,6 +129,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the cases that tests/quick does not name of the functions that it names."""
+    name = "interpreter.json" if backend.INTERPRETED else "suite.json"
+    kept = {
+        function: {*cases}
+        for function, cases in json.loads((Path(__file__).parent / "quick" / name).read_text()).items()
+    }
+
+    def stays(item: pytest.Item) -> bool:
+        function, bracket, case = item.nodeid.partition("[")
+        return function not in kept or bracket + case in kept[function]
+
+    config.hook.pytest_deselected(items=[item for item in items if not stays(item)])
+    items[:] = [item for item in items if stays(item)]
 
 
 def mark_exhaustive(product: list[pytest.Function]) -> None:
