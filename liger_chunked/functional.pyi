@@ -10,7 +10,7 @@ from torch import Tensor
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.losses.cross_entropy import WithMetrics
-from liger_chunked.losses.dpo import PairLoss
+from liger_chunked.losses.dpo import LossOfPairs
 from liger_chunked.types import (
     DistillationMetrics,
     LogitOptions,
@@ -388,7 +388,7 @@ def dpo_loss(
     cu_seqlens: Tensor | None = None,
     sequence_group: ProcessGroup | None = None,
     beta: float = 0.1,
-    loss_type: str | PairLoss | Sequence[str | PairLoss] = "sigmoid",
+    loss_type: str | LossOfPairs | Sequence[str | LossOfPairs] = "sigmoid",
     loss_weights: Sequence[float] | None = None,
     label_smoothing: float = 0.0,
     discopop_tau: float = 0.05,

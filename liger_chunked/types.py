@@ -469,8 +469,7 @@ class Examples:
     - `desirable` (n,): bool, True if the sequence is desirable
     - `lengths` (n,): the number of valid tokens, at least 1
     - `reference_point` (): the call's `kl` in nats, at least 0, its `delta` in units of rewards, or zero; float64,
-    without
-      gradient
+      without gradient
     - `mask` (n, T): bool, True at valid tokens
     - `token_stats` (n, T) each: `logps` and the statistics that the loss declares in `token_outputs`; zero at
       ignored tokens

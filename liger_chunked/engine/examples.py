@@ -18,17 +18,18 @@ from liger_chunked.types import TokenStats, UnpairedPreferenceMetrics
 class ExampleKernel(GroupKernel):
     """The mean of an `ExampleLoss` over the sequences of a batch, and its metrics.
 
-        objective = ExampleKernel(loss, desirable, point, reference)
+        objective = ExampleKernel(formula, desirable, point, reference)
         share = objective.evaluate(stats, rows, chunk, with_gradient)      for each chunk
         metrics = objective.metrics()
 
     Attributes:
+        formula: the loss, apart from tensors.
         desirable: (n,) bool.
         point: () float64, the reference point.
         reference: as in `example_loss`.
     """
 
-    loss_of: ExampleLoss
+    formula: ExampleLoss
     desirable: Tensor
     point: Tensor
     reference: Tensor | None
@@ -42,7 +43,7 @@ class ExampleKernel(GroupKernel):
         if self._sums is None:
             self._sums = ExampleSums.of(len(groups.host_counts), logps.device)
         return example_loss(
-            self.loss_of,
+            self.formula,
             self._sums,
             logps,
             mean_logits,
@@ -56,7 +57,7 @@ class ExampleKernel(GroupKernel):
 
     def kernels(self, rows: Rows) -> Hashable:
         of_reference = None if self.reference is None else (self.reference.ndim, self.reference.dtype)
-        return self.loss_of.desirable.curve, self.loss_of.average, of_reference
+        return self.formula.desirable.curve, self.formula.average, of_reference
 
     def metrics(self) -> UnpairedPreferenceMetrics:
         """Return views of what the kernels wrote."""

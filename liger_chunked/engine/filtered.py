@@ -29,26 +29,27 @@ class FilteredPass(HeadPass):
     filter: SamplingFilter = SamplingFilter()  # noqa: RUF009 - frozen
     most_columns: int = 0  # of a rank
     smallest_kept: Tensor | None = field(default=None, init=False, repr=False)  # (n,) logit of each row
-    _measures: bool = field(default=False, init=False, repr=False)
+    _finds_bounds: bool = field(default=False, init=False, repr=False)  # the first time that a tile is projected
     _temperature: Tensor | None = field(default=None, init=False, repr=False)
 
     def statistics(self, tokens: Tokens) -> TokenStats:
         self.smallest_kept = tokens.x.new_empty(tokens.x.shape[0], dtype=self.logits_dtype)
-        self._measures, self._temperature = True, tokens.side.get("temperature")
+        self._finds_bounds, self._temperature = True, tokens.side.get("temperature")
         stats = super().statistics(tokens)
-        self._measures, self._temperature = False, None
+        self._finds_bounds, self._temperature = False, None
         return stats
 
     def project(self, x: Tensor, tile: Tile, u: Tensor | None = None) -> Tensor:
         logits = super().project(x, tile, u)
         assert self.smallest_kept is not None
-        kept = along(self.smallest_kept, tile.row_slice)
-        if self._measures:
+        bounds = along(self.smallest_kept, tile.row_slice)  # a view, so that the backward finds them
+        if self._finds_bounds:
             temperature = None if self._temperature is None else along(self._temperature, tile.row_slice)
-            kept.copy_(self._smallest_kept(logits, temperature))
-        return drop_below_(logits, kept)
+            bounds.copy_(self._bounds(logits, temperature))
+        return drop_below_(logits, bounds)
 
-    def _smallest_kept(self, logits: Tensor, temperature: Tensor | None) -> Tensor:
+    def _bounds(self, logits: Tensor, temperature: Tensor | None) -> Tensor:
+        """Return (rows,), the smallest logit that the filter keeps of each row."""
         return self.filter.bound(logits, self.options, temperature)
 
     def pop_tensors(self) -> dict[str, Tensor | None]:
@@ -87,7 +88,8 @@ class FilteredInvariantPass(FilteredPass, InvariantPass):
 class FilteredShardedPass(FilteredPass, ShardedPass):
     """A `FilteredPass` on this rank's columns. All ranks find the same ids to keep."""
 
-    def _smallest_kept(self, logits: Tensor, temperature: Tensor | None) -> Tensor:
+    def _bounds(self, logits: Tensor, temperature: Tensor | None) -> Tensor:
+        # Not `bound`: its kernel reads whole rows, and this rank has a part of each.
         def gather(x: Tensor) -> Tensor:
             return torch.cat(list(gather_tensor(x, self._shard.group)), -1)
 

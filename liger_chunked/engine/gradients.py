@@ -71,7 +71,11 @@ _SMALLEST_UNIT = 2.0**-64
 
 
 class Needs(NamedTuple):
-    """Which gradients a step computes, in the order of `GradientInForward`'s tensors; `u` and `up` are an adapter's."""
+    """Which gradients a step computes; `u` and `up` are an adapter's.
+
+    Several tuples have this order: the tensors of the autograd Functions in `step` and `stats`, their
+    `ctx.needs_input_grad[:5]`, and what `HeadGradients.finish` returns.
+    """
 
     input: bool
     weight: bool

@@ -152,7 +152,8 @@ class HeadPass:
             stats = stats._replace(candidate_logps=of_ids)
         return stats
 
-    def _measure(self, x: Tensor, tile: Tile, u: Tensor | None) -> Tensor:
+    def _project_and_hold(self, x: Tensor, tile: Tile, u: Tensor | None) -> Tensor:
+        """Return a tile's logits, after candidates read theirs. A backward finds those of the last tile in `_held`."""
         self._held = self.project(x, tile, u)
         if self._candidates is not None:
             self._candidates.read(self._held, tile, self.head.vocab_start)
@@ -167,7 +168,7 @@ class HeadPass:
         """Return sums and statistics, and what `_unround` returns (None: log-probabilities are not corrected yet)."""
         x, target, _, tiles, u, side = tokens
         if len(tiles) == 1:
-            logits, (weight, bias, *_), exact = self._measure(x, tiles[0], u), self.head, None
+            logits, (weight, bias, *_), exact = self._project_and_hold(x, tiles[0], u), self.head, None
             if self.unrounds_at_once and u is None and row_stats_are_exact(logits, self.outputs, x, weight):
                 grad_scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
                 exact = ExactTarget(x, weight, None if bias is None else bias.contiguous(), grad_scale)
@@ -183,7 +184,7 @@ class HeadPass:
         by_rows: dict[int, PartialStats] = {}
         for tile in tiles:
             part = logits_stats(
-                logits=self._measure(x, tile, u),
+                logits=self._project_and_hold(x, tile, u),
                 target=along(target, tile.row_slice),
                 options=self.options,
                 outputs=self.outputs,

@@ -69,7 +69,7 @@ class InvariantPass(HeadPass):
         factors: list[Tensor] = []
         for tile in tiles:
             rows = tile.row_slice
-            logits, of_x = self._measure(x, tile, None), along(x, rows)
+            logits, of_x = self._project_and_hold(x, tile, None), along(x, rows)
             exact = None
             if row_stats_are_exact(logits, self.outputs, of_x, self.head.weight):
                 factors.append(torch.empty(of_x.shape[0], dtype=torch.float32, device=x.device))

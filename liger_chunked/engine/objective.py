@@ -121,8 +121,8 @@ class GroupKernel(Objective):
 
     def evaluate(self, stats: TokenStats, rows: Rows, chunk: Chunk, with_gradient: bool) -> Share:
         """Return a share without values: metrics are what the kernels write beside it."""
-        share, rounded, gradient = self.launch(stats, rows, chunk, with_gradient)
-        return Share(share, {} if gradient is None else {"logps": gradient}, rounded=rounded)
+        loss, rounded, gradient = self.launch(stats, rows, chunk, with_gradient)
+        return Share(loss, {} if gradient is None else {"logps": gradient}, rounded=rounded)
 
     def rehearse(self, rows: Rows, device: torch.device, with_gradient: bool) -> None:
         values = torch.empty(rows.n_valid, dtype=torch.float32, device=device)
@@ -185,8 +185,8 @@ class OfSequences(Objective):
         """Return the log-probabilities of the groups' sequences, from those of their tokens."""
         raise NotImplementedError
 
-    def share(self, values: TokenStats, logps: Tensor, index: slice | Tensor) -> Tensor:
-        """Return `loss`, given `logps`."""
+    def loss_of_sequences(self, values: TokenStats, logps: Tensor, index: slice | Tensor) -> Tensor:
+        """Return `loss`, differentiable by `logps`: the log-probabilities that the method of this name returned."""
         raise NotImplementedError
 
     def spread(self, g: Tensor, like: Tensor, index: slice | Tensor) -> Tensor:
@@ -194,14 +194,14 @@ class OfSequences(Objective):
         raise NotImplementedError
 
     def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
-        return self.share(values, self.logps(values, index), index)
+        return self.loss_of_sequences(values, self.logps(values, index), index)
 
     def value_and_grad(self, values: TokenStats, index: slice | Tensor, with_gradient: bool) -> Share:
         assert values.logps is not None
         logps = self.logps(values, index)
         leaves = {"sequences": logps.requires_grad_(), **leaves_of(values)} if with_gradient else {}
         with torch.set_grad_enabled(with_gradient or torch.is_grad_enabled()):
-            loss = self.share(values, logps, index)
+            loss = self.loss_of_sequences(values, logps, index)
         gradients, of_parameters = gradients_of(loss, leaves)
         of_sequences = gradients.pop("sequences", None)
         if of_sequences is not None:
@@ -221,17 +221,17 @@ def gradients_of(loss: Tensor, leaves: Mapping[str, Tensor]) -> tuple[dict[str, 
     `leaves` require none afterwards.
     """
     parameters = other_leaves(loss, list(leaves.values()))
-    found: tuple[Tensor | None, ...] = ()
+    computed: tuple[Tensor | None, ...] = ()
     if loss.requires_grad:
-        # Handing this small graph to autograd's worker thread takes longer than running it here.
-        # Hooks of parameters run in the backward of the loss, on the whole gradient.
+        # Single-threaded, because handing this small graph to autograd's worker thread takes longer than running it.
+        # Without the hooks of parameters, which run in the backward of the loss, on the whole gradient.
         with torch.autograd.set_multithreading_enabled(False), without_hooks(parameters):
-            # With an upstream gradient, torch imports sympy.
             # A tensor that the caller computed from a parameter has a graph that the next chunk needs again.
             retained = True if parameters else None
-            found = torch.autograd.grad(loss, [*leaves.values(), *parameters], None, retained, allow_unused=True)
+            # No upstream gradient is passed, because torch would import sympy for one.
+            computed = torch.autograd.grad(loss, [*leaves.values(), *parameters], None, retained, allow_unused=True)
     for leaf in leaves.values():
         leaf.requires_grad_(False)
-    gradients = {name: g for name, g in zip(leaves, found, strict=False) if g is not None}
-    pairs = zip(parameters, found[len(leaves) :], strict=True)
+    gradients = {name: g for name, g in zip(leaves, computed, strict=False) if g is not None}
+    pairs = zip(parameters, computed[len(leaves) :], strict=True)
     return gradients, {parameter: g for parameter, g in pairs if g is not None}

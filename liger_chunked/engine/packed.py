@@ -79,6 +79,12 @@ def sequences_of(
 
 
 def whole(x: Tensor, sequences: Sequences, fill: float = 0) -> Tensor:
+    """Return (B, T), values of whole padded sequences, from what the call gave: without gradient if ranks split them.
+
+    Args:
+        x: (B, T), or this rank's positions of it, or (N,) of packed sequences.
+        fill: at the padding that packed sequences get.
+    """
     if sequences is None:
         return x
     return sequences.whole(x) if isinstance(sequences, SequenceSplit) else sequences.whole(x, fill)

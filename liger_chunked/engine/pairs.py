@@ -23,15 +23,16 @@ def has_pair_kernel(head: LossHead, input: Tensor, terms: tuple[PairTerm, ...] |
 class PairKernel(GroupKernel):
     """The mean of a `PairLoss` over the pairs of a batch, and its metrics.
 
-        kernel = PairKernel(loss, reference)
+        kernel = PairKernel(formula, reference)
         share = kernel.evaluate(stats, rows, chunk, with_gradient)      for each chunk
         metrics = kernel.metrics()
 
     Attributes:
+        formula: the loss, apart from tensors.
         reference: as in `pair_loss`.
     """
 
-    loss_of: PairLoss
+    formula: PairLoss
     reference: Tensor | None
     _sums: PairSums | None = field(default=None, init=False)
 
@@ -43,7 +44,7 @@ class PairKernel(GroupKernel):
         if self._sums is None:
             self._sums = PairSums.of(len(groups.host_counts), logps.device)
         return pair_loss(
-            self.loss_of,
+            self.formula,
             self._sums,
             logps,
             mean_logits,
@@ -55,11 +56,11 @@ class PairKernel(GroupKernel):
         )
 
     def kernels(self, rows: Rows) -> Hashable:
-        loss, reference, groups = self.loss_of, self.reference, rows.groups
+        formula, reference, groups = self.formula, self.reference, rows.groups
         assert groups is not None
-        names = tuple([(term.curve, term.of) for term in loss.terms])
+        names = tuple([(term.curve, term.of) for term in formula.terms])
         of_reference = None if reference is None else (reference.ndim, reference.dtype)
-        return names, loss.nll_weight is None, loss.average, groups.stacked, of_reference
+        return names, formula.nll_weight is None, formula.average, groups.stacked, of_reference
 
     def metrics(self) -> PreferenceMetrics:
         """Return views of what the kernels wrote."""

@@ -20,14 +20,19 @@ from liger_chunked.types import PolicyMetrics, TokenStats
 class PolicyKernel(GroupKernel):
     """A `PolicyLoss` of a batch, and its metrics. Groups are tokens or sequences.
 
-    objective = PolicyKernel(loss, sides, n_sequences)
-    share = objective.evaluate(stats, rows, chunk, with_gradient)      for each chunk
-    metrics = objective.metrics()
+        objective = PolicyKernel(formula, sides, n_sequences)
+        share = objective.evaluate(stats, rows, chunk, with_gradient)      for each chunk
+        metrics = objective.metrics()
+
+    Attributes:
+        formula: the loss, apart from tensors of tokens.
+        sides: what the call gave of its tokens and sequences.
+        n_sequences: B.
     """
 
     statistics: ClassVar[tuple[str, ...]] = ("logps", "entropy")
 
-    loss_of: PolicyLoss
+    formula: PolicyLoss
     sides: PolicySides
     n_sequences: int
     _sums: PolicySums | None = field(default=None, init=False)
@@ -41,7 +46,7 @@ class PolicyKernel(GroupKernel):
             self._sums = PolicySums.of(self.n_sequences, stats.logps.device)
             self._token_counts = self._counts(rows)
         return policy_loss(
-            self.loss_of,
+            self.formula,
             self._sums,
             stats.logps,
             stats.entropy,
@@ -59,16 +64,16 @@ class PolicyKernel(GroupKernel):
         return rows.target_mask.view(self.n_sequences, -1).sum(1)
 
     def kernels(self, rows: Rows) -> Hashable:
-        loss, sides = self.loss_of, self.sides
-        dtypes = tuple([x.dtype if isinstance(x, torch.Tensor) else None for x in (*sides, loss.divisor)])
-        formula = loss.term.curve, loss.level, loss.kl_estimator, loss.corrects_kl, loss.by_length
+        formula, sides = self.formula, self.sides
+        dtypes = tuple([x.dtype if isinstance(x, torch.Tensor) else None for x in (*sides, formula.divisor)])
+        of_formula = formula.term.curve, formula.level, formula.kl_estimator, formula.corrects_kl, formula.by_length
         of_tokens = sides.advantages_of_tokens, sides.weights_of_tokens, sides.ref_is_compact
-        return formula, dtypes, of_tokens, rows.dense_index is None
+        return of_formula, dtypes, of_tokens, rows.dense_index is None
 
     def metrics(self) -> PolicyMetrics:
         """Return views of what the kernels wrote."""
         assert self._sums is not None
-        means, term = self._sums.means.unbind(), self.loss_of.term
+        means, term = self._sums.means.unbind(), self.formula.term
         has_ref, has_old = self.sides.ref_logps is not None, self.sides.old_logps is not None
         return PolicyMetrics(
             entropy=means[0],

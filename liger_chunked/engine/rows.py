@@ -90,7 +90,7 @@ class Groups(NamedTuple):
         return self.lengths if self.shortest else self.lengths.clamp(min=1)
 
     @property
-    def side_lengths(self) -> Tensor:
+    def batch_lengths(self) -> Tensor:
         """(2,) tokens of all chosen and of all rejected sequences, of pairs."""
         return self.token_counts.view(self.per_group, -1).sum(1)
 
@@ -114,8 +114,9 @@ class Rows(abc.ABC):
         input_index: (n_valid,) each token's row of the flattened input; None: all rows, in order.
         dense_index: (n_valid,) each token's place among the batch's flattened positions, which have the order of dense
             values, or the target's while `Groups.stacked`; None: all places, in order.
-        side: by name, (n_valid, ...) inputs of tokens that travel with them: "temperature", float32, in which case that
-            of `LogitOptions` is 1, and "candidates", int64 ids.
+        side: by name, (n_valid, ...) inputs of tokens that travel with them, because the head reads them:
+            "temperature", float32, in which case that of `LogitOptions` is 1, and "candidates", int64 ids. What only an
+            objective reads, such as advantages, is no side input: it stays dense, and `group_index` selects from it.
         groups: None if groups are tokens.
         sequence_length: rows of a sequence of the input, or all rows of a packed one: ranks that split hidden states
             split these evenly.

@@ -1,4 +1,15 @@
-"""Which logits a sampler keeps: `top_k`, `top_p` and `min_p`."""
+"""Which logits a sampler keeps: `top_k`, `top_p` and `min_p`.
+
+    filter = SamplingFilter.of(top_k, top_p, min_p, options)    checks them; None if all ids are kept
+    bounds = filter.bound(logits, options)                      (n,): a row keeps the logits from its bound on
+
+A bound says enough, because each filter drops the smallest logits of those that the one before it keeps. It is one of
+untransformed logits, whose order the transform keeps. Three functions compute it:
+
+    bound            on one rank: the kernel `sampling_bound`, or `smallest_kept` where Triton does not run
+    smallest_kept    also of columns that ranks split: the formula, in blocks of rows, which bound its memory
+    _bound           the formula for a block of rows
+"""
 
 from __future__ import annotations
 

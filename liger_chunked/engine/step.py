@@ -98,8 +98,8 @@ class StatisticsStep:
                         self._refuse_undeclared(share.gradients)
                     has_gradient |= bool(share.gradients)
                     if tokens.x.shape[0]:
-                        head_pass.backward(tokens, dict(share.gradients))
-                # Add in float64, before rounding.
+                        head_pass.backward(tokens, dict(share.gradients))  # a copy, which the pass may change
+                # Added in float64, so that many chunks lose no digits. The sum is rounded once, below.
                 loss = share.loss if loss is None else loss.double() + share.loss
         head_pass.release()
         if grads is not None and rows.n_valid and not has_gradient:
@@ -110,7 +110,7 @@ class StatisticsStep:
         self.aux = None if aux[0] is None else joined(aux)
         assert loss is not None
         if len(parts) == 1 and share.rounded is not None and not rows.gathers_statistics:
-            loss = share.rounded
+            loss = share.rounded  # the only share, of this rank alone
         else:
             loss = rows.sum_of_shares(loss).to(accumulation_dtype(plan.dtype))
         return loss, (None,) * len(needs) if grads is None else grads.finish()

@@ -66,8 +66,11 @@ class StatsLoss(FusedLoss):
     _statistics: ClassVar[tuple[str, ...]] = OUTPUTS  # that `token_outputs` may name
     _scopes: ClassVar[tuple[str, ...]] = ()
     _skips_rows: ClassVar[bool] = False  # whether tokens without a gradient are common enough to look for them
-    _formula: ClassVar[tuple[str, ...]] = ()  # methods that `_term` or `_terms` describes, for a kernel
-    _described: ClassVar[tuple[Callable[..., Any], ...]] = ()  # these methods, of the class that describes them
+    # A kernel computes what `_term` or `_terms` describes, and calls none of the methods named here. A subclass may
+    # override such a method and inherit the description, which would then be wrong. So the class with the description
+    # keeps the methods that it describes, and `_is_described` compares.
+    _formula: ClassVar[tuple[str, ...]] = ()
+    _described: ClassVar[tuple[Callable[..., Any], ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -205,7 +205,7 @@ LOSS_TYPES: Mapping[str, _LossType] = {
     ),
 }
 
-PairLoss = Callable[[Pairs], Tensor]
+LossOfPairs = Callable[[Pairs], Tensor]
 
 
 class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
@@ -283,7 +283,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         self,
         *,
         beta: float = 0.1,
-        loss_type: str | PairLoss | Sequence[str | PairLoss] = "sigmoid",
+        loss_type: str | LossOfPairs | Sequence[str | LossOfPairs] = "sigmoid",
         loss_weights: Sequence[float] | None = None,
         label_smoothing: float = 0.0,
         discopop_tau: float = 0.05,
@@ -390,7 +390,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         loss = functools.reduce(torch.add, weighted)
         return loss * _wpo_weights(pairs) if self.use_weighting else loss
 
-    def _loss(self, kind: str | PairLoss, pairs: Pairs) -> Tensor:
+    def _loss(self, kind: str | LossOfPairs, pairs: Pairs) -> Tensor:
         if not callable(kind):
             return LOSS_TYPES[kind].losses(pairs, self.beta, self.settings)
         loss = kind(pairs)

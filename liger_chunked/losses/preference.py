@@ -432,7 +432,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         assert groups is not None and mask is not None
         nll_mask, nll_only, host_counts = None, None, None
         if nll_target is None:
-            lengths, at_least_1, batch_lengths = groups.lengths, groups.divisors, groups.side_lengths
+            lengths, at_least_1, batch_lengths = groups.lengths, groups.divisors, groups.batch_lengths
             host_counts = groups.host_counts
             may_be_empty, some_are_empty = not groups.shortest, 0 in groups.host_counts
         else:
@@ -524,7 +524,7 @@ class _MeanOverPairs(OfSequences):
     def spread(self, g: Tensor, like: Tensor, index: slice | Tensor) -> Tensor:
         return self.batch.spread(g, like, index)
 
-    def share(self, values: TokenStats, logps: Tensor, index: slice | Tensor) -> Tensor:
+    def loss_of_sequences(self, values: TokenStats, logps: Tensor, index: slice | Tensor) -> Tensor:
         loss_module, batch, nll = self.loss_module, self.batch, None
         if loss_module.compute_nll_loss:
             nll = loss_module.alpha * batch.nll(values, index, batch.example_weights)

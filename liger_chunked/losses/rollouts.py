@@ -91,6 +91,12 @@ def by_rollout(values: Tensor) -> Tensor:
 
 
 def check_side(name: str, x: Tensor, target: Tensor, n: int | None = None) -> None:
+    """Raise ValueError unless `x`, an argument of the call, has one value a token, or with `n` one a sequence.
+
+    Args:
+        target: (B, T), or (N,) of packed sequences: of this rank's positions, if ranks split sequences.
+        n: the number of sequences. None: one value a sequence is not enough.
+    """
     of_sequences = [] if n is None else [(n,), (n, 1)]
     if not isinstance(x, Tensor) or x.shape not in (target.shape, *of_sequences):
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -103,6 +109,7 @@ def check_side(name: str, x: Tensor, target: Tensor, n: int | None = None) -> No
 
 
 def whole_side(name: str, x: Tensor, target: Tensor, sequences: Sequences) -> Tensor:
+    """Return `whole` of an argument that `check_side` took with `n`. Values of sequences stay as they are."""
     if isinstance(sequences, SequenceSplit) and x.ndim == 2 and 1 in (of_ranks := sequences.lengths):
         if max(of_ranks) > 1:
             raise ValueError(

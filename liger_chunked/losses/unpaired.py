@@ -364,7 +364,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 class _MeanOverExamples(OfSequences):
     """The mean of a loss's `preference_loss`."""
 
-    of: LigerFusedLinearUnpairedPreferenceBase
+    loss_module: LigerFusedLinearUnpairedPreferenceBase
     batch: _Batch
     n: int
     some_are_empty: bool
@@ -376,9 +376,9 @@ class _MeanOverExamples(OfSequences):
         g = g / along(self.batch.lengths, index) if self.batch.average_log_prob else g
         return g.to(like.dtype)[:, None, None].expand_as(like)
 
-    def share(self, values: TokenStats, logps: Tensor, index: slice | Tensor) -> Tensor:
+    def loss_of_sequences(self, values: TokenStats, logps: Tensor, index: slice | Tensor) -> Tensor:
         batch = self.batch
-        losses = self.of.preference_loss(batch.examples(logps, values, index))
+        losses = self.loss_module.preference_loss(batch.examples(logps, values, index))
         check_values("preference_loss", losses, logps.shape, "sequences")
         if self.some_are_empty:
             losses = torch.where(along(batch.tokens, index) > 0, losses, 0.0)
