@@ -71,7 +71,7 @@ def function_of(test: str) -> str:
 
 def killers() -> set[str]:
     """Return the tests that killed a mutant in the committed results."""
-    results = [json.loads(path.read_text()) for path in (ROOT / "tests" / "mutants").glob("*.json")]
+    results = [json.loads(path.read_text()) for path in (ROOT / "tests" / "mutants").rglob("*.json")]
     return {mutant["by"] for result in results for mutant in result["mutants"] if mutant.get("by")}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -37,10 +38,22 @@ def rows() -> list[str]:
     ]
 
 
-def test_the_table_of_mutants():
-    results = sorted(str(path) for path in (TESTS / "mutants").glob("*.json"))
+@pytest.mark.parametrize("folder", ["mutants", "mutants/quick"])
+def test_the_table_of_mutants(folder):
+    results = sorted(str(path) for path in (TESTS / folder).glob("*.json"))
     command = [sys.executable, str(TESTS.parent / "scripts" / "mutate.py"), "--table", *results]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout in PAGE
+
+
+@pytest.mark.parametrize("command", ["suite", "interpreter"])
+def test_the_quick_tests_exist(command):
+    """A function that was renamed runs whole. Its entry would stay for good."""
+    named = json.loads((TESTS / "quick" / f"{command}.json").read_text())
+    assert len(named) > 50
+    for function, cases in named.items():
+        file, _, name = function.partition("::")
+        assert f"def {re.split('::|[.]', name)[-1]}(" in (TESTS.parent / file).read_text(), function
+        assert len({*cases}) == len(cases), function
 
 
 def test_each_named_test_exists():
