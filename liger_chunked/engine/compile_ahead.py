@@ -55,7 +55,8 @@ def compile_ahead(
         input.device, weight.shape, None if u is None else u.shape[-1],  # numbers
         plan.dtype, input.dtype, weight.dtype, plan.options.logits_dtype,  # pointers
         None if objective is None else objective.kernels(rows),
-        head.bias is None, plan.class_weight is None, rows.input_index is None, tuple(rows.side),  # absent ones
+        head.bias is None, plan.class_weight is None, rows.input_index is None, _token_at(plan) is None,  # absent ones
+        tuple(rows.side),
     )  # fmt: skip
     if kind in _compiled or not rows.n_valid or (is_on_gpu(input) and is_capturing()):
         return
@@ -70,6 +71,11 @@ def compile_ahead(
         warnings.warn(f"the kernels of this step compile one after another: {error!r}", RuntimeWarning, stacklevel=2)
 
 
+def _token_at(plan: Plan) -> Tensor | None:
+    """Return what the dX of a step reads that has one chunk."""
+    return plan.rows.token_at if len(plan.chunks) == 1 else None
+
+
 def _first_chunk(plan: Plan) -> Plan:
     row_slice, rows = slice(0, plan.chunks[0].row_slice.stop), plan.rows
     assert rows.target is not None
@@ -79,6 +85,7 @@ def _first_chunk(plan: Plan) -> Plan:
         target=rows.target[row_slice],
         target_mask=None,
         input_index=None if rows.input_index is None else rows.input_index[row_slice],
+        token_at=_token_at(plan),
         side={name: x[row_slice] for name, x in rows.side.items()},
     )
     return dataclasses.replace(plan, rows=first, chunks=(Chunk(row_slice, row_slice),), tiles=plan.tiles[:1])

@@ -25,7 +25,7 @@ from liger_chunked.device import is_on_gpu
 from liger_chunked.engine.cutting import Tile, Tiles, row_blocks
 from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.plan import Plan
-from liger_chunked.kernels import add_target_rows_, occurrences, scale_
+from liger_chunked.kernels import add_target_rows_, occurrences, place_rows, scale_
 from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.operands import along
 from liger_chunked.kernels.tuning.generic import UPCAST_BLOCK
@@ -107,7 +107,7 @@ class InputGradient:
 
     def __init__(self, plan: Plan, input: Tensor, wide: torch.dtype, has_wide_products: bool) -> None:
         self._input = input
-        self._input_index = plan.rows.input_index
+        self._input_index, self._token_at = plan.rows.input_index, plan.rows.token_at
         self._is_in_order = plan.rows.input_index is None and plan.scattered is None
         is_half = plan.dtype == torch.float16
         # float32 for float16, which could overflow until the backward multiplied by the loss scale.
@@ -115,7 +115,9 @@ class InputGradient:
         self._wide = wide
         self._product_dtype = wide if has_wide_products or is_half else plan.dtype
         n_written = plan.rows.n_valid if plan.scattered is None else plan.scattered.n_own
-        self._create = torch.empty if n_written == input.shape[0] else torch.zeros
+        # The only chunk writes the zeros of ignored tokens together with its rows: zeros first would be another launch.
+        self._is_only_chunk = len(plan.chunks) == 1 and plan.scattered is None
+        self._create = torch.empty if self._is_only_chunk or n_written == input.shape[0] else torch.zeros
         self.total: Tensor | None = None  # (N, H), from the first chunk on
         # Of the open chunk:
         self._dx: Tensor | None = None  # (n, H)
@@ -163,6 +165,12 @@ class InputGradient:
         if index is None and live is None:
             if dx.dtype != total.dtype:  # else `dx` is a part of `total`
                 total[self._row_slice] = dx
+            return
+        if index is not None and self._is_only_chunk:
+            if live is None:
+                place_rows(dx, index, self._token_at, total)
+            else:
+                place_rows(dx, index[live], None, total)
             return
         if index is None:
             # Rows without a gradient are zero, and `total` may be uninitialised.

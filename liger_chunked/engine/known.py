@@ -5,16 +5,14 @@ A caller's counts, `n_valid`, spare the host the wait for the device, which asse
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import on_host
 from liger_chunked.kernels.survey import Survey, assert_counts
-from liger_chunked.private import assert_async, foreach_add_
+from liger_chunked.private import assert_async
 from liger_chunked.types import VocabShard, described
 
 # Of all tokens, or of each sequence; None: read from the device.
@@ -46,14 +44,6 @@ def check_ids(name: str, low: int, high: int, vocab_size: int, ignore_index: int
     )
 
 
-def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Return int64 numbers as a tensor, from a kernel's arguments: a copy would wait."""
-    found = torch.zeros(len(numbers), dtype=torch.int64, device=device)
-    if numbers:
-        foreach_add_(found.unbind(), numbers)
-    return found
-
-
 def read_counts(surveyed: Survey, ignore_index: int, vocab_size: int, name: str, n_valid: Counts) -> list[int]:
     """Wait for the counts of a target's tokens, one for each row of the survey, and check its ids and `n_valid`.
 
@@ -73,22 +63,17 @@ def read_counts(surveyed: Survey, ignore_index: int, vocab_size: int, name: str,
     return host_counts
 
 
-def trusted_counts(surveyed: Survey, n_valid: Counts, n_positions: int, vocab_size: int, name: str) -> list[int]:
+def trusted_counts(surveyed: Survey, n_valid: Counts, vocab_size: int, name: str) -> list[int]:
     """Return the caller's counts. The device asserts them, and that ids are in the vocabulary, when it comes by."""
     assert n_valid is not None
-    host_counts = [n_valid] if isinstance(n_valid, int) else list(n_valid)
-    # Without ignored tokens, their number says how many each sequence has.
-    expected: Tensor | int = sum(host_counts)
-    if isinstance(n_valid, tuple) and expected != n_positions:
-        expected = on_device(n_valid, surveyed.summary.device)
     assert_counts(
         surveyed.summary,
-        expected,
+        n_valid,
         vocab_size,
         f"{name} must be ignore_index or an index into the vocabulary, 0 to {vocab_size - 1}, and n_valid must "
         f"count the tokens of {name} that are not ignore_index",
     )
-    return host_counts
+    return [n_valid] if isinstance(n_valid, int) else list(n_valid)
 
 
 def _check_n_valid(n_valid: int | tuple[int, ...], counts: list[int], name: str, ignore_index: int) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.known import on_device
 from liger_chunked.engine.sequence import SequenceSplit
+from liger_chunked.kernels.survey import on_device
 from liger_chunked.types import LossHead, ProcessGroup, described
 
 

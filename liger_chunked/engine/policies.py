@@ -60,8 +60,8 @@ class PolicyKernel(GroupKernel):
     def _counts(self, rows: Rows) -> Tensor:
         if rows.groups is not None:
             return rows.groups.token_counts
-        assert rows.target_mask is not None
-        return rows.target_mask.view(self.n_sequences, -1).sum(1)
+        assert rows.token_counts is not None
+        return rows.token_counts
 
     def kernels(self, rows: Rows) -> Hashable:
         formula, sides = self.formula, self.sides

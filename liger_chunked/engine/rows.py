@@ -36,7 +36,7 @@ from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.known import Counts, host_may_sync, read_counts, trusted_counts
 from liger_chunked.engine.packed import Packing, Sequences
 from liger_chunked.engine.sequence import SequenceSplit
-from liger_chunked.kernels import survey
+from liger_chunked.kernels import find_tokens, survey
 from liger_chunked.kernels.operands import along
 from liger_chunked.types import TokenStats
 
@@ -114,6 +114,10 @@ class Rows(abc.ABC):
         input_index: (n_valid,) each token's row of the flattened input; None: all rows, in order.
         dense_index: (n_valid,) each token's place among the batch's flattened positions, which have the order of dense
             values, or the target's while `Groups.stacked`; None: all places, in order.
+        token_at: (N,) int32, of each row of the flattened input the number of its token in the order of the step, -1
+            where none counts. None: unknown.
+        token_counts: (B,) int64, the tokens of each sequence that count, where groups are tokens and
+            `select_rows(counts_sequences=True)` has counted these. Of other groups, `groups` has them.
         side: by name, (n_valid, ...) inputs of tokens that travel with them, because the head reads them:
             "temperature", float32, in which case that of `LogitOptions` is 1, and "candidates", int64 ids. What only an
             objective reads, such as advantages, is no side input: it stays dense, and `group_index` selects from it.
@@ -130,6 +134,8 @@ class Rows(abc.ABC):
     target_mask: Tensor | None
     input_index: Tensor | None = None
     dense_index: Tensor | None = None
+    token_at: Tensor | None = None
+    token_counts: Tensor | None = None
     side: dict[str, Tensor] = field(default_factory=dict)
     groups: Groups | None = None
     sequence_length: int = 1
@@ -167,18 +173,27 @@ class Rows(abc.ABC):
 
     def tensors(self) -> dict[str, Tensor | None]:
         """Return, by name, what a later backward reads: ids, indices and side inputs."""
-        indices = {"input_index": self.input_index, "dense_index": self.dense_index}
+        indices = {"input_index": self.input_index, "dense_index": self.dense_index, "token_at": self.token_at}
         return {"target": self.target, **indices, **self.side}
 
     def without_tensors(self) -> Self:
         """Return rows that hold none of `tensors`, nor the mask, which no backward reads."""
-        return replace(self, target=None, target_mask=None, input_index=None, dense_index=None, side={})
+        return replace(
+            self,
+            target=None,
+            target_mask=None,
+            input_index=None,
+            dense_index=None,
+            token_at=None,
+            token_counts=None,
+            side={},
+        )
 
     def with_tensors(self, tensors: Mapping[str, Tensor | None]) -> Self:
         """Return the rows of `without_tensors` with what `tensors` returned before."""
         side = {name: x for name, x in tensors.items() if x is not None}
-        target, input_index, dense_index = (side.pop(name, None) for name in ("target", "input_index", "dense_index"))
-        return replace(self, target=target, input_index=input_index, dense_index=dense_index, side=side)
+        own = {name: side.pop(name, None) for name in ("target", "input_index", "dense_index", "token_at")}
+        return replace(self, side=side, **own)
 
     def reordered(self, order: Tensor) -> Self:
         """Return the tokens in another order. `order` (n_valid,) holds their places in this one."""
@@ -187,6 +202,7 @@ class Rows(abc.ABC):
             target=None if self.target is None else self.target[order],
             input_index=order if self.input_index is None else self.input_index[order],
             dense_index=order if self.dense_index is None else self.dense_index[order],
+            token_at=None,
             side={name: x[order] for name, x in self.side.items()},
         )
 
@@ -329,6 +345,7 @@ def select_rows(
     name: str = "target",
     sequences: Sequences = None,
     n_valid: Counts = None,
+    counts_sequences: bool = False,
 ) -> Rows:
     """Return the tokens of a target that are not `ignore_index`. Waits for the device once, unless it has `n_valid`.
 
@@ -338,34 +355,36 @@ def select_rows(
         name: of the target, for messages.
         sequences: how the input holds these sequences, if not like the target.
         n_valid: the number of tokens that count, or of those of each sequence, if the caller knows.
+        counts_sequences: whether `Rows.token_counts` are wanted, if groups are tokens.
 
     Raises:
         ValueError: an id is outside the vocabulary, or `n_valid` is wrong.
     """
     given, target = target, target.contiguous()
-    ids, may_sync = target.view(-1), host_may_sync(target, n_valid)
+    ids, may_sync, length = target.view(-1), host_may_sync(target, n_valid), target.shape[-1]
     # One kernel counts tokens and finds the smallest and the largest id, so that the host waits once at most. It keeps
     # counts by sequence where groups or the caller's counts have them, else one for all.
-    by_sequence = group != "token" or isinstance(n_valid, tuple)
-    surveyed = survey(target if by_sequence else ids.view(1, -1), ignore_index, may_sync)
+    by_sequence = group != "token" or counts_sequences or isinstance(n_valid, tuple)
+    surveyed_target = target if by_sequence else ids.view(1, -1)
+    surveyed = survey(surveyed_target, ignore_index, may_sync)
     if may_sync:
         host_counts = read_counts(surveyed, ignore_index, vocab_size, name, n_valid)
     else:
-        host_counts = trusted_counts(surveyed, n_valid, ids.numel(), vocab_size, name)
-    n_tokens, mask, index, length = sum(host_counts), surveyed.mask, None, target.shape[-1]
+        host_counts = trusted_counts(surveyed, n_valid, vocab_size, name)
+    n_tokens, mask, index, token_at = sum(host_counts), surveyed.mask, None, None
     if n_tokens != ids.numel():
-        # `nonzero` would wait for the device to count what the host knows.
-        index = torch.nonzero_static(mask.view(-1), size=n_tokens).view(-1)
-        ids = ids[index]
+        index, ids, token_at = find_tokens(surveyed_target, surveyed, ignore_index, n_tokens)
     if group == "token":
         rows: Rows = TokenRows(
-            n_tokens, (target.numel(),), ids, mask, index, index, sequence_length=length, host_may_sync=may_sync
-        )
+            n_tokens, (target.numel(),), ids, mask, index, index, token_at,
+            token_counts=_of_blocks(surveyed.summary[0]) if counts_sequences else None,
+            sequence_length=length, host_may_sync=may_sync,
+        )  # fmt: skip
     else:
-        groups = _groups_of(surveyed.summary[0], host_counts, SEQUENCES_PER_GROUP[group])
+        groups = _groups_of(_of_blocks(surveyed.summary[0]), host_counts, SEQUENCES_PER_GROUP[group])
         dense_shape = len(groups.host_counts), groups.per_group, length
         rows = GroupRows(
-            n_tokens, dense_shape, ids, mask, index, index,
+            n_tokens, dense_shape, ids, mask, index, index, token_at,
             groups=groups, sequence_length=length, host_may_sync=may_sync,
         )  # fmt: skip
     if sequences is None:
@@ -376,11 +395,11 @@ def select_rows(
 
 
 def _packed(rows: Rows, packing: Packing) -> Rows:
-    """Return the rows of an input without padding, from those of the padded target: only `input_index` differs."""
+    """Return the rows of an input without padding, from those of the padded target: only indices of input differ."""
     input_index = packing.rows.view(-1)
     if rows.input_index is not None:
         input_index = input_index[rows.input_index]
-    return replace(rows, input_index=input_index, sequence_length=sum(packing.lengths))
+    return replace(rows, input_index=input_index, token_at=None, sequence_length=sum(packing.lengths))
 
 
 def _local(
@@ -398,19 +417,24 @@ def _local(
     return replace(local, groups=local.groups._replace(cut_counts=cut_counts))
 
 
-def _groups_of(block_counts: Tensor, sequence_counts: list[int], per_group: int) -> Groups:
+def _of_blocks(block_counts: Tensor) -> Tensor:
+    """Return (R,), the tokens that count in each row, from those of its blocks, (R, blocks)."""
+    return block_counts.view(-1) if block_counts.shape[1] == 1 else block_counts.sum(-1)
+
+
+def _groups_of(token_counts: Tensor, sequence_counts: list[int], per_group: int) -> Groups:
     """Return the groups of counted sequences.
 
     Args:
-        block_counts: (B, blocks), the tokens that count in each of the blocks that a kernel read of a sequence.
-        sequence_counts: B numbers, their sums.
+        token_counts: (B,), the tokens that count in each sequence.
+        sequence_counts: the same B numbers.
         per_group: sequences of a group.
     """
     n_groups = len(sequence_counts) // per_group
     # A pair's sequences are `n_groups` apart.
     host_counts = tuple([sum(sequence_counts[i::n_groups]) for i in range(n_groups)])
     return Groups(
-        token_counts=block_counts.view(-1) if block_counts.shape[1] == 1 else block_counts.sum(-1),
+        token_counts=token_counts,
         per_group=per_group,
         host_counts=host_counts,
         cut_counts=host_counts,

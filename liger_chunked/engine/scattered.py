@@ -17,9 +17,9 @@ from torch import Tensor
 
 from liger_chunked.engine.collectives import gather_tensor
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.known import on_device
 from liger_chunked.engine.rows import Rows
 from liger_chunked.kernels.operands import along
+from liger_chunked.kernels.survey import on_device
 from liger_chunked.types import LossHead, VocabShard
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

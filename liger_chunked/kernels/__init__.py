@@ -35,7 +35,7 @@ from liger_chunked.kernels.logits_stats import (
     row_stats_are_exact,
 )
 from liger_chunked.kernels.merge_ranks import merge_ranks
-from liger_chunked.kernels.move_rows import move_rows_
+from liger_chunked.kernels.move_rows import move_rows_, place_rows
 from liger_chunked.kernels.nll import nll, nll_has_kernel
 from liger_chunked.kernels.pair_loss import MOST_TERMS, PairLoss, PairSums, pair_loss
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
@@ -48,7 +48,7 @@ from liger_chunked.kernels.rms_norm import liger_rms_norm, liger_rms_norm_gated
 from liger_chunked.kernels.rope import liger_rotary_pos_emb
 from liger_chunked.kernels.sampling_bound import sampling_bound
 from liger_chunked.kernels.scale import scale_
-from liger_chunked.kernels.survey import assert_counts, counts_match, survey, survey_top_k
+from liger_chunked.kernels.survey import assert_counts, counts_match, find_tokens, survey, survey_top_k
 from liger_chunked.kernels.target_logit import unround_logps_
 from liger_chunked.kernels.target_rows import (
     RowScales,
@@ -82,6 +82,7 @@ __all__ = [
     "divergence_stats",
     "drop_below_",
     "example_loss",
+    "find_tokens",
     "finish",
     "grad_from_exponentials_",
     "liger_cross_entropy",
@@ -107,6 +108,7 @@ __all__ = [
     "nll_has_kernel",
     "occurrences",
     "pair_loss",
+    "place_rows",
     "policy_loss",
     "project_exp",
     "project_grad",

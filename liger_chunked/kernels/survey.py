@@ -1,8 +1,13 @@
-"""Check targets and a teacher's top-k on the device. Bytes: each read once, a mask of targets written."""
+"""Check targets and a teacher's top-k on the device, and say where the tokens are that count.
+
+Bytes: a survey reads each target once and writes a mask; `find_tokens` reads them again, and writes places and ids.
+"""
 
 from __future__ import annotations
 
 import functools
+import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,9 +16,10 @@ from torch import Tensor
 from liger_chunked.device import current_stream, is_on_gpu
 from liger_chunked.kernels.backend import block_size, jit, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.pair_loss import sum_counts
 from liger_chunked.kernels.tuning import TUNING
-from liger_chunked.kernels.tuning.generic import AGREES
-from liger_chunked.private import assert_async
+from liger_chunked.kernels.tuning.generic import AGREES, COUNTED_BLOCKS
+from liger_chunked.private import assert_async, foreach_add_
 
 
 class Survey(NamedTuple):
@@ -87,14 +93,105 @@ def survey(target: Tensor, ignore_index: int, to_read: bool = True) -> Survey:
     return _survey_torch(target, ignore_index)
 
 
+class Found(NamedTuple):
+    """Where the tokens of a target are that count.
+
+    Attributes:
+        index: (n_valid,) int64, the place of each in the flattened target.
+        ids: (n_valid,) int64, the target of each.
+        token_at: (R * C,) int32, its number among them at each place, -1 where none counts. None where no kernel ran.
+    """
+
+    index: Tensor
+    ids: Tensor
+    token_at: Tensor | None
+
+
+@Kernel
+def _find_tokens_kernel(
+    target_ptr, counts_ptr, index_ptr, ids_ptr, token_at_ptr, n_tokens, n_valid, ignore_index,
+    BLOCK: tl.constexpr, COUNTS: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    n_blocks = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
+    block = row * tl.num_programs(1) + part
+    cols = part * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < n_tokens
+    places = row * n_tokens + cols
+    target = tl.load(target_ptr + places, mask=inside, other=ignore_index)
+    valid = target != ignore_index
+    first = sum_counts(counts_ptr, 0, block, COUNTS)
+    tokens = first + tl.cumsum(valid.to(tl.int64), axis=0) - 1
+    counted = valid & (tokens < n_valid)  # `n_valid` of a caller may be wrong, which the device asserts elsewhere
+    tl.store(index_ptr + tokens, places, mask=counted)
+    tl.store(ids_ptr + tokens, target, mask=counted)
+    tl.store(token_at_ptr + places, tl.where(counted, tokens, -1).to(tl.int32), mask=inside)
+    if block == n_blocks - 1:  # a wrong number leaves no index without a value either
+        for start in range(first + tl.sum(valid.to(tl.int64), axis=0), n_valid, BLOCK):
+            rest = start + tl.arange(0, BLOCK)
+            tl.store(index_ptr + rest, tl.zeros_like(rest), mask=rest < n_valid)
+            tl.store(ids_ptr + rest, tl.zeros_like(rest), mask=rest < n_valid)
+
+
+def find_tokens(target: Tensor, surveyed: Survey, ignore_index: int, n_valid: int) -> Found:
+    """Return where the `n_valid` tokens of a surveyed target (R, C) are, in order, without a wait."""
+    if target.numel() and use_triton(target):
+        (n_rows, n_cols), (most, num_warps) = target.shape, TUNING[target.device].survey
+        block = block_size(n_cols, most)
+        n_blocks = -(-n_cols // block)
+        # The counts of a first survey, which ran in torch, are of whole rows.
+        if surveyed.summary.shape[2] == n_blocks:
+            index, ids = (torch.empty(n_valid, dtype=torch.int64, device=target.device) for _ in range(2))
+            token_at = torch.empty(target.numel(), dtype=torch.int32, device=target.device)
+            tensors = target, surveyed.summary, index, ids, token_at
+            launch = (n_rows, n_blocks, 1), tensors, (n_cols, n_valid, ignore_index, block, COUNTED_BLOCKS), num_warps
+            if not _find_tokens_kernel.postpone(*launch):
+                _find_tokens_kernel(*launch)
+                return Found(index, ids, token_at)
+    # `nonzero` would wait for the device to count what the host knows.
+    index = torch.nonzero_static(surveyed.mask.view(-1), size=n_valid).view(-1)
+    return Found(index, target.view(-1)[index], None)
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return int64 numbers as a tensor, from a kernel's arguments: a copy would wait."""
+    found = torch.zeros(len(numbers), dtype=torch.int64, device=device)
+    if numbers:
+        foreach_add_(found.unbind(), numbers)
+    return found
+
+
+# Counts of rows reach the kernel as a checksum, two numbers: as a tensor they would take two launches and more. A wrong
+# count has the same checksum once in 2^62 times.
+_FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd, with bits set at random
+_FIRST_FACTOR, _SECOND_FACTOR = _FACTORS if tl is None else map(tl.constexpr, _FACTORS)
+_MASK_64, _MASK_31 = (1 << 64) - 1, (1 << 31) - 1
+
+
+@functools.lru_cache(maxsize=8)
+def _weights(n_rows: int) -> tuple[int, ...]:
+    """Return what each row's count is multiplied by, 64 bits each."""
+    found = []
+    for row in range(1, n_rows + 1):
+        x = row * _FACTORS[0] & _MASK_64
+        x = (x ^ x >> 32) * _FACTORS[1] & _MASK_64
+        found.append(x ^ x >> 29)
+    return tuple(found)
+
+
+def _checksum(counts: Sequence[int]) -> tuple[int, int]:
+    """Return the lower two times 31 bits of the weighted sum of the rows' counts."""
+    total = sum(map(operator.mul, counts, _weights(len(counts))))
+    return total & _MASK_31, total >> 31 & _MASK_31
+
+
 @functools.partial(Kernel, asserts=True)
 def _counts_match_kernel(
-    summary_ptr, counts_ptr, match_ptr, n_rows, n_blocks, n_tokens, vocab_size,
+    summary_ptr, match_ptr, n_rows, n_blocks, low_bits, high_bits, vocab_size, OF_ROWS: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     within = tl.full((ROWS, BLOCKS), 1, tl.int32)
-    same = tl.full([ROWS], 1, tl.int32)
-    counted = tl.zeros([ROWS], tl.int64)
+    total = tl.zeros([ROWS], tl.uint64)
     for first in range(0, n_rows, ROWS):
         rows = first + tl.arange(0, ROWS)
         counts = tl.zeros([ROWS], tl.int64)
@@ -106,12 +203,15 @@ def _counts_match_kernel(
             lowest = tl.load(places + n_rows * n_blocks, mask=inside, other=0)
             highest = tl.load(places + 2 * n_rows * n_blocks, mask=inside, other=0)
             within &= ((lowest >= 0) & (highest < vocab_size)).to(tl.int32)
-        if counts_ptr is not None:
-            same &= (counts == tl.load(counts_ptr + rows, mask=rows < n_rows, other=0)).to(tl.int32)
-        counted += counts
-    if counts_ptr is None:
-        same &= (tl.sum(counted, axis=0) == n_tokens).to(tl.int32)
-    match = (tl.min(tl.min(within, axis=1), axis=0) & tl.min(same, axis=0)) != 0
+        weighted = counts.to(tl.uint64)
+        if OF_ROWS:  # as in `_weights`
+            weight = (rows + 1).to(tl.uint64) * tl.full([], _FIRST_FACTOR, tl.uint64)
+            weight = (weight ^ (weight >> 32)) * tl.full([], _SECOND_FACTOR, tl.uint64)
+            weighted *= weight ^ (weight >> 29)
+        total += weighted
+    checksum = tl.sum(total, axis=0).to(tl.int64)
+    same = ((checksum & 0x7FFFFFFF) == low_bits) & (((checksum >> 31) & 0x7FFFFFFF) == high_bits)
+    match = (tl.min(tl.min(within, axis=1), axis=0) != 0) & same
     if match_ptr is not None:
         tl.store(match_ptr, match)
     else:
@@ -122,26 +222,32 @@ def _counts_match_kernel(
         )
 
 
-def counts_match(summary: Tensor, counts: Tensor | int, vocab_size: int) -> Tensor:
+def _compare(summary: Tensor, counts: Sequence[int] | int, vocab_size: int, match: Tensor | None) -> None:
+    _, n_rows, n_blocks = summary.shape
+    of_rows = not isinstance(counts, int)
+    expected = (counts & _MASK_31, counts >> 31) if isinstance(counts, int) else _checksum(counts)
+    numbers = n_rows, n_blocks, *expected, vocab_size, of_rows, *AGREES
+    _counts_match_kernel((1, 1, 1), (summary, match), numbers, num_warps=4)
+
+
+def counts_match(summary: Tensor, counts: Sequence[int] | int, vocab_size: int) -> Tensor:
     """Return, as a bool () on the device, whether targets are below `vocab_size`, and there are `counts` of them.
 
-    `counts` are the valid tokens of each row, (R,) int64, or of all rows.
+    `counts` are the valid tokens of each of R rows, or of all rows.
     """
-    _, n_rows, n_blocks = summary.shape
-    of_rows, total = (counts, 0) if isinstance(counts, Tensor) else (None, counts)
     if summary.numel() and use_triton(summary):
         found = torch.empty((), dtype=torch.bool, device=summary.device)
-        sizes = n_rows, n_blocks, total, vocab_size
-        _counts_match_kernel((1, 1, 1), (summary, of_rows, found), (*sizes, *AGREES), num_warps=4)
+        _compare(summary, counts, vocab_size, found)
         return found
     within = (summary[1] >= 0) & (summary[2] < vocab_size)
-    valid = summary[0].sum() if of_rows is None else summary[0].sum(1)
-    same = valid == counts
-    assert isinstance(same, Tensor)
+    if isinstance(counts, int):
+        same = summary[0].sum() == counts
+    else:
+        same = summary[0].sum(1) == on_device(counts, summary.device)
     return within.all() & same.all()
 
 
-def assert_counts(summary: Tensor, counts: Tensor | int, vocab_size: int, message: str) -> None:
+def assert_counts(summary: Tensor, counts: Sequence[int] | int, vocab_size: int, message: str) -> None:
     """Assert `counts_match` on its device without waiting. A failure ends the process's use of the device.
 
     On a GPU the kernel that compares asserts too, because a small step with `n_valid` waits for the host: torch's
@@ -150,10 +256,7 @@ def assert_counts(summary: Tensor, counts: Tensor | int, vocab_size: int, messag
     if not (summary.numel() and is_on_gpu(summary) and use_triton(summary)):
         assert_async(counts_match(summary, counts, vocab_size), message)
         return
-    _, n_rows, n_blocks = summary.shape
-    of_rows, total = (counts, 0) if isinstance(counts, Tensor) else (None, counts)
-    sizes = n_rows, n_blocks, total, vocab_size
-    _counts_match_kernel((1, 1, 1), (summary, of_rows, None), (*sizes, *AGREES), num_warps=4)
+    _compare(summary, counts, vocab_size, None)
 
 
 @Kernel

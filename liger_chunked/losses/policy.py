@@ -478,8 +478,9 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         if n_valid is not None:
             n_valid = sequence_counts(n_valid, whole_target, sequence_group, vocab_shard)
         rows = select_rows(
-            whole_target, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid
-        )
+            whole_target, self._group, ignore_index, head.vocab_size,
+            sequences=sequences, n_valid=n_valid, counts_sequences=True,
+        )  # fmt: skip
         if temperature is not None:
             rows = rows.with_side("temperature", whole(temperature, sequences, 1.0).reshape(-1))
             check_temperature_values(rows.side["temperature"], n_valid)
@@ -490,7 +491,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         all_ref_logps = reference_logps(
             Reference(ref_input, ref_weight, ref_bias, ref_logps), self, head, target, rows, sequences,
             required=True if is_set(self.beta) or self.needs_reference else None,
-            kept=kept, temperature=temperature, n_valid=known_count, compact=term is not None,
+            kept=kept, temperature=temperature, n_valid=known_count, compact=term is not None, masks=term is None,
         )  # fmt: skip
         sides = RolloutSides(
             advantages=whole_side("advantages", advantages, target, sequences),

@@ -35,13 +35,15 @@ def reference_logps(
     temperature: Tensor | None = None,
     n_valid: int | None = None,
     compact: bool = False,
+    masks: bool = True,
 ) -> Tensor | None:
     """Return the reference's dense log-probabilities, detached.
 
-    They are per token, zero at ignored tokens, or per sequence like `ref_logps`.
+    They are per token, zero at ignored tokens, or per sequence like `ref_logps`; -inf is -1e18.
 
     Args:
         compact: those of a reference model's hidden states stay compact, (n_valid,).
+        masks: whether given values of tokens need that. A kernel that reads valid tokens alone replaces -inf itself.
         kept, temperature, n_valid: of `stats_of_kept`, for a reference over the ids that a sampler kept.
     """
     ref_input, ref_weight, ref_bias, ref_logps = reference
@@ -98,6 +100,8 @@ def reference_logps(
         dtype = torch.promote_types(dtype, ref_logps.dtype)
     ref_logps = ref_logps.detach().to(dtype)
     ref_logps = rows.arrange(whole(ref_logps, sequences) if per_token else ref_logps)
+    if per_token and not masks:
+        return ref_logps
     # Padding may hold NaN.
     ref_logps = torch.where(rows.mask, ref_logps, 0.0) if per_token else ref_logps
     return ref_logps.clamp(min=LOWEST_LOGP)

@@ -241,7 +241,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> list[set[Any]]:
 
 
 # Before a step's chunks.
-OF_THE_TARGET = {"_survey_kernel", "_counts_match_kernel"}
+OF_THE_TARGET = {"_survey_kernel", "_counts_match_kernel", "_find_tokens_kernel"}
 
 
 def batch_of(loss: Any, dtype: torch.dtype, whole: bool = False) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class Result(NamedTuple):
 
 
 def rows_of(loss: LigerFusedLinearPolicyBase, given: Case) -> Rows:
-    return select_rows(given.target, loss._group, -100, 4)
+    return select_rows(given.target, loss._group, -100, 4, counts_sequences=True)
 
 
 def by_kernel(loss: LigerFusedLinearGRPOLoss, given: Case, num_items: Any = None, n_chunks: int = 1) -> Result:
