@@ -46,6 +46,7 @@ from benchmarks.harness import RESULTS, RowsFile, synchronize
 from liger_chunked.kernels.launch import Kernel
 
 HERE = Path(__file__).parents[1]
+IGNORED = -100
 Run = Callable[[], Any]
 
 
@@ -89,6 +90,13 @@ def eager_kto(x: Tensor, w: Tensor, t: Tensor, desirable: Tensor, ref_logps: Ten
 def eager_grpo(x: Tensor, w: Tensor, t: Tensor, advantages: Tensor, old_logps: Tensor) -> Tensor:
     ratio, a = torch.exp(token_logps(x, w, t) - old_logps), advantages[:, None]
     return -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a).mean()
+
+
+def eager_grpo_ignoring(x: Tensor, w: Tensor, t: Tensor, advantages: Tensor, old_logps: Tensor) -> Tensor:
+    mask, a = t != IGNORED, advantages[:, None]
+    ratio = torch.exp(token_logps(x, w, t.clamp(min=0)) - old_logps)
+    cost = torch.where(mask, -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a), 0.0)
+    return (cost.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
 
 
 class OnThisThread(Step):
@@ -137,10 +145,14 @@ def dpo(pairs: int, length: int, h: int, v: int) -> dict[str, Run]:
     return of_losses((x, w), losses)
 
 
-def sequences(name: str, n: int, length: int, h: int, v: int) -> dict[str, Run]:
-    """Return steps of another loss of `n` sequences."""
+def sequences(name: str, n: int, length: int, h: int, v: int, ignored: float = 0.0) -> dict[str, Run]:
+    """Return steps of another loss of `n` sequences, of whose tokens about the share `ignored` have no target."""
     x, w = _head(n, length, h, v=v)
     t = torch.randint(v, (n, length), device=DEVICE)
+    n_valid = [length] * n
+    if ignored:
+        t[torch.rand(n, length, device=DEVICE) < ignored] = IGNORED
+        n_valid = (t != IGNORED).sum(1).tolist()
     more, given, eager = (), {}, eager_simpo
     if name == "ORPO":
         eager = eager_orpo
@@ -149,14 +161,14 @@ def sequences(name: str, n: int, length: int, h: int, v: int) -> dict[str, Run]:
         more, given, eager = (torch.arange(n, device=DEVICE) < n // 2, ref_logps), {"kl": 0.0}, eager_kto
     if name == "GRPO":
         more = torch.randn(n, device=DEVICE), torch.full((n, length), -10.0, device=DEVICE)
-        eager = eager_grpo
+        eager = eager_grpo_ignoring if ignored else eager_grpo
     settings = {} if name == "GRPO" else {"beta": BETA}
     loss, compiled = getattr(lc, f"LigerFusedLinear{name}Loss")(**settings), torch.compile(eager)
     names = {"KTO": ("preference_labels", "ref_logps"), "GRPO": ("advantages", "old_logps")}.get(name, ())
     given |= dict(zip(names, more, strict=True))
     losses = {
         "ours": lambda: loss(w, x, t, **given)[0],
-        "ours, n_valid": lambda: loss(w, x, t, **given, n_valid=[length] * n)[0],
+        "ours, n_valid": lambda: loss(w, x, t, **given, n_valid=n_valid)[0],
         "compiled": lambda: compiled(x, w, t, *more),
         "eager": lambda: eager(x, w, t, *more),
     }
@@ -215,6 +227,7 @@ ROWS: dict[str, Callable[[], dict[str, Run]]] = {
         f"{name} 4x512x1024x32000": partial(sequences, name, 4, 512, 1024, 32000)
         for name in ("SimPO", "ORPO", "KTO", "GRPO")
     },
+    "GRPO, 30% ignored 4x512x1024x32000": partial(sequences, "GRPO", 4, 512, 1024, 32000, 0.3),
     **{
         f"layer {name} {n}x{width}": partial(make, n, width)
         for name, make in LAYERS.items()
@@ -228,6 +241,7 @@ TINY: dict[str, Callable[[], dict[str, Run]]] = {
     "cross entropy": lambda: cross_entropy(32, 16, 64),
     "DPO": lambda: dpo(2, 8, 16, 64),
     **{name: partial(sequences, name, 4, 8, 16, 64) for name in ("SimPO", "ORPO", "KTO", "GRPO")},
+    "GRPO, 30% ignored": partial(sequences, "GRPO", 4, 8, 16, 64, 0.3),
 }
 
 

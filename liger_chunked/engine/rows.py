@@ -192,8 +192,12 @@ class Rows(abc.ABC):
     def with_tensors(self, tensors: Mapping[str, Tensor | None]) -> Self:
         """Return the rows of `without_tensors` with what `tensors` returned before."""
         side = {name: x for name, x in tensors.items() if x is not None}
-        own = {name: side.pop(name, None) for name in ("target", "input_index", "dense_index", "token_at")}
-        return replace(self, side=side, **own)
+        target, input_index, dense_index, token_at = (
+            side.pop(name, None) for name in ("target", "input_index", "dense_index", "token_at")
+        )
+        return replace(
+            self, target=target, input_index=input_index, dense_index=dense_index, token_at=token_at, side=side
+        )
 
     def reordered(self, order: Tensor) -> Self:
         """Return the tokens in another order. `order` (n_valid,) holds their places in this one."""

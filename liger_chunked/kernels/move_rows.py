@@ -54,7 +54,7 @@ def _place_rows_kernel(out_ptr, x_ptr, token_at_ptr, n_tokens, n_cols, BLOCK: tl
     row = tl.load(token_at_ptr + place).to(tl.int64)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * n_cols + cols, mask=cols < tl.where(row >= 0, n_cols, 0), other=0.0)
-    tl.store(out_ptr + place * n_cols + cols, x.to(out_ptr.dtype.element_ty), mask=cols < n_cols)
+    tl.store(out_ptr + place * n_cols + cols, x, mask=cols < n_cols)
 
 
 def place_rows(x: Tensor, index: Tensor, token_at: Tensor | None, out: Tensor) -> None:
@@ -66,8 +66,9 @@ def place_rows(x: Tensor, index: Tensor, token_at: Tensor | None, out: Tensor) -
         token_at: (N,) int32, the row of `x` at each row of `out`, or -1. With it, one launch writes all rows.
         out: (N, C) contiguous, maybe uninitialised, in any floating-point dtype.
     """
-    if token_at is None or not out.numel() or not (use_triton(out) and use_triton(x)):
-        out.zero_().index_copy_(0, index, x.to(out.dtype))
+    x = x.to(out.dtype)
+    if token_at is None or not out.numel() or not use_triton(out):
+        out.zero_().index_copy_(0, index, x)
         return
     n_rows, n_cols = out.shape
     most, num_warps = TUNING[x.device].logits_grad

@@ -97,12 +97,12 @@ class Found(NamedTuple):
     """Where the tokens of a target are that count.
 
     Attributes:
-        index: (n_valid,) int64, the place of each in the flattened target.
+        places: (n_valid,) int64, the place of each in the flattened target.
         ids: (n_valid,) int64, the target of each.
         token_at: (R * C,) int32, its number among them at each place, -1 where none counts. None where no kernel ran.
     """
 
-    index: Tensor
+    places: Tensor
     ids: Tensor
     token_at: Tensor | None
 

@@ -17,16 +17,18 @@ from liger_chunked.kernels import (
     LogitsCotangents,
     PartialStats,
     counts_match,
+    find_tokens,
     finish,
     logits_grad_,
     logits_stats,
     merge,
+    place_rows,
     row_stats,
     scale_,
     survey,
     survey_top_k,
 )
-from liger_chunked.kernels.backend import INTERPRETED
+from liger_chunked.kernels.backend import INTERPRETED, use_triton
 from liger_chunked.kernels.divergence_sums import merge_sums, sums
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import OUTPUTS
@@ -430,6 +432,68 @@ def test_survey(shape, ignore_index, postponed, device, monkeypatch):
         counted = target.masked_fill(~mask, 0)
         assert torch.equal(low.amin(1), counted.amin(1))
         assert torch.equal(high.amax(1), counted.amax(1))
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (1, 1), (3, 129), (300, 3), (2, 4097), (1, 9000)], ids=str)
+@pytest.mark.parametrize("ignore_index", [-100, 7], ids=str)
+@pytest.mark.parametrize("postponed", [False, True])
+def test_find_tokens(shape, ignore_index, postponed, device, monkeypatch):
+    """Rows of several blocks, more blocks than a program adds at a time, and a row with ignored tokens only."""
+    monkeypatch.setattr(Kernel, "postpone", lambda *_: postponed)
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randint(-5, 200, shape, generator=generator).to(device)
+    target[torch.rand(shape, generator=generator).to(device) < 0.4] = ignore_index
+    target[1:2] = ignore_index
+    surveyed = survey(target, ignore_index)
+    expected = (target != ignore_index).view(-1).nonzero().view(-1)
+    found = find_tokens(target, surveyed, ignore_index, expected.numel())
+    assert torch.equal(found.places, expected)
+    assert torch.equal(found.ids, target.view(-1)[expected])
+    if found.token_at is not None:
+        places = torch.full((target.numel(),), -1, dtype=torch.int32, device=device)
+        places[expected] = torch.arange(expected.numel(), dtype=torch.int32, device=device)
+        assert torch.equal(found.token_at, places)
+
+
+@pytest.mark.parametrize("wrong", [-3, 5])
+def test_find_tokens_with_a_wrong_count(wrong, device):
+    """The device asserts the count elsewhere. Until then, each place is one of the target's."""
+    target = torch.arange(12, device=device).view(3, 4) % 5 - 1
+    expected = (target != -1).view(-1).nonzero().view(-1)
+    n_valid = expected.numel() + wrong
+    if n_valid > expected.numel() and not use_triton(target):
+        pytest.skip("torch fills with -1, the last")
+    found = find_tokens(target, survey(target, -1), -1, n_valid)
+    n = min(n_valid, expected.numel())
+    assert found.places.numel() == found.ids.numel() == n_valid
+    assert torch.equal(found.places[:n], expected[:n])
+    assert not found.places[n:].any() and not found.ids[n:].any()
+
+
+@pytest.mark.parametrize("to", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n_cols", [1, 24, 2100])
+@pytest.mark.parametrize("known", [True, False])
+def test_place_rows(to, n_cols, known, device):
+    x = torch.randn(5, n_cols, generator=torch.Generator().manual_seed(0)).to(device)
+    index = torch.tensor([6, 0, 2, 9, 3], device=device)
+    token_at = torch.full((11,), -1, dtype=torch.int32, device=device)
+    token_at[index] = torch.arange(5, dtype=torch.int32, device=device)
+    out = torch.full((11, n_cols), torch.nan, dtype=to, device=device)
+    place_rows(x, index, token_at if known else None, out)
+    expected = torch.zeros(11, n_cols, dtype=to, device=device)
+    expected[index] = x.to(to)
+    assert torch.equal(out, expected)
+
+
+def test_counts_that_are_exchanged_do_not_match(device):
+    """Of rows, not of their sum: with many rows too."""
+    target = torch.where(torch.arange(40, device=device) < torch.arange(1, 41, device=device)[:, None], 1, -100)
+    summary, counts = survey(target, -100).summary, list(range(1, 41))
+    assert bool(counts_match(summary, counts, 2))
+    for i, j in ((0, 39), (3, 4), (16, 32)):
+        other = list(counts)
+        other[i], other[j] = other[j], other[i]
+        assert not bool(counts_match(summary, other, 2))
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (1, 1), (3, 129), (17, 5), (1, 70_000)], ids=str)

@@ -420,3 +420,54 @@ def test_a_step_takes_few_launches(known: bool, device: str) -> None:
         loss(weight, input, target, advantages, **sides, **counts)[0].backward()
 
     assert count_calls(step).launches <= 16
+
+
+class Call(NamedTuple):
+    """What a step with ignored tokens passes beside weight, input, target, advantages and `old_logps`."""
+
+    settings: dict[str, Any] | None = None
+    ref: bool = False
+    by_mask: bool = False
+    known: bool = False
+
+
+CALLS = {
+    "grpo": Call(),
+    "grpo-n_valid": Call(known=True),
+    "grpo-reference-mask-n_valid": Call(SETTINGS["grpo"], ref=True, by_mask=True, known=True),
+    "gspo-reference": Call(SETTINGS["gspo"], ref=True),
+    "trajectory-mask": Call({"importance_level": "trajectory"}, by_mask=True),
+    "cispo-reference-n_valid": Call(SETTINGS["cispo"], ref=True, known=True),
+    "reinforce": Call(SETTINGS["reinforce"]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_ignored_tokens_take_few_launches(call: Call, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, on one chunk."""
+    needs_kernels(device)
+    if device == "cpu" and call.known:  # on a GPU the host does not read, and the kernel asserts what it compares
+        monkeypatch.setattr("liger_chunked.engine.known.on_host", lambda x: False)
+        monkeypatch.setattr("liger_chunked.kernels.scale.on_host", lambda x: False)
+        monkeypatch.setattr(sys.modules["liger_chunked.kernels.survey"], "is_on_gpu", lambda x: True)
+    n, length, generator = 4, 8, torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 16, generator=generator).to(device).requires_grad_()
+    input = torch.randn(n, length, 16, generator=generator).to(device).requires_grad_()
+    mask = torch.rand(n, length, generator=generator) < 0.7
+    target = torch.randint(64, (n, length), generator=generator)
+    given: dict[str, Any] = {"advantages": torch.randn(n, generator=generator).to(device)}
+    for name in ("old_logps", *(("ref_logps",) if call.ref else ())):
+        given[name] = -torch.rand(n, length, generator=generator).to(device)
+    if call.by_mask:
+        given["attention_mask"] = mask.long().to(device)
+    else:
+        target = target.masked_fill(~mask, -100)
+    if call.known:
+        given["n_valid"] = mask.sum(1).tolist()
+    loss, target = LigerFusedLinearGRPOLoss(**(call.settings or {})), target.to(device)
+
+    def step() -> None:
+        weight.grad = input.grad = None  # to add to an earlier gradient is a launch of autograd
+        loss(weight, input, target, **given)[0].backward()
+
+    assert count_calls(step).launches <= 16
