@@ -343,7 +343,7 @@ def kept_ids() -> Iterator[Task]:
 def surveys() -> Iterator[Task]:
     import torch
 
-    from liger_chunked.kernels import counts_match, survey, survey_top_k
+    from liger_chunked.kernels import counts_match, find_tokens, place_rows, survey, survey_top_k
     from liger_chunked.kernels.survey import _counts_match_kernel, _survey_kernel
     from liger_chunked.kernels.tuning.generic import AGREES
 
@@ -351,12 +351,18 @@ def surveys() -> Iterator[Task]:
 
     def of_target(rows: int, columns: int) -> None:
         target = meta(rows, columns, dtype=torch.int64)
-        mask, summary, _ = survey(target, -100)
+        surveyed = survey(target, -100)
+        mask, summary, _ = surveyed
         counts_match(summary, rows * columns, 128256)
-        counts_match(summary, meta(rows, dtype=torch.int64), 128256)
-        # `assert_counts` launches it so on a GPU.
-        sizes = (*summary.shape[1:], rows * columns, 128256, *AGREES)
-        _counts_match_kernel((1, 1, 1), (summary, None, None), sizes, num_warps=4)
+        counts_match(summary, [columns] * rows, 128256)
+        for of_rows in (False, True):  # `assert_counts` launches it so on a GPU
+            sizes = (*summary.shape[1:], rows * columns, 0, 128256, of_rows, *AGREES)
+            _counts_match_kernel((1, 1, 1), (summary, None), sizes, num_warps=4)
+        places, _, token_at = find_tokens(target, surveyed, -100, rows * columns // 2)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            place_rows(
+                meta(rows * columns // 2, 4096, dtype=dtype), places, token_at, meta(rows * columns, 4096, dtype=dtype)
+            )
         # `survey` launches it so on a GPU. A meta tensor stands for the host's pinned memory.
         _survey_kernel((rows, 1, 1), (target, mask, summary, summary), (columns, -100, 1024), num_warps=4)
 

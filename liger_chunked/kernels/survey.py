@@ -109,7 +109,7 @@ class Found(NamedTuple):
 
 @Kernel
 def _find_tokens_kernel(
-    target_ptr, counts_ptr, index_ptr, ids_ptr, token_at_ptr, n_tokens, n_valid, ignore_index,
+    target_ptr, counts_ptr, places_ptr, ids_ptr, token_at_ptr, n_tokens, n_valid, ignore_index,
     BLOCK: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -117,19 +117,21 @@ def _find_tokens_kernel(
     block = row * tl.num_programs(1) + part
     cols = part * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_tokens
-    places = row * n_tokens + cols
-    target = tl.load(target_ptr + places, mask=inside, other=ignore_index)
+    target_ptr += row * n_tokens
+    target = tl.load(target_ptr + cols, mask=inside, other=ignore_index)
     valid = target != ignore_index
-    first = sum_counts(counts_ptr, 0, block, COUNTS)
-    tokens = first + tl.cumsum(valid.to(tl.int64), axis=0) - 1
-    counted = valid & (tokens < n_valid)  # `n_valid` of a caller may be wrong, which the device asserts elsewhere
-    tl.store(index_ptr + tokens, places, mask=counted)
-    tl.store(ids_ptr + tokens, target, mask=counted)
-    tl.store(token_at_ptr + places, tl.where(counted, tokens, -1).to(tl.int32), mask=inside)
-    if block == n_blocks - 1:  # a wrong number leaves no index without a value either
-        for start in range(first + tl.sum(valid.to(tl.int64), axis=0), n_valid, BLOCK):
+    first = sum_counts(counts_ptr, 0, block, COUNTS)  # of the block's tokens
+    of_block = tl.cumsum(valid.to(tl.int32), axis=0) - 1
+    # A caller's `n_valid` may be wrong, which the device asserts elsewhere: nothing is written beyond.
+    counted = valid & (of_block < n_valid - first)
+    tl.store(places_ptr + first + of_block, row * n_tokens + cols, mask=counted)
+    tl.store(ids_ptr + first + of_block, target, mask=counted)
+    token_at_ptr += row * n_tokens
+    tl.store(token_at_ptr + cols, tl.where(counted, first.to(tl.int32) + of_block, -1), mask=inside)
+    if block == n_blocks - 1:  # a wrong number leaves no place without a value either
+        for start in range(first + tl.sum(valid.to(tl.int32), axis=0), n_valid, BLOCK):
             rest = start + tl.arange(0, BLOCK)
-            tl.store(index_ptr + rest, tl.zeros_like(rest), mask=rest < n_valid)
+            tl.store(places_ptr + rest, tl.zeros_like(rest), mask=rest < n_valid)
             tl.store(ids_ptr + rest, tl.zeros_like(rest), mask=rest < n_valid)
 
 
@@ -141,16 +143,16 @@ def find_tokens(target: Tensor, surveyed: Survey, ignore_index: int, n_valid: in
         n_blocks = -(-n_cols // block)
         # The counts of a first survey, which ran in torch, are of whole rows.
         if surveyed.summary.shape[2] == n_blocks:
-            index, ids = (torch.empty(n_valid, dtype=torch.int64, device=target.device) for _ in range(2))
+            places, ids = (torch.empty(n_valid, dtype=torch.int64, device=target.device) for _ in range(2))
             token_at = torch.empty(target.numel(), dtype=torch.int32, device=target.device)
-            tensors = target, surveyed.summary, index, ids, token_at
+            tensors = target, surveyed.summary, places, ids, token_at
             launch = (n_rows, n_blocks, 1), tensors, (n_cols, n_valid, ignore_index, block, COUNTED_BLOCKS), num_warps
             if not _find_tokens_kernel.postpone(*launch):
                 _find_tokens_kernel(*launch)
-                return Found(index, ids, token_at)
+                return Found(places, ids, token_at)
     # `nonzero` would wait for the device to count what the host knows.
-    index = torch.nonzero_static(surveyed.mask.view(-1), size=n_valid).view(-1)
-    return Found(index, target.view(-1)[index], None)
+    places = torch.nonzero_static(surveyed.mask.view(-1), size=n_valid).view(-1)
+    return Found(places, target.view(-1)[places], None)
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
