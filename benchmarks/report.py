@@ -88,7 +88,10 @@ def newest_file(folder: Path, family: str) -> Path | None:
 
 
 def newest(folder: Path, family: str) -> Run | None:
-    """Return the run in `newest_file`, with the tasks that later runs on such a device repeated with all contenders."""
+    """Return the run in `newest_file`, with the tasks that later runs on such a device repeated with all contenders.
+
+    A task that no contender could run is left out.
+    """
     path = newest_file(folder, family)
     if path is None:
         return None
@@ -99,6 +102,8 @@ def newest(folder: Path, family: str) -> Run | None:
         for task, rows in later.cells.items():
             if task in run.cells and later.measured(task).keys() >= run.measured(task).keys():
                 run.tasks[task], run.cells[task], run.again[task] = later.tasks[task], rows, later
+    for task in [task for task in run.cells if not run.measured(task)]:
+        del run.tasks[task], run.cells[task]
     return run
 
 

@@ -84,7 +84,7 @@ class Completions:
     def random(cls, n: int, length: int, n_prompt: int, vocabulary: int, group: int = 2) -> Completions:
         torch.manual_seed(1)
         ids = torch.randint(3, vocabulary, (n, length), device=DEVICE)
-        ids[:, :n_prompt] = ids[: n // group, :n_prompt].repeat(group, 1)
+        ids[:, :n_prompt] = ids[: -(-n // group), :n_prompt].repeat(group, 1)[:n]  # also where n is odd
         return cls(ids, n_prompt)
 
     @property

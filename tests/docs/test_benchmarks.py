@@ -405,6 +405,14 @@ def test_labels_do_not_overlap() -> None:
             assert heights[i] > heights[j] or starts[i] + widths[i] < starts[j], (i, j)
 
 
+def test_prompts_of_an_odd_number_of_sequences() -> None:
+    pytest.importorskip("trl")
+    from benchmarks.trainers import Completions
+
+    ids = Completions.random(3, 8, 4, 100).ids
+    assert ids.shape == (3, 8) and torch.equal(ids[0, :4], ids[2, :4]) and not torch.equal(ids[0, 4:], ids[2, 4:])
+
+
 STEPS = {"sft": ["tiny-llama:1:16", "tiny-qwen2:1:16"], "trainers": ["KTO:tiny-qwen2:2:16", "GRPO:tiny-llama:2:16"]}
 
 SHARED_STEPS = ["--share", "ORPO:tiny-llama:4:16:8"]
