@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
@@ -153,9 +154,9 @@ class GRPOMixin(RolloutsMixin):
 
     def _check_no_filter(self) -> None:
         """Raise ValueError if the loss has a filter: on-policy, its ratios to an old policy without one are not 1."""
-        given = {name: getattr(self.loss_override, name) for name in ("top_k", "top_p", "min_p")}
-        filters = ", ".join(f"{name}={x}" for name, x in given.items() if x is not None)
-        if filters:
+        filter = self.loss_override._filter
+        if filter is not None:
+            filters = ", ".join(f"{name}={x}" for name, x in asdict(filter).items() if x is not None)
             raise ValueError(
                 f"the loss has {filters}, but TRL computes the old policy's log-probabilities of the whole vocabulary: "
                 "pass kept_ids=True to the trainer, and no filter to the loss. Or let TRL compute no old policy: set "
