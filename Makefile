@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # Neighbouring tests share models, imports and results: worksteal keeps them in one process.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
-# Every line of the library, and every test function that takes less than a second: see scripts/quick_tests.py.
+# Nearly every line of the library, and every test function with a case below a second: see scripts/quick_tests.py.
 test: $(VENV)/.dev
 	$(PYTEST) $(TESTS) -m "not gpu"
 	TRITON_INTERPRET=1 $(PYTEST) $(TESTS) -m "triton and not gpu" tests

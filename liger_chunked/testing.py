@@ -100,7 +100,8 @@ def check_loss(
     - returns something detached, random, or not finite.
 
     Args:
-        batch: arguments of `loss(...)` by name, at least 3 pairs or sequences; None: random, from `seed`.
+        batch: arguments of `loss(...)` by name, at least 3 pairs or sequences. None: random, from `seed`, with 12
+            sequences, or 6 pairs: a loss that holds a tensor with a value for each of them needs a batch.
         tolerance: largest relative difference.
 
     Raises:
