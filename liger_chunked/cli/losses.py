@@ -22,3 +22,4 @@ LOSSES: dict[str, Callable[[], Loss]] = {
 }
 DISTILLATION = ("kl", "jsd", "tvd", "cosine")
 PAIRS = ("dpo", "orpo", "cpo", "simpo")
+REFERENCED = ("dpo", "kto", "bco")  # by default

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import liger_chunked as library
 from liger_chunked.cli import tables
-from liger_chunked.cli.losses import DISTILLATION, LOSSES, PAIRS
+from liger_chunked.cli.losses import DISTILLATION, LOSSES, PAIRS, REFERENCED
 from liger_chunked.memory import count_bytes, most_that_fits
 from liger_chunked.types import MemoryEstimate, budget_bytes
 
@@ -242,7 +242,7 @@ def show(case: Case, free: int | None) -> None:
         rows.append([name, f"{n} or more" if is_last else f"{n}"])
         if is_last:
             notes = [f"or more: the search ends at a batch of {_MOST} tokens."]
-    tables.show(f"What fits in {free / 2**30:.1f} GiB", ["", unit], rows, notes)
+    tables.show(f"What fits in {_gib(free)}", ["", unit], rows, notes)
 
 
 def _mib(n: int) -> str:
@@ -277,6 +277,11 @@ class Step:
 
 
 def show_step(step: Step, free: int | None) -> None:
+    if step.loss in DISTILLATION:
+        raise ValueError(
+            f"--step has no estimate for a loss with a teacher, got {step.loss}: without it, --teacher-hidden-size or "
+            "--teacher-top-k gives the memory of the loss alone"
+        )
     integration = import_module("liger_chunked.integrations.transformers")
     n_sequences, length = step.batch
     loss = LOSSES[step.loss]()
@@ -294,6 +299,17 @@ def show_step(step: Step, free: int | None) -> None:
                 longest.append([label, f"{n}"])
     text = step.config.get_text_config()
     kind = f"{text.model_type}, vocabulary {text.vocab_size}, hidden size {text.hidden_size}"
-    tables.show(f"{step.loss}, {n_sequences} x {length} tokens, {kind}: GiB at the peak", ["", "peak", *names], rows)
+    title = f"{step.loss}, {n_sequences} x {length} tokens, {kind}: GiB at the peak"
+    tables.show(title, ["", "peak", *names], rows, _not_counted(step))
     if free is not None:
-        tables.show(f"What fits in {free / 2**30:.1f} GiB, a batch of {n_sequences}", ["", "tokens each"], longest)
+        tables.show(f"What fits in {_gib(free)}, a batch of {n_sequences}", ["", "tokens each"], longest)
+
+
+def _not_counted(step: Step) -> list[str]:
+    if step.loss in REFERENCED and step.settings["adapter"] is None:
+        return ["A reference model is not counted: add its weights, unless its log-probabilities were computed before."]
+    return []
+
+
+def _gib(n: int) -> str:
+    return f"{n / 2**30:.1f} GiB" if n >= 2**20 else f"{n} bytes"

@@ -381,6 +381,12 @@ def test_memory_of_a_step(capsys, tmp_path):
     settings = {"loss": LigerFusedLinearDPOLoss(), "adapter": memory.lora(4)}
     adapted = liger_chunked.estimate_step(config, shape=(2, 64), **settings)
     assert pairs["whole MLPs, checkpoints on the device"][0] == f"{adapted.peak / 2**30:.2f}"
+    whole = [*arguments[2:-1], "2x64"]
+    assert "A reference model is not counted" in out(capsys, "memory", "kto", *whole)
+    assert "--step has no estimate for a loss with a teacher, got kl" in refusal(capsys, "memory", "kl", *whole)
+    for counted in (("orpo", *whole), ("kto", *whole, "--lora-rank", "4")):
+        assert "not counted" not in out(capsys, "memory", *counted)
+    assert "What fits in 21 bytes" in out(capsys, "memory", "kto", *whole, "--free", "21")
     assert "--step needs --model" in refusal(capsys, "memory", "grpo", "--step", "--shape", "8x16")
     assert "--tiled-mlp must be auto, true or" in refusal(capsys, *arguments, "--tiled-mlp", "0")
     assert "must have sequences and a length" in refusal(capsys, *arguments[:-1], "64")

@@ -94,13 +94,13 @@ def estimate_step(
 
     For decoders whose attention calls transformers' attention functions, which is counted as FlashAttention 2: no
     matrix of T x T, a float32 gradient of the queries, and gradients of all heads' keys. Not counted: the CUDA context,
-    cuBLAS's workspace and fragmentation (allow 1 to 2 GiB).
+    cuBLAS's workspace and fragmentation (allow 1 to 2 GiB), and the weights of a reference model.
 
     Args:
         config: of a causal language model of transformers. A model of images and text counts with the weights of all
             parts, and a step on text alone.
         shape: (B, T), sequences and their length.
-        loss: as in `estimate_memory`. None: the cross entropy.
+        loss: as in `estimate_memory`, without a teacher. None: the cross entropy.
         tiled_mlp: whether the gated MLPs run in tiles: True, "auto" or the tokens of a tile, as in
             `apply_liger_kernel`. None: they run whole.
         checkpoints: where the inputs of the layers are between forward and backward. With "host", as under TRL's
