@@ -90,7 +90,11 @@ def check_graph(name: str, value: Tensor, ends: list[Tensor], owner: Any = None)
 def check_values(name: str, values: Any, shape: torch.Size, of: str) -> None:
     if not isinstance(values, Tensor) or values.shape != shape:
         got = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
-        raise ValueError(f"{name} must return one value for each of {shape[0]} {of}, got {got}")
+        hint = ""
+        if isinstance(values, Tensor) and values.ndim == 1:
+            hint = f": it may get a part of the batch, which a tensor with a value for each of all {of} does not fit"
+            hint += '. With scope = "batch" it gets all pairs' if name == "preference_loss" and of == "pairs" else ""
+        raise ValueError(f"{name} must return one value for each of {shape[0]} {of}, got {got}{hint}")
 
 
 _SWAPPED = f": weight and input look swapped, the order is (weight, input, target). {COMPAT}"

@@ -167,6 +167,11 @@ def test_options(build, case):
         build(**settings)
 
 
+class ValuesOfTheBatch(LigerFusedLinearPreferenceBase):
+    def preference_loss(self, pairs):
+        return pairs.logps[:, 0] * torch.arange(3)
+
+
 class WrongShape(LigerFusedLinearPreferenceBase):
     def preference_loss(self, pairs):
         return pairs.logps  # (n, 2)
@@ -257,6 +262,10 @@ CASES = {
     "wrong-shape-from-a-subclass": (
         lambda: WrongShape()(**pairs(SMALL, seed=0, ref=None)),
         r"preference_loss must return one value for each of 3 pairs, got \(3, 2\)",
+    ),
+    "values-of-the-batch-in-a-part": (
+        lambda: ValuesOfTheBatch(logits_budget=8 * SMALL.vocab)(**pairs(SMALL, seed=0, ref=None)),
+        r"for each of 1 pairs, got \(3,\): it may get a part of the batch, .* scope = \"batch\" it gets all pairs",
     ),
     "no-tensor-from-a-callable": (
         lambda: dpo({"loss_type": lambda pairs: 1.0, "use_ref_model": False}),
