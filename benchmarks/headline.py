@@ -142,7 +142,8 @@ def source(shown: list[tuple[Headline, Run]]) -> str:
         for run in of.values()
         if name in run.environment["versions"]
     }
-    return f"One {'; '.join(sorted(titles))}; {', '.join(sorted(peers))}; measured {', '.join(when)}."
+    where = f"One {'; '.join(sorted(titles))}; {', '.join(sorted(peers))}; measured {', '.join(when)}."
+    return f"{where} TRL runs with its defaults, without its Liger option."
 
 
 def markdown(shown: list[tuple[Headline, Run]], figure: str) -> str:
