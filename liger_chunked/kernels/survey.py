@@ -99,7 +99,8 @@ class Found(NamedTuple):
     Attributes:
         places: (n_valid,) int64, the place of each in the flattened target.
         ids: (n_valid,) int64, the target of each.
-        token_at: (R * C,) int32, its number among them at each place, -1 where none counts. None where no kernel reads it.
+        token_at: (R * C,) int32, at each place the number of its token among them, or -1. None where no kernel reads
+            it.
     """
 
     places: Tensor
