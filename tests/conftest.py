@@ -114,8 +114,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect exhaustive tests, unless the command line has `--exhaustive`. Samples are drawn from the others."""
     if config.getoption("--exhaustive"):
         return
-    if config.getoption("--quick"):
-        leave_out(config, items)
     deselected = [item for item in items if item.get_closest_marker("exhaustive")]
     items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     sampled: dict[str, list[pytest.Function]] = defaultdict(list)
@@ -129,6 +127,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    if config.getoption("--quick"):  # last: it names cases of these samples, and a sample of fewer has others
+        leave_out(config, items)
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:

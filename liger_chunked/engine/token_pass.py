@@ -28,6 +28,8 @@ class TokenPass(HeadPass):
         return super().project(_copy(x, tile.row_slice), Tile(slice(0, 1), tile.vocab_slice), _copy(u, tile.row_slice))
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
+        if not tokens.tiles:
+            return super()._unround(logps, tokens, partial)
         factors = []
         for rows, _ in tokens.tiles:
             one = tokens._replace(

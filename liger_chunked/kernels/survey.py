@@ -99,7 +99,8 @@ class Found(NamedTuple):
     Attributes:
         places: (n_valid,) int64, the place of each in the flattened target.
         ids: (n_valid,) int64, the target of each.
-        token_at: (R * C,) int32, its number among them at each place, -1 where none counts. None where no kernel ran.
+        token_at: (R * C,) int32, at each place the number of its token among them, or -1. None where no kernel reads
+            it.
     """
 
     places: Tensor
@@ -137,22 +138,28 @@ def _find_tokens_kernel(
 
 def find_tokens(target: Tensor, surveyed: Survey, ignore_index: int, n_valid: int) -> Found:
     """Return where the `n_valid` tokens of a surveyed target (R, C) are, in order, without a wait."""
-    if target.numel() and use_triton(target):
+    by_kernel = target.numel() > 0 and use_triton(target)
+    if by_kernel:
         (n_rows, n_cols), (most, num_warps) = target.shape, TUNING[target.device].survey
         block = block_size(n_cols, most)
         n_blocks = -(-n_cols // block)
-        # The counts of a first survey, which ran in torch, are of whole rows.
-        if surveyed.summary.shape[2] == n_blocks:
-            places, ids = (torch.empty(n_valid, dtype=torch.int64, device=target.device) for _ in range(2))
-            token_at = torch.empty(target.numel(), dtype=torch.int32, device=target.device)
-            tensors = target, surveyed.summary, places, ids, token_at
-            launch = (n_rows, n_blocks, 1), tensors, (n_cols, n_valid, ignore_index, block, COUNTED_BLOCKS), num_warps
-            if not _find_tokens_kernel.postpone(*launch):
-                _find_tokens_kernel(*launch)
-                return Found(places, ids, token_at)
+        places, ids = (torch.empty(n_valid, dtype=torch.int64, device=target.device) for _ in range(2))
+        token_at = torch.empty(target.numel(), dtype=torch.int32, device=target.device)
+        tensors = target, surveyed.summary, places, ids, token_at
+        launch = (n_rows, n_blocks, 1), tensors, (n_cols, n_valid, ignore_index, block, COUNTED_BLOCKS), num_warps
+        # Asked first, so that a kernel whose survey ran in torch compiles in this step, and not alone in a later one.
+        postponed = _find_tokens_kernel.postpone(*launch)
+        # The counts of a survey that ran in torch are of whole rows.
+        if not postponed and surveyed.summary.shape[2] == n_blocks:
+            _find_tokens_kernel(*launch)
+            return Found(places, ids, token_at)
     # `nonzero` would wait for the device to count what the host knows.
     places = torch.nonzero_static(surveyed.mask.view(-1), size=n_valid).view(-1)
-    return Found(places, target.view(-1)[places], None)
+    of_places = None
+    if by_kernel:  # as in later steps, so that a first step compiles the kernels that read it
+        of_places = torch.full((target.numel(),), -1, dtype=torch.int32, device=target.device)
+        of_places[places] = torch.arange(n_valid, dtype=torch.int32, device=target.device)
+    return Found(places, target.view(-1)[places], of_places)
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:

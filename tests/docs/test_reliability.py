@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -54,6 +55,18 @@ def test_the_quick_tests_exist(command):
         file, _, name = function.partition("::")
         assert f"def {re.split('::|[.]', name)[-1]}(" in (TESTS.parent / file).read_text(), function
         assert len({*cases}) == len(cases), function
+
+
+def test_quick_runs_what_is_named():
+    """Of sampled cases too, of which a sample of fewer would have others."""
+    file = "tests/engine/test_lora_head.py"
+    command = [sys.executable, "-m", "pytest", "--quick", "--collect-only", "-q", "-m", "not gpu", file]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=TESTS.parent, env=environment)
+    collected = {line for line in found.stdout.splitlines() if "::" in line}
+    named = json.loads((TESTS / "quick" / "suite.json").read_text())
+    kept = {function + case for function, cases in named.items() if function.startswith(file) for case in cases}
+    assert kept and kept <= collected
 
 
 def test_each_named_test_exists():

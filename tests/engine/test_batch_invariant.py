@@ -131,10 +131,13 @@ def test_values_and_gradients(dtype: torch.dtype) -> None:
         assert relative_error(g, e) < tolerance
 
 
-def test_nothing_valid() -> None:
-    given = batch(torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_valid(dtype: torch.dtype) -> None:
+    given = batch(dtype)
+    leaves = [given[name].requires_grad_() for name in ("input", "weight")]
     stats = invariant(**given | {"target": torch.full((N,), -100)})
     assert stats.logps is not None and not stats.logps.any()
+    assert not any(g.any() for g in torch.autograd.grad(stats.logps.sum(), leaves))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from liger_chunked.cli.losses import DISTILLATION, LOSSES
 from liger_chunked.engine import compile_ahead
 from liger_chunked.kernels import backend, launch
 from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.tuning.generic import Launch
 from liger_chunked.testing import Sizes, evaluate, random_batch
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "shape": (4, 20), "dtype": torch.float32}
@@ -271,6 +273,37 @@ def test_a_dry_run_launches_what_a_step_does(
     loss: Any = type(LOSSES[name]())(logits_budget=budget)
     evaluate(loss, batch_of(loss, dtype, whole=budget is not None))
     assert {key for key in launched if key[0] not in OF_THE_TARGET} == set().union(*ahead)
+
+
+@pytest.mark.triton
+@pytest.mark.skipif(not backend.INTERPRETED, reason="records launches: runs with TRITON_INTERPRET=1")
+@pytest.mark.parametrize("block", [4096, 16], ids=["one-block", "blocks"])
+@pytest.mark.parametrize("budget", [None, 32 * 64 * 2], ids=["one-chunk", "several"])
+def test_a_first_step_compiles_what_later_ones_launch(
+    budget: int | None, block: int, monkeypatch: pytest.MonkeyPatch, launched: set[Any], ahead: list[set[Any]]
+) -> None:
+    """With ignored tokens. Kernels that a step launches before its dry run, it postpones, as on a GPU."""
+    survey = importlib.import_module("liger_chunked.kernels.survey")
+    tuning = survey.TUNING[torch.device("cpu")]._replace(survey=Launch(block, 4))
+    monkeypatch.setattr(survey, "TUNING", {torch.device("cpu"): tuning})
+    postponed: dict[Kernel, Any] = {}
+
+    def postpone(self: Kernel, grid: Any, *call: Any) -> bool:
+        is_new = self not in postponed
+        if is_new:
+            postponed[self] = variant(self, *call, None, ())
+        return is_new
+
+    monkeypatch.setattr(Kernel, "postpone", postpone)
+    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=budget)
+    batch = batch_of(loss, torch.float32)
+    for step in range(3):
+        batch["target"][0, :2] = -100
+        evaluate(loss, batch)
+        if step == 0:
+            compiled = set().union(*ahead, postponed.values())
+    assert len(ahead) == 1
+    assert launched <= compiled, {key[0] for key in launched - compiled}
 
 
 @pytest.mark.triton

@@ -449,6 +449,7 @@ def test_find_tokens(shape, ignore_index, postponed, device, monkeypatch):
     found = find_tokens(target, surveyed, ignore_index, expected.numel())
     assert torch.equal(found.places, expected)
     assert torch.equal(found.ids, target.view(-1)[expected])
+    assert (found.token_at is not None) == (target.numel() > 0 and use_triton(target))
     if found.token_at is not None:
         places = torch.full((target.numel(),), -1, dtype=torch.int32, device=device)
         places[expected] = torch.arange(expected.numel(), dtype=torch.int32, device=device)
