@@ -146,7 +146,7 @@ def dpo(pairs: int, length: int, h: int, v: int) -> dict[str, Run]:
 
 
 def sequences(name: str, n: int, length: int, h: int, v: int, ignored: float = 0.0) -> dict[str, Run]:
-    """Return steps of another loss of `n` sequences, of whose tokens about the share `ignored` have no target."""
+    """Return steps of another loss of `n` sequences. About the share `ignored` of their tokens has no target."""
     x, w = _head(n, length, h, v=v)
     t = torch.randint(v, (n, length), device=DEVICE)
     n_valid = [length] * n

@@ -129,7 +129,7 @@ def _find_tokens_kernel(
     tl.store(ids_ptr + first + of_block, target, mask=counted)
     token_at_ptr += row * n_tokens
     tl.store(token_at_ptr + cols, tl.where(counted, first.to(tl.int32) + of_block, -1), mask=inside)
-    if block == n_blocks - 1:  # a wrong number leaves no place without a value either
+    if block == n_blocks - 1:  # too large an `n_valid` leaves no entry uninitialised
         for start in range(first + tl.sum(valid.to(tl.int32), axis=0), n_valid, BLOCK):
             rest = start + tl.arange(0, BLOCK)
             tl.store(places_ptr + rest, tl.zeros_like(rest), mask=rest < n_valid)
@@ -170,8 +170,8 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     return found
 
 
-# Counts of rows reach the kernel as a checksum, two numbers: as a tensor they would take two launches and more. A wrong
-# count has the same checksum once in 2^62 times.
+# Counts of rows reach the kernel as a checksum, two numbers: as a tensor they would take two launches and more. A
+# single wrong count, and two counts exchanged, always change it; of random other lists, one in 2^62 has the same.
 _FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd, with bits set at random
 _FIRST_FACTOR, _SECOND_FACTOR = _FACTORS if tl is None else map(tl.constexpr, _FACTORS)
 _MASK_64, _MASK_31 = (1 << 64) - 1, (1 << 31) - 1
