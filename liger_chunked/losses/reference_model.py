@@ -43,8 +43,8 @@ def reference_logps(
 
     Args:
         compact: those of a reference model's hidden states stay compact, (n_valid,).
-        masks: whether to zero given values of ignored tokens and replace -inf. A kernel that reads valid tokens alone does
-            so itself.
+        masks: whether to zero given values of ignored tokens and replace -inf. A kernel that reads valid tokens alone
+            does so itself.
         kept, temperature, n_valid: of `stats_of_kept`, for a reference over the ids that a sampler kept.
     """
     ref_input, ref_weight, ref_bias, ref_logps = reference
