@@ -108,7 +108,7 @@ def _class_weight(ce_weight: Tensor, head: LossHead) -> Tensor:
         if head.shard is not None:
             expected = f"of the {head.vocab_size} ids of the whole vocabulary"
         raise ValueError(f"ce_weight must have one value for each {expected}, got {tuple(ce_weight.shape)}")
-    return ce_weight.detach().to(head.weight.device, accumulation_dtype(head.weight.dtype)).contiguous()
+    return ce_weight.to(head.weight.device, accumulation_dtype(head.weight.dtype)).contiguous()
 
 
 def _weighed(x: Tensor, weights: Tensor | None) -> Tensor:

@@ -292,6 +292,11 @@ def test_check(capsys, monkeypatch):
         assert word in printed
 
 
+def test_check_runs_kernels_in_two_dtypes():
+    found = [(r.name, r.dtype) for r in check.kernels(torch.device("cpu"), 0)]
+    assert found == [(name, dtype) for name in check._KERNELS for dtype in (torch.float32, torch.bfloat16)]
+
+
 def test_check_runs_every_kernel():
     """Except divergences of log-probabilities, whose kernels those of logits contain."""
     functions = {name for name in kernels.__all__ if name.startswith("liger_")}

@@ -1032,6 +1032,24 @@ def test_arguments_at_their_limits() -> None:
     assert (z.is_cpu, z.layout, z.itemsize, z.is_leaf) == (True, torch.strided, 8, False) and not z.is_computed
 
 
+def test_selections_at_their_limits_stay_recorded() -> None:
+    case = Case()
+    real = case.head(case.x)
+    defer_logits(case.head)
+    for use in (
+        lambda z: z.unsqueeze(-4),
+        lambda z: z.unsqueeze(2),
+        lambda z: z.narrow(1, 0, z.shape[1]),
+        lambda z: z.narrow(1, 2, 1),
+        lambda z: z.narrow(1, 2, 0),
+    ):
+        z = use(case.head(case.x))
+        assert not z.is_computed and torch.equal(z * 1.0, use(real))
+    for dim in (-5, 4):
+        with pytest.raises(IndexError):
+            case.head(case.x).unsqueeze(dim)
+
+
 def test_spectral_norm_gives_logits() -> None:
     for norm in (nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm):
         case = Case()

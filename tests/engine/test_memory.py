@@ -184,6 +184,16 @@ def test_agrees_with_steps_on_a_cpu(row, part, trainable, monkeypatch):
     assert_agrees_on_a_cpu(row, part, trainable, monkeypatch, length=96)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_teacher_of_twice_the_vocabulary_fits_the_budget(dtype):
+    """With the workspace of CUDA's sort, which the budget counts."""
+    loss = LigerFusedLinearULDLoss(logits_budget=512 * MIB)
+    sizes: dict[str, Any] = {"hidden_size": 8, "teacher_hidden_size": 8, "shape": (4, 1000), "dtype": dtype}
+    estimate = estimate_memory(loss, vocab_size=20000, teacher_vocab_size=40000, trainable_head=False, **sizes)
+    of_tokens = 64 * 4000  # what is not logits: gradients of hidden states, and some numbers of each token
+    assert 0.95 * 512 * MIB < estimate.peak <= 512 * MIB + of_tokens
+
+
 @pytest.mark.sampled
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize("trainable", TRAINABLE)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from liger_chunked import LigerSwiGLUMLP
+from liger_chunked import LigerSwiGLUMLP, linear_token_stats
 from liger_chunked.memory import peak_bytes
 from liger_chunked.tiled import (
     after_tiles,
@@ -257,6 +257,27 @@ def test_frozen_weights_cost_no_weight_gradient():
     with flop_counter() as counter:
         checkpoint(layer, x, use_reentrant=False).sum().backward()
     assert counter.get_total_flops() == 8 * 2 * 64 * H * I
+
+
+class Scores(nn.Module):
+    """Returns the log-probability of the first token at each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(H, I, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logps = linear_token_stats(self.head.weight, x, x.new_zeros(x.shape[:-1], dtype=torch.int64)).logps
+        assert logps is not None
+        return logps[..., None]
+
+
+def test_statistics_in_tiles_project_once_in_a_pass():
+    """Tiles are recomputed under hooks of the library, not the caller's, and so statistics keep their logits."""
+    module, x = Scores(), rows(64, H, dtype=torch.float32)
+    with flop_counter() as counter, save_on_cpu():
+        tiled(module, module, x, 16).sum().backward()
+    assert counter.get_total_flops() == 4 * 2 * 64 * H * I  # forward, recomputation, dX and dW
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -191,6 +191,18 @@ def test_a_copy_with_other_options_takes_a_top_k() -> None:
     assert torch.equal(loss(**given)[0], LigerFusedLinearKLDivLoss(softcap=3.0)(**given)[0])
 
 
+def test_prefix_weights_without_a_distance() -> None:
+    """A teacher whose log-probabilities are the student's, and an empty completion: no prefix has a share."""
+    given = sample()
+    leaves = {name: given[name].requires_grad_() for name in ("weight", "input")}
+    target, logps = given["target"].clone(), torch.full(given["target"].shape, -2.0, dtype=torch.float64)
+    target[0] = -100
+    loss = LigerFusedLinearOnPolicyDistillationLoss(surrogate="log_prob", student="old", prefix_weight=0.5)
+    found, _ = loss(**leaves, target=target, teacher_logps=logps, old_logps=logps)
+    gradients = torch.autograd.grad(found, [*leaves.values()])
+    assert found.detach() == 0 and not any(g.any() for g in gradients)
+
+
 def test_refusals() -> None:
     given = sample()
     target, logps = given["target"], torch.zeros(given["target"].shape)

@@ -123,6 +123,11 @@ def test_bounds_of_rejections(bounds, message):
         rollout_rejection_mask(*samples(), bounds)
 
 
+def test_a_bound_of_rejections_that_is_no_number():
+    with pytest.raises(TypeError, match=r"^the bound of token_k3 must be a number, got '0.1', a str"):
+        rollout_rejection_mask(*samples(), {"token_k3": "0.1"})
+
+
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_metrics_before_bounds(level):
     old, sampled, mask = samples()
