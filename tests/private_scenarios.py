@@ -143,13 +143,14 @@ def known_counts() -> None:
     from liger_chunked import LigerFusedLinearDPOLoss
     from liger_chunked.engine import known
     from liger_chunked.functional import cross_entropy_loss
+    from liger_chunked.kernels.survey import on_device
 
     data = tensors()
     target = data[-1]
     expected = step(stock, *data)
     n_valid = int((target != -100).sum())
     assert_close(step(lambda *x: cross_entropy_loss(*x, n_valid=n_valid), *data), expected)
-    assert known.on_device([3, 0, 5], torch.device("cpu")).tolist() == [3, 0, 5]
+    assert on_device([3, 0, 5], torch.device("cpu")).tolist() == [3, 0, 5]
     known.assert_later(torch.tensor(True), "holds")
     with raises(RuntimeError):
         known.assert_later(torch.tensor(False), "does not hold")
