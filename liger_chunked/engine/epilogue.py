@@ -50,6 +50,8 @@ from liger_chunked.types import AdaptedWeight, HeadTensors, LogitOptions, LossHe
 _DESCRIPTOR_BYTES = 16
 _DESCRIPTOR_ELEMENTS = _DESCRIPTOR_BYTES // torch.bfloat16.itemsize
 _DTYPES = (torch.bfloat16, torch.float16)
+# The kernels count places of partial sums in int32.
+_MOST_PLACES = 2**31
 # The epilogue has no registers for an argmax or a sum of squares.
 _COMPUTABLE = {"logps", "lse", "entropy", "mean_logits"}
 
@@ -393,10 +395,11 @@ class StatisticsPass:
             self._held = self._view(tiles[-1])
 
     def _blocks(self, n: int, tiles: Tiles, tiling: Tiling) -> list[_Block]:
-        """Cut rows so that float32 partial sums fit a tile of 2 bytes a logit."""
-        columns = self.head.weight.shape[0]
-        partial_sums = max(1, -(-columns // tiling.cols)) * (1 + ("entropy" in self.outputs))
-        most = max(1, self.tile_size // (2 * partial_sums * tiling.rows)) * tiling.rows
+        """Cut rows so that float32 partial sums fit a tile of 2 bytes a logit, and their places 32 bits."""
+        parts = max(1, -(-self.head.weight.shape[0] // tiling.cols))
+        partial_sums = parts * (1 + ("entropy" in self.outputs))
+        row_blocks = min(self.tile_size // (2 * partial_sums), _MOST_PLACES // parts) // tiling.rows
+        most = max(1, row_blocks) * tiling.rows
         blocks = [_Block(slice(start, min(start + most, n))) for start in range(0, n, most)]
         if self._held is None:
             return blocks

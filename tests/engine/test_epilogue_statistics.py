@@ -18,7 +18,7 @@ from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.projection import _regions
 from liger_chunked.kernels.tuning.hopper import FEWEST_TILES, FEWEST_TILES_OF_ENTROPY, WIDEST, Tiling
-from liger_chunked.types import LossHead
+from liger_chunked.types import HeadTensors, LossHead
 
 ALL = ("logps", "lse", "entropy", "mean_logits")
 # 36 tokens in tiles: five slices of the vocabulary, or blocks of 13 tokens and two slices
@@ -353,6 +353,19 @@ def test_serves_not(change):
         return serves_statistics(head, dtype, options, class_weight, outputs, cut, needs_grad=True)
 
     assert served() and served(tiles=FEWEST_TILES, outputs=("logps",), hidden=WIDEST + 8) and not served(**change)
+
+
+@pytest.mark.parametrize("outputs", [("logps",), ("logps", "entropy")], ids=["logps", "entropy"])
+@pytest.mark.parametrize("hidden", [1024, 4096])
+def test_places_of_partial_sums_fit_32_bits(hidden, outputs):
+    """With a budget of 16 GiB and millions of tokens. A place beyond would wrap, to memory before the sums."""
+    head = HeadTensors(torch.empty(262_144, hidden, device="meta"), None)
+    statistics = StatisticsPass(head, LogitOptions(), outputs, tile_size=1 << 33)
+    n_tokens, tiling = 1 << 22, Tiling.of(hidden)
+    blocks = [rows for rows, *_ in statistics._blocks(n_tokens, (), tiling)]
+    assert [rows.start for rows in blocks] == [0, *(rows.stop for rows in blocks[:-1])] and blocks[-1].stop == n_tokens
+    n_parts = 262_144 // tiling.cols
+    assert max(n_parts * (rows.stop - rows.start) for rows in blocks) <= 2**31
 
 
 def test_estimate():
