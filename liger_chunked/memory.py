@@ -99,7 +99,7 @@ def estimate_memory(
     >>> from liger_chunked import LigerFusedLinearDPOLoss
     >>> batch = {"vocab_size": 128256, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}
     >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, ref_hidden_size=4096))
-    3262 MiB: logits 2004, weight_grad 1002, input_grad 192, hidden 64
+    3263 MiB: logits 2004, weight_grad 1002, input_grad 192, hidden 64, other 1
     >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, trainable_head=False, logits_budget=256 << 20))
     444 MiB: logits 251, input_grad 176, hidden 16, other 1
 
