@@ -12,7 +12,7 @@ runs, in ranks and other child processes too. `choose` keeps, in this order:
 1. the tests named by `--keep`, and those that killed a mutant (tests/mutants), if they take less than two seconds;
 2. of each test function the fastest case, if it takes less than `--fastest-seconds`;
 3. of the other cases of a function as many as fit into a time, at equal distances in their order;
-4. tests that run lines which no kept test runs, the most lines a second first, down to one line a second.
+4. tests that run lines which no kept test runs, the most lines a second first, down to two lines a second.
 
 The time of a function is the longest with which all of them fit into `--seconds`. The result names each test function
 that loses cases, and the cases that it keeps: `pytest --quick` reads it. A function that it does not name runs whole,
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FUNCTION_SECONDS = (8.0, 4.0, 2.0, 1.5, 1.0, 0.8, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0.0)
 # A test that killed a mutant is kept if it is faster than this.
 KILLER_SECONDS = 2.0
-LINES_PER_SECOND = 1.0
+LINES_PER_SECOND = 2.0
 # Of pytest and pytest-xdist, for each test.
 OVERHEAD_SECONDS = 0.008
 
