@@ -1,4 +1,4 @@
-"""Choose the tests that `make test` runs in five minutes, so that every line of the library still runs.
+"""Choose the tests that `make test` runs in a few minutes, so that nearly every line of the library still runs.
 
     python scripts/quick_tests.py record --jobs 16 --out suite.json -- -m "not gpu"
     python scripts/quick_tests.py choose suite.json --seconds 400 --out tests/quick/suite.json
