@@ -412,16 +412,22 @@ def test_scale_several(n_tensors, last, device):
         assert_scaled(x, y)
 
 
+def surveyed_target(shape: tuple[int, int], ignore_index: int, device: str) -> torch.Tensor:
+    """Return a target with ignored tokens in every row, and in all of the second."""
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randint(-5, 200, shape, generator=generator).to(device)
+    target[torch.rand(shape, generator=generator).to(device) < 0.4] = ignore_index
+    target[1:2] = ignore_index
+    return target
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (1, 1), (3, 129), (2, 4097), (1, 9000)], ids=str)
 @pytest.mark.parametrize("ignore_index", [-100, 7], ids=str)
 @pytest.mark.parametrize("postponed", [False, True])
 def test_survey(shape, ignore_index, postponed, device, monkeypatch):
     """Rows of several blocks, and a row with ignored tokens only."""
     monkeypatch.setattr(Kernel, "postpone", lambda *_: postponed)
-    generator = torch.Generator().manual_seed(0)
-    target = torch.randint(-5, 200, shape, generator=generator).to(device)
-    target[torch.rand(shape, generator=generator).to(device) < 0.4] = ignore_index
-    target[1:2] = ignore_index
+    target = surveyed_target(shape, ignore_index, device)
     found = survey(target, ignore_index)
     mask = found.mask
     assert torch.equal(mask, target != ignore_index)
@@ -440,10 +446,7 @@ def test_survey(shape, ignore_index, postponed, device, monkeypatch):
 def test_find_tokens(shape, ignore_index, postponed, device, monkeypatch):
     """Rows of several blocks, more blocks than a program adds at a time, and a row with ignored tokens only."""
     monkeypatch.setattr(Kernel, "postpone", lambda *_: postponed)
-    generator = torch.Generator().manual_seed(0)
-    target = torch.randint(-5, 200, shape, generator=generator).to(device)
-    target[torch.rand(shape, generator=generator).to(device) < 0.4] = ignore_index
-    target[1:2] = ignore_index
+    target = surveyed_target(shape, ignore_index, device)
     surveyed = survey(target, ignore_index)
     expected = (target != ignore_index).view(-1).nonzero().view(-1)
     found = find_tokens(target, surveyed, ignore_index, expected.numel())
@@ -463,7 +466,7 @@ def test_find_tokens_with_a_wrong_count(wrong, device):
     expected = (target != -1).view(-1).nonzero().view(-1)
     n_valid = expected.numel() + wrong
     if n_valid > expected.numel() and not use_triton(target):
-        pytest.skip("torch fills with -1, the last")
+        pytest.skip("nonzero_static fills the places that are missing with -1, which indexes the last id")
     found = find_tokens(target, survey(target, -1), -1, n_valid)
     n = min(n_valid, expected.numel())
     assert found.places.numel() == found.ids.numel() == n_valid
