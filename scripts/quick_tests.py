@@ -61,6 +61,7 @@ def record(arguments: list[str], jobs: int, out: Path) -> None:
             if not line.endswith(":0")  # any code of the file
         }
     print(f"{len(seconds)} tests, {sum(seconds.values()):.0f} s, {len(lines)} lines, {len(outcome.failed)} failed")
+    print(*(f"failed: {test}" for test in outcome.failed), sep="\n")
     result = {"command": arguments, "commit": mutate.commit(), "seconds": seconds, "lines": lines}
     out.write_text(json.dumps(result) + "\n")
 
