@@ -71,10 +71,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Hide the objects of imports and collection from the garbage collector: it takes a second to walk over them."""
+    """Hide the objects of imports and collection from the garbage collector: it takes a second to walk over them.
+
+    For the same second, what is garbage by then stays.
+    """
     gc.disable()
     result = yield
-    gc.collect()
     gc.freeze()
     gc.enable()
     return result
