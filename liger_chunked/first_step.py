@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ def warmup(
 ) -> None:
     """Compile the Triton kernels of `loss` before the first step: seconds of work, unless Triton's cache has them.
 
-    Runs three steps on random tensors of these sizes. Call it on each rank before training, after
+    Runs three steps on random tensors of these sizes, and of losses on rollouts others without `old_logps`, and without
+    `ref_logps` where these are not needed: their kernels are compiled with and without them. Call it on each rank before training, after
     `torch.cuda.set_device`. It needs the memory of the inputs and of `estimate_memory`, and frees it. It changes no
     random state, and does not compile a patched model's layers.
 
@@ -82,9 +84,13 @@ def warmup(
     def run() -> None:
         """Keep no tensor alive."""
         given, trainable = call.arguments(found)
-        for lengths in _variants(call.lengths):
+        steps = [call.marked(given, lengths) for lengths in _variants(call.lengths)]
+        whole, optional = steps[-1], [name for name in call.optional if name not in arguments]
+        for n in range(1, len(optional) + 1):
+            steps += [whole | dict.fromkeys(names) for names in combinations(optional, n)]
+        for changes in steps:
             with torch.autocast(found.type, dtype=autocast, enabled=autocast is not None):
-                value = _scalar(loss(**{**given, **call.marked(given, lengths), **arguments}))
+                value = _scalar(loss(**{**given, **changes, **arguments}))
             if trainable:
                 torch.autograd.grad(value, trainable)
 

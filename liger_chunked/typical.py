@@ -19,6 +19,7 @@ from liger_chunked.losses import (
     LigerFusedLinearULDLoss,
     LigerFusedLinearUnpairedPreferenceBase,
 )
+from liger_chunked.losses.settings import is_set
 from liger_chunked.types import AdaptedWeight, LogitOptions, check_number, shown
 
 Loss = nn.Module | Callable[..., Any]
@@ -194,6 +195,17 @@ class TypicalCall:
         if not isinstance(loss, LigerFusedLinearULDLoss):
             given["target"] = random.ids(self.vocab_size, *shape)
         return given, [x for x in (given["input"], *leaves) if x.requires_grad]
+
+    @property
+    def optional(self) -> list[str]:
+        """The arguments of `arguments` that a call may leave out. Kernels are compiled for calls without them too."""
+        loss = self.loss
+        if isinstance(loss, LigerFusedLinearOnPolicyDistillationLoss):
+            return ["old_logps"]
+        if not isinstance(loss, LigerFusedLinearPolicyBase):
+            return []
+        has_reference = self.ref_hidden_size is not None or loss.needs_reference or is_set(loss.beta)
+        return ["old_logps"] if has_reference else ["old_logps", "ref_logps"]
 
     def marked(self, given: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
         """Return the argument that marks the first tokens of each sequence as those that count."""

@@ -65,8 +65,16 @@ class FreshProcesses:
 
     def _ask(self, server: str, code: str, arguments: tuple[str, ...], module: str = "") -> str:
         if self._first is None:
+            # Modules of tests ask whether there is a GPU when they are imported. Asked of CUDA itself, a process that forks
+            # later would have no device.
+            environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
             self._first = subprocess.Popen(
-                [sys.executable, __file__], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [sys.executable, __file__],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
         print(json.dumps([server, code, arguments, module]), file=self._first.stdin, flush=True)
         status, printed = json.loads(self._first.stdout.readline())

@@ -21,6 +21,7 @@ import liger_chunked
 from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
     LigerFusedLinearKLDivLoss,
     LigerFusedLinearOnPolicyDistillationLoss,
     LigerFusedLinearPreferenceBase,
@@ -221,6 +222,36 @@ def test_every_variant_of_later_steps(name: str, chunks: int, launched: set[Any]
         assert launched <= warm, launched - warm
 
 
+@pytest.mark.triton
+@pytest.mark.ordinary_memory
+@pytest.mark.skipif(not backend.INTERPRETED, reason="records launches: runs with TRITON_INTERPRET=1")
+@pytest.mark.parametrize(
+    ("settings", "left_out"),
+    [
+        ({}, ["ref_logps"]),
+        ({}, ["old_logps", "ref_logps"]),
+        pytest.param({}, ["old_logps"], marks=pytest.mark.exhaustive),
+        pytest.param({"beta": 0.1}, ["old_logps"], marks=pytest.mark.exhaustive),
+    ],
+    ids=["no-reference", "on-policy", "on-policy-reference", "kl"],
+)
+@pytest.mark.parametrize("counts", [False, True], ids=["", "n_valid"])
+def test_every_variant_of_rollouts(
+    settings: dict[str, float], left_out: list[str], counts: bool, launched: set[Any]
+) -> None:
+    """A policy's kernels are compiled with and without the log-probabilities that a call may leave out."""
+    shape, vocab, hidden = (4, 16), 64, 32  # of `batch_of`
+    loss = LigerFusedLinearGRPOLoss(**settings)
+    warmup(loss, vocab_size=vocab, hidden_size=hidden, shape=shape, dtype=torch.float32, device="cpu")
+    warm = set(launched)
+    launched.clear()
+    given = batch_of(loss, torch.float32)
+    given |= {"n_valid": (given["target"] != -100).sum(1).tolist()} if counts else {}
+    evaluate(loss, {name: x for name, x in given.items() if name not in left_out})
+    assert launched
+    assert launched <= warm, launched - warm
+
+
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> list[set[Any]]:
     """What dry runs launch, for steps on the CPU too: the kernels that compile together."""
@@ -417,7 +448,12 @@ compiled.clear()
 batch = _batch(loss, Sizes(8, length, 1024, 151936, 1024), "cuda", torch.bfloat16)
 for lengths in ([length] * 8, [length - 5 * i for i in range(8)], [length - 16 * i - 1 for i in range(8)]):
     ignored = torch.arange(length, device="cuda") >= torch.tensor(lengths, device="cuda")[:, None]
-    evaluate(loss, batch | {"target": batch["target"].masked_fill(ignored, -100)})
+    batch["target"] = batch["target"].masked_fill(ignored, -100)
+    evaluate(loss, batch)
+if name == "grpo":
+    for side in ("ref_logps", "old_logps"):
+        del batch[side]
+        evaluate(loss, batch)
 assert not compiled, compiled
 assert allocated < 65 << 20, allocated  # two streams' workspaces of cuBLAS, 32 MiB each, and cached scalars
 """
