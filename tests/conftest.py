@@ -71,19 +71,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Hide the objects of imports and collection from the garbage collector: it takes a second to walk over them.
+    """Hide the objects of imports and collection from the garbage collector, which takes a second to walk over them.
 
-    For the same second, what is garbage by then stays.
+    pytest runs it several times at the end. What is garbage by now stays: finding it would take the same second.
     """
     gc.disable()
     result = yield
     gc.freeze()
     gc.enable()
     return result
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)

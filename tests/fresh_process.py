@@ -65,8 +65,8 @@ class FreshProcesses:
 
     def _ask(self, server: str, code: str, arguments: tuple[str, ...], module: str = "") -> str:
         if self._first is None:
-            # Modules of tests ask whether there is a GPU when they are imported. After CUDA has been asked, the forks of
-            # a process have no device; NVML leaves it alone.
+            # Modules of tests ask whether there is a GPU when they are imported. If CUDA answers, forks of the process
+            # have no device. NVML answers without it.
             environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
             self._first = subprocess.Popen(
                 [sys.executable, __file__],
