@@ -14,6 +14,7 @@ They deselect tests marked `exhaustive`, and most parameter combinations of test
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -78,6 +79,7 @@ def pytest_collection() -> Iterator[None]:
     gc.disable()
     result = yield
     gc.freeze()
+    atexit.register(gc.unfreeze)  # or extension modules say that their objects leak
     gc.enable()
     return result
 
