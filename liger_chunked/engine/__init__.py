@@ -9,6 +9,7 @@ choose, cutting                  the one place that decides what runs; chunks an
 compile_ahead                    a dry run that compiles the kernels of a new kind of step
 head, epilogue                   passes over a chunk: plain logits, fused epilogue
 filtered, token_pass, shard      plain logits that a sampler keeps, of one token at a time, of a rank's ids
+invariant                        plain logits whose bits do not depend on the batch
 kept, kept_pass                  the ids that a sampler kept, by rows of the head, and by products
 gradients, live_rows             accumulators of dX, dW and db; leave rows without a gradient out of their products
 plan                             what the choice returns: `Plan`, and the `Tokens` of a chunk

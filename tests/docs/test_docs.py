@@ -223,3 +223,9 @@ def trl_trainers() -> list[str]:
 
 def test_readme_is_read_in_one_sitting():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_the_map_of_the_engine_has_every_file():
+    listed = re.findall(r"\w+", liger_chunked.engine.__doc__)
+    files = {path.stem for path in (ROOT / "liger_chunked/engine").glob("*.py")} - {"__init__"}
+    assert files <= set(listed), files - set(listed)
