@@ -47,13 +47,18 @@ def drawn(n: int, v: int, mean: float) -> tuple[KeptIds, Tensor]:
     """Return kept ids, `mean` distinct ones a token, and a target among them."""
     of_draws = mean
     for _ in range(12):
-        kept = _drawn(n, v, of_draws)
-        found = kept.ids.shape[0] / n
+        ids = _drawn(n, v, of_draws)
+        found = ids.ids.shape[0] / n
         if abs(found / mean - 1) < 0.02:
             break
         # Not by the ratio of the means alone: singletons stay as many.
         of_draws = SINGLE + (of_draws - SINGLE) * (mean - SINGLE) / (found - SINGLE)
-    return kept, kept.ids[kept.offsets[:-1]]
+    return ids, ids.ids[ids.offsets[:-1]]
+
+
+def sorted_by_id(entries: kept.Entries, dz: Tensor) -> kept.Sorted:
+    ids, order = torch.sort(entries.ids, stable=True)
+    return kept.Sorted(ids, entries.tokens[order], dz[order])
 
 
 def _drawn(n: int, v: int, mean: float) -> KeptIds:
@@ -85,7 +90,7 @@ def kernels_alone(x: Tensor, weight: Tensor, given: KeptIds) -> float:
         stats = kept.kept_stats(z, entries, options)
         dz = kept.kept_logits_grad(z, entries, LogitsCotangents(stats.max, stats.sum_exp, logps=g), options)
         kept.kept_input_grad(dz, weight, entries, torch.empty_like(x))
-        kept.write_kept_weight_grad(dw.zero_(), x, kept.sorted_by_id(entries, dz))
+        kept.write_kept_weight_grad(dw.zero_(), x, sorted_by_id(entries, dz))
 
     return median_ms(run)
 

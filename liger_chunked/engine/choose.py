@@ -25,7 +25,7 @@ from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
 from liger_chunked.engine.estimated import estimated
 from liger_chunked.engine.filtered import FILTERED
 from liger_chunked.engine.gradients import HeadGradients
-from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.head import HeadPass, Pass
 from liger_chunked.engine.invariant import InvariantPass
 from liger_chunked.engine.kept_pass import KeptPass
 from liger_chunked.engine.plan import Path, Plan
@@ -426,7 +426,7 @@ def for_distillation(
     )
 
 
-def pass_of_loss(plan: Plan, head: HeadTensors, grads: HeadGradients | None) -> HeadPass | EpiloguePass:
+def pass_of_loss(plan: Plan, head: HeadTensors, grads: HeadGradients | None) -> Pass:
     """Return what runs a loss's chunks. `head` is in the products' dtype; without `grads`, nothing has a gradient."""
     # The epilogue adds rows of targets to dW in float32, and cannot add them to a rounded one.
     if plan.path is Path.EPILOGUE and (grads is None or grads.weight is None or grads.weight.is_wide):

@@ -445,11 +445,6 @@ class Sorted(NamedTuple):
     dz: Tensor
 
 
-def sorted_by_id(entries: Entries, dz: Tensor) -> Sorted:
-    ids, order = torch.sort(entries.ids, stable=True)
-    return Sorted(ids, entries.tokens[order], dz[order])
-
-
 @jit
 def _write_row(grad_ptr, row, grad_stride, n_written, cols, hidden, total):
     """Write a sum to a row of this rank's dW: one program has all of a row, or `_joined_kernel` has."""

@@ -450,7 +450,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             lengths=at_least_1,
             batch_lengths=batch_lengths.clamp(min=1) if may_be_empty else batch_lengths,
             average_log_prob=self.average_log_prob,
-            reference=self._reference(target, rows, ref_logps, at_least_1),
+            reference=self._reference(target, ref_logps, at_least_1),
             token_weights=None if self.ld_alpha is None else _tail_weights(mask, lengths, self.ld_alpha, dtype),
             has_tokens=lengths.sum(-1) > 0 if some_are_empty else None,
             host_counts=host_counts,
@@ -459,7 +459,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             example_weights=None if example_weights is None else example_weights.detach().to(torch.float64),
         )
 
-    def _reference(self, target: Tensor, rows: Rows, ref_logps: Tensor | None, lengths: Tensor) -> Tensor:
+    def _reference(self, target: Tensor, ref_logps: Tensor | None, lengths: Tensor) -> Tensor:
         """Return the reference's dense log-probabilities, (n, 2, T) or (n, 2); zeros without one.
 
         Raises:
@@ -467,8 +467,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         """
         if ref_logps is None:
             return without_reference(self, lengths)
-        if ref_logps.ndim == 1:  # compact
-            ref_logps = rows.to_dense(ref_logps)
         if ref_logps.ndim == 2 and self.needs_token_ref_logps:
             raise ValueError(
                 f"ref_logps must be {tuple(target.shape)}, one value a token, with ld_alpha={self.ld_alpha}, which "
