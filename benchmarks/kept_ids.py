@@ -47,13 +47,13 @@ def drawn(n: int, v: int, mean: float) -> tuple[KeptIds, Tensor]:
     """Return kept ids, `mean` distinct ones a token, and a target among them."""
     of_draws = mean
     for _ in range(12):
-        ids = _drawn(n, v, of_draws)
-        found = ids.ids.shape[0] / n
+        kept = _drawn(n, v, of_draws)
+        found = kept.ids.shape[0] / n
         if abs(found / mean - 1) < 0.02:
             break
         # Not by the ratio of the means alone: singletons stay as many.
         of_draws = SINGLE + (of_draws - SINGLE) * (mean - SINGLE) / (found - SINGLE)
-    return ids, ids.ids[ids.offsets[:-1]]
+    return kept, kept.ids[kept.offsets[:-1]]
 
 
 def sorted_by_id(entries: kept.Entries, dz: Tensor) -> kept.Sorted:
