@@ -178,6 +178,40 @@ def test_pasted_blocks_run(name, fresh_process, tmp_path):
     fresh_process.run_after("transformers.models.llama.modeling_llama", code)
 
 
+# For each guide, the log-probabilities or divergences that its own functions compute, with the labels' positions.
+OF_GUIDE = {
+    "preferences.md": "ref_model(**batch, head_fn=ref_fn)",
+    "grpo.md": "model(input_ids=input_ids, labels=labels, head_fn=logps_fn)",
+    "lora.md": "model(input_ids=input_ids, labels=labels, head_fn=logps)",
+    "distillation.md": "student(input_ids=input_ids, labels=labels, head_fn=per_token)",
+}
+
+
+@pytest.mark.parametrize("name", OF_GUIDE)
+def test_guides_compute_with_the_scale_of_the_models_logits(name):
+    if name == "lora.md":
+        pytest.importorskip("peft")
+    (code,) = scripts(ROOT / "docs" / "guides" / name, needs_above=True).values()
+    code = code.replace("LlamaConfig(", "GraniteConfig(logits_scaling=0.125, ").replace("Llama", "Granite")
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        exec(code, scope)
+        with torch.no_grad():
+            values = eval(OF_GUIDE[name], scope)[:, :-1]
+            ids, labels = scope["input_ids"], scope["labels"][:, 1:]
+            model = scope["ref_model" if name == "preferences.md" else "student" if "student" in scope else "model"]
+            logps = model.eval()(ids).logits[:, :-1]
+            if name == "distillation.md":
+                q, p = ((x / 2).log_softmax(-1) for x in (scope["teacher"](ids).logits[:, :-1, :4096], logps))
+                expected = (q.exp() * (q - p)).sum(-1)
+            else:
+                expected = logps.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        torch.testing.assert_close(values, expected.masked_fill(labels == -100, 0), rtol=1e-4, atol=1e-4)
+    finally:
+        scope.clear()
+        gc.collect()
+
+
 def test_no_block_of_the_first_pages_is_left_out():
     for page in list(PASTED)[:3]:
         assert blocks(page) and all(block.mark is None for block in blocks(page)), page
