@@ -132,7 +132,7 @@ def memory(
     dtype: Annotated[Dtype, typer.Option(help="of weight and hidden states")] = Dtype["bfloat16"],
     autocast: Annotated[Dtype | None, typer.Option(help="the dtype of torch.autocast")] = None,
     bias: Annotated[bool, typer.Option("--bias", help="the head has a bias")] = False,
-    frozen_head: Annotated[bool, typer.Option("--frozen-head", help="as under PEFT; --step finds out itself")] = False,
+    frozen_head: Annotated[bool, typer.Option("--frozen-head", help="as under PEFT")] = False,
     frozen_input: Annotated[bool, typer.Option("--frozen-input", help="hidden states need no gradient")] = False,
     lora_rank: Annotated[
         int | None, typer.Option(help="of an adapter on the head; with --step, on all linear layers but the head")
@@ -154,13 +154,30 @@ def memory(
         float | None, typer.Option(help="with --step: of a trainable parameter's states; default: two in --dtype")
     ] = None,
     frozen: Annotated[bool, typer.Option("--frozen", help="with --step: no weight trains, as under PEFT")] = False,
+    reference: Annotated[
+        bool, typer.Option("--reference", help="with --step: a second, frozen model gives the reference")
+    ] = False,
     accumulates: Annotated[
         bool, typer.Option("--accumulates", help="with --step: an earlier micro-batch has left gradients")
     ] = False,
 ) -> None:
     """Peak memory of a loss, forward and backward above its inputs, fused and eager; with --step, of a whole step."""
+    of_loss = {
+        "valid": valid, "vocab-size": vocab_size, "hidden-size": hidden_size, "autocast": autocast, "bias": bias,
+        "frozen-head": frozen_head, "frozen-input": frozen_input, "ref-hidden-size": ref_hidden_size,
+        "teacher-hidden-size": teacher_hidden_size, "teacher-top-k": teacher_top_k,
+    }  # fmt: skip
+    of_step = {
+        "tiled-mlp": tiled_mlp, "checkpoints": checkpoints.value != "device", "optimizer-bytes": optimizer_bytes,
+        "frozen": frozen, "reference": reference, "accumulates": accumulates,
+    }  # fmt: skip
+    if unread := [name for name, value in (of_loss if step else of_step).items() if value]:
+        why = "is of the loss alone: leave it out with --step" if step else "needs --step"
+        raise ValueError(f"--{unread[0]} {why}")
     parsed = sizes.parse_shape(shape, of_pairs=loss.value in PAIRS)
     most = None if free is None else sizes.parse_bytes(free)
+    if most is not None and most < 1 << 20:
+        raise ValueError(f"--free must be at least 1MiB, got {most} bytes: add a unit, as in 20GiB")
     if warning := sizes.source_of_sizes(model if vocab_size is None or hidden_size is None or step else None):
         print(f"liger-chunked: {warning}", file=sys.stderr)
     if step:
@@ -170,6 +187,7 @@ def memory(
             "dtype": DTYPES[dtype.value],
             "trainable": not frozen,
             "adapter": None if lora_rank is None else sizes.lora(lora_rank),
+            "reference": reference,
             "optimizer_bytes": optimizer_bytes,
             "accumulates": accumulates,
             "logits_budget": logits_budget,

@@ -306,10 +306,10 @@ def show_step(step: Step, free: int | None) -> None:
 
 
 def _not_counted(step: Step) -> list[str]:
-    if step.loss in REFERENCED and step.settings["adapter"] is None:
-        return ["A reference model is not counted: add its weights, unless its log-probabilities were computed before."]
+    if step.loss in REFERENCED and step.settings["adapter"] is None and not step.settings["reference"]:
+        return ["A reference model is not counted: pass --reference, unless its log-probabilities are computed before."]
     return []
 
 
 def _gib(n: int) -> str:
-    return f"{n / 2**30:.1f} GiB" if n >= 2**20 else f"{n} bytes"
+    return f"{n / 2**30:.1f} GiB" if n >= 2**27 else f"{n / 2**20:.1f} MiB"

@@ -201,6 +201,9 @@ def test_sizes_of_a_class():
         (["--shape", "8x2", "--valid", "a"], r"--valid must be like 700 or 512,300, got 'a'"),
         (["--shape", "8x2", "--capability", "9"], r"--capability must be like 9.0, got '9'"),
         (["--shape", "8x2", "--ref-hidden-size", "8"], r"takes no reference, got ref_hidden_size=8"),
+        (["--shape", "8x2", "--reference"], r"--reference needs --step"),
+        (["--shape", "8x2", "--checkpoints", "host"], r"--checkpoints needs --step"),
+        (["--shape", "8x2", "--free", "20"], r"--free must be at least 1MiB, got 20 bytes"),
         ([], r"Missing option '--shape'"),
     ],
 )
@@ -391,7 +394,14 @@ def test_memory_of_a_step(capsys, tmp_path):
     assert "--step has no estimate for a loss with a teacher, got kl" in refusal(capsys, "memory", "kl", *whole)
     for counted in (("orpo", *whole), ("kto", *whole, "--lora-rank", "4")):
         assert "not counted" not in out(capsys, "memory", *counted)
-    assert "What fits in 21 bytes" in out(capsys, "memory", "kto", *whole, "--free", "21")
+    assert "not counted" not in out(capsys, "memory", "kto", *whole, "--reference")
+    loss = {"loss": LigerFusedLinearDPOLoss(), "reference": True}
+    two = table(out(capsys, "memory", "dpo", *whole, "--reference"))["whole MLPs, checkpoints on the device"]
+    assert two[0] == f"{liger_chunked.estimate_step(config, shape=(2, 64), **loss).peak / 2**30:.2f}"
+    refused = refusal(capsys, "memory", "kto", *whole, "--free", "21")
+    assert "--free must be at least 1MiB, got 21 bytes: add a unit, as in 20GiB" in refused
+    refused = refusal(capsys, "memory", "dpo", *whole, "--ref-hidden-size", "64")
+    assert "--ref-hidden-size is of the loss alone: leave it out with --step" in refused
     assert "--step needs --model" in refusal(capsys, "memory", "grpo", "--step", "--shape", "8x16")
     assert "--tiled-mlp must be auto, true or" in refusal(capsys, *arguments, "--tiled-mlp", "0")
     assert "must have sequences and a length" in refusal(capsys, *arguments[:-1], "64")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,6 +102,25 @@ def test_parts_of_adapters():
     of_loss = estimate_memory(LigerFusedLinearCrossEntropyLoss(), **sizes, lora_rank=4).peak
     assert estimate_step(wide, shape=(2, 256), adapter=adapter).head == of_loss + 2 * 2 * 256 * 64 * 2
     assert longest_sequence(LLAMA, free="64MiB", adapter=adapter) > 0
+
+
+def test_parts_with_a_reference():
+    alone, both = (
+        estimate_step(LLAMA, shape=(2, 4096), loss=LigerFusedLinearDPOLoss(), reference=x) for x in (False, True)
+    )
+    assert alone.layer and both == replace(alone, weights=2 * alone.weights)
+    # Where the peak is at the loss, the reference's hidden states are in memory too, and its head may run.
+    wide = LlamaConfig(**{**SIZES, "vocab_size": 50000}, num_hidden_layers=1)
+    sizes: dict[str, Any] = {"vocab_size": 50000, "hidden_size": 64, "shape": (2, 256), "ref_hidden_size": 64}
+    of_loss = estimate_memory(LigerFusedLinearDPOLoss(), **sizes).peak
+    found = estimate_step(wide, shape=(2, 256), loss=LigerFusedLinearDPOLoss(), reference=True)
+    assert found.head == of_loss + 3 * 2 * 256 * 64 * 2
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    batch: dict[str, Any] = {"shape": (2, 4096), "loss": LigerFusedLinearDPOLoss(), "adapter": lora}
+    more = estimate_step(LLAMA, **batch, reference=True).weights - estimate_step(LLAMA, **batch).weights
+    assert more == alone.weights  # without an adapter
+    with pytest.raises(ValueError, match="takes no reference"):
+        estimate_step(LLAMA, shape=(2, 4096), reference=True)
 
 
 def test_parts():

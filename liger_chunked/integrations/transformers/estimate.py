@@ -47,7 +47,7 @@ _MOST = 1 << 24  # tokens, where its search ends
 class StepEstimate:
     """A training step's memory on one device at its peak, by part, in bytes; `peak` is their sum.
 
-    - `weights`: all parameters
+    - `weights`: all parameters, and those of the reference
     - `optimizer`: its states
     - `gradients`: those that exist at the peak
     - `checkpoints`: inputs of the layers that are still to be recomputed, and what all layers read
@@ -85,6 +85,7 @@ def estimate_step(
     dtype: torch.dtype = torch.bfloat16,
     trainable: bool = True,
     adapter: Any = None,
+    reference: bool = False,
     optimizer_bytes: float | None = None,
     accumulates: bool = False,
     logits_budget: int | float | str | None = None,
@@ -94,7 +95,7 @@ def estimate_step(
 
     For decoders whose attention calls transformers' attention functions, which is counted as FlashAttention 2: no
     matrix of T x T, a float32 gradient of the queries, and gradients of all heads' keys. Not counted: the CUDA context,
-    cuBLAS's workspace and fragmentation (allow 1 to 2 GiB), and the weights of a reference model.
+    cuBLAS's workspace and fragmentation (allow 1 to 2 GiB).
 
     Args:
         config: of a causal language model of transformers. A model of images and text counts with the weights of all
@@ -111,6 +112,9 @@ def estimate_step(
             Their weights are in `dtype`, as `get_peft_model(..., autocast_adapter_dtype=False)` makes them. Float32
             ones, which are PEFT's default, take twice the bytes, and copy the input of each adapted layer in float32.
             None: no adapter.
+        reference: whether a second, frozen model of this config is on the device, as TRL loads one for DPO and KTO
+            without an adapter. Its weights count, and its hidden states, which `loss` gets. False: there is none, or
+            its log-probabilities are given.
         optimizer_bytes: of its states, for each trainable parameter. None: two states in `dtype`, as torch's AdamW has
             them; 8 with float32 states, 12 with float32 weights too, 2 with 8-bit states.
         accumulates: whether gradients of an earlier micro-batch exist.
@@ -124,8 +128,9 @@ def estimate_step(
     Raises:
         TypeError: `config` is no config of transformers, `adapter` none of PEFT, or another argument has the wrong
             type.
-        ValueError: `checkpoints` is unknown, `shape` is invalid, transformers has no causal model for this config, its
-            layers are not made for checkpoints, or they read values of tensors, which an estimate does not have.
+        ValueError: `checkpoints` is unknown, `shape` is invalid, `loss` takes no reference, transformers has no causal
+            model for this config, its layers are not made for checkpoints, or they read values of tensors, which an
+            estimate does not have.
 
     >>> from transformers import LlamaConfig
     >>> sizes = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
@@ -134,7 +139,7 @@ def estimate_step(
     >>> print(f"{whole:,} MiB, in tiles {tiles:,} MiB")
     5,800 MiB, in tiles 2,936 MiB
     """
-    model = _Model(config, tiled_mlp, dtype, trainable, adapter, optimizer_bytes)
+    model = _Model(config, tiled_mlp, dtype, trainable, adapter, reference, optimizer_bytes)
     head = {"loss": loss, "logits_budget": logits_budget, "capability": capability}
     return model.estimate(shape, checkpoints, accumulates, head)
 
@@ -151,6 +156,7 @@ def longest_sequence(
     dtype: torch.dtype = torch.bfloat16,
     trainable: bool = True,
     adapter: Any = None,
+    reference: bool = False,
     optimizer_bytes: float | None = None,
     accumulates: bool = False,
     logits_budget: int | float | str | None = None,
@@ -168,6 +174,7 @@ def longest_sequence(
         dtype: of weights, gradients and activations.
         trainable: whether the weights train. With `adapter`, its alone do.
         adapter: a config of PEFT, as in `estimate_step`. None: no adapter.
+        reference: whether a second, frozen model of this config is on the device.
         optimizer_bytes: of its states, for each trainable parameter. None: two states in `dtype`.
         accumulates: whether gradients of an earlier micro-batch exist.
         logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: the loss's own.
@@ -184,7 +191,7 @@ def longest_sequence(
     if most is None:
         raise TypeError('free must be a number of bytes or a string such as "78GiB", got None')
     check_number("n_sequences", n_sequences, whole=True)
-    model = _Model(config, tiled_mlp, dtype, trainable, adapter, optimizer_bytes)
+    model = _Model(config, tiled_mlp, dtype, trainable, adapter, reference, optimizer_bytes)
     head = {"loss": loss, "logits_budget": logits_budget, "capability": capability}
 
     def fits(steps: int) -> bool:
@@ -212,6 +219,7 @@ class _Model:
         dtype: torch.dtype,
         trainable: bool,
         adapter: Any,
+        reference: bool,
         optimizer_bytes: float | None,
     ) -> None:
         if not isinstance(config, PretrainedConfig):
@@ -224,6 +232,7 @@ class _Model:
         with torch.device("meta"):
             self.model: Any = _causal_model(copy.deepcopy(config), dtype)  # a model sets its attention in its config
             self.model.train().requires_grad_(trainable)
+            self.reference = _bytes_of(self.model.parameters()) if reference else 0
             if adapter is not None:
                 _add_adapter(self.model, adapter, dtype)
         # A model that our kernels do not serve is counted with its own layers.
@@ -254,6 +263,7 @@ class _Model:
             dtype=self.dtype,
             trainable_head=weight.requires_grad,
             lora_rank=rank or None,
+            ref_hidden_size=weight.shape[1] if self.reference else None,
             logits_budget=head["logits_budget"],
             capability=head["capability"],
         )
@@ -261,10 +271,11 @@ class _Model:
         if checkpoints == "host":
             kept = max(layer.checkpoint for layer in layers)  # of the layer at work
         kept += shared
-        constant = StepEstimate(self.weights, self.optimizer, 0, 0, 0, 0)
-        # The last norm keeps its input, and the head its own.
+        constant = StepEstimate(self.weights + self.reference, self.optimizer, 0, 0, 0, 0)
+        # The last norm keeps its input, the head its own, and the loss the reference's.
+        states = (3 if self.reference else 2) * hidden
         at_loss = replace(
-            constant, gradients=accumulates * self.gradients, checkpoints=kept, head=of_head.peak + 2 * hidden
+            constant, gradients=accumulates * self.gradients, checkpoints=kept, head=of_head.peak + states
         )
         moments = [at_loss]
         done = _bytes_of(_trained(output))  # gradients of the head and of the layers after this one
