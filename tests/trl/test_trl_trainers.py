@@ -728,6 +728,38 @@ def test_a_loss_that_does_not_fit_is_refused(tmp_path, case):
         build(tmp_path, kind, ours=True, loss=loss)
 
 
+def test_a_trainer_of_trl_before_ours_does_not_read_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gmpo = importlib.import_module("trl.experimental.gmpo").GMPOTrainer
+    of_grpo = integration.LigerGRPOTrainer
+
+    class Theirs(gmpo, of_grpo):  # type: ignore[misc, valid-type]
+        pass
+
+    class Ours(of_grpo, gmpo):  # type: ignore[misc, valid-type]
+        pass
+
+    class Calls(importlib.import_module("trl").GRPOTrainer):  # type: ignore[misc, name-defined]
+        def _compute_loss(self, model, inputs):
+            return 2 * super()._compute_loss(model, inputs)
+
+    class CallsOurs(Calls, of_grpo):  # type: ignore[misc, valid-type]
+        pass
+
+    class Own(of_grpo):  # type: ignore[misc, valid-type]
+        def _compute_loss(self, model, inputs):
+            return self.loss_override
+
+    loss = LigerFusedLinearGRPOLoss(reduction="dapo")
+    monkeypatch.setattr(integration, "LigerGRPOTrainer", Theirs)
+    message = r"read loss=, because GMPOTrainer overrides _compute_loss .*class Theirs\(LigerGRPOTrainer, GMPOTrainer\)"
+    with pytest.raises(TypeError, match=message):
+        build(tmp_path, "GRPO", ours=True, loss=loss)
+    assert build(tmp_path, "GRPO", ours=True).loss_override is None
+    for trainer in (Ours, CallsOurs, Own):
+        monkeypatch.setattr(integration, "LigerGRPOTrainer", trainer)
+        assert build(tmp_path, "GRPO", ours=True, loss=loss).loss_override is loss
+
+
 def test_a_reference_without_a_kl_term(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A*-PO reads the reference, which TRL keeps for any `beta`, and not that `beta`."""
     read, stock = [], LigerFusedLinearGRPOLoss.policy_loss

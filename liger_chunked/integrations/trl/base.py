@@ -137,6 +137,8 @@ class LigerTrainerMixin(_Trainer):
         # TRL casts such a head itself, without an adapter.
         casts = getattr(config, "cast_lm_head_to_fp32", False)
         heads.check_has_methods(type(self), (*self.always_replaced, *(self.replaced_by_loss if loss else ())))
+        if loss is not None:
+            heads.check_reads_loss(type(self), LigerTrainerMixin, (*self.always_replaced, *self.replaced_by_loss))
         self._head_settings: Any = {
             "logits_budget": budget,
             "logits_dtype": logits_dtype,

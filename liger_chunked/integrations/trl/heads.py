@@ -236,6 +236,28 @@ def check_has_methods(trainer: type[Any], names: tuple[str, ...]) -> None:
         )
 
 
+def check_reads_loss(trainer: type[Any], ours: type[Any], names: tuple[str, ...]) -> None:
+    """Raise TypeError if a class before ours, written for TRL's trainer, overrides a method that runs `loss`.
+
+    Python would call that method, such as `_compute_loss` of TRL's `GMPOTrainer`, and leave the loss out. Subclasses of
+    ours know about it, and a method that calls `super()` gets here.
+    """
+    for name in names:
+        owner = next((cls for cls in trainer.__mro__ if name in vars(cls)), None)
+        replaced = any(name in vars(cls) for cls in trainer.__mro__ if issubclass(cls, ours))
+        if owner is None or not replaced or issubclass(owner, ours):
+            continue
+        code = getattr(vars(owner)[name], "__code__", None)
+        if code is None or "__class__" in code.co_freevars or "super" in code.co_names:
+            continue
+        before = next(cls.__name__ for cls in trainer.__mro__ if cls.__name__.startswith("Liger"))
+        raise TypeError(
+            f"{trainer.__name__} would not read loss=, because {owner.__name__} overrides {name} and comes before "
+            f"{before}: write class {trainer.__name__}({before}, {owner.__name__}), and the loss replaces that of "
+            f"{owner.__name__}. Or leave loss= out to train with the latter"
+        )
+
+
 class _Unsupported(type):
     """Replaces PEFT's `BaseTunerLayer` where TRL checks `lm_head` for an adapter.
 
