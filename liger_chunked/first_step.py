@@ -38,10 +38,10 @@ def warmup(
 ) -> None:
     """Compile the Triton kernels of `loss` before the first step: seconds of work, unless Triton's cache has them.
 
-    Runs three steps on random tensors of these sizes, and of losses on rollouts others without `old_logps`, and without
-    `ref_logps` where these are not needed: their kernels are compiled with and without them. Call it on each rank
-    before training, after `torch.cuda.set_device`. It needs the memory of the inputs and of `estimate_memory`, and
-    frees it. It changes no random state, and does not compile a patched model's layers.
+    Runs three steps on random tensors of these sizes, and of losses on rollouts whose formula a kernel knows others
+    without `old_logps`, and without `ref_logps` where these are not needed: Triton compiles a variant for each. Call it
+    on each rank before training, after `torch.cuda.set_device`. It needs the memory of the inputs and of
+    `estimate_memory`, and frees it. It changes no random state, and does not compile a patched model's layers.
 
     Args:
         loss: `linear_token_stats`, or an instance of the cross entropy or of a subclass of
@@ -85,12 +85,12 @@ def warmup(
         """Keep no tensor alive."""
         given, trainable = call.arguments(found)
         steps = [call.marked(given, lengths) for lengths in _variants(call.lengths)]
-        whole, optional = steps[-1], [name for name in call.optional if name not in arguments]
+        last, optional = steps[-1], [name for name in call.optional if name not in arguments]
         for n in range(1, len(optional) + 1):
-            steps += [whole | dict.fromkeys(names) for names in combinations(optional, n)]
-        for changes in steps:
+            steps += [last | dict.fromkeys(left_out) for left_out in combinations(optional, n)]
+        for changed in steps:
             with torch.autocast(found.type, dtype=autocast, enabled=autocast is not None):
-                value = _scalar(loss(**{**given, **changes, **arguments}))
+                value = _scalar(loss(**{**given, **changed, **arguments}))
             if trainable:
                 torch.autograd.grad(value, trainable)
 

@@ -198,11 +198,12 @@ class TypicalCall:
 
     @property
     def optional(self) -> list[str]:
-        """The arguments of `arguments` that a call may leave out. Kernels are compiled for calls without them too."""
+        """The arguments of `arguments` that a call may leave out, and without which it launches other kernels.
+
+        None of a loss whose formula no kernel knows: it launches the same ones, and a subclass may need the argument.
+        """
         loss = self.loss
-        if isinstance(loss, LigerFusedLinearOnPolicyDistillationLoss):
-            return ["old_logps"]
-        if not isinstance(loss, LigerFusedLinearPolicyBase):
+        if not isinstance(loss, LigerFusedLinearPolicyBase) or loss._term_of_step() is None:
             return []
         has_reference = self.ref_hidden_size is not None or loss.needs_reference or is_set(loss.beta)
         return ["old_logps"] if has_reference else ["old_logps", "ref_logps"]

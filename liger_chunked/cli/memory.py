@@ -242,7 +242,7 @@ def show(case: Case, free: int | None) -> None:
         rows.append([name, f"{n} or more" if is_last else f"{n}"])
         if is_last:
             notes = [f"or more: the search ends at a batch of {_MOST} tokens."]
-    tables.show(f"What fits in {_gib(free)}", ["", unit], rows, notes)
+    tables.show(f"What fits in {_in_words(free)}", ["", unit], rows, notes)
 
 
 def _mib(n: int) -> str:
@@ -302,7 +302,7 @@ def show_step(step: Step, free: int | None) -> None:
     title = f"{step.loss}, {n_sequences} x {length} tokens, {kind}: GiB at the peak"
     tables.show(title, ["", "peak", *names], rows, _not_counted(step))
     if free is not None:
-        tables.show(f"What fits in {_gib(free)}, a batch of {n_sequences}", ["", "tokens each"], longest)
+        tables.show(f"What fits in {_in_words(free)}, a batch of {n_sequences}", ["", "tokens each"], longest)
 
 
 def _not_counted(step: Step) -> list[str]:
@@ -311,5 +311,12 @@ def _not_counted(step: Step) -> list[str]:
     return []
 
 
-def _gib(n: int) -> str:
-    return f"{n / 2**30:.1f} GiB" if n >= 2**27 else f"{n / 2**20:.1f} MiB"
+def _in_words(n: int) -> str:
+    """
+    >>> _in_words(20 << 30), _in_words(30 << 20), _in_words(1000)
+    ('20.0 GiB', '30.0 MiB', '1000 bytes')
+    """
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if n >= unit:
+            return f"{n / unit:.1f} {name}"
+    return f"{n} bytes"

@@ -160,7 +160,8 @@ def test_what_fits(capsys):
     printed = out(capsys, "memory", "dpo", *SIZES, "--free", "1GiB")
     fits = table(printed[printed.index("What fits") :])
     assert fits[""] == ["sequences of 256"] and int(fits["eager"][0]) < int(fits["fused"][0].split()[0])
-    assert "or more" not in printed
+    assert "What fits in 1.0 GiB" in printed and "or more" not in printed
+    assert "What fits in 30.0 MiB" in out(capsys, "memory", "dpo", *SIZES, "--free", "30MiB")
     small = ["--vocab-size", "64", "--hidden-size", "8", "--shape", "2x65536"]
     printed = out(capsys, "memory", "dpo", *small, "--free", "9GB")
     assert "8 or more" in printed and "or more: the search ends at a batch of 524288 tokens" in printed

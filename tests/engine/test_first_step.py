@@ -24,6 +24,7 @@ from liger_chunked import (
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearKLDivLoss,
     LigerFusedLinearOnPolicyDistillationLoss,
+    LigerFusedLinearPolicyBase,
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearULDLoss,
     linear_token_stats,
@@ -77,6 +78,19 @@ def test_other_calls() -> None:
     warmup(LigerFusedLinearOnPolicyDistillationLoss(), **SIZES, teacher_hidden_size=8, device="cpu")
     warmup(LigerFusedLinearCrossEntropyLoss(reduction="none"), **SIZES | {"shape": (33,)}, device="cpu")
     warmup(linear_token_stats, **SIZES, outputs=("logps", "entropy", "argmax"), logits_budget=4096, device="cpu")
+
+
+def test_rollouts_get_what_their_formula_reads() -> None:
+    """A formula that no kernel knows runs three times, with all arguments: it may read a reference without a KL."""
+    seen: list[bool] = []
+
+    class Loss(LigerFusedLinearPolicyBase):
+        def policy_loss(self, rollouts: Any) -> Tensor:
+            seen.append(torch.equal(rollouts.old_logps, rollouts.logps.detach()))
+            return (rollouts.logps - rollouts.ref_logps).square() - rollouts.ratio * rollouts.advantages
+
+    warmup(Loss(), **SIZES, device="cpu")
+    assert seen == [False, False, False]
 
 
 def test_the_call_is_the_one_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
