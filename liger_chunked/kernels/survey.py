@@ -170,8 +170,8 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     return found
 
 
-# Counts of rows reach the kernel as a checksum, two numbers: as a tensor they would take two launches and more. Of other
-# lists of counts, one in 2^62 has the same.
+# Counts of rows reach the kernel as a checksum, two numbers: as a tensor they would take two launches and more. Of
+# other lists of counts, one in 2^62 has the same.
 _FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd, with bits set at random
 _FIRST_FACTOR, _SECOND_FACTOR = _FACTORS if tl is None else map(tl.constexpr, _FACTORS)
 _MASK_64, _MASK_31 = (1 << 64) - 1, (1 << 31) - 1
