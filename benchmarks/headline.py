@@ -117,7 +117,8 @@ HEADLINES = (
         _times_floor,
         "{:.2f}",
         "**The DPO loss** with its gradients, 4 pairs of 2048 tokens, 4096 × 128256 head: {times:.1f} times as fast as "
-        "Liger-Kernel's. Over the time of its matrix products alone: {ours}, Liger-Kernel's {theirs}.",
+        "Liger-Kernel's. It takes {ours} of the time of its matrix products alone, which repeats within 4%, and "
+        "Liger-Kernel's {theirs} times.",
     ),
 )
 
