@@ -1,7 +1,7 @@
 """Choose the tests that `make test` runs in a few minutes, so that nearly every line of the library still runs.
 
     python scripts/quick_tests.py record --jobs 16 --out suite.json -- -m "not gpu"
-    python scripts/quick_tests.py choose suite.json --seconds 322 --out tests/quick/suite.json \
+    python scripts/quick_tests.py choose suite.json --seconds 300 --out tests/quick/suite.json \
         --keep tests/losses/test_values.py::test_float64_matches_oracle --leave-out \
         tests/docs/test_benchmarks.py::test_training_steps_on_two_ranks \
         tests/docs/test_convergence.py::test_three_steps_agree tests/docs/test_convergence.py::test_figure_and_table
