@@ -209,11 +209,14 @@ def _kernel_loss(loss: Any) -> Callable[[Any], Tensor] | None:
     """Return what a kernel computes from `_terms` of some pairs or sequences, None if the loss has no such kernel."""
     if isinstance(loss, LigerFusedLinearPreferenceBase) and (terms := loss._terms_of_step()) is not None:
 
-        def of_pairs(pairs: Pairs) -> Tensor:
-            if all(term.of == "log_odds_margin" for term in terms):
+        def of_term(term: PairTerm, pairs: Pairs) -> Tensor:
+            if term.of == "log_odds_margin":
                 chosen, rejected = log_odds(pairs.logps).unbind(-1)
-                return sum_of_curves(chosen - rejected, *terms)
-            return sum_of_terms(terms, pairs.logratios, pairs.lengths)
+                return sum_of_curves(chosen - rejected, term)
+            return sum_of_terms((term,), pairs.logratios, pairs.lengths)
+
+        def of_pairs(pairs: Pairs) -> Tensor:
+            return torch.stack([of_term(term, pairs) for term in terms]).sum(0)
 
         return of_pairs
     if isinstance(loss, LigerFusedLinearUnpairedPreferenceBase) and (of_labels := loss._terms_of_step()) is not None:
@@ -222,7 +225,7 @@ def _kernel_loss(loss: Any) -> Callable[[Any], Tensor] | None:
             desirable, undesirable = [
                 sum_of_curves(
                     term.scale * examples.logratios + term.point * examples.reference_point,
-                    PairTerm(term.curve, "margin", weight=term.weight),
+                    PairTerm(term.curve, "margin", weight=term.weight),  # which number it is of plays no part
                 )
                 for term in of_labels
             ]

@@ -171,7 +171,9 @@ def memory(
         "tiled-mlp": tiled_mlp, "checkpoints": checkpoints.value != "device", "optimizer-bytes": optimizer_bytes,
         "frozen": frozen, "reference": reference, "accumulates": accumulates,
     }  # fmt: skip
-    if unread := [name for name, value in (of_loss if step else of_step).items() if value]:
+    if unread := [
+        name for name, value in (of_loss if step else of_step).items() if value is not None and value is not False
+    ]:
         why = "is of the loss alone: leave it out with --step" if step else "needs --step"
         raise ValueError(f"--{unread[0]} {why}")
     parsed = sizes.parse_shape(shape, of_pairs=loss.value in PAIRS)

@@ -203,6 +203,7 @@ def test_sizes_of_a_class():
         (["--shape", "8x2", "--capability", "9"], r"--capability must be like 9.0, got '9'"),
         (["--shape", "8x2", "--ref-hidden-size", "8"], r"takes no reference, got ref_hidden_size=8"),
         (["--shape", "8x2", "--reference"], r"--reference needs --step"),
+        (["--shape", "8x2", "--optimizer-bytes", "0"], r"--optimizer-bytes needs --step"),
         (["--shape", "8x2", "--checkpoints", "host"], r"--checkpoints needs --step"),
         (["--shape", "8x2", "--free", "20"], r"--free must be at least 1MiB, got 20 bytes"),
         ([], r"Missing option '--shape'"),

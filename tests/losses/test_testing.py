@@ -26,6 +26,7 @@ from liger_chunked import (
     LigerFusedLinearUnpairedPreferenceBase,
 )
 from liger_chunked.losses import dpo, grpo, kto
+from liger_chunked.losses.formulas import log_odds
 from liger_chunked.testing import check_loss
 from liger_chunked.types import PairTerm
 
@@ -269,6 +270,20 @@ WRONG = {
 def test_a_mistake_is_found_and_named(loss, seed):
     with pytest.raises(AssertionError, match=WRONG[loss]):
         check_loss(loss(), seed=seed)
+
+
+def test_terms_of_log_odds_and_of_log_ratios_together():
+    class Mixed(LigerFusedLinearPreferenceBase):
+        @property
+        def _terms(self):
+            return PairTerm("softplus", "log_odds_margin", -1.0), PairTerm("square", "margin", 0.1, weight=2.0)
+
+        def preference_loss(self, pairs):
+            odds, ratios = (x[:, 0] - x[:, 1] for x in (log_odds(pairs.logps), pairs.logratios))
+            return F.softplus(-odds) + 2 * (0.1 * ratios).square()
+
+    assert Mixed()._terms_of_step() is not None
+    assert check_loss(Mixed()).error < 1e-8
 
 
 def test_what_the_message_asks_for_helps():
