@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -74,6 +75,35 @@ def without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for hooks, kept in hidden:
             hooks.update(kept)
+
+
+_ForceKeys = find("torch._C._ForceDispatchKeyGuard")
+_AUTOGRAD_KEYS = ("AutogradFunctionality", "ADInplaceOrView", "AutogradOther", "AutogradNestedTensor")
+
+
+def with_autograd(function: Callable[[], Any]) -> Any:
+    """Call a function with autograd, from an operation of a tensor subclass, below which there is none.
+
+    The fallback calls it in a thread, which starts with autograd, on the current device and stream.
+    """
+    if _ForceKeys is None:
+        return _in_a_thread(function)
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for name in _AUTOGRAD_KEYS:
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
+    with _ForceKeys(included, excluded), torch.enable_grad():
+        return function()
+
+
+def _in_a_thread(function: Callable[[], Any]) -> Any:
+    stream = torch.cuda.current_stream() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+    def run() -> Any:
+        with torch.enable_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
+            return function()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
 
 
 # Operations

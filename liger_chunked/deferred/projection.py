@@ -25,16 +25,9 @@ class Projection:
     adapters: tuple[str, ...] = ()
 
     @property
-    def entered(self) -> list[tuple[nn.Module, nn.Module]]:
-        """Return modules whose hooks gather parameters, outermost first, each with the computing module."""
-        if self.layer is None:
-            return [(self.linear, self.linear)]
-        of_adapters = [self.layer.lora_B[name] for name in self.adapters]
-        return [
-            (self.layer, self.layer),
-            (self.layer.base_layer, self.linear),
-            *((module, _linear_in(module, of_adapter=True)) for module in of_adapters),
-        ]
+    def ups(self) -> list[nn.Linear]:
+        """Return the layers (r -> V) of all adapters, in use or not."""
+        return [] if self.layer is None else [_linear_in(up, of_adapter=True) for up in self.layer.lora_B.values()]
 
 
 def projections_in(lm_head: nn.Module) -> list[Projection]:
@@ -53,7 +46,7 @@ def _projections_in(module: nn.Module) -> Iterator[Projection]:
         yield Projection(module)
     elif _is_lora(module):
         found = Projection(_linear_in(module.base_layer), module, _adapters_in_use(module))
-        _ = found.entered  # raises unless each `lora_B` is a Linear
+        _ = found.ups  # raises unless each `lora_B` is a Linear
         yield found
     elif _WRAPPERS & _base_names(module):
         for child in module.children():

@@ -15,15 +15,11 @@ class Request:
 
     - `defer`: True, also outside of training; False, never; None, as the head is set
     - `withhold`: cross entropies return 0, so that the loss of a forward is the sum of its other terms
-    - `returns_loss`: the model returns its loss, so that a wrapper finds the graph in what it returns
-    - `returns_logits`: the model returns the stand-in, so that a wrapper finds no graph in what it returns
     - `accuracies`: a list that gets the token accuracy of each fused cross entropy
     """
 
     defer: bool | None = None
     withhold: bool = False
-    returns_loss: bool = False
-    returns_logits: bool = False
     accuracies: list[Any] | None = None
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from liger_chunked.deferred.defer import _SETTINGS as SETTINGS
+from liger_chunked.deferred.defer import SETTINGS
 from liger_chunked.integrations.transformers import verify
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.forward import STATE

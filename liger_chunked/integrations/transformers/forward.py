@@ -25,14 +25,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from liger_chunked.deferred import Deferral, DeferredLogits, deferral_of, is_deferring, set_deferral
-from liger_chunked.deferred.defer import ddp_reads_outputs, refusal_of
-from liger_chunked.deferred.logits import REASON
+from liger_chunked.deferred.defer import REASON, refusal_of
 from liger_chunked.deferred.request import requested
 from liger_chunked.deferred.swap import Patch, stock_class
 from liger_chunked.device import is_gpu
 from liger_chunked.integrations.transformers.detect import STOCK, head_of, inner_model
 from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput, kept
-from liger_chunked.private import is_replica
 from liger_chunked.types import Head, LogitOptions
 
 STATE = "_liger_forward"  # attribute of a model or class
@@ -117,8 +115,6 @@ def model_methods(cls: Any, stock_call: Callable[..., Any], stock_forward: Calla
         if (items := kwargs.get("num_items_in_batch")) is not None:
             kwargs["num_items_in_batch"] = _at_least_one(items)
         if _KEYWORDS.isdisjoint(kwargs) and _WAITING == 0:
-            if kwargs.get("labels") is not None and (ddp_reads_outputs() or is_replica(self)):
-                return _read_by_wrapper(self, stock_forward(), args, kwargs)
             return stock_forward()(self, *args, **kwargs)
         return _inside(self, stock_forward(), args, kwargs)
 
@@ -137,17 +133,6 @@ def _at_least_one(items: Any) -> Any:
     if isinstance(items, Tensor):
         return items.where(items != 0, 1)
     return items or 1
-
-
-def _read_by_wrapper(
-    model: PreTrainedModel, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Run a forward with labels whose outputs DDP or DataParallel goes through: they find the loss, and no stand-in."""
-    with requested(returns_loss=True):
-        outputs = stock(model, *args, **kwargs)
-    if isinstance(_logits_of(outputs), DeferredLogits) and hasattr(outputs, "logits"):
-        outputs["logits"] = None
-    return outputs
 
 
 # Keywords of all patched models, and those of trainers.
@@ -290,7 +275,7 @@ class _LossCall(_Plan):
 
     def request(self) -> Any:
         changes: dict[str, Any] = {} if self.skip_logits is None else {"defer": bool(self.skip_logits)}
-        return requested(accuracies=self.accuracies, returns_loss=self.labelled, returns_logits=False, **changes)
+        return requested(accuracies=self.accuracies, **changes)
 
     def result(self, outputs: Any) -> Any:
         logits = _logits_of(outputs)
@@ -335,7 +320,7 @@ class _HeadCall(_Plan):
         super().__init__(model, args, arguments)
 
     def request(self) -> Any:
-        return requested(defer=True, withhold=True, returns_logits=False)
+        return requested(defer=True, withhold=True)
 
     def result(self, outputs: Any) -> Any:
         logits = _logits_of(outputs)
@@ -363,7 +348,7 @@ class _HeadCall(_Plan):
 
         if hasattr(outputs, "logits"):
             outputs["logits"] = None
-        return logits.run(compute)
+        return logits.run(compute, head_of(self.model))
 
 
 def _logits_of(outputs: Any) -> Any:

@@ -113,8 +113,7 @@ def let_functions_take_stand_ins(trainer: type[Any]) -> None:
 
 
 def _deferring() -> AbstractContextManager[Any]:
-    # The stand-in leaves the model's forward, so that wrappers meet it.
-    return requested(defer=True, returns_logits=True)
+    return requested(defer=True)
 
 
 @contextmanager

@@ -1,0 +1,234 @@
+"""Gradients of deferred logits, themselves without values.
+
+The backward of a fused loss knows the gradients of hidden states and weight: its own pass computes them. So it sends a
+`LazyGradient` in place of dL/dlogits, whose `Term`s say which pass. Autograd's own formulas for slices, views, casts
+and scales run on it. The head's backward collects the terms, and each pass runs once for all of them.
+
+A pass computes the gradient through everything between the head and the loss. An autograd node in between, such as
+that of `z / 30`, would apply its derivative again: it is noted in `Term.passed` instead. Whatever else multiplies
+the gradient, such as a hook, becomes its `factor`. What reads or writes the gradient gets the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_chunked.deferred.lazy import PLAIN, SHAPED_LIKE, Lazy, Op, aten, number_of, run_on_values, values
+from liger_chunked.deferred.logits import SAME_SHAPE_VIEWS, SCALES, DeferredLogits, Node
+
+# Formulas that move the gradient of whole rows, or round it. What terms carry does not change with them.
+_MOVES = SAME_SHAPE_VIEWS | {
+    aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.clone.default,
+    aten._to_copy.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
+    aten.transpose.int, aten.t.default, aten.permute.default, aten.slice_backward.default, aten.select_backward.default,
+}  # fmt: skip
+_CURVE_BACKWARDS = {
+    aten.tanh_backward.default, aten._log_softmax_backward_data.default, aten._softmax_backward_data.default,
+}  # fmt: skip
+_ADDS = {aten.add.Tensor, aten.add_.Tensor}
+
+Key = tuple[str, float] | Node
+
+
+class Term(NamedTuple):
+    """The gradient of one result of a pass.
+
+    - `run`: the `Pass`
+    - `side`: which of the pass's logits this is the gradient of
+    - `result`, `upstream`: a result of the pass and its gradient
+    - `factor`: what multiplied the gradient since
+    - `passed`: the operations whose derivative the pass contains, and whose nodes the gradient has passed
+    """
+
+    run: Any
+    side: int
+    result: Any
+    upstream: Tensor
+    factor: Any = 1
+    passed: tuple[Key, ...] = ()
+
+    def after(self, key: Key) -> Term | None:
+        """Return the term behind the node of an operation; None if the pass does not contain it."""
+        if self.passed.count(key) < self.run.count(self.side, key):
+            return self._replace(passed=(*self.passed, key))
+        return None
+
+    def times(self, factor: Any) -> Term:
+        return self._replace(factor=self.factor * factor)
+
+
+class LazyGradient(Lazy):
+    """dL/dlogits: the sum of terms and of `extra`, a real tensor or None. `dense()` computes that of the terms."""
+
+    terms: list[Term]
+    extra: Tensor | None
+    dense: Callable[[], Tensor]
+
+    @classmethod
+    def make(
+        cls, meta: Tensor, device: torch.device, terms: list[Term], dense: Callable[[], Tensor], extra: Tensor | None
+    ) -> LazyGradient:
+        made = cls._wrap(meta, device)
+        made.terms, made.dense, made.extra = terms, dense, extra
+        return made
+
+    def value(self) -> Tensor:
+        if not self.terms and self.extra is not None:
+            return self.extra
+        real = self.dense()
+        return real if self.extra is None else real + self.extra
+
+    def memory(self) -> Tensor:
+        self._become(self.value())
+        return self.value()
+
+    def _become(self, real: Tensor) -> None:
+        self.terms, self.extra, self.dense = [], real, lambda: torch.zeros_like(real)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.value())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.value().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = copied = self.value().clone()
+        return copied
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        g = args[0] if args else None
+        made = None
+        if func is aten.cat.default:
+            made = _concatenated(args[0], *args[1:])
+        elif func in _ADDS and not kwargs:
+            made = _sum(args[0], args[1], func is aten.add_.Tensor)
+        elif func is aten.index_put.default or func is aten.index_add.default:
+            made = _placed(func, args)
+        elif type(g) is cls:
+            made = g._lazily(func, args, kwargs)
+        import os
+        if made is None and os.environ.get("DBG"): print("REAL", func, [type(a).__name__ for a in args], kwargs)
+        return run_on_values(func, args, kwargs, _written) if made is None else made
+
+    def _lazily(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _MOVES and kwargs.get("device") in (None, self.device):
+            dtype = kwargs.get("dtype") or self.dtype
+            return self._after(Op(func, args[1:], kwargs), self.terms) if dtype.is_floating_point else None
+        if func in SHAPED_LIKE:
+            if func is aten.new_zeros.default and kwargs.get("dtype") in (None, self.dtype):
+                return self._zeros(args[1])
+            return self._filled(func, args, kwargs)
+        if func in SCALES and not kwargs:
+            return self._scaled(Op(func, args[1:]))
+        if func is aten.neg.default:
+            return self._through(Op(func), ("mul", -1.0), -1)
+        if func in _CURVE_BACKWARDS and type(args[1]) is DeferredLogits:
+            return self._through(Op(func, args[1:], kwargs), _key(args[1]), None)
+        return None
+
+    def _after(self, op: Op, terms: list[Term]) -> LazyGradient:
+        """Return the gradient behind an operation that is linear in it."""
+        extra = None if self.extra is None else op.func(self.extra, *values(op.args), **op.kwargs)
+        meta = self._meta if op.func not in _MOVES or op.func in SAME_SHAPE_VIEWS else self._shape_of(op)
+        return self.make(meta, self.device, terms, lambda: op.func(self.dense(), *values(op.args), **op.kwargs), extra)
+
+    def _scaled(self, op: Op) -> LazyGradient | None:
+        factor = op.args[0]
+        number = number_of(factor)
+        name = SCALES[op.func]
+        if number is None:
+            if type(factor) is DeferredLogits and name == "mul":  # the backward of exp
+                return self._through(op, _key(factor), None)
+            if type(factor) not in PLAIN or factor.ndim > 0 or factor.device != self.device:
+                return None
+            number = factor
+        return self._through(op, (name, number) if isinstance(number, float) else None, number if name == "mul" else 1 / number)
+
+    def _through(self, op: Op, key: Key | None, factor: Any) -> LazyGradient | None:
+        """Return the gradient behind the node of an operation; None if its derivative needs the real gradient."""
+        terms = [(None if key is None else term.after(key)) or (None if factor is None else term.times(factor)) for term in self.terms]
+        if any(term is None for term in terms):
+            return None
+        return self._after(op, terms)  # type: ignore[arg-type]
+
+    def _zeros(self, size: Any) -> LazyGradient:
+        meta = torch.empty(size, dtype=self.dtype, device="meta")
+        dtype, device = self.dtype, self.device
+        return self.make(meta, device, [], lambda: torch.zeros(size, dtype=dtype, device=device), None)
+
+
+def _placed(func: Any, args: tuple[Any, ...]) -> LazyGradient | None:
+    """Return the backward of indexing: zeros with the rows of a gradient added."""
+    given = args[2] if func is aten.index_put.default else args[3]
+    zeros = args[0]
+    added = func is aten.index_add.default or (len(args) > 3 and args[3])
+    both = isinstance(given, LazyGradient) and isinstance(zeros, LazyGradient) and given.dtype == zeros.dtype
+    if not both or not added or zeros.terms or zeros.extra is not None:
+        return None
+    shape, dtype, device = zeros.shape, zeros.dtype, zeros.device
+
+    def placed(g: Tensor) -> Tensor:
+        x = torch.zeros(shape, dtype=dtype, device=device)
+        return func(x, args[1], g, True) if func is aten.index_put.default else func(x, args[1], args[2], g)
+
+    extra = None if given.extra is None else placed(given.extra)
+    meta = torch.empty(shape, dtype=dtype, device="meta")
+    return LazyGradient.make(meta, device, given.terms, lambda: placed(given.dense()), extra)
+
+
+def _key(z: DeferredLogits) -> Node:
+    return z._cell.node
+
+
+def _written(g: LazyGradient, real: Tensor) -> None:
+    g._become(real)
+
+
+def _sum(a: Any, b: Any, in_place: bool) -> LazyGradient | None:
+    same = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+    if not same or (in_place and not isinstance(a, LazyGradient)):
+        return None
+    if isinstance(a, LazyGradient) and isinstance(b, LazyGradient):
+        terms, extras = a.terms + b.terms, [x for x in (a.extra, b.extra) if x is not None]
+        dense_a, dense_b = a.dense, b.dense
+
+        def dense() -> Tensor:
+            return dense_a() + dense_b()
+
+        extra = None if not extras else extras[0] if len(extras) == 1 else extras[0] + extras[1]
+        made = a.make(a._meta, a.device, terms, dense, extra)
+    else:
+        lazy, real = (a, values(b)) if isinstance(a, LazyGradient) else (b, values(a))
+        extra = real if lazy.extra is None else lazy.extra + real
+        made = lazy.make(lazy._meta, lazy.device, lazy.terms, lazy.dense, extra)
+    if in_place:
+        a.terms, a.dense, a.extra = made.terms, made.dense, made.extra
+        return a
+    return made
+
+
+def _concatenated(parts: Any, dim: int = 0) -> LazyGradient | None:
+    """Return the backward of `split`: rows of several gradients."""
+    if not all(isinstance(x, Tensor) and x.dtype == parts[0].dtype and x.ndim == parts[0].ndim for x in parts):
+        return None
+    terms = [term for x in parts if isinstance(x, LazyGradient) for term in x.terms]
+    lazy = [x for x in parts if isinstance(x, LazyGradient)]
+    meta = torch.cat([x._meta if isinstance(x, Lazy) else torch.empty_like(x, device="meta") for x in parts], dim)
+    denses = [(x.dense if isinstance(x, LazyGradient) else None, x.shape) for x in parts]
+
+    def filled(shape: Any) -> Tensor:
+        return torch.zeros(shape, dtype=meta.dtype, device=lazy[0].device)
+
+    def dense() -> Tensor:
+        return torch.cat([filled(shape) if get is None else get() for get, shape in denses], dim)
+
+    extras = [x.extra if isinstance(x, LazyGradient) else values(x) for x in parts]
+    has_extra = any(x is not None and bool(x.any()) if not isinstance(y, LazyGradient) else x is not None for x, y in zip(extras, parts, strict=True))
+    extra = torch.cat([filled(p.shape) if x is None else x for x, p in zip(extras, parts, strict=True)], dim) if has_extra else None
+    return lazy[0].make(meta, lazy[0].device, terms, dense, extra)

@@ -1,0 +1,93 @@
+"""The call of a layer that defers: `hidden @ weight.T + bias` as a stand-in, and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_chunked.deferred.gradient import LazyGradient
+from liger_chunked.deferred.logits import DeferredLogits, Source
+from liger_chunked.engine.hooks import hooks_active
+
+
+class _Product(torch.autograd.Function):
+    """A source's logits without values."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, source: Source, n_ids: int) -> Any:
+        source.needs = tuple(ctx.needs_input_grad[:3])  # type: ignore[assignment]
+        ctx.source, ctx.hooked = source, hooks_active()
+        ctx.save_for_backward(hidden, weight)
+        return DeferredLogits._of(source, n_ids)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        source, need = ctx.source, ctx.needs_input_grad[:3]
+        total: list[Any] = [None, None, None]
+        real: Tensor | None = g
+        if isinstance(g, LazyGradient):
+            total = _of_terms(g, source) or total
+            real = g.extra if total[0] is not None or total[1] is not None or total[2] is not None or not g.terms else g.value()
+        if real is not None or not ctx.hooked:
+            hidden, weight = ctx.saved_tensors  # raises if one changed, or the graph was freed
+        if real is not None:
+            ordinary = _ordinary(real, hidden, weight, source, need)
+            total = [b if a is None else a if b is None else a + b for a, b in zip(total, ordinary, strict=True)]
+        return *(x if needed else None for x, needed in zip(total, need, strict=True)), None, None
+
+
+def _of_terms(g: LazyGradient, source: Source) -> list[Any] | None:
+    """Return dX, dW and db of a gradient's terms; None if one of them needs the real gradient."""
+    runs: dict[tuple[int, int], list[Any]] = {}
+    for term in g.terms:
+        if not term.run.arrived(term, source):
+            return None
+        runs.setdefault((id(term.run), term.side), []).append(term)
+    total: list[Any] = [None, None, None]
+    for terms in runs.values():
+        pairs = [(term.result, term.upstream, term.factor) for term in terms]
+        parts = terms[0].run.gradients(pairs, terms[0].side, source)
+        total = [b if a is None else a if b is None else a + b for a, b in zip(total, parts, strict=True)]
+    return total
+
+
+def _ordinary(g: Tensor, hidden: Tensor, weight: Any, source: Source, need: tuple[bool, ...]) -> list[Any]:
+    """Return dX, dW and db of a real gradient."""
+    enabled = torch.is_grad_enabled()
+    with torch.autocast(hidden.device.type, enabled=False):
+        flat = g.reshape(-1, g.shape[-1])
+        dx = dw = db = None
+        if need[0]:
+            matrix = weight if source.dequantize is None else source.matrices()[1]
+            dx = (flat @ matrix.to(g.dtype)).view(hidden.shape).to(hidden.dtype)
+        if need[1]:
+            dw = (flat.t() @ hidden.reshape(-1, hidden.shape[-1]).to(g.dtype)).to(weight.dtype)
+        if need[2]:
+            db = flat.sum(0)
+    assert enabled == torch.is_grad_enabled()
+    return [dx, dw, db]
+
+
+def product(
+    layer: nn.Module,
+    hidden: Tensor,
+    weight: Any,
+    bias: Tensor | None,
+    settings: Any,
+    asked: Any,
+    *,
+    n_ids: int | None = None,
+    forward: Callable[[Tensor], Tensor] | None = None,
+    dequantize: Callable[[Any, torch.dtype], Tensor] | None = None,
+) -> Any:
+    """Return the stand-in for a layer's call. `asked` is the current `Request`; the rest as in `Source`."""
+    source = Source(hidden, weight, bias, settings, f"the head ({type(layer).__name__})")
+    source.withheld, source.forward, source.dequantize = asked.withhold, forward, dequantize
+    if asked.defer:
+        # Views stay when ZeRO takes the data of a parameter away.
+        source.live = tuple(None if x is None else x.view_as(x) for x in (hidden, weight, bias))
+    with torch._C.DisableTorchFunctionSubclass():
+        return _Product.apply(hidden, weight, bias, source, n_ids or weight.shape[0])

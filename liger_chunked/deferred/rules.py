@@ -1,0 +1,349 @@
+"""Functions of torch that are fused on deferred logits.
+
+A rule gets the arguments of the function, the first of them logits. It returns the result, in the graph behind the logits, or
+`NotImplemented`: then the function runs, and gets real logits where it reads them.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from liger_chunked.calls import once
+from liger_chunked.deferred import request
+from liger_chunked.deferred.adapters import adapted
+from liger_chunked.deferred.fused import LOGITS, LOGPS, PROBS, HeadRows, Pass, Plan, fuse, plan_of, run_live, wants_grad
+from liger_chunked.deferred.logits import METHODS, RULES, DeferredLogits
+from liger_chunked.engine import linear_token_stats
+from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
+from liger_chunked.private import version_of
+from liger_chunked.types import Head, LogitOptions, TokenStats
+
+# No target is ignored: `gather` refuses negative ids.
+_NO_TARGET = -(2**31)
+_OF_ROWS = ("lse", "entropy", "mean_logits", "argmax")
+
+
+def is_index(x: Any, shape: Any, device: torch.device) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.int64 and tuple(x.shape) == tuple(shape) and x.device == device
+
+
+# Cross entropy
+
+
+def _cross_entropy(
+    func: Any,
+    input: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Compute `F.cross_entropy`, or `F.nll_loss` of log-probabilities."""
+    if type(input) is not DeferredLogits or size_average is not None or reduce is not None:
+        return NotImplemented
+    kind = LOGITS if func is F.cross_entropy else LOGPS
+    sources = list(input._cell.node.sources())
+    if sources[0].withheld and isinstance(target, Tensor) and not target.is_floating_point():
+        sources[0].gave_zero = True
+        dtype = result_dtype(func, input)
+        return torch.zeros(target.shape if reduction == "none" else (), dtype=dtype, device=input.device)
+    plan = plan_of(input)
+    fits = plan is not None and plan.kind == kind and plan.sign == 1 and plan.class_dim == 1
+    if not fits or reduction not in ("mean", "sum", "none") or (weight is not None and weight.requires_grad):
+        return NotImplemented
+    assert plan is not None
+    if not is_index(target, plan.row_shape, input.device):
+        return NotImplemented
+    accuracy = request.accuracy()
+    settings = {
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+        "return_token_accuracy": accuracy is not None,
+        **vars(plan.options),
+        "ignore_index": ignore_index,
+    }
+    loss_fn: Any = once(LigerFusedLinearCrossEntropyLoss, **settings)
+
+    def compute(head: HeadRows) -> Any:
+        ids = target.to(head.weight.device).reshape(head.rows.shape[:-1])
+        return loss_fn(head.weight, head.rows, ids, head.bias, ce_weight=weight)
+
+    captured = [target] if weight is None else [target, weight]
+    run = Pass([plan], _first(compute, accuracy), wants_grad(input), keeps_gradient=reduction != "none", captured=captured)
+    options = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
+    if func is F.cross_entropy:
+        options["label_smoothing"] = label_smoothing
+    frozen = target  # a real gradient is of the target then; autograd's own loss would refuse a changed one
+    version = version_of(target)
+
+    def stock(z: Tensor) -> Tensor:
+        if version_of(frozen) != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
+                "target of a fused loss"
+            )
+        return func(z, frozen, **options)
+
+    result = fuse(run, run.results, [input], stock)
+    return result.reshape(target.shape if reduction == "none" else ()).to(input.device, result_dtype(func, input))
+
+
+def _first(compute: Callable[[HeadRows], Any], accuracy: list[Any] | None) -> Callable[[HeadRows], Any]:
+    def loss(head: HeadRows) -> Any:
+        result = compute(head)
+        if accuracy is not None:
+            result, metrics = result
+            accuracy.append(metrics.token_accuracy)
+        return result
+
+    return loss if accuracy is not None else compute
+
+
+def result_dtype(func: Any, z: DeferredLogits) -> torch.dtype:
+    """Return the dtype of a function of z, which autocast may widen."""
+    device = z.device.type
+    if not torch.is_autocast_enabled(device):
+        return z.dtype
+    return _asked_dtype(func, z.dtype, device, torch.get_autocast_dtype(device))
+
+
+@functools.lru_cache(maxsize=128)
+def _asked_dtype(func: Any, dtype: torch.dtype, device: str, autocast: torch.dtype) -> torch.dtype:
+    with torch.no_grad():
+        logits = torch.zeros(1, 2, dtype=dtype, device=device)
+        takes_target = func in (F.cross_entropy, F.nll_loss)
+        return func(logits, torch.zeros(1, dtype=torch.long, device=device)).dtype if takes_target else func(logits, -1).dtype
+
+
+# Statistics of rows
+
+
+class _Known:
+    """Statistics of the same rows that a pass gave before: for later readers."""
+
+    def __init__(self, run: Pass, stats: TokenStats, has_grad: bool, target: Tensor | None, plan: Plan) -> None:
+        self.run = weakref.ref(run) if has_grad else None
+        self.target = None if target is None else (weakref.ref(target), version_of(target), target.data_ptr())
+        self.shape = plan.row_shape
+        found = {name: x for name in TokenStats._fields if (x := getattr(stats, name)) is not None}
+        self.values = {name: (x.detach(), version_of(x)) for name, x in found.items()}
+
+    def serves(self, target: Tensor | None, names: tuple[str, ...]) -> bool:
+        if any(name not in self.values or version_of(self.values[name][0]) != self.values[name][1] for name in names):
+            return False
+        if target is None:
+            return True
+        if self.target is None:
+            return False
+        reference, version, _ = self.target
+        return reference() is target and version_of(target) == version
+
+
+def statistics(z: DeferredLogits, plan: Plan, target: Tensor | None, *names: str) -> tuple[Pass | None, TokenStats]:
+    """Return statistics of the rows of logits, (rows,) each, and the pass that gave them; from an earlier one if it may."""
+    grad = wants_grad(z)
+    sources = [source for source, _ in plan.sources]
+    known: list[_Known] = sources[0].passes.setdefault(plan.signature, [])
+    for entry in known:
+        run = None if entry.run is None else entry.run()
+        if entry.serves(target, names) and (run is not None or not grad):
+            values: Any = run.results if grad and run is not None else TokenStats(**{n: entry.values[n][0].clone() for n in names})
+            return run, values
+    outputs = tuple(dict.fromkeys((*names, *(("lse",) if grad or target is not None else ()))))
+    options = plan.options
+
+    def compute(head: HeadRows) -> TokenStats:
+        shape = head.rows.shape[:-1]
+        ids = head.rows.new_zeros(shape, dtype=torch.long) if target is None else target.to(head.weight.device).reshape(shape)
+        return linear_token_stats(
+            head.weight,
+            head.rows,
+            ids,
+            head.bias,
+            outputs=outputs,  # type: ignore[arg-type]
+            softcap=options.softcap,
+            logit_scale=options.logit_scale,
+            ignore_index=_NO_TARGET,
+            logits_budget=options.logits_budget,
+        )
+
+    run = Pass([plan], compute, grad)
+    stats = TokenStats(**{n: None if (x := getattr(run.results, n)) is None else x.reshape(-1) for n in TokenStats._fields})
+    run.results = stats
+    known.append(_Known(run, stats, grad, target, plan))
+    return run, stats
+
+
+def _of_stats(
+    z: DeferredLogits, plan: Plan, target: Tensor | None, names: tuple[str, ...], read: Callable[..., Tensor], stock: Callable[..., Tensor]
+) -> Tensor:
+    """Return `read(statistics)`, with a value for each row, in the graph behind z."""
+    run, stats = statistics(z, plan, target, *names)
+    grad = wants_grad(z)
+    with torch.set_grad_enabled(grad):
+        result = plan.place(read(stats))
+    if run is None or not grad:
+        return result.detach().to(z.device)
+    return fuse(run, result, [z], stock).to(z.device)
+
+
+def _gathered(func: Any, input: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Any:
+    """Compute `gather` of one id for each row, of logits, log-probabilities or probabilities."""
+    plan = _plan_on(input, dim)
+    if plan is None or sparse_grad:
+        return NotImplemented
+    shape = list(plan.shape)
+    shape[plan.class_dim] = 1
+    if not is_index(index, shape, input.device):
+        return NotImplemented
+    target = index.select(plan.class_dim, 0)
+    dtype = input.dtype
+    sign = plan.sign
+
+    def read(stats: TokenStats) -> Tensor:
+        assert stats.logps is not None and stats.lse is not None
+        x = stats.logps + stats.lse if plan.kind == LOGITS else stats.logps
+        x = x.exp() if plan.kind == PROBS else x
+        return x * sign if sign != 1 else x.clone() if plan.kind == PROBS else x
+
+    kept = index
+    # `lse`: the usual next step after a gather of logits is the difference to `logsumexp`, which the same pass gives.
+    result = _of_stats(input, plan, _same_target(plan, target), ("logps", "lse"), read, lambda z: z.gather(plan.class_dim, kept).select(plan.class_dim, 0))
+    return result.to(dtype).unsqueeze(plan.class_dim)
+
+
+def _same_target(plan: Plan, target: Tensor) -> Tensor:
+    return target
+
+
+def _take_along_dim(func: Any, input: Any, indices: Any, dim: Any = None) -> Any:
+    return NotImplemented if dim is None else _gathered(func, input, dim, indices)
+
+
+def _plan_on(z: Any, dim: Any) -> Plan | None:
+    """Return the plan of logits whose vocabulary is dimension `dim`."""
+    if type(z) is not DeferredLogits or not isinstance(dim, int) or isinstance(dim, bool) or not -z.ndim <= dim < z.ndim:
+        return None
+    plan = plan_of(z)
+    return plan if plan is not None and plan.class_dim == dim % z.ndim and plan.row_shape.numel() > 0 else None
+
+
+def _logsumexp(func: Any, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    plan = _plan_on(input, dim)
+    if plan is None or plan.kind != LOGITS or kwargs:
+        return NotImplemented
+    result = _of_stats(input, plan, None, ("lse",), lambda stats: stats.lse, lambda z: z.logsumexp(plan.class_dim))
+    result = result.to(result_dtype(torch.logsumexp, input))
+    return result.unsqueeze(plan.class_dim) if keepdim else result
+
+
+def _reduction(name: str) -> Callable[..., Any]:
+    """Return the rule of a mean or sum over the vocabulary, or over everything: metrics that trainers log."""
+
+    def rule(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+        if type(input) is not DeferredLogits or kwargs:
+            return NotImplemented
+        dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+        whole = dim is None and not keepdim
+        plan = plan_of(input) if whole else _plan_on(input, dim)
+        takes = dtype is None or (dtype == torch.float32 and input.dtype != torch.float64)
+        if plan is None or not takes or plan.row_shape.numel() == 0 or plan.kind == PROBS:
+            return NotImplemented
+        size = input.shape[plan.class_dim]
+        factor = plan.sign * (size if name != "mean" else 1)
+        names = ("mean_logits",) if plan.kind == LOGITS else ("mean_logits", "lse")
+
+        def read(stats: TokenStats) -> Tensor:
+            assert stats.mean_logits is not None
+            x = stats.mean_logits if plan.kind == LOGITS else stats.mean_logits - stats.lse
+            return x * factor if factor != 1 else x
+
+        reduce = torch.mean if name == "mean" else torch.sum
+        result = _of_stats(input, plan, None, names, read, lambda z: reduce(z, plan.class_dim))
+        if name == "nansum" and not bool(result.isfinite().all()):
+            return NotImplemented
+        if whole:
+            result = reduce(result)
+        result = result.to(result_dtype(reduce, input) if dtype is None else dtype)
+        return result.unsqueeze(plan.class_dim) if keepdim else result
+
+    return rule
+
+
+def _argmax(z: DeferredLogits, dim: Any = None, keepdim: bool = False) -> Any:
+    """Return `argmax`, below autograd; None if it needs real logits."""
+    plan = _plan_on(z, dim)
+    if plan is None:
+        return None
+    # Real logits round after each scale, which can make the largest two equal.
+    scaled = plan.transform.outer is not None or plan.transform.inner != 1
+    if plan.kind != LOGITS or plan.sign != 1 or (scaled and z.dtype not in (torch.float32, torch.float64)):
+        return None
+    with torch.no_grad():
+        _, stats = statistics(z, plan, None, "argmax")
+    result = plan.place(stats.argmax).to(z.device)  # type: ignore[arg-type]
+    return result.unsqueeze(plan.class_dim) if keepdim else result
+
+
+def _planned(z: DeferredLogits) -> Plan:
+    plan = plan_of(z)
+    if plan is None or plan.kind != LOGITS or z.is_computed:
+        raise ValueError(f"statistics are of rows of logits that are not computed yet, got {z!r}")
+    return plan
+
+
+def _logit_options(z: DeferredLogits, ignore_index: int) -> LogitOptions:
+    return _planned(z).transform.options(ignore_index=ignore_index)
+
+
+def _run(z: DeferredLogits, compute: Callable[[Head, Tensor], Any], lm_head: nn.Module) -> Any:
+    return run_live(z, compute, functools.partial(adapted, lm_head))
+
+
+def _statistics(z: DeferredLogits, target: Tensor | None, *names: str) -> dict[str, Tensor]:
+    plan = _planned(z)
+    with torch._C.DisableTorchFunctionSubclass():
+        run, stats = statistics(z, plan, target, *names)
+        found: dict[str, Tensor] = {}
+        for name in names:
+            x: Any = getattr(stats, name)
+            if run is not None and x.requires_grad:
+                x = fuse(run, x, [z], functools.partial(_stock_statistic, plan, target, name))
+            found[name] = plan.place(x).to(z.device)
+    return found
+
+
+def _stock_statistic(plan: Plan, target: Tensor | None, name: str, z: Tensor) -> Tensor:
+    logps = z.log_softmax(plan.class_dim)
+    if name == "entropy":
+        return -(logps.exp() * logps).sum(plan.class_dim)
+    if name == "lse":
+        return z.logsumexp(plan.class_dim)
+    if name == "mean_logits":
+        return z.mean(plan.class_dim)
+    assert target is not None
+    return logps.gather(plan.class_dim, target.unsqueeze(plan.class_dim)).squeeze(plan.class_dim)
+
+
+METHODS.update(argmax=_argmax, logit_options=_logit_options, run=_run, statistics=_statistics)
+for _name, _rule in {
+    "gather": _gathered,
+    "take_along_dim": _take_along_dim,
+    "logsumexp": _logsumexp,
+    "mean": _reduction("mean"),
+    "sum": _reduction("sum"),
+    "nansum": _reduction("nansum"),
+}.items():
+    RULES[getattr(torch, _name)] = RULES[getattr(Tensor, _name)] = _rule
+RULES[F.cross_entropy] = RULES[F.nll_loss] = _cross_entropy
