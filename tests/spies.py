@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from liger_chunked.deferred.lazy import Lazy
+
 
 class Memory(TorchDispatchMode):
     """Track the bytes of tensors created under this mode: their peak, and the largest tensor."""
@@ -31,6 +33,8 @@ class Memory(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        # Meta tensors and tensors without values have no memory.
+        tensors = [x for x in tensors if not x.is_meta and not isinstance(x, Lazy)]
         for x in [part for y in tensors for part in ((y._values(), y._indices()) if y.is_sparse else (y,))]:
             if x.untyped_storage() not in self._known:
                 storage = x.untyped_storage()

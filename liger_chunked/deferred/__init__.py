@@ -7,6 +7,7 @@ from liger_chunked.deferred import rules as _rules  # noqa: F401 - fills the tab
 from liger_chunked.deferred.defer import DeferHandle, Deferral, defer_logits, deferral_of, is_deferring, set_deferral
 from liger_chunked.deferred.logits import DeferredLogits
 
+
 __all__ = [
     "DeferHandle",
     "Deferral",

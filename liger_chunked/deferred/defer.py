@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from liger_chunked.deferred import quantized, request
 from liger_chunked.deferred.head import product
+from liger_chunked.deferred.lazy import outside_graphs
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.deferred.swap import Patch, patch_of, set_patch
 from liger_chunked.kernels.operands import all_plain
@@ -21,9 +22,6 @@ from liger_chunked.types import budget_bytes
 
 _LOGGER = logging.getLogger("liger_chunked")
 
-REASON = (
-    "a head that defers its logits computes them, or a fused loss, outside of graphs; compile without fullgraph=True"
-)
 SETTINGS = "_liger_deferral"  # attribute of a head and of the layers in it that multiply
 
 
@@ -60,7 +58,7 @@ class DeferringLayer(Patch):
         return {"forward": forward, "_liger_defers": True}
 
 
-@torch.compiler.disable(reason=REASON)  # type: ignore[untyped-decorator]
+@outside_graphs
 def _called(layer: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     settings: Deferral = vars(layer)[SETTINGS]
     asked = request.current()

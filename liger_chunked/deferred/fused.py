@@ -71,16 +71,33 @@ class Plan:
 
     @property
     def signature(self) -> Any:
-        """What the statistics of rows depend on. Equal signatures have equal statistics, in the same order."""
-        moves = tuple((op.func, _hashable(op.args)) for op in self.rows if op.func not in RESHAPES)
-        bias = None if self.bias is None else (id(self.bias), self.bias._version)
-        return tuple((id(s), c) for s, c in self.sources), moves, self.transform, bias, self.n_ids
+        """What the statistics of a row depend on."""
+        bias = None if self.bias is None else id(self.bias)
+        return tuple((id(s), c) for s, c in self.sources), self.transform, bias, self.n_ids
+
+    def selects(self) -> list[Op]:
+        """Return `rows` without views at the end that keep the order of rows."""
+        ops = list(self.rows)
+        while ops and ops[-1].func in RESHAPES:
+            ops.pop()
+        return ops
 
     def select(self, x: Tensor) -> Tensor:
         """Return the rows of x (..., K), like the hidden states of the call, that belong to these logits: (..., K)."""
-        k, dim = x.shape[-1], x.ndim - 1
-        shape = torch.Size((*x.shape[:-1], self._vocabulary))
-        for op in self.rows:
+        return self._select(x, torch.Size((*x.shape[:-1], self._vocabulary)), x.ndim - 1, self.rows)
+
+    def select_from(self, earlier: Plan, x: Tensor) -> Tensor:
+        """Return these rows of x, a value for each row of `earlier`, whose selections these logits have too."""
+        hidden: Any = self.sources[0][0].tensors[0]
+        like = torch.empty((), device=x.device).expand(*hidden.shape[:-1], 1)
+        shape, dim, done = torch.Size((*hidden.shape[:-1], self._vocabulary)), hidden.ndim - 1, earlier.selects()
+        for op in done:
+            like, shape, dim = _moved(op, like, shape, dim, 1)
+        return self._select(x.reshape(like.shape), shape, dim, self.rows[len(done) :]).squeeze(-1)
+
+    def _select(self, x: Tensor, shape: torch.Size, dim: int, ops: list[Op]) -> Tensor:
+        k = x.shape[dim]
+        for op in ops:
             x, shape, dim = _moved(op, x, shape, dim, k)
         return x.movedim(dim, -1) if dim != x.ndim - 1 else x
 
@@ -128,10 +145,15 @@ def _expanded(n: int, shape: torch.Size, i: int) -> int:
     return shape[i] if n == -1 else n
 
 
-def _hashable(args: Any) -> Any:
-    if isinstance(args, (tuple, list)):
-        return tuple(map(_hashable, args))
-    return id(args) if isinstance(args, Tensor) else args
+def continues(ops: list[Op], first: list[Op]) -> bool:
+    """Whether a list of operations begins with another."""
+    return len(first) <= len(ops) and all(a.func is b.func and _same(a.args, b.args) for a, b in zip(ops, first, strict=False))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, (tuple, list)):
+        return isinstance(b, (tuple, list)) and len(a) == len(b) and all(map(_same, a, b))
+    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
 
 
 def plan_of(z: Any) -> Plan | None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.deferred.lazy import PLAIN, SHAPED_LIKE, Lazy, Op, aten, number_of, run_on_values, values
+from liger_chunked.deferred.lazy import PLAIN, SHAPED_LIKE, Lazy, Op, aten, number_of, outside_graphs, run_on_values, values
 from liger_chunked.deferred.logits import SAME_SHAPE_VIEWS, SCALES, DeferredLogits, Node
 
 # Formulas that move the gradient of whole rows, or round it. What terms carry does not change with them.
@@ -100,20 +100,19 @@ class LazyGradient(Lazy):
         return copied
 
     @classmethod
+    @outside_graphs
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         g = args[0] if args else None
         made = None
-        if func is aten.cat.default:
-            made = _concatenated(args[0], *args[1:])
+        if func in (aten.cat.default, aten.stack.default):
+            made = _concatenated(func, args[0], *args[1:])
         elif func in _ADDS and not kwargs:
             made = _sum(args[0], args[1], func is aten.add_.Tensor)
         elif func is aten.index_put.default or func is aten.index_add.default:
             made = _placed(func, args)
         elif type(g) is cls:
             made = g._lazily(func, args, kwargs)
-        import os
-        if made is None and os.environ.get("DBG"): print("REAL", func, [type(a).__name__ for a in args], kwargs)
         return run_on_values(func, args, kwargs, _written) if made is None else made
 
     def _lazily(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,22 +212,22 @@ def _sum(a: Any, b: Any, in_place: bool) -> LazyGradient | None:
     return made
 
 
-def _concatenated(parts: Any, dim: int = 0) -> LazyGradient | None:
-    """Return the backward of `split`: rows of several gradients."""
-    if not all(isinstance(x, Tensor) and x.dtype == parts[0].dtype and x.ndim == parts[0].ndim for x in parts):
+def _concatenated(join: Any, parts: Any, dim: int = 0) -> LazyGradient | None:
+    """Return the backward of `split` and `unbind`: rows of several gradients, which are zeros where nothing came."""
+    if not all(isinstance(x, Tensor) and x.dtype == parts[0].dtype for x in parts):
         return None
-    terms = [term for x in parts if isinstance(x, LazyGradient) for term in x.terms]
     lazy = [x for x in parts if isinstance(x, LazyGradient)]
-    meta = torch.cat([x._meta if isinstance(x, Lazy) else torch.empty_like(x, device="meta") for x in parts], dim)
-    denses = [(x.dense if isinstance(x, LazyGradient) else None, x.shape) for x in parts]
+    device, dtype = lazy[0].device, lazy[0].dtype
+    metas = [x._meta if isinstance(x, LazyGradient) else torch.empty_like(x, device="meta") for x in parts]
 
-    def filled(shape: Any) -> Tensor:
-        return torch.zeros(shape, dtype=meta.dtype, device=lazy[0].device)
+    def joined(tensors: list[Tensor | None]) -> Tensor:
+        shapes = [x.shape for x in metas]
+        filled = [torch.zeros(n, dtype=dtype, device=device) if x is None else x for x, n in zip(tensors, shapes, strict=True)]
+        return join(filled, dim)
 
     def dense() -> Tensor:
-        return torch.cat([filled(shape) if get is None else get() for get, shape in denses], dim)
+        return joined([x.dense() if isinstance(x, LazyGradient) else None for x in parts])
 
     extras = [x.extra if isinstance(x, LazyGradient) else values(x) for x in parts]
-    has_extra = any(x is not None and bool(x.any()) if not isinstance(y, LazyGradient) else x is not None for x, y in zip(extras, parts, strict=True))
-    extra = torch.cat([filled(p.shape) if x is None else x for x, p in zip(extras, parts, strict=True)], dim) if has_extra else None
-    return lazy[0].make(meta, lazy[0].device, terms, dense, extra)
+    extra = None if all(x is None for x in extras) else joined(extras)
+    return LazyGradient.make(join(metas, dim), device, [t for x in lazy for t in x.terms], dense, extra)

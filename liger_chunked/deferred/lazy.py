@@ -6,13 +6,15 @@ Autograd, hooks, FSDP, DDP and checkpoints see a tensor. Below autograd, `__torc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_chunked.private import tree_leaves, tree_map_only
+from liger_chunked.private import skip_frame, tracing_callback, tree_leaves, tree_map_only
 
 aten: Any = torch.ops.aten
 
@@ -24,6 +26,25 @@ SHAPED_LIKE = {
     getattr(aten, name).default
     for name in "empty_like zeros_like ones_like rand_like randn_like new_empty new_zeros new_ones".split()
 } | {aten.full_like.default, aten.new_full.default, aten.new_empty_strided.default}
+
+
+REASON = (
+    "a head that defers its logits computes them, or a fused loss, outside of graphs; compile without fullgraph=True"
+)
+
+
+def outside_graphs(function: Callable[..., Any]) -> Any:
+    """Let Dynamo break its graph at a function and compile nothing in it; without Dynamo, the call costs nothing."""
+    disabled = torch.compiler.disable(function, reason=REASON)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if tracing_callback() is None else disabled)(*args, **kwargs)
+
+    vars(call)["_torchdynamo_disable"] = True
+    vars(call)["_torchdynamo_disable_msg"] = REASON
+    skip_frame(call)
+    return call
 
 
 class Op(NamedTuple):
@@ -46,6 +67,9 @@ def number_of(x: Any) -> float | None:
     return None
 
 
+_NOTHING = nullcontext()
+
+
 class Lazy(Tensor):
     """A tensor whose values are computed when something reads them."""
 
@@ -53,14 +77,17 @@ class Lazy(Tensor):
 
     @classmethod
     def _wrap(cls, meta: Tensor, device: torch.device) -> Any:
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            meta.shape,
-            strides=meta.stride(),
-            storage_offset=meta.storage_offset(),
-            dtype=meta.dtype,
-            device=device,
-        )
+        # Views of an ordinary tensor are ordinary, in inference mode too.
+        inside = torch.is_inference_mode_enabled() and not meta.is_inference()
+        with torch.inference_mode(False) if inside else _NOTHING:
+            made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls,
+                meta.shape,
+                strides=meta.stride(),
+                storage_offset=meta.storage_offset(),
+                dtype=meta.dtype,
+                device=device,
+            )
         made._meta = meta
         return made
 
@@ -78,10 +105,11 @@ class Lazy(Tensor):
         return func(like, *args[1:], **kwargs)
 
     @classmethod
+    @outside_graphs
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func in READS_MEMORY:
-                return _read_memory(func, args, kwargs or {})
+                return read_memory(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
 
     def tolist(self) -> Any:  # C++ that does not ask __torch_function__
@@ -100,7 +128,7 @@ READS_MEMORY = {
 _REFUSES_GRADIENTS = {Tensor.numpy, Tensor.__array__, Tensor.__deepcopy__}
 
 
-def _read_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def read_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     if func in _REFUSES_GRADIENTS and x.requires_grad:
         # Raises what torch raises for a result of the graph.

@@ -26,9 +26,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_chunked.deferred.lazy import PLAIN, SHAPED_LIKE, Lazy, Op, aten, number_of, run_on_values
+from liger_chunked.deferred.lazy import (
+    PLAIN,
+    READS_MEMORY,
+    SHAPED_LIKE,
+    Lazy,
+    Op,
+    aten,
+    number_of,
+    outside_graphs,
+    read_memory,
+    run_on_values,
+)
 from liger_chunked.private import version_of
-from liger_chunked.types import Head, LogitOptions
+from liger_chunked.types import Head, LogitOptions, StandIn
 
 _LOGGER = logging.getLogger("liger_chunked")
 
@@ -36,12 +47,12 @@ _LOGGER = logging.getLogger("liger_chunked")
 SAME_SHAPE_VIEWS = {aten.alias.default, aten.detach.default}
 RESHAPES = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
 VIEWS = SAME_SHAPE_VIEWS | {
-    aten.view.default, aten._reshape_alias.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default,
+    aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default,
     aten.squeeze.dim, aten.squeeze.default, aten.transpose.int, aten.t.default, aten.permute.default,
     aten.expand.default,
 }  # fmt: skip
 # Copies with the same values for each row.
-COPIES = {aten.clone.default, aten._to_copy.default, aten._unsafe_view.default}
+COPIES = {aten.clone.default, aten._to_copy.default}
 ROWS = {aten.index.Tensor, aten.index_select.default}
 SCALES = {aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.div.Tensor: "div", aten.div.Scalar: "div"}
 SCALES_IN_PLACE = {
@@ -214,7 +225,7 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
     return a is b or (type(a) is Tensor and type(b) is Tensor and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr())
 
 
-class DeferredLogits(Lazy):
+class DeferredLogits(Lazy, StandIn):
     """Logits (..., V) of a head that computes them only if they are needed.
 
     A head returns them to a model's forward while `defer_logits` or `apply_liger_kernel` is active. They are a
@@ -317,6 +328,14 @@ class DeferredLogits(Lazy):
         self._ask("memory")
         return seen(self._cell.own_values(), self._views)
 
+    def asked(self, name: str) -> Tensor:
+        """Return the real logits for the function or argument `name`, which the log names."""
+        _ASKING.append(name)
+        try:
+            return self.tensor()
+        finally:
+            _ASKING.pop()
+
     def _ask(self, name: str) -> None:
         """Remember, and say in the log, what needs real logits."""
         if self._cell.real is None:
@@ -327,6 +346,7 @@ class DeferredLogits(Lazy):
     # Interception
 
     @classmethod
+    @outside_graphs
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in RULES and type(func) is _FUNCTION and func.__globals__ is not vars(F):
@@ -339,11 +359,12 @@ class DeferredLogits(Lazy):
                     return result
             _ASKING.append(getattr(func, "__name__", str(func)))
             try:
-                return super().__torch_function__(func, types, args, kwargs)
+                return read_memory(func, args, kwargs) if func in READS_MEMORY else func(*args, **kwargs)
             finally:
                 _ASKING.pop()
 
     @classmethod
+    @outside_graphs
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(t is not cls and issubclass(t, Lazy) for t in types):
@@ -380,6 +401,8 @@ class DeferredLogits(Lazy):
             return None
         if func in SCALES:
             op = Op(func, (number_of(args[1]),))
+        elif func is aten.add.Tensor:
+            op = Op(func, (args[1].clone(),))  # its values are those of now
         meta = self._shape_of(op) if func is not aten.add.Tensor else self._meta
         return self._make(Cell(self._node(op)), (), meta, self._class_dim, self.device)
 
@@ -402,7 +425,8 @@ class DeferredLogits(Lazy):
 
     def _is_bias(self, x: Any) -> bool:
         """Whether adding x is what a bias of the head does: a constant for each id of the vocabulary."""
-        plain = type(x) in PLAIN and not x.requires_grad and x.dtype == self.dtype and x.device == self.device
+        dtypes = {source.dtype for source in self._cell.node.sources()}
+        plain = type(x) in PLAIN and not x.requires_grad and {x.dtype, self.dtype} == dtypes and x.device == self.device
         return plain and 0 < x.ndim <= self.ndim and x.numel() == x.shape[-1] == self.shape[-1] == self.shape[self._class_dim or 0] and self._class_dim == self.ndim - 1
 
     def _viewed(self, op: Op) -> Any:
@@ -590,4 +614,4 @@ def _log_use(source: Source, logits: DeferredLogits, name: str) -> str:
 
 
 def _is_ours(module: str) -> bool:
-    return module.startswith(("liger_chunked.deferred", "torch.")) or module == "torch"
+    return module.startswith(("liger_chunked.", "torch.")) or module == "torch"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from liger_chunked.calls import once
 from liger_chunked.deferred import request
 from liger_chunked.deferred.adapters import adapted
-from liger_chunked.deferred.fused import LOGITS, LOGPS, PROBS, HeadRows, Pass, Plan, fuse, plan_of, run_live, wants_grad
+from liger_chunked.deferred.fused import LOGITS, LOGPS, PROBS, HeadRows, Pass, Plan, continues, fuse, plan_of, run_live, wants_grad
 from liger_chunked.deferred.logits import METHODS, RULES, DeferredLogits
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
@@ -76,7 +76,8 @@ def _cross_entropy(
 
     def compute(head: HeadRows) -> Any:
         ids = target.to(head.weight.device).reshape(head.rows.shape[:-1])
-        return loss_fn(head.weight, head.rows, ids, head.bias, ce_weight=weight)
+        # Not the module's call: global hooks of modules are for those of the caller.
+        return loss_fn.forward(head.weight, head.rows, ids, head.bias, ce_weight=weight)
 
     captured = [target] if weight is None else [target, weight]
     run = Pass([plan], _first(compute, accuracy), wants_grad(input), keeps_gradient=reduction != "none", captured=captured)
@@ -128,37 +129,37 @@ def _asked_dtype(func: Any, dtype: torch.dtype, device: str, autocast: torch.dty
 # Statistics of rows
 
 
-class _Known:
-    """Statistics of the same rows that a pass gave before: for later readers."""
+class _Known(NamedTuple):
+    """Statistics of rows that a pass gave: for later readers of these rows, or of some of them."""
 
-    def __init__(self, run: Pass, stats: TokenStats, has_grad: bool, target: Tensor | None, plan: Plan) -> None:
-        self.run = weakref.ref(run) if has_grad else None
-        self.target = None if target is None else (weakref.ref(target), version_of(target), target.data_ptr())
-        self.shape = plan.row_shape
-        found = {name: x for name in TokenStats._fields if (x := getattr(stats, name)) is not None}
-        self.values = {name: (x.detach(), version_of(x)) for name, x in found.items()}
+    plan: Plan
+    target: Tensor | None
+    target_version: int
+    values: dict[str, Tensor]
+    versions: dict[str, int]
+    run: Any  # a weak reference to the pass, if there is a gradient
 
-    def serves(self, target: Tensor | None, names: tuple[str, ...]) -> bool:
-        if any(name not in self.values or version_of(self.values[name][0]) != self.values[name][1] for name in names):
+    def serves(self, plan: Plan, target: Tensor | None, names: tuple[str, ...]) -> bool:
+        if not continues(plan.rows, self.plan.selects()):
             return False
-        if target is None:
-            return True
-        if self.target is None:
+        if target is not None and not (target is self.target and version_of(target) == self.target_version):
             return False
-        reference, version, _ = self.target
-        return reference() is target and version_of(target) == version
+        return all(name in self.values and version_of(self.values[name]) == self.versions[name] for name in names)
 
 
 def statistics(z: DeferredLogits, plan: Plan, target: Tensor | None, *names: str) -> tuple[Pass | None, TokenStats]:
-    """Return statistics of the rows of logits, (rows,) each, and the pass that gave them; from an earlier one if it may."""
+    """Return statistics of the rows of logits, and the pass that gave them, an earlier one if it knows them.
+
+    Without a gradient there is no pass to remember.
+    """
     grad = wants_grad(z)
-    sources = [source for source, _ in plan.sources]
-    known: list[_Known] = sources[0].passes.setdefault(plan.signature, [])
+    known: list[_Known] = plan.sources[0][0].passes.setdefault(plan.signature, [])
     for entry in known:
         run = None if entry.run is None else entry.run()
-        if entry.serves(target, names) and (run is not None or not grad):
-            values: Any = run.results if grad and run is not None else TokenStats(**{n: entry.values[n][0].clone() for n in names})
-            return run, values
+        if entry.serves(plan, target, names) and (run is not None or not grad):
+            values = {name: getattr(run.results, name) if grad else entry.values[name] for name in names}
+            # Copies: readers may change them.
+            return run, TokenStats(**{name: plan.select_from(entry.plan, x).clone() for name, x in values.items()})
     outputs = tuple(dict.fromkeys((*names, *(("lse",) if grad or target is not None else ()))))
     options = plan.options
 
@@ -178,9 +179,11 @@ def statistics(z: DeferredLogits, plan: Plan, target: Tensor | None, *names: str
         )
 
     run = Pass([plan], compute, grad)
-    stats = TokenStats(**{n: None if (x := getattr(run.results, n)) is None else x.reshape(-1) for n in TokenStats._fields})
-    run.results = stats
-    known.append(_Known(run, stats, grad, target, plan))
+    stats: TokenStats = run.results
+    values = {name: x.detach() for name in outputs if (x := getattr(stats, name)) is not None}
+    versions = {name: version_of(x) for name, x in values.items()}
+    version = 0 if target is None else version_of(target)
+    known.append(_Known(plan, target, version, values, versions, weakref.ref(run) if grad else None))
     return run, stats
 
 
@@ -188,13 +191,13 @@ def _of_stats(
     z: DeferredLogits, plan: Plan, target: Tensor | None, names: tuple[str, ...], read: Callable[..., Tensor], stock: Callable[..., Tensor]
 ) -> Tensor:
     """Return `read(statistics)`, with a value for each row, in the graph behind z."""
-    run, stats = statistics(z, plan, target, *names)
     grad = wants_grad(z)
+    run, stats = statistics(z, plan, target, *names)
     with torch.set_grad_enabled(grad):
         result = plan.place(read(stats))
     if run is None or not grad:
-        return result.detach().to(z.device)
-    return fuse(run, result, [z], stock).to(z.device)
+        return result.to(z.device)
+    return fuse(run, result, [z], stock).clone().to(z.device)
 
 
 def _gathered(func: Any, input: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Any:
@@ -218,12 +221,8 @@ def _gathered(func: Any, input: Any, dim: Any, index: Any, *, sparse_grad: bool 
 
     kept = index
     # `lse`: the usual next step after a gather of logits is the difference to `logsumexp`, which the same pass gives.
-    result = _of_stats(input, plan, _same_target(plan, target), ("logps", "lse"), read, lambda z: z.gather(plan.class_dim, kept).select(plan.class_dim, 0))
+    result = _of_stats(input, plan, target, ("logps", "lse"), read, lambda z: z.gather(plan.class_dim, kept).select(plan.class_dim, 0))
     return result.to(dtype).unsqueeze(plan.class_dim)
-
-
-def _same_target(plan: Plan, target: Tensor) -> Tensor:
-    return target
 
 
 def _take_along_dim(func: Any, input: Any, indices: Any, dim: Any = None) -> Any:

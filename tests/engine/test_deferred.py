@@ -308,7 +308,7 @@ def test_every_attribute_of_a_tensor_is_there() -> None:
             if not hasattr(z, name):
                 missing.append(name)
     assert not missing
-    with pytest.raises(AttributeError, match="'Tensor' object has no attribute 'nothing'"):
+    with pytest.raises(AttributeError, match="object has no attribute 'nothing'"):
         _ = case.head(case.x).nothing
 
 
@@ -321,7 +321,7 @@ def test_who_asked_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
             case.head(case.x).softmax(-1).argmax(-1)
         F.cross_entropy(case.head(case.x).view(-1, V), Y.view(-1))
     (message,) = caplog.messages
-    assert "softmax at " in message and "test_deferred.py:" in message and "(0 MiB)" in message
+    assert "argmax at " in message and "test_deferred.py:" in message and "(0 MiB)" in message
     caplog.clear()
     torch.relu(case.head(case.x))
     assert "relu at " in caplog.text
@@ -507,7 +507,7 @@ def test_grad_modes_of_the_call_and_of_the_loss() -> None:
     z = case.head(case.x)
     with torch.no_grad():
         assert not F.cross_entropy(z.view(-1, V), Y.view(-1)).requires_grad
-        z.softmax(-1)
+        z.softmax(-1).square()
     assert z.is_computed and z.tensor().requires_grad  # computed for a metric, used for the loss
     assert F.cross_entropy(z.view(-1, V), Y.view(-1)).requires_grad
     with torch.inference_mode():
@@ -653,7 +653,7 @@ def test_threads() -> None:
 
 
 def test_nothing_is_kept() -> None:
-    """Hidden states are freed with their stand-in, without the garbage collector."""
+    """Hidden states are freed with the graph, as a layer's own, without the garbage collector."""
     case = Case()
     defer_logits(case.head)
     gc.collect()
@@ -663,8 +663,8 @@ def test_nothing_is_kept() -> None:
         freed = weakref.ref(x)
         loss = F.cross_entropy(case.head(x).view(-1, V), Y.view(-1))
         del x
-        assert freed() is None
         loss.backward()
+        assert freed() is None
     finally:
         gc.enable()
 
@@ -823,7 +823,7 @@ def test_copies_do_not_change_with_the_logits() -> None:
                     made = make(z)
                     change(z)
                     values.append((made * 1.0).sum(-1))
-            assert torch.equal(*values)
+            torch.testing.assert_close(*values)
 
 
 def test_statistics_are_computed_once() -> None:

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from liger_chunked.deferred import Deferral, DeferredLogits, deferral_of, is_deferring, set_deferral
-from liger_chunked.deferred.defer import REASON, refusal_of
+from liger_chunked.deferred.defer import refusal_of
+from liger_chunked.deferred.lazy import REASON
 from liger_chunked.deferred.request import requested
 from liger_chunked.deferred.swap import Patch, stock_class
 from liger_chunked.device import is_gpu
