@@ -2,57 +2,43 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from liger_chunked.deferred.code import foreign_code
 from liger_chunked.deferred.projection import projections_in
-from liger_chunked.dtensor import distributed_like
-from liger_chunked.types import AdaptedWeight, Head
+from liger_chunked.private import hooks_of
 
 
-def adapted(lm_head: nn.Module, weight: Any, bias: Any) -> Head:
-    """Return a head with the adapters of `lm_head` that are in use."""
+def down(lm_head: nn.Module, x: Tensor) -> Tensor:
+    """Return `lora_A(dropout(x)) * scaling` of the adapters in use (..., r), side by side.
+
+    For rows of hidden states that a `head_fn` made itself. Raises ValueError if hooks of the user change what the
+    parts of the layer compute.
+    """
     projection = projections_in(lm_head)[0]
-    layer, adapters = projection.layer, projection.adapters
-    if not adapters:
-        return Head(weight, bias)
-    ups = [whole(layer.lora_B[name].weight) for name in adapters]
-    for name in adapters:
-        if layer.lora_bias[name]:
-            of_adapter = (whole(layer.lora_B[name].bias) * layer.scaling[name]).to(weight.dtype)
-            if isinstance(bias, DTensor):
-                of_adapter = distributed_like(bias, of_adapter)
-            bias = of_adapter if bias is None else bias + of_adapter
-    up = ups[0] if len(ups) == 1 else torch.cat(ups, 1)
-    return Head(AdaptedWeight(weight, up, functools.partial(_down, layer, adapters)), bias)
-
-
-def _down(layer: Any, adapters: tuple[str, ...], x: Tensor) -> Tensor:
+    layer: Any = projection.layer
+    _check_hooks(layer)
     parts = []
-    for name in adapters:
+    for name in projection.adapters:
         cast = getattr(layer, "_cast_input_dtype", Tensor.to)
         x = cast(x, layer.lora_A[name].weight.dtype)
         u = layer.lora_A[name](layer.lora_dropout[name](x))
         # `u * scaling` may exceed float16.
         parts.append((u.float() if u.dtype == torch.float16 else u) * layer.scaling[name])
-    u = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-    if u.requires_grad:
-        u.register_hook(functools.partial(_refuse_merged, layer))
-    return u
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
-def _refuse_merged(layer: Any, gradient: Tensor) -> None:
-    # PEFT merges through `weight.data`, unnoticed by autograd.
-    if layer.merged:
-        raise RuntimeError(
-            f"the adapters {layer.merged_adapters} of lm_head were merged between forward and backward, which changes "
-            "the weight under the gradient: merge after the backward, or unmerge before it"
-        )
-
-
-def whole(parameter: Any) -> Any:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+def _check_hooks(layer: Any) -> None:
+    for part in (layer.base_layer, layer.lora_B):
+        for module in part.modules():
+            for slot in ("_forward_pre_hooks", "_forward_hooks"):
+                for hook in hooks_of(module, slot):
+                    if foreign_code(hook) is not None:
+                        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+                        raise ValueError(
+                            f"the hook {name!r} is on a part of lm_head's LoRA layer, and a loss of other rows than "
+                            "those of the call would skip it: remove it, or register it on lm_head"
+                        )

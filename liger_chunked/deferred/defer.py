@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from liger_chunked.deferred import quantized, request
-from liger_chunked.deferred.head import product
+from liger_chunked.deferred.head import OWNER, product
 from liger_chunked.deferred.lazy import outside_graphs
 from liger_chunked.deferred.projection import projections_in
-from liger_chunked.deferred.swap import Patch, patch_of, set_patch
+from liger_chunked.deferred.swap import STOCK, Patch, patch_of, set_patch
 from liger_chunked.kernels.operands import all_plain
 from liger_chunked.private import HAS_VERSIONS, has_children, transforms_are_active
 from liger_chunked.types import budget_bytes
@@ -49,12 +49,14 @@ class DeferringLayer(Patch):
     def methods(self, cls: Any) -> dict[str, Any]:
         stock = cls.forward
 
-        @functools.wraps(stock)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self.training or request.ACTIVE:
                 return _called(self, stock, args, kwargs)
             return stock(self, *args, **kwargs)
 
+        # `functools.wraps` would set `__wrapped__`, which accelerate unwraps.
+        forward.__name__, forward.__qualname__, forward.__doc__ = stock.__name__, stock.__qualname__, stock.__doc__
+        vars(forward)[STOCK] = stock
         return {"forward": forward, "_liger_defers": True}
 
 
@@ -113,6 +115,7 @@ def set_deferral(head: nn.Module, deferral: Deferral | None) -> None:
     """Let a head defer as `deferral` says; None: never again, with the class it had."""
     for module in head.modules():
         vars(module).pop(SETTINGS, None)
+        vars(module).pop(OWNER, None)
         if isinstance(patch_of(module), DeferringLayer):
             set_patch(module, None)
     if deferral is None:
@@ -120,6 +123,8 @@ def set_deferral(head: nn.Module, deferral: Deferral | None) -> None:
     vars(head)[SETTINGS] = deferral
     for layer in _layers(head):
         vars(layer)[SETTINGS] = deferral
+        if layer is not head:
+            vars(layer)[OWNER] = head
         set_patch(layer, DeferringLayer())
 
 

@@ -157,8 +157,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def plan_of(z: Any) -> Plan | None:
-    """Return the plan of logits that no loss has changed in place; None if no loss can express them."""
-    if type(z) is not DeferredLogits or z._cell.changed or z._class_dim is None or z.ndim < 2:
+    """Return the plan of logits; None if real ones exist, or no loss can express them."""
+    if type(z) is not DeferredLogits or z.is_computed or z._class_dim is None or z.ndim < 2:
         return None
     plan = _of_node(z._cell.node)
     if plan is None or not _add_views(plan, z._views):
@@ -329,7 +329,10 @@ class Pass:
     def arrived(self, term: Term, source: Source) -> bool:
         """Whether a term has passed all operations behind a source, and no other that the pass contains."""
         plan = self.plans[term.side]
-        expected = next(keys for (s, _), keys in zip(plan.sources, plan.keys, strict=True) if s is source)
+        found = [keys for (s, _), keys in zip(plan.sources, plan.keys, strict=True) if s is source]
+        if not found:  # a reentrant checkpoint ran the head again
+            return False
+        (expected,) = found
         return len(term.passed) == len(expected) and all(term.passed.count(k) == expected.count(k) for k in expected)
 
     def _run(self, wants_grad: bool) -> Any:
@@ -391,36 +394,43 @@ def _leaves(source: Source, wants_grad: bool) -> list[Tensor | None]:
     ]
 
 
-def _head_rows(plan: Plan, leaves: list[list[Tensor | None]]) -> HeadRows:
+def _head_rows(plan: Plan, leaves: Sequence[Sequence[Any]], recompute: Callable[[Tensor], Tensor] | None = None) -> HeadRows:
+    """Return the head and the rows of a plan, made of (hidden, weight, bias) of its sources.
+
+    `recompute` is the adapters' product of other hidden states.
+    """
     hidden, weight, bias = leaves[0]
-    assert hidden is not None
-    ids = slice(None) if plan.n_ids is None else slice(plan.n_ids)
 
     def of_ids(x: Any) -> Any:
-        return x if plan.n_ids is None else x[ids]
+        return x if x is None or plan.n_ids is None else x[: plan.n_ids]
 
-    rows = plan.select(hidden)
-    if rows.ndim > 3:
-        rows = rows.flatten(0, -2)
-    weight = of_ids(weight)
-    bias = None if bias is None else of_ids(bias)
+    def of_rows(x: Tensor) -> Tensor:
+        x = plan.select(x)
+        return x.flatten(0, -2) if x.ndim > 3 else x
+
+    rows, weight, bias = of_rows(hidden), of_ids(weight), of_ids(bias)
     if plan.bias is not None:
         bias = plan.bias if bias is None else bias + plan.bias
-    if len(plan.sources) > 1:
-        ups, downs = [], []
-        for (_, factor), (u, up, more) in zip(plan.sources[1:], leaves[1:], strict=True):
-            assert u is not None and up is not None
-            u = plan.select(u)
-            u = u.float() if u.dtype == torch.float16 else u  # `u * factor` may exceed float16
-            downs.append(u * factor if factor != 1 else u)
-            ups.append(of_ids(up))
-            if more is not None:
-                added = (of_ids(more) * factor).to(hidden.dtype)
-                bias = added if bias is None else bias + added
-        down = downs[0] if len(downs) == 1 else torch.cat(downs, -1)
-        down = down.flatten(0, -2) if down.ndim > 3 else down
-        weight = AdaptedWeight(weight, ups[0] if len(ups) == 1 else torch.cat(ups, 1), lambda x: down)  # type: ignore[arg-type]
-    return HeadRows(weight, bias, rows)
+    if len(plan.sources) == 1:
+        return HeadRows(weight, bias, rows)
+    ups, downs = [], []
+    for (_, factor), (u, up, more) in zip(plan.sources[1:], leaves[1:], strict=True):
+        u = of_rows(u)
+        u = u.float() if u.dtype == torch.float16 else u  # `u * factor` may exceed float16
+        downs.append(u * factor if factor != 1 else u)
+        ups.append(of_ids(up))
+        if more is not None:
+            added = (of_ids(more) * factor).to(rows.dtype)
+            bias = added if bias is None else bias + added
+    product = downs[0] if len(downs) == 1 else torch.cat(downs, -1)
+
+    def down(x: Tensor) -> Tensor:
+        if x.data_ptr() == rows.data_ptr() and x.numel() == rows.numel():
+            return product.reshape(*x.shape[:-1], -1)
+        assert recompute is not None
+        return recompute(x)
+
+    return HeadRows(AdaptedWeight(weight, ups[0] if len(ups) == 1 else torch.cat(ups, 1), down), bias, rows)
 
 
 class _Fused(torch.autograd.Function):
@@ -493,22 +503,25 @@ def fuse(run: Pass, result: Tensor, logits: Sequence[Any], stock: Callable[..., 
     return _Fused.apply(run, (result,), stock, *logits)
 
 
-def run_live(z: DeferredLogits, compute: Callable[[Head, Tensor], Any], adapted: Callable[..., Head]) -> Any:
+def run_live(z: DeferredLogits, compute: Callable[[Head, Tensor], Any], recompute: Callable[[Tensor], Tensor]) -> Any:
     """Return `compute(head, hidden_states)` in the caller's graph, in place of logits of a call with `head_fn`.
 
-    `adapted(weight, bias)` adds the head's adapters.
+    `recompute` is the adapters' product of other hidden states than those of the call.
     """
     plan = plan_of(z)
-    live = None if plan is None else plan.sources[0][0].live
-    if plan is None or live is None:
+    live = [] if plan is None else [source.live for source, _ in plan.sources]
+    if plan is None or None in live:
         raise ValueError(f"a head_fn needs logits that are those of a head, got {z!r}")
-    source = plan.sources[0][0]
-    hidden, weight, bias = live
-    if source.dequantize is not None:
-        _, weight, bias = source.matrices()
-    if plan.n_ids is not None:
-        weight, bias = weight[: plan.n_ids], None if bias is None else bias[: plan.n_ids]
-    if plan.bias is not None:
-        bias = plan.bias if bias is None else bias + plan.bias
-    with source.modes():
-        return compute(adapted(weight, bias), plan.select(hidden))
+    first = plan.sources[0][0]
+    if first.dequantize is not None:
+        hidden, _, _ = live[0]  # type: ignore[misc]
+        live[0] = (hidden, *first.matrices()[1:])
+    with first.modes():
+        weight, bias, rows = _head_rows(plan, live, recompute)  # type: ignore[arg-type]
+        _refuse_merged(first, rows)
+        return compute(Head(weight, bias), rows)
+
+
+def _refuse_merged(source: Source, rows: Tensor) -> None:
+    if source.owner is not None and rows.requires_grad:
+        rows.register_hook(lambda g: source.check_merged())

@@ -12,6 +12,8 @@ from liger_chunked.deferred.gradient import LazyGradient
 from liger_chunked.deferred.logits import DeferredLogits, Source
 from liger_chunked.engine.hooks import hooks_active
 
+OWNER = "_liger_owner"  # attribute of a layer that defers: the head around it, if it is another module
+
 
 class _Product(torch.autograd.Function):
     """A source's logits without values."""
@@ -26,6 +28,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         source, need = ctx.source, ctx.needs_input_grad[:3]
+        source.check_merged()
         total: list[Any] = [None, None, None]
         real: Tensor | None = g
         if isinstance(g, LazyGradient):
@@ -84,7 +87,7 @@ def product(
     dequantize: Callable[[Any, torch.dtype], Tensor] | None = None,
 ) -> Any:
     """Return the stand-in for a layer's call. `asked` is the current `Request`; the rest as in `Source`."""
-    source = Source(hidden, weight, bias, settings, f"the head ({type(layer).__name__})")
+    source = Source(hidden, weight, bias, settings, f"the head ({type(layer).__name__})", vars(layer).get(OWNER))
     source.withheld, source.forward, source.dequantize = asked.withhold, forward, dequantize
     if asked.defer:
         # Views stay when ZeRO takes the data of a parameter away.

@@ -76,11 +76,13 @@ class Source:
         live: (hidden, weight, bias) in the autograd graph, for a call with `head_fn`; else None.
         holds_gradient: a loss keeps its gradient of the weight until its backward: a second one would double that.
         passes: statistics of rows that were computed, by what they are of (`rules.py`).
+        owner, merged: the layer of PEFT around this one, and the adapters that were merged into the weight, which PEFT
+            does through `weight.data`, unnoticed by autograd.
         forward: computes the real product of a layer that is no plain `nn.Linear`; else None.
         dequantize: returns the weight of a quantized layer, from its tensor and the dtype of hidden states; else None.
     """
 
-    def __init__(self, hidden: Tensor, weight: Any, bias: Tensor | None, settings: Any, name: str) -> None:
+    def __init__(self, hidden: Tensor, weight: Any, bias: Tensor | None, settings: Any, name: str, owner: Any = None) -> None:
         self.tensors = tuple(None if x is None else x.detach() for x in (hidden, weight, bias))
         self.versions = self._versions()
         self.settings, self.name = settings, name
@@ -88,6 +90,8 @@ class Source:
         self.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         enabled, dtype = self.autocast
         self.dtype = dtype if enabled and hidden.dtype != torch.float64 else hidden.dtype
+        self.merged = _merged_in(owner)
+        self.owner = owner
         self.forward: Callable[[Tensor], Tensor] | None = None
         self.dequantize: Callable[[Any, torch.dtype], Tensor] | None = None
         self.needs = (False, False, False)
@@ -100,12 +104,21 @@ class Source:
     def _versions(self) -> list[int]:
         return [0 if x is None else version_of(x) for x in self.tensors]
 
+    def check_merged(self) -> None:
+        """Raise RuntimeError if PEFT merged or unmerged an adapter since the call."""
+        if _merged_in(self.owner) != self.merged:
+            raise RuntimeError(
+                f"adapters of {self.name} were merged or unmerged after the model called it, which changes its weight "
+                "under its logits and their gradient: merge after the backward, or unmerge before it"
+            )
+
     def read(self) -> tuple[Any, ...]:
         """Return (hidden, weight, bias); RuntimeError if one was changed in place after the layer was called."""
+        self.check_merged()
         hidden, weight, _ = self.tensors
-        changed = [name for name, a, b in zip(("hidden states", "weight", "bias"), self.versions, self._versions()) if a != b]
+        changed = [name for name, a, b in zip(("hidden states", "weights", "bias"), self.versions, self._versions()) if a != b]
         if changed or (_is_freed(weight) and not _is_freed(hidden)):
-            what = f"the {changed[0]} of {self.name} changed" if changed else f"a framework freed the weight of {self.name}"
+            what = f"the {changed[0]} of {self.name} changed" if changed else f"a framework freed the weights of {self.name}"
             raise RuntimeError(
                 f"{what} after the model called it, and its deferred logits were not computed before. Compute the loss, "
                 "or read the logits, before the optimizer steps (and, with a head that a framework shards, inside the "
@@ -136,6 +149,10 @@ class Source:
             if self.forward is not None:
                 return self.forward(self.read()[0])
             return F.linear(*self.read())
+
+
+def _merged_in(layer: Any) -> list[str]:
+    return [] if layer is None else list(getattr(layer, "merged_adapters", ()))
 
 
 def _is_freed(x: Any) -> bool:

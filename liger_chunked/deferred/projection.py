@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from liger_chunked.deferred import quantized
+from liger_chunked.deferred.swap import stock_forward
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def _is_linear(module: nn.Module, of_adapter: bool = False) -> TypeGuard[nn.Line
         if not of_adapter and quantized.refusal(module) is None:
             return True
         raise ValueError(_head_refusal(module))
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+    if not isinstance(module, nn.Linear) or stock_forward(module) is not nn.Linear.forward:
         return False
     if is_parametrized(module):
         return True  # the head reads `weight` inside its own call, where it is computed and differentiable
@@ -85,7 +86,7 @@ _LORA = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4
 
 def _is_lora(module: nn.Module) -> TypeGuard[Any]:
     classes = [getattr(sys.modules.get(name), kind, None) for name, kind in _LORA]
-    return any(isinstance(module, cls) and type(module).forward is cls.forward for cls in classes if cls is not None)
+    return any(isinstance(module, cls) and stock_forward(module) is cls.forward for cls in classes if cls is not None)
 
 
 def _adapters_in_use(layer: Any) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_chunked.deferred.swap import stock_forward
 from liger_chunked.private import own_tensors
 
 # Weight-only tensors of torchao, and attributes that are None unless hidden states are rounded too.
@@ -25,7 +26,7 @@ _SERVED = f"bitsandbytes' Linear4bit and torchao's weight-only {', '.join(_TORCH
 
 def _of_bitsandbytes(module: nn.Module, name: str) -> bool:
     cls = getattr(sys.modules.get("bitsandbytes.nn"), name, None)
-    return cls is not None and isinstance(module, cls) and type(module).forward is cls.forward
+    return cls is not None and isinstance(module, cls) and stock_forward(module) is cls.forward
 
 
 def is_4bit(module: nn.Module) -> bool:

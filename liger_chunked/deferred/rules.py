@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from liger_chunked.calls import once
 from liger_chunked.deferred import request
-from liger_chunked.deferred.adapters import adapted
+from liger_chunked.deferred.adapters import down
 from liger_chunked.deferred.fused import LOGITS, LOGPS, PROBS, HeadRows, Pass, Plan, continues, fuse, plan_of, run_live, wants_grad
 from liger_chunked.deferred.logits import METHODS, RULES, DeferredLogits
 from liger_chunked.engine import linear_token_stats
@@ -307,7 +307,7 @@ def _logit_options(z: DeferredLogits, ignore_index: int) -> LogitOptions:
 
 
 def _run(z: DeferredLogits, compute: Callable[[Head, Tensor], Any], lm_head: nn.Module) -> Any:
-    return run_live(z, compute, functools.partial(adapted, lm_head))
+    return run_live(z, compute, functools.partial(down, lm_head))
 
 
 def _statistics(z: DeferredLogits, target: Tensor | None, *names: str) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from torch import nn
 FORWARD_SLOTS = ("forward", "_old_forward")
 
 _PATCH = "_liger_patch"
+STOCK = "_liger_stock"  # attribute of a patch's forward: the one that it calls
 
 
 class Patch:
@@ -80,6 +81,12 @@ def _rebased(cls: Any) -> Any:
     """Rebuild a class that was derived from a patched one, as `fully_shard` does."""
     namespace = {name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     return type(cls)(cls.__name__, tuple(map(stock_class, cls.__bases__)), namespace)
+
+
+def stock_forward(module: Any) -> Any:
+    """Return the forward of a module's class that a patch calls."""
+    forward = type(module).forward
+    return vars(forward).get(STOCK, forward)
 
 
 def patch_of(module: nn.Module) -> Any:
