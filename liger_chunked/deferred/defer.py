@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,10 @@ def _called(layer: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs
     weight, bias = layer.weight, layer.bias
     if quantized.is_quantized(layer):
         return _of_quantized(layer, stock, hidden, weight, bias, settings, asked)
-    if not all_plain([weight]) or (hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type)):
+    if not all_plain([weight]):
+        _log_reason(layer, f"its weight is a {type(weight).__name__}, and a fused loss needs a plain tensor")
+        return stock(layer, hidden)
+    if (hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type)):
         return stock(layer, hidden)
     return product(layer, hidden, weight, bias, settings, asked)
 
@@ -99,12 +102,9 @@ def _of_quantized(layer: Any, stock: Any, hidden: Any, weight: Any, bias: Any, s
     )
 
 
-def _layers(head: nn.Module) -> Iterator[nn.Module]:
-    """Yield the linear layers of a head: its own, and the last ones of adapters."""
-    for projection in projections_in(head):
-        yield projection.linear
-        for layer in projection.ups:
-            yield layer
+def _layers(head: nn.Module) -> list[nn.Module]:
+    """Return the linear layers of a head: its own, and the last ones of adapters; ValueError if no loss computes it."""
+    return [layer for projection in projections_in(head) for layer in (projection.linear, *projection.ups)]
 
 
 def is_deferring(head: nn.Module) -> bool:
@@ -112,16 +112,24 @@ def is_deferring(head: nn.Module) -> bool:
 
 
 def set_deferral(head: nn.Module, deferral: Deferral | None) -> None:
-    """Let a head defer as `deferral` says; None: never again, with the class it had."""
+    """Let a head defer as `deferral` says; None: never again, with the class it had.
+
+    A head that no fused loss computes returns real logits; a line in the log says why, once.
+    """
     for module in head.modules():
-        vars(module).pop(SETTINGS, None)
-        vars(module).pop(OWNER, None)
+        for name in (SETTINGS, OWNER):
+            vars(module).pop(name, None)
         if isinstance(patch_of(module), DeferringLayer):
             set_patch(module, None)
     if deferral is None:
         return
     vars(head)[SETTINGS] = deferral
-    for layer in _layers(head):
+    try:
+        layers = _layers(head)
+    except ValueError as refusal:
+        _log_reason(head, str(refusal))
+        return
+    for layer in layers:
         vars(layer)[SETTINGS] = deferral
         if layer is not head:
             vars(layer)[OWNER] = head
@@ -131,9 +139,10 @@ def set_deferral(head: nn.Module, deferral: Deferral | None) -> None:
 def deferral_of(head: nn.Module) -> Deferral | None:
     """Return how a head defers; None if it does not, or an adapter came that does not."""
     found: Deferral | None = vars(head).get(SETTINGS)
-    if found is None or (has_children(head) and any(SETTINGS not in vars(layer) for layer in _layers(head))):
-        return None
-    return found
+    if found is None or not has_children(head):
+        return found
+    fits = refusal_of(head) is not None or all(SETTINGS in vars(layer) for layer in _layers(head))
+    return found if fits else None
 
 
 def refusal_of(head: nn.Module) -> str | None:
@@ -143,6 +152,15 @@ def refusal_of(head: nn.Module) -> str | None:
     except ValueError as refusal:
         return str(refusal)
     return None
+
+
+_LOGGED: set[str] = set()
+
+
+def _log_reason(head: nn.Module, reason: str) -> None:
+    if reason not in _LOGGED:
+        _LOGGED.add(reason)
+        _LOGGER.warning("%s returns logits in training: %s", type(head).__name__, reason)
 
 
 class DeferHandle:

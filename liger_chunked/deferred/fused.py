@@ -5,7 +5,7 @@ runs a loss of the library there, on leaves outside of the caller's graph. `fuse
 the logits. The backward sends a `LazyGradient`; the head's backward asks the pass for dX, dW and db.
 
     run = Pass([plan_of(logits)], lambda head: loss(head.weight, head.rows, ids, head.bias), ...)
-    value = fuse(run, run.value, [logits], stock)
+    value = fuse(run, run.results, logits, plan, stock)
 """
 
 from __future__ import annotations
@@ -74,6 +74,18 @@ class Plan:
         """What the statistics of a row depend on."""
         bias = None if self.bias is None else id(self.bias)
         return tuple((id(s), c) for s, c in self.sources), self.transform, bias, self.n_ids
+
+    def count(self, key: Key) -> int:
+        """Return how often an operation stands between these logits and a source."""
+        return max(keys.count(key) for keys in self.keys)
+
+    def arrived(self, passed: tuple[Key, ...], source: Source) -> bool:
+        """Whether a gradient has passed all operations behind a source, and no other that these logits have."""
+        found = [keys for (s, _), keys in zip(self.sources, self.keys, strict=True) if s is source]
+        if not found:  # a reentrant checkpoint ran the head again
+            return False
+        (expected,) = found
+        return len(passed) == len(expected) and all(passed.count(k) == expected.count(k) for k in expected)
 
     def selects(self) -> list[Op]:
         """Return `rows` without views at the end that keep the order of rows."""
@@ -160,28 +172,29 @@ def plan_of(z: Any) -> Plan | None:
     """Return the plan of logits; None if real ones exist, or no loss can express them."""
     if type(z) is not DeferredLogits or z.is_computed or z._class_dim is None or z.ndim < 2:
         return None
-    plan = _of_node(z._cell.node)
-    if plan is None or not _add_views(plan, z._views):
+    plan = plan_of_node(z._cell.node)
+    if plan is None or not add_views(plan, z._views):
         return None
     plan.shape, plan.class_dim, plan.dtype = z.shape, z._class_dim, z.dtype
     return plan
 
 
-def _of_node(node: Node) -> Plan | None:
+def plan_of_node(node: Node) -> Plan | None:
+    """Return the plan of an expression; None if no loss can express it."""
     if node.base is None:
         assert node.source is not None
         source = node.source
         return Plan([(source, 1.0)], 0, torch.Size(), keys=[[]], dtype=source.dtype)
-    plan = _of_node(node.base)
-    if plan is None or not _add_views(plan, node.views):
+    plan = plan_of_node(node.base)
+    if plan is None or not add_views(plan, node.views):
         return None
     assert node.op is not None
     if node.other is not None:
-        return _summed(plan, node.other)
+        return _summed(plan, node.other) if node.op.func is aten.add.Tensor else None
     return plan if _add_operation(plan, node, node.op) else None
 
 
-def _add_views(plan: Plan, views: tuple[Op, ...]) -> bool:
+def add_views(plan: Plan, views: tuple[Op, ...]) -> bool:
     for op in views:
         if op.func in SAME_SHAPE_VIEWS:
             continue
@@ -270,8 +283,8 @@ def _cast(plan: Plan, dtype: torch.dtype | None) -> bool:
 
 def _summed(plan: Plan, other: tuple[Node, tuple[Op, ...]]) -> Plan | None:
     """Return the plan of a layer's logits plus those of an adapter, times a number."""
-    more = _of_node(other[0])
-    if more is None or not _add_views(more, other[1]):
+    more = plan_of_node(other[0])
+    if more is None or not add_views(more, other[1]):
         return None
     plain = all(p.kind == LOGITS and not p.rows and p.bias is None and p.transform.outer is None for p in (plan, more))
     if not plain or len(more.sources) > 1:
@@ -321,19 +334,6 @@ class Pass:
             source.holds_gradient |= self._holds
         self.results = self._run(wants_grad and not self._late)
         self._memo: tuple[Any, Any] | None = None
-
-    def count(self, side: int, key: Key) -> int:
-        """Return how often an operation stands between a side's logits and a source."""
-        return max(keys.count(key) for keys in self.plans[side].keys)
-
-    def arrived(self, term: Term, source: Source) -> bool:
-        """Whether a term has passed all operations behind a source, and no other that the pass contains."""
-        plan = self.plans[term.side]
-        found = [keys for (s, _), keys in zip(plan.sources, plan.keys, strict=True) if s is source]
-        if not found:  # a reentrant checkpoint ran the head again
-            return False
-        (expected,) = found
-        return len(term.passed) == len(expected) and all(term.passed.count(k) == expected.count(k) for k in expected)
 
     def _run(self, wants_grad: bool) -> Any:
         self._leaves: list[list[tuple[Source, list[Tensor | None]]]] = []
@@ -437,10 +437,12 @@ class _Fused(torch.autograd.Function):
     """A result of a pass, in the graph behind the logits."""
 
     @staticmethod
-    def forward(ctx: Any, run: Pass, held: tuple[Tensor], stock: Callable[..., Tensor], *logits: Any) -> Tensor:
+    def forward(
+        ctx: Any, run: Pass, held: tuple[Tensor], plan: Plan, stock: Callable[..., Tensor], *logits: Any
+    ) -> Tensor:
         # `held` hides a tensor of the pass's own graph from autograd, which would make that graph a part of this one.
         (result,) = held
-        ctx.run, ctx.result, ctx.stock = run, result, stock
+        ctx.run, ctx.result, ctx.plan, ctx.stock = run, result, plan, stock
         ctx.logits = [(z, version_of(z), z._cell.node if isinstance(z, DeferredLogits) else None) for z in logits]
         return result.detach()
 
@@ -452,17 +454,17 @@ class _Fused(torch.autograd.Function):
                 "saved. Specify retain_graph=True in the first backward"
             )
         if torch.is_grad_enabled():
-            return None, None, None, *_differentiable(ctx, g)
+            return None, None, None, None, *_differentiable(ctx, g)
         grads = []
         for side, (z, _, node) in enumerate(ctx.logits):
-            if not ctx.needs_input_grad[3 + side]:
+            if not ctx.needs_input_grad[4 + side]:
                 grads.append(None)
                 continue
-            term = Term(ctx.run, side, ctx.result, g)
+            term = Term(ctx.run, side, ctx.plan, ctx.result, g)
             grads.append(LazyGradient.make(z._meta, z.device, [term], _dense(ctx, side, node, g), None))
         if not graph_is_retained():
             ctx.run = ctx.result = ctx.logits = None
-        return None, None, None, *grads
+        return None, None, None, None, *grads
 
 
 def _dense(ctx: Any, side: int, node: Node, g: Tensor) -> Callable[[], Tensor]:
@@ -487,20 +489,20 @@ def _differentiable(ctx: Any, g: Tensor) -> list[Tensor | None]:
         raise RuntimeError("deferred logits were changed in place after a loss, whose second derivative reads them")
     reals = [z.tensor() for z, _, _ in ctx.logits]
     out = ctx.stock(*reals)
-    needed = [x for x, need in zip(reals, ctx.needs_input_grad[3:], strict=True) if need]
+    needed = [x for x, need in zip(reals, ctx.needs_input_grad[4:], strict=True) if need]
     found = iter(torch.autograd.grad(out, needed, g.to(out.dtype).reshape(out.shape), create_graph=True))
-    return [next(found) if need else None for need in ctx.needs_input_grad[3:]]
+    return [next(found) if need else None for need in ctx.needs_input_grad[4:]]
 
 
 def wants_grad(*logits: Any) -> bool:
     return torch.is_grad_enabled() and any(z.requires_grad for z in logits)
 
 
-def fuse(run: Pass, result: Tensor, logits: Sequence[Any], stock: Callable[..., Tensor]) -> Tensor:
-    """Return a result of a pass as a function of logits; `stock(*logits)` is the same of real ones."""
-    if not wants_grad(*logits):
+def fuse(run: Pass, result: Tensor, z: Any, plan: Plan, stock: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a result of a pass as a function of logits; `stock(logits)` is the same of real ones."""
+    if not wants_grad(z):
         return result.detach()
-    return _Fused.apply(run, (result,), stock, *logits)
+    return _Fused.apply(run, (result,), plan, stock, z)
 
 
 def run_live(z: DeferredLogits, compute: Callable[[Head, Tensor], Any], recompute: Callable[[Tensor], Tensor]) -> Any:
@@ -510,7 +512,8 @@ def run_live(z: DeferredLogits, compute: Callable[[Head, Tensor], Any], recomput
     """
     plan = plan_of(z)
     live = [] if plan is None else [source.live for source, _ in plan.sources]
-    if plan is None or None in live:
+    # A factor of the layer's own product, such as a hook's, would make hidden states of the adapter's.
+    if plan is None or None in live or plan.sources[0][0] is not next(z._cell.node.sources()):
         raise ValueError(f"a head_fn needs logits that are those of a head, got {z!r}")
     first = plan.sources[0][0]
     if first.dequantize is not None:

@@ -38,7 +38,7 @@ class Term(NamedTuple):
     """The gradient of one result of a pass.
 
     - `run`: the `Pass`
-    - `side`: which of the pass's logits this is the gradient of
+    - `side`: which of the pass's logits this is the gradient of; `plan`: what they are of a head
     - `result`, `upstream`: a result of the pass and its gradient
     - `factor`: what multiplied the gradient since
     - `passed`: the operations whose derivative the pass contains, and whose nodes the gradient has passed
@@ -46,6 +46,7 @@ class Term(NamedTuple):
 
     run: Any
     side: int
+    plan: Any
     result: Any
     upstream: Tensor
     factor: Any = 1
@@ -53,7 +54,7 @@ class Term(NamedTuple):
 
     def after(self, key: Key) -> Term | None:
         """Return the term behind the node of an operation; None if the pass does not contain it."""
-        if self.passed.count(key) < self.run.count(self.side, key):
+        if self.passed.count(key) < self.plan.count(key):
             return self._replace(passed=(*self.passed, key))
         return None
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_chunked.deferred.gradient import LazyGradient
+from liger_chunked.deferred.gradient import LazyGradient, Term
 from liger_chunked.deferred.logits import DeferredLogits, Source
 from liger_chunked.engine.hooks import hooks_active
 
@@ -46,7 +46,7 @@ def _of_terms(g: LazyGradient, source: Source) -> list[Any] | None:
     """Return dX, dW and db of a gradient's terms; None if one of them needs the real gradient."""
     runs: dict[tuple[int, int], list[Any]] = {}
     for term in g.terms:
-        if not term.run.arrived(term, source):
+        if not isinstance(term, Term) or not term.plan.arrived(term.passed, source):
             return None
         runs.setdefault((id(term.run), term.side), []).append(term)
     total: list[Any] = [None, None, None]

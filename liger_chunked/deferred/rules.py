@@ -95,7 +95,7 @@ def _cross_entropy(
             )
         return func(z, frozen, **options)
 
-    result = fuse(run, run.results, [input], stock)
+    result = fuse(run, run.results, input, plan, stock)
     return result.reshape(target.shape if reduction == "none" else ()).to(input.device, result_dtype(func, input))
 
 
@@ -197,7 +197,7 @@ def _of_stats(
         result = plan.place(read(stats))
     if run is None or not grad:
         return result.to(z.device)
-    return fuse(run, result, [z], stock).clone().to(z.device)
+    return fuse(run, result, z, plan, stock).clone().to(z.device)
 
 
 def _gathered(func: Any, input: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Any:
@@ -253,6 +253,12 @@ def _reduction(name: str) -> Callable[..., Any]:
     def rule(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
         if type(input) is not DeferredLogits or kwargs:
             return NotImplemented
+        if input._cell.node.other is not None or input._cell.node.base is not None:
+            from liger_chunked.deferred.joined import sum_of_product
+
+            result = sum_of_product(input, dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim, keepdim, name == "mean", dtype)
+            if result is not NotImplemented:
+                return result
         dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
         whole = dim is None and not keepdim
         plan = plan_of(input) if whole else _plan_on(input, dim)
@@ -298,7 +304,7 @@ def _argmax(z: DeferredLogits, dim: Any = None, keepdim: bool = False) -> Any:
 def _planned(z: DeferredLogits) -> Plan:
     plan = plan_of(z)
     if plan is None or plan.kind != LOGITS or z.is_computed:
-        raise ValueError(f"statistics are of rows of logits that are not computed yet, got {z!r}")
+        raise ValueError(f"expected rows of logits which a loss can express and which are not computed yet, got {z!r}")
     return plan
 
 
@@ -318,7 +324,7 @@ def _statistics(z: DeferredLogits, target: Tensor | None, *names: str) -> dict[s
         for name in names:
             x: Any = getattr(stats, name)
             if run is not None and x.requires_grad:
-                x = fuse(run, x, [z], functools.partial(_stock_statistic, plan, target, name))
+                x = fuse(run, x, z, plan, functools.partial(_stock_statistic, plan, target, name))
             found[name] = plan.place(x).to(z.device)
     return found
 
