@@ -1,7 +1,8 @@
-"""How public training code uses logits: each idiom has stock's loss and gradients, and those of `FUSED` build no logits."""
+"""How public training code uses logits: stock's loss and gradients, and for the idioms of `FUSED` no logits."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -230,7 +231,7 @@ def multi_token_prediction(w: World) -> Tensor:
 
 def sequences_of_packs(w: World) -> Tensor:
     z, bounds = w.rows(), [0, 4, 9, 15]
-    return sum(ce(z[a:b], w.ids.flatten()[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)) / 3  # type: ignore[return-value]
+    return sum(ce(z[a:b], w.ids.flatten()[a:b]) for a, b in itertools.pairwise(bounds)) / 3  # type: ignore[return-value]
 
 
 CLASS_WEIGHT = torch.linspace(0.2, 2, V, dtype=torch.float64)
