@@ -167,10 +167,12 @@ class World:
 
 @dataclass
 class Case:
-    """A program and what is expected of it.
+    """A program, and what is expected of it.
 
     - `fused`: no real logits may exist, neither by `is_computed` nor as a tensor of their size
     - `raises`: stock raises this, and deferred logits must too
+    - `may_raise`: stock may raise. Then deferred logits must raise an error of the same class
+    - `or_as`: where stock raises, deferred logits may instead do what stock does in this program
     - `refusable`: deferred logits may raise a RuntimeError where stock has a value
     - `bound`: the largest relative error
     """
@@ -178,6 +180,8 @@ class Case:
     program: Callable[[World], Any]
     fused: bool = False
     raises: type[BaseException] | None = None
+    may_raise: bool = False
+    or_as: Callable[[World], Any] | None = None
     refusable: bool = False
     bound: float = BOUND
 
@@ -186,8 +190,8 @@ def fused(program: Callable[[World], Any], **options: Any) -> Case:
     return Case(program, fused=True, **options)
 
 
-def raises(error: type[BaseException], program: Callable[[World], Any]) -> Case:
-    return Case(program, raises=error)
+def raises(error: type[BaseException], program: Callable[[World], Any], **options: Any) -> Case:
+    return Case(program, raises=error, **options)
 
 
 def refusable(program: Callable[[World], Any], **options: Any) -> Case:
@@ -284,16 +288,18 @@ def differences(found: Outcome, exact: Outcome, bound: float) -> list[str]:
 def check(case: Case, defer: Defer = deferred, **options: Any) -> None:
     """Assert that deferred logits do what stock logits do, and that the program needs no real ones if it must not."""
     exact = run(case.program, stock, **options)
-    if case.raises is None:
+    expected = case.raises or (type(exact.error) if case.may_raise and exact.error is not None else None)
+    if expected is None:
         if exact.error is not None:
             raise exact.error
         assert exact.values or any(g is not None for g in exact.gradients.values()), "the program compares nothing"
     else:
-        assert isinstance(exact.error, case.raises), f"stock raises {exact.error!r}"
+        assert isinstance(exact.error, expected), f"stock raises {exact.error!r}"
     found = run(case.program, defer, watched=case.fused, **options)
-    if case.raises is not None:
-        assert found.error is not None, f"stock raises {exact.error!r}"
-        assert isinstance(found.error, case.raises), f"{found.error!r} for {exact.error!r}"
+    if expected is not None and case.or_as is not None and found.error is None:
+        exact = run(case.or_as, stock, **options)
+    elif expected is not None:
+        assert isinstance(found.error, expected), f"{found.error!r} for {exact.error!r}"
         return
     if found.error is not None:
         if case.refusable and isinstance(found.error, RuntimeError) and str(found.error):

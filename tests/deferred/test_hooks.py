@@ -1,4 +1,4 @@
-"""Hooks of modules and tensors around a head that defers: they run as often, in the same order, with the same values."""
+"""Hooks of modules and tensors around a head that defers: they run as often, in the same order, on the same values."""
 
 from __future__ import annotations
 
