@@ -254,7 +254,8 @@ def changed_later(
         with torch.set_grad_enabled(with_grad):
             z = w.z()
             made = make(z, t)
-            t.copy_(torch.as_tensor(other))
+            if other is not None:
+                t.copy_(torch.as_tensor(other))
             return [made.sum(-1), loss_of(made)]
 
     return program
@@ -447,7 +448,7 @@ CASES: dict[str, Case] = {
             changed_later(make, value, other, grad),
             may_raise=True,
             refusable=name not in OF_NUMBERS,
-            or_as=changed_later(make, value, value, grad),
+            or_as=changed_later(make, value, None, grad),
         )
         for name, (make, value, other) in CHANGED.items()
         for grad in (True, False)
