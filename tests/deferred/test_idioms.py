@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from against_stock import Case, V, World, check, deferred, fused, replaced, stock
+from against_stock import Case, V, World, check, deferred, fused, replaced, slightly_wrong, stock
 from torch import Tensor, nn
 
 from liger_chunked.kernels import backend
@@ -372,3 +372,9 @@ def test_frozen(name: str, frozen: str) -> None:
         return CASES[name].program(w)
 
     check(fused(program))
+
+
+@pytest.mark.parametrize("name", ["view", "grpo", "backward-twice", "entropy"])
+def test_a_wrong_gradient_is_found(name: str) -> None:
+    with pytest.raises(AssertionError, match=r"gradient of model\.head\.weight: a relative error of 1\.0e-06"):
+        check(Case(CASES[name].program), slightly_wrong)
