@@ -108,30 +108,39 @@ class World:
 
     defer: Defer = deferred
     dtype: torch.dtype = torch.float64
+    head_dtype: torch.dtype | None = None  # None: as `dtype`
+    rounded: tuple[torch.dtype, torch.dtype] | None = None  # dtypes whose values body and head have; None: their own
+    sizes: tuple[int, int, int, int] = (B, T, H, V)
     bias: bool = True
+    seed: int = 0
     notes: list[Any] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
     leaves: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(0)
-        self.model = self._model(H)
-        self.teacher = self._model(H + 1)
-        self.x, self.x_teacher = self.leaf("x", B, T, H), self.leaf("x_teacher", B, T, H + 1)
-        self.ids = torch.randint(V, (B, T), generator=self.generator)
+        self.generator = torch.Generator().manual_seed(self.seed)
+        batch, length, width, vocab = self.sizes
+        self.model = self._model(width)
+        self.teacher = self._model(width + 1)
+        self.x, self.x_teacher = self.leaf("x", batch, length, width), self.leaf("x_teacher", batch, length, width + 1)
+        self.ids = torch.randint(vocab, (batch, length), generator=self.generator)
         self.y = self.ids.clone()
         self.y[0, :2] = self.y[2, 3] = -100
         self.mask = self.y != -100
-        self.adv = self.constant(B, T)
+        self.adv = self.constant(batch, length)
         self.handles = [self.defer(m.head) for m in (self.model, self.teacher)]
         for name, module in (("model", self.model), ("teacher", self.teacher)):
             self.leaves |= {f"{name}.{k}": p for k, p in module.named_parameters()}
 
     def _model(self, width: int) -> Model:
-        model = Model(width, V, self.bias, self.dtype, self.seen)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.copy_(torch.randn(p.shape, generator=self.generator, dtype=torch.float64))
+        model = Model(width, self.sizes[3], self.bias, self.dtype, self.seen)
+        model.head.to(self.head_dtype or self.dtype)
+        for module, dtype in zip((model.body, model.head), self.rounded or (None, None), strict=True):
+            for p in module.parameters():
+                numbers = torch.randn(p.shape, generator=self.generator, dtype=torch.float64)
+                # Products of wide layers have the size of their inputs.
+                numbers = numbers / max(1.0, width / H) ** 0.5
+                p.data.copy_(numbers.to(dtype or torch.float64))
         return model
 
     @property
@@ -139,7 +148,8 @@ class World:
         return self.model.head
 
     def constant(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+        numbers = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        return numbers.to(self.rounded[0] if self.rounded else self.dtype).to(self.dtype)
 
     def leaf(self, name: str, *shape: int) -> Tensor:
         """Make a random tensor whose gradient is compared."""
