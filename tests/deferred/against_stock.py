@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,14 +61,28 @@ def is_tensor(x: Any) -> bool:
 
 
 class Watch(TorchDispatchMode):
-    """Count FLOPs, and record the size of the largest tensor with memory, in elements.
+    """Count FLOPs, and record the largest tensor with memory, in elements, and the peak of memory, in bytes.
 
-    It lets tensor subclasses handle their operations, and sees the operations on plain tensors that they run.
+    It lets tensor subclasses handle their operations, and sees the operations on plain tensors that they run. What was
+    there before is not counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = self.largest = 0
+        self.flops = self.largest = self.alive = self.peak = 0
+        self.known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+
+    def freed(self, n_bytes: int) -> None:
+        self.alive -= n_bytes
+
+    def made(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        self.largest = max(self.largest, storage.nbytes() // x.element_size())
+        if storage not in self.known:
+            self.known[storage] = None
+            self.alive += storage.nbytes()
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self.freed, storage.nbytes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(t not in (Tensor, nn.Parameter) for t in types):
@@ -75,7 +90,7 @@ class Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if type(x) is Tensor and not x.is_meta:
-                self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
+                self.made(x)
         if (formula := flop_registry.get(func.overloadpacket)) is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
