@@ -115,7 +115,7 @@ class Plan:
 
     @property
     def _vocabulary(self) -> int:
-        return self.sources[0][0].tensors[1].shape[0]
+        return self.sources[0][0].n_ids
 
     def place(self, x: Tensor) -> Tensor:
         """Return (rows of the logits...) values in the order of the logits' dimensions."""

@@ -17,8 +17,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.deferred.lazy import PLAIN, SHAPED_LIKE, Lazy, Op, aten, number_of, outside_graphs, run_on_values, values
+from liger_chunked.deferred.lazy import (
+    PLAIN,
+    READS_MEMORY,
+    SHAPED_LIKE,
+    Lazy,
+    Op,
+    aten,
+    number_of,
+    outside_graphs,
+    read_memory,
+    run_on_values,
+    values,
+)
 from liger_chunked.deferred.logits import SAME_SHAPE_VIEWS, SCALES, DeferredLogits, Node
+from liger_chunked.private import tree_map_only
 
 # Formulas that move the gradient of whole rows, or round it. What terms carry does not change with them.
 _MOVES = SAME_SHAPE_VIEWS | {
@@ -30,6 +43,18 @@ _CURVE_BACKWARDS = {
     aten.tanh_backward.default, aten._log_softmax_backward_data.default, aten._softmax_backward_data.default,
 }  # fmt: skip
 _ADDS = {aten.add.Tensor, aten.add_.Tensor}
+
+# What Python may do to a gradient that keeps its terms: ask for what a tensor is, copy it, or scale it.
+_KEEPS_TERMS = {
+    getattr(Tensor, name)
+    for name in (
+        "size dim ndimension numel nelement stride storage_offset is_contiguous is_floating_point is_complex get_device "
+        "element_size __len__ __hash__ register_hook retain_grad requires_grad_ type __mul__ __rmul__ mul __truediv__ "
+        "div __neg__ neg clone float double half bfloat16 to is_inference is_set_to _is_view"
+    ).split()
+    if hasattr(Tensor, name)
+} | {torch.mul, torch.div, torch.neg, torch.clone, torch.zeros_like, torch.ones_like, torch.empty_like}
+_SHARES_MEMORY = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag", "grad")}
 
 Key = tuple[str, float] | Node
 
@@ -84,7 +109,9 @@ class LazyGradient(Lazy):
         return real if self.extra is None else real + self.extra
 
     def memory(self) -> Tensor:
-        self._become(self.value())
+        """Return the real gradient, which is this one from now on."""
+        if self.terms or self.extra is None:
+            self._become(self.value())
         return self.value()
 
     def _become(self, real: Tensor) -> None:
@@ -99,6 +126,20 @@ class LazyGradient(Lazy):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo[id(self)] = copied = self.value().clone()
         return copied
+
+    @classmethod
+    @outside_graphs
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Give Python, such as a hook, the real gradient: it may write to views of it, which share no terms.
+
+        Autograd's own formulas do not come here.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _KEEPS_TERMS or (getattr(func, "__name__", "") == "__get__" and func not in _SHARES_MEMORY):
+                return func(*args, **(kwargs or {}))
+            if func in READS_MEMORY:
+                return read_memory(func, args, kwargs or {})
+            return func(*tree_map_only(cls, cls.memory, args), **tree_map_only(cls, cls.memory, kwargs or {}))
 
     @classmethod
     @outside_graphs

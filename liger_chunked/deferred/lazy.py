@@ -104,14 +104,6 @@ class Lazy(Tensor):
         like = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
         return func(like, *args[1:], **kwargs)
 
-    @classmethod
-    @outside_graphs
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in READS_MEMORY:
-                return read_memory(func, args, kwargs or {})
-            return func(*args, **(kwargs or {}))
-
     def tolist(self) -> Any:  # C++ that does not ask __torch_function__
         return self.value().tolist()
 
@@ -125,12 +117,12 @@ READS_MEMORY = {
     ).split()
     if hasattr(Tensor, name)
 }
-_REFUSES_GRADIENTS = {Tensor.numpy, Tensor.__array__, Tensor.__deepcopy__}
+_REFUSES_GRADIENTS = {Tensor.numpy, Tensor.__array__, Tensor.__deepcopy__, Tensor.__dlpack__}
 
 
 def read_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
-    if func in _REFUSES_GRADIENTS and x.requires_grad:
+    if func in _REFUSES_GRADIENTS and x.requires_grad and not kwargs.get("force"):
         # Raises what torch raises for a result of the graph.
         return func(torch.empty(1, requires_grad=True) * 1, *args[1:], **kwargs)
     return func(x.memory(), *args[1:], **kwargs)

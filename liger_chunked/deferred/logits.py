@@ -99,6 +99,7 @@ class Source:
         self.withheld = self.gave_zero = False
         self.live: tuple[Any, ...] | None = None
         self.holds_gradient = False
+        self.n_ids = 0
         self.passes: dict[Any, Any] = {}
 
     def _versions(self) -> list[int]:
@@ -269,6 +270,7 @@ class DeferredLogits(Lazy, StandIn):
         """Return the result of a layer's call."""
         hidden = source.tensors[0]
         assert hidden is not None
+        source.n_ids = n_ids
         shape = (*hidden.shape[:-1], n_ids)
         meta = torch.empty(shape, dtype=source.dtype, device="meta")
         return cls._make(Cell(Node(source)), (), meta, len(shape) - 1, device or hidden.device)
@@ -358,7 +360,7 @@ class DeferredLogits(Lazy, StandIn):
         if self._cell.real is None:
             for source in self._cell.node.sources():
                 if source.asked_by is None:
-                    source.asked_by = _log_use(source, self, _ASKING[-1] if _ASKING else name)
+                    source.asked_by = _log_use(source, _ASKING[-1] if _ASKING else name)
 
     # Interception
 
@@ -366,7 +368,7 @@ class DeferredLogits(Lazy, StandIn):
     @outside_graphs
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in RULES and type(func) is _FUNCTION and func.__globals__ is not vars(F):
+        if func not in RULES and type(func) is _FUNCTION and not func.__globals__["__name__"].startswith("torch."):
             func = _wrapped_function(func)
         rule = RULES.get(func)
         with torch._C.DisableTorchFunctionSubclass():
@@ -528,11 +530,15 @@ METHODS: dict[str, Any] = {}
 def _wrapped_function(func: Any) -> Any:
     """Return the function of torch that a wrapper around it hides.
 
-    `F.cross_entropy` asks `__torch_function__` with the name `cross_entropy` of its module. Where somebody replaced it,
-    that is the wrapper, which runs already: running it again would count or change things twice.
+    `F.cross_entropy` asks `__torch_function__` with what has the name `cross_entropy` in its module, and methods of C
+    with what has their name in `torch.Tensor`. Where somebody replaced it, that is the wrapper, which runs already:
+    running it again would count or change things twice.
     """
-    frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name in ("handle_torch_function", "__torch_function__"):
+    name = next((name for name, x in vars(Tensor).items() if x is func), None)
+    if name is not None and hasattr(_Base, name):
+        return getattr(_Base, name)
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
         frame = frame.f_back
     if frame is None or frame.f_globals is not vars(F):
         return func
@@ -542,6 +548,8 @@ def _wrapped_function(func: Any) -> Any:
     return known
 
 
+_Base: Any = Tensor.__base__  # its methods of C
+_BETWEEN = {__name__, "liger_chunked.deferred.lazy", "torch.overrides"}
 _STOCK: dict[Any, Any] = {f.__code__: f for f in vars(F).values() if type(f) is _FUNCTION and f.__globals__ is vars(F)}
 
 
@@ -610,7 +618,7 @@ def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
 _LOGGED: set[tuple[str, str, int]] = set()
 
 
-def _log_use(source: Source, logits: DeferredLogits, name: str) -> str:
+def _log_use(source: Source, name: str) -> str:
     """Say once for each place that it made a head compute its logits; return the place."""
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
@@ -621,8 +629,7 @@ def _log_use(source: Source, logits: DeferredLogits, name: str) -> str:
     if place not in _LOGGED:
         _LOGGED.add(place)
         hidden: Any = source.tensors[0]
-        n_ids = logits.shape[logits._class_dim] if logits._class_dim is not None else logits._meta.shape[-1]
-        size = hidden.shape[:-1].numel() * n_ids * source.dtype.itemsize / 2**20
+        size = hidden.shape[:-1].numel() * source.n_ids * source.dtype.itemsize / 2**20
         _LOGGER.warning(
             "logits of %s were computed (%.0f MiB) for %s. Fused losses need none; this line comes once for each place",
             source.name, size, asked_by,

@@ -27,7 +27,8 @@ from liger_chunked.types import Head, LogitOptions, TokenStats
 
 # No target is ignored: `gather` refuses negative ids.
 _NO_TARGET = -(2**31)
-_OF_ROWS = ("lse", "entropy", "mean_logits", "argmax")
+# A user may put a wrapper in the place of these names.
+_CROSS_ENTROPY, _NLL_LOSS = F.cross_entropy, F.nll_loss
 
 
 def is_index(x: Any, shape: Any, device: torch.device) -> bool:
@@ -51,7 +52,7 @@ def _cross_entropy(
     """Compute `F.cross_entropy`, or `F.nll_loss` of log-probabilities."""
     if type(input) is not DeferredLogits or size_average is not None or reduce is not None:
         return NotImplemented
-    kind = LOGITS if func is F.cross_entropy else LOGPS
+    kind = LOGITS if func is _CROSS_ENTROPY else LOGPS
     sources = list(input._cell.node.sources())
     if sources[0].withheld and isinstance(target, Tensor) and not target.is_floating_point():
         sources[0].gave_zero = True
@@ -82,7 +83,7 @@ def _cross_entropy(
     captured = [target] if weight is None else [target, weight]
     run = Pass([plan], _first(compute, accuracy), wants_grad(input), keeps_gradient=reduction != "none", captured=captured)
     options = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
-    if func is F.cross_entropy:
+    if func is _CROSS_ENTROPY:
         options["label_smoothing"] = label_smoothing
     frozen = target  # a real gradient is of the target then; autograd's own loss would refuse a changed one
     version = version_of(target)
@@ -122,7 +123,7 @@ def result_dtype(func: Any, z: DeferredLogits) -> torch.dtype:
 def _asked_dtype(func: Any, dtype: torch.dtype, device: str, autocast: torch.dtype) -> torch.dtype:
     with torch.no_grad():
         logits = torch.zeros(1, 2, dtype=dtype, device=device)
-        takes_target = func in (F.cross_entropy, F.nll_loss)
+        takes_target = func in (_CROSS_ENTROPY, _NLL_LOSS)
         return func(logits, torch.zeros(1, dtype=torch.long, device=device)).dtype if takes_target else func(logits, -1).dtype
 
 
@@ -351,4 +352,4 @@ for _name, _rule in {
     "nansum": _reduction("nansum"),
 }.items():
     RULES[getattr(torch, _name)] = RULES[getattr(Tensor, _name)] = _rule
-RULES[F.cross_entropy] = RULES[F.nll_loss] = _cross_entropy
+RULES[_CROSS_ENTROPY] = RULES[_NLL_LOSS] = _cross_entropy
