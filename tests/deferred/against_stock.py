@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -135,19 +136,25 @@ class World:
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.seed)
         batch, length, width, vocab = self.sizes
-        self.model = self._model(width)
-        self.teacher = self._model(width + 1)
-        self.x, self.x_teacher = self.leaf("x", batch, length, width), self.leaf("x_teacher", batch, length, width + 1)
+        self.handles: list[Any] = []
+        self.model = self._model("model", width)
+        self.x = self.leaf("x", batch, length, width)
         self.ids = torch.randint(vocab, (batch, length), generator=self.generator)
         self.y = self.ids.clone()
         self.y[0, :2] = self.y[2, 3] = -100
         self.mask = self.y != -100
         self.adv = self.constant(batch, length)
-        self.handles = [self.defer(m.head) for m in (self.model, self.teacher)]
-        for name, module in (("model", self.model), ("teacher", self.teacher)):
-            self.leaves |= {f"{name}.{k}": p for k, p in module.named_parameters()}
 
-    def _model(self, width: int) -> Model:
+    @functools.cached_property
+    def teacher(self) -> Model:
+        return self._model("teacher", self.sizes[2] + 1)
+
+    @functools.cached_property
+    def x_teacher(self) -> Tensor:
+        batch, length, width, _ = self.sizes
+        return self.leaf("x_teacher", batch, length, width + 1)
+
+    def _model(self, name: str, width: int) -> Model:
         model = Model(width, self.sizes[3], self.bias, self.dtype, self.seen)
         model.head.to(self.head_dtype or self.dtype)
         for module, dtype in zip((model.body, model.head), self.rounded or (None, None), strict=True):
@@ -156,6 +163,8 @@ class World:
                 # Products of wide layers have the size of their inputs.
                 numbers = numbers / max(1.0, width / H) ** 0.5
                 p.data.copy_(numbers.to(dtype or torch.float64))
+        self.leaves |= {f"{name}.{k}": p for k, p in model.named_parameters()}
+        self.handles.append(self.defer(model.head))
         return model
 
     @property

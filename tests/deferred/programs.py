@@ -87,7 +87,7 @@ class Run:
     def __init__(self, setting: Setting, defer: Defer) -> None:
         self.notes: list[Any] = []
         self.hooked: dict[str, list[Any]] = {}
-        head = nn.utils.skip_init(nn.Linear, H, V, bias=setting.bias, dtype=torch.float64)
+        head = nn.Linear(H, V, bias=setting.bias, dtype=torch.float64)
         x, factor = values((*setting.shape, H), 1), values((V,), 5)
         with torch.no_grad():
             head.weight.copy_(values((V, H), 2))
