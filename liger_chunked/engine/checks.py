@@ -276,15 +276,39 @@ def check_temperature(temperature: Tensor, target: Tensor) -> None:
         )
 
 
-def check_temperature_values(temperature: Tensor, n_valid: Counts = None) -> None:
-    """Check the temperatures (n_valid,) of tokens that count; on the device if the host must not wait."""
+def check_temperature_values(temperature: Tensor, n_valid: Counts = None, drawn_at: float | None = None) -> None:
+    """Check the temperatures (n_valid,) of tokens that count; on the device if the host must not wait.
+
+    Args:
+        drawn_at: the temperature of a sampler, which they must be. None: they may be any.
+    """
     expected = "temperature must be positive and finite at each token that counts"
     if not host_may_sync(temperature, n_valid):
         assert_later(((temperature > 0) & (temperature < math.inf)).all(), expected)
+        if drawn_at is not None:
+            is_same = (temperature - drawn_at).abs() <= _SAME_TEMPERATURE * drawn_at
+            assert_later(is_same.all(), f"temperature must be {drawn_at:g}, at which the ids of kept were drawn")
     elif temperature.numel():
         low, high = torch.stack(temperature.aminmax()).tolist()
         if not 0 < low <= high < math.inf:  # NaN too
             raise ValueError(f"{expected}, got {low:g} to {high:g}")
+        if drawn_at is not None:
+            check_same_temperature(drawn_at, low, high)
+
+
+# Relative: temperatures of tokens are float32.
+_SAME_TEMPERATURE = 1e-6
+
+
+def check_same_temperature(drawn_at: float, low: float, high: float) -> None:
+    """Raise ValueError unless the temperatures of a call, `low` to `high`, are those at which kept ids were drawn."""
+    if all(math.isclose(x, drawn_at, rel_tol=_SAME_TEMPERATURE) for x in (low, high)):
+        return
+    got = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    raise ValueError(
+        f"kept was drawn at temperature {drawn_at:g}, but this call divides its logits by {got}: the softmax over the "
+        f"kept ids would not be the sampler's. Pass temperature={drawn_at:g}, or kept ids of this temperature"
+    )
 
 
 def _check_same_targets(group: dist.ProcessGroup | None, target: Tensor, name: str) -> None:

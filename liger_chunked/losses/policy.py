@@ -470,7 +470,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         self._check_temperature(temperature, target)
         check_sparse_weight_grad(sparse_weight_grad, kept, n_valid)
         if kept is not None:
-            check_kept(head, self._outputs, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+            of_all = None if temperature is not None else self.options.temperature
+            check_kept(kept, head, self._outputs, of_all, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
         ignore_index, may_wait = self.options.ignore_index, host_may_sync(target, n_valid)
         if attention_mask is not None:
             target = masked(target, attention_mask, ignore_index, n_valid)
@@ -483,7 +484,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         )  # fmt: skip
         if temperature is not None:
             rows = rows.with_side("temperature", whole(temperature, sequences, 1.0).reshape(-1))
-            check_temperature_values(rows.side["temperature"], n_valid)
+            check_temperature_values(rows.side["temperature"], n_valid, None if kept is None else kept.temperature)
         shape, dtype = whole_target.shape, accumulation_dtype(weight.dtype)
         divisor = self._divisor(num_items, rows, whole_target, dtype)
         term = self._term_of_step() if kept is None and has_group_kernel(head, input, rows) else None
