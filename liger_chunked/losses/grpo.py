@@ -306,7 +306,8 @@ def _real(r: Rollouts, s: SurrogateSettings) -> Tensor:
         raise ValueError(f"surrogate 'real' needs whole groups of group_size={size} sequences in a call, got {n}")
     scores = (sum_of_logs(r.logps - r.old_logps) / r.lengths / s.real_temperature).view(n // size, size)
     present = r.mask.any(-1).view_as(scores)
-    positive = (_advantages_of_sequences(r) > 0).view_as(scores) & present
+    advantages = _advantages_of_sequences(r).view_as(scores)
+    positive = (advantages > 0) & present
     others = present & ~positive
 
     def of_class(members: Tensor, exponents: Tensor) -> Tensor:
@@ -315,6 +316,8 @@ def _real(r: Rollouts, s: SurrogateSettings) -> Tensor:
 
     mixed = positive.any(-1, keepdim=True) & others.any(-1, keepdim=True)
     of_groups = torch.where(mixed, of_class(positive, -scores) + of_class(others, scores), 0.0)
+    unknown = ((advantages.isnan() | scores.isnan()) & present).any(-1, keepdim=True)  # NaN is of neither class
+    of_groups = of_groups.masked_fill(unknown, math.nan)
     # Each sequence with tokens carries an equal part of its group's loss, so that their mean is that over groups.
     return (of_groups * size / present.sum(-1, keepdim=True).clamp(min=1)).expand_as(scores).reshape(n, 1)
 

@@ -159,13 +159,13 @@ def _high_entropy(rollouts: Rollouts, valid: Tensor, share: float) -> Tensor:
         return valid
     entropy = rollouts.entropy.detach()
     places = torch.nonzero_static(valid.reshape(-1), size=rollouts.batch_tokens).view(-1)
-    return valid & (entropy >= torch.quantile(entropy.reshape(-1)[places], 1 - share))
+    return valid & ~(entropy < torch.quantile(entropy.reshape(-1)[places], 1 - share))  # True of NaN
 
 
 def _near_sampler(rollouts: Rollouts, threshold: float) -> Tensor:
     """Return False at negative advantages in sequences beyond the threshold, (n, T) or (n, 1)."""
     drift = sum_of_logs(rollouts.old_logps - rollouts.logps.detach()) / rollouts.lengths
-    return (rollouts.advantages >= 0) | (drift <= threshold)
+    return ~((rollouts.advantages < 0) & (drift > threshold))  # True of NaN, which the loss must show
 
 
 def extreme(shares: Tensor, sign: int) -> Tensor:
