@@ -254,6 +254,8 @@ def policy(draw: Draw) -> Row:
         off_policy_mask_threshold=lambda: draw.uniform(0.02, 0.3),
         attention_mask=lambda: True,
     )
+    if "num_items" in settings and "entropy_coef" in settings:
+        settings["accumulation_steps"] = draw.randint(1, 4)
     sample: dict[str, Any] = {
         "advantages": draw.choice(["sequences", "tokens"]),
         "weights": draw.choice([None, None, "sequences", "tokens"]),

@@ -466,6 +466,7 @@ def _grpo(
     batches: int = 1,
     attention_mask: bool = False,
     num_items: Any = None,
+    accumulation_steps: int | None = None,
     sample: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Row:
@@ -474,6 +475,7 @@ def _grpo(
     Token-level rows also use scope "sequence": reductions weight sequences, so the batch must have them.
     """
     transform = {name: value for name, value in settings.items() if name in (*_TRANSFORM, "top_k", "top_p", "min_p")}
+    items = {"num_items": num_items, "accumulation_steps": accumulation_steps}
 
     def masked(batch: Batch, options: dict[str, Any]) -> Batch:
         if not attention_mask:
@@ -482,10 +484,10 @@ def _grpo(
         return {**batch, "target": batch["target"].where(valid, 1), "attention_mask": valid.long()}
 
     def ours(batch: Batch, **options: Any) -> Tensor:
-        return LigerFusedLinearGRPOLoss(**settings | options)(**masked(batch, options), num_items=num_items)[0]
+        return LigerFusedLinearGRPOLoss(**settings | options)(**masked(batch, options), **items)[0]
 
     def oracle(batch: Batch, **options: Any) -> Tensor:
-        return eager.grpo(**masked(batch, options), num_items=num_items, **settings | options)[0]
+        return eager.grpo(**masked(batch, options), **items, **settings | options)[0]
 
     return Row(
         id,
@@ -876,7 +878,7 @@ POLICY = [
     _grpo("grpo-importance_weights-kl", beta=0.3, sample={"ref": "tokens", "weights": "tokens"}),
     _grpo("bnpo-importance_weights-of-sequences", reduction="bnpo", sample={"weights": "sequences"}),
     _grpo("dapo", reduction="dapo", epsilon_high=0.28),
-    _grpo("dapo-num_items-entropy", reduction="dapo", num_items=37, entropy_coef=0.7),
+    _grpo("dapo-num_items-entropy", reduction="dapo", num_items=37, accumulation_steps=3, entropy_coef=0.7),
     _grpo("dr_grpo", reduction="dr_grpo", max_completion_length=11),
     _grpo(
         "cispo",

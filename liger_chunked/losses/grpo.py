@@ -525,7 +525,7 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
         off_policy_mask_threshold: in nats, not negative: tokens with a negative advantage cost 0 where the sequence's
             mean of `old_logps - logps` is above it (DeepSeek-V3.2, whose old policy is the sampler). None: no such
             mask.
-        entropy_coef: weight of the entropy bonus, the mean over tokens as in "dapo".
+        entropy_coef: weight of the entropy bonus, the mean over the call's tokens with any reduction, as in TRL.
         top_entropy_quantile: in [0, 1]; only this share of the call's tokens, at least one, with the highest entropy
             keeps cost and bonus (https://arxiv.org/abs/2506.01939). Below 1, costs one more GEMM if logits exceed the
             budget; large steps leave the other tokens out of the backward.

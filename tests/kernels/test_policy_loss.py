@@ -143,7 +143,7 @@ def by_autograd(loss: LigerFusedLinearGRPOLoss, given: Case, num_items: Any = No
     if sides.ref_logps is not None:
         sides = sides._replace(ref_logps=rows.arrange(sides.ref_logps.clamp(min=-1e18)))
     divisor = loss._divisor(num_items, rows, given.target, torch.float64)
-    objective = _ByAutograd(loss, _BatchArguments(sides, rows, shape, torch.float64, divisor, None))
+    objective = _ByAutograd(loss, _BatchArguments(sides, rows, shape, torch.float64, divisor), 1)
     chunk = Chunk(slice(0, rows.n_valid), slice(0, rows.dense_shape[0]))
     compact = TokenStats(logps=given.logps[mask].double(), entropy=given.entropy[mask].double())
     share = objective.evaluate(compact, rows, chunk, True)
@@ -232,7 +232,7 @@ def by_autograd_of_none(loss: LigerFusedLinearGRPOLoss, given: Case) -> PolicyMe
     rows = rows_of(loss, given)
     assert batch_sides.ref_logps is not None
     batch_sides = batch_sides._replace(ref_logps=rows.arrange(batch_sides.ref_logps))
-    batch = loss._batch(_BatchArguments(batch_sides, rows, given.target.shape, torch.float64, 1.0, None))
+    batch = loss._batch(_BatchArguments(batch_sides, rows, given.target.shape, torch.float64, 1.0))
     zeros = torch.zeros(rows.dense_shape, dtype=torch.float64, device=given.target.device)
     stats = TokenStats(logps=zeros, entropy=zeros)
     return loss._metrics(batch, batch.rollouts(stats, slice(None)), given.target.shape)
