@@ -249,7 +249,7 @@ class KeptIds:
         The order is that of transformers' `generate`; vLLM takes `min_p` first. Waits for the device.
 
         Args:
-            logits: (..., V), the positions in the order of the target.
+            logits: (..., V), the positions in the order of the target, before a temperature divides them.
             top_p: keep the fewest of the largest probabilities that sum to it, in (0, 1]; None: all.
             top_k: keep the largest logits, and ties with the smallest of them; None: all.
             min_p: keep probabilities of at least `min_p` times the largest, in [0, 1]; None: all.

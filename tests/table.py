@@ -837,8 +837,9 @@ DISTILLATION = [
     *(
         _distillation(f"{id}-softcap-scale-temperature", loss, name, **_TRANSFORM)
         for id, loss, name in (("kl", _KL, "kl"), ("jsd", _JSD, "jsd"), ("tvd", _TVD, "tvd"),
-                               ("cosine", _COSINE, "cosine"), ("squared-error", _SquaredError, "squared_error"))
+                               ("squared-error", _SquaredError, "squared_error"))
     ),
+    _distillation("cosine-softcap-scale", _COSINE, "cosine", softcap=3.0, logit_scale=1.7),
     _distillation("jsd-temperature", _JSD, "jsd", temperature=1.7),
     _distillation("jsd-teacher-transform", _JSD, "jsd",
                   teacher_softcap=2.0, teacher_logit_scale=0.7, teacher_temperature=1.3),

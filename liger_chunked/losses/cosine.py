@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
-from liger_chunked.losses.distillation import LigerFusedLinearDistillationBase
+from liger_chunked.losses.distillation import DistillationOptionsDict, LigerFusedLinearDistillationBase
 from liger_chunked.types import Divergence
 
 
 class LigerFusedLinearCosineSimilarityLoss(LigerFusedLinearDistillationBase):
     """`1 - cos(z, t)` of the student's logits `z` and the teacher's `t`, fused.
 
-    It depends on a constant offset of the logits, not on the temperature. A teacher's top-k is refused. Liger-Kernel's
+    It depends on a constant offset of the logits, not on a temperature, which is refused. A teacher's top-k is refused. Liger-Kernel's
     `beta` is `weight_soft_loss`.
 
     Args:
@@ -33,6 +34,15 @@ class LigerFusedLinearCosineSimilarityLoss(LigerFusedLinearDistillationBase):
     >>> bool(torch.isclose(metrics.soft_loss, 1 - cosine.mean()))
     True
     """
+
+    def __init__(self, **options: Unpack[DistillationOptionsDict]) -> None:
+        super().__init__(**options)
+        for name, own in (("temperature", self.options), ("teacher_options.temperature", self.teacher_options)):
+            if own.temperature != 1:
+                raise ValueError(
+                    f"{name}={own.temperature} has no effect: a cosine does not depend on the scale of the logits, and "
+                    "the hard loss has temperature 1"
+                )
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         return 1.0 - F.cosine_similarity(student_logits, teacher_logits, dim=-1)

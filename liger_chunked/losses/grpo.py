@@ -19,7 +19,7 @@ from liger_chunked.arguments import own_options
 from liger_chunked.losses.formulas import complement
 from liger_chunked.losses.policy import LigerFusedLinearPolicyBase
 from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS, sum_of_logs
-from liger_chunked.losses.settings import check_finite, check_positive, refuse_unread
+from liger_chunked.losses.settings import check_finite, check_positive, is_set, refuse_unread
 from liger_chunked.types import (
     LARGEST_EXPONENT,
     Clipped,
@@ -338,6 +338,7 @@ class _Surrogate(NamedTuple):
     clips_low: bool = False  # `clipped` fills Clipped.low
     scope: Literal["token", "sequence", "batch"] = "token"
     needs_tokens: bool = False  # only importance level "token"
+    reads_ratio: bool = True  # of the importance level
     weighs: bool = False  # applies importance weights
     needs_reference: bool = False
     term: Callable[[SurrogateSettings], PolicyTerm] | None = None  # `loss` and `clipped`, if a kernel knows them
@@ -374,6 +375,7 @@ SURROGATES: Mapping[str, _Surrogate] = {
         reads=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
         scope="sequence",
         weighs=True,
+        reads_ratio=False,
     ),
     "clip_cov": _Surrogate(
         _clip_cov,
@@ -384,7 +386,7 @@ SURROGATES: Mapping[str, _Surrogate] = {
         needs_tokens=True,
     ),
     "kl_cov": _Surrogate(_kl_cov, reads=("kl_cov_ratio", "ppo_kl_coef"), scope="batch", needs_tokens=True),
-    "log_prob": _Surrogate(_log_prob),
+    "log_prob": _Surrogate(_log_prob, reads_ratio=False),
     "dppo_tv": _trust_region(_outside_tv, reads=("epsilon_low", "epsilon_high")),
     "dppo_kl": _trust_region(_outside_kl, reads=("epsilon_low", "epsilon_high")),
     "ipo": _trust_region(_outside_ipo, reads=("ipo_threshold",)),
@@ -644,6 +646,18 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
             raise ValueError(
                 f"surrogate {surrogate!r} takes its ratios per token: importance_level must be 'token', "
                 f"got {shown(importance_level)}"
+            )
+        if not is_set(beta):
+            for name, value, default in (
+                ("kl_estimator", kl_estimator, "k3"),
+                ("use_bias_correction_kl", use_bias_correction_kl, True),
+            ):
+                if value != default:
+                    raise ValueError(f"{name}={shown(value)} is not read with beta=0, the weight of the KL term")
+        if not (definition.reads_ratio or importance_level == "token" or (is_set(beta) and use_bias_correction_kl)):
+            raise ValueError(
+                f"importance_level={shown(importance_level)} is not read by surrogate {surrogate!r}, whose cost has no "
+                "ratio of that level: only a KL term with use_bias_correction_kl would read it"
             )
         if "group_size" in definition.reads and group_size is None:
             raise ValueError(f"surrogate {surrogate!r} needs group_size, the number of sequences a prompt, got None")

@@ -327,7 +327,7 @@ def test_losses_of_no_kernel() -> None:
         {"top_p": 0.9},
         {"off_policy_mask_threshold": 0.1},
         {"sampler_kl_coef": 0.1},
-        {"kl_estimator": "low_var_kl"},
+        {"beta": 0.1, "kl_estimator": "low_var_kl"},
     ]
     options = [LigerFusedLinearGRPOLoss(**settings) for settings in given]
     of_classes = (Own(), OwnKL(), Base(), PatchedLater())

@@ -86,8 +86,9 @@ def test_the_samplers_distribution(surrogate: str, way: str) -> None:
     given = sampled()
     filters: dict[str, Any] = {} if way == "kept" else {way: {"top_p": 0.7, "top_k": 6, "min_p": 0.1}[way]}
     weight, input = given["weight"].requires_grad_(), given["input"].requires_grad_()
-    z = input @ weight.T / 0.9
-    keep = KeptIds.from_top_p(z, **(filters or {"top_p": 0.7}))
+    z = input @ weight.T
+    keep = KeptIds.from_top_p(z, **(filters or {"top_p": 0.7}), temperature=0.9)
+    z = z / 0.9
     mask = torch.zeros(12, 19, dtype=torch.bool)
     mask[torch.repeat_interleave(torch.arange(12), keep.offsets.diff()), keep.ids] = True
     log_p = z.masked_fill(~mask.view(z.shape), -torch.inf).log_softmax(-1)
