@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
@@ -226,6 +227,19 @@ def rollouts(
         sides["importance_weights"] = 0.5 + torch.rand(shapes[weights], generator=generator, dtype=torch.float64)
     # Use values that every dtype holds exactly, so that tests do not compare their rounding.
     return batch | {name: x.bfloat16().double() for name, x in sides.items()}
+
+
+def with_attributes(make: Any, **attributes: Any) -> Any:
+    """Return `make`, a loss or a partial of one, of a subclass that sets attributes in its own constructor."""
+    if isinstance(make, partial):
+        return partial(with_attributes(make.func, **attributes), *make.args, **make.keywords)
+
+    def __init__(self: Any, **settings: Any) -> None:
+        make.__init__(self, **settings)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    return type(make.__name__, (make,), {"__init__": __init__})
 
 
 def moved(batch: Batch, dtype: torch.dtype | None = None, device: str | None = None) -> Batch:

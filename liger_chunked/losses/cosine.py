@@ -13,8 +13,8 @@ from liger_chunked.types import Divergence
 class LigerFusedLinearCosineSimilarityLoss(LigerFusedLinearDistillationBase):
     """`1 - cos(z, t)` of the student's logits `z` and the teacher's `t`, fused.
 
-    It depends on a constant offset of the logits, not on a temperature, which is refused. A teacher's top-k is refused. Liger-Kernel's
-    `beta` is `weight_soft_loss`.
+    It depends on a constant offset of the logits, not on a temperature, which is refused, as is a teacher's top-k.
+    Liger-Kernel's `beta` is `weight_soft_loss`.
 
     Args:
         weight_hard_loss: factor of the targets' NLL at temperature 1, not negative.

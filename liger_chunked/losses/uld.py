@@ -71,8 +71,8 @@ class LigerFusedLinearULDLoss(FusedLoss):
         self.options = LogitOptions.of(type(self), options)
         if self.options.ignore_index != LogitOptions().ignore_index:
             raise ValueError(
-                f"ignore_index={self.options.ignore_index} is not read: this loss has no target, pass mask to leave out "
-                "positions"
+                f"ignore_index={self.options.ignore_index} is not read: this loss has no target, pass mask to leave "
+                "positions out"
             )
         self.teacher_options = options_of_teacher(teacher_options, self.options)
 

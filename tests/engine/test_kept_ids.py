@@ -561,7 +561,7 @@ def test_the_temperature_of_kept_ids() -> None:
     for wrong in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match=r"KeptIds.temperature must be positive and finite, or None, got"):
             KeptIds(kept.ids, kept.offsets, wrong)
-    with pytest.raises(TypeError, match="KeptIds.temperature must be a number or None, got '1'"):
+    with pytest.raises(TypeError, match=r"KeptIds.temperature must be a number or None, got '1'"):
         KeptIds(kept.ids, kept.offsets, "1")  # type: ignore[arg-type]
 
 

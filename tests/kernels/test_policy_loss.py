@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from table import SMALL, Batch, evaluate, moved, relative_error, rollouts
+from table import SMALL, Batch, evaluate, moved, relative_error, rollouts, with_attributes
 from test_pair_loss import needs_kernels
 from torch import Tensor
 
 from benchmarks.host_time import count_calls
 from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, eager
+from liger_chunked.calls import altered
 from liger_chunked.engine import Chunk, PolicyKernel, objective, policies, select_rows
 from liger_chunked.engine.cutting import chunks_of_groups
 from liger_chunked.engine.rows import Rows
@@ -312,13 +313,13 @@ def test_losses_of_no_kernel() -> None:
     assert PatchedLater()._term_of_step() is not None
     PatchedLater.policy_loss = Own.policy_loss  # type: ignore[method-assign]
 
-    patched, counted, trained = LigerFusedLinearGRPOLoss(), LigerFusedLinearGRPOLoss(), LigerFusedLinearGRPOLoss()
-    elsewhere, of_length = LigerFusedLinearGRPOLoss(), LigerFusedLinearGRPOLoss(**SETTINGS["dr_grpo"])
-    elsewhere.clipped = partial(SURROGATES["clip"].clipped, s=SurrogateSettings(epsilon_low=0.1))
-    of_length.max_completion_length = torch.nn.Parameter(torch.tensor(9.0))  # type: ignore[assignment]
+    patched, stock = LigerFusedLinearGRPOLoss(), LigerFusedLinearGRPOLoss()
+    elsewhere = altered(stock, clipped=partial(SURROGATES["clip"].clipped, s=SurrogateSettings(epsilon_low=0.1)))
+    length = torch.nn.Parameter(torch.tensor(9.0))
+    of_length = altered(LigerFusedLinearGRPOLoss(**SETTINGS["dr_grpo"]), max_completion_length=length)
     patched.policy_loss = lambda rollouts: rollouts.logps  # type: ignore[method-assign]
-    counted.clipped = lambda rollouts: Clipped(None, rollouts.mask)
-    trained.beta = torch.nn.Parameter(torch.tensor(0.1))  # type: ignore[assignment]
+    counted = altered(stock, clipped=lambda rollouts: Clipped(None, rollouts.mask))
+    trained = with_attributes(LigerFusedLinearGRPOLoss, beta=torch.nn.Parameter(torch.tensor(0.1)))()
     given: list[dict[str, Any]] = [
         {"surrogate": "sapo"},
         {"surrogate": "gmpo"},

@@ -20,6 +20,7 @@ from liger_chunked import (
     linear_token_stats,
     with_sampled_token,
 )
+from liger_chunked.calls import altered
 
 BOUND = 1e-9  # float64: a few thousand additions round to less
 
@@ -177,8 +178,7 @@ def test_copies() -> None:
     given = sample()
     loss = LigerFusedLinearOnPolicyDistillationLoss(epsilon_low=0.2)
     before = loss(**given)[0]
-    other = copy.copy(loss)
-    other.options = replace(loss.options, softcap=3.0)
+    other = altered(loss, options=replace(loss.options, softcap=3.0))
     exact = LigerFusedLinearOnPolicyDistillationLoss(softcap=3.0, teacher_options=LogitOptions())(**given)[0]
     assert torch.equal(other(**given)[0], exact) and not torch.equal(exact, before)
     for same in (loss, copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
@@ -188,7 +188,7 @@ def test_copies() -> None:
 def test_a_copy_with_other_options_takes_a_top_k() -> None:
     given = students(SMALL, 0, top_k=3)
     loss = LigerFusedLinearKLDivLoss()
-    loss.options = replace(loss.options, softcap=3.0)
+    loss = altered(loss, options=replace(loss.options, softcap=3.0))
     assert torch.equal(loss(**given)[0], LigerFusedLinearKLDivLoss(softcap=3.0)(**given)[0])
 
 

@@ -1,8 +1,10 @@
-"""Settings of the losses: changed after construction, ignored, or not finite."""
+"""Settings of the losses: set by a subclass or after construction, ignored, or not finite."""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -10,9 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from table import SMALL, Batch, evaluate, examples, pairs, relative_error, rollouts, students, tokens
+from table import (
+    SMALL,
+    Batch,
+    evaluate,
+    examples,
+    pairs,
+    relative_error,
+    rollouts,
+    students,
+    tokens,
+    with_attributes,
+)
 
 from liger_chunked import (
+    LigerCrossEntropyLoss,
     LigerFusedLinearBCOLoss,
     LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearCPOLoss,
@@ -27,6 +41,9 @@ from liger_chunked import (
     LigerFusedLinearSimPOLoss,
     LigerFusedLinearTVDLoss,
     LigerFusedLinearULDLoss,
+    LigerJSDWithLogits,
+    LigerKLDIVWithLogitsLoss,
+    LigerTVDWithLogitsLoss,
     LogitOptions,
     estimate_memory,
     linear_token_stats,
@@ -35,7 +52,7 @@ from liger_chunked.engine import choose
 from liger_chunked.losses import cpo, dpo, kto
 from liger_chunked.losses.grpo import SURROGATES, SurrogateSettings
 
-# Changed after construction
+# By a subclass, and after construction
 
 LOSSES: dict[str, tuple[Callable[..., Any], Callable[[], Batch]]] = {
     **{
@@ -80,25 +97,22 @@ def assert_equal(changed: Any, fresh: Any, batch: Batch) -> None:
     assert repr(changed) == repr(fresh)
 
 
-@pytest.mark.parametrize("case", LOSSES)
-def test_beta_set_after_construction(case):
+@pytest.mark.parametrize("case", [case for case in LOSSES if case != "dpo-sft"])  # which has no beta
+def test_beta_that_a_subclass_sets(case):
+    """A user's constructor is still construction: before or after the base's, its own settings are read."""
     make, sample = LOSSES[case]
-    batch, loss = sample(), make(beta=0.1)
-    before = loss(**batch)[0]
-    loss.beta = 0.7
+    batch, loss = sample(), with_attributes(make, beta=0.7)(beta=0.1)
     assert_equal(loss, make(beta=0.7), batch)
-    assert torch.equal(before, loss(**batch)[0]) == (case == "dpo-sft")  # this case uses no reference
+    assert not torch.equal(make(beta=0.1)(**batch)[0], loss(**batch)[0])
 
 
 @pytest.mark.parametrize("alpha", [(1.0, 0.3), (1.0, 0.0), (0.0, 0.3)], ids=str)
 @pytest.mark.parametrize(("case", "make"), WITH_ALPHA, ids=lambda x: x if isinstance(x, str) else "")
-def test_alpha_set_after_construction(case, make, alpha):
+def test_alpha_that_a_subclass_sets(case, make, alpha):
     name = "cpo_alpha" if case.startswith("cpo-") else "alpha"
-    batch, loss = LOSSES[case][1](), make(**{name: alpha[0]})
-    before = loss(**batch)[0]
-    setattr(loss, name, alpha[1])
+    batch, loss = LOSSES[case][1](), with_attributes(make, **{name: alpha[1]})(**{name: alpha[0]})
     assert_equal(loss, make(**{name: alpha[1]}), batch)
-    assert not torch.equal(before, loss(**batch)[0])
+    assert not torch.equal(make(**{name: alpha[0]})(**batch)[0], loss(**batch)[0])
 
 
 def test_the_nll_term_of_cpo_follows_alpha():
@@ -107,11 +121,59 @@ def test_the_nll_term_of_cpo_follows_alpha():
     assert not loss.compute_nll_loss
     with pytest.raises(ValueError, match="nll_target is for the NLL term, but compute_nll_loss is False"):
         loss(**batch, nll_target=batch["target"])
-    loss.cpo_alpha = 0.5
+    loss = LigerFusedLinearCPOLoss(cpo_alpha=0.5)
     assert loss.compute_nll_loss
     loss(**batch, nll_target=batch["target"])
-    loss.compute_nll_loss = False
+    loss = with_attributes(LigerFusedLinearCPOLoss, compute_nll_loss=False)(cpo_alpha=0.5)
     assert not loss.compute_nll_loss and loss(**batch)[1].nll_loss == 0
+
+
+def test_a_setting_of_a_finished_loss_cannot_be_set():
+    """It would have half its effect: `surrogate` without its bounds, `loss_types` without their checks."""
+    made = [loss(**kind) for loss, kind, _ in OF_EVERY_KIND]
+    others = [LigerCrossEntropyLoss(), LigerKLDIVWithLogitsLoss(), LigerJSDWithLogits(), LigerTVDWithLogitsLoss()]
+    for loss in (*made, *others, copy.copy(made[0]), copy.deepcopy(made[0]), pickle.loads(pickle.dumps(made[0]))):
+        before = repr(loss)
+        buffers = {name for name, _ in loss.named_buffers()} | {"weight", "ce_weight"}  # of classes, read by each call
+        for name in {*inspect.signature(type(loss)).parameters, "options", "temperature"} - buffers:
+            if name == "temperature" and name not in repr(loss) and loss in others:
+                continue
+            message = f"^{type(loss).__name__}.{name} cannot be set: build a new {type(loss).__name__}"
+            with pytest.raises(AttributeError, match=message):
+                setattr(loss, name, 0.5)
+        assert repr(loss) == before
+    for loss, name in ((LigerFusedLinearDPOLoss(), "loss_types"), (LigerFusedLinearGRPOLoss(), "settings")):
+        with pytest.raises(AttributeError, match=f"{name} cannot be set"):
+            setattr(loss, name, getattr(loss, name))
+
+
+def test_what_else_is_set_of_a_finished_loss():
+    class Scheduled(LigerFusedLinearDPOLoss):
+        def __init__(self, margin: float = 0.0, **settings: Any) -> None:
+            self.beta = 0.3  # the base sets it again
+            super().__init__(**settings)
+            self.margin, self.steps = margin, 0
+            self.beta = torch.nn.Parameter(torch.tensor(0.7))  # type: ignore[assignment]
+            self.register_buffer("total", torch.zeros(()))
+
+        def preference_loss(self, pairs: Any) -> torch.Tensor:
+            self.steps += 1
+            return super().preference_loss(pairs) + self.margin
+
+    loss, batch = Scheduled(), pairs(SMALL, seed=0, ref="tokens")
+    before = loss(**batch)[0]
+    loss.margin = 1.0
+    assert (loss(**batch)[0] - before).item() == pytest.approx(1.0) and loss.steps >= 2
+    loss.beta = torch.nn.Parameter(torch.tensor(0.1))  # a registered parameter, as sharding sets
+    loss.total = torch.ones(())
+    assert not loss.eval().training and not loss.double().training
+    seen: list[Any] = []
+    loss.register_forward_hook(lambda *_: seen.append(1))
+    loss.tag = "mine"
+    again = pickle.loads(pickle.dumps(LigerFusedLinearDPOLoss()))
+    assert loss(**batch)[0] != before and seen == [1] and again.train().training
+    loss.preference_loss = lambda pairs: pairs.logps[:, 0]  # type: ignore[method-assign]
+    assert torch.isfinite(loss(**batch)[0])
 
 
 # Ignored settings
@@ -296,16 +358,14 @@ def test_an_option_has_an_effect_or_is_refused(loss, kind, batches):
             try:
                 loss(**kind, **{name: changed})
             except (ValueError, TypeError) as error:
-                assert name in str(error), (name, error)  # noqa: PT017
+                assert name in str(error), (name, error)
                 continue
             if name == "ignore_index":
                 with pytest.raises(ValueError, match=r"target holds -100, expected ignore_index \(1\)"):
                     results(kind | {name: changed})
                 continue
             other = results(kind | {name: changed})
-            same = [
-                relative_error(one[x], two[x]) < 1e-9 for one, two in zip(plain, other, strict=True) for x in one
-            ]
+            same = [relative_error(one[x], two[x]) < 1e-9 for one, two in zip(plain, other, strict=True) for x in one]
             assert not all(same), f"{name}={changed!r} has no effect"
 
 

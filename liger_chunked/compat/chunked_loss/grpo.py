@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked import losses
-from liger_chunked.calls import typed_like
+from liger_chunked.calls import altered, typed_like
 from liger_chunked.compat.settings import Loss
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses.grpo import LOSS_TYPES, SURROGATES
@@ -78,7 +78,7 @@ class LigerFusedLinearGRPOLoss(Loss):
             **{name: value for name, value in settings.items() if name in read},
         )
         if importance_sampling_level == "sequence":
-            self.loss.clipped = _by_token(self.loss.clipped)
+            self.loss = altered(self.loss, clipped=_by_token(self.loss.clipped))
 
     def forward(
         self,
