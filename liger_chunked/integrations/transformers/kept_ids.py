@@ -215,8 +215,8 @@ def record_kept_ids(model: nn.Module) -> Iterator[KeptIdsRecorder]:
         recorder.clear()
         # A processor of the caller's own may divide by a temperature too.
         if all(type(x).__module__.startswith("transformers.") for x in processors):
-            of_config = generation_config.temperature if generation_config.do_sample else None
-            recorder.temperature = 1.0 if of_config is None else of_config
+            temperature = generation_config.temperature if generation_config.do_sample else None
+            recorder.temperature = 1.0 if temperature is None else temperature
         processors.append(recorder)
         return processors
 
