@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor
-from typing_extensions import Unpack
 
-from liger_chunked.losses.distillation import DistillationOptionsDict, LigerFusedLinearDistillationBase
+from liger_chunked.losses.distillation import LigerFusedLinearDistillationBase
 from liger_chunked.types import Divergence
 
 
@@ -35,8 +34,8 @@ class LigerFusedLinearCosineSimilarityLoss(LigerFusedLinearDistillationBase):
     True
     """
 
-    def __init__(self, **options: Unpack[DistillationOptionsDict]) -> None:
-        super().__init__(**options)
+    def _check_after_init(self) -> None:
+        super()._check_after_init()
         for name, own in (("temperature", self.options), ("teacher_options.temperature", self.teacher_options)):
             if own.temperature != 1:
                 raise ValueError(
