@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from abc import ABCMeta
@@ -24,6 +25,39 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def typed_like(forward: Function) -> Callable[[Callable[..., Any]], Function]:
     """Give `__call__` the type of `forward`; nn.Module's is Callable[..., Any]."""
     return lambda _: forward
+
+
+class FixedSettings(nn.Module):
+    """A module whose settings are those that it was built with.
+
+    Checks, kernels and what follows from a setting read them when a loss is built, so a later one would have half its
+    effect, or none. Names in `_fixed`, which the end of construction puts on the module, cannot be set: that raises
+    AttributeError. Parameters and buffers can, whatever their names.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if name in own.get("_fixed", ()) and not (name in own["_parameters"] or name in own["_buffers"]):
+            kind = type(self).__name__
+            raise AttributeError(
+                f"{kind}.{name} cannot be set: build a new {kind}(..., {name}=...), or set it in the __init__ of a "
+                "subclass"
+            )
+        super().__setattr__(name, value)
+
+
+def altered(module: T, **attributes: Any) -> T:
+    """Return a shallow copy of a loss with other attributes, also settings: for the library, which knows what follows.
+
+    Args:
+        module: a loss, or another callable that has the attributes.
+    """
+    own = copy.copy(module)
+    fixed = vars(own).pop("_fixed", ())
+    for name, value in attributes.items():
+        setattr(own, name, value)
+    vars(own)["_fixed"] = fixed
+    return own
 
 
 class LossType(ABCMeta):

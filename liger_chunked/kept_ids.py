@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.sampler import beyond_top_p, mass_from
-from liger_chunked.types import check_sampling, described
+from liger_chunked.types import check_number, check_sampling, described
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
 
@@ -27,13 +27,17 @@ class KeptIds:
         ids: (M,) integers, those of all positions in the order of the flattened target, distinct within a position.
         offsets: (positions + 1,) integers from 0 to M: `ids[offsets[i] : offsets[i + 1]]` are those of position i. An
             empty slice stands for the whole vocabulary; at an ignored position it costs nothing.
+        temperature: by which the sampler divided its logits, positive. A call at another temperature raises. None: not
+            known, and nothing is compared.
 
-    Calls keep the order of the ids that they sorted for the first one, and sort again where a tensor was changed in
-    place. Do not change tensors that were made in inference mode, which counts no changes. A captured CUDA graph sorts
-    in each replay. A call on another stream waits for the sort; it is yours to wait for `ids` and `offsets` themselves.
+    The fields are copies, so that nothing changes a `KeptIds` when a caller fills its buffers with the next ids. Calls
+    keep the order of the ids that they sorted for the first one, and sort again where a torch operation changed a field
+    in place. A write to a field that torch does not count has no effect on later calls: through `.data`, NumPy or
+    DLPack, or to a tensor that was made in inference mode. A captured CUDA graph sorts in each replay. A call on
+    another stream waits for the sort; it is yours to wait for `ids` and `offsets` themselves.
 
     Raises:
-        TypeError, ValueError: a tensor has the wrong dtype, shape or device.
+        TypeError, ValueError: a tensor has the wrong dtype, shape or device, or the temperature is not positive.
 
     >>> kept = KeptIds.from_lists([[], [7, 3], [5]])        # a prompt's token, and two sampled ones
     >>> kept.ids, kept.offsets
@@ -42,6 +46,7 @@ class KeptIds:
 
     ids: Tensor
     offsets: Tensor
+    temperature: float | None = None
 
     def __post_init__(self) -> None:
         for name, x in (("ids", self.ids), ("offsets", self.offsets)):
@@ -57,6 +62,12 @@ class KeptIds:
             raise ValueError(
                 f"KeptIds.ids is on {self.ids.device}, offsets on {self.offsets.device}: expected one device"
             )
+        check_number("KeptIds.temperature", self.temperature, optional=True)
+        if self.temperature is not None and not 0 < self.temperature < math.inf:
+            raise ValueError(f"KeptIds.temperature must be positive and finite, or None, got {self.temperature}")
+        # Copies: torch does not count writes to memory that a caller shares with NumPy, DLPack or another process.
+        for name in ("ids", "offsets"):
+            object.__setattr__(self, name, getattr(self, name).clone())
 
     @property
     def positions(self) -> int:
@@ -65,7 +76,7 @@ class KeptIds:
 
     def to(self, device: torch.device | str) -> KeptIds:
         """Return the ids on a device."""
-        return KeptIds(self.ids.to(device), self.offsets.to(device))
+        return KeptIds(self.ids.to(device), self.offsets.to(device), self.temperature)
 
     def take(self, positions: Tensor) -> KeptIds:
         """Return the ids of chosen positions, such as those of one rank, or of sequences in another order.
@@ -101,14 +112,14 @@ class KeptIds:
         n = int(chosen[-1])
         places = torch.arange(n, device=index.device)
         places = places + torch.repeat_interleave(first - chosen[:-1], lengths, output_size=n)
-        return KeptIds(self.ids[places], chosen)
+        return KeptIds(self.ids[places], chosen, self.temperature)
 
     @classmethod
     def cat(cls, parts: Sequence[KeptIds]) -> KeptIds:
         """Return the ids of the positions of all parts, in order.
 
         Args:
-            parts: one or more, on one device.
+            parts: one or more, on one device. The temperature is known if all parts with ids share it.
 
         >>> KeptIds.cat([KeptIds.from_lists([[7]]), KeptIds.from_lists([[], [3, 5]])]).offsets
         tensor([0, 1, 1, 3])
@@ -117,20 +128,29 @@ class KeptIds:
             raise ValueError("parts must be one or more KeptIds, got none")
         lengths = torch.cat([part.offsets.long().diff() for part in parts])
         ids = torch.cat([part.ids for part in parts])
-        return cls(ids, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+        temperatures = {part.temperature for part in parts if part.ids.numel()}
+        temperature = temperatures.pop() if len(temperatures) == 1 else None
+        return cls(ids, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), temperature)
 
     @classmethod
-    def from_lists(cls, lists: Iterable[Sequence[int] | None], device: torch.device | str | None = None) -> KeptIds:
+    def from_lists(
+        cls,
+        lists: Iterable[Sequence[int] | None],
+        device: torch.device | str | None = None,
+        *,
+        temperature: float | None = None,
+    ) -> KeptIds:
         """Return the ids of lists, one for each position of the flattened target.
 
         Args:
             lists: the ids of each position; None or an empty list for the whole vocabulary.
             device: where the tensors go; None: torch's default device.
+            temperature: the sampler's, as of the constructor.
         """
         rows = [[] if ids is None else list(ids) for ids in lists]
         lengths = torch.tensor([0, *map(len, rows)])
         flat = torch.tensor([i for row in rows for i in row], dtype=torch.int64)
-        kept = cls(flat, lengths.cumsum(0))
+        kept = cls(flat, lengths.cumsum(0), temperature)
         return kept if device is None else kept.to(device)
 
     @classmethod
@@ -141,6 +161,7 @@ class KeptIds:
         first: int = 0,
         *,
         ignore_index: int = -100,
+        temperature: float | None = None,
     ) -> KeptIds:
         """Return what inference engines kept of each completion's tokens, at the positions of a loss's target.
 
@@ -161,6 +182,7 @@ class KeptIds:
                 if it holds prompts of P columns too and is shifted, as by `shifted`. Targets before it have the whole
                 vocabulary.
             ignore_index: the target of positions that get no ids, and cost nothing.
+            temperature: the sampler's, as of the constructor. None: that of the `KeptIds` among `completions`.
 
         Returns:
             The ids of B * T positions, on the device of `target`.
@@ -177,19 +199,22 @@ class KeptIds:
         unknown = cls.from_lists([None] * target.shape[1])
         parts = [unknown if x is None else x if isinstance(x, KeptIds) else cls.from_lists(x) for x in completions]
         if not parts:
-            return cls(target.new_zeros(0), target.new_zeros(1))
+            return cls(target.new_zeros(0), target.new_zeros(1), temperature)
         lengths = torch.tensor([part.positions for part in parts])
         tokens = cls.cat([part.to(target.device) for part in parts])
         starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)[:-1]])
+        if temperature is not None:
+            tokens = cls(tokens.ids, tokens.offsets, temperature)
         return at_target(tokens, target, first, starts, 1, lengths, ignore_index)
 
     @classmethod
-    def from_mask(cls, mask: Tensor) -> KeptIds:
+    def from_mask(cls, mask: Tensor, *, temperature: float | None = None) -> KeptIds:
         """Return the ids where a mask is True. Waits for the device.
 
         Args:
             mask: (..., V) bool, the positions in the order of the target. A row of True alone becomes an empty slice,
                 the whole vocabulary; a row of False alone is refused.
+            temperature: the sampler's, as of the constructor.
 
         Raises:
             TypeError: the mask is not bool.
@@ -207,7 +232,7 @@ class KeptIds:
         is_whole = counts == flat.shape[1]
         ids = (flat & ~is_whole[:, None]).nonzero()[:, 1]
         counts = counts.masked_fill(is_whole, 0)
-        return cls(ids, torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+        return cls(ids, torch.cat([counts.new_zeros(1), counts.cumsum(0)]), temperature)
 
     @classmethod
     def from_top_p(
@@ -224,11 +249,11 @@ class KeptIds:
         The order is that of transformers' `generate`; vLLM takes `min_p` first. Waits for the device.
 
         Args:
-            logits: (..., V), the positions in the order of the target.
+            logits: (..., V), the positions in the order of the target, before a temperature divides them.
             top_p: keep the fewest of the largest probabilities that sum to it, in (0, 1]; None: all.
             top_k: keep the largest logits, and ties with the smallest of them; None: all.
             min_p: keep probabilities of at least `min_p` times the largest, in [0, 1]; None: all.
-            temperature: divides the logits before; a number, or (...) one of each position.
+            temperature: divides the logits before; a number, or (...) one of each position. The result knows a number.
 
         Raises:
             TypeError, ValueError: an option has the wrong type, or is out of range.
@@ -254,7 +279,7 @@ class KeptIds:
             # Of probabilities, as samplers compute it: of logits, ids at the bound would round otherwise.
             p = z.softmax(-1)
             z = z.masked_fill(p < min_p * p.amax(-1, keepdim=True), -math.inf)
-        return cls.from_mask(z > -math.inf)
+        return cls.from_mask(z > -math.inf, temperature=None if isinstance(temperature, Tensor) else temperature)
 
 
 def check_completions(target: Tensor, n: int) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import weakref
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_chunked.calls import altered
 from liger_chunked.engine import Differentiated, Fused, Objective, Rows
 from liger_chunked.engine.choose import logit_bytes
 from liger_chunked.engine.estimated import Estimated, Part, estimated, part_of_next
@@ -146,8 +146,7 @@ def _value(loss: Any, options: LogitOptions, given: dict[str, Any]) -> Tensor:
     """Call a loss, or `linear_token_stats`, on meta tensors."""
     if not isinstance(loss, torch.nn.Module):
         return loss(**given, logits_budget=options.logits_budget).logps.sum()
-    own: Any = copy.copy(loss)
-    own.options = options
+    own: Any = altered(loss, options=options)
     if isinstance(loss, LigerFusedLinearCrossEntropyLoss) and loss.ce_weight is not None:
         given = {**given, "ce_weight": loss.ce_weight.to(_META)}
 

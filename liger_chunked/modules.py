@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
-from liger_chunked.calls import typed_like
+from liger_chunked.calls import FixedSettings, typed_like
 from liger_chunked.dtensor import any_dtensor
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.kept_ids import KeptIds
@@ -251,7 +251,7 @@ class LigerGEGLUMLP(_GatedMLP):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-class LigerCrossEntropyLoss(nn.Module):
+class LigerCrossEntropyLoss(FixedSettings):
     """Cross entropy of logits in nats: `F.cross_entropy` in float32, without a float32 copy of the logits.
 
     With target `y`, transformed logits `z`, `lse = logsumexp(z)` and `s = label_smoothing`, a token's loss is
@@ -300,6 +300,7 @@ class LigerCrossEntropyLoss(nn.Module):
             "logit_scale": logit_scale,
             "inplace": inplace,
         }
+        self._fixed = frozenset((*self.options, "options"))
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the cross entropy of `logits` and `target`.
@@ -461,11 +462,12 @@ class LigerTVDLoss(nn.Module):
 Reduction: TypeAlias = Literal["none", "sum", "mean", "batchmean"]
 
 
-class _DivergenceWithLogits(nn.Module):
+class _DivergenceWithLogits(FixedSettings):
     def __init__(self, function: Callable[..., Tensor], **options: Any) -> None:
         super().__init__()
         self._function = function
         self.options = options
+        self._fixed = frozenset((*options, "options"))
 
     def forward(self, student_logits: Tensor, teacher_logits: Tensor, shift_labels: Tensor | None = None) -> Tensor:
         """Return the divergence of student and teacher.

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_chunked.calls import altered
 from liger_chunked.eager.token_stats import logits, token_stats
 from liger_chunked.engine import Rows
 from liger_chunked.engine.cutting import Chunk
@@ -305,12 +306,11 @@ def _relative(x: Tensor, expected: Tensor) -> float:
 
 
 def _with_budget(loss: nn.Module, budget: int | None) -> nn.Module:
-    own: Any = copy.copy(loss)
+    own: Any = loss
     options = dataclasses.replace(own.options, logits_budget=budget)
     if isinstance(own, LigerFusedLinearDistillationBase) and own.teacher_options is own.options:
-        own.teacher_options = options
-    own.options = options
-    return own
+        return altered(own, options=options, teacher_options=options)
+    return altered(own, options=options)
 
 
 def _leaves(batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
@@ -340,7 +340,7 @@ def full_loss(loss: nn.Module, batch: Batch) -> Tensor:
         return _full_distillation(loss, **batch)
     own: Any = _with_budget(loss, None)
     if isinstance(own, LigerFusedLinearCrossEntropyLoss) and own.reduction == "none":
-        own.reduction = "sum"
+        own = altered(own, reduction="sum")
 
     def full(
         head: LossHead,

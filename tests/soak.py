@@ -208,6 +208,8 @@ def distillation(draw: Draw) -> Row:
         settings["padding"] = draw.choice([0, 0, 1, 7, 128])
         if draw.random() < 0.25:
             settings |= {"teacher_softcap": 5.0, "teacher_logit_scale": 0.7, "teacher_temperature": 1.3}
+    if name == "cosine":  # of which no temperature changes anything
+        settings = {k: x for k, x in settings.items() if not k.endswith("temperature")}
     hard = draw.choice([0.0, 0.5, 0.5, 0.9, 1.0])
     settings |= {"weight_hard_loss": hard, "weight_soft_loss": 1 - hard}
     settings |= maybe(draw, 0.3, num_items=lambda: items(draw))
@@ -254,6 +256,8 @@ def policy(draw: Draw) -> Row:
         off_policy_mask_threshold=lambda: draw.uniform(0.02, 0.3),
         attention_mask=lambda: True,
     )
+    if "num_items" in settings and "entropy_coef" in settings:
+        settings["accumulation_steps"] = draw.randint(1, 4)
     sample: dict[str, Any] = {
         "advantages": draw.choice(["sequences", "tokens"]),
         "weights": draw.choice([None, None, "sequences", "tokens"]),
@@ -266,6 +270,8 @@ def policy(draw: Draw) -> Row:
             "kl_estimator": draw.choice(["k1", "k2", "k3", "abs"]),
             "use_bias_correction_kl": draw.random() < 0.5,
         }
+    if surrogate in ("vespo", "log_prob") and not settings.get("use_bias_correction_kl"):
+        settings["importance_level"] = "token"  # no other ratio is read
     return table._grpo(
         COVARIANCE if surrogate.endswith("_cov") else "policy", sample=sample, **settings, **transform(draw)
     )

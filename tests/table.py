@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
@@ -226,6 +227,19 @@ def rollouts(
         sides["importance_weights"] = 0.5 + torch.rand(shapes[weights], generator=generator, dtype=torch.float64)
     # Use values that every dtype holds exactly, so that tests do not compare their rounding.
     return batch | {name: x.bfloat16().double() for name, x in sides.items()}
+
+
+def with_attributes(make: Any, **attributes: Any) -> Any:
+    """Return `make`, a loss or a partial of one, of a subclass that sets attributes in its own constructor."""
+    if isinstance(make, partial):
+        return partial(with_attributes(make.func, **attributes), *make.args, **make.keywords)
+
+    def __init__(self: Any, **settings: Any) -> None:
+        make.__init__(self, **settings)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    return type(make.__name__, (make,), {"__init__": __init__})
 
 
 def moved(batch: Batch, dtype: torch.dtype | None = None, device: str | None = None) -> Batch:
@@ -466,6 +480,7 @@ def _grpo(
     batches: int = 1,
     attention_mask: bool = False,
     num_items: Any = None,
+    accumulation_steps: int | None = None,
     sample: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Row:
@@ -474,6 +489,7 @@ def _grpo(
     Token-level rows also use scope "sequence": reductions weight sequences, so the batch must have them.
     """
     transform = {name: value for name, value in settings.items() if name in (*_TRANSFORM, "top_k", "top_p", "min_p")}
+    items = {"num_items": num_items, "accumulation_steps": accumulation_steps}
 
     def masked(batch: Batch, options: dict[str, Any]) -> Batch:
         if not attention_mask:
@@ -482,10 +498,10 @@ def _grpo(
         return {**batch, "target": batch["target"].where(valid, 1), "attention_mask": valid.long()}
 
     def ours(batch: Batch, **options: Any) -> Tensor:
-        return LigerFusedLinearGRPOLoss(**settings | options)(**masked(batch, options), num_items=num_items)[0]
+        return LigerFusedLinearGRPOLoss(**settings | options)(**masked(batch, options), **items)[0]
 
     def oracle(batch: Batch, **options: Any) -> Tensor:
-        return eager.grpo(**masked(batch, options), num_items=num_items, **settings | options)[0]
+        return eager.grpo(**masked(batch, options), **items, **settings | options)[0]
 
     return Row(
         id,
@@ -835,8 +851,9 @@ DISTILLATION = [
     *(
         _distillation(f"{id}-softcap-scale-temperature", loss, name, **_TRANSFORM)
         for id, loss, name in (("kl", _KL, "kl"), ("jsd", _JSD, "jsd"), ("tvd", _TVD, "tvd"),
-                               ("cosine", _COSINE, "cosine"), ("squared-error", _SquaredError, "squared_error"))
+                               ("squared-error", _SquaredError, "squared_error"))
     ),
+    _distillation("cosine-softcap-scale", _COSINE, "cosine", softcap=3.0, logit_scale=1.7),
     _distillation("jsd-temperature", _JSD, "jsd", temperature=1.7),
     _distillation("jsd-teacher-transform", _JSD, "jsd",
                   teacher_softcap=2.0, teacher_logit_scale=0.7, teacher_temperature=1.3),
@@ -876,7 +893,7 @@ POLICY = [
     _grpo("grpo-importance_weights-kl", beta=0.3, sample={"ref": "tokens", "weights": "tokens"}),
     _grpo("bnpo-importance_weights-of-sequences", reduction="bnpo", sample={"weights": "sequences"}),
     _grpo("dapo", reduction="dapo", epsilon_high=0.28),
-    _grpo("dapo-num_items-entropy", reduction="dapo", num_items=37, entropy_coef=0.7),
+    _grpo("dapo-num_items-entropy", reduction="dapo", num_items=37, accumulation_steps=3, entropy_coef=0.7),
     _grpo("dr_grpo", reduction="dr_grpo", max_completion_length=11),
     _grpo(
         "cispo",

@@ -5,10 +5,10 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from liger_chunked.calls import FixedSettings
 
 
-class Loss(nn.Module):
+class Loss(FixedSettings):
     """Has the constructor's arguments as attributes, like Liger-Kernel's losses; setting one later raises."""
 
     if TYPE_CHECKING:
@@ -31,8 +31,3 @@ class Loss(nn.Module):
                 self.__dict__.update(dict(list(given.arguments.items())[1:]), _fixed=tuple(signature.parameters)[1:])
 
         setattr(cls, "__init__", remember)  # noqa: B010
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("_fixed", ()):
-            raise AttributeError(f"{type(self).__name__}.{name} cannot be set: build a new {type(self).__name__}")
-        super().__setattr__(name, value)

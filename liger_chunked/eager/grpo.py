@@ -133,6 +133,7 @@ def grpo(
     ref_bias: Tensor | None = None,
     importance_weights: Tensor | None = None,
     num_items: float | Tensor | None = None,
+    accumulation_steps: int | None = None,
     beta: float = 0.0,
     surrogate: str = "clip",
     reduction: str = "grpo",
@@ -381,9 +382,7 @@ def grpo(
         clipped_high.append(above[:1] if one_ratio else above)
 
     bonus = bonus / max(1, n_acting)
-    if num_items is not None:
-        bonus = bonus * (int(valid.sum()) / float(num_items or 1))
-    loss = loss - entropy_coef * bonus
+    loss = loss - entropy_coef * bonus / (accumulation_steps or 1)
 
     def share(flags: list[Tensor]) -> Tensor:
         return torch.cat([loss.new_zeros(0), *flags]).sum() / max(1, sum(len(flag) for flag in flags))

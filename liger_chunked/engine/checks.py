@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.arguments import COMPAT
+from liger_chunked.engine.collectives import gather_tensor
 from liger_chunked.engine.estimated import estimated
 from liger_chunked.engine.known import Counts, assert_later, check_ids, host_may_sync
 from liger_chunked.engine.once import OncePerGroup
@@ -147,6 +148,8 @@ def check_projection(head: LossHead, input: Tensor, prefix: str = "", input_name
     """Return the head after checks of its tensors and of hidden states, with `rank_facts` if its vocabulary is split.
 
     Ranks compare their parts of a vocabulary in the first call for a group and these parts, which waits for the device.
+    On a CPU they also tell each other in every call whether their parts are new, or refused: all raise, and none waits
+    for a rank that raised. On a GPU the host would wait for that in each step.
 
     Args:
         prefix, input_name: of the arguments' names, as "ref_", for messages.
@@ -154,6 +157,30 @@ def check_projection(head: LossHead, input: Tensor, prefix: str = "", input_name
     Raises:
         TypeError, ValueError: dtypes, shapes or devices do not fit, or ranks do not cover the vocabulary.
     """
+    try:
+        _check_tensors(head, input, prefix, input_name)
+    except (TypeError, ValueError):
+        if _tells_ranks(head.shard, input):
+            assert head.shard is not None
+            gather_tensor(torch.tensor([_REFUSED]), head.shard.group)
+        raise
+    if head.shard is None:
+        return head
+    weight = head.weight.weight if isinstance(head.weight, AdaptedWeight) else head.weight
+    return head._replace(rank_facts=_checked_shard(head.shard, weight.shape[0], input))
+
+
+# What a rank tells the others of its part of a vocabulary.
+_KNOWN, _NEW, _REFUSED = 0, 1, 2
+
+
+def _tells_ranks(shard: Any, input: Any) -> bool:
+    """Whether ranks tell each other of a call without waiting for a device."""
+    ready = isinstance(shard, VocabShard) and dist.is_available() and dist.is_initialized()
+    return ready and isinstance(input, Tensor) and input.device.type == "cpu"
+
+
+def _check_tensors(head: LossHead, input: Tensor, prefix: str, input_name: str) -> None:
     weight, bias, own = head.weight, head.bias, "weight"
     if isinstance(weight, AdaptedWeight):
         weight, own = weight.weight, "weight.weight"
@@ -189,7 +216,6 @@ def check_projection(head: LossHead, input: Tensor, prefix: str = "", input_name
         )
     if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
         compute_dtype(head, input, prefix, input_name)
-    return head if head.shard is None else head._replace(rank_facts=_checked_shard(head.shard, weight.shape[0], input))
 
 
 def _checked_shard(shard: VocabShard, n_rows: int, input: Tensor) -> RankFacts:
@@ -201,6 +227,15 @@ def _checked_shard(shard: VocabShard, n_rows: int, input: Tensor) -> RankFacts:
     # The key ignores padding: if it changed on one rank, that rank would call the collective alone.
     columns, scattered = shard.columns(n_rows), shard.input_grad == "reduce_scatter"
     key = "vocab_shard", min(shard.start, shard.vocab_size), columns, shard.vocab_size, scattered
+    if _tells_ranks(shard, input):
+        mine = _KNOWN if CHECKED.has(shard.group, key) else _NEW
+        states = gather_tensor(torch.tensor([mine]), shard.group).flatten().tolist()
+        if _REFUSED in states:
+            raise ValueError(
+                f"rank {states.index(_REFUSED)} of vocab_shard refused its weight, bias or input: its error says why"
+            )
+        if _NEW in states:
+            CHECKED.forget(shard.group, key)
     return CHECKED.result(
         shard.group, key, lambda: _check_ranks(shard, columns, input[..., :0] if scattered else input)
     )
@@ -234,9 +269,12 @@ def _check_ranks(shard: VocabShard, columns: int, input: Tensor) -> RankFacts:
         if shape != parts[0][3] or not torch.allclose(
             torch.tensor(values), torch.tensor(parts[0][4]), rtol=0.05, atol=0.05, equal_nan=True
         ):
+            differ = (
+                f"with shapes {parts[0][3]} and {shape}" if shape != parts[0][3] else f"in values, of shape {shape}"
+            )
             raise ValueError(
-                f"input must be the same on all ranks of a split vocabulary, but ranks 0 and {rank} differ: "
-                f"{parts[0][3]} and {shape}. A weight that FSDP shards is not split over the tokens' ranks: call the "
+                f"input must be the same on all ranks of a split vocabulary, but ranks 0 and {rank} differ {differ}. "
+                f"A weight that FSDP shards is not split over the tokens' ranks: call the "
                 "loss inside the forward of the module that owns it, where the weight is whole"
             )
     return RankFacts(max(n for _, n in starts_and_rows), all(part[5] for part in parts))
@@ -245,6 +283,23 @@ def _check_ranks(shard: VocabShard, columns: int, input: Tensor) -> RankFacts:
 def check_target(
     target: Tensor, input: Tensor, name: str = "target", input_name: str = "input", *, head: LossHead | None = None
 ) -> None:
+    """Raise TypeError or ValueError unless a target fits hidden states, and is the same on all ranks of a shard.
+
+    Ranks of a split vocabulary compare two numbers in each call. On a CPU all raise, also for what one rank refuses; on
+    a GPU the device asserts it, and the host does not wait.
+    """
+    shard = None if head is None else head.shard
+    try:
+        _check_target_tensor(target, input, name, input_name, head)
+    except (TypeError, ValueError):
+        if shard is not None and _tells_ranks(shard, input):
+            gather_tensor(torch.tensor([-1, 0]), shard.group)
+        raise
+    if shard is not None:
+        _check_same_targets(shard.group, target, name)
+
+
+def _check_target_tensor(target: Tensor, input: Tensor, name: str, input_name: str, head: LossHead | None) -> None:
     if not isinstance(target, Tensor) or target.dtype != torch.int64:
         check_class_ids(target, name, hint=lambda: hint_for(target, name, ids=True))
     expected = tuple(input.shape[:-1]) if head is None or head.shard is None else head.token_shape(input)
@@ -260,9 +315,6 @@ def check_target(
         )
     if target.device != input.device:
         raise ValueError(f"{name} is on {target.device}, {input_name} on {input.device}: expected one device")
-    if head is not None and head.shard is not None and head.shard.input_grad == "reduce_scatter":
-        group = head.shard.group
-        CHECKED.result(group, "same targets", lambda: _check_same_targets(group, target, name))
 
 
 def check_temperature(temperature: Tensor, target: Tensor) -> None:
@@ -276,26 +328,62 @@ def check_temperature(temperature: Tensor, target: Tensor) -> None:
         )
 
 
-def check_temperature_values(temperature: Tensor, n_valid: Counts = None) -> None:
-    """Check the temperatures (n_valid,) of tokens that count; on the device if the host must not wait."""
+def check_temperature_values(temperature: Tensor, n_valid: Counts = None, drawn_at: float | None = None) -> None:
+    """Check the temperatures (n_valid,) of tokens that count; on the device if the host must not wait.
+
+    Args:
+        drawn_at: the temperature of a sampler, which they must be. None: they may be any.
+    """
     expected = "temperature must be positive and finite at each token that counts"
     if not host_may_sync(temperature, n_valid):
         assert_later(((temperature > 0) & (temperature < math.inf)).all(), expected)
+        if drawn_at is not None:
+            is_same = (temperature - drawn_at).abs() <= _SAME_TEMPERATURE * drawn_at
+            assert_later(is_same.all(), f"temperature must be {drawn_at:g}, at which the ids of kept were drawn")
     elif temperature.numel():
         low, high = torch.stack(temperature.aminmax()).tolist()
         if not 0 < low <= high < math.inf:  # NaN too
             raise ValueError(f"{expected}, got {low:g} to {high:g}")
+        if drawn_at is not None:
+            check_same_temperature(drawn_at, low, high)
+
+
+# Relative: temperatures of tokens are float32.
+_SAME_TEMPERATURE = 1e-6
+
+
+def check_same_temperature(drawn_at: float, low: float, high: float) -> None:
+    """Raise ValueError unless the temperatures of a call, `low` to `high`, are those at which kept ids were drawn."""
+    if all(math.isclose(x, drawn_at, rel_tol=_SAME_TEMPERATURE) for x in (low, high)):
+        return
+    got = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    raise ValueError(
+        f"kept was drawn at temperature {drawn_at:g}, but this call divides its logits by {got}: the softmax over the "
+        f"kept ids would not be the sampler's. Pass temperature={drawn_at:g}, or kept ids of this temperature"
+    )
 
 
 def _check_same_targets(group: dist.ProcessGroup | None, target: Tensor, name: str) -> None:
-    some = target.reshape(-1)[:: max(1, target.numel() // 64)].tolist()
-    parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, (tuple(target.shape), some), group=group)
-    if any(part != parts[0] for part in parts):
-        raise ValueError(
-            f"{name} must be whole and the same on all ranks of vocab_shard, for input_grad='reduce_scatter', got "
-            f"{[part[0] for part in parts]} with different ids"
-        )
+    ids = target.reshape(-1).long()
+    checksum = (ids * torch.arange(1, 2 * ids.numel() + 1, 2, device=ids.device)).sum()
+    expected = f"{name} must be whole and the same on all ranks of vocab_shard"
+    if target.device.type != "cpu":
+        # Launches alone, about 0.1 ms of the host, while the device is busy with what came before.
+        checksums = gather_tensor(checksum, group)
+        assert_later((checksums == checksums[0]).all(), expected)
+        return
+    numbers = gather_tensor(torch.stack([torch.tensor(ids.numel()), checksum]), group)
+    if not bool((numbers == numbers[0]).all()):
+        counts = numbers[:, 0].tolist()
+        if -1 in counts:
+            raise ValueError(f"{expected}, but rank {counts.index(-1)} refused its own: its error says why")
+        got = "other ids" if len(set(counts)) == 1 else f"{counts} ids"
+        raise ValueError(f"{expected}, but ranks {_different(numbers)} have {got}")
+
+
+def _different(numbers: Tensor) -> list[int]:
+    """Return the first rank, and those whose numbers differ from its."""
+    return [0, *(numbers != numbers[0]).any(1).nonzero().view(-1).tolist()]
 
 
 def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from liger_chunked.device import current_stream, is_accelerator, is_capturing, is_on_gpu
 from liger_chunked.engine.adapter import apply_down
+from liger_chunked.engine.checks import check_same_temperature
 from liger_chunked.engine.known import assert_later
 from liger_chunked.engine.saved import savable, save, saved
 from liger_chunked.kept_ids import KeptIds
@@ -61,12 +62,22 @@ def check_takes_sparse(weight: Weight) -> None:
         )
 
 
-def check_kept(head: LossHead, outputs: tuple[str, ...], **others: Any) -> None:
+def check_kept(kept: Any, head: LossHead, outputs: tuple[str, ...], temperature: float | None, **others: Any) -> None:
     """Refuse what kept ids exclude.
 
     Args:
+        kept: the argument of the call.
+        temperature: of the call's logits; None: each token has its own, which `check_temperature_values` compares.
         others: arguments of the call that choose ids in another way, by name.
+
+    Raises:
+        TypeError: `kept` is no `KeptIds`.
+        ValueError: something else chooses ids, or the ids were drawn at another temperature.
     """
+    if not isinstance(kept, KeptIds):
+        raise TypeError(f"kept must be a KeptIds, got {described(kept)}")
+    if temperature is not None and kept.temperature is not None:
+        check_same_temperature(kept.temperature, temperature, temperature)
     refused = [name for name in outputs if name not in OUTPUTS_OF_KEPT]
     if refused:
         raise ValueError(f"kept has statistics {OUTPUTS_OF_KEPT} of the ids that were kept, got outputs {refused}")
@@ -121,7 +132,10 @@ class _Layout:
     def __init__(self, kept: KeptIds) -> None:
         self.versions = _versions(kept)
         n, m, device = max(1, kept.positions), kept.ids.shape[0], kept.ids.device
-        self.ids, self.offsets = kept.ids.long().contiguous(), kept.offsets.long().contiguous()
+        # Copies: the order, and a backward, stay those of these ids, also after a write that torch does not count.
+        self.ids, self.offsets = (
+            x.to(torch.int64, copy=True, memory_format=torch.contiguous_format) for x in (kept.ids, kept.offsets)
+        )
         lengths = self.offsets.diff()
         # Of any offsets, also wrong ones: those are reported together with what else may be wrong.
         self.tokens = torch.searchsorted(self.offsets[1:], torch.arange(m, device=device), right=True)
@@ -191,10 +205,8 @@ def place(kept: KeptIds, target: Tensor, ignore_index: int, vocab_size: int, n_v
             would check, and that none of these has the whole vocabulary. None: the host waits once.
 
     Raises:
-        TypeError, ValueError: offsets or ids are no kept ids of these positions, or miss a target.
+        ValueError: offsets or ids are no kept ids of these positions, or miss a target.
     """
-    if not isinstance(kept, KeptIds):
-        raise TypeError(f"kept must be a KeptIds, got {described(kept)}")
     n, m, device = target.shape[0], kept.ids.shape[0], target.device
     if kept.positions != n:
         raise ValueError(

@@ -38,5 +38,13 @@ class OncePerGroup:
             results[key] = check()
         return cast(T, results[key])
 
+    def has(self, group: dist.ProcessGroup | None, key: Hashable) -> bool:
+        """Return whether the group has a result for this key. None: the default group."""
+        return key in self._of_groups.get(dist.group.WORLD if group is None else group, {})
+
+    def forget(self, group: dist.ProcessGroup | None, key: Hashable) -> None:
+        """Check again in the next call, because another rank has to."""
+        self._of_groups.get(dist.group.WORLD if group is None else group, {}).pop(key, None)
+
     def clear(self) -> None:
         self._of_groups.clear()

@@ -399,12 +399,14 @@ def linear_token_stats(
         n_valid = token_count(n_valid, target.numel(), shard=vocab_shard)
     check_sparse_weight_grad(sparse_weight_grad, kept, n_valid)
     if kept is not None:
-        check_kept(head, outputs, candidates=candidates, top_k=top_k, top_p=top_p, min_p=min_p)
+        of_all = None if per_token is not None else options.temperature
+        check_kept(kept, head, outputs, of_all, candidates=candidates, top_k=top_k, top_p=top_p, min_p=min_p)
         if n_valid is not None:
             # Asserts the count. Without one nothing is selected, for which the host would wait: targets are among ids.
             select_rows(target.long(), "token", ignore_index, head.vocab_size, n_valid=n_valid)
         if per_token is not None:
-            check_temperature_values(per_token.masked_fill(target == ignore_index, 1.0), n_valid)
+            ignored, drawn_at = target == ignore_index, kept.temperature
+            check_temperature_values(per_token.masked_fill(ignored, drawn_at or 1.0), n_valid, drawn_at)
         stats = stats_of_kept(
             head, input, target.long(), kept, outputs, options, per_token,
             n_valid=None if host_may_sync(target, n_valid) else n_valid, batch_invariant=deterministic is not None,

@@ -81,7 +81,8 @@ def _kept_of_batch(batch: dict[str, Any] | None, tokens: Tensor) -> KeptIds | No
     labels = KeptIds(tokens.roll(-1, 1).flatten().long(), torch.arange(n + 1, device=device))
     offsets = batch["rollout_top_p_token_offsets"]
     parts = [
-        KeptIds(*(torch.as_tensor(x, device=device).long() for x in pair)) for pair in zip(ids, offsets, strict=True)
+        KeptIds(torch.as_tensor(x, device=device).long(), torch.as_tensor(of_ids, device=device).long())
+        for x, of_ids in zip(ids, offsets, strict=True)
     ]
     places, start = torch.arange(n, device=device), n
     ends = accumulate(batch["total_lengths"])

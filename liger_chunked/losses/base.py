@@ -5,12 +5,15 @@ The checks run after `__init__`, because a subclass may set attributes after the
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from liger_chunked.calls import LossType
+from liger_chunked.calls import FixedSettings, LossType
 from liger_chunked.engine import Fused, Group, Objective, Rows, SamplingFilter, fused_loss
 from liger_chunked.types import OUTPUTS, LogitOptions, LossHead
 
@@ -33,8 +36,19 @@ def check_declared(loss: Any, name: str, statistics: tuple[str, ...], scopes: tu
         raise ValueError(f"{name}.scope must be one of {scopes}, got {scope!r}")
 
 
-class FusedLoss(nn.Module, metaclass=LossType):
-    """The base class of all losses.
+# Attributes that hold settings, and fields of `options`, which a user may take for attributes.
+_HOLDERS = frozenset(("options", "settings", "loss_types", *(field.name for field in dataclasses.fields(LogitOptions))))
+
+
+@functools.cache
+def _settings_of(cls: type) -> frozenset[str]:
+    """Return the names of the settings of a class: the arguments of the library's constructors among its bases."""
+    own = [base for base in cls.__mro__ if base.__module__.startswith("liger_chunked.") and "__init__" in vars(base)]
+    return _HOLDERS.union(*(inspect.signature(base.__init__).parameters for base in own))  # type: ignore[misc]
+
+
+class FusedLoss(FixedSettings, metaclass=LossType):
+    """The base class of all losses. Settings are the constructor's: to set one of a finished loss raises.
 
     `Loss(weight, input, ..., beta=0.2)` is `Loss(beta=0.2)(weight, input, ...)`; mypy accepts only the second.
     """
@@ -58,6 +72,7 @@ class FusedLoss(nn.Module, metaclass=LossType):
         if "training" not in vars(self) or not hasattr(self, "options"):
             name = type(self).__name__
             raise RuntimeError(f"{name}.__init__ does not call super().__init__(): call it first, with beta and so on")
+        self._fixed = _settings_of(type(self))
 
 
 class StatsLoss(FusedLoss):

@@ -12,8 +12,8 @@ from liger_chunked.types import Divergence
 class LigerFusedLinearCosineSimilarityLoss(LigerFusedLinearDistillationBase):
     """`1 - cos(z, t)` of the student's logits `z` and the teacher's `t`, fused.
 
-    It depends on a constant offset of the logits, not on the temperature. A teacher's top-k is refused. Liger-Kernel's
-    `beta` is `weight_soft_loss`.
+    It depends on a constant offset of the logits, not on a temperature, which is refused, as is a teacher's top-k.
+    Liger-Kernel's `beta` is `weight_soft_loss`.
 
     Args:
         weight_hard_loss: factor of the targets' NLL at temperature 1, not negative.
@@ -33,6 +33,15 @@ class LigerFusedLinearCosineSimilarityLoss(LigerFusedLinearDistillationBase):
     >>> bool(torch.isclose(metrics.soft_loss, 1 - cosine.mean()))
     True
     """
+
+    def _check_after_init(self) -> None:
+        super()._check_after_init()
+        for name, own in (("temperature", self.options), ("teacher_options.temperature", self.teacher_options)):
+            if own.temperature != 1:
+                raise ValueError(
+                    f"{name}={own.temperature} has no effect: a cosine does not depend on the scale of the logits, and "
+                    "the hard loss has temperature 1"
+                )
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         return 1.0 - F.cosine_similarity(student_logits, teacher_logits, dim=-1)

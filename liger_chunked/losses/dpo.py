@@ -337,6 +337,11 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
 
     def _check_options(self, names: list[str]) -> None:
         s = self.settings
+        if self.loss_types and not self._expects_reference:
+            unread = {"beta": 0.1, "average_log_prob": False, "ld_alpha": None}
+            for name, default in unread.items():
+                if (value := getattr(self, name)) != default:
+                    raise ValueError(f"{name}={value} is not read by loss_type 'sft', whose loss is an NLL of tokens")
         if self.beta == 0 and {"ipo", "sppo_hard"} & set(names):
             raise ValueError(f"beta must not be 0 with loss_type {names}, which divide by it")
         if self.average_log_prob and any(LOSS_TYPES[name].averages for name in names):

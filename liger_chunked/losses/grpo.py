@@ -19,7 +19,7 @@ from liger_chunked.arguments import own_options
 from liger_chunked.losses.formulas import complement
 from liger_chunked.losses.policy import LigerFusedLinearPolicyBase
 from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS, sum_of_logs
-from liger_chunked.losses.settings import check_finite, check_positive, refuse_unread
+from liger_chunked.losses.settings import check_finite, check_positive, is_set, refuse_unread
 from liger_chunked.types import (
     LARGEST_EXPONENT,
     Clipped,
@@ -306,7 +306,8 @@ def _real(r: Rollouts, s: SurrogateSettings) -> Tensor:
         raise ValueError(f"surrogate 'real' needs whole groups of group_size={size} sequences in a call, got {n}")
     scores = (sum_of_logs(r.logps - r.old_logps) / r.lengths / s.real_temperature).view(n // size, size)
     present = r.mask.any(-1).view_as(scores)
-    positive = (_advantages_of_sequences(r) > 0).view_as(scores) & present
+    advantages = _advantages_of_sequences(r).view_as(scores)
+    positive = (advantages > 0) & present
     others = present & ~positive
 
     def of_class(members: Tensor, exponents: Tensor) -> Tensor:
@@ -315,6 +316,8 @@ def _real(r: Rollouts, s: SurrogateSettings) -> Tensor:
 
     mixed = positive.any(-1, keepdim=True) & others.any(-1, keepdim=True)
     of_groups = torch.where(mixed, of_class(positive, -scores) + of_class(others, scores), 0.0)
+    unknown = ((advantages.isnan() | scores.isnan()) & present).any(-1, keepdim=True)  # NaN is of neither class
+    of_groups = of_groups.masked_fill(unknown, math.nan)
     # Each sequence with tokens carries an equal part of its group's loss, so that their mean is that over groups.
     return (of_groups * size / present.sum(-1, keepdim=True).clamp(min=1)).expand_as(scores).reshape(n, 1)
 
@@ -335,6 +338,7 @@ class _Surrogate(NamedTuple):
     clips_low: bool = False  # `clipped` fills Clipped.low
     scope: Literal["token", "sequence", "batch"] = "token"
     needs_tokens: bool = False  # only importance level "token"
+    reads_ratio: bool = True  # of the importance level
     weighs: bool = False  # applies importance weights
     needs_reference: bool = False
     term: Callable[[SurrogateSettings], PolicyTerm] | None = None  # `loss` and `clipped`, if a kernel knows them
@@ -371,6 +375,7 @@ SURROGATES: Mapping[str, _Surrogate] = {
         reads=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
         scope="sequence",
         weighs=True,
+        reads_ratio=False,
     ),
     "clip_cov": _Surrogate(
         _clip_cov,
@@ -381,7 +386,7 @@ SURROGATES: Mapping[str, _Surrogate] = {
         needs_tokens=True,
     ),
     "kl_cov": _Surrogate(_kl_cov, reads=("kl_cov_ratio", "ppo_kl_coef"), scope="batch", needs_tokens=True),
-    "log_prob": _Surrogate(_log_prob),
+    "log_prob": _Surrogate(_log_prob, reads_ratio=False),
     "dppo_tv": _trust_region(_outside_tv, reads=("epsilon_low", "epsilon_high")),
     "dppo_kl": _trust_region(_outside_kl, reads=("epsilon_low", "epsilon_high")),
     "ipo": _trust_region(_outside_ipo, reads=("ipo_threshold",)),
@@ -522,7 +527,7 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
         off_policy_mask_threshold: in nats, not negative: tokens with a negative advantage cost 0 where the sequence's
             mean of `old_logps - logps` is above it (DeepSeek-V3.2, whose old policy is the sampler). None: no such
             mask.
-        entropy_coef: weight of the entropy bonus, the mean over tokens as in "dapo".
+        entropy_coef: weight of the entropy bonus, the mean over the call's tokens with any reduction, as in TRL.
         top_entropy_quantile: in [0, 1]; only this share of the call's tokens, at least one, with the highest entropy
             keeps cost and bonus (https://arxiv.org/abs/2506.01939). Below 1, costs one more GEMM if logits exceed the
             budget; large steps leave the other tokens out of the backward.
@@ -641,6 +646,18 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
             raise ValueError(
                 f"surrogate {surrogate!r} takes its ratios per token: importance_level must be 'token', "
                 f"got {shown(importance_level)}"
+            )
+        if not is_set(beta):
+            for name, value, default in (
+                ("kl_estimator", kl_estimator, "k3"),
+                ("use_bias_correction_kl", use_bias_correction_kl, True),
+            ):
+                if value != default:
+                    raise ValueError(f"{name}={shown(value)} is not read with beta=0, the weight of the KL term")
+        if not (definition.reads_ratio or importance_level == "token" or (is_set(beta) and use_bias_correction_kl)):
+            raise ValueError(
+                f"importance_level={shown(importance_level)} is not read by surrogate {surrogate!r}, whose cost has no "
+                "ratio of that level: only a KL term with use_bias_correction_kl would read it"
             )
         if "group_size" in definition.reads and group_size is None:
             raise ValueError(f"surrogate {surrogate!r} needs group_size, the number of sequences a prompt, got None")

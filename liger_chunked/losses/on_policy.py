@@ -5,7 +5,6 @@ The teacher is part of the advantage, so the loss needs its log-probabilities of
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.calls import entry_point, typed_like
+from liger_chunked.calls import altered, entry_point, typed_like
 from liger_chunked.engine import SamplingFilter, as_counts, check_projection, check_target, linear_token_stats
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.losses.base import FusedLoss
@@ -342,9 +341,7 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
             raise ValueError(f"teacher_logps must be {tuple(target.shape)}, one value a token, got {got}")
         if advantages is None:
             advantages = torch.zeros(target.shape, dtype=accumulation_dtype(weight.dtype), device=target.device)
-        policy = copy.copy(self._policy)
-        policy.options = self.options
-        return policy(
+        return altered(self._policy, options=self.options)(
             weight,
             input,
             target,

@@ -159,13 +159,13 @@ def _high_entropy(rollouts: Rollouts, valid: Tensor, share: float) -> Tensor:
         return valid
     entropy = rollouts.entropy.detach()
     places = torch.nonzero_static(valid.reshape(-1), size=rollouts.batch_tokens).view(-1)
-    return valid & (entropy >= torch.quantile(entropy.reshape(-1)[places], 1 - share))
+    return valid & ~(entropy < torch.quantile(entropy.reshape(-1)[places], 1 - share))  # True of NaN
 
 
 def _near_sampler(rollouts: Rollouts, threshold: float) -> Tensor:
     """Return False at negative advantages in sequences beyond the threshold, (n, T) or (n, 1)."""
     drift = sum_of_logs(rollouts.old_logps - rollouts.logps.detach()) / rollouts.lengths
-    return (rollouts.advantages >= 0) | (drift <= threshold)
+    return ~((rollouts.advantages < 0) & (drift > threshold))  # True of NaN, which the loss must show
 
 
 def extreme(shares: Tensor, sign: int) -> Tensor:
@@ -242,7 +242,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             mask.
         sampler_kl_coef: weight, not negative, of `(log pi - log pi_old)^2` of every valid token (Kimi K2.5,
             https://arxiv.org/abs/2602.02276), which no mask and no importance weight changes; prime-rl's `kl_tau`.
-        entropy_coef: weight of the entropy bonus, the mean over tokens as in "dapo".
+        entropy_coef: weight of the entropy bonus, the mean over the call's tokens with any reduction, as in TRL.
         top_entropy_quantile: in [0, 1]; only this share of the call's tokens, at least one, with the highest entropy
             keeps cost and bonus (https://arxiv.org/abs/2506.01939). Below 1, costs one more GEMM if logits exceed the
             budget; large steps leave the other tokens out of the backward.
@@ -401,6 +401,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         ref_bias: Tensor | None = None,
         importance_weights: Tensor | None = None,
         num_items: float | Tensor | None = None,
+        accumulation_steps: int | None = None,
         temperature: Tensor | None = None,
         kept: KeptIds | None = None,
         sparse_weight_grad: bool = False,
@@ -430,6 +431,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             num_items: divisor of the reduction `dapo`, a number or (): the valid tokens of all steps that accumulate
                 gradients. If ranks average gradients, pass all ranks' tokens divided by the number of ranks. Other
                 reductions refuse it: divide the loss by the number of steps. None: the valid tokens of this call.
+            accumulation_steps: how many steps `num_items` counts, at least 1, which divides the entropy bonus, a mean
+                over each step. Required with `num_items` if `entropy_coef` is not 0, else refused. None: not given.
             temperature: (B, T) float32, the sampler's, one a token, instead of that of `options`; also the reference's.
                 None: that of `options`.
             kept: the ids that the sampler kept of each position of `target`, see `KeptIds`. Log-probabilities and
@@ -470,7 +473,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         self._check_temperature(temperature, target)
         check_sparse_weight_grad(sparse_weight_grad, kept, n_valid)
         if kept is not None:
-            check_kept(head, self._outputs, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+            of_all = None if temperature is not None else self.options.temperature
+            check_kept(kept, head, self._outputs, of_all, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
         ignore_index, may_wait = self.options.ignore_index, host_may_sync(target, n_valid)
         if attention_mask is not None:
             target = masked(target, attention_mask, ignore_index, n_valid)
@@ -483,9 +487,10 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         )  # fmt: skip
         if temperature is not None:
             rows = rows.with_side("temperature", whole(temperature, sequences, 1.0).reshape(-1))
-            check_temperature_values(rows.side["temperature"], n_valid)
+            check_temperature_values(rows.side["temperature"], n_valid, None if kept is None else kept.temperature)
         shape, dtype = whole_target.shape, accumulation_dtype(weight.dtype)
         divisor = self._divisor(num_items, rows, whole_target, dtype)
+        steps = self._steps(num_items, accumulation_steps)
         term = self._term_of_step() if kept is None and has_group_kernel(head, input, rows) else None
         known_count = None if may_wait else rows.n_valid
         all_ref_logps = reference_logps(
@@ -505,8 +510,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         if term is not None:
             kernel = self._policy_kernel(term, sides, divisor, shape[0], ref_is_compact=ref_input is not None)
             return self._fuse(head, input, rows, kernel).loss, kernel.metrics()
-        items = None if num_items is None else divisor
-        objective = _ByAutograd(self, _BatchArguments(sides, rows, shape, dtype, divisor, items))
+        objective = _ByAutograd(self, _BatchArguments(sides, rows, shape, dtype, divisor), steps)
         if kept is None:
             loss, stats, _ = self._fuse(head, input, rows, objective)
         else:
@@ -523,7 +527,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _objective(
-        self, batch: RolloutBatch, rollouts: Rollouts, index: slice | Tensor, num_items: float | Tensor | None
+        self, batch: RolloutBatch, rollouts: Rollouts, index: slice | Tensor, accumulation_steps: int
     ) -> Tensor:
         cost = self.policy_loss(rollouts)
         mask = rollouts.mask
@@ -550,8 +554,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         if is_set(self.entropy_coef):
             n_acting = max(1, batch.batch_tokens) if acting is valid else acting.sum().clamp(min=1)
             bonus = torch.where(acting, rollouts.entropy, 0.0).sum(dtype=torch.float64) / n_acting
-            share = 1.0 if num_items is None else batch.batch_tokens / num_items
-            loss = loss - self.entropy_coef * share * bonus
+            loss = loss - self.entropy_coef * (bonus / accumulation_steps)
         return loss
 
     def _check_temperature(self, temperature: Any, target: Tensor) -> None:
@@ -586,6 +589,23 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             num_items = checked_items(num_items, target, dtype)
         return reduction.divisor(target.shape[0], rows.n_valid, num_items, self.max_completion_length)
 
+    def _steps(self, num_items: float | Tensor | None, accumulation_steps: int | None) -> int:
+        """Return the number of steps of which the entropy bonus is a mean."""
+        check_number("accumulation_steps", accumulation_steps, whole=True, optional=True)
+        if num_items is None or not is_set(self.entropy_coef):
+            if accumulation_steps is not None:
+                raise ValueError(
+                    f"accumulation_steps={accumulation_steps} divides the entropy bonus of a call with num_items, got "
+                    f"entropy_coef={shown(self.entropy_coef)} and num_items={shown(num_items)}"
+                )
+            return 1
+        if accumulation_steps is None or accumulation_steps < 1:
+            raise ValueError(
+                "num_items and entropy_coef need accumulation_steps, how many steps num_items counts (1 or more): the "
+                f"entropy bonus is a mean over each step, got {accumulation_steps}"
+            )
+        return accumulation_steps
+
     def _policy_kernel(
         self, term: PolicyTerm, sides: RolloutSides, divisor: float | Tensor, n_sequences: int, ref_is_compact: bool
     ) -> PolicyKernel:
@@ -612,7 +632,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         return PolicyKernel(loss, tensors, n_sequences)
 
     def _batch(self, arguments: _BatchArguments) -> RolloutBatch:
-        sides, rows, shape, dtype, divisor, _ = arguments
+        sides, rows, shape, dtype, divisor = arguments
         return RolloutBatch.of(
             sides,
             rows,
@@ -679,7 +699,6 @@ class _BatchArguments(NamedTuple):
     shape: torch.Size  # (B, T)
     dtype: torch.dtype
     divisor: float | Tensor
-    num_items: float | Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -688,6 +707,7 @@ class _ByAutograd(Objective):
 
     loss_module: LigerFusedLinearPolicyBase
     arguments: _BatchArguments
+    accumulation_steps: int
 
     @functools.cached_property
     def batch(self) -> RolloutBatch:
@@ -696,4 +716,4 @@ class _ByAutograd(Objective):
 
     def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
         batch = self.batch
-        return self.loss_module._objective(batch, batch.rollouts(values, index), index, self.arguments.num_items)
+        return self.loss_module._objective(batch, batch.rollouts(values, index), index, self.accumulation_steps)

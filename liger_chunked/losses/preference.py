@@ -131,11 +131,13 @@ class _PairBatch:
     def nll(self, stats: TokenStats, index: slice | Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the pairs' share of the mean NLL (); `weights` (n,) are factors of the sum, not of the divisor."""
         assert stats.logps is not None
-        chosen, count = stats.logps[:, 0], self.batch_lengths[0]
+        chosen, count, mask = stats.logps[:, 0], self.batch_lengths[0], self.mask[:, 0]
         if self.nll_mask is not None:
-            chosen, count = torch.where(along(self.nll_mask, index), chosen, 0.0), self.nll_mask.sum().clamp(min=1)
+            mask, count = self.nll_mask, self.nll_mask.sum().clamp(min=1)
         if weights is not None:
             chosen = chosen * along(weights, index)[:, None]
+        if weights is not None or self.nll_mask is not None:  # else statistics are 0 at ignored tokens
+            chosen = torch.where(along(mask, index), chosen, 0.0)
         return -chosen.sum() / count
 
 
@@ -533,9 +535,9 @@ class _MeanOverPairs(OfSequences):
         pairs = batch.pairs(logps, values, index)
         losses = loss_module.preference_loss(pairs)
         check_values("preference_loss", losses, pairs.logps.shape[:1], "pairs")
-        if batch.has_tokens is not None:
-            losses = torch.where(along(batch.has_tokens, index), losses, 0.0)
         if batch.example_weights is not None:
             losses = losses * along(batch.example_weights, index)
+        if batch.has_tokens is not None:
+            losses = torch.where(along(batch.has_tokens, index), losses, 0.0)
         loss = share_of_mean(losses, self.n_pairs)
         return loss if nll is None else loss + nll

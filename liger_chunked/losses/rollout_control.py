@@ -335,7 +335,7 @@ def adaptive_entropy_coef(
 
     >>> coef, entropy_coef = 0.0, 0.0
     >>> for entropy in (0.15, 0.19, 0.3):
-    ...     coef, entropy_coef = adaptive_entropy_coef(coef, entropy)    # then loss.entropy_coef = entropy_coef
+    ...     coef, entropy_coef = adaptive_entropy_coef(coef, entropy)    # of the next step's loss
     ...     print(round(coef, 3), round(entropy_coef, 3))
     0.005 0.005
     0.01 0.01

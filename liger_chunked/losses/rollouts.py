@@ -208,7 +208,8 @@ class RolloutBatch:
         importance_weights = None if self.importance_weights is None else self.importance_weights[index]
         if self.filtered:
             # Values of ignored tokens, because exp() and products of -inf are not finite.
-            kept = (logps.detach() > -math.inf) & (old_logps > LOWEST_LOGP)  # which stands for -inf
+            # LOWEST_LOGP stands for -inf. NaN is not dropped, so that the loss shows it.
+            kept = ~((logps.detach() == -math.inf) | (old_logps <= LOWEST_LOGP))
             mask = mask & kept
             logps, old_logps = torch.where(kept, logps, 0.0), torch.where(kept, old_logps, 0.0)
             ref_logps = None if ref_logps is None else torch.where(kept, ref_logps, 0.0)

@@ -51,7 +51,7 @@ class LigerFusedLinearULDLoss(FusedLoss):
             student's.
         **options: fields of `LogitOptions`: `softcap`, `logit_scale` and `temperature` transform the logits;
             `logits_budget` is the most bytes of both models' logits in memory, such as "512MiB" (None: automatic).
-            `ignore_index` is not used, and a call refuses a `logits_dtype`.
+            `ignore_index` is refused, and by a call a `logits_dtype`.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(3, 4)
@@ -69,6 +69,11 @@ class LigerFusedLinearULDLoss(FusedLoss):
     def __init__(self, *, teacher_options: LogitOptions | None = None, **options: Unpack[LogitOptionsDict]) -> None:
         super().__init__()
         self.options = LogitOptions.of(type(self), options)
+        if self.options.ignore_index != LogitOptions().ignore_index:
+            raise ValueError(
+                f"ignore_index={self.options.ignore_index} is not read: this loss has no target, pass mask to leave "
+                "positions out"
+            )
         self.teacher_options = options_of_teacher(teacher_options, self.options)
 
     @entry_point

@@ -380,10 +380,10 @@ class _MeanOverExamples(OfSequences):
         batch = self.batch
         losses = self.loss_module.preference_loss(batch.examples(logps, values, index))
         check_values("preference_loss", losses, logps.shape, "sequences")
-        if self.some_are_empty:
-            losses = torch.where(along(batch.tokens, index) > 0, losses, 0.0)
         if batch.weights is not None:
             losses = losses * along(batch.weights, index)
+        if self.some_are_empty:
+            losses = torch.where(along(batch.tokens, index) > 0, losses, 0.0)
         return share_of_mean(losses, self.n)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -472,6 +473,96 @@ def test_ids_that_change_in_place(changed: str) -> None:
         assert logps is not None
         gradients += torch.autograd.grad(logps.sum(), weight)
     assert torch.equal(*gradients)
+
+
+def write_numpy(x: Tensor, new: Tensor) -> None:
+    x.numpy()[:] = new.numpy()
+
+
+def write_data(x: Tensor, new: Tensor) -> None:
+    x.data.copy_(new)
+
+
+def write_dlpack(x: Tensor, new: Tensor) -> None:
+    torch.from_dlpack(np.from_dlpack(x)).copy_(new)  # type: ignore[attr-defined]
+
+
+@both_ways
+@pytest.mark.parametrize("when", ["between calls", "before the backward"])
+@pytest.mark.parametrize("write", [write_numpy, write_data, write_dlpack])
+@pytest.mark.parametrize("whose", ["caller", "own"])
+def test_writes_that_torch_does_not_count(whose: str, write: Any, when: str, way: str) -> None:
+    """A caller fills its buffers with the ids of the next batch: a `KeptIds` keeps the ids that it was made from."""
+    given = batch()
+    weight, target = given["weight"].requires_grad_(), given["target"].fill_(3)
+    now = KeptIds.from_lists([[3, 5, 9, i + 10] for i in range(B * T)])
+    later = KeptIds.from_lists([[3, 22 - i, 0] + [1, 2] * (i % 2) for i in range(B * T)])  # as many in all
+    buffers = torch.from_numpy(now.ids.numpy().copy()), torch.from_numpy(now.offsets.numpy().copy())
+    kept = KeptIds(*buffers)
+
+    def logps_of(ids: KeptIds) -> Tensor:
+        logps = linear_token_stats(weight, given["input"], target, kept=ids).logps
+        assert logps is not None
+        return logps
+
+    with WAYS[way]():
+        expected = logps_of(now)
+        found = logps_of(kept)
+        written = (kept.ids, kept.offsets) if whose == "own" else buffers
+        for x, new in zip(written, (later.ids, later.offsets), strict=True):
+            write(x, new)
+        if when == "between calls":
+            found = logps_of(kept)
+        assert torch.equal(found, expected)
+        assert torch.equal(*(torch.autograd.grad(x.sum(), weight)[0] for x in (found, expected)))
+
+
+def test_the_temperature_of_kept_ids() -> None:
+    """A softmax over ids that were drawn at another temperature is not the sampler's."""
+    given = batch(torch.float32)
+    weight, input, target = given["weight"], given["input"], given["target"]
+    lists, valid = drawn_lists(target, mixed=False), target >= 0
+    logits = torch.full((B * T, V), -10.0)
+    for row, ids in zip(logits, lists, strict=True):
+        row[ids] = 10.0
+    mask = logits > 0
+    per_token = torch.full((B, T), 0.7).masked_fill(~valid, 3.0)
+    kept = KeptIds.from_lists(lists, temperature=0.7)
+    completions = [lists[i * T : i * T + int(n)] for i, n in enumerate(valid.sum(1))]
+    made = [
+        kept,
+        KeptIds(kept.ids, kept.offsets, 0.7),
+        KeptIds.from_top_p(logits, top_p=0.999, temperature=0.7),
+        KeptIds.from_mask(mask, temperature=0.7),
+        KeptIds.from_completions(completions, target, temperature=0.7),
+        KeptIds.from_completions([KeptIds.from_lists(x, temperature=0.7) for x in completions], target),
+        kept.to("cpu").take(torch.arange(B * T)),
+        KeptIds.cat([kept.take(torch.arange(3)), kept.take(torch.arange(3, B * T))]),
+    ]
+    policy: Any = {"weight": weight, "input": input, "target": target, "advantages": torch.ones(B)}
+    for ids in made:
+        assert ids.temperature == 0.7
+        for temperature in (0.7, per_token):
+            linear_token_stats(weight, input, target, kept=ids, temperature=temperature)
+        LigerFusedLinearGRPOLoss(temperature=0.7)(**policy, kept=ids)
+        LigerFusedLinearGRPOLoss()(**policy, kept=ids, temperature=per_token)
+        for call, got in (
+            (lambda ids=ids: linear_token_stats(weight, input, target, kept=ids), "1"),
+            (lambda ids=ids: LigerFusedLinearGRPOLoss(temperature=0.9)(**policy, kept=ids), "0.9"),
+            (lambda ids=ids: linear_token_stats(weight, input, target, kept=ids, temperature=per_token + 0.1), "0.8"),
+            (lambda ids=ids: LigerFusedLinearGRPOLoss()(**policy, kept=ids, temperature=per_token + 0.1), "0.8"),
+        ):
+            message = f"kept was drawn at temperature 0.7, but this call divides .* {got}:"
+            with pytest.raises(ValueError, match=message):
+                call()
+    unknown = [KeptIds(kept.ids, kept.offsets), KeptIds.cat([kept, KeptIds.from_lists([[1]], temperature=0.8)])]
+    assert [x.temperature for x in unknown] == [None, None]
+    linear_token_stats(weight, input, target, kept=unknown[0], temperature=0.3)
+    for wrong in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=r"KeptIds.temperature must be positive and finite, or None, got"):
+            KeptIds(kept.ids, kept.offsets, wrong)
+    with pytest.raises(TypeError, match=r"KeptIds.temperature must be a number or None, got '1'"):
+        KeptIds(kept.ids, kept.offsets, "1")  # type: ignore[arg-type]
 
 
 @both_ways

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from table import SMALL, Batch, evaluate, moved, relative_error, rollouts
+from table import SMALL, Batch, evaluate, moved, relative_error, rollouts, with_attributes
 from test_pair_loss import needs_kernels
 from torch import Tensor
 
 from benchmarks.host_time import count_calls
 from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, eager
+from liger_chunked.calls import altered
 from liger_chunked.engine import Chunk, PolicyKernel, objective, policies, select_rows
 from liger_chunked.engine.cutting import chunks_of_groups
 from liger_chunked.engine.rows import Rows
@@ -143,7 +144,7 @@ def by_autograd(loss: LigerFusedLinearGRPOLoss, given: Case, num_items: Any = No
     if sides.ref_logps is not None:
         sides = sides._replace(ref_logps=rows.arrange(sides.ref_logps.clamp(min=-1e18)))
     divisor = loss._divisor(num_items, rows, given.target, torch.float64)
-    objective = _ByAutograd(loss, _BatchArguments(sides, rows, shape, torch.float64, divisor, None))
+    objective = _ByAutograd(loss, _BatchArguments(sides, rows, shape, torch.float64, divisor), 1)
     chunk = Chunk(slice(0, rows.n_valid), slice(0, rows.dense_shape[0]))
     compact = TokenStats(logps=given.logps[mask].double(), entropy=given.entropy[mask].double())
     share = objective.evaluate(compact, rows, chunk, True)
@@ -232,7 +233,7 @@ def by_autograd_of_none(loss: LigerFusedLinearGRPOLoss, given: Case) -> PolicyMe
     rows = rows_of(loss, given)
     assert batch_sides.ref_logps is not None
     batch_sides = batch_sides._replace(ref_logps=rows.arrange(batch_sides.ref_logps))
-    batch = loss._batch(_BatchArguments(batch_sides, rows, given.target.shape, torch.float64, 1.0, None))
+    batch = loss._batch(_BatchArguments(batch_sides, rows, given.target.shape, torch.float64, 1.0))
     zeros = torch.zeros(rows.dense_shape, dtype=torch.float64, device=given.target.device)
     stats = TokenStats(logps=zeros, entropy=zeros)
     return loss._metrics(batch, batch.rollouts(stats, slice(None)), given.target.shape)
@@ -312,13 +313,13 @@ def test_losses_of_no_kernel() -> None:
     assert PatchedLater()._term_of_step() is not None
     PatchedLater.policy_loss = Own.policy_loss  # type: ignore[method-assign]
 
-    patched, counted, trained = LigerFusedLinearGRPOLoss(), LigerFusedLinearGRPOLoss(), LigerFusedLinearGRPOLoss()
-    elsewhere, of_length = LigerFusedLinearGRPOLoss(), LigerFusedLinearGRPOLoss(**SETTINGS["dr_grpo"])
-    elsewhere.clipped = partial(SURROGATES["clip"].clipped, s=SurrogateSettings(epsilon_low=0.1))
-    of_length.max_completion_length = torch.nn.Parameter(torch.tensor(9.0))  # type: ignore[assignment]
+    patched, stock = LigerFusedLinearGRPOLoss(), LigerFusedLinearGRPOLoss()
+    elsewhere = altered(stock, clipped=partial(SURROGATES["clip"].clipped, s=SurrogateSettings(epsilon_low=0.1)))
+    length = torch.nn.Parameter(torch.tensor(9.0))
+    of_length = altered(LigerFusedLinearGRPOLoss(**SETTINGS["dr_grpo"]), max_completion_length=length)
     patched.policy_loss = lambda rollouts: rollouts.logps  # type: ignore[method-assign]
-    counted.clipped = lambda rollouts: Clipped(None, rollouts.mask)
-    trained.beta = torch.nn.Parameter(torch.tensor(0.1))  # type: ignore[assignment]
+    counted = altered(stock, clipped=lambda rollouts: Clipped(None, rollouts.mask))
+    trained = with_attributes(LigerFusedLinearGRPOLoss, beta=torch.nn.Parameter(torch.tensor(0.1)))()
     given: list[dict[str, Any]] = [
         {"surrogate": "sapo"},
         {"surrogate": "gmpo"},
@@ -327,7 +328,7 @@ def test_losses_of_no_kernel() -> None:
         {"top_p": 0.9},
         {"off_policy_mask_threshold": 0.1},
         {"sampler_kl_coef": 0.1},
-        {"kl_estimator": "low_var_kl"},
+        {"beta": 0.1, "kl_estimator": "low_var_kl"},
     ]
     options = [LigerFusedLinearGRPOLoss(**settings) for settings in given]
     of_classes = (Own(), OwnKL(), Base(), PatchedLater())

@@ -15,6 +15,7 @@ import mpmath
 import pytest
 import torch
 from table import (
+    DISTILLATION,
     DPO,
     DPO_VARIANTS,
     ON_POLICY,
@@ -23,19 +24,102 @@ from table import (
     SMALL,
     UNPAIRED,
     Batch,
+    Row,
     evaluate,
+    examples,
     moved,
+    pairs,
     rollouts,
 )
 from torch import Tensor
 
-from liger_chunked import LigerFusedLinearGRPOLoss, eager, rollout_importance_weights
+from liger_chunked import (
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearKTOLoss,
+    eager,
+    linear_token_stats,
+    rollout_importance_weights,
+)
 from liger_chunked.losses.cpo import _alphapo
 from liger_chunked.losses.dpo import LOSS_TYPES, DPOSettings
 from liger_chunked.losses.grpo import SURROGATES
 from liger_chunked.losses.policy import KL_ESTIMATORS
 from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS
 from liger_chunked.types import LARGEST, saturating_exp
+
+# What a call gives beside heads and hidden states.
+SIDES = ("advantages", "old_logps", "ref_logps", "importance_weights", "teacher_logps", "candidate_logps")
+# Formulas that do not read a side, and what a filter drops, which `test_nan_beside_a_filter` has.
+UNREAD_SIDES = {("a2po", "old_logps")}
+HAS_NAN_SIDES = [
+    pytest.param(row, name, id=f"{row.id}-{name}")
+    for row in [*POLICY, *ON_POLICY, *DPO, *DPO_VARIANTS, *REFERENCE_FREE, *UNPAIRED, *DISTILLATION]
+    if not {"top_k", "top_p", "min_p"} & {x.split("-")[0] for x in row.id.split("-")}
+    for name in SIDES
+    if name in row.sample(SMALL, 3) and (row.id, name) not in UNREAD_SIDES
+]
+
+
+def with_nan(batch: Batch, name: str, place: tuple[int, ...]) -> Batch:
+    x = batch[name].clone()
+    x[place[: x.ndim]] = math.nan
+    return {**batch, name: x}
+
+
+@pytest.mark.parametrize(("row", "name"), HAS_NAN_SIDES)
+def test_nan_shows_where_it_counts_and_nowhere_else(row: Row, name: str) -> None:
+    """A NaN among advantages, weights or log-probabilities is a fault of the caller that the loss must not hide."""
+    batch = row.sample(SMALL, 3)
+    valid = batch["target"] != -100
+    live, ignored = (tuple(mask.nonzero()[2].tolist()) for mask in (valid, ~valid))
+    try:
+        loss = row.ours(with_nan(batch, name, live))
+    except ValueError as error:
+        assert "NaN" in str(error)
+        return
+    assert loss.sum().isnan()
+    if batch[name].shape[:2] == valid.shape:
+        found, clean = (evaluate(row.ours, x) for x in (with_nan(batch, name, ignored), batch))
+        assert all(torch.equal(found[x], clean[x]) for x in clean)
+
+
+@pytest.mark.parametrize("name", ["advantages", "old_logps", "ref_logps", "importance_weights"])
+@pytest.mark.parametrize("surrogate", ["clip", "cispo", "vespo"])
+def test_nan_beside_a_filter(surrogate: str, name: str) -> None:
+    """A token that the filter drops costs nothing; at others NaN shows."""
+    batch = rollouts(SMALL, 3, ref="tokens", weights="tokens", advantages="tokens", transform={"top_p": 0.8})
+    head = {x: batch[x] for x in ("weight", "input", "target", "bias")}
+    logps = linear_token_stats(**head, top_p=0.8).logps
+    assert logps is not None
+    valid = (batch["target"] != -100) & (logps > -math.inf) & batch["old_logps"].isfinite()
+    loss = LigerFusedLinearGRPOLoss(surrogate=surrogate, top_p=0.8, beta=0.1)
+    assert loss(**batch)[0].isfinite() and valid.sum() > 3
+    for place in valid.nonzero().tolist():
+        assert loss(**with_nan(batch, name, tuple(place)))[0].isnan(), place
+
+
+def test_nan_weights_of_examples() -> None:
+    """Of one without a token it has no effect, also in the NLL term; of others it shows."""
+    for loss, batch in (
+        (LigerFusedLinearDPOLoss(compute_nll_loss=True), pairs(SMALL, 3, ref="tokens")),
+        (LigerFusedLinearKTOLoss(), examples(SMALL, 3, ref="tokens") | {"kl": 0.1}),
+    ):
+        n = len(batch["target"]) // (2 if isinstance(loss, LigerFusedLinearDPOLoss) else 1)
+        batch["target"][[1, 1 + n] if n < len(batch["target"]) else 1] = -100
+        weights = torch.linspace(0.5, 1.5, n, dtype=torch.float64)
+        clean, of_empty, of_live = (weights.clone() for _ in range(3))
+        of_empty[1] = of_live[0] = math.nan
+        found = [evaluate(lambda b, x=x, loss=loss: loss(**b, example_weights=x)[0], batch) for x in (clean, of_empty)]
+        assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+        assert loss(**batch, example_weights=of_live)[0].isnan()
+
+
+def test_nan_entropy_keeps_its_token() -> None:
+    batch = rollouts(SMALL, 3)
+    batch["input"][tuple((batch["target"] != -100).nonzero()[2].tolist())] = math.nan
+    assert LigerFusedLinearGRPOLoss(top_entropy_quantile=0.5)(**batch)[0].isnan()
+
 
 FAR = [89.0, -89.0, 1e4, -1e4, math.inf]
 by_distance = pytest.mark.parametrize("far", FAR, ids=lambda far: f"{far:g}")
@@ -128,8 +212,8 @@ def ignored_how(how: str, batch: Batch, token: tuple[int, int]) -> tuple[Batch, 
 @pytest.mark.parametrize("how", ["advantage-0", "weight-0", "low-entropy"])
 def test_tokens_that_do_not_count_have_no_gradient(how, surrogate, level, far, dtype):
     """The others have the bits that they have beside a token with a moderate ratio."""
-    if SURROGATES[surrogate].needs_tokens and level != "token":
-        pytest.skip("ratios per token")
+    if level != "token" and (SURROGATES[surrogate].needs_tokens or not SURROGATES[surrogate].reads_ratio):
+        pytest.skip("ratios per token, or none")
     batch = rollouts(SMALL, seed=13)
     batch["input"][0] *= 3.0  # certain tokens, of a low entropy
     moderate, token = stale_at(batch, math.copysign(0.5, far))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from fresh_process import FreshProcesses
 from ranks import join, same_on_all_ranks
-from table import SMALL, Batch, examples, moved, pairs, relative_error, rollouts
+from table import SMALL, Batch, examples, moved, pairs, relative_error, rollouts, with_attributes
 from torch import Tensor, nn
 
 from liger_chunked import (
@@ -148,9 +148,9 @@ def test_every_gradient_matches_eager_code(kind, budget, trainable):
 def test_a_setting_of_a_built_in_loss_is_trained(make, name, start):
     """Each step reads the parameter's present value, and differentiates by it, also at a neutral one."""
     batch, simpo = pairs(SMALL, seed=0, ref=None), make is LigerFusedLinearSimPOLoss
-    loss: Any = make(beta=2.0, logits_budget=8 * 9 * SMALL.vocab, **({} if simpo else {"use_ref_model": False}))
     parameter = nn.Parameter(torch.tensor(start, dtype=torch.float64))
-    setattr(loss, name, parameter)
+    own = with_attributes(make, **{name: parameter})
+    loss: Any = own(beta=2.0, logits_budget=8 * 9 * SMALL.vocab, **({} if simpo else {"use_ref_model": False}))
     lengths = (batch["target"] != -100).sum(1) if simpo else 1
     chosen, rejected = (logps_of(batch).sum(1) / lengths).chunk(2)
     for _ in range(3):
@@ -183,9 +183,8 @@ def test_a_setting_that_starts_at_zero_is_trained(make, oracle, name, budget):
         batch = rollouts(SMALL, seed=0, ref="tokens")
     else:
         batch = pairs(SMALL, seed=0, ref=None)
-    loss: Any = make(logits_budget=budget)
     parameter = nn.Parameter(torch.tensor(0.0, dtype=torch.float64))
-    setattr(loss, name, parameter)
+    loss: Any = with_attributes(make, **{name: parameter})(logits_budget=budget)
     value = loss(**batch)
     value = value[0] if isinstance(value, tuple) else value
     value.backward()

@@ -32,9 +32,9 @@ LOSSES: dict[str, tuple[Any, Callable[..., Batch], Callable[..., Any] | None]] =
     "ce-entropy": (CE(entropy_weight=0.1), tokens, lambda **b: eager.cross_entropy(**b, entropy_weight=0.1)),
     "dapo": (GRPO(reduction="dapo"), rollouts, lambda **b: eager.grpo(**b, reduction="dapo")),
     "token-mean": (
-        GRPO(reduction="token-mean", entropy_coef=0.3),
+        GRPO(reduction="token-mean", sampler_kl_coef=0.3),  # `num_items` does not divide an entropy bonus
         rollouts,
-        lambda **b: eager.grpo(**b, reduction="dapo", entropy_coef=0.3),
+        lambda **b: eager.grpo(**b, reduction="dapo", sampler_kl_coef=0.3),
     ),
     "cispo": (
         GRPO.from_loss_type("cispo"),

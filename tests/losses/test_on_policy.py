@@ -20,6 +20,7 @@ from liger_chunked import (
     linear_token_stats,
     with_sampled_token,
 )
+from liger_chunked.calls import altered
 
 BOUND = 1e-9  # float64: a few thousand additions round to less
 
@@ -86,8 +87,9 @@ def test_the_samplers_distribution(surrogate: str, way: str) -> None:
     given = sampled()
     filters: dict[str, Any] = {} if way == "kept" else {way: {"top_p": 0.7, "top_k": 6, "min_p": 0.1}[way]}
     weight, input = given["weight"].requires_grad_(), given["input"].requires_grad_()
-    z = input @ weight.T / 0.9
-    keep = KeptIds.from_top_p(z, **(filters or {"top_p": 0.7}))
+    z = input @ weight.T
+    keep = KeptIds.from_top_p(z, **(filters or {"top_p": 0.7}), temperature=0.9)
+    z = z / 0.9
     mask = torch.zeros(12, 19, dtype=torch.bool)
     mask[torch.repeat_interleave(torch.arange(12), keep.offsets.diff()), keep.ids] = True
     log_p = z.masked_fill(~mask.view(z.shape), -torch.inf).log_softmax(-1)
@@ -176,8 +178,7 @@ def test_copies() -> None:
     given = sample()
     loss = LigerFusedLinearOnPolicyDistillationLoss(epsilon_low=0.2)
     before = loss(**given)[0]
-    other = copy.copy(loss)
-    other.options = replace(loss.options, softcap=3.0)
+    other = altered(loss, options=replace(loss.options, softcap=3.0))
     exact = LigerFusedLinearOnPolicyDistillationLoss(softcap=3.0, teacher_options=LogitOptions())(**given)[0]
     assert torch.equal(other(**given)[0], exact) and not torch.equal(exact, before)
     for same in (loss, copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
@@ -187,7 +188,7 @@ def test_copies() -> None:
 def test_a_copy_with_other_options_takes_a_top_k() -> None:
     given = students(SMALL, 0, top_k=3)
     loss = LigerFusedLinearKLDivLoss()
-    loss.options = replace(loss.options, softcap=3.0)
+    loss = altered(loss, options=replace(loss.options, softcap=3.0))
     assert torch.equal(loss(**given)[0], LigerFusedLinearKLDivLoss(softcap=3.0)(**given)[0])
 
 

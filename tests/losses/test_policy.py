@@ -28,8 +28,11 @@ by_level = pytest.mark.parametrize("level", ["token", "sequence", "sequence_toke
 by_surrogate = pytest.mark.parametrize("surrogate", SURROGATES)
 
 
-def grpo(batch: Batch, num_items: float | Tensor | None = None, **settings) -> Tensor:
-    return LigerFusedLinearGRPOLoss(**settings)(**batch, num_items=num_items)[0]
+def grpo(
+    batch: Batch, num_items: float | Tensor | None = None, accumulation_steps: int | None = None, **settings
+) -> Tensor:
+    loss = LigerFusedLinearGRPOLoss(**settings)
+    return loss(**batch, num_items=num_items, accumulation_steps=accumulation_steps)[0]
 
 
 def assert_same(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float = EXACT) -> None:
@@ -250,15 +253,101 @@ def test_sides_are_let_go_once_they_are_arranged(monkeypatch):
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.5], ids=["no-bonus", "bonus"])
 @pytest.mark.parametrize("tensor", [False, True], ids=["int", "tensor"])
 def test_micro_batches_with_num_items_add_up_to_the_batch(tensor, entropy_coef):
+    """The costs do; the bonus is the mean of the micro-batches' means, as in TRL."""
     batch = rollouts(SMALL, seed=10, ref="tokens")
     settings = {"reduction": "dapo", "beta": 0.2, "entropy_coef": entropy_coef}
-    whole = grpo(batch, **settings)
+    whole = grpo(batch, **settings | {"entropy_coef": 0.0})
     count = torch.tensor(n_valid(batch)) if tensor else n_valid(batch)
-    total = 0
-    for part in (slice(0, 1), slice(1, 5), slice(5, 6)):
+    parts = slice(0, 1), slice(1, 5), slice(5, 6)
+    total, steps = 0, len(parts) if entropy_coef else None
+    for part in parts:
         micro = {name: x if name in ("weight", "bias") else x[part] for name, x in batch.items()}
-        total = total + grpo(micro, num_items=count, **settings)
+        total = total + grpo(micro, num_items=count, accumulation_steps=steps, **settings)
+        head = {name: micro[name] for name in ("weight", "input", "target", "bias")}
+        entropy = eager.token_stats(**head, outputs=("entropy",))["entropy"].sum() / n_valid(micro)
+        whole = whole - entropy_coef * entropy / len(parts)
     torch.testing.assert_close(total, whole, rtol=EXACT, atol=0)
+
+
+def trl_loss(
+    batch: Batch, loss_type: str, *, num_items: int, steps: int, quantile: float, coef: float, longest: int
+) -> Tensor:
+    """Transcribe `GRPOTrainer._compute_loss` of TRL 1.16: the costs of a micro-batch by loss type, and its bonus.
+
+    With one process, as many steps per generation as accumulated ones, and neither KL nor importance weights.
+    """
+    logits = batch["input"] @ batch["weight"].T + batch["bias"]
+    every = logits.log_softmax(-1)
+    mask = (batch["target"] != -100).double()
+    logps = every.gather(-1, batch["target"].clamp(min=0)[..., None])[..., 0]
+    entropies = -(every.exp() * every).sum(-1)
+    threshold = torch.quantile(entropies[mask.bool()], 1 - quantile)
+    entropy_mask = None if quantile == 1 else ((entropies * mask >= threshold) & mask.bool()).double()
+    advantages = batch["advantages"][:, None]
+    log_ratio = logps - batch["old_logps"]
+    if loss_type == "luspo":
+        log_ratio = (log_ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1.0)
+    ratio = log_ratio.exp()
+    if loss_type == "cispo":
+        cost = -ratio.clamp(max=1.1).detach() * advantages * logps
+    elif loss_type == "sapo":
+        tau = 1 + 0.05 * (advantages <= 0).double()
+        cost = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
+    elif loss_type == "vespo":
+        log_w = (log_ratio.clamp(-20, 20) * mask).sum(-1, keepdim=True).clamp(math.log(1e-8), 20)
+        k, rate = torch.where(advantages >= 0, 2.0, 3.0), torch.where(advantages >= 0, 3.0, 2.0)
+        cost = -(rate + k * log_w - rate * log_w.exp()).exp().detach() * advantages * logps
+    else:
+        cost = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    if entropy_mask is not None:
+        cost = cost * entropy_mask
+    if loss_type in ("grpo", "sapo"):
+        loss = ((cost * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean() / steps
+    elif loss_type == "bnpo":
+        loss = (cost * mask).sum() / mask.sum().clamp(min=1.0) / steps
+    elif loss_type == "dr_grpo":
+        loss = (cost * mask).sum() / (len(mask) * longest) / steps
+    elif loss_type == "luspo":
+        loss = (cost * mask).sum(-1).mean() / steps
+    else:  # num_items / processes * accumulated steps / steps per generation, the last two of which are equal
+        loss = (cost * mask).sum() / num_items
+    acting = mask if entropy_mask is None else mask * entropy_mask
+    return loss - coef * ((entropies * acting).sum() / acting.sum().clamp(min=1.0) / steps)
+
+
+@pytest.mark.parametrize("quantile", [1.0, 0.35])
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_entropy_bonus_is_that_of_trl(loss_type, steps, quantile):
+    """A mean over the micro-batch's tokens whatever the loss type, divided by the accumulated steps alone."""
+    batch = rollouts(SMALL, seed=31)
+    options = {"dr_grpo": {"max_completion_length": 11}, "cispo": {"epsilon_high": 1.1}}.get(loss_type, {})
+    loss = LigerFusedLinearGRPOLoss.from_loss_type(
+        loss_type, entropy_coef=0.3, top_entropy_quantile=quantile, **options
+    )
+
+    def ours(batch: Batch) -> Tensor:
+        if loss.reduction == "dapo":
+            return loss(**batch, num_items=50, accumulation_steps=steps)[0]
+        return loss(**batch)[0] / steps
+
+    def theirs(batch: Batch) -> Tensor:
+        return trl_loss(batch, loss_type, num_items=50, steps=steps, quantile=quantile, coef=0.3, longest=11)
+
+    assert_same(evaluate(ours, batch), evaluate(theirs, batch))
+
+
+def test_accumulation_steps_are_of_a_bonus_with_num_items():
+    batch = rollouts(SMALL, seed=31)
+    bonus = LigerFusedLinearGRPOLoss(reduction="dapo", entropy_coef=0.3)
+    for steps in (None, 0):
+        with pytest.raises(ValueError, match=f"num_items and entropy_coef need accumulation_steps, .* got {steps}"):
+            bonus(**batch, num_items=50, accumulation_steps=steps)
+    with pytest.raises(TypeError, match=r"accumulation_steps must be an int or None, got 1.5"):
+        bonus(**batch, num_items=50, accumulation_steps=1.5)
+    for loss, options in ((bonus, {}), (LigerFusedLinearGRPOLoss(reduction="dapo"), {"num_items": 50})):
+        with pytest.raises(ValueError, match="accumulation_steps=2 divides the entropy bonus of a call with num_items"):
+            loss(**batch, accumulation_steps=2, **options)
 
 
 def test_reductions_agree_on_completions_of_one_length():
@@ -471,14 +560,13 @@ def test_gradient_of_kl_estimators(estimator, corrected, unbiased):
 # The entropy bonus
 
 
-def test_the_entropy_coefficient_may_change_between_steps():
+@pytest.mark.parametrize("coef", [0.0, 0.3, -0.1])
+def test_the_entropy_coefficient(coef):
     batch = rollouts(SMALL, seed=29)
-    loss_fn = LigerFusedLinearGRPOLoss()
-    for coef in (0.0, 0.3, 0.0, 0.1):
-        loss_fn.entropy_coef = coef
-        assert_same(
-            evaluate(lambda batch: loss_fn(**batch)[0], batch), evaluate(partial(grpo, entropy_coef=coef), batch)
-        )
+    assert_same(
+        evaluate(partial(grpo, entropy_coef=coef), batch),
+        evaluate(lambda batch: eager.grpo(**batch, entropy_coef=coef)[0], batch),
+    )
 
 
 @pytest.mark.parametrize("surrogate", ["dppo_tv", "dppo_kl", "ipo"])
@@ -531,7 +619,7 @@ METRICS = {
     "gmpo": {"surrogate": "gmpo", "epsilon_low": 0.1, "epsilon_high": 0.2},
     "gspo-token": {"epsilon_low": 0.02, "epsilon_high": 0.02, "importance_level": "sequence_token"},
     "clip_cov": {"surrogate": "clip_cov", "clip_cov_lb": 0.1},
-    "k2": {"kl_estimator": "k2"},
+    "k2": {"beta": 0.1, "kl_estimator": "k2"},
     "sapo": {"surrogate": "sapo"},
     "dppo_tv": {"surrogate": "dppo_tv", "epsilon_low": 0.01, "epsilon_high": 0.02},
     "dppo_kl": {"surrogate": "dppo_kl", "epsilon_low": 1e-3, "epsilon_high": 2e-3, "sampler_kl_coef": 0.1},
@@ -539,7 +627,7 @@ METRICS = {
     "fipo": {"surrogate": "fipo", "epsilon_low": 0.05, "epsilon_high": 0.1},
     "top_p": {"top_p": 0.9, "epsilon_low": 0.05},
     "vespo": {"surrogate": "vespo"},
-    "uncorrected": {"use_bias_correction_kl": False},
+    "uncorrected": {"beta": 0.1, "use_bias_correction_kl": False},
     "transformed": {"softcap": 4.0, "temperature": 0.5},
 }
 
@@ -549,6 +637,8 @@ METRICS = {
 @pytest.mark.parametrize("advantages", ["sequences", "tokens"])
 def test_metrics(settings, ref, advantages, device):
     """Without a KL term the reference affects only the metrics. An empty completion counts in no mean."""
+    if ref is None and "beta" in settings:
+        pytest.skip("a KL term needs a reference")
     batch = moved(rollouts(SMALL, seed=13, ref=ref, advantages=advantages), device=device)
     batch["target"][2] = -100
     _, ours = LigerFusedLinearGRPOLoss(**settings, logits_budget=PACKS)(**batch)

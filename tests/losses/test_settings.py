@@ -1,8 +1,10 @@
-"""Settings of the losses: changed after construction, ignored, or not finite."""
+"""Settings of the losses: set by a subclass or after construction, ignored, or not finite."""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -10,9 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from table import SMALL, Batch, evaluate, examples, pairs, rollouts, students
+from table import (
+    SMALL,
+    Batch,
+    evaluate,
+    examples,
+    pairs,
+    relative_error,
+    rollouts,
+    students,
+    tokens,
+    with_attributes,
+)
 
 from liger_chunked import (
+    LigerCrossEntropyLoss,
     LigerFusedLinearBCOLoss,
     LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearCPOLoss,
@@ -26,15 +40,19 @@ from liger_chunked import (
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
     LigerFusedLinearTVDLoss,
+    LigerFusedLinearULDLoss,
+    LigerJSDWithLogits,
+    LigerKLDIVWithLogitsLoss,
+    LigerTVDWithLogitsLoss,
     LogitOptions,
     estimate_memory,
     linear_token_stats,
 )
 from liger_chunked.engine import choose
 from liger_chunked.losses import cpo, dpo, kto
-from liger_chunked.losses.grpo import SurrogateSettings
+from liger_chunked.losses.grpo import SURROGATES, SurrogateSettings
 
-# Changed after construction
+# By a subclass, and after construction
 
 LOSSES: dict[str, tuple[Callable[..., Any], Callable[[], Batch]]] = {
     **{
@@ -79,25 +97,22 @@ def assert_equal(changed: Any, fresh: Any, batch: Batch) -> None:
     assert repr(changed) == repr(fresh)
 
 
-@pytest.mark.parametrize("case", LOSSES)
-def test_beta_set_after_construction(case):
+@pytest.mark.parametrize("case", [case for case in LOSSES if case != "dpo-sft"])  # which has no beta
+def test_beta_that_a_subclass_sets(case):
+    """A user's constructor is still construction: before or after the base's, its own settings are read."""
     make, sample = LOSSES[case]
-    batch, loss = sample(), make(beta=0.1)
-    before = loss(**batch)[0]
-    loss.beta = 0.7
+    batch, loss = sample(), with_attributes(make, beta=0.7)(beta=0.1)
     assert_equal(loss, make(beta=0.7), batch)
-    assert torch.equal(before, loss(**batch)[0]) == (case == "dpo-sft")  # this case uses no reference
+    assert not torch.equal(make(beta=0.1)(**batch)[0], loss(**batch)[0])
 
 
 @pytest.mark.parametrize("alpha", [(1.0, 0.3), (1.0, 0.0), (0.0, 0.3)], ids=str)
 @pytest.mark.parametrize(("case", "make"), WITH_ALPHA, ids=lambda x: x if isinstance(x, str) else "")
-def test_alpha_set_after_construction(case, make, alpha):
+def test_alpha_that_a_subclass_sets(case, make, alpha):
     name = "cpo_alpha" if case.startswith("cpo-") else "alpha"
-    batch, loss = LOSSES[case][1](), make(**{name: alpha[0]})
-    before = loss(**batch)[0]
-    setattr(loss, name, alpha[1])
+    batch, loss = LOSSES[case][1](), with_attributes(make, **{name: alpha[1]})(**{name: alpha[0]})
     assert_equal(loss, make(**{name: alpha[1]}), batch)
-    assert not torch.equal(before, loss(**batch)[0])
+    assert not torch.equal(make(**{name: alpha[0]})(**batch)[0], loss(**batch)[0])
 
 
 def test_the_nll_term_of_cpo_follows_alpha():
@@ -106,11 +121,59 @@ def test_the_nll_term_of_cpo_follows_alpha():
     assert not loss.compute_nll_loss
     with pytest.raises(ValueError, match="nll_target is for the NLL term, but compute_nll_loss is False"):
         loss(**batch, nll_target=batch["target"])
-    loss.cpo_alpha = 0.5
+    loss = LigerFusedLinearCPOLoss(cpo_alpha=0.5)
     assert loss.compute_nll_loss
     loss(**batch, nll_target=batch["target"])
-    loss.compute_nll_loss = False
+    loss = with_attributes(LigerFusedLinearCPOLoss, compute_nll_loss=False)(cpo_alpha=0.5)
     assert not loss.compute_nll_loss and loss(**batch)[1].nll_loss == 0
+
+
+def test_a_setting_of_a_finished_loss_cannot_be_set():
+    """It would have half its effect: `surrogate` without its bounds, `loss_types` without their checks."""
+    made = [loss(**kind) for loss, kind, _ in OF_EVERY_KIND]
+    others = [LigerCrossEntropyLoss(), LigerKLDIVWithLogitsLoss(), LigerJSDWithLogits(), LigerTVDWithLogitsLoss()]
+    for loss in (*made, *others, copy.copy(made[0]), copy.deepcopy(made[0]), pickle.loads(pickle.dumps(made[0]))):
+        before = repr(loss)
+        buffers = {name for name, _ in loss.named_buffers()} | {"weight", "ce_weight"}  # of classes, read by each call
+        for name in {*inspect.signature(type(loss)).parameters, "options", "temperature"} - buffers:
+            if name == "temperature" and name not in repr(loss) and loss in others:
+                continue
+            message = f"^{type(loss).__name__}.{name} cannot be set: build a new {type(loss).__name__}"
+            with pytest.raises(AttributeError, match=message):
+                setattr(loss, name, 0.5)
+        assert repr(loss) == before
+    for loss, name in ((LigerFusedLinearDPOLoss(), "loss_types"), (LigerFusedLinearGRPOLoss(), "settings")):
+        with pytest.raises(AttributeError, match=f"{name} cannot be set"):
+            setattr(loss, name, getattr(loss, name))
+
+
+def test_what_else_is_set_of_a_finished_loss():
+    class Scheduled(LigerFusedLinearDPOLoss):
+        def __init__(self, margin: float = 0.0, **settings: Any) -> None:
+            self.beta = 0.3  # the base sets it again
+            super().__init__(**settings)
+            self.margin, self.steps = margin, 0
+            self.beta = torch.nn.Parameter(torch.tensor(0.7))  # type: ignore[assignment]
+            self.register_buffer("total", torch.zeros(()))
+
+        def preference_loss(self, pairs: Any) -> torch.Tensor:
+            self.steps += 1
+            return super().preference_loss(pairs) + self.margin
+
+    loss, batch = Scheduled(), pairs(SMALL, seed=0, ref="tokens")
+    before = loss(**batch)[0]
+    loss.margin = 1.0
+    assert (loss(**batch)[0] - before).item() == pytest.approx(1.0) and loss.steps >= 2
+    loss.beta = torch.nn.Parameter(torch.tensor(0.1))  # a registered parameter, as sharding sets
+    loss.total = torch.ones(())
+    assert not loss.eval().training and not loss.double().training
+    seen: list[Any] = []
+    loss.register_forward_hook(lambda *_: seen.append(1))
+    loss.tag = "mine"
+    again = pickle.loads(pickle.dumps(LigerFusedLinearDPOLoss()))
+    assert loss(**batch)[0] != before and seen == [1] and again.train().training
+    loss.preference_loss = lambda pairs: pairs.logps[:, 0]  # type: ignore[method-assign]
+    assert torch.isfinite(loss(**batch)[0])
 
 
 # Ignored settings
@@ -158,6 +221,152 @@ UNREAD: dict[str, tuple[Callable[[], Any], str]] = {
         r"delta=3 is not read by surrogate 'sapo', only by \['clip', 'fipo'\]",
     ),
 }
+
+
+# Options whose other values change results in every loss that takes them: by name, such values.
+CHANGES: dict[str, list[Any]] = {
+    "ignore_index": [1], "softcap": [2.0], "logit_scale": [1.7], "temperature": [0.6],
+    "teacher_options": [LogitOptions(temperature=2.0), LogitOptions(softcap=2.0), LogitOptions(logit_scale=-1.0)],
+    "beta": [0.3], "label_smoothing": [0.2], "average_log_prob": [True], "ld_alpha": [0.4], "alpha": [0.5],
+    "compute_nll_loss": [True], "loss_weights": [[0.5]], "use_weighting": [True], "discopop_tau": [1.0],
+    "f_divergence_type": ["forward_kl", "js_divergence", "alpha_divergence"], "f_alpha_divergence_coef": [0.3],
+    "cpo_alpha": [0.5, 0.0], "simpo_gamma": [0.9], "alphapo_alpha": [0.3], "gamma": [0.9],
+    "desirable_weight": [0.4], "undesirable_weight": [0.4],
+    "lse_square_scale": [0.1], "focal_gamma": [1.0], "dft": [True], "entropy_weight": [0.1],
+    "ce_weight": [torch.linspace(0.5, 1.5, SMALL.vocab, dtype=torch.float64)],
+    "skew": [0.3], "reverse": [True], "weight_hard_loss": [0.2], "weight_soft_loss": [0.2],
+    "kl_coef": [0.5], "student": ["current"], "prefix_weight": [0.5], "reduction": ["sum", "none", "luspo", "grpo"],
+    "importance_level": ["sequence", "sequence_token", "trajectory"], "epsilon_low": [0.05], "epsilon_high": [0.05],
+    "delta": [1.1], "kl_estimator": ["k1", "k2", "abs", "low_var_kl"], "use_bias_correction_kl": [False],
+    "off_policy_mask_threshold": [0.0], "entropy_coef": [0.3], "top_entropy_quantile": [0.4],
+    "top_k": [3], "top_p": [0.7], "min_p": [0.2], "cispo_epsilon_low": [0.04], "max_completion_length": [7],
+    "sapo_temperature_pos": [2.0], "sapo_temperature_neg": [2.0],
+    **{f"vespo_{name}_{side}": [1.0] for name in ("k", "lambda") for side in ("pos", "neg")},
+    "clip_cov_ratio": [0.5], "clip_cov_lb": [0.1], "clip_cov_ub": [2.0], "kl_cov_ratio": [0.5], "ppo_kl_coef": [0.3],
+    "ratio_max": [0.9, None], "ipo_threshold": [0.001], "fipo_half_life": [1.0], "fipo_clip_low": [0.5],
+    "fipo_clip_high": [0.8], "fipo_safety_ratio": [1.01, None], "real_temperature": [0.1], "group_size": [3],
+    "a2po_beta": [0.5], "sampler_kl_coef": [0.4],
+}  # fmt: skip
+# Memory and rounding, what a call requires or returns, and the names that `OF_EVERY_KIND` goes through.
+OTHER_OPTIONS = {
+    "logits_budget", "logits_dtype", "use_ref_model", "return_z_loss", "return_token_accuracy",
+    "return_predicted_tokens", "surrogate", "loss_type",
+}  # fmt: skip
+
+
+def far_rollouts(seed: int, spread: float, sides: str) -> Batch:
+    """Return rollouts of a policy so far from the old one and the reference that every bound is reached."""
+    batch = rollouts(SMALL, seed, ref="tokens", weights=sides, advantages=sides)
+    slope = torch.linspace(-1, 1, batch["target"].numel(), dtype=torch.float64).view_as(batch["target"])
+    batch["old_logps"] = (batch["old_logps"] + spread * slope).clamp(max=-1e-3)
+    batch["ref_logps"] = batch["ref_logps"] + 3 * (spread - 1) * slope
+    return batch
+
+
+def of_far_rollouts(without: tuple[str, ...] = ()) -> list[Batch]:
+    drawn = [far_rollouts(s, far, sides) for s, far, sides in ((3, 1, "tokens"), (4, 1, "sequences"), (5, 7, "tokens"))]
+    return [{name: x for name, x in batch.items() if name not in without} for batch in drawn]
+
+
+def of_teachers() -> list[Batch]:
+    """Return rollouts with a teacher, and no rewards."""
+    drawn = of_far_rollouts(("advantages", "ref_logps"))
+    teacher = {name: x for name, x in students(SMALL, seed=3).items() if name.startswith("teacher_")}
+    return [batch | teacher for batch in drawn]
+
+
+# Every kind of loss: the class, the settings that choose the kind, and batches of which one must show each option.
+OF_EVERY_KIND: list[tuple[Any, dict[str, Any], Callable[[], list[Batch]]]] = [
+    *(
+        (LigerFusedLinearDPOLoss, settings, lambda: [pairs(SMALL, seed=3, ref="tokens")])
+        for settings in (
+            *({"loss_type": name} for name in dpo.LOSS_TYPES if name != "exo_pair"),
+            {"loss_type": "exo_pair", "label_smoothing": 0.1},
+            {"loss_type": "ipo", "f_divergence_type": "alpha_divergence"},
+            {"loss_type": "sft", "compute_nll_loss": True},
+        )
+    ),
+    *(
+        (loss, settings, lambda: [pairs(SMALL, seed=3, ref=None)])
+        for loss, settings in (
+            *((LigerFusedLinearCPOLoss, {"loss_type": name}) for name in cpo.LOSS_TYPES),
+            *((LigerFusedLinearSimPOLoss, {"loss_type": name}) for name in ("sigmoid", "hinge")),
+            (LigerFusedLinearORPOLoss, {}),
+        )
+    ),
+    *(
+        (
+            LigerFusedLinearKTOLoss,
+            {"loss_type": name},
+            lambda point=point: [examples(SMALL, seed=3, ref="tokens") | ({"kl": 1.0} if point == "kl" else {})],
+        )
+        for name, point in kto.LOSS_TYPES.items()
+    ),
+    (LigerFusedLinearBCOLoss, {}, lambda: [examples(SMALL, seed=3, ref="tokens") | {"delta": 0.1}]),
+    *(
+        (LigerFusedLinearGRPOLoss, {"surrogate": name, **of_real, **kl}, of_far_rollouts)
+        for name in SURROGATES
+        for of_real in [{"group_size": 2} if name == "real" else {}]
+        for kl in ({}, {"beta": 0.3}, {"beta": 0.3, "use_bias_correction_kl": False})
+    ),
+    *(
+        (LigerFusedLinearOnPolicyDistillationLoss, {"surrogate": name, "student": student}, of_teachers)
+        for name in ("clip", "truncate", "log_prob")
+        for student in ("old", "current")
+    ),
+    (LigerFusedLinearCrossEntropyLoss, {}, lambda: [tokens(SMALL, seed=3)]),
+    *(
+        (loss, {}, lambda: [students(SMALL, seed=3)])
+        for loss in (
+            LigerFusedLinearJSDLoss,
+            LigerFusedLinearKLDivLoss,
+            LigerFusedLinearTVDLoss,
+            LigerFusedLinearCosineSimilarityLoss,
+        )
+    ),
+    (
+        LigerFusedLinearULDLoss,
+        {},
+        lambda: [{name: x for name, x in students(SMALL, seed=3).items() if name != "target"}],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "batches"),
+    OF_EVERY_KIND,
+    ids=["-".join([loss.__name__, *map(str, kind.values())]) for loss, kind, _ in OF_EVERY_KIND],
+)
+def test_an_option_has_an_effect_or_is_refused(loss, kind, batches):
+    """An option that changes neither the loss nor a gradient is a user's mistake, which the constructor must name."""
+
+    def results(settings: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+        def value(batch: Batch) -> torch.Tensor:
+            found = made(**batch)
+            return (found[0] if isinstance(found, tuple) else found).cos().sum()  # "none" differs from "sum"
+
+        made = loss(**settings)
+        return [evaluate(value, batch) for batch in batches()]
+
+    taken = [*inspect.signature(loss).parameters, "ignore_index", "softcap", "logit_scale", "temperature"]
+    taken = [name for name in taken if name not in OTHER_OPTIONS | kind.keys() | {"options", "settings"}]
+    plain, parameters = results(kind), inspect.signature(loss).parameters
+    for name in taken:
+        for changed in CHANGES[name]:
+            if name in parameters and changed is parameters[name].default:
+                continue
+            try:
+                loss(**kind, **{name: changed})
+            except (ValueError, TypeError) as error:
+                assert name in str(error), (name, error)
+                continue
+            if name == "ignore_index":
+                with pytest.raises(ValueError, match=r"target holds -100, expected ignore_index \(1\)"):
+                    results(kind | {name: changed})
+                continue
+            other = results(kind | {name: changed})
+            same = [relative_error(one[x], two[x]) < 1e-9 for one, two in zip(plain, other, strict=True) for x in one]
+            assert not all(same), f"{name}={changed!r} has no effect"
 
 
 def first_logp(pairs):

@@ -400,10 +400,12 @@ def contracts(rank: int, folder: str) -> None:
         patch.setattr(collectives, "_all_gather", gathered)
         patch.setattr(dist, "all_reduce", reduced)
         gradients(torch.float32, vocab_shard=shard)
-        assert sent == [("gather", 3 * n), ("sum", n * hidden)]
+        # Before: whether the parts of the vocabulary are known, the number of ids, and their checksum.
+        checks = [("gather", 1), ("gather", 2)]
+        assert sent == [*checks, ("gather", 3 * n), ("sum", n * hidden)]
         sent.clear()
         gradients(torch.bfloat16, vocab_shard=shard)
-        assert sent == [("gather", 3 * n), ("sum", 2 * n), ("sum", n * hidden)]
+        assert sent == [*checks, ("gather", 3 * n), ("sum", 2 * n), ("sum", n * hidden)]
 
     # 16 bits: the target's logit is unrounded on the rank that holds it.
     exact = gradients(torch.float64)
@@ -503,3 +505,54 @@ def contracts(rank: int, folder: str) -> None:
 
 def test_contracts(tmp_path: Path, fresh_process: FreshProcesses) -> None:
     fresh_process.spawn(contracts, 2, str(tmp_path))
+
+
+def mistakes_of_one_rank(rank: int, folder: str) -> None:
+    """After a correct call, one rank alone passes something else: all ranks raise, and the next call is correct."""
+    join(rank, "2", folder)
+    generator = torch.Generator().manual_seed(0)
+    vocab, hidden, n = 24, 8, 6
+    weight = torch.randn(vocab, hidden, generator=generator)
+    input = torch.randn(n, hidden, generator=generator)
+    target = torch.randint(vocab // 2, (n,), generator=generator)  # all of the first rank's ids
+    own, shard = weight.chunk(2)[rank], VocabShard(None, rank * vocab // 2, vocab)
+    other = target.clone()
+    other[2] = (other[2] + 1) % (vocab // 2)
+    of_one: dict[str, tuple[tuple[Any, ...], str, str]] = {
+        "whole head": (
+            (weight, input, target, None, VocabShard(None, 0, vocab)),
+            "vocab_shard.start of rank",
+            "vocab_shard.start of rank",
+        ),
+        "bias": (
+            (own, input, target, torch.zeros(3), shard),
+            "bias must be",
+            "rank 1 of vocab_shard refused its weight",
+        ),
+        "hidden size": ((own[:, 1:], input, target, None, shard), "agree on the hidden size", "rank 1 of vocab_shard"),
+        "an id": ((own, input, other, None, shard), r"target must .* ranks \[0, 1\] have other ids", "have other ids"),
+        "order": ((own, input, target.flip(0), None, shard), "have other ids", "have other ids"),
+        "length": ((own, input, target[1:], None, shard), r"target must be \(6,\)", "but rank 1 refused its own"),
+        "dtype": ((own, input, target.float(), None, shard), "target must", "but rank 1 refused its own"),
+    }
+    losses = [
+        lambda w, x, y, b, s: LigerFusedLinearCrossEntropyLoss()(w, x, y, b, vocab_shard=s),
+        lambda w, x, y, b, s: linear_token_stats(w, x, y, b, vocab_shard=s).logps,
+    ]
+    for loss in losses:
+        expected = loss(weight, input, target, None, None)
+        for name, (wrong, message, message_of_others) in of_one.items():
+            torch.testing.assert_close(loss(own, input, target, None, shard), expected)
+            arguments = wrong if rank else (own, input, target, None, shard)
+            with pytest.raises((ValueError, TypeError), match=message if rank else message_of_others):
+                loss(*arguments)
+                raise AssertionError(name)
+        torch.testing.assert_close(loss(own, input, target, None, shard), expected)
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 differ in values, of shape \(6, 8\)\. A weight"):
+        group = dist.new_group([0, 1])
+        losses[0](own, input + rank, target, None, dataclasses.replace(shard, group=group))
+    dist.destroy_process_group()
+
+
+def test_mistakes_of_one_rank(tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    fresh_process.spawn(mistakes_of_one_rank, 2, str(tmp_path))

@@ -105,5 +105,4 @@ class LigerFusedLinearCosineSimilarityLoss(_Distillation):
             weight_hard_loss,
             weight_soft_loss=weight_soft_loss * beta,
             ignore_index=ignore_index,
-            temperature=temperature,
         )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked import losses
-from liger_chunked.calls import typed_like
+from liger_chunked.calls import altered, typed_like
 from liger_chunked.compat.settings import Loss
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses.grpo import LOSS_TYPES, SURROGATES
@@ -63,17 +63,22 @@ class LigerFusedLinearGRPOLoss(Loss):
         kind = LOSS_TYPES[loss_type]
         read = SURROGATES[kind["surrogate"]].reads
         self.reduction = REDUCTIONS[kind["reduction"]]
+        beta = beta if use_ref_model else 0.0
+        # Liger-Kernel takes options that it does not read.
+        corrects_kl = use_bias_correction_kl if beta else True
+        if not (SURROGATES[kind["surrogate"]].reads_ratio or (beta and use_bias_correction_kl)):
+            importance_sampling_level = "token"
         self.loss: Any = losses.LigerFusedLinearGRPOLoss.from_loss_type(
             loss_type,
-            beta=beta if use_ref_model else 0.0,
+            beta=beta,
             importance_level=importance_sampling_level,
             max_completion_length=max_completion_length if self.reduction.needs_length else None,
             temperature=float(temperature),
-            use_bias_correction_kl=use_bias_correction_kl,
+            use_bias_correction_kl=corrects_kl,
             **{name: value for name, value in settings.items() if name in read},
         )
         if importance_sampling_level == "sequence":
-            self.loss.clipped = _by_token(self.loss.clipped)
+            self.loss = altered(self.loss, clipped=_by_token(self.loss.clipped))
 
     def forward(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked import losses
-from liger_chunked.calls import typed_like
+from liger_chunked.calls import altered, typed_like
 from liger_chunked.compat.settings import Loss
 from liger_chunked.losses import dpo
 from liger_chunked.losses.formulas import log_odds, logistic, sum_of_curves
@@ -130,10 +130,9 @@ class LigerFusedLinearORPOLoss(Loss):
         chunk_size: int = 1,
     ) -> None:
         super().__init__()
-        self.loss = losses.LigerFusedLinearORPOLoss(ignore_index=ignore_index, beta=beta)
-        self.loss.compute_nll_loss = compute_nll_loss
-        self.preference = losses.LigerFusedLinearORPOLoss(ignore_index=ignore_index, beta=beta)
-        self.preference.compute_nll_loss = False
+        loss = losses.LigerFusedLinearORPOLoss(ignore_index=ignore_index, beta=beta)
+        self.loss = altered(loss, compute_nll_loss=compute_nll_loss)
+        self.preference = altered(loss, compute_nll_loss=False)
         self.nll = losses.LigerFusedLinearCrossEntropyLoss(ignore_index=ignore_index)
 
     def forward(

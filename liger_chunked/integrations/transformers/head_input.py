@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
+from liger_chunked.calls import altered
 from liger_chunked.types import Head, LogitOptions
 
 T = TypeVar("T")
@@ -76,9 +76,8 @@ def with_transform(own: LogitOptions, model: LogitOptions, names: tuple[str, ...
 
 
 def fitted(loss: Callable[..., Any], options: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> Any:
-    own: Any = copy.copy(loss)
-    own.options = with_transform(own.options, options, names)
-    return own
+    own: Any = loss
+    return altered(own, options=with_transform(own.options, options, names))
 
 
 HeadFn: TypeAlias = Callable[[Head, HeadInput], Any]

@@ -29,6 +29,8 @@ class KeptIdsRecorder(LogitsProcessor):
     It keeps 8 bytes for each kept id, and the host waits for the device at each token.
     """
 
+    temperature: float | None = None  # of the ids; None: not known. `record_kept_ids` knows that of `generate`
+
     def __init__(self) -> None:
         self.clear()
 
@@ -51,7 +53,7 @@ class KeptIdsRecorder(LogitsProcessor):
             ValueError: all ids of a sequence are dropped.
         """
         lowest = max(_DROPPED_BELOW, torch.finfo(scores.dtype).min)  # of float16: -65504
-        self._of_length[input_ids.shape[1]] = KeptIds.from_mask(scores > lowest)
+        self._of_length[input_ids.shape[1]] = KeptIds.from_mask(scores > lowest, temperature=self.temperature)
         return scores
 
     @property
@@ -211,6 +213,10 @@ def record_kept_ids(model: nn.Module) -> Iterator[KeptIdsRecorder]:
             of_config = changes_of_logits(lambda name: getattr(generation_config, name, None))
             raise ValueError(why_not_recorded({name: of_config.get(name) for name in changed}))
         recorder.clear()
+        # A processor of the caller's own may divide by a temperature too.
+        if all(type(x).__module__.startswith("transformers.") for x in processors):
+            temperature = generation_config.temperature if generation_config.do_sample else None
+            recorder.temperature = 1.0 if temperature is None else temperature
         processors.append(recorder)
         return processors
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import importlib
 import inspect
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from liger_chunked.calls import altered
 from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.transformers.head_input import with_transform
 from liger_chunked.integrations.trl import across_tokenizers
@@ -83,12 +83,10 @@ def inside_teacher(teacher: nn.Module, run: Callable[[Head, HeadInput], Any], **
 
 
 def _with_teacher(loss: LigerFusedLinearDistillationBase, teacher: LogitOptions) -> LigerFusedLinearDistillationBase:
-    own = copy.copy(loss)
     options = loss.teacher_options
     if options is loss.options:  # the student's may differ
         options = LogitOptions(temperature=options.temperature)
-    own.teacher_options = with_transform(options, teacher)
-    return own
+    return altered(loss, teacher_options=with_transform(options, teacher))
 
 
 @torch.no_grad()

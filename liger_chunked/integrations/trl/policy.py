@@ -142,6 +142,7 @@ class GRPOMixin(RolloutsMixin):
                 labels,
                 length=length,
                 num_items=items if counts_items else None,
+                **({"accumulation_steps": window} if counts_items and loss.entropy_coef else {}),
                 **({} if kept is None else {"kept": kept}),
                 **of_tokens,
             )
