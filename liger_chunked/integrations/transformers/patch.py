@@ -21,7 +21,14 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_chunked.integrations.transformers import overrides, verify
-from liger_chunked.integrations.transformers.attach import attach_head, detach_head, fuse, fuse_class, rebind
+from liger_chunked.integrations.transformers.attach import (
+    attach_head,
+    detach_head,
+    fuse,
+    fuse_class,
+    rebind,
+    remove_trainers_head,
+)
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.experts import EXPERTS_GATE, experts_method
 from liger_chunked.integrations.transformers.forward import Fusion
@@ -174,7 +181,7 @@ def apply_liger_kernel(
     reason = found.left.get(owner_of(inner).__name__)
     if reason and FUSED not in on and fused_linear_cross_entropy is None:
         _LOGGER.warning("%s trains with logits: %s", type(inner).__name__, reason)
-    revert_liger_kernel(inner)
+    _revert(inner)
     applied = Applied(family, left=found.left)
     for name in on:
         for switch, module, binding in found.layers:
@@ -217,7 +224,8 @@ def _hold_ropes(found: Found, on: list[str], applied: Applied) -> None:
 def revert_liger_kernel(model: nn.Module | str) -> None:
     """Undo `apply_liger_kernel(model)` or, for a name, `apply_liger_kernel_to_<family>()`.
 
-    Forwards set after patching stay. Without a patch, nothing happens.
+    The head that a trainer of `liger_chunked.integrations.trl` gave the model goes too, so revert after its last step;
+    `attach_head` stays. Forwards set after patching stay. Without a patch, nothing happens.
 
     Args:
         model: a patched transformers model, maybe wrapped (DDP, PEFT), or the name of a family, such as "llama".
@@ -230,6 +238,11 @@ def revert_liger_kernel(model: nn.Module | str) -> None:
         _revert_family(family_modeling(model))
         return
     inner = inner_model(model)
+    _revert(inner)
+    remove_trainers_head(inner)
+
+
+def _revert(inner: PreTrainedModel) -> None:
     fuse(inner, None)
     for module in filter(has_our_layer, inner.modules()):
         set_patch(module, None)

@@ -144,6 +144,9 @@ class LigerTrainerMixin(_Trainer):
             "logits_dtype": logits_dtype,
             "share_prefix": self.share_prefix,
         }
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, PreTrainedModel):
+                heads.remove_older_head(x)  # before TRL sets this trainer's autocast on a teacher or reference
         trained = [] if loss is None else [(name, x) for name, x in loss.named_parameters() if x.requires_grad]
         with heads.chunked_heads(**self._head_settings), nullcontext() if casts else heads.lora_heads(type(self)):
             super().__init__(*args, **kwargs)

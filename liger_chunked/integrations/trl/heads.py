@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,10 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl.trainer import utils
 
+from liger_chunked.deferred.code import FORWARD_SLOTS, unwrapped
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.transformers.attach import check_head, update
+from liger_chunked.integrations.transformers.detect import STOCK
 from liger_chunked.integrations.transformers.forward import add_keywords
 from liger_chunked.integrations.transformers.shared_prefix import share_pass
 from liger_chunked.integrations.trl import older
@@ -52,6 +55,8 @@ def add_chunked_lm_head(
     `model(..., labels=labels, fused_lm_head=True)` then returns TRL's `FusedCausalLMOutput`, and `model(...,
     labels=labels, head_fn=fn)` returns `fn(head, input)`. Other calls do not change.
 
+    The newest head of a model computes, TRL's or this one; `detach_head` and `revert_liger_kernel` take this one off.
+
     Args:
         model: a causal language model; under PEFT its base model.
         temperature, logits_budget, logits_dtype: see `LogitOptions`.
@@ -63,6 +68,7 @@ def add_chunked_lm_head(
     if unknown:
         raise ValueError(f"outputs must be among {tuple(STATISTICS)}, got {unknown}")
     check_head(model)
+    remove_older_head(model)
     statistics = functools.partial(
         fused_output,
         outputs=("log_probs", *(name for name in outputs if name != "log_probs")),
@@ -84,6 +90,8 @@ def _rewritten(
     """Turn a trainer's call into one with `head_fn`, on the trie of its batch if prompts are shared."""
     reads_padding = arguments.pop("reads_padding", False)
     kept = arguments.pop("kept_ids", None)
+    if "fused_lm_head" in arguments and _newer_head(model) is not None:
+        return arguments
     if arguments.pop("fused_lm_head", False):
         arguments["head_fn"] = statistics if kept is None else functools.partial(statistics, kept=kept)
     head_fn = arguments.pop("head_fn", None)
@@ -102,6 +110,51 @@ def _rewritten(
     others = {name: x for name, x in arguments.items() if name not in {*own, *batch.inputs}}
     head_fn = batch.head_fn(head_fn, logits_to_keep=arguments.get("logits_to_keep", 0))
     return {**batch.inputs, **others, "head_fn": head_fn}
+
+
+def _newer_head(model: PreTrainedModel) -> Any:
+    """Return the function that TRL's `add_fused_lm_head` set on a model, or None.
+
+    It is newer than the head of ours, whose `add_chunked_lm_head` removes what was there before.
+    """
+    parts = (part for slot in FORWARD_SLOTS for part in unwrapped(vars(model).get(slot)))
+    return next((part for part in parts if _is_trls_head(part)), None)
+
+
+def _is_trls_head(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and function.__globals__ is vars(utils) and _BELOW in code.co_freevars
+
+
+_BELOW = "original_forward"  # of a closure of TRL's: the forward that it took the place of
+
+
+def remove_older_head(model: PreTrainedModel) -> None:
+    """Take off what trainers of TRL left on the instance: their heads, and accelerate's autocast around these.
+
+    Both would compute in place of a newer head, or around it. What somebody else put around them stays, and them with
+    it.
+    """
+    state = vars(model)
+    while (head := _newer_head(model)) is not None:
+        around = itertools.takewhile(lambda part: part is not head, unwrapped(state.get("forward")))
+        if any(not _is_accelerates(part) for part in around):
+            return
+        below = inspect.getclosurevars(head).nonlocals[_BELOW]
+        state.pop("_original_forward", None)  # where accelerate remembers what it wrapped
+        own = [vars(cls).get("forward") for cls in type(model).__mro__]
+        function = getattr(below, "__func__", None)
+        if function in own or hasattr(function, STOCK):
+            del state["forward"]
+        else:
+            state["forward"] = below
+
+
+def _is_accelerates(wrapper: Any) -> bool:
+    """Whether this is a part of the autocast that accelerate sets on a prepared model, or a bound TRL head."""
+    function = getattr(wrapper, "__func__", wrapper)
+    module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+    return module.partition(".")[0] in ("accelerate", "torch") or _is_trls_head(function)
 
 
 @functools.cache
