@@ -330,6 +330,13 @@ PRIVATE = (
         "offloaded",
     ),
     Private(
+        "_original_forward",
+        "accelerate: models",
+        "forget the autocast of an earlier trainer, which was taken off",
+        "nothing is to forget",
+        "second_trainer",
+    ),
+    Private(
         "_disable_adapters _active_adapter",
         "PEFT: layers",
         "remember which adapters were on",

@@ -351,3 +351,17 @@ def test_a_forward_that_drops_positions_is_not_shared(tmp_path, of):
     assert shared[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-6)
     with pytest.raises(ValueError, match="cannot share prompts"):
         run(tmp_path, "DPO", True, model=own(), share_prefix=True, **given)
+
+
+@pytest.mark.parametrize("share_prefix", [True, False])
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
+def test_hook_of_the_head(tmp_path, register, share_prefix):
+    """A hook that reads logits is refused in words, before the model runs."""
+    model, ran = tiny.model(), []
+    getattr(model.lm_head, register)(lambda *_: None)
+    model.model.register_forward_hook(lambda *_: ran.append(1))
+    arguments = {"model": model, "train_dataset": long_prompts("DPO"), "share_prefix": share_prefix}
+    trainer = build(tmp_path, "DPO", True, PLAIN, **arguments, **needed_loss("DPO"))
+    with pytest.raises(ValueError, match=r"computes no logits .*, its (forward|backward) hook .*lambda.* takes logits"):
+        trainer.train()
+    assert not ran
