@@ -123,8 +123,10 @@ class ConcatenatedMixin(SharedPromptsMixin):
             aux_loss = () if input.aux_loss is None else (input.aux_loss,)
             return Scores(logps, mean_logits(head, input, self.logits_budget), aux_loss)
 
-        # Logged mean logits include padding.
-        return model(**inputs, labels=labels, head_fn=scores, reads_padding=True)
+        # Logged mean logits include padding, but not the virtual tokens that prompt tuning puts before a sequence.
+        found: Scores = model(**inputs, labels=labels, head_fn=scores, reads_padding=True)
+        length = labels.shape[1]
+        return Scores(found.logps[:, -length:], found.mean_logits[:, -length:], found.aux_loss)
 
     def get_batch_loss_metrics(self, model: nn.Module, batch: dict[str, Any], train_eval: str = "train") -> Any:
         loss = self.loss_override
