@@ -29,10 +29,17 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Step(NamedTuple):
+    """What a loss gave inside a model's forward.
+
+    - `target` (B, T): the labels that the loss read
+    - `logged`: what `apply_loss` was asked to compute for the log, or None
+    """
+
     loss: Tensor
     metrics: Any
     target: Tensor
     aux_loss: Tensor | None
+    logged: Any = None
 
 
 def loss_step(
@@ -49,15 +56,32 @@ def loss_step(
     return model(**inputs, labels=labels, head_fn=apply)
 
 
-def apply_loss(head: Head, input: HeadInput, *, loss: nn.Module, length: int | None = None, **arguments: Any) -> Step:
-    """Run `loss` as a `head_fn`, with the model's logits transform, on the last `length` positions that predict."""
+def apply_loss(
+    head: Head,
+    input: HeadInput,
+    *,
+    loss: nn.Module,
+    length: int | None = None,
+    logged: tuple[str, ...] = (),
+    **arguments: Any,
+) -> Step:
+    """Run `loss` as a `head_fn`, with the model's logits transform, on the last `length` positions that predict.
+
+    `logged` names fields of `TokenStats`, which a second projection computes without a gradient, for the log.
+    """
     positions = slice(None) if length is None else slice(-length - 1, -1)
     target = input.target[:, positions]
     hidden_states = input.hidden_states[:, positions]
     own = fitted(loss, input.options)
     result = own(head.weight, hidden_states, target=target, bias=head.bias, **arguments)
     value, metrics = result if isinstance(result, tuple) else (result, None)
-    return Step(value, metrics, target, input.aux_loss)
+    stats = None
+    if logged:
+        own_input = dataclasses.replace(input, hidden_states=hidden_states, shift_labels=target)
+        options = {name: getattr(own.options, name) for name in ("temperature", "logits_budget", "logits_dtype")}
+        with torch.no_grad():
+            stats = heads.head_stats(head, own_input, logged, **options)
+    return Step(value, metrics, target, input.aux_loss, stats)
 
 
 def rollout_inputs(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
@@ -186,6 +210,11 @@ class LigerTrainerMixin(_Trainer):
     def mode_metrics(self) -> dict[str, list[float]]:
         metrics = getattr(self, "_metrics", None)  # of TRL, which logs them; a release without it logs none
         return defaultdict(list) if metrics is None else metrics["train" if self.model.training else "eval"]
+
+    def log_token_mean(self, name: str, values: Tensor, target: Tensor) -> None:
+        """Log the mean of `values` (B, T), 0 at ignored tokens, over the tokens of `target` (B, T) on all ranks."""
+        n_tokens = (target != -100).sum()
+        self.mode_metrics[name].append(self.global_mean(values.sum() / n_tokens.clamp(min=1), n_tokens))
 
     def gathered_mean(self, value: Tensor) -> float:
         return self.accelerator.gather_for_metrics(value.detach()).mean().item()
@@ -438,6 +467,7 @@ class ReferenceMixin(LigerTrainerMixin):
     """
 
     ref_columns: ClassVar[tuple[str, ...]]
+    logged_stats: ClassVar[tuple[str, ...]] = ("entropy",)
     replaced_by_loss: ClassVar = ("_compute_loss",)
     # Of transformers' trainer.
     data_collator: Any
@@ -543,7 +573,9 @@ class ReferenceMixin(LigerTrainerMixin):
             arguments["example_weights"] = torch.as_tensor(weights, device=labels.device)
         if loss.use_ref_model is not False:
             arguments["ref_logps"] = self._ref_logps(model_inputs, inputs, labels)
+        arguments["logged"] = self.logged_stats
         step = loss_step(model, loss, model_inputs | self._aux_inputs, labels, length=length, **arguments)
+        self.log_token_mean("entropy", step.logged.entropy, step.target)
         self._log_metrics(step)
         self.log_own_metrics(step.metrics)
         return self._finished(self._with_aux_loss(step.loss, step.aux_loss), model, model_inputs, return_outputs)
