@@ -981,6 +981,22 @@ def test_ld_alpha_with_a_reference_that_is_not_precomputed(train):
     assert_same(ours, stock, common=True)
 
 
+@pytest.mark.parametrize("loss_type", ["sft", ["sft"]], ids=str)
+def test_ld_alpha_without_effect(tmp_path, loss_type):
+    with pytest.raises(ValueError, match=r"ld_alpha=0.5 of DPOConfig has no effect with loss_type='sft'"):
+        build(tmp_path, "DPO", ours=True, config={"ld_alpha": 0.5, "loss_type": loss_type})
+
+
+@pytest.mark.parametrize("kind", ["ORPO", "CPO"])
+def test_log_of_a_loss_of_another_kind(train, kind):
+    """Before the first step the model is the same, and so is what TRL logs of the model and not of its loss."""
+    (stock, *_), (ours, *_) = train(kind, ours=False), train(kind, ours=True, loss=Margin(beta=0.1))
+    assert stock.keys() <= ours.keys()
+    names = [name for name in stock if name.startswith(("logits/", "log_odds"))]
+    assert len(names) == (4 if kind == "ORPO" else 2)
+    assert {name: ours[name] for name in names} == pytest.approx({name: stock[name] for name in names}, rel=1e-5)
+
+
 def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, "labels": torch.full_like(batch["labels"], -100)}
 

@@ -138,7 +138,7 @@ class LigerTrainerMixin(_Trainer):
         self, *args: Any, loss: nn.Module | None = None, logits_budget: int | float | str | None = None, **kwargs: Any
     ) -> None:
         budget, logits_dtype = budget_bytes(logits_budget), None  # raises before loading
-        config = _config(args, kwargs)
+        config = config_in(args, kwargs)
         check_keywords(type(self), kwargs, config)
         if getattr(config, "use_liger_kernel", False):
             raise ValueError(
@@ -332,7 +332,7 @@ class SharedPromptsMixin(LigerTrainerMixin):
     def __init__(self, *args: Any, share_prefix: bool | str = "auto", **kwargs: Any) -> None:
         if share_prefix not in (True, False, "auto"):
             raise ValueError(f"share_prefix must be 'auto', True or False, got {share_prefix!r}")
-        parallelism = getattr(_config(args, kwargs), "parallelism_config", None)
+        parallelism = getattr(config_in(args, kwargs), "parallelism_config", None)
         if getattr(parallelism, "cp_size", 1) > 1 or getattr(parallelism, "sp_size", 1) > 1:
             if share_prefix is True:
                 raise ValueError("share_prefix=True needs whole sequences, and parallelism_config splits them")
@@ -395,7 +395,7 @@ def check_keywords(trainer: type, given: Iterable[str], config: TrainingArgument
     raise TypeError(f"{refused}: " + (f"it is set in {field}" if close[0] == name else f"did you mean {field}?"))
 
 
-def _config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingArguments | None:
+def config_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingArguments | None:
     return next((x for x in (*args, kwargs.get("args")) if isinstance(x, TrainingArguments)), None)
 
 
@@ -404,7 +404,7 @@ def check_loads_reference(trainer: type, args: tuple[Any, ...], kwargs: dict[str
 
     Raises TypeError, as `check_keywords` does, for a misspelt `peft_config`, with which it would need no reference.
     """
-    config = _config(args, kwargs)
+    config = config_in(args, kwargs)
     check_keywords(trainer, kwargs, config)
     if getattr(config, "beta", 0.0) and not _has_adapter((*args, *kwargs.values())):
         references.check_name(trainer.__name__, args[0] if args else kwargs.get("model"), references.SAVE_FIRST)
@@ -483,7 +483,7 @@ class ReferenceMixin(LigerTrainerMixin):
         **kwargs: Any,
     ) -> None:
         # Before the reference: a misspelt `ref_model` or `peft_config` is a reference that is missing.
-        check_keywords(type(self), kwargs, _config((args, *others), kwargs))
+        check_keywords(type(self), kwargs, config_in((args, *others), kwargs))
         if self.loss_kind is not None and isinstance(loss, self.loss_kind) and loss.use_ref_model is False:
             given = ["a ref_model"] if ref_model is not None else []
             settings = ("precompute_ref_log_probs", "sync_ref_model")

@@ -14,6 +14,7 @@ from liger_chunked.integrations.trl.base import (
     SharedPromptsMixin,
     Step,
     apply_loss,
+    config_in,
 )
 from liger_chunked.integrations.trl.heads import head_stats
 from liger_chunked.losses import LigerFusedLinearPreferenceBase
@@ -58,6 +59,16 @@ class DPOMixin(ReferenceMixin, SharedPromptsMixin):
     }
     ref_columns = ("ref_chosen_logps", "ref_rejected_logps")
     logged_stats = ("entropy", "is_top1")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        config: Any = config_in(args, kwargs)
+        ld_alpha, loss_type = (getattr(config, name, None) for name in ("ld_alpha", "loss_type"))
+        if ld_alpha is not None and kwargs.get("loss") is None and loss_type in ("sft", ["sft"]):
+            raise ValueError(
+                f"ld_alpha={ld_alpha} of DPOConfig has no effect with loss_type='sft', which compares no sequences: leave "
+                "it out"
+            )
+        super().__init__(*args, **kwargs)
 
     def _log_metrics(self, step: Step) -> None:
         metrics = step.metrics
