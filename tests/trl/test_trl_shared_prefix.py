@@ -365,3 +365,20 @@ def test_hook_of_the_head(tmp_path, register, share_prefix):
     with pytest.raises(ValueError, match=r"computes no logits .*, its (forward|backward) hook .*lambda.* takes logits"):
         trainer.train()
     assert not ran
+
+
+@pytest.mark.parametrize("loss", [None, LigerFusedLinearDPOLoss(beta=0.1)], ids=["swap", "loss"])
+def test_policy_with_a_router_loss_and_its_reference(tmp_path, monkeypatch, loss):
+    """The policy cannot share prompts, so its reference does not: equal models give margins of exactly zero."""
+    passes = Passes(monkeypatch)
+    models = {"model": tiny.model("experts"), "ref_model": tiny.model("experts")}
+    arguments = {**models, "train_dataset": long_prompts("DPO"), "share_prefix": "auto", "loss": loss}
+    log = run(tmp_path, "DPO", True, {"learning_rate": 0.0}, **arguments)
+    assert [entry["rewards/margins"] for entry in log[:4]] == [entry["rewards/accuracies"] for entry in log[:4]] == [0] * 4
+    assert not passes.shared
+
+
+def test_router_loss_is_refused_with_sharing(tmp_path):
+    arguments = {"model": tiny.model("experts"), "ref_model": tiny.model("experts"), "share_prefix": True}
+    with pytest.raises(ValueError, match=r"cannot share prompts: its router loss"):
+        build(tmp_path, "DPO", True, train_dataset=long_prompts("DPO"), **arguments)

@@ -21,7 +21,7 @@ from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.transformers.attach import rebind
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.head_input import fitted
-from liger_chunked.integrations.transformers.shared_prefix import why_not_shared
+from liger_chunked.integrations.transformers.shared_prefix import ROUTER, why_not_shared
 from liger_chunked.integrations.trl import heads, references
 from liger_chunked.types import Head, budget_bytes, described
 
@@ -163,16 +163,12 @@ class LigerTrainerMixin(_Trainer):
         heads.check_has_methods(type(self), (*self.always_replaced, *(self.replaced_by_loss if loss else ())))
         if loss is not None:
             heads.check_reads_loss(type(self), LigerTrainerMixin, (*self.always_replaced, *self.replaced_by_loss))
-        self._head_settings: Any = {
-            "logits_budget": budget,
-            "logits_dtype": logits_dtype,
-            "share_prefix": self.share_prefix,
-        }
+        self._logits_dtype = logits_dtype
         for x in (*args, *kwargs.values()):
             if isinstance(x, PreTrainedModel):
                 heads.remove_older_head(x)  # before TRL sets this trainer's autocast on a teacher or reference
         trained = [] if loss is None else [(name, x) for name, x in loss.named_parameters() if x.requires_grad]
-        with heads.chunked_heads(**self._head_settings), nullcontext() if casts else heads.lora_heads(type(self)):
+        with heads.replaced_heads(self._replace_head), nullcontext() if casts else heads.lora_heads(type(self)):
             super().__init__(*args, **kwargs)
         self._check_trains(trained)
         self.add_heads()
@@ -195,12 +191,26 @@ class LigerTrainerMixin(_Trainer):
     def add_heads(self) -> None:
         """Give chunked heads to the models that have none of TRL's."""
         if heads.reads_logits(type(self), self.models_without_head):
-            budget = self._head_settings["logits_budget"]
-            settings = {**self._head_settings, "logits_budget": heads.HEAD_BUDGET if budget is None else budget}
             for inner in self._inner_models("model", "ref_model"):
-                heads.add_chunked_lm_head(inner, **settings)
+                self._replace_head(inner)
         for inner in self._inner_models(*self.models_without_head):
-            heads.add_chunked_lm_head(inner, **self._head_settings)
+            self._add_head(inner, self.logits_budget)
+
+    def _replace_head(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        """Run in place of TRL's `add_fused_lm_head`."""
+        budget = heads.HEAD_BUDGET if self.logits_budget is None else self.logits_budget
+        self._add_head(model, budget, *args, **kwargs)
+
+    def _add_head(self, model: PreTrainedModel, budget: int | None, *args: Any, **kwargs: Any) -> None:
+        # A router loss counts shared tokens once. Then no model of the trainer shares them: the log-probabilities of a
+        # policy and of its equal reference would differ by rounding.
+        share_prefix = not self._has_router_loss and self.share_prefix
+        settings: Any = {"logits_budget": budget, "logits_dtype": self._logits_dtype, "share_prefix": share_prefix}
+        heads.add_chunked_lm_head(model, *args, **settings, **kwargs)
+
+    @property
+    def _has_router_loss(self) -> bool:
+        return getattr(self, "aux_loss_enabled", False)  # which TRL sets before it adds heads
 
     def _inner_models(self, *names: str) -> list[PreTrainedModel]:
         models = (getattr(self, name, None) for name in names)
@@ -349,7 +359,9 @@ class SharedPromptsMixin(LigerTrainerMixin):
             share_prefix = False
         self.share_prefix = share_prefix
         super().__init__(*args, **kwargs)
-        reason = why_not_shared(self.model) if share_prefix is True else None
+        if share_prefix == "auto" and self._has_router_loss:
+            _LOGGER.info("%s computes shared prompts once for each sequence: %s", type(self).__name__, ROUTER)
+        reason = (ROUTER if self._has_router_loss else why_not_shared(self.model)) if share_prefix is True else None
         if reason is not None:
             raise ValueError(f"{type(inner_model(self.model)).__name__} cannot share prompts: {reason}")
 

@@ -260,14 +260,19 @@ def chunked_heads(
 
     TRL before 1.15 has no such head: nothing happens.
     """
+    budget = HEAD_BUDGET if logits_budget is None else budget_bytes(logits_budget)
+    settings: Any = {"logits_budget": budget, "logits_dtype": logits_dtype, "share_prefix": share_prefix}
+    with replaced_heads(functools.partial(add_chunked_lm_head, **settings)):
+        yield
+
+
+@contextmanager
+def replaced_heads(add_head: Callable[..., None]) -> Iterator[None]:
+    """Replace TRL's `add_fused_lm_head` by a function with its arguments, inside the block."""
     if _THEIRS is None:
         yield
         return
-    budget = HEAD_BUDGET if logits_budget is None else budget_bytes(logits_budget)
-    with_settings = functools.partial(
-        add_chunked_lm_head, logits_budget=budget, logits_dtype=logits_dtype, share_prefix=share_prefix
-    )
-    ours = functools.wraps(_THEIRS)(with_settings)
+    ours = functools.wraps(_THEIRS)(functools.partial(add_head))
     before = {name: found for name, module in [*sys.modules.items()] if (found := _head_of(name, module)) is not None}
     try:
         for name in before:
