@@ -157,3 +157,21 @@ def test_kernels_on_a_trainers_model(tmp_path: Path) -> None:
     trainer.train()
     revert_liger_kernel(model)
     assert type(model) is type(tiny.model()) and type(model.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("name", ["GRPO", "RLOO", "OnlineDPO", "Distillation"])
+def test_trainers_that_sample(tmp_path: Path, name: str, ours: bool) -> None:
+    """They sample from a patched model in training mode, which then gives real logits."""
+    model = tiny.model()
+    apply_liger_kernel(model)
+    kinds: list[type] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if module.training and getattr(output, "logits", None) is not None and output.logits.shape[1] == 1:
+            kinds.append(type(output.logits))
+
+    trainer = build(tmp_path, name, ours, {"max_steps": 1}, model=model)
+    model.register_forward_hook(note)
+    trainer.train()
+    assert kinds and set(kinds) == {torch.Tensor}
