@@ -330,10 +330,10 @@ PRIVATE = (
         "offloaded",
     ),
     Private(
-        "_original_forward",
+        "_original_forward _is_accelerate_prepared",
         "accelerate: models",
-        "forget the autocast of an earlier trainer, which was taken off",
-        "nothing is to forget",
+        "take off the autocast of an earlier trainer",
+        "it stays",
         "second_trainer",
     ),
     Private(

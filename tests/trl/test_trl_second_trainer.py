@@ -105,12 +105,40 @@ def test_adapter_of_a_second_trainer(tmp_path: Path, first_is_ours: bool, second
     assert_same(run(tmp_path, "GRPO", second_is_ours, config, model=adapted(model)), stock, entries=3)
 
 
-def test_autocast_of_a_first_trainer(tmp_path: Path) -> None:
-    """accelerate's autocast, around the head of TRL, ends with the trainer that set it: the second is in float32."""
+@pytest.mark.parametrize("first_is_ours", [True, False])
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (True, True)])
+def test_precision_of_the_second_trainer(tmp_path: Path, first: bool, second: bool, first_is_ours: bool) -> None:
+    """accelerate prepares a model once: neither the first trainer's autocast nor its absence outlives the trainer."""
     model = tiny.model()
-    run(tmp_path, "SFT", False, {**SHORT, "bf16": True}, model=model)
-    compare(tmp_path, model, "GRPO", ours=True)
-    assert "forward" not in vars(model)
+    run(tmp_path, "SFT", first_is_ours, {**SHORT, "bf16": first}, model=model)
+    config = {**SHORT, **GRPO, "bf16": second}
+    expected = run(tmp_path, "GRPO", True, config, model=fresh(weights_of(model)))
+    assert run(tmp_path, "GRPO", True, config, model=model) == expected
+    assert ("forward" in vars(model)) == second
+
+
+def test_precision_of_an_adapter(tmp_path: Path) -> None:
+    """accelerate prepares PEFT's wrapper, around the model with the head."""
+
+    def adapted(model: PreTrainedModel) -> Any:
+        torch.manual_seed(0)
+        return get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+
+    model = adapted(tiny.model())
+    run(tmp_path, "SFT", True, {**SHORT, "bf16": True}, model=model)
+    new = adapted(tiny.model())
+    new.load_state_dict(model.state_dict())
+    expected = run(tmp_path, "GRPO", True, {**SHORT, **CONFIGS["RLOO"]}, model=new)
+    assert run(tmp_path, "GRPO", True, {**SHORT, **CONFIGS["RLOO"]}, model=model) == expected
+
+
+def test_precision_of_a_second_reference(tmp_path: Path) -> None:
+    """A reference that was trained in bfloat16 is prepared anew too."""
+    reference = tiny.model(seed=2)
+    run(tmp_path, "SFT", True, {**SHORT, "bf16": True}, model=reference)
+    new = fresh(weights_of(reference))
+    expected = run(tmp_path, "DPO", True, SHORT, ref_model=new)
+    assert run(tmp_path, "DPO", True, SHORT, ref_model=reference) == expected
 
 
 def outputs(model: nn.Module) -> Any:

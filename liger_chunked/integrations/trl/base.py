@@ -165,8 +165,8 @@ class LigerTrainerMixin(_Trainer):
             heads.check_reads_loss(type(self), LigerTrainerMixin, (*self.always_replaced, *self.replaced_by_loss))
         self._logits_dtype = logits_dtype
         for x in (*args, *kwargs.values()):
-            if isinstance(x, PreTrainedModel):
-                heads.remove_older_head(x)  # before TRL sets this trainer's autocast on a teacher or reference
+            if isinstance(x, nn.Module):
+                heads.hand_over(x)  # before TRL sets this trainer's autocast on a teacher or reference
         trained = [] if loss is None else [(name, x) for name, x in loss.named_parameters() if x.requires_grad]
         with heads.replaced_heads(self._replace_head), nullcontext() if casts else heads.lora_heads(type(self)):
             super().__init__(*args, **kwargs)

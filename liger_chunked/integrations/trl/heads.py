@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import trl
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from trl.trainer import utils
 
@@ -22,7 +22,7 @@ from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.transformers.attach import check_head, update
 from liger_chunked.integrations.transformers.detect import STOCK, head_of
-from liger_chunked.integrations.transformers.forward import add_keywords
+from liger_chunked.integrations.transformers.forward import STATE, add_keywords
 from liger_chunked.integrations.transformers.shared_prefix import share_pass
 from liger_chunked.integrations.trl import older
 from liger_chunked.kept_ids import KeptIds
@@ -69,7 +69,7 @@ def add_chunked_lm_head(
     if unknown:
         raise ValueError(f"outputs must be among {tuple(STATISTICS)}, got {unknown}")
     check_head(model)
-    remove_older_head(model)
+    take_off(model)
     statistics = functools.partial(
         fused_output,
         outputs=("log_probs", *(name for name in outputs if name != "log_probs")),
@@ -119,7 +119,7 @@ def _rewritten(
     return {**batch.inputs, **others, "head_fn": head_fn}
 
 
-def _newer_head(model: PreTrainedModel) -> Any:
+def _newer_head(model: nn.Module) -> Any:
     """Return the function that TRL's `add_fused_lm_head` set on a model, or None.
 
     It is newer than the head of ours, whose `add_chunked_lm_head` removes what was there before.
@@ -136,25 +136,52 @@ def _is_trls_head(function: Any) -> bool:
 _BELOW = "original_forward"  # of a closure of TRL's: the forward that it took the place of
 
 
-def remove_older_head(model: PreTrainedModel) -> None:
-    """Take off what trainers of TRL left on the instance: their heads, and accelerate's autocast around these.
+def hand_over(model: nn.Module) -> None:
+    """Prepare a model that a trainer had, if it had one, for the next: take off TRL's heads and accelerate's autocast.
 
-    Both would compute in place of a newer head, or around it. What somebody else put around them stays, and them with
-    it.
+    accelerate's mark goes too, because it keeps the accelerator of the next trainer from setting its own precision.
+    """
+    if any(_newer_head(x) is not None or _has_trainers_head(x) for x in model.modules()):
+        for x in model.modules():
+            take_off(x, autocast=True)
+
+
+def _has_trainers_head(model: nn.Module) -> bool:
+    state = vars(model).get(STATE)
+    return state is not None and state.rewrite is not None
+
+
+def take_off(model: nn.Module, *, autocast: bool = False) -> None:
+    """Take off what TRL left on the instance: its heads, with accelerate's autocast around them.
+
+    They would compute in place of a newer head. What somebody else put around them stays, and them with it.
+
+    Args:
+        autocast: see `hand_over`.
     """
     state = vars(model)
-    while (head := _newer_head(model)) is not None:
-        around = itertools.takewhile(lambda part: part is not head, unwrapped(state.get("forward")))
-        if any(not _is_accelerates(part) for part in around):
-            return
-        below = inspect.getclosurevars(head).nonlocals[_BELOW]
-        state.pop("_original_forward", None)  # where accelerate remembers what it wrapped
-        own = [vars(cls).get("forward") for cls in type(model).__mro__]
+    while (below := _below(model, autocast)) is not None:
+        state.pop("_original_forward", None)
         function = getattr(below, "__func__", None)
-        if function in own or hasattr(function, STOCK):
+        if hasattr(function, STOCK) or any(vars(cls).get("forward") is function for cls in type(model).__mro__):
             del state["forward"]
         else:
             state["forward"] = below
+    if autocast and not any(cls.__name__ == "FSDPModule" for cls in type(model).__mro__):  # sharded once for ever
+        state.pop("_is_accelerate_prepared", None)
+
+
+def _below(model: nn.Module, autocast: bool) -> Any:
+    """Return the forward under TRL's outermost head, or under accelerate's autocast; None: nothing to take off."""
+    parts = [*unwrapped(vars(model).get("forward"))]
+    head = _newer_head(model)
+    if head is not None:
+        below = inspect.getclosurevars(head).nonlocals[_BELOW]
+    else:
+        below = vars(model).get("_original_forward") if autocast else None
+        head = getattr(below, "__func__", below)
+    around = itertools.takewhile(lambda part: part is not head, parts)
+    return below if head in parts and all(map(_is_accelerates, around)) else None
 
 
 def _is_accelerates(wrapper: Any) -> bool:
@@ -272,7 +299,12 @@ def replaced_heads(add_head: Callable[..., None]) -> Iterator[None]:
     if _THEIRS is None:
         yield
         return
-    ours = functools.wraps(_THEIRS)(functools.partial(add_head))
+
+    def add(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        hand_over(model)  # TRL prepares it after this
+        add_head(model, *args, **kwargs)
+
+    ours = functools.wraps(_THEIRS)(add)
     before = {name: found for name, module in [*sys.modules.items()] if (found := _head_of(name, module)) is not None}
     try:
         for name in before:
