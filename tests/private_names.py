@@ -359,13 +359,6 @@ PRIVATE = (
         "patched",
     ),
     Private(
-        "_hidden_kernels",
-        "transformers: layers",
-        "keep the patched rotary function where layers keep one",
-        "a patched model does not pickle, before transformers 5.13",
-        "patched",
-    ),
-    Private(
         "_attn_implementation",
         "transformers: configs",
         "read a model's attention; build small copies",

@@ -156,7 +156,9 @@ DPO = {
 }
 
 
-def assert_dpo_equal_to_trl(settings: dict[str, Any], loss_type: str | list[str], exact: float, dtype: torch.dtype) -> None:
+def assert_dpo_equal_to_trl(
+    settings: dict[str, Any], loss_type: str | list[str], exact: float, dtype: torch.dtype
+) -> None:
     batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in pairs(SMALL, seed=0).items()}
     loss = LigerFusedLinearDPOLoss(loss_type=loss_type, **settings, logits_budget=BUDGET)
     loss_types = [loss_type] if isinstance(loss_type, str) else loss_type

@@ -64,9 +64,7 @@ def compare(folder: Path, model: nn.Module, second: str, ours: bool) -> None:
         ("GRPO", False, "ORPO", True),
     ],
 )
-def test_second_trainer(
-    tmp_path: Path, first: str, first_is_ours: bool, second: str, second_is_ours: bool
-) -> None:
+def test_second_trainer(tmp_path: Path, first: str, first_is_ours: bool, second: str, second_is_ours: bool) -> None:
     model = tiny.model()
     run(tmp_path, first, first_is_ours, SHORT, model=model)
     compare(tmp_path, model, second, second_is_ours)

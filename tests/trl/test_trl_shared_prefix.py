@@ -374,7 +374,7 @@ def test_policy_with_a_router_loss_and_its_reference(tmp_path, monkeypatch, loss
     models = {"model": tiny.model("experts"), "ref_model": tiny.model("experts")}
     arguments = {**models, "train_dataset": long_prompts("DPO"), "share_prefix": "auto", "loss": loss}
     log = run(tmp_path, "DPO", True, {"learning_rate": 0.0}, **arguments)
-    assert [entry["rewards/margins"] for entry in log[:4]] == [entry["rewards/accuracies"] for entry in log[:4]] == [0] * 4
+    assert [(entry["rewards/margins"], entry["rewards/accuracies"]) for entry in log[:4]] == [(0, 0)] * 4
     assert not passes.shared
 
 

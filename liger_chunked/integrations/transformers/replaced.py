@@ -42,9 +42,9 @@ def stock_rope(module: str, name: str) -> Any:
 
 
 def rope_of_family(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that all models of a patched family call in place of `stock`; `stock` itself if none is known.
+    """Return the function that all models of a patched family call in place of `stock`.
 
-    A pickle of a patched model may meet another version of its modeling file.
+    It is `stock` itself if no kernel computes it: a pickled model may meet another version of its modeling file.
     """
     ours = rope_of(stock)
     return stock if ours is None else _outside_transforms(ours, stock)

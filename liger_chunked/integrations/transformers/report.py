@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from liger_chunked.integrations.transformers.replaced import Patches
 

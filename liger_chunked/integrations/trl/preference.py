@@ -65,8 +65,8 @@ class DPOMixin(ReferenceMixin, SharedPromptsMixin):
         ld_alpha, loss_type = (getattr(config, name, None) for name in ("ld_alpha", "loss_type"))
         if ld_alpha is not None and kwargs.get("loss") is None and loss_type in ("sft", ["sft"]):
             raise ValueError(
-                f"ld_alpha={ld_alpha} of DPOConfig has no effect with loss_type='sft', which compares no sequences: leave "
-                "it out"
+                f"ld_alpha={ld_alpha} of DPOConfig has no effect with loss_type='sft', which compares no sequences: "
+                "leave it out"
             )
         super().__init__(*args, **kwargs)
 
