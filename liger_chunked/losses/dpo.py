@@ -360,8 +360,8 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         refuse_unread(s, {field for name in names for field in LOSS_TYPES[name].reads}, by, LOSS_TYPES)
         if self.ld_alpha is not None and all(kind == "sft" for kind in self.loss_types):
             raise ValueError(
-                f"ld_alpha={self.ld_alpha} is not read by {by}, which compares no sequences: leave it out, or add another "
-                "loss type"
+                f"ld_alpha={self.ld_alpha} is not read by {by}, which compares no sequences: leave it out, or add "
+                "another loss type"
             )
         by = f"f_divergence_type {s.f_divergence_type!r}"
         refuse_unread(s, F_DIVERGENCES[s.f_divergence_type].reads, by, F_DIVERGENCES)
