@@ -172,8 +172,8 @@ def with_other_globals(function: Any, names: Mapping[str, str]) -> Any:
     cells = [_other_cell(cell, names) for cell in function.__closure__ or ()]
     code = _with_names(function.__code__, names)
     arguments = function.__globals__, function.__name__, function.__defaults__
-    copied = types.FunctionType(code, *arguments, tuple(cells))
-    copied = functools.update_wrapper(copied, function)
+    copied: Any = types.FunctionType(code, *arguments, tuple(cells))
+    functools.update_wrapper(copied, function)
     copied.__kwdefaults__ = function.__kwdefaults__
     if "__wrapped__" in vars(function):
         copied.__wrapped__ = with_other_globals(vars(function)["__wrapped__"], names)

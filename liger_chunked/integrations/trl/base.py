@@ -205,8 +205,8 @@ class LigerTrainerMixin(_Trainer):
         # A router loss counts shared tokens once. Then no model of the trainer shares them: the log-probabilities of a
         # policy and of its equal reference would differ by rounding.
         share_prefix = not self._has_router_loss and self.share_prefix
-        settings: Any = {"logits_budget": budget, "logits_dtype": self._logits_dtype, "share_prefix": share_prefix}
-        heads.add_chunked_lm_head(model, *args, **settings, **kwargs)
+        kwargs |= {"logits_budget": budget, "logits_dtype": self._logits_dtype, "share_prefix": share_prefix}
+        heads.add_chunked_lm_head(model, *args, **kwargs)
 
     @property
     def _has_router_loss(self) -> bool:
