@@ -330,6 +330,13 @@ PRIVATE = (
         "offloaded",
     ),
     Private(
+        "_original_forward _is_accelerate_prepared",
+        "accelerate: models",
+        "take off the autocast of an earlier trainer",
+        "it stays",
+        "second_trainer",
+    ),
+    Private(
         "_disable_adapters _active_adapter",
         "PEFT: layers",
         "remember which adapters were on",
@@ -349,13 +356,6 @@ PRIVATE = (
         "transformers: models",
         "set a model's loss, and take it back",
         "transformers' own, on deferred logits",
-        "patched",
-    ),
-    Private(
-        "_hidden_kernels",
-        "transformers: layers",
-        "keep the patched rotary function where layers keep one",
-        "a patched model does not pickle, before transformers 5.13",
         "patched",
     ),
     Private(

@@ -595,6 +595,25 @@ def offloaded() -> None:
             assert_close(loss(model), expected, 1e-4)
 
 
+def second_trainer() -> None:
+    """A head on a model that a trainer of TRL left, with its own head and accelerate's autocast."""
+    from accelerate import Accelerator
+    from trl.trainer import utils
+
+    from liger_chunked.integrations.trl import add_chunked_lm_head
+
+    if not hasattr(utils, "add_fused_lm_head"):  # TRL before 1.15
+        return
+    model = llama()
+    utils.add_fused_lm_head(model)
+    expected = model(IDS, labels=IDS, fused_lm_head=True).log_probs
+    utils.add_fused_lm_head(model, temperature=2.0)
+    Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    add_chunked_lm_head(model)
+    assert "forward" not in vars(model)
+    assert_close([model(IDS, labels=IDS, fused_lm_head=True).log_probs], [expected], 1e-4)
+
+
 def adapted() -> None:
     """A head with LoRA, whose adapter is switched between the call of the model and the loss."""
     from peft import LoraConfig, get_peft_model

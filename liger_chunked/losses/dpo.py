@@ -264,7 +264,8 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
             "sigmoid_norm", which average themselves.
         f_divergence_type: a name from the second table.
         f_alpha_divergence_coef: `alpha` of the second table.
-        ld_alpha: weight, in [0, 1], of tokens beyond the pair's shorter length, under policy and reference. None: 1.
+        ld_alpha: weight, in [0, 1], of tokens beyond the pair's shorter length, under policy and reference; refused
+            with "sft" alone. None: 1.
         use_weighting: weigh pairs as WPO does, see above.
         use_ref_model: True requires a reference in each call, False refuses one. None allows one, and warns once
             without: log-ratios are then log-probabilities.
@@ -362,6 +363,11 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         s = self.settings
         by = f"loss_type {', '.join(map(repr, self._shown_names()))}"
         refuse_unread(s, {field for name in names for field in LOSS_TYPES[name].reads}, by, LOSS_TYPES)
+        if self.ld_alpha is not None and all(kind == "sft" for kind in self.loss_types):
+            raise ValueError(
+                f"ld_alpha={self.ld_alpha} is not read by {by}, which compares no sequences: leave it out, or add "
+                "another loss type"
+            )
         by = f"f_divergence_type {s.f_divergence_type!r}"
         refuse_unread(s, F_DIVERGENCES[s.f_divergence_type].reads, by, F_DIVERGENCES)
 

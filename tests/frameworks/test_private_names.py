@@ -22,7 +22,9 @@ BEFORE = {
     "compiled": "torch._dynamo",
     "any_sizes": "torch._dynamo",
     **dict.fromkeys(("patched", "experts", "shared_prompts", "offloaded", "adapted", "parallel"), MODELS),
-    **dict.fromkeys(("dpo_trainer", "kto_trainer", "online_trainer", "gold_trainer"), "trl.trainer.dpo_trainer"),
+    **dict.fromkeys(
+        ("dpo_trainer", "kto_trainer", "online_trainer", "gold_trainer", "second_trainer"), "trl.trainer.dpo_trainer"
+    ),
 }
 
 # Without one of these, a scenario touches few of the others: they have a process of their own.

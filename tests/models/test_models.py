@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import importlib
 import inspect
 import pickle
@@ -43,7 +42,8 @@ from liger_chunked.integrations.transformers.detect import calls_loss_function
 from liger_chunked.integrations.transformers.layers import rotate_halves, rotate_pairs, rotate_vision
 from liger_chunked.integrations.transformers.overrides import SWITCHES, family_modeling
 from liger_chunked.integrations.transformers.patch import is_patched, stock_class
-from liger_chunked.integrations.transformers.replaced import OURS
+from liger_chunked.integrations.transformers.patched_class import RopePatch, patch_of
+from liger_chunked.integrations.transformers.replaced import OURS, rope_of_family, stock_rope
 from liger_chunked.kernels.backend import INTERPRETED
 
 # Some layers of transformers have no deterministic backward.
@@ -140,10 +140,10 @@ def ropes_of(family: str) -> dict[str, int]:
     return {**text, "apply_rotary_pos_emb_vision": 1} if family in VISION else text
 
 
-def rotates(modeling: Any) -> Any:
-    """Return which function of ours a module's rotary function calls; None if it is stock's."""
-    name = "apply_rotary_pos_emb_vision" if hasattr(modeling, SECTIONS) else "apply_rotary_pos_emb"
-    return vars(getattr(modeling, name)).get(OURS)
+def rotations(model: Any) -> set[Any]:
+    """Return the functions of ours that a model's layers call."""
+    patches = [patch for module in model.modules() if isinstance(patch := patch_of(module), RopePatch)]
+    return {vars(rope_of_family(stock_rope(*key)))[OURS] for patch in patches for key in patch.functions}
 
 
 @by_family
@@ -159,8 +159,8 @@ def test_everything_was_patched(tiny, fresh):
     gated = [m for m in model.modules() if hasattr(m, "down_proj")]
     assert norms and all(map(is_patched, norms))
     assert gated and all(map(is_patched, gated))
-    halves = rotate_vision if variant else rotate_halves
-    assert rotates(family_modeling(tiny.family)) is (rotate_pairs if tiny.name == "glm4" else halves)
+    text = rotate_pairs if tiny.name == "glm4" else rotate_halves
+    assert rotations(model) == {*([] if variant else [text]), *([rotate_vision] if tiny.family in VISION else [])}
     assert all(switch in str(applied) for switch in applied.replaced)
     assert ("Left alone" in str(applied)) == variant
 
@@ -561,26 +561,48 @@ def test_switches(fresh):
     assert not is_patched(model)
 
 
-def test_two_models_share_the_rope_of_their_module():
+def test_patching_one_model_changes_no_other(calls):
+    """Not by the rotary function either, of which a modeling module has one."""
     from transformers.models.qwen3 import modeling_qwen3 as modeling
 
-    stock = modeling.apply_rotary_pos_emb
-    first, second, third = (BY_ID["qwen3"].build() for _ in range(3))
-    apply_liger_kernel(first)
-    apply_liger_kernel(second)
-    apply_liger_kernel(third, rope=False)
-    revert_liger_kernel(first)
-    assert rotates(modeling) is rotate_halves
-    revert_liger_kernel(first)
-    revert_liger_kernel(third)
-    assert rotates(modeling) is rotate_halves
-    revert_liger_kernel(second)
+    tiny, stock = BY_ID["qwen3"], modeling.apply_rotary_pos_emb
+    patched, other = tiny.build(), tiny.build()
+    expected = step(other, labelled(tiny))
+    apply_liger_kernel(patched, fused_linear_cross_entropy=False)
+    twin = copy.deepcopy(patched)
+    calls.clear()
+    again = step(other, labelled(tiny))
+    assert not calls and again[0].loss.equal(expected[0].loss)
+    assert all(g.equal(expected[1][name]) for name, g in again[1].items())
     assert modeling.apply_rotary_pos_emb is stock
-    apply_liger_kernel(first)
-    assert modeling.apply_rotary_pos_emb is not stock
-    del first
-    gc.collect()
-    assert modeling.apply_rotary_pos_emb is stock, "a model that is gone asks for nothing"
+    for model in (patched, twin):
+        calls.clear()
+        assert_same_step(step(model, labelled(tiny)), expected)
+        assert calls["rope"]
+        revert_liger_kernel(model)
+        calls.clear()
+        assert step(model, labelled(tiny))[0].loss.equal(expected[0].loss) and not calls
+
+
+def test_a_rotary_function_that_somebody_replaced(monkeypatch):
+    """Models that were patched before call it, and so do methods of their layers' class that somebody replaced."""
+    from transformers.models.qwen3 import modeling_qwen3 as modeling
+
+    model, arguments = BY_ID["qwen3"].build(), labelled(BY_ID["qwen3"])
+    apply_liger_kernel(model)
+    patched = model(**arguments).loss
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", lambda q, k, cos, sin, **_: (q, k))
+    replaced = model(**arguments).loss
+    monkeypatch.undo()
+    assert abs(replaced - patched) > 1e-4 and model(**arguments).loss.equal(patched)
+    forward = modeling.Qwen3Attention.forward
+
+    def zeros(self, *args, **kwargs):
+        output, *others = forward(self, *args, **kwargs)
+        return (0 * output, *others)
+
+    monkeypatch.setattr(modeling.Qwen3Attention, "forward", zeros)
+    assert abs(model(**arguments).loss - patched) > 1e-4
 
 
 def test_a_copy_is_a_model_of_its_own(fresh):
@@ -612,7 +634,7 @@ def test_a_patched_model_pickles(tiny, tmp_path):
     model.save_pretrained(tmp_path)
     ours = step(model, arguments)
     revert_liger_kernel(model)
-    assert rotates(family_modeling(tiny.family)) in (rotate_halves, rotate_pairs, rotate_vision), "the twin wants it"
+    assert not rotations(model) and rotations(twin) & {rotate_halves, rotate_pairs, rotate_vision}
     again = step(twin, arguments)
     assert_fused(again[0])
     assert again[0].loss.equal(ours[0].loss)

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,3 +203,25 @@ def test_a_frozen_head_has_no_gradient(tmp_path, kind, trained):
         trainer.train()
     of_the_head = VOCABULARY * 32 * 4
     assert memory.largest >= of_the_head if trained else memory.largest < of_the_head / 3
+
+
+@pytest.mark.parametrize("kind", ["ORPO", "CPO"])
+def test_prompt_tuning_without_logits(kind, tmp_path):
+    """TRL's ORPO and CPO cannot take virtual tokens off their logits: their own code, after these are taken off."""
+    n_virtual = 3
+    torch.manual_seed(0)
+    peft_config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=n_virtual)
+    trainer = build(tmp_path, kind, True, peft_config=peft_config)
+    batch = next(iter(trainer.get_train_dataloader()))
+
+    def cut(*args, **kwargs):
+        return SimpleNamespace(logits=trainer.model(*args, **kwargs).logits[:, n_virtual:])
+
+    stock = KINDS[kind].stock().concatenated_forward(trainer, cut, batch)
+    ours = trainer.concatenated_forward(trainer.model, batch)
+    assert len(ours) == len(stock) == 5
+    for mine, theirs in zip(ours, stock, strict=True):
+        mine, theirs = (x.mean(-1) if x is theirs and x.ndim == 3 else x for x in (mine, theirs))
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    trainer.train()
+    assert len(trainer.state.log_history) == 5

@@ -330,7 +330,6 @@ def test_rloo():
 
 def test_the_accuracy_of_ranks_is_of_tokens():
     """Ranks have other numbers of tokens: SFT's `mean_token_accuracy` is the share of all that are right."""
-    from liger_chunked.integrations.trl.base import Step
     from liger_chunked.integrations.trl.sft import SFTMixin
 
     rights, sent = [[True, True, False, True, False], [True]], []
@@ -341,8 +340,7 @@ def test_the_accuracy_of_ranks_is_of_tokens():
             trainer._metrics, trainer.model = {"train": defaultdict(list)}, SimpleNamespace(training=True)
             trainer.accelerator = SimpleNamespace(gather_for_metrics=gather)
             target = torch.tensor([[1] * len(right) + [-100] * 7])
-            accuracy = torch.tensor(right).double().mean()
-            metrics = SimpleNamespace(token_accuracy=accuracy, z_loss=None)
-            trainer._log_metrics(Step(torch.zeros(()), metrics, target, None))
+            is_top1 = torch.tensor([right + [False] * 7])
+            trainer.log_token_mean("mean_token_accuracy", is_top1, target)
             results += trainer.mode_metrics["mean_token_accuracy"]
     assert results == pytest.approx([3 / 5, 1.0, 4 / 6, 4 / 6])

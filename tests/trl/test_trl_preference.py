@@ -156,12 +156,15 @@ DPO = {
 }
 
 
-def assert_dpo_equal_to_trl(settings: dict[str, Any], loss_type: str, exact: float, dtype: torch.dtype) -> None:
+def assert_dpo_equal_to_trl(
+    settings: dict[str, Any], loss_type: str | list[str], exact: float, dtype: torch.dtype
+) -> None:
     batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in pairs(SMALL, seed=0).items()}
     loss = LigerFusedLinearDPOLoss(loss_type=loss_type, **settings, logits_budget=BUDGET)
+    loss_types = [loss_type] if isinstance(loss_type, str) else loss_type
     ours = evaluate(lambda batch: loss(**batch)[0], batch)
     settings = {"beta": 0.1, "label_smoothing": 0.0, **settings}
-    theirs = evaluate(lambda batch: trl_dpo_loss(batch, [loss_type], [1.0], **settings), batch)
+    theirs = evaluate(lambda batch: trl_dpo_loss(batch, loss_types, [1.0] * len(loss_types), **settings), batch)
     for name in ours:
         assert relative_error(ours[name], theirs[name]) < exact, name
 
@@ -174,9 +177,15 @@ def test_dpo_options(case, loss_type):
     assert_dpo_equal_to_trl(DPO[case], loss_type, 1e-11, torch.float64)
 
 
-@pytest.mark.parametrize("loss_type", ["apo_zero", "aot", "sft"])
+@pytest.mark.parametrize("loss_type", ["apo_zero", "aot", ["sft", "apo_zero"]])
 def test_dpo_length_desensitized_with_every_kind_of_loss(loss_type):
     assert_dpo_equal_to_trl({"ld_alpha": 0.3}, loss_type, 1e-11, torch.float64)
+
+
+def test_sft_alone_reads_no_ld_alpha():
+    for loss_type in ("sft", ["sft", "sft"]):
+        with pytest.raises(ValueError, match=r"ld_alpha=0.3 is not read by loss_type 'sft'"):
+            LigerFusedLinearDPOLoss(loss_type=loss_type, ld_alpha=0.3)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.9, 1.0, 1.3])

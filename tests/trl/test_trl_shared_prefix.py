@@ -351,3 +351,34 @@ def test_a_forward_that_drops_positions_is_not_shared(tmp_path, of):
     assert shared[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-6)
     with pytest.raises(ValueError, match="cannot share prompts"):
         run(tmp_path, "DPO", True, model=own(), share_prefix=True, **given)
+
+
+@pytest.mark.parametrize("share_prefix", [True, False])
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
+def test_hook_of_the_head(tmp_path, register, share_prefix):
+    """A hook that reads logits is refused in words, before the model runs."""
+    model, ran = tiny.model(), []
+    getattr(model.lm_head, register)(lambda *_: None)
+    model.model.register_forward_hook(lambda *_: ran.append(1))
+    arguments = {"model": model, "train_dataset": long_prompts("DPO"), "share_prefix": share_prefix}
+    trainer = build(tmp_path, "DPO", True, PLAIN, **arguments, **needed_loss("DPO"))
+    with pytest.raises(ValueError, match=r"computes no logits .*, its (forward|backward) hook .*lambda.* takes logits"):
+        trainer.train()
+    assert not ran
+
+
+@pytest.mark.parametrize("loss", [None, LigerFusedLinearDPOLoss(beta=0.1)], ids=["swap", "loss"])
+def test_policy_with_a_router_loss_and_its_reference(tmp_path, monkeypatch, loss):
+    """The policy cannot share prompts, so its reference does not: equal models give margins of exactly zero."""
+    passes = Passes(monkeypatch)
+    models = {"model": tiny.model("experts"), "ref_model": tiny.model("experts")}
+    arguments = {**models, "train_dataset": long_prompts("DPO"), "share_prefix": "auto", "loss": loss}
+    log = run(tmp_path, "DPO", True, {"learning_rate": 0.0}, **arguments)
+    assert [(entry["rewards/margins"], entry["rewards/accuracies"]) for entry in log[:4]] == [(0, 0)] * 4
+    assert not passes.shared
+
+
+def test_router_loss_is_refused_with_sharing(tmp_path):
+    arguments = {"model": tiny.model("experts"), "ref_model": tiny.model("experts"), "share_prefix": True}
+    with pytest.raises(ValueError, match=r"cannot share prompts: its router loss"):
+        build(tmp_path, "DPO", True, train_dataset=long_prompts("DPO"), **arguments)

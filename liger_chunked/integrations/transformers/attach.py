@@ -20,10 +20,10 @@ from liger_chunked.integrations.transformers.forward import (
     STATE,
     ForwardState,
     Fusion,
-    ModelPatch,
     deferral_for,
     model_methods,
 )
+from liger_chunked.integrations.transformers.generation import GeneratingPatch, generation_methods
 from liger_chunked.integrations.transformers.head_input import HeadInput
 from liger_chunked.integrations.transformers.replaced import Patches
 from liger_chunked.private import hooks_of
@@ -38,7 +38,7 @@ def update(model: PreTrainedModel, **reasons: Any) -> None:
     state = dataclasses.replace(vars(model).get(STATE) or ForwardState(), **reasons)
     if state.head_fn or state.fusion is not None:
         vars(model)[STATE] = state
-        set_patch(model, ModelPatch())
+        set_patch(model, GeneratingPatch())
     elif STATE in vars(model):
         del vars(model)[STATE]
         set_patch(model, None)
@@ -64,7 +64,7 @@ def fuse_class(cls: type[PreTrainedModel], fusion: Fusion | None) -> None:
         return
     patches = Patches()
     methods = model_methods(cls, cls.__call__, functools.partial(_current, cls.forward))
-    for name, method in methods.items():
+    for name, method in {**methods, **generation_methods(cls)}.items():
         patches.set(cls, name, method)
     setattr(cls, _CLASS_PATCHES, patches)
     setattr(cls, STATE, ForwardState(fusion=fusion))
@@ -128,7 +128,7 @@ def check_head(model: PreTrainedModel) -> None:
             "each rank has a plain tensor with its part of lm_head's weight, whose outputs a hook of transformers "
             "gathers: leave lm_head out of tp_plan, or load the model with a transformers that shards DTensors"
         )
-    patched_class(stock_class(type(model)), ModelPatch())  # raises if Python cannot make the subclass
+    patched_class(stock_class(type(model)), GeneratingPatch())  # raises if Python cannot make the subclass
 
 
 def _is_part(module: nn.Module) -> bool:
@@ -182,4 +182,14 @@ def detach_head(model: nn.Module) -> None:
     Raises:
         TypeError: `model` contains no transformers model.
     """
-    update(inner_model(model), head_fn=False, rewrite=None, logits_budget=None)
+    update(inner_model(model), **_NO_HEAD)
+
+
+_NO_HEAD: dict[str, Any] = {"head_fn": False, "rewrite": None, "logits_budget": None}
+
+
+def remove_trainers_head(model: PreTrainedModel) -> None:
+    """Undo `attach_head` if it was a trainer that added keywords of its own."""
+    state = vars(model).get(STATE)
+    if state is not None and state.rewrite is not None:
+        update(model, **_NO_HEAD)

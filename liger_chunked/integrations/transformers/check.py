@@ -24,15 +24,13 @@ from liger_chunked.integrations.transformers.patch import (
     revert_liger_kernel,
 )
 from liger_chunked.integrations.transformers.patched_class import has_our_layer, patch_of, stock_class
-from liger_chunked.integrations.transformers.replaced import KEPT_FUNCTIONS, KEPT_ROPE, ROPES
+from liger_chunked.integrations.transformers.replaced import stock_rope
 from liger_chunked.integrations.transformers.report import APPLIED, FUSED, Applied
 
 _CHANGED = (
     STATE,
     APPLIED,
     SETTINGS,
-    KEPT_ROPE,
-    KEPT_FUNCTIONS,
     "_loss_function",
     "forward",
     "_old_forward",
@@ -151,17 +149,15 @@ def check_model(
         without_logits: dict[str, Any] = {"skip_logits": True} if FUSED in applied.replaced else {}
         ours = _step(model, {**arguments, **without_logits})
         layers = {type(module).__name__: module for module in filter(has_our_layer, inner.modules())}
-        with _stock_ropes(applied):
-            found = {name: _difference(_check_patched, module) for name, module in layers.items()}
-            rotary = [module for module in inner.modules() if "Rotary" in type(module).__name__]
-            for key in applied.ropes:
-                stock_rope: Any = ROPES(*key).stock
-                found[key[1]] = verify.rotary_difference(rope_of(stock_rope), stock_rope, rotary)
+        found = {name: _difference(_check_patched, module) for name, module in layers.items()}
+        rotary = [module for module in inner.modules() if "Rotary" in type(module).__name__]
+        for key in applied.ropes:
+            rope = stock_rope(*key)
+            found[key[1]] = verify.rotary_difference(rope_of(rope), rope, rotary)
         revert_liger_kernel(inner)
-        with _stock_ropes(applied):
-            stock = _step(_in_dtype(model, torch.float32) if dtype == torch.float64 else model, arguments)
-            with _Float64Softmax():
-                exact = _step(_in_dtype(model, torch.float64), arguments)
+        stock = _step(_in_dtype(model, torch.float32) if dtype == torch.float64 else model, arguments)
+        with _Float64Softmax():
+            exact = _step(_in_dtype(model, torch.float64), arguments)
     eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
     largest = max((g.norm().item() for name, g in exact.items() if name), default=0.0)
 
@@ -194,17 +190,6 @@ def _as_found(model: nn.Module) -> Iterator[None]:
             for name in _CHANGED:
                 vars(module).pop(name, None)
             vars(module).update(attributes)
-        applied = vars(inner).get(APPLIED)
-        if applied is not None:
-            applied.hold_ropes()
-
-
-@contextlib.contextmanager
-def _stock_ropes(applied: Applied) -> Iterator[None]:
-    with contextlib.ExitStack() as suspended:
-        for key in applied.ropes:
-            suspended.enter_context(ROPES(*key).suspended())
-        yield
 
 
 def _arguments(inner: Any, input_ids: Tensor | None, labels: Tensor | None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from liger_chunked.integrations.transformers.detect import calls_loss_function, 
 from liger_chunked.integrations.transformers.layers import Binding, has_causal_loss
 from liger_chunked.integrations.transformers.overrides import binding_of, rope_of
 from liger_chunked.integrations.transformers.patched_class import LayerPatch, patched_class, stock_class
-from liger_chunked.integrations.transformers.replaced import ROPES
+from liger_chunked.integrations.transformers.replaced import stock_rope
 from liger_chunked.integrations.transformers.report import FUSED
 from liger_chunked.tiled import Tokens
 
@@ -27,7 +27,6 @@ from liger_chunked.tiled import Tokens
 class Found:
     layers: list[tuple[str, Any, Binding]] = field(default_factory=list)  # switch, and module or class
     ropes: tuple[tuple[str, str], ...] = ()
-    other_ropes: tuple[tuple[str, str], ...] = ()
     heads: tuple[str, ...] = ()  # switches
     left: dict[str, str] = field(default_factory=dict)
     other_losses: dict[str, str] = field(default_factory=dict)  # classes that cross_entropy cannot serve, and why
@@ -57,15 +56,14 @@ class Found:
         return reason
 
     def add_ropes(self, classes: Iterable[type], rotary: list[nn.Module]) -> None:
-        keys: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
         for key in sorted(set().union(*map(source.rotary_functions, classes))):
-            stock = ROPES(*key).stock
+            stock = stock_rope(*key)
             ours = rope_of(stock)
             reason = _VARIANT if ours is None else verify.rotary_difference(ours, stock, rotary)
-            keys[reason is None].append(key)
-            if reason is not None:
+            if reason is None:
+                self.ropes = (*self.ropes, key)
+            else:
                 self.left.setdefault(key[1], reason)
-        self.ropes, self.other_ropes = tuple(keys[True]), tuple(keys[False])
 
     def chosen(self, family: str, switches: dict[str, bool | None]) -> list[str]:
         check_switches(switches.keys() - set(overrides.SWITCHES))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import logging
 import os
@@ -20,8 +21,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from liger_chunked.deferred.code import own_forward
 from liger_chunked.integrations.transformers import overrides, verify
-from liger_chunked.integrations.transformers.attach import attach_head, detach_head, fuse, fuse_class, rebind
+from liger_chunked.integrations.transformers.attach import (
+    attach_head,
+    detach_head,
+    fuse,
+    fuse_class,
+    rebind,
+    remove_trainers_head,
+)
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.experts import EXPERTS_GATE, experts_method
 from liger_chunked.integrations.transformers.forward import Fusion
@@ -36,14 +45,16 @@ from liger_chunked.integrations.transformers.layers import Layer, causal_lm_loss
 from liger_chunked.integrations.transformers.overrides import family_modeling, family_of
 from liger_chunked.integrations.transformers.patched_class import (
     LayerPatch,
-    has_our_layer,
+    RopePatch,
+    has_our_code,
     is_patched,
     layer_method,
     set_patch,
     stock_class,
 )
-from liger_chunked.integrations.transformers.replaced import ROPES, keep_rope
+from liger_chunked.integrations.transformers.replaced import rope_of_family, stock_rope
 from liger_chunked.integrations.transformers.report import APPLIED, FUSED, Applied
+from liger_chunked.integrations.transformers.source import rotary_functions
 from liger_chunked.tiled import Tokens, check_tokens
 from liger_chunked.types import budget_bytes, shown
 
@@ -111,8 +122,8 @@ def apply_liger_kernel(
     - `return_token_accuracy`: adds `token_accuracy` to the output of a fused step
     - `head_fn`: a function of head and hidden states that replaces the logits and the loss; see `attach_head`
 
-    `rope` serves all models of a modeling module, until the last patched one is reverted or deleted. The result says
-    what is left alone, and why; for the head, what a training step of a small copy did.
+    No other model changes, also by `rope`: the model's own layers call another rotary function. The result says what is
+    left alone, and why; for the head, what a training step of a small copy did.
 
     Args:
         model: a transformers model, maybe wrapped (DDP, PEFT).
@@ -174,7 +185,7 @@ def apply_liger_kernel(
     reason = found.left.get(owner_of(inner).__name__)
     if reason and FUSED not in on and fused_linear_cross_entropy is None:
         _LOGGER.warning("%s trains with logits: %s", type(inner).__name__, reason)
-    revert_liger_kernel(inner)
+    _revert(inner)
     applied = Applied(family, left=found.left)
     for name in on:
         for switch, module, binding in found.layers:
@@ -184,7 +195,9 @@ def apply_liger_kernel(
                 applied.count(switch, owner_of(module).__name__)
                 if tokens is not False and binding.layer.is_mlp:
                     applied.count(overrides.TILED, owner_of(module).__name__)
-    _hold_ropes(found, on, applied)
+    if "rope" in on:
+        _rotate(inner, found.ropes)
+        _count_ropes(found, applied)
     if "cross_entropy" in on:
         vars(inner)["_loss_function"] = causal_lm_loss
         applied.count("cross_entropy", "loss_function")
@@ -193,7 +206,6 @@ def apply_liger_kernel(
         rebind(model, inner)
         applied.count(FUSED, owner_of(inner).__name__)
     vars(inner)[APPLIED] = applied
-    keep_rope(inner, patched=True)
     return applied
 
 
@@ -204,20 +216,26 @@ def _tokens(tiled_mlp: Any) -> Tokens:
     return tiled_mlp
 
 
-def _hold_ropes(found: Found, on: list[str], applied: Applied) -> None:
-    for key in found.other_ropes:  # their code may have changed since another patch
-        ROPES(*key).give_up()
-    if "rope" in on:
-        applied.ropes = found.ropes
-        applied.hold_ropes()
-        for _, name in found.ropes:
-            applied.count("rope", name)
+def _rotate(model: nn.Module, functions: tuple[tuple[str, str], ...]) -> None:
+    """Let the layers of a model call rotary functions of ours in place of these."""
+    for module in model.modules():
+        read = rotary_functions(stock_class(type(module)))
+        called = tuple(function for function in functions if function in read)
+        if called and own_forward(module) is None:
+            set_patch(module, RopePatch(called))
+
+
+def _count_ropes(found: Found, applied: Applied) -> None:
+    applied.ropes = found.ropes
+    for _, name in found.ropes:
+        applied.count("rope", name)
 
 
 def revert_liger_kernel(model: nn.Module | str) -> None:
     """Undo `apply_liger_kernel(model)` or, for a name, `apply_liger_kernel_to_<family>()`.
 
-    Forwards set after patching stay. Without a patch, nothing happens.
+    The head that a trainer of `liger_chunked.integrations.trl` gave the model goes too, so revert after its last step;
+    `attach_head` stays. Forwards set after patching stay. Without a patch, nothing happens.
 
     Args:
         model: a patched transformers model, maybe wrapped (DDP, PEFT), or the name of a family, such as "llama".
@@ -230,15 +248,19 @@ def revert_liger_kernel(model: nn.Module | str) -> None:
         _revert_family(family_modeling(model))
         return
     inner = inner_model(model)
+    _revert(inner)
+    remove_trainers_head(inner)
+
+
+def _revert(inner: PreTrainedModel) -> None:
     fuse(inner, None)
-    for module in filter(has_our_layer, inner.modules()):
+    for module in filter(has_our_code, inner.modules()):
         set_patch(module, None)
     if vars(inner).get("_loss_function") is causal_lm_loss:
         del inner._loss_function
         if not has_causal_loss(inner):
             inner.loss_function = ForCausalLMLoss
     _release(vars(inner).pop(APPLIED, None))
-    keep_rope(inner, patched=False)
 
 
 def _revert_family(modeling: ModuleType) -> None:
@@ -250,8 +272,6 @@ def _revert_family(modeling: ModuleType) -> None:
 def _release(applied: Applied | None) -> None:
     if applied is not None:
         applied.patches.undo()
-        for key in applied.ropes:
-            ROPES(*key).release(id(applied))
 
 
 def apply_to_family(
@@ -285,7 +305,11 @@ def apply_to_family(
                 applied.count(switch, cls.__name__)
                 if tiles is not False:
                     applied.count(overrides.TILED, cls.__name__)
-    _hold_ropes(found, on, applied)
+    if "rope" in on:
+        for module, name in found.ropes:
+            rope = rope_of_family(stock_rope(module, name))
+            applied.patches.set(importlib.import_module(module), name, rope)
+        _count_ropes(found, applied)
     for owner in overrides.causal_classes(modeling):
         if "cross_entropy" in on and owner.__name__ not in found.other_losses:
             applied.patches.set(owner, "_loss_function", staticmethod(causal_lm_loss))

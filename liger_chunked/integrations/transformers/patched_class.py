@@ -14,6 +14,8 @@ from liger_chunked.deferred.swap import Patch, patch_of, patched_class, set_patc
 from liger_chunked.integrations.transformers.detect import STOCK
 from liger_chunked.integrations.transformers.experts import EXPERTS_GATE, experts_method
 from liger_chunked.integrations.transformers.layers import Binding
+from liger_chunked.integrations.transformers.replaced import add_rope
+from liger_chunked.integrations.transformers.source import rotary_methods, with_other_globals
 from liger_chunked.tiled import Tokens, after_tiles, follows_tiles, tile_tokens, tiled
 
 __all__ = ["LayerPatch", "has_our_layer", "is_patched", "patch_of", "patched_class", "set_patch", "stock_class"]
@@ -44,6 +46,39 @@ class LayerPatch(Patch):
         if self.method == EXPERTS_GATE and (of_experts := experts_method(cls)) is not None:
             namespace["forward"] = of_experts
         return namespace
+
+
+@dataclass(frozen=True)
+class RopePatch(Patch):
+    """A class whose methods call rotary functions of ours.
+
+    A modeling module has one rotary function for all its models, which stays: the methods are copied, and the copies
+    call a function beside it.
+
+    `functions`: the modules and names of the stock functions.
+    """
+
+    functions: tuple[tuple[str, str], ...]
+
+    def key(self, cls: Any) -> Hashable:
+        return tuple((name, getattr(cls, name)) for name in rotary_methods(cls))
+
+    def methods(self, cls: Any) -> dict[str, Any]:
+        added = {name: add_rope(module, name) for module, name in self.functions}
+        return {name: _rotating(cls, name, added) for name, of in rotary_methods(cls).items() if of & {*self.functions}}
+
+
+def _rotating(cls: Any, name: str, added: dict[str, str]) -> Any:
+    current = getattr(cls, name)
+    ours = with_other_globals(current, added)
+
+    @functools.wraps(current)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # The user may replace the method of the class.
+        return (ours if getattr(cls, name) is current else getattr(cls, name))(self, *args, **kwargs)
+
+    vars(method)[STOCK] = current
+    return method
 
 
 @functools.cache
@@ -88,6 +123,10 @@ def layer_method(
 
 def is_patched(module: nn.Module) -> bool:
     return patch_of(module) is not None
+
+
+def has_our_code(module: nn.Module) -> bool:
+    return isinstance(patch_of(module), (LayerPatch, RopePatch))
 
 
 def has_our_layer(module: nn.Module) -> bool:

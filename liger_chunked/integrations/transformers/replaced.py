@@ -1,13 +1,10 @@
-"""Replaced attributes, and rotary functions, which a module's patched models share."""
+"""Replaced attributes, and rotary functions of modeling modules."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import types
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,55 +35,42 @@ class Patches:
                 setattr(owner, name, before)
 
 
-class _Rope:
-    """Replaces a module's rotary function while a holder lives."""
+def stock_rope(module: str, name: str) -> Any:
+    """Return a rotary function of a module; the stock one, where `rope_of_family` replaced it."""
+    current = getattr(importlib.import_module(module), name)
+    return vars(current)["__wrapped__"] if OURS in vars(current) else current
 
-    def __init__(self, module: str, name: str) -> None:
-        self._owner, self._name = importlib.import_module(module), name
-        self._patches = Patches()
-        self._holders: dict[int, weakref.ref[Any]] = {}
-        self._stock: Any = None
 
-    @property
-    def stock(self) -> Any:
-        return self._stock if self._holders else getattr(self._owner, self._name)
+def rope_of_family(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that all models of a patched family call in place of `stock`.
 
-    def hold(self, applied: Any) -> None:
-        if not self._holders:
-            self._stock = getattr(self._owner, self._name)
-            self._replace()
-        key = id(applied)
-        self._holders[key] = weakref.ref(applied, lambda _: self.release(key))
+    It is `stock` itself if no kernel computes it: a pickled model may meet another version of its modeling file.
+    """
+    ours = rope_of(stock)
+    return stock if ours is None else _outside_transforms(ours, stock)
 
-    def release(self, key: int) -> None:
-        self._holders.pop(key, None)
-        if not self._holders:
-            self._patches.undo()
 
-    def give_up(self) -> None:
-        """Restore the function, which is no longer what holders replaced."""
-        self._holders.clear()
-        self._patches.undo()
+def add_rope(module: str, name: str) -> str:
+    """Add a rotary function of ours to a module, beside the stock one, and return its name there.
 
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        self._patches.undo()
-        try:
-            yield
-        finally:
-            if self._holders:
-                self._replace()
+    It calls what the module has in the place of the stock function, if somebody replaced that.
+    """
+    owner, stock = importlib.import_module(module), stock_rope(module, name)
+    ours = rope_of_family(stock)
 
-    def _replace(self) -> None:
-        ours = rope_of(self._stock)
-        self._patches.set(
-            self._owner, self._name, self._stock if ours is None else _outside_transforms(ours, self._stock)
-        )
+    @functools.wraps(stock)
+    def rotated(*args: Any, **kwargs: Any) -> Any:
+        current = getattr(owner, name)
+        return (ours if current is stock else current)(*args, **kwargs)
+
+    added = f"_liger_{name}"
+    setattr(owner, added, rotated)
+    return added
 
 
 @functools.cache
 def _outside_transforms(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `ours`, but `stock` under transforms of torch.func: models that are not patched call it too."""
+    """Return `ours`, but `stock` under transforms of torch.func: all models of a patched family call it."""
 
     @functools.wraps(stock)
     def rotated(*args: Any, **kwargs: Any) -> Any:
@@ -96,35 +80,3 @@ def _outside_transforms(ours: Callable[..., Any], stock: Callable[..., Any]) -> 
 
     vars(rotated)[OURS] = ours
     return rotated
-
-
-ROPES = functools.cache(_Rope)
-
-
-# Where layers of older transformers keep functions that kernels of the hub may replace.
-KEPT_ROPE, KEPT_FUNCTIONS = "rotary_fn", "_hidden_kernels"
-
-
-def keep_rope(model: torch.nn.Module, patched: bool) -> None:
-    """Let layers that keep a rotary function, as in older transformers, keep the patched or stock one.
-
-    Their forward calls the one of their module. But pickle writes a function as its name, and refuses one that is not
-    what its module has under this name.
-    """
-    for layer in model.modules():
-        fields = vars(layer)
-        if KEPT_ROPE in fields:
-            fields[KEPT_ROPE] = _current(fields[KEPT_ROPE], patched)
-        functions = fields.get(KEPT_FUNCTIONS) or {}
-        for name, function in functions.items():
-            functions[name] = _current(function, patched)
-
-
-def _current(kept: Any, patched: bool) -> Any:
-    """Return what the function's module has under its name if `patched`, else the stock function."""
-    if not isinstance(kept, types.FunctionType):
-        return kept
-    if patched:
-        current = getattr(importlib.import_module(kept.__module__), kept.__name__, kept)
-        return current if hasattr(current, OURS) else kept  # not what somebody else put there
-    return kept.__wrapped__ if OURS in vars(kept) else kept  # type: ignore[attr-defined]

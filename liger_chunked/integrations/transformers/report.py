@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from liger_chunked.integrations.transformers.replaced import ROPES, Patches
+from liger_chunked.integrations.transformers.replaced import Patches
 
 FUSED = "fused_linear_cross_entropy"
 APPLIED = "_liger_applied"
@@ -16,7 +15,8 @@ class Applied:
     - `family`: the model type, such as "llama"
     - `replaced`: for each switch that is on, the names of patched classes or functions, and how many modules have them
     - `left`: for each class or function that is left alone, the reason
-    - `ropes`, `patches`: what `revert_liger_kernel` needs
+    - `ropes`: the modules and names of the rotary functions that the model's own layers do not call any more
+    - `patches`: what `revert_liger_kernel` needs
     """
 
     family: str
@@ -28,14 +28,6 @@ class Applied:
     def count(self, switch: str, name: str) -> None:
         counts = self.replaced.setdefault(switch, {})
         counts[name] = counts.get(name, 0) + 1
-
-    def hold_ropes(self) -> None:
-        for key in self.ropes:
-            ROPES(*key).hold(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)  # a copy needs the rope function too
-        self.hold_ropes()
 
     def __str__(self) -> str:
         lines = [

@@ -131,7 +131,7 @@ def _reason_of_arguments(arguments: dict[str, Any]) -> str | None:
         name for name, x in arguments.items() if name not in _KNOWN_ARGUMENTS and x is not None and x is not False
     ]
     if "output_router_logits" in others:
-        return _ROUTER
+        return ROUTER
     if others:
         return f"the pass has {others[0]}, and only tokens and their mask can be merged"
     if not isinstance(arguments.get("input_ids"), Tensor):
@@ -303,7 +303,7 @@ def why_not_shared(model: nn.Module) -> str | None:
     return reason or _reason_of_adapters(inner) or _reason_now(inner) or _facts(inner).reason
 
 
-_ROUTER = (
+ROUTER = (
     "its router loss would count a shared token once, not once for each sequence; set "
     "config.output_router_logits=False to train without that loss"
 )
@@ -343,7 +343,7 @@ def _reason_now(model: PreTrainedModel) -> str | None:
         return f"its forward was replaced by {name}, which may not pass on positions"
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False) or getattr(model.config, "output_router_logits", False):
-        return _ROUTER
+        return ROUTER
     if model.training and (dropout := next((name for name in _DROPOUTS if getattr(config, name, None)), None)):
         return f"FlexAttention has no dropout, and {dropout} is {getattr(config, dropout)}; set it to 0"
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):

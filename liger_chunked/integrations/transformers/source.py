@@ -8,7 +8,8 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -145,15 +146,51 @@ class _Renamed(ast.NodeTransformer):
 
 
 @functools.cache
+def rotary_methods(cls: type) -> dict[str, frozenset[tuple[str, str]]]:
+    """Return the methods of a class that call rotary functions: the modules and names of these functions."""
+    members = {name: x for base in reversed(cls.__mro__) for name, x in vars(base).items()}
+    found = {name: _rotary_functions(method) for name, method in members.items() if inspect.isfunction(method)}
+    return {name: functions for name, functions in found.items() if functions}
+
+
 def rotary_functions(cls: type) -> frozenset[tuple[str, str]]:
-    found = set()
-    for base in cls.__mro__:
-        for method in filter(inspect.isfunction, vars(base).values()):
-            method = inspect.unwrap(method)
-            names = [name for name in method.__code__.co_names if re.match(r"_?\w*apply\w*(rotary|rope)", name)]
-            theirs = method.__globals__
-            found |= {(theirs["__name__"], name) for name in names if inspect.isfunction(theirs.get(name))}
-    return frozenset(found)
+    return frozenset().union(*rotary_methods(cls).values())
+
+
+def _rotary_functions(method: Any) -> frozenset[tuple[str, str]]:
+    method = inspect.unwrap(method)
+    names = [name for name in method.__code__.co_names if re.match(r"_?\w*apply\w*(rotary|rope)", name)]
+    theirs = method.__globals__
+    return frozenset((theirs["__name__"], name) for name in names if inspect.isfunction(theirs.get(name)))
+
+
+def with_other_globals(function: Any, names: Mapping[str, str]) -> Any:
+    """Return a copy of a function that reads other global variables: `names` maps a name to the other's.
+
+    The functions that it wraps are copied too.
+    """
+    cells = [_other_cell(cell, names) for cell in function.__closure__ or ()]
+    code = _with_names(function.__code__, names)
+    arguments = function.__globals__, function.__name__, function.__defaults__
+    copied: Any = types.FunctionType(code, *arguments, tuple(cells))
+    functools.update_wrapper(copied, function)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    if "__wrapped__" in vars(function):
+        copied.__wrapped__ = with_other_globals(vars(function)["__wrapped__"], names)
+    else:
+        del copied.__wrapped__  # set by update_wrapper
+    return copied
+
+
+def _other_cell(cell: Any, names: Mapping[str, str]) -> Any:
+    content = _content(cell)
+    wrapped = inspect.isfunction(content) and _rotary_functions(content)
+    return types.CellType(with_other_globals(content, names)) if wrapped else cell
+
+
+def _with_names(code: types.CodeType, names: Mapping[str, str]) -> types.CodeType:
+    constants = tuple(_with_names(x, names) if isinstance(x, types.CodeType) else x for x in code.co_consts)
+    return code.replace(co_names=tuple(names.get(name, name) for name in code.co_names), co_consts=constants)
 
 
 def looks_like_layer(cls: Any) -> bool:

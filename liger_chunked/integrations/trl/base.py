@@ -21,7 +21,7 @@ from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.transformers.attach import rebind
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.head_input import fitted
-from liger_chunked.integrations.transformers.shared_prefix import why_not_shared
+from liger_chunked.integrations.transformers.shared_prefix import ROUTER, why_not_shared
 from liger_chunked.integrations.trl import heads, references
 from liger_chunked.types import Head, budget_bytes, described
 
@@ -29,10 +29,17 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Step(NamedTuple):
+    """What a loss gave inside a model's forward.
+
+    - `target` (B, T): the labels that the loss read
+    - `logged`: what `apply_loss` was asked to compute for the log, or None
+    """
+
     loss: Tensor
     metrics: Any
     target: Tensor
     aux_loss: Tensor | None
+    logged: Any = None
 
 
 def loss_step(
@@ -49,15 +56,32 @@ def loss_step(
     return model(**inputs, labels=labels, head_fn=apply)
 
 
-def apply_loss(head: Head, input: HeadInput, *, loss: nn.Module, length: int | None = None, **arguments: Any) -> Step:
-    """Run `loss` as a `head_fn`, with the model's logits transform, on the last `length` positions that predict."""
+def apply_loss(
+    head: Head,
+    input: HeadInput,
+    *,
+    loss: nn.Module,
+    length: int | None = None,
+    logged: tuple[str, ...] = (),
+    **arguments: Any,
+) -> Step:
+    """Run `loss` as a `head_fn`, with the model's logits transform, on the last `length` positions that predict.
+
+    `logged` names fields of `TokenStats`, which a second projection computes without a gradient, for the log.
+    """
     positions = slice(None) if length is None else slice(-length - 1, -1)
     target = input.target[:, positions]
     hidden_states = input.hidden_states[:, positions]
     own = fitted(loss, input.options)
     result = own(head.weight, hidden_states, target=target, bias=head.bias, **arguments)
     value, metrics = result if isinstance(result, tuple) else (result, None)
-    return Step(value, metrics, target, input.aux_loss)
+    stats = None
+    if logged:
+        own_input = dataclasses.replace(input, hidden_states=hidden_states, shift_labels=target)
+        options = {name: getattr(own.options, name) for name in ("temperature", "logits_budget", "logits_dtype")}
+        with torch.no_grad():
+            stats = heads.head_stats(head, own_input, logged, **options)
+    return Step(value, metrics, target, input.aux_loss, stats)
 
 
 def rollout_inputs(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
@@ -114,7 +138,7 @@ class LigerTrainerMixin(_Trainer):
         self, *args: Any, loss: nn.Module | None = None, logits_budget: int | float | str | None = None, **kwargs: Any
     ) -> None:
         budget, logits_dtype = budget_bytes(logits_budget), None  # raises before loading
-        config = _config(args, kwargs)
+        config = config_in(args, kwargs)
         check_keywords(type(self), kwargs, config)
         if getattr(config, "use_liger_kernel", False):
             raise ValueError(
@@ -139,13 +163,12 @@ class LigerTrainerMixin(_Trainer):
         heads.check_has_methods(type(self), (*self.always_replaced, *(self.replaced_by_loss if loss else ())))
         if loss is not None:
             heads.check_reads_loss(type(self), LigerTrainerMixin, (*self.always_replaced, *self.replaced_by_loss))
-        self._head_settings: Any = {
-            "logits_budget": budget,
-            "logits_dtype": logits_dtype,
-            "share_prefix": self.share_prefix,
-        }
+        self._logits_dtype = logits_dtype
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, nn.Module):
+                heads.hand_over(x)  # before TRL sets this trainer's autocast on a teacher or reference
         trained = [] if loss is None else [(name, x) for name, x in loss.named_parameters() if x.requires_grad]
-        with heads.chunked_heads(**self._head_settings), nullcontext() if casts else heads.lora_heads(type(self)):
+        with heads.replaced_heads(self._replace_head), nullcontext() if casts else heads.lora_heads(type(self)):
             super().__init__(*args, **kwargs)
         self._check_trains(trained)
         self.add_heads()
@@ -168,12 +191,26 @@ class LigerTrainerMixin(_Trainer):
     def add_heads(self) -> None:
         """Give chunked heads to the models that have none of TRL's."""
         if heads.reads_logits(type(self), self.models_without_head):
-            budget = self._head_settings["logits_budget"]
-            settings = {**self._head_settings, "logits_budget": heads.HEAD_BUDGET if budget is None else budget}
             for inner in self._inner_models("model", "ref_model"):
-                heads.add_chunked_lm_head(inner, **settings)
+                self._replace_head(inner)
         for inner in self._inner_models(*self.models_without_head):
-            heads.add_chunked_lm_head(inner, **self._head_settings)
+            self._add_head(inner, self.logits_budget)
+
+    def _replace_head(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        """Run in place of TRL's `add_fused_lm_head`."""
+        budget = heads.HEAD_BUDGET if self.logits_budget is None else self.logits_budget
+        self._add_head(model, budget, *args, **kwargs)
+
+    def _add_head(self, model: PreTrainedModel, budget: int | None, *args: Any, **kwargs: Any) -> None:
+        # A router loss counts shared tokens once. Then no model of the trainer shares them: the log-probabilities of a
+        # policy and of its equal reference would differ by rounding.
+        share_prefix = not self._has_router_loss and self.share_prefix
+        kwargs |= {"logits_budget": budget, "logits_dtype": self._logits_dtype, "share_prefix": share_prefix}
+        heads.add_chunked_lm_head(model, *args, **kwargs)
+
+    @property
+    def _has_router_loss(self) -> bool:
+        return getattr(self, "aux_loss_enabled", False)  # which TRL sets before it adds heads
 
     def _inner_models(self, *names: str) -> list[PreTrainedModel]:
         models = (getattr(self, name, None) for name in names)
@@ -183,6 +220,11 @@ class LigerTrainerMixin(_Trainer):
     def mode_metrics(self) -> dict[str, list[float]]:
         metrics = getattr(self, "_metrics", None)  # of TRL, which logs them; a release without it logs none
         return defaultdict(list) if metrics is None else metrics["train" if self.model.training else "eval"]
+
+    def log_token_mean(self, name: str, values: Tensor, target: Tensor) -> None:
+        """Log the mean of `values` (B, T), 0 at ignored tokens, over the tokens of `target` (B, T) on all ranks."""
+        n_tokens = (target != -100).sum()
+        self.mode_metrics[name].append(self.global_mean(values.sum() / n_tokens.clamp(min=1), n_tokens))
 
     def gathered_mean(self, value: Tensor) -> float:
         return self.accelerator.gather_for_metrics(value.detach()).mean().item()
@@ -300,7 +342,7 @@ class SharedPromptsMixin(LigerTrainerMixin):
     def __init__(self, *args: Any, share_prefix: bool | str = "auto", **kwargs: Any) -> None:
         if share_prefix not in (True, False, "auto"):
             raise ValueError(f"share_prefix must be 'auto', True or False, got {share_prefix!r}")
-        parallelism = getattr(_config(args, kwargs), "parallelism_config", None)
+        parallelism = getattr(config_in(args, kwargs), "parallelism_config", None)
         if getattr(parallelism, "cp_size", 1) > 1 or getattr(parallelism, "sp_size", 1) > 1:
             if share_prefix is True:
                 raise ValueError("share_prefix=True needs whole sequences, and parallelism_config splits them")
@@ -317,7 +359,9 @@ class SharedPromptsMixin(LigerTrainerMixin):
             share_prefix = False
         self.share_prefix = share_prefix
         super().__init__(*args, **kwargs)
-        reason = why_not_shared(self.model) if share_prefix is True else None
+        if share_prefix == "auto" and self._has_router_loss:
+            _LOGGER.info("%s computes shared prompts once for each sequence: %s", type(self).__name__, ROUTER)
+        reason = (ROUTER if self._has_router_loss else why_not_shared(self.model)) if share_prefix is True else None
         if reason is not None:
             raise ValueError(f"{type(inner_model(self.model)).__name__} cannot share prompts: {reason}")
 
@@ -363,7 +407,7 @@ def check_keywords(trainer: type, given: Iterable[str], config: TrainingArgument
     raise TypeError(f"{refused}: " + (f"it is set in {field}" if close[0] == name else f"did you mean {field}?"))
 
 
-def _config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingArguments | None:
+def config_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingArguments | None:
     return next((x for x in (*args, kwargs.get("args")) if isinstance(x, TrainingArguments)), None)
 
 
@@ -372,7 +416,7 @@ def check_loads_reference(trainer: type, args: tuple[Any, ...], kwargs: dict[str
 
     Raises TypeError, as `check_keywords` does, for a misspelt `peft_config`, with which it would need no reference.
     """
-    config = _config(args, kwargs)
+    config = config_in(args, kwargs)
     check_keywords(trainer, kwargs, config)
     if getattr(config, "beta", 0.0) and not _has_adapter((*args, *kwargs.values())):
         references.check_name(trainer.__name__, args[0] if args else kwargs.get("model"), references.SAVE_FIRST)
@@ -435,6 +479,7 @@ class ReferenceMixin(LigerTrainerMixin):
     """
 
     ref_columns: ClassVar[tuple[str, ...]]
+    logged_stats: ClassVar[tuple[str, ...]] = ("entropy",)
     replaced_by_loss: ClassVar = ("_compute_loss",)
     # Of transformers' trainer.
     data_collator: Any
@@ -450,7 +495,7 @@ class ReferenceMixin(LigerTrainerMixin):
         **kwargs: Any,
     ) -> None:
         # Before the reference: a misspelt `ref_model` or `peft_config` is a reference that is missing.
-        check_keywords(type(self), kwargs, _config((args, *others), kwargs))
+        check_keywords(type(self), kwargs, config_in((args, *others), kwargs))
         if self.loss_kind is not None and isinstance(loss, self.loss_kind) and loss.use_ref_model is False:
             given = ["a ref_model"] if ref_model is not None else []
             settings = ("precompute_ref_log_probs", "sync_ref_model")
@@ -540,7 +585,9 @@ class ReferenceMixin(LigerTrainerMixin):
             arguments["example_weights"] = torch.as_tensor(weights, device=labels.device)
         if loss.use_ref_model is not False:
             arguments["ref_logps"] = self._ref_logps(model_inputs, inputs, labels)
+        arguments["logged"] = self.logged_stats
         step = loss_step(model, loss, model_inputs | self._aux_inputs, labels, length=length, **arguments)
+        self.log_token_mean("entropy", step.logged.entropy, step.target)
         self._log_metrics(step)
         self.log_own_metrics(step.metrics)
         return self._finished(self._with_aux_loss(step.loss, step.aux_loss), model, model_inputs, return_outputs)

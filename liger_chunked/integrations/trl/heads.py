@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,15 +11,18 @@ from typing import Any
 
 import torch
 import trl
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from trl.trainer import utils
 
+from liger_chunked.deferred.code import FORWARD_SLOTS, unwrapped
+from liger_chunked.deferred.defer import refusal_of
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.transformers.attach import check_head, update
-from liger_chunked.integrations.transformers.forward import add_keywords
+from liger_chunked.integrations.transformers.detect import STOCK, head_of
+from liger_chunked.integrations.transformers.forward import STATE, add_keywords
 from liger_chunked.integrations.transformers.shared_prefix import share_pass
 from liger_chunked.integrations.trl import older
 from liger_chunked.kept_ids import KeptIds
@@ -52,6 +56,8 @@ def add_chunked_lm_head(
     `model(..., labels=labels, fused_lm_head=True)` then returns TRL's `FusedCausalLMOutput`, and `model(...,
     labels=labels, head_fn=fn)` returns `fn(head, input)`. Other calls do not change.
 
+    The newest head of a model computes, TRL's or this one; `detach_head` and `revert_liger_kernel` take this one off.
+
     Args:
         model: a causal language model; under PEFT its base model.
         temperature, logits_budget, logits_dtype: see `LogitOptions`.
@@ -63,6 +69,7 @@ def add_chunked_lm_head(
     if unknown:
         raise ValueError(f"outputs must be among {tuple(STATISTICS)}, got {unknown}")
     check_head(model)
+    take_off(model)
     statistics = functools.partial(
         fused_output,
         outputs=("log_probs", *(name for name in outputs if name != "log_probs")),
@@ -84,11 +91,19 @@ def _rewritten(
     """Turn a trainer's call into one with `head_fn`, on the trie of its batch if prompts are shared."""
     reads_padding = arguments.pop("reads_padding", False)
     kept = arguments.pop("kept_ids", None)
+    if "fused_lm_head" in arguments and _newer_head(model) is not None:
+        return arguments
     if arguments.pop("fused_lm_head", False):
         arguments["head_fn"] = statistics if kept is None else functools.partial(statistics, kept=kept)
     head_fn = arguments.pop("head_fn", None)
     if head_fn is None:
         return arguments
+    head = head_of(model)
+    if head is not None and (reason := refusal_of(head)) is not None:  # before the model runs
+        raise ValueError(
+            f"this trainer computes no logits of {type(model).__name__}, but of its lm_head, {reason}: remove that, or "
+            "train with the trainer of TRL"
+        )
     if _takes(type(model).forward, "use_cache"):
         arguments["use_cache"] = False  # as TRL's own head
     else:
@@ -102,6 +117,78 @@ def _rewritten(
     others = {name: x for name, x in arguments.items() if name not in {*own, *batch.inputs}}
     head_fn = batch.head_fn(head_fn, logits_to_keep=arguments.get("logits_to_keep", 0))
     return {**batch.inputs, **others, "head_fn": head_fn}
+
+
+def _newer_head(model: nn.Module) -> Any:
+    """Return the function that TRL's `add_fused_lm_head` set on a model, or None.
+
+    It is newer than the head of ours, whose `add_chunked_lm_head` removes what was there before.
+    """
+    parts = (part for slot in FORWARD_SLOTS for part in unwrapped(vars(model).get(slot)))
+    return next((part for part in parts if _is_trls_head(part)), None)
+
+
+def _is_trls_head(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and function.__globals__ is vars(utils) and _BELOW in code.co_freevars
+
+
+_BELOW = "original_forward"  # of a closure of TRL's: the forward that it took the place of
+
+
+def hand_over(model: nn.Module) -> None:
+    """Prepare a model that a trainer had, if it had one, for the next: take off TRL's heads and accelerate's autocast.
+
+    accelerate's mark goes too, because it keeps the accelerator of the next trainer from setting its own precision.
+    """
+    if any(_newer_head(x) is not None or _has_trainers_head(x) for x in model.modules()):
+        for x in model.modules():
+            take_off(x, autocast=True)
+
+
+def _has_trainers_head(model: nn.Module) -> bool:
+    state = vars(model).get(STATE)
+    return state is not None and state.rewrite is not None
+
+
+def take_off(model: nn.Module, *, autocast: bool = False) -> None:
+    """Take off what TRL left on the instance: its heads, with accelerate's autocast around them.
+
+    They would compute in place of a newer head. What somebody else put around them stays, and them with it.
+
+    Args:
+        autocast: see `hand_over`.
+    """
+    state = vars(model)
+    while (below := _below(model, autocast)) is not None:
+        state.pop("_original_forward", None)
+        function = getattr(below, "__func__", None)
+        if hasattr(function, STOCK) or any(vars(cls).get("forward") is function for cls in type(model).__mro__):
+            del state["forward"]
+        else:
+            state["forward"] = below
+    if autocast and not any(cls.__name__ == "FSDPModule" for cls in type(model).__mro__):  # sharded once for ever
+        state.pop("_is_accelerate_prepared", None)
+
+
+def _below(model: nn.Module, autocast: bool) -> Any:
+    """Return the forward under TRL's outermost head, or under accelerate's autocast; None: nothing to take off."""
+    parts = [*unwrapped(vars(model).get("forward"))]
+    head = _newer_head(model)
+    if head is not None:
+        below = inspect.getclosurevars(head).nonlocals[_BELOW]
+    else:
+        below = vars(model).get("_original_forward") if autocast else None
+        head = getattr(below, "__func__", below)
+    around = itertools.takewhile(lambda part: part is not head, parts)
+    return below if head in parts and all(map(_is_accelerates, around)) else None
+
+
+def _is_accelerates(wrapper: Any) -> bool:
+    """Whether this is a part of the autocast that accelerate sets on a prepared model, or a bound TRL head."""
+    function = getattr(wrapper, "__func__", wrapper)
+    module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+    return module.partition(".")[0] in ("accelerate", "torch") or _is_trls_head(function)
 
 
 @functools.cache
@@ -200,14 +287,24 @@ def chunked_heads(
 
     TRL before 1.15 has no such head: nothing happens.
     """
+    budget = HEAD_BUDGET if logits_budget is None else budget_bytes(logits_budget)
+    settings: Any = {"logits_budget": budget, "logits_dtype": logits_dtype, "share_prefix": share_prefix}
+    with replaced_heads(functools.partial(add_chunked_lm_head, **settings)):
+        yield
+
+
+@contextmanager
+def replaced_heads(add_head: Callable[..., None]) -> Iterator[None]:
+    """Replace TRL's `add_fused_lm_head` by a function with its arguments, inside the block."""
     if _THEIRS is None:
         yield
         return
-    budget = HEAD_BUDGET if logits_budget is None else budget_bytes(logits_budget)
-    with_settings = functools.partial(
-        add_chunked_lm_head, logits_budget=budget, logits_dtype=logits_dtype, share_prefix=share_prefix
-    )
-    ours = functools.wraps(_THEIRS)(with_settings)
+
+    def add(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        hand_over(model)  # TRL prepares it after this
+        add_head(model, *args, **kwargs)
+
+    ours = functools.wraps(_THEIRS)(add)
     before = {name: found for name, module in [*sys.modules.items()] if (found := _head_of(name, module)) is not None}
     try:
         for name in before:

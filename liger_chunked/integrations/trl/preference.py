@@ -13,7 +13,8 @@ from liger_chunked.integrations.trl.base import (
     ReferenceMixin,
     SharedPromptsMixin,
     Step,
-    loss_step,
+    apply_loss,
+    config_in,
 )
 from liger_chunked.integrations.trl.heads import head_stats
 from liger_chunked.losses import LigerFusedLinearPreferenceBase
@@ -23,6 +24,7 @@ from liger_chunked.types import AdaptedWeight, Head
 
 
 def pair_logs(trainer: LigerTrainerMixin, step: Step) -> dict[str, float]:
+    """Return what TRL's trainers of pairs log alike, from the metrics of a loss."""
     metrics = step.metrics
     of_pairs = {
         "rewards/chosen": metrics.chosen_rewards,
@@ -32,13 +34,7 @@ def pair_logs(trainer: LigerTrainerMixin, step: Step) -> dict[str, float]:
         "logps/chosen": metrics.chosen_logps,
         "logps/rejected": metrics.rejected_logps,
     }
-    logs = {name: trainer.gathered_mean(value) for name, value in of_pairs.items()}
-    chosen, rejected = (step.target != -100).sum(-1).view(2, -1).sum(-1)
-    logs["logits/chosen"] = trainer.global_mean(metrics.chosen_logits_mean, chosen)
-    logs["logits/rejected"] = trainer.global_mean(metrics.rejected_logits_mean, rejected)
-    if trainer.loss_override.compute_nll_loss:
-        logs["nll_loss"] = trainer.gathered_mean(metrics.nll_loss)
-    return logs
+    return {name: trainer.gathered_mean(value) for name, value in of_pairs.items()}
 
 
 class DPOMixin(ReferenceMixin, SharedPromptsMixin):
@@ -62,10 +58,30 @@ class DPOMixin(ReferenceMixin, SharedPromptsMixin):
         "use_weighting": "use_weighting",
     }
     ref_columns = ("ref_chosen_logps", "ref_rejected_logps")
+    logged_stats = ("entropy", "is_top1")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        config: Any = config_in(args, kwargs)
+        ld_alpha, loss_type = (getattr(config, name, None) for name in ("ld_alpha", "loss_type"))
+        if ld_alpha is not None and kwargs.get("loss") is None and loss_type in ("sft", ["sft"]):
+            raise ValueError(
+                f"ld_alpha={ld_alpha} of DPOConfig has no effect with loss_type='sft', which compares no sequences: "
+                "leave it out"
+            )
+        super().__init__(*args, **kwargs)
 
     def _log_metrics(self, step: Step) -> None:
-        for name, metric in pair_logs(self, step).items():
+        metrics = step.metrics
+        logs = pair_logs(self, step)
+        chosen, rejected = (step.target != -100).sum(-1).view(2, -1).sum(-1)
+        logs["logits/chosen"] = self.global_mean(metrics.chosen_logits_mean, chosen)
+        logs["logits/rejected"] = self.global_mean(metrics.rejected_logits_mean, rejected)
+        if self.loss_override.compute_nll_loss:
+            logs["nll_loss"] = self.gathered_mean(metrics.nll_loss)
+        for name, metric in logs.items():
             self.mode_metrics[name].append(metric)
+        n = len(step.target) // 2
+        self.log_token_mean("mean_token_accuracy", step.logged.is_top1[:n], step.target[:n])
 
 
 class Scores(NamedTuple):
@@ -94,6 +110,8 @@ class ConcatenatedMixin(SharedPromptsMixin):
     loss_kind = LigerFusedLinearPreferenceBase
     models_without_head = ("model",)
     padding_attribute: ClassVar[str]
+    # The positions whose mean logits TRL logs, those of prompts and padding too.
+    logged_positions: ClassVar[slice] = slice(None)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -121,10 +139,14 @@ class ConcatenatedMixin(SharedPromptsMixin):
             logps = head_stats(head, input, ("logps",), logits_budget=self.logits_budget).logps
             assert logps is not None
             aux_loss = () if input.aux_loss is None else (input.aux_loss,)
-            return Scores(logps, mean_logits(head, input, self.logits_budget), aux_loss)
+            return Scores(logps[:, -length:], self._logged_logits(head, input, length), aux_loss)
 
+        length = labels.shape[1]  # without the virtual tokens that prompt tuning puts before a sequence
         # Logged mean logits include padding.
         return model(**inputs, labels=labels, head_fn=scores, reads_padding=True)
+
+    def _logged_logits(self, head: Head, input: HeadInput, length: int) -> Tensor:
+        return mean_logits(head, input, self.logits_budget)[:, -length:][:, self.logged_positions]
 
     def get_batch_loss_metrics(self, model: nn.Module, batch: dict[str, Any], train_eval: str = "train") -> Any:
         loss = self.loss_override
@@ -132,12 +154,27 @@ class ConcatenatedMixin(SharedPromptsMixin):
             return super().get_batch_loss_metrics(model, batch, train_eval)
         inputs, labels = self._concatenated(batch)
         nll_target = self._nll_target(inputs) if loss.compute_nll_loss else None
-        step = loss_step(model, loss, inputs, labels, length=labels.shape[1] - 1, nll_target=nll_target)
+        length = labels.shape[1]
+
+        def apply(head: Head, input: HeadInput) -> Step:
+            step = apply_loss(head, input, loss=loss, length=length - 1, nll_target=nll_target)
+            return step._replace(logged=self._logged_logits(head, input, length))
+
+        step = model(**inputs, labels=labels, head_fn=apply, reads_padding=True)
         prefix = "eval_" if train_eval == "eval" else ""
         # Unlike other trainers, these do not log this loss.
         value = step.loss if step.aux_loss is None else step.loss + self.aux_loss_coef * step.aux_loss
-        logs = {**pair_logs(self, step), **self.own_metrics(step.metrics)}
+        logs = {**self._logs(step), **self.own_metrics(step.metrics)}
         return value, {f"{prefix}{name}": metric for name, metric in logs.items()}
+
+    def _logs(self, step: Step) -> dict[str, float]:
+        chosen, rejected = step.logged.chunk(2)
+        of_batch = {
+            "logits/chosen": chosen.mean(),
+            "logits/rejected": rejected.mean(),
+            "nll_loss": step.metrics.nll_loss,
+        }
+        return pair_logs(self, step) | {name: self.gathered_mean(value) for name, value in of_batch.items()}
 
     def _nll_target(self, inputs: dict[str, Any]) -> Tensor | None:
         return None
@@ -151,6 +188,7 @@ class ORPOMixin(ConcatenatedMixin):
 
     replaced_fields: ClassVar = {"beta": "beta"}
     padding_attribute = "padding_value"
+    logged_positions = slice(-1)
 
     def concatenated_forward(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, ...]:
         n = batch["chosen_labels"].shape[0]
@@ -163,8 +201,15 @@ class ORPOMixin(ConcatenatedMixin):
         # An empty response has probability 1, as in `LigerFusedLinearORPOLoss`, with the same finite log-odds.
         logps = torch.where(lengths > 0, logps, -CERTAIN)
         nll = -scores.logps[:n].sum() / (prompt_and_response[:, 1:] != -100).sum().clamp(min=1)
-        mean_logits = scores.mean_logits[:, :-1]
-        return logps[:n], logps[n:], mean_logits[:n], mean_logits[n:], nll, *scores.aux_loss
+        return logps[:n], logps[n:], scores.mean_logits[:n], scores.mean_logits[n:], nll, *scores.aux_loss
+
+    def _logs(self, step: Step) -> dict[str, float]:
+        logps = torch.cat([step.metrics.chosen_logps, step.metrics.rejected_logps])
+        if not self.loss_override.average_log_prob:
+            logps = logps / (step.target != -100).sum(-1).clamp(min=1)
+        *_, log_ratio, log_odds = self.odds_ratio_loss(*logps.clamp(max=-CERTAIN).chunk(2))
+        logs = {"log_odds_ratio": self.gathered_mean(log_ratio), "log_odds_chosen": self.gathered_mean(log_odds)}
+        return super()._logs(step) | logs
 
     def _nll_target(self, inputs: dict[str, Any]) -> Tensor:
         return self._whole_sequences(inputs)[:, 1:]

@@ -51,7 +51,8 @@ class SFTMixin(LigerTrainerMixin):
         if loss is None:
             value, aux_loss = self._label_smoothing(model, model_inputs, labels, num_items_in_batch), None
         else:
-            step = loss_step(model, loss, model_inputs, labels, num_items=num_items_in_batch)
+            logged = ("entropy", "is_top1")
+            step = loss_step(model, loss, model_inputs, labels, num_items=num_items_in_batch, logged=logged)
             self._log_metrics(step)
             self.log_own_metrics(step.metrics)
             value, aux_loss = step.loss, step.aux_loss
@@ -63,11 +64,14 @@ class SFTMixin(LigerTrainerMixin):
 
     def _log_metrics(self, step: Step) -> None:
         metrics = step.metrics
-        if metrics is not None and metrics.token_accuracy is not None:
-            n_tokens = (step.target != -100).sum()
-            self.mode_metrics["mean_token_accuracy"].append(self.global_mean(metrics.token_accuracy, n_tokens))
+        self._log_stats(step.logged, step.target)
         if metrics is not None and metrics.z_loss is not None:
             self.mode_metrics["z_loss"].append(self.gathered_mean(metrics.z_loss))
+
+    def _log_stats(self, stats: TokenStats, target: Tensor) -> None:
+        assert stats.entropy is not None and stats.is_top1 is not None
+        self.log_token_mean("entropy", stats.entropy, target)
+        self.log_token_mean("mean_token_accuracy", stats.is_top1, target)
 
     def _label_smoothing(
         self, model: nn.Module, inputs: dict[str, Any], labels: Tensor | None, num_items: int | Tensor | None
@@ -85,10 +89,8 @@ class SFTMixin(LigerTrainerMixin):
 
         stats, target, aux_loss = model(**inputs, labels=labels, head_fn=apply)
         total = eps * (stats.lse - stats.mean_logits).sum() - (1 - eps) * stats.logps.sum()
-        n_tokens = (target != -100).sum()
-        count = n_tokens.clamp(min=1)
-        for name, values in (("entropy", stats.entropy), ("mean_token_accuracy", stats.is_top1)):
-            self.mode_metrics[name].append(self.global_mean(values.sum() / count, n_tokens))
+        count = (target != -100).sum().clamp(min=1)
+        self._log_stats(stats, target)
         if aux_loss is not None:
             self.mode_metrics["aux_loss"].append(self.gathered_mean(aux_loss))
         return total / (count if num_items is None else checked_items(num_items, total, total.dtype))

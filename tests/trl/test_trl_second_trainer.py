@@ -1,0 +1,203 @@
+"""A model that had a trainer before: the settings of the newest trainer hold, whoever wrote either."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model
+from test_trl_trainers import assert_same, build, replaces_trls_head, run
+from torch import nn
+from transformers import PreTrainedModel
+from trl.trainer.utils import add_fused_lm_head
+
+from liger_chunked.integrations.transformers import apply_liger_kernel, revert_liger_kernel
+from liger_chunked.integrations.trl import add_chunked_lm_head
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+    replaces_trls_head,
+]
+
+# Another temperature, more outputs and another precision than those of the first trainer.
+GRPO = {"temperature": 0.7, "cast_lm_head_to_fp32": True, "entropy_coef": 0.01}
+CONFIGS: dict[str, dict[str, Any]] = {"GRPO": GRPO, "RLOO": {"temperature": 0.7}, "ORPO": {}}
+SHORT = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.02}
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: x.clone() for name, x in model.state_dict().items()}
+
+
+def fresh(weights: dict[str, torch.Tensor]) -> PreTrainedModel:
+    model = tiny.model()
+    model.load_state_dict(weights)
+    return model
+
+
+def compare(folder: Path, model: nn.Module, second: str, ours: bool) -> None:
+    """Train `model` and a model with its weights that had no trainer: the second by TRL's own trainer."""
+    config = {**SHORT, **CONFIGS[second]}
+    stock = run(folder, second, False, config, model=fresh(weights_of(model)))
+    assert_same(run(folder, second, ours, config, model=model), stock, entries=3)
+
+
+@pytest.mark.parametrize(
+    ("first", "first_is_ours", "second", "second_is_ours"),
+    [
+        ("DPO", True, "GRPO", False),
+        ("GRPO", True, "RLOO", False),
+        ("SFT", True, "GRPO", False),
+        ("ORPO", True, "GRPO", False),
+        ("DPO", True, "GRPO", True),
+        ("GRPO", True, "ORPO", True),
+        ("SFT", False, "GRPO", True),
+        ("GRPO", False, "ORPO", True),
+    ],
+)
+def test_second_trainer(tmp_path: Path, first: str, first_is_ours: bool, second: str, second_is_ours: bool) -> None:
+    model = tiny.model()
+    run(tmp_path, first, first_is_ours, SHORT, model=model)
+    compare(tmp_path, model, second, second_is_ours)
+
+
+@pytest.mark.parametrize("way", ["merged", "deleted"])
+def test_after_an_adapter(tmp_path: Path, way: str) -> None:
+    model = tiny.model()
+    trainer = build(tmp_path, "SFT", True, SHORT, model=model, peft_config=LoraConfig(target_modules=["q_proj"]))
+    trainer.train()
+    if way == "merged":
+        base = trainer.model.merge_and_unload()
+    else:
+        trainer.model.delete_adapter("default")
+        base = trainer.model.unload()
+    assert base is model
+    base.requires_grad_(True)  # PEFT had frozen it
+    compare(tmp_path, base, "GRPO", ours=False)
+
+
+@pytest.mark.parametrize("first_is_ours", [True, False])
+@pytest.mark.parametrize("second_is_ours", [True, False])
+def test_adapter_of_a_second_trainer(tmp_path: Path, first_is_ours: bool, second_is_ours: bool) -> None:
+    """PEFT calls `forward` of the model that it wraps, and not the model."""
+
+    def adapted(model: PreTrainedModel) -> nn.Module:
+        torch.manual_seed(0)
+        lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+        peft: nn.Module = get_peft_model(model, lora)
+        return peft
+
+    model = tiny.model()
+    run(tmp_path, "SFT", first_is_ours, SHORT, model=model)
+    weights, config = weights_of(model), {**SHORT, "temperature": 0.7, "entropy_coef": 0.01}
+    stock = run(tmp_path, "GRPO", False, config, model=adapted(fresh(weights)))
+    assert_same(run(tmp_path, "GRPO", second_is_ours, config, model=adapted(model)), stock, entries=3)
+
+
+@pytest.mark.parametrize("first_is_ours", [True, False])
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (True, True)])
+def test_precision_of_the_second_trainer(tmp_path: Path, first: bool, second: bool, first_is_ours: bool) -> None:
+    """accelerate prepares a model once: neither the first trainer's autocast nor its absence outlives the trainer."""
+    model = tiny.model()
+    run(tmp_path, "SFT", first_is_ours, {**SHORT, "bf16": first}, model=model)
+    config = {**SHORT, **GRPO, "bf16": second}
+    expected = run(tmp_path, "GRPO", True, config, model=fresh(weights_of(model)))
+    assert run(tmp_path, "GRPO", True, config, model=model) == expected
+    assert ("forward" in vars(model)) == second
+
+
+def test_precision_of_an_adapter(tmp_path: Path) -> None:
+    """accelerate prepares PEFT's wrapper, around the model with the head."""
+
+    def adapted(model: PreTrainedModel) -> Any:
+        torch.manual_seed(0)
+        return get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+
+    model = adapted(tiny.model())
+    run(tmp_path, "SFT", True, {**SHORT, "bf16": True}, model=model)
+    new = adapted(tiny.model())
+    new.load_state_dict(model.state_dict())
+    expected = run(tmp_path, "GRPO", True, {**SHORT, **CONFIGS["RLOO"]}, model=new)
+    assert run(tmp_path, "GRPO", True, {**SHORT, **CONFIGS["RLOO"]}, model=model) == expected
+
+
+def test_precision_of_a_second_reference(tmp_path: Path) -> None:
+    """A reference that was trained in bfloat16 is prepared anew too."""
+    reference = tiny.model(seed=2)
+    run(tmp_path, "SFT", True, {**SHORT, "bf16": True}, model=reference)
+    new = fresh(weights_of(reference))
+    expected = run(tmp_path, "DPO", True, SHORT, ref_model=new)
+    assert run(tmp_path, "DPO", True, SHORT, ref_model=reference) == expected
+
+
+def outputs(model: nn.Module) -> Any:
+    ids = torch.arange(4, 12)[None]
+    return model(ids, labels=ids, fused_lm_head=True)
+
+
+def test_the_newest_head_computes(tmp_path: Path) -> None:
+    """Heads in any order, without trainers, and what is left after them."""
+    model = tiny.model()
+    stock = type(model)
+    add_chunked_lm_head(model, temperature=0.5)
+    add_fused_lm_head(model, temperature=2.0, outputs=("log_probs", "entropy"))
+    theirs = outputs(model)
+    assert theirs.entropy is not None
+    add_chunked_lm_head(model, temperature=2.0)
+    ours = outputs(model)
+    assert ours.entropy is None
+    torch.testing.assert_close(ours.log_probs, theirs.log_probs)
+    assert torch.equal(outputs(copy.deepcopy(model)).log_probs, ours.log_probs)
+    revert_liger_kernel(model)
+    assert type(model) is stock and type(model.lm_head) is nn.Linear and "forward" not in vars(model)
+
+
+def test_revert_under_a_newer_head() -> None:
+    model = tiny.model()
+    add_chunked_lm_head(model, temperature=0.5)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    before = outputs(model)
+    revert_liger_kernel(model)
+    assert type(model) is type(tiny.model()) and type(model.lm_head) is nn.Linear
+    after = outputs(model)
+    assert torch.equal(after.log_probs, before.log_probs) and torch.equal(after.entropy, before.entropy)
+    ids = torch.arange(4, 12)[None]
+    torch.testing.assert_close(model(ids, labels=ids).loss, after.loss)
+
+
+def test_kernels_on_a_trainers_model(tmp_path: Path) -> None:
+    """Kernels may be applied after the trainer was built: its head stays, until both are reverted."""
+    model = tiny.model()
+    trainer = build(tmp_path, "DPO", True, SHORT, model=model)
+    apply_liger_kernel(model)
+    apply_liger_kernel(model)
+    trainer.train()
+    revert_liger_kernel(model)
+    assert type(model) is type(tiny.model()) and type(model.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("name", ["GRPO", "RLOO", "OnlineDPO", "Distillation"])
+def test_trainers_that_sample(tmp_path: Path, name: str, ours: bool) -> None:
+    """They sample from a patched model in training mode, which then gives real logits."""
+    model = tiny.model()
+    apply_liger_kernel(model)
+    kinds: list[type] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if module.training and getattr(output, "logits", None) is not None and output.logits.shape[1] == 1:
+            kinds.append(type(output.logits))
+
+    trainer = build(tmp_path, name, ours, {"max_steps": 1}, model=model)
+    model.register_forward_hook(note)
+    trainer.train()
+    assert kinds and set(kinds) == {torch.Tensor}
