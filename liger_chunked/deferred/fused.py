@@ -519,7 +519,7 @@ def run_live(z: DeferredLogits, compute: Callable[[Head, Tensor], Any], recomput
     if first.dequantize is not None:
         hidden, _, _ = live[0]  # type: ignore[misc]
         live[0] = (hidden, *first.matrices()[1:])
-    with first.modes():
+    with first.as_called():
         weight, bias, rows = _head_rows(plan, live, recompute)  # type: ignore[arg-type]
         _refuse_merged(first, rows)
         return compute(Head(weight, bias), rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -89,8 +90,12 @@ def product(
     """Return the stand-in for a layer's call. `asked` is the current `Request`; the rest as in `Source`."""
     source = Source(hidden, weight, bias, settings, f"the head ({type(layer).__name__})", vars(layer).get(OWNER))
     source.withheld, source.forward, source.dequantize = asked.withhold, forward, dequantize
+    if asked.sources is not None:
+        asked.sources.append(source)
     if asked.defer:
         # Views stay when ZeRO takes the data of a parameter away.
         source.live = tuple(None if x is None else x.view_as(x) for x in (hidden, weight, bias))
-    with torch._C.DisableTorchFunctionSubclass():
+    # In inference mode autograd has nothing to save for, also where somebody enabled gradients there.
+    no_graph = torch.no_grad() if torch.is_inference_mode_enabled() else nullcontext()
+    with torch._C.DisableTorchFunctionSubclass(), no_graph:
         return _Product.apply(hidden, weight, bias, source, n_ids or weight.shape[0])

@@ -15,6 +15,7 @@ Four parts:
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import sys
@@ -88,6 +89,7 @@ class Source:
         self.settings, self.name = settings, name
         device = hidden.device.type
         self.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         enabled, dtype = self.autocast
         self.dtype = dtype if enabled and hidden.dtype != torch.float64 else hidden.dtype
         self.merged = _merged_in(owner)
@@ -135,6 +137,15 @@ class Source:
             return hidden, weight, bias
         weight = self.dequantize(weight, hidden.dtype)
         return hidden, weight, None if bias is None else bias.to(weight.dtype)
+
+    def as_called(self) -> AbstractContextManager[Any]:
+        """Return the modes under which the layer was called: autocast, and those without gradients."""
+        stack = ExitStack()
+        stack.enter_context(self.modes())
+        if self.inference and not torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode())
+        stack.enter_context(torch.set_grad_enabled(self.grad and torch.is_grad_enabled()))
+        return stack
 
     def modes(self) -> AbstractContextManager[Any]:
         """Return the autocast under which the layer was called."""
@@ -388,6 +399,8 @@ class DeferredLogits(Lazy, StandIn):
         kwargs = kwargs or {}
         if any(t is not cls and issubclass(t, Lazy) for t in types):
             return NotImplemented  # a gradient's
+        if torch.is_inference_mode_enabled() and _is_composite(func):
+            return func.decompose(*args, **kwargs)  # as autograd does in other modes, before it comes here
         if func in _COMMUTES and type(args[0]) is not cls:
             args = (args[1], args[0])
         z = args[0] if args else None
@@ -508,6 +521,12 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         return g
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return func.has_kernel_for_dispatch_key(key) or key in func.py_kernels
 
 
 def _written(z: Any, value: Tensor) -> None:

@@ -1636,10 +1636,11 @@ class EdgeForCausalLM(LlamaForCausalLM):
 }
 LOADED = """
 import os, sys, warnings
-checkpoint, modules, saved, vocab = sys.argv[1:]
+checkpoint, modules, saved, vocab, tests = sys.argv[1:]
 os.environ["HF_MODULES_CACHE"] = modules
 import torch
 torch.set_num_threads(1)
+sys.path.insert(0, tests)
 from spies import Results
 from transformers import AutoConfig, AutoModelForCausalLM
 from liger_chunked import AutoLigerKernelForCausalLM
@@ -1719,4 +1720,4 @@ def test_remote_code(name: str, tmp_path: Path, fresh_process: Any) -> None:
     (checkpoint / "configuration_edge.py").write_text(CONFIGURATION)
     (checkpoint / "modeling_edge.py").write_text(MODELS[name])
     folders = (str(checkpoint), str(tmp_path / "modules"), str(tmp_path / "saved"))
-    assert "done" in fresh_process.run(LOADED, *folders, str(VOCAB))
+    assert "done" in fresh_process.run(LOADED, *folders, str(VOCAB), str(Path(__file__).parents[1]))

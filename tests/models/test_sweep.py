@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.ordinary_memory, pytest.mark.filterwarnings("ignore")]
 
 # What asks for logits, or why the head computes them. All other classes train without.
 WITH_LOGITS: dict[str, str] = {
-    "ChameleonForConditionalGeneration": "item assignment at .* takes real logits",
+    "ChameleonForConditionalGeneration": "setitem at .* takes real logits",
     "IdeficsForVisionText2Text": "lm_head is computed by .*IdeficsDecoupledLinear",
     "MusicgenForCausalLM": "lm_head is computed by .*ModuleList",
     "MusicgenMelodyForCausalLM": "lm_head is computed by .*ModuleList",
