@@ -11,25 +11,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from liger_chunked.deferred.lazy import Lazy
+from liger_chunked.deferred.lazy import PLAIN
 
 
 class Results(TorchDispatchMode):
     """Call `see` with each tensor with memory that an operation under this mode returns.
 
-    Deferred logits and their gradients have no memory. They handle their operations before this mode does, so it sees
-    the operations on real tensors that they run.
+    Tensor subclasses, such as deferred logits, handle their operations before this mode does: it sees the operations on
+    plain tensors that they run.
     """
 
     def see(self, x: Tensor) -> None:
         raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, Lazy) for t in types):
+        if any(t not in PLAIN for t in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if isinstance(x, Tensor) and not x.is_meta:
+            if type(x) in PLAIN and not x.is_meta:
                 self.see(x)
         return result
 

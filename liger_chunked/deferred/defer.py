@@ -70,6 +70,9 @@ def _called(layer: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs
     hidden = args[0]
     weight, bias = layer.weight, layer.bias
     if quantized.is_quantized(layer):
+        if (reason := refusal_of(layer)) is not None:  # quantized since `set_deferral`
+            _log_reason(layer, reason)
+            return stock(layer, hidden)
         return _of_quantized(layer, stock, hidden, weight, bias, settings, asked)
     if not all_plain([weight]):
         _log_reason(layer, f"its weight is a {type(weight).__name__}, and a fused loss needs a plain tensor")

@@ -517,8 +517,7 @@ def run_live(z: DeferredLogits, compute: Callable[[Head, Tensor], Any], recomput
         raise ValueError(f"a head_fn needs logits that are those of a head, got {z!r}")
     first = plan.sources[0][0]
     if first.dequantize is not None:
-        hidden, _, _ = live[0]  # type: ignore[misc]
-        live[0] = (hidden, *first.matrices()[1:])
+        live[0] = (*live[0], *first.matrices()[1:])
     with first.as_called():
         weight, bias, rows = _head_rows(plan, live, recompute)  # type: ignore[arg-type]
         _refuse_merged(first, rows)

@@ -94,7 +94,9 @@ def product(
         asked.sources.append(source)
     if asked.defer:
         # Views stay when ZeRO takes the data of a parameter away.
-        source.live = tuple(None if x is None else x.view_as(x) for x in (hidden, weight, bias))
+        # Those of a quantized layer have no gradient, and may have no views.
+        parts = (hidden, weight, bias) if dequantize is None else (hidden,)
+        source.live = tuple(None if x is None else x.view_as(x) for x in parts)
     # In inference mode autograd has nothing to save for, also where somebody enabled gradients there.
     no_graph = torch.no_grad() if torch.is_inference_mode_enabled() else nullcontext()
     with torch._C.DisableTorchFunctionSubclass(), no_graph:

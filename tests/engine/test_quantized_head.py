@@ -21,7 +21,7 @@ pytest.importorskip("peft")
 
 import peft
 from fused import assert_fused
-from liger_chunked.deferred.inside import run_inside
+from liger_chunked.deferred.request import requested
 from model_zoo import BY_ID
 from spies import Memory
 from table import relative_error
@@ -288,7 +288,9 @@ def logps(model: Any, x: Tensor, target: Tensor) -> Tensor:
         assert stats.logps is not None
         return stats.logps
 
-    return run_inside(model.lm_head, x, compute)
+    with requested(defer=True):
+        logits = model.lm_head(x)
+    return logits.run(compute, model.lm_head)
 
 
 @pytest.mark.parametrize("format", [name for name in FORMATS if "stand-in" not in name], indirect=True)
