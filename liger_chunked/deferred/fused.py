@@ -196,10 +196,15 @@ def plan_of_node(node: Node) -> Plan | None:
 
 def add_views(plan: Plan, views: tuple[Op, ...]) -> bool:
     for op in views:
-        if op.func in SAME_SHAPE_VIEWS:
+        if op.func in SAME_SHAPE_VIEWS or (op.func in RESHAPES and not plan.rows and _is_of_call(plan, op.args[0])):
             continue
         plan.rows.append(op)
     return _find_ids(plan)
+
+
+def _is_of_call(plan: Plan, size: Any) -> bool:
+    hidden: Any = plan.sources[0][0].tensors[0]
+    return tuple(size) == (*hidden.shape[:-1], plan._vocabulary)
 
 
 def _find_ids(plan: Plan) -> bool:
@@ -505,21 +510,66 @@ def fuse(run: Pass, result: Tensor, z: Any, plan: Plan, stock: Callable[[Tensor]
     return _Fused.apply(run, (result,), plan, stock, z)
 
 
+class _Opened(NamedTuple):
+    """The gradients of hidden states, weights and biases that a loss of the caller gave, in the role of a `Pass`."""
+
+    found: dict[int, list[Tensor | None]]
+
+    def gradients(self, pairs: list[tuple[Any, Tensor, Any]], side: int, source: Source) -> list[Tensor | None]:
+        factor = sum(factor for _, _, factor in pairs)
+        return [None if x is None else x if isinstance(factor, int) and factor == 1 else x * factor for x in self.found[id(source)]]
+
+
+class _Open(torch.autograd.Function):
+    """The hidden states and weights behind logits, as functions of them: hooks on the way see the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, z: DeferredLogits, plan: Plan, parts: list[tuple[Source, int, Tensor]]) -> tuple[Tensor, ...]:
+        ctx.plan, ctx.logits, ctx.places = plan, z, [(source, i) for source, i, _ in parts]
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for _, _, x in parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        opened = _Opened({id(source): [None, None, None] for source, _ in ctx.plan.sources})
+        for (source, i), g in zip(ctx.places, grads, strict=True):
+            opened.found[id(source)][i] = g
+        z = ctx.logits
+        term = Term(opened, 0, ctx.plan, None, torch.empty(0))
+        return LazyGradient.make(z._meta, z.device, [term], _without_values, None), None, None
+
+
+def _without_values() -> Tensor:
+    raise RuntimeError(
+        "a hook reads the gradient of logits, or changes it by more than a factor, and the model was called with "
+        "head_fn, whose loss has no logits: remove the hook, or train without head_fn"
+    )
+
+
 def run_live(z: DeferredLogits, compute: Callable[[Head, Tensor], Any], recompute: Callable[[Tensor], Tensor]) -> Any:
-    """Return `compute(head, hidden_states)` in the caller's graph, in place of logits of a call with `head_fn`.
+    """Return `compute(head, hidden_states)` in place of logits of a call with `head_fn`, in the graph behind them.
 
     `recompute` is the adapters' product of other hidden states than those of the call.
     """
     plan = plan_of(z)
-    live = [] if plan is None else [source.live for source, _ in plan.sources]
     # A factor of the layer's own product, such as a hook's, would make hidden states of the adapter's.
-    if plan is None or None in live or plan.sources[0][0] is not next(z._cell.node.sources()):
+    if plan is None or plan.sources[0][0] is not next(z._cell.node.sources()):
         raise ValueError(f"a head_fn needs logits that are those of a head, got {z!r}")
     first = plan.sources[0][0]
-    if first.dequantize is not None:
-        live[0] = (*live[0], *first.matrices()[1:])
     with first.as_called():
-        weight, bias, rows = _head_rows(plan, live, recompute)  # type: ignore[arg-type]
+        live: dict[tuple[int, int], Any] = {}
+        trained = []
+        for source, _ in plan.sources:
+            for i, x in enumerate(source.matrices()):
+                live[id(source), i] = x
+                if x is not None and source.needs[i] and z.requires_grad:
+                    trained.append((source, i, x))
+        if trained:
+            with torch._C.DisableTorchFunctionSubclass():
+                opened = _Open.apply(z, plan, trained)
+            live |= {(id(source), i): x for (source, i, _), x in zip(trained, opened, strict=True)}
+        leaves = [[live[id(source), i] for i in range(3)] for source, _ in plan.sources]
+        weight, bias, rows = _head_rows(plan, leaves, recompute)
         _refuse_merged(first, rows)
         return compute(Head(weight, bias), rows)
 

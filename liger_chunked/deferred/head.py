@@ -33,8 +33,9 @@ class _Product(torch.autograd.Function):
         total: list[Any] = [None, None, None]
         real: Tensor | None = g
         if isinstance(g, LazyGradient):
-            total = _of_terms(g, source) or total
-            real = g.extra if total[0] is not None or total[1] is not None or total[2] is not None or not g.terms else g.value()
+            of_terms = _of_terms(g, source)
+            total = of_terms or total
+            real = g.value() if of_terms is None else g.extra
         if real is not None or not ctx.hooked:
             hidden, weight = ctx.saved_tensors  # raises if one changed, or the graph was freed
         if real is not None:
@@ -92,11 +93,6 @@ def product(
     source.withheld, source.forward, source.dequantize = asked.withhold, forward, dequantize
     if asked.sources is not None:
         asked.sources.append(source)
-    if asked.defer:
-        # Views stay when ZeRO takes the data of a parameter away.
-        # Those of a quantized layer have no gradient, and may have no views.
-        parts = (hidden, weight, bias) if dequantize is None else (hidden,)
-        source.live = tuple(None if x is None else x.view_as(x) for x in parts)
     # In inference mode autograd has nothing to save for, also where somebody enabled gradients there.
     no_graph = torch.no_grad() if torch.is_inference_mode_enabled() else nullcontext()
     with torch._C.DisableTorchFunctionSubclass(), no_graph:

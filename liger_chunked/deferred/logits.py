@@ -74,7 +74,6 @@ class Source:
         settings: the `Deferral` of the layer.
         asked_by: what needed real logits, and where; None if nothing did.
         withheld: cross entropies return 0 (`Request.withhold`). `gave_zero`: one did.
-        live: (hidden, weight, bias) in the autograd graph, for a call with `head_fn`; else None.
         holds_gradient: a loss keeps its gradient of the weight until its backward: a second one would double that.
         passes: statistics of rows that were computed, by what they are of (`rules.py`).
         owner, merged: the layer of PEFT around this one, and the adapters that were merged into the weight, which PEFT
@@ -99,7 +98,6 @@ class Source:
         self.needs = (False, False, False)
         self.asked_by: str | None = None
         self.withheld = self.gave_zero = False
-        self.live: tuple[Any, ...] | None = None
         self.holds_gradient = False
         self.n_ids = 0
         self.passes: dict[Any, Any] = {}
@@ -317,12 +315,13 @@ class DeferredLogits(Lazy, StandIn):
         """Return the transform of these logits, as a loss takes it; ValueError if no loss can express them."""
         return METHODS["logit_options"](self, ignore_index)
 
-    def run(self, compute: Callable[[Head, Tensor], Any], lm_head: Any) -> Any:
-        """Return `compute(head, hidden_states)` in place of these logits, which a call with `head_fn` made.
+    def run(self, compute: Callable[[Head, Tensor], Any]) -> Any:
+        """Return `compute(head, hidden_states)`, a loss in place of these logits.
 
-        `hidden_states` (..., H) are the rows of these logits. `head` is what multiplies them: `lm_head`, adapters too.
+        `hidden_states` (..., H) are the rows of these logits. `head` is what multiplies them, adapters too. Hooks on the
+        way from the head to these logits see a gradient without values, and may multiply it by a number.
         """
-        return METHODS["run"](self, compute, lm_head)
+        return METHODS["run"](self, compute)
 
     def statistics(self, target: Tensor, *outputs: str) -> dict[str, Tensor]:
         """Return statistics of each row, as `linear_token_stats` does, in one pass and without logits.

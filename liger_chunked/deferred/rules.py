@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_chunked.calls import once
 from liger_chunked.deferred import request
@@ -313,8 +313,9 @@ def _logit_options(z: DeferredLogits, ignore_index: int) -> LogitOptions:
     return _planned(z).transform.options(ignore_index=ignore_index)
 
 
-def _run(z: DeferredLogits, compute: Callable[[Head, Tensor], Any], lm_head: nn.Module) -> Any:
-    return run_live(z, compute, functools.partial(down, lm_head))
+def _run(z: DeferredLogits, compute: Callable[[Head, Tensor], Any]) -> Any:
+    owner = next(z._cell.node.sources()).owner
+    return run_live(z, compute, functools.partial(down, owner))
 
 
 def _statistics(z: DeferredLogits, target: Tensor | None, *names: str) -> dict[str, Tensor]:

@@ -290,7 +290,7 @@ def logps(model: Any, x: Tensor, target: Tensor) -> Tensor:
 
     with requested(defer=True):
         logits = model.lm_head(x)
-    return logits.run(compute, model.lm_head)
+    return logits.run(compute)
 
 
 @pytest.mark.parametrize("format", [name for name in FORMATS if "stand-in" not in name], indirect=True)

@@ -579,14 +579,24 @@ def test_backward_hooks_of_the_head(register):
     model = tiny("LlamaForCausalLM", **LLAMA)
     handle = getattr(model.lm_head, register)(doubled)
     assert_trains_as_stock(model)
-    attach_head(model)
-    with pytest.raises(
-        ValueError, match=r"head_fn takes the place of the logits, and .* backward hook doubled .* takes their gradient"
-    ):
-        model(**batch(), head_fn=fused)
+    assert_served(model)
     handle.remove()
     detach_head(model)
     assert_trains_as_stock(model)
+
+
+def test_a_hook_that_reads_the_gradient_of_logits():
+    """It gets the real one, except in a call with `head_fn`, which says that there is none."""
+    model, norms = tiny("LlamaForCausalLM", **LLAMA), []
+    handle = model.lm_head.register_full_backward_hook(lambda head, of_inputs, of_outputs: norms.append(of_outputs[0].norm()))
+    assert_trains_as_stock(model)
+    stock, ours = norms
+    torch.testing.assert_close(ours, stock)
+    attach_head(model)
+    with pytest.raises(RuntimeError, match="a hook reads the gradient of logits, .* called with head_fn"):
+        model(**batch(), head_fn=fused).backward()
+    handle.remove()
+    model(**batch(), head_fn=fused).backward()
 
 
 def halved(weight: Tensor, x: Tensor) -> Tensor:

@@ -32,7 +32,6 @@ from liger_chunked.deferred.swap import Patch, stock_class
 from liger_chunked.device import is_gpu
 from liger_chunked.integrations.transformers.detect import STOCK, head_of, inner_model
 from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput, kept
-from liger_chunked.private import hooks_of
 from liger_chunked.types import Head, LogitOptions
 
 STATE = "_liger_forward"  # attribute of a model or class
@@ -327,14 +326,11 @@ class _HeadCall(_Plan):
 
     def result(self, outputs: Any) -> Any:
         logits = _logits_of(outputs)
-        needed = None
         if not isinstance(logits, DeferredLogits) or logits.is_computed:
-            needed = _why_real(self.model, self.sources)
-        elif (hook := _reads_gradient(head_of(self.model))) is not None:
-            needed = f"{hook} takes their gradient"
-        if needed is not None:
-            name = type(self.model).__name__
-            raise ValueError(f"head_fn takes the place of the logits, and {name} needs them: {needed}")
+            raise ValueError(
+                f"head_fn takes the place of the logits, and {type(self.model).__name__} needs them: "
+                f"{_why_real(self.model, self.sources)}"
+            )
         ignore_index = self.of_loss["ignore_index"]
         options = logits.logit_options(-100 if ignore_index is None else ignore_index)
         num_items = self.of_loss["num_items_in_batch"]
@@ -354,7 +350,7 @@ class _HeadCall(_Plan):
 
         if hasattr(outputs, "logits"):
             outputs["logits"] = None
-        return logits.run(compute, head_of(self.model))
+        return logits.run(compute)
 
 
 def _logits_of(outputs: Any) -> Any:
@@ -375,16 +371,6 @@ def _why_real(model: PreTrainedModel, sources: list[Any]) -> str:
         if source.asked_by is not None:
             return f"{source.asked_by} takes real ones"
     return "its lm_head returns real ones" if not sources else "its forward or a hook replaces them"
-
-
-def _reads_gradient(head: nn.Module | None) -> str | None:
-    """Return what reads the gradient of logits, which no call with `head_fn` has; None if nothing does."""
-    for module in () if head is None else head.modules():
-        if is_deferring(module):
-            for slot in ("_backward_hooks", "_backward_pre_hooks"):
-                for hook in hooks_of(module, slot):
-                    return f"the backward hook {getattr(hook, '__qualname__', type(hook).__qualname__)} of its lm_head"
-    return None
 
 
 def logit_options(model: nn.Module, *, ignore_index: int = -100) -> LogitOptions:
