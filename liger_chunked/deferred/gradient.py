@@ -54,6 +54,7 @@ _KEEPS_TERMS = {
     ).split()
     if hasattr(Tensor, name)
 } | {torch.mul, torch.div, torch.neg, torch.clone, torch.zeros_like, torch.ones_like, torch.empty_like}
+_OVERLOAD = type(aten.alias.default)
 _SHARES_MEMORY = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag", "grad")}
 
 Key = tuple[str, float] | Node
@@ -132,10 +133,10 @@ class LazyGradient(Lazy):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Give Python, such as a hook, the real gradient: it may write to views of it, which share no terms.
 
-        Autograd's own formulas do not come here.
+        Autograd's own formulas come here only where a dispatch mode, such as a `FlopCounterMode`, calls them in Python.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _KEEPS_TERMS or (getattr(func, "__name__", "") == "__get__" and func not in _SHARES_MEMORY):
+            if func in _KEEPS_TERMS or type(func) is _OVERLOAD or (getattr(func, "__name__", "") == "__get__" and func not in _SHARES_MEMORY):
                 return func(*args, **(kwargs or {}))
             if func in READS_MEMORY:
                 return read_memory(func, args, kwargs or {})
