@@ -370,8 +370,18 @@ class Pass:
         flat = [x for leaves in self._leaves for _, tensors in leaves for x in tensors if x is not None and x.requires_grad]
         several = sum(len(leaves) for leaves in self._leaves) > 1
         upstream = [g.to(r.dtype).reshape(r.shape) for g, r in zip(upstream, results, strict=True)]
+        retain = graph_is_retained() or several
         with isolated():
-            grads = torch.autograd.grad(results, flat, upstream, retain_graph=graph_is_retained() or several, allow_unused=True)
+            try:
+                grads = torch.autograd.grad(results, flat, upstream, retain_graph=retain, allow_unused=True)
+            except RuntimeError as error:
+                if "modified by an inplace operation" not in str(error):
+                    raise
+                first = self.plans[0].sources[0][0].name
+                raise RuntimeError(
+                    f"a tensor that the loss of {first}'s deferred logits reads in its backward was modified by an inplace "
+                    "operation: run the backward before the optimizer steps, or get logits at once"
+                ) from error
         if self._holds and not graph_is_retained():
             self.release()
         found = dict(zip(map(id, flat), grads, strict=True))

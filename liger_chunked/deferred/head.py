@@ -22,7 +22,9 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, source: Source, n_ids: int) -> Any:
         source.needs = tuple(ctx.needs_input_grad[:3])  # type: ignore[assignment]
         ctx.source, ctx.hooked = source, hooks_active()
-        ctx.save_for_backward(hidden, weight)
+        # What a Linear saves, so that a change of anything else between forward and backward is allowed.
+        needs_x, needs_w, _ = source.needs
+        ctx.save_for_backward(hidden if needs_w else None, weight if needs_x else None)
         return DeferredLogits._of(source, n_ids)
 
     @staticmethod
@@ -59,18 +61,17 @@ def _of_terms(g: LazyGradient, source: Source) -> list[Any] | None:
 
 def _ordinary(g: Tensor, hidden: Tensor, weight: Any, source: Source, need: tuple[bool, ...]) -> list[Any]:
     """Return dX, dW and db of a real gradient."""
-    enabled = torch.is_grad_enabled()
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(g.device.type, enabled=False):
         flat = g.reshape(-1, g.shape[-1])
         dx = dw = db = None
         if need[0]:
             matrix = weight if source.dequantize is None else source.matrices()[1]
-            dx = (flat @ matrix.to(g.dtype)).view(hidden.shape).to(hidden.dtype)
+            shape, dtype = source.tensors[0].shape, source.tensors[0].dtype
+            dx = (flat @ matrix.to(g.dtype)).view(shape).to(dtype)
         if need[1]:
-            dw = (flat.t() @ hidden.reshape(-1, hidden.shape[-1]).to(g.dtype)).to(weight.dtype)
+            dw = (flat.t() @ hidden.reshape(-1, hidden.shape[-1]).to(g.dtype)).to(source.tensors[1].dtype)
         if need[2]:
             db = flat.sum(0)
-    assert enabled == torch.is_grad_enabled()
     return [dx, dw, db]
 
 

@@ -154,6 +154,8 @@ def run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writ
         for x in tree_leaves(given):
             if isinstance(x, Lazy):
                 written(x, real[id(x)])
+                if isinstance(given, (list, tuple)):  # `_foreach_` operations count in their kernels
+                    torch.autograd.graph.increment_version(x)
             # Autograd expects the tensor that it passed in.
             if isinstance(out, Tensor) and isinstance(x, Tensor) and out is real.get(id(x), x):
                 result = x
