@@ -157,11 +157,14 @@ class DistillationStep:
                     upstream = self._upstream(input.device)  # now: the GPU is idle until the first product
                 if teacher is not None:
                     teacher.open(chunk.row_slice)
-                start = chunk.row_slice.start
+                start, given = chunk.row_slice.start, None
+                if grads is not None and chunk.length:
+                    of_chunk = {name: self._at(name, g, chunk.row_slice) for name, g in upstream.items()}
+                    given = grads.normalize(of_chunk, self.route.slopes)
                 # Without tokens, an empty tile: `join` needs the values of one.
                 for in_chunk, _ in plan.tiles[i] or (Tile(slice(0, 0), slice(0, 0)),):
                     row_slice = slice(start + in_chunk.start, start + in_chunk.stop)
-                    parts.append(self._measure(along(logits, in_chunk), row_slice, teacher, grads, upstream))
+                    parts.append(self._measure(along(logits, in_chunk), row_slice, in_chunk, teacher, given))
                 if i == len(plan.chunks) - 1:
                     teacher = None  # dW can use its memory
                 if grads is not None and chunk.length:
@@ -179,31 +182,36 @@ class DistillationStep:
         self,
         logits: Tensor,
         row_slice: slice,
+        in_chunk: slice,
         teacher: _TeacherLogits | None,
-        grads: HeadGradients | None,
-        upstream: dict[str, Tensor],
+        upstream: dict[str, Tensor] | None,
     ) -> Divergences:
-        """Return the divergences of a tile, some of the step's rows. With `grads`, its logits become the gradient."""
+        """Return the divergences of a tile. With `upstream`, its logits become the gradient.
+
+        Args:
+            row_slice, in_chunk: the tile's rows among those of the step, and of the chunk.
+            upstream: the chunk's upstream gradients.
+        """
         target = self.plan.rows.target if self.has_target else None
         measured = self.route.measure(
             student=logits,
             teacher=None if teacher is None else teacher.project(row_slice),
             target=None if target is None else target[row_slice],
             rows=row_slice,
-            with_gradient=grads is not None,
+            with_gradient=upstream is not None,
         )
-        n_rows = logits.shape[0]
-        if grads is not None and n_rows:
-            # Gradients of single tokens are those of the batch, others as many as the longest tile has.
-            parts = {
-                name: along(g, row_slice if _is_by_token(getattr(self.weights, name)) else slice(0, n_rows))
-                for name, g in upstream.items()
-            }
+        if upstream is not None:
             # A user's divergence may have another dtype.
-            given = {name: g.to(getattr(measured, name).dtype) for name, g in parts.items()}
-            given = grads.normalize(given)
+            given = {
+                name: self._at(name, g, in_chunk).to(getattr(measured, name).dtype) for name, g in upstream.items()
+            }
             measured.backward(given["divergence"], given.get("logps"))
         return Divergences(measured.divergence, measured.logps, measured.by_scale)
+
+    def _at(self, name: str, g: Tensor, rows: slice) -> Tensor:
+        """Return the upstream gradients of some rows: of single tokens their own, of equal ones as many."""
+        is_by_token = _is_by_token(getattr(self.weights, name))
+        return along(g, rows if is_by_token else slice(0, min(rows.stop - rows.start, g.shape[0])))
 
     def _upstream(self, device: torch.device) -> dict[str, Tensor]:
         """Return the upstream gradients: those of single tokens, or (n,) equal ones for the longest tile."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from liger_chunked.engine.candidates import Candidates
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.estimated import part_of_next
-from liger_chunked.engine.gradients import HeadGradients, accumulate
+from liger_chunked.engine.gradients import HeadGradients, Slopes, accumulate
 from liger_chunked.engine.live_rows import LiveCount, LiveRows
 from liger_chunked.engine.plan import Tokens
 from liger_chunked.kernels import (
@@ -31,6 +31,7 @@ from liger_chunked.kernels import (
     merge,
     row_stats,
     row_stats_are_exact,
+    slopes_of_stats,
     unround_logps_,
 )
 from liger_chunked.kernels.launch import is_dry
@@ -214,7 +215,7 @@ class HeadPass:
         # A chunk that the loss ignores runs too: its rows of dX, and maybe all of dW, may be uninitialised.
         gradients = gradients or {"logps": torch.zeros_like(self.normalisers.max)}
         count = LiveCount.start(gradients) if self.skips_rows else None
-        gradients = self.grads.normalize(gradients)
+        gradients = self.grads.normalize(gradients, self._slopes, tokens.side.get("temperature"))
         x, target, row_slice, tiles, u, side = tokens
         upstream, candidates = gradients.pop("candidate_logps", None), None
         if upstream is not None:
@@ -256,6 +257,9 @@ class HeadPass:
                     write(dz)
             self.grads.add(tile, dz)
         self.grads.close_chunk()
+
+    def _slopes(self) -> Slopes:
+        return slopes_of_stats(self.options, self.head.vocab_size, self.class_weight)
 
     def _gradient(
         self, logits: Tensor, target: Tensor, tile: Tile, cotangents: LogitsCotangents, live: Tensor | None = None

@@ -86,7 +86,8 @@ class KeptPass(HeadPass):
         assert grads is not None and entries is not None and z is not None and normalisers is not None
         x, _, row_slice, tiles, u, side = tokens
         positions = side["position"]
-        spread = {name: self._spread(g, positions, 0.0) for name, g in grads.normalize(gradients).items()}
+        gradients = grads.normalize(gradients, self._slopes, side.get("temperature"))
+        spread = {name: self._spread(g, positions, 0.0) for name, g in gradients.items()}
         cotangents = normalisers._replace(**spread, temperature=self._temperature(tokens))
         dz = kept_logits_grad(z, entries, cotangents, self.options)
         part_of_next.set("logits")
