@@ -27,7 +27,7 @@ from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.rows import Rows
 from liger_chunked.engine.saved import savable, save, saved
 from liger_chunked.engine.top_k import TopK
-from liger_chunked.kernels.backend import first_derivative
+from liger_chunked.kernels.backend import first_derivative, on_host
 from liger_chunked.kernels.operands import along
 from liger_chunked.types import HeadTensors, LogitOptions, LossHead, accumulation_dtype
 
@@ -136,6 +136,19 @@ class DistillationStep:
         if isinstance(route, TopK):
             route = replace(route, logps=tensors["route.logps"], ids=tensors["route.ids"])
         return DistillationStep(plan, self.weights, route, teacher, self.has_target)
+
+    def of_live_rows(self) -> DistillationStep:
+        """Return the step of the rows whose `weights`, of single tokens, are not all 0. Waits for the device."""
+        plan, weights, route = self.plan, self.weights, self.route
+        by_token = [weight for weight in weights if isinstance(weight, Tensor)]
+        is_live = torch.stack([g != 0 for g in by_token]).any(0)
+        if is_live.all():
+            return self
+        live = is_live.nonzero().view(-1)
+        if isinstance(route, TopK):
+            route = replace(route, logps=route.logps[live], ids=route.ids[live])
+        weights = weights._replace(**{name: g[live] for name, g in weights._asdict().items() if isinstance(g, Tensor)})
+        return DistillationStep(plan.of_rows(live), weights, route, self.teacher, self.has_target)
 
     def run(
         self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
@@ -265,6 +278,8 @@ class _DivergencesOfTokens(torch.autograd.Function):
 
         divergence, logps = (None if g is None else compact(g) for g in upstream)
         step.weights = LossWeights(0.0 if divergence is None else divergence, logps)
+        if on_host(input) and step.plan.scattered is None:
+            step = step.of_live_rows()
         with isolated():
             _, grads = step.run(
                 input, HeadTensors(weight, bias, up, step.plan.shard), u, Needs(*ctx.needs_input_grad[:5])

@@ -235,10 +235,16 @@ class ScatteredInputGradient(SummedInputGradient):
         self._own_rows: Tensor | None = None  # of the open chunk's sum
 
     def start_sum(self) -> None:
-        assert self._dx is not None
-        self._sum, self._own_rows = self._scattered.start_reduce(self._dx, self._row_slice)
+        dx, live = self._dx, self._live
+        assert dx is not None
+        if live is not None:  # each rank sends a fixed number of rows
+            n = self._row_slice.stop - self._row_slice.start
+            dx = dx.new_zeros(n, dx.shape[1]).index_copy_(0, live, dx)
+        self._sum, self._own_rows = self._scattered.start_reduce(dx, self._row_slice)
 
     def close(self) -> None:
+        if self._own_rows is None:  # no row has a gradient, on any rank
+            self.start_sum()
         self._wait()
         assert self.total is not None and self._own_rows is not None
         self._scattered.write(self.total, self._row_slice, self._own_rows)

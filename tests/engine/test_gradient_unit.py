@@ -22,10 +22,15 @@ from liger_chunked import (
     LigerFusedLinearKLDivLoss,
     LigerFusedLinearKTOLoss,
     LigerFusedLinearTVDLoss,
+    LogitOptions,
+    eager,
     linear_token_stats,
 )
 from liger_chunked.engine import cutting
 from liger_chunked.engine.distillation import DistillationStep
+from liger_chunked.engine.divergences import ClosedForm
+from liger_chunked.kernels import slopes_of_stats
+from liger_chunked.types import DIFFERENTIABLE, Divergence
 
 VOCAB, HIDDEN, SEQUENCES, TOKENS = 97, 16, 4, 6
 ONE_SEQUENCE = TOKENS * VOCAB * 2  # bytes of its logits
@@ -239,3 +244,43 @@ def test_upstream_gradients_that_grow_within_a_chunk(name, device, monkeypatch):
     assert min(tiles) > 1
     for ours, right in ((given.input.grad, exact.input.grad), (given.weight.grad, exact.weight.grad)):
         assert relative_error(ours, right) < 1e-2
+
+
+# Bounds
+
+OPTIONS = {
+    "plain": LogitOptions(),
+    "transform": LogitOptions(softcap=3.0, logit_scale=-1.7, temperature=0.4),
+    "hot": LogitOptions(temperature=2.5),
+}
+# With bounds that follow from their formulas.
+BOUNDED = {
+    "forward_kl": Divergence("forward_kl"),
+    "tvd": Divergence("tvd"),
+    **{f"jsd-{beta}": Divergence.jensen_shannon(beta) for beta in (0.01, 0.5, 0.99)},
+    "mixture": Divergence("mixture", beta=0.3, on_student=1.0),
+}
+
+
+@pytest.mark.parametrize("vocab", [2, 97, 4099])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_slopes_bound_gradients_by_logits(options, vocab):
+    """Of flat, peaked and equal logits, so that a float16 gradient at the top of its range does not overflow."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.tensor([0.0, 0.1, 1.0, 5.0, 50.0], dtype=torch.float64).repeat_interleave(8)[:, None]
+    z, t = (spread * torch.randn(len(spread), vocab, generator=generator, dtype=torch.float64) for _ in range(2))
+    z[8, 1:], t[9, 1:] = z[8, 0] - 2.0, t[9, 0] - 2.0  # one id, and others that are equally likely
+    y, z = torch.randint(vocab, (len(spread),), generator=generator), z.requires_grad_()
+    transform = {"softcap": options.softcap, "logit_scale": options.logit_scale, "temperature": options.temperature}
+    stats = eager.token_stats(torch.eye(vocab, dtype=torch.float64), z, y, outputs=DIFFERENTIABLE, **transform)
+    for name, slope in slopes_of_stats(options, vocab).items():
+        if name in stats:
+            (grad,) = torch.autograd.grad(stats[name].sum(), z, retain_graph=True)
+            assert grad.abs().max() <= slope * (1 + 1e-12), name
+    for name, closed_form in BOUNDED.items():
+        route = ClosedForm(closed_form, options, options)
+        for g in ((1.0, 0.0), (0.0, 1.0)):
+            of_divergence, of_logps = (torch.full((len(spread),), x, dtype=torch.float64) for x in g)
+            dz = z.detach().clone()
+            route.measure(dz, t, y, slice(0, len(spread)), True).backward(of_divergence, of_logps)
+            assert dz.abs().max() <= route.slopes()["divergence" if g[0] else "logps"] * (1 + 1e-12), (name, g)
