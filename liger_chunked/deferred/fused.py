@@ -287,7 +287,8 @@ def _summed(plan: Plan, other: tuple[Node, tuple[Op, ...]]) -> Plan | None:
     if more is None or not add_views(more, other[1]):
         return None
     plain = all(p.kind == LOGITS and not p.rows and p.bias is None and p.transform.outer is None for p in (plan, more))
-    if not plain or len(more.sources) > 1:
+    again = {id(s) for s, _ in plan.sources} & {id(s) for s, _ in more.sources}
+    if not plain or len(more.sources) > 1 or again:
         return None
     if plan.transform != Transform():
         if len(plan.sources) > 1 or more.transform != Transform():

@@ -177,7 +177,8 @@ class LazyGradient(Lazy):
         """Return the gradient behind an operation that is linear in it."""
         extra = None if self.extra is None else op.func(self.extra, *values(op.args), **op.kwargs)
         meta = self._meta if op.func not in _MOVES or op.func in SAME_SHAPE_VIEWS else self._shape_of(op)
-        return self.make(meta, self.device, terms, lambda: op.func(self.dense(), *values(op.args), **op.kwargs), extra)
+        dense = self.dense  # of now: this gradient may become real later
+        return self.make(meta, self.device, terms, lambda: op.func(dense(), *values(op.args), **op.kwargs), extra)
 
     def _scaled(self, op: Op) -> LazyGradient | None:
         factor = op.args[0]
@@ -220,7 +221,8 @@ def _placed(func: Any, args: tuple[Any, ...]) -> LazyGradient | None:
 
     extra = None if given.extra is None else placed(given.extra)
     meta = torch.empty(shape, dtype=dtype, device="meta")
-    return LazyGradient.make(meta, device, given.terms, lambda: placed(given.dense()), extra)
+    dense = given.dense
+    return LazyGradient.make(meta, device, given.terms, lambda: placed(dense()), extra)
 
 
 def _key(z: DeferredLogits) -> Node:
@@ -267,8 +269,10 @@ def _concatenated(join: Any, parts: Any, dim: int = 0) -> LazyGradient | None:
         filled = [torch.zeros(n, dtype=dtype, device=device) if x is None else x for x, n in zip(tensors, shapes, strict=True)]
         return join(filled, dim)
 
+    denses = [x.dense if isinstance(x, LazyGradient) else None for x in parts]
+
     def dense() -> Tensor:
-        return joined([x.dense() if isinstance(x, LazyGradient) else None for x in parts])
+        return joined([None if get is None else get() for get in denses])
 
     extras = [x.extra if isinstance(x, LazyGradient) else values(x) for x in parts]
     extra = None if all(x is None for x in extras) else joined(extras)

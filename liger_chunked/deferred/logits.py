@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from liger_chunked.deferred.lazy import (
     PLAIN,
@@ -37,8 +38,9 @@ from liger_chunked.deferred.lazy import (
     outside_graphs,
     read_memory,
     run_on_values,
+    values,
 )
-from liger_chunked.private import version_of
+from liger_chunked.private import tree_leaves, version_of
 from liger_chunked.types import Head, LogitOptions, StandIn
 
 _LOGGER = logging.getLogger("liger_chunked")
@@ -371,6 +373,10 @@ class DeferredLogits(Lazy, StandIn):
         if func not in RULES and type(func) is _FUNCTION and not func.__globals__["__name__"].startswith("torch."):
             func = _wrapped_function(func)
         rule = RULES.get(func)
+        if func == _SET_DATA and type(args[0]) is cls:
+            return args[0]._set_data(args[1])
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            return _differentiated(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if rule is not None:
                 result = rule(func, *args, **kwargs)
@@ -480,6 +486,17 @@ class DeferredLogits(Lazy, StandIn):
         cell.node = Node(None, cell.node, (), Op(func, (number,)))
         return self
 
+    def _set_data(self, data: Tensor) -> None:
+        """`z.data = data`: these logits, and not those that share their memory, have other values."""
+        real = values(data).detach()
+        if real.shape != self.shape or real.dtype != self.dtype or real.device != self.device:
+            raise RuntimeError(
+                f"deferred logits: z.data must be set to a tensor like z, {tuple(self.shape)} {self.dtype} on "
+                f"{self.device}, got {tuple(real.shape)} {real.dtype} on {real.device}"
+            )
+        self._cell, self._views = Cell(self._cell.node), ()
+        self._cell.real, self._cell.changed = real, True
+
     def __repr__(self) -> str:  # type: ignore[override]
         state = "computed" if self.is_computed else "not computed"
         return f"DeferredLogits({tuple(self.shape)}, {self.dtype}, {self.device}, {state})"
@@ -510,12 +527,31 @@ class _Values(torch.autograd.Function):
         return g
 
 
+def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run autograd on places in the graph: hooks that run in it would not be asked about gradients otherwise."""
+    with torch._C.DisableTorchFunctionSubclass():
+        inputs = kwargs.get("inputs", args[1] if len(args) > 1 and func is torch.autograd.grad else None)
+        if inputs is not None:
+            one = isinstance(inputs, Tensor)
+            edges = [get_gradient_edge(x) if isinstance(x, Lazy) else x for x in ([inputs] if one else inputs)]
+            if "inputs" in kwargs:
+                kwargs = {**kwargs, "inputs": edges}
+            else:
+                args = (args[0], edges, *args[2:])
+    lazy = any(isinstance(x, Lazy) for x in tree_leaves((args, kwargs)))
+    if not lazy:
+        return func(*args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
 def _written(z: Any, value: Tensor) -> None:
     """Note that the values of z, and of all that share its memory, were changed in place."""
     cell = z._cell
     cell.own_values()
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 # What the caller asked for, innermost last: names for the log.
 _ASKING: list[str] = []
 _COMMUTES = {aten.add.Tensor, aten.mul.Tensor}

@@ -456,7 +456,12 @@ def judged(setting: Setting, lines: list[str], defer: Defer, exact: Run | None =
     if found.error is None and is_version_error(exact.error):
         with saved_copies():
             exact = executed(setting, codes, stock)
-    return compared(found, exact, bound_of(lines))
+    kind, text = compared(found, exact, bound_of(lines))
+    if kind == "wrong" and any(".data" in line for line in lines):
+        # torch does not count these writes: stock's backward reads what was written, ours what the forward read.
+        with saved_copies():
+            return compared(found, executed(setting, codes, stock), bound_of(lines))
+    return kind, text
 
 
 def without(lines: list[str], i: int) -> list[str]:
