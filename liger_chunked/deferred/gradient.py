@@ -135,7 +135,9 @@ class LazyGradient(Lazy):
         Autograd's own formulas do not come here.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _KEEPS_TERMS or (getattr(func, "__name__", "") == "__get__" and func not in _SHARES_MEMORY):
+            # A mode of dispatch calls operations of ATen again.
+            of_aten = isinstance(func, torch._ops.OpOverload)
+            if of_aten or func in _KEEPS_TERMS or (getattr(func, "__name__", "") == "__get__" and func not in _SHARES_MEMORY):
                 return func(*args, **(kwargs or {}))
             if func in READS_MEMORY:
                 return read_memory(func, args, kwargs or {})
@@ -155,7 +157,7 @@ class LazyGradient(Lazy):
             made = _placed(func, args)
         elif type(g) is cls:
             made = g._lazily(func, args, kwargs)
-        return run_on_values(func, args, kwargs, _written) if made is None else made
+        return run_on_values(func, args, kwargs) if made is None else made
 
     def _lazily(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _MOVES and kwargs.get("device") in (None, self.device):
@@ -227,10 +229,6 @@ def _placed(func: Any, args: tuple[Any, ...]) -> LazyGradient | None:
 
 def _key(z: DeferredLogits) -> Node:
     return z._cell.node
-
-
-def _written(g: LazyGradient, real: Tensor) -> None:
-    g._become(real)
 
 
 def _sum(a: Any, b: Any, in_place: bool) -> LazyGradient | None:

@@ -95,6 +95,10 @@ class Lazy(Tensor):
         """Return the values, as a plain tensor outside of the autograd graph."""
         raise NotImplementedError
 
+    def memory(self) -> Tensor:
+        """Return the values as memory of this tensor, which may be written."""
+        raise NotImplementedError
+
     def _shape_of(self, op: Op) -> Tensor:
         """Return the shape and strides of a result, as a tensor on the device "meta"."""
         kwargs = {name: x for name, x in op.kwargs.items() if name != "device"} if op.kwargs else {}
@@ -106,6 +110,9 @@ class Lazy(Tensor):
 
     def tolist(self) -> Any:  # C++ that does not ask __torch_function__
         return self.value().tolist()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:  # also where hooks run without __torch_function__
+        return read_memory(Tensor.numpy, (self, *args), kwargs)
 
 
 # Functions of C++ and Python that read the memory of a tensor, or write it down.
@@ -133,30 +140,26 @@ def values(tree: Any) -> Any:
     return tree_map_only(Lazy, lambda x: x.value(), tree)
 
 
-def run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: Callable[[Lazy, Tensor], Any]) -> Any:
-    """Run an operation on real values. `written(x, value)` is told which lazy tensors it changed in place."""
+def run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on real values. What it writes is the memory of the lazy tensors from then on."""
     schema = func._schema
     if not schema.is_mutable:
         return func(*values(args), **values(kwargs))
-    # The same real tensor must be read and written.
-    real: dict[int, Tensor] = {}
-
-    def once(x: Lazy) -> Tensor:
-        return real.setdefault(id(x), x.value())
-
-    out = func(*tree_map_only(Lazy, once, args), **tree_map_only(Lazy, once, kwargs))
     named = [*zip(schema.arguments, args, strict=False)]
     named += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
-    result = out
+    real: dict[int, Tensor] = {}
     for argument, given in named:
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        for x in tree_leaves(given):
-            if isinstance(x, Lazy):
-                written(x, real[id(x)])
-                if isinstance(given, (list, tuple)):  # `_foreach_` operations count in their kernels
-                    torch.autograd.graph.increment_version(x)
-            # Autograd expects the tensor that it passed in.
-            if isinstance(out, Tensor) and isinstance(x, Tensor) and out is real.get(id(x), x):
-                result = x
-    return result
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for x in tree_leaves(given):
+                if isinstance(x, Lazy):
+                    real[id(x)] = x.memory()
+                    if isinstance(given, (list, tuple)):  # `_foreach_` operations count in their kernels
+                        torch.autograd.graph.increment_version(x)
+
+    def of(x: Lazy) -> Tensor:
+        return real[id(x)] if id(x) in real else x.value()
+
+    out = func(*tree_map_only(Lazy, of, args), **tree_map_only(Lazy, of, kwargs))
+    # Autograd expects the tensor that it passed in.
+    lazy = [x for x in tree_leaves([args, kwargs]) if isinstance(x, Lazy) and real.get(id(x)) is out]
+    return lazy[0] if lazy else out

@@ -18,6 +18,8 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -40,6 +42,7 @@ from liger_chunked.deferred.lazy import (
     run_on_values,
     values,
 )
+from liger_chunked.engine.hooks import isolated
 from liger_chunked.private import tree_leaves, version_of
 from liger_chunked.types import Head, LogitOptions, StandIn
 
@@ -77,6 +80,7 @@ class Source:
         withheld: cross entropies return 0 (`Request.withhold`). `gave_zero`: one did.
         live: (hidden, weight, bias) in the autograd graph, for a call with `head_fn`; else None.
         holds_gradient: a loss keeps its gradient of the weight until its backward: a second one would double that.
+        n_ids: how many logits a row has. `cells`: all memory of logits that were made of this call.
         passes: statistics of rows that were computed, by what they are of (`rules.py`).
         owner, merged: the layer of PEFT around this one, and the adapters that were merged into the weight, which PEFT
             does through `weight.data`, unnoticed by autograd.
@@ -102,6 +106,7 @@ class Source:
         self.live: tuple[Any, ...] | None = None
         self.holds_gradient = False
         self.n_ids = 0
+        self.cells: list[weakref.ref[Cell]] = []
         self.passes: dict[Any, Any] = {}
 
     def _versions(self) -> list[int]:
@@ -198,7 +203,8 @@ class Node:
         if self.other is not None:
             node, views = self.other
             return self.op.func(x, seen(node.value(), views), *self.op.args, **self.op.kwargs)
-        return self.op(x)
+        x = self.op(x)
+        return x.contiguous() if self.op.func in ROWS else x  # as the stand-in says
 
     def sources(self) -> Iterator[Source]:
         """Yield the sources, first that of the layer itself, then those of adapters."""
@@ -219,11 +225,12 @@ def seen(x: Tensor, views: tuple[Op, ...]) -> Tensor:
 class Cell:
     """The memory of logits and of all their views: an expression, or real values."""
 
-    __slots__ = ("changed", "node", "real")
+    __slots__ = ("__weakref__", "changed", "node", "real")
 
     def __init__(self, node: Node) -> None:
         self.node, self.changed = node, False
         self.real: Tensor | None = None
+        next(node.sources()).cells.append(weakref.ref(self))
 
     def values(self) -> Tensor:
         if self.real is None:
@@ -231,8 +238,14 @@ class Cell:
         return self.real
 
     def own_values(self) -> Tensor:
-        """Return values that may be written: later readers of the expression compute theirs again."""
-        real, self.changed = self.values(), True
+        """Return values that may be written: copies that were made before get theirs first."""
+        if not self.changed:
+            self.changed = True
+            for source in self.node.sources():
+                for reference in list(source.cells):
+                    if (cell := reference()) is not None and cell is not self:
+                        cell.values()
+        real = self.values()
         node: Node | None = self.node
         while node is not None:
             if node.real is not None and _share_memory(node.real, real):
@@ -375,13 +388,16 @@ class DeferredLogits(Lazy, StandIn):
         rule = RULES.get(func)
         if func == _SET_DATA and type(args[0]) is cls:
             return args[0]._set_data(args[1])
-        if func in (torch.autograd.grad, torch.autograd.backward):
-            return _differentiated(func, args, kwargs)
+        if func is torch.autograd.grad:
+            return _differentiated(func, *args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if rule is not None:
                 result = rule(func, *args, **kwargs)
                 if result is not NotImplemented:
                     return result
+            if func in _SAVE_RESULT:
+                with isolated():  # hooks on saved tensors, as of a checkpoint, would read the result
+                    return func(*args, **kwargs)
             _ASKING.append(getattr(func, "__name__", str(func)))
             try:
                 return read_memory(func, args, kwargs) if func in READS_MEMORY else func(*args, **kwargs)
@@ -394,6 +410,11 @@ class DeferredLogits(Lazy, StandIn):
         kwargs = kwargs or {}
         if any(t is not cls and issubclass(t, Lazy) for t in types):
             return NotImplemented  # a gradient's
+        if torch.is_inference_mode_enabled():
+            # There, composite operations such as reshape come here before they are taken apart.
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if func in _COMMUTES and type(args[0]) is not cls:
             args = (args[1], args[0])
         z = args[0] if args else None
@@ -401,7 +422,7 @@ class DeferredLogits(Lazy, StandIn):
             made = z._lazily(func, args, kwargs)
             if made is not None:
                 return made
-        return run_on_values(func, args, kwargs, _written)
+        return run_on_values(func, args, kwargs)
 
     def _lazily(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation without values; None if it needs them."""
@@ -429,7 +450,8 @@ class DeferredLogits(Lazy, StandIn):
         elif func is aten.add.Tensor:
             op = Op(func, (args[1].clone(),))  # its values are those of now
         meta = self._shape_of(op) if func is not aten.add.Tensor else self._meta
-        return self._make(Cell(self._node(op)), (), meta, self._class_dim, self.device)
+        device = kwargs.get("device") or self.device
+        return self._make(Cell(self._node(op)), (), meta, self._class_dim, device)
 
     def _node(self, op: Op, other: DeferredLogits | None = None) -> Node:
         return Node(None, self._cell.node, self._views, op, other)
@@ -438,7 +460,7 @@ class DeferredLogits(Lazy, StandIn):
         """Whether the result has lazy values: an operation on each row by itself that a loss may express."""
         if func in COPIES:
             dtype = kwargs.get("dtype") or self.dtype
-            return dtype.is_floating_point and kwargs.get("device") in (None, self.device)
+            return dtype.is_floating_point
         if func in SCALES:
             factor = number_of(args[1])
             return factor is not None and math.isfinite(factor) and factor != 0 and not kwargs
@@ -457,6 +479,9 @@ class DeferredLogits(Lazy, StandIn):
     def _viewed(self, op: Op) -> Any:
         meta = self._shape_of(op)
         class_dim = None if self._class_dim is None else class_dim_after(op, self.shape, self._class_dim, meta.shape)
+        if class_dim is None and meta.numel():  # no loss can use it: its readers want values, and so do later ones of these
+            self._ask(op.func.overloadpacket.__name__)
+            self._cell.values()
         return self._make(self._cell, (*self._views, op), meta, class_dim, self.device)
 
     def _selected(self, op: Op) -> Any:
@@ -527,35 +552,29 @@ class _Values(torch.autograd.Function):
         return g
 
 
-def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run autograd on places in the graph: hooks that run in it would not be asked about gradients otherwise."""
+def _differentiated(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `torch.autograd.grad` for places in the graph: hooks in it would not be asked about gradients otherwise."""
     with torch._C.DisableTorchFunctionSubclass():
-        inputs = kwargs.get("inputs", args[1] if len(args) > 1 and func is torch.autograd.grad else None)
-        if inputs is not None:
-            one = isinstance(inputs, Tensor)
-            edges = [get_gradient_edge(x) if isinstance(x, Lazy) else x for x in ([inputs] if one else inputs)]
-            if "inputs" in kwargs:
-                kwargs = {**kwargs, "inputs": edges}
-            else:
-                args = (args[0], edges, *args[2:])
-    lazy = any(isinstance(x, Lazy) for x in tree_leaves((args, kwargs)))
-    if not lazy:
-        return func(*args, **kwargs)
+        one = isinstance(inputs, Tensor)
+        edges = [get_gradient_edge(x) if isinstance(x, Lazy) else x for x in ([inputs] if one else inputs)]
+    if not any(isinstance(x, Lazy) for x in tree_leaves((outputs, args, kwargs))):
+        return func(outputs, edges, *args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+        return func(outputs, edges, *args, **kwargs)
 
 
-def _written(z: Any, value: Tensor) -> None:
-    """Note that the values of z, and of all that share its memory, were changed in place."""
-    cell = z._cell
-    cell.own_values()
-
-
+# Functions with a lazy result, which autograd saves.
+_SAVE_RESULT = {
+    getattr(owner, name)
+    for owner in (torch, Tensor, F, torch.special)
+    for name in ("log_softmax", "softmax", "tanh", "exp")
+    if hasattr(owner, name)
+}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 # What the caller asked for, innermost last: names for the log.
 _ASKING: list[str] = []
 _COMMUTES = {aten.add.Tensor, aten.mul.Tensor}
-_FUNCTION = type(_written)
+_FUNCTION = types.FunctionType
 
 # Functions of torch -> what computes them of deferred logits; filled by `rules.py`.
 RULES: dict[Any, Any] = {}
