@@ -19,11 +19,9 @@ import torch
 from torch import Tensor
 
 from liger_chunked.deferred.gradient import Key, LazyGradient, Term
-from liger_chunked.deferred.lazy import PLAIN, Op, aten, number_of
+from liger_chunked.deferred.lazy import RESHAPES, Op, aten, known_size, number_of
 from liger_chunked.deferred.logits import (
     COPIES,
-    CURVES,
-    RESHAPES,
     ROWS,
     SAME_SHAPE_VIEWS,
     SCALES,
@@ -96,13 +94,13 @@ class Plan:
 
     def select(self, x: Tensor) -> Tensor:
         """Return the rows of x (..., K), like the hidden states of the call, that belong to these logits: (..., K)."""
-        return self._select(x, torch.Size((*x.shape[:-1], self._vocabulary)), x.ndim - 1, self.rows)
+        return self._select(x, torch.Size((*x.shape[:-1], self.vocabulary)), x.ndim - 1, self.rows)
 
     def select_from(self, earlier: Plan, x: Tensor) -> Tensor:
         """Return these rows of x, a value for each row of `earlier`, whose selections these logits have too."""
         hidden: Any = self.sources[0][0].tensors[0]
         like = torch.empty((), device=x.device).expand(*hidden.shape[:-1], 1)
-        shape, dim, done = torch.Size((*hidden.shape[:-1], self._vocabulary)), hidden.ndim - 1, earlier.selects()
+        shape, dim, done = torch.Size((*hidden.shape[:-1], self.vocabulary)), hidden.ndim - 1, earlier.selects()
         for op in done:
             like, shape, dim = _moved(op, like, shape, dim, 1)
         return self._select(x.reshape(like.shape), shape, dim, self.rows[len(done) :]).squeeze(-1)
@@ -114,7 +112,7 @@ class Plan:
         return x.movedim(dim, -1) if dim != x.ndim - 1 else x
 
     @property
-    def _vocabulary(self) -> int:
+    def vocabulary(self) -> int:
         return self.sources[0][0].n_ids
 
     def place(self, x: Tensor) -> Tensor:
@@ -130,7 +128,7 @@ def _moved(op: Op, x: Tensor, shape: torch.Size, dim: int, k: int) -> tuple[Tens
     """Return a view of x, with K in place of the vocabulary, the view's shape of logits, and the dimension of K."""
     if op.func in RESHAPES or op.func is aten.expand.default:
         size = list(op.args[0])
-        result = torch.Size(_known(size, shape) if op.func in RESHAPES else [_expanded(n, shape, i - len(size)) for i, n in enumerate(size)])
+        result = torch.Size(known_size(size, shape) if op.func in RESHAPES else [_expanded(n, shape, i - len(size)) for i, n in enumerate(size)])
         at = class_dim_after(op, shape, dim, result)
         assert at is not None
         sizes = [*result[:at], k, *result[at + 1 :]]
@@ -144,13 +142,6 @@ def _moved(op: Op, x: Tensor, shape: torch.Size, dim: int, k: int) -> tuple[Tens
     at = class_dim_after(op, shape, dim, moved.shape)
     assert at is not None
     return moved, torch.Size((*moved.shape[:at], shape[dim], *moved.shape[at + 1 :])), at
-
-
-def _known(size: list[int], shape: torch.Size) -> list[int]:
-    if -1 not in size:
-        return size
-    rest = -torch.Size(size).numel()
-    return [shape.numel() // rest if n == -1 else n for n in size]
 
 
 def _expanded(n: int, shape: torch.Size, i: int) -> int:
@@ -173,9 +164,9 @@ def plan_of(z: Any) -> Plan | None:
     if type(z) is not DeferredLogits or z.is_computed or z._class_dim is None or z.ndim < 2:
         return None
     plan = plan_of_node(z._cell.node)
-    if plan is None or not add_views(plan, z._views):
+    if plan is None or not add_views(plan, z._views, z._geometry[0][z._class_dim]):
         return None
-    plan.shape, plan.class_dim, plan.dtype = z.shape, z._class_dim, z.dtype
+    plan.shape, plan.class_dim, plan.dtype = torch.Size(z._geometry[0]), z._class_dim, z._known[0]
     return plan
 
 
@@ -186,7 +177,7 @@ def plan_of_node(node: Node) -> Plan | None:
         source = node.source
         return Plan([(source, 1.0)], 0, torch.Size(), keys=[[]], dtype=source.dtype)
     plan = plan_of_node(node.base)
-    if plan is None or not add_views(plan, node.views):
+    if plan is None or not add_views(plan, node.views, node.n_ids):
         return None
     assert node.op is not None
     if node.other is not None:
@@ -194,37 +185,13 @@ def plan_of_node(node: Node) -> Plan | None:
     return plan if _add_operation(plan, node, node.op) else None
 
 
-def add_views(plan: Plan, views: tuple[Op, ...]) -> bool:
-    for op in views:
-        if op.func in SAME_SHAPE_VIEWS:
-            continue
-        plan.rows.append(op)
-    return _find_ids(plan)
-
-
-def _find_ids(plan: Plan) -> bool:
-    """Find how many ids views leave; False if they leave some after a softmax."""
-    hidden: Any = plan.sources[0][0].tensors[0]
-    dim, shape = hidden.ndim - 1, torch.Size((*hidden.shape[:-1], plan._vocabulary))
-    return True if not plan.rows else _trace(plan, shape, dim)
-
-
-def _trace(plan: Plan, shape: torch.Size, dim: int) -> bool:
-    left = shape[dim]
-    x = torch.empty((), device="meta").expand(*shape[:dim], 1)
-    for op in plan.rows:
-        if op.func in ROWS:  # its shape needs values
-            one = torch.empty((), device=plan.sources[0][0].tensors[0].device).expand(x.shape)  # type: ignore[union-attr]
-            moved = op(one)
-            x, shape, dim = torch.empty((), device="meta").expand(moved.shape), torch.Size((*moved.shape[:-1], shape[-1])), moved.ndim - 1
-        else:
-            x, shape, dim = _moved(op, x, shape, dim, 1)
-    if shape[dim] == left:
+def add_views(plan: Plan, views: tuple[Op, ...], n_ids: int) -> bool:
+    """Add views, which leave `n_ids` of the vocabulary; False if they cut it where a loss cannot."""
+    plan.rows.extend(op for op in views if op.func not in SAME_SHAPE_VIEWS)
+    if n_ids == (plan.vocabulary if plan.n_ids is None else plan.n_ids):
         return True
-    if plan.kind != LOGITS or plan.bias is not None:
-        return False
-    plan.n_ids = shape[dim]
-    return True
+    plan.n_ids = n_ids
+    return plan.kind == LOGITS and plan.bias is None
 
 
 def _add_operation(plan: Plan, node: Node, op: Op) -> bool:
@@ -284,7 +251,7 @@ def _cast(plan: Plan, dtype: torch.dtype | None) -> bool:
 def _summed(plan: Plan, other: tuple[Node, tuple[Op, ...]]) -> Plan | None:
     """Return the plan of a layer's logits plus those of an adapter, times a number."""
     more = plan_of_node(other[0])
-    if more is None or not add_views(more, other[1]):
+    if more is None or not add_views(more, other[1], other[0].n_ids):
         return None
     plain = all(p.kind == LOGITS and not p.rows and p.bias is None and p.transform.outer is None for p in (plan, more))
     again = {id(s) for s, _ in plan.sources} & {id(s) for s, _ in more.sources}
@@ -340,7 +307,7 @@ class Pass:
         self._leaves: list[list[tuple[Source, list[Tensor | None]]]] = []
         sides = []
         first = self.plans[0].sources[0][0]
-        with isolated(), torch.inference_mode(False) if wants_grad else torch.no_grad(), torch.set_grad_enabled(wants_grad), first.modes():
+        with isolated(), torch.set_grad_enabled(wants_grad), first.modes():
             for plan in self.plans:
                 leaves = [(source, _leaves(source, wants_grad)) for source, _ in plan.sources]
                 self._leaves.append(leaves)
@@ -479,7 +446,7 @@ class _Fused(torch.autograd.Function):
                 grads.append(None)
                 continue
             term = Term(ctx.run, side, ctx.plan, ctx.result, g)
-            grads.append(LazyGradient.make(z._meta, z.device, [term], _dense(ctx, side, node, g), None))
+            grads.append(LazyGradient.make(z._geometry[0], *z._known, [term], _dense(ctx, side, node, g), None))
         if not graph_is_retained():
             ctx.run = ctx.result = ctx.logits = None
         return None, None, None, None, *grads

@@ -24,6 +24,7 @@ from liger_chunked.deferred.lazy import (
     Lazy,
     Op,
     aten,
+    contiguous,
     number_of,
     outside_graphs,
     read_memory,
@@ -96,9 +97,15 @@ class LazyGradient(Lazy):
 
     @classmethod
     def make(
-        cls, meta: Tensor, device: torch.device, terms: list[Term], dense: Callable[[], Tensor], extra: Tensor | None
+        cls,
+        size: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        terms: list[Any],
+        dense: Callable[[], Tensor],
+        extra: Tensor | None,
     ) -> LazyGradient:
-        made = cls._wrap(meta, device)
+        made = cls._wrap(size, contiguous(size), 0, dtype, device)
         made.terms, made.dense, made.extra = terms, dense, extra
         return made
 
@@ -162,7 +169,7 @@ class LazyGradient(Lazy):
     def _lazily(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _MOVES and kwargs.get("device") in (None, self.device):
             dtype = kwargs.get("dtype") or self.dtype
-            return self._after(Op(func, args[1:], kwargs), self.terms) if dtype.is_floating_point else None
+            return self._behind(Op(func, args[1:], kwargs), self.terms) if dtype.is_floating_point else None
         if func in SHAPED_LIKE:
             if func is aten.new_zeros.default and kwargs.get("dtype") in (None, self.dtype):
                 return self._zeros(args[1])
@@ -175,12 +182,16 @@ class LazyGradient(Lazy):
             return self._through(Op(func, args[1:], kwargs), _key(args[1]), None)
         return None
 
-    def _after(self, op: Op, terms: list[Term]) -> LazyGradient:
+    def _behind(self, op: Op, terms: list[Any]) -> LazyGradient:
         """Return the gradient behind an operation that is linear in it."""
         extra = None if self.extra is None else op.func(self.extra, *values(op.args), **op.kwargs)
-        meta = self._meta if op.func not in _MOVES or op.func in SAME_SHAPE_VIEWS else self._shape_of(op)
+        size, dtype = self._geometry[0], self._known[0]
+        if op.func in _MOVES:
+            size, _, _, dtype = self._after(op)
         dense = self.dense  # of now: this gradient may become real later
-        return self.make(meta, self.device, terms, lambda: op.func(dense(), *values(op.args), **op.kwargs), extra)
+        return self.make(
+            size, dtype, self._known[1], terms, lambda: op.func(dense(), *values(op.args), **op.kwargs), extra
+        )
 
     def _scaled(self, op: Op) -> LazyGradient | None:
         factor = op.args[0]
@@ -199,12 +210,11 @@ class LazyGradient(Lazy):
         terms = [(None if key is None else term.after(key)) or (None if factor is None else term.times(factor)) for term in self.terms]
         if any(term is None for term in terms):
             return None
-        return self._after(op, terms)  # type: ignore[arg-type]
+        return self._behind(op, terms)
 
     def _zeros(self, size: Any) -> LazyGradient:
-        meta = torch.empty(size, dtype=self.dtype, device="meta")
-        dtype, device = self.dtype, self.device
-        return self.make(meta, device, [], lambda: torch.zeros(size, dtype=dtype, device=device), None)
+        dtype, device = self._known
+        return self.make(tuple(size), dtype, device, [], lambda: torch.zeros(size, dtype=dtype, device=device), None)
 
 
 def _placed(func: Any, args: tuple[Any, ...]) -> LazyGradient | None:
@@ -222,9 +232,8 @@ def _placed(func: Any, args: tuple[Any, ...]) -> LazyGradient | None:
         return func(x, args[1], g, True) if func is aten.index_put.default else func(x, args[1], args[2], g)
 
     extra = None if given.extra is None else placed(given.extra)
-    meta = torch.empty(shape, dtype=dtype, device="meta")
     dense = given.dense
-    return LazyGradient.make(meta, device, given.terms, lambda: placed(dense()), extra)
+    return LazyGradient.make(tuple(shape), dtype, device, given.terms, lambda: placed(dense()), extra)
 
 
 def _key(z: DeferredLogits) -> Node:
@@ -243,11 +252,11 @@ def _sum(a: Any, b: Any, in_place: bool) -> LazyGradient | None:
             return dense_a() + dense_b()
 
         extra = None if not extras else extras[0] if len(extras) == 1 else extras[0] + extras[1]
-        made = a.make(a._meta, a.device, terms, dense, extra)
+        made = a.make(a._geometry[0], a.dtype, a.device, terms, dense, extra)
     else:
         lazy, real = (a, values(b)) if isinstance(a, LazyGradient) else (b, values(a))
         extra = real if lazy.extra is None else lazy.extra + real
-        made = lazy.make(lazy._meta, lazy.device, lazy.terms, lazy.dense, extra)
+        made = lazy.make(lazy._geometry[0], lazy.dtype, lazy.device, lazy.terms, lazy.dense, extra)
     if in_place:
         a.terms, a.dense, a.extra = made.terms, made.dense, made.extra
         return a
@@ -274,4 +283,5 @@ def _concatenated(join: Any, parts: Any, dim: int = 0) -> LazyGradient | None:
 
     extras = [x.extra if isinstance(x, LazyGradient) else values(x) for x in parts]
     extra = None if all(x is None for x in extras) else joined(extras)
-    return LazyGradient.make(join(metas, dim), device, [t for x in lazy for t in x.terms], dense, extra)
+    size = tuple(join(metas, dim).shape)
+    return LazyGradient.make(size, dtype, device, [t for x in lazy for t in x.terms], dense, extra)

@@ -36,7 +36,7 @@ from liger_chunked.deferred.fused import (
     wants_grad,
 )
 from liger_chunked.deferred.gradient import Key, LazyGradient, Term
-from liger_chunked.deferred.lazy import Lazy, Op, aten
+from liger_chunked.deferred.lazy import Lazy, Op, aten, contiguous
 from liger_chunked.deferred.logits import RULES, SCALES, Cell, DeferredLogits, Node, number_of, seen
 from liger_chunked.deferred.rules import result_dtype, statistics
 from liger_chunked.losses import LigerFusedLinearKLDivLoss
@@ -73,10 +73,11 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Callable[[Tensor, Tensor], Tensor], a: Any, b: Any) -> Any:
         ctx.function = function
-        ctx.factors = [(x._cell.node, x._views, x._meta, x.device) for x in (a, b)]
+        ctx.factors = [(x._cell.node, x._views, x._geometry[0], x.dtype, x.device) for x in (a, b)]
         dtype = torch.promote_types(a.dtype, b.dtype)
-        node = Node(None, a._cell.node, a._views, Op(function), b)
-        return DeferredLogits._make(Cell(node), (), a._meta.to(dtype), a._class_dim, a.device)
+        size = a._geometry[0]
+        node = Node(None, a._cell.node, a._views, Op(function), b, size[a._class_dim])
+        return DeferredLogits._make(Cell(node), (), (size, contiguous(size), 0), dtype, a._class_dim, a.device)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -84,7 +85,7 @@ class _Joined(torch.autograd.Function):
         if torch.is_grad_enabled() or not isinstance(g, LazyGradient):
             return None, *_of_values(ctx.function, ctx.factors, g, need)
         grads: list[Any] = []
-        for i, (_, _, meta, device) in enumerate(ctx.factors):
+        for i, (_, _, size, dtype, device) in enumerate(ctx.factors):
             terms = [t.side(i) if isinstance(t, Split) else None for t in g.terms]
             if not need[i]:
                 grads.append(None)
@@ -94,7 +95,7 @@ class _Joined(torch.autograd.Function):
                 dense = functools.partial(_of_terms, ctx.function, ctx.factors, g.dense, i)
                 extra = None if g.extra is None else _of_values(ctx.function, ctx.factors, g.extra, [j == i for j in range(2)])[i]
                 flat = [term for found in terms for term in found or []]
-                grads.append(LazyGradient.make(meta, device, flat, dense, extra))
+                grads.append(LazyGradient.make(size, dtype, device, flat, dense, extra))
         return None, *grads
 
 
@@ -108,7 +109,7 @@ def _of_values(function: Any, factors: Any, g: Any, need: Any) -> list[Tensor | 
     """Return the gradients of the factors, made of real values."""
 
     def run() -> list[Tensor | None]:
-        reals = [seen(node.value(), views).detach().requires_grad_(n) for (node, views, _, _), n in zip(factors, need, strict=True)]
+        reals = [seen(node.value(), views).detach().requires_grad_(n) for (node, views, *_), n in zip(factors, need, strict=True)]
         out = function(*reals)
         wanted = [x for x, n in zip(reals, need, strict=True) if n]
         upstream = (g.value() if isinstance(g, Lazy) else g).to(out.dtype)
@@ -128,17 +129,17 @@ class Factor(NamedTuple):
     minus: Plan | None = None
 
 
-def _factor(node: Node, views: Any) -> Factor | None:
+def _factor(node: Node, views: Any, n_ids: int) -> Factor | None:
     if node.op is not None and node.op.func is SUBTRACT:
         assert node.base is not None and node.other is not None
-        first, second = _factor(node.base, (*node.views,)), _factor(*node.other)
+        first, second = _factor(node.base, node.views, node.n_ids), _factor(*node.other, node.n_ids)
         if first is None or second is None or first.minus is not None or second.minus is not None:
             return None
         plans = first.plan, second.plan
-        fits = all(plan.kind == LOGPS and plan.sign == 1 and add_views(plan, views) for plan in plans)
+        fits = all(plan.kind == LOGPS and plan.sign == 1 and add_views(plan, views, n_ids) for plan in plans)
         return Factor(*plans) if fits else None
     plan = plan_of_node(node)
-    return None if plan is None or not add_views(plan, views) else Factor(plan)
+    return None if plan is None or not add_views(plan, views, n_ids) else Factor(plan)
 
 
 class Sum(NamedTuple):
@@ -166,7 +167,7 @@ def _alike(a: Plan, b: Plan) -> bool:
 def _sum_of(node: Node) -> Sum | None:
     """Return what the sum of a product is; None if no pass computes it."""
     assert node.op is not None and node.base is not None and node.other is not None
-    first, second = _factor(node.base, node.views), _factor(*node.other)
+    first, second = _factor(node.base, node.views, node.n_ids), _factor(*node.other, node.n_ids)
     if first is None or second is None:
         return None
     if isinstance(node.op.func, functools.partial):  # F.kl_div(logq, p)
@@ -219,7 +220,7 @@ def _found(z: Any) -> tuple[Sum, list[Op], float, list[Key], DeferredLogits] | N
         return None
     for plan in (found.p, found.q):
         if plan is not None:
-            if not add_views(plan, tuple(rows)):
+            if not add_views(plan, tuple(rows), z.shape[z._class_dim]):
                 return None
             plan.shape, plan.class_dim = z.shape, z._class_dim
     if found.q is not None and (found.q.row_shape != found.p.row_shape or found.q.n_ids != found.p.n_ids):
@@ -358,7 +359,7 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Any, value: Tensor, runs: Any, keys: Any, stock: Any) -> Tensor:
-        ctx.runs, ctx.keys, ctx.stock, ctx.z = runs, keys, stock, (z._cell.node, z._views, z._meta, z.device)
+        ctx.runs, ctx.keys, ctx.stock, ctx.z = runs, keys, stock, (z._cell.node, z._views, z._geometry[0], *z._known)
         return value.clone()
 
     @staticmethod
@@ -367,7 +368,7 @@ class _Reduced(torch.autograd.Function):
             raise RuntimeError("second derivatives through sums of products of deferred logits are not supported")
         if ctx.runs is None:
             raise RuntimeError("Trying to backward through the graph a second time. Specify retain_graph=True")
-        node, views, meta, device = ctx.z
+        node, views, size, dtype, device = ctx.z
         stock = ctx.stock
 
         def dense() -> Tensor:
@@ -376,7 +377,7 @@ class _Reduced(torch.autograd.Function):
             return torch.autograd.grad(out, real, g.to(out.dtype).reshape(out.shape))[0]
 
         terms = _terms(ctx.runs, g, ctx.keys)
-        return LazyGradient.make(meta, device, terms, functools.partial(with_autograd, dense), None), None, None, None, None
+        return LazyGradient.make(size, dtype, device, terms, functools.partial(with_autograd, dense), None), None, None, None, None
 
 
 # Rules

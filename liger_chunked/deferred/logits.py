@@ -21,7 +21,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,10 +32,12 @@ from torch.autograd.graph import get_gradient_edge
 from liger_chunked.deferred.lazy import (
     PLAIN,
     READS_MEMORY,
+    RESHAPES,
     SHAPED_LIKE,
     Lazy,
     Op,
     aten,
+    contiguous,
     number_of,
     outside_graphs,
     read_memory,
@@ -50,7 +52,6 @@ _LOGGER = logging.getLogger("liger_chunked")
 
 # Views: the result shares the memory.
 SAME_SHAPE_VIEWS = {aten.alias.default, aten.detach.default}
-RESHAPES = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
 VIEWS = SAME_SHAPE_VIEWS | {
     aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default,
     aten.squeeze.dim, aten.squeeze.default, aten.transpose.int, aten.t.default, aten.permute.default,
@@ -64,8 +65,15 @@ SCALES_IN_PLACE = {
     aten.mul_.Tensor: aten.mul.Tensor, aten.mul_.Scalar: aten.mul.Scalar,
     aten.div_.Tensor: aten.div.Tensor, aten.div_.Scalar: aten.div.Scalar,
 }  # fmt: skip
+_ELEMENTWISE = {
+    aten.clone.default, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.tanh.default,
+    aten.exp.default, aten.neg.default, aten.add.Tensor,
+}  # fmt: skip
 # The backward of these reads values: a lazy gradient passes them if it is already multiplied by their derivative.
 CURVES = {aten.tanh.default, aten._log_softmax.default, aten._softmax.default, aten.exp.default}
+
+
+_NOTHING = nullcontext()
 
 
 class Source:
@@ -146,10 +154,9 @@ class Source:
     def modes(self) -> AbstractContextManager[Any]:
         """Return the autocast under which the layer was called."""
         device = self.tensors[0].device.type  # type: ignore[union-attr]
-        stack = ExitStack()
-        if (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) != self.autocast:
-            stack.enter_context(torch.autocast(device, self.autocast[1], enabled=self.autocast[0]))
-        return stack
+        if (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) == self.autocast:
+            return _NOTHING
+        return torch.autocast(device, self.autocast[1], enabled=self.autocast[0])
 
     def product(self) -> Tensor:
         """Return real logits."""
@@ -174,10 +181,11 @@ class Node:
         source: of a product; else None.
         base, views, op: `op(views(base))`.
         other: what `op` adds: a second expression.
+        n_ids: how many logits a row has.
         real: its values, once they were read.
     """
 
-    __slots__ = ("base", "op", "other", "real", "source", "views")
+    __slots__ = ("base", "n_ids", "op", "other", "real", "source", "views")
 
     def __init__(
         self,
@@ -186,8 +194,9 @@ class Node:
         views: tuple[Op, ...] = (),
         op: Op | None = None,
         other: DeferredLogits | None = None,
+        n_ids: int = 0,
     ) -> None:
-        self.source, self.base, self.views, self.op = source, base, views, op
+        self.source, self.base, self.views, self.op, self.n_ids = source, base, views, op, n_ids
         self.other = None if other is None else (other._cell.node, other._views)
         self.real: Tensor | None = None
 
@@ -274,21 +283,23 @@ class DeferredLogits(Lazy, StandIn):
     _class_dim: int | None
 
     @classmethod
-    def _make(cls, cell: Cell, views: tuple[Op, ...], meta: Tensor, class_dim: int | None, device: torch.device) -> Any:
-        made = cls._wrap(meta, device)
+    def _make(
+        cls, cell: Cell, views: tuple[Op, ...], geometry: Any, dtype: torch.dtype, class_dim: int | None, device: torch.device
+    ) -> Any:
+        made = cls._wrap(*geometry, dtype, device)
         # `_class_dim`: the dimension of the vocabulary; None if it is no dimension of its own any more.
         made._cell, made._views, made._class_dim = cell, views, class_dim
         return made
 
     @classmethod
-    def _of(cls, source: Source, n_ids: int, device: torch.device | None = None) -> Any:
+    def _of(cls, source: Source, n_ids: int) -> Any:
         """Return the result of a layer's call."""
         hidden = source.tensors[0]
         assert hidden is not None
         source.n_ids = n_ids
-        shape = (*hidden.shape[:-1], n_ids)
-        meta = torch.empty(shape, dtype=source.dtype, device="meta")
-        return cls._make(Cell(Node(source)), (), meta, len(shape) - 1, device or hidden.device)
+        size = (*hidden.shape[:-1], n_ids)
+        cell = Cell(Node(source, n_ids=n_ids))
+        return cls._make(cell, (), (size, contiguous(size), 0), source.dtype, len(size) - 1, hidden.device)
 
     # What a loss and a reader may ask
 
@@ -419,7 +430,10 @@ class DeferredLogits(Lazy, StandIn):
             args = (args[1], args[0])
         z = args[0] if args else None
         if type(z) is cls:
-            made = z._lazily(func, args, kwargs)
+            # Views of an ordinary tensor are ordinary, in inference mode too.
+            ordinary = torch.is_inference_mode_enabled() and not z.is_inference()
+            with torch.inference_mode(False) if ordinary else _NOTHING:
+                made = z._lazily(func, args, kwargs)
             if made is not None:
                 return made
         return run_on_values(func, args, kwargs)
@@ -449,12 +463,16 @@ class DeferredLogits(Lazy, StandIn):
             op = Op(func, (number_of(args[1]),))
         elif func is aten.add.Tensor:
             op = Op(func, (args[1].clone(),))  # its values are those of now
-        meta = self._shape_of(op) if func is not aten.add.Tensor else self._meta
-        device = kwargs.get("device") or self.device
-        return self._make(Cell(self._node(op)), (), meta, self._class_dim, device)
+        size, strides, offset, dtype = (*self._geometry, self._known[0]) if func in _ELEMENTWISE else self._after(op)
+        if func in _ELEMENTWISE and strides != contiguous(size):
+            size, strides, offset, dtype = self._after(Op(aten.clone.default))  # as any function of each element
+        geometry = size, strides, 0
+        device = kwargs.get("device") or self._known[1]
+        return self._make(Cell(self._node(op)), (), geometry, dtype, self._class_dim, device)
 
     def _node(self, op: Op, other: DeferredLogits | None = None) -> Node:
-        return Node(None, self._cell.node, self._views, op, other)
+        assert self._class_dim is not None
+        return Node(None, self._cell.node, self._views, op, other, self._geometry[0][self._class_dim])
 
     def _stays(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the result has lazy values: an operation on each row by itself that a loss may express."""
@@ -477,29 +495,35 @@ class DeferredLogits(Lazy, StandIn):
         return plain and 0 < x.ndim <= self.ndim and x.numel() == x.shape[-1] == self.shape[-1] == self.shape[self._class_dim or 0] and self._class_dim == self.ndim - 1
 
     def _viewed(self, op: Op) -> Any:
-        meta = self._shape_of(op)
-        class_dim = None if self._class_dim is None else class_dim_after(op, self.shape, self._class_dim, meta.shape)
-        if class_dim is None and meta.numel():  # no loss can use it: its readers want values, and so do later ones of these
+        size, strides, offset, dtype = self._after(op)
+        class_dim = self._class_dim
+        if class_dim is not None:
+            class_dim = class_dim_after(op, self._geometry[0], class_dim, size)
+        if class_dim is None and math.prod(size):
+            # No loss can use it: its reader wants values, and so do later ones of these logits.
             self._ask(op.func.overloadpacket.__name__)
             self._cell.values()
-        return self._make(self._cell, (*self._views, op), meta, class_dim, self.device)
+        return self._make(self._cell, (*self._views, op), (size, strides, offset), dtype, class_dim, self._known[1])
 
     def _selected(self, op: Op) -> Any:
         """Return selected rows, such as `z[mask]`; None if the selection reads the dimension of the vocabulary."""
         if self._class_dim != self.ndim - 1 or not _selects_rows(op, self.ndim):
             return None
         one = torch.empty((), device=self.device, dtype=torch.bool).expand(self.shape[:-1])
-        meta = torch.empty((*op(one).shape, self.shape[-1]), dtype=self.dtype, device="meta")
+        size = (*op(one).shape, self.shape[-1])
         # A copy of the index: its values are those of now.
         frozen = Op(op.func, _copied(op.args), op.kwargs)
-        return self._make(Cell(self._node(frozen)), (), meta, meta.ndim - 1, self.device)
+        cell = Cell(self._node(frozen))
+        return self._make(cell, (), (size, contiguous(size), 0), self.dtype, len(size) - 1, self.device)
 
     def _plus(self, other: DeferredLogits, kwargs: dict[str, Any]) -> Any:
         """Return the sum of two heads' logits, as of a layer and its adapter."""
         if kwargs or other._cell.changed or other.shape != self.shape or other._class_dim != self._class_dim or other.device != self.device:
             return None
-        meta = self._meta if other.dtype == self.dtype else self._meta.to(torch.promote_types(self.dtype, other.dtype))
-        return self._make(Cell(self._node(Op(aten.add.Tensor), other)), (), meta, self._class_dim, self.device)
+        dtype = torch.promote_types(self.dtype, other.dtype)
+        size = self._geometry[0]
+        cell = Cell(self._node(Op(aten.add.Tensor), other))
+        return self._make(cell, (), (size, contiguous(size), 0), dtype, self._class_dim, self.device)
 
     def _scaled_in_place(self, func: Any, factor: Any) -> Any:
         """Scale all logits of a cell, and with them their views; None if some of them are left out."""
@@ -508,7 +532,7 @@ class DeferredLogits(Lazy, StandIn):
         if number is None or not math.isfinite(number) or number == 0 or not whole or self._cell.real is not None:
             return None
         cell = self._cell
-        cell.node = Node(None, cell.node, (), Op(func, (number,)))
+        cell.node = Node(None, cell.node, (), Op(func, (number,)), None, cell.node.n_ids)
         return self
 
     def _set_data(self, data: Tensor) -> None:
@@ -622,12 +646,14 @@ def _unbind_parts(z: Any, dim: int = 0) -> list[Op]:
 _SPLITS = {aten.split.Tensor: _split_parts, aten.split_with_sizes.default: _split_parts, aten.unbind.int: _unbind_parts}
 
 
-def class_dim_after(op: Op, shape: torch.Size, dim: int, result: torch.Size) -> int | None:
+def class_dim_after(op: Op, shape: Any, dim: int, result: Any) -> int | None:
     """Return where a view puts dimension `dim`, whole or (a slice) from its start; None if it is none of its own."""
     func, args, ndim = op.func, op.args, len(shape)
     if func in SAME_SHAPE_VIEWS:
         return dim
     if func in RESHAPES:
+        if dim == ndim - 1 and result and result[-1] == shape[-1] and 0 not in result:
+            return len(result) - 1
         before = math.prod(shape[:dim])
         ends = [i for i in range(len(result)) if math.prod(result[:i]) == before and result[i] == shape[dim]]
         ends = [i for i in ends if math.prod(result[i + 1 :]) == math.prod(shape[dim + 1 :])]

@@ -97,7 +97,10 @@ def _cross_entropy(
         return func(z, frozen, **options)
 
     result = fuse(run, run.results, input, plan, stock)
-    return result.reshape(target.shape if reduction == "none" else ()).to(input.device, result_dtype(func, input))
+    if reduction == "none":
+        result = result.reshape(target.shape)
+    dtype = result_dtype(func, input)
+    return result if (result.device, result.dtype) == (input.device, dtype) else result.to(input.device, dtype)
 
 
 def _first(compute: Callable[[HeadRows], Any], accuracy: list[Any] | None) -> Callable[[HeadRows], Any]:
