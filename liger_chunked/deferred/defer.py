@@ -74,7 +74,7 @@ def _called(layer: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs
     if not all_plain([weight]):
         _log_reason(layer, f"its weight is a {type(weight).__name__}, and a fused loss needs a plain tensor")
         return stock(layer, hidden)
-    if (hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type)):
+    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
         return stock(layer, hidden)
     return product(layer, hidden, weight, bias, settings, asked)
 

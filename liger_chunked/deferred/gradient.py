@@ -49,9 +49,9 @@ _ADDS = {aten.add.Tensor, aten.add_.Tensor}
 _KEEPS_TERMS = {
     getattr(Tensor, name)
     for name in (
-        "size dim ndimension numel nelement stride storage_offset is_contiguous is_floating_point is_complex get_device "
-        "element_size __len__ __hash__ register_hook retain_grad requires_grad_ type __mul__ __rmul__ mul __truediv__ "
-        "div __neg__ neg clone float double half bfloat16 to is_inference is_set_to _is_view"
+        "size dim ndimension numel nelement stride storage_offset is_contiguous is_floating_point is_complex "
+        "get_device element_size __len__ __hash__ register_hook retain_grad requires_grad_ type __mul__ __rmul__ mul "
+        "__truediv__ div __neg__ neg clone float double half bfloat16 to is_inference is_set_to _is_view"
     ).split()
     if hasattr(Tensor, name)
 } | {torch.mul, torch.div, torch.neg, torch.clone, torch.zeros_like, torch.ones_like, torch.empty_like}
@@ -144,7 +144,11 @@ class LazyGradient(Lazy):
         with torch._C.DisableTorchFunctionSubclass():
             # A mode of dispatch calls operations of ATen again.
             of_aten = isinstance(func, torch._ops.OpOverload)
-            if of_aten or func in _KEEPS_TERMS or (getattr(func, "__name__", "") == "__get__" and func not in _SHARES_MEMORY):
+            if (
+                of_aten
+                or func in _KEEPS_TERMS
+                or (getattr(func, "__name__", "") == "__get__" and func not in _SHARES_MEMORY)
+            ):
                 return func(*args, **(kwargs or {}))
             if func in READS_MEMORY:
                 return read_memory(func, args, kwargs or {})
@@ -203,11 +207,16 @@ class LazyGradient(Lazy):
             if type(factor) not in PLAIN or factor.ndim > 0 or factor.device != self.device:
                 return None
             number = factor
-        return self._through(op, (name, number) if isinstance(number, float) else None, number if name == "mul" else 1 / number)
+        return self._through(
+            op, (name, number) if isinstance(number, float) else None, number if name == "mul" else 1 / number
+        )
 
     def _through(self, op: Op, key: Key | None, factor: Any) -> LazyGradient | None:
         """Return the gradient behind the node of an operation; None if its derivative needs the real gradient."""
-        terms = [(None if key is None else term.after(key)) or (None if factor is None else term.times(factor)) for term in self.terms]
+        terms = [
+            (None if key is None else term.after(key)) or (None if factor is None else term.times(factor))
+            for term in self.terms
+        ]
         if any(term is None for term in terms):
             return None
         return self._behind(op, terms)
@@ -273,7 +282,9 @@ def _concatenated(join: Any, parts: Any, dim: int = 0) -> LazyGradient | None:
 
     def joined(tensors: list[Tensor | None]) -> Tensor:
         shapes = [x.shape for x in metas]
-        filled = [torch.zeros(n, dtype=dtype, device=device) if x is None else x for x, n in zip(tensors, shapes, strict=True)]
+        filled = [
+            torch.zeros(n, dtype=dtype, device=device) if x is None else x for x, n in zip(tensors, shapes, strict=True)
+        ]
         return join(filled, dim)
 
     denses = [x.dense if isinstance(x, LazyGradient) else None for x in parts]

@@ -20,7 +20,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, source: Source, n_ids: int) -> Any:
-        source.needs = tuple(ctx.needs_input_grad[:3])  # type: ignore[assignment]
+        source.needs = tuple(ctx.needs_input_grad[:3])
         ctx.source, ctx.hooked = source, hooks_active()
         # What a Linear saves, so that a change of anything else between forward and backward is allowed.
         needs_x, needs_w, _ = source.needs
@@ -35,7 +35,11 @@ class _Product(torch.autograd.Function):
         real: Tensor | None = g
         if isinstance(g, LazyGradient):
             total = _of_terms(g, source) or total
-            real = g.extra if total[0] is not None or total[1] is not None or total[2] is not None or not g.terms else g.value()
+            real = (
+                g.extra
+                if total[0] is not None or total[1] is not None or total[2] is not None or not g.terms
+                else g.value()
+            )
         if real is not None or not ctx.hooked:
             hidden, weight = ctx.saved_tensors  # raises if one changed, or the graph was freed
         if real is not None:
@@ -61,15 +65,17 @@ def _of_terms(g: LazyGradient, source: Source) -> list[Any] | None:
 
 def _ordinary(g: Tensor, hidden: Tensor, weight: Any, source: Source, need: tuple[bool, ...]) -> list[Any]:
     """Return dX, dW and db of a real gradient."""
+    of_weight: Any = source.tensors[1]
     with torch.autocast(g.device.type, enabled=False):
         flat = g.reshape(-1, g.shape[-1])
         dx = dw = db = None
         if need[0]:
             matrix = weight if source.dequantize is None else source.matrices()[1]
-            shape, dtype = source.tensors[0].shape, source.tensors[0].dtype
+            given: Any = source.tensors[0]
+            shape, dtype = given.shape, given.dtype
             dx = (flat @ matrix.to(g.dtype)).view(shape).to(dtype)
         if need[1]:
-            dw = (flat.t() @ hidden.reshape(-1, hidden.shape[-1]).to(g.dtype)).to(source.tensors[1].dtype)
+            dw = (flat.t() @ hidden.reshape(-1, hidden.shape[-1]).to(g.dtype)).to(of_weight.dtype)
         if need[2]:
             db = flat.sum(0)
     return [dx, dw, db]

@@ -96,7 +96,7 @@ class Lazy(Tensor):
 
     @classmethod
     def _wrap(cls, size: Any, strides: Any, offset: int, dtype: torch.dtype, device: torch.device) -> Any:
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(
             cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=device
         )
         made._geometry, made._known = (size, strides, offset), (dtype, device)

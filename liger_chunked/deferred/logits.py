@@ -53,9 +53,9 @@ _LOGGER = logging.getLogger("liger_chunked")
 # Views: the result shares the memory.
 SAME_SHAPE_VIEWS = {aten.alias.default, aten.detach.default}
 VIEWS = SAME_SHAPE_VIEWS | {
-    aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default,
-    aten.squeeze.dim, aten.squeeze.default, aten.transpose.int, aten.t.default, aten.permute.default,
-    aten.expand.default,
+    aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.slice.Tensor, aten.select.int,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.transpose.int, aten.t.default,
+    aten.permute.default, aten.expand.default,
 }  # fmt: skip
 # Copies with the same values for each row.
 COPIES = {aten.clone.default, aten._to_copy.default}
@@ -96,7 +96,9 @@ class Source:
         dequantize: returns the weight of a quantized layer, from its tensor and the dtype of hidden states; else None.
     """
 
-    def __init__(self, hidden: Tensor, weight: Any, bias: Tensor | None, settings: Any, name: str, owner: Any = None) -> None:
+    def __init__(
+        self, hidden: Tensor, weight: Any, bias: Tensor | None, settings: Any, name: str, owner: Any = None
+    ) -> None:
         self.tensors = tuple(None if x is None else x.detach() for x in (hidden, weight, bias))
         self.versions = self._versions()
         self.settings, self.name = settings, name
@@ -132,12 +134,17 @@ class Source:
         """Return (hidden, weight, bias); RuntimeError if one was changed in place after the layer was called."""
         self.check_merged()
         hidden, weight, _ = self.tensors
-        changed = [name for name, a, b in zip(("hidden states", "weights", "bias"), self.versions, self._versions()) if a != b]
+        names = zip(("hidden states", "weights", "bias"), self.versions, self._versions(), strict=True)
+        changed = [name for name, before, now in names if before != now]
         if changed or (_is_freed(weight) and not _is_freed(hidden)):
-            what = f"the {changed[0]} of {self.name} changed" if changed else f"a framework freed the weights of {self.name}"
+            what = (
+                f"the {changed[0]} of {self.name} changed"
+                if changed
+                else f"a framework freed the weights of {self.name}"
+            )
             raise RuntimeError(
-                f"{what} after the model called it, and its deferred logits were not computed before. Compute the loss, "
-                "or read the logits, before the optimizer steps (and, with a head that a framework shards, inside the "
+                f"{what} after the model called it, and its deferred logits were not computed before. Compute the "
+                "loss, or read the logits, before the optimizer steps (and, with a head that a framework shards, inside the "
                 "model's forward); or get logits at once: model(..., skip_logits=False), or handle.remove() of "
                 "defer_logits"
             )
@@ -264,7 +271,9 @@ class Cell:
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    return a is b or (type(a) is Tensor and type(b) is Tensor and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr())
+    return a is b or (
+        type(a) is Tensor and type(b) is Tensor and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    )
 
 
 class DeferredLogits(Lazy, StandIn):
@@ -284,9 +293,16 @@ class DeferredLogits(Lazy, StandIn):
 
     @classmethod
     def _make(
-        cls, cell: Cell, views: tuple[Op, ...], geometry: Any, dtype: torch.dtype, class_dim: int | None, device: torch.device
+        cls,
+        cell: Cell,
+        views: tuple[Op, ...],
+        geometry: Any,
+        dtype: torch.dtype,
+        class_dim: int | None,
+        device: torch.device,
     ) -> Any:
-        made = cls._wrap(*geometry, dtype, device)
+        size, strides, offset = geometry
+        made = cls._wrap(size, strides, offset, dtype, device)
         # `_class_dim`: the dimension of the vocabulary; None if it is no dimension of its own any more.
         made._cell, made._views, made._class_dim = cell, views, class_dim
         return made
@@ -465,7 +481,9 @@ class DeferredLogits(Lazy, StandIn):
             op = Op(func, (args[1].clone(),))  # its values are those of now
         size, strides, offset, dtype = (*self._geometry, self._known[0]) if func in _ELEMENTWISE else self._after(op)
         if func in _ELEMENTWISE and strides != contiguous(size):
-            size, strides, offset, dtype = self._after(Op(aten.clone.default))  # as any function of each element
+            # Any function of each element keeps the order of dimensions as a clone does.
+            like = op if func is aten.clone.default else Op(aten.clone.default)
+            size, strides, offset, dtype = self._after(like)
         geometry = size, strides, 0
         device = kwargs.get("device") or self._known[1]
         return self._make(Cell(self._node(op)), (), geometry, dtype, self._class_dim, device)
@@ -492,7 +510,12 @@ class DeferredLogits(Lazy, StandIn):
         """Whether adding x is what a bias of the head does: a constant for each id of the vocabulary."""
         dtypes = {source.dtype for source in self._cell.node.sources()}
         plain = type(x) in PLAIN and not x.requires_grad and {x.dtype, self.dtype} == dtypes and x.device == self.device
-        return plain and 0 < x.ndim <= self.ndim and x.numel() == x.shape[-1] == self.shape[-1] == self.shape[self._class_dim or 0] and self._class_dim == self.ndim - 1
+        return (
+            plain
+            and 0 < x.ndim <= self.ndim
+            and x.numel() == x.shape[-1] == self.shape[-1] == self.shape[self._class_dim or 0]
+            and self._class_dim == self.ndim - 1
+        )
 
     def _viewed(self, op: Op) -> Any:
         size, strides, offset, dtype = self._after(op)
@@ -518,7 +541,13 @@ class DeferredLogits(Lazy, StandIn):
 
     def _plus(self, other: DeferredLogits, kwargs: dict[str, Any]) -> Any:
         """Return the sum of two heads' logits, as of a layer and its adapter."""
-        if kwargs or other._cell.changed or other.shape != self.shape or other._class_dim != self._class_dim or other.device != self.device:
+        if (
+            kwargs
+            or other._cell.changed
+            or other.shape != self.shape
+            or other._class_dim != self._class_dim
+            or other.device != self.device
+        ):
             return None
         dtype = torch.promote_types(self.dtype, other.dtype)
         size = self._geometry[0]
@@ -551,7 +580,7 @@ class DeferredLogits(Lazy, StandIn):
         return f"DeferredLogits({tuple(self.shape)}, {self.dtype}, {self.device}, {state})"
 
     def __format__(self, spec: str) -> str:
-        return repr(self) if not spec else format(self.detach().tensor(), spec)
+        return repr(self) if not spec else format(self.value(), spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.tensor().__reduce_ex__(protocol)
@@ -559,7 +588,7 @@ class DeferredLogits(Lazy, StandIn):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self.requires_grad and not self.is_leaf:
             return (torch.empty(1, requires_grad=True) * 1).__deepcopy__(memo)  # raises what torch raises
-        copied = self.detach().tensor().clone().requires_grad_(self.requires_grad)
+        copied = self.value().clone().requires_grad_(self.requires_grad)
         memo[id(self)] = copied
         return copied
 
@@ -636,14 +665,18 @@ def _split_parts(z: Any, size: Any, dim: int = 0) -> list[Op]:
     n = z.shape[dim]
     sizes = [min(size, n - start) for start in range(0, n, size)] if isinstance(size, int) else list(size)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [Op(aten.slice.Tensor, (dim, start, start + length)) for start, length in zip(starts, sizes)]
+    return [Op(aten.slice.Tensor, (dim, start, start + length)) for start, length in zip(starts, sizes, strict=True)]
 
 
 def _unbind_parts(z: Any, dim: int = 0) -> list[Op]:
     return [Op(aten.select.int, (dim, i)) for i in range(z.shape[dim])]
 
 
-_SPLITS = {aten.split.Tensor: _split_parts, aten.split_with_sizes.default: _split_parts, aten.unbind.int: _unbind_parts}
+_SPLITS: dict[Any, Callable[..., list[Op]]] = {
+    aten.split.Tensor: _split_parts,
+    aten.split_with_sizes.default: _split_parts,
+    aten.unbind.int: _unbind_parts,
+}
 
 
 def class_dim_after(op: Op, shape: Any, dim: int, result: Any) -> int | None:
@@ -693,7 +726,14 @@ def _selects_rows(op: Op, ndim: int) -> bool:
 
 
 def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple([None if x is None else x.clone() for x in a] if isinstance(a, (list, tuple)) else a.clone() if isinstance(a, Tensor) else a for a in args)
+    return tuple(
+        [None if x is None else x.clone() for x in a]
+        if isinstance(a, (list, tuple))
+        else a.clone()
+        if isinstance(a, Tensor)
+        else a
+        for a in args
+    )
 
 
 _LOGGED: set[tuple[str, str, int]] = set()

@@ -253,7 +253,7 @@ def edits(w: Writer, t: str, x: Tensor) -> list[str]:
 
 
 def reads(w: Writer, t: str, x: Tensor) -> list[str]:
-    found = [f"note({t})", f"note({t}.shape, {t}.requires_grad)", f"note(round({t}.sum().item(), 6))"]
+    found = [f"note({t})", f"note({t}.shape, {t}.requires_grad)", f"note({t}.sum().item())"]
     found += [f"note({t}.{statistic})" for statistic in STATISTICS]
     found += [f"note({t}.detach().argmax(-1))", f"note({t}.detach().max(), {t}.dtype)", f"note({t}.data.sum(-1))"]
     found += [f"with torch.no_grad(): note({t}.{w.rng.choice(STATISTICS)})", f"note(torch.argmax({t}, dim=-1))"]

@@ -212,7 +212,13 @@ def edits_of(edit: str) -> dict[str, Case]:
     def case(program: Callable[[World], Any], make: str = "") -> Case:
         uncounted = edit in UNCOUNTED
         refusable = edit == "data-assigned" and make == "float32"  # another dtype
-        return Case(program, may_raise=True, refusable=refusable, uncounted=uncounted, bound=1e-5 if make == "float32" else BOUND)
+        return Case(
+            program,
+            may_raise=True,
+            refusable=refusable,
+            uncounted=uncounted,
+            bound=1e-5 if make == "float32" else BOUND,
+        )
 
     cases = {
         f"{make}-{read}-{of}": case(made_then_edited(make, edit, read, of), make)
