@@ -177,6 +177,14 @@ def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
 
+def composable_states() -> Any:
+    """Return the modules to which `fully_shard` was applied, maybe with those of other such functions, as a mapping.
+
+    None: this torch keeps no such mapping. Heads then return real logits where processes train together.
+    """
+    return getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", None)
+
+
 # Dynamo
 
 

@@ -34,6 +34,7 @@ from liger_chunked.deferred.logits import (
     seen,
 )
 from liger_chunked.deferred.transform import Transform
+from liger_chunked.dtensor import any_dtensor, distributed_like
 from liger_chunked.engine.hooks import isolated
 from liger_chunked.private import graph_is_retained, version_of, with_autograd
 from liger_chunked.types import AdaptedWeight, Head
@@ -221,7 +222,7 @@ def _trace(plan: Plan, shape: torch.Size, dim: int) -> bool:
             x, shape, dim = _moved(op, x, shape, dim, 1)
     if shape[dim] == left:
         return True
-    if plan.kind != LOGITS or plan.bias is not None:
+    if plan.kind != LOGITS or plan.bias is not None or any_dtensor([plan.sources[0][0].tensors[1]]):
         return False
     plan.n_ids = shape[dim]
     return True
@@ -250,6 +251,8 @@ def _add_operation(plan: Plan, node: Node, op: Op) -> bool:
         return True
     if func is aten.add.Tensor:
         if plan.kind != LOGITS or plan.bias is not None or plan.transform != Transform():
+            return False
+        if any_dtensor([plan.sources[0][0].tensors[1]]):
             return False
         plan.bias = op.args[0].reshape(-1)
         return True
@@ -421,6 +424,7 @@ def _head_rows(plan: Plan, leaves: Sequence[Sequence[Any]], recompute: Callable[
         ups.append(of_ids(up))
         if more is not None:
             added = (of_ids(more) * factor).to(rows.dtype)
+            added = distributed_like(bias, added) if any_dtensor([bias]) else added
             bias = added if bias is None else bias + added
     product = downs[0] if len(downs) == 1 else torch.cat(downs, -1)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_chunked.deferred.gradient import LazyGradient, Term
+from liger_chunked.deferred import sharded
 from liger_chunked.deferred.logits import DeferredLogits, Source
 from liger_chunked.engine.hooks import hooks_active
 
@@ -63,6 +64,9 @@ def _ordinary(g: Tensor, hidden: Tensor, weight: Any, source: Source, need: tupl
     with torch.autocast(hidden.device.type, enabled=False):
         flat = g.reshape(-1, g.shape[-1])
         dx = dw = db = None
+        if sharded.is_distributed(weight):
+            dx, dw, db = sharded.real_gradients(flat, hidden.reshape(-1, hidden.shape[-1]), weight, need)
+            return [None if dx is None else dx.view(hidden.shape).to(hidden.dtype), dw, db]
         if need[0]:
             matrix = weight if source.dequantize is None else source.matrices()[1]
             dx = (flat @ matrix.to(g.dtype)).view(hidden.shape).to(hidden.dtype)

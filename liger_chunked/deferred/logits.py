@@ -38,6 +38,7 @@ from liger_chunked.deferred.lazy import (
     read_memory,
     run_on_values,
 )
+from liger_chunked.deferred.sharded import is_freed
 from liger_chunked.private import version_of
 from liger_chunked.types import Head, LogitOptions, StandIn
 
@@ -118,7 +119,7 @@ class Source:
         self.check_merged()
         hidden, weight, _ = self.tensors
         changed = [name for name, a, b in zip(("hidden states", "weights", "bias"), self.versions, self._versions()) if a != b]
-        if changed or (_is_freed(weight) and not _is_freed(hidden)):
+        if changed or (is_freed(weight) and not is_freed(hidden)):
             what = f"the {changed[0]} of {self.name} changed" if changed else f"a framework freed the weights of {self.name}"
             raise RuntimeError(
                 f"{what} after the model called it, and its deferred logits were not computed before. Compute the loss, "
@@ -154,10 +155,6 @@ class Source:
 
 def _merged_in(layer: Any) -> list[str]:
     return [] if layer is None else list(getattr(layer, "merged_adapters", ()))
-
-
-def _is_freed(x: Any) -> bool:
-    return type(x) in PLAIN and x.numel() > 0 and x.untyped_storage().nbytes() == 0
 
 
 class Node:
