@@ -185,6 +185,23 @@ def composable_states() -> Any:
     return getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", None)
 
 
+def keep_in_unit(unit: Any) -> bool:
+    """Let a unit of FSDP1 keep its weights from its forward to its backward, as `SHARD_GRAD_OP` does.
+
+    False: this torch does not let it, and the weights may be freed between.
+    """
+    handle = getattr(unit, "_handle", None)
+    strategy = getattr(handle, "_sharding_strategy", None)
+    keeps = {"FULL_SHARD": "SHARD_GRAD_OP", "HYBRID_SHARD": "_HYBRID_SHARD_ZERO2"}
+    name = getattr(strategy, "name", None)
+    if name in keeps:
+        kept = getattr(type(strategy), keeps[name], None)
+        if kept is None:
+            return False
+        handle._sharding_strategy = kept
+    return name in keeps or name in (*keeps.values(), "NO_SHARD")
+
+
 # Dynamo
 
 

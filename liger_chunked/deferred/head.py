@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_chunked.deferred.gradient import LazyGradient, Term
 from liger_chunked.deferred import sharded
+from liger_chunked.deferred.gradient import LazyGradient, Term
 from liger_chunked.deferred.logits import DeferredLogits, Source
 from liger_chunked.engine.hooks import hooks_active
+from liger_chunked.private import tree_map_only
 
 OWNER = "_liger_owner"  # attribute of a layer that defers: the head around it, if it is another module
 
@@ -41,6 +43,31 @@ class _Product(torch.autograd.Function):
             ordinary = _ordinary(real, hidden, weight, source, need)
             total = [b if a is None else a if b is None else a + b for a, b in zip(total, ordinary, strict=True)]
         return *(x if needed else None for x, needed in zip(total, need, strict=True)), None, None
+
+
+class _Tied(torch.autograd.Function):
+    """A result that does not read the logits, in the graph behind them, so that hooks on them run in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, z: DeferredLogits) -> Tensor:
+        ctx.like = z._meta, z.device
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        meta, device = ctx.like
+        zeros = functools.partial(torch.zeros, meta.shape, dtype=meta.dtype, device=device)
+        return g, LazyGradient.make(meta, device, [], zeros, None)
+
+
+def tied(results: Any, z: DeferredLogits) -> Any:
+    """Return the results of a `head_fn`, whose backward also runs the hooks of the logits that it replaced.
+
+    FSDP's hooks on the logits of a head say that the backward of its unit begins.
+    """
+    if not z.requires_grad or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return results
+    return tree_map_only(Tensor, lambda x: _Tied.apply(x, z) if x.requires_grad else x, results)
 
 
 def _of_terms(g: LazyGradient, source: Source) -> list[Any] | None:

@@ -19,6 +19,7 @@ from liger_chunked.calls import once
 from liger_chunked.deferred import request
 from liger_chunked.deferred.adapters import down
 from liger_chunked.deferred.fused import LOGITS, LOGPS, PROBS, HeadRows, Pass, Plan, continues, fuse, plan_of, run_live, wants_grad
+from liger_chunked.deferred.head import tied
 from liger_chunked.deferred.logits import METHODS, RULES, DeferredLogits
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
@@ -314,7 +315,7 @@ def _logit_options(z: DeferredLogits, ignore_index: int) -> LogitOptions:
 
 
 def _run(z: DeferredLogits, compute: Callable[[Head, Tensor], Any], lm_head: nn.Module) -> Any:
-    return run_live(z, compute, functools.partial(down, lm_head))
+    return tied(run_live(z, compute, functools.partial(down, lm_head)), z)
 
 
 def _statistics(z: DeferredLogits, target: Tensor | None, *names: str) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ The loss of deferred logits comes after the head's call, so it needs the weight 
 
 - FSDP2 (`fully_shard`): `keep_gathered` asks the group of the weight to stay gathered from the head's forward to its backward.
   FSDP does so by default for its root, whose all-gather would come again at once.
-- FSDP1: its root stays gathered. A head in a unit of its own returns real logits.
+- FSDP1: its root stays gathered. A unit inside it is set to `SHARD_GRAD_OP`, which keeps it, by `keep_in_unit`.
 - tensor parallelism (`parallelize_module`, and the plans of transformers): hooks of the layer lay out its logits. A call
   that defers skips them: its stand-in is of the whole vocabulary, and losses take the weight as it is distributed.
 """
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from liger_chunked.deferred.code import unwrapped
 from liger_chunked.dtensor import any_dtensor, sharded_on_rows
-from liger_chunked.private import base_of, composable_states, hooks_of
+from liger_chunked.private import base_of, composable_states, keep_in_unit
 
 # FSDP
 
@@ -36,15 +36,17 @@ def keep_gathered(layer: nn.Module, weight: Tensor) -> str | None:
     """Let FSDP keep a layer's weight from this call to its backward. Return why it cannot; None if the weight stays.
 
     For FSDP2 this calls `set_reshard_after_forward(False, recurse=False)` on the module whose group holds the weight, at
-    each deferring call: the group then stays gathered after later forwards of the module, in evaluation too.
+    each deferring call: the group then stays gathered after later forwards of the module, in evaluation too. A unit of
+    FSDP1 that is not the root changes to `SHARD_GRAD_OP`, and does the same.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return None
     if isinstance(base_of(weight), fsdp.FlatParameter):
-        if _units_running(fsdp.FullyShardedDataParallel) == 1:
+        units = _units_running(fsdp.FullyShardedDataParallel)
+        if len(units) == 1 or (units and keep_in_unit(units[0])):
             return None
-        return "it is in a unit of FSDP1 inside another, which frees its weight before the loss; FSDP2 does not"
+        return "it is in a unit of FSDP1 inside another, which frees its weight before the loss"
     states = composable_states()
     if states is None:
         if torch.distributed.is_initialized():
@@ -70,14 +72,15 @@ def _owner(layer: nn.Module, modules: list[nn.Module]) -> Any:
     return min(around, key=lambda module: sum(1 for _ in module.modules()), default=None)
 
 
-def _units_running(cls: Any) -> int:
-    """Return how many units of FSDP1 run their forward around this call. The outermost stays gathered."""
-    code, count = cls.forward.__code__, 0
+def _units_running(cls: Any) -> list[Any]:
+    """Return the units of FSDP1 whose forward is around this call, innermost first. The outermost stays gathered."""
+    code, units = cls.forward.__code__, []
     frame: Any = sys._getframe(1)
     while frame is not None:
-        count += frame.f_code is code
+        if frame.f_code is code:
+            units.append(frame.f_locals["self"])
         frame = frame.f_back
-    return count
+    return units
 
 
 def is_freed(x: Any) -> bool:
