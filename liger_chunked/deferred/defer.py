@@ -121,9 +121,10 @@ def _stand_in(layer: Any, stock: Callable[..., Any], hidden: Any) -> Any:
 def _of_distributed(layer: Any, hidden: Any, weight: Any, bias: Any, settings: Deferral, asked: Any) -> Any:
     """Return the stand-in for a layer of tensor parallelism; None for a call that does not skip its layouts."""
     layouts = sharded.skipped(layer)
-    if layouts is None or not sharded.serves(weight, bias) or not _same_dtype(hidden, weight):
+    takes = all_plain([hidden]) and sharded.is_bare(layer) if layouts is None else True
+    if not takes or not sharded.serves(weight, bias) or not _same_dtype(hidden, weight):
         return None
-    if not settings.whole and not sharded.gives_whole(layer, layouts, weight, hidden.ndim):
+    if layouts is not None and not settings.whole and not sharded.gives_whole(layer, layouts, weight, hidden.ndim):
         _log_reason(layer, "its layout keeps logits sharded: for a fused loss, use output_layouts=Replicate()")
         return None
     if (reason := sharded.keep_gathered(layer, weight)) is not None:

@@ -47,18 +47,11 @@ def keep_gathered(layer: nn.Module, weight: Tensor) -> str | None:
         if len(units) == 1 or (units and keep_in_unit(units[0])):
             return None
         return "it is in a unit of FSDP1 inside another, which frees its weight before the loss"
-    states = composable_states()
-    if states is None:
+    if composable_states() is None:
         if torch.distributed.is_initialized():
             return "this torch does not show which module of FSDP holds its weight, which may be freed before the loss"
         return None
-    if not states:
-        return None
-    found = _OWNERS.get(layer)
-    if found is None or found[0]() is not weight:
-        owner = _owner(layer, [module for module in list(states) if isinstance(module, fsdp.FSDPModule)])
-        found = _OWNERS[layer] = weakref.ref(weight), None if owner is None else weakref.ref(owner)
-    owner = None if found[1] is None else found[1]()
+    owner = _owner(layer, weight)
     if owner is not None:
         # Raised for a group that only replicates, which never frees its weights after a forward.
         with contextlib.suppress(AssertionError):
@@ -66,10 +59,18 @@ def keep_gathered(layer: nn.Module, weight: Tensor) -> str | None:
     return None
 
 
-def _owner(layer: nn.Module, modules: list[nn.Module]) -> Any:
-    """Return the innermost of FSDP's modules around a layer, or None."""
-    around = [module for module in modules if any(part is layer for part in module.modules())]
-    return min(around, key=lambda module: sum(1 for _ in module.modules()), default=None)
+def _owner(layer: nn.Module, weight: Any) -> Any:
+    """Return the innermost module of FSDP2 around a layer, whose group holds its weight; None if there is none."""
+    states = composable_states()
+    if not states:
+        return None
+    found = _OWNERS.get(layer)
+    if found is None or found[0]() is not weight:
+        fsdp: Any = sys.modules["torch.distributed.fsdp"]
+        around = [m for m in list(states) if isinstance(m, fsdp.FSDPModule) and any(part is layer for part in m.modules())]
+        owner = min(around, key=lambda module: sum(1 for _ in module.modules()), default=None)
+        found = _OWNERS[layer] = weakref.ref(weight), None if owner is None else weakref.ref(owner)
+    return None if found[1] is None else found[1]()
 
 
 def _units_running(cls: Any) -> list[Any]:
@@ -128,6 +129,17 @@ def layouts_of(layer: nn.Module) -> Layouts | None:
     if any(key in vars(layer).get(f"{slot}_with_kwargs", {}) for slot, found in hooks.items() for key in found):
         return None
     return Layouts(hooks, forward) if forward is not None or hooks["_forward_hooks"] else None
+
+
+def is_bare(layer: nn.Module) -> bool:
+    """Whether the weight of a layer is a DTensor by hand: nothing lays out its logits, and no group of FSDP2 holds it.
+
+    A weight that FSDP2 has not gathered is a DTensor too. Its ranks have other hidden states: no loss may take it.
+    """
+    if "torch.distributed.fsdp" in sys.modules and (composable_states() is None or _owner(layer, layer.weight) is not None):
+        return False
+    hooks = [*vars(layer)["_forward_pre_hooks"].values(), *vars(layer)["_forward_hooks"].values(), vars(layer).get("forward")]
+    return not any(_is_layout(hook) for hook in hooks)
 
 
 _LAYOUTS = ("torch.distributed.tensor.", "transformers.distributed.tensor_parallel", "transformers.integrations.tensor_parallel")
