@@ -54,6 +54,7 @@ _KEEPS_TERMS = {
     ).split()
     if hasattr(Tensor, name)
 } | {torch.mul, torch.div, torch.neg, torch.clone, torch.zeros_like, torch.ones_like, torch.empty_like}
+_OVERLOAD = type(aten.add.Tensor)
 _SHARES_MEMORY = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag", "grad")}
 
 Key = tuple[str, float] | Node
@@ -135,7 +136,8 @@ class LazyGradient(Lazy):
         Autograd's own formulas do not come here.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _KEEPS_TERMS or (getattr(func, "__name__", "") == "__get__" and func not in _SHARES_MEMORY):
+            # An operation of ATen comes from a dispatch mode, such as a counter of operations: it is not read by Python.
+            if func in _KEEPS_TERMS or type(func) is _OVERLOAD or (getattr(func, "__name__", "") == "__get__" and func not in _SHARES_MEMORY):
                 return func(*args, **(kwargs or {}))
             if func in READS_MEMORY:
                 return read_memory(func, args, kwargs or {})
