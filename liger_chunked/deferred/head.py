@@ -63,9 +63,9 @@ class _Tied(torch.autograd.Function):
 def tied(results: Any, z: DeferredLogits) -> Any:
     """Return the results of a `head_fn`, whose backward also runs the hooks of the logits that it replaced.
 
-    FSDP's hooks on the logits of a head say that the backward of its unit begins.
+    Frameworks that share parameters gather those of the head in such a hook.
     """
-    if not z.requires_grad or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not z.requires_grad:
         return results
     return tree_map_only(Tensor, lambda x: _Tied.apply(x, z) if x.requires_grad else x, results)
 
