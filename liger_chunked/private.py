@@ -157,13 +157,6 @@ def has_children(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
-def is_replica(module: nn.Module) -> bool:
-    """Whether `nn.DataParallel` made this copy of a module: copies have no parameters. True for all modules without."""
-    if HAS_PARTS and module._parameters:
-        return False
-    return next(module.parameters(), None) is None
-
-
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of a module without those of its submodules, by name."""
     if HAS_PARTS:  # ten times as fast: heads ask at each call

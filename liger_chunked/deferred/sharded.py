@@ -118,16 +118,13 @@ def is_distributed(x: Any) -> bool:
 
 
 def layouts_of(layer: nn.Module) -> Layouts | None:
-    """Return what lays out a layer whose weight is a DTensor; None if nothing does, or that is not for a loss to skip."""
+    """Return what lays out the logits of a layer; None if nothing does."""
     forward = vars(layer).get("forward")
     forward = forward if forward is not None and _is_layout(forward) else None
     hooks = {}
     for slot in ("_forward_pre_hooks", "_forward_hooks"):
         known = vars(layer)[slot]
         hooks[slot] = {key: hook for key, hook in known.items() if _is_layout(hook)}
-    # A hook that takes keywords is none of `distribute_module`.
-    if any(key in vars(layer).get(f"{slot}_with_kwargs", {}) for slot, found in hooks.items() for key in found):
-        return None
     return Layouts(hooks, forward) if forward is not None or hooks["_forward_hooks"] else None
 
 

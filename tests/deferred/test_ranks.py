@@ -75,7 +75,7 @@ def of_all_rows(z: Tensor, y: Tensor, note: Any) -> Tensor:
 
 def of_logps(z: Tensor, y: Tensor, note: Any) -> Tensor:
     logps = z[:, :-1].log_softmax(-1).gather(-1, y[:, 1:, None]).squeeze(-1)
-    return -(logps * torch.linspace(0.5, 1.5, T - 1, dtype=logps.dtype)).sum() / B
+    return -(logps * torch.linspace(0.5, 1.5, T - 1, dtype=logps.dtype, device=logps.device)).sum() / B
 
 
 def with_metrics(z: Tensor, y: Tensor, note: Any) -> Tensor:
@@ -275,3 +275,35 @@ GROUPS = {kind: [name for name in LAYOUTS if name.startswith(kind)] for kind in 
 @pytest.mark.parametrize("world", [1, 2])
 def test_training_equals_stock(tmp_path: Path, fresh_process: FreshProcesses, kind: str, world: int) -> None:
     fresh_process.spawn(worker, world, str(world), str(tmp_path), " ".join(GROUPS[kind]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("idiom", ["shifted", "logps", "real"])
+def test_data_parallel(idiom: str, inside: bool) -> None:
+    """Replicas on two devices. Outside of the forward, `DataParallel` gathers logits, which are real then."""
+
+    def trained_by_replicas(defers: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Decoder().double()
+        if defers:
+            defer_logits(model.head, logits_budget=4 * 8 * V)
+        run = nn.DataParallel(model.cuda())
+        optimizer = torch.optim.SGD(run.parameters(), lr=0.5)
+        known = []
+        for _ in range(STEPS):
+            ids = torch.randint(V, (2 * B, T), device="cuda")
+
+            def loss_of(z: Tensor, y: Tensor) -> Tensor:
+                return IDIOMS[idiom](z, y, lambda x: None)[None]
+
+            loss = (run(ids, ids, loss_of) if inside else loss_of(run(ids), ids)).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            known += [loss.detach(), *(p.detach().clone() for p in model.parameters())]
+        return known
+
+    for a, b in zip(*map(trained_by_replicas, (False, True)), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-11, atol=1e-11)
