@@ -68,7 +68,9 @@ class DeferringLayer(Patch):
 
 
 @outside_graphs
-def _called_with_layouts(layer: Any, stock_call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _called_with_layouts(
+    layer: Any, stock_call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Call a layer that has hooks or a forward of its own, without those that lay out logits on several ranks."""
     layouts = sharded.layouts_of(layer)
     if layouts is not None and _defers(layer) and len(args) == 1 and not kwargs and _takes(args[0]):

@@ -36,7 +36,11 @@ class _Product(torch.autograd.Function):
         real: Tensor | None = g
         if isinstance(g, LazyGradient):
             total = _of_terms(g, source) or total
-            real = g.extra if total[0] is not None or total[1] is not None or total[2] is not None or not g.terms else g.value()
+            real = (
+                g.extra
+                if total[0] is not None or total[1] is not None or total[2] is not None or not g.terms
+                else g.value()
+            )
         if real is not None or not ctx.hooked:
             hidden, weight = ctx.saved_tensors  # raises if one changed, or the graph was freed
         if real is not None:

@@ -123,8 +123,8 @@ class Source:
             what = f"the {changed[0]} of {self.name} changed" if changed else f"a framework freed the weights of {self.name}"
             raise RuntimeError(
                 f"{what} after the model called it, and its deferred logits were not computed before. Compute the loss, "
-                "or read the logits, before the optimizer steps (and, with a head that a framework shards, inside the "
-                "model's forward); or get logits at once: model(..., skip_logits=False), or handle.remove() of "
+                "or read the logits, before the optimizer steps (and, with a head that a framework shards, before the "
+                "backward); or get logits at once: model(..., skip_logits=False), or handle.remove() of "
                 "defer_logits"
             )
         return self.tensors

@@ -2,11 +2,11 @@
 
 The loss of deferred logits comes after the head's call, so it needs the weight longer than the call does.
 
-- FSDP2 (`fully_shard`): `keep_gathered` asks the group of the weight to stay gathered from the head's forward to its backward.
-  FSDP does so by default for its root, whose all-gather would come again at once.
+- FSDP2 (`fully_shard`): `keep_gathered` asks the group of the weight to stay gathered from the head's forward to its
+  backward. FSDP does so by default for its root, whose all-gather would come again at once.
 - FSDP1: its root stays gathered. A unit inside it is set to `SHARD_GRAD_OP`, which keeps it, by `keep_in_unit`.
-- tensor parallelism (`parallelize_module`, and the plans of transformers): hooks of the layer lay out its logits. A call
-  that defers skips them: its stand-in is of the whole vocabulary, and losses take the weight as it is distributed.
+- tensor parallelism (`parallelize_module`, and the plans of transformers): hooks of the layer lay out its logits. A
+  call that defers skips them. Its stand-in is of the whole vocabulary, and losses take the weight as it is distributed.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from liger_chunked.private import base_of, composable_states, keep_in_unit
 
 # FSDP
 
-# The module of FSDP2 whose group holds a layer's weight (None: no group does), by layer, and the weight it was found for.
+# By layer: the weight, and the module of FSDP2 whose group holds it, or None.
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def keep_gathered(layer: nn.Module, weight: Tensor) -> str | None:
     """Let FSDP keep a layer's weight from this call to its backward. Return why it cannot; None if the weight stays.
 
-    For FSDP2 this calls `set_reshard_after_forward(False, recurse=False)` on the module whose group holds the weight, at
-    each deferring call: the group then stays gathered after later forwards of the module, in evaluation too. A unit of
-    FSDP1 that is not the root changes to `SHARD_GRAD_OP`, and does the same.
+    For FSDP2 this calls `set_reshard_after_forward(False, recurse=False)` on the module whose group holds the weight,
+    at each deferring call: the group then stays gathered after later forwards of the module, in evaluation too. A unit
+    of FSDP1 that is not the root changes to `SHARD_GRAD_OP`, which does the same.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
@@ -67,7 +67,9 @@ def _owner(layer: nn.Module, weight: Any) -> Any:
     found = _OWNERS.get(layer)
     if found is None or found[0]() is not weight:
         fsdp: Any = sys.modules["torch.distributed.fsdp"]
-        around = [m for m in list(states) if isinstance(m, fsdp.FSDPModule) and any(part is layer for part in m.modules())]
+        around = [
+            m for m in list(states) if isinstance(m, fsdp.FSDPModule) and any(part is layer for part in m.modules())
+        ]
         owner = min(around, key=lambda module: sum(1 for _ in module.modules()), default=None)
         found = _OWNERS[layer] = weakref.ref(weight), None if owner is None else weakref.ref(owner)
     return None if found[1] is None else found[1]()
@@ -133,13 +135,23 @@ def is_bare(layer: nn.Module) -> bool:
 
     A weight that FSDP2 has not gathered is a DTensor too. Its ranks have other hidden states: no loss may take it.
     """
-    if "torch.distributed.fsdp" in sys.modules and (composable_states() is None or _owner(layer, layer.weight) is not None):
+    if "torch.distributed.fsdp" in sys.modules and (
+        composable_states() is None or _owner(layer, layer.weight) is not None
+    ):
         return False
-    hooks = [*vars(layer)["_forward_pre_hooks"].values(), *vars(layer)["_forward_hooks"].values(), vars(layer).get("forward")]
+    hooks = [
+        *vars(layer)["_forward_pre_hooks"].values(),
+        *vars(layer)["_forward_hooks"].values(),
+        vars(layer).get("forward"),
+    ]
     return not any(_is_layout(hook) for hook in hooks)
 
 
-_LAYOUTS = ("torch.distributed.tensor.", "transformers.distributed.tensor_parallel", "transformers.integrations.tensor_parallel")
+_LAYOUTS = (
+    "torch.distributed.tensor.",
+    "transformers.distributed.tensor_parallel",
+    "transformers.integrations.tensor_parallel",
+)
 
 
 def _is_layout(function: Any) -> bool:
@@ -179,7 +191,10 @@ def skipped(layer: nn.Module) -> Layouts | None:
 
 @torch.no_grad()
 def gives_whole(layer: nn.Module, layouts: Layouts, weight: Any, n_dims: int) -> bool:
-    """Whether the ordinary call returns plain logits of the whole vocabulary. Asks its layouts once, for a row of zeros."""
+    """Whether the ordinary call returns plain logits of the whole vocabulary.
+
+    It asks the layouts of a layer once, for a row of zeros.
+    """
     hooks = [*layouts.hooks["_forward_hooks"].values()]
     known = [layouts.forward, *hooks]
     found = _WHOLE.get(layer)
@@ -228,7 +243,9 @@ def real_gradients(g: Tensor, hidden: Tensor, weight: Any, need: tuple[bool, ...
     if need[0]:
         dx = (own @ weight.to(g.dtype)).full_tensor()
     if need[1]:
-        dw = (own.t() @ _on_mesh(hidden.to(g.dtype), weight)).redistribute(placements=weight.placements).to(weight.dtype)
+        dw = (
+            (own.t() @ _on_mesh(hidden.to(g.dtype), weight)).redistribute(placements=weight.placements).to(weight.dtype)
+        )
     if need[2]:
         db = own.sum(0).redistribute(placements=weight.placements)
     return [dx, dw, db]

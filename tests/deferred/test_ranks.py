@@ -1,8 +1,8 @@
 """Deferred logits in several processes: three steps of training equal stock ones, in float64, for each layout.
 
-A row of `LAYOUTS` wraps a toy decoder. A row of `IDIOMS` makes a loss of its logits. Each pair runs with the loss outside
-the model's forward and inside it, with stock logits and with deferred ones, and the losses, all parameters after each
-step, and what the idiom noted are compared.
+A row of `LAYOUTS` wraps a toy decoder. A row of `IDIOMS` makes a loss of its logits. Each pair runs with the loss
+outside the model's forward and inside it, with stock logits and with deferred ones. The losses, all parameters after
+each step, and what the idiom noted are compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_chunked import DeferredLogits, defer_logits
@@ -113,8 +119,9 @@ IDIOMS: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """`wrap(model)`: distributed, with the head as it is.
+    """How a model is distributed.
 
+    - `wrap(model)`: returns the distributed model
     - `fused`: no real logits exist where the loss is fused
     - `same_batch`: ranks share a batch, as in tensor parallelism
     - `bound`: of errors relative to the largest value
@@ -127,9 +134,10 @@ class Layout:
     bound: float = 1e-11
     idioms: tuple[str, ...] = tuple(IDIOMS)
     micro_batches: int = 1
+    calls: int = 1  # of the model before the backward
 
 
-def fsdp2(model: Any, layers: bool = False, apart: Any = (), frozen: bool = False, of_apart: Any = None, **options: Any) -> Any:
+def fsdp2(model: Any, layers: bool = False, apart: Any = (), frozen: bool = False, **options: Any) -> Any:
     if frozen:
         for part in (model.embedding, model.layers, model.norm):
             part.requires_grad_(False)
@@ -179,12 +187,16 @@ LAYOUTS: dict[str, Layout] = {
     "fsdp2-output-dtype": Layout(P(fsdp2, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32)), bound=1e-6),
     "fsdp2-mixed": Layout(P(fsdp2, apart=("head",), mp_policy=HALF), bound=1e-5),
     "fsdp2-no-sync": Layout(P(fsdp2, layers=True, apart=("head",)), micro_batches=2),
+    "fsdp2-twice": Layout(P(fsdp2, layers=True), calls=2),
+    "fsdp2-apart-twice": Layout(P(fsdp2, layers=True, apart=("head",)), calls=2),
     "fsdp1-root": Layout(P(fsdp1, use_orig_params=True)),
     "fsdp1-root-flat": Layout(P(fsdp1, use_orig_params=False)),
     "fsdp1-layers": Layout(P(fsdp1, kinds={Layer}, use_orig_params=True)),
     "fsdp1-apart": Layout(P(fsdp1, kinds={Layer, nn.Linear}, use_orig_params=True)),
     "fsdp1-apart-flat": Layout(P(fsdp1, kinds={Layer, nn.Linear}, use_orig_params=False)),
     "fsdp1-apart-no-sync": Layout(P(fsdp1, kinds={nn.Linear}, use_orig_params=True), micro_batches=2),
+    "fsdp1-twice": Layout(P(fsdp1, kinds={Layer}, use_orig_params=True), calls=2),
+    "fsdp1-apart-twice": Layout(P(fsdp1, kinds={nn.Linear}, use_orig_params=True), calls=2),
     "tp": Layout(P(tensor_parallel, output_layouts=Replicate()), same_batch=True, idioms=tuple(IDIOMS)[:-1]),
     "tp-sequence": Layout(
         P(tensor_parallel, sequence=True, output_layouts=Replicate()), same_batch=True, idioms=tuple(IDIOMS)[:-1]
@@ -195,7 +207,9 @@ LAYOUTS: dict[str, Layout] = {
         idioms=tuple(IDIOMS)[:-1],
     ),
     "tp-split": Layout(P(tensor_parallel, output_layouts=Shard(2), use_local_output=False), **SPLIT),
-    "tp-split-sequence": Layout(P(tensor_parallel, sequence=True, output_layouts=Shard(2), use_local_output=False), **SPLIT),
+    "tp-split-sequence": Layout(
+        P(tensor_parallel, sequence=True, output_layouts=Shard(2), use_local_output=False), **SPLIT
+    ),
 }
 
 
@@ -235,10 +249,13 @@ def trained(layout: Layout, idiom: str, inside: bool, defers: bool) -> list[Any]
             local = contextlib.nullcontext() if last or not hasattr(run, "no_sync") else run.no_sync()
             split = isinstance(layout.wrap, functools.partial) and "use_local_output" in layout.wrap.keywords
             with local, loss_parallel() if split else contextlib.nullcontext():
+                batch = [ids.roll(n, 0) + n for n in range(layout.calls)]
+                batch = [x % V for x in batch]
                 if inside:
-                    loss = run(ids, ids, loss_of)
+                    losses = [run(x, x, loss_of) for x in batch]
                 else:
-                    loss = loss_of(run(ids), ids)
+                    losses = [loss_of(z, x) for z, x in zip([run(x) for x in batch], batch, strict=True)]
+                loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
                 loss.backward()
             known.append(whole(loss))
         optimizer.step()
@@ -257,6 +274,94 @@ def compare(name: str, layout: Layout, idiom: str, inside: bool) -> None:
         assert error <= layout.bound, (name, idiom, inside, i, error)
 
 
+class Parted(torch.autograd.Function):
+    """Marks the logits of a head, whose backward brings its weight back."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, gather: Any) -> Tensor:
+        ctx.gather = gather
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        ctx.gather()
+        return g, None
+
+
+@pytest.mark.parametrize("idiom", [name for name in IDIOMS if name != "one-rank"])
+def test_a_weight_without_data(idiom: str) -> None:
+    """ZeRO-3 takes the data of the head's weight away after its forward, and brings it back in its backward."""
+
+    def steps(defers: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, known = Decoder().double(), []
+        noted: list[Tensor] = []
+        if defers:
+            defer_logits(model.head, logits_budget=4 * 8 * V)
+        data = {p: p.data for p in model.head.parameters()}
+
+        def gather() -> None:
+            for p, x in data.items():
+                p.data = x
+
+        def release(module: nn.Module, args: Any, z: Tensor) -> Tensor:
+            for p in data:
+                p.data = torch.empty(0, dtype=p.dtype)
+            return Parted.apply(z, gather)
+
+        model.head.register_forward_pre_hook(lambda module, args: gather())
+        model.head.register_forward_hook(release)
+        for i in range(STEPS):
+            ids = (torch.arange(B * T).view(B, T) * (i + 3)) % V
+            z = model(ids)
+            loss = IDIOMS[idiom](z, ids, lambda x: noted.append(x.detach().clone()))
+            loss.backward()
+            known += [loss.detach(), z.argmax(-1)]  # this rank still has the data
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.5 * p.grad
+                    p.grad = None
+            known += [p.detach().clone() for p in model.parameters()]
+        return known + noted
+
+    for a, b in zip(steps(False), steps(True), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-11, atol=1e-11)
+
+
+def read_late(rank: int, folder: str, apart: str) -> None:
+    """After the backward, FSDP has freed the weights. Reading logits says so at once, on one rank alone too."""
+    join(rank, 2, folder)
+    ids = torch.arange(B * T).view(B, T) % V
+    for wrap in (fsdp2, fsdp1):
+        torch.manual_seed(0)
+        model = Decoder()
+        defer_logits(model.head)
+        if apart == "True":
+            options: dict[str, Any] = {"apart": ("head",)} if wrap is fsdp2 else {"kinds": {nn.Linear}}
+        else:
+            options = {}
+        run = wrap(model, **options)
+        for _ in range(2):
+            z = run(ids)
+            loss = F.cross_entropy(z.flatten(0, 1), ids.flatten())
+            early = z.argmax(-1)
+            loss.backward()
+            assert torch.equal(z.argmax(-1), early)  # known since then
+            z = run(ids)
+            F.cross_entropy(z.flatten(0, 1), ids.flatten()).backward()
+            if rank == 0:
+                for read in (lambda z: z.argmax(-1), torch.max):
+                    with pytest.raises(RuntimeError, match=r"freed the weights of the head .* before the backward"):
+                        read(z)
+            run.zero_grad()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_reading_after_the_backward(tmp_path: Path, fresh_process: FreshProcesses, apart: bool) -> None:
+    fresh_process.spawn(read_late, 2, str(tmp_path), str(apart))
+
+
 def worker(rank: int, world: str, folder: str, layouts: str) -> None:
     join(rank, world, folder)
     warnings.simplefilter("ignore")
@@ -272,7 +377,7 @@ GROUPS = {kind: [name for name in LAYOUTS if name.startswith(kind)] for kind in 
 
 
 @pytest.mark.parametrize("kind", GROUPS)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_training_equals_stock(tmp_path: Path, fresh_process: FreshProcesses, kind: str, world: int) -> None:
     fresh_process.spawn(worker, world, str(world), str(tmp_path), " ".join(GROUPS[kind]))
 
