@@ -20,6 +20,7 @@ from torch import Tensor
 from liger_chunked.deferred.gradient import LazyGradient, Term
 from liger_chunked.deferred.logits import DeferredLogits, Source, seen
 from liger_chunked.deferred.plan import Plan, plan_of
+from liger_chunked.dtensor import any_dtensor, distributed_like
 from liger_chunked.engine.hooks import isolated
 from liger_chunked.private import graph_is_retained, version_of, with_autograd
 from liger_chunked.types import AdaptedWeight, Head
@@ -171,6 +172,7 @@ def _head_rows(
         ups.append(of_ids(up))
         if more is not None:
             added = (of_ids(more) * factor).to(rows.dtype)
+            added = distributed_like(bias, added) if any_dtensor([bias]) else added
             bias = added if bias is None else bias + added
     product = downs[0] if len(downs) == 1 else torch.cat(downs, -1)
 

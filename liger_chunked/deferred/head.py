@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from liger_chunked.deferred import sharded
 from liger_chunked.deferred.gradient import LazyGradient, Term
 from liger_chunked.deferred.logits import DeferredLogits, Source
 from liger_chunked.engine.hooks import hooks_active
+from liger_chunked.private import tree_map_only
 
 OWNER = "_liger_owner"  # attribute of a layer that defers: the head around it, if it is another module
 
@@ -48,6 +51,31 @@ class _Product(torch.autograd.Function):
         return *(x if needed else None for x, needed in zip(total, need, strict=True)), None, None
 
 
+class _Tied(torch.autograd.Function):
+    """A result that does not read the logits, in the graph behind them, so that hooks on them run in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, z: DeferredLogits) -> Tensor:
+        ctx.like = z._geometry[0], z.dtype, z.device
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        size, dtype, device = ctx.like
+        zeros = functools.partial(torch.zeros, size, dtype=dtype, device=device)
+        return g, LazyGradient.make(size, dtype, device, [], zeros, None)
+
+
+def tied(results: Any, z: DeferredLogits) -> Any:
+    """Return the results of a `head_fn`, whose backward also runs the hooks of the logits that it replaced.
+
+    Frameworks that share parameters gather those of the head in such a hook.
+    """
+    if not z.requires_grad:
+        return results
+    return tree_map_only(Tensor, lambda x: _Tied.apply(x, z) if x.requires_grad else x, results)
+
+
 def _of_terms(g: LazyGradient, source: Source) -> list[Any] | None:
     """Return dX, dW and db of a gradient's terms; None if one of them needs the real gradient."""
     runs: dict[tuple[int, int], list[Any]] = {}
@@ -69,11 +97,14 @@ def _ordinary(g: Tensor, hidden: Tensor, weight: Any, source: Source, need: tupl
     with torch.autocast(g.device.type, enabled=False):
         flat = g.reshape(-1, g.shape[-1])
         dx = dw = db = None
+        if sharded.is_distributed(of_weight):
+            given, whole, _ = source.read()
+            dx, dw, db = sharded.real_gradients(flat, given.reshape(-1, given.shape[-1]), whole, need)
+            return [None if dx is None else dx.view(given.shape).to(given.dtype), dw, db]
         if need[0]:
             matrix = weight if source.dequantize is None else source.matrices()[1]
-            given: Any = source.tensors[0]
-            shape, dtype = given.shape, given.dtype
-            dx = (flat @ matrix.to(g.dtype)).view(shape).to(dtype)
+            like: Any = source.tensors[0]
+            dx = (flat @ matrix.to(g.dtype)).view(like.shape).to(like.dtype)
         if need[1]:
             dw = (flat.t() @ hidden.reshape(-1, hidden.shape[-1]).to(g.dtype)).to(of_weight.dtype)
         if need[2]:

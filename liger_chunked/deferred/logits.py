@@ -44,6 +44,7 @@ from liger_chunked.deferred.lazy import (
     run_on_values,
     values,
 )
+from liger_chunked.deferred.sharded import is_freed
 from liger_chunked.engine.hooks import isolated
 from liger_chunked.private import tree_leaves, version_of
 from liger_chunked.types import Head, LogitOptions, StandIn
@@ -136,7 +137,7 @@ class Source:
         hidden, weight, _ = self.tensors
         names = zip(("hidden states", "weights", "bias"), self.versions, self._versions(), strict=True)
         changed = [name for name, before, now in names if before != now]
-        if changed or (_is_freed(weight) and not _is_freed(hidden)):
+        if changed or (is_freed(weight) and not is_freed(hidden)):
             what = (
                 f"the {changed[0]} of {self.name} changed"
                 if changed
@@ -144,8 +145,8 @@ class Source:
             )
             raise RuntimeError(
                 f"{what} after the model called it, and its deferred logits were not computed before. Compute the "
-                "loss, or read the logits, before the optimizer steps (and, with a head that a framework shards, inside the "
-                "model's forward); or get logits at once: model(..., skip_logits=False), or handle.remove() of "
+                "loss, or read the logits, before the optimizer steps (and, with a head that a framework shards, before the "
+                "backward); or get logits at once: model(..., skip_logits=False), or handle.remove() of "
                 "defer_logits"
             )
         return self.tensors
@@ -175,10 +176,6 @@ class Source:
 
 def _merged_in(layer: Any) -> list[str]:
     return [] if layer is None else list(getattr(layer, "merged_adapters", ()))
-
-
-def _is_freed(x: Any) -> bool:
-    return type(x) in PLAIN and x.numel() > 0 and x.untyped_storage().nbytes() == 0
 
 
 class Node:
@@ -519,6 +516,8 @@ class DeferredLogits(Lazy, StandIn):
 
     def _viewed(self, op: Op) -> Any:
         size, strides, offset, dtype = self._after(op)
+        if op.func in RESHAPES and size == self._geometry[0]:  # hooks of frameworks return `x.view_as(x)`
+            op = Op(aten.alias.default)
         class_dim = self._class_dim
         if class_dim is not None:
             class_dim = class_dim_after(op, self._geometry[0], class_dim, size)

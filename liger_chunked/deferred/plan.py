@@ -21,6 +21,7 @@ from liger_chunked.deferred.logits import (
     class_dim_after,
 )
 from liger_chunked.deferred.transform import Transform
+from liger_chunked.dtensor import any_dtensor
 
 # What logits became: themselves, or functions of whole rows.
 LOGITS, LOGPS, PROBS = "logits", "logps", "probs"
@@ -52,6 +53,11 @@ class Plan:
     @property
     def options(self) -> Any:
         return self.transform.options(logits_budget=self.sources[0][0].settings.logits_budget)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the weight is a DTensor, of which a rank has some rows."""
+        return any_dtensor([self.sources[0][0].tensors[1]])
 
     @property
     def signature(self) -> Any:
@@ -183,7 +189,7 @@ def add_views(plan: Plan, views: tuple[Op, ...], n_ids: int) -> bool:
     if n_ids == (plan.vocabulary if plan.n_ids is None else plan.n_ids):
         return True
     plan.n_ids = n_ids
-    return plan.kind == LOGITS and plan.bias is None
+    return plan.kind == LOGITS and plan.bias is None and not plan.is_distributed
 
 
 def _add_operation(plan: Plan, node: Node, op: Op) -> bool:
@@ -211,7 +217,7 @@ def _add_operation(plan: Plan, node: Node, op: Op) -> bool:
         if plan.kind != LOGITS or plan.bias is not None or plan.transform != Transform():
             return False
         plan.bias = op.args[0].reshape(-1)
-        return True
+        return not plan.is_distributed
     _all(plan, node)
     if func is aten.tanh.default:
         bent = plan.transform.tanh() if plan.kind == LOGITS else None

@@ -19,6 +19,7 @@ from liger_chunked.calls import once
 from liger_chunked.deferred import request
 from liger_chunked.deferred.adapters import down
 from liger_chunked.deferred.fused import HeadRows, Pass, fuse, run_live, wants_grad
+from liger_chunked.deferred.head import tied
 from liger_chunked.deferred.lazy import Op
 from liger_chunked.deferred.logits import METHODS, RULES, DeferredLogits
 from liger_chunked.deferred.plan import LOGITS, LOGPS, PROBS, Plan, continues, plan_of
@@ -345,7 +346,7 @@ def _logit_options(z: DeferredLogits, ignore_index: int) -> LogitOptions:
 
 
 def _run(z: DeferredLogits, compute: Callable[[Head, Tensor], Any], lm_head: nn.Module) -> Any:
-    return run_live(z, compute, functools.partial(down, lm_head))
+    return tied(run_live(z, compute, functools.partial(down, lm_head)), z)
 
 
 def _statistics(z: DeferredLogits, target: Tensor | None, *names: str) -> dict[str, Tensor]:

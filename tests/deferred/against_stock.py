@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

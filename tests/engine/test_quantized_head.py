@@ -21,6 +21,7 @@ pytest.importorskip("peft")
 
 import peft
 from fused import assert_fused
+from liger_chunked.deferred.inside import run_inside
 from model_zoo import BY_ID
 from spies import Memory
 from table import relative_error
@@ -38,7 +39,6 @@ from test_values import FACTOR, rms
 from torch import Tensor, nn
 
 from liger_chunked import KeptIds, apply_liger_kernel, attach_head, linear_token_stats
-from liger_chunked.deferred.inside import run_inside
 from liger_chunked.kernels import backend
 from liger_chunked.types import Head
 
