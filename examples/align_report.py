@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -39,11 +39,13 @@ class LargestTensor(TorchDispatchMode):
         self.size = TensorSize(0, ())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(t not in (Tensor, nn.Parameter) for t in types):
+            return NotImplemented  # deferred logits hold no memory; the operations that they run come here
         result = func(*args, **(kwargs or {}))
         # A view, such as the transposed weight, is no new memory.
         inputs = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for x in tree_leaves(result):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in inputs:
+            if isinstance(x, Tensor) and not x.is_meta and x.untyped_storage().data_ptr() not in inputs:
                 # An expanded tensor has more elements than its storage.
                 size = min(x.nbytes, x.untyped_storage().nbytes())
                 if size > self.size.bytes:

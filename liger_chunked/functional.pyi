@@ -435,6 +435,7 @@ def grpo_loss(
     ref_bias: Tensor | None = None,
     importance_weights: Tensor | None = None,
     num_items: float | Tensor | None = None,
+    accumulation_steps: int | None = None,
     temperature: float | Tensor = 1.0,
     kept: KeptIds | None = None,
     sparse_weight_grad: bool = False,

@@ -22,9 +22,9 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import tiny
 import torch
 from model_zoo import BY_ID, HIDDEN, LENGTH, VOCAB, Tiny
+from spies import Results
 from test_trl_trainers import KINDS, QUIET
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -64,20 +64,17 @@ def batch(family: str = "llama", **changes: Any) -> dict[str, Any]:
 # What a step holds and computes
 
 
-class Logits(TorchDispatchMode):
+class Logits(Results):
     """Records the most rows of logits that one tensor held."""
 
     def __init__(self, vocab: int = VOCAB, hidden: int = HIDDEN) -> None:
         super().__init__()
         self.vocab, self.hidden, self.rows = vocab, hidden, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in tree_iter(result):
-            # The head's weight has as many rows as the hidden states have columns.
-            if isinstance(x, Tensor) and x.numel() % self.vocab == 0 and x.numel() != self.vocab * self.hidden:
-                self.rows = max(self.rows, x.numel() // self.vocab)
-        return result
+    def see(self, x: Tensor) -> None:
+        # The head's weight has as many rows as the hidden states have columns.
+        if x.numel() % self.vocab == 0 and x.numel() != self.vocab * self.hidden:
+            self.rows = max(self.rows, x.numel() // self.vocab)
 
 
 @dataclasses.dataclass

@@ -11,10 +11,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from liger_chunked.deferred.lazy import Lazy
+from liger_chunked.deferred.lazy import PLAIN
 
 
-class Memory(TorchDispatchMode):
+class Results(TorchDispatchMode):
+    """Call `see` with each tensor with memory that an operation under this mode returns.
+
+    Tensor subclasses, such as deferred logits, handle their operations before this mode does: it sees the operations on
+    plain tensors that they run.
+    """
+
+    def see(self, x: Tensor) -> None:
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(t not in PLAIN for t in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if type(x) in PLAIN and not x.is_meta:
+                self.see(x)
+        return result
+
+
+class Memory(Results):
     """Track the bytes of tensors created under this mode: their peak, and the largest tensor."""
 
     def __init__(self) -> None:
@@ -30,21 +50,16 @@ class Memory(TorchDispatchMode):
         for x in given:
             self._known[x.untyped_storage()] = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        # Meta tensors and tensors without values have no memory.
-        tensors = [x for x in tensors if not x.is_meta and not isinstance(x, Lazy)]
-        for x in [part for y in tensors for part in ((y._values(), y._indices()) if y.is_sparse else (y,))]:
-            if x.untyped_storage() not in self._known:
-                storage = x.untyped_storage()
+    def see(self, x: Tensor) -> None:
+        for part in (x._values(), x._indices()) if x.is_sparse else (x,):
+            storage = part.untyped_storage()
+            if storage not in self._known:
                 n_bytes = storage.nbytes()
                 self._known[storage] = n_bytes
                 self.alive += n_bytes
                 self.peak = max(self.peak, self.alive)
                 self.largest = max(self.largest, n_bytes)
                 weakref.finalize(storage, self._freed, n_bytes)
-        return result
 
 
 class Products(TorchDispatchMode):

@@ -108,6 +108,9 @@ def _stand_in(layer: Any, stock: Callable[..., Any], hidden: Any) -> Any:
     if not all_plain([hidden]) or sharded.skipped(layer) is not None:
         return None
     if quantized.is_quantized(layer):
+        if (reason := refusal_of(layer)) is not None:  # quantized since `set_deferral`
+            _log_reason(layer, reason)
+            return stock(layer, hidden)
         return _of_quantized(layer, stock, hidden, weight, bias, settings, asked)
     if not all_plain([weight]):
         _log_reason(layer, f"its weight is a {type(weight).__name__}, and a fused loss needs a plain tensor")

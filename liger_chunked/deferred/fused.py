@@ -253,22 +253,68 @@ def fuse(run: Pass, result: Tensor, z: Any, plan: Plan, stock: Callable[[Tensor]
     return link(result, z, lambda g: [Term(run, 0, plan, result, g)], stock)
 
 
+class _Opened(NamedTuple):
+    """The gradients of hidden states, weights and biases that a loss of the caller gave, in the role of a `Pass`."""
+
+    found: dict[int, list[Tensor | None]]
+
+    def gradients(self, pairs: list[tuple[Any, Tensor, Any]], side: int, source: Source) -> list[Tensor | None]:
+        factor = sum(factor for _, _, factor in pairs)
+        parts = self.found[id(source)]
+        return parts if isinstance(factor, int) and factor == 1 else [None if x is None else x * factor for x in parts]
+
+
+class _Open(torch.autograd.Function):
+    """The hidden states and weights behind logits, as functions of them: hooks on the way see the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, z: DeferredLogits, plan: Plan, parts: list[tuple[Source, int, Tensor]]) -> tuple[Tensor, ...]:
+        ctx.plan, ctx.places = plan, [(source, i) for source, i, _ in parts]
+        ctx.like = z._geometry[0], z.dtype, z.device
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for _, _, x in parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        opened = _Opened({id(source): [None, None, None] for source, _ in ctx.plan.sources})
+        for (source, i), g in zip(ctx.places, grads, strict=True):
+            opened.found[id(source)][i] = g
+        term = Term(opened, 0, ctx.plan, None, torch.empty(0))
+        size, dtype, device = ctx.like
+        return LazyGradient.make(size, dtype, device, [term], _without_values, None), None, None
+
+
+def _without_values() -> Tensor:
+    raise RuntimeError(
+        "a hook reads the gradient of logits, or changes it by more than a factor, and the model was called with "
+        "head_fn, whose loss has no logits: remove the hook, or train without head_fn"
+    )
+
+
 def run_live(z: DeferredLogits, compute: Callable[[Head, Tensor], Any], recompute: Callable[[Tensor], Tensor]) -> Any:
-    """Return `compute(head, hidden_states)` in the caller's graph, in place of logits of a call with `head_fn`.
+    """Return `compute(head, hidden_states)` in place of logits of a call with `head_fn`, in the graph behind them.
 
     `recompute` is the adapters' product of other hidden states than those of the call.
     """
     plan = plan_of(z)
-    live = [] if plan is None else [source.live for source, _ in plan.sources]
     # A factor of the layer's own product, such as a hook's, would make hidden states of the adapter's.
-    if plan is None or None in live or plan.sources[0][0] is not next(z._cell.node.sources()):
+    if plan is None or plan.sources[0][0] is not next(z._cell.node.sources()):
         raise ValueError(f"a head_fn needs logits that are those of a head, got {z!r}")
     first = plan.sources[0][0]
-    if first.dequantize is not None:
-        hidden, _, _ = live[0]  # type: ignore[misc]
-        live[0] = (hidden, *first.matrices()[1:])
-    with first.modes():
-        weight, bias, rows = _head_rows(plan, live, recompute)  # type: ignore[arg-type]
+    with first.as_called():
+        live: dict[tuple[int, int], Any] = {}
+        trained = []
+        for source, _ in plan.sources:
+            for i, x in enumerate(source.matrices()):
+                live[id(source), i] = x
+                if x is not None and source.needs[i] and z.requires_grad:
+                    trained.append((source, i, x))
+        if trained:
+            with torch._C.DisableTorchFunctionSubclass():
+                opened = _Open.apply(z, plan, trained)
+            live |= {(id(source), i): x for (source, i, _), x in zip(trained, opened, strict=True)}
+        leaves = [[live[id(source), i] for i in range(3)] for source, _ in plan.sources]
+        weight, bias, rows = _head_rows(plan, leaves, recompute)
         _refuse_merged(first, rows)
         return compute(Head(weight, bias), rows)
 

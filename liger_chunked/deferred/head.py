@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from liger_chunked.deferred import sharded
 from liger_chunked.deferred.gradient import LazyGradient, Term
 from liger_chunked.deferred.logits import DeferredLogits, Source
 from liger_chunked.engine.hooks import hooks_active
-from liger_chunked.private import tree_map_only
 
 OWNER = "_liger_owner"  # attribute of a layer that defers: the head around it, if it is another module
 
@@ -37,43 +36,15 @@ class _Product(torch.autograd.Function):
         total: list[Any] = [None, None, None]
         real: Tensor | None = g
         if isinstance(g, LazyGradient):
-            total = _of_terms(g, source) or total
-            real = (
-                g.extra
-                if total[0] is not None or total[1] is not None or total[2] is not None or not g.terms
-                else g.value()
-            )
+            of_terms = _of_terms(g, source)
+            total = of_terms or total
+            real = g.value() if of_terms is None else g.extra
         if real is not None or not ctx.hooked:
             hidden, weight = ctx.saved_tensors  # raises if one changed, or the graph was freed
         if real is not None:
             ordinary = _ordinary(real, hidden, weight, source, need)
             total = [b if a is None else a if b is None else a + b for a, b in zip(total, ordinary, strict=True)]
         return *(x if needed else None for x, needed in zip(total, need, strict=True)), None, None
-
-
-class _Tied(torch.autograd.Function):
-    """A result that does not read the logits, in the graph behind them, so that hooks on them run in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, result: Tensor, z: DeferredLogits) -> Tensor:
-        ctx.like = z._geometry[0], z.dtype, z.device
-        return result.view_as(result)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        size, dtype, device = ctx.like
-        zeros = functools.partial(torch.zeros, size, dtype=dtype, device=device)
-        return g, LazyGradient.make(size, dtype, device, [], zeros, None)
-
-
-def tied(results: Any, z: DeferredLogits) -> Any:
-    """Return the results of a `head_fn`, whose backward also runs the hooks of the logits that it replaced.
-
-    Frameworks that share parameters gather those of the head in such a hook.
-    """
-    if not z.requires_grad:
-        return results
-    return tree_map_only(Tensor, lambda x: _Tied.apply(x, z) if x.requires_grad else x, results)
 
 
 def _of_terms(g: LazyGradient, source: Source) -> list[Any] | None:
@@ -127,8 +98,9 @@ def product(
     """Return the stand-in for a layer's call. `asked` is the current `Request`; the rest as in `Source`."""
     source = Source(hidden, weight, bias, settings, f"the head ({type(layer).__name__})", vars(layer).get(OWNER))
     source.withheld, source.forward, source.dequantize = asked.withhold, forward, dequantize
-    if asked.defer:
-        # Views stay when ZeRO takes the data of a parameter away.
-        source.live = tuple(None if x is None else x.view_as(x) for x in (hidden, weight, bias))
-    with torch._C.DisableTorchFunctionSubclass():
+    if asked.sources is not None:
+        asked.sources.append(source)
+    # In inference mode autograd has nothing to save for, also where somebody enabled gradients there.
+    no_graph = torch.no_grad() if torch.is_inference_mode_enabled() else nullcontext()
+    with torch._C.DisableTorchFunctionSubclass(), no_graph:
         return _Product.apply(hidden, weight, bias, source, n_ids or weight.shape[0])

@@ -80,10 +80,10 @@ def known_size(size: Any, shape: Any) -> tuple[int, ...]:
 
 
 def number_of(x: Any) -> float | None:
-    """Return a number, or the value of a tensor of one number on the CPU; None for anything else."""
+    """Return a number, or the value of a constant tensor of one number on the CPU; None for anything else."""
     if isinstance(x, (int, float)):
         return float(x)
-    if type(x) in PLAIN and x.ndim == 0 and x.device.type == "cpu" and not x.is_complex():
+    if type(x) in PLAIN and x.ndim == 0 and x.device.type == "cpu" and not x.is_complex() and not x.requires_grad:
         return float(x)
     return None
 

@@ -21,7 +21,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -87,7 +87,6 @@ class Source:
         settings: the `Deferral` of the layer.
         asked_by: what needed real logits, and where; None if nothing did.
         withheld: cross entropies return 0 (`Request.withhold`). `gave_zero`: one did.
-        live: (hidden, weight, bias) in the autograd graph, for a call with `head_fn`; else None.
         holds_gradient: a loss keeps its gradient of the weight until its backward: a second one would double that.
         n_ids: how many logits a row has. `cells`: all memory of logits that were made of this call.
         passes: statistics of rows that were computed, by what they are of (`rules.py`).
@@ -105,6 +104,7 @@ class Source:
         self.settings, self.name = settings, name
         device = hidden.device.type
         self.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         enabled, dtype = self.autocast
         self.dtype = dtype if enabled and hidden.dtype != torch.float64 else hidden.dtype
         self.merged = _merged_in(owner)
@@ -114,7 +114,6 @@ class Source:
         self.needs = (False, False, False)
         self.asked_by: str | None = None
         self.withheld = self.gave_zero = False
-        self.live: tuple[Any, ...] | None = None
         self.holds_gradient = False
         self.n_ids = 0
         self.cells: list[weakref.ref[Cell]] = []
@@ -158,6 +157,15 @@ class Source:
             return hidden, weight, bias
         weight = self.dequantize(weight, hidden.dtype)
         return hidden, weight, None if bias is None else bias.to(weight.dtype)
+
+    def as_called(self) -> AbstractContextManager[Any]:
+        """Return the modes under which the layer was called: autocast, and those without gradients."""
+        stack = ExitStack()
+        stack.enter_context(self.modes())
+        if self.inference and not torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode())
+        stack.enter_context(torch.set_grad_enabled(self.grad and torch.is_grad_enabled()))
+        return stack
 
     def modes(self) -> AbstractContextManager[Any]:
         """Return the autocast under which the layer was called."""
@@ -345,12 +353,13 @@ class DeferredLogits(Lazy, StandIn):
         """Return the transform of these logits, as a loss takes it; ValueError if no loss can express them."""
         return METHODS["logit_options"](self, ignore_index)
 
-    def run(self, compute: Callable[[Head, Tensor], Any], lm_head: Any) -> Any:
-        """Return `compute(head, hidden_states)` in place of these logits, which a call with `head_fn` made.
+    def run(self, compute: Callable[[Head, Tensor], Any]) -> Any:
+        """Return `compute(head, hidden_states)`, a loss in place of these logits.
 
-        `hidden_states` (..., H) are the rows of these logits. `head` is what multiplies them: `lm_head`, adapters too.
+        `hidden_states` (..., H) are the rows of these logits. `head` is what multiplies them, adapters too. Hooks on the
+        way from the head to these logits see a gradient without values, and may multiply it by a number.
         """
-        return METHODS["run"](self, compute, lm_head)
+        return METHODS["run"](self, compute)
 
     def statistics(self, target: Tensor, *outputs: str) -> dict[str, Tensor]:
         """Return statistics of each row, as `linear_token_stats` does, in one pass and without logits.

@@ -16,11 +16,13 @@ class Request:
     - `defer`: True, also outside of training; False, never; None, as the head is set
     - `withhold`: cross entropies return 0, so that the loss of a forward is the sum of its other terms
     - `accuracies`: a list that gets the token accuracy of each fused cross entropy
+    - `sources`: a list that gets the `Source` of each call of a head that defers
     """
 
     defer: bool | None = None
     withhold: bool = False
     accuracies: list[Any] | None = None
+    sources: list[Any] | None = None
 
 
 _CURRENT = threading.local()

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_chunked.calls import once
 from liger_chunked.deferred import request
 from liger_chunked.deferred.adapters import down
 from liger_chunked.deferred.fused import HeadRows, Pass, fuse, run_live, wants_grad
-from liger_chunked.deferred.head import tied
 from liger_chunked.deferred.lazy import Op
 from liger_chunked.deferred.logits import METHODS, RULES, DeferredLogits
 from liger_chunked.deferred.plan import LOGITS, LOGPS, PROBS, Plan, continues, plan_of
@@ -345,8 +344,9 @@ def _logit_options(z: DeferredLogits, ignore_index: int) -> LogitOptions:
     return _planned(z).transform.options(ignore_index=ignore_index)
 
 
-def _run(z: DeferredLogits, compute: Callable[[Head, Tensor], Any], lm_head: nn.Module) -> Any:
-    return tied(run_live(z, compute, functools.partial(down, lm_head)), z)
+def _run(z: DeferredLogits, compute: Callable[[Head, Tensor], Any]) -> Any:
+    owner = next(z._cell.node.sources()).owner
+    return run_live(z, compute, functools.partial(down, owner))
 
 
 def _statistics(z: DeferredLogits, target: Tensor | None, *names: str) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ pytest.importorskip("accelerate")
 
 from transformers import Trainer
 
-from liger_chunked.deferred.logits import Call
+from liger_chunked.deferred import fused, rules
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -44,23 +44,25 @@ def run(toy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def head_outputs(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """Collect the shape of what each head computes: () for a loss in place of logits.
-
-    A forward hook on `lm_head` would be given logits.
-    """
+    """Collect the shape of what each head computes: () for a loss in place of logits."""
     shapes: list[torch.Size] = []
-    run, linear = Call.run, F.linear
+    run, run_live, linear = fused.Pass._run, rules.run_live, F.linear
 
-    def fused(call: Call, compute: Any) -> Any:
+    def in_a_pass(self: fused.Pass, wants_grad: bool) -> Any:
         shapes.append(torch.Size())
-        return run(call, compute)
+        return run(self, wants_grad)
+
+    def in_place(*args: Any) -> Any:
+        shapes.append(torch.Size())
+        return run_live(*args)
 
     def multiplied(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if x.ndim == 3 and weight.shape[0] >= 259:  # of the bytes, and no other layer of a toy model
             shapes.append(torch.Size((*x.shape[:-1], weight.shape[0])))
         return linear(x, weight, bias)
 
-    monkeypatch.setattr(Call, "run", fused)
+    monkeypatch.setattr(fused.Pass, "_run", in_a_pass)
+    monkeypatch.setattr(rules, "run_live", in_place)
     monkeypatch.setattr(F, "linear", multiplied)
     return shapes
 

@@ -434,7 +434,7 @@ def test_other_rows_than_those_of_the_call_are_refused_with_hooks_on_parts(kind,
         assert stats.logps is not None
         return stats.logps
 
-    with pytest.raises(ValueError, match="is on a part of lm_head's LoRA layer|which a loss can express"):
+    with pytest.raises(ValueError, match=r"is on a part of lm_head's LoRA layer|which a loss can express"):
         model(**labelled(), head_fn=some_rows)
 
 
@@ -470,7 +470,9 @@ def test_adapters_merged_before_the_backward(loss, budget):
     found = model(**batch, head_fn=head_fn)
     lm_head = model.get_base_model().lm_head
     lm_head.merge()
-    with pytest.raises(RuntimeError, match="adapters of the head .* were merged or unmerged after the model called it"):
+    with pytest.raises(
+        RuntimeError, match=r"adapters of the head .* were merged or unmerged after the model called it"
+    ):
         found.backward(retain_graph=True)
     lm_head.unmerge()
     for name, gradient in gradients_of(model, found).items():
@@ -506,7 +508,7 @@ def test_adapters_that_differ_in_a_batch_are_refused():
     model, batch = peft_model(second=True), labelled()
     attach_head(model)
     model.eval()
-    with pytest.raises(ValueError, match="head_fn takes the place of the logits, .* takes real ones"):
+    with pytest.raises(ValueError, match=r"head_fn takes the place of the logits, .* takes real ones"):
         model(**batch, head_fn=logps_of, adapter_names=["default", "other", "default", "__base__"])
 
 

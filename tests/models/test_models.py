@@ -22,9 +22,8 @@ import transformers
 from fused import assert_fused, assert_real_logits, is_deferred
 from model_zoo import BY_ID, HIDDEN, SERVED, SERVED_CLASSES, VOCAB, ZOO, Tiny
 from sampling import exhaustive
+from spies import Results
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 import liger_chunked
@@ -346,17 +345,14 @@ def test_loss_keywords(tiny, fresh):
     assert len(ours[-1].hidden_states) == len(stock[-1].hidden_states)
 
 
-class VocabularyRows(TorchDispatchMode):
+class VocabularyRows(Results):
     """Records the most rows of any tensor with a vocabulary dimension, except weights."""
 
     rows = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor) and VOCAB in x.shape and HIDDEN not in x.shape:
-                self.rows = max(self.rows, x.numel() // VOCAB)
-        return result
+    def see(self, x):
+        if VOCAB in x.shape and HIDDEN not in x.shape:
+            self.rows = max(self.rows, x.numel() // VOCAB)
 
 
 @by_kind

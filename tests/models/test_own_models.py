@@ -131,7 +131,6 @@ SERVED |= {
     "its item": {"after": lambda self, logits, ids: logits * self.learned.item()},
     "length": {"after": lambda self, logits, ids: logits / ids.shape[1]},
     "samples": {"after": lambda self, logits, ids: logits / len(ids)},
-    "bias": {"after": lambda self, logits, ids: logits + self.per_token},
     "mask": {"after": lambda self, logits, ids: logits + self.mask},
     "detached": {"before": lambda self, h: h.detach()},
 }
@@ -150,6 +149,7 @@ WITH_LOGITS = {
     "its exponential": {"after": lambda self, logits, ids: logits * self.learned.exp()},
     "its clamp": {"after": lambda self, logits, ids: logits / self.learned.clamp(min=1)},
     "one per token": {"after": lambda self, logits, ids: logits * self.per_token},
+    "bias": {"after": lambda self, logits, ids: logits + self.per_token},
     "one bias": {"after": lambda self, logits, ids: logits + self.bias},
     "learned softcap": {"after": lambda self, logits, ids: self.learned * torch.tanh(logits / self.learned)},
     "index": {"after": lambda self, logits, ids: logits[..., self.kept]},

@@ -20,10 +20,9 @@ import transformers
 from fused import assert_fused, assert_real_logits
 from packaging.version import Version
 from sampling import SEED, sampled
+from spies import Results
 from tiny_models import CAUSAL, IMAGE_TEXT, VOCAB, batch, build
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from liger_chunked import linear_token_stats
@@ -33,7 +32,7 @@ pytestmark = [pytest.mark.ordinary_memory, pytest.mark.filterwarnings("ignore")]
 
 # What asks for logits, or why the head computes them. All other classes train without.
 WITH_LOGITS: dict[str, str] = {
-    "ChameleonForConditionalGeneration": "item assignment at .* takes real logits",
+    "ChameleonForConditionalGeneration": "setitem at .* takes real logits",
     "IdeficsForVisionText2Text": "lm_head is computed by .*IdeficsDecoupledLinear",
     "MusicgenForCausalLM": "lm_head is computed by .*ModuleList",
     "MusicgenMelodyForCausalLM": "lm_head is computed by .*ModuleList",
@@ -69,7 +68,7 @@ def patched(model: PreTrainedModel) -> tuple[bool, str]:
     return "fused_linear_cross_entropy" in applied.replaced, str(applied)
 
 
-class Logits(TorchDispatchMode):
+class Logits(Results):
     """Keeps the shape of the largest tensor of logits, and no parameter's or gradient's."""
 
     def __init__(self, model: PreTrainedModel, tokens: int) -> None:
@@ -78,14 +77,10 @@ class Logits(TorchDispatchMode):
         self.flat = {tokens * VOCAB, (tokens - 2) * VOCAB}
         self.largest: tuple[int, ...] = (0,)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor) and tuple(x.shape) not in self.shapes:
-                logits = x.shape[-1:] == (VOCAB,) or x.numel() in self.flat
-                if logits and x.numel() > math.prod(self.largest):
-                    self.largest = tuple(x.shape)
-        return result
+    def see(self, x: Tensor) -> None:
+        logits = tuple(x.shape) not in self.shapes and (x.shape[-1:] == (VOCAB,) or x.numel() in self.flat)
+        if logits and x.numel() > math.prod(self.largest):
+            self.largest = tuple(x.shape)
 
 
 def step(model: PreTrainedModel, arguments: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:

@@ -47,7 +47,7 @@ from liger_chunked import (
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearSimPOLoss,
 )
-from liger_chunked.deferred import logits as deferred_logits
+from liger_chunked.deferred import rules
 from liger_chunked.integrations import trl as integration
 from liger_chunked.integrations.transformers import apply_liger_kernel, layers
 from liger_chunked.integrations.trl import add_chunked_lm_head, heads, older
@@ -367,7 +367,7 @@ def test_beside_the_base_kernels(train, monkeypatch, kind, loss):
 
     monkeypatch.setattr(layers, "liger_rms_norm", counted)
     if older.HAS_FUSED_HEAD:  # else TRL reads logits
-        monkeypatch.setattr(deferred_logits, "once", asked)  # what builds it
+        monkeypatch.setattr(rules, "once", asked)  # what builds it
     ours = train(kind, ours=True, config=PLAIN, model=model, loss=loss)
     assert len(norms) >= 5 * 8  # five norms, eight micro-batches
     assert_same(ours, train(kind, ours=False, config=PLAIN), common=loss is not None)

@@ -209,6 +209,7 @@ class _Plan:
 
     def __init__(self, model: PreTrainedModel, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
         self.model, self.args, self.arguments, self.finished = model, args, arguments, False
+        self.sources: list[Any] = []  # of the heads' calls
 
     def request(self) -> Any:
         raise NotImplementedError
@@ -218,7 +219,7 @@ class _Plan:
         self.finished = True
         before, _INNERMOST.plan = getattr(_INNERMOST, "plan", None), None
         try:
-            with requested(defer=None, withhold=False, accuracies=None):
+            with requested(defer=None, withhold=False, accuracies=None, sources=None):
                 return self.result(outputs)
         finally:
             _INNERMOST.plan = before
@@ -276,7 +277,7 @@ class _LossCall(_Plan):
 
     def request(self) -> Any:
         changes: dict[str, Any] = {} if self.skip_logits is None else {"defer": bool(self.skip_logits)}
-        return requested(accuracies=self.accuracies, **changes)
+        return requested(accuracies=self.accuracies, sources=self.sources, **changes)
 
     def result(self, outputs: Any) -> Any:
         logits = _logits_of(outputs)
@@ -284,7 +285,7 @@ class _LossCall(_Plan):
             if not isinstance(logits, DeferredLogits) or logits.is_computed:
                 raise ValueError(
                     f"skip_logits=True, but {type(self.model).__name__} used its logits: "
-                    f"{_why_real(self.model, logits)}. Leave skip_logits out, and the model gets them"
+                    f"{_why_real(self.model, self.sources)}. Leave skip_logits out, and the model gets them"
                 )
             if hasattr(outputs, "logits"):
                 outputs["logits"] = None
@@ -321,14 +322,14 @@ class _HeadCall(_Plan):
         super().__init__(model, args, arguments)
 
     def request(self) -> Any:
-        return requested(defer=True, withhold=True)
+        return requested(defer=True, withhold=True, sources=self.sources)
 
     def result(self, outputs: Any) -> Any:
         logits = _logits_of(outputs)
-        if not isinstance(logits, DeferredLogits) or logits.is_modified:
+        if not isinstance(logits, DeferredLogits) or logits.is_computed:
             raise ValueError(
                 f"head_fn takes the place of the logits, and {type(self.model).__name__} needs them: "
-                f"{_why_real(self.model, logits)}"
+                f"{_why_real(self.model, self.sources)}"
             )
         ignore_index = self.of_loss["ignore_index"]
         options = logits.logit_options(-100 if ignore_index is None else ignore_index)
@@ -349,7 +350,7 @@ class _HeadCall(_Plan):
 
         if hasattr(outputs, "logits"):
             outputs["logits"] = None
-        return logits.run(compute, head_of(self.model))
+        return logits.run(compute)
 
 
 def _logits_of(outputs: Any) -> Any:
@@ -359,15 +360,17 @@ def _logits_of(outputs: Any) -> Any:
     return next((x for x in values if isinstance(x, DeferredLogits)), None)
 
 
-def _why_real(model: PreTrainedModel, logits: Any) -> str:
+def _why_real(model: PreTrainedModel, sources: list[Any]) -> str:
+    """Return why a call of a model has real logits; `sources` are those of its heads' calls."""
     head = head_of(model)
     if head is None:
         return "it has no lm_head"
     if (reason := refusal_of(head)) is not None:
         return reason
-    if isinstance(logits, DeferredLogits) and logits.asked_by is not None:
-        return f"{logits.asked_by} takes real ones"
-    return "its forward or loss_function takes real ones"
+    for source in sources:
+        if source.asked_by is not None:
+            return f"{source.asked_by} takes real ones"
+    return "its lm_head returns real ones" if not sources else "its forward or a hook replaces them"
 
 
 def logit_options(model: nn.Module, *, ignore_index: int = -100) -> LogitOptions:
@@ -408,11 +411,12 @@ def logit_options(model: nn.Module, *, ignore_index: int = -100) -> LogitOptions
         gpus = [inner.device] if is_gpu(inner.device) else []
         # A model in training draws random numbers for dropout: the caller's stay as they are.
         # With gradients, a factor that is computed from a parameter does not look like a number.
-        with torch.random.fork_rng(gpus), torch.enable_grad(), requested(defer=True, withhold=True):
+        asked = requested(defer=True, withhold=True, sources=[])
+        with torch.random.fork_rng(gpus), torch.enable_grad(), asked as request:
             logits = _logits_of(model(**inputs))
     finally:
         if lent:
             set_deferral(head, None)
     if not isinstance(logits, DeferredLogits) or logits.is_computed:
-        raise ValueError(f"no loss can express what {type(inner).__name__} does: {_why_real(inner, logits)}")
+        raise ValueError(f"no loss can express what {type(inner).__name__} does: {_why_real(inner, request.sources)}")
     return logits.logit_options(ignore_index)

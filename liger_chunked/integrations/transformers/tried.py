@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from liger_chunked.deferred import Deferral, DeferredLogits, set_deferral
 from liger_chunked.deferred.defer import refusal_of
+from liger_chunked.deferred.request import requested
 from liger_chunked.deferred.swap import stock_class
 from liger_chunked.integrations.transformers.detect import head_of
 from liger_chunked.integrations.transformers.small import config_of, inputs_of
@@ -56,15 +56,16 @@ def training_step(model: PreTrainedModel, inputs: dict[str, Any]) -> str | None:
         return reason
     set_deferral(head, Deferral())
     try:
-        outputs = model(**inputs)
+        with requested(sources=[]) as request:
+            outputs = model(**inputs)
     finally:
         set_deferral(head, None)
-    if isinstance(outputs.logits, DeferredLogits) and not outputs.logits.is_computed and outputs.loss is not None:
-        return None
-    asked_by = getattr(outputs.logits, "asked_by", None)
-    if isinstance(outputs.loss, Tensor) and asked_by is None and not isinstance(outputs.logits, DeferredLogits):
-        return "its forward takes real logits"
-    return "its forward returns no loss" if outputs.loss is None else f"{asked_by} takes real logits"
+    asked_by = next((source.asked_by for source in request.sources if source.asked_by is not None), None)
+    if asked_by is not None:
+        return f"{asked_by} takes real logits"
+    if outputs.loss is None:
+        return "its forward returns no loss"
+    return None if isinstance(outputs.logits, DeferredLogits) else "its forward takes real logits"
 
 
 @contextlib.contextmanager

@@ -70,6 +70,7 @@ def add_chunked_lm_head(
         raise ValueError(f"outputs must be among {tuple(STATISTICS)}, got {unknown}")
     check_head(model)
     take_off(model)
+    _defer_in_float32(model)
     statistics = functools.partial(
         fused_output,
         outputs=("log_probs", *(name for name in outputs if name != "log_probs")),
@@ -144,6 +145,19 @@ def hand_over(model: nn.Module) -> None:
     if any(_newer_head(x) is not None or _has_trainers_head(x) for x in model.modules()):
         for x in model.modules():
             take_off(x, autocast=True)
+
+
+def _defer_in_float32(model: nn.Module) -> None:
+    """Let a head defer that TRL cast to float32: a hook casts its input, in place of TRL's own product."""
+    head = head_of(model)
+    function = None if head is None else vars(head).get("forward")
+    if head is not None and getattr(function, "__module__", "").startswith("trl.") and hasattr(function, "__closure__"):
+        del head.forward
+        head.register_forward_pre_hook(_in_dtype_of_weight)
+
+
+def _in_dtype_of_weight(head: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.to(head.weight.dtype) for x in args)
 
 
 def _has_trainers_head(model: nn.Module) -> bool:
