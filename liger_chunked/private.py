@@ -183,7 +183,7 @@ def keep_in_unit(unit: Any) -> bool:
 
     False: this torch does not let it, and the weights may be freed between.
     """
-    handle = getattr(unit, "_handle", None)
+    handle: Any = getattr(unit, "_handle", None)
     strategy = getattr(handle, "_sharding_strategy", None)
     keeps = {"FULL_SHARD": "SHARD_GRAD_OP", "HYBRID_SHARD": "_HYBRID_SHARD_ZERO2"}
     name = getattr(strategy, "name", None)

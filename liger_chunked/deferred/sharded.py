@@ -212,7 +212,7 @@ def gives_whole(layer: nn.Module, layouts: Layouts, weight: Any, n_dims: int) ->
     return found[1]
 
 
-def plain(hidden: Any) -> Tensor:
+def plain(hidden: Any) -> Any:
     """Return whole hidden states as a plain tensor, in the autograd graph."""
     if not is_distributed(hidden):
         return hidden
@@ -228,7 +228,8 @@ def real_product(weight: Any, bias: Any) -> Callable[[Tensor], Tensor]:
     """Return a function that computes real logits of the whole vocabulary, which all ranks of the mesh call."""
 
     def forward(hidden: Tensor) -> Tensor:
-        return F.linear(_on_mesh(hidden, weight), weight, bias).full_tensor()
+        logits: Any = F.linear(_on_mesh(hidden, weight), weight, bias)
+        return logits.full_tensor()
 
     return forward
 
