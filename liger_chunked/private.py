@@ -157,13 +157,6 @@ def has_children(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
-def is_replica(module: nn.Module) -> bool:
-    """Whether `nn.DataParallel` made this copy of a module: copies have no parameters. True for all modules without."""
-    if HAS_PARTS and module._parameters:
-        return False
-    return next(module.parameters(), None) is None
-
-
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of a module without those of its submodules, by name."""
     if HAS_PARTS:  # ten times as fast: heads ask at each call
@@ -175,6 +168,31 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+def composable_states() -> Any:
+    """Return the modules to which `fully_shard` was applied, maybe with those of other such functions, as a mapping.
+
+    None: this torch keeps no such mapping. Heads then return real logits where processes train together.
+    """
+    return getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", None)
+
+
+def keep_in_unit(unit: Any) -> bool:
+    """Let a unit of FSDP1 keep its weights from its forward to its backward, as `SHARD_GRAD_OP` does.
+
+    False: this torch does not let it, and the weights may be freed between.
+    """
+    handle: Any = getattr(unit, "_handle", None)
+    strategy = getattr(handle, "_sharding_strategy", None)
+    keeps = {"FULL_SHARD": "SHARD_GRAD_OP", "HYBRID_SHARD": "_HYBRID_SHARD_ZERO2"}
+    name = getattr(strategy, "name", None)
+    if name in keeps:
+        kept = getattr(type(strategy), keeps[name], None)
+        if kept is None:
+            return False
+        handle._sharding_strategy = kept
+    return name in keeps or name in (*keeps.values(), "NO_SHARD")
 
 
 # Dynamo

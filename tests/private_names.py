@@ -237,11 +237,18 @@ PRIVATE = (
         "deferred",
     ),
     Private(
-        "_active_ddp_module",
-        "DistributedDataParallel",
-        "see whether DDP reads the graph of the logits",
-        "no head defers in a process group",
-        "deferred_in_ddp",
+        "_composable_state _module_state_mapping",
+        "torch.distributed",
+        "find the module of FSDP2 whose group holds a deferring head's weight",
+        "heads return logits where processes train together",
+        "deferred_in_ranks",
+    ),
+    Private(
+        "_HYBRID_SHARD_ZERO2 _handle _sharding_strategy",
+        "torch.distributed.fsdp.FullyShardedDataParallel",
+        "keep the weight of a deferring head from the forward of its unit of FSDP1 to its backward",
+        "such a head returns logits",
+        "deferred_in_ranks",
     ),
     Private(
         "_distribute_module_applied",

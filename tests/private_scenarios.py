@@ -434,18 +434,42 @@ def deferred() -> None:
         assert_close([value], [exact], 1e-5)
 
 
-def deferred_in_ddp() -> None:
-    """A deferring head in DDP, which may read the graph of its outputs."""
+def deferred_in_ranks() -> None:
+    """A deferring head in DDP, FSDP2 and FSDP1: alone in a group, and in that of the root."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     from liger_chunked import defer_logits
 
-    expected = training(Decoder(), decoder_loss)
+    def fsdp1(model: Any, apart: bool) -> Any:
+        if apart:
+            model.lm_head = FullyShardedDataParallel(model.lm_head, use_orig_params=True, device_id=torch.device("cpu"))
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+
+    def fsdp2(model: Any, apart: bool) -> Any:
+        if apart:
+            fully_shard(model.lm_head)
+        return fully_shard(model)
+
     with one_rank():
-        for settings in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
-            model = Decoder()
-            defer_logits(model.lm_head)
-            assert_close(training(DistributedDataParallel(model, **settings), decoder_loss), expected, 1e-5)
+        for wrap in (lambda model, apart: DistributedDataParallel(model), fsdp1, fsdp2):
+            for apart in (False, True):
+                steps = []
+                for defers in (False, True):
+                    torch.manual_seed(0)
+                    model = Decoder()
+                    if defers:
+                        defer_logits(model.lm_head)
+                    model = wrap(model, apart)
+                    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.3), []
+                    for _ in range(3):
+                        losses.append(decoder_loss(model))
+                        losses[-1].backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    steps.append([loss.detach() for loss in losses])
+                # float32: the fused loss adds in another order.
+                assert_close(*steps, 1e-5)
 
 
 # Models of transformers
@@ -652,7 +676,7 @@ def adapted() -> None:
 
 
 def replicated() -> None:
-    """The copies of `nn.DataParallel` return tensors, which it gathers."""
+    """The copies of `nn.DataParallel` defer too. It gathers their logits, which makes them real."""
     from liger_chunked import DeferredLogits, defer_logits
 
     model = Decoder().train()
@@ -660,7 +684,8 @@ def replicated() -> None:
     assert isinstance(model(IDS), DeferredLogits)
     copy = model.lm_head._replicate_for_data_parallel()
     copy.weight, copy.bias = model.lm_head.weight * 1, None
-    assert type(copy(torch.randn(2, H))) is Tensor
+    x = torch.randn(2, H)
+    assert_close([torch.cat([copy(x), copy(x)])], [F.linear(torch.cat([x, x]), copy.weight)], 1e-5)
 
 
 def parallel() -> None:

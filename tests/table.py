@@ -264,6 +264,12 @@ def evaluate(
     return {"loss": value.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
 
 
+def live_fraction(row: Row, batch: Batch) -> float:
+    """Return the fraction of valid tokens whose hidden states have a gradient that is not exactly zero."""
+    input = evaluate(row.oracle, batch, ("input",))["input"]
+    return int((input != 0).any(-1).sum()) / n_valid(batch)
+
+
 def relative_error(x: Tensor, exact: Tensor) -> float:
     """Return the norm of the error over the norm of the exact value, or the norm of the error if that is zero."""
     norm = float(exact.norm())

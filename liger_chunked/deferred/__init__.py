@@ -7,7 +7,6 @@ from liger_chunked.deferred import joined as _joined  # noqa: F401 - fills the t
 from liger_chunked.deferred.defer import DeferHandle, Deferral, defer_logits, deferral_of, is_deferring, set_deferral
 from liger_chunked.deferred.logits import DeferredLogits
 
-
 __all__ = [
     "DeferHandle",
     "Deferral",

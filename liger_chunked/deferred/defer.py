@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_chunked.deferred import quantized, request
+from liger_chunked.deferred import quantized, request, sharded
 from liger_chunked.deferred.head import OWNER, product
 from liger_chunked.deferred.lazy import outside_graphs
 from liger_chunked.deferred.projection import projections_in
@@ -32,11 +32,13 @@ class Deferral:
     - `logits_budget`: of the fused losses, in bytes; None: automatic
     - `in_training`: whether every call in training mode defers, or only those of a `Request`
     - `while_true`: the head defers in training while this is so; None: always
+    - `whole`: under tensor parallelism, logits are of the whole vocabulary, also where a layout keeps them sharded
     """
 
     logits_budget: int | None = None
     in_training: bool = True
     while_true: Callable[[], bool] | None = None
+    whole: bool = False
 
     def defers(self, training: bool) -> bool:
         return training and self.in_training and (self.while_true is None or self.while_true())
@@ -47,7 +49,12 @@ class DeferringLayer(Patch):
     """A class of linear layers whose forward may return `DeferredLogits`."""
 
     def methods(self, cls: Any) -> dict[str, Any]:
-        stock = cls.forward
+        stock, stock_call = cls.forward, cls.__call__
+
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if (self.training or request.ACTIVE) and (self._forward_hooks or "forward" in self.__dict__):
+                return _called_with_layouts(self, stock_call, args, kwargs)
+            return stock_call(self, *args, **kwargs)
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self.training or request.ACTIVE:
@@ -57,18 +64,49 @@ class DeferringLayer(Patch):
         # `functools.wraps` would set `__wrapped__`, which accelerate unwraps.
         forward.__name__, forward.__qualname__, forward.__doc__ = stock.__name__, stock.__qualname__, stock.__doc__
         vars(forward)[STOCK] = stock
-        return {"forward": forward, "_liger_defers": True}
+        return {"forward": forward, "__call__": call, "_liger_defers": True}
+
+
+@outside_graphs
+def _called_with_layouts(
+    layer: Any, stock_call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a layer that has hooks or a forward of its own, without those that lay out logits on several ranks."""
+    layouts = sharded.layouts_of(layer)
+    if layouts is not None and _defers(layer) and len(args) == 1 and not kwargs and _takes(args[0]):
+        try:
+            with sharded.without(layer, layouts, args[0]):
+                return stock_call(layer, *args)
+        except sharded.NotServedError:
+            pass
+    return stock_call(layer, *args, **kwargs)
 
 
 @outside_graphs
 def _called(layer: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    settings: Deferral = vars(layer)[SETTINGS]
-    asked = request.current()
-    defers = settings.defers(layer.training) if asked.defer is None else asked.defer
-    if not (defers and HAS_VERSIONS) or kwargs or len(args) != 1 or not _takes(args[0]):
+    if not _defers(layer) or kwargs or len(args) != 1 or not _takes(args[0]):
         return stock(layer, *args, **kwargs)
-    hidden = args[0]
+    made = _stand_in(layer, stock, args[0])
+    if made is None and sharded.skipped(layer) is not None:
+        raise sharded.NotServedError
+    return stock(layer, args[0]) if made is None else made
+
+
+def _defers(layer: Any) -> bool:
+    """Whether a layer defers in this call."""
+    asked = request.current().defer
+    settings: Deferral = vars(layer)[SETTINGS]
+    return HAS_VERSIONS and (settings.defers(layer.training) if asked is None else asked)
+
+
+def _stand_in(layer: Any, stock: Callable[..., Any], hidden: Any) -> Any:
+    """Return the stand-in for a layer's logits; None if no loss takes what the layer multiplies."""
+    settings, asked = vars(layer)[SETTINGS], request.current()
     weight, bias = layer.weight, layer.bias
+    if sharded.is_distributed(weight):
+        return _of_distributed(layer, hidden, weight, bias, settings, asked)
+    if not all_plain([hidden]) or sharded.skipped(layer) is not None:
+        return None
     if quantized.is_quantized(layer):
         if (reason := refusal_of(layer)) is not None:  # quantized since `set_deferral`
             _log_reason(layer, reason)
@@ -76,19 +114,43 @@ def _called(layer: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs
         return _of_quantized(layer, stock, hidden, weight, bias, settings, asked)
     if not all_plain([weight]):
         _log_reason(layer, f"its weight is a {type(weight).__name__}, and a fused loss needs a plain tensor")
-        return stock(layer, hidden)
-    if (hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type)):
-        return stock(layer, hidden)
+        return None
+    if not _same_dtype(hidden, weight):
+        return None
+    if (reason := sharded.keep_gathered(layer, weight)) is not None:
+        _log_reason(layer, reason)
+        return None
     return product(layer, hidden, weight, bias, settings, asked)
 
 
+def _of_distributed(layer: Any, hidden: Any, weight: Any, bias: Any, settings: Deferral, asked: Any) -> Any:
+    """Return the stand-in for a layer of tensor parallelism; None for a call that does not skip its layouts."""
+    layouts = sharded.skipped(layer)
+    takes = all_plain([hidden]) and sharded.is_bare(layer) if layouts is None else True
+    if not takes or not sharded.serves(weight, bias) or not _same_dtype(hidden, weight):
+        return None
+    if layouts is not None and not settings.whole and not sharded.gives_whole(layer, layouts, weight, hidden.ndim):
+        _log_reason(layer, "its layout keeps logits sharded: for a fused loss, use output_layouts=Replicate()")
+        return None
+    if (reason := sharded.keep_gathered(layer, weight)) is not None:
+        _log_reason(layer, reason)
+        return None
+    forward = sharded.real_product(weight.detach(), None if bias is None else bias.detach())
+    return product(layer, sharded.plain(hidden), weight, bias, settings, asked, forward=forward)
+
+
+def _same_dtype(hidden: Tensor, weight: Tensor) -> bool:
+    return hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
+
+
 def _takes(hidden: Any) -> bool:
-    """Whether a fused loss could take these hidden states: a plain tensor, outside of transforms and traces."""
+    """Whether a fused loss could take these hidden states, outside of transforms and traces."""
     if not isinstance(hidden, Tensor) or hidden.is_meta or hidden.ndim < 2 or not hidden.is_floating_point():
         return False
     if torch.jit.is_tracing() or torch.compiler.is_exporting() or transforms_are_active():  # type: ignore[attr-defined]
         return False
-    return all_plain([hidden]) and torch.autograd.forward_ad._current_level < 0
+    known = all_plain([hidden]) or sharded.is_distributed(hidden)
+    return known and torch.autograd.forward_ad._current_level < 0
 
 
 def _of_quantized(layer: Any, stock: Any, hidden: Any, weight: Any, bias: Any, settings: Any, asked: Any) -> Any:

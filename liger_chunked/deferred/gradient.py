@@ -24,6 +24,7 @@ from liger_chunked.deferred.lazy import (
     Lazy,
     Op,
     aten,
+    contiguous,
     number_of,
     outside_graphs,
     read_memory,
@@ -48,13 +49,12 @@ _ADDS = {aten.add.Tensor, aten.add_.Tensor}
 _KEEPS_TERMS = {
     getattr(Tensor, name)
     for name in (
-        "size dim ndimension numel nelement stride storage_offset is_contiguous is_floating_point is_complex get_device "
-        "element_size __len__ __hash__ register_hook retain_grad requires_grad_ type __mul__ __rmul__ mul __truediv__ "
-        "div __neg__ neg clone float double half bfloat16 to is_inference is_set_to _is_view"
+        "size dim ndimension numel nelement stride storage_offset is_contiguous is_floating_point is_complex "
+        "get_device element_size __len__ __hash__ register_hook retain_grad requires_grad_ type __mul__ __rmul__ mul "
+        "__truediv__ div __neg__ neg clone float double half bfloat16 to is_inference is_set_to _is_view"
     ).split()
     if hasattr(Tensor, name)
 } | {torch.mul, torch.div, torch.neg, torch.clone, torch.zeros_like, torch.ones_like, torch.empty_like}
-_OVERLOAD = type(aten.alias.default)
 _SHARES_MEMORY = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag", "grad")}
 
 Key = tuple[str, float] | Node
@@ -97,9 +97,15 @@ class LazyGradient(Lazy):
 
     @classmethod
     def make(
-        cls, meta: Tensor, device: torch.device, terms: list[Term], dense: Callable[[], Tensor], extra: Tensor | None
+        cls,
+        size: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        terms: list[Any],
+        dense: Callable[[], Tensor],
+        extra: Tensor | None,
     ) -> LazyGradient:
-        made = cls._wrap(meta, device)
+        made = cls._wrap(size, contiguous(size), 0, dtype, device)
         made.terms, made.dense, made.extra = terms, dense, extra
         return made
 
@@ -133,10 +139,16 @@ class LazyGradient(Lazy):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Give Python, such as a hook, the real gradient: it may write to views of it, which share no terms.
 
-        Autograd's own formulas come here only where a dispatch mode, such as a `FlopCounterMode`, calls them in Python.
+        Autograd's own formulas do not come here.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _KEEPS_TERMS or type(func) is _OVERLOAD or (getattr(func, "__name__", "") == "__get__" and func not in _SHARES_MEMORY):
+            # A mode of dispatch calls operations of ATen again.
+            of_aten = isinstance(func, torch._ops.OpOverload)
+            if (
+                of_aten
+                or func in _KEEPS_TERMS
+                or (getattr(func, "__name__", "") == "__get__" and func not in _SHARES_MEMORY)
+            ):
                 return func(*args, **(kwargs or {}))
             if func in READS_MEMORY:
                 return read_memory(func, args, kwargs or {})
@@ -156,12 +168,12 @@ class LazyGradient(Lazy):
             made = _placed(func, args)
         elif type(g) is cls:
             made = g._lazily(func, args, kwargs)
-        return run_on_values(func, args, kwargs, _written) if made is None else made
+        return run_on_values(func, args, kwargs) if made is None else made
 
     def _lazily(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _MOVES and kwargs.get("device") in (None, self.device):
             dtype = kwargs.get("dtype") or self.dtype
-            return self._after(Op(func, args[1:], kwargs), self.terms) if dtype.is_floating_point else None
+            return self._behind(Op(func, args[1:], kwargs), self.terms) if dtype.is_floating_point else None
         if func in SHAPED_LIKE:
             if func is aten.new_zeros.default and kwargs.get("dtype") in (None, self.dtype):
                 return self._zeros(args[1])
@@ -174,11 +186,16 @@ class LazyGradient(Lazy):
             return self._through(Op(func, args[1:], kwargs), _key(args[1]), None)
         return None
 
-    def _after(self, op: Op, terms: list[Term]) -> LazyGradient:
+    def _behind(self, op: Op, terms: list[Any]) -> LazyGradient:
         """Return the gradient behind an operation that is linear in it."""
         extra = None if self.extra is None else op.func(self.extra, *values(op.args), **op.kwargs)
-        meta = self._meta if op.func not in _MOVES or op.func in SAME_SHAPE_VIEWS else self._shape_of(op)
-        return self.make(meta, self.device, terms, lambda: op.func(self.dense(), *values(op.args), **op.kwargs), extra)
+        size, dtype = self._geometry[0], self._known[0]
+        if op.func in _MOVES:
+            size, _, _, dtype = self._after(op)
+        dense = self.dense  # of now: this gradient may become real later
+        return self.make(
+            size, dtype, self._known[1], terms, lambda: op.func(dense(), *values(op.args), **op.kwargs), extra
+        )
 
     def _scaled(self, op: Op) -> LazyGradient | None:
         factor = op.args[0]
@@ -190,19 +207,23 @@ class LazyGradient(Lazy):
             if type(factor) not in PLAIN or factor.ndim > 0 or factor.device != self.device:
                 return None
             number = factor
-        return self._through(op, (name, number) if isinstance(number, float) else None, number if name == "mul" else 1 / number)
+        return self._through(
+            op, (name, number) if isinstance(number, float) else None, number if name == "mul" else 1 / number
+        )
 
     def _through(self, op: Op, key: Key | None, factor: Any) -> LazyGradient | None:
         """Return the gradient behind the node of an operation; None if its derivative needs the real gradient."""
-        terms = [(None if key is None else term.after(key)) or (None if factor is None else term.times(factor)) for term in self.terms]
+        terms = [
+            (None if key is None else term.after(key)) or (None if factor is None else term.times(factor))
+            for term in self.terms
+        ]
         if any(term is None for term in terms):
             return None
-        return self._after(op, terms)  # type: ignore[arg-type]
+        return self._behind(op, terms)
 
     def _zeros(self, size: Any) -> LazyGradient:
-        meta = torch.empty(size, dtype=self.dtype, device="meta")
-        dtype, device = self.dtype, self.device
-        return self.make(meta, device, [], lambda: torch.zeros(size, dtype=dtype, device=device), None)
+        dtype, device = self._known
+        return self.make(tuple(size), dtype, device, [], lambda: torch.zeros(size, dtype=dtype, device=device), None)
 
 
 def _placed(func: Any, args: tuple[Any, ...]) -> LazyGradient | None:
@@ -220,16 +241,12 @@ def _placed(func: Any, args: tuple[Any, ...]) -> LazyGradient | None:
         return func(x, args[1], g, True) if func is aten.index_put.default else func(x, args[1], args[2], g)
 
     extra = None if given.extra is None else placed(given.extra)
-    meta = torch.empty(shape, dtype=dtype, device="meta")
-    return LazyGradient.make(meta, device, given.terms, lambda: placed(given.dense()), extra)
+    dense = given.dense
+    return LazyGradient.make(tuple(shape), dtype, device, given.terms, lambda: placed(dense()), extra)
 
 
 def _key(z: DeferredLogits) -> Node:
     return z._cell.node
-
-
-def _written(g: LazyGradient, real: Tensor) -> None:
-    g._become(real)
 
 
 def _sum(a: Any, b: Any, in_place: bool) -> LazyGradient | None:
@@ -244,11 +261,11 @@ def _sum(a: Any, b: Any, in_place: bool) -> LazyGradient | None:
             return dense_a() + dense_b()
 
         extra = None if not extras else extras[0] if len(extras) == 1 else extras[0] + extras[1]
-        made = a.make(a._meta, a.device, terms, dense, extra)
+        made = a.make(a._geometry[0], a.dtype, a.device, terms, dense, extra)
     else:
         lazy, real = (a, values(b)) if isinstance(a, LazyGradient) else (b, values(a))
         extra = real if lazy.extra is None else lazy.extra + real
-        made = lazy.make(lazy._meta, lazy.device, lazy.terms, lazy.dense, extra)
+        made = lazy.make(lazy._geometry[0], lazy.dtype, lazy.device, lazy.terms, lazy.dense, extra)
     if in_place:
         a.terms, a.dense, a.extra = made.terms, made.dense, made.extra
         return a
@@ -265,12 +282,17 @@ def _concatenated(join: Any, parts: Any, dim: int = 0) -> LazyGradient | None:
 
     def joined(tensors: list[Tensor | None]) -> Tensor:
         shapes = [x.shape for x in metas]
-        filled = [torch.zeros(n, dtype=dtype, device=device) if x is None else x for x, n in zip(tensors, shapes, strict=True)]
+        filled = [
+            torch.zeros(n, dtype=dtype, device=device) if x is None else x for x, n in zip(tensors, shapes, strict=True)
+        ]
         return join(filled, dim)
 
+    denses = [x.dense if isinstance(x, LazyGradient) else None for x in parts]
+
     def dense() -> Tensor:
-        return joined([x.dense() if isinstance(x, LazyGradient) else None for x in parts])
+        return joined([None if get is None else get() for get in denses])
 
     extras = [x.extra if isinstance(x, LazyGradient) else values(x) for x in parts]
     extra = None if all(x is None for x in extras) else joined(extras)
-    return LazyGradient.make(join(metas, dim), device, [t for x in lazy for t in x.terms], dense, extra)
+    size = tuple(join(metas, dim).shape)
+    return LazyGradient.make(size, dtype, device, [t for x in lazy for t in x.terms], dense, extra)

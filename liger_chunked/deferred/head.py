@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_chunked.deferred import sharded
 from liger_chunked.deferred.gradient import LazyGradient, Term
 from liger_chunked.deferred.logits import DeferredLogits, Source
 from liger_chunked.engine.hooks import hooks_active
@@ -21,9 +22,11 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, source: Source, n_ids: int) -> Any:
-        source.needs = tuple(ctx.needs_input_grad[:3])  # type: ignore[assignment]
+        source.needs = tuple(ctx.needs_input_grad[:3])
         ctx.source, ctx.hooked = source, hooks_active()
-        ctx.save_for_backward(hidden, weight)
+        # What a Linear saves, so that a change of anything else between forward and backward is allowed.
+        needs_x, needs_w, _ = source.needs
+        ctx.save_for_backward(hidden if needs_w else None, weight if needs_x else None)
         return DeferredLogits._of(source, n_ids)
 
     @staticmethod
@@ -61,18 +64,22 @@ def _of_terms(g: LazyGradient, source: Source) -> list[Any] | None:
 
 def _ordinary(g: Tensor, hidden: Tensor, weight: Any, source: Source, need: tuple[bool, ...]) -> list[Any]:
     """Return dX, dW and db of a real gradient."""
-    enabled = torch.is_grad_enabled()
-    with torch.autocast(hidden.device.type, enabled=False):
+    of_weight: Any = source.tensors[1]
+    with torch.autocast(g.device.type, enabled=False):
         flat = g.reshape(-1, g.shape[-1])
         dx = dw = db = None
+        if sharded.is_distributed(of_weight):
+            given, whole, _ = source.read()
+            dx, dw, db = sharded.real_gradients(flat, given.reshape(-1, given.shape[-1]), whole, need)
+            return [None if dx is None else dx.view(given.shape).to(given.dtype), dw, db]
         if need[0]:
             matrix = weight if source.dequantize is None else source.matrices()[1]
-            dx = (flat @ matrix.to(g.dtype)).view(hidden.shape).to(hidden.dtype)
+            like: Any = source.tensors[0]
+            dx = (flat @ matrix.to(g.dtype)).view(like.shape).to(like.dtype)
         if need[1]:
-            dw = (flat.t() @ hidden.reshape(-1, hidden.shape[-1]).to(g.dtype)).to(weight.dtype)
+            dw = (flat.t() @ hidden.reshape(-1, hidden.shape[-1]).to(g.dtype)).to(of_weight.dtype)
         if need[2]:
             db = flat.sum(0)
-    assert enabled == torch.is_grad_enabled()
     return [dx, dw, db]
 
 

@@ -6,9 +6,9 @@
     (p * (logp - logq)).sum(-1)                 KL(p || q)
     F.kl_div(logq, p, reduction=...)            the same
 
-`_Joined` is the product, lazy as its factors are. A sum computes it by a pass. Its gradient, a `Split`, has a term for each
-factor: what the sum's derivative through that factor is. The factors' gradients are then as independent as those of
-real tensors.
+`_Joined` is the product, lazy as its factors are. A sum computes it by a pass. Its gradient, a `Split`, has a term for
+each factor: what the sum's derivative through that factor is. The factors' gradients are then as independent as those
+of real tensors.
 """
 
 from __future__ import annotations
@@ -22,23 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_chunked.calls import once
-from liger_chunked.deferred.fused import (
-    LOGITS,
-    LOGPS,
-    PROBS,
-    HeadRows,
-    Pass,
-    Plan,
-    add_views,
-    continues,
-    fuse,
-    plan_of_node,
-    wants_grad,
-)
+from liger_chunked.deferred.fused import HeadRows, Pass, link, wants_grad
 from liger_chunked.deferred.gradient import Key, LazyGradient, Term
-from liger_chunked.deferred.lazy import Lazy, Op, aten
-from liger_chunked.deferred.logits import RULES, SCALES, Cell, DeferredLogits, Node, number_of, seen
-from liger_chunked.deferred.rules import result_dtype, statistics
+from liger_chunked.deferred.lazy import Lazy, Op, aten, contiguous, number_of
+from liger_chunked.deferred.logits import RULES, SCALES, Cell, DeferredLogits, Node, seen
+from liger_chunked.deferred.plan import LOGITS, LOGPS, PROBS, Plan, add_views, continues, plan_of_node
+from liger_chunked.deferred.rules import reduction, result_dtype, statistics
 from liger_chunked.losses import LigerFusedLinearKLDivLoss
 from liger_chunked.private import with_autograd
 from liger_chunked.types import LogitOptions
@@ -49,7 +38,9 @@ MULTIPLY, SUBTRACT = torch.mul, torch.sub
 class Split:
     """The gradient of a product: terms for each factor, none where the factor's own formula makes it zero."""
 
-    def __init__(self, sides: tuple[list[Any], list[Any]], keys: list[Key], passed: tuple[Key, ...] = (), factor: Any = 1) -> None:
+    def __init__(
+        self, sides: tuple[list[Any], list[Any]], keys: list[Key], passed: tuple[Key, ...] = (), factor: Any = 1
+    ) -> None:
         self.sides, self.keys, self.passed, self.factor = sides, keys, passed, factor
 
     def after(self, key: Key) -> Split | None:
@@ -73,10 +64,11 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Callable[[Tensor, Tensor], Tensor], a: Any, b: Any) -> Any:
         ctx.function = function
-        ctx.factors = [(x._cell.node, x._views, x._meta, x.device) for x in (a, b)]
+        ctx.factors = [(x._cell.node, x._views, x._geometry[0], x.dtype, x.device) for x in (a, b)]
         dtype = torch.promote_types(a.dtype, b.dtype)
-        node = Node(None, a._cell.node, a._views, Op(function), b)
-        return DeferredLogits._make(Cell(node), (), a._meta.to(dtype), a._class_dim, a.device)
+        size = a._geometry[0]
+        node = Node(None, a._cell.node, a._views, Op(function), b, size[a._class_dim])
+        return DeferredLogits._make(Cell(node), (), (size, contiguous(size), 0), dtype, a._class_dim, a.device)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -84,17 +76,21 @@ class _Joined(torch.autograd.Function):
         if torch.is_grad_enabled() or not isinstance(g, LazyGradient):
             return None, *_of_values(ctx.function, ctx.factors, g, need)
         grads: list[Any] = []
-        for i, (_, _, meta, device) in enumerate(ctx.factors):
-            terms = [t.side(i) if isinstance(t, Split) else None for t in g.terms]
+        for i, (_, _, size, dtype, device) in enumerate(ctx.factors):
+            terms: list[Any] = [t.side(i) if isinstance(t, Split) else None for t in g.terms]
             if not need[i]:
                 grads.append(None)
             elif any(found is None for found in terms):
                 grads.append(_of_values(ctx.function, ctx.factors, g.value(), [j == i for j in range(2)])[i])
             else:
                 dense = functools.partial(_of_terms, ctx.function, ctx.factors, g.dense, i)
-                extra = None if g.extra is None else _of_values(ctx.function, ctx.factors, g.extra, [j == i for j in range(2)])[i]
+                extra = (
+                    None
+                    if g.extra is None
+                    else _of_values(ctx.function, ctx.factors, g.extra, [j == i for j in range(2)])[i]
+                )
                 flat = [term for found in terms for term in found or []]
-                grads.append(LazyGradient.make(meta, device, flat, dense, extra))
+                grads.append(LazyGradient.make(size, dtype, device, flat, dense, extra))
         return None, *grads
 
 
@@ -108,7 +104,10 @@ def _of_values(function: Any, factors: Any, g: Any, need: Any) -> list[Tensor | 
     """Return the gradients of the factors, made of real values."""
 
     def run() -> list[Tensor | None]:
-        reals = [seen(node.value(), views).detach().requires_grad_(n) for (node, views, _, _), n in zip(factors, need, strict=True)]
+        reals = [
+            seen(node.value(), views).detach().requires_grad_(n)
+            for (node, views, *_), n in zip(factors, need, strict=True)
+        ]
         out = function(*reals)
         wanted = [x for x, n in zip(reals, need, strict=True) if n]
         upstream = (g.value() if isinstance(g, Lazy) else g).to(out.dtype)
@@ -128,17 +127,17 @@ class Factor(NamedTuple):
     minus: Plan | None = None
 
 
-def _factor(node: Node, views: Any) -> Factor | None:
+def _factor(node: Node, views: Any, n_ids: int) -> Factor | None:
     if node.op is not None and node.op.func is SUBTRACT:
         assert node.base is not None and node.other is not None
-        first, second = _factor(node.base, (*node.views,)), _factor(*node.other)
+        first, second = _factor(node.base, node.views, node.n_ids), _factor(*node.other, node.n_ids)
         if first is None or second is None or first.minus is not None or second.minus is not None:
             return None
         plans = first.plan, second.plan
-        fits = all(plan.kind == LOGPS and plan.sign == 1 and add_views(plan, views) for plan in plans)
+        fits = all(plan.kind == LOGPS and plan.sign == 1 and add_views(plan, views, n_ids) for plan in plans)
         return Factor(*plans) if fits else None
     plan = plan_of_node(node)
-    return None if plan is None or not add_views(plan, views) else Factor(plan)
+    return None if plan is None or not add_views(plan, views, n_ids) else Factor(plan)
 
 
 class Sum(NamedTuple):
@@ -166,7 +165,7 @@ def _alike(a: Plan, b: Plan) -> bool:
 def _sum_of(node: Node) -> Sum | None:
     """Return what the sum of a product is; None if no pass computes it."""
     assert node.op is not None and node.base is not None and node.other is not None
-    first, second = _factor(node.base, node.views), _factor(*node.other)
+    first, second = _factor(node.base, node.views, node.n_ids), _factor(*node.other, node.n_ids)
     if first is None or second is None:
         return None
     if isinstance(node.op.func, functools.partial):  # F.kl_div(logq, p)
@@ -198,7 +197,8 @@ def _found(z: Any) -> tuple[Sum, list[Op], float, list[Key], DeferredLogits] | N
     if type(z) is not DeferredLogits or z.is_computed or z._class_dim is None or z.ndim < 2:
         return None
     rows: list[Op] = list(z._views)
-    sign, keys, node = 1.0, [], z._cell.node
+    sign, node = 1.0, z._cell.node
+    keys: list[Key] = []
     while node.other is None:
         if node.op is None or node.base is None:
             return None
@@ -219,7 +219,7 @@ def _found(z: Any) -> tuple[Sum, list[Op], float, list[Key], DeferredLogits] | N
         return None
     for plan in (found.p, found.q):
         if plan is not None:
-            if not add_views(plan, tuple(rows)):
+            if not add_views(plan, tuple(rows), z.shape[z._class_dim]):
                 return None
             plan.shape, plan.class_dim = z.shape, z._class_dim
     if found.q is not None and (found.q.row_shape != found.p.row_shape or found.q.n_ids != found.p.n_ids):
@@ -267,7 +267,7 @@ def sum_of_product(z: Any, dim: Any, keepdim: bool, mean: bool, dtype: Any = Non
     runs: list[Through] = []
     with torch.set_grad_enabled(wants_grad(z)):
         value = _value(z, total, scale, whole, runs)
-    result = _Reduced.apply(z, value.detach(), runs, keys, stock) if wants_grad(z) and runs else value.detach()
+    result = link(value, z, lambda g: _terms(runs, g, keys), stock)
     result = result.to(z.device, result_dtype(reduce, z))
     return result.unsqueeze(z._class_dim) if keepdim else result
 
@@ -291,7 +291,7 @@ def _value(z: DeferredLogits, total: Sum, scale: float, whole: bool, runs: list[
             runs.append(Through(total.p_side, run, 0, p, entropy))
         if total.kind == "entropy":
             return entropy
-        assert stats.lse is not None and total.z_side is not None
+        assert stats.lse is not None and total.z_side is not None and total.z is not None
         lse = placed(stats.lse)
         if run is not None:
             runs.append(Through(total.z_side, run, 0, total.z, lse))
@@ -331,7 +331,14 @@ def _kl(z: DeferredLogits, p: Plan, q: Plan, whole: bool) -> tuple[Pass, Tensor]
     def loss(reverse: bool, student: Plan, teacher: Plan) -> Any:
         of_teacher = LogitOptions(softcap=teacher.options.softcap, logit_scale=teacher.options.logit_scale)
         settings = {**vars(student.options), "ignore_index": -(2**31), "logits_dtype": None}
-        settings = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0, "reduction": reduction, "reverse": reverse, "teacher_options": of_teacher, **settings}
+        settings = {
+            "weight_hard_loss": 0.0,
+            "weight_soft_loss": 1.0,
+            "reduction": reduction,
+            "reverse": reverse,
+            "teacher_options": of_teacher,
+            **settings,
+        }
         return once(LigerFusedLinearKLDivLoss, **settings)
 
     forward, backward = loss(False, q, p), loss(True, p, q)
@@ -351,32 +358,6 @@ def _kl(z: DeferredLogits, p: Plan, q: Plan, whole: bool) -> tuple[Pass, Tensor]
 
     run = Pass([q, p], compute, wants_grad(z), keeps_gradient=whole)
     return run, run.results
-
-
-class _Reduced(torch.autograd.Function):
-    """The sum of a product, in the graph behind it."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Any, value: Tensor, runs: Any, keys: Any, stock: Any) -> Tensor:
-        ctx.runs, ctx.keys, ctx.stock, ctx.z = runs, keys, stock, (z._cell.node, z._views, z._meta, z.device)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError("second derivatives through sums of products of deferred logits are not supported")
-        if ctx.runs is None:
-            raise RuntimeError("Trying to backward through the graph a second time. Specify retain_graph=True")
-        node, views, meta, device = ctx.z
-        stock = ctx.stock
-
-        def dense() -> Tensor:
-            real = seen(node.value(), views).detach().requires_grad_()
-            out = stock(real)
-            return torch.autograd.grad(out, real, g.to(out.dtype).reshape(out.shape))[0]
-
-        terms = _terms(ctx.runs, g, ctx.keys)
-        return LazyGradient.make(meta, device, terms, functools.partial(with_autograd, dense), None), None, None, None, None
 
 
 # Rules
@@ -426,6 +407,20 @@ def _kl_div(
     return result / input.shape[0] if reduction == "batchmean" else result
 
 
+def _reduced_product(name: str) -> Callable[..., Any]:
+    """Return the rule of a sum or mean, of products or, by the rule that it replaces, of logits."""
+    otherwise = reduction(name)
+
+    def rule(func: Any, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+        one = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+        result = sum_of_product(input, one, keepdim, name == "mean", kwargs.get("dtype"))
+        return otherwise(func, input, dim, keepdim, **kwargs) if result is NotImplemented else result
+
+    return rule
+
+
+for _name in ("sum", "mean"):
+    RULES[getattr(torch, _name)] = RULES[getattr(Tensor, _name)] = _reduced_product(_name)
 RULES[F.kl_div] = _kl_div
 for _name in ("mul", "multiply"):
     RULES[getattr(torch, _name)] = RULES[getattr(Tensor, _name)] = _multiplied

@@ -7,8 +7,8 @@ Autograd, hooks, FSDP, DDP and checkpoints see a tensor. Below autograd, `__torc
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +58,27 @@ class Op(NamedTuple):
         return self.func(x, *self.args, **self.kwargs)
 
 
+RESHAPES = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
+KEEPS_GEOMETRY = {aten.alias.default, aten.detach.default}
+
+
+def contiguous(size: Any) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    strides, step = [], 1
+    for n in reversed(size):
+        strides.append(step)
+        step *= n or 1
+    return tuple(reversed(strides))
+
+
+def known_size(size: Any, shape: Any) -> tuple[int, ...]:
+    """Return a size with the number that its -1 stands for."""
+    if -1 not in size:
+        return tuple(size)
+    rest = -math.prod(size)
+    return tuple(math.prod(shape) // rest if n == -1 and rest else n for n in size)
+
+
 def number_of(x: Any) -> float | None:
     """Return a number, or the value of a constant tensor of one number on the CPU; None for anything else."""
     if isinstance(x, (int, float)):
@@ -67,38 +88,47 @@ def number_of(x: Any) -> float | None:
     return None
 
 
-_NOTHING = nullcontext()
-
-
 class Lazy(Tensor):
     """A tensor whose values are computed when something reads them."""
 
-    _meta: Tensor  # shape and strides, on the device "meta"
+    _geometry: tuple[Any, Any, int]  # size, strides, offset
+    _known: tuple[torch.dtype, torch.device]
 
     @classmethod
-    def _wrap(cls, meta: Tensor, device: torch.device) -> Any:
-        # Views of an ordinary tensor are ordinary, in inference mode too.
-        inside = torch.is_inference_mode_enabled() and not meta.is_inference()
-        with torch.inference_mode(False) if inside else _NOTHING:
-            made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-                cls,
-                meta.shape,
-                strides=meta.stride(),
-                storage_offset=meta.storage_offset(),
-                dtype=meta.dtype,
-                device=device,
-            )
-        made._meta = meta
+    def _wrap(cls, size: Any, strides: Any, offset: int, dtype: torch.dtype, device: torch.device) -> Any:
+        made = Tensor._make_wrapper_subclass(
+            cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=device
+        )
+        made._geometry, made._known = (size, strides, offset), (dtype, device)
         return made
+
+    @property
+    def _meta(self) -> Tensor:
+        """Shape and strides, as a tensor on the device "meta"."""
+        size, strides, _ = self._geometry
+        return torch.empty_strided(size, strides, dtype=self._known[0], device="meta")
 
     def value(self) -> Tensor:
         """Return the values, as a plain tensor outside of the autograd graph."""
         raise NotImplementedError
 
-    def _shape_of(self, op: Op) -> Tensor:
-        """Return the shape and strides of a result, as a tensor on the device "meta"."""
+    def memory(self) -> Tensor:
+        """Return the values as memory of this tensor, which may be written."""
+        raise NotImplementedError
+
+    def _after(self, op: Op) -> tuple[Any, Any, int, torch.dtype]:
+        """Return size, strides, offset and dtype of a result."""
+        size, strides, offset = self._geometry
+        dtype = self._known[0]
+        if op.func in KEEPS_GEOMETRY:
+            return size, strides, offset, dtype
+        if op.func in RESHAPES and strides == contiguous(size):
+            result = known_size(op.args[0], size)
+            if math.prod(result) == math.prod(size):  # else torch says what is wrong
+                return result, contiguous(result), offset, dtype
         kwargs = {name: x for name, x in op.kwargs.items() if name != "device"} if op.kwargs else {}
-        return op.func(self._meta, *op.args, **kwargs)
+        meta = op.func(self._meta, *op.args, **kwargs)
+        return tuple(meta.shape), meta.stride(), offset + meta.storage_offset(), meta.dtype
 
     def _filled(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         like = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
@@ -106,6 +136,9 @@ class Lazy(Tensor):
 
     def tolist(self) -> Any:  # C++ that does not ask __torch_function__
         return self.value().tolist()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:  # also where hooks run without __torch_function__
+        return read_memory(Tensor.numpy, (self, *args), kwargs)
 
 
 # Functions of C++ and Python that read the memory of a tensor, or write it down.
@@ -133,28 +166,26 @@ def values(tree: Any) -> Any:
     return tree_map_only(Lazy, lambda x: x.value(), tree)
 
 
-def run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: Callable[[Lazy, Tensor], Any]) -> Any:
-    """Run an operation on real values. `written(x, value)` is told which lazy tensors it changed in place."""
+def run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on real values. What it writes is the memory of the lazy tensors from then on."""
     schema = func._schema
     if not schema.is_mutable:
         return func(*values(args), **values(kwargs))
-    # The same real tensor must be read and written.
-    real: dict[int, Tensor] = {}
-
-    def once(x: Lazy) -> Tensor:
-        return real.setdefault(id(x), x.value())
-
-    out = func(*tree_map_only(Lazy, once, args), **tree_map_only(Lazy, once, kwargs))
     named = [*zip(schema.arguments, args, strict=False)]
     named += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
-    result = out
+    real: dict[int, Tensor] = {}
     for argument, given in named:
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        for x in tree_leaves(given):
-            if isinstance(x, Lazy):
-                written(x, real[id(x)])
-            # Autograd expects the tensor that it passed in.
-            if isinstance(out, Tensor) and isinstance(x, Tensor) and out is real.get(id(x), x):
-                result = x
-    return result
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for x in tree_leaves(given):
+                if isinstance(x, Lazy):
+                    real[id(x)] = x.memory()
+                    if isinstance(given, (list, tuple)):  # `_foreach_` operations count in their kernels
+                        torch.autograd.graph.increment_version(x)
+
+    def of(x: Lazy) -> Tensor:
+        return real[id(x)] if id(x) in real else x.value()
+
+    out = func(*tree_map_only(Lazy, of, args), **tree_map_only(Lazy, of, kwargs))
+    # Autograd expects the tensor that it passed in.
+    lazy = [x for x in tree_leaves([args, kwargs]) if isinstance(x, Lazy) and real.get(id(x)) is out]
+    return lazy[0] if lazy else out

@@ -15,42 +15,48 @@ Four parts:
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import sys
+import types
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from liger_chunked.deferred.lazy import (
     PLAIN,
     READS_MEMORY,
+    RESHAPES,
     SHAPED_LIKE,
     Lazy,
     Op,
     aten,
+    contiguous,
     number_of,
     outside_graphs,
     read_memory,
     run_on_values,
+    values,
 )
-from liger_chunked.private import version_of
+from liger_chunked.deferred.sharded import is_freed
+from liger_chunked.engine.hooks import isolated
+from liger_chunked.private import tree_leaves, version_of
 from liger_chunked.types import Head, LogitOptions, StandIn
 
 _LOGGER = logging.getLogger("liger_chunked")
 
 # Views: the result shares the memory.
 SAME_SHAPE_VIEWS = {aten.alias.default, aten.detach.default}
-RESHAPES = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
 VIEWS = SAME_SHAPE_VIEWS | {
-    aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default,
-    aten.squeeze.dim, aten.squeeze.default, aten.transpose.int, aten.t.default, aten.permute.default,
-    aten.expand.default,
+    aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.slice.Tensor, aten.select.int,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.transpose.int, aten.t.default,
+    aten.permute.default, aten.expand.default,
 }  # fmt: skip
 # Copies with the same values for each row.
 COPIES = {aten.clone.default, aten._to_copy.default}
@@ -60,8 +66,15 @@ SCALES_IN_PLACE = {
     aten.mul_.Tensor: aten.mul.Tensor, aten.mul_.Scalar: aten.mul.Scalar,
     aten.div_.Tensor: aten.div.Tensor, aten.div_.Scalar: aten.div.Scalar,
 }  # fmt: skip
+_ELEMENTWISE = {
+    aten.clone.default, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.tanh.default,
+    aten.exp.default, aten.neg.default, aten.add.Tensor,
+}  # fmt: skip
 # The backward of these reads values: a lazy gradient passes them if it is already multiplied by their derivative.
 CURVES = {aten.tanh.default, aten._log_softmax.default, aten._softmax.default, aten.exp.default}
+
+
+_NOTHING = nullcontext()
 
 
 class Source:
@@ -75,6 +88,7 @@ class Source:
         asked_by: what needed real logits, and where; None if nothing did.
         withheld: cross entropies return 0 (`Request.withhold`). `gave_zero`: one did.
         holds_gradient: a loss keeps its gradient of the weight until its backward: a second one would double that.
+        n_ids: how many logits a row has. `cells`: all memory of logits that were made of this call.
         passes: statistics of rows that were computed, by what they are of (`rules.py`).
         owner, merged: the layer of PEFT around this one, and the adapters that were merged into the weight, which PEFT
             does through `weight.data`, unnoticed by autograd.
@@ -82,7 +96,9 @@ class Source:
         dequantize: returns the weight of a quantized layer, from its tensor and the dtype of hidden states; else None.
     """
 
-    def __init__(self, hidden: Tensor, weight: Any, bias: Tensor | None, settings: Any, name: str, owner: Any = None) -> None:
+    def __init__(
+        self, hidden: Tensor, weight: Any, bias: Tensor | None, settings: Any, name: str, owner: Any = None
+    ) -> None:
         self.tensors = tuple(None if x is None else x.detach() for x in (hidden, weight, bias))
         self.versions = self._versions()
         self.settings, self.name = settings, name
@@ -100,6 +116,7 @@ class Source:
         self.withheld = self.gave_zero = False
         self.holds_gradient = False
         self.n_ids = 0
+        self.cells: list[weakref.ref[Cell]] = []
         self.passes: dict[Any, Any] = {}
 
     def _versions(self) -> list[int]:
@@ -117,13 +134,18 @@ class Source:
         """Return (hidden, weight, bias); RuntimeError if one was changed in place after the layer was called."""
         self.check_merged()
         hidden, weight, _ = self.tensors
-        changed = [name for name, a, b in zip(("hidden states", "weights", "bias"), self.versions, self._versions()) if a != b]
-        if changed or (_is_freed(weight) and not _is_freed(hidden)):
-            what = f"the {changed[0]} of {self.name} changed" if changed else f"a framework freed the weights of {self.name}"
+        names = zip(("hidden states", "weights", "bias"), self.versions, self._versions(), strict=True)
+        changed = [name for name, before, now in names if before != now]
+        if changed or (is_freed(weight) and not is_freed(hidden)):
+            what = (
+                f"the {changed[0]} of {self.name} changed"
+                if changed
+                else f"a framework freed the weights of {self.name}"
+            )
             raise RuntimeError(
-                f"{what} after the model called it, and its deferred logits were not computed before. Compute the loss, "
-                "or read the logits, before the optimizer steps (and, with a head that a framework shards, inside the "
-                "model's forward); or get logits at once: model(..., skip_logits=False), or handle.remove() of "
+                f"{what} after the model called it, and its deferred logits were not computed before. Compute the "
+                "loss, or read the logits, before the optimizer steps (and, with a head that a framework shards, before the "
+                "backward); or get logits at once: model(..., skip_logits=False), or handle.remove() of "
                 "defer_logits"
             )
         return self.tensors
@@ -148,10 +170,9 @@ class Source:
     def modes(self) -> AbstractContextManager[Any]:
         """Return the autocast under which the layer was called."""
         device = self.tensors[0].device.type  # type: ignore[union-attr]
-        stack = ExitStack()
-        if (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) != self.autocast:
-            stack.enter_context(torch.autocast(device, self.autocast[1], enabled=self.autocast[0]))
-        return stack
+        if (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) == self.autocast:
+            return _NOTHING
+        return torch.autocast(device, self.autocast[1], enabled=self.autocast[0])
 
     def product(self) -> Tensor:
         """Return real logits."""
@@ -165,10 +186,6 @@ def _merged_in(layer: Any) -> list[str]:
     return [] if layer is None else list(getattr(layer, "merged_adapters", ()))
 
 
-def _is_freed(x: Any) -> bool:
-    return type(x) in PLAIN and x.numel() > 0 and x.untyped_storage().nbytes() == 0
-
-
 class Node:
     """An expression: a source's product, or an operation on a view of another expression.
 
@@ -176,10 +193,11 @@ class Node:
         source: of a product; else None.
         base, views, op: `op(views(base))`.
         other: what `op` adds: a second expression.
+        n_ids: how many logits a row has.
         real: its values, once they were read.
     """
 
-    __slots__ = ("base", "op", "other", "real", "source", "views")
+    __slots__ = ("base", "n_ids", "op", "other", "real", "source", "views")
 
     def __init__(
         self,
@@ -188,8 +206,9 @@ class Node:
         views: tuple[Op, ...] = (),
         op: Op | None = None,
         other: DeferredLogits | None = None,
+        n_ids: int = 0,
     ) -> None:
-        self.source, self.base, self.views, self.op = source, base, views, op
+        self.source, self.base, self.views, self.op, self.n_ids = source, base, views, op, n_ids
         self.other = None if other is None else (other._cell.node, other._views)
         self.real: Tensor | None = None
 
@@ -205,7 +224,8 @@ class Node:
         if self.other is not None:
             node, views = self.other
             return self.op.func(x, seen(node.value(), views), *self.op.args, **self.op.kwargs)
-        return self.op(x)
+        x = self.op(x)
+        return x.contiguous() if self.op.func in ROWS else x  # as the stand-in says
 
     def sources(self) -> Iterator[Source]:
         """Yield the sources, first that of the layer itself, then those of adapters."""
@@ -226,11 +246,12 @@ def seen(x: Tensor, views: tuple[Op, ...]) -> Tensor:
 class Cell:
     """The memory of logits and of all their views: an expression, or real values."""
 
-    __slots__ = ("changed", "node", "real")
+    __slots__ = ("__weakref__", "changed", "node", "real")
 
     def __init__(self, node: Node) -> None:
         self.node, self.changed = node, False
         self.real: Tensor | None = None
+        next(node.sources()).cells.append(weakref.ref(self))
 
     def values(self) -> Tensor:
         if self.real is None:
@@ -238,8 +259,14 @@ class Cell:
         return self.real
 
     def own_values(self) -> Tensor:
-        """Return values that may be written: later readers of the expression compute theirs again."""
-        real, self.changed = self.values(), True
+        """Return values that may be written: copies that were made before get theirs first."""
+        if not self.changed:
+            self.changed = True
+            for source in self.node.sources():
+                for reference in list(source.cells):
+                    if (cell := reference()) is not None and cell is not self:
+                        cell.values()
+        real = self.values()
         node: Node | None = self.node
         while node is not None:
             if node.real is not None and _share_memory(node.real, real):
@@ -249,7 +276,9 @@ class Cell:
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    return a is b or (type(a) is Tensor and type(b) is Tensor and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr())
+    return a is b or (
+        type(a) is Tensor and type(b) is Tensor and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    )
 
 
 class DeferredLogits(Lazy, StandIn):
@@ -268,21 +297,30 @@ class DeferredLogits(Lazy, StandIn):
     _class_dim: int | None
 
     @classmethod
-    def _make(cls, cell: Cell, views: tuple[Op, ...], meta: Tensor, class_dim: int | None, device: torch.device) -> Any:
-        made = cls._wrap(meta, device)
+    def _make(
+        cls,
+        cell: Cell,
+        views: tuple[Op, ...],
+        geometry: Any,
+        dtype: torch.dtype,
+        class_dim: int | None,
+        device: torch.device,
+    ) -> Any:
+        size, strides, offset = geometry
+        made = cls._wrap(size, strides, offset, dtype, device)
         # `_class_dim`: the dimension of the vocabulary; None if it is no dimension of its own any more.
         made._cell, made._views, made._class_dim = cell, views, class_dim
         return made
 
     @classmethod
-    def _of(cls, source: Source, n_ids: int, device: torch.device | None = None) -> Any:
+    def _of(cls, source: Source, n_ids: int) -> Any:
         """Return the result of a layer's call."""
         hidden = source.tensors[0]
         assert hidden is not None
         source.n_ids = n_ids
-        shape = (*hidden.shape[:-1], n_ids)
-        meta = torch.empty(shape, dtype=source.dtype, device="meta")
-        return cls._make(Cell(Node(source)), (), meta, len(shape) - 1, device or hidden.device)
+        size = (*hidden.shape[:-1], n_ids)
+        cell = Cell(Node(source, n_ids=n_ids))
+        return cls._make(cell, (), (size, contiguous(size), 0), source.dtype, len(size) - 1, hidden.device)
 
     # What a loss and a reader may ask
 
@@ -381,11 +419,18 @@ class DeferredLogits(Lazy, StandIn):
         if func not in RULES and type(func) is _FUNCTION and not func.__globals__["__name__"].startswith("torch."):
             func = _wrapped_function(func)
         rule = RULES.get(func)
+        if func == _SET_DATA and type(args[0]) is cls:
+            return args[0]._set_data(args[1])
+        if func is torch.autograd.grad:
+            return _differentiated(func, *args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if rule is not None:
                 result = rule(func, *args, **kwargs)
                 if result is not NotImplemented:
                     return result
+            if func in _SAVE_RESULT:
+                with isolated():  # hooks on saved tensors, as of a checkpoint, would read the result
+                    return func(*args, **kwargs)
             _ASKING.append(getattr(func, "__name__", str(func)))
             try:
                 return read_memory(func, args, kwargs) if func in READS_MEMORY else func(*args, **kwargs)
@@ -398,16 +443,22 @@ class DeferredLogits(Lazy, StandIn):
         kwargs = kwargs or {}
         if any(t is not cls and issubclass(t, Lazy) for t in types):
             return NotImplemented  # a gradient's
-        if torch.is_inference_mode_enabled() and _is_composite(func):
-            return func.decompose(*args, **kwargs)  # as autograd does in other modes, before it comes here
+        if torch.is_inference_mode_enabled():
+            # There, composite operations such as reshape come here before they are taken apart.
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if func in _COMMUTES and type(args[0]) is not cls:
             args = (args[1], args[0])
         z = args[0] if args else None
         if type(z) is cls:
-            made = z._lazily(func, args, kwargs)
+            # Views of an ordinary tensor are ordinary, in inference mode too.
+            ordinary = torch.is_inference_mode_enabled() and not z.is_inference()
+            with torch.inference_mode(False) if ordinary else _NOTHING:
+                made = z._lazily(func, args, kwargs)
             if made is not None:
                 return made
-        return run_on_values(func, args, kwargs, _written)
+        return run_on_values(func, args, kwargs)
 
     def _lazily(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation without values; None if it needs them."""
@@ -434,17 +485,24 @@ class DeferredLogits(Lazy, StandIn):
             op = Op(func, (number_of(args[1]),))
         elif func is aten.add.Tensor:
             op = Op(func, (args[1].clone(),))  # its values are those of now
-        meta = self._shape_of(op) if func is not aten.add.Tensor else self._meta
-        return self._make(Cell(self._node(op)), (), meta, self._class_dim, self.device)
+        size, strides, offset, dtype = (*self._geometry, self._known[0]) if func in _ELEMENTWISE else self._after(op)
+        if func in _ELEMENTWISE and strides != contiguous(size):
+            # Any function of each element keeps the order of dimensions as a clone does.
+            like = op if func is aten.clone.default else Op(aten.clone.default)
+            size, strides, offset, dtype = self._after(like)
+        geometry = size, strides, 0
+        device = kwargs.get("device") or self._known[1]
+        return self._make(Cell(self._node(op)), (), geometry, dtype, self._class_dim, device)
 
     def _node(self, op: Op, other: DeferredLogits | None = None) -> Node:
-        return Node(None, self._cell.node, self._views, op, other)
+        assert self._class_dim is not None
+        return Node(None, self._cell.node, self._views, op, other, self._geometry[0][self._class_dim])
 
     def _stays(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the result has lazy values: an operation on each row by itself that a loss may express."""
         if func in COPIES:
             dtype = kwargs.get("dtype") or self.dtype
-            return dtype.is_floating_point and kwargs.get("device") in (None, self.device)
+            return dtype.is_floating_point
         if func in SCALES:
             factor = number_of(args[1])
             return factor is not None and math.isfinite(factor) and factor != 0 and not kwargs
@@ -458,29 +516,51 @@ class DeferredLogits(Lazy, StandIn):
         """Whether adding x is what a bias of the head does: a constant for each id of the vocabulary."""
         dtypes = {source.dtype for source in self._cell.node.sources()}
         plain = type(x) in PLAIN and not x.requires_grad and {x.dtype, self.dtype} == dtypes and x.device == self.device
-        return plain and 0 < x.ndim <= self.ndim and x.numel() == x.shape[-1] == self.shape[-1] == self.shape[self._class_dim or 0] and self._class_dim == self.ndim - 1
+        return (
+            plain
+            and 0 < x.ndim <= self.ndim
+            and x.numel() == x.shape[-1] == self.shape[-1] == self.shape[self._class_dim or 0]
+            and self._class_dim == self.ndim - 1
+        )
 
     def _viewed(self, op: Op) -> Any:
-        meta = self._shape_of(op)
-        class_dim = None if self._class_dim is None else class_dim_after(op, self.shape, self._class_dim, meta.shape)
-        return self._make(self._cell, (*self._views, op), meta, class_dim, self.device)
+        size, strides, offset, dtype = self._after(op)
+        if op.func in RESHAPES and size == self._geometry[0]:  # hooks of frameworks return `x.view_as(x)`
+            op = Op(aten.alias.default)
+        class_dim = self._class_dim
+        if class_dim is not None:
+            class_dim = class_dim_after(op, self._geometry[0], class_dim, size)
+        if class_dim is None and math.prod(size):
+            # No loss can use it: its reader wants values, and so do later ones of these logits.
+            self._ask(op.func.overloadpacket.__name__)
+            self._cell.values()
+        return self._make(self._cell, (*self._views, op), (size, strides, offset), dtype, class_dim, self._known[1])
 
     def _selected(self, op: Op) -> Any:
         """Return selected rows, such as `z[mask]`; None if the selection reads the dimension of the vocabulary."""
         if self._class_dim != self.ndim - 1 or not _selects_rows(op, self.ndim):
             return None
         one = torch.empty((), device=self.device, dtype=torch.bool).expand(self.shape[:-1])
-        meta = torch.empty((*op(one).shape, self.shape[-1]), dtype=self.dtype, device="meta")
+        size = (*op(one).shape, self.shape[-1])
         # A copy of the index: its values are those of now.
         frozen = Op(op.func, _copied(op.args), op.kwargs)
-        return self._make(Cell(self._node(frozen)), (), meta, meta.ndim - 1, self.device)
+        cell = Cell(self._node(frozen))
+        return self._make(cell, (), (size, contiguous(size), 0), self.dtype, len(size) - 1, self.device)
 
     def _plus(self, other: DeferredLogits, kwargs: dict[str, Any]) -> Any:
         """Return the sum of two heads' logits, as of a layer and its adapter."""
-        if kwargs or other._cell.changed or other.shape != self.shape or other._class_dim != self._class_dim or other.device != self.device:
+        if (
+            kwargs
+            or other._cell.changed
+            or other.shape != self.shape
+            or other._class_dim != self._class_dim
+            or other.device != self.device
+        ):
             return None
-        meta = self._meta if other.dtype == self.dtype else self._meta.to(torch.promote_types(self.dtype, other.dtype))
-        return self._make(Cell(self._node(Op(aten.add.Tensor), other)), (), meta, self._class_dim, self.device)
+        dtype = torch.promote_types(self.dtype, other.dtype)
+        size = self._geometry[0]
+        cell = Cell(self._node(Op(aten.add.Tensor), other))
+        return self._make(cell, (), (size, contiguous(size), 0), dtype, self._class_dim, self.device)
 
     def _scaled_in_place(self, func: Any, factor: Any) -> Any:
         """Scale all logits of a cell, and with them their views; None if some of them are left out."""
@@ -489,15 +569,26 @@ class DeferredLogits(Lazy, StandIn):
         if number is None or not math.isfinite(number) or number == 0 or not whole or self._cell.real is not None:
             return None
         cell = self._cell
-        cell.node = Node(None, cell.node, (), Op(func, (number,)))
+        cell.node = Node(None, cell.node, (), Op(func, (number,)), None, cell.node.n_ids)
         return self
+
+    def _set_data(self, data: Tensor) -> None:
+        """`z.data = data`: these logits, and not those that share their memory, have other values."""
+        real = values(data).detach()
+        if real.shape != self.shape or real.dtype != self.dtype or real.device != self.device:
+            raise RuntimeError(
+                f"deferred logits: z.data must be set to a tensor like z, {tuple(self.shape)} {self.dtype} on "
+                f"{self.device}, got {tuple(real.shape)} {real.dtype} on {real.device}"
+            )
+        self._cell, self._views = Cell(self._cell.node), ()
+        self._cell.real, self._cell.changed = real, True
 
     def __repr__(self) -> str:  # type: ignore[override]
         state = "computed" if self.is_computed else "not computed"
         return f"DeferredLogits({tuple(self.shape)}, {self.dtype}, {self.device}, {state})"
 
     def __format__(self, spec: str) -> str:
-        return repr(self) if not spec else format(self.detach().tensor(), spec)
+        return repr(self) if not spec else format(self.value(), spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.tensor().__reduce_ex__(protocol)
@@ -505,7 +596,7 @@ class DeferredLogits(Lazy, StandIn):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self.requires_grad and not self.is_leaf:
             return (torch.empty(1, requires_grad=True) * 1).__deepcopy__(memo)  # raises what torch raises
-        copied = self.detach().tensor().clone().requires_grad_(self.requires_grad)
+        copied = self.value().clone().requires_grad_(self.requires_grad)
         memo[id(self)] = copied
         return copied
 
@@ -522,22 +613,29 @@ class _Values(torch.autograd.Function):
         return g
 
 
-@functools.cache
-def _is_composite(func: Any) -> bool:
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return func.has_kernel_for_dispatch_key(key) or key in func.py_kernels
+def _differentiated(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `torch.autograd.grad` for places in the graph: hooks in it would not be asked about gradients otherwise."""
+    with torch._C.DisableTorchFunctionSubclass():
+        one = isinstance(inputs, Tensor)
+        edges = [get_gradient_edge(x) if isinstance(x, Lazy) else x for x in ([inputs] if one else inputs)]
+    if not any(isinstance(x, Lazy) for x in tree_leaves((outputs, args, kwargs))):
+        return func(outputs, edges, *args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(outputs, edges, *args, **kwargs)
 
 
-def _written(z: Any, value: Tensor) -> None:
-    """Note that the values of z, and of all that share its memory, were changed in place."""
-    cell = z._cell
-    cell.own_values()
-
-
+# Functions with a lazy result, which autograd saves.
+_SAVE_RESULT = {
+    getattr(owner, name)
+    for owner in (torch, Tensor, F, torch.special)
+    for name in ("log_softmax", "softmax", "tanh", "exp")
+    if hasattr(owner, name)
+}
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 # What the caller asked for, innermost last: names for the log.
 _ASKING: list[str] = []
 _COMMUTES = {aten.add.Tensor, aten.mul.Tensor}
-_FUNCTION = type(_written)
+_FUNCTION = types.FunctionType
 
 # Functions of torch -> what computes them of deferred logits; filled by `rules.py`.
 RULES: dict[Any, Any] = {}
@@ -575,22 +673,28 @@ def _split_parts(z: Any, size: Any, dim: int = 0) -> list[Op]:
     n = z.shape[dim]
     sizes = [min(size, n - start) for start in range(0, n, size)] if isinstance(size, int) else list(size)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [Op(aten.slice.Tensor, (dim, start, start + length)) for start, length in zip(starts, sizes)]
+    return [Op(aten.slice.Tensor, (dim, start, start + length)) for start, length in zip(starts, sizes, strict=True)]
 
 
 def _unbind_parts(z: Any, dim: int = 0) -> list[Op]:
     return [Op(aten.select.int, (dim, i)) for i in range(z.shape[dim])]
 
 
-_SPLITS = {aten.split.Tensor: _split_parts, aten.split_with_sizes.default: _split_parts, aten.unbind.int: _unbind_parts}
+_SPLITS: dict[Any, Callable[..., list[Op]]] = {
+    aten.split.Tensor: _split_parts,
+    aten.split_with_sizes.default: _split_parts,
+    aten.unbind.int: _unbind_parts,
+}
 
 
-def class_dim_after(op: Op, shape: torch.Size, dim: int, result: torch.Size) -> int | None:
+def class_dim_after(op: Op, shape: Any, dim: int, result: Any) -> int | None:
     """Return where a view puts dimension `dim`, whole or (a slice) from its start; None if it is none of its own."""
     func, args, ndim = op.func, op.args, len(shape)
     if func in SAME_SHAPE_VIEWS:
         return dim
     if func in RESHAPES:
+        if dim == ndim - 1 and result and result[-1] == shape[-1] and 0 not in result:
+            return len(result) - 1
         before = math.prod(shape[:dim])
         ends = [i for i in range(len(result)) if math.prod(result[:i]) == before and result[i] == shape[dim]]
         ends = [i for i in ends if math.prod(result[i + 1 :]) == math.prod(shape[dim + 1 :])]
@@ -630,7 +734,14 @@ def _selects_rows(op: Op, ndim: int) -> bool:
 
 
 def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple([None if x is None else x.clone() for x in a] if isinstance(a, (list, tuple)) else a.clone() if isinstance(a, Tensor) else a for a in args)
+    return tuple(
+        [None if x is None else x.clone() for x in a]
+        if isinstance(a, (list, tuple))
+        else a.clone()
+        if isinstance(a, Tensor)
+        else a
+        for a in args
+    )
 
 
 _LOGGED: set[tuple[str, str, int]] = set()

@@ -1,7 +1,7 @@
 """Functions of torch that are fused on deferred logits.
 
-A rule gets the arguments of the function, the first of them logits. It returns the result, in the graph behind the logits, or
-`NotImplemented`: then the function runs, and gets real logits where it reads them.
+A rule gets the arguments of the function, the first of them logits. It returns the result, in the graph behind the
+logits, or `NotImplemented`: then the function runs, and gets real logits where it reads them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from torch import Tensor
 from liger_chunked.calls import once
 from liger_chunked.deferred import request
 from liger_chunked.deferred.adapters import down
-from liger_chunked.deferred.fused import LOGITS, LOGPS, PROBS, HeadRows, Pass, Plan, continues, fuse, plan_of, run_live, wants_grad
+from liger_chunked.deferred.fused import HeadRows, Pass, fuse, run_live, wants_grad
+from liger_chunked.deferred.lazy import Op
 from liger_chunked.deferred.logits import METHODS, RULES, DeferredLogits
+from liger_chunked.deferred.plan import LOGITS, LOGPS, PROBS, Plan, continues, plan_of
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.private import version_of
@@ -60,6 +62,7 @@ def _cross_entropy(
         return torch.zeros(target.shape if reduction == "none" else (), dtype=dtype, device=input.device)
     plan = plan_of(input)
     fits = plan is not None and plan.kind == kind and plan.sign == 1 and plan.class_dim == 1
+    fits = fits and (weight is None or weight.dtype == result_dtype(func, input))  # else torch says what is wrong
     if not fits or reduction not in ("mean", "sum", "none") or (weight is not None and weight.requires_grad):
         return NotImplemented
     assert plan is not None
@@ -81,8 +84,10 @@ def _cross_entropy(
         return loss_fn.forward(head.weight, head.rows, ids, head.bias, ce_weight=weight)
 
     captured = [target] if weight is None else [target, weight]
-    run = Pass([plan], _first(compute, accuracy), wants_grad(input), keeps_gradient=reduction != "none", captured=captured)
-    options = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
+    run = Pass(
+        [plan], _first(compute, accuracy), wants_grad(input), keeps_gradient=reduction != "none", captured=captured
+    )
+    options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
     if func is _CROSS_ENTROPY:
         options["label_smoothing"] = label_smoothing
     frozen = target  # a real gradient is of the target then; autograd's own loss would refuse a changed one
@@ -97,7 +102,10 @@ def _cross_entropy(
         return func(z, frozen, **options)
 
     result = fuse(run, run.results, input, plan, stock)
-    return result.reshape(target.shape if reduction == "none" else ()).to(input.device, result_dtype(func, input))
+    if reduction == "none":
+        result = result.reshape(target.shape)
+    dtype = result_dtype(func, input)
+    return result if (result.device, result.dtype) == (input.device, dtype) else result.to(input.device, dtype)
 
 
 def _first(compute: Callable[[HeadRows], Any], accuracy: list[Any] | None) -> Callable[[HeadRows], Any]:
@@ -124,7 +132,11 @@ def _asked_dtype(func: Any, dtype: torch.dtype, device: str, autocast: torch.dty
     with torch.no_grad():
         logits = torch.zeros(1, 2, dtype=dtype, device=device)
         takes_target = func in (_CROSS_ENTROPY, _NLL_LOSS)
-        return func(logits, torch.zeros(1, dtype=torch.long, device=device)).dtype if takes_target else func(logits, -1).dtype
+        return (
+            func(logits, torch.zeros(1, dtype=torch.long, device=device)).dtype
+            if takes_target
+            else func(logits, -1).dtype
+        )
 
 
 # Statistics of rows
@@ -133,7 +145,7 @@ def _asked_dtype(func: Any, dtype: torch.dtype, device: str, autocast: torch.dty
 class _Known(NamedTuple):
     """Statistics of rows that a pass gave: for later readers of these rows, or of some of them."""
 
-    plan: Plan
+    rows: list[Op]
     target: Tensor | None
     target_version: int
     values: dict[str, Tensor]
@@ -141,7 +153,7 @@ class _Known(NamedTuple):
     run: Any  # a weak reference to the pass, if there is a gradient
 
     def serves(self, plan: Plan, target: Tensor | None, names: tuple[str, ...]) -> bool:
-        if not continues(plan.rows, self.plan.selects()):
+        if not continues(plan.rows, self.rows):
             return False
         if target is not None and not (target is self.target and version_of(target) == self.target_version):
             return False
@@ -156,23 +168,27 @@ def statistics(z: DeferredLogits, plan: Plan, target: Tensor | None, *names: str
     grad = wants_grad(z)
     known: list[_Known] = plan.sources[0][0].passes.setdefault(plan.signature, [])
     for entry in known:
-        run = None if entry.run is None else entry.run()
+        run: Any = None if entry.run is None else entry.run()
         if entry.serves(plan, target, names) and (run is not None or not grad):
             values = {name: getattr(run.results, name) if grad else entry.values[name] for name in names}
             # Copies: readers may change them.
-            return run, TokenStats(**{name: plan.select_from(entry.plan, x).clone() for name, x in values.items()})
+            return run, TokenStats(**{name: plan.select_from(entry.rows, x).clone() for name, x in values.items()})
     outputs = tuple(dict.fromkeys((*names, *(("lse",) if grad or target is not None else ()))))
     options = plan.options
 
     def compute(head: HeadRows) -> TokenStats:
         shape = head.rows.shape[:-1]
-        ids = head.rows.new_zeros(shape, dtype=torch.long) if target is None else target.to(head.weight.device).reshape(shape)
+        ids = (
+            head.rows.new_zeros(shape, dtype=torch.long)
+            if target is None
+            else target.to(head.weight.device).reshape(shape)
+        )
         return linear_token_stats(
             head.weight,
             head.rows,
             ids,
             head.bias,
-            outputs=outputs,  # type: ignore[arg-type]
+            outputs=outputs,
             softcap=options.softcap,
             logit_scale=options.logit_scale,
             ignore_index=_NO_TARGET,
@@ -184,12 +200,17 @@ def statistics(z: DeferredLogits, plan: Plan, target: Tensor | None, *names: str
     values = {name: x.detach() for name in outputs if (x := getattr(stats, name)) is not None}
     versions = {name: version_of(x) for name, x in values.items()}
     version = 0 if target is None else version_of(target)
-    known.append(_Known(plan, target, version, values, versions, weakref.ref(run) if grad else None))
+    known.append(_Known(plan.selects(), target, version, values, versions, weakref.ref(run) if grad else None))
     return run, stats
 
 
 def _of_stats(
-    z: DeferredLogits, plan: Plan, target: Tensor | None, names: tuple[str, ...], read: Callable[..., Tensor], stock: Callable[..., Tensor]
+    z: DeferredLogits,
+    plan: Plan,
+    target: Tensor | None,
+    names: tuple[str, ...],
+    read: Callable[..., Tensor],
+    stock: Callable[..., Tensor],
 ) -> Tensor:
     """Return `read(statistics)`, with a value for each row, in the graph behind z."""
     grad = wants_grad(z)
@@ -222,7 +243,9 @@ def _gathered(func: Any, input: Any, dim: Any, index: Any, *, sparse_grad: bool 
 
     kept = index
     # `lse`: the usual next step after a gather of logits is the difference to `logsumexp`, which the same pass gives.
-    result = _of_stats(input, plan, target, ("logps", "lse"), read, lambda z: z.gather(plan.class_dim, kept).select(plan.class_dim, 0))
+    result = _of_stats(
+        input, plan, target, ("logps", "lse"), read, lambda z: z.gather(plan.class_dim, kept).select(plan.class_dim, 0)
+    )
     return result.to(dtype).unsqueeze(plan.class_dim)
 
 
@@ -232,7 +255,12 @@ def _take_along_dim(func: Any, input: Any, indices: Any, dim: Any = None) -> Any
 
 def _plan_on(z: Any, dim: Any) -> Plan | None:
     """Return the plan of logits whose vocabulary is dimension `dim`."""
-    if type(z) is not DeferredLogits or not isinstance(dim, int) or isinstance(dim, bool) or not -z.ndim <= dim < z.ndim:
+    if (
+        type(z) is not DeferredLogits
+        or not isinstance(dim, int)
+        or isinstance(dim, bool)
+        or not -z.ndim <= dim < z.ndim
+    ):
         return None
     plan = plan_of(z)
     return plan if plan is not None and plan.class_dim == dim % z.ndim and plan.row_shape.numel() > 0 else None
@@ -248,18 +276,20 @@ def _logsumexp(func: Any, input: Any, dim: Any = None, keepdim: bool = False, **
     return result.unsqueeze(plan.class_dim) if keepdim else result
 
 
-def _reduction(name: str) -> Callable[..., Any]:
+def reduction(name: str) -> Callable[..., Any]:
     """Return the rule of a mean or sum over the vocabulary, or over everything: metrics that trainers log."""
 
-    def rule(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    def rule(
+        func: Any,
+        input: Any,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> Any:
         if type(input) is not DeferredLogits or kwargs:
             return NotImplemented
-        if input._cell.node.other is not None or input._cell.node.base is not None:
-            from liger_chunked.deferred.joined import sum_of_product
-
-            result = sum_of_product(input, dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim, keepdim, name == "mean", dtype)
-            if result is not NotImplemented:
-                return result
         dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
         whole = dim is None and not keepdim
         plan = plan_of(input) if whole else _plan_on(input, dim)
@@ -272,7 +302,8 @@ def _reduction(name: str) -> Callable[..., Any]:
 
         def read(stats: TokenStats) -> Tensor:
             assert stats.mean_logits is not None
-            x = stats.mean_logits if plan.kind == LOGITS else stats.mean_logits - stats.lse
+            lse: Any = stats.lse
+            x = stats.mean_logits if plan.kind == LOGITS else stats.mean_logits - lse
             return x * factor if factor != 1 else x
 
         reduce = torch.mean if name == "mean" else torch.sum
@@ -348,9 +379,9 @@ for _name, _rule in {
     "gather": _gathered,
     "take_along_dim": _take_along_dim,
     "logsumexp": _logsumexp,
-    "mean": _reduction("mean"),
-    "sum": _reduction("sum"),
-    "nansum": _reduction("nansum"),
+    "mean": reduction("mean"),
+    "sum": reduction("sum"),
+    "nansum": reduction("nansum"),
 }.items():
     RULES[getattr(torch, _name)] = RULES[getattr(Tensor, _name)] = _rule
 RULES[_CROSS_ENTROPY] = RULES[_NLL_LOSS] = _cross_entropy

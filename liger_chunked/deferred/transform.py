@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,11 @@ class Transform:
 
     def options(self, **options: Any) -> LogitOptions:
         """Return it as softcap and scale: `softcap * tanh(logit_scale * z / softcap)`."""
-        if self.outer is None:
-            return LogitOptions(logit_scale=self.inner, **options)
-        return LogitOptions(softcap=self.outer, logit_scale=self.inner * self.outer, **options)
+        return _options(self, **options)
+
+
+@functools.lru_cache(maxsize=64)
+def _options(transform: Transform, **options: Any) -> LogitOptions:
+    if transform.outer is None:
+        return LogitOptions(logit_scale=transform.inner, **options)
+    return LogitOptions(softcap=transform.outer, logit_scale=transform.inner * transform.outer, **options)

@@ -32,7 +32,7 @@ from liger_chunked.engine.plan import Path, Plan
 from liger_chunked.engine.rank_rows import on_this_rank
 from liger_chunked.engine.rows import Rows
 from liger_chunked.engine.sampling import SamplingFilter
-from liger_chunked.engine.scattered import ScatteredRows, scatter_rows
+from liger_chunked.engine.scattered import scatter_rows
 from liger_chunked.engine.shard import ShardedPass
 from liger_chunked.engine.token_pass import TokenPass
 from liger_chunked.kernels.backend import has_wide_tiles
@@ -194,7 +194,7 @@ def for_loss(
         whole_batch: whether the objective needs all groups in one chunk.
         class_weight: (V,) weights of `mean_logits`.
         filter: the logits that statistics are of. None: all.
-        skips_rows: whether to look for rows without a gradient, where that pays.
+        skips_rows: whether to look for rows without a gradient on a GPU, where that pays. A CPU always does.
     """
     if rows.split is not None:
         rows = on_this_rank(rows, whole_batch)
@@ -235,20 +235,30 @@ def for_loss(
         most_columns=budget.vocab_size,
         scattered=scattered,
         **layout._asdict(),
-        # A filtered pass keeps no count of live rows.
-        skips_rows=skips_rows and filter is None and _pays_to_skip_rows(rows, scattered, budget, len(layout.chunks)),
+        skips_rows=_skips_rows(head, rows, budget, len(layout.chunks), on_gpu=skips_rows and filter is None),
     )
 
 
-def _pays_to_skip_rows(rows: Rows, scattered: ScatteredRows | None, budget: Budget, n_chunks: int) -> bool:
-    """Whether a chunk's products take much longer than counting its rows with a gradient, and the host may wait.
+def _is_on_cpu(head: LossHead) -> bool:
+    return head.weight.device.type == "cpu"
 
-    Ranks that split hidden states each send a fixed number of rows. Candidates have gradients of their own.
+
+def _skips_rows(head: LossHead, rows: Rows, budget: Budget, n_chunks: int, on_gpu: bool) -> bool:
+    """Whether the backward of a chunk counts its rows with a gradient, and leaves the others out.
+
+    A CPU always does, because it has the number at once. A GPU does where a chunk's products take much longer than the
+    launches of the count, and where the host may wait for the number.
+
+    Args:
+        on_gpu: whether rows without a gradient are common enough for a GPU, and its pass leaves them out.
     """
+    if not rows.host_may_sync:
+        return False
+    if _is_on_cpu(head):
+        return True
+    is_scattered = head.shard is not None and head.shard.input_grad == "reduce_scatter"
     product = rows.n_valid // n_chunks * budget.vocab_size * budget.hidden_size
-    return (
-        rows.host_may_sync and scattered is None and "candidates" not in rows.side and product >= SMALLEST_OF_LIVE_ROWS
-    )
+    return on_gpu and not is_scattered and "candidates" not in rows.side and product >= SMALLEST_OF_LIVE_ROWS
 
 
 def for_statistics(
@@ -314,7 +324,7 @@ def for_statistics(
         shard=head.shard,
         filter=filter,
         most_columns=budget.vocab_size,
-        skips_rows=needs_grad and filter is None and _pays_to_skip_rows(rows, scattered, budget, 1),
+        skips_rows=needs_grad and _skips_rows(head, rows, budget, 1, on_gpu=filter is None),
     )
 
 
@@ -327,7 +337,7 @@ def _batch_invariant(head: LossHead, n_valid: int, dtype: torch.dtype, most_rows
     assert head.shard is None  # `linear_token_stats` refuses: a sum over ranks adds parts of rows
     if _runs_epilogue(head) and epilogue.reads(head, dtype):
         return Path.INVARIANT, cutting.whole_rows(n_valid, head.columns, most_rows)
-    if n_valid and head.weight.device.type != "cpu":
+    if n_valid and not _is_on_cpu(head):
         raise ValueError(
             'deterministic="batch" on a GPU needs Hopper, bfloat16 or float16, a contiguous weight with H a multiple '
             "of 8, and no adapter; got another call"
@@ -386,6 +396,7 @@ def for_kept(
         shard=head.shard,
         kept=kept,
         most_columns=budget.vocab_size,
+        skips_rows=_skips_rows(head, rows, budget, 1, on_gpu=False),
     )
 
 
@@ -451,12 +462,20 @@ _BATCH_INVARIANT: Mapping[Path, type[HeadPass]] = {Path.BY_TOKEN: TokenPass, Pat
 def _pass_of_logits(plan: Plan, head: HeadTensors, grads: HeadGradients | None) -> HeadPass:
     kind = _BATCH_INVARIANT.get(plan.path, HeadPass if head.shard is None else ShardedPass)
     if plan.kept is not None:
-        logits_pass: HeadPass = KeptPass(head, plan.options, plan.outputs, grads=grads, entries=plan.kept)
+        logits_pass: HeadPass = KeptPass(
+            head, plan.options, plan.outputs, grads=grads, skips_rows=plan.skips_rows, entries=plan.kept
+        )
     elif plan.filter is None:
         logits_pass = kind(head, plan.options, plan.outputs, plan.class_weight, grads, plan.skips_rows)
     else:
         logits_pass = FILTERED[kind](
-            head, plan.options, plan.outputs, grads=grads, filter=plan.filter, most_columns=plan.most_columns
+            head,
+            plan.options,
+            plan.outputs,
+            grads=grads,
+            skips_rows=plan.skips_rows,
+            filter=plan.filter,
+            most_columns=plan.most_columns,
         )
     logits_pass.reserve(plan.largest_tile)
     return logits_pass

@@ -27,7 +27,7 @@ from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.rows import Rows
 from liger_chunked.engine.saved import savable, save, saved
 from liger_chunked.engine.top_k import TopK
-from liger_chunked.kernels.backend import first_derivative
+from liger_chunked.kernels.backend import first_derivative, on_host
 from liger_chunked.kernels.operands import along
 from liger_chunked.types import HeadTensors, LogitOptions, LossHead, accumulation_dtype
 
@@ -137,6 +137,19 @@ class DistillationStep:
             route = replace(route, logps=tensors["route.logps"], ids=tensors["route.ids"])
         return DistillationStep(plan, self.weights, route, teacher, self.has_target)
 
+    def of_live_rows(self) -> DistillationStep:
+        """Return the step of the rows whose `weights`, of single tokens, are not all 0. Waits for the device."""
+        plan, weights, route = self.plan, self.weights, self.route
+        by_token = [weight for weight in weights if isinstance(weight, Tensor)]
+        is_live = torch.stack([g != 0 for g in by_token]).any(0)
+        if is_live.all():
+            return self
+        live = is_live.nonzero().view(-1)
+        if isinstance(route, TopK):
+            route = replace(route, logps=route.logps[live], ids=route.ids[live])
+        weights = weights._replace(**{name: g[live] for name, g in weights._asdict().items() if isinstance(g, Tensor)})
+        return DistillationStep(plan.of_rows(live), weights, route, self.teacher, self.has_target)
+
     def run(
         self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -157,11 +170,14 @@ class DistillationStep:
                     upstream = self._upstream(input.device)  # now: the GPU is idle until the first product
                 if teacher is not None:
                     teacher.open(chunk.row_slice)
-                start = chunk.row_slice.start
+                start, given = chunk.row_slice.start, None
+                if grads is not None and chunk.length:
+                    of_chunk = {name: self._at(name, g, chunk.row_slice) for name, g in upstream.items()}
+                    given = grads.normalize(of_chunk, self.route.slopes)
                 # Without tokens, an empty tile: `join` needs the values of one.
                 for in_chunk, _ in plan.tiles[i] or (Tile(slice(0, 0), slice(0, 0)),):
                     row_slice = slice(start + in_chunk.start, start + in_chunk.stop)
-                    parts.append(self._measure(along(logits, in_chunk), row_slice, teacher, grads, upstream))
+                    parts.append(self._measure(along(logits, in_chunk), row_slice, in_chunk, teacher, given))
                 if i == len(plan.chunks) - 1:
                     teacher = None  # dW can use its memory
                 if grads is not None and chunk.length:
@@ -179,31 +195,36 @@ class DistillationStep:
         self,
         logits: Tensor,
         row_slice: slice,
+        in_chunk: slice,
         teacher: _TeacherLogits | None,
-        grads: HeadGradients | None,
-        upstream: dict[str, Tensor],
+        upstream: dict[str, Tensor] | None,
     ) -> Divergences:
-        """Return the divergences of a tile, some of the step's rows. With `grads`, its logits become the gradient."""
+        """Return the divergences of a tile. With `upstream`, its logits become the gradient.
+
+        Args:
+            row_slice, in_chunk: the tile's rows among those of the step, and of the chunk.
+            upstream: the chunk's upstream gradients.
+        """
         target = self.plan.rows.target if self.has_target else None
         measured = self.route.measure(
             student=logits,
             teacher=None if teacher is None else teacher.project(row_slice),
             target=None if target is None else target[row_slice],
             rows=row_slice,
-            with_gradient=grads is not None,
+            with_gradient=upstream is not None,
         )
-        n_rows = logits.shape[0]
-        if grads is not None and n_rows:
-            # Gradients of single tokens are those of the batch, others as many as the longest tile has.
-            parts = {
-                name: along(g, row_slice if _is_by_token(getattr(self.weights, name)) else slice(0, n_rows))
-                for name, g in upstream.items()
-            }
+        if upstream is not None:
             # A user's divergence may have another dtype.
-            given = {name: g.to(getattr(measured, name).dtype) for name, g in parts.items()}
-            given = grads.normalize(given)
+            given = {
+                name: self._at(name, g, in_chunk).to(getattr(measured, name).dtype) for name, g in upstream.items()
+            }
             measured.backward(given["divergence"], given.get("logps"))
         return Divergences(measured.divergence, measured.logps, measured.by_scale)
+
+    def _at(self, name: str, g: Tensor, rows: slice) -> Tensor:
+        """Return the upstream gradients of some rows: of single tokens their own, of equal ones as many."""
+        is_by_token = _is_by_token(getattr(self.weights, name))
+        return along(g, rows if is_by_token else slice(0, min(rows.stop - rows.start, g.shape[0])))
 
     def _upstream(self, device: torch.device) -> dict[str, Tensor]:
         """Return the upstream gradients: those of single tokens, or (n,) equal ones for the longest tile."""
@@ -257,6 +278,8 @@ class _DivergencesOfTokens(torch.autograd.Function):
 
         divergence, logps = (None if g is None else compact(g) for g in upstream)
         step.weights = LossWeights(0.0 if divergence is None else divergence, logps)
+        if on_host(input) and step.plan.scattered is None:
+            step = step.of_live_rows()
         with isolated():
             _, grads = step.run(
                 input, HeadTensors(weight, bias, up, step.plan.shard), u, Needs(*ctx.needs_input_grad[:5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from liger_chunked.engine.checks import check_graph, check_values
 from liger_chunked.engine.collectives import gather
+from liger_chunked.engine.gradients import Slopes
 from liger_chunked.kernels import divergence_grad_, divergence_stats
 from liger_chunked.kernels.transform import transform
 from liger_chunked.types import Divergence, LogitOptions, VocabShard, accumulation_dtype
@@ -28,6 +30,23 @@ class Measured(NamedTuple):
     logps: Tensor | None  # of the target
     backward: Callable[[Tensor, Tensor | None], object]
     by_scale: Tensor | None = None  # of `Ranked`: the derivative of the divergence by the student's scale
+
+
+# The steepest slopes that divergences without a bound are assumed to have. In float16 a steeper one overflows, and a
+# larger assumption costs as much room for small gradients.
+_STEEPEST = 1024.0
+_STEEPEST_KL = 128.0  # of reverse KL, a quarter of the largest gap between log p and log q
+_STEEPEST_COSINE = 16.0  # 1 / |z|
+
+
+def slopes_of_divergence(options: LogitOptions, steepest: float | Tensor = _STEEPEST) -> Slopes:
+    """Return the bounds of a divergence, and of a target's log-probability at a temperature of 1.
+
+    Args:
+        steepest: a bound on the divergence's gradient by a transformed logit.
+    """
+    scale = abs(options.logit_scale)
+    return {"divergence": steepest * (scale / options.temperature), "logps": scale}
 
 
 def transformed(logits: Tensor, options: LogitOptions) -> Tensor:
@@ -50,6 +69,9 @@ class ClosedForm:
         assert teacher is not None
         return student.itemsize + teacher.itemsize
 
+    def slopes(self) -> Slopes:
+        return slopes_of_divergence(self.options, _steepest(self.divergence, self.options.temperature))
+
     def measure(
         self, student: Tensor, teacher: Tensor | None, target: Tensor | None, rows: slice, with_gradient: bool
     ) -> Measured:
@@ -67,6 +89,22 @@ class ClosedForm:
         return Measured(stats.divergence, stats.logps, backward)
 
 
+def _steepest(divergence: Divergence, temperature: float) -> float:
+    """Return a bound on the gradient by a logit that is divided by the temperature."""
+    kind, beta = divergence.kind, divergence.beta
+    if kind == "reverse_kl":
+        return _STEEPEST_KL
+    if kind == "cosine":
+        return _STEEPEST_COSINE * temperature
+    if kind == "mixture":
+        if not 0.0 <= beta < 1.0:
+            return _STEEPEST
+        # p |log(p / m)| and p q / m, and their sums over ids, which are the slope
+        of_log, of_ratio = max(1.0, -math.log1p(-beta)), 1.0 / max(beta, 1.0 - beta)
+        return 2.0 * (abs(divergence.on_student) * of_log + abs(divergence.on_ratio) * of_ratio)
+    return 1.0
+
+
 @dataclass(frozen=True)
 class ByAutograd:
     """Uses autograd, in the accumulation dtype."""
@@ -79,6 +117,9 @@ class ByAutograd:
         assert teacher is not None
         # Copies, transforms, gradients, and saved tensors, two each.
         return student.itemsize + teacher.itemsize + 8 * accumulation_dtype(student).itemsize
+
+    def slopes(self) -> Slopes:
+        return slopes_of_divergence(self.options)
 
     def measure(
         self, student: Tensor, teacher: Tensor | None, target: Tensor | None, rows: slice, with_gradient: bool

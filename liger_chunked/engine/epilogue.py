@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_chunked.engine.collectives import gather_tensor
 from liger_chunked.engine.cutting import Tile, Tiles, largest
 from liger_chunked.engine.estimated import part_of_next
-from liger_chunked.engine.gradients import HeadGradients, accumulate
+from liger_chunked.engine.gradients import HeadGradients, Slopes, accumulate
 from liger_chunked.engine.live_rows import LiveCount
 from liger_chunked.engine.plan import Tokens
 from liger_chunked.engine.rows import joined
@@ -31,6 +31,7 @@ from liger_chunked.kernels import (
     project_sums,
     row_factors,
     scale_rows,
+    slopes_of_stats,
 )
 from liger_chunked.kernels.operands import along
 from liger_chunked.kernels.tuning.hopper import (
@@ -429,7 +430,7 @@ class StatisticsPass:
         x, weight = for_descriptor(x), self.head.weight
         target = _rows_of(target, self.head)
         count = LiveCount.start(gradients) if self.skips_rows else None
-        gradients = self.grads.normalize(gradients)
+        gradients = self.grads.normalize(gradients, self._slopes)
         factors = row_factors(self._rows, self._entropy, gradients, _scale(self.options), self.head.vocab_size)
         # With a gradient of the entropy, the last tile is projected again: log p + entropy cancels near certainty, and
         # from rounded exponentials its error was up to 3 times eager code's (docs/tuning.md).
@@ -466,6 +467,9 @@ class StatisticsPass:
                 )
             self.grads.add(tile, dz)
         self.grads.close_chunk()
+
+    def _slopes(self) -> Slopes:
+        return slopes_of_stats(self.options, self.head.vocab_size)
 
     def reserve(self, tiles: Tiles) -> None:
         if self._buffer is None:

@@ -61,6 +61,11 @@ class FilteredPass(HeadPass):
         super().restore(tensors)
         self.smallest_kept = tensors["smallest_kept"]
 
+    def _leaves_rows_out(self, tokens: Tokens) -> bool:
+        # Among other rows, the smallest logit that is kept may be projected again as a smaller number, and dropped.
+        held = self._held
+        return super()._leaves_rows_out(tokens) and held is not None and held.shape[0] == tokens.x.shape[0]
+
     def _gradient(
         self, logits: Tensor, target: Tensor, tile: Tile, cotangents: LogitsCotangents, live: Tensor | None = None
     ) -> Tensor:

@@ -2,7 +2,7 @@
 
     grads = HeadGradients(plan, input, head, needs, u)
     for each chunk:
-        gradients = grads.normalize(gradients)              upstream gradients, in range for float16
+        gradients = grads.normalize(gradients, slopes)      upstream gradients, in range for float16
         dx = grads.open_chunk(head, x, row_slice, tiles)    memory for the chunk's dX
         for tile in reversed(tiles):
             grads.add(tile, dz)                             dX += dz W, dW += dz^T X, db += sum of dz
@@ -15,6 +15,7 @@ sum over ids: `SummedInputGradient` adds these parts, `ScatteredInputGradient` g
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -66,8 +67,13 @@ def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.sum(0, dtype=dtype)
 
 
-# The unit if all float16 gradients are zero.
-_SMALLEST_UNIT = 2.0**-64
+# Upper bounds on |dL/dz| for upstream gradients of 1, by the name of the upstream gradient.
+Slopes = Mapping[str, float | Tensor]
+
+# The largest float16 gradient by a logit, in its unit. float16 ends at 65504; the rest is for rounding errors.
+_LARGEST_HALF = 60000.0
+# The least bound on a float16 gradient by a logit, which may be zero.
+_SMALLEST = 2.0**-64
 
 
 class Needs(NamedTuple):
@@ -229,10 +235,16 @@ class ScatteredInputGradient(SummedInputGradient):
         self._own_rows: Tensor | None = None  # of the open chunk's sum
 
     def start_sum(self) -> None:
-        assert self._dx is not None
-        self._sum, self._own_rows = self._scattered.start_reduce(self._dx, self._row_slice)
+        dx, live = self._dx, self._live
+        assert dx is not None
+        if live is not None:  # each rank sends a fixed number of rows
+            n = self._row_slice.stop - self._row_slice.start
+            dx = dx.new_zeros(n, dx.shape[1]).index_copy_(0, live, dx)
+        self._sum, self._own_rows = self._scattered.start_reduce(dx, self._row_slice)
 
     def close(self) -> None:
+        if self._own_rows is None:  # no row has a gradient, on any rank
+            self.start_sum()
         self._wait()
         assert self.total is not None and self._own_rows is not None
         self._scattered.write(self.total, self._row_slice, self._own_rows)
@@ -344,6 +356,11 @@ class HeadGradients:
     In float16, where the gradients of a mean would underflow, upstream gradients are divided by a power of two, the
     unit. All sums are then float32, and `finish` multiplies them by it.
 
+    The unit takes the largest gradient by a logit to the top of float16's range. A forward does not know the loss scale
+    that its backward will get. Eager code multiplies all gradients by that one scale, and overflows unless the largest
+    stays in range. So at no scale that works does eager code lift small gradients further above float16's underflow
+    than the unit does.
+
     Attributes:
         input, weight: dX and dW, for a pass that forms them without `add`. None: not needed.
 
@@ -384,14 +401,28 @@ class HeadGradients:
         self._chunk_x: Tensor | None = None
         self._chunk_u: Tensor | None = None
 
-    def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Divide upstream gradients by the unit. If it must grow for them, rescale what was summed in a smaller one."""
+    def normalize(
+        self, gradients: dict[str, Tensor], slopes: Callable[[], Slopes], temperature: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Divide a chunk's upstream gradients by the unit. Once a chunk, before its gradients by logits are written.
+
+        If the unit must grow for this chunk, what earlier chunks summed is rescaled.
+
+        Args:
+            gradients: (n,) or (n, K) upstream gradients of the whole chunk, by name.
+            slopes: returns `Slopes`, at a temperature of 1 if there is one of each row. Called in float16 alone.
+            temperature: (n,) of the rows. None: `slopes` include it.
+        """
         if not self._is_half:
             return gradients
+        bounds, by_name = [], slopes()
+        for name, g in gradients.items():
+            of_rows = g.abs() if g.ndim == 1 else g.abs().sum(1)
+            bounds.append((of_rows if temperature is None else of_rows / temperature).max() * by_name[name])
         # A power of two divides exactly. It may grow: a first chunk with no or small gradients does not fix a unit in
         # which later ones would overflow.
-        largest = torch.stack([g.abs().max() for g in gradients.values()]).max()
-        unit = torch.exp2(largest.clamp(min=_SMALLEST_UNIT).log2().ceil())
+        largest = torch.stack(bounds).sum().clamp(min=_SMALLEST)
+        unit = torch.exp2((largest / _LARGEST_HALF).log2().ceil())
         if self._unit is not None:
             unit = torch.maximum(self._unit, unit)
             factor, sums = self._unit / unit, (self.input, self.weight, self._u, self._up)

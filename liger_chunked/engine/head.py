@@ -18,7 +18,7 @@ from torch import Tensor
 from liger_chunked.engine.candidates import Candidates
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.estimated import part_of_next
-from liger_chunked.engine.gradients import HeadGradients, accumulate
+from liger_chunked.engine.gradients import HeadGradients, Slopes, accumulate
 from liger_chunked.engine.live_rows import LiveCount, LiveRows
 from liger_chunked.engine.plan import Tokens
 from liger_chunked.kernels import (
@@ -31,6 +31,7 @@ from liger_chunked.kernels import (
     merge,
     row_stats,
     row_stats_are_exact,
+    slopes_of_stats,
     unround_logps_,
 )
 from liger_chunked.kernels.launch import is_dry
@@ -213,29 +214,29 @@ class HeadPass:
         assert self.grads is not None and self.normalisers is not None
         # A chunk that the loss ignores runs too: its rows of dX, and maybe all of dW, may be uninitialised.
         gradients = gradients or {"logps": torch.zeros_like(self.normalisers.max)}
-        count = LiveCount.start(gradients) if self.skips_rows else None
-        gradients = self.grads.normalize(gradients)
+        count = LiveCount.start(gradients) if self._leaves_rows_out(tokens) else None
+        gradients = self.grads.normalize(gradients, self._slopes, tokens.side.get("temperature"))
         x, target, row_slice, tiles, u, side = tokens
-        upstream, candidates = gradients.pop("candidate_logps", None), None
+        upstream = gradients.pop("candidate_logps", None)
         if upstream is not None:
             # The log-probability of a candidate is its logit minus lse: lse gets the sum of their gradients.
             gradients["lse"] = gradients.get("lse", 0.0) - upstream.sum(1)
-            candidates = Candidates(side["candidates"], self.logits_dtype)
         cotangents = self.normalisers._replace(**gradients, temperature=side.get("temperature"))
         last: Tensor | None = None  # the gradient of the held tile, if it is known before the loop
         live: LiveRows | None = None
         if count is not None:
-            held, self._held = self._held, None
-            if held is not None and held.shape[0] == x.shape[0]:
-                # Before the count, so that the device computes it while the host waits.
-                last = self._gradient(held, target, tiles[-1], cotangents, count.rows)
+            if self._held is not None and self._held.shape[0] == x.shape[0] and upstream is None:
+                # Before the count, so that the device computes it while the host waits. Candidates read the logits.
+                last, self._held = self._gradient(self._held, target, tiles[-1], cotangents, count.rows), None
             live = count.read()
-            if live is not None:
-                x, target, row_slice, tiles, u, side = live.tokens(tokens)
-                cotangents = cotangents.at(live.rows)
-                last = None if last is None else last[: live.length]
-            elif last is None:
-                self._held = held
+        if live is not None:
+            if self._held is not None:
+                self._held = live.compact_(self._held) if self._held.shape[0] == x.shape[0] else None
+            last = None if last is None else last[: live.length]
+            x, target, row_slice, tiles, u, side = live.tokens(tokens)
+            cotangents = cotangents.at(live.rows)
+            upstream = None if upstream is None else upstream[live.rows]
+        candidates = None if upstream is None else Candidates(side["candidates"], self.logits_dtype)
         self.grads.open_chunk(self.head, x, row_slice, tiles, u, None if live is None else live.rows)
         for tile in reversed(tiles):
             dz, last = last, None
@@ -256,6 +257,13 @@ class HeadPass:
                     write(dz)
             self.grads.add(tile, dz)
         self.grads.close_chunk()
+
+    def _leaves_rows_out(self, tokens: Tokens) -> bool:
+        """Whether the backward of a chunk takes products of the rows with a gradient alone."""
+        return self.skips_rows
+
+    def _slopes(self) -> Slopes:
+        return slopes_of_stats(self.options, self.head.vocab_size, self.class_weight)
 
     def _gradient(
         self, logits: Tensor, target: Tensor, tile: Tile, cotangents: LogitsCotangents, live: Tensor | None = None

@@ -20,6 +20,7 @@ from torch import Tensor
 from liger_chunked.engine.collectives import mapped
 from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.live_rows import LiveCount
 from liger_chunked.engine.plan import Tokens
 from liger_chunked.kernels import LogitsCotangents
 from liger_chunked.kernels.kept import Entries, KeptStats, kept_logits_grad, kept_stats
@@ -84,14 +85,20 @@ class KeptPass(HeadPass):
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         grads, entries, z, normalisers = self.grads, self.entries, self._z, self.normalisers
         assert grads is not None and entries is not None and z is not None and normalisers is not None
+        count = LiveCount.start(gradients) if self.skips_rows else None
+        live = None if count is None else count.read()
+        if live is not None:
+            tokens = live.tokens(tokens)
+            gradients = {name: g[live.rows] for name, g in gradients.items()}
         x, _, row_slice, tiles, u, side = tokens
         positions = side["position"]
-        spread = {name: self._spread(g, positions, 0.0) for name, g in grads.normalize(gradients).items()}
+        gradients = grads.normalize(gradients, self._slopes, side.get("temperature"))
+        spread = {name: self._spread(g, positions, 0.0) for name, g in gradients.items()}
         cotangents = normalisers._replace(**spread, temperature=self._temperature(tokens))
         dz = kept_logits_grad(z, entries, cotangents, self.options)
         part_of_next.set("logits")
         buffer = x.new_empty(self._largest)  # in the products' dtype
-        grads.open_chunk(self.head, x, row_slice, tiles, u)
+        grads.open_chunk(self.head, x, row_slice, tiles, u, None if live is None else live.rows)
         for tile in reversed(tiles):
             rows, columns = tile
             dlogits = buffer[: tile.size].view(rows.stop - rows.start, columns.stop - columns.start)

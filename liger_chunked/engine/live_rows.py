@@ -24,6 +24,7 @@ from liger_chunked.device import accelerator, current_stream, is_on_gpu
 from liger_chunked.engine.cutting import Tile, Tiles
 from liger_chunked.engine.plan import Tokens
 from liger_chunked.kernels import move_rows_
+from liger_chunked.kernels.backend import on_host
 from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.tuning.generic import ONE_DEAD_ROW_OF
 
@@ -72,7 +73,10 @@ class LiveCount:
 
     @classmethod
     def start(cls, gradients: Mapping[str, Tensor]) -> LiveCount | None:
-        """Find the live rows of upstream gradients (rows,) or (rows, K). None on the meta device: rows are unknown."""
+        """Find the live rows of upstream gradients (rows,) or (rows, K).
+
+        None on the meta device, where rows are unknown, and on a CPU if all rows are live.
+        """
         first = next(iter(gradients.values()))
         n, device = first.shape[0], first.device
         if first.is_meta:
@@ -82,6 +86,8 @@ class LiveCount:
         is_live = torch.zeros(n, dtype=torch.bool, device=device)
         for g in gradients.values():
             is_live |= (g != 0) if g.ndim == 1 else (g != 0).any(1)  # NaN counts
+        if on_host(is_live) and is_live.all():
+            return None
         n_live, place = is_live.sum(), torch.arange(n, device=device)
         stays = place < n_live
         hole, mover = stays & ~is_live, is_live & ~stays
@@ -89,14 +95,14 @@ class LiveCount:
         movers = torch.zeros(n + 1, dtype=torch.int64, device=device)
         movers.scatter_(0, torch.where(mover, mover.cumsum(0), 0), place)
         rows = torch.where(stays, torch.where(hole, movers[hole.cumsum(0)], place), -1)
-        rows = torch.where(n - n_live >= _fewest_dead(n), rows, place)
+        rows = torch.where(n - n_live >= _fewest_dead(is_live), rows, place)
         if not is_on_gpu(n_live):  # elsewhere `read` waits for the device
             return cls(rows, n_live, None)
-        on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
-        on_host.copy_(n_live, non_blocking=True)
+        pinned = torch.empty((), dtype=torch.int64, pin_memory=True)
+        pinned.copy_(n_live, non_blocking=True)
         event = accelerator.Event()
         event.record(current_stream(device))
-        return cls(rows, on_host, event)
+        return cls(rows, pinned, event)
 
     def read(self, moved: Tensor | None = None) -> LiveRows | None:
         """Wait for the count, and return the live rows, or None if leaving the others out does not pay.
@@ -111,9 +117,9 @@ class LiveCount:
         if self._event is not None:
             self._event.synchronize()
         n, n_live = self.rows.shape[0], int(self._n_live)
-        return None if n - n_live < _fewest_dead(n) else LiveRows(self.rows[:n_live])
+        return None if n - n_live < _fewest_dead(self.rows) else LiveRows(self.rows[:n_live])
 
 
-def _fewest_dead(n: int) -> int:
-    """Return how many of n rows must be dead to leave them out."""
-    return max(1, n // ONE_DEAD_ROW_OF)
+def _fewest_dead(rows: Tensor) -> int:
+    """Return how many of (n,) rows must be dead to leave them out. On a CPU, one row's products pay."""
+    return 1 if on_host(rows) else max(1, rows.shape[0] // ONE_DEAD_ROW_OF)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_chunked.engine import cutting
 from liger_chunked.engine.cutting import Chunk, Tiles
 from liger_chunked.engine.rows import Rows
 from liger_chunked.engine.sampling import SamplingFilter
@@ -132,6 +133,14 @@ class Plan:
         if "kept_ids" in of_rows:
             kept = Entries(*[of_rows.pop(f"kept_{name}") for name in Entries._fields])  # type: ignore[arg-type]
         return replace(self, class_weight=class_weight, kept=kept, rows=self.rows.with_tensors(of_rows))
+
+    def of_rows(self, index: Tensor) -> Plan:
+        """Return the plan of some rows (n,), in chunks of whole rows no longer than these, with tiles no longer."""
+        rows = replace(self.rows.reordered(index), n_valid=index.shape[0])
+        chunks = cutting.chunks_of_tokens(rows.n_valid, max(1, self.chunks[0].length))
+        columns = max(tile.vocab_slice.stop for tiles in self.tiles for tile in tiles)
+        tiles = tuple(cutting.whole_rows(chunk.length, columns, self.most_rows) for chunk in chunks)
+        return replace(self, rows=rows, chunks=chunks, tiles=tiles, n_contributions=len(chunks) if rows.n_valid else 0)
 
     @property
     def most_rows(self) -> int:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.divergences import Measured
+from liger_chunked.engine.divergences import Measured, slopes_of_divergence
+from liger_chunked.engine.gradients import Slopes
 from liger_chunked.kernels.transform import transform, transform_and_slope
 from liger_chunked.types import LogitOptions, accumulation_dtype
 
@@ -30,6 +31,9 @@ class Ranked:
         # before these, so that their workspaces fit too, for a teacher of up to twice the student's columns.
         of_teacher = teacher.itemsize + 3 * wide + _INDEX
         return student.itemsize + math.ceil(self.ratio * of_teacher) + 6 * wide + _INDEX
+
+    def slopes(self) -> Slopes:
+        return slopes_of_divergence(self.options, 1.0 if self.scale is None else self.scale.abs().max().float())
 
     def measure(
         self, student: Tensor, teacher: Tensor | None, target: Tensor | None, rows: slice, with_gradient: bool

@@ -274,7 +274,7 @@ def fused_loss(
     """Return the loss of an objective, and what its metrics read.
 
     Args:
-        skips_rows: whether to look for tokens without a gradient, if the host may wait.
+        skips_rows: whether to look for tokens without a gradient on a GPU, if the host may wait. A CPU always does.
         owner: the module of the loss, for messages.
     """
     if not _KNOWN.issuperset(outputs):

@@ -11,10 +11,12 @@ from liger_chunked.engine.divergences import (
     DivergenceFunction,
     Measured,
     measured_by,
+    slopes_of_divergence,
     tempered,
     transformed,
     vector_jacobian,
 )
+from liger_chunked.engine.gradients import Slopes
 from liger_chunked.kernels import tail_grad_, tail_stats
 from liger_chunked.types import LogitOptions, VocabShard, accumulation_dtype
 
@@ -38,6 +40,9 @@ class TopK:
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
         return student.itemsize
+
+    def slopes(self) -> Slopes:
+        return slopes_of_divergence(self.options)
 
     def measure(
         self, student: Tensor, teacher: Tensor | None, target: Tensor | None, rows: slice, with_gradient: bool

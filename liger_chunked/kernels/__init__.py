@@ -24,7 +24,7 @@ from liger_chunked.kernels.logits_divergence import (
     liger_kl_div_with_logits,
     liger_tvd_with_logits,
 )
-from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_
+from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_, slopes_of_stats
 from liger_chunked.kernels.logits_stats import (
     ExactTarget,
     PartialStats,
@@ -120,6 +120,7 @@ __all__ = [
     "sampling_bound",
     "scale_",
     "scale_rows",
+    "slopes_of_stats",
     "survey",
     "survey_top_k",
     "tail_grad_",

@@ -7,6 +7,7 @@ then back through the transform. Bytes: the tile read and written once; of some 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,18 @@ class LogitsCotangents(NamedTuple):
     def at(self, rows: slice | tuple[slice, None] | Tensor) -> LogitsCotangents:
         optional = (None if field is None else field[rows] for field in self[2:])
         return LogitsCotangents(self.max[rows], self.sum_exp[rows], *optional)
+
+
+def slopes_of_stats(
+    options: LogitOptions, vocab_size: int, class_weight: Tensor | None = None
+) -> dict[str, float | Tensor]:
+    """Return upper bounds on |dL/dz| for upstream gradients of 1, by the statistic's name."""
+    steepness = abs(options.logit_scale) / options.temperature  # a softcap's slope is at most 1
+    # p (log p + entropy) is largest where the other ids are equally likely: p (1 - p) log V, and less than 1 more.
+    of_entropy = 1.0 + 0.25 * math.log(vocab_size)
+    of_mean = 1.0 if class_weight is None else class_weight.abs().max().float()
+    bounds = {"logps": 1.0, "lse": 1.0, "candidate_logps": 1.0, "entropy": of_entropy}
+    return {**{name: steepness * x for name, x in bounds.items()}, "mean_logits": steepness / vocab_size * of_mean}
 
 
 @Kernel

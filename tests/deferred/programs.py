@@ -253,7 +253,7 @@ def edits(w: Writer, t: str, x: Tensor) -> list[str]:
 
 
 def reads(w: Writer, t: str, x: Tensor) -> list[str]:
-    found = [f"note({t})", f"note({t}.shape, {t}.requires_grad)", f"note(round({t}.sum().item(), 6))"]
+    found = [f"note({t})", f"note({t}.shape, {t}.requires_grad)", f"note({t}.sum().item())"]
     found += [f"note({t}.{statistic})" for statistic in STATISTICS]
     found += [f"note({t}.detach().argmax(-1))", f"note({t}.detach().max(), {t}.dtype)", f"note({t}.data.sum(-1))"]
     found += [f"with torch.no_grad(): note({t}.{w.rng.choice(STATISTICS)})", f"note(torch.argmax({t}, dim=-1))"]
@@ -456,7 +456,12 @@ def judged(setting: Setting, lines: list[str], defer: Defer, exact: Run | None =
     if found.error is None and is_version_error(exact.error):
         with saved_copies():
             exact = executed(setting, codes, stock)
-    return compared(found, exact, bound_of(lines))
+    kind, text = compared(found, exact, bound_of(lines))
+    if kind == "wrong" and any(".data" in line for line in lines):
+        # torch does not count these writes: stock's backward reads what was written, ours what the forward read.
+        with saved_copies():
+            return compared(found, executed(setting, codes, stock), bound_of(lines))
+    return kind, text
 
 
 def without(lines: list[str], i: int) -> list[str]:

@@ -151,10 +151,11 @@ def test_no_tensor_of_the_size_of_logits(name: str) -> None:
 def test_no_more_than_stock(name: str) -> None:
     """No more products than stock's three, so real logits are computed once for all of their readers.
 
-    Of memory, a few small tensors more.
+    A loss for each position takes a fourth: all but the first compute their gradient in the backward, so that not all
+    of them keep one of the weight. Of memory, a few small tensors more.
     """
     exact, found = outcomes(AS_STOCK[name], deferred)
-    assert found.watch.flops <= exact.watch.flops
+    assert found.watch.flops <= exact.watch.flops * (4 / 3 if name.startswith("by-") else 1)
     assert found.watch.peak <= 1.05 * exact.watch.peak
 
 

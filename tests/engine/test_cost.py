@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from spies import Memory, flop_counter
-from table import ROWS, Batch, Row, Sizes, moved, n_valid
+from table import ROWS, Batch, Row, Sizes, live_fraction, moved, n_valid
 
 from liger_chunked import linear_token_stats
 from liger_chunked.engine import gradients, sampling
@@ -37,19 +37,21 @@ def of_reference(batch: Batch) -> float:
 @pytest.mark.sampled
 @by_row_of_products
 @pytest.mark.parametrize(
-    ("trainable", "grad", "expected"),
+    ("trainable", "grad", "of_backward"),
     [
-        pytest.param(("weight", "input", "bias"), True, 3, id="trainable-head"),
-        pytest.param(("input",), True, 2, id="frozen-head"),
-        pytest.param(("weight",), True, 2, id="frozen-input"),
-        pytest.param(("bias",), True, 1, id="only-the-bias"),
-        pytest.param((), True, 1, id="nothing-trainable"),
-        pytest.param(("weight", "input", "bias"), False, 1, id="no_grad"),
+        pytest.param(("weight", "input", "bias"), True, 2, id="trainable-head"),
+        pytest.param(("input",), True, 1, id="frozen-head"),
+        pytest.param(("weight",), True, 1, id="frozen-input"),
+        pytest.param(("bias",), True, 0, id="only-the-bias"),
+        pytest.param((), True, 0, id="nothing-trainable"),
+        pytest.param(("weight", "input", "bias"), False, 0, id="no_grad"),
     ],
 )
-def test_gemms_within_the_budget(row, trainable, grad, expected):
+def test_gemms_within_the_budget(row, trainable, grad, of_backward):
+    """The backward takes products of the rows that have a gradient."""
     batch = row.sample(SIZES, seed=0)
-    assert gemms(row, batch, trainable, grad=grad) == expected + of_reference(batch)
+    expected = 1 + of_backward * live_fraction(row, batch) + of_reference(batch)
+    assert gemms(row, batch, trainable, grad=grad) == pytest.approx(expected, rel=1e-12)
 
 
 @by_row_of_products
@@ -57,10 +59,13 @@ def test_gemms_of_many_chunks(row):
     """Chunks add no products while each group fits, except in batch-scoped losses and with gradients in backward."""
     batch = row.sample(SIZES, seed=0)
     count = gemms(row, batch, ("weight", "input", "bias"), budget=8 * 2 * SIZES.length * SIZES.vocab)
+    live = live_fraction(row, batch)
     if row.kept or (row.fused and row.scope != "batch"):  # logits of kept ids stay in memory
-        assert count == 3 + of_reference(batch)
+        assert count == pytest.approx(1 + 2 * live + of_reference(batch), rel=1e-12)
+    elif live == 0:
+        assert count == pytest.approx(1 + of_reference(batch), rel=1e-12)
     else:
-        assert 3 + of_reference(batch) < count <= 4 + of_reference(batch)
+        assert 1 + 2 * live + of_reference(batch) < count <= 1 + 3 * live + of_reference(batch)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +80,8 @@ def test_gemms_over_the_budget(row):
     # even slices have 1252 columns, rounded up to 1280.
     count = gemms(row, batch, ("weight", "input", "bias"), budget=8 * 11 * 2503)
     last_tile = 1.0 if row.kept else (2503 - 1280) / 2503
-    assert count == pytest.approx(4 - last_tile + of_reference(batch), rel=1e-12)
+    of_backward = (3 - last_tile) * live_fraction(row, batch)
+    assert count == pytest.approx(1 + of_backward + of_reference(batch), rel=1e-12)
 
 
 def test_no_gemms_of_few_rows():
@@ -90,7 +96,8 @@ def test_no_reference_gemm_for_reference_log_probs():
     assert rows
     for row in rows:
         batch = row.sample(SIZES, seed=0)
-        assert gemms(row, batch, ("weight", "input")) == 3
+        expected = 1 + 2 * live_fraction(row, batch)
+        assert gemms(row, batch, ("weight", "input")) == pytest.approx(expected, rel=1e-12)
 
 
 # Chosen so that the sizes [V, H] and N * V are easy to recognize.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,19 +11,36 @@ import pytest
 import torch
 from sampling import on_paths
 from spies import Memory, flop_counter
-from table import POLICY, ROWS, SMALL, STATISTICS, Batch, Sizes, evaluate, moved, n_valid, relative_error, rollouts
+from table import (
+    POLICY,
+    ROWS,
+    SMALL,
+    STATISTICS,
+    Batch,
+    Sizes,
+    evaluate,
+    moved,
+    n_valid,
+    products_for_kept_ids,
+    relative_error,
+    rollouts,
+)
 from table import rows as named
 from torch import Tensor
 
 from liger_chunked import (
     AdaptedWeight,
+    KeptIds,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
+    LigerFusedLinearKLDivLoss,
     LigerFusedLinearPolicyBase,
     LogitOptions,
     eager,
     linear_token_stats,
 )
-from liger_chunked.engine import choose, epilogue, known
+from liger_chunked.engine import choose, distillation, epilogue, known, live_rows
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.live_rows import LiveCount
 from liger_chunked.kernels import LogitsCotangents, backend, logits_grad_, move_rows
@@ -35,8 +53,16 @@ ONE = 2 * TOKENS * SIZES.hidden * SIZES.vocab  # FLOPs of a product of all token
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let small steps leave rows out too."""
+    """Let small steps leave rows out on a GPU too."""
     monkeypatch.setattr(choose, "SMALLEST_OF_LIVE_ROWS", 0)
+
+
+@contextmanager
+def all_rows() -> Iterator[None]:
+    """Leave no rows out."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "_skips_rows", lambda *args, **options: False)
+        yield
 
 
 def products(loss: Callable[[Batch], Tensor], batch: Batch, trainable: tuple[str, ...] = ("weight", "input")) -> float:
@@ -146,9 +172,103 @@ def test_products_of_statistics(fraction, options, again):
         assert count == pytest.approx(1 + (2 + again) * fraction)
 
 
-def test_small_steps_take_all_rows(monkeypatch):
+def test_small_steps_on_a_gpu_take_all_rows(monkeypatch):
+    """There the count takes longer than the products. On a CPU it is known at once."""
     monkeypatch.undo()
+    assert products(grpo, with_advantages(0.2)) == pytest.approx(1.4)
+    monkeypatch.setattr(choose, "_is_on_cpu", lambda head: False)
     assert products(grpo, with_advantages(0.2)) == pytest.approx(3)
+
+
+# Losses other than policies, and each kind of pass
+
+
+LIVE = with_advantages(0.2)["advantages"]
+
+
+def cross_entropy(batch: Batch, budget: int | None) -> Tensor:
+    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", label_smoothing=0.1, logits_budget=budget)
+    return loss(**batch, token_weights=LIVE)
+
+
+def dpo(batch: Batch, budget: int | None) -> Tensor:
+    """Return the loss of two pairs, of which the first is beyond the hinge's margin."""
+    loss = LigerFusedLinearDPOLoss(loss_type="hinge", logits_budget=budget)
+    return loss(**batch, ref_logps=torch.tensor([-1e4, 1e4, 0.0, 0.0], dtype=torch.float64))[0]
+
+
+def statistics(batch: Batch, budget: int | None, **options: Any) -> Tensor:
+    stats = linear_token_stats(**batch, logits_budget=budget, **options)
+    return sum((value * LIVE).sum() for value in (stats.logps, stats.lse) if value is not None)
+
+
+def filtered(batch: Batch, budget: int | None) -> Tensor:
+    return statistics(batch, budget, top_k=40, outputs=("lse",))
+
+
+def candidates(batch: Batch, budget: int | None) -> Tensor:
+    ids = (batch["target"][..., None] + torch.arange(5)) % SIZES.vocab
+    stats = linear_token_stats(**batch, candidates=ids, logits_budget=budget)
+    of_ids = torch.linspace(-1, 1, 5, dtype=torch.float64)
+    return ((stats.logps + (stats.candidate_logps * of_ids).sum(-1)) * LIVE).sum()
+
+
+def kept_ids(batch: Batch, budget: int | None) -> Tensor:
+    """Return statistics of long lists of kept ids, which take products."""
+    n, k = batch["target"].numel(), 12
+    ids = (batch["target"].view(-1, 1) + torch.arange(k)) % SIZES.vocab
+    kept = KeptIds(ids.view(-1), torch.arange(0, (n + 1) * k, k))
+    with products_for_kept_ids():
+        return statistics(batch, budget, kept=kept)
+
+
+def divergence(batch: Batch, budget: int | None, top_k: bool = False, **options: Any) -> Tensor:
+    """Return a distillation loss of single tokens, some without a target. Only some have a gradient."""
+    given = {"teacher_weight": batch["weight"].detach().flip(0), "teacher_input": batch["input"].detach()}
+    if top_k:
+        ids = (batch["target"][..., None] + torch.arange(7)) % SIZES.vocab
+        given = {"teacher_ids": ids, "teacher_logps": -2.0 - torch.arange(7).double().expand(ids.shape)}
+    loss = LigerFusedLinearKLDivLoss(reduction="none", logits_budget=budget, **options)
+    return (loss(**batch, **given)[0] * LIVE).sum()
+
+
+# By name, the loss and its products of forward and backward. A divergence of single tokens computes the logits of both
+# models again in its backward.
+OTHERS: dict[str, tuple[Callable[[Batch, int | None], Tensor], float, float]] = {
+    "cross-entropy": (cross_entropy, 1, 2 * 0.2),
+    "dpo": (dpo, 1, 2 * 0.5),
+    "logps": (statistics, 1, 2 * 0.2),
+    "filter": (filtered, 1, 2 * 0.2),
+    "candidates": (candidates, 1, 2 * 0.2),
+    "kept-ids": (kept_ids, 1, 2 * 0.2),
+    "divergence": (divergence, 2, 4 * 0.2),
+    "top-k": (partial(divergence, top_k=True), 1, 3 * 0.2),
+}
+
+
+def of_head(row_of_batch: Batch) -> Batch:
+    return {name: row_of_batch[name] for name in ("weight", "input", "target", "bias")}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_products_of_other_losses(name):
+    loss, forward, backward = OTHERS[name]
+    assert products(lambda batch: loss(batch, None), of_head(with_advantages(0.2))) == pytest.approx(forward + backward)
+
+
+@pytest.mark.parametrize("budget", [None, 8 * 97 * 37, 8 * 97, 8 * 30], ids=["one", "chunks", "token", "slices"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_results_of_other_losses(name, budget):
+    loss = partial(OTHERS[name][0], budget=budget)
+    batch = of_head(with_advantages(0.2))
+    ours = evaluate(loss, batch)
+    with all_rows(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distillation, "on_host", lambda x: False)
+        exact = evaluate(loss, batch)
+    for part, value in exact.items():
+        assert relative_error(ours[part], value) < 1e-12, part
+    dead = (exact["input"] == 0).all(-1)
+    assert dead.any() and (ours["input"][dead] == 0).all()
 
 
 def test_known_counts_are_not_waited_for(monkeypatch):
@@ -292,7 +412,7 @@ def test_an_adapter_on_the_head(budget):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("tile", [None, 9, 64])
-def test_results_are_as_close_as_with_all_rows(dtype, tile, monkeypatch):
+def test_results_are_as_close_as_with_all_rows(dtype, tile):
     """Only the order of dW's sum changes.
 
     In float32, tiles have more rows than 9: of these up to 3 are live, and some CPUs sum the float32 product of so few
@@ -306,28 +426,26 @@ def test_results_are_as_close_as_with_all_rows(dtype, tile, monkeypatch):
     for seed in range(6):
         batch = of_some_tokens(rollouts(sizes, seed=seed))
         exact = evaluate(partial(grpo), batch)
-        monkeypatch.setattr(choose, "SMALLEST_OF_LIVE_ROWS", 0)
         ours = evaluate(partial(grpo, logits_budget=budget), moved(batch, dtype))
-        monkeypatch.setattr(choose, "SMALLEST_OF_LIVE_ROWS", 1 << 60)
-        before = evaluate(partial(grpo, logits_budget=budget), moved(batch, dtype))
+        with all_rows():
+            before = evaluate(partial(grpo, logits_budget=budget), moved(batch, dtype))
         errors.append([[relative_error(x[name], exact[name]) for name in ("weight", "input")] for x in (ours, before)])
     found, expected = torch.tensor(errors).square().mean(0).sqrt()
     assert (found <= 1.1 * expected).all(), (found, expected)
 
 
 @pytest.mark.parametrize("row", [*on_paths(row for row in ROWS if row in POLICY or row in STATISTICS)])
-def test_no_bit_changes_if_all_rows_are_live(row, monkeypatch):
+def test_no_bit_changes_if_all_rows_are_live(row):
     batch = row.sample(SMALL, seed=0)
     for name in ("old_logps",):  # nothing is clipped
         if name in batch:
             batch[name] = eager.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"]
-    results = []
-    for smallest in (0, 1 << 60):
-        monkeypatch.setattr(choose, "SMALLEST_OF_LIVE_ROWS", smallest)
-        results.append(evaluate(row.ours, moved(batch, torch.float32)))
+    ours = evaluate(row.ours, moved(batch, torch.float32))
+    with all_rows():
+        expected = evaluate(row.ours, moved(batch, torch.float32))
     if "top-entropy" not in row.id:
-        for name, value in results[1].items():
-            assert torch.equal(results[0][name], value), name
+        for name, value in expected.items():
+            assert torch.equal(ours[name], value), name
 
 
 def test_nan_is_a_gradient():
@@ -406,9 +524,12 @@ def test_live_rows_fill_the_holes(pattern):
     assert sum(rows.stop - rows.start for rows, _ in kept.tiles(tiles)) == n
 
 
-def test_few_dead_rows_stay():
+def test_few_dead_rows_stay_on_a_gpu(monkeypatch):
     g = torch.ones(256)
+    assert LiveCount.start({"logps": g}) is None  # a CPU has the number at once
     g[7] = 0
+    assert LiveCount.start({"logps": g}).read().length == 255
+    monkeypatch.setattr(live_rows, "on_host", lambda x: False)
     count = LiveCount.start({"logps": g})
     assert count.read() is None and torch.equal(count.rows, torch.arange(256))
     g[:4] = 0

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from fused import assert_real_logits
 from sampling import on_paths
 from spies import Memory, flop_counter
-from table import ROWS, SMALL, Batch, Row, Sizes, evaluate, moved, n_valid, relative_error
+from table import ROWS, SMALL, Batch, Row, Sizes, evaluate, live_fraction, moved, n_valid, relative_error
 from test_values import ERROR_SIZES, FACTOR, rms
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
@@ -470,7 +470,9 @@ def test_adapters_merged_before_the_backward(loss, budget):
     found = model(**batch, head_fn=head_fn)
     lm_head = model.get_base_model().lm_head
     lm_head.merge()
-    with pytest.raises(RuntimeError, match=r"adapters of the head .* were merged or unmerged after the model called it"):
+    with pytest.raises(
+        RuntimeError, match=r"adapters of the head .* were merged or unmerged after the model called it"
+    ):
         found.backward(retain_graph=True)
     lm_head.unmerge()
     for name, gradient in gradients_of(model, found).items():
@@ -638,9 +640,13 @@ def test_products_of_a_frozen_weight(row, frozen_input, tokens):
     products = {name: x for name, x in leaves.items() if name == "input"}
     without = flops(row, plain, products, lambda b: b, budget)
     found = flops(row, batch, leaves, policy_adapter, budget)
-    of_up = 3 * 2 * n * RANK * COST.vocab  # logits, du, dup
+    # The adapter changes which rows have a gradient.
+    live = live_fraction(row, {**plain, "weight": plain["weight"] + batch["up"] @ batch["down"]})
+    if not frozen_input:
+        without += (live - live_fraction(row, plain)) * 2 * n * COST.hidden * COST.vocab
+    of_up = (1 + 2 * live) * 2 * n * RANK * COST.vocab  # logits, and du and dup of rows with a gradient
     of_down = (2 + (not frozen_input)) * 2 * total * RANK * COST.hidden  # u, its gradient, and dX
-    assert found == without + of_up + of_down
+    assert found == pytest.approx(without + of_up + of_down, rel=1e-12)
 
 
 @PEFT_WARNINGS

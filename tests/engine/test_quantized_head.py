@@ -21,7 +21,6 @@ pytest.importorskip("peft")
 
 import peft
 from fused import assert_fused
-from liger_chunked.deferred.request import requested
 from model_zoo import BY_ID
 from spies import Memory
 from table import relative_error
@@ -39,6 +38,7 @@ from test_values import FACTOR, rms
 from torch import Tensor, nn
 
 from liger_chunked import KeptIds, apply_liger_kernel, attach_head, linear_token_stats
+from liger_chunked.deferred.request import requested
 from liger_chunked.kernels import backend
 from liger_chunked.types import Head
 

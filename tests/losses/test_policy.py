@@ -115,8 +115,11 @@ def test_gemms_of_sequences_over_the_budget(settings, expected):
     with flop_counter() as counter:
         grpo({**batch, **leaves}, logits_budget=8 * 97 * 4, **settings).backward()
     count = counter.get_total_flops() / (2 * n_valid(batch) * sizes.hidden * sizes.vocab)
+    exact = evaluate(lambda batch: eager.grpo(**batch, **settings)[0], batch, ("input",))
+    live = int((exact["input"] != 0).any(-1).sum()) / n_valid(batch)
+    expected = 1 + (expected - 1) * live  # rows without a gradient take no product in the backward
     # The last tile, of 4 of 40 or 80 tokens, is still in memory when backward begins.
-    assert expected - 0.11 <= count <= expected
+    assert expected - 0.11 <= count <= expected + 1e-9
 
 
 @by_level

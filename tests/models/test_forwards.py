@@ -558,7 +558,9 @@ def test_forward_hooks_that_edit_logits(hook):
         expected = model(**batch(), head_fn=fused)
     handle = model.lm_head.register_forward_hook(hook)
     if hook is subtracts:
-        with pytest.raises(ValueError, match=r"head_fn takes the place .*: sub at .*test_forwards\.py:\d+ takes real ones"):
+        with pytest.raises(
+            ValueError, match=r"head_fn takes the place .*: sub at .*test_forwards\.py:\d+ takes real ones"
+        ):
             model(**batch(), head_fn=fused)
     else:
         assert_served(model)
@@ -588,7 +590,9 @@ def test_backward_hooks_of_the_head(register):
 def test_a_hook_that_reads_the_gradient_of_logits():
     """It gets the real one, except in a call with `head_fn`, which says that there is none."""
     model, norms = tiny("LlamaForCausalLM", **LLAMA), []
-    handle = model.lm_head.register_full_backward_hook(lambda head, of_inputs, of_outputs: norms.append(of_outputs[0].norm()))
+    handle = model.lm_head.register_full_backward_hook(
+        lambda head, of_inputs, of_outputs: norms.append(of_outputs[0].norm())
+    )
     assert_trains_as_stock(model)
     stock, ours = norms
     torch.testing.assert_close(ours, stock)

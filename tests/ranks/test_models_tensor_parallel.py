@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.distributed import DistributedConfig
 
+from liger_chunked.deferred.lazy import Lazy
 from liger_chunked.integrations.transformers import apply_liger_kernel, attach_head
 
 pytestmark = [
@@ -69,7 +70,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        # Deferred logits and their gradients have a shape and no memory.
+        tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor) and not (x.is_meta or isinstance(x, Lazy))]
         sizes = [(x._local_tensor if isinstance(x, DTensor) else x).numel() for x in tensors]
         self.sizes += sizes
         if "c10d" in function.namespace:

@@ -171,12 +171,28 @@ def live_rows(rank: int, folder: str) -> None:
     """Rows without a gradient are left out alike on all ranks, down to a chunk without any other."""
     join(rank, 2, folder)
     choose.SMALLEST_OF_LIVE_ROWS = 0
+    advantages = torch.tensor([0.0, 1.0, 0.0, -1.0, 0.0, 0.0], dtype=torch.float64)
     for row in rows("grpo", "grpo-top-entropy", "gspo"):
-        batch = row.sample(SMALL, 0)
-        batch["advantages"] = torch.tensor([0.0, 1.0, 0.0, -1.0, 0.0, 0.0], dtype=torch.float64)
+        batch, of_parts = (
+            {**row.sample(sizes, 0), "advantages": advantages} for sizes in (SMALL, SMALL._replace(length=8))
+        )
         for parts in LAYOUTS[2].values():
             for budget in (None, 8 * 9 * 5, 8):
                 check(row, batch, parts, budget)
+                check_scattered(row, of_parts, 2, parts, budget)
+    # A rank takes its part of the products of the rows with a gradient.
+    generator = torch.Generator().manual_seed(0)
+    vocab, hidden, n = 40, 8, 64
+    weight, input = torch.randn(vocab // 2, hidden, generator=generator), torch.randn(1, n, hidden, generator=generator)
+    target, weights = torch.randint(vocab, (1, n), generator=generator), (torch.arange(n) % 4 == 0).float()[None]
+    for input_grad in ("all_reduce", "reduce_scatter"):
+        x = input if input_grad == "all_reduce" else input.chunk(2, 1)[rank]
+        w, x = weight.clone().requires_grad_(), x.clone().requires_grad_()
+        shard = VocabShard(None, rank * vocab // 2, vocab, input_grad)
+        with FlopCounterMode(display=False) as counter:
+            loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+            loss(w, x, target, token_weights=weights, vocab_shard=shard).backward()
+        assert counter.get_total_flops() == 1.5 * 2 * n * hidden * vocab // 2, input_grad
     dist.destroy_process_group()
 
 
@@ -230,30 +246,35 @@ def test_dtensors(tmp_path: Path, fresh_process: FreshProcesses, world: int, eve
 INPUTS = ("input", "ref_input", "teacher_input", "kl_input", "ref_kl_input")
 
 
+def check_scattered(row: Row, batch: Batch, world: int, parts: list[tuple[int, int]], budget: int | None) -> None:
+    """Compare a loss where each rank has the hidden states of its part of the sequences, of 8 positions."""
+    rank = dist.get_rank()
+    part = slice(rank * 8 // world, (rank + 1) * 8 // world)
+    given = cut(batch, parts, input_grad="reduce_scatter")
+    given |= {name: given[name][:, part] for name in INPUTS if name in given}
+    ours = evaluate(partial(row.ours, logits_budget=budget), given)
+    start, (n, _) = shards(parts).start, parts[rank]
+    assert same_on_all_ranks(ours["loss"])
+    for name, expected in evaluate(partial(row.ours), batch).items():
+        found = ours[name]
+        if name in ("weight", "bias"):
+            expected, found = expected[start : start + n], found[:n]
+        elif name == "input":
+            expected = expected[:, part]
+        assert relative_error(found, expected) < 1e-9, name
+
+
 def of_scattered(rank: int, world: str, folder: str, every: str) -> None:
-    """Each rank has the hidden states of its part of the sequences."""
     join(rank, world, folder)
-    sizes = SMALL._replace(length=8)
-    part = slice(rank * 8 // int(world), (rank + 1) * 8 // int(world))
     for i, row in enumerate(row for row in rows_of_ranks(every) if row.kernels and not row.kept):
-        batch = row.sample(sizes, i)
-        whole = evaluate(partial(row.ours), batch)
+        batch = row.sample(SMALL._replace(length=8), i)
         for j, (way, parts) in enumerate(LAYOUTS[int(world)].items()):
             for k, (budget, of_row) in enumerate(BUDGETS.items()):
-                if every != "True" and (i + j) % 2 != k:
-                    continue
-                given = cut(batch, parts, input_grad="reduce_scatter")
-                given |= {name: given[name][:, part] for name in INPUTS if name in given}
-                ours = evaluate(partial(row.ours, logits_budget=of_row(row)), given)
-                start, (n, _) = shards(parts).start, parts[rank]
-                assert same_on_all_ranks(ours["loss"]), (row.id, way, budget)
-                for name, expected in whole.items():
-                    found = ours[name]
-                    if name in ("weight", "bias"):
-                        expected, found = expected[start : start + n], found[:n]
-                    elif name == "input":
-                        expected = expected[:, part]
-                    assert relative_error(found, expected) < 1e-9, (row.id, way, budget, name)
+                if every == "True" or (i + j) % 2 == k:
+                    try:
+                        check_scattered(row, batch, int(world), parts, of_row(row))
+                    except Exception as error:
+                        raise AssertionError(f"{row.id}, {way}, {budget}") from error
     dist.destroy_process_group()
 
 

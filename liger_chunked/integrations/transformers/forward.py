@@ -65,7 +65,7 @@ class ForwardState:
     @property
     def deferral(self) -> Deferral:
         budget = self.logits_budget if self.fusion is None else self.fusion.logits_budget
-        return Deferral(budget, in_training=self.fusion is not None)
+        return Deferral(budget, in_training=self.fusion is not None, whole=True)
 
 
 def state_of(model: nn.Module) -> ForwardState | None:

@@ -46,7 +46,7 @@ class FusedCausalLMOutput(ModelOutput):
 _METRICS = ("entropy", "mean_logits", "argmax")
 
 
-def _log_probs(logits: DeferredLogits, index: Tensor) -> Tensor:
+def _log_probs(logits: Any, index: Tensor) -> Tensor:
     outputs = ("logps", *_METRICS) if torch.is_grad_enabled() else ("logps",)
     # A copy, because TRL writes zeros into it, and this may be a view that a hook of the head made.
     return logits.statistics(index, *outputs)["logps"].clone()
@@ -60,7 +60,7 @@ def _reads_rows(logits: Any, index: Tensor | None = None) -> bool:
 
 
 def _selective_log_softmax(
-    logits: DeferredLogits, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
+    logits: Any, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
 ) -> Tensor:
     log_probs = _log_probs(logits if temperature == 1.0 else logits / temperature, index)
     return log_probs if row_mask is None else log_probs.masked_fill(row_mask == 0, 0.0)
@@ -71,7 +71,7 @@ def _entropy_from_logits(logits: DeferredLogits, chunk_size: int = 128) -> Tenso
 
 
 def _selective_log_softmax_and_entropy(
-    logits: DeferredLogits,
+    logits: Any,
     index: Tensor,
     entropy_requires_grad: bool = True,
     temperature: float = 1.0,

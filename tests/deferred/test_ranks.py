@@ -1,0 +1,414 @@
+"""Deferred logits in several processes: three steps of training equal stock ones, in float64, for each layout.
+
+A row of `LAYOUTS` wraps a toy decoder. A row of `IDIOMS` makes a loss of its logits. Each pair runs with the loss
+outside the model's forward and inside it, with stock logits and with deferred ones. The losses, all parameters after
+each step, and what the idiom noted are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from fresh_process import FreshProcesses
+from ranks import join
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from liger_chunked import DeferredLogits, defer_logits
+
+V, H, B, T, STEPS = 22, 8, 2, 6, 3
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(H, 2 * H), nn.Linear(2 * H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Decoder(nn.Module):
+    """Returns logits; with targets and a loss, the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(V, H)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.norm = nn.LayerNorm(H)
+        self.head = nn.Linear(H, V)
+
+    def forward(self, ids: Tensor, y: Tensor | None = None, loss: Any = None) -> Any:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        z = self.head(self.norm(x))
+        return z if loss is None else loss(z, y)
+
+
+# Losses
+
+
+def shifted(z: Tensor, y: Tensor, note: Any) -> Tensor:
+    return F.cross_entropy(z[:, :-1].flatten(0, 1), y[:, 1:].flatten())
+
+
+def of_all_rows(z: Tensor, y: Tensor, note: Any) -> Tensor:
+    return F.cross_entropy(z.flatten(0, 1), y.flatten())
+
+
+def of_logps(z: Tensor, y: Tensor, note: Any) -> Tensor:
+    logps = z[:, :-1].log_softmax(-1).gather(-1, y[:, 1:, None]).squeeze(-1)
+    return -(logps * torch.linspace(0.5, 1.5, T - 1, dtype=logps.dtype, device=logps.device)).sum() / B
+
+
+def with_metrics(z: Tensor, y: Tensor, note: Any) -> Tensor:
+    loss = shifted(z, y, note)
+    note(z.argmax(-1))
+    note((z[:, :-1].argmax(-1) == y[:, 1:]).double().mean())
+    return loss
+
+
+def of_real(z: Tensor, y: Tensor, note: Any) -> Tensor:
+    """Not a loss that is fused: gradients of real logits."""
+    return shifted(z, y, note) + 1e-2 * (z.sigmoid() ** 2).mean()
+
+
+def of_one_rank(z: Tensor, y: Tensor, note: Any) -> Tensor:
+    loss = shifted(z, y, note)
+    if dist.get_rank() == 0:
+        note(z.argmax(-1))
+        note(z.max())
+    return loss
+
+
+IDIOMS: dict[str, Callable[..., Tensor]] = {
+    "all-rows": of_all_rows,
+    "shifted": shifted,
+    "logps": of_logps,
+    "metrics": with_metrics,
+    "real": of_real,
+    "one-rank": of_one_rank,
+}
+
+
+# Layouts
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is distributed.
+
+    - `wrap(model)`: returns the distributed model
+    - `fused`: no real logits exist where the loss is fused
+    - `same_batch`: ranks share a batch, as in tensor parallelism
+    - `bound`: of errors relative to the largest value
+    - `idioms`: those that stock code can run
+    """
+
+    wrap: Callable[[Any], Any]
+    fused: bool = True
+    same_batch: bool = False
+    bound: float = 1e-11
+    idioms: tuple[str, ...] = tuple(IDIOMS)
+    micro_batches: int = 1
+    calls: int = 1  # of the model before the backward
+
+
+def fsdp2(model: Any, layers: bool = False, apart: Any = (), frozen: bool = False, **options: Any) -> Any:
+    if frozen:
+        for part in (model.embedding, model.layers, model.norm):
+            part.requires_grad_(False)
+    for layer in model.layers if layers else ():
+        fully_shard(layer, **options)
+    if apart:
+        parts = [getattr(model, name) for name in apart]
+        fully_shard(parts[0] if len(parts) == 1 else parts, **options)
+    return fully_shard(model, **options)
+
+
+def fsdp1(model: Any, kinds: set[Any] = frozenset(), **options: Any) -> Any:  # type: ignore[assignment]
+    policy = ModuleWrapPolicy(kinds) if kinds else None
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
+
+
+def tensor_parallel(model: Any, sequence: bool = False, local: bool = False, **head: Any) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan: dict[str, Any] = {"head": ColwiseParallel(input_layouts=Shard(1) if sequence else Replicate(), **head)}
+    if sequence:
+        # Each rank runs the layers on its part of the tokens.
+        plan["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        plan["norm"] = SequenceParallel(use_local_output=local)
+    return parallelize_module(model, mesh, plan)
+
+
+P = functools.partial
+FREED = {"reshard_after_forward": True}
+HALF = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64)
+# The logits are real DTensors. torch cuts no rows of these for its parallel loss.
+SPLIT: dict[str, Any] = {"same_batch": True, "fused": False, "idioms": ("all-rows",)}
+LAYOUTS: dict[str, Layout] = {
+    "ddp": Layout(DistributedDataParallel),
+    "ddp-unused": Layout(P(DistributedDataParallel, find_unused_parameters=True)),
+    "ddp-static": Layout(P(DistributedDataParallel, static_graph=True)),
+    "ddp-views": Layout(P(DistributedDataParallel, gradient_as_bucket_view=True)),
+    "ddp-no-sync": Layout(DistributedDataParallel, micro_batches=2),
+    "ddp-views-no-sync": Layout(P(DistributedDataParallel, gradient_as_bucket_view=True), micro_batches=2),
+    "fsdp2-root": Layout(fsdp2),
+    "fsdp2-layers": Layout(P(fsdp2, layers=True)),
+    "fsdp2-apart": Layout(P(fsdp2, layers=True, apart=("head",))),
+    "fsdp2-with-norm": Layout(P(fsdp2, layers=True, apart=("norm", "head"))),
+    "fsdp2-freed": Layout(P(fsdp2, layers=True, **FREED)),
+    "fsdp2-apart-freed": Layout(P(fsdp2, apart=("head",), **FREED)),
+    "fsdp2-frozen": Layout(P(fsdp2, layers=True, frozen=True)),
+    "fsdp2-frozen-apart": Layout(P(fsdp2, apart=("head",), frozen=True)),
+    "fsdp2-output-dtype": Layout(P(fsdp2, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32)), bound=1e-6),
+    "fsdp2-mixed": Layout(P(fsdp2, apart=("head",), mp_policy=HALF), bound=1e-5),
+    "fsdp2-no-sync": Layout(P(fsdp2, layers=True, apart=("head",)), micro_batches=2),
+    "fsdp2-twice": Layout(P(fsdp2, layers=True), calls=2),
+    "fsdp2-apart-twice": Layout(P(fsdp2, layers=True, apart=("head",)), calls=2),
+    "fsdp1-root": Layout(P(fsdp1, use_orig_params=True)),
+    "fsdp1-root-flat": Layout(P(fsdp1, use_orig_params=False)),
+    "fsdp1-layers": Layout(P(fsdp1, kinds={Layer}, use_orig_params=True)),
+    "fsdp1-apart": Layout(P(fsdp1, kinds={Layer, nn.Linear}, use_orig_params=True)),
+    "fsdp1-apart-flat": Layout(P(fsdp1, kinds={Layer, nn.Linear}, use_orig_params=False)),
+    "fsdp1-apart-no-sync": Layout(P(fsdp1, kinds={nn.Linear}, use_orig_params=True), micro_batches=2),
+    "fsdp1-twice": Layout(P(fsdp1, kinds={Layer}, use_orig_params=True), calls=2),
+    "fsdp1-apart-twice": Layout(P(fsdp1, kinds={nn.Linear}, use_orig_params=True), calls=2),
+    "tp": Layout(P(tensor_parallel, output_layouts=Replicate()), same_batch=True, idioms=tuple(IDIOMS)[:-1]),
+    "tp-sequence": Layout(
+        P(tensor_parallel, sequence=True, output_layouts=Replicate()), same_batch=True, idioms=tuple(IDIOMS)[:-1]
+    ),
+    "tp-local-sequence": Layout(
+        P(tensor_parallel, sequence=True, local=True, output_layouts=Replicate()),
+        same_batch=True,
+        idioms=tuple(IDIOMS)[:-1],
+    ),
+    "tp-split": Layout(P(tensor_parallel, output_layouts=Shard(2), use_local_output=False), **SPLIT),
+    "tp-split-sequence": Layout(
+        P(tensor_parallel, sequence=True, output_layouts=Shard(2), use_local_output=False), **SPLIT
+    ),
+}
+
+
+def whole(x: Tensor) -> Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
+def parameters_of(model: Any) -> list[Tensor]:
+    with FullyShardedDataParallel.summon_full_params(model):
+        return [whole(p) for p in model.parameters()]
+
+
+def trained(layout: Layout, idiom: str, inside: bool, defers: bool) -> list[Any]:
+    """Return the losses and notes of three steps, and all parameters after each."""
+    torch.manual_seed(0)
+    model = Decoder().double()
+    if defers:
+        defer_logits(model.head, logits_budget=4 * 8 * V)
+    head, known = model.head, []
+    run = layout.wrap(model)
+    optimizer = torch.optim.SGD(run.parameters(), lr=0.5)
+    rank = 0 if layout.same_batch else dist.get_rank()
+    generator = torch.Generator().manual_seed(1 + rank)
+
+    def loss_of(z: Tensor, y: Tensor) -> Tensor:
+        if defers:
+            assert isinstance(z, DeferredLogits) == layout.fused, type(z)
+        return IDIOMS[idiom](z, y, lambda x: known.append(whole(x)))
+
+    for _ in range(STEPS):
+        for i in range(layout.micro_batches):
+            ids = torch.randint(V, (B, T), generator=generator)
+            # FSDP2's way first.
+            last = i == layout.micro_batches - 1
+            if hasattr(run, "set_requires_gradient_sync"):
+                run.set_requires_gradient_sync(last)
+            local = contextlib.nullcontext() if last or not hasattr(run, "no_sync") else run.no_sync()
+            split = isinstance(layout.wrap, functools.partial) and "use_local_output" in layout.wrap.keywords
+            with local, loss_parallel() if split else contextlib.nullcontext():
+                batch = [ids.roll(n, 0) + n for n in range(layout.calls)]
+                batch = [x % V for x in batch]
+                if inside:
+                    losses = [run(x, x, loss_of) for x in batch]
+                else:
+                    losses = [loss_of(z, x) for z, x in zip([run(x) for x in batch], batch, strict=True)]
+                loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+                loss.backward()
+            known.append(whole(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+        known += parameters_of(run)
+    assert not defers or hasattr(type(head), "_liger_defers")
+    return known
+
+
+def compare(name: str, layout: Layout, idiom: str, inside: bool) -> None:
+    stock, found = (trained(layout, idiom, inside, defers) for defers in (False, True))
+    assert len(stock) == len(found)
+    for i, (a, b) in enumerate(zip(stock, found, strict=True)):
+        assert a.dtype == b.dtype and a.shape == b.shape, (name, idiom, inside, i, a.dtype, b.dtype)
+        error = (a - b).abs().max() / a.abs().max().clamp(min=1)
+        assert error <= layout.bound, (name, idiom, inside, i, error)
+
+
+class Parted(torch.autograd.Function):
+    """Marks the logits of a head, whose backward brings its weight back."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, gather: Any) -> Tensor:
+        ctx.gather = gather
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        ctx.gather()
+        return g, None
+
+
+@pytest.mark.parametrize("idiom", [name for name in IDIOMS if name != "one-rank"])
+def test_a_weight_without_data(idiom: str) -> None:
+    """ZeRO-3 takes the data of the head's weight away after its forward, and brings it back in its backward."""
+
+    def steps(defers: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, known = Decoder().double(), []
+        noted: list[Tensor] = []
+        if defers:
+            defer_logits(model.head, logits_budget=4 * 8 * V)
+        data = {p: p.data for p in model.head.parameters()}
+
+        def gather() -> None:
+            for p, x in data.items():
+                p.data = x
+
+        def release(module: nn.Module, args: Any, z: Tensor) -> Tensor:
+            for p in data:
+                p.data = torch.empty(0, dtype=p.dtype)
+            return Parted.apply(z, gather)
+
+        model.head.register_forward_pre_hook(lambda module, args: gather())
+        model.head.register_forward_hook(release)
+        for i in range(STEPS):
+            ids = (torch.arange(B * T).view(B, T) * (i + 3)) % V
+            z = model(ids)
+            loss = IDIOMS[idiom](z, ids, lambda x: noted.append(x.detach().clone()))
+            loss.backward()
+            known += [loss.detach(), z.argmax(-1)]  # this rank still has the data
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.5 * p.grad
+                    p.grad = None
+            known += [p.detach().clone() for p in model.parameters()]
+        return known + noted
+
+    for a, b in zip(steps(False), steps(True), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-11, atol=1e-11)
+
+
+def read_late(rank: int, folder: str, apart: str) -> None:
+    """After the backward, FSDP has freed the weights. Reading logits says so at once, on one rank alone too."""
+    join(rank, 2, folder)
+    ids = torch.arange(B * T).view(B, T) % V
+    for wrap in (fsdp2, fsdp1):
+        torch.manual_seed(0)
+        model = Decoder()
+        defer_logits(model.head)
+        if apart == "True":
+            options: dict[str, Any] = {"apart": ("head",)} if wrap is fsdp2 else {"kinds": {nn.Linear}}
+        else:
+            options = {}
+        run = wrap(model, **options)
+        for _ in range(2):
+            z = run(ids)
+            loss = F.cross_entropy(z.flatten(0, 1), ids.flatten())
+            early = z.argmax(-1)
+            loss.backward()
+            assert torch.equal(z.argmax(-1), early)  # known since then
+            z = run(ids)
+            F.cross_entropy(z.flatten(0, 1), ids.flatten()).backward()
+            if rank == 0:
+                for read in (lambda z: z.argmax(-1), torch.max):
+                    with pytest.raises(RuntimeError, match=r"freed the weights of the head .* before the backward"):
+                        read(z)
+            run.zero_grad()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_reading_after_the_backward(tmp_path: Path, fresh_process: FreshProcesses, apart: bool) -> None:
+    fresh_process.spawn(read_late, 2, str(tmp_path), str(apart))
+
+
+def worker(rank: int, world: str, folder: str, layouts: str) -> None:
+    join(rank, world, folder)
+    warnings.simplefilter("ignore")
+    for name in layouts.split():
+        layout = LAYOUTS[name]
+        for idiom in layout.idioms:
+            for inside in (False, True):
+                compare(name, layout, idiom, inside)
+    dist.destroy_process_group()
+
+
+GROUPS = {kind: [name for name in LAYOUTS if name.startswith(kind)] for kind in ("ddp", "fsdp2", "fsdp1", "tp")}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+def test_training_equals_stock(tmp_path: Path, fresh_process: FreshProcesses, kind: str, world: int) -> None:
+    fresh_process.spawn(worker, world, str(world), str(tmp_path), " ".join(GROUPS[kind]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("idiom", ["shifted", "logps", "real"])
+def test_data_parallel(idiom: str, inside: bool) -> None:
+    """Replicas on two devices. Outside of the forward, `DataParallel` gathers logits, which are real then."""
+
+    def trained_by_replicas(defers: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Decoder().double()
+        if defers:
+            defer_logits(model.head, logits_budget=4 * 8 * V)
+        run = nn.DataParallel(model.cuda())
+        optimizer = torch.optim.SGD(run.parameters(), lr=0.5)
+        known = []
+        for _ in range(STEPS):
+            ids = torch.randint(V, (2 * B, T), device="cuda")
+
+            def loss_of(z: Tensor, y: Tensor) -> Tensor:
+                return IDIOMS[idiom](z, y, lambda x: None)[None]
+
+            loss = (run(ids, ids, loss_of) if inside else loss_of(run(ids), ids)).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            known += [loss.detach(), *(p.detach().clone() for p in model.parameters())]
+        return known
+
+    for a, b in zip(*map(trained_by_replicas, (False, True)), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-11, atol=1e-11)
