@@ -597,7 +597,7 @@ def test_a_hook_that_reads_the_gradient_of_logits():
     stock, ours = norms
     torch.testing.assert_close(ours, stock)
     attach_head(model)
-    with pytest.raises(RuntimeError, match="a hook reads the gradient of logits, .* called with head_fn"):
+    with pytest.raises(RuntimeError, match=r"a hook reads the gradient of logits, .* called with head_fn"):
         model(**batch(), head_fn=fused).backward()
     handle.remove()
     model(**batch(), head_fn=fused).backward()
