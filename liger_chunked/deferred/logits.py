@@ -144,8 +144,8 @@ class Source:
             )
             raise RuntimeError(
                 f"{what} after the model called it, and its deferred logits were not computed before. Compute the "
-                "loss, or read the logits, before the optimizer steps (and, with a head that a framework shards, before "
-                "the backward); or get logits at once: model(..., skip_logits=False), or handle.remove() of "
+                "loss, or read the logits, before the optimizer steps (and, with a head that a framework shards, "
+                "before the backward); or get logits at once: model(..., skip_logits=False), or handle.remove() of "
                 "defer_logits"
             )
         return self.tensors
@@ -450,7 +450,7 @@ class DeferredLogits(Lazy, StandIn):
                 return result
         if func in _COMMUTES and type(args[0]) is not cls:
             args = (args[1], args[0])
-        z = args[0] if args else None
+        z: Any = args[0] if args else None
         if type(z) is cls:
             # Views of an ordinary tensor are ordinary, in inference mode too.
             ordinary = torch.is_inference_mode_enabled() and not z.is_inference()
