@@ -148,6 +148,7 @@ FUSED: dict[str, Callable[[Any], Tensor]] = {
     "argmax of a selection": lambda z: z.mean(-1)[:, 1:] * (z[:, 1:].argmax(dim=-1) + 1),
     "argmax of rows by a mask": lambda z: z.mean(-1)[IDS > 3] * torch.argmax(z.detach()[IDS > 3], -1, True)[:, 0],
     "smoothing of log_softmax": lambda z: -F.log_softmax(z, -1).mean(),
+    "entropy": lambda z: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1),
     "scale in place of a base": lambda z: F.cross_entropy((z[:, 1:], z.mul_(2))[0].flatten(0, 1), Y[:, 1:].flatten()),
     "entropy": lambda z: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1),
 }  # fmt: skip
