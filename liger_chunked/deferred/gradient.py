@@ -254,8 +254,8 @@ def _sum(a: Any, b: Any, in_place: bool) -> Any:
     lazy: list[Any] = [x for x in (a, b) if isinstance(x, LazyGradient)]
     if not same or (in_place and not isinstance(a, LazyGradient)):
         return None
-    extras = [x.extra if isinstance(x, LazyGradient) else values(x) for x in (a, b)]
-    extras = [x for x in extras if x is not None]
+    found = [x.extra if isinstance(x, LazyGradient) else values(x) for x in (a, b)]
+    extras = [x for x in found if x is not None]
     denses = [x.dense for x in lazy]
 
     def dense() -> Tensor:
