@@ -77,7 +77,41 @@ def without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
             hooks.update(kept)
 
 
+# Tensor subclasses
+
+# Whether there can be tensors without values. If not, no head defers its logits.
+HAS_STAND_INS = (
+    HAS_VERSIONS
+    and hasattr(Tensor, "_make_wrapper_subclass")
+    and find("torch._C.DisableTorchFunctionSubclass") is not None
+    and hasattr(torch.ops.aten.add.Tensor, "_schema")
+)
+without_torch_function: Callable[[], AbstractContextManager[Any]] = (
+    find("torch._C.DisableTorchFunctionSubclass") or nullcontext
+)
+
+
+class _Aten:
+    """`torch.ops.aten`, with operations that nothing calls in place of those that this torch lacks."""
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(torch.ops.aten, name, None)
+        vars(self)[name] = _Missing() if operation is None else operation
+        return vars(self)[name]
+
+
+class _Missing:
+    def __getattr__(self, name: str) -> Any:
+        vars(self)[name] = object()
+        return vars(self)[name]
+
+
+aten: Any = _Aten()
+
 _ForceKeys = find("torch._C._ForceDispatchKeyGuard")
+_included_keys = find("torch._C._dispatch_tls_local_include_set")
+_excluded_keys = find("torch._C._dispatch_tls_local_exclude_set")
+_Key = find("torch._C.DispatchKey")
 _AUTOGRAD_KEYS = ("AutogradFunctionality", "ADInplaceOrView", "AutogradOther", "AutogradNestedTensor")
 
 
@@ -86,11 +120,11 @@ def with_autograd(function: Callable[[], Any]) -> Any:
 
     The fallback calls it in a thread, which starts with autograd, on the current device and stream.
     """
-    if _ForceKeys is None:
+    if None in (_ForceKeys, _included_keys, _excluded_keys, _Key):
         return _in_a_thread(function)
-    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    included, excluded = _included_keys(), _excluded_keys()
     for name in _AUTOGRAD_KEYS:
-        excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
+        excluded = excluded.remove(getattr(_Key, name))
     with _ForceKeys(included, excluded), torch.enable_grad():
         return function()
 

@@ -208,10 +208,31 @@ PRIVATE = (
         "tensor_kinds",
     ),
     Private(
-        "_SingleLevelFunction",
-        "torch.autograd.function",
-        "give real logits to every function of autograd",
-        "only where `apply` is read from `Function` later",
+        "_make_wrapper_subclass DisableTorchFunctionSubclass",
+        "torch.Tensor, torch._C",
+        "make logits without values, and work on them",
+        "no head defers",
+        "deferred",
+    ),
+    Private(
+        "_schema",
+        "operations of torch.ops.aten",
+        "see whether an operation changes logits in place",
+        "no head defers",
+        "deferred",
+    ),
+    Private(
+        "_unsafe_view _reshape_alias _log_softmax _softmax _log_softmax_backward_data _softmax_backward_data",
+        "torch.ops.aten",
+        "follow logits and their gradients",
+        "the operation gets real logits, or the real gradient",
+        "deferred",
+    ),
+    Private(
+        "_ForceDispatchKeyGuard _dispatch_tls_local_include_set _dispatch_tls_local_exclude_set DispatchKey",
+        "torch._C",
+        "compute a real gradient below autograd",
+        "it is computed in a thread",
         "deferred",
     ),
     # torch: modules
@@ -225,16 +246,16 @@ PRIVATE = (
     Private(
         "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks",
         "nn.Module, torch.Tensor",
-        "see what reads logits or activations; run a hook of a loss's parameter once",
-        "no head defers; MLPs overwrite nothing, and run their activation module; such a hook runs twice",
-        "deferred patched in_tiles",
+        "see what reads activations; run a hook of a loss's parameter once",
+        "MLPs overwrite nothing, and run their activation module; such a hook runs twice",
+        "patched in_tiles",
     ),
     Private(
         "_global_forward_hooks",
         "torch.nn.modules.module",
         "the same, for hooks of all modules",
-        "the same",
-        "deferred",
+        "MLPs overwrite nothing",
+        "patched",
     ),
     Private(
         "_composable_state _module_state_mapping",
@@ -256,13 +277,6 @@ PRIVATE = (
         "leave layers to `parallelize_module`",
         "the layer is patched, and its kernel refuses DTensors",
         "parallel",
-    ),
-    Private(
-        "_stacklevel",
-        "F.log_softmax",
-        "ignore this argument",
-        "the call gets real logits",
-        "deferred",
     ),
     # Triton
     Private(
@@ -342,13 +356,6 @@ PRIVATE = (
         "take off the autocast of an earlier trainer",
         "it stays",
         "second_trainer",
-    ),
-    Private(
-        "_disable_adapters _active_adapter",
-        "PEFT: layers",
-        "remember which adapters were on",
-        "a head with adapters does not defer",
-        "adapted",
     ),
     Private(
         "_cast_input_dtype",

@@ -25,15 +25,6 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
-def has_unknown_forward(module: nn.Module) -> bool:
-    """Whether accelerate set a forward, but keeps the one that it calls where `forward_slot` does not look."""
-    state = vars(module)
-    if "forward" not in state or forward_slot(module) != "forward":
-        return False
-    modules = (getattr(part, "__globals__", {}).get("__name__", "") for part in unwrapped(state["forward"]))
-    return any(name.startswith("accelerate.hooks") for name in modules)
-
-
 def unwrapped(function: Any) -> Iterator[Any]:
     """Yield a function, the function that it wraps, and so on."""
     while function is not None:

@@ -17,7 +17,7 @@ from liger_chunked.deferred.lazy import outside_graphs
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.deferred.swap import STOCK, Patch, patch_of, set_patch
 from liger_chunked.kernels.operands import all_plain
-from liger_chunked.private import HAS_VERSIONS, has_children, transforms_are_active
+from liger_chunked.private import HAS_STAND_INS, has_children, transforms_are_active
 from liger_chunked.types import budget_bytes
 
 _LOGGER = logging.getLogger("liger_chunked")
@@ -52,7 +52,7 @@ class DeferringLayer(Patch):
         stock, stock_call = cls.forward, cls.__call__
 
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if (self.training or request.ACTIVE) and (self._forward_hooks or "forward" in self.__dict__):
+            if (self.training or request.ACTIVE) and (self.__dict__.get("_forward_hooks") or "forward" in self.__dict__):
                 return _called_with_layouts(self, stock_call, args, kwargs)
             return stock_call(self, *args, **kwargs)
 
@@ -84,7 +84,7 @@ def _called_with_layouts(
 
 @outside_graphs
 def _called(layer: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not _defers(layer) or kwargs or len(args) != 1 or not _takes(args[0]):
+    if not _defers(layer) or kwargs or len(args) != 1 or not _takes(args[0]) or _is_sampling(args[0]):
         return stock(layer, *args, **kwargs)
     made = _stand_in(layer, stock, args[0])
     if made is None and sharded.skipped(layer) is not None:
@@ -96,7 +96,16 @@ def _defers(layer: Any) -> bool:
     """Whether a layer defers in this call."""
     asked = request.current().defer
     settings: Deferral = vars(layer)[SETTINGS]
-    return HAS_VERSIONS and (settings.defers(layer.training) if asked is None else asked)
+    return HAS_STAND_INS and (settings.defers(layer.training) if asked is None else asked)
+
+
+def _is_sampling(hidden: Tensor) -> bool:
+    """Whether this is the call of a sampler, such as `generate`: it reads the logits of one position, without a gradient.
+
+    Trainers that sample leave their model in training mode meanwhile. What a caller requests defers nevertheless.
+    """
+    one_position = hidden.ndim > 2 and hidden.shape[-2] == 1
+    return one_position and not torch.is_grad_enabled() and request.current().defer is None
 
 
 def _stand_in(layer: Any, stock: Callable[..., Any], hidden: Any) -> Any:

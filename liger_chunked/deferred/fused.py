@@ -22,7 +22,7 @@ from liger_chunked.deferred.logits import DeferredLogits, Source, seen
 from liger_chunked.deferred.plan import Plan, plan_of
 from liger_chunked.dtensor import any_dtensor, distributed_like
 from liger_chunked.engine.hooks import isolated
-from liger_chunked.private import graph_is_retained, version_of, with_autograd
+from liger_chunked.private import graph_is_retained, version_of, with_autograd, without_torch_function
 from liger_chunked.types import AdaptedWeight, Head
 
 
@@ -310,7 +310,7 @@ def run_live(z: DeferredLogits, compute: Callable[[Head, Tensor], Any], recomput
                 if x is not None and source.needs[i] and z.requires_grad:
                     trained.append((source, i, x))
         if trained:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 opened = _Open.apply(z, plan, trained)
             live |= {(id(source), i): x for (source, i, _), x in zip(trained, opened, strict=True)}
         leaves = [[live[id(source), i] for i in range(3)] for source, _ in plan.sources]

@@ -32,7 +32,7 @@ from liger_chunked.deferred.lazy import (
     values,
 )
 from liger_chunked.deferred.logits import SAME_SHAPE_VIEWS, SCALES, DeferredLogits, Node
-from liger_chunked.private import tree_map_only
+from liger_chunked.private import tree_map_only, without_torch_function
 
 # Formulas that move the gradient of whole rows, or round it. What terms carry does not change with them.
 _MOVES = SAME_SHAPE_VIEWS | {
@@ -55,6 +55,7 @@ _KEEPS_TERMS = {
     ).split()
     if hasattr(Tensor, name)
 } | {torch.mul, torch.div, torch.neg, torch.clone, torch.zeros_like, torch.ones_like, torch.empty_like}
+_OVERLOAD = type(aten.alias.default)
 _SHARES_MEMORY = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag", "grad")}
 
 Key = tuple[str, float] | Node
@@ -141,9 +142,9 @@ class LazyGradient(Lazy):
 
         Autograd's own formulas do not come here.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             # A mode of dispatch calls operations of ATen again.
-            of_aten = isinstance(func, torch._ops.OpOverload)
+            of_aten = type(func) is _OVERLOAD
             if (
                 of_aten
                 or func in _KEEPS_TERMS

@@ -13,6 +13,7 @@ from liger_chunked.deferred import sharded
 from liger_chunked.deferred.gradient import LazyGradient, Term
 from liger_chunked.deferred.logits import DeferredLogits, Source
 from liger_chunked.engine.hooks import hooks_active
+from liger_chunked.private import without_torch_function
 
 OWNER = "_liger_owner"  # attribute of a layer that defers: the head around it, if it is another module
 
@@ -102,5 +103,5 @@ def product(
         asked.sources.append(source)
     # In inference mode autograd has nothing to save for, also where somebody enabled gradients there.
     no_graph = torch.no_grad() if torch.is_inference_mode_enabled() else nullcontext()
-    with torch._C.DisableTorchFunctionSubclass(), no_graph:
+    with without_torch_function(), no_graph:
         return _Product.apply(hidden, weight, bias, source, n_ids or weight.shape[0])

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_chunked.private import aten as aten
 from liger_chunked.private import skip_frame, tracing_callback, tree_leaves, tree_map_only
 
-aten: Any = torch.ops.aten
 
 # The classes of PyTorch's plain tensors.
 PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)

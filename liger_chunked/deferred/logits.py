@@ -46,7 +46,7 @@ from liger_chunked.deferred.lazy import (
 )
 from liger_chunked.deferred.sharded import is_freed
 from liger_chunked.engine.hooks import isolated
-from liger_chunked.private import tree_leaves, version_of
+from liger_chunked.private import tree_leaves, version_of, without_torch_function
 from liger_chunked.types import Head, LogitOptions, StandIn
 
 _LOGGER = logging.getLogger("liger_chunked")
@@ -346,7 +346,7 @@ class DeferredLogits(Lazy, StandIn):
 
     def tensor(self) -> Tensor:
         """Return the real logits, in the autograd graph. The head computes them once, for all that need them."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return _Values.apply(self)
 
     def logit_options(self, ignore_index: int = -100) -> LogitOptions:
@@ -423,7 +423,7 @@ class DeferredLogits(Lazy, StandIn):
             return args[0]._set_data(args[1])
         if func is torch.autograd.grad:
             return _differentiated(func, *args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             if rule is not None:
                 result = rule(func, *args, **kwargs)
                 if result is not NotImplemented:
@@ -615,12 +615,12 @@ class _Values(torch.autograd.Function):
 
 def _differentiated(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `torch.autograd.grad` for places in the graph: hooks in it would not be asked about gradients otherwise."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         one = isinstance(inputs, Tensor)
         edges = [get_gradient_edge(x) if isinstance(x, Lazy) else x for x in ([inputs] if one else inputs)]
     if not any(isinstance(x, Lazy) for x in tree_leaves((outputs, args, kwargs))):
         return func(outputs, edges, *args, **kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return func(outputs, edges, *args, **kwargs)
 
 

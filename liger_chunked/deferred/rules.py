@@ -24,7 +24,7 @@ from liger_chunked.deferred.logits import METHODS, RULES, DeferredLogits
 from liger_chunked.deferred.plan import LOGITS, LOGPS, PROBS, Plan, continues, plan_of
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
-from liger_chunked.private import version_of
+from liger_chunked.private import version_of, without_torch_function
 from liger_chunked.types import Head, LogitOptions, TokenStats
 
 # No target is ignored: `gather` refuses negative ids.
@@ -352,7 +352,7 @@ def _run(z: DeferredLogits, compute: Callable[[Head, Tensor], Any]) -> Any:
 
 def _statistics(z: DeferredLogits, target: Tensor | None, *names: str) -> dict[str, Tensor]:
     plan = _planned(z)
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         run, stats = statistics(z, plan, target, *names)
         found: dict[str, Tensor] = {}
         for name in names:

@@ -1,4 +1,4 @@
-"""A patched model in training mode samples from real logits, and trains without logits before and after."""
+"""A model in training mode samples from real logits, and trains without logits before and after."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from tiny_models import VOCAB, build
 from torch import Tensor, nn
 from transformers import LogitsProcessor
 
-from liger_chunked import apply_liger_kernel, apply_liger_kernel_to_llama, attach_head, revert_liger_kernel
+from liger_chunked import (
+    apply_liger_kernel,
+    apply_liger_kernel_to_llama,
+    attach_head,
+    defer_logits,
+    revert_liger_kernel,
+)
 
 IDS = torch.arange(1, 9).view(2, 4) % VOCAB
 
@@ -77,13 +83,18 @@ def test_generate_of_a_patched_family() -> None:
         revert_liger_kernel("llama")
 
 
-def test_generate_is_the_stock_one_after_reverting() -> None:
-    model = build("LlamaForCausalLM")
-    stock = model.generate.__func__
-    apply_liger_kernel(model)
-    assert model.generate.__func__ is not stock
-    revert_liger_kernel(model)
-    assert model.generate.__func__ is stock
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
+def test_generate_of_a_head_alone(name: str) -> None:
+    """The head knows no model: it sees that a call without a gradient has one position."""
+    expected, _ = sample(build(name))
+    model = build(name)
+    with defer_logits(model.lm_head):
+        tokens, kinds = sample(model)
+        assert tokens.equal(expected)
+        assert kinds == [Tensor] * 4
+        assert_fused(model(IDS, labels=IDS))
+        with torch.no_grad():
+            assert_fused(model(IDS, labels=IDS))
 
 
 def test_attached_head_defers_for_a_caller_in_generate() -> None:

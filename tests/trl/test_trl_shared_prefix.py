@@ -19,7 +19,7 @@ import tiny
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
 from spies import Memory
-from test_trl_trainers import KINDS, PLAIN, SEQUENCES, SHARING, Log, build, run
+from test_trl_trainers import KINDS, PLAIN, SEQUENCES, SHARING, Log, assert_same, build, run
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
@@ -356,15 +356,19 @@ def test_a_forward_that_drops_positions_is_not_shared(tmp_path, of):
 @pytest.mark.parametrize("share_prefix", [True, False])
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
 def test_hook_of_the_head(tmp_path, register, share_prefix):
-    """A hook that reads logits is refused in words, before the model runs."""
-    model, ran = tiny.model(), []
-    getattr(model.lm_head, register)(lambda *_: None)
-    model.model.register_forward_hook(lambda *_: ran.append(1))
-    arguments = {"model": model, "train_dataset": long_prompts("DPO"), "share_prefix": share_prefix}
-    trainer = build(tmp_path, "DPO", True, PLAIN, **arguments, **needed_loss("DPO"))
-    with pytest.raises(ValueError, match=r"computes no logits .*, its (forward|backward) hook .*lambda.* takes logits"):
-        trainer.train()
-    assert not ran
+    """A hook that looks at shapes changes nothing. One that needs logits, or their gradient, is refused in words."""
+    given = {"train_dataset": long_prompts("DPO"), "share_prefix": share_prefix, **needed_loss("DPO")}
+    config = {**PLAIN, "max_steps": 1}
+    expected = run(tmp_path, "DPO", True, config, model=tiny.model(), **given)
+    model, shapes = tiny.model(), []
+    getattr(model.lm_head, register)(lambda head, of_input, of_output: shapes.append(of_output[0].shape))
+    assert_same(run(tmp_path, "DPO", True, config, model=model, **given), expected, entries=2)
+    assert shapes
+    model = tiny.model()
+    getattr(model.lm_head, register)(lambda head, of_input, of_output: print(of_output[0].norm()))
+    refusal = r"norm at .* takes real ones|hook reads the gradient of logits"
+    with pytest.raises((ValueError, RuntimeError), match=refusal):
+        run(tmp_path, "DPO", True, config, model=model, **given)
 
 
 @pytest.mark.parametrize("loss", [None, LigerFusedLinearDPOLoss(beta=0.1)], ids=["swap", "loss"])

@@ -20,10 +20,10 @@ from liger_chunked.integrations.transformers.forward import (
     STATE,
     ForwardState,
     Fusion,
+    ModelPatch,
     deferral_for,
     model_methods,
 )
-from liger_chunked.integrations.transformers.generation import GeneratingPatch, generation_methods
 from liger_chunked.integrations.transformers.head_input import HeadInput
 from liger_chunked.integrations.transformers.replaced import Patches
 from liger_chunked.private import hooks_of
@@ -38,7 +38,7 @@ def update(model: PreTrainedModel, **reasons: Any) -> None:
     state = dataclasses.replace(vars(model).get(STATE) or ForwardState(), **reasons)
     if state.head_fn or state.fusion is not None:
         vars(model)[STATE] = state
-        set_patch(model, GeneratingPatch())
+        set_patch(model, ModelPatch())
     elif STATE in vars(model):
         del vars(model)[STATE]
         set_patch(model, None)
@@ -63,8 +63,7 @@ def fuse_class(cls: type[PreTrainedModel], fusion: Fusion | None) -> None:
     if fusion is None:
         return
     patches = Patches()
-    methods = model_methods(cls, cls.__call__, functools.partial(_current, cls.forward))
-    for name, method in {**methods, **generation_methods(cls)}.items():
+    for name, method in model_methods(cls, cls.__call__, functools.partial(_current, cls.forward)).items():
         patches.set(cls, name, method)
     setattr(cls, _CLASS_PATCHES, patches)
     setattr(cls, STATE, ForwardState(fusion=fusion))
@@ -128,7 +127,7 @@ def check_head(model: PreTrainedModel) -> None:
             "each rank has a plain tensor with its part of lm_head's weight, whose outputs a hook of transformers "
             "gathers: leave lm_head out of tp_plan, or load the model with a transformers that shards DTensors"
         )
-    patched_class(stock_class(type(model)), GeneratingPatch())  # raises if Python cannot make the subclass
+    patched_class(stock_class(type(model)), ModelPatch())  # raises if Python cannot make the subclass
 
 
 def _is_part(module: nn.Module) -> bool:

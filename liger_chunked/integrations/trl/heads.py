@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from trl.trainer import utils
 
 from liger_chunked.deferred.code import FORWARD_SLOTS, unwrapped
-from liger_chunked.deferred.defer import refusal_of
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.transformers import HeadInput
@@ -99,12 +98,6 @@ def _rewritten(
     head_fn = arguments.pop("head_fn", None)
     if head_fn is None:
         return arguments
-    head = head_of(model)
-    if head is not None and (reason := refusal_of(head)) is not None:  # before the model runs
-        raise ValueError(
-            f"this trainer computes no logits of {type(model).__name__}, but of its lm_head, {reason}: remove that, or "
-            "train with the trainer of TRL"
-        )
     if _takes(type(model).forward, "use_cache"):
         arguments["use_cache"] = False  # as TRL's own head
     else:
