@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
 
@@ -76,6 +76,9 @@ for _index, _name in enumerate(TokenStats._fields):
     # Properties, because a __getattribute__ would also run for every method.
     setattr(DeclaredStats, _name, _read(_index, _name))
 
+
+# Upper bounds on |dL/dz| for upstream gradients of 1, by the name of the upstream gradient.
+Slopes: TypeAlias = "Mapping[str, float | Tensor]"
 
 DIFFERENTIABLE = ("logps", "lse", "entropy", "mean_logits")
 

@@ -92,7 +92,7 @@ class Term(NamedTuple):
 class LazyGradient(Lazy):
     """dL/dlogits: the sum of terms and of `extra`, a real tensor or None. `dense()` computes that of the terms."""
 
-    terms: list[Term]
+    terms: list[Any]
     extra: Tensor | None
     dense: Callable[[], Tensor]
 
@@ -159,7 +159,7 @@ class LazyGradient(Lazy):
     @outside_graphs
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        g = args[0] if args else None
+        g: Any = args[0] if args else None
         made = None
         if func in (aten.cat.default, aten.stack.default):
             made = _concatenated(func, args[0], *args[1:])
@@ -227,7 +227,7 @@ class LazyGradient(Lazy):
         return self.make(tuple(size), dtype, device, [], lambda: torch.zeros(size, dtype=dtype, device=device), None)
 
 
-def _placed(func: Any, args: tuple[Any, ...]) -> LazyGradient | None:
+def _placed(func: Any, args: Any) -> LazyGradient | None:
     """Return the backward of indexing: zeros with the rows of a gradient added."""
     given = args[2] if func is aten.index_put.default else args[3]
     zeros = args[0]
@@ -250,25 +250,25 @@ def _key(z: DeferredLogits) -> Node:
     return z._cell.node
 
 
-def _sum(a: Any, b: Any, in_place: bool) -> LazyGradient | None:
+def _sum(a: Any, b: Any, in_place: bool) -> Any:
     same = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+    lazy: list[Any] = [x for x in (a, b) if isinstance(x, LazyGradient)]
     if not same or (in_place and not isinstance(a, LazyGradient)):
         return None
-    if isinstance(a, LazyGradient) and isinstance(b, LazyGradient):
-        terms, extras = a.terms + b.terms, [x for x in (a.extra, b.extra) if x is not None]
-        dense_a, dense_b = a.dense, b.dense
+    found = [x.extra if isinstance(x, LazyGradient) else values(x) for x in (a, b)]
+    extras = [x for x in found if x is not None]
+    denses = [x.dense for x in lazy]
 
-        def dense() -> Tensor:
-            return dense_a() + dense_b()
+    def dense() -> Tensor:
+        return denses[0]() if len(denses) == 1 else denses[0]() + denses[1]()
 
-        extra = None if not extras else extras[0] if len(extras) == 1 else extras[0] + extras[1]
-        made = a.make(a._geometry[0], a.dtype, a.device, terms, dense, extra)
-    else:
-        lazy, real = (a, values(b)) if isinstance(a, LazyGradient) else (b, values(a))
-        extra = real if lazy.extra is None else lazy.extra + real
-        made = lazy.make(lazy._geometry[0], lazy.dtype, lazy.device, lazy.terms, lazy.dense, extra)
+    made: Any = lazy[0]
+    extra = None if not extras else extras[0] if len(extras) == 1 else extras[0] + extras[1]
+    terms = [term for x in lazy for term in x.terms]
+    made = made.make(made._geometry[0], made.dtype, made.device, terms, dense, extra)
     if in_place:
-        a.terms, a.dense, a.extra = made.terms, made.dense, made.extra
+        target: Any = a
+        target.terms, target.dense, target.extra = made.terms, made.dense, made.extra
         return a
     return made
 

@@ -144,8 +144,8 @@ class Source:
             )
             raise RuntimeError(
                 f"{what} after the model called it, and its deferred logits were not computed before. Compute the "
-                "loss, or read the logits, before the optimizer steps (and, with a head that a framework shards, before the "
-                "backward); or get logits at once: model(..., skip_logits=False), or handle.remove() of "
+                "loss, or read the logits, before the optimizer steps (and, with a head that a framework shards, "
+                "before the backward); or get logits at once: model(..., skip_logits=False), or handle.remove() of "
                 "defer_logits"
             )
         return self.tensors
@@ -356,8 +356,8 @@ class DeferredLogits(Lazy, StandIn):
     def run(self, compute: Callable[[Head, Tensor], Any]) -> Any:
         """Return `compute(head, hidden_states)`, a loss in place of these logits.
 
-        `hidden_states` (..., H) are the rows of these logits. `head` is what multiplies them, adapters too. Hooks on the
-        way from the head to these logits see a gradient without values, and may multiply it by a number.
+        `hidden_states` (..., H) are the rows of these logits. `head` is what multiplies them, adapters too. Hooks on
+        the way from the head to these logits see a gradient without values, and may multiply it by a number.
         """
         return METHODS["run"](self, compute)
 
@@ -450,7 +450,7 @@ class DeferredLogits(Lazy, StandIn):
                 return result
         if func in _COMMUTES and type(args[0]) is not cls:
             args = (args[1], args[0])
-        z = args[0] if args else None
+        z: Any = args[0] if args else None
         if type(z) is cls:
             # Views of an ordinary tensor are ordinary, in inference mode too.
             ordinary = torch.is_inference_mode_enabled() and not z.is_inference()
@@ -485,11 +485,11 @@ class DeferredLogits(Lazy, StandIn):
             op = Op(func, (number_of(args[1]),))
         elif func is aten.add.Tensor:
             op = Op(func, (args[1].clone(),))  # its values are those of now
-        size, strides, offset, dtype = (*self._geometry, self._known[0]) if func in _ELEMENTWISE else self._after(op)
+        size, strides, _, dtype = (*self._geometry, self._known[0]) if func in _ELEMENTWISE else self._after(op)
         if func in _ELEMENTWISE and strides != contiguous(size):
             # Any function of each element keeps the order of dimensions as a clone does.
             like = op if func is aten.clone.default else Op(aten.clone.default)
-            size, strides, offset, dtype = self._after(like)
+            size, strides, _, dtype = self._after(like)
         geometry = size, strides, 0
         device = kwargs.get("device") or self._known[1]
         return self._make(Cell(self._node(op)), (), geometry, dtype, self._class_dim, device)

@@ -170,7 +170,8 @@ def statistics(z: DeferredLogits, plan: Plan, target: Tensor | None, *names: str
     for entry in known:
         run: Any = None if entry.run is None else entry.run()
         if entry.serves(plan, target, names) and (run is not None or not grad):
-            values = {name: getattr(run.results, name) if grad else entry.values[name] for name in names}
+            given: Any = run
+            values = {name: getattr(given.results, name) if grad else entry.values[name] for name in names}
             # Copies: readers may change them.
             return run, TokenStats(**{name: plan.select_from(entry.rows, x).clone() for name, x in values.items()})
     outputs = tuple(dict.fromkeys((*names, *(("lse",) if grad or target is not None else ()))))

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from liger_chunked.engine.checks import check_graph, check_values
 from liger_chunked.engine.collectives import gather
-from liger_chunked.engine.gradients import Slopes
 from liger_chunked.kernels import divergence_grad_, divergence_stats
 from liger_chunked.kernels.transform import transform
-from liger_chunked.types import Divergence, LogitOptions, VocabShard, accumulation_dtype
+from liger_chunked.types import Divergence, LogitOptions, Slopes, VocabShard, accumulation_dtype
 
 # (n, V) logits of student and teacher to (n,).
 DivergenceFunction = Callable[[Tensor, Tensor], Tensor]

@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_chunked.engine.collectives import gather_tensor
 from liger_chunked.engine.cutting import Tile, Tiles, largest
 from liger_chunked.engine.estimated import part_of_next
-from liger_chunked.engine.gradients import HeadGradients, Slopes, accumulate
+from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.engine.live_rows import LiveCount
 from liger_chunked.engine.plan import Tokens
 from liger_chunked.engine.rows import joined
@@ -45,7 +45,7 @@ from liger_chunked.kernels.tuning.hopper import (
     WIDEST_CUT,
     Tiling,
 )
-from liger_chunked.types import AdaptedWeight, HeadTensors, LogitOptions, LossHead, TokenStats
+from liger_chunked.types import AdaptedWeight, HeadTensors, LogitOptions, LossHead, Slopes, TokenStats
 
 # Tensor descriptors need rows aligned to 16 bytes.
 _DESCRIPTOR_BYTES = 16

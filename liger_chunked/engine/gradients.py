@@ -15,7 +15,7 @@ sum over ids: `SummedInputGradient` adds these parts, `ScatteredInputGradient` g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from liger_chunked.kernels import add_target_rows_, occurrences, place_rows, sca
 from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.operands import along
 from liger_chunked.kernels.tuning.generic import UPCAST_BLOCK
-from liger_chunked.types import HeadTensors, accumulation_dtype
+from liger_chunked.types import HeadTensors, Slopes, accumulation_dtype
 
 
 def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -66,9 +66,6 @@ def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.mm(ones, x)[0] if x.dtype == dtype else torch.mm(ones, x, out_dtype=dtype)[0]
     return x.sum(0, dtype=dtype)
 
-
-# Upper bounds on |dL/dz| for upstream gradients of 1, by the name of the upstream gradient.
-Slopes = Mapping[str, float | Tensor]
 
 # The largest float16 gradient by a logit, in its unit. float16 ends at 65504; the rest is for rounding errors.
 _LARGEST_HALF = 60000.0

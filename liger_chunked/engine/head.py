@@ -18,7 +18,7 @@ from torch import Tensor
 from liger_chunked.engine.candidates import Candidates
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.estimated import part_of_next
-from liger_chunked.engine.gradients import HeadGradients, Slopes, accumulate
+from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.engine.live_rows import LiveCount, LiveRows
 from liger_chunked.engine.plan import Tokens
 from liger_chunked.kernels import (
@@ -37,7 +37,7 @@ from liger_chunked.kernels import (
 from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.logits_stats import concatenate
 from liger_chunked.kernels.operands import along
-from liger_chunked.types import HeadTensors, LogitOptions, TokenStats
+from liger_chunked.types import HeadTensors, LogitOptions, Slopes, TokenStats
 
 
 class Pass(Protocol):

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine.divergences import Measured, slopes_of_divergence
-from liger_chunked.engine.gradients import Slopes
 from liger_chunked.kernels.transform import transform, transform_and_slope
-from liger_chunked.types import LogitOptions, accumulation_dtype
+from liger_chunked.types import LogitOptions, Slopes, accumulation_dtype
 
 _INDEX = 8  # bytes of a sort's index
 

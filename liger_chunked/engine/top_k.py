@@ -16,9 +16,8 @@ from liger_chunked.engine.divergences import (
     transformed,
     vector_jacobian,
 )
-from liger_chunked.engine.gradients import Slopes
 from liger_chunked.kernels import tail_grad_, tail_stats
-from liger_chunked.types import LogitOptions, VocabShard, accumulation_dtype
+from liger_chunked.types import LogitOptions, Slopes, VocabShard, accumulation_dtype
 
 # Least probability of the teacher's tail, as in TRL.
 LEAST_LEFT = 1e-7

@@ -411,12 +411,13 @@ def logit_options(model: nn.Module, *, ignore_index: int = -100) -> LogitOptions
         gpus = [inner.device] if is_gpu(inner.device) else []
         # A model in training draws random numbers for dropout: the caller's stay as they are.
         # With gradients, a factor that is computed from a parameter does not look like a number.
-        asked = requested(defer=True, withhold=True, sources=[])
-        with torch.random.fork_rng(gpus), torch.enable_grad(), asked as request:
+        sources: list[Any] = []
+        asked = requested(defer=True, withhold=True, sources=sources)
+        with torch.random.fork_rng(gpus), torch.enable_grad(), asked:
             logits = _logits_of(model(**inputs))
     finally:
         if lent:
             set_deferral(head, None)
     if not isinstance(logits, DeferredLogits) or logits.is_computed:
-        raise ValueError(f"no loss can express what {type(inner).__name__} does: {_why_real(inner, request.sources)}")
+        raise ValueError(f"no loss can express what {type(inner).__name__} does: {_why_real(inner, sources)}")
     return logits.logit_options(ignore_index)

@@ -56,11 +56,12 @@ def training_step(model: PreTrainedModel, inputs: dict[str, Any]) -> str | None:
         return reason
     set_deferral(head, Deferral())
     try:
-        with requested(sources=[]) as request:
+        sources: list[Any] = []
+        with requested(sources=sources):
             outputs = model(**inputs)
     finally:
         set_deferral(head, None)
-    asked_by = next((source.asked_by for source in request.sources if source.asked_by is not None), None)
+    asked_by = next((source.asked_by for source in sources if source.asked_by is not None), None)
     if asked_by is not None:
         return f"{asked_by} takes real logits"
     if outputs.loss is None:

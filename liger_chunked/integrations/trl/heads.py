@@ -140,7 +140,7 @@ def hand_over(model: nn.Module) -> None:
             take_off(x, autocast=True)
 
 
-def _defer_in_float32(model: nn.Module) -> None:
+def _defer_in_float32(model: Any) -> None:
     """Let a head defer that TRL cast to float32: a hook casts its input, in place of TRL's own product."""
     head = head_of(model)
     function = None if head is None else vars(head).get("forward")
