@@ -29,7 +29,7 @@ class Results(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if type(x) in PLAIN and not x.is_meta:
+            if type(x) in PLAIN:
                 self.see(x)
         return result
 

@@ -52,7 +52,9 @@ class DeferringLayer(Patch):
         stock, stock_call = cls.forward, cls.__call__
 
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if (self.training or request.ACTIVE) and (self.__dict__.get("_forward_hooks") or "forward" in self.__dict__):
+            if (self.training or request.ACTIVE) and (
+                self.__dict__.get("_forward_hooks") or "forward" in self.__dict__
+            ):
                 return _called_with_layouts(self, stock_call, args, kwargs)
             return stock_call(self, *args, **kwargs)
 

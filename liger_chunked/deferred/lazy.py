@@ -17,7 +17,6 @@ from torch import Tensor
 from liger_chunked.private import aten as aten
 from liger_chunked.private import skip_frame, tracing_callback, tree_leaves, tree_map_only
 
-
 # The classes of PyTorch's plain tensors.
 PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from liger_chunked.calls import altered
 from liger_chunked import (
     LigerFusedLinearCPOLoss,
     LigerFusedLinearDPOLoss,
@@ -156,7 +157,7 @@ def test_pairs_of_no_kernel() -> None:
     with_reward: Any = LigerFusedLinearSimPOLoss()
     with_reward.reward = lambda logratios: 2 * logratios
     trained: list[Any] = [LigerFusedLinearDPOLoss(), LigerFusedLinearDPOLoss(), LigerFusedLinearSimPOLoss()]
-    for loss, name in zip(trained, ("beta", "alpha", "gamma"), strict=True):
+    for i, (loss, name) in enumerate(zip(trained, ("beta", "alpha", "gamma"), strict=True):
         setattr(loss, name, torch.nn.Parameter(torch.tensor(0.1)))
     for loss in (
         Own(),
