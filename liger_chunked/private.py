@@ -130,10 +130,8 @@ def with_autograd(function: Callable[[], Any]) -> Any:
 
 
 def _in_a_thread(function: Callable[[], Any]) -> Any:
-    stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
-
     def run() -> Any:
-        with torch.enable_grad(), nullcontext() if stream is None else stream:
+        with torch.enable_grad():
             return function()
 
     with ThreadPoolExecutor(1) as pool:

@@ -102,7 +102,7 @@ def _defers(layer: Any) -> bool:
 
 
 def _is_sampling(hidden: Tensor) -> bool:
-    """Whether this is the call of a sampler, such as `generate`: it reads the logits of one position, without a gradient.
+    """Whether this is the call of a sampler, such as `generate`: it reads one position's logits, without a gradient.
 
     Trainers that sample leave their model in training mode meanwhile. What a caller requests defers nevertheless.
     """
