@@ -52,9 +52,7 @@ class DeferringLayer(Patch):
         stock, stock_call = cls.forward, cls.__call__
 
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if (self.training or request.ACTIVE) and (
-                self.__dict__.get("_forward_hooks") or "forward" in self.__dict__
-            ):
+            if (self.training or request.ACTIVE) and _is_changed(self):
                 return _called_with_layouts(self, stock_call, args, kwargs)
             return stock_call(self, *args, **kwargs)
 
@@ -67,6 +65,11 @@ class DeferringLayer(Patch):
         forward.__name__, forward.__qualname__, forward.__doc__ = stock.__name__, stock.__qualname__, stock.__doc__
         vars(forward)[STOCK] = stock
         return {"forward": forward, "__call__": call, "_liger_defers": True}
+
+
+def _is_changed(layer: nn.Module) -> bool:
+    state = layer.__dict__
+    return bool(state.get("_forward_hooks")) or "forward" in state
 
 
 @outside_graphs
@@ -86,7 +89,8 @@ def _called_with_layouts(
 
 @outside_graphs
 def _called(layer: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not _defers(layer) or kwargs or len(args) != 1 or not _takes(args[0]) or _is_sampling(args[0]):
+    served = _defers(layer) and not kwargs and len(args) == 1 and _takes(args[0])
+    if not served or _is_sampling(args[0]):
         return stock(layer, *args, **kwargs)
     made = _stand_in(layer, stock, args[0])
     if made is None and sharded.skipped(layer) is not None:
@@ -102,7 +106,7 @@ def _defers(layer: Any) -> bool:
 
 
 def _is_sampling(hidden: Tensor) -> bool:
-    """Whether this is the call of a sampler, such as `generate`: it reads one position's logits, without a gradient.
+    """Whether this is a sampler's call, as in `generate`: it reads the logits of one position, without a gradient.
 
     Trainers that sample leave their model in training mode meanwhile. What a caller requests defers nevertheless.
     """
