@@ -118,7 +118,7 @@ _AUTOGRAD_KEYS = ("AutogradFunctionality", "ADInplaceOrView", "AutogradOther", "
 def with_autograd(function: Callable[[], Any]) -> Any:
     """Call a function with autograd, from an operation of a tensor subclass, below which there is none.
 
-    The fallback calls it in a thread, which starts with autograd, on the current device and stream.
+    The fallback calls it in a thread, which starts with autograd.
     """
     if None in (_ForceKeys, _included_keys, _excluded_keys, _Key):
         return _in_a_thread(function)
@@ -130,10 +130,8 @@ def with_autograd(function: Callable[[], Any]) -> Any:
 
 
 def _in_a_thread(function: Callable[[], Any]) -> Any:
-    stream = torch.cuda.current_stream() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-
     def run() -> Any:
-        with torch.enable_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
+        with torch.enable_grad():
             return function()
 
     with ThreadPoolExecutor(1) as pool:

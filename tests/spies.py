@@ -29,16 +29,21 @@ class Results(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if type(x) in PLAIN and not x.is_meta:
+            if type(x) in PLAIN:
                 self.see(x)
         return result
 
 
 class Memory(Results):
-    """Track the bytes of tensors created under this mode: their peak, and the largest tensor."""
+    """Track the bytes of tensors created under this mode: their peak, and the largest tensor.
 
-    def __init__(self) -> None:
+    Args:
+        meta: whether tensors on the device "meta" count, as in steps that run there. They have no memory.
+    """
+
+    def __init__(self, meta: bool = True) -> None:
         super().__init__()
+        self._meta = meta
         self.alive = self.peak = self.largest = 0
         self._known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -51,6 +56,8 @@ class Memory(Results):
             self._known[x.untyped_storage()] = 0
 
     def see(self, x: Tensor) -> None:
+        if x.is_meta and not self._meta:
+            return
         for part in (x._values(), x._indices()) if x.is_sparse else (x,):
             storage = part.untyped_storage()
             if storage not in self._known:

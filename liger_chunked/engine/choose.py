@@ -35,7 +35,7 @@ from liger_chunked.engine.sampling import SamplingFilter
 from liger_chunked.engine.scattered import scatter_rows
 from liger_chunked.engine.shard import ShardedPass
 from liger_chunked.engine.token_pass import TokenPass
-from liger_chunked.kernels.backend import has_wide_tiles
+from liger_chunked.kernels.backend import has_wide_tiles, torch_on_host
 from liger_chunked.kernels.kept import Entries
 from liger_chunked.kernels.tuning.generic import KEPT_OF_VOCAB, SMALLEST_OF_KEPT, SMALLEST_OF_LIVE_ROWS
 from liger_chunked.types import DIFFERENTIABLE, HeadTensors, LogitOptions, LossHead, accumulation_dtype
@@ -239,10 +239,6 @@ def for_loss(
     )
 
 
-def _is_on_cpu(head: LossHead) -> bool:
-    return head.weight.device.type == "cpu"
-
-
 def _skips_rows(head: LossHead, rows: Rows, budget: Budget, n_chunks: int, on_gpu: bool) -> bool:
     """Whether the backward of a chunk counts its rows with a gradient, and leaves the others out.
 
@@ -254,7 +250,7 @@ def _skips_rows(head: LossHead, rows: Rows, budget: Budget, n_chunks: int, on_gp
     """
     if not rows.host_may_sync:
         return False
-    if _is_on_cpu(head):
+    if torch_on_host(head.weight):
         return True
     is_scattered = head.shard is not None and head.shard.input_grad == "reduce_scatter"
     product = rows.n_valid // n_chunks * budget.vocab_size * budget.hidden_size
@@ -337,7 +333,7 @@ def _batch_invariant(head: LossHead, n_valid: int, dtype: torch.dtype, most_rows
     assert head.shard is None  # `linear_token_stats` refuses: a sum over ranks adds parts of rows
     if _runs_epilogue(head) and epilogue.reads(head, dtype):
         return Path.INVARIANT, cutting.whole_rows(n_valid, head.columns, most_rows)
-    if n_valid and not _is_on_cpu(head):
+    if n_valid and not torch_on_host(head.weight):
         raise ValueError(
             'deterministic="batch" on a GPU needs Hopper, bfloat16 or float16, a contiguous weight with H a multiple '
             "of 8, and no adapter; got another call"

@@ -27,7 +27,7 @@ from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.rows import Rows
 from liger_chunked.engine.saved import savable, save, saved
 from liger_chunked.engine.top_k import TopK
-from liger_chunked.kernels.backend import first_derivative, on_host
+from liger_chunked.kernels.backend import first_derivative, torch_on_host
 from liger_chunked.kernels.operands import along
 from liger_chunked.types import HeadTensors, LogitOptions, LossHead, accumulation_dtype
 
@@ -278,7 +278,7 @@ class _DivergencesOfTokens(torch.autograd.Function):
 
         divergence, logps = (None if g is None else compact(g) for g in upstream)
         step.weights = LossWeights(0.0 if divergence is None else divergence, logps)
-        if on_host(input) and step.plan.scattered is None:
+        if torch_on_host(input) and step.plan.scattered is None:
             step = step.of_live_rows()
         with isolated():
             _, grads = step.run(

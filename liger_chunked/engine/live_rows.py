@@ -24,7 +24,7 @@ from liger_chunked.device import accelerator, current_stream, is_on_gpu
 from liger_chunked.engine.cutting import Tile, Tiles
 from liger_chunked.engine.plan import Tokens
 from liger_chunked.kernels import move_rows_
-from liger_chunked.kernels.backend import on_host
+from liger_chunked.kernels.backend import torch_on_host
 from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.tuning.generic import ONE_DEAD_ROW_OF
 
@@ -86,7 +86,7 @@ class LiveCount:
         is_live = torch.zeros(n, dtype=torch.bool, device=device)
         for g in gradients.values():
             is_live |= (g != 0) if g.ndim == 1 else (g != 0).any(1)  # NaN counts
-        if on_host(is_live) and is_live.all():
+        if torch_on_host(is_live) and is_live.all():
             return None
         n_live, place = is_live.sum(), torch.arange(n, device=device)
         stays = place < n_live
@@ -122,4 +122,4 @@ class LiveCount:
 
 def _fewest_dead(rows: Tensor) -> int:
     """Return how many of (n,) rows must be dead to leave them out. On a CPU, one row's products pay."""
-    return 1 if on_host(rows) else max(1, rows.shape[0] // ONE_DEAD_ROW_OF)
+    return 1 if torch_on_host(rows) else max(1, rows.shape[0] // ONE_DEAD_ROW_OF)

@@ -126,6 +126,11 @@ def on_host(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
+def torch_on_host(x: Any) -> bool:
+    """Whether torch computes on this tensor's device, a CPU. Where Triton's interpreter does, it stands for a GPU."""
+    return on_host(x) and not INTERPRETED
+
+
 def wide_tiles(capability: tuple[int, int]) -> bool:
     return capability[0] in WIDE_TILES
 

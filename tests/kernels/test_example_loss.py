@@ -10,6 +10,7 @@ from test_pair_loss import needs_kernels
 from torch import Tensor
 
 from liger_chunked import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss, LigerFusedLinearUnpairedPreferenceBase
+from liger_chunked.calls import altered
 from liger_chunked.engine import ExampleKernel, examples, objective
 from liger_chunked.kernels import ExampleLoss, ExampleSums, example_loss
 from liger_chunked.types import DeclaredStats, Examples
@@ -114,8 +115,8 @@ def test_sequences_of_no_kernel() -> None:
     patched: Any = LigerFusedLinearBCOLoss()
     patched.preference_loss = lambda examples: examples.logps
     trained: list[Any] = [LigerFusedLinearKTOLoss(), LigerFusedLinearKTOLoss(), LigerFusedLinearBCOLoss()]
-    for loss, name in zip(trained, ("beta", "desirable_weight", "beta"), strict=True):
-        setattr(loss, name, torch.nn.Parameter(torch.tensor(0.1)))
+    for i, name in enumerate(("beta", "desirable_weight", "beta")):
+        trained[i] = altered(trained[i], **{name: torch.nn.Parameter(torch.tensor(0.1))})
     for loss in (Own(), Declaring(), patched, *trained):
         assert loss._terms_of_step() is None
     assert Named()._terms_of_step() == LigerFusedLinearKTOLoss()._terms_of_step() is not None

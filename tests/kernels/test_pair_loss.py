@@ -15,6 +15,7 @@ from liger_chunked import (
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearSimPOLoss,
 )
+from liger_chunked.calls import altered
 from liger_chunked.engine import PairLoss, objective, pairs
 from liger_chunked.kernels import PairSums, backend, nll, nll_has_kernel, pair_loss
 from liger_chunked.losses.dpo import LOSS_TYPES
@@ -156,8 +157,8 @@ def test_pairs_of_no_kernel() -> None:
     with_reward: Any = LigerFusedLinearSimPOLoss()
     with_reward.reward = lambda logratios: 2 * logratios
     trained: list[Any] = [LigerFusedLinearDPOLoss(), LigerFusedLinearDPOLoss(), LigerFusedLinearSimPOLoss()]
-    for loss, name in zip(trained, ("beta", "alpha", "gamma"), strict=True):
-        setattr(loss, name, torch.nn.Parameter(torch.tensor(0.1)))
+    for i, name in enumerate(("beta", "alpha", "gamma")):
+        trained[i] = altered(trained[i], **{name: torch.nn.Parameter(torch.tensor(0.1))})
     for loss in (
         Own(),
         OwnReward(),

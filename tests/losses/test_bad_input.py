@@ -772,7 +772,7 @@ POLICY = {
         "clip_cov_lb=5.0 must be below clip_cov_ub=5.0",
     ),
     "kl-estimator": (
-        lambda: LigerFusedLinearGRPOLoss(kl_estimator="full"),
+        lambda: LigerFusedLinearGRPOLoss(beta=0.1, kl_estimator="full"),
         "unknown kl_estimator 'full', expected one of .*k1.*k2.*k3.*abs.*low_var_kl",
     ),
     "weights-mode": (

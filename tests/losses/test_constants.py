@@ -12,6 +12,7 @@ from table import SMALL, Batch, examples, pairs, rollouts, students, tokens
 from torch import Tensor, nn
 
 from liger_chunked import AdaptedWeight, arguments, functional, losses
+from liger_chunked.calls import altered
 from liger_chunked.functional import linear_token_stats
 
 # Arguments with a gradient, and those that hold no floating-point tensor.
@@ -164,9 +165,13 @@ def test_a_weight_of_a_distillation_loss_that_is_trained(name):
     """The reduced loss has no gradient by it, and says so; one loss a token has."""
     batch = students(SMALL, seed=0)
     batch["weight"].requires_grad_()
-    loss, by_token = losses.LigerFusedLinearJSDLoss(), losses.LigerFusedLinearJSDLoss(reduction="none")
-    for one in (loss, by_token):
-        setattr(one, name, nn.Parameter(torch.tensor(0.3, dtype=torch.float64)))
+    loss, by_token = (
+        altered(
+            losses.LigerFusedLinearJSDLoss(reduction=reduction),
+            **{name: nn.Parameter(torch.tensor(0.3, dtype=torch.float64))},
+        )
+        for reduction in ("mean", "none")
+    )
     with pytest.raises(ValueError, match=f"LigerFusedLinearJSDLoss treats {name} as a constant, but it requires"):
         loss(**batch)
     values, metrics = by_token(**batch)
@@ -178,8 +183,7 @@ def test_a_weight_of_a_distillation_loss_that_is_trained(name):
 
 def test_a_skew_that_is_trained():
     """Kernels have no gradient by it."""
-    loss = losses.LigerFusedLinearKLDivLoss(skew=0.1)
-    loss.skew = nn.Parameter(torch.tensor(0.1))
+    loss = altered(losses.LigerFusedLinearKLDivLoss(skew=0.1), skew=nn.Parameter(torch.tensor(0.1)))
     with pytest.raises(TypeError, match="beta must be a number, got a tensor"):
         loss(**students(SMALL, seed=0))
 
