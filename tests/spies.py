@@ -21,6 +21,8 @@ class Results(TorchDispatchMode):
     plain tensors that they run.
     """
 
+    counts_meta = False  # tensors on the device "meta" have no memory
+
     def see(self, x: Tensor) -> None:
         raise NotImplementedError
 
@@ -29,7 +31,7 @@ class Results(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if type(x) in PLAIN:
+            if type(x) in PLAIN and (self.counts_meta or not x.is_meta):
                 self.see(x)
         return result
 
@@ -38,12 +40,12 @@ class Memory(Results):
     """Track the bytes of tensors created under this mode: their peak, and the largest tensor.
 
     Args:
-        meta: whether tensors on the device "meta" count, as in steps that run there. They have no memory.
+        meta: whether tensors on the device "meta" count, as in steps that run there.
     """
 
     def __init__(self, meta: bool = True) -> None:
         super().__init__()
-        self._meta = meta
+        self.counts_meta = meta
         self.alive = self.peak = self.largest = 0
         self._known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -56,8 +58,6 @@ class Memory(Results):
             self._known[x.untyped_storage()] = 0
 
     def see(self, x: Tensor) -> None:
-        if x.is_meta and not self._meta:
-            return
         for part in (x._values(), x._indices()) if x.is_sparse else (x,):
             storage = part.untyped_storage()
             if storage not in self._known:
