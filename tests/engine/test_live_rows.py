@@ -263,7 +263,7 @@ def test_results_of_other_losses(name, budget):
     batch = of_head(with_advantages(0.2))
     ours = evaluate(loss, batch)
     with all_rows(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distillation, "on_host", lambda x: False)
+        patch.setattr(distillation, "torch_on_host", lambda x: False)
         exact = evaluate(loss, batch)
     for part, value in exact.items():
         assert relative_error(ours[part], value) < 1e-12, part
@@ -529,7 +529,7 @@ def test_few_dead_rows_stay_on_a_gpu(monkeypatch):
     assert LiveCount.start({"logps": g}) is None  # a CPU has the number at once
     g[7] = 0
     assert LiveCount.start({"logps": g}).read().length == 255
-    monkeypatch.setattr(live_rows, "on_host", lambda x: False)
+    monkeypatch.setattr(live_rows, "torch_on_host", lambda x: False)
     count = LiveCount.start({"logps": g})
     assert count.read() is None and torch.equal(count.rows, torch.arange(256))
     g[:4] = 0
