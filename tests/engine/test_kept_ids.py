@@ -568,7 +568,7 @@ def test_the_temperature_of_kept_ids() -> None:
 @both_ways
 def test_the_host_waits_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For counts and checks of the ids, and for nothing else, in forward and backward."""
-    monkeypatch.setattr(choose, "_is_on_cpu", lambda head: False)  # which reads how many rows have a gradient
+    monkeypatch.setattr(choose, "torch_on_host", lambda x: False)  # which reads how many rows have a gradient
     given, read = batch(torch.float32), []
     lists = drawn_lists(given["target"], mixed=False)
     stock = Tensor.tolist

@@ -106,7 +106,7 @@ def in_quantile() -> frozenset[str]:
 @pytest.fixture(autouse=True)
 def gpu_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep all rows of these small steps, as a GPU does with a count or without. A CPU leaves out dead rows in both."""
-    monkeypatch.setattr("liger_chunked.engine.choose._is_on_cpu", lambda head: False)
+    monkeypatch.setattr("liger_chunked.engine.choose.torch_on_host", lambda head: False)
 
 
 @contextlib.contextmanager

@@ -176,7 +176,7 @@ def test_small_steps_on_a_gpu_take_all_rows(monkeypatch):
     """There the count takes longer than the products. On a CPU it is known at once."""
     monkeypatch.undo()
     assert products(grpo, with_advantages(0.2)) == pytest.approx(1.4)
-    monkeypatch.setattr(choose, "_is_on_cpu", lambda head: False)
+    monkeypatch.setattr(choose, "torch_on_host", lambda x: False)
     assert products(grpo, with_advantages(0.2)) == pytest.approx(3)
 
 
