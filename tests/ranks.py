@@ -13,10 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def join(rank: int, world: int | str, folder: str) -> None:
-    """Make a process group of `world` ranks, which meet in a file of `folder`."""
+def join(rank: int, world: int | str, folder: str, device: str = "cpu") -> None:
+    """Make a process group of `world` ranks, which meet in a file of `folder`; on "cuda", each has a GPU."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=int(world))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=int(world),
+    )
 
 
 def same_on_all_ranks(x: Tensor) -> bool:

@@ -151,11 +151,12 @@ def fsdp2(model: Any, layers: bool = False, apart: Any = (), frozen: bool = Fals
 
 def fsdp1(model: Any, kinds: set[Any] = frozenset(), **options: Any) -> Any:  # type: ignore[assignment]
     policy = ModuleWrapPolicy(kinds) if kinds else None
-    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
+    device = next(model.parameters()).device
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=device, **options)
 
 
 def tensor_parallel(model: Any, sequence: bool = False, local: bool = False, **head: Any) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     plan: dict[str, Any] = {"head": ColwiseParallel(input_layouts=Shard(1) if sequence else Replicate(), **head)}
     if sequence:
         # Each rank runs the layers on its part of the tokens.
@@ -222,10 +223,10 @@ def parameters_of(model: Any) -> list[Tensor]:
         return [whole(p) for p in model.parameters()]
 
 
-def trained(layout: Layout, idiom: str, inside: bool, defers: bool) -> list[Any]:
+def trained(layout: Layout, idiom: str, inside: bool, defers: bool, device: str) -> list[Any]:
     """Return the losses and notes of three steps, and all parameters after each."""
     torch.manual_seed(0)
-    model = Decoder().double()
+    model = Decoder().double().to(device)
     if defers:
         defer_logits(model.head, logits_budget=4 * 8 * V)
     head, known = model.head, []
@@ -241,7 +242,7 @@ def trained(layout: Layout, idiom: str, inside: bool, defers: bool) -> list[Any]
 
     for _ in range(STEPS):
         for i in range(layout.micro_batches):
-            ids = torch.randint(V, (B, T), generator=generator)
+            ids = torch.randint(V, (B, T), generator=generator).to(device)
             # FSDP2's way first.
             last = i == layout.micro_batches - 1
             if hasattr(run, "set_requires_gradient_sync"):
@@ -265,8 +266,8 @@ def trained(layout: Layout, idiom: str, inside: bool, defers: bool) -> list[Any]
     return known
 
 
-def compare(name: str, layout: Layout, idiom: str, inside: bool) -> None:
-    stock, found = (trained(layout, idiom, inside, defers) for defers in (False, True))
+def compare(name: str, layout: Layout, idiom: str, inside: bool, device: str) -> None:
+    stock, found = (trained(layout, idiom, inside, defers, device) for defers in (False, True))
     assert len(stock) == len(found)
     for i, (a, b) in enumerate(zip(stock, found, strict=True)):
         assert a.dtype == b.dtype and a.shape == b.shape, (name, idiom, inside, i, a.dtype, b.dtype)
@@ -362,14 +363,14 @@ def test_reading_after_the_backward(tmp_path: Path, fresh_process: FreshProcesse
     fresh_process.spawn(read_late, 2, str(tmp_path), str(apart))
 
 
-def worker(rank: int, world: str, folder: str, layouts: str) -> None:
-    join(rank, world, folder)
+def worker(rank: int, world: str, folder: str, layouts: str, device: str) -> None:
+    join(rank, world, folder, device)
     warnings.simplefilter("ignore")
     for name in layouts.split():
         layout = LAYOUTS[name]
         for idiom in layout.idioms:
             for inside in (False, True):
-                compare(name, layout, idiom, inside)
+                compare(name, layout, idiom, inside, device)
     dist.destroy_process_group()
 
 
@@ -379,11 +380,21 @@ GROUPS = {kind: [name for name in LAYOUTS if name.startswith(kind)] for kind in 
 @pytest.mark.parametrize("kind", GROUPS)
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_training_equals_stock(tmp_path: Path, fresh_process: FreshProcesses, kind: str, world: int) -> None:
-    fresh_process.spawn(worker, world, str(world), str(tmp_path), " ".join(GROUPS[kind]))
+    fresh_process.spawn(worker, world, str(world), str(tmp_path), " ".join(GROUPS[kind]), "cpu")
+
+
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@needs_two_gpus
+@pytest.mark.parametrize("kind", GROUPS)
+def test_training_on_two_gpus(tmp_path: Path, fresh_process: FreshProcesses, kind: str) -> None:
+    fresh_process.spawn(worker, 2, "2", str(tmp_path), " ".join(GROUPS[kind]), "cuda")
+
+
+@pytest.mark.gpu
+@needs_two_gpus
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("idiom", ["shifted", "logps", "real"])
 def test_data_parallel(idiom: str, inside: bool) -> None:
