@@ -231,7 +231,8 @@ def trained(layout: Layout, idiom: str, inside: bool, defers: bool, device: str)
         defer_logits(model.head, logits_budget=4 * 8 * V)
     head, known = model.head, []
     run = layout.wrap(model)
-    optimizer = torch.optim.SGD(run.parameters(), lr=0.5)
+    # Not "foreach", a GPU's default: it refuses plain tensors beside the DTensors of tensor parallelism.
+    optimizer = torch.optim.SGD(run.parameters(), lr=0.5, foreach=False)
     rank = 0 if layout.same_batch else dist.get_rank()
     generator = torch.Generator().manual_seed(1 + rank)
 
