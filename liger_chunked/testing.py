@@ -26,16 +26,11 @@ from liger_chunked.losses import (
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearUnpairedPreferenceBase,
 )
-from liger_chunked.losses.formulas import log_odds, sum_of_curves, sum_of_terms
 from liger_chunked.types import (
     AdaptedWeight,
-    Examples,
     LogitOptions,
     LossHead,
-    Pairs,
-    PairTerm,
     TokenStats,
-    shown,
 )
 
 __all__ = ["LossReport", "check_loss"]  # and check_model, which imports transformers on first use
@@ -108,8 +103,7 @@ def check_loss(
     - depends on padding, such as a sum over T instead of `mask`,
     - reads a statistic that `token_outputs` does not declare,
     - writes to its inputs,
-    - returns something detached, random, or not finite,
-    - describes another loss to the kernel, by `_terms`, than its method computes.
+    - returns something detached, random, or not finite.
 
     Args:
         batch: arguments of `loss(...)` by name, at least 3 pairs or sequences. None: random, from `seed`, with 12
@@ -140,7 +134,7 @@ def check_loss(
     given = _in_float64(random_batch(loss, seed) if batch is None else batch)
     watched = _with_budget(loss, None)
     if method is not None:
-        setattr(watched, method, _Watched(name, method, getattr(loss, method), _kernel_loss(loss)))
+        setattr(watched, method, _Watched(name, method, getattr(loss, method)))
     difference_of = _Comparison(tolerance)
 
     whole = evaluate(watched, given)
@@ -206,41 +200,9 @@ def _advice(loss: nn.Module) -> str:
     return "Its result must not depend on the budget"
 
 
-def _kernel_loss(loss: Any) -> Callable[[Any], Tensor] | None:
-    """Return what a kernel computes from `_terms` of some pairs or sequences, None if the loss has no such kernel."""
-    if isinstance(loss, LigerFusedLinearPreferenceBase) and (terms := loss._terms_of_step()) is not None:
-
-        def of_term(term: PairTerm, pairs: Pairs) -> Tensor:
-            if term.of == "log_odds_margin":
-                chosen, rejected = log_odds(pairs.logps).unbind(-1)
-                return sum_of_curves(chosen - rejected, term)
-            return sum_of_terms((term,), pairs.logratios, pairs.lengths)
-
-        def of_pairs(pairs: Pairs) -> Tensor:
-            return torch.stack([of_term(term, pairs) for term in terms]).sum(0)
-
-        return of_pairs
-    if isinstance(loss, LigerFusedLinearUnpairedPreferenceBase) and (of_labels := loss._terms_of_step()) is not None:
-
-        def of_examples(examples: Examples) -> Tensor:
-            desirable, undesirable = [
-                sum_of_curves(
-                    term.scale * examples.logratios + term.point * examples.reference_point,
-                    PairTerm(term.curve, "margin", weight=term.weight),  # which number it is of plays no part
-                )
-                for term in of_labels
-            ]
-            return torch.where(examples.desirable, desirable, undesirable)
-
-        return of_examples
-    return None
-
-
 class _Watched:
-    def __init__(
-        self, loss: str, name: str, method: Callable[..., Any], described: Callable[[Any], Tensor] | None
-    ) -> None:
-        self.loss, self.name, self.method, self.described = loss, name, method, described
+    def __init__(self, loss: str, name: str, method: Callable[..., Any]) -> None:
+        self.loss, self.name, self.method = loss, name, method
 
     def __call__(self, *args: Any) -> Any:
         tensors = [x for arg in args for x in _tensors(arg)]
@@ -265,13 +227,6 @@ class _Watched:
                 f"{self.loss}.{self.name} returns a tensor without a gradient: it is detached from its inputs, or "
                 "does not depend on them"
             )
-        if self.described is not None:
-            found = self.described(*args)
-            if not torch.allclose(found, result, rtol=1e-9, atol=1e-9, equal_nan=True):
-                raise AssertionError(
-                    f"{self.loss}._terms describes another loss than {self.name} computes: "
-                    f"{shown(found.tolist())} and {shown(result.tolist())}. The kernel reads _terms in its place"
-                )
         return result
 
 
@@ -361,8 +316,7 @@ def full_loss(loss: nn.Module, batch: Batch) -> Tensor:
         dense = rows.for_objective(TokenStats(**values), every)
         detached = TokenStats(*(None if f is None else f.detach() for f in dense))
         index = rows.group_index(every)
-        aux = objective.value_and_grad(detached, index, with_gradient=False).aux
-        return Fused(objective.loss(dense, index), rows.join([detached]), aux)
+        return Fused(objective.loss(dense, index), rows.join([detached]))
 
     own._fuse = full
     result = own(**batch)

@@ -691,66 +691,6 @@ class CrossEntropyMetrics(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PairTerm:
-    """`weight * curve(scale * x + offset)` of a number `x` of each pair: a loss whose gradient a kernel knows.
-
-    With `z = scale * x + offset`, `curve` is
-
-    - "softplus": `log(1 + exp(z))`, which is `-log sigmoid(-z)`
-    - "sigmoid": `1 / (1 + exp(-z))`
-    - "square": `z ** 2`
-    - "relu": `max(0, z)`
-
-    `of` names the number `x`. With the log-ratios `c` and `r` of chosen and rejected sequence, it is
-
-    - "margin": `c - r`
-    - "mean_margin": the same, each divided by its sequence's valid tokens
-    - "log_odds_margin": the difference of the log-odds `log(exp(c) / (1 - exp(c)))`, without a reference
-    - "chosen", "rejected": `c`, `r`
-    """
-
-    curve: Literal["softplus", "sigmoid", "square", "relu"]
-    of: Literal["margin", "mean_margin", "log_odds_margin", "chosen", "rejected"]
-    scale: float = 1.0
-    offset: float = 0.0
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class ExampleTerm:
-    """`weight * curve(scale * x + point * z)` of a sequence: a loss whose gradient a kernel knows.
-
-    `x` is the log-ratio of the sequence, `z` the reference point of the batch. Curves are those of `PairTerm`.
-    """
-
-    curve: Literal["softplus", "sigmoid", "square", "relu"]
-    scale: float
-    point: float
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class PolicyTerm:
-    """The cost of a sampled token, a function of its ratio `r` and advantage `A` whose gradient a kernel knows.
-
-    With log-probability `log pi` and stopped gradient `sg`, `curve` is
-
-    - "clip": `-min(min(r, delta) A, clamp(r, low, high) A)`
-    - "truncate": `-sg(clamp(r, low, high)) A log pi`
-
-    A ratio counts as clipped where `min(r, delta)` is below `low` and `A` negative, or above `high` and `A` positive.
-    `counts_low` and `counts_high` say whether metrics have these shares.
-    """
-
-    curve: Literal["clip", "truncate"]
-    low: float
-    high: float
-    delta: float = math.inf
-    counts_low: bool = True
-    counts_high: bool = True
-
-
-@dataclass(frozen=True)
 class Divergence:
     """A divergence with closed-form gradient, of student logits `z` and teacher logits `t`.
 

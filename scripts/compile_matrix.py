@@ -161,7 +161,6 @@ def tasks(target: Target) -> Iterator[Task]:
     yield from kernels_alone()
     yield from split_vocabulary(target)
     yield from surveys()
-    yield from known_gradients()
     yield from kept_ids()
     yield from base_kernels()
     yield from experts()
@@ -371,76 +370,6 @@ def surveys() -> Iterator[Task]:
     for k in (8, 128):
         ids, logps = meta(8192, k, dtype=torch.int64), meta(8192, k)
         yield f"survey of a top-{k}", partial(survey_top_k, logps, ids)
-
-
-def known_gradients() -> Iterator[Task]:
-    """Losses of tokens, pairs, sequences and rollouts, for which `estimate_memory` takes a sum."""
-    import torch
-
-    from liger_chunked import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss
-    from liger_chunked.kernels import (
-        ExampleLoss,
-        ExampleSums,
-        PairLoss,
-        PairSums,
-        PolicyLoss,
-        PolicySides,
-        PolicySums,
-        example_loss,
-        nll,
-        pair_loss,
-        policy_loss,
-    )
-    from liger_chunked.losses.dpo import LOSS_TYPES, DPOSettings
-    from liger_chunked.types import PairTerm, PolicyTerm
-
-    meta = partial(torch.empty, device="meta")
-
-    def of_pairs(loss: PairLoss, reference: torch.Tensor | None, stacked: bool) -> None:
-        sums = PairSums.of(4, torch.device("meta"))
-        counts = meta(8, dtype=torch.int64)
-        pair_loss(
-            loss, sums, meta(4096), meta(4096),
-            token_counts=counts, pairs=slice(0, 4), stacked=stacked, reference=reference, with_gradient=True,
-        )  # fmt: skip
-
-    def of_examples(loss: ExampleLoss, reference: torch.Tensor | None) -> None:
-        example_loss(
-            loss, ExampleSums.of(4, torch.device("meta")), meta(4096), meta(4096),
-            token_counts=meta(4, dtype=torch.int64), desirable=meta(4, dtype=torch.bool),
-            point=meta((), dtype=torch.float64), examples=slice(0, 4), reference=reference, with_gradient=True,
-        )  # fmt: skip
-
-    def of_rollouts(loss: PolicyLoss, sides: PolicySides) -> None:
-        policy_loss(
-            loss, PolicySums.of(4, torch.device("meta")), meta(4096), meta(4096), sides,
-            token_counts=meta(4, dtype=torch.int64), index=meta(4096, dtype=torch.int64),
-            tokens=slice(0, 4096), with_gradient=True,
-        )  # fmt: skip
-
-    for divisor in (4096, meta(())):
-        yield f"mean NLL, divided by {divisor}", partial(nll, meta(4096), divisor, with_gradient=True)
-    for name, kind in LOSS_TYPES.items():
-        if kind.terms is not None:
-            terms = kind.terms(0.1, DPOSettings(label_smoothing=0.1))
-            sums, means = PairLoss(terms, 0.1, None, False), PairLoss(terms, 0.1, 1.0, True)
-            yield f"sums over tokens, {name}", partial(of_pairs, sums, meta(4096), stacked=True)
-            yield f"means over tokens, {name}", partial(of_pairs, means, meta(2, 4, dtype=torch.float64), stacked=False)
-    odds = PairTerm("softplus", "log_odds_margin", -1.0, weight=0.1)
-    yield "log-odds", partial(of_pairs, PairLoss((odds,), 0.1, 1.0, True), None, stacked=True)
-    for loss in (LigerFusedLinearKTOLoss(), LigerFusedLinearBCOLoss(average_log_prob=True)):
-        for reference in (meta(4096), meta(4, 1, dtype=torch.float64), None):
-            of = ExampleLoss(*loss._terms, 0.1, loss.average_log_prob)
-            yield f"sequences, {type(loss).__name__}", partial(of_examples, of, reference)
-    clip, tokens = PolicyTerm("clip", 0.8, 1.2), meta(4, 2048)
-    all_sides = PolicySides(tokens, tokens, tokens, tokens, False)
-    for level in ("token", "sequence", "sequence_token", "trajectory"):
-        for term in (clip, PolicyTerm("truncate", 0.0, 5.0)):
-            policy = PolicyLoss(term, level, 0.1, "k3", True, 4.0, True)
-            yield f"rollouts, {term.curve}, {level}", partial(of_rollouts, policy, all_sides)
-    for estimator in ("k1", "k2"):
-        policy = PolicyLoss(clip, "token", 0.1, estimator, False, meta(()), False)
-        yield f"rollouts, {estimator}", partial(of_rollouts, policy, PolicySides(meta(4), None, meta(4096), None, True))
 
 
 class OnMeta:

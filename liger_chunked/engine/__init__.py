@@ -14,7 +14,6 @@ kept, kept_pass                  the ids that a sampler kept, by rows of the hea
 gradients, live_rows             accumulators of dX, dW and db; leave rows without a gradient out of their products
 plan                             what the choice returns: `Plan`, and the `Tokens` of a chunk
 objective                        the loss of a chunk, and its gradient by the statistics
-pairs, examples, policies        losses whose gradient a kernel knows
 rows, known, packed              which tokens count, in which order, and how values return to the batch
 rank_rows                        the same where ranks split sequences
 scattered, sequence, collectives hidden states and sequences split over ranks, and what ranks send
@@ -45,20 +44,14 @@ from liger_chunked.engine.distillation import (
     divergences_of_tokens,
 )
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
-from liger_chunked.engine.examples import ExampleKernel
 from liger_chunked.engine.kept import check_kept, check_sparse_weight_grad
 from liger_chunked.engine.known import as_counts, assert_later, host_may_sync, sequence_counts, token_count
 from liger_chunked.engine.objective import (
     Differentiated,
-    NegativeLogLikelihood,
     Objective,
-    OfSequences,
     Share,
-    has_group_kernel,
 )
 from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
-from liger_chunked.engine.pairs import PairKernel, has_pair_kernel
-from liger_chunked.engine.policies import PolicyKernel
 from liger_chunked.engine.rank_rows import on_this_rank
 from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.rows import Group, Rows, all_rows, select_rows
@@ -67,7 +60,6 @@ from liger_chunked.engine.sequence import SequenceSplit, check_group
 from liger_chunked.engine.stats import linear_token_stats, stats_of_kept, token_stats
 from liger_chunked.engine.step import Fused, fused_loss, loss_of_kept, run_step
 from liger_chunked.engine.top_k import TopK
-from liger_chunked.kernels import ExampleLoss, PairLoss, PolicyLoss, PolicySides
 from liger_chunked.kernels.operands import along, plain
 
 __all__ = [
@@ -76,20 +68,11 @@ __all__ = [
     "ClosedForm",
     "Differentiated",
     "DistillationStep",
-    "ExampleKernel",
-    "ExampleLoss",
     "Fused",
     "Group",
     "LossWeights",
-    "NegativeLogLikelihood",
     "Objective",
-    "OfSequences",
     "Packing",
-    "PairKernel",
-    "PairLoss",
-    "PolicyKernel",
-    "PolicyLoss",
-    "PolicySides",
     "Ranked",
     "Rows",
     "SamplingFilter",
@@ -116,8 +99,6 @@ __all__ = [
     "distillation_step",
     "divergences_of_tokens",
     "fused_loss",
-    "has_group_kernel",
-    "has_pair_kernel",
     "host_may_sync",
     "linear_token_stats",
     "loss_of_kept",

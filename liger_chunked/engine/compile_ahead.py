@@ -12,7 +12,6 @@ from torch import Tensor
 from liger_chunked.device import IS_NVIDIA, is_capturing, is_on_gpu
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.gradients import Needs
-from liger_chunked.engine.objective import Objective
 from liger_chunked.engine.plan import Path, Plan
 from liger_chunked.engine.rows import TokenRows
 from liger_chunked.kernels.backend import INTERPRETED
@@ -33,9 +32,8 @@ def compile_ahead(
     head: HeadTensors,
     u: Tensor | None,
     needs: Needs,
-    objective: Objective | None = None,
 ) -> None:
-    """Compile what `dry_run` and the objective would launch for the first chunk, once for each kind of step on a GPU.
+    """Compile what `dry_run` would launch for the first chunk, once for each kind of step on a GPU.
 
     It allocates real tensors: meta tensors would import sympy, for seconds. Steps on shards, with a filter, kept
     ids, candidates or a teacher compile at their launches.
@@ -54,7 +52,6 @@ def compile_ahead(
         len(plan.tiles[0]) > 1, plan.skips_rows,  # code
         input.device, weight.shape, None if u is None else u.shape[-1],  # numbers
         plan.dtype, input.dtype, weight.dtype, plan.options.logits_dtype,  # pointers
-        None if objective is None else objective.kernels(rows),
         head.bias is None, plan.class_weight is None, rows.input_index is None, _token_at(plan) is None,  # absent ones
         tuple(rows.side),
     )  # fmt: skip
@@ -65,8 +62,6 @@ def compile_ahead(
     try:
         with torch.no_grad(), compiled_together(input.device):
             dry_run(_first_chunk(plan), input, head, u, needs)
-            if objective is not None:
-                objective.rehearse(rows, input.device, True in needs)
     except Exception as error:  # the launch raises its own
         warnings.warn(f"the kernels of this step compile one after another: {error!r}", RuntimeWarning, stacklevel=2)
 

@@ -21,7 +21,7 @@ from liger_chunked.engine.objective import Objective, Share
 from liger_chunked.engine.packed import Sequences, whole
 from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.precision import gemms
-from liger_chunked.engine.rows import Rows, joined
+from liger_chunked.engine.rows import Rows
 from liger_chunked.engine.sampling import SamplingFilter
 from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.engine.stats import stats_of_kept
@@ -66,7 +66,6 @@ class StatisticsStep:
     # Whether to differentiate the loss by tensors that the objective holds: the caller's grad mode.
     trains_objective: bool = False
     owner: Any = None  # the loss's module, whose parameters have names in messages
-    aux: Any = field(default=None, init=False)  # what the objective computed of all groups (`Share.aux`), joined
     # Gradients by tensors that the objective holds (`Share.of_parameters`), summed over chunks.
     of_parameters: dict[Tensor, Tensor] = field(default_factory=dict, init=False)
 
@@ -74,13 +73,12 @@ class StatisticsStep:
         self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         plan, rows = self.plan, self.plan.rows
-        compile_ahead(_dry_run, plan, input, head, u, needs, self.objective)
+        compile_ahead(_dry_run, plan, input, head, u, needs)
         flat, flat_u = flattened(input, u)
         grads = HeadGradients(plan, flat, head, needs, flat_u) if True in needs else None
         head_pass = choose.pass_of_loss(plan, head.for_products(plan.dtype), grads)
 
         parts: list[Any] = []
-        aux: list[Any] = []
         loss: Tensor | None = None
         declared, has_gradient = set(plan.differentiates), False
         with gemms(input.device, plan.dtype):
@@ -92,7 +90,6 @@ class StatisticsStep:
                 if share.of_parameters:
                     self._add_parameters(share.of_parameters)
                 parts.append(share.values)
-                aux.append(share.aux)
                 if grads is not None:
                     if not share.gradients.keys() <= declared:
                         self._refuse_undeclared(share.gradients)
@@ -107,12 +104,8 @@ class StatisticsStep:
                 "the loss has no gradient: it does not depend on the statistics it was given, or is detached from them"
             )
         self.values = None if parts[0] is None else rows.join(parts)
-        self.aux = None if aux[0] is None else joined(aux)
         assert loss is not None
-        if len(parts) == 1 and share.rounded is not None and not rows.gathers_statistics:
-            loss = share.rounded  # the only share, of this rank alone
-        else:
-            loss = rows.sum_of_shares(loss).to(accumulation_dtype(plan.dtype))
+        loss = rows.sum_of_shares(loss).to(accumulation_dtype(plan.dtype))
         return loss, (None,) * len(needs) if grads is None else grads.finish()
 
     def _add_parameters(self, gradients: Mapping[Tensor, Tensor]) -> None:
@@ -245,12 +238,10 @@ class Fused(NamedTuple):
     Attributes:
         loss: (), differentiable.
         values: the batch's dense statistics, detached.
-        aux: the objective's, of all groups.
     """
 
     loss: Tensor
     values: TokenStats
-    aux: Any
 
 
 _KNOWN = frozenset(OUTPUTS)
@@ -296,7 +287,7 @@ def fused_loss(
     loss = run_step(step, head, input)
     if step.of_parameters:
         loss = WithParameters.apply(loss, tuple(step.of_parameters.values()), *step.of_parameters)
-    return Fused(loss, step.values, step.aux)
+    return Fused(loss, step.values)
 
 
 def _whole_with_gradient(x: Tensor, sequences: Sequences) -> Tensor:
@@ -347,4 +338,4 @@ def loss_of_kept(
         loss_without_head = objective.loss(mapped(Tensor.detach, values), rows.group_index(whole_batch))
         _refuse_parameters_of_split_sequences(other_leaves(loss_without_head, ()), owner)
     loss = objective.loss(values, rows.group_index(whole_batch)).to(accumulation_dtype(input.dtype))
-    return Fused(loss, mapped(Tensor.detach, dense), None)
+    return Fused(loss, mapped(Tensor.detach, dense))

@@ -8,7 +8,6 @@ two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
 base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
                     pointwise_divergence.py, relu_squared.py, experts.py
 utilities           scale.py, survey.py, move_rows.py
-losses              nll.py, pair_loss.py, example_loss.py, policy_loss.py
 shared              backend.py, transform.py, norm_rows.py, operands.py, launch.py, tuning/
 """
 
@@ -16,7 +15,6 @@ from liger_chunked.kernels.cross_entropy import liger_cross_entropy
 from liger_chunked.kernels.divergence import DivergenceStats, divergence_stats, tail_stats
 from liger_chunked.kernels.divergence_grad import divergence_grad_, tail_grad_
 from liger_chunked.kernels.drop_below import drop_below_
-from liger_chunked.kernels.example_loss import ExampleLoss, ExampleSums, example_loss
 from liger_chunked.kernels.glu import liger_geglu, liger_swiglu
 from liger_chunked.kernels.layer_norm import liger_layer_norm
 from liger_chunked.kernels.logits_divergence import (
@@ -36,10 +34,7 @@ from liger_chunked.kernels.logits_stats import (
 )
 from liger_chunked.kernels.merge_ranks import merge_ranks
 from liger_chunked.kernels.move_rows import move_rows_, place_rows
-from liger_chunked.kernels.nll import nll, nll_has_kernel
-from liger_chunked.kernels.pair_loss import MOST_TERMS, PairLoss, PairSums, pair_loss
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
-from liger_chunked.kernels.policy_loss import PolicyLoss, PolicySides, PolicySums, policy_loss
 from liger_chunked.kernels.projection import Exponentials, project_exp, project_sums
 from liger_chunked.kernels.projection_grad import RowFactors, grad_from_exponentials_, project_grad, row_factors
 from liger_chunked.kernels.projection_logits import project_logits
@@ -59,19 +54,11 @@ from liger_chunked.kernels.target_rows import (
 )
 
 __all__ = [
-    "MOST_TERMS",
     "DivergenceStats",
     "ExactTarget",
-    "ExampleLoss",
-    "ExampleSums",
     "Exponentials",
     "LogitsCotangents",
-    "PairLoss",
-    "PairSums",
     "PartialStats",
-    "PolicyLoss",
-    "PolicySides",
-    "PolicySums",
     "RowFactors",
     "RowScales",
     "add_target_rows_",
@@ -81,7 +68,6 @@ __all__ = [
     "divergence_grad_",
     "divergence_stats",
     "drop_below_",
-    "example_loss",
     "find_tokens",
     "finish",
     "grad_from_exponentials_",
@@ -104,12 +90,8 @@ __all__ = [
     "merge",
     "merge_ranks",
     "move_rows_",
-    "nll",
-    "nll_has_kernel",
     "occurrences",
-    "pair_loss",
     "place_rows",
-    "policy_loss",
     "project_exp",
     "project_grad",
     "project_logits",

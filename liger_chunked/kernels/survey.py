@@ -16,7 +16,6 @@ from torch import Tensor
 from liger_chunked.device import current_stream, is_on_gpu
 from liger_chunked.kernels.backend import block_size, jit, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
-from liger_chunked.kernels.pair_loss import sum_counts
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.kernels.tuning.generic import AGREES, COUNTED_BLOCKS
 from liger_chunked.private import assert_async, foreach_add_
@@ -108,6 +107,16 @@ class Found(NamedTuple):
     token_at: Tensor | None
 
 
+@jit
+def _sum_counts(counts_ptr, start, stop, BLOCK: tl.constexpr):
+    """Return the sum of counts from `start` to `stop`."""
+    total = tl.zeros([BLOCK], tl.int64)
+    for first in range(start, stop, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        total += tl.load(counts_ptr + places, mask=places < stop, other=0)
+    return tl.sum(total, axis=0)
+
+
 @Kernel
 def _find_tokens_kernel(
     target_ptr, counts_ptr, places_ptr, ids_ptr, token_at_ptr, n_tokens, n_valid, ignore_index,
@@ -121,7 +130,7 @@ def _find_tokens_kernel(
     target_ptr += row * n_tokens
     target = tl.load(target_ptr + cols, mask=inside, other=ignore_index)
     valid = target != ignore_index
-    first = sum_counts(counts_ptr, 0, block, COUNTS)  # of the block's tokens
+    first = _sum_counts(counts_ptr, 0, block, COUNTS)  # of the block's tokens
     of_block = tl.cumsum(valid.to(tl.int32), axis=0) - 1
     # A caller's `n_valid` may be wrong, which the device asserts elsewhere: nothing is written beyond.
     counted = valid & (of_block < n_valid - first)

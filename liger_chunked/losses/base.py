@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -81,29 +81,10 @@ class StatsLoss(FusedLoss):
     _statistics: ClassVar[tuple[str, ...]] = OUTPUTS  # that `token_outputs` may name
     _scopes: ClassVar[tuple[str, ...]] = ()
     _skips_rows: ClassVar[bool] = False  # whether tokens without a gradient are common enough to look for them
-    # A kernel computes what `_term` or `_terms` describes, and calls none of the methods named here. A subclass may
-    # override such a method and inherit the description, which would then be wrong. So the class with the description
-    # keeps the methods that it describes, and `_is_described` compares.
-    _formula: ClassVar[tuple[str, ...]] = ()
-    _described: ClassVar[tuple[Callable[..., Any], ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_declared(cls, cls.__name__, cls._statistics, cls._scopes)
-        if not vars(cls).keys().isdisjoint(("_term", "_terms")):
-            cls._described = cls._methods_of_formula()
-
-    @classmethod
-    def _methods_of_formula(cls) -> tuple[Callable[..., Any], ...]:
-        return tuple([getattr(cls, name) for name in cls._formula])
-
-    @property
-    def _is_described(self) -> bool:
-        """Whether `_term` or `_terms` says what this loss computes.
-
-        False where a subclass inherits it and has a formula of its own, or where a class or an object got one later.
-        """
-        return self._methods_of_formula() == self._described and vars(self).keys().isdisjoint(self._formula)
 
     def _check_after_init(self) -> None:
         super()._check_after_init()

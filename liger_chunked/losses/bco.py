@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_chunked.losses.unpaired import LigerFusedLinearUnpairedPreferenceBase
-from liger_chunked.types import Examples, ExampleTerm
+from liger_chunked.types import Examples
 
 
 class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
@@ -49,11 +49,6 @@ class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
 
     reference_point = "delta"
     _expects_reference: ClassVar[bool] = True
-
-    @property
-    def _terms(self) -> tuple[ExampleTerm, ExampleTerm]:
-        # -log sigmoid(x) is softplus(-x).
-        return ExampleTerm("softplus", -self.beta, 1.0), ExampleTerm("softplus", self.beta, -1.0)
 
     def preference_loss(self, examples: Examples) -> Tensor:
         rewards = self.beta * examples.logratios

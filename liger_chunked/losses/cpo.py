@@ -10,14 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
-from liger_chunked.losses.formulas import Terms, hinge, logistic, of_log_ratios, saturating_expm1, sum_of_terms
+from liger_chunked.losses.formulas import logistic, saturating_expm1
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.settings import check_finite, refuse_unread
-from liger_chunked.types import LogitOptionsDict, Pairs, PairTerm, shown
+from liger_chunked.types import LogitOptionsDict, Pairs, shown
 
 
 @dataclass(frozen=True)
@@ -30,21 +31,38 @@ class CPOSettings:
         check_finite("simpo_gamma", self.simpo_gamma)
 
 
+def _margin(rewards: Tensor) -> Tensor:
+    chosen, rejected = rewards.unbind(-1)
+    return chosen - rejected
+
+
+def _sigmoid(rewards: Tensor, beta: float, s: CPOSettings) -> Tensor:
+    return logistic(_margin(rewards), s.label_smoothing)
+
+
+def _hinge(rewards: Tensor, beta: float, s: CPOSettings) -> Tensor:
+    return F.relu(1 - _margin(rewards))
+
+
+def _ipo(rewards: Tensor, beta: float, s: CPOSettings) -> Tensor:
+    return (_margin(rewards) / beta - 1 / (2 * beta)).square()
+
+
+def _simpo(rewards: Tensor, beta: float, s: CPOSettings) -> Tensor:
+    return logistic(_margin(rewards) - s.simpo_gamma, s.label_smoothing)
+
+
 class _LossType(NamedTuple):
-    terms: Callable[[float, CPOSettings], Terms]  # of rewards
+    loss: Callable[[Tensor, float, CPOSettings], Tensor]  # of rewards (n, 2) and beta
     reads: tuple[str, ...] = ()  # fields of CPOSettings
     averages: bool = False  # sets average_log_prob
 
 
 LOSS_TYPES: Mapping[str, _LossType] = {
-    "sigmoid": _LossType(lambda beta, s: logistic(eps=s.label_smoothing), reads=("label_smoothing",)),
-    "hinge": _LossType(lambda beta, s: hinge()),
-    "ipo": _LossType(lambda beta, s: (PairTerm("square", "margin", 1 / beta, -1 / (2 * beta)),), averages=True),
-    "simpo": _LossType(
-        lambda beta, s: logistic(eps=s.label_smoothing, gamma=s.simpo_gamma),
-        reads=("label_smoothing", "simpo_gamma"),
-        averages=True,
-    ),
+    "sigmoid": _LossType(_sigmoid, reads=("label_smoothing",)),
+    "hinge": _LossType(_hinge),
+    "ipo": _LossType(_ipo, averages=True),
+    "simpo": _LossType(_simpo, reads=("label_smoothing", "simpo_gamma"), averages=True),
 }
 
 
@@ -131,13 +149,8 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
     def cpo_alpha(self, value: float) -> None:
         self.alpha = value
 
-    @property
-    def _terms(self) -> Terms:
-        return of_log_ratios(LOSS_TYPES[self.loss_type].terms(self.beta, self.settings), self.beta)
-
     def preference_loss(self, pairs: Pairs) -> Tensor:
-        terms = LOSS_TYPES[self.loss_type].terms(self.beta, self.settings)
-        return sum_of_terms(terms, self.reward(pairs.logps), pairs.lengths)
+        return LOSS_TYPES[self.loss_type].loss(self.reward(pairs.logps), self.beta, self.settings)
 
     def extra_repr(self) -> str:
         return f"loss_type={self.loss_type!r}, cpo_alpha={self.alpha}, {super().extra_repr()}"

@@ -15,7 +15,6 @@ from typing_extensions import TypeVar, Unpack
 from liger_chunked.calls import check_constants, entry_point, typed_like
 from liger_chunked.engine import (
     Group,
-    NegativeLogLikelihood,
     Objective,
     Rows,
     SequenceSplit,
@@ -58,12 +57,6 @@ class _CrossEntropy:
     focal_gamma: float = 0.0
     dft: bool = False
     class_weight: Tensor | None = None  # (V,)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a token's loss is `-logps`."""
-        shapes = self.label_smoothing, self.lse_square_scale, self.entropy_weight, self.focal_gamma, self.dft
-        return not any(map(is_set, shapes)) and self.class_weight is None
 
     def cross_entropy(self, stats: TokenStats, target: Tensor) -> Tensor:
         assert stats.logps is not None
@@ -429,16 +422,8 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
         num_items: float | Tensor | None,
     ) -> tuple[Tensor, Tensor | None, TokenStats]:
         per_token, per_class = self._denominators(rows, definition, weights, num_items)
-        plain = definition.is_plain and weights is None
-        loss, stats, _ = self._fuse(
-            head,
-            input,
-            rows,
-            NegativeLogLikelihood(per_class)
-            if plain
-            else _WeighedTokens(definition, target.reshape(-1), weights, per_token, per_class),
-            self._smoothing_weight(definition),
-        )
+        objective = _WeighedTokens(definition, target.reshape(-1), weights, per_token, per_class)
+        loss, stats = self._fuse(head, input, rows, objective, self._smoothing_weight(definition))
         z_loss = None
         if is_set(self.lse_square_scale):
             assert rows.mask is not None

@@ -1,6 +1,6 @@
 """DPO, direct preference optimisation (https://arxiv.org/abs/2305.18290), and the losses that TRL has under its name.
 
-Most are sums of `PairTerm`, so that one table gives the PyTorch formula and the GPU kernel; others are functions.
+Each is a function of `Pairs`, in the table `LOSS_TYPES`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,18 +18,10 @@ from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
 from liger_chunked.engine import check_values
-from liger_chunked.losses.formulas import (
-    Terms,
-    hinge,
-    is_number,
-    logistic,
-    saturating_expm1,
-    sum_of_curves,
-    sum_of_terms,
-)
+from liger_chunked.losses.formulas import is_number, logistic, saturating_expm1, softplus
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.settings import check_finite, check_positive, refuse_unread
-from liger_chunked.types import LogitOptionsDict, Pairs, PairTerm, saturating_exp, shown
+from liger_chunked.types import LogitOptionsDict, Pairs, saturating_exp, shown
 
 
 def _reverse_kl(logratios: Tensor, alpha: float) -> Tensor:
@@ -90,35 +82,55 @@ def _margin(pairs: Pairs, s: DPOSettings) -> Tensor:
     return chosen - rejected
 
 
-def _ipo(beta: float, s: DPOSettings) -> Terms:
-    return (PairTerm("square", "mean_margin", offset=-1 / (2 * beta)),)
+def _mean_margin(pairs: Pairs, s: DPOSettings) -> Tensor:
+    chosen, rejected = (s.scores(pairs) / pairs.lengths).unbind(-1)
+    return chosen - rejected
 
 
-def _robust(beta: float, s: DPOSettings) -> Terms:
+def _sigmoid(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    return logistic(beta * _margin(pairs, s), s.label_smoothing)
+
+
+def _sigmoid_norm(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    return logistic(beta * _mean_margin(pairs, s))
+
+
+def _hinge(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    return F.relu(1 - beta * _margin(pairs, s))
+
+
+def _ipo(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    return (_mean_margin(pairs, s) - 1 / (2 * beta)).square()
+
+
+def _robust(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     # Unbiased if labels are flipped with probability epsilon. A smoothing of this size, which is negative.
-    return logistic("margin", beta, -s.label_smoothing / (1 - 2 * s.label_smoothing))
+    return logistic(beta * _margin(pairs, s), -s.label_smoothing / (1 - 2 * s.label_smoothing))
 
 
-def _nca_pair(beta: float, s: DPOSettings) -> Terms:
-    flipped = [PairTerm("softplus", of, beta, weight=0.5) for of in ("chosen", "rejected")]
-    return *logistic("chosen", beta), *flipped
+def _nca_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    chosen, rejected = (beta * pairs.logratios).unbind(-1)
+    return softplus(-chosen) + 0.5 * softplus(chosen) + 0.5 * softplus(rejected)
 
 
-def _bco_pair(beta: float, s: DPOSettings) -> Terms:
-    return *logistic("chosen", beta), PairTerm("softplus", "rejected", beta)
+def _bco_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    chosen, rejected = (beta * pairs.logratios).unbind(-1)
+    return softplus(-chosen) + softplus(rejected)
 
 
-def _sppo_hard(beta: float, s: DPOSettings) -> Terms:
-    half = 0.5 / beta
-    return PairTerm("square", "chosen", offset=-half), PairTerm("square", "rejected", offset=half)
+def _sppo_hard(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    chosen, rejected = pairs.logratios.unbind(-1)
+    return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
 
 
-def _apo_zero(beta: float, s: DPOSettings) -> Terms:
-    return PairTerm("sigmoid", "chosen", -beta), PairTerm("sigmoid", "rejected", beta)
+def _apo_zero(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    chosen, rejected = (beta * pairs.logratios).unbind(-1)
+    return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
 
 
-def _apo_down(beta: float, s: DPOSettings) -> Terms:
-    return PairTerm("sigmoid", "chosen", beta), PairTerm("sigmoid", "margin", -beta)
+def _apo_down(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    chosen, rejected = pairs.logratios.unbind(-1)
+    return torch.sigmoid(beta * chosen) + torch.sigmoid(-beta * (chosen - rejected))
 
 
 def _exo_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
@@ -131,12 +143,12 @@ def _exo_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 def _aot(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     policy = (pairs.logps[:, 0] - pairs.logps[:, 1]).sort().values
     reference = (pairs.ref_logps[:, 0] - pairs.ref_logps[:, 1]).sort().values
-    return sum_of_curves(policy - reference, *logistic("margin", beta, s.label_smoothing))
+    return logistic(beta * (policy - reference), s.label_smoothing)
 
 
 def _aot_unpaired(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     chosen, rejected = pairs.logratios.sort(dim=0).values.unbind(-1)
-    return sum_of_curves(chosen - rejected, *logistic("margin", beta, s.label_smoothing))
+    return logistic(beta * (chosen - rejected), s.label_smoothing)
 
 
 def _discopop(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
@@ -161,48 +173,32 @@ def _wpo_weights(pairs: Pairs) -> Tensor:
 
 
 class _LossType(NamedTuple):
-    """A loss of a pair: a sum of `terms` of `DPOSettings.scores`, or else a function of `Pairs`."""
-
-    terms: Callable[[float, DPOSettings], Terms] | None = None  # of beta
-    loss: Callable[[Pairs, float, DPOSettings], Tensor] | None = None
+    loss: Callable[[Pairs, float, DPOSettings], Tensor]  # of beta
     reads: tuple[str, ...] = ()
     whole_batch: bool = False  # sorts the batch
     averages: bool = False  # refuses average_log_prob
     takes_f_divergence: bool = False  # reads scores or no reference
     weighable: bool = True  # a loss belongs to one pair
 
-    def losses(self, pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-        """Return the losses (n,) of pairs."""
-        if self.terms is not None:
-            return sum_of_terms(self.terms(beta, s), s.scores(pairs), pairs.lengths)
-        assert self.loss is not None
-        return self.loss(pairs, beta, s)
-
 
 _SCORES = ("f_divergence_type", "f_alpha_divergence_coef")
 
 LOSS_TYPES: Mapping[str, _LossType] = {
-    "sigmoid": _LossType(
-        lambda beta, s: logistic("margin", beta, s.label_smoothing),
-        reads=("label_smoothing", *_SCORES),
-        takes_f_divergence=True,
-    ),
-    "hinge": _LossType(lambda beta, s: hinge(beta), reads=_SCORES, takes_f_divergence=True),
+    "sigmoid": _LossType(_sigmoid, reads=("label_smoothing", *_SCORES), takes_f_divergence=True),
+    "hinge": _LossType(_hinge, reads=_SCORES, takes_f_divergence=True),
     "ipo": _LossType(_ipo, reads=_SCORES, averages=True, takes_f_divergence=True),
-    "exo_pair": _LossType(loss=_exo_pair, reads=("label_smoothing", *_SCORES), takes_f_divergence=True),
+    "exo_pair": _LossType(_exo_pair, reads=("label_smoothing", *_SCORES), takes_f_divergence=True),
     "nca_pair": _LossType(_nca_pair),
     "robust": _LossType(_robust, reads=("label_smoothing", *_SCORES), takes_f_divergence=True),
     "bco_pair": _LossType(_bco_pair),
     "sppo_hard": _LossType(_sppo_hard),
-    "aot": _LossType(loss=_aot, reads=("label_smoothing",), whole_batch=True, weighable=False),
-    "aot_unpaired": _LossType(loss=_aot_unpaired, reads=("label_smoothing",), whole_batch=True, weighable=False),
+    "aot": _LossType(_aot, reads=("label_smoothing",), whole_batch=True, weighable=False),
+    "aot_unpaired": _LossType(_aot_unpaired, reads=("label_smoothing",), whole_batch=True, weighable=False),
     "apo_zero": _LossType(_apo_zero),
     "apo_down": _LossType(_apo_down),
-    "discopop": _LossType(loss=_discopop, reads=("discopop_tau", *_SCORES), takes_f_divergence=True),
-    "sft": _LossType(loss=_sft, takes_f_divergence=True, weighable=False),
-    "sigmoid_norm": _LossType(
-        lambda beta, s: logistic("mean_margin", beta), reads=_SCORES, averages=True, takes_f_divergence=True
-    ),
+    "discopop": _LossType(_discopop, reads=("discopop_tau", *_SCORES), takes_f_divergence=True),
+    "sft": _LossType(_sft, takes_f_divergence=True, weighable=False),
+    "sigmoid_norm": _LossType(_sigmoid_norm, reads=_SCORES, averages=True, takes_f_divergence=True),
 }
 
 LossOfPairs = Callable[[Pairs], Tensor]
@@ -382,19 +378,6 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     def _expects_reference(self) -> bool:  # type: ignore[override]
         return self.loss_types != ["sft"]
 
-    @property
-    def _terms(self) -> Terms | None:
-        if self.use_weighting or self.settings.f_divergence_type != "reverse_kl":
-            return None
-        found: list[PairTerm] = []
-        for kind, weight in zip(self.loss_types, self.loss_weights, strict=True):
-            terms_of = None if callable(kind) else LOSS_TYPES[kind].terms
-            if terms_of is None:
-                return None
-            terms = terms_of(self.beta, self.settings)
-            found += terms if is_number(weight, 1) else [replace(term, weight=weight * term.weight) for term in terms]
-        return tuple(found)
-
     def preference_loss(self, pairs: Pairs) -> Tensor:
         losses = (self._loss(kind, pairs) for kind in self.loss_types)
         weighted = (x if is_number(w, 1) else w * x for x, w in zip(losses, self.loss_weights, strict=True))
@@ -403,7 +386,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
 
     def _loss(self, kind: str | LossOfPairs, pairs: Pairs) -> Tensor:
         if not callable(kind):
-            return LOSS_TYPES[kind].losses(pairs, self.beta, self.settings)
+            return LOSS_TYPES[kind].loss(pairs, self.beta, self.settings)
         loss = kind(pairs)
         check_values(f"loss_type {kind}", loss, pairs.logps.shape[:1], "pairs")  # a sum would broadcast
         return loss

@@ -1,33 +1,24 @@
-"""Formulas that several losses share: terms of pairs, log-odds, mixtures and sums over sequences.
+"""Formulas that several losses share: the logistic loss, log-odds, mixtures and sums over sequences.
 
 They are written to keep value and gradient finite and accurate where the plain formula overflows or loses digits.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_chunked.types import LARGEST_EXPONENT, PairTerm
-
-Number = Literal["margin", "mean_margin", "chosen", "rejected"]  # of a `PairTerm`
+from liger_chunked.types import LARGEST_EXPONENT
 
 _LINEAR = 40.0  # above it, `log(1 + exp(x))` is x in float64
 
 
-_CURVES: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "softplus": functools.partial(F.softplus, threshold=_LINEAR),
-    "sigmoid": torch.sigmoid,
-    "square": torch.square,
-    "relu": torch.relu,
-}
+def softplus(x: Tensor) -> Tensor:
+    """Return `log(1 + exp(x))`, which is `-log sigmoid(-x)`."""
+    return F.softplus(x, threshold=_LINEAR)
 
 
 def is_number(setting: float | Tensor, number: float) -> bool:
@@ -35,53 +26,11 @@ def is_number(setting: float | Tensor, number: float) -> bool:
     return not isinstance(setting, Tensor) and setting == number
 
 
-def sum_of_curves(x: Tensor, *terms: PairTerm) -> Tensor:
-    """Return the sum of terms of one number `x` (n,) of each pair."""
-    total: Tensor | None = None
-    for term in terms:
-        z = x if is_number(term.scale, 1) else term.scale * x
-        value = _CURVES[term.curve](z if is_number(term.offset, 0) else z + term.offset)
-        value = value if is_number(term.weight, 1) else term.weight * value
-        total = value if total is None else total + value
-    assert total is not None
-    return total
-
-
-def sum_of_terms(terms: Sequence[PairTerm], scores: Tensor, lengths: Tensor) -> Tensor:
-    """Return the sum of terms (n,), differentiably, of log-ratios or other scores (n, 2) of chosen and rejected ones.
-
-    Args:
-        lengths: (n, 2), the valid tokens of the sequences, at least 1.
-    """
-    used = {term.of for term in terms}
-    chosen, rejected = scores.unbind(-1)
-    numbers = {"chosen": chosen, "rejected": rejected}
-    if "margin" in used:
-        numbers["margin"] = chosen - rejected
-    if "mean_margin" in used:
-        chosen, rejected = (scores / lengths).unbind(-1)
-        numbers["mean_margin"] = chosen - rejected
-    return functools.reduce(torch.add, [sum_of_curves(numbers[term.of], term) for term in terms])
-
-
-Terms = tuple[PairTerm, ...]
-
-
-# Not cached: a setting may be a tensor, such as a trained beta, whose values change from step to step.
-def logistic(of: Number = "margin", beta: float = 1.0, eps: float = 0.0, gamma: float = 0.0) -> Terms:
-    """Return `-(1 - eps) log sigmoid(beta x - gamma) - eps log sigmoid(gamma - beta x)`."""
-    loss = PairTerm("softplus", of, -beta, gamma, 1 - eps)
-    return (loss,) if is_number(eps, 0) else (loss, PairTerm("softplus", of, beta, -gamma, eps))
-
-
-def hinge(beta: float = 1.0, gamma: float = 0.0) -> Terms:
-    """Return `max(0, 1 - (beta x - gamma))` of the margin."""
-    return (PairTerm("relu", "margin", -beta, 1 + gamma),)
-
-
-def of_log_ratios(terms: Terms, beta: float) -> Terms:
-    """Return terms of log-ratios from terms of rewards, which are `beta` times as large."""
-    return tuple(dataclasses.replace(term, scale=term.scale * beta) for term in terms)
+def logistic(x: Tensor, eps: float = 0.0) -> Tensor:
+    """Return `-(1 - eps) log sigmoid(x) - eps log sigmoid(-x)`: the logistic loss of a margin with smoothed labels."""
+    if is_number(eps, 0):
+        return softplus(-x)
+    return (1 - eps) * softplus(-x) + eps * softplus(x)
 
 
 def saturating_expm1(x: Tensor) -> Tensor:

@@ -24,7 +24,6 @@ from liger_chunked.types import (
     LARGEST_EXPONENT,
     Clipped,
     LogitOptionsDict,
-    PolicyTerm,
     Rollouts,
     check_number,
     saturating_exp,
@@ -100,10 +99,6 @@ def _reinforce(r: Rollouts, s: SurrogateSettings) -> Tensor:
     return -r.ratio * r.advantages
 
 
-def _term_of_reinforce(s: SurrogateSettings) -> PolicyTerm:
-    return PolicyTerm("clip", -math.inf, math.inf, counts_low=False, counts_high=False)
-
-
 def _where(condition: Tensor, like: Tensor, value: float, otherwise: float) -> Tensor:
     """`torch.where` in the dtype of `like`, not float32."""
     return torch.full_like(like, value).where(condition, otherwise)
@@ -125,10 +120,6 @@ def _clipped_by_clip(r: Rollouts, s: SurrogateSettings) -> Clipped:
     )
 
 
-def _term_of_clip(s: SurrogateSettings) -> PolicyTerm:
-    return PolicyTerm("clip", 1 - s.epsilon_low, 1 + s.epsilon_high, math.inf if s.delta is None else s.delta)
-
-
 def _cispo(r: Rollouts, s: SurrogateSettings) -> Tensor:
     return -r.ratio.detach().clamp(s.cispo_epsilon_low, s.epsilon_high) * r.advantages * r.logps
 
@@ -136,10 +127,6 @@ def _cispo(r: Rollouts, s: SurrogateSettings) -> Tensor:
 def _clipped_by_cispo(r: Rollouts, s: SurrogateSettings) -> Clipped:
     low = (r.ratio < s.cispo_epsilon_low) & (r.advantages < 0) if s.cispo_epsilon_low else None
     return Clipped(low=low, high=(r.ratio > s.epsilon_high) & (r.advantages > 0))
-
-
-def _term_of_cispo(s: SurrogateSettings) -> PolicyTerm:
-    return PolicyTerm("truncate", s.cispo_epsilon_low, s.epsilon_high, counts_low=bool(s.cispo_epsilon_low))
 
 
 def _gmpo(r: Rollouts, s: SurrogateSettings) -> Tensor:
@@ -341,7 +328,6 @@ class _Surrogate(NamedTuple):
     reads_ratio: bool = True  # of the importance level
     weighs: bool = False  # applies importance weights
     needs_reference: bool = False
-    term: Callable[[SurrogateSettings], PolicyTerm] | None = None  # `loss` and `clipped`, if a kernel knows them
 
 
 def _trust_region(outside: _ClippedBy, reads: tuple[str, ...]) -> _Surrogate:
@@ -355,12 +341,9 @@ SURROGATES: Mapping[str, _Surrogate] = {
         reads=("epsilon_low", "epsilon_high", "delta"),
         clipped=_clipped_by_clip,
         clips_low=True,
-        term=_term_of_clip,
     ),
-    "reinforce": _Surrogate(_reinforce, term=_term_of_reinforce),
-    "cispo": _Surrogate(
-        _cispo, reads=("epsilon_high", "cispo_epsilon_low"), clipped=_clipped_by_cispo, term=_term_of_cispo
-    ),
+    "reinforce": _Surrogate(_reinforce),
+    "cispo": _Surrogate(_cispo, reads=("epsilon_high", "cispo_epsilon_low"), clipped=_clipped_by_cispo),
     "gmpo": _Surrogate(
         _gmpo,
         reads=("epsilon_low", "epsilon_high"),
@@ -711,17 +694,6 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
             raise ValueError(f"unknown loss_type {shown(loss_type)}, expected one of {sorted(LOSS_TYPES)}")
         arguments: dict[str, Any] = {**LOSS_TYPES[loss_type], **settings}
         return cls(**arguments)
-
-    @property
-    def _term(self) -> PolicyTerm | None:
-        surrogate = SURROGATES[self.surrogate]
-        # A user may have set `clipped` to count other ratios, or the same ones with other settings.
-        counted: Any = self.clipped
-        if isinstance(counted, functools.partial) and counted.keywords == {"s": self.settings}:
-            counted = counted.func
-        if surrogate.term is None or counted is not surrogate.clipped:
-            return None
-        return surrogate.term(self.settings)
 
     def policy_loss(self, rollouts: Rollouts) -> Tensor:
         return SURROGATES[self.surrogate].loss(rollouts, self.settings)

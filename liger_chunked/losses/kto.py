@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from liger_chunked.losses.reference_point import ReferencePoint
 from liger_chunked.losses.settings import check_finite
 from liger_chunked.losses.unpaired import LigerFusedLinearUnpairedPreferenceBase
-from liger_chunked.types import Examples, ExampleTerm, LogitOptionsDict, shown
+from liger_chunked.types import Examples, LogitOptionsDict, shown
 
 LOSS_TYPES: Mapping[str, ReferencePoint | None] = {"kto": "kl", "apo_zero_unpaired": None}
 
@@ -75,13 +75,6 @@ class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
         self.desirable_weight = desirable_weight
         self.undesirable_weight = undesirable_weight
         self.reference_point = LOSS_TYPES[loss_type]
-
-    @property
-    def _terms(self) -> tuple[ExampleTerm, ExampleTerm]:
-        return (
-            ExampleTerm("sigmoid", -self.beta, self.beta, self.desirable_weight),
-            ExampleTerm("sigmoid", self.beta, -self.beta, self.undesirable_weight),
-        )
 
     def preference_loss(self, examples: Examples) -> Tensor:
         gain = self.beta * examples.signs * (examples.logratios - examples.reference_point)

@@ -6,9 +6,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
-from liger_chunked.losses.formulas import Terms, log_odds, logistic, sum_of_curves
+from liger_chunked.losses.formulas import log_odds, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
-from liger_chunked.types import LogitOptionsDict, Pairs, PairTerm
+from liger_chunked.types import LogitOptionsDict, Pairs
 
 
 class LigerFusedLinearORPOLoss(LigerFusedLinearPreferenceBase):
@@ -45,11 +45,6 @@ class LigerFusedLinearORPOLoss(LigerFusedLinearPreferenceBase):
             **own_options(type(self), options, LogitOptionsDict.__annotations__),
         )
 
-    @property
-    def _terms(self) -> Terms:
-        # -log sigmoid(x) is softplus(-x).
-        return (PairTerm("softplus", "log_odds_margin", -1.0, weight=self.beta),)
-
     def preference_loss(self, pairs: Pairs) -> Tensor:
         chosen, rejected = log_odds(pairs.logps).unbind(-1)
-        return self.beta * sum_of_curves(chosen - rejected, *logistic())
+        return self.beta * logistic(chosen - rejected)

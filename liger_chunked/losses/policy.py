@@ -20,9 +20,6 @@ from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
     Group,
     Objective,
-    PolicyKernel,
-    PolicyLoss,
-    PolicySides,
     Rows,
     SamplingFilter,
     assert_later,
@@ -33,7 +30,6 @@ from liger_chunked.engine import (
     check_temperature,
     check_temperature_values,
     count,
-    has_group_kernel,
     host_may_sync,
     loss_of_kept,
     select_rows,
@@ -64,7 +60,6 @@ from liger_chunked.types import (
     LogitOptionsDict,
     LossHead,
     PolicyMetrics,
-    PolicyTerm,
     ProcessGroup,
     Rollouts,
     TokenStats,
@@ -147,10 +142,6 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "mse": _k2,
     "low_var_kl": _low_var_kl,
 }
-
-
-# The estimators that the kernel of policy losses knows, by its names.
-_ESTIMATORS_OF_KERNEL: Mapping[Callable[[Tensor], Tensor], str] = {_k1: "k1", _k2: "k2", _k3: "k3"}
 
 
 def _high_entropy(rollouts: Rollouts, valid: Tensor, share: float) -> Tensor:
@@ -267,7 +258,6 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     _statistics: ClassVar[tuple[str, ...]] = ("logps", "entropy")
     _scopes: ClassVar[tuple[str, ...]] = ("token", "sequence", "batch")
     _skips_rows: ClassVar[bool] = True  # clipped, filtered, or without an advantage
-    _formula: ClassVar[tuple[str, ...]] = ("policy_loss", "kl")
 
     def __init__(
         self,
@@ -334,26 +324,6 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     @abstractmethod
     def policy_loss(self, rollouts: Rollouts) -> Tensor:
         """Return costs: (n, T) per token, or (n, 1) if a sequence's tokens share one."""
-
-    @property
-    def _term(self) -> PolicyTerm | None:
-        """`policy_loss` and `clipped`, if they are those of a term whose gradient a kernel knows."""
-        return None
-
-    def _term_of_step(self) -> PolicyTerm | None:
-        """Return `_term`, if no option adds what the kernel of policy losses does not compute."""
-        if not self._is_described:
-            return None
-        if self.token_outputs or self.weighs or self._filter is not None or self.off_policy_mask_threshold is not None:
-            return None
-        if is_set(self.sampler_kl_coef) or is_set(self.entropy_coef) or self.top_entropy_quantile != 1:
-            return None
-        if KL_ESTIMATORS[self.kl_estimator] not in _ESTIMATORS_OF_KERNEL:
-            return None
-        # The kernel has no gradient by a setting, such as a trained beta.
-        if isinstance(self.beta, Tensor) or isinstance(self.max_completion_length, Tensor):
-            return None
-        return self._term
 
     @property
     def _group(self) -> Group:
@@ -491,12 +461,11 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         shape, dtype = whole_target.shape, accumulation_dtype(weight.dtype)
         divisor = self._divisor(num_items, rows, whole_target, dtype)
         steps = self._steps(num_items, accumulation_steps)
-        term = self._term_of_step() if kept is None and has_group_kernel(head, input, rows) else None
         known_count = None if may_wait else rows.n_valid
         all_ref_logps = reference_logps(
             Reference(ref_input, ref_weight, ref_bias, ref_logps), self, head, target, rows, sequences,
             required=True if is_set(self.beta) or self.needs_reference else None,
-            kept=kept, temperature=temperature, n_valid=known_count, compact=term is not None, masks=term is None,
+            kept=kept, temperature=temperature, n_valid=known_count,
         )  # fmt: skip
         sides = RolloutSides(
             advantages=whole_side("advantages", advantages, target, sequences),
@@ -507,14 +476,11 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         if importance_weights is not None:
             weights = whole_side("importance_weights", importance_weights, target, sequences)
             sides = sides._replace(importance_weights=weights)
-        if term is not None:
-            kernel = self._policy_kernel(term, sides, divisor, shape[0], ref_is_compact=ref_input is not None)
-            return self._fuse(head, input, rows, kernel).loss, kernel.metrics()
-        objective = _ByAutograd(self, _BatchArguments(sides, rows, shape, dtype, divisor), steps)
+        objective = _OfRollouts(self, _BatchArguments(sides, rows, shape, dtype, divisor), steps)
         if kept is None:
-            loss, stats, _ = self._fuse(head, input, rows, objective)
+            loss, stats = self._fuse(head, input, rows, objective)
         else:
-            loss, stats, _ = loss_of_kept(
+            loss, stats = loss_of_kept(
                 head, input, target.long(), kept, rows, objective, sequences=sequences,
                 outputs=self._outputs, options=self.options, temperature=temperature,
                 n_valid=known_count, sparse_weight_grad=sparse_weight_grad, owner=self,
@@ -606,31 +572,6 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             )
         return accumulation_steps
 
-    def _policy_kernel(
-        self, term: PolicyTerm, sides: RolloutSides, divisor: float | Tensor, n_sequences: int, ref_is_compact: bool
-    ) -> PolicyKernel:
-        loss = PolicyLoss(
-            term=term,
-            level=self.importance_level,
-            beta=self.beta,
-            kl_estimator=_ESTIMATORS_OF_KERNEL[KL_ESTIMATORS[self.kl_estimator]],
-            corrects_kl=bool(self.use_bias_correction_kl),
-            divisor=divisor,
-            by_length=REDUCTIONS[self.reduction].by_length,
-        )
-
-        def contiguous(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.contiguous()
-
-        tensors = PolicySides(
-            advantages=sides.advantages.contiguous(),
-            old_logps=contiguous(sides.old_logps),
-            ref_logps=contiguous(sides.ref_logps),
-            importance_weights=contiguous(sides.importance_weights),
-            ref_is_compact=ref_is_compact,
-        )
-        return PolicyKernel(loss, tensors, n_sequences)
-
     def _batch(self, arguments: _BatchArguments) -> RolloutBatch:
         sides, rows, shape, dtype, divisor = arguments
         return RolloutBatch.of(
@@ -702,8 +643,8 @@ class _BatchArguments(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _ByAutograd(Objective):
-    """The loss of any `policy_loss` and option, differentiated by autograd."""
+class _OfRollouts(Objective):
+    """The loss of a `policy_loss`, with the terms and options of the base."""
 
     loss_module: LigerFusedLinearPolicyBase
     arguments: _BatchArguments

@@ -1,6 +1,6 @@
 """The base of losses of pairs: it owns sums over sequences, the reference, the NLL term, the mean and metrics.
 
-A subclass has the loss of a pair alone. One that is a sum of terms runs in a kernel on a GPU, others by autograd.
+A subclass has the loss of a pair alone, differentiated by autograd.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from typing_extensions import Unpack
 from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
     Group,
-    OfSequences,
-    PairKernel,
-    PairLoss,
+    Objective,
     Rows,
     along,
     assert_later,
@@ -28,7 +26,6 @@ from liger_chunked.engine import (
     check_target,
     check_values,
     count,
-    has_pair_kernel,
     host_may_sync,
     select_rows,
     sequence_counts,
@@ -36,8 +33,8 @@ from liger_chunked.engine import (
     whole,
 )
 from liger_chunked.losses.base import StatsLoss
-from liger_chunked.losses.formulas import Terms, sequence_logps, share_of_mean
-from liger_chunked.losses.reference_model import Reference, reference_logps, warn_reference_free, without_reference
+from liger_chunked.losses.formulas import sequence_logps, share_of_mean
+from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
 from liger_chunked.losses.settings import check_example_weights, check_finite, check_scope
 from liger_chunked.types import (
     DeclaredStats,
@@ -108,14 +105,6 @@ class _PairBatch:
             token_logps = token_logps * along(self.token_weights, index)
         return sequence_logps(token_logps, along(self.lengths, index), self.average_log_prob)
 
-    def spread(self, g: Tensor, like: Tensor, index: slice | Tensor) -> Tensor:
-        """Return the gradient by token log-probabilities, `like` these (m, 2, T), for one by `logps` (m, 2)."""
-        g = g / along(self.lengths, index) if self.average_log_prob else g
-        of_tokens = g.to(like.dtype)[..., None].expand_as(like)
-        if self.token_weights is not None:
-            of_tokens = of_tokens * along(self.token_weights, index)
-        return self.without_nll_only(of_tokens, index)
-
     def pairs(self, logps: Tensor, stats: TokenStats, index: slice | Tensor) -> Pairs:
         """Return what a loss's `preference_loss` sees of the pairs."""
         return Pairs(
@@ -182,7 +171,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     scope: Literal["pair", "batch"] = "pair"
     _expects_reference: ClassVar[bool] = False  # warn if a call gives no reference
     token_outputs: tuple[str, ...] = ()
-    _formula: ClassVar[tuple[str, ...]] = ("preference_loss", "reward")
     _group: ClassVar[Group] = "pair"
     _scopes: ClassVar[tuple[str, ...]] = ("pair", "batch")
 
@@ -245,11 +233,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     def reward(self, logratios: Tensor) -> Tensor:
         return self.beta * (logratios if self.reward_shape is None else self.reward_shape(logratios))
-
-    @property
-    def _terms(self) -> Terms | None:
-        """`preference_loss` as terms of log-ratios, if it is their sum."""
-        return None
 
     @abstractmethod
     def preference_loss(self, pairs: Pairs) -> Tensor:
@@ -336,26 +319,15 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             whole_union, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid
         )
 
-        # The kernel of pairs reads no `nll_target` and no `example_weights`.
-        terms = self._terms_of_step() if nll_target is None and example_weights is None else None
-        has_kernel = has_pair_kernel(head, input, terms, rows)
-        # It reads the reference's values token by token, as the head computes them. Autograd reads them by positions.
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
-        ref_logps = reference_logps(
-            reference, self, head, target, rows, sequences, required=self.use_ref_model, compact=has_kernel
-        )
-
-        if has_kernel:
-            assert terms is not None
-            kernel = self._pair_kernel(terms, rows, ref_logps)
-            return self._fuse(head, input, rows, kernel).loss, kernel.metrics()
+        ref_logps = reference_logps(reference, self, head, target, rows, sequences, required=self.use_ref_model)
         if nll_target is not None:
             target, nll_target = (whole(x, sequences, ignore_index) for x in (target, nll_target))
         dtype = accumulation_dtype(head.weight.dtype)
         make_batch = functools.partial(self._batch, target, nll_target, rows, ref_logps, example_weights, dtype)
         objective = _MeanOverPairs(self, make_batch, max(1, n // 2))
-        loss, stats, aux = self._fuse(head, input, rows, objective)
-        return loss, self._metrics(objective.batch, aux.logps, stats)
+        loss, stats = self._fuse(head, input, rows, objective)
+        return loss, self._metrics(objective.batch, stats)
 
     if TYPE_CHECKING:
 
@@ -370,31 +342,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
                 "batch at once, such as from sorted rewards ('aot'), where no part belongs to one pair: leave them "
                 "out, or use a loss of single pairs"
             )
-
-    def _terms_of_step(self) -> Terms | None:
-        """Return `_terms`, if no option adds what the kernel of pairs does not compute."""
-        if not self._is_described:
-            return None
-        if self.needs_token_ref_logps or self.reward_shape is not None or self.token_outputs or self._whole_batch:
-            return None
-        terms = self._terms
-        if terms is None:
-            return None
-        numbers = self.beta, self.alpha, *(x for term in terms for x in (term.scale, term.offset, term.weight))
-        # The kernel has no gradient by a setting, such as a trained beta.
-        return None if any(isinstance(x, Tensor) for x in numbers) else terms
-
-    def _pair_kernel(self, terms: Terms, rows: Rows, ref_logps: Tensor | None) -> PairKernel:
-        """Return the objective that computes `terms` and the metrics in a kernel; `ref_logps` of `reference_logps`."""
-        loss = PairLoss(terms, self.beta, self.alpha if self.compute_nll_loss else None, self.average_log_prob)
-        if ref_logps is None and self._expects_reference:
-            warn_reference_free(self)
-        if ref_logps is not None and ref_logps.ndim == 3:
-            assert rows.groups is not None
-            ref_logps = sequence_logps(ref_logps, rows.groups.divisors, self.average_log_prob)
-        if ref_logps is not None and ref_logps.ndim == 2:
-            ref_logps = ref_logps.t().contiguous()
-        return PairKernel(loss, ref_logps)
 
     def _union(self, target: Tensor, nll_target: Tensor, input: Tensor, head: LossHead, n_valid: Any) -> Tensor:
         """Return the target of all tokens that the loss or its NLL term reads, after checks of `nll_target`."""
@@ -423,7 +370,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         example_weights: Tensor | None,
         dtype: torch.dtype,
     ) -> _PairBatch:
-        """Return the batch of a step that no kernel computes.
+        """Arrange the tensors of a call by pairs.
 
         Args:
             target, nll_target: (2 n, T), of whole sequences. `rows` are those of both.
@@ -476,10 +423,12 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             )
         return ref_logps
 
-    def _metrics(self, batch: _PairBatch, logps: Tensor, stats: TokenStats) -> PreferenceMetrics:
-        """Return the metrics of all pairs, from their log-probabilities (n, 2) and their tokens' statistics."""
-        assert stats.mean_logits is not None
+    @torch.no_grad()
+    def _metrics(self, batch: _PairBatch, stats: TokenStats) -> PreferenceMetrics:
+        """Return the metrics of all pairs, from their tokens' statistics."""
+        assert stats.logps is not None and stats.mean_logits is not None
         all_pairs = batch.all_pairs
+        logps = batch.logps(stats.logps, all_pairs)
         logits_mean = batch.without_nll_only(stats.mean_logits, all_pairs).sum((0, 2)) / batch.batch_lengths
         nll = batch.nll(stats, all_pairs) if self.compute_nll_loss else logits_mean.new_zeros(())
         rewards = self.reward(logps - batch.ref_logps).detach().to(logits_mean.dtype)
@@ -501,7 +450,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class _MeanOverPairs(OfSequences):
+class _MeanOverPairs(Objective):
     """The mean of a loss's `preference_loss`, and its NLL term.
 
     Attributes:
@@ -517,15 +466,10 @@ class _MeanOverPairs(OfSequences):
         # Made when the step first reads it: until its first product is launched, the GPU is idle.
         return self.make_batch()
 
-    def logps(self, values: TokenStats, index: slice | Tensor) -> Tensor:
-        assert values.logps is not None
-        return self.batch.logps(values.logps, index)
-
-    def spread(self, g: Tensor, like: Tensor, index: slice | Tensor) -> Tensor:
-        return self.batch.spread(g, like, index)
-
-    def loss_of_sequences(self, values: TokenStats, logps: Tensor, index: slice | Tensor) -> Tensor:
+    def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
         loss_module, batch, nll = self.loss_module, self.batch, None
+        assert values.logps is not None
+        logps = batch.logps(values.logps, index)
         if loss_module.compute_nll_loss:
             nll = loss_module.alpha * batch.nll(values, index, batch.example_weights)
         if loss_module._whole_batch and batch.has_tokens is not None:

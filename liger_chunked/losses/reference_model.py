@@ -34,17 +34,12 @@ def reference_logps(
     kept: KeptIds | None = None,
     temperature: Tensor | None = None,
     n_valid: int | None = None,
-    compact: bool = False,
-    masks: bool = True,
 ) -> Tensor | None:
     """Return the reference's dense log-probabilities, detached.
 
     They are per token, zero at ignored tokens, or per sequence like `ref_logps`; -inf is -1e18.
 
     Args:
-        compact: those of a reference model's hidden states stay compact, (n_valid,).
-        masks: whether to zero given values of ignored tokens and replace -inf. A kernel that reads valid tokens alone
-            does so itself.
         kept, temperature, n_valid: of `stats_of_kept`, for a reference over the ids that a sampler kept.
     """
     ref_input, ref_weight, ref_bias, ref_logps = reference
@@ -78,7 +73,7 @@ def reference_logps(
         _check_device(input_name, ref_input, target_name, target)
         with torch.no_grad():
             if kept is None:
-                return token_stats(ref_head, ref_input, rows, ("logps",), loss.options, compact=compact).logps
+                return token_stats(ref_head, ref_input, rows, ("logps",), loss.options).logps
             logps = stats_of_kept(
                 ref_head, ref_input, target.long(), kept, ("logps",), loss.options, temperature, n_valid=n_valid
             ).logps
@@ -101,8 +96,6 @@ def reference_logps(
         dtype = torch.promote_types(dtype, ref_logps.dtype)
     ref_logps = ref_logps.detach().to(dtype)
     ref_logps = rows.arrange(whole(ref_logps, sequences) if per_token else ref_logps)
-    if per_token and not masks:
-        return ref_logps
     # Padding may hold NaN.
     ref_logps = torch.where(rows.mask, ref_logps, 0.0) if per_token else ref_logps
     return ref_logps.clamp(min=LOWEST_LOGP)
@@ -116,6 +109,7 @@ def without_reference(loss: Any, lengths: Tensor) -> Tensor:
 
 
 def warn_reference_free(loss: Any) -> None:
+    """Warn, once for each loss, that a formula with a reference runs without one."""
     if loss.use_ref_model is None and not loss.__dict__.get("_has_warned"):
         loss._has_warned = True
         name = type(loss).__name__

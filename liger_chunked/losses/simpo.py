@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
-from liger_chunked.losses.formulas import Terms, hinge, logistic, of_log_ratios, sum_of_terms
+from liger_chunked.losses.formulas import logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.settings import check_finite
 from liger_chunked.types import LogitOptionsDict, Pairs, shown
@@ -75,17 +76,10 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
         self.label_smoothing = label_smoothing
         self.loss_type = loss_type
 
-    def _of_rewards(self) -> Terms:
-        if self.loss_type == "hinge":
-            return hinge(gamma=self.gamma)
-        return logistic(eps=self.label_smoothing, gamma=self.gamma)
-
-    @property
-    def _terms(self) -> Terms:
-        return of_log_ratios(self._of_rewards(), self.beta)
-
     def preference_loss(self, pairs: Pairs) -> Tensor:
-        return sum_of_terms(self._of_rewards(), self.reward(pairs.logps), pairs.lengths)
+        chosen, rejected = self.reward(pairs.logps).unbind(-1)
+        margin = chosen - rejected - self.gamma
+        return F.relu(1 - margin) if self.loss_type == "hinge" else logistic(margin, self.label_smoothing)
 
     def extra_repr(self) -> str:
         return f"loss_type={self.loss_type!r}, gamma={self.gamma}, {super().extra_repr()}"

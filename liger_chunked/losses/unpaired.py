@@ -16,10 +16,8 @@ from typing_extensions import Unpack
 
 from liger_chunked.calls import entry_point, typed_like
 from liger_chunked.engine import (
-    ExampleKernel,
-    ExampleLoss,
     Group,
-    OfSequences,
+    Objective,
     Rows,
     along,
     assert_later,
@@ -27,7 +25,6 @@ from liger_chunked.engine import (
     check_target,
     check_values,
     count,
-    has_group_kernel,
     host_may_sync,
     select_rows,
     sequence_counts,
@@ -36,13 +33,12 @@ from liger_chunked.engine import (
 )
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.formulas import sequence_logps, share_of_mean
-from liger_chunked.losses.reference_model import Reference, reference_logps, warn_reference_free, without_reference
+from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
 from liger_chunked.losses.reference_point import Mismatched, ReferencePoint, reference_point
 from liger_chunked.losses.settings import check_each, check_example_weights, check_finite
 from liger_chunked.types import (
     DeclaredStats,
     Examples,
-    ExampleTerm,
     LogitOptions,
     LogitOptionsDict,
     LossHead,
@@ -103,7 +99,6 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     reference_point: ReferencePoint | None = None
     _expects_reference: ClassVar[bool] = False
     token_outputs: tuple[str, ...] = ()
-    _formula: ClassVar[tuple[str, ...]] = ("preference_loss",)
     _group: ClassVar[Group] = "sequence"
 
     def __init__(
@@ -136,25 +131,6 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     @property
     def _differentiates(self) -> tuple[str, ...]:
         return ("logps", *self.token_outputs)
-
-    @property
-    def _terms(self) -> tuple[ExampleTerm, ExampleTerm] | None:
-        """`preference_loss` of a desirable and of an undesirable sequence, if it is a curve of their log-ratio.
-
-        Two different curves have no kernel: the step differentiates `preference_loss` then.
-        """
-        return None
-
-    def _terms_of_step(self) -> tuple[ExampleTerm, ExampleTerm] | None:
-        """Return `_terms`, if no option adds what the kernel of sequences does not compute."""
-        if not self._is_described or self.token_outputs:
-            return None
-        terms = self._terms
-        if terms is None or terms[0].curve != terms[1].curve:  # the kernel has one curve
-            return None
-        numbers = self.beta, *(x for term in terms for x in (term.scale, term.point, term.weight))
-        # The kernel has no gradient by a setting, such as a trained beta.
-        return None if any(isinstance(x, Tensor) for x in numbers) else terms
 
     @abstractmethod
     def preference_loss(self, examples: Examples) -> Tensor:
@@ -258,44 +234,17 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             sequence_group=sequence_group,
             waits=n_valid is None,
         )
-        # The kernel of sequences reads no weights.
-        terms = self._terms_of_step() if example_weights is None else None
-        has_kernel = terms is not None and has_group_kernel(head, input, rows)
-        logps = reference_logps(
-            reference, self, head, target, rows, sequences, required=self.use_ref_model, compact=has_kernel
-        )
-        if has_kernel:
-            assert terms is not None
-            kernel = self._example_kernel(terms, rows, preference_labels, point, logps)
-            return self._fuse(head, input, rows, kernel).loss, kernel.metrics()
+        logps = reference_logps(reference, self, head, target, rows, sequences, required=self.use_ref_model)
         batch = self._batch(rows, preference_labels, example_weights, point, logps)
         assert rows.groups is not None
         objective = _MeanOverExamples(self, batch, max(1, n), some_are_empty=0 in rows.groups.host_counts)
-        loss, stats, aux = self._fuse(head, input, rows, objective)
-        return loss, self._metrics(batch, aux.logps, stats)
+        loss, stats = self._fuse(head, input, rows, objective)
+        return loss, self._metrics(batch, stats)
 
     if TYPE_CHECKING:
 
         @typed_like(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def _example_kernel(
-        self,
-        terms: tuple[ExampleTerm, ExampleTerm],
-        rows: Rows,
-        desirable: Tensor,
-        reference_point: Tensor,
-        ref_logps: Tensor | None,
-    ) -> ExampleKernel:
-        assert rows.groups is not None
-        if ref_logps is None and self._expects_reference:
-            warn_reference_free(self)
-        if ref_logps is not None and ref_logps.ndim == 3:
-            ref_logps = sequence_logps(ref_logps, rows.groups.divisors, self.average_log_prob)
-        if ref_logps is not None:
-            ref_logps = ref_logps.contiguous()
-        loss = ExampleLoss(*terms, self.beta, self.average_log_prob)
-        return ExampleKernel(loss, desirable.contiguous(), reference_point, ref_logps)
 
     def _batch(
         self,
@@ -330,15 +279,16 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         )
 
     @torch.no_grad()
-    def _metrics(self, batch: _Batch, sequence_logps: Tensor, stats: TokenStats) -> UnpairedPreferenceMetrics:
+    def _metrics(self, batch: _Batch, stats: TokenStats) -> UnpairedPreferenceMetrics:
         assert stats.mean_logits is not None
+        of_sequences = batch.logps(stats, slice(None))
 
         def by_side(values: Tensor) -> Tensor:
             return torch.where(batch.sides, values, 0).sum(1)
 
         counts, tokens = batch.counts, by_side(batch.tokens)
-        logps = by_side(sequence_logps) / counts.clamp(min=1)
-        rewards = by_side(self.beta * (sequence_logps - batch.ref_logps)) / counts.clamp(min=1)
+        logps = by_side(of_sequences) / counts.clamp(min=1)
+        rewards = by_side(self.beta * (of_sequences - batch.ref_logps)) / counts.clamp(min=1)
         logits_mean = by_side(stats.mean_logits.sum((1, 2))) / tokens.clamp(min=1)
         dtype = stats.mean_logits.dtype
         logps, rewards = logps.to(dtype), rewards.to(dtype)
@@ -361,7 +311,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class _MeanOverExamples(OfSequences):
+class _MeanOverExamples(Objective):
     """The mean of a loss's `preference_loss`."""
 
     loss_module: LigerFusedLinearUnpairedPreferenceBase
@@ -369,15 +319,9 @@ class _MeanOverExamples(OfSequences):
     n: int
     some_are_empty: bool
 
-    def logps(self, values: TokenStats, index: slice | Tensor) -> Tensor:
-        return self.batch.logps(values, index)
-
-    def spread(self, g: Tensor, like: Tensor, index: slice | Tensor) -> Tensor:
-        g = g / along(self.batch.lengths, index) if self.batch.average_log_prob else g
-        return g.to(like.dtype)[:, None, None].expand_as(like)
-
-    def loss_of_sequences(self, values: TokenStats, logps: Tensor, index: slice | Tensor) -> Tensor:
+    def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
         batch = self.batch
+        logps = batch.logps(values, index)
         losses = self.loss_module.preference_loss(batch.examples(logps, values, index))
         check_values("preference_loss", losses, logps.shape, "sequences")
         if batch.weights is not None:

@@ -335,7 +335,7 @@ def test_preference_losses_have_their_limits(name):
     settings = DPOSettings(label_smoothing=EPSILON, discopop_tau=TAU)
     for ends in ENDS:
         logratios = torch.tensor([ends], dtype=torch.float64, requires_grad=True)
-        loss = LOSS_TYPES[name].losses(SimpleNamespace(logratios=logratios, lengths=torch.ones(1, 2)), BETA, settings)
+        loss = LOSS_TYPES[name].loss(SimpleNamespace(logratios=logratios, lengths=torch.ones(1, 2)), BETA, settings)
         loss.sum().backward()
         value, slopes = in_60_digits(FORMULAS[name], *ends)
         found = [float(loss.detach()), *logratios.grad[0].tolist()]
@@ -347,7 +347,7 @@ def test_preference_losses_have_their_limits(name):
 @pytest.mark.parametrize("x", [-1e4, -1e3, -89.0, -5.0, 0.0, 5.0, 89.0, 1e4])
 def test_discopop_at_every_tau(tau, x):
     logratios = torch.tensor([[x, 0.0]], dtype=torch.float64, requires_grad=True)
-    loss = LOSS_TYPES["discopop"].losses(SimpleNamespace(logratios=logratios), 1.0, DPOSettings(discopop_tau=tau))
+    loss = LOSS_TYPES["discopop"].loss(SimpleNamespace(logratios=logratios), 1.0, DPOSettings(discopop_tau=tau))
     loss.sum().backward()
 
     def formula(x: mpmath.mpf) -> mpmath.mpf:

@@ -26,9 +26,7 @@ from liger_chunked import (
     LigerFusedLinearUnpairedPreferenceBase,
 )
 from liger_chunked.losses import dpo, grpo, kto
-from liger_chunked.losses.formulas import log_odds
 from liger_chunked.testing import check_loss
-from liger_chunked.types import PairTerm
 
 CLASS_WEIGHT = torch.rand(13, generator=torch.Generator().manual_seed(0)) + 0.5
 
@@ -208,34 +206,6 @@ class Infinite(Pair):
         return self.margins(pairs) * 1e300 * 1e300
 
 
-class OtherPairTerms(Pair):
-    @property
-    def _terms(self):
-        return (PairTerm("softplus", "margin", scale=self.beta),)
-
-    def preference_loss(self, pairs):
-        return F.softplus(-self.beta * (pairs.logratios[:, 0] - pairs.logratios[:, 1]))
-
-
-class OtherOddsTerms(LigerFusedLinearORPOLoss):
-    @property
-    def _terms(self):
-        return (PairTerm("softplus", "log_odds_margin", -0.5, weight=self.beta),)
-
-    def preference_loss(self, pairs):
-        return super().preference_loss(pairs)
-
-
-class OtherExampleTerms(LigerFusedLinearKTOLoss):
-    @property
-    def _terms(self):
-        desirable, undesirable = super()._terms
-        return undesirable, desirable
-
-    def preference_loss(self, examples):
-        return super().preference_loss(examples)
-
-
 class OwnForward(LigerFusedLinearKLDivLoss):
     def divergence(self, student_logits, teacher_logits):
         return 2 * super().divergence(student_logits, teacher_logits)
@@ -258,9 +228,6 @@ WRONG = {
     Random: "Random gives two results for the same call: preference_loss must not be random",
     Stateful: "Stateful gives two results for the same call",
     Infinite: "Infinite is not finite on this batch",
-    OtherPairTerms: "OtherPairTerms._terms describes another loss than preference_loss computes",
-    OtherOddsTerms: "OtherOddsTerms._terms describes another loss",
-    OtherExampleTerms: "OtherExampleTerms._terms describes another loss",
     OwnForward: "OwnForward differs from autograd over full logits: a loss of",
 }
 
@@ -270,20 +237,6 @@ WRONG = {
 def test_a_mistake_is_found_and_named(loss, seed):
     with pytest.raises(AssertionError, match=WRONG[loss]):
         check_loss(loss(), seed=seed)
-
-
-def test_terms_of_log_odds_and_of_log_ratios_together():
-    class Mixed(LigerFusedLinearPreferenceBase):
-        @property
-        def _terms(self):
-            return PairTerm("softplus", "log_odds_margin", -1.0), PairTerm("square", "margin", 0.1, weight=2.0)
-
-        def preference_loss(self, pairs):
-            odds, ratios = (x[:, 0] - x[:, 1] for x in (log_odds(pairs.logps), pairs.logratios))
-            return F.softplus(-odds) + 2 * (0.1 * ratios).square()
-
-    assert Mixed()._terms_of_step() is not None
-    assert check_loss(Mixed()).error < 1e-8
 
 
 def test_what_the_message_asks_for_helps():

@@ -12,7 +12,7 @@ from liger_chunked import losses
 from liger_chunked.calls import altered, typed_like
 from liger_chunked.compat.settings import Loss
 from liger_chunked.losses import dpo
-from liger_chunked.losses.formulas import log_odds, logistic, sum_of_curves
+from liger_chunked.losses.formulas import log_odds, logistic
 from liger_chunked.types import PreferenceMetrics, accumulation_dtype, shown
 
 
@@ -166,7 +166,7 @@ class LigerFusedLinearORPOLoss(Loss):
             nll: Any = self.nll(lin_weight, _input[:pairs], apart, bias)
             loss, metrics = loss + nll, metrics._replace(nll_loss=nll.detach())
         difference = log_odds(metrics.chosen_logps) - log_odds(metrics.rejected_logps)
-        return loss, (*metrics, -sum_of_curves(difference, *logistic()).mean(), difference.mean())
+        return loss, (*metrics, -logistic(difference).mean(), difference.mean())
 
     if TYPE_CHECKING:
 

@@ -70,9 +70,6 @@ UPCAST_BLOCK = 1 << 20  # elements at a time, on a CPU
 # Bytes of a column, and rows of a token, in a program of experts: more spill registers.
 MOST_SUMMED, MOST_SPREAD = 64, 8
 SORT_BLOCK = 1 << 24  # logits of a sampling filter at a time
-PAIR_LOSS, PAIRS_SUMMED = Launch(1024, 4), 256  # tokens of a sequence, and pairs, at a time; a launch takes longer
-POLICY_LOSS = Launch(512, 8)  # tokens of a sequence, and sequences, at a time: nine float64 sums of each fill registers
-NLL = Launch(4096, 8)  # tokens at a time; a launch takes longer
 COUNTED_BLOCKS = 256  # blocks of a survey whose counts a program of `find_tokens` sums at once; most have fewer
 AGREES = (16, 16)  # rows and blocks of a survey that the kernel of `counts_match` compares at once
 REMEMBERED = 1 << 10  # variants per kernel, and shapes of norms: "Host time"
