@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -85,9 +84,6 @@ def warmup(
         """Keep no tensor alive."""
         given, trainable = call.arguments(found)
         steps = [call.marked(given, lengths) for lengths in _variants(call.lengths)]
-        last, optional = steps[-1], [name for name in call.optional if name not in arguments]
-        for n in range(1, len(optional) + 1):
-            steps += [last | dict.fromkeys(left_out) for left_out in combinations(optional, n)]
         for changed in steps:
             with torch.autocast(found.type, dtype=autocast, enabled=autocast is not None):
                 value = _scalar(loss(**{**given, **changed, **arguments}))
