@@ -106,20 +106,6 @@ def test_cross_entropy_of_no_target_is_not_minus_zero(n):
     assert loss == 0 and not loss.signbit()
 
 
-def test_a_gradient_known_beforehand_needs_no_graph(monkeypatch):
-    """Plain cross entropy in several chunks: the forward runs no autograd."""
-    row = next(row for row in ROWS if repr(row) == "ce")
-    batch = row.sample(SMALL, seed=0)
-    exact = evaluate(row.oracle, batch)
-    weight, input = (batch[name].detach().requires_grad_() for name in ("weight", "input"))
-    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=SEVERAL_CHUNKS)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.autograd, "grad", None)
-        value = loss(weight, input, batch["target"])
-    value.backward()
-    assert_same({"loss": value.detach(), "weight": weight.grad, "input": input.grad}, exact)
-
-
 def test_a_sum_of_many_log_probabilities_is_not_rounded_on_the_way():
     """Sum one token of 2^24 nats and small ones, which a float32 sum would lose."""
     n = 4096
