@@ -20,7 +20,7 @@ import argparse
 import ast
 import functools
 import hashlib
-import importlib.util
+import importlib
 import inspect
 import json
 import math
@@ -285,14 +285,6 @@ def load_tables() -> tuple[dict[str, ModuleType], dict[str, Case]]:
     """Import this checkout's tables with the other's library; a table that cannot be imported becomes a failed case."""
     import liger_chunked
 
-    # The eager code that makes batches is this checkout's. It imports torch alone.
-    folder = ROOT / "liger_chunked/eager"
-    spec = importlib.util.spec_from_file_location("liger_chunked.eager", folder / "__init__.py")
-    assert spec is not None and spec.loader is not None
-    eager = importlib.util.module_from_spec(spec)
-    sys.modules["liger_chunked.eager"] = eager
-    spec.loader.exec_module(eager)
-    liger_chunked.eager = eager
     for name in {name for table in TABLES for name in _names_in(table)}:
         if not hasattr(liger_chunked, name):
             setattr(liger_chunked, name, _absent(name))

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_chunked.calls import altered
-from liger_chunked.eager.token_stats import logits, token_stats
 from liger_chunked.engine import Rows
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.objective import Objective
@@ -307,13 +306,9 @@ def full_loss(loss: nn.Module, batch: Batch) -> Tensor:
         assert isinstance(head.weight, Tensor) and rows.target is not None
         every = Chunk(slice(0, rows.n_valid), slice(0, rows.dense_shape[0]))
         x = rows.take(input.reshape(-1, input.shape[-1]), every.row_slice)
-        transform = _transform(own.options)
-        # The rows have no ignored tokens.
-        outputs = tuple(dict.fromkeys(own._outputs))
-        values = token_stats(head.weight, x, rows.target, head.bias, outputs=outputs, ignore_index=-1, **transform)
-        if class_weight is not None and "mean_logits" in values:
-            values["mean_logits"] = (logits(head.weight, x, head.bias, **transform) * class_weight).mean(-1)
-        dense = rows.for_objective(TokenStats(**values), every)
+        z = _logits(own.options, head.weight, x, head.bias)
+        values = _stats(z, rows.target, class_weight)
+        dense = rows.for_objective(TokenStats(**{name: values[name]() for name in dict.fromkeys(own._outputs)}), every)
         detached = TokenStats(*(None if f is None else f.detach() for f in dense))
         index = rows.group_index(every)
         return Fused(objective.loss(dense, index), rows.join([detached]))
@@ -323,8 +318,26 @@ def full_loss(loss: nn.Module, batch: Batch) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-def _transform(options: LogitOptions) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in ("softcap", "logit_scale", "temperature")}
+def _logits(options: LogitOptions, weight: Tensor, input: Tensor, bias: Tensor | None) -> Tensor:
+    """Return all transformed logits (..., V): the product in the dtype of the tensors, the rest in at least float32."""
+    product = F.linear(input, weight, bias)
+    z = options.logit_scale * product.to(torch.promote_types(product.dtype, torch.float32))
+    z = z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
+    return z / options.temperature
+
+
+def _stats(z: Tensor, target: Tensor, class_weight: Tensor | None = None) -> dict[str, Callable[[], Tensor]]:
+    """Return functions of logits that give the fields of `TokenStats`, by name. No target is ignored."""
+    log_p = z.log_softmax(-1)
+    return {
+        "logps": lambda: log_p.gather(-1, target[..., None]).squeeze(-1),
+        "lse": lambda: z.logsumexp(-1),
+        "entropy": lambda: -(log_p.exp() * log_p).sum(-1),
+        "mean_logits": lambda: (z if class_weight is None else z * class_weight).mean(-1),
+        "argmax": lambda: z.argmax(-1),
+        "is_top1": lambda: z.argmax(-1) == target,
+        "log_sum_sq_probs": lambda: (2 * log_p).logsumexp(-1),
+    }
 
 
 def _full_distillation(
@@ -343,8 +356,8 @@ def _full_distillation(
 ) -> Tensor:
     if teacher_weight is None or teacher_input is None or others:
         raise ValueError("check_loss needs a batch with teacher_weight and teacher_input: it compares full logits")
-    student = logits(weight, input, bias, **_transform(loss.options))
-    teacher = logits(teacher_weight, teacher_input, teacher_bias, **_transform(loss.teacher_options))
+    student = _logits(loss.options, weight, input, bias)
+    teacher = _logits(loss.teacher_options, teacher_weight, teacher_input, teacher_bias)
     counts = torch.ones(input.shape[:-1], dtype=torch.bool, device=input.device) if mask is None else mask
     if target is not None:
         counts = counts & (target != loss.options.ignore_index)
@@ -441,10 +454,9 @@ def random_batch(loss: nn.Module, seed: int, sizes: Sizes = _SMALL) -> Batch:
             "teacher_weight": normal(vocab_size, teacher_hidden) * (8 / teacher_hidden) ** 0.5,
             "teacher_input": normal(n, length, teacher_hidden),
         }
-    logps = token_stats(
-        batch["weight"], batch["input"], batch["target"], batch["bias"], ignore_index=options.ignore_index,
-        **_transform(options),
-    )["logps"]  # fmt: skip
+    valid = batch["target"] != options.ignore_index
+    z = _logits(options, batch["weight"], batch["input"], batch["bias"])
+    logps = torch.where(valid, _stats(z, batch["target"].where(valid, 0))["logps"](), 0.0)
     if isinstance(loss, LigerFusedLinearPolicyBase):
         batch["advantages"] = normal(n)
         batch["old_logps"] = logps + 0.3 * normal(n, length)

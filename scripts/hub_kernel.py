@@ -31,8 +31,8 @@ def sources() -> dict[Path, str]:
 def relative(path: Path, text: str) -> str:
     """Make a module's imports of the package relative.
 
-    >>> relative(Path("engine/choose.py"), "from liger_chunked.types import Head\\nfrom liger_chunked import eager")
-    'from ..types import Head\\nfrom .. import eager'
+    >>> relative(Path("engine/choose.py"), "from liger_chunked.types import Head\\nfrom liger_chunked import engine")
+    'from ..types import Head\\nfrom .. import engine'
     """
     dots = "." * len(path.parts)
     lines = text.splitlines(keepends=True)

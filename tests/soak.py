@@ -4,7 +4,7 @@
     python tests/soak.py --case 1234               # one case again, with its errors
 
 A case draws a loss and its options, sizes, ignored tokens, a layout, a dtype, a logits budget, frozen parts, an
-adapter on the head, an upstream gradient. Loss and gradients are compared with `liger_chunked.eager` on the same
+adapter on the head, an upstream gradient. Loss and gradients are compared with `tests/eager` on the same
 numbers in float64:
 
     error <= 1.1 * eager + FLOOR[dtype] * norm + ROUNDINGS[dtype] * moved + SATURATED * operands
@@ -34,16 +34,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import eager
 import folders  # noqa: F401
 import table
 import torch
+from eager.grpo import SURROGATES
 from table import Batch, Row, Sizes, evaluate, moved, n_valid
 from test_lora_head import PeftHead, adapted, dense, with_factors, with_weights
 from test_packed import kept, packed
 from torch import Tensor
-
-from liger_chunked import eager
-from liger_chunked.eager.grpo import SURROGATES
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 3e-5, torch.bfloat16: torch.finfo(torch.bfloat16).eps}
 ROUNDINGS = {torch.float64: 100.0, torch.float32: 10.0, torch.bfloat16: 3.0}

@@ -15,6 +15,9 @@ from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
+from eager.dpo import LOSS_TYPES
+from eager.reference_free import CPO_LOSS_TYPES
+from eager.token_stats import logits
 from torch import Tensor
 
 from liger_chunked import (
@@ -38,9 +41,6 @@ from liger_chunked import (
     eager,
     linear_token_stats,
 )
-from liger_chunked.eager.dpo import LOSS_TYPES
-from liger_chunked.eager.reference_free import CPO_LOSS_TYPES
-from liger_chunked.eager.token_stats import logits
 from liger_chunked.engine import choose
 
 Batch = dict[str, Tensor]

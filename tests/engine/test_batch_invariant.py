@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import eager
 import pytest
 import torch
 from sampling import exhaustive
 from table import relative_error
 from torch import Tensor
 
-from liger_chunked import AdaptedWeight, VocabShard, eager, linear_token_stats
+from liger_chunked import AdaptedWeight, VocabShard, linear_token_stats
 from liger_chunked.engine import all_rows, choose
 from liger_chunked.engine.filtered import FilteredTokenPass
 from liger_chunked.engine.invariant import InvariantPass

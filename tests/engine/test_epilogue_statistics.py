@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import eager
 import pytest
 import torch
 from sampling import exhaustive
@@ -9,7 +10,7 @@ from table import Batch, moved
 from test_epilogue import BATCHES, HIDDEN, VOCAB, assert_error_is_that_of_eager_code, tokens
 from torch import Tensor
 
-from liger_chunked import LogitOptions, eager, estimate_memory, linear_token_stats
+from liger_chunked import LogitOptions, estimate_memory, linear_token_stats
 from liger_chunked.engine import epilogue
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.epilogue import StatisticsPass, serves_statistics

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from eager.token_stats import filtered
 from table import relative_error
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from liger_chunked import LigerFusedLinearGRPOLoss, linear_token_stats
-from liger_chunked.eager.token_stats import filtered
 
 warpers = pytest.importorskip("transformers.generation.logits_process")
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import eager
 import pytest
 import torch
 from table import Batch, Sizes, evaluate, moved, relative_error, rows
 from torch import Tensor
 
-from liger_chunked import eager, linear_token_stats
+from liger_chunked import linear_token_stats
 from liger_chunked.engine import cutting
 
 SIZES = Sizes(sequences=4, length=16, hidden=8, vocab=203, ref_hidden=3)

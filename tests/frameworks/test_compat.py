@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import eager
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from table import SMALL, Batch, evaluate, examples, moved, pairs, relative_error
 from torch import Tensor, nn
 
 import liger_chunked as lc
-from liger_chunked import compat, eager
+from liger_chunked import compat
 from liger_chunked.compat import chunked_loss, ops, transformers
 from liger_chunked.compat.chunked_loss import functional as chunked_functional
 from liger_chunked.compat.transformers import functional

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from eager.dpo import LOSS_TYPES
 from table import SMALL, examples, pairs, rollouts, students, tokens
 
 from liger_chunked import (
@@ -26,7 +27,6 @@ from liger_chunked import (
     linear_token_stats,
     rollout_importance_weights,
 )
-from liger_chunked.eager.dpo import LOSS_TYPES
 
 V, H = SMALL.vocab, SMALL.hidden
 B, T = SMALL.sequences, SMALL.length

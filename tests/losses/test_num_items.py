@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import eager
 import pytest
 import torch
 from table import SMALL, Batch, evaluate, relative_error, rollouts, students, tokens
 from torch import Tensor
 
-from liger_chunked import arguments, eager, losses
+from liger_chunked import arguments, losses
 
 
 def without_target(sizes: Any, seed: int) -> Batch:

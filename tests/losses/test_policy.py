@@ -8,6 +8,7 @@ import weakref
 from functools import partial
 from typing import Any
 
+import eager
 import pytest
 import torch
 from spies import flop_counter
@@ -15,7 +16,7 @@ from table import POLICY, SMALL, Batch, Sizes, evaluate, moved, n_valid, relativ
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, Rollouts, eager, linear_token_stats
+from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, Rollouts, linear_token_stats
 from liger_chunked.losses.grpo import LOSS_TYPES, SURROGATES
 from liger_chunked.losses.policy import KL_ESTIMATORS
 from liger_chunked.testing import check_loss

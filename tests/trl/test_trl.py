@@ -6,13 +6,14 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
+import eager
 import pytest
 import torch
+from eager.dpo import LOSS_TYPES
 from table import SMALL, Batch, evaluate, pairs, relative_error
 from torch import Tensor
 
-from liger_chunked import LigerFusedLinearDPOLoss, eager
-from liger_chunked.eager.dpo import LOSS_TYPES
+from liger_chunked import LigerFusedLinearDPOLoss
 
 pytest.importorskip("trl", "1.15", reason="older trainers read logits: test_trl_trainers.py compares them")
 

@@ -6,12 +6,13 @@ from collections import defaultdict
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import eager
 import pytest
 import torch
 from table import SMALL, Batch, evaluate, relative_error, rollouts
 from torch import Tensor
 
-from liger_chunked import LigerFusedLinearGRPOLoss, eager
+from liger_chunked import LigerFusedLinearGRPOLoss
 from liger_chunked.losses.grpo import LOSS_TYPES
 
 pytest.importorskip("trl")

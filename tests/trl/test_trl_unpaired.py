@@ -7,12 +7,13 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import eager
 import pytest
 import torch
 from table import LABELS, SMALL, Batch, evaluate, examples, relative_error
 from torch import Tensor
 
-from liger_chunked import LigerFusedLinearKTOLoss, eager
+from liger_chunked import LigerFusedLinearKTOLoss
 
 pytest.importorskip("trl", "1.15", reason="older trainers read logits: test_trl_trainers.py compares them")
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_chunked.eager.far_ends import bounded_logps
-from liger_chunked.eager.token_stats import token_stats
+from eager.far_ends import bounded_logps
+from eager.token_stats import token_stats
 
 
 def _logps(

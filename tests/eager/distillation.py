@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_chunked.eager.token_stats import logits
+from eager.token_stats import logits
 
 DIVERGENCES = ("kl", "reverse_kl", "skew_kl", "skew_reverse_kl", "jsd", "tvd", "cosine", "squared_error")
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_chunked.eager.far_ends import LARGEST, LARGEST_EXPONENT, LOWEST_LOGP, bounded_logps, saturating_exp
-from liger_chunked.eager.token_stats import token_stats
+from eager.far_ends import LARGEST, LARGEST_EXPONENT, LOWEST_LOGP, bounded_logps, saturating_exp
+from eager.token_stats import token_stats
 
 SURROGATES = (
     "clip", "reinforce", "cispo", "gmpo", "sapo", "vespo", "clip_cov", "kl_cov", "log_prob", "dppo_tv", "dppo_kl",

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_chunked.eager.far_ends import bounded_logps, saturating_exp
-from liger_chunked.eager.token_stats import token_stats
+from eager.far_ends import bounded_logps, saturating_exp
+from eager.token_stats import token_stats
 
 LOSS_TYPES = (
     "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
