@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
+import eager
 import torch
 from eager.dpo import LOSS_TYPES
 from eager.reference_free import CPO_LOSS_TYPES
@@ -38,7 +39,6 @@ from liger_chunked import (
     LigerFusedLinearTVDLoss,
     LogitOptions,
     TokenStats,
-    eager,
     linear_token_stats,
 )
 from liger_chunked.engine import choose

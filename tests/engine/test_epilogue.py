@@ -6,6 +6,7 @@ import math
 from functools import partial
 from typing import Any, NamedTuple
 
+import eager
 import pytest
 import torch
 from sampling import slow_interpreted
@@ -20,7 +21,6 @@ from liger_chunked import (
     LigerFusedLinearKTOLoss,
     LigerFusedLinearPreferenceBase,
     LogitOptions,
-    eager,
     estimate_memory,
 )
 from liger_chunked.engine import choose, cutting, epilogue, gradients, rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import eager
 import pytest
 import torch
 from table import relative_error
@@ -13,7 +14,6 @@ from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LogitOptions,
-    eager,
     linear_token_stats,
 )
 from liger_chunked.kernels import LogitsCotangents, finish, logits_grad_, logits_stats

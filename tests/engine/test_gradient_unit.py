@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import eager
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,6 @@ from liger_chunked import (
     LigerFusedLinearKTOLoss,
     LigerFusedLinearTVDLoss,
     LogitOptions,
-    eager,
     linear_token_stats,
 )
 from liger_chunked.engine import cutting

@@ -7,6 +7,7 @@ import math
 import weakref
 from functools import partial
 
+import eager
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,6 @@ from liger_chunked import (
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKLDivLoss,
     LigerFusedLinearORPOLoss,
-    eager,
     linear_token_stats,
 )
 from liger_chunked.engine import choose

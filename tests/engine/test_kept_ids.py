@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import eager
 import numpy as np
 import pytest
 import torch
@@ -28,7 +29,6 @@ from liger_chunked import (
     LigerFusedLinearPolicyBase,
     Rollouts,
     VocabShard,
-    eager,
     linear_token_stats,
 )
 from liger_chunked.engine import choose, known

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import eager
 import pytest
 import torch
 from sampling import on_paths
@@ -37,7 +38,6 @@ from liger_chunked import (
     LigerFusedLinearKLDivLoss,
     LigerFusedLinearPolicyBase,
     LogitOptions,
-    eager,
     linear_token_stats,
 )
 from liger_chunked.engine import choose, distillation, epilogue, known, live_rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import eager
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +23,6 @@ from liger_chunked import (
     LigerFusedLinearULDLoss,
     LogitOptions,
     VocabShard,
-    eager,
     estimate_memory,
     functional,
     linear_token_stats,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import eager
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from liger_chunked import (
     AdaptedWeight,
     LigerFusedLinearGRPOLoss,
     VocabShard,
-    eager,
     functional,
     linear_token_stats,
 )

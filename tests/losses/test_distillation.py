@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import eager
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,6 @@ from liger_chunked import (
     LigerFusedLinearTVDLoss,
     LigerFusedLinearULDLoss,
     LogitOptions,
-    eager,
 )
 
 SOFT = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0}

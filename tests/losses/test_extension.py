@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import eager
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,6 @@ from liger_chunked import (
     LigerFusedLinearDPOLoss,
     LigerFusedLinearPreferenceBase,
     Pairs,
-    eager,
 )
 
 

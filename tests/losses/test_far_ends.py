@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
+import eager
 import mpmath
 import pytest
 import torch
@@ -37,7 +38,6 @@ from liger_chunked import (
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearKTOLoss,
-    eager,
     linear_token_stats,
     rollout_importance_weights,
 )

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import eager
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,7 +32,6 @@ from liger_chunked import (
     Pairs,
     Rollouts,
     VocabShard,
-    eager,
 )
 from liger_chunked.testing import check_loss
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
+import eager
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,6 @@ from liger_chunked import (
     LigerFusedLinearSimPOLoss,
     Pairs,
     PreferenceMetrics,
-    eager,
 )
 from liger_chunked.compat.chunked_loss import PairMetrics
 from liger_chunked.losses.formulas import complement, log_odds

@@ -6,6 +6,7 @@ import math
 import re
 from typing import Any
 
+import eager
 import pytest
 import torch
 from table import SMALL, evaluate, relative_error, rollouts
@@ -14,7 +15,6 @@ from torch import Tensor
 from liger_chunked import (
     LigerFusedLinearGRPOLoss,
     adaptive_entropy_coef,
-    eager,
     rollout_importance_weights,
     rollout_metrics,
     rollout_rejection_mask,

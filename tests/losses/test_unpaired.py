@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
+import eager
 import pytest
 import torch
 from table import LABELS, SMALL, Batch, Sizes, evaluate, examples, moved, n_valid, relative_error
@@ -14,7 +15,6 @@ from liger_chunked import (
     LigerFusedLinearBCOLoss,
     LigerFusedLinearKTOLoss,
     LigerFusedLinearUnpairedPreferenceBase,
-    eager,
     linear_token_stats,
 )
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import eager
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +26,6 @@ from liger_chunked import (
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
     VocabShard,
-    eager,
     linear_token_stats,
 )
 from liger_chunked.engine import checks, choose, collectives, epilogue

@@ -7,6 +7,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
+import eager
 import pytest
 import torch
 from table import SMALL, Batch, evaluate, pairs, relative_error, tokens
@@ -18,7 +19,6 @@ from liger_chunked import (
     LigerFusedLinearDPOLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
-    eager,
 )
 
 pytest.importorskip("trl")
