@@ -2,9 +2,10 @@
 
 From drivers down to what knows nothing of the others; `pyproject.toml` has the layers that a linter checks:
 
-step                             the loop over chunks, and the autograd Function
+loss                             the loop over chunks, for a loss of token statistics
 stats, saved                     linear_token_stats, and tensors that autograd keeps for its backward
 distillation                     a loop of its own, of a student and a teacher
+step                             the autograd Function of a loss whose gradients are known
 choose, cutting                  the one place that decides what runs; chunks and tiles within the budget, integers only
 compile_ahead                    a dry run that compiles the kernels of a new kind of step
 head, epilogue                   passes over a chunk: plain logits, fused epilogue
@@ -46,6 +47,7 @@ from liger_chunked.engine.distillation import (
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.kept import check_kept, check_sparse_weight_grad
 from liger_chunked.engine.known import as_counts, assert_later, host_may_sync, sequence_counts, token_count
+from liger_chunked.engine.loss import fused_loss, loss_of_kept
 from liger_chunked.engine.objective import (
     Differentiated,
     Objective,
@@ -58,7 +60,7 @@ from liger_chunked.engine.rows import Group, Rows, all_rows, select_rows
 from liger_chunked.engine.sampling import SamplingFilter
 from liger_chunked.engine.sequence import SequenceSplit, check_group
 from liger_chunked.engine.stats import linear_token_stats, stats_of_kept, token_stats
-from liger_chunked.engine.step import Fused, fused_loss, loss_of_kept, run_step
+from liger_chunked.engine.step import Fused, run_step
 from liger_chunked.engine.top_k import TopK
 from liger_chunked.kernels.operands import along, plain
 

@@ -7,7 +7,7 @@ them, and then run the step once more.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from liger_chunked.engine.precision import gemms
 from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.rows import Rows
 from liger_chunked.engine.saved import savable, save, saved
+from liger_chunked.engine.step import Result
 from liger_chunked.engine.top_k import TopK
 from liger_chunked.kernels.backend import first_derivative, torch_on_host
 from liger_chunked.kernels.operands import along
@@ -107,7 +108,6 @@ class DistillationStep:
     route: Route
     teacher: Teacher | None
     has_target: bool
-    values: Any = field(default=None, init=False)  # `Divergences` of the plan's rows, or of all ranks' positions
 
     def tensors(self) -> dict[str, Tensor | None]:
         """Return, by name, what a later run reads beside the student."""
@@ -150,9 +150,7 @@ class DistillationStep:
         weights = weights._replace(**{name: g[live] for name, g in weights._asdict().items() if isinstance(g, Tensor)})
         return DistillationStep(plan.of_rows(live), weights, route, self.teacher, self.has_target)
 
-    def run(
-        self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def run(self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs) -> Result:
         plan = self.plan
         flat, flat_u = flattened(input, u)
         grads = HeadGradients(plan, flat, head, needs, flat_u) if True in needs else None
@@ -187,9 +185,9 @@ class DistillationStep:
                     grads.close_chunk()
         student.release()
         del logits
-        self.values = plan.rows.join_compact(parts)
-        loss = self.weights.loss(self.values).to(accumulation_dtype(plan.dtype))
-        return loss, (None,) * len(needs) if grads is None else grads.finish()
+        values = plan.rows.join_compact(parts)
+        loss = self.weights.loss(values).to(accumulation_dtype(plan.dtype))
+        return Result(loss, (None,) * len(needs) if grads is None else grads.finish(), values)
 
     def _measure(
         self,
@@ -254,12 +252,12 @@ class _DivergencesOfTokens(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         with isolated():
-            step.run(input, HeadTensors(weight, bias, up, step.plan.shard), u, NOTHING_NEEDED)
+            result = step.run(input, HeadTensors(weight, bias, up, step.plan.shard), u, NOTHING_NEEDED)
         inputs = {"input": input, "weight": weight, "bias": bias, "u": u, "up": up}
         save(ctx, inputs=inputs, step=savable(step.tensors()))
         ctx.step = step.without_tensors()
         rows = step.plan.rows
-        divergence, logps, _ = step.values
+        divergence, logps, _ = result.values
         return rows.to_dense(divergence), None if logps is None else rows.to_dense(logps)
 
     @staticmethod
@@ -281,10 +279,10 @@ class _DivergencesOfTokens(torch.autograd.Function):
         if torch_on_host(input) and step.plan.scattered is None:
             step = step.of_live_rows()
         with isolated():
-            _, grads = step.run(
+            result = step.run(
                 input, HeadTensors(weight, bias, up, step.plan.shard), u, Needs(*ctx.needs_input_grad[:5])
             )
-        pairs = zip(grads, inputs.values(), strict=True)
+        pairs = zip(result.gradients, inputs.values(), strict=True)
         return *(None if g is None or x is None else g.view(x.shape).to(x.dtype) for g, x in pairs), None
 
 

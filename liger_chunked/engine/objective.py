@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class Share(NamedTuple):
 
     loss: Tensor
     gradients: Mapping[str, Tensor]
-    values: TokenStats | None = None
+    values: Any = None
     of_parameters: Mapping[Tensor, Tensor] = MappingProxyType({})
 
 

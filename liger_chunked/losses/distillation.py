@@ -230,8 +230,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         step = distillation_step(head, dtype, teacher, rows, weights, route, self.options, has_target)
         if by_token:
             return self._per_token(step, head, input, hard)
-        loss = run_step(step, head, input)
-        divergence, logps, _ = step.values
+        loss, (divergence, logps, _) = run_step(step, head, input)
         soft_loss = divergence.sum() / n_items
         hard_loss = torch.zeros_like(soft_loss) if logps is None else -logps.sum() / n_items
         return loss, DistillationMetrics(soft_loss, hard_loss)

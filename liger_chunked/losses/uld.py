@@ -161,8 +161,7 @@ class LigerFusedLinearULDLoss(FusedLoss):
         )
         weights = LossWeights(1.0 / n_items, None)
         step = distillation_step(head, dtype, teacher, rows, weights, route, self.options, has_target=False)
-        loss = run_step(step, head, input)
-        distance, _, by_scale = step.values
+        loss, (distance, _, by_scale) = run_step(step, head, input)
         if own is not None and own.requires_grad and by_scale is not None:
             # Zero, with the gradient by the scale.
             loss = loss + (by_scale * (own - own.detach())).sum().to(loss.dtype) / n_items

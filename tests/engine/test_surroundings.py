@@ -29,7 +29,7 @@ import liger_chunked as lc
 from liger_chunked.engine import gradients, head, stats
 from liger_chunked.engine import hooks as engine_hooks
 from liger_chunked.engine.distillation import DistillationStep
-from liger_chunked.engine.step import StatisticsStep
+from liger_chunked.engine.loss import StatisticsStep
 from liger_chunked.losses.base import FusedLoss
 
 by_path = pytest.mark.parametrize("row", on_paths())

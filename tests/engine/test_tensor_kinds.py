@@ -606,7 +606,7 @@ def test_a_torch_without_the_private_question(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("liger_chunked.kernels.operands.transforms_are_active", lambda: False)
     batch = tokens(SMALL, 0)
     loss = lc.LigerFusedLinearCrossEntropyLoss()
-    with pytest.raises(RuntimeError, match=r"autograd.Function with functorch transforms|doesn't have storage"):
+    with pytest.raises(RuntimeError, match=r"functorch transform|doesn't have storage"):
         torch.func.grad(lambda x: loss(**{**batch, "input": x}))(batch["input"])
 
 
