@@ -503,7 +503,7 @@ LOWEST_LOGP = -1e18
 def saturating_exp(x: Tensor) -> Tensor:
     """Return `exp(x)`, but `exp(80)` = 5.5e34 with a gradient of zero where `x` is above 80.
 
-    An overflow would turn a gradient of zero, of a ratio that is clipped, filtered or weighed by 0, into NaN:
+    An overflow would turn a gradient of zero, of a ratio that is clipped, masked or weighed by 0, into NaN:
     `exp` multiplies it by infinity.
 
     >>> x = torch.tensor([0.0, 89.0, math.inf], requires_grad=True)

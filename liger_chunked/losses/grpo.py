@@ -470,8 +470,8 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     does not clip; the paper draws at random.
 
     If `old_logps` is None, `r` is 1 with the gradient of `log pi`. Ratios are at most e^80 = 5.5e34 and constant
-    beyond, and `old_logps` of -inf count as -1e18: a token that is clipped, filtered, or has an advantage or a weight
-    of 0 has a gradient of exactly zero, however stale it is ("Far ends" in `docs/numerics.md`).
+    beyond, and `old_logps` of -inf count as -1e18: a token that is clipped, filtered by its entropy, or has an
+    advantage or a weight of 0 has a gradient of exactly zero, however stale it is ("Far ends" in `docs/numerics.md`).
 
     Variants (TRL's and Liger-Kernel's default reduction is `"dapo"`, which gives long completions more weight):
 

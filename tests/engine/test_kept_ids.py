@@ -326,7 +326,7 @@ def test_errors() -> None:
         linear_token_stats(*call[:2], beyond, kept=kept)
     refused("rise from 0", kept=KeptIds(kept.ids, kept.offsets.flip(0)))
     refused("mean_logits", kept=kept, outputs=("mean_logits",))
-    refused("top_k", kept=kept, top_k=3)
+    refused("got candidates as well", kept=kept, candidates=target.clamp(min=0)[..., None])
     with pytest.raises(TypeError, match="integers"):
         KeptIds(kept.ids.float(), kept.offsets)
     with pytest.raises(ValueError, match="keeps no id at position 1"):

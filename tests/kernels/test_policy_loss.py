@@ -325,7 +325,6 @@ def test_losses_of_no_kernel() -> None:
         {"surrogate": "gmpo"},
         {"entropy_coef": 0.1},
         {"top_entropy_quantile": 0.5},
-        {"top_p": 0.9},
         {"off_policy_mask_threshold": 0.1},
         {"sampler_kl_coef": 0.1},
         {"beta": 0.1, "kl_estimator": "low_var_kl"},
