@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
 
 from benchmarks.harness import DEVICE, RESULTS, environment, new_file
 from liger_chunked import LigerFusedLinearGRPOLoss, linear_token_stats
@@ -120,7 +120,7 @@ QUESTIONS = (
 
 
 def gap_of(logps: Tensor, sampled: Tensor, valid: Tensor) -> dict[str, float]:
-    """Return how importance ratios of an update spread around 1; a token that a filter drops has ratio 0."""
+    """Return how importance ratios of an update spread around 1; a token that top-p drops has ratio 0."""
     ratio = (logps.double() - sampled.double())[valid].exp()
     return {
         "mean": float(ratio.mean()),
@@ -138,7 +138,7 @@ def of_model(path: Path, n_tokens: int, samples: int) -> dict[str, Any]:
     The sampler is transformers' `generate` with its cache; the update runs whole sequences.
 
     - "whole": over the vocabulary
-    - "filtered": over what the same top-p keeps of the update's logits (`linear_token_stats(top_p=)`)
+    - "filtered": over what the same top-p keeps of the update's logits, by eager code
     - "kept": over the ids that the sampler kept (`linear_token_stats(kept=)`)
     """
     # A GGUF file needs the package gguf.
@@ -166,7 +166,7 @@ def of_model(path: Path, n_tokens: int, samples: int) -> dict[str, Any]:
     kept = recorder.kept_ids(target)
     mask = torch.cat([prompts["attention_mask"].repeat_interleave(samples, 0), torch.ones_like(completions)], 1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    ways: dict[str, dict[str, Any]] = {"whole": {}, "filtered": {"top_p": TOP_P}, "kept": {"kept": kept}}
+    ways: dict[str, dict[str, Any]] = {"whole": {}, "kept": {"kept": kept}}
     gaps: dict[str, dict[str, dict[str, float]]] = {}
     for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
         model = sampler.to(dtype)  # the same weights
@@ -177,6 +177,9 @@ def of_model(path: Path, n_tokens: int, samples: int) -> dict[str, Any]:
             logps = linear_token_stats(head, states, target, logits_dtype=torch.float32, **options).logps
             assert logps is not None
             gaps[name][way] = gap_of(logps, sampled, valid)
+        logits = TopPLogitsWarper(TOP_P)(None, (states @ head.T).float().flatten(0, 1))
+        filtered = logits.log_softmax(-1).gather(-1, completions.reshape(-1, 1)).view_as(target)
+        gaps[name]["filtered"] = gap_of(filtered, sampled, valid)
     n_kept = kept.offsets.diff()[valid.flatten()].double()
     return {
         "model": path.name,

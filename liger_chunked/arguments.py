@@ -24,6 +24,7 @@ _TARGET, _INPUT, _WEIGHT = _Here(("target",)), _Here(("input", "hidden")), _Here
 _OLD, _REF, _REF_INPUT = _Here(("old_logps",)), _Here(("ref_logps",)), _Here(("ref_input",))
 _SOFTCAP, _LEVEL = _Here(("softcap",)), _Here(("importance_level",))
 _IMPORTANCE, _CLASS_WEIGHTS = _Here(("importance_weights",)), _Here(("ce_weight",))
+_KEPT = _Here(("kept",), "pass KeptIds, the ids that the sampler kept: they are exact and cheaper")
 _Z_LOSS, _MASK = _Here(("lse_square_scale",)), _Here(("attention_mask", "mask"))
 _NO_CHUNKS = "the size of a chunk follows from the bytes of logits that it allows"
 _NOT_COMPILED = "leave it out: a loss does not compile itself, and torch.compile accepts it as it is"
@@ -55,6 +56,9 @@ _CALLED: Mapping[str, _Here] = {
     "vllm_is_ratio": _IMPORTANCE,
     "completion_mask": _MASK,
     "attention_mask": _Here(("mask",)),
+    "top_k": _KEPT,
+    "top_p": _KEPT,
+    "min_p": _KEPT,
     "per_token_logps": _Here(remark=_COMPUTED),
     "logps": _Here(remark=_COMPUTED),
     "log_probs": _Here(remark=_COMPUTED),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_chunked.sampler import beyond_top_p, mass_from
-from liger_chunked.types import check_number, check_sampling, described
+from liger_chunked.types import check_number, described
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
 
@@ -265,7 +265,7 @@ class KeptIds:
         """
         if not isinstance(logits, Tensor) or not logits.is_floating_point() or not logits.ndim:
             raise TypeError(f"logits must be floating-point (..., V), got {described(logits)}")
-        check_sampling(top_k, top_p, min_p)
+        _check_sampling(top_k, top_p, min_p)
         z = logits.detach().reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
         of_rows = temperature.reshape(-1, 1).to(z.dtype) if isinstance(temperature, Tensor) else temperature
         z = z / of_rows
@@ -273,13 +273,32 @@ class KeptIds:
             z = z.masked_fill(z < z.topk(top_k).values[:, -1:], -math.inf)
         if top_p is not None and top_p < 1:
             largest, order = z.sort(descending=True, stable=True)
-            dropped = beyond_top_p(mass_from(largest.softmax(-1)), top_p)
+            # The sum of each probability and of all after it. From the smallest, because in floating point a sum from
+            # the largest reaches 1 too early.
+            mass = largest.softmax(-1).flip(-1).cumsum(-1).flip(-1)
+            dropped = mass <= 1 - top_p
+            dropped[:, 0].fill_(False)  # the largest stays, also where `1 - top_p` rounds to 1
             z = z.masked_fill(dropped.gather(1, order.argsort(1)), -math.inf)
         if min_p is not None:
             # Of probabilities, as samplers compute it: of logits, ids at the bound would round otherwise.
             p = z.softmax(-1)
             z = z.masked_fill(p < min_p * p.amax(-1, keepdim=True), -math.inf)
         return cls.from_mask(z > -math.inf, temperature=None if isinstance(temperature, Tensor) else temperature)
+
+
+def _check_sampling(top_k: Any, top_p: Any, min_p: Any) -> None:
+    """Check a sampler's options, each a number or None."""
+    check_number("top_k", top_k, whole=True, optional=True)
+    for name, share in (("top_p", top_p), ("min_p", min_p)):
+        check_number(name, share, optional=True)
+    if isinstance(top_k, bool):
+        raise TypeError(f"top_k must be an int or None, got {top_k}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be 1 or more, or None, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], or None, got {top_p}")
+    if min_p is not None and not 0 <= min_p <= 1:
+        raise ValueError(f"min_p must be in [0, 1], or None, got {min_p}")
 
 
 def check_completions(target: Tensor, n: int) -> None:

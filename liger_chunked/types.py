@@ -311,21 +311,6 @@ def check_number(name: str, value: Any, *, whole: bool = False, optional: bool =
         raise TypeError(f"{name} must be {expected}, got {shown(value)}{of_type}")
 
 
-def check_sampling(top_k: Any, top_p: Any, min_p: Any = None) -> None:
-    """Check a sampler's options, each a number or None."""
-    check_number("top_k", top_k, whole=True, optional=True)
-    for name, share in (("top_p", top_p), ("min_p", min_p)):
-        check_number(name, share, optional=True)
-    if isinstance(top_k, bool):
-        raise TypeError(f"top_k must be an int or None, got {top_k}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be 1 or more, or None, got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1], or None, got {top_p}")
-    if min_p is not None and not 0 <= min_p <= 1:
-        raise ValueError(f"min_p must be in [0, 1], or None, got {min_p}")
-
-
 _UNITS = {"b": 1} | {
     f"{prefix}{unit}": base**power
     for unit, base in (("b", 1000), ("ib", 1024))
@@ -518,7 +503,7 @@ LOWEST_LOGP = -1e18
 def saturating_exp(x: Tensor) -> Tensor:
     """Return `exp(x)`, but `exp(80)` = 5.5e34 with a gradient of zero where `x` is above 80.
 
-    An overflow would turn a gradient of zero, of a ratio that is clipped, filtered or weighed by 0, into NaN:
+    An overflow would turn a gradient of zero, of a ratio that is clipped, masked or weighed by 0, into NaN:
     `exp` multiplies it by infinity.
 
     >>> x = torch.tensor([0.0, 89.0, math.inf], requires_grad=True)

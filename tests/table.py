@@ -207,15 +207,13 @@ def rollouts(
     generator = torch.Generator().manual_seed(seed + 2)
     head = {name: batch[name] for name in ("weight", "input", "target", "bias")}
     logps = eager.token_stats(**head, **transform or {})["logps"]
-    whole = {name: x for name, x in (transform or {}).items() if name in _TRANSFORM}
-    all_logps = eager.token_stats(**head, **whole)["logps"]  # of all ids: a reference is not filtered
     shapes = {"tokens": batch["target"].shape, "sequences": batch["target"].shape[:1]}
     sides = {"advantages": _normal(generator, *shapes[advantages])}
     if old:  # a policy a few updates older
         old_logps = logps + 0.3 * _normal(generator, *shapes["tokens"])
         sides["old_logps"] = old_logps.clamp(max=-(2**-10))  # a probability below 1, in every dtype
     if ref == "tokens":
-        sides["ref_logps"] = all_logps + 0.5 * _normal(generator, *shapes["tokens"])
+        sides["ref_logps"] = logps + 0.5 * _normal(generator, *shapes["tokens"])
     elif ref == "states":  # close to the policy: one token would dominate the ratio to an independent one
         shared = min(sizes.hidden, sizes.ref_hidden)
         for name in ("weight", "input"):
@@ -494,7 +492,7 @@ def _grpo(
 
     Token-level rows also use scope "sequence": reductions weight sequences, so the batch must have them.
     """
-    transform = {name: value for name, value in settings.items() if name in (*_TRANSFORM, "top_k", "top_p", "min_p")}
+    transform = {name: value for name, value in settings.items() if name in _TRANSFORM}
     items = {"num_items": num_items, "accumulation_steps": accumulation_steps}
 
     def masked(batch: Batch, options: dict[str, Any]) -> Batch:
@@ -879,20 +877,7 @@ POLICY = [
     _grpo("grpo-advantages-of-tokens", sample={"advantages": "tokens"}),
     _grpo("grpo-attention_mask", attention_mask=True),
     _grpo("grpo-softcap-scale-temperature", **_TRANSFORM),
-    _grpo("grpo-top_k-top_p-min_p", top_k=15, top_p=0.95, min_p=0.02, temperature=1.5),
-    _grpo(
-        "grpo-top_p-kl-entropy", top_p=0.9, beta=0.3, entropy_coef=0.2, sample={"ref": "tokens", "weights": "tokens"}
-    ),
-    _grpo(
-        "gspo-min_p-kl",
-        min_p=0.05,
-        beta=0.04,
-        top_entropy_quantile=0.6,
-        scope="batch",
-        sample={"ref": "states", "advantages": "tokens"},
-        **_GSPO,
-    ),
-    _grpo("cispo-top_k", surrogate="cispo", top_k=9, epsilon_high=0.9, stops_gradients=True),
+    _grpo("grpo-kl-entropy", beta=0.3, entropy_coef=0.2, sample={"ref": "tokens", "weights": "tokens"}),
     _grpo("grpo-delta", epsilon_low=0.1, epsilon_high=0.1, delta=1.3),
     _grpo("grpo-kl", beta=0.04, sample={"ref": "states"}),
     _grpo("grpo-kl-uncorrected", beta=0.3, use_bias_correction_kl=False, sample={"ref": "tokens"}),

@@ -9,7 +9,7 @@ step                             the autograd Function of a loss whose gradients
 choose, cutting                  the one place that decides what runs; chunks and tiles within the budget, integers only
 compile_ahead                    a dry run that compiles the kernels of a new kind of step
 head, epilogue                   passes over a chunk: plain logits, fused epilogue
-filtered, token_pass, shard      plain logits that a sampler keeps, of one token at a time, of a rank's ids
+token_pass, shard                plain logits of one token at a time, of a rank's ids
 invariant                        plain logits whose bits do not depend on the batch
 kept, kept_pass                  the ids that a sampler kept, by rows of the head, and by products
 gradients, live_rows             accumulators of dX, dW and db; leave rows without a gradient out of their products
@@ -20,7 +20,7 @@ rank_rows                        the same where ranks split sequences
 scattered, sequence, collectives hidden states and sequences split over ranks, and what ranks send
 adapter                          the low-rank term of an `AdaptedWeight`
 precision, hooks, side_stream    what surrounds products: no autocast, no hooks on saved tensors, a second stream
-sampling, candidates             which logits a sampler keeps, log-probabilities of ids that the caller names
+candidates                       log-probabilities of ids that the caller names
 divergences, top_k, ranked       divergences of a tile of logits
 checks, once                     what a caller gave, and what ranks must agree on
 estimated                        what estimate_memory, which runs these on the meta device, tells them and is told
@@ -57,7 +57,6 @@ from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of,
 from liger_chunked.engine.rank_rows import on_this_rank
 from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.rows import Group, Rows, all_rows, select_rows
-from liger_chunked.engine.sampling import SamplingFilter
 from liger_chunked.engine.sequence import SequenceSplit, check_group
 from liger_chunked.engine.stats import linear_token_stats, stats_of_kept, token_stats
 from liger_chunked.engine.step import Fused, run_step
@@ -77,7 +76,6 @@ __all__ = [
     "Packing",
     "Ranked",
     "Rows",
-    "SamplingFilter",
     "SequenceSplit",
     "Sequences",
     "Share",

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -91,9 +90,7 @@ class Candidates:
         _, slope = transform_and_slope(raw, options.logit_scale, options.softcap, temperature)
         direct = upstream * (options.logit_scale / temperature)
         direct = direct if slope is None else direct * slope
-        # A clone, because `logits_grad_` overwrites what it gets, and the mask below reads the logits.
-        values = logits_grad_(raw.clone(), position, cotangents, options, vocab_size) + direct
-        values = values.masked_fill_(raw == -math.inf, 0.0)
+        values = logits_grad_(raw, position, cotangents, options, vocab_size) + direct
         values = torch.where(inside, values, values.gather(1, first))
 
         def write(dz: Tensor) -> None:

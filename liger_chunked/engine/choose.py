@@ -23,7 +23,6 @@ from liger_chunked.engine import cutting, epilogue
 from liger_chunked.engine.cutting import Budget, Chunk, Tiles
 from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
 from liger_chunked.engine.estimated import estimated
-from liger_chunked.engine.filtered import FILTERED
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass, Pass
 from liger_chunked.engine.invariant import InvariantPass
@@ -31,7 +30,6 @@ from liger_chunked.engine.kept_pass import KeptPass
 from liger_chunked.engine.plan import Path, Plan
 from liger_chunked.engine.rank_rows import on_this_rank
 from liger_chunked.engine.rows import Rows
-from liger_chunked.engine.sampling import SamplingFilter
 from liger_chunked.engine.scattered import scatter_rows
 from liger_chunked.engine.shard import ShardedPass
 from liger_chunked.engine.token_pass import TokenPass
@@ -125,15 +123,12 @@ def _layout_of_loss(
     whole_batch: bool,
     ranks_cut_alike: bool,
     may_use_epilogue: bool,
-    *,
-    whole_rows: bool = False,
 ) -> _Layout:
     """Cut a batch and choose what runs its chunks.
 
     Args:
         columns: of this rank, at most `budget.vocab_size`.
         may_use_epilogue: whether the fused epilogue computes the statistics of this head at all.
-        whole_rows: whether tiles have all columns, which a sampling filter reads.
     """
     n_tokens = counts.n_valid if counts.cut_counts is None else sum(counts.cut_counts)
     differentiates = tuple([name for name in DIFFERENTIABLE if name in differentiates and name in outputs])
@@ -155,11 +150,7 @@ def _layout_of_loss(
             if is_better and serves(several.tiles):
                 cut = several
         path = Path.EPILOGUE if serves(cut.tiles) else Path.LOGITS
-    if whole_rows:
-        most_rows = cut.limit // budget.vocab_size
-        tiles = tuple([cutting.whole_rows(chunk.length, columns, most_rows) for chunk in cut.chunks])
-    else:
-        tiles = cut.tiles if columns == budget.vocab_size else _tiles(cut.chunks, columns, cut.limit)
+    tiles = cut.tiles if columns == budget.vocab_size else _tiles(cut.chunks, columns, cut.limit)
     return _Layout(
         chunks=cut.chunks,
         tiles=tiles,
@@ -184,7 +175,6 @@ def for_loss(
     options: LogitOptions,
     whole_batch: bool,
     class_weight: Tensor | None = None,
-    filter: SamplingFilter | None = None,
     skips_rows: bool = False,
 ) -> Plan:
     """Plan a loss whose gradients come in the forward.
@@ -193,7 +183,6 @@ def for_loss(
         dtype: of the matrix products.
         whole_batch: whether the objective needs all groups in one chunk.
         class_weight: (V,) weights of `mean_logits`.
-        filter: the logits that statistics are of. None: all.
         skips_rows: whether to look for rows without a gradient on a GPU, where that pays. A CPU always does.
     """
     if rows.split is not None:
@@ -202,8 +191,7 @@ def for_loss(
     if budget.given is not None:
         _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
     may_use_epilogue = (
-        filter is None
-        and not rows.side
+        not rows.side
         and epilogue.is_large(rows.n_valid * budget.vocab_size, budget.hidden_size)
         and _runs_epilogue(head)
         and epilogue.can_hold(dtype)
@@ -221,7 +209,6 @@ def for_loss(
         whole_batch,
         rows.ranks_cut_alike,
         may_use_epilogue,
-        whole_rows=filter is not None,
     )
     rows, scattered = scatter_rows(rows if len(layout.chunks) == 1 else rows.in_group_order(), layout.chunks, head)
     return Plan(
@@ -231,11 +218,9 @@ def for_loss(
         outputs=outputs,
         class_weight=class_weight,
         shard=head.shard,
-        filter=filter,
-        most_columns=budget.vocab_size,
         scattered=scattered,
         **layout._asdict(),
-        skips_rows=_skips_rows(head, rows, budget, len(layout.chunks), on_gpu=skips_rows and filter is None),
+        skips_rows=_skips_rows(head, rows, budget, len(layout.chunks), on_gpu=skips_rows),
     )
 
 
@@ -265,7 +250,6 @@ def for_statistics(
     outputs: tuple[str, ...],
     options: LogitOptions,
     class_weight: Tensor | None = None,
-    filter: SamplingFilter | None = None,
     needs_grad: bool = True,
     batch_invariant: bool = False,
 ) -> Plan:
@@ -284,10 +268,7 @@ def for_statistics(
         _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
     n_valid, columns = rows.n_valid, head.columns
     path, tiles = Path.LOGITS, None
-    if filter is not None:
-        # Of the widest part, so that all ranks cut alike.
-        tiles = cutting.whole_rows(n_valid, columns, budget.logits(0, bytes_per_logit) // budget.vocab_size)
-    elif (
+    if (
         not rows.side
         and (batch_invariant or epilogue.is_large(n_valid * budget.vocab_size, budget.hidden_size))
         and _runs_epilogue(head)
@@ -318,9 +299,7 @@ def for_statistics(
         outputs=outputs,
         class_weight=class_weight,
         shard=head.shard,
-        filter=filter,
-        most_columns=budget.vocab_size,
-        skips_rows=needs_grad and _skips_rows(head, rows, budget, 1, on_gpu=filter is None),
+        skips_rows=needs_grad and _skips_rows(head, rows, budget, 1, on_gpu=True),
     )
 
 
@@ -391,7 +370,6 @@ def for_kept(
         outputs=outputs,
         shard=head.shard,
         kept=kept,
-        most_columns=budget.vocab_size,
         skips_rows=_skips_rows(head, rows, budget, 1, on_gpu=False),
     )
 
@@ -461,18 +439,8 @@ def _pass_of_logits(plan: Plan, head: HeadTensors, grads: HeadGradients | None) 
         logits_pass: HeadPass = KeptPass(
             head, plan.options, plan.outputs, grads=grads, skips_rows=plan.skips_rows, entries=plan.kept
         )
-    elif plan.filter is None:
-        logits_pass = kind(head, plan.options, plan.outputs, plan.class_weight, grads, plan.skips_rows)
     else:
-        logits_pass = FILTERED[kind](
-            head,
-            plan.options,
-            plan.outputs,
-            grads=grads,
-            skips_rows=plan.skips_rows,
-            filter=plan.filter,
-            most_columns=plan.most_columns,
-        )
+        logits_pass = kind(head, plan.options, plan.outputs, plan.class_weight, grads, plan.skips_rows)
     logits_pass.reserve(plan.largest_tile)
     return logits_pass
 

@@ -35,15 +35,15 @@ def compile_ahead(
 ) -> None:
     """Compile what `dry_run` would launch for the first chunk, once for each kind of step on a GPU.
 
-    It allocates real tensors: meta tensors would import sympy, for seconds. Steps on shards, with a filter, kept
-    ids, candidates or a teacher compile at their launches.
+    It allocates real tensors: meta tensors would import sympy, for seconds. Steps on shards, with kept ids,
+    candidates or a teacher compile at their launches.
     """
     rows, weight = plan.rows, head.weight
     if not _applies(input) or is_dry():
         return
     if plan.shard is not None or rows.gathers_statistics:  # a dry run would wait for other ranks
         return
-    if plan.filter is not None or plan.kept is not None or "candidates" in rows.side:
+    if plan.kept is not None or "candidates" in rows.side:
         return
     # What decides which kernels a step launches, and which of their variants. It has no number of tokens, of which
     # variants are independent. Built inline, and of what has a hash in C, because every step on a GPU comes by.

@@ -214,7 +214,7 @@ class HeadPass:
         assert self.grads is not None and self.normalisers is not None
         # A chunk that the loss ignores runs too: its rows of dX, and maybe all of dW, may be uninitialised.
         gradients = gradients or {"logps": torch.zeros_like(self.normalisers.max)}
-        count = LiveCount.start(gradients) if self._leaves_rows_out(tokens) else None
+        count = LiveCount.start(gradients) if self.skips_rows else None
         gradients = self.grads.normalize(gradients, self._slopes, tokens.side.get("temperature"))
         x, target, row_slice, tiles, u, side = tokens
         upstream = gradients.pop("candidate_logps", None)
@@ -257,10 +257,6 @@ class HeadPass:
                     write(dz)
             self.grads.add(tile, dz)
         self.grads.close_chunk()
-
-    def _leaves_rows_out(self, tokens: Tokens) -> bool:
-        """Whether the backward of a chunk takes products of the rows with a gradient alone."""
-        return self.skips_rows
 
     def _slopes(self) -> Slopes:
         return slopes_of_stats(self.options, self.head.vocab_size, self.class_weight)

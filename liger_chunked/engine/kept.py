@@ -62,17 +62,16 @@ def check_takes_sparse(weight: Weight) -> None:
         )
 
 
-def check_kept(kept: Any, head: LossHead, outputs: tuple[str, ...], temperature: float | None, **others: Any) -> None:
+def check_kept(kept: Any, head: LossHead, outputs: tuple[str, ...], temperature: float | None) -> None:
     """Refuse what kept ids exclude.
 
     Args:
         kept: the argument of the call.
         temperature: of the call's logits; None: each token has its own, which `check_temperature_values` compares.
-        others: arguments of the call that choose ids in another way, by name.
 
     Raises:
         TypeError: `kept` is no `KeptIds`.
-        ValueError: something else chooses ids, or the ids were drawn at another temperature.
+        ValueError: an output is of all ids, or the ids were drawn at another temperature.
     """
     if not isinstance(kept, KeptIds):
         raise TypeError(f"kept must be a KeptIds, got {described(kept)}")
@@ -81,9 +80,6 @@ def check_kept(kept: Any, head: LossHead, outputs: tuple[str, ...], temperature:
     refused = [name for name in outputs if name not in OUTPUTS_OF_KEPT]
     if refused:
         raise ValueError(f"kept has statistics {OUTPUTS_OF_KEPT} of the ids that were kept, got outputs {refused}")
-    given = [name for name, x in others.items() if x is not None]
-    if given:
-        raise ValueError(f"kept says which ids count, got {', '.join(given)} as well")
     if head.shard is not None and head.shard.input_grad == "reduce_scatter":
         raise ValueError("kept needs each rank's hidden states whole, got input_grad='reduce_scatter' of vocab_shard")
 

@@ -20,7 +20,6 @@ from liger_chunked.engine.packed import Sequences, whole
 from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.precision import gemms
 from liger_chunked.engine.rows import Rows
-from liger_chunked.engine.sampling import SamplingFilter
 from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.engine.stats import stats_of_kept
 from liger_chunked.engine.step import Fused, Result, run_step
@@ -145,7 +144,6 @@ def fused_loss(
     differentiates: tuple[str, ...] = DIFFERENTIABLE,
     whole_batch: bool = False,
     class_weight: Tensor | None = None,
-    filter: SamplingFilter | None = None,
     skips_rows: bool = False,
     owner: Any = None,
 ) -> Fused:
@@ -167,7 +165,6 @@ def fused_loss(
         options=options,
         whole_batch=whole_batch,
         class_weight=class_weight,
-        filter=filter,
         skips_rows=skips_rows,
     )
     return run_step(StatisticsStep(plan, objective, torch.is_grad_enabled(), owner), head, input)

@@ -13,7 +13,6 @@ from torch import Tensor
 from liger_chunked.engine import cutting
 from liger_chunked.engine.cutting import Chunk, Tiles
 from liger_chunked.engine.rows import Rows
-from liger_chunked.engine.sampling import SamplingFilter
 from liger_chunked.engine.scattered import ScatteredRows
 from liger_chunked.kernels.kept import Entries
 from liger_chunked.kernels.operands import along
@@ -63,9 +62,7 @@ class Plan:
         path: what computes statistics. A loss leaves `Path.EPILOGUE` for logits if its dW is rounded (`pass_of_loss`).
         outputs, differentiates: the statistics to compute, and those that the gradient may reach.
         class_weight: (V,) weights of `mean_logits`.
-        filter: the logits that statistics are of, if not all. Tiles are then whole rows of this rank.
         kept: the ids that statistics are of, if not all. `rows` then have each token's "position" among them.
-        most_columns: of a rank, if ranks split the vocabulary.
         scattered: which rows each rank holds, if ranks split both vocabulary and hidden states.
         skips_rows: whether the backward of a chunk counts its rows with a gradient, and leaves the others out.
     """
@@ -82,9 +79,7 @@ class Plan:
     differentiates: tuple[str, ...] = ()
     class_weight: Tensor | None = None
     shard: VocabShard | None = None
-    filter: SamplingFilter | None = None
     kept: Entries | None = None
-    most_columns: int = 0
     scattered: ScatteredRows | None = None
     skips_rows: bool = False
 

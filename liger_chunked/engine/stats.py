@@ -32,7 +32,6 @@ from liger_chunked.engine.known import host_may_sync, token_count
 from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.precision import gemms
 from liger_chunked.engine.rows import Rows, select_rows
-from liger_chunked.engine.sampling import SamplingFilter
 from liger_chunked.engine.saved import savable, save, saved
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.kernels.backend import first_derivative, graph_is_retained
@@ -172,7 +171,6 @@ def token_stats(
     outputs: tuple[str, ...],
     options: LogitOptions,
     class_weight: Tensor | None = None,
-    filter: SamplingFilter | None = None,
     batch_invariant: bool = False,
     compact: bool = False,
     kept: Entries | None = None,
@@ -197,7 +195,6 @@ def token_stats(
             outputs=outputs,
             options=options,
             class_weight=class_weight,
-            filter=filter,
             needs_grad=needs_grad,
             batch_invariant=batch_invariant,
         )
@@ -286,9 +283,6 @@ def linear_token_stats(
     logit_scale: float = 1.0,
     temperature: float | Tensor = 1.0,
     candidates: Tensor | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
     kept: KeptIds | None = None,
     sparse_weight_grad: bool = False,
     ignore_index: int = -100,
@@ -328,17 +322,10 @@ def linear_token_stats(
             ignored tokens.
         candidates: (B, T, K) or (N, K), distinct integer ids for each target; the result's `candidate_logps` are their
             log-probabilities. None: none.
-        top_k: after the temperature, keep the `top_k` largest logits, as a sampler does. The others are -inf, as is a
-            dropped target's `logps`. None: keep all.
-        top_p: in (0, 1]: of these, keep the fewest whose probabilities sum to `top_p`, and ties with the smallest kept.
-            Sorts all logits without `top_k` on a CPU, in float64, and with `vocab_shard`. None: keep all.
-        min_p: in [0, 1]: of these, keep the ids whose probability is at least `min_p` times the largest
-            (https://arxiv.org/abs/2407.01082). The order is that of transformers; vLLM takes `min_p` first,
-            which differs where `top_p` is given too. None: keep all.
         kept: the ids that a sampler kept of each position, see `KeptIds`: statistics of the softmax over these, after
             the temperature. Only their rows of the head are read, unless lists are long ("Kept ids" in
             `docs/tuning.md`): then three products are taken, within `logits_budget`. Not with "mean_logits",
-            "log_sum_sq_probs", `candidates`, a filter, or `input_grad="reduce_scatter"` of `vocab_shard`. With
+            "log_sum_sq_probs", `candidates`, or `input_grad="reduce_scatter"` of `vocab_shard`. With
             `n_valid`, no position with a target may have the whole vocabulary. None: all ids.
         sparse_weight_grad: with `kept`, whether the gradient of `weight` is a coalesced `torch.sparse_coo_tensor` of
             the rows that are read, as SparseAdam, SGD and Adagrad take it ("Sparse gradients of the head" in
@@ -400,7 +387,9 @@ def linear_token_stats(
     check_sparse_weight_grad(sparse_weight_grad, kept, n_valid)
     if kept is not None:
         of_all = None if per_token is not None else options.temperature
-        check_kept(kept, head, outputs, of_all, candidates=candidates, top_k=top_k, top_p=top_p, min_p=min_p)
+        check_kept(kept, head, outputs, of_all)
+        if candidates is not None:
+            raise ValueError("kept says which ids count, got candidates as well")
         if n_valid is not None:
             # Asserts the count. Without one nothing is selected, for which the host would wait: targets are among ids.
             select_rows(target.long(), "token", ignore_index, head.vocab_size, n_valid=n_valid)
@@ -417,11 +406,10 @@ def linear_token_stats(
     if per_token is not None:
         rows = rows.with_side("temperature", per_token.reshape(-1))
         check_temperature_values(rows.side["temperature"], n_valid)
-    filter = SamplingFilter.of(top_k, top_p, min_p, options, outputs)
     if candidates is not None:
         rows = rows.with_side("candidates", check_candidates(candidates, target, head.vocab_size, n_valid))
     batch_invariant = deterministic is not None
-    stats = token_stats(head, input, rows, outputs, options, filter=filter, batch_invariant=batch_invariant)
+    stats = token_stats(head, input, rows, outputs, options, batch_invariant=batch_invariant)
     if target.ndim == 1:
         return TokenStats(*stats)
     return TokenStats(*(None if x is None else x.view(*target.shape, *x.shape[1:]) for x in stats))

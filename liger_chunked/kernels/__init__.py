@@ -3,7 +3,6 @@
 a head's logits     logits_stats.py, logits_grad.py, target_logit.py
 fused epilogue      projection.py, merge_ranks.py, projection_grad.py, target_rows.py
 batch invariance    projection_logits.py
-sampling filters    sampling_bound.py, drop_below.py
 two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
 base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
                     pointwise_divergence.py, relu_squared.py, experts.py
@@ -14,7 +13,6 @@ shared              backend.py, transform.py, norm_rows.py, operands.py, launch.
 from liger_chunked.kernels.cross_entropy import liger_cross_entropy
 from liger_chunked.kernels.divergence import DivergenceStats, divergence_stats, tail_stats
 from liger_chunked.kernels.divergence_grad import divergence_grad_, tail_grad_
-from liger_chunked.kernels.drop_below import drop_below_
 from liger_chunked.kernels.glu import liger_geglu, liger_swiglu
 from liger_chunked.kernels.layer_norm import liger_layer_norm
 from liger_chunked.kernels.logits_divergence import (
@@ -41,7 +39,6 @@ from liger_chunked.kernels.projection_logits import project_logits
 from liger_chunked.kernels.relu_squared import liger_relu_squared
 from liger_chunked.kernels.rms_norm import liger_rms_norm, liger_rms_norm_gated
 from liger_chunked.kernels.rope import liger_rotary_pos_emb
-from liger_chunked.kernels.sampling_bound import sampling_bound
 from liger_chunked.kernels.scale import scale_
 from liger_chunked.kernels.survey import assert_counts, counts_match, find_tokens, survey, survey_top_k
 from liger_chunked.kernels.target_logit import unround_logps_
@@ -67,7 +64,6 @@ __all__ = [
     "counts_match",
     "divergence_grad_",
     "divergence_stats",
-    "drop_below_",
     "find_tokens",
     "finish",
     "grad_from_exponentials_",
@@ -99,7 +95,6 @@ __all__ = [
     "row_factors",
     "row_stats",
     "row_stats_are_exact",
-    "sampling_bound",
     "scale_",
     "scale_rows",
     "slopes_of_stats",

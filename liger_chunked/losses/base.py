@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from liger_chunked.calls import FixedSettings, LossType
-from liger_chunked.engine import Fused, Group, Objective, Rows, SamplingFilter, fused_loss
+from liger_chunked.engine import Fused, Group, Objective, Rows, fused_loss
 from liger_chunked.types import OUTPUTS, LogitOptions, LossHead
 
 
@@ -110,11 +110,6 @@ class StatsLoss(FusedLoss):
         """The statistics that the gradient may reach."""
         raise NotImplementedError
 
-    @property
-    def _filter(self) -> SamplingFilter | None:
-        """The logits that the statistics are of. None: all."""
-        return None
-
     def _fuse(
         self,
         head: LossHead,
@@ -133,7 +128,6 @@ class StatsLoss(FusedLoss):
             options=self.options,
             whole_batch=self._whole_batch,
             class_weight=class_weight,
-            filter=self._filter,
             skips_rows=self._skips_rows,
             owner=self,
         )

@@ -453,8 +453,8 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     does not clip; the paper draws at random.
 
     If `old_logps` is None, `r` is 1 with the gradient of `log pi`. Ratios are at most e^80 = 5.5e34 and constant
-    beyond, and `old_logps` of -inf count as -1e18: a token that is clipped, filtered, or has an advantage or a weight
-    of 0 has a gradient of exactly zero, however stale it is ("Far ends" in `docs/numerics.md`).
+    beyond, and `old_logps` of -inf count as -1e18: a token that is clipped, filtered by its entropy, or has an
+    advantage or a weight of 0 has a gradient of exactly zero, however stale it is ("Far ends" in `docs/numerics.md`).
 
     Variants (TRL's and Liger-Kernel's default reduction is `"dapo"`, which gives long completions more weight):
 
@@ -514,11 +514,6 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
         top_entropy_quantile: in [0, 1]; only this share of the call's tokens, at least one, with the highest entropy
             keeps cost and bonus (https://arxiv.org/abs/2506.01939). Below 1, costs one more GEMM if logits exceed the
             budget; large steps leave the other tokens out of the backward.
-        top_k, top_p, min_p: the sampler's, as in `linear_token_stats`: log-probabilities and entropies are of the ids
-            that they keep of the policy's own softmax. Pass `old_logps` of the same filter. The reference is not
-            filtered, so that the KL is finite. A sampled token that the policy's filter now drops, or whose
-            `old_logps` is -inf, has the ratio 1, and neither cost nor KL, but counts in denominators, and its entropy
-            counts. `kept` is exact, and cheaper, where the sampler returned its ids. None: all ids.
         cispo_epsilon_low: the smallest ratio of `cispo`, the paper's `1 - epsilon_low`.
         sapo_temperature_pos, sapo_temperature_neg: `tau` for positive and other advantages.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `lambda`; `neg` for negative advantages.
@@ -565,9 +560,6 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
         off_policy_mask_threshold: float | None = None,
         entropy_coef: float = 0.0,
         top_entropy_quantile: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
         cispo_epsilon_low: float = 0.0,
         sapo_temperature_pos: float = 1.0,
         sapo_temperature_neg: float = 1.05,
@@ -655,9 +647,6 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
             sampler_kl_coef=sampler_kl_coef,
             entropy_coef=entropy_coef,
             top_entropy_quantile=top_entropy_quantile,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
             clipped=None if definition.clipped is None else functools.partial(definition.clipped, s=settings),
             **own_options(type(self), options, LogitOptionsDict.__annotations__),
         )

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.calls import altered, entry_point, typed_like
-from liger_chunked.engine import SamplingFilter, as_counts, check_projection, check_target, linear_token_stats
+from liger_chunked.engine import as_counts, check_projection, check_target, linear_token_stats
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.losses.base import FusedLoss
 from liger_chunked.losses.policy import LigerFusedLinearPolicyBase, masked
@@ -109,20 +109,12 @@ def _prefix_weights(distance: Tensor, weight: float) -> Tensor:
     return (1 + weight * (1 - share)).to(distance.dtype)
 
 
-class _Filters(TypedDict):
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-
-
 class _SampledReverseKL(LigerFusedLinearPolicyBase):
     """A policy loss of the advantages below; the teacher is the reference."""
 
     scope: Literal["token", "sequence", "batch"] = "token"
 
-    def __init__(
-        self, settings: _Settings, reduction: str, max_completion_length: int | None, **filters: Unpack[_Filters]
-    ) -> None:
+    def __init__(self, settings: _Settings, reduction: str, max_completion_length: int | None) -> None:
         bounds = _SURROGATES[settings.surrogate].clipped is not None
         if settings.surrogate == "clip":
             bounds = math.isfinite(settings.epsilon_low) or math.isfinite(settings.epsilon_high)
@@ -132,7 +124,6 @@ class _SampledReverseKL(LigerFusedLinearPolicyBase):
             kl_estimator="k1",
             use_bias_correction_kl=False,
             clipped=self._clipped if bounds else None,
-            **filters,
         )
         self.settings = settings
         self.clips_low = math.isfinite(settings.epsilon_low)
@@ -200,10 +191,6 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
             "seq-mean-token-sum-norm" and "seq-mean-token-sum" are "grpo", "dapo", "dr_grpo" and "luspo".
         max_completion_length: positive number of tokens, required by the reduction "dr_grpo" and refused by others.
             None: not given.
-        top_k, top_p, min_p: the sampler's, as in the other policy losses: the student's log-probabilities are of the
-            ids that it keeps, and the teacher's of all, so that `D` is finite. Pass `old_logps` of the same filter. A
-            sampled token that the student's filter now drops costs nothing, and counts in denominators. `kept` is
-            exact, and cheaper, where the sampler returned its ids. None: all ids.
         teacher_options: `LogitOptions` with the teacher's `softcap`, `logit_scale` and `temperature`. None: the
             student's.
         **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
@@ -231,9 +218,6 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         prefix_weight: float = 0.0,
         reduction: str = "token-mean",
         max_completion_length: int | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
         teacher_options: LogitOptions | None = None,
         **options: Unpack[LogitOptionsDict],
     ) -> None:
@@ -242,9 +226,7 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         self.options = LogitOptions.of(type(self), options)
         self.teacher_options = options_of_teacher(teacher_options, self.options)
         self._transforms_teacher = teacher_options is not None
-        filters: _Filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        _ = SamplingFilter.of(**filters, options=self.options)  # checks them
-        self._policy = _SampledReverseKL(settings, reduction, max_completion_length, **filters)
+        self._policy = _SampledReverseKL(settings, reduction, max_completion_length)
 
     @entry_point
     def forward(

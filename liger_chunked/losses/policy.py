@@ -21,7 +21,6 @@ from liger_chunked.engine import (
     Group,
     Objective,
     Rows,
-    SamplingFilter,
     assert_later,
     check_kept,
     check_projection,
@@ -213,8 +212,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     | `abs` | `abs(d)` |
 
     Ratios, `exp(d)` and their products are at most e^80 = 5.5e34, and constant beyond; `old_logps` and `ref_logps` of
-    -inf count as -1e18 ("Far ends" in `docs/numerics.md`). So a token that is clipped, filtered, or has an advantage or
-    a weight of 0 has a gradient of exactly zero, however stale it is.
+    -inf count as -1e18 ("Far ends" in `docs/numerics.md`). So a token that is clipped, filtered by its entropy, or has
+    an advantage or a weight of 0 has a gradient of exactly zero, however stale it is.
 
     Args:
         beta: weight of the KL to the reference, not negative; above 0, a call requires a reference.
@@ -237,11 +236,6 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         top_entropy_quantile: in [0, 1]; only this share of the call's tokens, at least one, with the highest entropy
             keeps cost and bonus (https://arxiv.org/abs/2506.01939). Below 1, costs one more GEMM if logits exceed the
             budget; large steps leave the other tokens out of the backward.
-        top_k, top_p, min_p: the sampler's, as in `linear_token_stats`: log-probabilities and entropies are of the ids
-            that they keep of the policy's own softmax. Pass `old_logps` of the same filter. The reference is not
-            filtered, so that the KL is finite. A sampled token that the policy's filter now drops, or whose
-            `old_logps` is -inf, has the ratio 1, and neither cost nor KL, but counts in denominators, and its entropy
-            counts. `kept` is exact, and cheaper, where the sampler returned its ids. None: all ids.
         clipped: a function from `Rollouts` of the whole batch to `Clipped` that says where ratios are clipped, for the
             metrics. None: nowhere.
         **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
@@ -257,7 +251,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     clips_low: bool = True
     _statistics: ClassVar[tuple[str, ...]] = ("logps", "entropy")
     _scopes: ClassVar[tuple[str, ...]] = ("token", "sequence", "batch")
-    _skips_rows: ClassVar[bool] = True  # clipped, filtered, or without an advantage
+    _skips_rows: ClassVar[bool] = True  # clipped, filtered by entropy, or without an advantage
 
     def __init__(
         self,
@@ -272,9 +266,6 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         sampler_kl_coef: float = 0.0,
         entropy_coef: float = 0.0,
         top_entropy_quantile: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
         clipped: Callable[[Rollouts], Clipped] | None = None,
         **options: Unpack[LogitOptionsDict],
     ) -> None:
@@ -314,12 +305,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         self.sampler_kl_coef = sampler_kl_coef
         self.entropy_coef = entropy_coef
         self.top_entropy_quantile = top_entropy_quantile
-        self.top_k = top_k
-        self.top_p = top_p
-        self.min_p = min_p
         self.clipped = clipped
         self.options = LogitOptions.of(type(self), options)
-        _ = self._filter  # checks it
 
     @abstractmethod
     def policy_loss(self, rollouts: Rollouts) -> Tensor:
@@ -338,10 +325,6 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     @property
     def _outputs(self) -> tuple[str, ...]:
         return ("logps", "entropy")
-
-    @property
-    def _filter(self) -> SamplingFilter | None:
-        return SamplingFilter.of(self.top_k, self.top_p, self.min_p, self.options)
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
@@ -444,7 +427,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         check_sparse_weight_grad(sparse_weight_grad, kept, n_valid)
         if kept is not None:
             of_all = None if temperature is not None else self.options.temperature
-            check_kept(kept, head, self._outputs, of_all, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+            check_kept(kept, head, self._outputs, of_all)
         ignore_index, may_wait = self.options.ignore_index, host_may_sync(target, n_valid)
         if attention_mask is not None:
             target = masked(target, attention_mask, ignore_index, n_valid)
@@ -503,22 +486,20 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 f"policy_loss must return {tuple(mask.shape)}, one value a token, or {(mask.shape[0], 1)}, "
                 f"one a sequence, got {got}"
             )
-        # A filter may drop a sampled token: then `rollouts.mask` is False, but the token is valid and has an entropy.
-        valid = batch.mask[index] if batch.filtered else mask
-        acting = valid if self.top_entropy_quantile == 1 else _high_entropy(rollouts, valid, self.top_entropy_quantile)
+        acting = mask if self.top_entropy_quantile == 1 else _high_entropy(rollouts, mask, self.top_entropy_quantile)
         if rollouts.importance_weights is not None and not self.weighs:
             cost = cost * rollouts.importance_weights
-        kept = acting & mask if batch.filtered else acting
+        has_cost = acting
         if self.off_policy_mask_threshold is not None:
-            kept = kept & _near_sampler(rollouts, self.off_policy_mask_threshold)
-        cost = torch.where(kept, cost, 0.0)
+            has_cost = acting & _near_sampler(rollouts, self.off_policy_mask_threshold)
+        cost = torch.where(has_cost, cost, 0.0)
         if is_set(self.beta):
             cost = cost + self.beta * torch.where(mask, self.kl(rollouts), 0.0)
         if is_set(self.sampler_kl_coef):
             cost = cost + self.sampler_kl_coef * torch.where(mask, rollouts.logps - rollouts.old_logps, 0.0).square()
         loss = (cost * batch.weights[index]).sum(dtype=torch.float64)
         if is_set(self.entropy_coef):
-            n_acting = max(1, batch.batch_tokens) if acting is valid else acting.sum().clamp(min=1)
+            n_acting = max(1, batch.batch_tokens) if acting is mask else acting.sum().clamp(min=1)
             bonus = torch.where(acting, rollouts.entropy, 0.0).sum(dtype=torch.float64) / n_acting
             loss = loss - self.entropy_coef * (bonus / accumulation_steps)
         return loss
@@ -582,13 +563,12 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             divisor=divisor,
             by_length=REDUCTIONS[self.reduction].by_length,
             importance_level=self.importance_level,
-            filtered=self._filter is not None,
         )
 
     @torch.no_grad()
     def _metrics(self, batch: RolloutBatch, rollouts: Rollouts, shape: torch.Size) -> PolicyMetrics:
         """Return the metrics of a batch whose target has this `shape`, (B, T)."""
-        mask = batch.mask  # also of tokens that a filter drops, whose ratio is 1 and KL 0
+        mask = batch.mask
         per_sequence = IMPORTANCE_LEVELS[self.importance_level].per_sequence
         flags: dict[str, Tensor] = {}
         if self.clipped is not None:

@@ -145,7 +145,6 @@ class RolloutBatch:
     ref_logps: Tensor | None
     importance_weights: Tensor | None
     importance_level: str
-    filtered: bool  # log-probabilities may be -inf, of tokens that a sampling filter drops
     batch_size: int
     batch_tokens: int
 
@@ -160,7 +159,6 @@ class RolloutBatch:
         divisor: float | Tensor,
         by_length: bool,
         importance_level: str,
-        filtered: bool,
     ) -> RolloutBatch:
         """Arrange the tensors of a call by the groups of its rows: sequences, or tokens.
 
@@ -195,26 +193,16 @@ class RolloutBatch:
             ref_logps=None if ref_logps is None else by_rollout(ref_logps),
             importance_weights=None if importance_weights is None else side(importance_weights, 1.0),
             importance_level=importance_level,
-            filtered=filtered,
             batch_size=shape[0],
             batch_tokens=rows.n_valid,
         )
 
     def rollouts(self, stats: TokenStats, index: slice | Tensor) -> Rollouts:
         assert stats.logps is not None and stats.entropy is not None
-        logps, lengths, mask = by_rollout(stats.logps), self.lengths[index], self.mask[index]
+        logps, lengths = by_rollout(stats.logps), self.lengths[index]
         old_logps = logps.detach() if self.old_logps is None else self.old_logps[index]
         ref_logps = None if self.ref_logps is None else self.ref_logps[index]
         importance_weights = None if self.importance_weights is None else self.importance_weights[index]
-        if self.filtered:
-            # Values of ignored tokens, because exp() and products of -inf are not finite.
-            # LOWEST_LOGP stands for -inf. NaN is not dropped, so that the loss shows it.
-            kept = ~((logps.detach() == -math.inf) | (old_logps <= LOWEST_LOGP))
-            mask = mask & kept
-            logps, old_logps = torch.where(kept, logps, 0.0), torch.where(kept, old_logps, 0.0)
-            ref_logps = None if ref_logps is None else torch.where(kept, ref_logps, 0.0)
-            if importance_weights is not None and importance_weights.shape == kept.shape:
-                importance_weights = torch.where(kept, importance_weights, 1.0)
         return Rollouts(
             logps=logps,
             old_logps=old_logps,
@@ -223,7 +211,7 @@ class RolloutBatch:
             advantages=self.advantages[index],
             importance_weights=importance_weights,
             entropy=by_rollout(stats.entropy),
-            mask=mask,
+            mask=self.mask[index],
             lengths=lengths,
             batch_size=self.batch_size,
             batch_tokens=self.batch_tokens,

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from eager.far_ends import LARGEST, LARGEST_EXPONENT, LOWEST_LOGP, bounded_logps, saturating_exp
+from eager.far_ends import LARGEST, LARGEST_EXPONENT, bounded_logps, saturating_exp
 from eager.token_stats import token_stats
 
 SURROGATES = (
@@ -147,9 +146,6 @@ def grpo(
     off_policy_mask_threshold: float | None = None,
     entropy_coef: float = 0.0,
     top_entropy_quantile: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
     cispo_epsilon_low: float = 0.0,
     sapo_temperature_pos: float = 1.0,
     sapo_temperature_neg: float = 1.05,
@@ -189,7 +185,7 @@ def grpo(
         target = torch.where(attention_mask.bool(), target, ignore_index)
     valid = target != ignore_index
 
-    def statistics(weight: Tensor, input: Tensor, bias: Tensor | None, **filters: Any) -> dict[str, Tensor]:
+    def statistics(weight: Tensor, input: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
         return token_stats(
             weight,
             input,
@@ -200,10 +196,9 @@ def grpo(
             logit_scale=logit_scale,
             temperature=temperature,
             ignore_index=ignore_index,
-            **filters,
         )
 
-    stats = statistics(weight, input, bias, top_k=top_k, top_p=top_p, min_p=min_p)
+    stats = statistics(weight, input, bias)
     dtype = stats["logps"].dtype
     if ref_input is not None and ref_weight is not None:
         with torch.no_grad():
@@ -263,11 +258,6 @@ def grpo(
 
         logps, entropy = stats["logps"][i][here], stats["entropy"][i][here]
         old = logps.detach() if old_logps is None else of_tokens(old_logps)
-        sampled = torch.ones_like(old, dtype=torch.bool)
-        if not (top_k is top_p is min_p is None):
-            # Others were dropped by the filter: they have the ratio 1 and cost nothing.
-            sampled = (logps.detach() > -math.inf) & (old > LOWEST_LOGP)
-        logps, old = logps.where(sampled, 0.0), old.where(sampled, 0.0)
         advantage = of_tokens(advantages)
         ratio = _importance_ratio(logps, old, importance_level)
         weights = torch.ones_like(logps) if importance_weights is None else of_tokens(importance_weights)
@@ -339,17 +329,16 @@ def grpo(
                 raise ValueError(f"unknown surrogate {surrogate!r}, expected one of {SURROGATES}")
 
         acting = entropy.detach() >= threshold
-        cost = cost * acting * sampled
+        cost = cost * acting
         if off_policy_mask_threshold is not None and (old - logps).mean() > off_policy_mask_threshold:
             cost = cost * (advantage >= 0)
         if ref_logps is not None:
             kl = _kl(logps, of_tokens(ref_logps), kl_estimator)
             if use_bias_correction_kl:
                 kl = torch.clamp(ratio * kl, -LARGEST, LARGEST)
-            kl = kl * sampled
             cost = cost + beta * kl
             kl_sum = kl_sum + kl.sum()
-        cost = cost + sampler_kl_coef * (logps - old) ** 2 * sampled
+        cost = cost + sampler_kl_coef * (logps - old) ** 2
 
         match VERL_REDUCTIONS.get(reduction, reduction):
             case "grpo":

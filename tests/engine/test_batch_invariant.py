@@ -14,9 +14,8 @@ from torch import Tensor
 
 from liger_chunked import AdaptedWeight, VocabShard, linear_token_stats
 from liger_chunked.engine import all_rows, choose
-from liger_chunked.engine.filtered import FilteredTokenPass
 from liger_chunked.engine.invariant import InvariantPass
-from liger_chunked.engine.sampling import SamplingFilter
+from liger_chunked.engine.token_pass import TokenPass
 from liger_chunked.kernels import backend
 from liger_chunked.kernels.launch import is_dry
 from liger_chunked.types import HeadTensors, LogitOptions, LossHead
@@ -171,21 +170,13 @@ def test_bits_on_a_gpu() -> None:
             invariant(**given | refused)
 
 
-FILTERS: dict[str, dict[str, Any]] = {
-    "top_k": {"top_k": 7},
-    "top_p": {"top_p": 0.9},
-    "min_p": {"min_p": 0.05},
-    "top_p after top_k": {"top_k": 30, "top_p": 0.8, "temperature": 0.7},
-    "all": {"top_k": 40, "top_p": 0.95, "min_p": 0.02, "temperature": 1.3, "logit_scale": 1.1},
-}
-# What the fused epilogue does not compute either.
+# What the fused epilogue does not compute.
 OTHERS: dict[str, dict[str, Any]] = {
     "argmax": {},
     "softcap": {"softcap": 5.0, "logit_scale": 1.3, "temperature": 0.7},
     "bias": {"bias": True},
     "temperatures of tokens": {"temperature": True},
 }
-WITHOUT_MEANS = tuple(name for name in ALL if name != "mean_logits")
 
 
 @pytest.fixture
@@ -225,50 +216,46 @@ def coarse(dtype: torch.dtype, device: str) -> dict[str, Any]:
     return {"weight": weight.to(device, dtype), "input": input.to(device, dtype), "target": target.to(device)}
 
 
-INTERPRETED_FIRST = ("top_p", "all", "temperatures of tokens")  # the interpreter takes seconds for each
+INTERPRETED_FIRST = ("bias", "softcap", "temperatures of tokens")  # the interpreter takes seconds for each
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize(
-    "name", [exhaustive([x], x, backend.INTERPRETED and x not in INTERPRETED_FIRST) for x in (*FILTERS, *OTHERS)]
+    "name", [exhaustive([x], x, backend.INTERPRETED and x not in INTERPRETED_FIRST) for x in OTHERS]
 )
 def test_values_and_gradients_of_logits_in_memory(name: str, device: str, passes: list[int]) -> None:
-    """Of logits that no dtype rounds, a filter keeps the ids of float64, and values are those of float32 sums."""
-    budget = None if name in ("top_p", "bias") else 7 * V * 2
-    options, given = FILTERS.get(name) or OTHERS[name], coarse(torch.bfloat16, device)
+    """Of logits that no dtype rounds, values are those of float32 sums."""
+    budget = None if name == "bias" else 7 * V * 2
+    options, given = OTHERS[name], coarse(torch.bfloat16, device)
     if "bias" in options:
         options, given = {}, given | {"bias": (torch.arange(V, device=device) % 5 / 8).bfloat16()}
     if options.get("temperature") is True:
         options = {"temperature": torch.tensor([0.5, 1.0, 2.0], device=device).repeat_interleave(N // 3)}
-    outputs = WITHOUT_MEANS if name in FILTERS else ALL
-    differentiated = tuple(x for x in outputs if x in FLOATS)
+    differentiated = tuple(x for x in ALL if x in FLOATS)
     names = [x for x in ("weight", "input", "bias") if x in given]
 
     def evaluate(function: Any, dtype: torch.dtype, **more: Any) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
         batch = {x: (y.to(dtype) if y.is_floating_point() else y) for x, y in given.items()}
         leaves = [batch[x].requires_grad_() for x in names]
-        stats = function(**batch, outputs=outputs, **more)
-        values = {x: stats[x] if isinstance(stats, dict) else getattr(stats, x) for x in outputs}
+        stats = function(**batch, outputs=ALL, **more)
+        values = {x: stats[x] if isinstance(stats, dict) else getattr(stats, x) for x in ALL}
         upstream = torch.linspace(-1, 2, N, dtype=torch.float64, device=device)
-        finite = (values[x].masked_fill(values[x] == -torch.inf, 0).double() for x in differentiated)
-        total = sum(((i + 1) * (upstream.roll(i) * x).sum() for i, x in enumerate(finite)), torch.zeros(()).double())
+        floats = (values[x].double() for x in differentiated)
+        total = sum(((i + 1) * (upstream.roll(i) * x).sum() for i, x in enumerate(floats)), torch.zeros(()).double())
         return {x: y.detach() for x, y in values.items()}, torch.autograd.grad(total, leaves)
 
     values, gradients = evaluate(invariant, torch.bfloat16, **options, logits_budget=budget)
     exact, exact_gradients = evaluate(oracle, torch.float64, **options)
     _, eager_gradients = evaluate(oracle, torch.bfloat16, **options)
     assert passes == [1 if budget is None else 10]
-    for x in outputs:
-        dropped = exact[x] == -torch.inf
-        assert torch.equal(values[x] == -torch.inf, dropped)
-        kept = ~dropped & (given["target"] != -100)
-        assert 5 < kept.sum()
+    valid = given["target"] != -100
+    for x in ALL:
         if x == "argmax":
             z = given["input"].double() @ given["weight"].double().t()
-            z = (z + given["bias"].double() if "bias" in given else z)[kept]
-            assert torch.equal(z.gather(1, values[x][kept][:, None])[:, 0], z.amax(1))
+            z = (z + given["bias"].double() if "bias" in given else z)[valid]
+            assert torch.equal(z.gather(1, values[x][valid][:, None])[:, 0], z.amax(1))
         else:  # the logits are exact in 16 bits: what is left are float32's rounding and the GPU's exp2, of a sum of V
-            torch.testing.assert_close(values[x][kept].double(), exact[x][kept].double(), rtol=1e-5, atol=2e-5, msg=x)
+            torch.testing.assert_close(values[x][valid].double(), exact[x][valid].double(), rtol=1e-5, atol=2e-5, msg=x)
     # Triton's interpreter truncates to bfloat16, which doubles the error of the gradient of logits.
     factor = 1.1 * (1 + backend.INTERPRETED)
     for ours, of_eager_code, e in zip(gradients, eager_gradients, exact_gradients, strict=True):
@@ -283,7 +270,7 @@ def same(found: Tensor, expected: Tensor, interpreted: bool) -> bool:
 @pytest.mark.triton
 @pytest.mark.parametrize("wide", [False, True], ids=["16 bits", "float32"])
 @pytest.mark.parametrize(
-    "name", [exhaustive([x], x, backend.INTERPRETED and x not in INTERPRETED_FIRST[1:]) for x in (*FILTERS, *OTHERS)]
+    "name", [exhaustive([x], x, backend.INTERPRETED and x not in INTERPRETED_FIRST[1:]) for x in OTHERS]
 )
 def test_bits_of_logits_in_memory(name: str, wide: bool, device: str, passes: list[int]) -> None:
     """A token has the same bits alone, in another batch and place, with another budget, stride and alignment."""
@@ -291,7 +278,7 @@ def test_bits_of_logits_in_memory(name: str, wide: bool, device: str, passes: li
     if interpreted and wide:
         # Logits of 16 bits run the same kernels here; other bits are a matter of a GPU's variants alone.
         pytest.skip("takes seconds in the interpreter")
-    options = dict(FILTERS.get(name) or OTHERS[name])
+    options = dict(OTHERS[name])
     given = batch(torch.bfloat16, device, bias=options.pop("bias", False))
     given["target"] = (given["input"] @ given["weight"].t()).topk(3).indices[:, 1].contiguous()
     if interpreted:  # where logits are exact: its products follow their shape
@@ -302,7 +289,7 @@ def test_bits_of_logits_in_memory(name: str, wide: bool, device: str, passes: li
         del options["temperature"]
     if wide:
         options["logits_dtype"] = torch.float32
-    names = (*(WITHOUT_MEANS if name in FILTERS else ALL), "candidate_logps")
+    names = (*ALL, "candidate_logps")
     generator = torch.Generator().manual_seed(6)
     candidates = torch.rand(N, V, generator=generator).topk(4).indices.to(device)
     by_token = ("input", "target", "temperature")
@@ -335,7 +322,7 @@ def test_bits_of_logits_in_memory(name: str, wide: bool, device: str, passes: li
 
 @pytest.mark.triton
 @pytest.mark.parametrize("hidden", [896, 1536, 2048])
-def test_bits_of_many_filtered_tokens(hidden: int, device: str, passes: list[int]) -> None:
+def test_bits_of_many_tokens_of_logits_in_memory(hidden: int, device: str, passes: list[int]) -> None:
     """The matrix library would take other tiles for other numbers of rows."""
     if device == "cpu":
         pytest.skip("compares kernels for a GPU")
@@ -345,7 +332,7 @@ def test_bits_of_many_filtered_tokens(hidden: int, device: str, passes: list[int
     target = torch.randint(16000, (4096,), device=device, generator=generator)
 
     def values(rows: slice, budget: int | None = None) -> list[Tensor]:
-        options = {"top_p": 0.95, "outputs": ("logps", "lse", "entropy"), "logits_budget": budget}
+        options = {"softcap": 30.0, "outputs": ("logps", "lse", "entropy"), "logits_budget": budget}
         found = invariant(weight, x[rows], target[rows], **options)
         return [getattr(found, name) for name in ("logps", "lse", "entropy")]
 
@@ -356,7 +343,7 @@ def test_bits_of_many_filtered_tokens(hidden: int, device: str, passes: list[int
     assert max(passes) > 10
 
 
-def test_a_filter_needs_hopper_or_a_cpu() -> None:
+def test_a_plan_needs_hopper_or_a_cpu() -> None:
     with pytest.raises(ValueError, match=r'deterministic="batch" on a GPU needs Hopper, .* and no adapter'):
         choose.for_statistics(
             LossHead(torch.empty(11, 8, dtype=torch.bfloat16, device="meta")),
@@ -364,20 +351,18 @@ def test_a_filter_needs_hopper_or_a_cpu() -> None:
             torch.bfloat16,
             outputs=("logps",),
             options=LogitOptions(),
-            filter=SamplingFilter(top_k=3),
             batch_invariant=True,
         )
 
 
-def test_a_filter_on_single_rows() -> None:
+def test_a_plan_of_single_rows() -> None:
     plan = choose.for_statistics(
         LossHead(torch.ones(11, 4)),
         all_rows((5,)),
         torch.float32,
         outputs=("logps",),
         options=LogitOptions(),
-        filter=SamplingFilter(top_k=3),
         batch_invariant=True,
     )
     assert plan.path is choose.Path.BY_TOKEN
-    assert isinstance(choose.pass_of_statistics(plan, HeadTensors(torch.ones(11, 4))), FilteredTokenPass)
+    assert isinstance(choose.pass_of_statistics(plan, HeadTensors(torch.ones(11, 4))), TokenPass)

@@ -93,7 +93,7 @@ def test_rounding(dtype: torch.dtype) -> None:
 
 
 def test_contracts() -> None:
-    """No product more, the same bits in a checkpoint, candidates of a filter, and of an adapter."""
+    """No product more, the same bits in a checkpoint, and candidates of an adapter."""
     given = batch()
     counts = []
     for chosen in (given, {k: x for k, x in given.items() if k != "candidates"}):
@@ -111,19 +111,28 @@ def test_contracts() -> None:
 
     assert all(torch.equal(a, b) for a, b in zip(evaluate(ours, given), evaluate(checkpointed, given), strict=True))
 
-    kept = linear_token_stats(**given, top_k=5)
-    assert kept.candidate_logps is not None and kept.candidate_logps.shape == (5, 8, K)
-    z = given["input"] @ given["weight"].T + given["bias"]
-    z = z.masked_fill(z < z.topk(5).values[..., -1:], -torch.inf)
-    exact = z.log_softmax(-1).gather(-1, given["candidates"]).masked_fill((given["target"] == -100)[..., None], 0)
-    torch.testing.assert_close(kept.candidate_logps, exact)
-
     down, up = torch.randn(2, H, dtype=torch.float64), torch.randn(V, 2, dtype=torch.float64)
     adapted = AdaptedWeight(given["weight"], up, lambda x: x @ down.T)
     found = linear_token_stats(**given | {"weight": adapted}).candidate_logps
     torch.testing.assert_close(
         found, linear_token_stats(**given | {"weight": given["weight"] + up @ down}).candidate_logps
     )
+
+
+def test_a_candidate_that_a_bias_excludes() -> None:
+    """Its logit is -inf, and its gradient that of eager code: the upstream gradient of its log-probability."""
+    given = batch()
+    candidates, target = given["candidates"], given["target"]
+    excluded = next(i for i in range(V) if i in candidates and i not in target)
+    given["bias"][excluded] = -torch.inf
+    leaves = [given[name].requires_grad_() for name in ("weight", "input", "bias")]
+    found = linear_token_stats(**given).candidate_logps
+    log_p = (leaves[1] @ leaves[0].T + leaves[2]).log_softmax(-1)
+    exact = log_p.gather(-1, candidates).masked_fill((target == -100)[..., None], 0)
+    assert found is not None and torch.equal(found == -torch.inf, exact == -torch.inf) and exact.min() == -torch.inf
+    upstream = torch.cos(torch.arange(exact.numel(), dtype=torch.float64)).view_as(exact)
+    for a, b in zip(*(torch.autograd.grad(x, leaves, upstream) for x in (found, exact)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_refusals() -> None:

@@ -8,7 +8,7 @@ from spies import Memory, flop_counter
 from table import ROWS, Batch, Row, Sizes, live_fraction, moved, n_valid
 
 from liger_chunked import linear_token_stats
-from liger_chunked.engine import gradients, sampling
+from liger_chunked.engine import gradients
 from liger_chunked.kernels import backend, kept
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
@@ -121,7 +121,6 @@ def test_memory(row, dtype, tokens_in_budget, monkeypatch):
     monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
     monkeypatch.setattr(gradients, "UPCAST_BLOCK", 1 << 12)
     monkeypatch.setattr(kept, "UPCAST_BLOCK", 1 << 12)
-    monkeypatch.setattr(sampling, "SORT_BLOCK", 1 << 12)
     batch = moved(row.sample(MEMORY_SIZES, seed=0), dtype)
     leaves = {name: batch[name].clone().requires_grad_() for name in ("weight", "input", "bias") if name in batch}
     n, v, h = n_valid(batch), MEMORY_SIZES.vocab, MEMORY_SIZES.hidden

@@ -326,11 +326,38 @@ def test_errors() -> None:
         linear_token_stats(*call[:2], beyond, kept=kept)
     refused("rise from 0", kept=KeptIds(kept.ids, kept.offsets.flip(0)))
     refused("mean_logits", kept=kept, outputs=("mean_logits",))
-    refused("top_k", kept=kept, top_k=3)
+    refused("got candidates as well", kept=kept, candidates=target.clamp(min=0)[..., None])
     with pytest.raises(TypeError, match="integers"):
         KeptIds(kept.ids.float(), kept.offsets)
     with pytest.raises(ValueError, match="keeps no id at position 1"):
         KeptIds.from_mask(torch.tensor([[True, False], [False, False]]))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"top_k": 0}, ValueError, "top_k must be 1 or more, or None, got 0"),
+        ({"top_k": 2.5}, TypeError, "top_k must be an int or None"),
+        ({"top_k": True}, TypeError, "top_k must be an int or None, got True"),
+        ({"top_p": 0.0}, ValueError, r"top_p must be in \(0, 1\], or None, got 0.0"),
+        ({"top_p": 1.5}, ValueError, r"top_p must be in \(0, 1\]"),
+        ({"min_p": 1.5}, ValueError, r"min_p must be in \[0, 1\], or None, got 1.5"),
+    ],
+)
+def test_options_of_a_sampler(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        KeptIds.from_top_p(torch.zeros(3, 5), **options)
+
+
+def test_nearly_all_of_the_mass() -> None:
+    """A float32 sum of many probabilities reaches 1 before the last."""
+    logits = torch.randn(2, 32000, generator=torch.Generator().manual_seed(0)) * 4
+    kept = KeptIds.from_top_p(logits, 1 - 1e-6)
+    # `1 - top_p` of float64 times a sum of float32: within its rounding.
+    mass = logits.double().softmax(-1).sort(-1).values.cumsum(-1)
+    for count, of_row in zip(kept.offsets.diff().tolist(), mass, strict=True):
+        least, most = (int((of_row > 1e-6 * (1 + x)).sum()) for x in (1e-3, -1e-3))
+        assert least <= count <= most < 32000
 
 
 def test_a_head_and_wide_logits_give_the_same() -> None:

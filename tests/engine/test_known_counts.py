@@ -254,7 +254,6 @@ OTHERS: dict[str, tuple[Callable[..., Tensor], Callable[[int], Batch]]] = {
         lambda batch: statistics({**batch, "candidates": candidates_of(batch["target"])}),
         lambda seed: tokens(SMALL, seed),
     ),
-    "statistics-top-k-top-p": (partial(statistics, top_k=9, top_p=0.8), lambda seed: tokens(SMALL, seed)),
     "uld": (ragged, lambda seed: students(SMALL, seed, padding=3)),
     "kl-of-a-mask": (by_mask, lambda seed: students(SMALL, seed)),
     "ce-metrics": (

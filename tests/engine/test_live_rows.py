@@ -202,10 +202,6 @@ def statistics(batch: Batch, budget: int | None, **options: Any) -> Tensor:
     return sum((value * LIVE).sum() for value in (stats.logps, stats.lse) if value is not None)
 
 
-def filtered(batch: Batch, budget: int | None) -> Tensor:
-    return statistics(batch, budget, top_k=40, outputs=("lse",))
-
-
 def candidates(batch: Batch, budget: int | None) -> Tensor:
     ids = (batch["target"][..., None] + torch.arange(5)) % SIZES.vocab
     stats = linear_token_stats(**batch, candidates=ids, logits_budget=budget)
@@ -238,7 +234,6 @@ OTHERS: dict[str, tuple[Callable[[Batch, int | None], Tensor], float, float]] = 
     "cross-entropy": (cross_entropy, 1, 2 * 0.2),
     "dpo": (dpo, 1, 2 * 0.5),
     "logps": (statistics, 1, 2 * 0.2),
-    "filter": (filtered, 1, 2 * 0.2),
     "candidates": (candidates, 1, 2 * 0.2),
     "kept-ids": (kept_ids, 1, 2 * 0.2),
     "divergence": (divergence, 2, 4 * 0.2),

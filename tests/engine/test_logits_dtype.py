@@ -107,18 +107,6 @@ def test_adapter(device: str) -> None:
         assert_float32(evaluate(adapted(ours, b, a), given, logits_budget=budget, **WIDE), exact, roundings=4)
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(5, None), (None, 0.9), (10, 0.7)])
-def test_filters(top_k: int | None, top_p: float | None) -> None:
-    given, wanted = batch(dtype=torch.bfloat16), ("logps", "entropy")
-    exact = evaluate(oracle, doubles(given), wanted, top_k=top_k, top_p=top_p)
-    found = evaluate(ours, given, wanted, top_k=top_k, top_p=top_p, logits_budget=6 * V * 7, **WIDE)
-    for name in ("logps", "candidate_logps"):
-        dropped = exact[name] == -torch.inf
-        assert torch.equal(found[name] == -torch.inf, dropped)
-        exact[name], found[name] = (x[name].masked_fill(dropped, 0.0) for x in (exact, found))
-    assert_float32(found, exact)
-
-
 @pytest.mark.triton
 @pytest.mark.parametrize("budget", [None, 6 * V * 7], ids=["one-chunk", "chunks"])
 def test_losses(budget: int | None, device: str) -> None:

@@ -62,17 +62,6 @@ def batch(seed: int = 0, dtype: torch.dtype = torch.float64, device: str = "cpu"
     }
 
 
-def filtered(z: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """Return logits with -inf where a sampler drops them."""
-    if top_k is not None:
-        z = z.masked_fill(z < z.topk(top_k).values[..., -1:], -torch.inf)
-    if top_p is not None:
-        p, order = z.softmax(-1).sort(-1, descending=True)
-        dropped = p.cumsum(-1) - p >= top_p
-        z = z.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)
-    return z
-
-
 def oracle(
     weight: Any,
     input: Tensor,
@@ -84,8 +73,6 @@ def oracle(
     outputs: tuple[str, ...] = FLOATS,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
 ) -> dict[str, Tensor]:
     """Compute from full logits: the product in the inputs' dtype, the rest in float32 or float64."""
     matrix = weight.weight if isinstance(weight, AdaptedWeight) else weight
@@ -96,13 +83,13 @@ def oracle(
     z = logit_scale * (z if z.dtype == torch.float64 else z.float())
     z = z if softcap is None else softcap * (z / softcap).tanh()
     counts = target != -100
-    z = filtered(z / temperature.where(counts, 1.0)[..., None], top_k, top_p)
+    z = z / temperature.where(counts, 1.0)[..., None]
     log_p = z.log_softmax(-1)
     p, y = log_p.exp(), target.clamp(min=0)[..., None]
     values = {
         "logps": log_p.gather(-1, y)[..., 0],
         "lse": z.logsumexp(-1),
-        "entropy": -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1),
+        "entropy": -(p * log_p).sum(-1),
         "mean_logits": z.mean(-1),
         "argmax": z.argmax(-1),
         "is_top1": z.argmax(-1) == y[..., 0],
@@ -216,23 +203,6 @@ def test_one_value_for_all_is_the_number(transform: dict[str, Any], dtype: torch
     # The factors multiply in another order. A logit of bfloat16 is rounded before them, a gradient after them.
     bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
     assert_close(evaluate(ours, given, **transform), by_number, bound)
-
-
-@pytest.mark.parametrize("budget", [None, 8 * V * 7], ids=["one-tile", "tiles"])
-@pytest.mark.parametrize(("top_k", "top_p"), [(5, None), (None, 0.9), (10, 0.7), (None, 0.01)])
-def test_filters(top_k: int | None, top_p: float | None, budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("liger_chunked.engine.sampling.SORT_BLOCK", 3 * V)
-    given, wanted = batch(), ("logps", "entropy")
-    largest = oracle(**given, outputs=("argmax",))["argmax"]
-    given["target"][:, ::4] = largest[:, ::4].where(given["target"][:, ::4] >= 0, -100)
-    exact = evaluate(oracle, given, wanted, top_k=top_k, top_p=top_p)
-    found = evaluate(ours, given, wanted, top_k=top_k, top_p=top_p, logits_budget=budget)
-    for name in ("logps", "candidate_logps"):
-        dropped = exact[name] == -torch.inf
-        assert dropped.any() and not dropped.all()
-        assert torch.equal(found[name] == -torch.inf, dropped)
-        exact[name], found[name] = (x[name].masked_fill(dropped, 0.0) for x in (exact, found))
-    assert_close(found, exact, BOUND)
 
 
 def test_adapter() -> None:

@@ -629,7 +629,6 @@ METRICS = {
     "dppo_kl": {"surrogate": "dppo_kl", "epsilon_low": 1e-3, "epsilon_high": 2e-3, "sampler_kl_coef": 0.1},
     "ipo": {"surrogate": "ipo", "ipo_threshold": 0.02},
     "fipo": {"surrogate": "fipo", "epsilon_low": 0.05, "epsilon_high": 0.1},
-    "top_p": {"top_p": 0.9, "epsilon_low": 0.05},
     "vespo": {"surrogate": "vespo"},
     "uncorrected": {"beta": 0.1, "use_bias_correction_kl": False},
     "transformed": {"softcap": 4.0, "temperature": 0.5},

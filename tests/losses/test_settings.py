@@ -239,7 +239,7 @@ CHANGES: dict[str, list[Any]] = {
     "importance_level": ["sequence", "sequence_token", "trajectory"], "epsilon_low": [0.05], "epsilon_high": [0.05],
     "delta": [1.1], "kl_estimator": ["k1", "k2", "abs", "low_var_kl"], "use_bias_correction_kl": [False],
     "off_policy_mask_threshold": [0.0], "entropy_coef": [0.3], "top_entropy_quantile": [0.4],
-    "top_k": [3], "top_p": [0.7], "min_p": [0.2], "cispo_epsilon_low": [0.04], "max_completion_length": [7],
+    "cispo_epsilon_low": [0.04], "max_completion_length": [7],
     "sapo_temperature_pos": [2.0], "sapo_temperature_neg": [2.0],
     **{f"vespo_{name}_{side}": [1.0] for name in ("k", "lambda") for side in ("pos", "neg")},
     "clip_cov_ratio": [0.5], "clip_cov_lb": [0.1], "clip_cov_ub": [2.0], "kl_cov_ratio": [0.5], "ppo_kl_coef": [0.3],
@@ -457,8 +457,6 @@ NUMBERS: list[tuple[type, str, dict[str, Any], str]] = [
     (LigerFusedLinearGRPOLoss, "fipo_safety_ratio", {"surrogate": "fipo"}, "finite and positive or None"),
     (LigerFusedLinearGRPOLoss, "real_temperature", {"surrogate": "real", "group_size": 2}, "finite and positive"),
     (LigerFusedLinearGRPOLoss, "a2po_beta", {"surrogate": "a2po"}, "finite and positive"),
-    (LigerFusedLinearGRPOLoss, "top_p", {}, r"in \(0, 1\], or None"),
-    (LigerFusedLinearGRPOLoss, "min_p", {}, r"in \[0, 1\], or None"),
     (LigerFusedLinearCrossEntropyLoss, "label_smoothing", {}, r"in \[0, 1\]"),
     (LigerFusedLinearCrossEntropyLoss, "lse_square_scale", {}, "finite and not negative"),
     (LigerFusedLinearCrossEntropyLoss, "focal_gamma", {}, "finite and not negative"),
@@ -468,8 +466,6 @@ NUMBERS: list[tuple[type, str, dict[str, Any], str]] = [
     (LigerFusedLinearOnPolicyDistillationLoss, "kl_coef", {}, "finite and not negative"),
     (LigerFusedLinearOnPolicyDistillationLoss, "ratio_max", {"surrogate": "truncate"}, "finite and positive"),
     (LigerFusedLinearOnPolicyDistillationLoss, "prefix_weight", {"surrogate": "log_prob"}, "finite and not negative"),
-    (LigerFusedLinearOnPolicyDistillationLoss, "top_p", {}, r"in \(0, 1\], or None"),
-    (LigerFusedLinearOnPolicyDistillationLoss, "min_p", {}, r"in \[0, 1\], or None"),
     *(
         (loss, f"weight_{term}_loss", {}, "finite and not negative")
         for loss in (LigerFusedLinearJSDLoss, LigerFusedLinearTVDLoss, LigerFusedLinearCosineSimilarityLoss)

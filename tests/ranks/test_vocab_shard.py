@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import table
 import torch
 import torch.distributed as dist
 from fresh_process import FreshProcesses
@@ -95,55 +94,6 @@ def compare(whole: Batch, ours: Batch, parts: list[tuple[int, int]], tolerance: 
             found = ours[name]
             assert same_on_all_ranks(found), f"{name} differs between ranks"
         assert relative_error(found, expected) < tolerance, (name, relative_error(found, expected))
-
-
-FILTERS = [{"top_k": 3}, {"top_k": 8, "top_p": 0.8}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_p": 0.95, "min_p": 0.03}]
-
-
-def filters(rank: int, world: str, folder: str) -> None:
-    join(rank, world, folder)
-    (row,) = table.rows("stats-logps")
-    batch = row.sample(SMALL, 3)
-    batch["target"][:2] = 0  # targets of the first rank alone
-
-    def statistics(batch: Batch, **options: Any) -> Tensor:
-        stats = linear_token_stats(**batch, outputs=("logps", "entropy"), temperature=1.3, **options)
-        assert stats.logps is not None and stats.entropy is not None
-        kept.append(stats.logps > -torch.inf)
-        logps = stats.logps.where(kept[-1], 0.0)
-        return (torch.cos(torch.arange(logps.numel())).view_as(logps) * (logps + 0.5 * stats.entropy)).sum()
-
-    for options, (name, parts) in itertools.product(FILTERS, LAYOUTS[int(world)].items()):
-        for budget in (None, 8 * 9 * 5):
-            kept: list[Tensor] = []
-            loss = partial(statistics, logits_budget=budget, **options)
-            try:
-                compare(evaluate(loss, batch), evaluate(loss, cut(batch, parts)), parts, 1e-9)
-                assert torch.equal(*kept) and not kept[0].all()
-            except Exception as error:
-                raise AssertionError(f"{options}, {name}, {budget}") from error
-    for policy in table.rows("grpo-top_k-top_p-min_p", "grpo-top_p-kl-entropy", "gspo-min_p-kl"):
-        for (name, parts), budget in itertools.product(LAYOUTS[int(world)].items(), (None, 8 * 9 * 5)):
-            try:
-                check(policy, policy.sample(SMALL, 4), parts, budget)
-            except Exception as error:
-                raise AssertionError(f"{policy.id}, {name}, {budget}") from error
-    # Equal logits on both ranks: both keep theirs, or neither.
-    weight, x = torch.tensor([[1.0], [3.0], [1.0], [0.0], [1.0], [0.0]]), torch.ones(1, 1)
-    every, target = torch.arange(6)[None], torch.tensor([1])
-    shard = VocabShard(None, 3 * rank, 6)
-    own = weight[3 * rank : 3 * rank + 3]
-    for options in ({"top_k": 2}, {"top_k": 2, "top_p": 0.8}, {"top_p": 0.8}, {"min_p": 0.1}):
-        found = linear_token_stats(own, x, target, candidates=every, vocab_shard=shard, **options).candidate_logps
-        expected = linear_token_stats(weight, x, target, candidates=every, **options).candidate_logps
-        assert found is not None and expected is not None
-        assert torch.equal(found > -torch.inf, expected > -torch.inf) and torch.allclose(found.exp(), expected.exp())
-    dist.destroy_process_group()
-
-
-def test_filters(fresh_process: FreshProcesses, tmp_path: Path) -> None:
-    """The filters of a sampler find the same ids in whole rows and in those that ranks split."""
-    fresh_process.spawn(filters, 2, "2", str(tmp_path))
 
 
 def all_losses(rank: int, world: str, folder: str, every: str) -> None:

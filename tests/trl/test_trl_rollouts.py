@@ -279,19 +279,6 @@ def test_a_compute_loss_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert set(widths.with_gradient) == {(1, 2)}
 
 
-def test_entropy_under_a_filter_of_a_loss(tmp_path: Path) -> None:
-    """The logged entropy is of the filtered softmax in all sequences, also in those without a gradient."""
-    loss, config = LigerFusedLinearGRPOLoss(reduction="dapo", top_p=0.6), {"top_p": 0.6, "max_steps": 2}
-    logs = [
-        without_times(trained(tmp_path, "GRPO", config, reward_funcs=[tied], loss=loss, **skip)[0])
-        for skip in ({}, {"skip_zero_advantage": False})
-    ]
-    assert_same(*logs, entries=3)
-    assert any(entry.get("frac_reward_zero_std") for entry in logs[0])
-    with pytest.raises(ValueError, match="skip_zero_advantage=True: the entropy to log"):
-        build(tmp_path, "GRPO", True, ROLLOUTS, loss=loss, skip_zero_advantage=True)
-
-
 class LogsRatios(LigerFusedLinearGRPOLoss):
     def logged_metrics(self, metrics: Any) -> dict[str, Tensor]:
         return {"own_entropy": metrics.entropy, "least_ratio": metrics.ratio_min}
@@ -329,14 +316,6 @@ def test_metrics_of_several_ranks() -> None:
     assert logged(1.0, None, 3.0) == logged(None, 2.0) == 2
     assert math.isnan(logged(None, None))
     assert math.isnan(logged(1.0, math.nan))
-
-
-def test_a_filter_of_a_loss_with_an_old_policy(tmp_path: Path) -> None:
-    """TRL's head has no filter: the old policy's log-probabilities would be of another softmax than the loss's."""
-    loss, config = LigerFusedLinearGRPOLoss(reduction="dapo", top_p=0.6), {**ROLLOUTS, "max_steps": 1}
-    with pytest.raises(ValueError, match=r"the loss has top_p=0.6, but TRL computes the old .* kept_ids=True"):
-        build(tmp_path, "GRPO", True, {**config, "num_iterations": 2}, loss=loss).train()
-    build(tmp_path, "GRPO", True, config, loss=loss).train()
 
 
 def test_an_unknown_setting(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
@@ -118,8 +117,6 @@ class GRPOMixin(RolloutsMixin):
                 else None
             ),
         }
-        if of_tokens["old_logps"] is not None:
-            self._check_no_filter()
         if part is not None:
             model_inputs = {name: part.of_sequences(x, length) for name, x in model_inputs.items()}
             labels = part.of_sequences(labels, length)
@@ -153,18 +150,6 @@ class GRPOMixin(RolloutsMixin):
             value = value * self._share(step)
         return self._with_aux_loss(value, step.aux_loss, accumulates=training)
 
-    def _check_no_filter(self) -> None:
-        """Raise ValueError if the loss has a filter: on-policy, its ratios to an old policy without one are not 1."""
-        filter = self.loss_override._filter
-        if filter is not None:
-            filters = ", ".join(f"{name}={x}" for name, x in asdict(filter).items() if x is not None)
-            raise ValueError(
-                f"the loss has {filters}, but TRL computes the old policy's log-probabilities of the whole vocabulary: "
-                "pass kept_ids=True to the trainer, and no filter to the loss. Or let TRL compute no old policy: set "
-                "num_iterations=1, a steps_per_generation that divides gradient_accumulation_steps, and, with vLLM, "
-                "vllm_importance_sampling_correction=False"
-            )
-
     def _share(self, step: Step) -> float | Tensor:
         """Return the loss's denominator, of the part that was computed, over that of the whole batch."""
         mask = self._batch.mask
@@ -194,8 +179,6 @@ class GRPOMixin(RolloutsMixin):
         found = [name for name, given in reasons.items() if given]
         if found:
             return f"{' and '.join(found)} may have a gradient there"
-        if loss is not None and loss._filter is not None:
-            return "the entropy to log is of the ids that the loss's filter keeps, and TRL's head has no filter"
         return super()._why_not_skipped()
 
     def _log_metrics(self, step: Step, advantages: Tensor) -> None:

@@ -25,8 +25,6 @@ class Tuning(NamedTuple):
     pointwise_divergence: Launch = Launch(2048, 4)  # columns
     loads_in_flight: int = 4  # blocks loaded ahead
     hidden: Launch = Launch(1024, 4)  # columns of hidden states
-    sampling_bound: Launch = Launch(4096, 8)  # columns of a row: "Sampling filters"
-    drop_below: Launch = Launch(4096, 8)  # columns
 
     # Of kept ids ("Kept ids"): entries and columns of hidden states at a time, warps
     kept_logits: tuple[int, int, int] = (8, 256, 4)
@@ -69,7 +67,6 @@ TORCH_BLOCK_DEFAULT = 1 << 24  # elsewhere
 UPCAST_BLOCK = 1 << 20  # elements at a time, on a CPU
 # Bytes of a column, and rows of a token, in a program of experts: more spill registers.
 MOST_SUMMED, MOST_SPREAD = 64, 8
-SORT_BLOCK = 1 << 24  # logits of a sampling filter at a time
 COUNTED_BLOCKS = 256  # blocks of a survey whose counts a program of `find_tokens` sums at once; most have fewer
 AGREES = (16, 16)  # rows and blocks of a survey that the kernel of `counts_match` compares at once
 REMEMBERED = 1 << 10  # variants per kernel, and shapes of norms: "Host time"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from liger_chunked.kernels.tuning.generic import Launch, Tuning
+from liger_chunked.kernels.tuning.generic import Tuning
 
 HOPPER = Tuning(
-    sampling_bound=Launch(16384, 32),  # "Sampling filters"
     attention_small_heads={
         "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64, "bwd_num_warps": 4,
         "bwd_num_stages": 3,
