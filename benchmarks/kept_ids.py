@@ -9,7 +9,7 @@ the distinct ones is within 2% of `--mean`.
 `kernels` are those of `kernels/kept.py` alone, without the checks of a call; `step` is a forward and backward of
 `linear_token_stats(kept=)` in training, which chose to read rows of the head for each token, or products of whole rows;
 `rows` or `whole_rows` is the other way. `first` is a step with a `KeptIds` that no call had yet, whose ids are sorted
-and checked, and `sparse` one with `sparse_weight_grad=True`. `gpu_ms` are the kernels of a step alone.
+and checked. `gpu_ms` are the kernels of a step alone.
 """
 
 from __future__ import annotations
@@ -120,10 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         for mean in args.mean:
             given, target = drawn(n, v, mean)
 
-            def step(kept: KeptIds, sparse: bool = False, of: tuple[Tensor, ...] = (weight, x, target)) -> None:
+            def step(kept: KeptIds, of: tuple[Tensor, ...] = (weight, x, target)) -> None:
                 for leaf in of[:2]:
                     leaf.grad = None
-                logps = linear_token_stats(*of, kept=kept, sparse_weight_grad=sparse).logps
+                logps = linear_token_stats(*of, kept=kept).logps
                 assert logps is not None
                 logps.sum().backward()
 
@@ -131,7 +131,6 @@ def main(arguments: Sequence[str] | None = None) -> Path:
             steps = {
                 "step": partial(step, given),
                 "first": lambda given=given, step=step: step(KeptIds(given.ids, given.offsets)),
-                "sparse": partial(step, given, sparse=True),
             }
             found = {
                 "shape": shape,

@@ -46,7 +46,7 @@ from liger_chunked.engine.distillation import (
 )
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.examples import ExampleKernel
-from liger_chunked.engine.kept import check_kept, check_sparse_weight_grad
+from liger_chunked.engine.kept import check_kept
 from liger_chunked.engine.known import as_counts, assert_later, host_may_sync, sequence_counts, token_count
 from liger_chunked.engine.objective import (
     Differentiated,
@@ -105,7 +105,6 @@ __all__ = [
     "check_group",
     "check_kept",
     "check_projection",
-    "check_sparse_weight_grad",
     "check_target",
     "check_temperature",
     "check_temperature_values",

@@ -23,8 +23,6 @@ from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.hooks import hooks_active
 from liger_chunked.engine.kept import (
     check_kept,
-    check_sparse_weight_grad,
-    check_takes_sparse,
     kept_token_stats,
     place,
 )
@@ -219,7 +217,6 @@ def stats_of_kept(
     n_valid: int | None = None,
     batch_invariant: bool = False,
     by_products: bool | None = None,
-    sparse_weight_grad: bool = False,
 ) -> TokenStats:
     """Return `linear_token_stats(kept=)` of checked inputs, (N,) each, differentiable.
 
@@ -231,8 +228,6 @@ def stats_of_kept(
         temperature: float32 like `target`, instead of that of `options`, which is then 1.
         n_valid: as in `place`.
         by_products: whether kept ids take products of whole rows. None: chosen by their number.
-        sparse_weight_grad: whether dW is sparse. Products would fill all of it, so rows are read, however long the
-            lists are, and a token with the whole vocabulary is a ValueError.
     """
     flat, dtype = target.reshape(-1), compute_dtype(head, input)
     placed = place(kept, flat, options.ignore_index, head.vocab_size, n_valid)
@@ -249,23 +244,12 @@ def stats_of_kept(
         return token_stats(head, input, rows, outputs, options, **given)
 
     n_ids = placed.entries.ids.shape[0]
-    if sparse_weight_grad:
-        if torch.is_grad_enabled():
-            check_takes_sparse(head.weight)
-        if placed.n_whole:
-            position = int(((flat != options.ignore_index) & ~placed.has_entries).nonzero()[0])
-            raise ValueError(
-                f"sparse_weight_grad=True needs kept ids at every position with a target, got the whole vocabulary at "
-                f"position {position} of the flattened target, which has a gradient in every row of weight: ignore "
-                "such positions, or compute them in a call without sparse_weight_grad"
-            )
-        by_products = False
     if by_products is None:
         by_products = not batch_invariant and choose.kept_ids_take_products(n_ids, placed.n_kept, head, dtype)
     if by_products:
         found = of_part(~placed.has_entries, placed.n_kept, kept=placed.entries)
     else:
-        found = kept_token_stats(head, input, placed, outputs, options, flat_temperature, dtype, sparse_weight_grad)
+        found = kept_token_stats(head, input, placed, outputs, options, flat_temperature, dtype)
     if not placed.n_whole:
         return found
     # Without a count from the caller the host reads the range of these targets, to name one outside the vocabulary.
@@ -290,7 +274,6 @@ def linear_token_stats(
     top_p: float | None = None,
     min_p: float | None = None,
     kept: KeptIds | None = None,
-    sparse_weight_grad: bool = False,
     ignore_index: int = -100,
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
@@ -340,10 +323,6 @@ def linear_token_stats(
             `docs/tuning.md`): then three products are taken, within `logits_budget`. Not with "mean_logits",
             "log_sum_sq_probs", `candidates`, a filter, or `input_grad="reduce_scatter"` of `vocab_shard`. With
             `n_valid`, no position with a target may have the whole vocabulary. None: all ids.
-        sparse_weight_grad: with `kept`, whether the gradient of `weight` is a coalesced `torch.sparse_coo_tensor` of
-            the rows that are read, as SparseAdam, SGD and Adagrad take it ("Sparse gradients of the head" in
-            `docs/losses.md`); not with `n_valid`, positions of the whole vocabulary, a DTensor, or a `weight` that is
-            computed of another tensor, such as a view of it. False: dense.
         ignore_index: the target, -100 by default, of tokens that are skipped.
         logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: automatic.
         logits_dtype: torch.float32 keeps the float32 sums of 16-bit products; logits and their rounded gradient then
@@ -397,7 +376,6 @@ def linear_token_stats(
         check_temperature(per_token, target)
     if n_valid is not None:
         n_valid = token_count(n_valid, target.numel(), shard=vocab_shard)
-    check_sparse_weight_grad(sparse_weight_grad, kept, n_valid)
     if kept is not None:
         of_all = None if per_token is not None else options.temperature
         check_kept(kept, head, outputs, of_all, candidates=candidates, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -410,7 +388,6 @@ def linear_token_stats(
         stats = stats_of_kept(
             head, input, target.long(), kept, outputs, options, per_token,
             n_valid=None if host_may_sync(target, n_valid) else n_valid, batch_invariant=deterministic is not None,
-            sparse_weight_grad=sparse_weight_grad,
         )  # fmt: skip
         return TokenStats(*(None if x is None else x.view(target.shape) for x in stats))
     rows = select_rows(target.long(), "token", ignore_index, head.vocab_size, n_valid=n_valid)
