@@ -124,14 +124,13 @@ class _LinearTokenStats(torch.autograd.Function):
         # hooks the backward projects it again.
         ctx.head_pass = None if hooks_active() else head_pass
         ctx.plan = plan.without_tensors()
-        differentiable = (*DIFFERENTIABLE, "candidate_logps")
         # Copies of views, on which autograd refuses `logps *= mask`, and of what the backward reads.
         read_later = {id(x) for x in of_pass.values()}
         returned = {name: getattr(dense, name) for name in _returned(plan)}
         for name, x in returned.items():
             if is_view(x) or id(x) in read_later:
                 returned[name] = x.clone()
-        ctx.mark_non_differentiable(*[x for name, x in returned.items() if name not in differentiable])
+        ctx.mark_non_differentiable(*[x for name, x in returned.items() if name not in DIFFERENTIABLE])
         return tuple(returned.values())
 
     @staticmethod
@@ -152,12 +151,12 @@ class _LinearTokenStats(torch.autograd.Function):
         if not graph_is_retained():
             ctx.plan = None  # else the results hold what is left of it, such as the order of scattered rows
 
-        def compact(name: str, g: Tensor) -> Tensor:
-            g = g if name == "candidate_logps" else g.reshape(-1)
+        def compact(g: Tensor) -> Tensor:
+            g = g.reshape(-1)
             g = g if rows.dense_index is None else g[rows.dense_index]
             return g.to(accumulation_dtype(plan.dtype)).contiguous()
 
-        gradients = {name: compact(name, g) for name, g in zip(_returned(plan), upstream, strict=True) if g is not None}
+        gradients = {name: compact(g) for name, g in zip(_returned(plan), upstream, strict=True) if g is not None}
         grads = _run_backward(head_pass, plan, head, input, u, Needs(*ctx.needs_input_grad[:5]), gradients)
         pairs = zip(grads, inputs.values(), strict=True)
         return *(None if g is None or x is None else g.view(x.shape).to(x.dtype) for g, x in pairs), None
@@ -310,7 +309,7 @@ def linear_token_stats(
         temperature: positive divisor, 1.0 by default: a number, or float32 (B, T) or (N,), one a token, not read at
             ignored tokens.
         candidates: (B, T, K) or (N, K), distinct integer ids for each target; the result's `candidate_logps` are their
-            log-probabilities. None: none.
+            log-probabilities, without a gradient, such as a teacher's at the student's most likely ids. None: none.
         top_k: after the temperature, keep the `top_k` largest logits, as a sampler does. The others are -inf, as is a
             dropped target's `logps`. None: keep all.
         top_p: in (0, 1]: of these, keep the fewest whose probabilities sum to `top_p`, and ties with the smallest kept.

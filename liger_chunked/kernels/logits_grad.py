@@ -62,7 +62,7 @@ def slopes_of_stats(
     # p (log p + entropy) is largest where the other ids are equally likely: p (1 - p) log V, and less than 1 more.
     of_entropy = 1.0 + 0.25 * math.log(vocab_size)
     of_mean = 1.0 if class_weight is None else class_weight.abs().max().float()
-    bounds = {"logps": 1.0, "lse": 1.0, "candidate_logps": 1.0, "entropy": of_entropy}
+    bounds = {"logps": 1.0, "lse": 1.0, "entropy": of_entropy}
     return {**{name: steepness * x for name, x in bounds.items()}, "mean_logits": steepness / vocab_size * of_mean}
 
 

@@ -206,13 +206,6 @@ def filtered(batch: Batch, budget: int | None) -> Tensor:
     return statistics(batch, budget, top_k=40, outputs=("lse",))
 
 
-def candidates(batch: Batch, budget: int | None) -> Tensor:
-    ids = (batch["target"][..., None] + torch.arange(5)) % SIZES.vocab
-    stats = linear_token_stats(**batch, candidates=ids, logits_budget=budget)
-    of_ids = torch.linspace(-1, 1, 5, dtype=torch.float64)
-    return ((stats.logps + (stats.candidate_logps * of_ids).sum(-1)) * LIVE).sum()
-
-
 def kept_ids(batch: Batch, budget: int | None) -> Tensor:
     """Return statistics of long lists of kept ids, which take products."""
     n, k = batch["target"].numel(), 12
@@ -239,7 +232,6 @@ OTHERS: dict[str, tuple[Callable[[Batch, int | None], Tensor], float, float]] = 
     "dpo": (dpo, 1, 2 * 0.5),
     "logps": (statistics, 1, 2 * 0.2),
     "filter": (filtered, 1, 2 * 0.2),
-    "candidates": (candidates, 1, 2 * 0.2),
     "kept-ids": (kept_ids, 1, 2 * 0.2),
     "divergence": (divergence, 2, 4 * 0.2),
     "top-k": (partial(divergence, top_k=True), 1, 3 * 0.2),
