@@ -308,7 +308,7 @@ def split_vocabulary(target: Target) -> Iterator[Task]:
 def kept_ids() -> Iterator[Task]:
     import torch
 
-    from liger_chunked.kernels import kept, kept_tile, move_rows_
+    from liger_chunked.kernels import kept, kept_tile
     from liger_chunked.kernels.logits_grad import LogitsCotangents
     from liger_chunked.types import LogitOptions
 
@@ -333,7 +333,6 @@ def kept_ids() -> Iterator[Task]:
         logits = meta(n, v, dtype=torch.float32)
         kept_tile.read_kept_(z, logits, entries, ids(n), 0)
         kept_tile.spread_kept_(logits.to(dtype), dz, entries, ids(n), 0)
-        move_rows_(logits.to(dtype), ids(n // 2))  # of live rows
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for by_token in (False, True):

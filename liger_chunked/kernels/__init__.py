@@ -7,7 +7,7 @@ sampling filters    sampling_bound.py, drop_below.py
 two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
 base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
                     pointwise_divergence.py, relu_squared.py, experts.py
-utilities           scale.py, survey.py, move_rows.py
+utilities           scale.py, survey.py, place_rows.py
 losses              nll.py, pair_loss.py, example_loss.py, policy_loss.py
 shared              backend.py, transform.py, norm_rows.py, operands.py, launch.py, tuning/
 """
@@ -35,9 +35,9 @@ from liger_chunked.kernels.logits_stats import (
     row_stats_are_exact,
 )
 from liger_chunked.kernels.merge_ranks import merge_ranks
-from liger_chunked.kernels.move_rows import move_rows_, place_rows
 from liger_chunked.kernels.nll import nll, nll_has_kernel
 from liger_chunked.kernels.pair_loss import MOST_TERMS, PairLoss, PairSums, pair_loss
+from liger_chunked.kernels.place_rows import place_rows
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
 from liger_chunked.kernels.policy_loss import PolicyLoss, PolicySides, PolicySums, policy_loss
 from liger_chunked.kernels.projection import Exponentials, project_exp, project_sums
@@ -103,7 +103,6 @@ __all__ = [
     "logits_stats",
     "merge",
     "merge_ranks",
-    "move_rows_",
     "nll",
     "nll_has_kernel",
     "occurrences",

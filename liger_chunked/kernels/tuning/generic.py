@@ -93,4 +93,4 @@ SMALLEST_OF_KEPT = 1 << 33  # multiplications of a product; a smaller step waits
 # Rows without a gradient are left out of a backward's products (`engine/live_rows.py`). The bounds are estimates
 SMALLEST_OF_LIVE_ROWS = 1 << 39  # multiplications of a chunk's product; below, a dozen small launches take too long
 ONE_DEAD_ROW_OF = 64  # rows: fewer dead ones do not pay for gathering hidden states
-MOST_MOVED = 1 << 24  # logits at a time
+MOST_GATHERED = 1 << 24  # logits at a time
