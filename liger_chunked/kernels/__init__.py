@@ -5,8 +5,8 @@ fused epilogue      projection.py, merge_ranks.py, projection_grad.py, target_ro
 batch invariance    projection_logits.py
 sampling filters    sampling_bound.py, drop_below.py
 two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
-base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
-                    pointwise_divergence.py, relu_squared.py, experts.py
+base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, relu_squared.py,
+                    experts.py
 utilities           scale.py, survey.py, place_rows.py
 losses              nll.py, pair_loss.py, example_loss.py, policy_loss.py
 shared              backend.py, transform.py, norm_rows.py, operands.py, launch.py, tuning/
@@ -19,11 +19,6 @@ from liger_chunked.kernels.drop_below import drop_below_
 from liger_chunked.kernels.example_loss import ExampleLoss, ExampleSums, example_loss
 from liger_chunked.kernels.glu import liger_geglu, liger_swiglu
 from liger_chunked.kernels.layer_norm import liger_layer_norm
-from liger_chunked.kernels.logits_divergence import (
-    liger_jsd_with_logits,
-    liger_kl_div_with_logits,
-    liger_tvd_with_logits,
-)
 from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_, slopes_of_stats
 from liger_chunked.kernels.logits_stats import (
     ExactTarget,
@@ -38,7 +33,6 @@ from liger_chunked.kernels.merge_ranks import merge_ranks
 from liger_chunked.kernels.nll import nll, nll_has_kernel
 from liger_chunked.kernels.pair_loss import MOST_TERMS, PairLoss, PairSums, pair_loss
 from liger_chunked.kernels.place_rows import place_rows
-from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
 from liger_chunked.kernels.policy_loss import PolicyLoss, PolicySides, PolicySums, policy_loss
 from liger_chunked.kernels.projection import Exponentials, project_exp, project_sums
 from liger_chunked.kernels.projection_grad import RowFactors, grad_from_exponentials_, project_grad, row_factors
@@ -87,18 +81,12 @@ __all__ = [
     "grad_from_exponentials_",
     "liger_cross_entropy",
     "liger_geglu",
-    "liger_jsd",
-    "liger_jsd_with_logits",
-    "liger_kl_div",
-    "liger_kl_div_with_logits",
     "liger_layer_norm",
     "liger_relu_squared",
     "liger_rms_norm",
     "liger_rms_norm_gated",
     "liger_rotary_pos_emb",
     "liger_swiglu",
-    "liger_tvd",
-    "liger_tvd_with_logits",
     "logits_grad_",
     "logits_stats",
     "merge",

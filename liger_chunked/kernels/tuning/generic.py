@@ -22,7 +22,6 @@ class Tuning(NamedTuple):
     logits_stats_argmax_block: int = 1024  # an argmax takes registers
     logits_grad: Launch = Launch(1024, 2)  # columns: "Order of blocks"
     divergence: Launch = Launch(2048, 4)  # columns: "Divergence sweeps"
-    pointwise_divergence: Launch = Launch(2048, 4)  # columns
     loads_in_flight: int = 4  # blocks loaded ahead
     hidden: Launch = Launch(1024, 4)  # columns of hidden states
     sampling_bound: Launch = Launch(4096, 8)  # columns of a row: "Sampling filters"
