@@ -243,6 +243,7 @@ class EpiloguePass:
         E              2 n V         none without a backward
         s x            2 n H         during backward, in the memory of dX if there is one that no ranks sum
         E W            4 n H         while dX is formed, in its memory if float32; at most 32 MiB
+        a x            n H / 2       sums of the target's rows, while dW is formed
     """
 
     head: HeadTensors

@@ -15,18 +15,16 @@ from liger_chunked.engine.checks import check_same_temperature
 from liger_chunked.engine.known import assert_later
 from liger_chunked.engine.saved import savable, save, saved
 from liger_chunked.kept_ids import KeptIds
-from liger_chunked.kernels import LogitsCotangents
+from liger_chunked.kernels import LogitsCotangents, SortedRows, add_rows_
 from liger_chunked.kernels.backend import first_derivative
 from liger_chunked.kernels.kept import (
     Entries,
     KeptStats,
-    Sorted,
     kept_input_grad,
     kept_logits,
     kept_logits_grad,
     kept_places,
     kept_stats,
-    write_kept_weight_grad,
 )
 from liger_chunked.private import version_of
 from liger_chunked.types import LogitOptions, LossHead, TokenStats, VocabShard, described
@@ -303,11 +301,11 @@ class _KeptTokenStats(torch.autograd.Function):
             if of_matrix is None:
                 of_matrix = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
             grads[at_matrix] = of_matrix
-            write_kept_weight_grad(of_matrix, _rows(x), by_id)
+            add_rows_(of_matrix, _rows(x), by_id)
         if needs[2] and bias is not None:
             assert by_id is not None
             of_bias = torch.zeros(bias.shape[0], 1, dtype=z.dtype, device=z.device)
-            write_kept_weight_grad(of_bias, z.new_ones(entries.offsets.shape[0] - 1, 1), by_id)
+            add_rows_(of_bias, z.new_ones(entries.offsets.shape[0] - 1, 1), by_id)
             grads[2] = of_bias[:, 0].to(bias.dtype)
         return *grads, *(None,) * 6
 
@@ -326,9 +324,9 @@ def _own_entries(entries: Entries, shard: VocabShard | None) -> Entries:
     return entries if shard is None else entries._replace(ids=entries.ids - shard.start)
 
 
-def _sorted(by_id: ById, shard: VocabShard | None, dz: Tensor) -> Sorted:
+def _sorted(by_id: ById, shard: VocabShard | None, dz: Tensor) -> SortedRows:
     ids = by_id.ids if shard is None else by_id.ids - shard.start
-    return Sorted(ids, by_id.tokens, dz.index_select(0, by_id.order))
+    return SortedRows(ids, by_id.tokens, dz.index_select(0, by_id.order))
 
 
 def _input_gradient(x: Tensor, dz: Tensor, matrix: Tensor, own: Entries, shard: VocabShard | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 a head's logits     logits_stats.py, logits_grad.py, target_logit.py
 fused epilogue      projection.py, merge_ranks.py, projection_grad.py, target_rows.py
+rows of dW          add_rows.py
 batch invariance    projection_logits.py
 sampling filters    sampling_bound.py, drop_below.py
 two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
@@ -12,6 +13,7 @@ losses              nll.py, pair_loss.py, example_loss.py, policy_loss.py
 shared              backend.py, transform.py, norm_rows.py, operands.py, launch.py, tuning/
 """
 
+from liger_chunked.kernels.add_rows import SortedRows, add_rows_, sorted_rows
 from liger_chunked.kernels.cross_entropy import liger_cross_entropy
 from liger_chunked.kernels.divergence import DivergenceStats, divergence_stats, tail_stats
 from liger_chunked.kernels.divergence_grad import divergence_grad_, tail_grad_
@@ -46,9 +48,7 @@ from liger_chunked.kernels.survey import assert_counts, counts_match, find_token
 from liger_chunked.kernels.target_logit import unround_logps_
 from liger_chunked.kernels.target_rows import (
     RowScales,
-    add_target_rows_,
     add_target_rows_of_weight,
-    occurrences,
     scale_rows,
 )
 
@@ -68,7 +68,8 @@ __all__ = [
     "PolicySums",
     "RowFactors",
     "RowScales",
-    "add_target_rows_",
+    "SortedRows",
+    "add_rows_",
     "add_target_rows_of_weight",
     "assert_counts",
     "counts_match",
@@ -93,7 +94,6 @@ __all__ = [
     "merge_ranks",
     "nll",
     "nll_has_kernel",
-    "occurrences",
     "pair_loss",
     "place_rows",
     "policy_loss",
@@ -108,6 +108,7 @@ __all__ = [
     "scale_",
     "scale_rows",
     "slopes_of_stats",
+    "sorted_rows",
     "survey",
     "survey_top_k",
     "tail_grad_",

@@ -30,8 +30,8 @@ class Tuning(NamedTuple):
     # Of kept ids ("Kept ids"): entries and columns of hidden states at a time, warps
     kept_logits: tuple[int, int, int] = (8, 256, 4)
     kept_input_grad: tuple[int, int, int] = (2, 1024, 4)
-    # Entries of a program, sums added at a time, columns, warps
-    kept_weight_grad: tuple[int, int, int, int] = (64, 8, 512, 2)
+    # Rows of dW: entries of a program, sums added at a time, columns, warps
+    added_rows: tuple[int, int, int, int] = (64, 8, 512, 2)
     kept_stats: Launch = Launch(64, 1)  # entries of a token
     kept_grad: Launch = Launch(1024, 4)  # entries
     kept_tile: Launch = Launch(1024, 4)  # entries of a token, of long lists
