@@ -442,11 +442,10 @@ class StatisticsPass:
             part, scale = tiles[-1].row_slice, self._rows.values_scale
             scale = None if scale is None else along(scale, part)
             of_held = along(target, part), factors.at(part), scale, tiles[-1].vocab_slice.start
-            rows = count.rows if count is not None and self._held.shape[0] == x.shape[0] else None
-            last, self._held = grad_from_exponentials_(self._held, *of_held, rows), None
+            last, self._held = grad_from_exponentials_(self._held, *of_held), None
         live = None if count is None else count.read()
         if live is not None:
-            last = last[: live.length] if last is not None and last.shape[0] == x.shape[0] else None
+            last = None  # of all rows
             x, target, factors = x.index_select(0, live.rows), target[live.rows], factors.at(live.rows)
             tiles = live.tiles(tiles)
         index = None if live is None else live.rows

@@ -3,8 +3,8 @@
     z[m] = x[token[m]] . weight[ids[m]] + bias[ids[m]]        an entry m for each kept id, those of a token in one slice
     dx[n] = sum of dz[m] weight[ids[m]] over the token's slice
 
-`add_rows.py` adds the rows of dweight. All sums are float32, in a fixed order: results are the same from run to run, and
-an entry's do not depend on the batch. In float64 torch sums, on a GPU in any order unless
+`add_rows.py` adds the rows of dweight. All sums are float32, in a fixed order: results are the same from run to run,
+and an entry's do not depend on the batch. In float64 torch sums, on a GPU in any order unless
 `torch.use_deterministic_algorithms` is on.
 
 Bytes for M entries of H values: each of the two sweeps reads 2 M H, but for the caches.
