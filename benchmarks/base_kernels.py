@@ -10,7 +10,6 @@ last tasks, where launch time counts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -332,53 +331,6 @@ def cross_entropy(table: Table, n: int, vocab: int, graph: bool = True) -> None:
     measure(table, task, units, contenders, {"logits": logits}, eager, graph)
 
 
-def divergences(table: Table, n: int, vocab: int) -> None:
-    def jsd(x: Tensor) -> Tensor:
-        log_q, log_p = (y if y.dtype == torch.float64 else y.float() for y in (x, log_teacher.to(x.dtype)))
-        log_m = torch.logsumexp(torch.stack((log_q, log_p)), 0) - torch.log(torch.tensor(2.0, device=DEVICE))
-        return 0.5 * (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)).sum(1).mean()
-
-    def kl(x: Tensor) -> Tensor:
-        return F.kl_div(x, log_teacher.to(x.dtype), reduction="batchmean", log_target=True)
-
-    log_teacher = sample(n, vocab).detach().log_softmax(-1)
-    x = sample(n, vocab).detach().log_softmax(-1).requires_grad_()
-    units = 5 * x.numel() * x.element_size()
-    ours = compared(lambda x: lc.liger_jsd(x, log_teacher), jsd, lambda x: liger.liger_jsd(x, log_teacher))
-    measure(table, f"JSD of log-probabilities {n}x{vocab}", units, ours, {"x": x}, jsd)
-    ours = compared(
-        lambda x: lc.liger_kl_div(x, log_teacher, reduction="batchmean", log_target=True),
-        kl,
-        lambda x: liger.liger_kl_div(x, log_teacher, "batchmean", True),
-    )
-    measure(table, f"KL of log-probabilities {n}x{vocab}", units, ours, {"x": x}, kl)
-
-
-def divergences_with_logits(table: Table, n: int, vocab: int) -> None:
-    def log_probs(x: Tensor) -> tuple[Tensor, Tensor]:
-        wide = x.dtype if x.dtype == torch.float64 else torch.float32
-        return x.to(wide).log_softmax(-1), teacher.to(wide).log_softmax(-1)
-
-    def jsd(x: Tensor) -> Tensor:
-        log_p, log_q = log_probs(x)
-        log_m = torch.logaddexp(log_p, log_q) - math.log(2.0)
-        return 0.5 * (log_q.exp() * (log_q - log_m) + log_p.exp() * (log_p - log_m)).sum(1).mean()
-
-    def kl(x: Tensor) -> Tensor:
-        return F.kl_div(*log_probs(x), reduction="batchmean", log_target=True)
-
-    teacher = sample(n, vocab).detach()
-    x = sample(n, vocab)
-    # The sweeps read both inputs (twice for JSD); the gradient reads both and writes one.
-    for name, ours, eager, units in (
-        ("JSD", lc.liger_jsd_with_logits, jsd, 7),
-        ("KL", lc.liger_kl_div_with_logits, kl, 5),
-    ):
-        contenders = compared(lambda x, ours=ours: ours(x, teacher), eager, None)
-        task = f"{name} of logits {n}x{vocab}"
-        measure(table, task, units * x.numel() * x.element_size(), contenders, {"x": x}, eager)
-
-
 def main(arguments: Sequence[str] | None = None) -> Path:
     parse = parser(__doc__ or "", peer_seconds=120)
     parse.add_argument("--variants", action="store_true", help="the variants that newer model families need, instead")
@@ -401,8 +353,6 @@ def layers(table: Table, cut: int) -> None:
     rotary(table, 4, 4096 // cut, 32, 8, 128)
     rotary(table, 1, 4096 // cut, 14, 2, 64)
     cross_entropy(table, 4096 // cut, 128256 // cut)
-    divergences(table, 4096 // cut, 32000 // cut)
-    divergences_with_logits(table, 4096 // cut, 32000 // cut)
     rms_norm(table, 4096 // cut, 2048 // cut, graph=False)
     layer_norm(table, 4096 // cut, 2048 // cut, graph=False)
     cross_entropy(table, 4096 // cut, 128256 // cut, graph=False)

@@ -6,10 +6,10 @@ Of the tokens, 46% kept one id, and the others an exponential number from two on
 sampling. Ids are drawn by Zipf's law, and those that a token draws twice count once: more are drawn until the mean of
 the distinct ones is within 2% of `--mean`.
 
-`kernels` are those of `kernels/kept.py` alone, without the checks of a call; `step` is a forward and backward of
-`linear_token_stats(kept=)` in training, which chose to read rows of the head for each token, or products of whole rows;
-`rows` or `whole_rows` is the other way. `first` is a step with a `KeptIds` that no call had yet, whose ids are sorted
-and checked, and `sparse` one with `sparse_weight_grad=True`. `gpu_ms` are the kernels of a step alone.
+`kernels` are those of `kernels/kept.py` and `add_rows.py` alone, without the checks of a call; `step` is a forward and
+backward of `linear_token_stats(kept=)` in training, which chose to read rows of the head for each token, or products of
+whole rows; `rows` or `whole_rows` is the other way. `first` is a step with a `KeptIds` that no call had yet, whose ids
+are sorted and checked. `gpu_ms` are the kernels of a step alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.harness import (
 )
 from liger_chunked import KeptIds, linear_token_stats
 from liger_chunked.engine import choose
-from liger_chunked.kernels import kept
+from liger_chunked.kernels import SortedRows, add_rows_, kept
 from liger_chunked.kernels.logits_grad import LogitsCotangents
 from liger_chunked.types import LogitOptions, LossHead
 
@@ -56,9 +56,9 @@ def drawn(n: int, v: int, mean: float) -> tuple[KeptIds, Tensor]:
     return kept, kept.ids[kept.offsets[:-1]]
 
 
-def sorted_by_id(entries: kept.Entries, dz: Tensor) -> kept.Sorted:
+def sorted_by_id(entries: kept.Entries, dz: Tensor) -> SortedRows:
     ids, order = torch.sort(entries.ids, stable=True)
-    return kept.Sorted(ids, entries.tokens[order], dz[order])
+    return SortedRows(ids, entries.tokens[order], dz[order])
 
 
 def _drawn(n: int, v: int, mean: float) -> KeptIds:
@@ -90,7 +90,7 @@ def kernels_alone(x: Tensor, weight: Tensor, given: KeptIds) -> float:
         stats = kept.kept_stats(z, entries, options)
         dz = kept.kept_logits_grad(z, entries, LogitsCotangents(stats.max, stats.sum_exp, logps=g), options)
         kept.kept_input_grad(dz, weight, entries, torch.empty_like(x))
-        kept.write_kept_weight_grad(dw.zero_(), x, sorted_by_id(entries, dz))
+        add_rows_(dw.zero_(), x, sorted_by_id(entries, dz))
 
     return median_ms(run)
 
@@ -120,10 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         for mean in args.mean:
             given, target = drawn(n, v, mean)
 
-            def step(kept: KeptIds, sparse: bool = False, of: tuple[Tensor, ...] = (weight, x, target)) -> None:
+            def step(kept: KeptIds, of: tuple[Tensor, ...] = (weight, x, target)) -> None:
                 for leaf in of[:2]:
                     leaf.grad = None
-                logps = linear_token_stats(*of, kept=kept, sparse_weight_grad=sparse).logps
+                logps = linear_token_stats(*of, kept=kept).logps
                 assert logps is not None
                 logps.sum().backward()
 
@@ -131,7 +131,6 @@ def main(arguments: Sequence[str] | None = None) -> Path:
             steps = {
                 "step": partial(step, given),
                 "first": lambda given=given, step=step: step(KeptIds(given.ids, given.offsets)),
-                "sparse": partial(step, given, sparse=True),
             }
             found = {
                 "shape": shape,

@@ -51,8 +51,6 @@ def localized(arguments: dict[str, Any]) -> dict[str, Any]:
     weight: Any = _matrix(arguments.get("weight"))
     given = arguments.get("vocab_shard")
     shard = _shard_of(weight) if any_dtensor([weight]) else None
-    if any_dtensor([weight]) and arguments.get("sparse_weight_grad"):
-        raise TypeError(f"weight must be a plain tensor with sparse_weight_grad=True, got {_placed(weight)}")
     if shard is not None and given is not None:
         raise TypeError(f"weight is a DTensor sharded over the vocabulary, got vocab_shard too: leave out {given}")
     if shard is not None and getattr(arguments.get("self"), "_sorts_rows", False):

@@ -39,7 +39,7 @@ class TokenStats(NamedTuple):
     - `log_sum_sq_probs`: `log(sum(p ** 2))`
     - `candidate_logps`: (B, T, K) or (N, K), `z_c - lse` of the `candidates` of `linear_token_stats`
 
-    The first four and the last are differentiable. Fields not requested are None. Floats are float32, or float64 for
+    The first four are differentiable. Fields not requested are None. Floats are float32, or float64 for
     float64 inputs, and 0 at ignored tokens. With 16-bit hidden states, `logps` uses an unrounded `z_y`.
     """
 

@@ -304,7 +304,7 @@ def split_vocabulary(target: Target) -> Iterator[Task]:
 def kept_ids() -> Iterator[Task]:
     import torch
 
-    from liger_chunked.kernels import kept, kept_tile, move_rows_
+    from liger_chunked.kernels import SortedRows, add_rows_, kept, kept_tile
     from liger_chunked.kernels.logits_grad import LogitsCotangents
     from liger_chunked.types import LogitOptions
 
@@ -325,11 +325,10 @@ def kept_ids() -> Iterator[Task]:
         )
         dz = kept.kept_logits_grad(z, entries, cotangents, options)
         kept.kept_input_grad(dz, weight, entries, meta(n, h, dtype=dtype))
-        kept.write_kept_weight_grad(meta(v, h, dtype=dtype), x, kept.Sorted(ids(m), ids(m), dz))
+        add_rows_(meta(v, h, dtype=dtype), x, SortedRows(ids(m), ids(m), dz))
         logits = meta(n, v, dtype=torch.float32)
         kept_tile.read_kept_(z, logits, entries, ids(n), 0)
         kept_tile.spread_kept_(logits.to(dtype), dz, entries, ids(n), 0)
-        move_rows_(logits.to(dtype), ids(n // 2))  # of live rows
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for by_token in (False, True):

@@ -176,82 +176,6 @@ def our_cross_entropy(
     )
 
 
-def log_teacher(x: Tensor) -> Tensor:
-    log_p = torch.sin(torch.arange(x.numel(), device=x.device)).view(x.shape).log_softmax(-1)
-    return (log_p * 16).round().div(16).to(x.dtype)
-
-
-def teacher(x: Tensor) -> Tensor:
-    return log_teacher(x.float()).exp().bfloat16().to(x.dtype)
-
-
-def eager_kl(x: Tensor, *, reduction: str, log_target: bool) -> Tensor:
-    t = wide((log_teacher if log_target else teacher)(x))
-    scale = x.shape[1] if reduction == "mean" else 1  # torch warns about "mean"
-    reduction = "batchmean" if reduction == "mean" else reduction
-    return F.kl_div(wide(x), t, reduction=reduction, log_target=log_target) / scale
-
-
-def our_kl(x: Tensor, *, reduction: Any, log_target: bool) -> Tensor:
-    target = (log_teacher if log_target else teacher)(x)
-    return lc.liger_kl_div(x, target, reduction=reduction, log_target=log_target)
-
-
-def eager_jsd(x: Tensor, *, beta: float) -> Tensor:
-    log_q, log_p = wide(x), wide(log_teacher(x))
-    q, p = log_q.exp(), log_p.exp()
-    if beta in (0.0, 1.0):
-        rows = (p * (log_p - log_q) if beta == 0.0 else q * (log_q - log_p)).sum(1)
-    else:
-        log_m = (beta * p + (1 - beta) * q).log()
-        rows = (beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)).sum(1)
-    return rows[labels(x) != -100].mean()
-
-
-def eager_tvd(x: Tensor, *, reduction: str) -> Tensor:
-    terms = 0.5 * (wide(x) - wide(teacher(x))).abs() * (labels(x) != -100)[:, None]
-    rows = (labels(x) != -100).sum()
-    return {"none": terms, "batchmean": terms.sum() / rows, "mean": terms.mean() * x.shape[0] / rows}[reduction]
-
-
-def teacher_logits(x: Tensor) -> Tensor:
-    return (3 * torch.cos(torch.arange(x.numel(), device=x.device))).view(x.shape).bfloat16().to(x.dtype)
-
-
-def eager_with_logits(
-    x: Tensor, *, kind: str, beta: float = 0.0, temperature: float = 1.0, reduction: str = "batchmean"
-) -> Tensor:
-    log_p, log_q = ((wide(z) / temperature).log_softmax(-1) for z in (x, teacher_logits(x)))
-    p, q = log_p.exp(), log_q.exp()
-    if kind == "tvd":
-        rows = 0.5 * (p - q).abs().sum(-1)
-    elif kind == "kl":
-        rows = (q * (log_q - log_p)).sum(-1)
-    elif kind == "reverse_kl":
-        rows = (p * (log_p - log_q)).sum(-1)
-    else:
-        log_m = (beta * q + (1 - beta) * p).log()
-        rows = (beta * q * (log_q - log_m) + (1 - beta) * p * (log_p - log_m)).sum(-1)
-    valid = labels(x) != -100
-    total = (rows * valid).sum()
-    return {
-        "none": rows * valid,
-        "sum": total,
-        "batchmean": total / valid.sum().clamp(min=1),
-        "mean": total / valid.sum().clamp(min=1) / x.shape[-1],
-    }[reduction]
-
-
-def our_with_logits(x: Tensor, *, kind: str, inplace: bool = False, **options: Any) -> Tensor:
-    function = {
-        "kl": lc.liger_kl_div_with_logits,
-        "reverse_kl": partial(lc.liger_kl_div_with_logits, reverse=True),
-        "jsd": lc.liger_jsd_with_logits,
-        "tvd": lc.liger_tvd_with_logits,
-    }[kind]
-    return function(x, teacher_logits(x), labels(x), inplace=inplace, **options)
-
-
 @dataclass(frozen=True)
 class Op:
     """One variant of an operation: ours and eager code, both taking tensors of the shapes that `make` gives."""
@@ -290,13 +214,7 @@ PACKED = ((3, 5, 64), (2, 4098), (1, 2), (7, 130))
 HEADS = ((2, 3, 5, 16), (1, 4, 3, 24), (2, 1, 1, 64))  # batch, query heads, tokens, head size
 
 
-ROWS = ((5, 131), (3, 2500))
-
-
 LOGITS = ((2, 5, 131), (4, 5000))
-
-
-PAIRS = ((2, 3, 131), (3, 2500))
 
 
 def norm(id: str, offset: float = 0.0, casting: str = "llama", weight: bool = True, residual: bool = False) -> Op:
@@ -343,29 +261,6 @@ def rotary(id: str, **options: Any) -> Op:
 def cross_entropy(id: str, **options: Any) -> Op:
     ours, eager = partial(our_cross_entropy, **options), partial(eager_cross_entropy, **options)
     return Op(f"cross_entropy-{id}", ours, eager, lambda s: (s,), LOGITS, lambda x: 3 * x)
-
-
-def with_logits(id: str, **options: Any) -> Op:
-    ours, eager = partial(our_with_logits, **options), partial(eager_with_logits, **options)
-    return Op(f"with_logits-{id}", ours, eager, lambda s: (s,), PAIRS, lambda x: 3 * x)
-
-
-def pointwise(id: str, ours: Callable[..., Tensor], eager: Callable[..., Tensor], probs: bool = False) -> Op:
-    return Op(id, ours, eager, lambda s: (s,), ROWS, lambda x: x.softmax(-1) if probs else x.log_softmax(-1))
-
-
-def our_jsd(x: Tensor, beta: float) -> Tensor:
-    return lc.liger_jsd(x, log_teacher(x), labels(x), beta=beta)
-
-
-def our_tvd(x: Tensor, reduction: Any) -> Tensor:
-    return lc.liger_tvd(x, teacher(x), labels(x), reduction=reduction)
-
-
-def kl(reduction: str, log_target: bool) -> Op:
-    options = {"reduction": reduction, "log_target": log_target}
-    id = f"kl-{reduction}-log" if log_target else f"kl-{reduction}"
-    return pointwise(id, partial(our_kl, **options), partial(eager_kl, **options))
 
 
 gelu_tanh = partial(F.gelu, approximate="tanh")
@@ -424,21 +319,6 @@ OPS = [
     cross_entropy("sum-weighted", reduction="sum", weighted=True),
     cross_entropy("everything", reduction="mean", smoothing=0.1, square=1e-2, softcap=5.0, weighted=True),
     cross_entropy("none", reduction="none", smoothing=0.2),
-    kl("batchmean", log_target=False),
-    kl("mean", log_target=True),
-    kl("none", log_target=True),
-    *(pointwise(f"jsd-{beta}", partial(our_jsd, beta=beta), partial(eager_jsd, beta=beta)) for beta in (0.0, 0.1, 1.0)),
-    *(
-        pointwise(
-            f"tvd-{reduction}", partial(our_tvd, reduction=reduction), partial(eager_tvd, reduction=reduction), True
-        )
-        for reduction in ("batchmean", "mean", "none")
-    ),
-    with_logits("kl", kind="kl"),
-    with_logits("kl-reverse", kind="reverse_kl", temperature=2.0, reduction="sum"),
-    with_logits("jsd", kind="jsd", beta=0.5, temperature=2.0),
-    with_logits("jsd-0.1", kind="jsd", beta=0.1, reduction="mean"),
-    with_logits("tvd", kind="tvd", reduction="none"),
 ]
 
 
@@ -449,7 +329,7 @@ every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.id)
 ONE_EACH = [op for op in OPS if op.id in (
     "rms_norm-residual", "rms_norm_gated-silu", "rms_norm_gated-groups", "layer_norm",
     "swiglu", "swiglu-packed", "swiglu-gpt_oss", "relu_squared", "rope-partial", "rope-deinterleave",
-    "cross_entropy-everything", "jsd-0.1", "with_logits-jsd",
+    "cross_entropy-everything",
 )]  # fmt: skip
 
 

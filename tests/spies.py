@@ -58,15 +58,14 @@ class Memory(Results):
             self._known[x.untyped_storage()] = 0
 
     def see(self, x: Tensor) -> None:
-        for part in (x._values(), x._indices()) if x.is_sparse else (x,):
-            storage = part.untyped_storage()
-            if storage not in self._known:
-                n_bytes = storage.nbytes()
-                self._known[storage] = n_bytes
-                self.alive += n_bytes
-                self.peak = max(self.peak, self.alive)
-                self.largest = max(self.largest, n_bytes)
-                weakref.finalize(storage, self._freed, n_bytes)
+        storage = x.untyped_storage()
+        if storage not in self._known:
+            n_bytes = storage.nbytes()
+            self._known[storage] = n_bytes
+            self.alive += n_bytes
+            self.peak = max(self.peak, self.alive)
+            self.largest = max(self.largest, n_bytes)
+            weakref.finalize(storage, self._freed, n_bytes)
 
 
 class Products(TorchDispatchMode):

@@ -174,9 +174,7 @@ def modules(x: Tensor, labels: Tensor) -> None:
     assert_type(kept.take(torch.tensor([0, -1])), KeptIds)
     assert_type(head(torch.randn(3, 8), torch.tensor([1, 4, 2]), kept=kept), dict[str, Tensor])
     ids = KeptIds.from_lists([[1], [2, 3], [2]])
-    stats = linear_token_stats(
-        head.weight, torch.randn(3, 8), torch.tensor([1, 3, 2]), kept=ids, sparse_weight_grad=True
-    )
+    stats = linear_token_stats(head.weight, torch.randn(3, 8), torch.tensor([1, 3, 2]), kept=ids)
     assert_type(stats, TokenStats)
     assert_type(head(x), Tensor)
     assert_type(head(x, labels)["logps"], Tensor)

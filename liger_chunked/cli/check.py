@@ -174,22 +174,6 @@ def _cross_entropy(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.cross_entropy(x.to(_wide(x)), torch.arange(len(x), device=x.device) % x.shape[1])
 
 
-def _kl(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    target = _shuffled(x).detach().to(_wide(x))
-    return F.kl_div(x.to(_wide(x)).log_softmax(-1), target.log_softmax(-1), log_target=True, reduction="batchmean")
-
-
-def _jsd(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    p, q = (y.to(_wide(x)).log_softmax(-1) for y in (x, _shuffled(x).detach()))
-    m = ((p.exp() + q.exp()) / 2).log()
-    return ((p.exp() * (p - m) + q.exp() * (q - m)) / 2).sum(-1).mean()
-
-
-def _tvd(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    p, q = (y.to(_wide(x)).softmax(-1) for y in (x, _shuffled(x).detach()))
-    return (p - q).abs().sum(-1).mean() / 2
-
-
 def _shuffled(x: Tensor) -> Tensor:
     return x.roll(1, 0)
 
@@ -211,9 +195,6 @@ _KERNELS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         lambda x, w, b: library.liger_cross_entropy(x, torch.arange(len(x), device=x.device) % x.shape[1]),
         _cross_entropy,
     ),
-    "liger_kl_div_with_logits": (lambda x, w, b: library.liger_kl_div_with_logits(x, _shuffled(x).detach()), _kl),
-    "liger_jsd_with_logits": (lambda x, w, b: library.liger_jsd_with_logits(x, _shuffled(x).detach()), _jsd),
-    "liger_tvd_with_logits": (lambda x, w, b: library.liger_tvd_with_logits(x, _shuffled(x).detach()), _tvd),
 }
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from liger_chunked import kernels
 from liger_chunked.compat.chunked_loss.functional import applied
 from liger_chunked.compat.transformers import CrossEntropyOutput, functional
+from liger_chunked.compat.transformers.losses import Reduction
 from liger_chunked.compat.transformers.mlp import apply_tiled_mlp
 from liger_chunked.compat.unsupported import missing
-from liger_chunked.modules import Reduction
 
 
 def _four(result: Tensor | CrossEntropyOutput) -> tuple[Tensor | None, ...]:

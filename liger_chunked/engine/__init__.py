@@ -45,7 +45,7 @@ from liger_chunked.engine.distillation import (
     divergences_of_tokens,
 )
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
-from liger_chunked.engine.kept import check_kept, check_sparse_weight_grad
+from liger_chunked.engine.kept import check_kept
 from liger_chunked.engine.known import as_counts, assert_later, host_may_sync, sequence_counts, token_count
 from liger_chunked.engine.loss import fused_loss, loss_of_kept
 from liger_chunked.engine.objective import (
@@ -88,7 +88,6 @@ __all__ = [
     "check_group",
     "check_kept",
     "check_projection",
-    "check_sparse_weight_grad",
     "check_target",
     "check_temperature",
     "check_temperature_values",

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,20 +9,18 @@ from torch import Tensor
 
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.known import Counts, assert_later, check_ids, host_may_sync
-from liger_chunked.kernels import LogitsCotangents, logits_grad_
 from liger_chunked.kernels.operands import along
-from liger_chunked.kernels.transform import transform, transform_and_slope
+from liger_chunked.kernels.transform import transform
 from liger_chunked.types import LogitOptions, accumulation_dtype, described
 
 
 @dataclass
 class Candidates:
-    """The candidates of a chunk's tokens.
+    """Log-probabilities of ids that the caller names for each token of a chunk, such as a teacher's top k. No gradient.
 
         candidates = Candidates(ids, dtype)
         candidates.read(logits, tile, vocab_start)       for each tile
         logps = candidates.logps(maximum, sum_exp, options)
-        write = candidates.gradient(logits, ...)         in the backward, for each tile; needs only the ids
 
     Attributes:
         ids: (n, K), distinct for each token.
@@ -57,46 +54,6 @@ class Candidates:
         of_rows = options.temperature if temperature is None else temperature[:, None]
         z = transform(z, options.logit_scale, options.softcap, of_rows)
         return z - (maximum + sum_exp.log())[:, None]
-
-    def gradient(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        tile: Tile,
-        vocab_start: int,
-        vocab_size: int,
-        cotangents: LogitsCotangents,
-        upstream: Tensor,
-        options: LogitOptions,
-    ) -> Callable[[Tensor], object]:
-        """Return a function that writes the candidates' entries of a tile's gradient.
-
-        They are computed before the tile's kernel overwrites the logits. `upstream` (n, K) cannot be added to its
-        result, which is rounded.
-        """
-        columns, inside = self._columns(tile, vocab_start)
-        if not logits.shape[1]:
-            return lambda dz: None
-        # An id outside the tile repeats the row's first id inside it, if any.
-        first = inside.int().argmax(1, keepdim=True)
-        columns = torch.where(inside, columns, columns.gather(1, first)).clamp(0, logits.shape[1] - 1)
-        any_inside = inside.gather(1, first)
-        raw = logits.gather(1, columns).to(accumulation_dtype(logits.dtype))
-        matches = inside & (along(self.ids, tile.row_slice) == target[:, None])
-        position = torch.where(matches.any(1), matches.int().argmax(1), -1)
-        temperature: float | Tensor = options.temperature
-        if cotangents.temperature is not None:
-            temperature = cotangents.temperature[:, None].to(raw.dtype)
-        _, slope = transform_and_slope(raw, options.logit_scale, options.softcap, temperature)
-        direct = upstream * (options.logit_scale / temperature)
-        direct = direct if slope is None else direct * slope
-        values = logits_grad_(raw, position, cotangents, options, vocab_size) + direct
-        values = torch.where(inside, values, values.gather(1, first))
-
-        def write(dz: Tensor) -> None:
-            dz.scatter_(1, columns, torch.where(any_inside, values.to(dz.dtype), dz.gather(1, columns)))
-
-        return write
 
 
 def check_candidates(candidates: Any, target: Tensor, vocab_size: int, n_valid: Counts = None) -> Tensor:

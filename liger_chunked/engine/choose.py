@@ -239,7 +239,7 @@ def _skips_rows(head: LossHead, rows: Rows, budget: Budget, n_chunks: int, on_gp
         return True
     is_scattered = head.shard is not None and head.shard.input_grad == "reduce_scatter"
     product = rows.n_valid // n_chunks * budget.vocab_size * budget.hidden_size
-    return on_gpu and not is_scattered and "candidates" not in rows.side and product >= SMALLEST_OF_LIVE_ROWS
+    return on_gpu and not is_scattered and product >= SMALLEST_OF_LIVE_ROWS
 
 
 def for_statistics(

@@ -243,6 +243,7 @@ class EpiloguePass:
         E              2 n V         none without a backward
         s x            2 n H         during backward, in the memory of dX if there is one that no ranks sum
         E W            4 n H         while dX is formed, in its memory if float32; at most 32 MiB
+        a x            n H / 2       sums of the target's rows, while dW is formed
     """
 
     head: HeadTensors
@@ -289,7 +290,7 @@ class EpiloguePass:
         assert self.grads is not None and exponentials is not None and target is not None
         gradients = gradients or {"logps": torch.zeros_like(exponentials.centre)}
         count = LiveCount.start(gradients) if self.skips_rows else None
-        live = None if count is None else count.read(exponentials.values)
+        live = None if count is None else count.read()
         if live is not None:
             values = None if exponentials.values is None else live.compact_(exponentials.values)
             of_rows = (None if f is None else f[live.rows] for f in exponentials[1:])
@@ -441,11 +442,10 @@ class StatisticsPass:
             part, scale = tiles[-1].row_slice, self._rows.values_scale
             scale = None if scale is None else along(scale, part)
             of_held = along(target, part), factors.at(part), scale, tiles[-1].vocab_slice.start
-            rows = count.rows if count is not None and self._held.shape[0] == x.shape[0] else None
-            last, self._held = grad_from_exponentials_(self._held, *of_held, rows), None
+            last, self._held = grad_from_exponentials_(self._held, *of_held), None
         live = None if count is None else count.read()
         if live is not None:
-            last = last[: live.length] if last is not None and last.shape[0] == x.shape[0] else None
+            last = None  # of all rows
             x, target, factors = x.index_select(0, live.rows), target[live.rows], factors.at(live.rows)
             tiles = live.tiles(tiles)
         index = None if live is None else live.rows

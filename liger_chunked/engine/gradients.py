@@ -26,10 +26,11 @@ from liger_chunked.device import is_on_gpu
 from liger_chunked.engine.cutting import Tile, Tiles, row_blocks
 from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.plan import Plan
-from liger_chunked.kernels import add_target_rows_, occurrences, place_rows, scale_
+from liger_chunked.kernels import add_rows_, place_rows, scale_, sorted_rows
 from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.operands import along
 from liger_chunked.kernels.tuning.generic import UPCAST_BLOCK
+from liger_chunked.kernels.tuning.hopper import TARGET_RUN
 from liger_chunked.types import HeadTensors, Slopes, accumulation_dtype
 
 
@@ -328,12 +329,12 @@ class WeightGradient:
             x: (n, H), the chunk's hidden states.
         """
         weight = along(self.allocate(), slice(0, exponentials.shape[1]))
-        found = occurrences(target)
+        rows = sorted_rows(target, target_scale)
         if not self._is_unwritten:  # early, to overlap the start of dX
-            add_target_rows_(weight, target, found, target_scale, x)
+            add_rows_(weight, x, rows, TARGET_RUN)
         accumulate(weight, exponentials.t(), scaled, first=self._is_unwritten)
         if self._is_unwritten:  # late, because the product above overwrote dW
-            add_target_rows_(weight, target, found, target_scale, x)
+            add_rows_(weight, x, rows, TARGET_RUN)
         self._is_unwritten = False
 
     def finish(self, unit: Tensor | None) -> Tensor:

@@ -217,26 +217,19 @@ class HeadPass:
         count = LiveCount.start(gradients) if self.skips_rows else None
         gradients = self.grads.normalize(gradients, self._slopes, tokens.side.get("temperature"))
         x, target, row_slice, tiles, u, side = tokens
-        upstream = gradients.pop("candidate_logps", None)
-        if upstream is not None:
-            # The log-probability of a candidate is its logit minus lse: lse gets the sum of their gradients.
-            gradients["lse"] = gradients.get("lse", 0.0) - upstream.sum(1)
         cotangents = self.normalisers._replace(**gradients, temperature=side.get("temperature"))
         last: Tensor | None = None  # the gradient of the held tile, if it is known before the loop
         live: LiveRows | None = None
         if count is not None:
-            if self._held is not None and self._held.shape[0] == x.shape[0] and upstream is None:
-                # Before the count, so that the device computes it while the host waits. Candidates read the logits.
+            if self._held is not None and self._held.shape[0] == x.shape[0]:
+                # Before the count, so that the device computes it while the host waits.
                 last, self._held = self._gradient(self._held, target, tiles[-1], cotangents, count.rows), None
             live = count.read()
         if live is not None:
-            if self._held is not None:
-                self._held = live.compact_(self._held) if self._held.shape[0] == x.shape[0] else None
+            self._held = None  # of some rows, dead ones among them: its live rows are projected again
             last = None if last is None else last[: live.length]
             x, target, row_slice, tiles, u, side = live.tokens(tokens)
             cotangents = cotangents.at(live.rows)
-            upstream = None if upstream is None else upstream[live.rows]
-        candidates = None if upstream is None else Candidates(side["candidates"], self.logits_dtype)
         self.grads.open_chunk(self.head, x, row_slice, tiles, u, None if live is None else live.rows)
         for tile in reversed(tiles):
             dz, last = last, None
@@ -246,15 +239,7 @@ class HeadPass:
                 has_all_rows = logits.shape[0] == x.shape[0]
                 of_rows = cotangents if has_all_rows else cotangents.at(tile.row_slice)
                 of_tile = target if has_all_rows else target[tile.row_slice]
-                write = None
-                if upstream is not None:
-                    assert candidates is not None
-                    places = of_tile, tile, self.head.vocab_start, self.head.vocab_size
-                    of_ids = along(upstream, tile.row_slice)
-                    write = candidates.gradient(logits, *places, of_rows, of_ids, self.options)
                 dz = self._gradient(logits, of_tile, tile, of_rows)
-                if write is not None:
-                    write(dz)
             self.grads.add(tile, dz)
         self.grads.close_chunk()
 

@@ -15,51 +15,22 @@ from liger_chunked.engine.checks import check_same_temperature
 from liger_chunked.engine.known import assert_later
 from liger_chunked.engine.saved import savable, save, saved
 from liger_chunked.kept_ids import KeptIds
-from liger_chunked.kernels import LogitsCotangents
+from liger_chunked.kernels import LogitsCotangents, SortedRows, add_rows_
 from liger_chunked.kernels.backend import first_derivative
 from liger_chunked.kernels.kept import (
     Entries,
     KeptStats,
-    Sorted,
     kept_input_grad,
     kept_logits,
     kept_logits_grad,
     kept_places,
     kept_stats,
-    write_kept_weight_grad,
 )
 from liger_chunked.private import version_of
-from liger_chunked.types import AdaptedWeight, LogitOptions, LossHead, TokenStats, VocabShard, Weight, described
+from liger_chunked.types import LogitOptions, LossHead, TokenStats, VocabShard, described
 
 # `mean_logits` and `log_sum_sq_probs` are of the whole vocabulary.
 OUTPUTS_OF_KEPT = ("logps", "lse", "entropy", "argmax", "is_top1")
-
-
-def check_sparse_weight_grad(sparse: Any, kept: Any, n_valid: Any) -> None:
-    """Raise TypeError or ValueError unless dW may be sparse: only kept ids leave rows out, which the host counts."""
-    if not isinstance(sparse, bool):
-        raise TypeError(f"sparse_weight_grad must be True or False, got {described(sparse)}")
-    if sparse and kept is None:
-        raise ValueError("sparse_weight_grad=True needs kept: the softmax over all ids has a gradient in every row")
-    if sparse and n_valid is not None:
-        raise ValueError(
-            "sparse_weight_grad=True and n_valid are given: the host waits for the number of rows of a sparse gradient"
-        )
-
-
-def check_takes_sparse(weight: Weight) -> None:
-    """Raise ValueError if autograd would pass a sparse dW on to what `weight` was computed from.
-
-    A view, a copy in another dtype and most other operations have no backward for sparse gradients, and fail there with
-    an error that does not name the cause.
-    """
-    weight = weight.weight if isinstance(weight, AdaptedWeight) else weight
-    if weight.grad_fn is not None:
-        raise ValueError(
-            f"weight must be a leaf with sparse_weight_grad=True, such as a parameter, got {described(weight)} "
-            f"computed from another tensor ({weight.grad_fn.name()}), whose backward takes no sparse gradient: pass "
-            "the parameter itself, or weight.detach().requires_grad_() and use its gradient"
-        )
 
 
 def check_kept(kept: Any, head: LossHead, outputs: tuple[str, ...], temperature: float | None) -> None:
@@ -255,43 +226,10 @@ def _check_facts(facts: list[int], n_ids: int, vocab_size: int) -> None:
         raise ValueError("kept.ids must be distinct within a position")
 
 
-class WeightRows(NamedTuple):
-    """The rows of this rank's weight that kept ids read, those of a sparse gradient.
-
-    Attributes:
-        ids: (R,), ascending.
-        places: (M,), of the entries in the order of `ById`: each entry's row among the R, or -1 where another rank has
-            it, or only ignored positions have the id.
-    """
-
-    ids: Tensor
-    places: Tensor
-
-
-def read_rows(placed: Placed, shard: VocabShard | None, n_rows: int) -> WeightRows:
-    """Return which of this rank's `n_rows` rows are read. Waits for the device once, which counts them."""
-    by_id = placed.layout.by_id
-    ids, m = by_id.ids if shard is None else by_id.ids - shard.start, by_id.ids.shape[0]
-    if not m:
-        return WeightRows(ids, ids)
-    is_first = torch.ones_like(ids, dtype=torch.bool)  # entry of its id
-    is_first[1:] = ids[1:] != ids[:-1]
-    run = is_first.cumsum(0) - 1
-    counts = placed.entries.ids[by_id.order] >= 0  # at a position with a target
-    own_and_read = counts & (ids >= 0) & (ids < n_rows)
-    # By the id and not by the entry: the entries of an id stay one run, whose sum the kernel writes once.
-    is_read = torch.zeros(m + 1, dtype=torch.bool, device=ids.device)
-    is_read = is_read.index_fill_(0, run.where(own_and_read, m), True)[:m][run]
-    row = (is_first & is_read).cumsum(0)
-    n_read = int(row[-1])
-    first = torch.nonzero_static(is_first & is_read, size=n_read).view(-1)
-    return WeightRows(ids[first], (row - 1).where(is_read, -1))
-
-
 class _KeptTokenStats(torch.autograd.Function):
-    """`apply(input, weight, bias, u, up, entries, by_id, rows, temperature, shard, options, outputs)`: outputs, (N,).
+    """`apply(input, weight, bias, u, up, entries, by_id, temperature, shard, options, outputs)`: outputs, (N,).
 
-    `by_id` is the order of the entries if a matrix or the bias has a gradient, else None. With `rows`, dW is sparse.
+    `by_id` is the order of the entries if a matrix or the bias has a gradient, else None.
     """
 
     @staticmethod
@@ -304,7 +242,6 @@ class _KeptTokenStats(torch.autograd.Function):
         up: Tensor | None,
         entries: Entries,
         by_id: ById | None,
-        rows: WeightRows | None,
         temperature: Tensor | None,
         shard: VocabShard | None,
         options: LogitOptions,
@@ -323,8 +260,7 @@ class _KeptTokenStats(torch.autograd.Function):
         of_tokens = {"z": z, "max": stats.max, "sum_exp": stats.sum_exp, "entropy": stats.entropy}
         of_caller = savable({"temperature": temperature, **entries._asdict()})
         of_order = {} if by_id is None else savable(by_id._asdict())
-        of_rows = {} if rows is None else savable(rows._asdict())
-        save(ctx, inputs=inputs, tokens=of_tokens, caller=of_caller, order=of_order, rows=of_rows)
+        save(ctx, inputs=inputs, tokens=of_tokens, caller=of_caller, order=of_order)
         returned = _returned(stats, entries, outputs)
         ctx.mark_non_differentiable(*[x for name, x in returned.items() if name in ("argmax", "is_top1")])
         # Copies, because the backward reads the entropy.
@@ -334,7 +270,7 @@ class _KeptTokenStats(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(g is None for g in upstream):
-            return (None,) * 12
+            return (None,) * 11
         tensors: dict[str, dict[str, Any]] = saved(ctx)
         input, weight, bias, u, up = tensors["inputs"].values()
         z, largest, sum_exp, entropy = tensors["tokens"].values()
@@ -343,10 +279,10 @@ class _KeptTokenStats(torch.autograd.Function):
         g = {name: g.to(z.dtype).contiguous() for name, g in zip(ctx.outputs, upstream, strict=True) if g is not None}
         cotangents = LogitsCotangents(largest, sum_exp, **g, entropy_value=entropy, temperature=temperature)
         needs = ctx.needs_input_grad
-        dense_weight_grad = None
-        if needs[1] and not tensors["rows"]:
+        weight_grad = None
+        if needs[1]:
             # First, because it keeps the device busy for longer than the host takes to launch the rest.
-            dense_weight_grad = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+            weight_grad = torch.zeros_like(weight, memory_format=torch.contiguous_format)
         dz = kept_logits_grad(z, entries, cotangents, ctx.options)
         own = _own_entries(entries, shard)
         by_id = _sorted(ById(**tensors["order"]), shard, dz) if tensors["order"] else None
@@ -357,27 +293,17 @@ class _KeptTokenStats(torch.autograd.Function):
             if not needs[at_matrix]:
                 continue
             assert by_id is not None
-            if matrix is weight and tensors["rows"]:
-                grads[at_matrix] = _sparse_gradient(weight, _rows(x), by_id, WeightRows(**tensors["rows"]))
-            else:
-                of_matrix = dense_weight_grad if matrix is weight else None
-                if of_matrix is None:
-                    of_matrix = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
-                grads[at_matrix] = of_matrix
-                write_kept_weight_grad(of_matrix, _rows(x), by_id)
+            of_matrix = weight_grad if matrix is weight else None
+            if of_matrix is None:
+                of_matrix = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
+            grads[at_matrix] = of_matrix
+            add_rows_(of_matrix, _rows(x), by_id)
         if needs[2] and bias is not None:
             assert by_id is not None
             of_bias = torch.zeros(bias.shape[0], 1, dtype=z.dtype, device=z.device)
-            write_kept_weight_grad(of_bias, z.new_ones(entries.offsets.shape[0] - 1, 1), by_id)
+            add_rows_(of_bias, z.new_ones(entries.offsets.shape[0] - 1, 1), by_id)
             grads[2] = of_bias[:, 0].to(bias.dtype)
-        return *grads, *(None,) * 7
-
-
-def _sparse_gradient(weight: Tensor, x: Tensor, by_id: Sorted, rows: WeightRows) -> Tensor:
-    """Return dW, coalesced, with the rows that kept ids read, also where their gradient is 0."""
-    values = torch.zeros(rows.ids.shape[0], weight.shape[1], dtype=weight.dtype, device=weight.device)
-    write_kept_weight_grad(values, x, by_id._replace(ids=rows.places))
-    return torch.sparse_coo_tensor(rows.ids[None], values, weight.shape, check_invariants=False, is_coalesced=True)
+        return *grads, *(None,) * 6
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -394,9 +320,9 @@ def _own_entries(entries: Entries, shard: VocabShard | None) -> Entries:
     return entries if shard is None else entries._replace(ids=entries.ids - shard.start)
 
 
-def _sorted(by_id: ById, shard: VocabShard | None, dz: Tensor) -> Sorted:
+def _sorted(by_id: ById, shard: VocabShard | None, dz: Tensor) -> SortedRows:
     ids = by_id.ids if shard is None else by_id.ids - shard.start
-    return Sorted(ids, by_id.tokens, dz.index_select(0, by_id.order))
+    return SortedRows(ids, by_id.tokens, dz.index_select(0, by_id.order))
 
 
 def _input_gradient(x: Tensor, dz: Tensor, matrix: Tensor, own: Entries, shard: VocabShard | None) -> Tensor:
@@ -429,7 +355,6 @@ def kept_token_stats(
     options: LogitOptions,
     temperature: Tensor | None,
     dtype: torch.dtype,
-    sparse_weight_grad: bool = False,
 ) -> TokenStats:
     """Return statistics (N,) of positions that have a target and kept ids; of the others 0, and an argmax of -1.
 
@@ -437,10 +362,8 @@ def kept_token_stats(
     """
     (weight, bias, up, shard), u = apply_down(head, input, dtype)
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (weight, bias, up))
-    is_sparse = sparse_weight_grad and trains and weight.requires_grad
-    rows = read_rows(placed, shard, weight.shape[0]) if is_sparse else None
+    by_id = placed.layout.by_id if trains else None
     values = _KeptTokenStats.apply(
-        input, weight, bias, u, up, placed.entries, placed.layout.by_id if trains else None, rows, temperature, shard,
-        options, outputs,
-    )  # fmt: skip
+        input, weight, bias, u, up, placed.entries, by_id, temperature, shard, options, outputs
+    )
     return TokenStats(**dict(zip(outputs, values, strict=True)))

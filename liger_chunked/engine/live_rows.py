@@ -5,10 +5,9 @@
     live = count.read()                 waits for the number; None: nearly all rows are live
     dz, tokens = dz[: live.length], live.tokens(tokens)
 
-A product of the first `n` rows of dz needs the live ones in front. A row of dz is a row of the vocabulary, so as few as
-possible move: live rows behind the first `n` into the places of dead rows among them. No row is both read for another
-place and written, so the order of the moves does not matter. Hidden states and values of tokens are gathered, because
-they are small.
+A product of the first `n` rows of dz needs the live ones in front, in the memory of the logits: a second tile would
+exceed the budget. So dz is gathered in place. The live rows behind the first `n` go to the places of dead rows among
+them, and the others stay. No row is both read for another place and written, so the order does not matter.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from torch import Tensor
 from liger_chunked.device import accelerator, current_stream, is_on_gpu
 from liger_chunked.engine.cutting import Tile, Tiles
 from liger_chunked.engine.plan import Tokens
-from liger_chunked.kernels import move_rows_
 from liger_chunked.kernels.backend import torch_on_host
 from liger_chunked.kernels.launch import is_dry
-from liger_chunked.kernels.tuning.generic import ONE_DEAD_ROW_OF
+from liger_chunked.kernels.tuning.generic import MOST_GATHERED, ONE_DEAD_ROW_OF
 
 
 class LiveRows(NamedTuple):
@@ -39,8 +37,10 @@ class LiveRows(NamedTuple):
         return self.rows.shape[0]
 
     def compact_(self, x: Tensor) -> Tensor:
-        """Move rows of (rows, columns) in place, and return the first n."""
-        move_rows_(x, self.rows)
+        """Gather rows of (rows, columns) in place, in blocks, and return the first n."""
+        places = (self.rows != torch.arange(self.length, device=x.device)).nonzero().view(-1)
+        for part in places.split(max(1, MOST_GATHERED // max(1, x.shape[1]))):
+            x.index_copy_(0, part, x.index_select(0, self.rows[part]))
         return x[: self.length]
 
     def tokens(self, tokens: Tokens) -> Tokens:
@@ -104,15 +104,9 @@ class LiveCount:
         event.record(current_stream(device))
         return cls(rows, pinned, event)
 
-    def read(self, moved: Tensor | None = None) -> LiveRows | None:
-        """Wait for the count, and return the live rows, or None if leaving the others out does not pay.
-
-        Args:
-            moved: what the caller compacts then. A dry run has no live rows, and compiles this move.
-        """
+    def read(self) -> LiveRows | None:
+        """Wait for the count, and return the live rows, or None if leaving the others out does not pay."""
         if self._n_live is None:
-            if moved is not None:
-                move_rows_(moved, self.rows)
             return None
         if self._event is not None:
             self._event.synchronize()

@@ -191,7 +191,6 @@ def loss_of_kept(
     options: LogitOptions,
     temperature: Tensor | None,
     n_valid: int | None,
-    sparse_weight_grad: bool = False,
     owner: Any = None,
 ) -> Fused:
     """Return what `fused_loss` returns, of the softmax over the ids that a sampler kept.
@@ -202,12 +201,9 @@ def loss_of_kept(
         target: as the caller gave it, so that `kept` are the ids of its positions in order.
         rows: of the padded target.
         n_valid: as in `place`.
-        sparse_weight_grad: as in `stats_of_kept`.
         owner: the module of the loss, for messages.
     """
-    flat = stats_of_kept(
-        head, input, target, kept, outputs, options, temperature, n_valid=n_valid, sparse_weight_grad=sparse_weight_grad
-    )
+    flat = stats_of_kept(head, input, target, kept, outputs, options, temperature, n_valid=n_valid)
     dense = mapped(lambda x: _whole_with_gradient(x.view(target.shape), sequences).reshape(rows.dense_shape), flat)
     whole_batch = Chunk(slice(0, rows.n_valid), slice(0, rows.dense_shape[0]))
     values = dense

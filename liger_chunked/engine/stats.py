@@ -23,8 +23,6 @@ from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.hooks import hooks_active
 from liger_chunked.engine.kept import (
     check_kept,
-    check_sparse_weight_grad,
-    check_takes_sparse,
     kept_token_stats,
     place,
 )
@@ -125,13 +123,14 @@ class _LinearTokenStats(torch.autograd.Function):
         # hooks the backward projects it again.
         ctx.head_pass = None if hooks_active() else head_pass
         ctx.plan = plan.without_tensors()
-        differentiable = (*DIFFERENTIABLE, "candidate_logps")
         # Copies of views, on which autograd refuses `logps *= mask`, and of what the backward reads.
         read_later = {id(x) for x in of_pass.values()}
         returned = {name: getattr(dense, name) for name in _returned(plan)}
         for name, x in returned.items():
             if is_view(x) or id(x) in read_later:
                 returned[name] = x.clone()
+        # A gradient of candidates reaches the backward, which refuses it: otherwise it would be lost without a word.
+        differentiable = (*DIFFERENTIABLE, "candidate_logps")
         ctx.mark_non_differentiable(*[x for name, x in returned.items() if name not in differentiable])
         return tuple(returned.values())
 
@@ -153,12 +152,18 @@ class _LinearTokenStats(torch.autograd.Function):
         if not graph_is_retained():
             ctx.plan = None  # else the results hold what is left of it, such as the order of scattered rows
 
-        def compact(name: str, g: Tensor) -> Tensor:
-            g = g if name == "candidate_logps" else g.reshape(-1)
+        def compact(g: Tensor) -> Tensor:
+            g = g.reshape(-1)
             g = g if rows.dense_index is None else g[rows.dense_index]
             return g.to(accumulation_dtype(plan.dtype)).contiguous()
 
-        gradients = {name: compact(name, g) for name, g in zip(_returned(plan), upstream, strict=True) if g is not None}
+        named = {name: g for name, g in zip(_returned(plan), upstream, strict=True) if g is not None}
+        if "candidate_logps" in named:
+            raise RuntimeError(
+                "candidate_logps have no gradient: .detach() them, or, for a student's loss over a teacher's top k, pass "
+                "teacher_ids and teacher_logps to a distillation loss"
+            )
+        gradients = {name: compact(g) for name, g in named.items()}
         grads = _run_backward(head_pass, plan, head, input, u, Needs(*ctx.needs_input_grad[:5]), gradients)
         pairs = zip(grads, inputs.values(), strict=True)
         return *(None if g is None or x is None else g.view(x.shape).to(x.dtype) for g, x in pairs), None
@@ -216,7 +221,6 @@ def stats_of_kept(
     n_valid: int | None = None,
     batch_invariant: bool = False,
     by_products: bool | None = None,
-    sparse_weight_grad: bool = False,
 ) -> TokenStats:
     """Return `linear_token_stats(kept=)` of checked inputs, (N,) each, differentiable.
 
@@ -228,8 +232,6 @@ def stats_of_kept(
         temperature: float32 like `target`, instead of that of `options`, which is then 1.
         n_valid: as in `place`.
         by_products: whether kept ids take products of whole rows. None: chosen by their number.
-        sparse_weight_grad: whether dW is sparse. Products would fill all of it, so rows are read, however long the
-            lists are, and a token with the whole vocabulary is a ValueError.
     """
     flat, dtype = target.reshape(-1), compute_dtype(head, input)
     placed = place(kept, flat, options.ignore_index, head.vocab_size, n_valid)
@@ -246,23 +248,12 @@ def stats_of_kept(
         return token_stats(head, input, rows, outputs, options, **given)
 
     n_ids = placed.entries.ids.shape[0]
-    if sparse_weight_grad:
-        if torch.is_grad_enabled():
-            check_takes_sparse(head.weight)
-        if placed.n_whole:
-            position = int(((flat != options.ignore_index) & ~placed.has_entries).nonzero()[0])
-            raise ValueError(
-                f"sparse_weight_grad=True needs kept ids at every position with a target, got the whole vocabulary at "
-                f"position {position} of the flattened target, which has a gradient in every row of weight: ignore "
-                "such positions, or compute them in a call without sparse_weight_grad"
-            )
-        by_products = False
     if by_products is None:
         by_products = not batch_invariant and choose.kept_ids_take_products(n_ids, placed.n_kept, head, dtype)
     if by_products:
         found = of_part(~placed.has_entries, placed.n_kept, kept=placed.entries)
     else:
-        found = kept_token_stats(head, input, placed, outputs, options, flat_temperature, dtype, sparse_weight_grad)
+        found = kept_token_stats(head, input, placed, outputs, options, flat_temperature, dtype)
     if not placed.n_whole:
         return found
     # Without a count from the caller the host reads the range of these targets, to name one outside the vocabulary.
@@ -284,7 +275,6 @@ def linear_token_stats(
     temperature: float | Tensor = 1.0,
     candidates: Tensor | None = None,
     kept: KeptIds | None = None,
-    sparse_weight_grad: bool = False,
     ignore_index: int = -100,
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
@@ -321,16 +311,13 @@ def linear_token_stats(
         temperature: positive divisor, 1.0 by default: a number, or float32 (B, T) or (N,), one a token, not read at
             ignored tokens.
         candidates: (B, T, K) or (N, K), distinct integer ids for each target; the result's `candidate_logps` are their
-            log-probabilities. None: none.
+            log-probabilities, whose gradient is refused, such as a teacher's at the student's most likely ids. None:
+                none.
         kept: the ids that a sampler kept of each position, see `KeptIds`: statistics of the softmax over these, after
             the temperature. Only their rows of the head are read, unless lists are long ("Kept ids" in
             `docs/tuning.md`): then three products are taken, within `logits_budget`. Not with "mean_logits",
             "log_sum_sq_probs", `candidates`, or `input_grad="reduce_scatter"` of `vocab_shard`. With
             `n_valid`, no position with a target may have the whole vocabulary. None: all ids.
-        sparse_weight_grad: with `kept`, whether the gradient of `weight` is a coalesced `torch.sparse_coo_tensor` of
-            the rows that are read, as SparseAdam, SGD and Adagrad take it ("Sparse gradients of the head" in
-            `docs/losses.md`); not with `n_valid`, positions of the whole vocabulary, a DTensor, or a `weight` that is
-            computed of another tensor, such as a view of it. False: dense.
         ignore_index: the target, -100 by default, of tokens that are skipped.
         logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: automatic.
         logits_dtype: torch.float32 keeps the float32 sums of 16-bit products; logits and their rounded gradient then
@@ -384,7 +371,6 @@ def linear_token_stats(
         check_temperature(per_token, target)
     if n_valid is not None:
         n_valid = token_count(n_valid, target.numel(), shard=vocab_shard)
-    check_sparse_weight_grad(sparse_weight_grad, kept, n_valid)
     if kept is not None:
         of_all = None if per_token is not None else options.temperature
         check_kept(kept, head, outputs, of_all)
@@ -399,7 +385,6 @@ def linear_token_stats(
         stats = stats_of_kept(
             head, input, target.long(), kept, outputs, options, per_token,
             n_valid=None if host_may_sync(target, n_valid) else n_valid, batch_invariant=deterministic is not None,
-            sparse_weight_grad=sparse_weight_grad,
         )  # fmt: skip
         return TokenStats(*(None if x is None else x.view(target.shape) for x in stats))
     rows = select_rows(target.long(), "token", ignore_index, head.vocab_size, n_valid=n_valid)

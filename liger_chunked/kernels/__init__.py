@@ -2,24 +2,21 @@
 
 a head's logits     logits_stats.py, logits_grad.py, target_logit.py
 fused epilogue      projection.py, merge_ranks.py, projection_grad.py, target_rows.py
+rows of dW          add_rows.py
 batch invariance    projection_logits.py
 two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
-base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
-                    pointwise_divergence.py, relu_squared.py, experts.py
-utilities           scale.py, survey.py, move_rows.py
+base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, relu_squared.py,
+                    experts.py
+utilities           scale.py, survey.py, place_rows.py
 shared              backend.py, transform.py, norm_rows.py, operands.py, launch.py, tuning/
 """
 
+from liger_chunked.kernels.add_rows import SortedRows, add_rows_, sorted_rows
 from liger_chunked.kernels.cross_entropy import liger_cross_entropy
 from liger_chunked.kernels.divergence import DivergenceStats, divergence_stats, tail_stats
 from liger_chunked.kernels.divergence_grad import divergence_grad_, tail_grad_
 from liger_chunked.kernels.glu import liger_geglu, liger_swiglu
 from liger_chunked.kernels.layer_norm import liger_layer_norm
-from liger_chunked.kernels.logits_divergence import (
-    liger_jsd_with_logits,
-    liger_kl_div_with_logits,
-    liger_tvd_with_logits,
-)
 from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_, slopes_of_stats
 from liger_chunked.kernels.logits_stats import (
     ExactTarget,
@@ -31,8 +28,7 @@ from liger_chunked.kernels.logits_stats import (
     row_stats_are_exact,
 )
 from liger_chunked.kernels.merge_ranks import merge_ranks
-from liger_chunked.kernels.move_rows import move_rows_, place_rows
-from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
+from liger_chunked.kernels.place_rows import place_rows
 from liger_chunked.kernels.projection import Exponentials, project_exp, project_sums
 from liger_chunked.kernels.projection_grad import RowFactors, grad_from_exponentials_, project_grad, row_factors
 from liger_chunked.kernels.projection_logits import project_logits
@@ -44,9 +40,7 @@ from liger_chunked.kernels.survey import assert_counts, counts_match, find_token
 from liger_chunked.kernels.target_logit import unround_logps_
 from liger_chunked.kernels.target_rows import (
     RowScales,
-    add_target_rows_,
     add_target_rows_of_weight,
-    occurrences,
     scale_rows,
 )
 
@@ -58,7 +52,8 @@ __all__ = [
     "PartialStats",
     "RowFactors",
     "RowScales",
-    "add_target_rows_",
+    "SortedRows",
+    "add_rows_",
     "add_target_rows_of_weight",
     "assert_counts",
     "counts_match",
@@ -69,24 +64,16 @@ __all__ = [
     "grad_from_exponentials_",
     "liger_cross_entropy",
     "liger_geglu",
-    "liger_jsd",
-    "liger_jsd_with_logits",
-    "liger_kl_div",
-    "liger_kl_div_with_logits",
     "liger_layer_norm",
     "liger_relu_squared",
     "liger_rms_norm",
     "liger_rms_norm_gated",
     "liger_rotary_pos_emb",
     "liger_swiglu",
-    "liger_tvd",
-    "liger_tvd_with_logits",
     "logits_grad_",
     "logits_stats",
     "merge",
     "merge_ranks",
-    "move_rows_",
-    "occurrences",
     "place_rows",
     "project_exp",
     "project_grad",
@@ -98,6 +85,7 @@ __all__ = [
     "scale_",
     "scale_rows",
     "slopes_of_stats",
+    "sorted_rows",
     "survey",
     "survey_top_k",
     "tail_grad_",

@@ -74,7 +74,6 @@ REACH = 30.0 if tl is None else tl.constexpr(30.0)
 UNSPECIALIZED = (
     "n_tokens", "n_pairs", "first_pair", "stop_pair", "n_examples", "first_example", "stop_example",
     "first_token", "stop_token", "n_valid", "low_bits", "high_bits",
-    "n_written",  # rows of a dW, which of a sparse one are as many as a batch reads
 )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
 
 @Kernel
 def _divergence_grad_kernel(
-    z_ptr, z_stride, t_ptr, t_stride, dz_ptr, dz_stride, target_ptr, g_divergence_ptr, g_logps_ptr,
+    z_ptr, z_stride, t_ptr, t_stride, target_ptr, g_divergence_ptr, g_logps_ptr,
     centre_ptr, sum_exp_ptr, log_sum_ptr, hard_sum_exp_ptr, teacher_centre_ptr, teacher_sum_exp_ptr,
     teacher_log_sum_ptr, first_ptr, second_ptr,
     n_tokens, n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
@@ -47,11 +47,11 @@ def _divergence_grad_kernel(
         return
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols
-    dz_ptrs = dz_ptr + row * dz_stride + cols
+    z_ptrs = z_ptr + row * z_stride + cols
     g_divergence = tl.load(g_divergence_ptr + row)
     if g_logps_ptr is None:
         if g_divergence == 0.0:
-            tl.store(dz_ptrs, tl.zeros([BLOCK], dz_ptr.dtype.element_ty), mask=inside)  # it may hold NaN
+            tl.store(z_ptrs, tl.zeros([BLOCK], z_ptr.dtype.element_ty), mask=inside)  # it may hold NaN
             return
     raw = load_block(z_ptr + row * z_stride, cols, n_cols, False)
     z, tanh_z = transform_and_tanh(raw, scale, softcap, None)
@@ -102,13 +102,12 @@ def _divergence_grad_kernel(
             p = p - tl.where(cols == tl.load(target_ptr + row), 1.0, 0.0)
         grad -= tl.load(g_logps_ptr + row) * p
     grad = transform_gradient(grad, tanh_z, scale, softcap, None)
-    tl.store(dz_ptrs, grad.to(dz_ptr.dtype.element_ty), mask=inside)
+    tl.store(z_ptrs, grad.to(z_ptr.dtype.element_ty), mask=inside)
 
 
 def _divergence_grad_triton_(
     student: Tensor, teacher: Tensor | None, target: Tensor | None, stats: DivergenceStats, g_divergence: Tensor,
     g_logps: Tensor | None, divergence: Divergence | None, options: LogitOptions, teacher_options: LogitOptions,
-    out: Tensor,
 ) -> Tensor:  # fmt: skip
     n, n_cols = student.shape
     kind, normalisers = "tail" if divergence is None else divergence.kind, stats.normalisers
@@ -121,8 +120,6 @@ def _divergence_grad_triton_(
             hard_sum_exp_ptr=None if normalisers is None else normalisers.hard_sum_exp,
             first_ptr=first,
             second_ptr=second,
-            dz_ptr=out,
-            dz_stride=out.stride(0),
             target_ptr=target,
             g_divergence_ptr=g_divergence.contiguous(),
             g_logps_ptr=None if g_logps is None else g_logps.contiguous(),
@@ -130,7 +127,7 @@ def _divergence_grad_triton_(
             **mixture_arguments(divergence or Divergence("tvd"), student.dtype),
             KIND=kind,
         )
-    return out
+    return student
 
 
 def _soft_gradient_torch(
@@ -163,7 +160,6 @@ def _soft_gradient_torch(
 def _divergence_grad_torch_(
     student: Tensor, teacher: Tensor | None, target: Tensor | None, stats: DivergenceStats, g_divergence: Tensor,
     g_logps: Tensor | None, divergence: Divergence | None, options: LogitOptions, teacher_options: LogitOptions,
-    out: Tensor,
 ) -> Tensor:  # fmt: skip
     dtype, normalisers = accumulation_dtype(student.dtype), stats.normalisers
     for rows in row_blocks(student):
@@ -194,8 +190,8 @@ def _divergence_grad_torch_(
         grad.mul_(options.logit_scale)
         if cap_slope is not None:
             grad.mul_(cap_slope)
-        out[rows].copy_(grad)
-    return out
+        student[rows].copy_(grad)
+    return student
 
 
 def divergence_grad_(
@@ -208,17 +204,15 @@ def divergence_grad_(
     divergence: Divergence,
     options: LogitOptions,
     teacher_options: LogitOptions,
-    out: Tensor | None = None,
 ) -> Tensor:
-    """Write the student's gradient to `out` or `student`; return it.
+    """Overwrite the student's logits with their gradient; return it.
 
     `g_divergence` and `g_logps` are (N,), of any stride.
     """
     compute = _divergence_grad_triton_ if both_on_triton(student, teacher) else _divergence_grad_torch_
-    out = student if out is None else out
     if student.shape[1] == 0:
-        return out
-    return compute(student, teacher, target, stats, g_divergence, g_logps, divergence, options, teacher_options, out)
+        return student
+    return compute(student, teacher, target, stats, g_divergence, g_logps, divergence, options, teacher_options)
 
 
 def tail_grad_(
@@ -231,4 +225,4 @@ def tail_grad_(
     stats = DivergenceStats(normalisers.log_sum, normalisers)
     # d(hard_log_sum)/dz = p1
     g_logps = None if g_hard_log_sum is None else -g_hard_log_sum
-    return compute(logits, None, None, stats, g_log_sum, g_logps, None, options, options, logits)
+    return compute(logits, None, None, stats, g_log_sum, g_logps, None, options, options)

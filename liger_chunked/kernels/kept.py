@@ -2,13 +2,12 @@
 
     z[m] = x[token[m]] . weight[ids[m]] + bias[ids[m]]        an entry m for each kept id, those of a token in one slice
     dx[n] = sum of dz[m] weight[ids[m]] over the token's slice
-    dweight[v] = sum of dz[m] x[token[m]] over the entries with ids[m] = v
 
-All sums are float32, in a fixed order: results are the same from run to run, and an entry's do not depend on the batch.
-In float64 torch sums, on a GPU in any order unless `torch.use_deterministic_algorithms` is on.
+`add_rows.py` adds the rows of dweight. All sums are float32, in a fixed order: results are the same from run to run,
+and an entry's do not depend on the batch. In float64 torch sums, on a GPU in any order unless
+`torch.use_deterministic_algorithms` is on.
 
-Bytes for M entries of H values: each of the three sweeps reads 2 M H, but for the caches, and the last also writes the
-rows of `dweight` that have entries.
+Bytes for M entries of H values: each of the two sweeps reads 2 M H, but for the caches.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_chunked.kernels.add_rows import owned, parts
 from liger_chunked.kernels.backend import block_size, exp, grid_of_rows, grid_row, jit, reciprocal, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.logits_grad import LogitsCotangents
@@ -30,7 +30,6 @@ from liger_chunked.kernels.transform import (
     transform_gradient,
 )
 from liger_chunked.kernels.tuning import TUNING
-from liger_chunked.kernels.tuning.generic import UPCAST_BLOCK
 from liger_chunked.types import LogitOptions, accumulation_dtype
 
 
@@ -186,23 +185,11 @@ def kept_logits(x: Tensor, weight: Tensor, bias: Tensor | None, entries: Entries
     z = x.new_zeros(n_entries, dtype=dtype)
     if not weight.shape[0]:
         return z
-    for part in _parts(n_entries, hidden):
-        own, rows = _owned(entries.ids[part], weight)
+    for part in parts(n_entries, hidden):
+        own, rows = owned(entries.ids[part], weight)
         dots = (x[entries.tokens[part]].to(dtype) * weight[rows].to(dtype)).sum(1)
         z[part] = torch.where(own, dots if bias is None else dots + bias[rows].to(dtype), 0.0)
     return z
-
-
-def _parts(n_entries: int, hidden: int) -> list[slice]:
-    """Cut entries so that their rows fit the cache of a CPU."""
-    size = max(1, UPCAST_BLOCK // max(1, hidden))
-    return [slice(start, min(start + size, n_entries)) for start in range(0, n_entries, size)]
-
-
-def _owned(ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whether this rank has each id, and its row, or row 0."""
-    own = (ids >= 0) & (ids < weight.shape[0])
-    return own, ids.where(own, 0)
 
 
 # Statistics
@@ -430,160 +417,8 @@ def kept_input_grad(dz: Tensor, weight: Tensor, entries: Entries, out: Tensor) -
         return
     total = torch.zeros(n, hidden, dtype=accumulation_dtype(out.dtype), device=out.device)
     if weight.shape[0]:
-        for part in _parts(dz.shape[0], hidden):
-            own, rows = _owned(entries.ids[part], weight)
+        for part in parts(dz.shape[0], hidden):
+            own, rows = owned(entries.ids[part], weight)
             terms = torch.where(own[:, None], dz[part, None] * weight[rows].to(total.dtype), 0.0)
             total.index_add_(0, entries.tokens[part], terms)
     out.copy_(total)
-
-
-class Sorted(NamedTuple):
-    """Entries in the order of their ids, (M,) each; equal ids in the order of the entries."""
-
-    ids: Tensor
-    tokens: Tensor
-    dz: Tensor
-
-
-@jit
-def _write_row(grad_ptr, row, grad_stride, n_written, cols, hidden, total):
-    """Write a sum to a row of this rank's dW: one program has all of a row, or `_joined_kernel` has."""
-    own = cols < tl.where((row >= 0) & (row < n_written), hidden, 0)
-    place = grad_ptr + tl.where(row >= 0, row, 0) * grad_stride + cols
-    tl.store(place, total.to(grad_ptr.dtype.element_ty), mask=own)
-
-
-@Kernel
-def _weight_kernel(
-    grad_ptr, grad_stride, head_ptr, tail_ptr, x_ptr, x_stride, ids_ptr, entry_tokens_ptr, dz_ptr,
-    n_tokens, hidden, n_written, RUN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    # A program sums RUN sorted entries. Where an id's entries reach over its ends, the sums go to `head` and `tail`, so
-    # that an id of many entries, such as a newline, keeps many programs busy.
-    run = grid_row()
-    first = run * RUN
-    if first >= n_tokens:
-        return
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = cols < hidden
-    end = tl.minimum(first + RUN, n_tokens)
-    row = tl.load(ids_ptr + first)
-    before = tl.load(ids_ptr + first - 1, mask=first > 0, other=-1)
-    in_head = (first > 0) & (before == row)
-    total = tl.zeros([BLOCK], tl.float32)
-    for entry in range(first, end):
-        next_row = tl.load(ids_ptr + entry)
-        if next_row != row:
-            if in_head:
-                tl.store(head_ptr + run * hidden + cols, total, mask=inside)
-            else:
-                _write_row(grad_ptr, row, grad_stride, n_written, cols, hidden, total)
-            total = tl.zeros([BLOCK], tl.float32)
-            in_head = first < 0  # False
-            row = next_row
-        dz = tl.load(dz_ptr + entry)
-        # Hidden states of ignored tokens, which may be NaN, and of others without a gradient are not read.
-        there = cols < tl.where(dz == 0.0, 0, hidden)
-        x = tl.load(x_ptr + tl.load(entry_tokens_ptr + entry) * x_stride + cols, mask=there, other=0.0)
-        total += dz * x.to(tl.float32)
-    after = tl.load(ids_ptr + end, mask=end < n_tokens, other=-1)
-    if in_head:
-        tl.store(head_ptr + run * hidden + cols, total, mask=inside)
-    elif (end < n_tokens) & (after == row):
-        tl.store(tail_ptr + run * hidden + cols, total, mask=inside)
-    else:
-        _write_row(grad_ptr, row, grad_stride, n_written, cols, hidden, total)
-
-
-@Kernel
-def _joined_kernel(
-    grad_ptr, grad_stride, head_ptr, tail_ptr, ids_ptr, n_tokens, hidden, n_written,
-    RUN: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    # The program of the run in which such an id begins adds its sums, in order.
-    run = grid_row()
-    first, end = run * RUN, (run + 1) * RUN
-    if end >= n_tokens:
-        return
-    row = tl.load(ids_ptr + end - 1)
-    if tl.load(ids_ptr + end) != row:
-        return
-    before = tl.load(ids_ptr + first - 1, mask=first > 0, other=-1)
-    if (first > 0) & (before == row) & (tl.load(ids_ptr + first) == row):
-        return
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = cols < hidden
-    total = tl.zeros([TOGETHER, BLOCK], tl.float32)
-    following = run + 1
-    more = True
-    while more:
-        others = following + tl.arange(0, TOGETHER)
-        there = others * RUN < n_tokens
-        same = there & (tl.load(ids_ptr + others * RUN, mask=there, other=-1) == row)
-        total += tl.load(
-            head_ptr + others[:, None] * hidden + cols[None, :], mask=same[:, None] & inside[None, :], other=0.0
-        )
-        more = tl.sum(same.to(tl.int32), axis=0) == TOGETHER
-        following += TOGETHER
-    sums = tl.load(tail_ptr + run * hidden + cols, mask=inside, other=0.0) + tl.sum(total, axis=0)
-    _write_row(grad_ptr, row, grad_stride, n_written, cols, hidden, sums)
-
-
-def write_kept_weight_grad(grad: Tensor, x: Tensor, by_id: Sorted) -> None:
-    """Write the rows of dweight that have entries to `grad` (V, H), rounded once to its dtype; it holds zeros.
-
-    With an `x` of ones (N, 1), `grad` (V, 1) is dbias.
-    """
-    n_entries, hidden = by_id.ids.shape[0], x.shape[1]
-    if not grad.shape[0] or not n_entries:
-        return
-    if use_triton(x):
-        run, together, most, num_warps = TUNING[x.device].kept_weight_grad
-        n_runs, block = -(-n_entries // run), block_size(hidden, most)
-        head, tail = (torch.empty(n_runs, hidden, dtype=torch.float32, device=x.device) for _ in range(2))
-        grid = grid_of_rows(n_runs, -(-hidden // block))
-        _weight_kernel[grid](
-            grad_ptr=grad,
-            grad_stride=grad.stride(0),
-            head_ptr=head,
-            tail_ptr=tail,
-            x_ptr=x,
-            x_stride=x.stride(0),
-            ids_ptr=by_id.ids,
-            entry_tokens_ptr=by_id.tokens,
-            dz_ptr=by_id.dz,
-            n_tokens=n_entries,
-            hidden=hidden,
-            n_written=grad.shape[0],
-            RUN=run,
-            BLOCK=block,
-            num_warps=num_warps,
-        )
-        _joined_kernel[grid](
-            grad_ptr=grad,
-            grad_stride=grad.stride(0),
-            head_ptr=head,
-            tail_ptr=tail,
-            ids_ptr=by_id.ids,
-            n_tokens=n_entries,
-            hidden=hidden,
-            n_written=grad.shape[0],
-            RUN=run,
-            TOGETHER=together,
-            BLOCK=block,
-            num_warps=num_warps,
-        )
-        return
-    dtype = accumulation_dtype(x.dtype)
-    total, rows, places = grad, grad.new_empty(0, dtype=torch.int64), by_id.ids
-    if grad.dtype != dtype:
-        # One sum a row, rounded once.
-        rows, places = torch.unique_consecutive(by_id.ids, return_inverse=True)
-        total = torch.zeros(rows.shape[0], hidden, dtype=dtype, device=x.device)
-    for part in _parts(n_entries, hidden):
-        dz, (own, place) = by_id.dz[part, None], _owned(places[part], total)
-        terms = dz * x[by_id.tokens[part]].to(dtype)
-        total.index_add_(0, place, torch.where(own[:, None] & (dz != 0), terms, 0.0))
-    if grad.dtype != dtype:
-        own = (rows >= 0) & (rows < grad.shape[0])
-        grad[rows[own]] = total[own].to(grad.dtype)

@@ -24,7 +24,6 @@ from liger_chunked.kernels.backend import (
     use_triton,
 )
 from liger_chunked.kernels.launch import Kernel, is_dry
-from liger_chunked.kernels.move_rows import move_rows_
 from liger_chunked.kernels.transform import (
     load_block,
     transform_and_slope,
@@ -49,7 +48,7 @@ class LogitsCotangents(NamedTuple):
     entropy_value: Tensor | None = None
     temperature: Tensor | None = None  # as in `logits_stats`
 
-    def at(self, rows: slice | tuple[slice, None] | Tensor) -> LogitsCotangents:
+    def at(self, rows: slice | Tensor | tuple[slice | Tensor, None]) -> LogitsCotangents:
         optional = (None if field is None else field[rows] for field in self[2:])
         return LogitsCotangents(self.max[rows], self.sum_exp[rows], *optional)
 
@@ -62,7 +61,7 @@ def slopes_of_stats(
     # p (log p + entropy) is largest where the other ids are equally likely: p (1 - p) log V, and less than 1 more.
     of_entropy = 1.0 + 0.25 * math.log(vocab_size)
     of_mean = 1.0 if class_weight is None else class_weight.abs().max().float()
-    bounds = {"logps": 1.0, "lse": 1.0, "candidate_logps": 1.0, "entropy": of_entropy}
+    bounds = {"logps": 1.0, "lse": 1.0, "entropy": of_entropy}
     return {**{name: steepness * x for name, x in bounds.items()}, "mean_logits": steepness / vocab_size * of_mean}
 
 
@@ -143,14 +142,11 @@ def _logits_grad_torch_(
     logits: Tensor, target: Tensor, cotangents: LogitsCotangents, options: LogitOptions, vocab_size: int,
     vocab_start: int, class_weight: Tensor | None, out: Tensor, live: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    n_cols = logits.shape[1]
+    n_rows, n_cols = logits.shape
     if live is not None and not is_dry():
-        live = live[: int((live >= 0).sum())]
-        move_rows_(logits, live)
-        n, of_rows = live.shape[0], (target[live], cotangents.at(live))
-        _logits_grad_torch_(logits[:n], *of_rows, options, vocab_size, vocab_start, class_weight, out[:n], None)
-        return out
-    for rows in row_blocks(logits):
+        n_rows = int((live >= 0).sum())
+    for places in row_blocks(logits[:n_rows]):
+        rows = places if live is None or is_dry() else live[places]
         z = logits[rows].to(accumulation_dtype(logits.dtype), copy=True)
         row = cotangents.at((rows, None))
         temperature = options.temperature if row.temperature is None else row.temperature.to(z.dtype)
@@ -176,7 +172,7 @@ def _logits_grad_torch_(
         grad.mul_(options.logit_scale / temperature)
         if slope is not None:
             grad.mul_(slope)
-        out[rows].copy_(grad)
+        out[places].copy_(grad)
     return out
 
 

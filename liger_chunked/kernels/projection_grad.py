@@ -195,31 +195,25 @@ def project_grad(
 
 @Kernel
 def _from_exponentials_kernel(
-    exp_ptr, exp_stride, rows_ptr, target_ptr, scale_ptr, others_ptr, at_target_ptr, every_ptr,
+    exp_ptr, exp_stride, target_ptr, scale_ptr, others_ptr, at_target_ptr, every_ptr,
     n_tokens, n_cols, vocab_start, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    inside = places < n_tokens
-    rows = places
-    if rows_ptr is not None:
-        rows = tl.load(rows_ptr + places, mask=inside, other=-1)
-        inside = rows >= 0
-        if tl.max(rows, axis=0) < 0:
-            return
+    inside = rows < n_tokens
     local = (tl.load(target_ptr + rows, mask=inside, other=-1) - vocab_start).to(tl.int32)
     others = tl.load(others_ptr + rows, mask=inside, other=0.0)
     at_target = tl.load(at_target_ptr + rows, mask=inside, other=0.0)
     if scale_ptr is not None:
         others *= tl.load(scale_ptr + rows, mask=inside, other=0.0)
     mask = inside[:, None] & (cols < n_cols)[None, :]
-    e = tl.load(exp_ptr + rows.to(tl.int64)[:, None] * exp_stride + cols[None, :], mask=mask, other=0.0)
+    place = exp_ptr + rows.to(tl.int64)[:, None] * exp_stride + cols[None, :]
+    e = tl.load(place, mask=mask, other=0.0)
     grad = e.to(tl.float32) * others[:, None]
     if every_ptr is not None:
         grad += tl.load(every_ptr + rows, mask=inside, other=0.0)[:, None]
     grad = tl.where(cols[None, :] == local[:, None], at_target[:, None], grad)
-    out = exp_ptr + places.to(tl.int64)[:, None] * exp_stride + cols[None, :]
-    tl.store(out, grad.to(tl.bfloat16), mask=mask)
+    tl.store(place, grad.to(tl.bfloat16), mask=mask)
 
 
 def grad_from_exponentials_(
@@ -228,9 +222,8 @@ def grad_from_exponentials_(
     factors: RowFactors,
     values_scale: Tensor | None,
     vocab_start: int = 0,
-    live: Tensor | None = None,
 ) -> Tensor:
-    """Replace a tile's exponentials by its logits' gradient. `live` is as in `logits_grad_`.
+    """Replace a tile's exponentials by its logits' gradient.
 
     Without the entropy's: exponentials are rounded, and `log p + entropy` may cancel.
     """
@@ -240,7 +233,7 @@ def grad_from_exponentials_(
     if n_cols:
         _from_exponentials_kernel(
             (-(-n // rows), -(-n_cols // cols), 1),
-            (exponentials, live, target, values_scale, factors.others, factors.target, factors.every),
+            (exponentials, target, values_scale, factors.others, factors.target, factors.every),
             (exponentials.stride(0), n, n_cols, vocab_start, rows, cols),
             num_warps=EXPONENTIALS_WARPS,
         )

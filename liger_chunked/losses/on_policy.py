@@ -246,7 +246,6 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         importance_weights: Tensor | None = None,
         num_items: float | Tensor | None = None,
         kept: KeptIds | None = None,
-        sparse_weight_grad: bool = False,
         n_valid: Sequence[int] | None = None,
         vocab_shard: VocabShard | None = None,
         cu_seqlens: Tensor | None = None,
@@ -276,8 +275,6 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
                 log-probabilities are of the softmax over these ids, and only their rows of its head are read; the
                 teacher's are of the whole vocabulary. Pass `old_logps` of the same softmax; with `sequence_group`, the
                 ids of this rank's positions. None: the whole vocabulary.
-            sparse_weight_grad: as in `linear_token_stats`: with `kept`, the gradient of `weight` is sparse. False:
-                dense.
             n_valid: B ints, the numbers of each sequence's tokens that have a target and that `attention_mask` keeps,
                 so that the host does not wait for the device ("Without waiting" in `docs/how-it-works.md`). None: the
                 host reads them from the device.
@@ -334,7 +331,6 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
             importance_weights=importance_weights,
             num_items=num_items,
             kept=kept,
-            sparse_weight_grad=sparse_weight_grad,
             n_valid=n_valid,
             vocab_shard=vocab_shard,
             cu_seqlens=cu_seqlens,

@@ -24,7 +24,6 @@ from liger_chunked.engine import (
     assert_later,
     check_kept,
     check_projection,
-    check_sparse_weight_grad,
     check_target,
     check_temperature,
     check_temperature_values,
@@ -357,7 +356,6 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         accumulation_steps: int | None = None,
         temperature: Tensor | None = None,
         kept: KeptIds | None = None,
-        sparse_weight_grad: bool = False,
         n_valid: Sequence[int] | None = None,
         vocab_shard: VocabShard | None = None,
         cu_seqlens: Tensor | None = None,
@@ -392,8 +390,6 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 entropies, also those of `ref_input`, are then of the softmax over these ids, and only their rows of the
                 head are read. Pass `old_logps` and `ref_logps` of the same softmax; with `sequence_group`, the ids of
                 this rank's positions. None: the whole vocabulary.
-            sparse_weight_grad: as in `linear_token_stats`: with `kept`, the gradient of `weight` is sparse. False:
-                dense.
             n_valid: B ints, the numbers of each sequence's tokens that have a target and that `attention_mask` keeps,
                 so that the host does not wait for the device ("Without waiting" in `docs/how-it-works.md`). None: the
                 host reads them from the device.
@@ -424,7 +420,6 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             if x is not None:
                 check_side(name, x, target)
         self._check_temperature(temperature, target)
-        check_sparse_weight_grad(sparse_weight_grad, kept, n_valid)
         if kept is not None:
             of_all = None if temperature is not None else self.options.temperature
             check_kept(kept, head, self._outputs, of_all)
@@ -466,7 +461,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             loss, stats = loss_of_kept(
                 head, input, target.long(), kept, rows, objective, sequences=sequences,
                 outputs=self._outputs, options=self.options, temperature=temperature,
-                n_valid=known_count, sparse_weight_grad=sparse_weight_grad, owner=self,
+                n_valid=known_count, owner=self,
             )  # fmt: skip
         return loss, self._metrics(objective.batch, objective.batch.rollouts(stats, slice(None)), shape)
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of more ids than the target."""
+"""Log-probabilities of more ids than the target, such as a teacher's."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def oracle(
     valid = (target != -100)[..., None]
     logps = log_p.gather(-1, target.clamp(min=0)[..., None])
     entropy = -(log_p.exp() * log_p).sum(-1, keepdim=True)
-    values = (logps, entropy, log_p.gather(-1, candidates))
+    values = (logps, entropy, log_p.detach().gather(-1, candidates))
     return [torch.where(valid, x, 0) for x in values]
 
 
 def ours(weight: Any, input: Tensor, bias: Tensor, **options: Any) -> list[Tensor]:
     stats = linear_token_stats(weight, input, bias=bias, outputs=("logps", "entropy"), **options)
     assert stats.logps is not None and stats.entropy is not None and stats.candidate_logps is not None
-    return [stats.logps[..., None], stats.entropy[..., None], stats.candidate_logps]
+    return [stats.logps[..., None], stats.entropy[..., None], stats.candidate_logps.detach()]
 
 
 def evaluate(function: Any, given: dict[str, Tensor], **options: Any) -> list[Tensor]:
@@ -62,7 +62,9 @@ def evaluate(function: Any, given: dict[str, Tensor], **options: Any) -> list[Te
     leaves = {name: given[name].clone().requires_grad_() for name in ("weight", "input", "bias")}
     values = function(**given | leaves, **options)
     loss = sum(
-        (x * torch.cos(torch.arange(x.numel(), dtype=x.dtype).view(x.shape) + i)).sum() for i, x in enumerate(values)
+        (x * torch.cos(torch.arange(x.numel(), dtype=x.dtype).view(x.shape) + i)).sum()
+        for i, x in enumerate(values)
+        if x.requires_grad
     )
     loss.backward()  # type: ignore[union-attr]
     return [x.detach() for x in values] + [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
@@ -76,6 +78,14 @@ def test_equals_eager_code(options: dict[str, Any], budget: int | None) -> None:
     found, expected = evaluate(ours, given, logits_budget=budget, **options), evaluate(oracle, given, **options)
     for value, exact in zip(found, expected, strict=True):
         assert relative_error(value, exact) < 1e-9  # the order of sums differs
+
+
+def test_a_gradient_of_candidates_is_refused() -> None:
+    given = batch()
+    stats = linear_token_stats(given.pop("weight").requires_grad_(), **given)
+    assert stats.logps is not None and stats.candidate_logps is not None
+    with pytest.raises(RuntimeError, match="candidate_logps have no gradient: .* teacher_ids"):
+        (stats.logps.sum() + stats.candidate_logps.sum()).backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -100,9 +110,8 @@ def test_contracts() -> None:
         leaves = {k: x.clone().requires_grad_() if x.is_floating_point() else x for k, x in chosen.items()}
         with FlopCounterMode(display=False) as counter:
             stats = linear_token_stats(**leaves)
-            values = stats.logps if stats.candidate_logps is None else stats.candidate_logps
-            assert values is not None
-            values.sum().backward()
+            assert stats.logps is not None
+            stats.logps.sum().backward()
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1]
 

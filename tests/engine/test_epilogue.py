@@ -26,7 +26,7 @@ from liger_chunked import (
 from liger_chunked.engine import choose, cutting, epilogue, gradients, rows
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.engine.rows import all_rows
-from liger_chunked.kernels import backend, projection, target_rows
+from liger_chunked.kernels import add_rows, backend, projection, target_rows
 from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.survey import Found, find_tokens
 from liger_chunked.types import AdaptedWeight, LossHead
@@ -465,7 +465,8 @@ def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     if backend.triton is None:
         pytest.skip("no tensor descriptors without Triton")
     monkeypatch.setattr(choose, "has_wide_tiles", lambda device: True)
-    for module in (projection, target_rows):
+    monkeypatch.setattr(add_rows, "use_triton", lambda x: True)
+    for module in (projection, target_rows, add_rows):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, NotLaunched())
     for module in (gradients, epilogue):

@@ -43,7 +43,7 @@ from liger_chunked import (
 from liger_chunked.engine import choose, distillation, epilogue, known, live_rows
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.live_rows import LiveCount
-from liger_chunked.kernels import LogitsCotangents, backend, logits_grad_, move_rows
+from liger_chunked.kernels import LogitsCotangents, backend, logits_grad_
 from liger_chunked.kernels.launch import is_dry
 
 SIZES = Sizes(sequences=4, length=40, hidden=16, vocab=97, ignored=False)
@@ -202,13 +202,6 @@ def statistics(batch: Batch, budget: int | None, **options: Any) -> Tensor:
     return sum((value * LIVE).sum() for value in (stats.logps, stats.lse) if value is not None)
 
 
-def candidates(batch: Batch, budget: int | None) -> Tensor:
-    ids = (batch["target"][..., None] + torch.arange(5)) % SIZES.vocab
-    stats = linear_token_stats(**batch, candidates=ids, logits_budget=budget)
-    of_ids = torch.linspace(-1, 1, 5, dtype=torch.float64)
-    return ((stats.logps + (stats.candidate_logps * of_ids).sum(-1)) * LIVE).sum()
-
-
 def kept_ids(batch: Batch, budget: int | None) -> Tensor:
     """Return statistics of long lists of kept ids, which take products."""
     n, k = batch["target"].numel(), 12
@@ -234,7 +227,6 @@ OTHERS: dict[str, tuple[Callable[[Batch, int | None], Tensor], float, float]] = 
     "cross-entropy": (cross_entropy, 1, 2 * 0.2),
     "dpo": (dpo, 1, 2 * 0.5),
     "logps": (statistics, 1, 2 * 0.2),
-    "candidates": (candidates, 1, 2 * 0.2),
     "kept-ids": (kept_ids, 1, 2 * 0.2),
     "divergence": (divergence, 2, 4 * 0.2),
     "top-k": (partial(divergence, top_k=True), 1, 3 * 0.2),
@@ -478,16 +470,15 @@ def test_gradients_accumulate_and_repeat():
         torch.testing.assert_close(x.grad, 2 * once[name], rtol=1e-12, atol=1e-12)
 
 
-# Memory and moves
+# Memory and places
 
 
-def test_moves_take_little_memory(monkeypatch):
-    """Nothing as large as the logits that move."""
-    monkeypatch.setattr(move_rows, "MOST_MOVED", 4 * 1009)
+def test_a_gather_takes_little_memory(monkeypatch):
+    """Nothing as large as the logits that are gathered."""
     monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)  # as in test_cost.py
     sizes = Sizes(sequences=8, length=32, hidden=8, vocab=1009, ignored=False)
     batch = rollouts(sizes, 0, old=False)
-    batch["advantages"] = (torch.arange(256).view(8, 32) >= 128).double()  # the last half moves
+    batch["advantages"] = (torch.arange(256).view(8, 32) >= 128).double()  # the last half fills the first
     leaves = {name: batch[name].clone().requires_grad_() for name in ("weight", "input")}
     memory, n = Memory(), 256
     memory.expect(*batch.values(), *leaves.values())
@@ -501,15 +492,20 @@ PATTERNS = ["101101", "000111", "111000", "000000", "010101"]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_live_rows_fill_the_holes(pattern):
+def test_live_rows_fill_the_holes(pattern, monkeypatch):
+    monkeypatch.setattr(live_rows, "MOST_GATHERED", 200)  # two rows at a time
     pattern = list(map(int, pattern))
     g = torch.tensor(pattern, dtype=torch.float32)
     found = LiveCount.start({"logps": g, "lse": torch.zeros(6)})
     assert found is not None
     kept = found.read()
     assert kept is not None
-    x = torch.arange(12.0).view(6, 2)
-    front = kept.compact_(x.clone())
+    x = torch.arange(600.0).view(6, 100)
+    filled, memory = x.clone(), Memory()
+    memory.expect(filled)
+    with memory:
+        front = kept.compact_(filled)
+    assert memory.largest <= 2 * 100 * 4
     assert sorted(kept.rows.tolist()) == [i for i, live in enumerate(pattern) if live]
     assert torch.equal(front, x[kept.rows])
     # Rows that are live already stay.
@@ -581,8 +577,8 @@ def lengths(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     read = LiveCount.read
 
-    def watch(self: LiveCount, *moved: Any) -> Any:
-        kept = read(self, *moved)
+    def watch(self: LiveCount) -> Any:
+        kept = read(self)
         if is_dry():  # a first step on a GPU rehearses its launches
             return kept
         found.append(-1 if kept is None else kept.length)

@@ -62,11 +62,11 @@ def log(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, name, watched)
 
     watch(gradients, "accumulate", "dW")
-    watch(gradients, "add_target_rows_", "targets of dW")
+    watch(gradients, "add_rows_", "targets of dW")
     watch(epilogue, "accumulate", "product of dX")
     watch(epilogue, "add_target_rows_of_weight", "write dX")
     watch(epilogue, "scale_rows", "scale")
-    watch(gradients, "occurrences", "order of targets")
+    watch(gradients, "sorted_rows", "order of targets")
     watch(epilogue, "project_exp", "exponentials")
     return entries
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,8 +176,6 @@ class Normed(nn.Module):
         return torch.func.functional_call(self.module, parameters, (x,))
 
 
-WITH_LOGITS = ("liger_kl_div_with_logits", "liger_jsd_with_logits", "liger_tvd_with_logits")
-
 BASE = [
     Call(
         "liger_rms_norm",
@@ -198,13 +195,6 @@ BASE = [
     Call("liger_geglu", lc.liger_geglu, halves, ("gate", "up")),
     Call("liger_relu_squared", lc.liger_relu_squared, lambda: {"x": normal(2, 3, 8)}, ("x",)),
     Call("liger_cross_entropy", lc.liger_cross_entropy, logits, ("logits",)),
-    Call("liger_kl_div", partial(lc.liger_kl_div, log_target=True), two("input", "target"), ("input",)),
-    Call("liger_jsd", lc.liger_jsd, two("log_q", "log_p", labels=True), ("log_q",)),
-    Call("liger_tvd", lc.liger_tvd, two("p", "q", labels=True), ("p",)),
-    *(
-        Call(name, getattr(lc, name), two("student_logits", "teacher_logits", labels=True), ("student_logits",))
-        for name in WITH_LOGITS
-    ),
     Call(
         "LigerRMSNorm",
         Normed(lc.LigerRMSNorm(8)),
@@ -212,13 +202,6 @@ BASE = [
         ("x", "weight"),
     ),
     Call("LigerLayerNorm", Normed(lc.LigerLayerNorm(8)), norm, ("x", "weight", "bias")),
-    Call("LigerKLDIVLoss", lc.LigerKLDIVLoss(log_target=True), two("input", "target"), ("input",)),
-    Call("LigerJSD", lc.LigerJSD(), two("log_q", "log_p", labels=True), ("log_q",)),
-    Call("LigerTVDLoss", lc.LigerTVDLoss(), two("p", "q", labels=True), ("p",)),
-    *(
-        Call(module.__name__, module(), two("student_logits", "teacher_logits", labels=True), ("student_logits",))
-        for module in (lc.LigerKLDIVWithLogitsLoss, lc.LigerJSDWithLogits, lc.LigerTVDWithLogitsLoss)
-    ),
     Call(
         "LigerCrossEntropyLoss",
         lc.LigerCrossEntropyLoss(),
@@ -637,7 +620,6 @@ def settings() -> dict[str, Callable[[Any], Any]]:
         "num_items": lambda value: lc.LigerFusedLinearCrossEntropyLoss()(**step, num_items=value),
         "target": lambda value: lc.LigerFusedLinearCrossEntropyLoss()(**{**step, "target": value}),
         "beta-of-jsd": lambda value: lc.LigerFusedLinearJSDLoss(beta=value),
-        "beta-of-base-jsd": lambda value: lc.liger_jsd(x, x, beta=value),
         "casting": lambda value: lc.liger_rms_norm(x, w, casting=value),
         "approximate": lambda value: lc.liger_geglu(x, x, value),
         "unsqueeze_dim": lambda value: lc.liger_rotary_pos_emb(*heads().values(), unsqueeze_dim=value),

@@ -864,6 +864,69 @@ def test_divergences_take_teachers_as_they_are() -> None:
     assert log_q.grad.dtype == torch.float16
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_jsd_of_valid_rows(beta: float, dtype: torch.dtype) -> None:
+    """Ignored rows may hold anything."""
+    generator = torch.Generator().manual_seed(1)
+    log_q, log_p = (torch.randn(5, 9, generator=generator).log_softmax(-1).to(dtype) for _ in range(2))
+    labels = torch.tensor([1, -100, 0, 2, -100])
+    exact = log_q.double().clone().requires_grad_()
+    q, p = exact[labels >= 0].exp(), log_p[labels >= 0].double().exp()
+    m = beta * p + (1 - beta) * q
+    if beta in (0.0, 1.0):
+        rows = p * (p / q).log() if beta == 0.0 else q * (q / p).log()
+    else:
+        rows = beta * p * (p / m).log() + (1 - beta) * q * (q / m).log()
+    expected = rows.sum(-1).mean()
+    log_q[1], log_p[4] = torch.nan, torch.inf
+    log_q.requires_grad_()
+    loss = transformers.LigerJSD(beta)(log_q, log_p, labels)
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
+    assert loss.dtype == dtype and relative_error(loss.detach().double(), expected.detach()) < bound
+    (found,), (gradient,) = torch.autograd.grad(loss, log_q), torch.autograd.grad(expected, exact)
+    assert relative_error(found.double(), gradient) < bound
+    assert transformers.LigerJSD(beta)(log_q, log_p, torch.full_like(labels, -100)) == 0
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
+def test_tvd_of_valid_rows(reduction: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    p, q = (torch.randn(5, 9, generator=generator, dtype=torch.float64).softmax(-1) for _ in range(2))
+    labels = torch.tensor([1, -100, 0, 2, -100])
+    terms = 0.5 * (p - q).abs() * (labels >= 0)[:, None]
+    divisor = {"none": 1, "sum": 1, "mean": 3 * 9, "batchmean": 3}[reduction]
+    expected = (terms if reduction == "none" else terms.sum()) / divisor
+    p[1] = torch.nan
+    torch.testing.assert_close(transformers.LigerTVDLoss(reduction)(p, q, labels), expected)
+
+
+def test_divergences_of_events_without_probability() -> None:
+    log_q = torch.randn(3, 40).log_softmax(-1)
+    log_p = log_q.masked_fill(torch.arange(40) >= 5, -torch.inf).log_softmax(-1)
+    for loss, student, teacher in (
+        (transformers.LigerKLDIVLoss(log_target=True), log_q, log_p),
+        (transformers.LigerKLDIVLoss(), log_q, log_p.exp()),
+        (transformers.LigerKLDIVLoss(log_target=True, reduction="none"), log_q, log_p),
+        (transformers.LigerJSD(0.0), log_q, log_p),
+        (transformers.LigerJSD(0.3), log_q, log_p),
+        (transformers.LigerJSD(0.3), log_p, log_q),
+        (transformers.LigerJSD(1.0), log_p, log_q),
+    ):
+        x = student.clone().requires_grad_()
+        value = loss(x, teacher)
+        (gradient,) = torch.autograd.grad(value.sum(), x)
+        assert value.isfinite().all() and gradient.isfinite().all()
+
+
+def test_divergences_refuse_other_shapes() -> None:
+    x, labels = torch.randn(3, 8), torch.arange(3)
+    with pytest.raises(ValueError, match="the teacher must have the shape and device of the student"):
+        transformers.LigerKLDIVLoss()(x, x[:2])
+    with pytest.raises(ValueError, match=r"shift_labels must be \(3,\)"):
+        transformers.LigerJSD()(x, x, labels[:2])
+
+
 # Functions
 
 

@@ -38,8 +38,6 @@ import liger_chunked as lc
 from liger_chunked.kernels import (
     glu,
     layer_norm,
-    logits_divergence,
-    pointwise_divergence,
     relu_squared,
     rms_norm,
     rope,
@@ -84,7 +82,7 @@ def test_path(op: Op, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The last two files have functions of the same names.
     files = ("logits_stats", "logits_grad", "divergence_sums", "divergence", "divergence_grad")
     shared = [importlib.import_module(f"liger_chunked.kernels.{name}") for name in files]
-    for module in (glu, layer_norm, pointwise_divergence, relu_squared, rms_norm, rope, *shared):
+    for module in (glu, layer_norm, relu_squared, rms_norm, rope, *shared):
         hosts = [name for name in vars(module) if re.fullmatch(r"_\w+_torch_?", name)]
         assert hosts
         for name in hosts:
@@ -481,7 +479,6 @@ def test_long(shape: tuple[int, int]) -> None:
         lc.liger_swiglu,
         rope,
         lambda x: lc.liger_cross_entropy(x, torch.full((len(x),), 5, device=x.device), reduction="none"),
-        lambda x: lc.liger_jsd_with_logits(x, x.detach().flip(1), reduction="none"),
     ]
     for function in rows:
         x.requires_grad_()
@@ -599,30 +596,9 @@ def test_cross_entropy_of_nothing(reduction: Any, device: str) -> None:
     assert not loss.any() and not logits.grad.any()
 
 
-@pytest.mark.triton
-def test_divergences_of_events_without_probability(device: str) -> None:
-    log_q = torch.randn(3, 40, device=device).log_softmax(-1)
-    log_p = log_q.clone()
-    log_p[:, 5:] = -torch.inf
-    log_p = log_p.log_softmax(-1)
-    for function, student, teacher in (
-        (partial(lc.liger_kl_div, log_target=True), log_q, log_p),
-        (lc.liger_kl_div, log_q, log_p.exp()),
-        (partial(lc.liger_kl_div, log_target=True, reduction="none"), log_q, log_p),
-        (partial(lc.liger_jsd, beta=0.0), log_q, log_p),
-        (partial(lc.liger_jsd, beta=0.3), log_q, log_p),
-        (partial(lc.liger_jsd, beta=0.3), log_p, log_q),
-        (partial(lc.liger_jsd, beta=1.0), log_p, log_q),
-    ):
-        x = student.clone().requires_grad_()
-        loss = function(x, teacher)
-        (gradient,) = torch.autograd.grad(loss.sum(), x)
-        assert loss.isfinite().all() and gradient.isfinite().all()
-
-
 @pytest.mark.parametrize(
     "module",
-    [rms_norm, layer_norm, glu, relu_squared, rope, pointwise_divergence, logits_divergence],
+    [rms_norm, layer_norm, glu, relu_squared, rope],
     ids=lambda m: m.__name__[22:],
 )
 def test_operators_keep_their_word(module: Any) -> None:
@@ -659,13 +635,6 @@ def test_operators_keep_their_word(module: Any) -> None:
             (q.transpose(1, 2).contiguous().transpose(1, 2), k, angle, angle, 4, False, False, True, False),
             (q, k, angle, angle, 4, True, False, False, True),
         ],
-        "logits_divergence": [(x, x, "forward_kl", 0.0, 0.0, 0.0, 2.0), (x.t(), x.t(), "tvd", 0.0, 0.0, 0.0, 1.0)],
-        "logits_divergence_backward": [
-            (x, x, [row] * 8, row, "mixture", 0.3, 0.7, 0.3, 2.0, False),
-            (x.t(), x.t(), [torch.rand(8)] * 7, torch.rand(8), "reverse_kl", 0.0, 0.0, 0.0, 1.0, False),
-        ],
-        "pointwise_divergence": [(x, x, "jsd", 0.3)],
-        "pointwise_divergence_backward": [(x, x, row, "kl", 0.0)],
     }
     prefix = {"rope": "rotary_pos_emb"}.get(module.__name__.rpartition(".")[2], module.__name__.rpartition(".")[2])
     checked = [name for name in samples if name.startswith(prefix)]
@@ -730,20 +699,6 @@ BAD_INPUT: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
     ("ce-square-nan", ValueError, "_square_scale must", lambda: lc.liger_cross_entropy(Z, T, lse_square_scale=NAN)),
     ("ce-padding", ValueError, "set ignore_index=-1$", lambda: lc.liger_cross_entropy(Z, T - T - 1)),
     ("ce-softcap", ValueError, "softcap must be", lambda: lc.liger_cross_entropy(Z, T, softcap=-1.0)),
-    ("kl-shape", ValueError, "target must have the shape", lambda: lc.liger_kl_div(Z, Z[:2])),
-    ("kl-ndim", ValueError, r"input must be \(N, V\)", lambda: lc.liger_kl_div(X, X)),
-    ("jsd-beta", ValueError, r"beta must be in \[0, 1\]", lambda: lc.liger_jsd(Z, Z, beta=1.5)),
-    ("jsd-labels", ValueError, "shift_labels must be", lambda: lc.liger_jsd(Z, Z, T[:2])),
-    ("jsd-labels-device", ValueError, "on cpu, one for each row of log_q", lambda: lc.liger_jsd(Z, Z, T.to("meta"))),
-    ("tvd-grad", ValueError, "q gets no gradient", lambda: lc.liger_tvd(Z, Z.clone().requires_grad_())),
-    ("logits-shape", ValueError, "teacher_logits must have the shape", lambda: lc.liger_tvd_with_logits(Z, Z[:, 1:])),
-    ("logits-int", TypeError, "teacher_logits must be a floating", lambda: lc.liger_jsd_with_logits(Z, T)),
-    ("logits-grad", ValueError, "get no grad", lambda: lc.liger_jsd_with_logits(Z, Z.clone().requires_grad_())),
-    ("logits-labels", ValueError, r"shift_labels must be \(3,\)", lambda: lc.liger_jsd_with_logits(Z, Z, T[:2])),
-    ("logits-device", ValueError, "on cpu, one for each", lambda: lc.liger_jsd_with_logits(Z, Z, T.to("meta"))),
-    ("logits-beta", ValueError, r"beta must be in \[0, 1\]", lambda: lc.liger_jsd_with_logits(Z, Z, beta=-1)),
-    ("logits-reduction", ValueError, "reduction must", lambda: lc.liger_kl_div_with_logits(Z, Z, reduction="avg")),
-    ("logits-temp", ValueError, "temperature must", lambda: lc.liger_kl_div_with_logits(Z, Z, temperature=0.0)),
     ("swiglu-act", ValueError, "hidden_act must be", lambda: lc.LigerSwiGLUMLP(SimpleNamespace(hidden_act="gelu"))),
 ]  # fmt: skip
 

@@ -46,9 +46,7 @@ ON_HOPPER = {
     "projection_grad.row_factors",
     "projection_logits.project_logits",
     "target_rows.input",
-    "target_rows.order",
     "target_rows.scale_rows",
-    "target_rows.target_rows",
 }
 
 

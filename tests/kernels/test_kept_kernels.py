@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kept_ids import sorted_by_id
-from liger_chunked.kernels import kept, kept_tile
+from liger_chunked.kernels import add_rows_, kept, kept_tile
 from liger_chunked.kernels.logits_grad import LogitsCotangents
 from liger_chunked.types import LogitOptions
 
@@ -101,9 +101,9 @@ def test_statistics_and_gradients(
     db = torch.zeros(V, dtype=z.dtype, device=device) if has_bias else None
     kept.kept_input_grad(dz, weight, entries, dx)
     by_id = sorted_by_id(entries, dz)
-    kept.write_kept_weight_grad(dw, x, by_id)
+    add_rows_(dw, x, by_id)
     if db is not None:
-        kept.write_kept_weight_grad(db[:, None], x.new_ones(N, 1), by_id)
+        add_rows_(db[:, None], x.new_ones(N, 1), by_id)
     for found, expected_grad in zip((dx, dw, db), wanted, strict=True):
         if found is None or expected_grad is None:
             assert found is None and expected_grad is None
@@ -151,14 +151,14 @@ def test_ranks_add_up(device: str) -> None:
     dz = torch.randn(z.shape, generator=generator).to(device)
     dx, dw = torch.empty_like(x), torch.zeros_like(weight)
     kept.kept_input_grad(dz, weight, whole, dx)
-    kept.write_kept_weight_grad(dw, x, sorted_by_id(whole, dz))
+    add_rows_(dw, x, sorted_by_id(whole, dz))
     sums, sums_dx = torch.zeros_like(z), torch.zeros_like(x)
     for start, stop in ((0, 11), (11, 30), (30, V), (V, V)):
         part, own = entries_of(ids, device, start), weight[start:stop]
         sums += kept.kept_logits(x, own, None, part)
         dx_part, dw_part = torch.empty_like(x), torch.zeros_like(own)
         kept.kept_input_grad(dz, own, part, dx_part)
-        kept.write_kept_weight_grad(dw_part, x, sorted_by_id(part, dz))
+        add_rows_(dw_part, x, sorted_by_id(part, dz))
         sums_dx += dx_part
         assert torch.equal(dw_part, dw[start:stop])
     assert torch.equal(sums, z)  # the other ranks add zeros
@@ -181,13 +181,13 @@ def test_an_ignored_token_is_not_read(dtype: torch.dtype, device: str) -> None:
     found, expected = torch.empty_like(x), torch.empty_like(x)
     kept.kept_input_grad(dz, weight, entries, expected)
     dw, expected_dw = torch.zeros_like(weight), torch.zeros_like(weight)
-    kept.write_kept_weight_grad(expected_dw, x, sorted_by_id(entries, dz))
+    add_rows_(expected_dw, x, sorted_by_id(entries, dz))
     x = x.masked_fill(ignored[:, None], torch.nan)
     if not (entries.ids[~of_entries] == 0).any():
         weight[0] = torch.nan
     assert torch.equal(kept.kept_logits(x, weight, None, read), z.masked_fill(of_entries, 0.0))
     kept.kept_input_grad(dz, weight, read, found)
-    kept.write_kept_weight_grad(dw, x, sorted_by_id(entries, dz))
+    add_rows_(dw, x, sorted_by_id(entries, dz))
     assert torch.equal(found, expected) and torch.equal(dw, expected_dw)
 
 
@@ -234,7 +234,7 @@ def test_without_entries(device: str) -> None:
     z = kept.kept_logits(x, weight, None, entries)
     dx, dw = torch.full_like(x, torch.nan), torch.zeros_like(weight)
     kept.kept_input_grad(z, weight, entries, dx)
-    kept.write_kept_weight_grad(dw, x, sorted_by_id(entries, z))
+    add_rows_(dw, x, sorted_by_id(entries, z))
     assert z.numel() == 0 and (dx == 0).all() and (dw == 0).all()
 
 
@@ -247,9 +247,9 @@ def test_an_id_that_many_tokens_keep(n: int, device: str) -> None:
     generator = torch.Generator().manual_seed(4)
     x, dz = (torch.randn(*shape, generator=generator).to(device) for shape in ((n, 8), entries.ids.shape))
     found, expected = torch.zeros(V, 8, device=device), torch.zeros(V, 8, dtype=torch.float64, device=device)
-    kept.write_kept_weight_grad(found, x, sorted_by_id(entries, dz))
+    add_rows_(found, x, sorted_by_id(entries, dz))
     expected.index_add_(0, entries.ids, dz[:, None].double() * x[entries.tokens].double())
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     again = torch.zeros_like(found)
-    kept.write_kept_weight_grad(again, x, sorted_by_id(entries, dz))
+    add_rows_(again, x, sorted_by_id(entries, dz))
     assert torch.equal(again, found)

@@ -127,18 +127,11 @@ def test_the_samplers_distribution(surrogate: str) -> None:
     assert relative_error(metrics.kl, kl.detach()) < BOUND
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
-def test_sparse_gradients() -> None:
+def test_an_argument_of_other_losses() -> None:
     given = sampled()
     target = torch.arange(12).view(2, 6)
-    kept = KeptIds.from_lists([[y, y + 1] for y in range(12)])
-    weight = given.pop("weight").requires_grad_()
+    weight = given.pop("weight")
     loss = LigerFusedLinearOnPolicyDistillationLoss()
-    dense, sparse = (
-        torch.autograd.grad(loss(weight, **given, target=target, kept=kept, sparse_weight_grad=x)[0], weight)[0]
-        for x in (False, True)
-    )
-    assert sparse.is_sparse and torch.equal(sparse.to_dense(), dense)
     with pytest.raises(TypeError, match="has no argument 'deterministic'"):
         loss(weight, **given, target=target, deterministic="batch")  # type: ignore[call-arg]
 

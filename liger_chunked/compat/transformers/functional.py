@@ -10,8 +10,8 @@ from torch import Tensor
 from liger_chunked import kernels
 from liger_chunked.compat import transformers as modules
 from liger_chunked.compat.transformers import layers
+from liger_chunked.compat.transformers.losses import Reduction
 from liger_chunked.compat.unsupported import missing
-from liger_chunked.modules import Reduction
 
 __all__ = [
     "CrossEntropyOutput",

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from liger_chunked import kernels, losses, modules
+from liger_chunked import losses, modules
 from liger_chunked.calls import typed_like
 from liger_chunked.compat.settings import Loss
 from liger_chunked.compat.unsupported import refuse
 from liger_chunked.kernels.logits_stats import row_stats
-from liger_chunked.modules import Reduction
-from liger_chunked.types import LogitOptions
+from liger_chunked.kernels.operands import check_floating, check_labels, check_like
+from liger_chunked.losses.formulas import kl, log_mixture
+from liger_chunked.types import LogitOptions, accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -174,22 +175,46 @@ class LigerFusedLinearJSD(Loss):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-def _of_one_dtype(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(student.dtype, teacher.dtype)
-    return student.to(dtype), teacher.detach().to(dtype)
+Reduction: TypeAlias = Literal["none", "sum", "mean", "batchmean"]
+
+
+def _pair(
+    student: Tensor, teacher: Tensor, labels: Tensor | None, ignore_index: int, nothing: float
+) -> tuple[Tensor, Tensor, Any]:
+    """Return both (N, V) in float32 or float64, `nothing` in ignored rows, and how many rows count."""
+    check_floating(student, "the student", 2)
+    check_labels(labels, student, "the student")
+    dtype = accumulation_dtype(torch.promote_types(student.dtype, teacher.dtype))
+    student, teacher = student.to(dtype), teacher.detach().to(dtype)
+    check_like(teacher, "the teacher", student, "the student")
+    if labels is None:
+        return student, teacher, max(1, student.shape[0])
+    ignored = labels == ignore_index
+    student, teacher = (x.masked_fill(ignored[:, None], nothing) for x in (student, teacher))
+    return student, teacher, (~ignored).sum().clamp(min=1)
+
+
+def _reduced(terms: Tensor, rows: Any, reduction: Reduction) -> Tensor:
+    if reduction == "none":
+        return terms
+    divisors = {"sum": 1, "batchmean": rows, "mean": rows * terms.shape[1]}
+    return terms.sum() / divisors[reduction]
 
 
 class LigerJSD(Loss):
-    """`liger_chunked.LigerJSD`, in the dtype of `log_q`."""
+    """Mean over rows of `beta KL(p || m) + (1 - beta) KL(q || m)`, with `m = beta p + (1 - beta) q`, in PyTorch."""
 
     def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
         super().__init__()
 
     def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        loss = kernels.liger_jsd(
-            *_of_one_dtype(log_q, log_p), shift_labels, beta=self.beta, ignore_index=self.ignore_index
-        )
-        return loss.to(log_q.dtype)
+        q, p, rows = _pair(log_q, log_p, shift_labels, self.ignore_index, nothing=-torch.inf)
+        if self.beta in (0.0, 1.0):
+            of_rows = kl(p, q) if self.beta == 0.0 else kl(q, p)
+        else:
+            m = log_mixture(q, p, self.beta)
+            of_rows = self.beta * kl(p, m) + (1.0 - self.beta) * kl(q, m)
+        return (of_rows.sum() / rows).to(log_q.dtype)
 
     if TYPE_CHECKING:
 
@@ -198,15 +223,14 @@ class LigerJSD(Loss):
 
 
 class LigerTVDLoss(Loss):
-    """`liger_chunked.LigerTVDLoss`."""
+    """Total variation distance `sum_v |p_v - q_v|/2` of each row, in PyTorch."""
 
     def __init__(self, reduction: Reduction = "batchmean", ignore_index: int = -100) -> None:
         super().__init__()
 
     def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        return kernels.liger_tvd(
-            *_of_one_dtype(p, q), shift_labels, reduction=self.reduction, ignore_index=self.ignore_index
-        )
+        p, q, rows = _pair(p, q, shift_labels, self.ignore_index, nothing=0.0)
+        return _reduced(0.5 * (p - q).abs(), rows, self.reduction)
 
     if TYPE_CHECKING:
 
@@ -214,15 +238,12 @@ class LigerTVDLoss(Loss):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-_EPS = 1e-10
-
-
 class LigerKLDIVLoss(Loss):
-    """`liger_chunked.LigerKLDIVLoss`, where `0 log 0` is 0; another `eps` is the least target in `log`, in PyTorch."""
+    """`F.kl_div` with `eps` as the least target in `log`, where `0 log 0` is 0, in PyTorch."""
 
     def __init__(
         self,
-        eps: float = _EPS,
+        eps: float = 1e-10,
         size_average: bool | None = None,
         reduce: bool | None = None,
         reduction: Reduction = "mean",
@@ -233,14 +254,10 @@ class LigerKLDIVLoss(Loss):
         self.chosen: Any = nn.KLDivLoss(size_average, reduce, reduction).reduction
 
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
-        y_pred, y_true = _of_one_dtype(y_pred, y_true)
-        if self.eps == _EPS or self.log_target:
-            return kernels.liger_kl_div(y_pred, y_true, reduction=self.chosen, log_target=self.log_target)
-        terms = y_true * (y_true.clamp(min=self.eps).log() - y_pred)
-        if self.chosen == "none":
-            return terms
-        divisors = {"mean": terms.numel(), "batchmean": terms.shape[0], "sum": 1}
-        return terms.sum() / divisors[self.chosen]
+        log_q, target, rows = _pair(y_pred, y_true, None, 0, nothing=0.0)
+        p = target.exp() if self.log_target else target
+        log_p = target if self.log_target else target.clamp(min=self.eps).log()
+        return _reduced(p * (log_p - log_q).masked_fill(p == 0, 0.0), rows, self.chosen)
 
     if TYPE_CHECKING:
 

@@ -22,15 +22,14 @@ class Tuning(NamedTuple):
     logits_stats_argmax_block: int = 1024  # an argmax takes registers
     logits_grad: Launch = Launch(1024, 2)  # columns: "Order of blocks"
     divergence: Launch = Launch(2048, 4)  # columns: "Divergence sweeps"
-    pointwise_divergence: Launch = Launch(2048, 4)  # columns
     loads_in_flight: int = 4  # blocks loaded ahead
     hidden: Launch = Launch(1024, 4)  # columns of hidden states
 
     # Of kept ids ("Kept ids"): entries and columns of hidden states at a time, warps
     kept_logits: tuple[int, int, int] = (8, 256, 4)
     kept_input_grad: tuple[int, int, int] = (2, 1024, 4)
-    # Entries of a program, sums added at a time, columns, warps
-    kept_weight_grad: tuple[int, int, int, int] = (64, 8, 512, 2)
+    # Rows of dW: entries of a program, sums added at a time, columns, warps
+    added_rows: tuple[int, int, int, int] = (64, 8, 512, 2)
     kept_stats: Launch = Launch(64, 1)  # entries of a token
     kept_grad: Launch = Launch(1024, 4)  # entries
     kept_tile: Launch = Launch(1024, 4)  # entries of a token, of long lists
@@ -87,4 +86,4 @@ SMALLEST_OF_KEPT = 1 << 33  # multiplications of a product; a smaller step waits
 # Rows without a gradient are left out of a backward's products (`engine/live_rows.py`). The bounds are estimates
 SMALLEST_OF_LIVE_ROWS = 1 << 39  # multiplications of a chunk's product; below, a dozen small launches take too long
 ONE_DEAD_ROW_OF = 64  # rows: fewer dead ones do not pay for gathering hidden states
-MOST_MOVED = 1 << 24  # logits at a time
+MOST_GATHERED = 1 << 24  # logits at a time

@@ -44,11 +44,7 @@ REDUCE_WARPS = 8
 GRADIENT_ROWS = 256  # rows of a program that prepares factors
 EXPONENTIALS = 4, 1024
 EXPONENTIALS_WARPS = 4
-SORTED = 16, 256  # tokens that a program sorts, and compares at a time
-MOST_SORTED = 1 << 15  # tokens of a chunk; torch sorts more
-TARGET_RUN = 8  # tokens of one target added at a time
-TARGET_COLS = 512  # columns of dW per program
-TARGET_WARPS = 4  # for sorting and adding
+TARGET_RUN = 16  # tokens whose rows a program adds to dW
 
 # "When a step uses the fused epilogue"
 WIDEST = 3072  # largest H of losses or entropies with a backward, unless logits are float32
