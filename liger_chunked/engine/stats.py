@@ -160,8 +160,8 @@ class _LinearTokenStats(torch.autograd.Function):
         named = {name: g for name, g in zip(_returned(plan), upstream, strict=True) if g is not None}
         if "candidate_logps" in named:
             raise RuntimeError(
-                "candidate_logps have no gradient: .detach() them, or, for a student's loss over a teacher's top k, pass "
-                "teacher_ids and teacher_logps to a distillation loss"
+                "candidate_logps have no gradient: .detach() them, or, for a student's loss over a teacher's top k, "
+                "pass teacher_ids and teacher_logps to a distillation loss"
             )
         gradients = {name: compact(g) for name, g in named.items()}
         grads = _run_backward(head_pass, plan, head, input, u, Needs(*ctx.needs_input_grad[:5]), gradients)
