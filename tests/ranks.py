@@ -4,9 +4,14 @@ def worker(rank: int, world: str, folder: str) -> None:
     join(rank, world, folder)
     assert same_on_all_ranks(loss)
     dist.destroy_process_group()
+
+`Gathering` stands for ZeRO-3, on one process too.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,3 +43,20 @@ def summed(x: Tensor) -> Tensor:
     x = x.clone()
     dist.all_reduce(x)
     return x
+
+
+class Gathering(torch.autograd.Function):
+    """`apply(x, gather)`: a module's result `x`, whose backward first calls `gather`, as ZeRO-3 does.
+
+    `gather` brings back the parameters that ZeRO-3 released after the module's forward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gather: Callable[[], object]) -> Tensor:
+        ctx.gather = gather
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.gather()
+        return grad, None

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from fresh_process import FreshProcesses
-from ranks import join
+from ranks import Gathering, join
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -276,20 +276,6 @@ def compare(name: str, layout: Layout, idiom: str, inside: bool, device: str) ->
         assert error <= layout.bound, (name, idiom, inside, i, error)
 
 
-class Parted(torch.autograd.Function):
-    """Marks the logits of a head, whose backward brings its weight back."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, gather: Any) -> Tensor:
-        ctx.gather = gather
-        return z.view_as(z)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        ctx.gather()
-        return g, None
-
-
 @pytest.mark.parametrize("idiom", [name for name in IDIOMS if name != "one-rank"])
 def test_a_weight_without_data(idiom: str) -> None:
     """ZeRO-3 takes the data of the head's weight away after its forward, and brings it back in its backward."""
@@ -309,7 +295,7 @@ def test_a_weight_without_data(idiom: str) -> None:
         def release(module: nn.Module, args: Any, z: Tensor) -> Tensor:
             for p in data:
                 p.data = torch.empty(0, dtype=p.dtype)
-            return Parted.apply(z, gather)
+            return Gathering.apply(z, gather)
 
         model.head.register_forward_pre_hook(lambda module, args: gather())
         model.head.register_forward_hook(release)

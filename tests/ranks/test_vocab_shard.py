@@ -331,13 +331,18 @@ def test_ranks_take_turns() -> None:
         assert scattered._take_turns(counts, lengths) == expected, (counts, lengths)
 
 
-def contracts(rank: int, folder: str) -> None:
-    join(rank, "2", folder)
+def toy_batch(vocab: int, hidden: int, n: int, n_ids: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a weight (vocab, hidden), an input (n, hidden), and a target (n,) of the first `n_ids` ids."""
     generator = torch.Generator().manual_seed(0)
-    vocab, hidden, n = 640, 16, 48
     weight = torch.randn(vocab, hidden, generator=generator)
     input = torch.randn(n, hidden, generator=generator)
-    target = torch.randint(vocab, (n,), generator=generator)
+    return weight, input, torch.randint(n_ids, (n,), generator=generator)
+
+
+def contracts(rank: int, folder: str) -> None:
+    join(rank, "2", folder)
+    vocab, hidden, n = 640, 16, 48
+    weight, input, target = toy_batch(vocab, hidden, n, n_ids=vocab)
     own = slice(rank * vocab // 2, (rank + 1) * vocab // 2)
     shard = VocabShard(None, own.start, vocab)
     loss = LigerFusedLinearCrossEntropyLoss()
@@ -397,7 +402,7 @@ def contracts(rank: int, folder: str) -> None:
     w, x = weight[own].clone().requires_grad_(), input.clone().requires_grad_()
     stats = linear_token_stats(w, x, target, outputs=("logps", "entropy", "argmax"), vocab_shard=shard)
     assert torch.equal(stats.argmax, (input @ weight.T).argmax(1))
-    upstream = torch.randn(n, generator=generator)
+    upstream = torch.randn(n, generator=torch.Generator().manual_seed(1))
     first = torch.autograd.grad((stats.logps * upstream + stats.entropy).sum(), (w, x), retain_graph=True)
     second = torch.autograd.grad((stats.logps * upstream + stats.entropy).sum(), (w, x))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -481,11 +486,8 @@ def test_contracts(tmp_path: Path, fresh_process: FreshProcesses) -> None:
 def mistakes_of_one_rank(rank: int, folder: str) -> None:
     """After a correct call, one rank alone passes something else: all ranks raise, and the next call is correct."""
     join(rank, "2", folder)
-    generator = torch.Generator().manual_seed(0)
     vocab, hidden, n = 24, 8, 6
-    weight = torch.randn(vocab, hidden, generator=generator)
-    input = torch.randn(n, hidden, generator=generator)
-    target = torch.randint(vocab // 2, (n,), generator=generator)  # all of the first rank's ids
+    weight, input, target = toy_batch(vocab, hidden, n, n_ids=vocab // 2)  # all of the first rank's ids
     own, shard = weight.chunk(2)[rank], VocabShard(None, rank * vocab // 2, vocab)
     other = target.clone()
     other[2] = (other[2] + 1) % (vocab // 2)

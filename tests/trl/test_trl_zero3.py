@@ -15,6 +15,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
 from peft import LoraConfig, get_peft_model
+from ranks import Gathering
 from test_trl_trainers import KINDS, PLAIN, Log, assert_same, build, run
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -23,20 +24,6 @@ from transformers import TrainerCallback
 from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearKTOLoss
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
-
-
-class _Gathering(torch.autograd.Function):
-    """Marks the outputs of a module; the backward first restores the module's parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, gather: Any, x: Tensor) -> Tensor:
-        ctx.gather = gather
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        ctx.gather()
-        return None, grad
 
 
 class Zero3(TrainerCallback):
@@ -70,7 +57,7 @@ class Zero3(TrainerCallback):
         self._release(module, recurse=False)
 
         def gathering(x: Tensor) -> Tensor:
-            return _Gathering.apply(lambda: self._gather(module), x) if x.requires_grad else x
+            return Gathering.apply(x, lambda: self._gather(module)) if x.requires_grad else x
 
         return tree_map_only(Tensor, gathering, outputs)
 
