@@ -77,6 +77,18 @@ def kl_of_two_masked_heads(w: Any) -> Any:
     )
 
 
+def kl_of_a_large_negative_mask(teacher_trains: bool) -> Any:
+    """google-deepmind/optax#1786, with the smallest finite number in place of minus infinity: the KL is finite."""
+
+    def program(w: Any) -> Any:
+        mask = forbidden().clamp(min=torch.finfo(torch.float64).min)
+        w.teacher.requires_grad_(teacher_trains)
+        w.x_teacher.requires_grad_(teacher_trains)
+        return F.kl_div((w.z() + mask).log_softmax(-1), w.z_teacher().softmax(-1), reduction="none").sum(-1).detach()
+
+    return program
+
+
 def reverse_kl_at_a_low_temperature(w: Any) -> Any:
     """MakazhanAlpamys/Soup#719: finite logits, a finite reverse KL, and gradients that are not numbers."""
     return F.kl_div((w.z_teacher() / 0.002).log_softmax(-1), (w.z() / 0.002).softmax(-1), reduction="none").sum(-1)
@@ -99,6 +111,8 @@ PROGRAMS = {
 CASES |= {f"{name}-value": Case(value_of(program)) for name, program in PROGRAMS.items()}
 CASES |= {f"{name}-without-grad": Case(value_without_grad(program)) for name, program in PROGRAMS.items()}
 CASES["trl-7221-entropy-gradient"] = Case(entropy_of_forbidden_ids)
+CASES["optax-1786-finite"] = Case(kl_of_a_large_negative_mask(True))
+CASES["optax-1786-finite-of-a-frozen-teacher"] = Case(kl_of_a_large_negative_mask(False))
 CASES["soup-719-reverse-kl"] = Case(reverse_kl_at_a_low_temperature)
 
 
@@ -244,6 +258,24 @@ CASES |= {
     for whole in (False, True)
     for tokens in (False, True)
 }
+
+
+def selective_zeros(w: Any) -> Any:
+    """NVIDIA-NeMo/Automodel#3274: a kept result that is written later is another one when it is computed again.
+
+    Stock writes into none, so that the check for that may be off.
+    """
+    kept = [torch.ops.aten.zeros.default]
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept, allow_cache_entry_mutation=True)
+
+    def two_losses(x: Tensor) -> Tensor:
+        other = F.cross_entropy(w.head(w.hidden() * 0.5).flatten(0, 1), w.ids.flatten())
+        return loss_of(w, w.model(x)) + other
+
+    return checkpoint(two_losses, w.x, use_reentrant=False, context_fn=contexts)
+
+
+CASES["automodel-3274"] = Case(selective_zeros)
 
 
 # Backward in two parts: first of the input, then of the weights
