@@ -594,6 +594,28 @@ CASES |= {
 }
 
 
+# Weights that are away after the forward
+
+
+def offloaded(read: bool) -> Any:
+    """huggingface/accelerate#3770: the forward uses copies of the weights, which go back to the device meta."""
+
+    def program(w: Any) -> Any:
+        hooks = pytest.importorskip("accelerate.hooks")
+        kept = {name: p.detach().clone() for name, p in w.head.named_parameters()}
+        hook = hooks.AlignDevicesHook(execution_device="cpu", offload=True, weights_map=kept, io_same_device=True)
+        hooks.add_hook_to_module(w.head, hook)
+        z = w.z()
+        assert w.head.weight.is_meta
+        loss = loss_of(w, z) + (z.topk(2, -1).values.sum() if read else 0.0)
+        return loss.detach(), torch.autograd.grad(loss, [w.x, *w.model.body.parameters()])
+
+    return program
+
+
+CASES |= {"accelerate-3770": fused(offloaded(False)), "accelerate-3770-read": Case(offloaded(True))}
+
+
 # Tied weights, and several heads
 
 
