@@ -1,0 +1,678 @@
+"""Programs of public bug reports, run with stock logits and with deferred ones.
+
+Each report is about other software: tensor subclasses, losses in `torch.autograd.Function`, transforms, pipelines and
+tools that look into the graph. Its docstring names the repository and number. A program must have the values and the
+gradients of stock, or be refused in words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+sys.path.append(str(Path(__file__).resolve().parent))
+from against_stock import Case, V, check, fused, is_tensor, refusable, run, stock
+
+CASES: dict[str, Case] = {}
+
+
+def loss_of(w: Any, z: Any) -> Tensor:
+    return F.cross_entropy(z.flatten(0, 1), w.y.flatten())
+
+
+def forbidden() -> Tensor:
+    """Return a bias that forbids every third id."""
+    return torch.where(torch.arange(V) % 3 == 0, -math.inf, 0.0).double()
+
+
+# Ids of probability zero
+
+
+def entropy_of_forbidden_ids(w: Any) -> Any:
+    """huggingface/trl#7221: the entropy by hand is not a number if an id has probability zero."""
+    logps = (w.z() + forbidden()).log_softmax(-1)
+    return -(logps.exp() * logps).sum(-1)
+
+
+def entropy_of_a_padded_vocabulary(w: Any) -> Any:
+    """The same with the bias of the head."""
+    with torch.no_grad():
+        w.head.bias[3] = -math.inf
+    logps = w.z().log_softmax(-1)
+    return -(logps.exp() * logps).sum(-1)
+
+
+def kl_of_forbidden_ids(w: Any) -> Any:
+    """google-deepmind/optax#1786: a student that forbids an id of the teacher has an infinite divergence."""
+    return F.kl_div((w.z() + forbidden()).log_softmax(-1), w.z_teacher().softmax(-1), reduction="none").sum(-1)
+
+
+def cross_entropy_of_forbidden_ids(w: Any) -> Any:
+    return -(w.z_teacher().softmax(-1) * (w.z() + forbidden()).log_softmax(-1)).sum(-1)
+
+
+def value_of(program: Any) -> Any:
+    """The values, computed as for training: infinite losses have no gradient to compare."""
+    return lambda w: program(w).detach()
+
+
+def value_without_grad(program: Any) -> Any:
+    return torch.no_grad()(program)
+
+
+def kl_of_two_masked_heads(w: Any) -> Any:
+    """google-deepmind/optax#1786: an id that both forbid is zero times infinity."""
+    return F.kl_div(
+        (w.z() + forbidden()).log_softmax(-1), (w.z_teacher() + forbidden()).softmax(-1), reduction="batchmean"
+    )
+
+
+def kl_of_a_large_negative_mask(teacher_trains: bool) -> Any:
+    """google-deepmind/optax#1786, with the smallest finite number in place of minus infinity: the KL is finite."""
+
+    def program(w: Any) -> Any:
+        mask = forbidden().clamp(min=torch.finfo(torch.float64).min)
+        w.teacher.requires_grad_(teacher_trains)
+        w.x_teacher.requires_grad_(teacher_trains)
+        return F.kl_div((w.z() + mask).log_softmax(-1), w.z_teacher().softmax(-1), reduction="none").sum(-1).detach()
+
+    return program
+
+
+def reverse_kl_at_a_low_temperature(w: Any) -> Any:
+    """MakazhanAlpamys/Soup#719: finite logits, a finite reverse KL, and gradients that are not numbers."""
+    return F.kl_div((w.z_teacher() / 0.002).log_softmax(-1), (w.z() / 0.002).softmax(-1), reduction="none").sum(-1)
+
+
+def logsumexp_of_infinite_logits(w: Any) -> Any:
+    with torch.no_grad():
+        w.head.bias[3] = math.inf
+    return w.z().logsumexp(-1)
+
+
+PROGRAMS = {
+    "trl-7221-entropy": entropy_of_forbidden_ids,
+    "trl-7221-entropy-of-a-bias": entropy_of_a_padded_vocabulary,
+    "optax-1786-kl": kl_of_forbidden_ids,
+    "optax-1786-cross-entropy": cross_entropy_of_forbidden_ids,
+    "optax-1786-kl-of-both": kl_of_two_masked_heads,
+    "infinite-logits": logsumexp_of_infinite_logits,
+}
+CASES |= {f"{name}-value": Case(value_of(program)) for name, program in PROGRAMS.items()}
+CASES |= {f"{name}-without-grad": Case(value_without_grad(program)) for name, program in PROGRAMS.items()}
+CASES["trl-7221-entropy-gradient"] = Case(entropy_of_forbidden_ids)
+CASES["optax-1786-finite"] = Case(kl_of_a_large_negative_mask(True))
+CASES["optax-1786-finite-of-a-frozen-teacher"] = Case(kl_of_a_large_negative_mask(False))
+CASES["soup-719-reverse-kl"] = Case(reverse_kl_at_a_low_temperature)
+
+
+# Transforms that capture logits
+
+
+def one() -> Tensor:
+    return torch.tensor(1.3, dtype=torch.float64)
+
+
+READS: dict[str, Any] = {
+    "cross-entropy": lambda w, z: F.cross_entropy(z, w.y.flatten()),
+    "logsumexp": lambda w, z: z.logsumexp(-1).sum(),
+    "mean": lambda w, z: z.mean(),
+    "tokens": lambda w, z: z.log_softmax(-1).gather(-1, w.ids.view(-1, 1)).sum(),
+    "scaled": lambda w, z: F.cross_entropy(z / 2, w.y.flatten()),
+    "argmax": lambda w, z: z.argmax(-1).sum(),
+}
+
+
+def captured(transform: Any, read: Any) -> Any:
+    """Dao-AILab/flash-attention#2071: a loss in an `autograd.Function` is called inside `torch.func.grad`.
+
+    The logits come from outside, and the transform is of a weight of the loss.
+    """
+
+    def program(w: Any) -> Any:
+        z = w.rows()
+        return transform(lambda weight: weight * read(w, z))
+
+    return program
+
+
+def in_grad(f: Any) -> Any:
+    return torch.func.grad(f)(one())
+
+
+def in_vmap(f: Any) -> Any:
+    return torch.vmap(f)(torch.tensor([1.0, 2.0], dtype=torch.float64))
+
+
+def vmap_over_targets(w: Any) -> Any:
+    z = w.rows()
+    return torch.vmap(lambda y: F.cross_entropy(z, y))(torch.stack([w.ids.flatten(), w.ids.flatten().flip(0)]))
+
+
+def vmap_over_class_weights(w: Any) -> Any:
+    z = w.rows()
+    return torch.vmap(lambda c: F.cross_entropy(z, w.ids.flatten(), weight=c))(w.constant(2, V).abs())
+
+
+def linearized(w: Any) -> Any:
+    z = w.z().detach()
+    value, tangent = torch.func.linearize(lambda t: F.cross_entropy((z * t).flatten(0, 1), w.ids.flatten()), one())
+    return value, tangent(one())
+
+
+CASES |= {
+    f"flash-attention-2071-{name}-in-{transform.__name__[3:]}": Case(captured(transform, read))
+    for name, read in READS.items()
+    for transform in (in_grad, in_vmap)
+}
+CASES |= {
+    "flash-attention-2071-targets": Case(vmap_over_targets),
+    "flash-attention-2071-class-weights": Case(vmap_over_class_weights),
+    "flash-attention-2071-linearize": Case(linearized),
+}
+
+
+# Batched gradients
+
+
+def batched_gradients(of: str) -> Any:
+    """pytorch/pytorch#138422: `vmap` of `autograd.grad`, with one row of an identity for each token."""
+
+    def program(w: Any) -> Any:
+        z = w.z()
+        if of == "cross-entropy":
+            value = F.cross_entropy(z.flatten(0, 1), w.ids.flatten(), reduction="none")
+        elif of == "logsumexp":
+            value = z.logsumexp(-1).flatten()
+        else:
+            value = z.topk(2, -1).values.sum(-1).flatten()
+        rows = torch.eye(len(value), dtype=value.dtype)
+        return torch.autograd.grad(value, [w.x, w.head.weight], rows, is_grads_batched=True)
+
+    return program
+
+
+def hessian(vectorize: bool) -> Any:
+    def program(w: Any) -> Any:
+        h = w.hidden().detach()[:1]
+        return torch.autograd.functional.hessian(
+            lambda h: F.cross_entropy(w.head(h).flatten(0, 1), w.ids[:1].flatten()), h, vectorize=vectorize
+        )
+
+    return program
+
+
+CASES |= {
+    "pytorch-138422-cross-entropy": refusable(batched_gradients("cross-entropy")),
+    "pytorch-138422-logsumexp": refusable(batched_gradients("logsumexp")),
+    "pytorch-138422-topk": Case(batched_gradients("topk")),
+    "pytorch-138422-hessian": Case(hessian(False)),
+    "pytorch-138422-vectorized-hessian": Case(hessian(True)),
+}
+
+
+# Selective activation checkpointing
+
+
+def selective(saves: Any, whole: bool, tokens: bool = False) -> Any:
+    """pytorch/pytorch#153334: selective activation checkpointing around an `autograd.Function`."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if saves(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    def program(w: Any) -> Any:
+        def loss(z: Any) -> Tensor:
+            if not tokens:
+                return loss_of(w, z)
+            logps = z.log_softmax(-1).gather(-1, w.ids[..., None])
+            return z.logsumexp(-1).sum() + logps.square().mean()
+
+        if whole:
+            return checkpoint(lambda x: loss(w.model(x)), w.x, use_reentrant=False, context_fn=contexts)
+        return loss(checkpoint(w.model, w.x, use_reentrant=False, context_fn=contexts))
+
+    return program
+
+
+def products(op: Any) -> bool:
+    return op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+
+CASES |= {
+    f"pytorch-153334-{name}-{'whole' if whole else 'model'}-{'tokens' if tokens else 'loss'}": fused(
+        selective(saves, whole, tokens)
+    )
+    for name, saves in {"products": products, "all": lambda op: True, "none": lambda op: False}.items()
+    for whole in (False, True)
+    for tokens in (False, True)
+}
+
+
+def selective_zeros(w: Any) -> Any:
+    """NVIDIA-NeMo/Automodel#3274: a kept result that is written later is another one when it is computed again.
+
+    Stock writes into none, so that the check for that may be off.
+    """
+    kept = [torch.ops.aten.zeros.default]
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept, allow_cache_entry_mutation=True)
+
+    def two_losses(x: Tensor) -> Tensor:
+        other = F.cross_entropy(w.head(w.hidden() * 0.5).flatten(0, 1), w.ids.flatten())
+        return loss_of(w, w.model(x)) + other
+
+    return checkpoint(two_losses, w.x, use_reentrant=False, context_fn=contexts)
+
+
+CASES["automodel-3274"] = Case(selective_zeros)
+
+
+# Backward in two parts: first of the input, then of the weights
+
+
+def zero_bubble(loss: Any) -> Any:
+    """pytorch/pytorch#166577: a pipeline's backward of the input, and later that of the weights.
+
+    pytorch/pytorch#170277 is about the nodes in between, whose gradients are kept meanwhile.
+    """
+
+    def program(w: Any) -> Any:
+        from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+        value = loss(w, w.model(w.x))
+        inputs, groups = stage_backward_input([value], None, [w.x], iter(w.model.parameters()))
+        weights = stage_backward_weight(iter(w.model.parameters()), groups)
+        return value.detach(), list(inputs), list(weights)
+
+    return program
+
+
+CASES |= {
+    "pytorch-166577-loss": fused(zero_bubble(loss_of)),
+    "pytorch-166577-tokens": Case(
+        zero_bubble(lambda w, z: z.log_softmax(-1).gather(-1, w.ids[..., None]).sum() + z.logsumexp(-1).sum())
+    ),
+    "pytorch-166577-topk": Case(zero_bubble(lambda w, z: z.topk(2, -1).values.sum() + loss_of(w, z))),
+}
+
+
+# Losses that write into logits
+
+
+class WritesInBackward(torch.autograd.Function):
+    """Its gradient takes the memory of the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, y: Tensor) -> Tensor:
+        ctx.z, ctx.y, ctx.p = z, y, z.softmax(-1)
+        return -z.log_softmax(-1).gather(-1, y.unsqueeze(-1)).mean()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        z, ids = ctx.z, ctx.y.unsqueeze(-1)
+        with torch.no_grad():
+            z.copy_(ctx.p).scatter_add_(-1, ids, -torch.ones_like(ids, dtype=z.dtype)).mul_(g / ids.numel())
+        return z, None
+
+
+class WritesInForward(torch.autograd.Function):
+    """Its probabilities take the memory of the logits, unannounced."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, y: Tensor) -> Tensor:
+        z.sub_(z.max(-1, keepdim=True).values)
+        e = torch.exp(z, out=z)
+        total = e.sum(-1, keepdim=True)
+        loss = (total.log() - e.gather(-1, y.unsqueeze(-1)).log()).mean()
+        ctx.save_for_backward(e.div_(total), y)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        p, y = ctx.saved_tensors
+        rows = p.view(-1, p.size(-1))
+        rows[torch.arange(len(rows)), y.flatten()] -= 1.0
+        return p.mul_(g / y.numel()), None
+
+
+def written(function: Any, read_after: bool = False) -> Any:
+    """unslothai/unsloth#5002 and linkedin/Liger-Kernel#343: a cross entropy writes its gradient into the logits."""
+
+    def program(w: Any) -> Any:
+        z = w.z()
+        loss = function.apply(z, w.ids)
+        if not read_after:
+            return loss
+        found = loss, z.detach().sum(-1), z.argmax(-1), z.detach().logsumexp(-1)
+        loss.backward()
+        return tuple(x.detach() for x in found)
+
+    return program
+
+
+def written_for_two_losses(w: Any) -> Any:
+    """modelscope/ms-swift#10130: the logits that a loss wrote into serve an auxiliary loss."""
+    z = w.z()
+    return WritesInBackward.apply(z, w.ids) + z.logsumexp(-1).square().mean()
+
+
+CASES |= {
+    "unsloth-5002": Case(written(WritesInBackward)),
+    "unsloth-5002-read": Case(written(WritesInBackward, read_after=True)),
+    "liger-343": Case(written(WritesInForward)),
+    "liger-343-read": Case(written(WritesInForward, read_after=True)),
+    "ms-swift-10130": Case(written_for_two_losses, may_raise=True),
+}
+
+
+# Functions that return what they get
+
+
+class Returned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return -g
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return -ctx.factor * g, None
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        return z.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.clamp(-1e-3, 1e-3)
+
+
+class WithAuxiliary(torch.autograd.Function):
+    """Gives an auxiliary loss its gradient, as frameworks do for experts and for further tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, auxiliary: Tensor) -> Tensor:
+        ctx.save_for_backward(auxiliary)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (auxiliary,) = ctx.saved_tensors
+        return g, torch.ones_like(auxiliary)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        ctx.mark_dirty(z)
+        return z.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 2
+
+
+def through(apply: Any, also_before: bool = False) -> Any:
+    """pytorch/pytorch#109805: an `autograd.Function` that returns its input loses the subclass."""
+
+    def program(w: Any) -> Any:
+        z = w.z()
+        after = apply(w, z)
+        return loss_of(w, after), *((loss_of(w, z),) if also_before else ())
+
+    return program
+
+
+CASES |= {
+    "pytorch-109805-returned": fused(through(lambda w, z: Returned.apply(z))),
+    "pytorch-109805-reversed": fused(through(lambda w, z: Reversed.apply(z, 0.3), also_before=True)),
+    "pytorch-109805-clipped": Case(through(lambda w, z: Clipped.apply(z))),
+    "pytorch-109805-auxiliary": fused(through(lambda w, z: WithAuxiliary.apply(z, w.x.square().mean()))),
+    "pytorch-109805-dirty": Case(through(lambda w, z: Doubled.apply(z), also_before=True)),
+    "pytorch-109805-dirty-copy": Case(through(lambda w, z: Doubled.apply(z * 1.0), also_before=True)),
+}
+
+
+# Gradients of each sample, by hooks
+
+
+def gradients_of_samples(tied: bool) -> Any:
+    """meta-pytorch/opacus#413: hooks multiply activations with the gradient of logits; the weight may be tied."""
+
+    def program(w: Any) -> Any:
+        activations: list[Tensor] = []
+        found: list[Tensor] = []
+
+        def forward(module: Any, args: Any, z: Any) -> None:
+            activations.append(args[0].detach())
+
+        def backward(module: Any, grad_input: Any, grad_output: Any) -> None:
+            g = grad_output[0] * len(grad_output[0])
+            found.extend([torch.einsum("n...i,n...j->nij", g, activations.pop()), torch.einsum("n...k->nk", g)])
+
+        w.head.register_forward_hook(forward)
+        w.head.register_full_backward_hook(backward)
+        if tied:
+            h = F.embedding(w.ids, w.head.weight)
+            z = w.head(w.model.body(h))
+        else:
+            z = w.z()
+        loss = loss_of(w, z)
+        loss.backward()
+        return loss.detach(), found
+
+    return program
+
+
+CASES |= {
+    "opacus-413": Case(gradients_of_samples(False)),
+    "opacus-413-tied": Case(gradients_of_samples(True)),
+}
+
+
+# Tools that look into modules, operations and memory
+
+
+def watched(watch: Any, loss: Any, grad: bool) -> Any:
+    """pytorch/pytorch#131753: `autograd.grad` inside a counter of FLOPs raises an error, and `backward` does not."""
+
+    def program(w: Any) -> Any:
+        with watch(w):
+            value = loss(w, w.z())
+            if grad:
+                return value.detach(), torch.autograd.grad(value, [w.x, w.head.weight])
+            value.backward()
+        return value.detach()
+
+    return program
+
+
+def flop_counter(w: Any) -> Any:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    return FlopCounterMode(display=False)
+
+
+def module_tracker(w: Any) -> Any:
+    from torch.utils.module_tracker import ModuleTracker
+
+    return ModuleTracker()
+
+
+@contextlib.contextmanager
+def profiler(w: Any) -> Any:
+    with torch.profiler.profile(record_shapes=True, with_stack=True, profile_memory=True, with_modules=True) as found:
+        yield
+    found.key_averages()
+
+
+TOOLS = {"flops": flop_counter, "modules": module_tracker, "profiler": profiler}
+CASES |= {
+    f"pytorch-131753-{name}-{kind}-{'grad' if grad else 'backward'}": Case(watched(tool, loss, grad), may_raise=grad)
+    for grad in (False, True)
+    for name, tool in TOOLS.items()
+    for kind, loss in {"loss": loss_of, "topk": lambda w, z: z.topk(2, -1).values.sum() + loss_of(w, z)}.items()
+}
+
+
+def memory_tracker(w: Any) -> Any:
+    """pytorch/pytorch#124688: a tracker asks every tensor for its storage."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    tracker = MemTracker()
+    tracker.track_external(w.model)
+    with tracker:
+        loss = loss_of(w, w.z())
+        loss.backward()
+    return loss.detach()
+
+
+def mutations_allowed(w: Any) -> Any:
+    """pytorch/pytorch#79056: weights change before the backward, which reads copies."""
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        z = w.z()
+        loss = loss_of(w, z) + z.square().mean()
+        with torch.no_grad():
+            w.head.weight.mul_(2)
+        loss.backward()
+    return loss.detach()
+
+
+CASES |= {"pytorch-124688": Case(memory_tracker), "pytorch-79056": Case(mutations_allowed)}
+
+
+# TorchScript
+
+
+def scripted(w: Any) -> Any:
+    """pytorch/pytorch#57739: a scripted function gets an object with `__torch_function__`."""
+
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        return -z.log_softmax(-1).gather(-1, y.unsqueeze(-1)).mean()
+
+    f = torch.jit.script(loss)
+    return [f(w.z(), w.ids) for _ in range(3)]  # the third call runs the optimized graph
+
+
+def traced(example: Any) -> Any:
+    def program(w: Any) -> Any:
+        f = torch.jit.trace(
+            lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()), (example(w), w.ids), check_trace=False
+        )
+        return [f(w.z(), w.ids) for _ in range(3)]
+
+    return program
+
+
+CASES |= {
+    "pytorch-57739-script": Case(scripted),
+    "pytorch-57739-trace": Case(traced(lambda w: torch.zeros(w.z().shape, dtype=torch.float64))),
+    "pytorch-57739-trace-of-logits": Case(traced(lambda w: w.z())),
+}
+
+
+# Weights that are away after the forward
+
+
+def offloaded(read: bool) -> Any:
+    """huggingface/accelerate#3770: the forward uses copies of the weights, which go back to the device meta."""
+
+    def program(w: Any) -> Any:
+        hooks = pytest.importorskip("accelerate.hooks")
+        kept = {name: p.detach().clone() for name, p in w.head.named_parameters()}
+        hook = hooks.AlignDevicesHook(execution_device="cpu", offload=True, weights_map=kept, io_same_device=True)
+        hooks.add_hook_to_module(w.head, hook)
+        z = w.z()
+        assert w.head.weight.is_meta
+        loss = loss_of(w, z) + (z.topk(2, -1).values.sum() if read else 0.0)
+        return loss.detach(), torch.autograd.grad(loss, [w.x, *w.model.body.parameters()])
+
+    return program
+
+
+CASES |= {"accelerate-3770": fused(offloaded(False)), "accelerate-3770-read": Case(offloaded(True))}
+
+
+# Tied weights, and several heads
+
+
+def optimizer_in_backward(w: Any) -> Any:
+    """NVIDIA/TransformerEngine#3437: gradients of a tied weight, which the optimizer takes inside the backward."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    _apply_optimizer_in_backward(torch.optim.SGD, w.model.parameters(), {"lr": 0.1})
+    for _ in range(2):
+        h = w.model.body(F.embedding(w.ids, w.head.weight))
+        (loss_of(w, w.head(h)) + 0.5 * F.cross_entropy(w.z().transpose(1, 2), w.ids)).backward()
+    return [p.detach().clone() for p in w.model.parameters()]
+
+
+def further_tokens(w: Any) -> Any:
+    """NVIDIA/Megatron-LM#1532: one head for the next token and for those behind it."""
+    h, total = w.hidden(), 0.0
+    for i in range(3):
+        h = torch.tanh(h)
+        z, y = w.head(h)[:, : w.y.shape[1] - i], w.y[:, i:]
+        tokens = F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="none")
+        kept = (y != -100).flatten()
+        total = WithAuxiliary.apply(h, (tokens * kept).sum() / kept.sum() * 0.3**i)[:, :, 0].sum() * 0.0 + total
+    return total + loss_of(w, w.head(h))
+
+
+def value_head(w: Any) -> Any:
+    """pytorch/pytorch#174017: two heads on one body, of which a partial backward asks one after the other."""
+    head = nn.Linear(w.x.shape[-1], 1, dtype=torch.float64)
+    w.defer(head)
+    h = w.hidden()
+    z, value = w.head(h), head(h)
+    losses = loss_of(w, z), F.mse_loss(value.squeeze(-1), w.adv)
+    for loss in losses:
+        torch.autograd.backward(loss, inputs=[w.x], retain_graph=True)
+    for loss in losses:
+        torch.autograd.backward(loss, inputs=list(w.model.parameters()), retain_graph=True)
+    return [loss.detach() for loss in losses], torch.autograd.grad(losses[1], [head.weight, head.bias])
+
+
+CASES |= {
+    "transformer-engine-3437": Case(optimizer_in_backward),
+    "megatron-1532": Case(further_tokens),
+    "pytorch-174017": Case(value_head),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reports(name: str) -> None:
+    check(CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reports_on_stock(name: str) -> None:
+    check(CASES[name], defer=stock)
+
+
+def test_reports_compare_tensors() -> None:
+    for name, case in CASES.items():
+        assert case.may_raise or any(is_tensor(x) for x in run(case.program, stock).values), name
