@@ -46,19 +46,25 @@ if TYPE_CHECKING:
     from liger_chunked.kept_ids import KeptIds
     from liger_chunked.kernels import (
         liger_cross_entropy,
-        liger_geglu,
         liger_jsd,
         liger_jsd_with_logits,
         liger_kl_div,
         liger_kl_div_with_logits,
+        liger_tvd,
+        liger_tvd_with_logits,
+    )
+    from liger_chunked.layers import (
+        LigerGEGLUMLP,
+        LigerLayerNorm,
+        LigerRMSNorm,
+        LigerSwiGLUMLP,
+        liger_geglu,
         liger_layer_norm,
         liger_relu_squared,
         liger_rms_norm,
         liger_rms_norm_gated,
         liger_rotary_pos_emb,
         liger_swiglu,
-        liger_tvd,
-        liger_tvd_with_logits,
     )
     from liger_chunked.losses import (
         LigerFusedLinearBCOLoss,
@@ -90,14 +96,10 @@ if TYPE_CHECKING:
     from liger_chunked.modules import (
         ChunkedLMHead,
         LigerCrossEntropyLoss,
-        LigerGEGLUMLP,
         LigerJSD,
         LigerJSDWithLogits,
         LigerKLDIVLoss,
         LigerKLDIVWithLogitsLoss,
-        LigerLayerNorm,
-        LigerRMSNorm,
-        LigerSwiGLUMLP,
         LigerTVDLoss,
         LigerTVDWithLogitsLoss,
     )
@@ -203,13 +205,14 @@ _MODULES = (
     "functional",
     "kept_ids",
     "kernels",
+    "layers",
     "losses",
     "memory",
     "modules",
     "testing",
     "types",
 )
-_HOMES = ("types", "kept_ids", "engine", "losses", "kernels", "modules", "memory", "first_step", "deferred")
+_HOMES = ("types", "kept_ids", "engine", "losses", "kernels", "layers", "modules", "memory", "first_step", "deferred")
 _OF_TRANSFORMERS = (
     "AutoLigerKernelForCausalLM",
     "AutoLigerKernelForImageTextToText",

@@ -5,11 +5,12 @@ fused epilogue      projection.py, merge_ranks.py, projection_grad.py, target_ro
 batch invariance    projection_logits.py
 sampling filters    sampling_bound.py, drop_below.py
 two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
-base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
-                    pointwise_divergence.py, relu_squared.py, experts.py
+logits in memory    cross_entropy.py, logits_divergence.py, pointwise_divergence.py
 utilities           scale.py, survey.py, move_rows.py
 losses              nll.py, pair_loss.py, example_loss.py, policy_loss.py
-shared              backend.py, transform.py, norm_rows.py, operands.py, launch.py, tuning/
+shared              backend.py, transform.py, operands.py, launch.py, tuning/
+
+Those of a model's layers are in `layers/`.
 """
 
 from liger_chunked.kernels.cross_entropy import liger_cross_entropy
@@ -17,8 +18,6 @@ from liger_chunked.kernels.divergence import DivergenceStats, divergence_stats, 
 from liger_chunked.kernels.divergence_grad import divergence_grad_, tail_grad_
 from liger_chunked.kernels.drop_below import drop_below_
 from liger_chunked.kernels.example_loss import ExampleLoss, ExampleSums, example_loss
-from liger_chunked.kernels.glu import liger_geglu, liger_swiglu
-from liger_chunked.kernels.layer_norm import liger_layer_norm
 from liger_chunked.kernels.logits_divergence import (
     liger_jsd_with_logits,
     liger_kl_div_with_logits,
@@ -43,9 +42,6 @@ from liger_chunked.kernels.policy_loss import PolicyLoss, PolicySides, PolicySum
 from liger_chunked.kernels.projection import Exponentials, project_exp, project_sums
 from liger_chunked.kernels.projection_grad import RowFactors, grad_from_exponentials_, project_grad, row_factors
 from liger_chunked.kernels.projection_logits import project_logits
-from liger_chunked.kernels.relu_squared import liger_relu_squared
-from liger_chunked.kernels.rms_norm import liger_rms_norm, liger_rms_norm_gated
-from liger_chunked.kernels.rope import liger_rotary_pos_emb
 from liger_chunked.kernels.sampling_bound import sampling_bound
 from liger_chunked.kernels.scale import scale_
 from liger_chunked.kernels.survey import assert_counts, counts_match, find_tokens, survey, survey_top_k
@@ -86,17 +82,10 @@ __all__ = [
     "finish",
     "grad_from_exponentials_",
     "liger_cross_entropy",
-    "liger_geglu",
     "liger_jsd",
     "liger_jsd_with_logits",
     "liger_kl_div",
     "liger_kl_div_with_logits",
-    "liger_layer_norm",
-    "liger_relu_squared",
-    "liger_rms_norm",
-    "liger_rms_norm_gated",
-    "liger_rotary_pos_emb",
-    "liger_swiglu",
     "liger_tvd",
     "liger_tvd_with_logits",
     "logits_grad_",

@@ -104,7 +104,8 @@ driver = matrix.pretend(True)
 driver.select(matrix.TARGETS["sm_90"])
 import torch
 from triton import knobs
-from liger_chunked.kernels import launch, liger_rms_norm, logits_stats
+from liger_chunked.kernels import launch, logits_stats
+from liger_chunked.layers import liger_rms_norm
 from liger_chunked.types import LogitOptions
 
 meta = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")
