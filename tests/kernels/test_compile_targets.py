@@ -54,8 +54,8 @@ ON_HOPPER = {
 
 def all_kernels() -> set[str]:
     """Return the names of the kernels in the source, as the matrix names them."""
-    folder, found = Path(backend.__file__).parent, set()
-    for file in folder.glob("*.py"):
+    package, found = Path(backend.__file__).parents[1], set()
+    for file in package.rglob("*.py"):
         lines = file.read_text().splitlines()
         names = [after for line, after in pairwise(lines) if re.match(r"@.*\bKernel\b", line)]
         found |= {f"{file.stem}.{name[5:].partition('(')[0].strip('_').removesuffix('_kernel')}" for name in names}
