@@ -46,6 +46,12 @@ if TYPE_CHECKING:
     from liger_chunked.kept_ids import KeptIds
     from liger_chunked.kernels import (
         liger_cross_entropy,
+    )
+    from liger_chunked.layers import (
+        LigerGEGLUMLP,
+        LigerLayerNorm,
+        LigerRMSNorm,
+        LigerSwiGLUMLP,
         liger_geglu,
         liger_layer_norm,
         liger_relu_squared,
@@ -84,10 +90,6 @@ if TYPE_CHECKING:
     from liger_chunked.modules import (
         ChunkedLMHead,
         LigerCrossEntropyLoss,
-        LigerGEGLUMLP,
-        LigerLayerNorm,
-        LigerRMSNorm,
-        LigerSwiGLUMLP,
     )
     from liger_chunked.types import (
         AdaptedWeight,
@@ -179,13 +181,14 @@ _MODULES = (
     "functional",
     "kept_ids",
     "kernels",
+    "layers",
     "losses",
     "memory",
     "modules",
     "testing",
     "types",
 )
-_HOMES = ("types", "kept_ids", "engine", "losses", "kernels", "modules", "memory", "first_step", "deferred")
+_HOMES = ("types", "kept_ids", "engine", "losses", "kernels", "layers", "modules", "memory", "first_step", "deferred")
 _OF_TRANSFORMERS = (
     "AutoLigerKernelForCausalLM",
     "AutoLigerKernelForImageTextToText",

@@ -403,7 +403,7 @@ def experts() -> Iterator[Task]:
     """Yield the layers of `benchmarks/experts.py`, by their sizes."""
     import torch
 
-    from liger_chunked.kernels.experts import Routing, add_bias_, combine_rows, gather_tokens
+    from liger_chunked.layers.experts import Routing, add_bias_, combine_rows, gather_tokens
 
     meta = partial(torch.empty, device="meta")
 
@@ -476,7 +476,8 @@ def collect(target: Target, quick: bool) -> list[tuple[str, Any, tuple[Any, ...]
     from liger_chunked.kernels.tuning import TUNING, table_of
 
     TUNING[torch.device("meta")] = table_of(target.name)
-    for module in [module for name, module in sys.modules.items() if name.startswith("liger_chunked.kernels")]:
+    folders = ("liger_chunked.kernels", "liger_chunked.layers")
+    for module in [module for name, module in sys.modules.items() if name.startswith(folders)]:
         if hasattr(module, "processors"):
             module.processors = lambda device: target.processors
         for function in vars(module).values():

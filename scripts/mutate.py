@@ -68,7 +68,7 @@ from typing import Any
 import mutate_lines
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("liger_chunked/engine", "liger_chunked/losses", "liger_chunked/kernels")
+FOLDERS = ("liger_chunked/engine", "liger_chunked/losses", "liger_chunked/kernels", "liger_chunked/layers")
 # Hidden folders hold environments, caches and results. Tests read these.
 HIDDEN_AND_COPIED = (".github", ".gitignore", ".pre-commit-config.yaml")
 

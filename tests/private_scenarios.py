@@ -162,7 +162,7 @@ def known_counts() -> None:
 
 def base_kernels() -> None:
     """Kernels that may work in place."""
-    from liger_chunked.kernels import liger_rotary_pos_emb, liger_swiglu
+    from liger_chunked.layers import liger_rotary_pos_emb, liger_swiglu
 
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 5, 4, generator=generator, dtype=torch.float64) for heads in (2, 1))

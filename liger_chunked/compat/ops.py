@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from liger_chunked import kernels
+from liger_chunked import layers
 from liger_chunked.compat.chunked_loss.functional import applied
 from liger_chunked.compat.transformers import CrossEntropyOutput, functional
 from liger_chunked.compat.transformers.losses import Reduction
@@ -126,12 +126,12 @@ def _fused_add_rms_norm(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fused_gate_up(y: Tensor, in_place: bool = False) -> Tensor:
-    return kernels.liger_swiglu(y)
+    return layers.liger_swiglu(y)
 
 
 def _silu_mul(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
     gate = a if gate_multiplier == 1.0 else a * gate_multiplier
-    product = kernels.liger_swiglu(gate, b)
+    product = layers.liger_swiglu(gate, b)
     return product if down_multiplier == 1.0 else product * down_multiplier
 
 

@@ -26,6 +26,7 @@ from liger_chunked import (
     cli,
     estimate_memory,
     kernels,
+    layers,
 )
 from liger_chunked.cli import app, bench, check, memory, tables
 from liger_chunked.cli.losses import DISTILLATION, LOSSES
@@ -303,7 +304,7 @@ def test_check_runs_kernels_in_two_dtypes():
 
 
 def test_check_runs_every_kernel():
-    functions = {name for name in kernels.__all__ if name.startswith("liger_")}
+    functions = {name for name in kernels.__all__ + layers.__all__ if name.startswith("liger_")}
     assert functions == check._KERNELS.keys()
 
 

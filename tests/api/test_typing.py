@@ -105,9 +105,9 @@ def function_name(function: Any) -> str:
 
 
 def test_only_device_functions_of_the_kernels_have_no_types() -> None:
-    kernels = Path(trainers.__file__).parents[2] / "kernels"
+    package = Path(trainers.__file__).parents[2]
     untyped = []
-    for path in sorted(kernels.rglob("*.py")):
+    for path in sorted((*(package / "kernels").rglob("*.py"), *(package / "layers").rglob("*.py"))):
         functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
         for function in functions:
             on_device = any(re.search(r"\b(jit|Kernel)\b", ast.unparse(x)) for x in function.decorator_list)

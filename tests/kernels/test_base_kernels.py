@@ -35,16 +35,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import liger_chunked as lc
-from liger_chunked.kernels import (
-    glu,
-    layer_norm,
-    relu_squared,
-    rms_norm,
-    rope,
-)
 from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning.generic import MAX_ROW
+from liger_chunked.layers import glu, layer_norm, relu_squared, rms_norm, rope
 
 
 @pytest.mark.sampled(interpreted=True)
@@ -599,7 +593,7 @@ def test_cross_entropy_of_nothing(reduction: Any, device: str) -> None:
 @pytest.mark.parametrize(
     "module",
     [rms_norm, layer_norm, glu, relu_squared, rope],
-    ids=lambda m: m.__name__[22:],
+    ids=lambda m: m.__name__.rpartition(".")[2],
 )
 def test_operators_keep_their_word(module: Any) -> None:
     """`torch.library.opcheck` accepts their schema, fake outputs and aliasing."""

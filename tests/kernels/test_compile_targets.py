@@ -52,8 +52,8 @@ ON_HOPPER = {
 
 def all_kernels() -> set[str]:
     """Return the names of the kernels in the source, as the matrix names them."""
-    folder, found = Path(backend.__file__).parent, set()
-    for file in folder.glob("*.py"):
+    package, found = Path(backend.__file__).parents[1], set()
+    for file in package.rglob("*.py"):
         lines = file.read_text().splitlines()
         names = [after for line, after in pairwise(lines) if re.match(r"@.*\bKernel\b", line)]
         found |= {f"{file.stem}.{name[5:].partition('(')[0].strip('_').removesuffix('_kernel')}" for name in names}
@@ -102,7 +102,8 @@ driver = matrix.pretend(True)
 driver.select(matrix.TARGETS["sm_90"])
 import torch
 from triton import knobs
-from liger_chunked.kernels import launch, liger_rms_norm, logits_stats
+from liger_chunked.kernels import launch, logits_stats
+from liger_chunked.layers import liger_rms_norm
 from liger_chunked.types import LogitOptions
 
 meta = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")

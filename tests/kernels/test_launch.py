@@ -16,9 +16,10 @@ from torch import Tensor
 
 import liger_chunked as lc
 from liger_chunked.engine.precision import gemms
-from liger_chunked.kernels import launch, rms_norm
+from liger_chunked.kernels import launch
 from liger_chunked.kernels.backend import INTERPRETED
-from liger_chunked.kernels.norm_rows import sum_partials
+from liger_chunked.layers import rms_norm
+from liger_chunked.layers.norm_rows import sum_partials
 
 
 class Recorder:

@@ -166,12 +166,12 @@ def test_everything_was_patched(tiny, fresh):
 
 # The operator that each switch adds: its module and name.
 OPERATORS = {
-    "rope": ("rope", "_rope"),
-    "rms_norm": ("rms_norm", "_forward"),
-    "layer_norm": ("layer_norm", "_forward"),
-    "swiglu": ("glu", "_forward"),
-    "geglu": ("glu", "_forward"),
-    "cross_entropy": ("cross_entropy", "_stats"),
+    "rope": ("layers.rope", "_rope"),
+    "rms_norm": ("layers.rms_norm", "_forward"),
+    "layer_norm": ("layers.layer_norm", "_forward"),
+    "swiglu": ("layers.glu", "_forward"),
+    "geglu": ("layers.glu", "_forward"),
+    "cross_entropy": ("kernels.cross_entropy", "_stats"),
 }
 
 
@@ -180,14 +180,14 @@ def calls(monkeypatch):
     """Count how often the operator of each module of `OPERATORS` ran."""
     counts = Counter()
     for module, name in set(OPERATORS.values()):
-        kernels = importlib.import_module(f"liger_chunked.kernels.{module}")
-        operator = getattr(kernels, name)
+        home = importlib.import_module(f"liger_chunked.{module}")
+        operator = getattr(home, name)
 
         def counted(*args, module=module, operator=operator):
             counts[module] += 1
             return operator(*args)
 
-        monkeypatch.setattr(kernels, name, counted)
+        monkeypatch.setattr(home, name, counted)
     return counts
 
 
@@ -574,7 +574,7 @@ def test_patching_one_model_changes_no_other(calls):
     for model in (patched, twin):
         calls.clear()
         assert_same_step(step(model, labelled(tiny)), expected)
-        assert calls["rope"]
+        assert calls["layers.rope"]
         revert_liger_kernel(model)
         calls.clear()
         assert step(model, labelled(tiny))[0].loss.equal(expected[0].loss) and not calls

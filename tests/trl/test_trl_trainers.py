@@ -51,7 +51,7 @@ from liger_chunked.deferred import rules
 from liger_chunked.integrations import trl as integration
 from liger_chunked.integrations.transformers import apply_liger_kernel, layers
 from liger_chunked.integrations.trl import add_chunked_lm_head, heads, older
-from liger_chunked.kernels import liger_rms_norm
+from liger_chunked.layers import liger_rms_norm
 
 pytestmark = [
     # Warnings of transformers and TRL about themselves, and about short runs without a GPU.

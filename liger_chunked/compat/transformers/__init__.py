@@ -53,7 +53,7 @@ from liger_chunked.compat.transformers.mlp import (
     LigerTiledSwiGLUMLP,
 )
 from liger_chunked.compat.unsupported import missing
-from liger_chunked.modules import LigerSwiGLUMLP
+from liger_chunked.layers import LigerSwiGLUMLP
 
 if TYPE_CHECKING:
     from liger_chunked.integrations.transformers import (

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from liger_chunked import kernels
+from liger_chunked import layers
 from liger_chunked.compat import transformers as modules
-from liger_chunked.compat.transformers import layers
+from liger_chunked.compat.transformers.layers import fused_add_rms_norm, rms_norm
 from liger_chunked.compat.transformers.losses import Reduction
 from liger_chunked.compat.unsupported import missing
 
@@ -141,13 +141,13 @@ def liger_tvd(
 
 
 def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor, eps: float) -> Tensor:
-    return kernels.liger_layer_norm(X, W, B, eps)
+    return layers.liger_layer_norm(X, W, B, eps)
 
 
 def liger_rms_norm(
     X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
 ) -> Tensor:
-    return layers.rms_norm(X, W, eps, offset, casting_mode)
+    return rms_norm(X, W, eps, offset, casting_mode)
 
 
 def liger_fused_add_rms_norm(
@@ -159,18 +159,18 @@ def liger_fused_add_rms_norm(
     casting_mode: str = "llama",
     in_place: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    return layers.fused_add_rms_norm(X, R, W, eps, offset, casting_mode)
+    return fused_add_rms_norm(X, R, W, eps, offset, casting_mode)
 
 
 liger_rope = modules.liger_rotary_pos_emb
 
 
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
-    return kernels.liger_geglu(a, b)
+    return layers.liger_geglu(a, b)
 
 
 def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
-    return kernels.liger_swiglu(a, b)
+    return layers.liger_swiglu(a, b)
 
 
 if not TYPE_CHECKING:  # else every wrong name would pass

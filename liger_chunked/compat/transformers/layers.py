@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from liger_chunked import kernels
+from liger_chunked import layers
 from liger_chunked.calls import typed_like
-from liger_chunked.kernels.rms_norm import Casting
+from liger_chunked.layers.rms_norm import Casting
 from liger_chunked.types import shown
 
 _CASTINGS: dict[str, Casting] = {"llama": "llama", "gemma": "gemma"}
@@ -28,7 +28,7 @@ def rms_norm(
 ) -> Tensor:
     """Return the RMSNorm; with `casting_mode="none"`, in PyTorch and in the input's dtype throughout."""
     if casting_mode in _CASTINGS:
-        return kernels.liger_rms_norm(x, weight, eps, offset=offset, casting=_CASTINGS[casting_mode])
+        return layers.liger_rms_norm(x, weight, eps, offset=offset, casting=_CASTINGS[casting_mode])
     if casting_mode != "none":
         raise ValueError(f"casting_mode must be one of {[*_CASTINGS, 'none']}, got {shown(casting_mode)}")
     y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
@@ -45,7 +45,7 @@ def fused_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     if casting_mode in _CASTINGS:
         casting = _CASTINGS[casting_mode]
-        return kernels.liger_rms_norm(x, weight, eps, offset=offset, casting=casting, residual=residual)
+        return layers.liger_rms_norm(x, weight, eps, offset=offset, casting=casting, residual=residual)
     total = x + residual
     return rms_norm(total, weight, eps, offset, casting_mode), total
 
@@ -188,7 +188,7 @@ class LigerLayerNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return kernels.liger_layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+        return layers.liger_layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
 
     if TYPE_CHECKING:
 
@@ -217,4 +217,4 @@ def liger_rotary_pos_emb(
         if rotary_dim % 2 or not 0 < rotary_dim <= 2 * cos.shape[-1]:
             raise ValueError(f"rotary_dim must be even and at most twice cos {tuple(cos.shape)}, got {rotary_dim}")
     rows = position_ids if cos.ndim == 2 else None
-    return kernels.liger_rotary_pos_emb(q, k, cos, sin, rows, unsqueeze_dim, rotary_dim=rotary_dim)
+    return layers.liger_rotary_pos_emb(q, k, cos, sin, rows, unsqueeze_dim, rotary_dim=rotary_dim)

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_chunked.calls import typed_like
-from liger_chunked.kernels import liger_geglu, liger_swiglu
-from liger_chunked.modules import unobserved
+from liger_chunked.layers.glu import liger_geglu, liger_swiglu, unobserved
 from liger_chunked.types import shown
 
 
@@ -68,7 +67,7 @@ def apply_tiled_mlp(
         ValueError: `num_shards` is not positive, or `fn` returns another number of tokens.
         TypeError: `fn` returns no tensor, or a parameter is a DTensor.
     """
-    tiled = import_module("liger_chunked.tiled").tiled  # it imports torch's compiler, which takes seconds
+    tiled = import_module("liger_chunked.layers.tiled").tiled  # it imports torch's compiler, which takes seconds
     if num_shards is None:
         num_shards = max(1, math.ceil(x.shape[-2] / x.shape[-1]))
     if num_shards < 1:

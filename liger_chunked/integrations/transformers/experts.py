@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 
 from liger_chunked.integrations.transformers.detect import STOCK
-from liger_chunked.kernels.experts import add_bias_, combine_rows, gather_tokens, route
 from liger_chunked.kernels.operands import all_plain
+from liger_chunked.layers.experts import add_bias_, combine_rows, gather_tokens, route
 from liger_chunked.private import own_tensors
 
 GROUPED = "grouped_mm"

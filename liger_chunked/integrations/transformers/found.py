@@ -20,7 +20,7 @@ from liger_chunked.integrations.transformers.overrides import binding_of, rope_o
 from liger_chunked.integrations.transformers.patched_class import LayerPatch, patched_class, stock_class
 from liger_chunked.integrations.transformers.replaced import stock_rope
 from liger_chunked.integrations.transformers.report import FUSED
-from liger_chunked.tiled import Tokens
+from liger_chunked.layers.tiled import Tokens
 
 
 @dataclass

@@ -17,17 +17,12 @@ from torch import Tensor, nn
 from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_chunked.kernels import (
-    liger_cross_entropy,
-    liger_geglu,
-    liger_layer_norm,
-    liger_relu_squared,
-    liger_rms_norm,
-    liger_rms_norm_gated,
-    liger_rotary_pos_emb,
-    liger_swiglu,
-)
-from liger_chunked.modules import unobserved
+from liger_chunked.kernels import liger_cross_entropy
+from liger_chunked.layers.glu import liger_geglu, liger_swiglu, unobserved
+from liger_chunked.layers.layer_norm import liger_layer_norm
+from liger_chunked.layers.relu_squared import liger_relu_squared
+from liger_chunked.layers.rms_norm import liger_rms_norm, liger_rms_norm_gated
+from liger_chunked.layers.rope import liger_rotary_pos_emb
 from liger_chunked.private import HOOKS, SHOWS_HOOKS
 
 

@@ -55,7 +55,7 @@ from liger_chunked.integrations.transformers.patched_class import (
 from liger_chunked.integrations.transformers.replaced import rope_of_family, stock_rope
 from liger_chunked.integrations.transformers.report import APPLIED, FUSED, Applied
 from liger_chunked.integrations.transformers.source import rotary_functions
-from liger_chunked.tiled import Tokens, check_tokens
+from liger_chunked.layers.tiled import Tokens, check_tokens
 from liger_chunked.types import budget_bytes, shown
 
 if TYPE_CHECKING:

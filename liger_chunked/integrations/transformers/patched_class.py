@@ -16,7 +16,7 @@ from liger_chunked.integrations.transformers.experts import EXPERTS_GATE, expert
 from liger_chunked.integrations.transformers.layers import Binding
 from liger_chunked.integrations.transformers.replaced import add_rope
 from liger_chunked.integrations.transformers.source import rotary_methods, with_other_globals
-from liger_chunked.tiled import Tokens, after_tiles, follows_tiles, tile_tokens, tiled
+from liger_chunked.layers.tiled import Tokens, after_tiles, follows_tiles, tile_tokens, tiled
 
 __all__ = ["LayerPatch", "has_our_layer", "is_patched", "patch_of", "patched_class", "set_patch", "stock_class"]
 

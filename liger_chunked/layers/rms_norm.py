@@ -5,18 +5,19 @@ Bytes: forward 2, backward 3 times `x`; 4 each with a residual; 3 and 5 with a g
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from liger_chunked.calls import typed_like
 from liger_chunked.kernels.backend import contiguous_like, first_derivative, operator, strided_rows, tl, use_triton
-from liger_chunked.kernels.glu import activation as activate
-from liger_chunked.kernels.glu import activation_torch
 from liger_chunked.kernels.launch import Kernel
-from liger_chunked.kernels.norm_rows import row_sweep, row_tile, square, sum_partials
 from liger_chunked.kernels.operands import check_floating, check_like, check_row, described, plain
 from liger_chunked.kernels.tuning.generic import MAX_ROW
+from liger_chunked.layers.glu import activation as activate
+from liger_chunked.layers.glu import activation_torch
+from liger_chunked.layers.norm_rows import row_sweep, row_tile, square, sum_partials
 from liger_chunked.types import accumulation_dtype, shown
 
 Casting = Literal["llama", "gemma", "olmo2"]
@@ -407,3 +408,67 @@ def liger_rms_norm_gated(
     if torch.is_grad_enabled():
         return _RMSNorm.apply(x, weight, None, gate, options)
     return _forward(x, weight, None, gate, *options)[0]
+
+
+class LigerRMSNorm(nn.Module):
+    """RMSNorm with a trainable weight (Zhang and Sennrich 2019, equation 4), computed in float32.
+
+        x/rms(x) * (offset + weight),    rms(x) = sqrt(mean(x**2) + eps)
+
+    Args:
+        hidden_size: D, the columns of a row; `weight` is a float32 parameter (D,), initially `1 - offset`.
+        eps: added to the mean square of each row.
+        offset: added to the weight in float32; Gemma uses 1.
+        casting: "llama" rounds `x / rms(x)` to the dtype of `x` before it multiplies by the weight. "gemma" and
+            "olmo2", which mean the same here, round only the product.
+
+    >>> norm = LigerRMSNorm(64)
+    >>> y, total = norm(torch.randn(2, 5, 64), residual=torch.randn(2, 5, 64))
+    >>> y.shape, total.shape
+    (torch.Size([2, 5, 64]), torch.Size([2, 5, 64]))
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, *, offset: float = 0.0, casting: Casting = "llama") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((hidden_size,), 1.0 - offset))
+        self.variance_epsilon = eps
+        self.offset = offset
+        self.casting: Casting = casting
+
+    @overload
+    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the norm of `x`, or `(norm, sum)` of `x + residual`.
+
+        Args:
+            x: (..., D), floating-point, rows in any layout.
+            residual: (..., D), with the dtype and device of `x`. None: the norm of `x` alone.
+
+        Returns:
+            The norm (..., D). Its dtype is that of `x`; with casting "llama", the wider dtype of `x` and the weight.
+            With `residual` the tuple (norm, sum), where the sum `x + residual` has the dtype of `x`.
+
+        Raises:
+            TypeError: `x` is no plain floating-point tensor, or `residual` has another dtype.
+            ValueError: `x` has another number of columns than D, `residual` another shape than `x`, or a device
+                differs.
+            NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode
+                autograd.
+        """
+        return liger_rms_norm(
+            x, self.weight, self.variance_epsilon, offset=self.offset, casting=self.casting, residual=residual
+        )
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def extra_repr(self) -> str:
+        return (
+            f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}, offset={self.offset}, casting={self.casting!r}"
+        )

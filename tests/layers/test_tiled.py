@@ -17,8 +17,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from liger_chunked import LigerSwiGLUMLP, linear_token_stats
-from liger_chunked.memory import peak_bytes
-from liger_chunked.tiled import (
+from liger_chunked.layers.tiled import (
     after_tiles,
     check_tokens,
     follows_tiles,
@@ -27,6 +26,7 @@ from liger_chunked.tiled import (
     tiled,
     trainable,
 )
+from liger_chunked.memory import peak_bytes
 
 H, I = 16, 40  # noqa: E741
 CONFIG = SimpleNamespace(hidden_size=H, intermediate_size=I, hidden_act="silu", mlp_bias=True)

@@ -29,7 +29,7 @@ from liger_chunked import apply_liger_kernel, register_layer, revert_liger_kerne
 from liger_chunked.compat.transformers import apply_liger_kernel_to_mixtral
 from liger_chunked.integrations.transformers import experts, layers, patch
 from liger_chunked.kernels.backend import INTERPRETED
-from liger_chunked.kernels.experts import Routing, add_bias_, combine_rows, gather_tokens, route
+from liger_chunked.layers.experts import Routing, add_bias_, combine_rows, gather_tokens, route
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 

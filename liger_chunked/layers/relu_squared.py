@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import contiguous_like, first_derivative, operator, tl, use_triton
-from liger_chunked.kernels.glu import launch_elementwise
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.operands import check_floating, plain
+from liger_chunked.layers.glu import launch_elementwise
 from liger_chunked.types import accumulation_dtype
 
 

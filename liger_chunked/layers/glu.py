@@ -8,11 +8,13 @@ Bytes: forward 3, backward 5 times `gate`.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from liger_chunked.calls import typed_like
 from liger_chunked.kernels.backend import (
     contiguous_like,
     exp,
@@ -28,6 +30,7 @@ from liger_chunked.kernels.backend import (
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.operands import check_floating, check_like, plain
 from liger_chunked.kernels.tuning import TUNING
+from liger_chunked.private import SHOWS_HOOKS, global_forward_hooks, has_children
 from liger_chunked.types import accumulation_dtype, shown
 
 _GELU = {"tanh": "gelu_tanh", "none": "gelu"}
@@ -406,3 +409,110 @@ def liger_geglu(
     if approximate not in _GELU:
         raise ValueError(f"approximate must be one of {tuple(_GELU)}, got {shown(approximate)}")
     return _glu(gate, up, (_GELU[approximate], False, *_UNCAPPED), inplace)
+
+
+def unobserved(*projections: nn.Module) -> bool:
+    """Whether no forward hook, global or local, can keep outputs."""
+    if not SHOWS_HOOKS or global_forward_hooks():
+        return False
+    for projection in projections:
+        # Most projections have no modules inside, and listing one takes as long as a launch.
+        for module in projection.modules() if has_children(projection) else (projection,):
+            if module._forward_hooks:
+                return False
+    return True
+
+
+class _GatedMLP(nn.Module):
+    """An MLP of three projections, whose unit is that of the subclass."""
+
+    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
+        super().__init__()
+        bias = getattr(config, "mlp_bias", False)
+        width = config.intermediate_size if intermediate_size is None else intermediate_size
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=bias)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=bias)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=bias)
+
+    @property
+    def _inplace(self) -> bool:
+        return unobserved(self.gate_proj, self.up_proj)
+
+    def _unit(self, gate: Tensor, up: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the layer.
+
+        Unless forward hooks may keep them, the backward overwrites the outputs of `gate_proj` and `up_proj`.
+
+        Args:
+            x: (..., H), in the dtype of the projections, or in any under autocast.
+
+        Returns:
+            (..., H), in the dtype that `down_proj` returns.
+
+        Raises:
+            TypeError: a projection returns no plain floating-point tensor, such as a DTensor.
+            ValueError: the projections' outputs differ in shape or device.
+            NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode
+                autograd.
+        """
+        # One expression: a name for gate or up would keep the tensor in memory while `down_proj` runs.
+        return self.down_proj(self._unit(self.gate_proj(x), self.up_proj(x)))
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def _activation_name(config: Any, known: Collection[str]) -> str:
+    name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    if name not in known:
+        raise ValueError(f"hidden_act must be one of {tuple(known)}, got {shown(name)}")
+    return str(name)
+
+
+class LigerSwiGLUMLP(_GatedMLP):
+    """`down_proj(silu(gate_proj(x)) * up_proj(x))`, with the parameters of `LlamaMLP`.
+
+    Args:
+        config: an object with `hidden_size` (H), `intermediate_size` (I), `hidden_act` or else `hidden_activation`
+            ("silu" or "swish"), and optionally `mlp_bias` (whether the three projections have a bias; False).
+        intermediate_size: I, instead of the configuration's. None: the configuration's.
+    """
+
+    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
+        _activation_name(config, ("silu", "swish"))
+        super().__init__(config, intermediate_size)
+
+    def _unit(self, gate: Tensor, up: Tensor) -> Tensor:
+        return liger_swiglu(gate, up, inplace=self._inplace)
+
+
+# The approximation of each name in configurations of transformers.
+_GELU_NAMES: dict[str, Literal["tanh", "none"]] = {
+    "gelu": "none",
+    "gelu_new": "tanh",
+    "gelu_pytorch_tanh": "tanh",
+    "gelu_python_tanh": "tanh",
+}
+
+
+class LigerGEGLUMLP(_GatedMLP):
+    """`down_proj(gelu(gate_proj(x)) * up_proj(x))`, with the parameters of `GemmaMLP`.
+
+    Args:
+        config: an object with `hidden_size` (H), `intermediate_size` (I), `hidden_act` or else `hidden_activation`
+            ("gelu", the error function; "gelu_new", "gelu_pytorch_tanh" or "gelu_python_tanh", its tanh approximation),
+            and optionally `mlp_bias` (whether the three projections have a bias; False).
+    """
+
+    def __init__(self, config: Any) -> None:
+        approximate = _GELU_NAMES[_activation_name(config, _GELU_NAMES)]
+        super().__init__(config)
+        self.approximate: Literal["tanh", "none"] = approximate
+
+    def _unit(self, gate: Tensor, up: Tensor) -> Tensor:
+        return liger_geglu(gate, up, self.approximate, inplace=self._inplace)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from liger_chunked.calls import typed_like
 from liger_chunked.kernels.backend import contiguous_like, first_derivative, operator, strided_rows, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
-from liger_chunked.kernels.norm_rows import row_sweep, row_tile, square, sum_partials
 from liger_chunked.kernels.operands import check_floating, check_row, plain
 from liger_chunked.kernels.tuning.generic import MAX_ROW
+from liger_chunked.layers.norm_rows import row_sweep, row_tile, square, sum_partials
 from liger_chunked.types import accumulation_dtype
 
 
@@ -215,3 +216,44 @@ def liger_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = Non
     if not torch.is_grad_enabled():
         return _forward(x, weight, bias, float(eps))[0]
     return _LayerNorm.apply(x, weight, bias, float(eps))
+
+
+class LigerLayerNorm(nn.Module):
+    """LayerNorm with trainable weight and bias: `(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`, in float32.
+
+    Args:
+        hidden_size: D, the columns of a row; `weight` and `bias` are float32 parameters (D,), initially 1 and 0.
+        eps: added to the variance of each row.
+        bias: False leaves out the bias.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the LayerNorm of the rows of `x`.
+
+        Args:
+            x: (..., D), floating-point, rows in any layout.
+
+        Returns:
+            (..., D), contiguous, in the dtype of `x`.
+
+        Raises:
+            TypeError: `x` is no plain floating-point tensor.
+            ValueError: `x` has another number of columns than D, or is on another device than the weight.
+            NotImplementedError: a tensor is under a transform of `torch.func`, or has a tangent of forward-mode
+                autograd.
+        """
+        return liger_layer_norm(x, self.weight, self.bias, self.eps)
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}, bias={self.bias is not None}"
