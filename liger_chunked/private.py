@@ -282,6 +282,32 @@ without_modes: Callable[[], AbstractContextManager[Any]] = (
 )
 
 
+_dispatch: Any = find("torch.utils._python_dispatch")
+
+
+def without_modes_of(module: str) -> AbstractContextManager[Any]:
+    """Suspend the caller's dispatch modes whose class a module defines; all others see what runs inside.
+
+    The fallback suspends none.
+    """
+    modes = getattr(_dispatch, "_get_current_dispatch_mode_stack", list)()
+    if not any(type(mode).__module__ == module for mode in modes):
+        return nullcontext()
+    return _only([mode for mode in modes if type(mode).__module__ != module])
+
+
+@contextmanager
+def _only(others: list[Any]) -> Iterator[None]:
+    with without_modes():
+        for mode in others:
+            _dispatch._push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in others:
+                _dispatch._pop_mode()
+
+
 class _NoDispatchMode:
     def __init__(self) -> None:
         raise RuntimeError(

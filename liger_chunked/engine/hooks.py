@@ -1,14 +1,14 @@
-"""Hide a step's inner graphs from hooks on saved tensors."""
+"""Hide a step's inner graphs from hooks on saved tensors, and its operations from selective checkpoints."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from liger_chunked.private import HAS_VERSIONS, version_of
+from liger_chunked.private import HAS_VERSIONS, version_of, without_modes_of
 from liger_chunked.private import top_saved_tensors_hooks as _top_hooks
 
 
@@ -50,9 +50,18 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     return x
 
 
-_NOTHING_TO_HIDE = nullcontext()
+def outside_selective_checkpoints() -> AbstractContextManager[object]:
+    """Compute without selective checkpoints, which keep results of operations that a step later changes in place."""
+    return without_modes_of("torch.utils.checkpoint")
 
 
 def isolated() -> AbstractContextManager[object]:
-    """Save tensors without outer hooks: autograd calls only the innermost pair, which checks versions."""
-    return saved_tensors_hooks(_pack, _unpack) if hooks_active() else _NOTHING_TO_HIDE
+    """Compute without selective checkpoints, and save tensors without outer hooks.
+
+    Autograd calls only the innermost pair of hooks, which checks versions.
+    """
+    stack = ExitStack()
+    stack.enter_context(outside_selective_checkpoints())
+    if hooks_active():
+        stack.enter_context(saved_tensors_hooks(_pack, _unpack))
+    return stack

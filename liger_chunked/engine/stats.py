@@ -20,7 +20,7 @@ from liger_chunked.engine.compile_ahead import compile_ahead
 from liger_chunked.engine.epilogue import StatisticsPass
 from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass
-from liger_chunked.engine.hooks import hooks_active
+from liger_chunked.engine.hooks import hooks_active, outside_selective_checkpoints
 from liger_chunked.engine.kept import (
     check_kept,
     kept_token_stats,
@@ -115,7 +115,8 @@ class _LinearTokenStats(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         needs = Needs(*ctx.needs_input_grad[:5])
-        head_pass, dense = _statistics(plan, HeadTensors(weight, bias, up, plan.shard), input, u, needs)
+        with outside_selective_checkpoints():
+            head_pass, dense = _statistics(plan, HeadTensors(weight, bias, up, plan.shard), input, u, needs)
         of_pass = head_pass.pop_tensors()
         inputs = {"input": input, "weight": weight, "bias": bias, "u": u, "up": up}
         save(ctx, inputs=inputs, head_pass=of_pass, plan=savable(plan.tensors()))

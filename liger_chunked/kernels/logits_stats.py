@@ -160,7 +160,8 @@ def _logits_stats_kernel(
             )  # fmt: skip
             tl.store(grad_scale_ptr + row, grad_scale)
         if lse_ptr is not None:
-            tl.store(lse_ptr + row, row_max + log_sum)
+            lse = tl.where(row_max == float("inf"), row_max, row_max + log_sum)
+            tl.store(lse_ptr + row, lse)
     tl.store(max_ptr + row, row_max)
     tl.store(sum_exp_ptr + row, normaliser)
     if of_target_ptr is not None:
@@ -411,7 +412,8 @@ def finish(stats: PartialStats, target: Tensor, vocab_size: int, outputs: tuple[
         # This order is exact for large logits.
         fields["logps"] = (stats.target_logit - stats.max) - log_sum  # type: ignore[operator]
     if "lse" in outputs:
-        fields["lse"] = stats.max + log_sum
+        # Beside an infinite logit, differences to it are no numbers.
+        fields["lse"] = torch.where(stats.max == math.inf, stats.max, stats.max + log_sum)
     if stats.sum_exp_z is not None:
         fields["entropy"] = log_sum - stats.sum_exp_z / stats.sum_exp
     if stats.sum_z is not None:
