@@ -4,7 +4,7 @@ A `Pass` runs a loss of the library on what a `Plan` says, with leaves outside o
 result into the graph, behind the logits. The backward sends a `LazyGradient`; the head's backward asks the pass for dX,
 dW and db.
 
-    run = Pass([plan_of(logits)], lambda head: loss(head.weight, head.rows, ids, head.bias), wants_grad(logits))
+    run = Pass([logits._plan], lambda head: loss(head.weight, head.rows, ids, head.bias), wants_grad(logits))
     value = fuse(run, run.results, logits, plan, stock)
 """
 
@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_chunked.deferred.adapters import down
 from liger_chunked.deferred.gradient import LazyGradient, Term
-from liger_chunked.deferred.logits import DeferredLogits, Source, seen
-from liger_chunked.deferred.plan import Plan, plan_of
+from liger_chunked.deferred.logits import DeferredLogits, Source
+from liger_chunked.deferred.plan import Plan
 from liger_chunked.dtensor import any_dtensor, distributed_like
 from liger_chunked.engine.hooks import isolated
 from liger_chunked.private import graph_is_retained, version_of, with_autograd, without_torch_function
@@ -153,10 +154,10 @@ def _head_rows(
     hidden, weight, bias = leaves[0]
 
     def of_ids(x: Any) -> Any:
-        return x if x is None or plan.n_ids is None else x[: plan.n_ids]
+        return x if x is None or plan.n_ids == plan.vocabulary else x[: plan.n_ids]
 
     def of_rows(x: Tensor) -> Tensor:
-        x = plan.select(x)
+        x = plan.select(x.flatten(0, -2))
         return x.flatten(0, -2) if x.ndim > 3 else x
 
     rows, weight, bias = of_rows(hidden), of_ids(weight), of_ids(bias)
@@ -203,7 +204,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, link: Link, z: Any) -> Tensor:
-        ctx.link, ctx.z, ctx.at = link, z, (version_of(z), z._cell.node, z._views)
+        ctx.link, ctx.z, ctx.at = link, z, (version_of(z), z._cell.node, z._geometry)
         return link.value.detach()
 
     @staticmethod
@@ -214,7 +215,7 @@ class _Fused(torch.autograd.Function):
                 "Trying to backward through the graph a second time: a fused loss of deferred logits has freed what it "
                 "saved. Specify retain_graph=True in the first backward"
             )
-        version, node, views = ctx.at
+        version, node, geometry = ctx.at
         if torch.is_grad_enabled():
             if version_of(z) != version:
                 raise RuntimeError(
@@ -223,7 +224,7 @@ class _Fused(torch.autograd.Function):
             return None, _gradient_of_stock(link.stock, z.tensor(), g, create_graph=True)
 
         def dense() -> Tensor:
-            real = seen(node.value(), views).detach()
+            real = node.view(geometry).detach()
             # Autocast, which would widen them, is off here.
             wide = real.to(torch.promote_types(real.dtype, torch.float32)).requires_grad_()
             return _gradient_of_stock(link.stock, wide, g).to(real.dtype)
@@ -291,14 +292,11 @@ def _without_values() -> Tensor:
     )
 
 
-def run_live(z: DeferredLogits, compute: Callable[[Head, Tensor], Any], recompute: Callable[[Tensor], Tensor]) -> Any:
-    """Return `compute(head, hidden_states)` in place of logits of a call with `head_fn`, in the graph behind them.
-
-    `recompute` is the adapters' product of other hidden states than those of the call.
-    """
-    plan = plan_of(z)
+def run_live(z: DeferredLogits, compute: Callable[[Head, Tensor], Any]) -> Any:
+    """Return `compute(head, hidden_states)` in place of logits of a call with `head_fn`, in the graph behind them."""
+    plan = z._plan
     # A factor of the layer's own product, such as a hook's, would make hidden states of the adapter's.
-    if plan is None or plan.sources[0][0] is not next(z._cell.node.sources()):
+    if plan is None or plan.sources[0][0] is not z._cell.node.sources[0]:
         raise ValueError(f"a head_fn needs logits that are those of a head, got {z!r}")
     first = plan.sources[0][0]
     with first.as_called():
@@ -314,7 +312,7 @@ def run_live(z: DeferredLogits, compute: Callable[[Head, Tensor], Any], recomput
                 opened = _Open.apply(z, plan, trained)
             live |= {(id(source), i): x for (source, i, _), x in zip(trained, opened, strict=True)}
         leaves = [[live[id(source), i] for i in range(3)] for source, _ in plan.sources]
-        weight, bias, rows = _head_rows(plan, leaves, recompute)
+        weight, bias, rows = _head_rows(plan, leaves, functools.partial(down, first.owner))
         _refuse_merged(first, rows)
         return compute(Head(weight, bias), rows)
 
