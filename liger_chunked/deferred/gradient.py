@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.deferred.lazy import (
+    COPIES,
     KEEPS_GEOMETRY,
     PLAIN,
     READS_MEMORY,
@@ -35,7 +36,7 @@ from liger_chunked.deferred.lazy import (
     values,
 )
 from liger_chunked.deferred.logits import DeferredLogits
-from liger_chunked.deferred.plan import COPIES, SCALES, Key, Plan
+from liger_chunked.deferred.plan import SCALES, Key, Plan
 from liger_chunked.private import tree_map_only, without_torch_function
 
 # Formulas that move the gradient of whole rows, or round it. What terms carry does not change with them.

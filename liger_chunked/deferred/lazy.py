@@ -67,6 +67,9 @@ TURNS = {
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.transpose.int,
     aten.t.default, aten.permute.default,
 }  # fmt: skip
+# Copies, with the same values for each row.
+COPIES = {aten.clone.default, aten._to_copy.default}
+_KEEPS_ORDER = (None, torch.preserve_format, torch.contiguous_format)
 VIEWS = KEEPS_GEOMETRY | RESHAPES | SPLITS | TURNS | {aten.slice.Tensor, aten.select.int, aten.expand.default}
 
 
@@ -149,9 +152,12 @@ class Lazy(Tensor):
 
     def _after(self, op: Op) -> tuple[Any, Any, int, torch.dtype]:
         """Return size, strides, offset and dtype of the result of an operation."""
+        (size, strides, _), dtype = self._geometry, self._known[0]
         if op.func in VIEWS:
-            return *after(op, self._geometry), self._known[0]
-        meta = _on_meta(op, self._geometry, self._known[0])
+            return *after(op, self._geometry), dtype
+        if op.func in COPIES and strides == contiguous(size) and op.kwargs.get("memory_format") in _KEEPS_ORDER:
+            return size, strides, 0, op.kwargs.get("dtype") or dtype
+        meta = _on_meta(op, self._geometry, dtype)
         return tuple(meta.shape), meta.stride(), 0, meta.dtype
 
     def _filled(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from liger_chunked.deferred.lazy import (
+    COPIES,
     PLAIN,
     READS_MEMORY,
     RESHAPES,
@@ -49,10 +50,10 @@ from liger_chunked.deferred.lazy import (
     strided,
     values,
 )
-from liger_chunked.deferred.plan import COPIES, ROWS, SCALES, Plan
+from liger_chunked.deferred.plan import ROWS, SCALES, Plan
 from liger_chunked.deferred.sharded import is_freed
 from liger_chunked.engine.hooks import isolated
-from liger_chunked.private import tree_leaves, version_of, without_torch_function
+from liger_chunked.private import tree_leaves, tree_map_only, version_of, without_torch_function
 from liger_chunked.types import Head, LogitOptions, StandIn
 
 _LOGGER = logging.getLogger("liger_chunked")
@@ -61,12 +62,7 @@ SCALES_IN_PLACE = {
     aten.mul_.Tensor: aten.mul.Tensor, aten.mul_.Scalar: aten.mul.Scalar,
     aten.div_.Tensor: aten.div.Tensor, aten.div_.Scalar: aten.div.Scalar,
 }  # fmt: skip
-_ELEMENTWISE = {
-    aten.clone.default, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.tanh.default,
-    aten.exp.default, aten.neg.default, aten.add.Tensor,
-}  # fmt: skip
-# The backward of these reads values: a lazy gradient passes them if it is already multiplied by their derivative.
-CURVES = {aten.tanh.default, aten._log_softmax.default, aten._softmax.default, aten.exp.default}
+_SOFTMAXES = {aten._log_softmax.default, aten._softmax.default}
 
 
 _NOTHING = nullcontext()
@@ -441,13 +437,9 @@ class DeferredLogits(Lazy, StandIn):
         elif func is aten.add.Tensor:
             op = Op(func, (args[1].clone(),))  # its values are those of now
         device = kwargs.get("device") or self._known[1]
-        if func not in _ELEMENTWISE:
-            size, strides, _, dtype = self._after(op)
-        elif self._geometry[1] == contiguous(self._geometry[0]):
-            (size, strides, _), dtype = self._geometry, self._known[0]
-        else:
-            # Any function of each element keeps the order of dimensions as a clone does.
-            size, strides, _, dtype = self._after(op if func is aten.clone.default else Op(aten.clone.default))
+        # Any function of each element keeps the order of dimensions as a clone does.
+        shaped = op if func in COPIES or func in _SOFTMAXES else Op(aten.clone.default)
+        size, strides, _, dtype = self._after(shaped)
         return self._expressed(op, (size, strides, 0), self._class_dim, dtype, device)
 
     def _expressed(self, op: Op, geometry: Geometry, class_dim: Any, dtype: torch.dtype, device: Any) -> Any:
@@ -466,7 +458,7 @@ class DeferredLogits(Lazy, StandIn):
         if func in SCALES:
             factor = number_of(args[1])
             return factor is not None and math.isfinite(factor) and factor != 0 and not kwargs
-        if func in (aten._log_softmax.default, aten._softmax.default):
+        if func in _SOFTMAXES:
             return args[1] % self.ndim == self._class_dim
         if func is aten.add.Tensor:
             return not kwargs and self._is_bias(args[1])
@@ -513,7 +505,7 @@ class DeferredLogits(Lazy, StandIn):
         one = torch.empty((), device=self.device, dtype=torch.bool).expand(self.shape[:-1])
         size = torch.Size((*op(one).shape, self.shape[-1]))
         # A copy of the index: its values are those of now.
-        frozen = Op(op.func, _copied(op.args), op.kwargs)
+        frozen = Op(op.func, tree_map_only(Tensor, Tensor.clone, op.args), op.kwargs)
         return self._expressed(frozen, (size, contiguous(size), 0), len(size) - 1, *self._known)
 
     def _plus(self, other: DeferredLogits, kwargs: dict[str, Any]) -> Any:
@@ -615,6 +607,13 @@ _FUNCTION = types.FunctionType
 RULES: dict[Any, Any] = {}
 
 
+# The functions and methods of torch, by name, where nobody had replaced them when this file was imported.
+_STOCK: dict[Any, dict[str, Any]] = {
+    Tensor: dict(vars(Tensor.__base__)),  # type: ignore[arg-type]
+    F: {name: f for name, f in vars(F).items() if type(f) is _FUNCTION and f.__globals__ is vars(F)},
+}
+
+
 def _wrapped_function(func: Any) -> Any:
     """Return the function of torch that a wrapper around it hides.
 
@@ -622,23 +621,11 @@ def _wrapped_function(func: Any) -> Any:
     with what has their name in `torch.Tensor`. Where somebody replaced it, that is the wrapper, which runs already:
     running it again would count or change things twice.
     """
-    name = next((name for name, x in vars(Tensor).items() if x is func), None)
-    if name is not None and hasattr(_Base, name):
-        return getattr(_Base, name)
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
-        frame = frame.f_back
-    if frame is None or frame.f_globals is not vars(F):
-        return func
-    known = _STOCK.get(frame.f_code)
-    if known is None:
-        known = _STOCK[frame.f_code] = _FUNCTION(frame.f_code, frame.f_globals, frame.f_code.co_name)
-    return known
-
-
-_Base: Any = Tensor.__base__  # its methods of C
-_BETWEEN = {__name__, "liger_chunked.deferred.lazy", "torch.overrides"}
-_STOCK: dict[Any, Any] = {f.__code__: f for f in vars(F).values() if type(f) is _FUNCTION and f.__globals__ is vars(F)}
+    for owner, stock in _STOCK.items():
+        for name, function in vars(owner).items():
+            if function is func and name in stock:
+                return stock[name]
+    return func
 
 
 def _class_dim(in_rows: Geometry, n_ids: int) -> int | None:
@@ -658,17 +645,6 @@ def _selects_rows(op: Op, ndim: int) -> bool:
         return op.args[0] % ndim < ndim - 1
     used = sum(x.ndim if x is not None and x.dtype in (torch.bool, torch.uint8) else 1 for x in op.args[0])
     return used < ndim or (used == ndim and op.args[0][-1] is None)
-
-
-def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(
-        [None if x is None else x.clone() for x in a]
-        if isinstance(a, (list, tuple))
-        else a.clone()
-        if isinstance(a, Tensor)
-        else a
-        for a in args
-    )
 
 
 _LOGGED: set[tuple[str, str, int]] = set()

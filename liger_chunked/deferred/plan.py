@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.deferred.lazy import Op, aten, contiguous, number_of
+from liger_chunked.deferred.lazy import COPIES, Op, aten, contiguous, number_of
 from liger_chunked.deferred.transform import Transform
 from liger_chunked.dtensor import any_dtensor
 
-COPIES = {aten.clone.default, aten._to_copy.default}
 ROWS = {aten.index.Tensor, aten.index_select.default}
 SCALES = {aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.div.Tensor: "div", aten.div.Scalar: "div"}
 
