@@ -60,7 +60,7 @@ class Pass:
         for source in sources:
             source.holds_gradient |= self._holds
         self.results = self._run(wants_grad and not self._late)
-        self._memo: tuple[list[Any], Any] | None = None
+        self._memo: tuple[list[Any], Any, Any] | None = None
 
     def _run(self, wants_grad: bool) -> Any:
         self._leaves: list[list[tuple[Source, list[Tensor | None]]]] = []
@@ -75,18 +75,14 @@ class Pass:
 
     def gradients(self, pairs: list[tuple[Any, Tensor, Any]], side: int, source: Source) -> list[Tensor | None]:
         """Return dX, dW, db of a source, for (result, upstream, factor); computed once for all sources."""
-        known = self._memo
-        again = (
-            known is not None
-            and len(known[0]) == len(pairs)
-            and all(
-                a is b and g is h and (f is e or f == e) for (a, g, f), (b, h, e) in zip(pairs, known[0], strict=True)
-            )
-        )
-        found = known[1] if again and known is not None else self._backward(pairs)
-        # The pairs stay alive with it, so that no other tensor is taken for one of them.
-        self._memo = (pairs, found) if self._several else None
-        return found[side][id(source)]
+        called_for = [(id(result), id(g), f if isinstance(f, (int, float)) else id(f)) for result, g, f in pairs]
+        if self._memo is None or self._memo[0] != called_for:
+            # The pairs stay alive with it, so that no other tensor is taken for one of them.
+            self._memo = called_for, pairs, self._backward(pairs)
+        found = self._memo[2][side][id(source)]
+        if not self._several:
+            self._memo = None
+        return found
 
     @property
     def _several(self) -> bool:
@@ -186,53 +182,39 @@ def _head_rows(
     return HeadRows(AdaptedWeight(weight, ups[0] if len(ups) == 1 else torch.cat(ups, 1), down), bias, rows)
 
 
-class Link(NamedTuple):
-    """A result in the graph behind logits.
-
-    - `value`: of a pass, with the pass's own graph
-    - `terms`: the gradient of the logits, for an upstream gradient
-    - `stock`: the same result of real logits
-    """
-
-    value: Tensor
-    terms: Callable[[Tensor], list[Any]]
-    stock: Callable[[Tensor], Tensor]
-
-
 class _Fused(torch.autograd.Function):
-    """The value of a `Link`."""
+    """A value of a pass, which has a graph of its own, in the graph behind logits."""
 
     @staticmethod
-    def forward(ctx: Any, link: Link, z: Any) -> Tensor:
-        ctx.link, ctx.z, ctx.at = link, z, (version_of(z), z._cell.node, z._geometry)
-        return link.value.detach()
+    def forward(ctx: Any, value: Tensor, terms: Any, stock: Any, z: Any) -> Tensor:
+        ctx.kept = terms, stock, z, version_of(z), z._cell.node, z._geometry
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        link, z = ctx.link, ctx.z
-        if link is None:
+        if ctx.kept is None:
             raise RuntimeError(
                 "Trying to backward through the graph a second time: a fused loss of deferred logits has freed what it "
                 "saved. Specify retain_graph=True in the first backward"
             )
-        version, node, geometry = ctx.at
+        terms, stock, z, version, node, geometry = ctx.kept
         if torch.is_grad_enabled():
             if version_of(z) != version:
                 raise RuntimeError(
                     "deferred logits were changed in place after a loss, whose second derivative reads them"
                 )
-            return None, _gradient_of_stock(link.stock, z.tensor(), g, create_graph=True)
+            return None, None, None, _gradient_of_stock(stock, z.tensor(), g, create_graph=True)
 
         def dense() -> Tensor:
             real = node.view(geometry).detach()
             # Autocast, which would widen them, is off here.
             wide = real.to(torch.promote_types(real.dtype, torch.float32)).requires_grad_()
-            return _gradient_of_stock(link.stock, wide, g).to(real.dtype)
+            return _gradient_of_stock(stock, wide, g).to(real.dtype)
 
-        dz = functools.partial(with_autograd, dense)
         if not graph_is_retained():
-            ctx.link = ctx.z = ctx.at = None
-        return None, LazyGradient.make(z._geometry[0], z.dtype, z.device, link.terms(g), dz, None)
+            ctx.kept = None
+        dz = functools.partial(with_autograd, dense)
+        return None, None, None, LazyGradient.make(z.shape, *z._known, terms(g), dz, None)
 
 
 def _gradient_of_stock(stock: Callable[[Tensor], Tensor], z: Tensor, g: Tensor, create_graph: bool = False) -> Tensor:
@@ -245,8 +227,11 @@ def wants_grad(z: Any) -> bool:
 
 
 def link(value: Tensor, z: Any, terms: Callable[[Tensor], list[Any]], stock: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the value of a `Link` behind logits; detached, if these have no gradient."""
-    return _Fused.apply(Link(value, terms, stock), z) if wants_grad(z) else value.detach()
+    """Return the value of a pass as a function of logits; detached, if these have no gradient.
+
+    `terms` gives the gradient of the logits, for an upstream gradient; `stock` the same value of real logits.
+    """
+    return _Fused.apply(value.detach(), terms, stock, z) if wants_grad(z) else value.detach()
 
 
 def fuse(run: Pass, result: Tensor, z: Any, plan: Plan, stock: Callable[[Tensor], Tensor]) -> Tensor:
