@@ -78,7 +78,7 @@ def _called_with_layouts(
 ) -> Any:
     """Call a layer that has hooks or a forward of its own, without those that lay out logits on several ranks."""
     layouts = sharded.layouts_of(layer)
-    if layouts is not None and _defers(layer) and len(args) == 1 and not kwargs and _takes(args[0]):
+    if layouts is not None and _defers(layer, args, kwargs):
         try:
             with sharded.without(layer, layouts, args[0]):
                 return stock_call(layer, *args)
@@ -89,8 +89,7 @@ def _called_with_layouts(
 
 @outside_graphs
 def _called(layer: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    served = _defers(layer) and not kwargs and len(args) == 1 and _takes(args[0])
-    if not served or _is_sampling(args[0]):
+    if not _defers(layer, args, kwargs) or _is_sampling(args[0]):
         return stock(layer, *args, **kwargs)
     made = _stand_in(layer, stock, args[0])
     if made is None and sharded.skipped(layer) is not None:
@@ -98,11 +97,12 @@ def _called(layer: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs
     return stock(layer, args[0]) if made is None else made
 
 
-def _defers(layer: Any) -> bool:
-    """Whether a layer defers in this call."""
+def _defers(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a layer defers in this call, if a fused loss takes its weight."""
     asked = request.current().defer
     settings: Deferral = vars(layer)[SETTINGS]
-    return HAS_STAND_INS and (settings.defers(layer.training) if asked is None else asked)
+    defers = HAS_STAND_INS and (settings.defers(layer.training) if asked is None else asked)
+    return defers and len(args) == 1 and not kwargs and _takes(args[0])
 
 
 def _is_sampling(hidden: Tensor) -> bool:

@@ -84,6 +84,14 @@ class Pass:
             self._memo = None
         return found
 
+    def check_captured(self) -> None:
+        """Raise RuntimeError if a tensor that the loss reads, other than those of the head, changed since the loss."""
+        if any(version_of(x) != version for x, version in self._captured):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                "tensor that a fused loss of deferred logits reads"
+            )
+
     @property
     def _several(self) -> bool:
         """Whether the backward of more than one layer asks for gradients."""
@@ -91,11 +99,7 @@ class Pass:
 
     def _backward(self, pairs: list[tuple[Any, Tensor, Any]]) -> Any:
         if self._late:
-            if any(version_of(x) != version for x, version in self._captured):
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                    "tensor that a fused loss of deferred logits reads"
-                )
+            self.check_captured()
             results = [self._run(True)]
         else:
             results = [result for result, _, _ in pairs]
@@ -254,20 +258,18 @@ class _Open(torch.autograd.Function):
     """The hidden states and weights behind logits, as functions of them: hooks on the way see the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, z: DeferredLogits, plan: Plan, parts: list[tuple[Source, int, Tensor]]) -> tuple[Tensor, ...]:
-        ctx.plan, ctx.places = plan, [(source, i) for source, i, _ in parts]
-        ctx.like = z._geometry[0], z.dtype, z.device
+    def forward(ctx: Any, z: DeferredLogits, plan: Plan, places: list[tuple[int, int]], leaves: Any) -> Any:
+        ctx.plan, ctx.places, ctx.like = plan, places, (z._geometry[0], z.dtype, z.device)
         ctx.set_materialize_grads(False)
-        return tuple(x.detach() for _, _, x in parts)
+        return tuple(leaves[k][i].detach() for k, i in places)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         opened = _Opened({id(source): [None, None, None] for source, _ in ctx.plan.sources})
-        for (source, i), g in zip(ctx.places, grads, strict=True):
-            opened.found[id(source)][i] = g
+        for (k, i), g in zip(ctx.places, grads, strict=True):
+            opened.found[id(ctx.plan.sources[k][0])][i] = g
         term = Term(opened, 0, ctx.plan, None, torch.empty(0))
-        size, dtype, device = ctx.like
-        return LazyGradient.make(size, dtype, device, [term], _without_values, None), None, None
+        return LazyGradient.make(*ctx.like, [term], _without_values, None), None, None, None
 
 
 def _without_values() -> Tensor:
@@ -285,23 +287,14 @@ def run_live(z: DeferredLogits, compute: Callable[[Head, Tensor], Any]) -> Any:
         raise ValueError(f"a head_fn needs logits that are those of a head, got {z!r}")
     first = plan.sources[0][0]
     with first.as_called():
-        live: dict[tuple[int, int], Any] = {}
-        trained = []
-        for source, _ in plan.sources:
-            for i, x in enumerate(source.matrices()):
-                live[id(source), i] = x
-                if x is not None and source.needs[i] and z.requires_grad:
-                    trained.append((source, i, x))
-        if trained:
+        leaves = [list(source.matrices()) for source, _ in plan.sources]
+        places = [(k, i) for k, (source, _) in enumerate(plan.sources) for i in range(3) if source.needs[i]]
+        if places and z.requires_grad:
             with without_torch_function():
-                opened = _Open.apply(z, plan, trained)
-            live |= {(id(source), i): x for (source, i, _), x in zip(trained, opened, strict=True)}
-        leaves = [[live[id(source), i] for i in range(3)] for source, _ in plan.sources]
+                opened = _Open.apply(z, plan, places, leaves)
+            for (k, i), x in zip(places, opened, strict=True):
+                leaves[k][i] = x
         weight, bias, rows = _head_rows(plan, leaves, functools.partial(down, first.owner))
-        _refuse_merged(first, rows)
+        if first.owner is not None and rows.requires_grad:
+            rows.register_hook(lambda g: first.check_merged())
         return compute(Head(weight, bias), rows)
-
-
-def _refuse_merged(source: Source, rows: Tensor) -> None:
-    if source.owner is not None and rows.requires_grad:
-        rows.register_hook(lambda g: source.check_merged())

@@ -155,10 +155,6 @@ class LazyGradient(Lazy):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._value().__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self)] = copied = self._value().clone()
-        return copied
-
     @classmethod
     @outside_graphs
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -202,20 +202,12 @@ def _kl(z: DeferredLogits, p: Plan, q: Plan, whole: bool) -> tuple[Pass, Tensor]
     """Return KL(p || q), of all rows or (`whole`) their sum, and its pass: sides q and p."""
     through_p = _needs(p)
     n_rows = p.row_shape.numel() if whole else 1
-    reduction = "mean" if whole else "none"
 
     def loss(reverse: bool, student: Plan, teacher: Plan) -> Any:
-        of_teacher = LogitOptions(softcap=teacher.options.softcap, logit_scale=teacher.options.logit_scale)
         settings = {**vars(student.options), "ignore_index": -(2**31), "logits_dtype": None}
-        settings = {
-            "weight_hard_loss": 0.0,
-            "weight_soft_loss": 1.0,
-            "reduction": reduction,
-            "reverse": reverse,
-            "teacher_options": of_teacher,
-            **settings,
-        }
-        return once(LigerFusedLinearKLDivLoss, **settings)
+        of_teacher = LogitOptions(softcap=teacher.options.softcap, logit_scale=teacher.options.logit_scale)
+        settings |= {"teacher_options": of_teacher, "reverse": reverse, "reduction": "mean" if whole else "none"}
+        return once(LigerFusedLinearKLDivLoss, weight_hard_loss=0.0, weight_soft_loss=1.0, **settings)
 
     forward, backward = loss(False, q, p), loss(True, p, q)
 

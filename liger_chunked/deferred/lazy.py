@@ -188,7 +188,8 @@ def read_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if func in _REFUSES_GRADIENTS and x.requires_grad and not kwargs.get("force"):
         # Raises what torch raises for a result of the graph.
         return func(torch.empty(1, requires_grad=True) * 1, *args[1:], **kwargs)
-    return func(x._memory(), *args[1:], **kwargs)
+    result = func(x._memory(), *args[1:], **kwargs)
+    return result.requires_grad_(x.requires_grad) if func is Tensor.__deepcopy__ else result
 
 
 def values(tree: Any) -> Any:

@@ -559,13 +559,6 @@ class DeferredLogits(Lazy, StandIn):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.tensor().__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self.requires_grad and not self.is_leaf:
-            return (torch.empty(1, requires_grad=True) * 1).__deepcopy__(memo)  # raises what torch raises
-        copied = self._value().clone().requires_grad_(self.requires_grad)
-        memo[id(self)] = copied
-        return copied
-
 
 class _Values(torch.autograd.Function):
     """Real logits in the autograd graph."""

@@ -79,42 +79,25 @@ def _cross_entropy(
     def compute(head: HeadRows) -> Any:
         ids = target.to(head.weight.device).reshape(head.rows.shape[:-1])
         # Not the module's call: global hooks of modules are for those of the caller.
-        return loss_fn.forward(head.weight, head.rows, ids, head.bias, ce_weight=weight)
+        result = loss_fn.forward(head.weight, head.rows, ids, head.bias, ce_weight=weight)
+        if accuracy is None:
+            return result
+        result, metrics = result
+        accuracy.append(metrics.token_accuracy)
+        return result
 
     captured = [target] if weight is None else [target, weight]
-    run = Pass(
-        [plan], _first(compute, accuracy), wants_grad(input), keeps_gradient=reduction != "none", captured=captured
-    )
+    run = Pass([plan], compute, wants_grad(input), keeps_gradient=reduction != "none", captured=captured)
     options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
     if func is _CROSS_ENTROPY:
         options["label_smoothing"] = label_smoothing
-    frozen = target  # a real gradient is of the target then; autograd's own loss would refuse a changed one
-    version = version_of(target)
 
     def stock(z: Tensor) -> Tensor:
-        if version_of(frozen) != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
-                "target of a fused loss"
-            )
-        return func(z, frozen, **options)
+        run.check_captured()
+        return func(z, target, **options)
 
     result = fuse(run, run.results, input, plan, stock)
-    if reduction == "none":
-        result = result.reshape(target.shape)
-    dtype = result_dtype(func, input)
-    return result if (result.device, result.dtype) == (input.device, dtype) else result.to(input.device, dtype)
-
-
-def _first(compute: Callable[[HeadRows], Any], accuracy: list[Any] | None) -> Callable[[HeadRows], Any]:
-    def loss(head: HeadRows) -> Any:
-        result = compute(head)
-        if accuracy is not None:
-            result, metrics = result
-            accuracy.append(metrics.token_accuracy)
-        return result
-
-    return loss if accuracy is not None else compute
+    return result.reshape(target.shape if reduction == "none" else ()).to(input.device, result_dtype(func, input))
 
 
 def result_dtype(func: Any, z: DeferredLogits) -> torch.dtype:
