@@ -218,7 +218,7 @@ class _Fused(torch.autograd.Function):
         if not graph_is_retained():
             ctx.kept = None
         dz = functools.partial(with_autograd, dense)
-        return None, None, None, LazyGradient.make(z.shape, *z._known, terms(g), dz, None)
+        return None, None, None, LazyGradient.make(z.shape, z.dtype, z.device, terms(g), dz, None)
 
 
 def _gradient_of_stock(stock: Callable[[Tensor], Tensor], z: Tensor, g: Tensor, create_graph: bool = False) -> Tensor:
@@ -269,7 +269,8 @@ class _Open(torch.autograd.Function):
         for (k, i), g in zip(ctx.places, grads, strict=True):
             opened.found[id(ctx.plan.sources[k][0])][i] = g
         term = Term(opened, 0, ctx.plan, None, torch.empty(0))
-        return LazyGradient.make(*ctx.like, [term], _without_values, None), None, None, None
+        size, dtype, device = ctx.like
+        return LazyGradient.make(size, dtype, device, [term], _without_values, None), None, None, None
 
 
 def _without_values() -> Tensor:

@@ -229,17 +229,13 @@ class LazyGradient(Lazy):
     def _through(self, op: Op, key: Key | None, factor: Any) -> LazyGradient | None:
         """Return the gradient behind the node of an operation; None if its derivative needs the real gradient."""
         terms = [term.after(key, factor) for term in self.terms]
-        return None if any(term is None for term in terms) else self._behind(op, *self._shape_and_dtype, terms)
+        return None if any(term is None for term in terms) else self._behind(op, self._geometry[0], self._known[0], terms)
 
     def _behind(self, op: Op, size: Any, dtype: torch.dtype, terms: list[Any]) -> LazyGradient:
         """Return the gradient behind an operation that is linear in it."""
         return self.linear(
             lambda g: op.func(g, *values(op.args), **op.kwargs), [self], size, dtype, self._known[1], terms
         )
-
-    @property
-    def _shape_and_dtype(self) -> tuple[Any, torch.dtype]:
-        return self._geometry[0], self._known[0]
 
 
 def _placed(func: Any, args: Any) -> LazyGradient | None:
@@ -268,7 +264,7 @@ def _sum(a: Any, b: Any, in_place: bool) -> Any:
     def added(x: Tensor | None, y: Tensor | None) -> Any:
         return y if x is None else x if y is None else x + y
 
-    made = LazyGradient.linear(added, [a, b], *lazy._shape_and_dtype, lazy._known[1])
+    made = LazyGradient.linear(added, [a, b], a.shape, a.dtype, lazy.device)
     if not in_place:
         return made
     a.terms, a.dense, a.extra = made.terms, made.dense, made.extra

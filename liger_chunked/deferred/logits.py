@@ -602,7 +602,7 @@ RULES: dict[Any, Any] = {}
 
 # The functions and methods of torch, by name, where nobody had replaced them when this file was imported.
 _STOCK: dict[Any, dict[str, Any]] = {
-    Tensor: dict(vars(Tensor.__base__)),  # type: ignore[arg-type]
+    Tensor: dict(vars(Tensor.__base__)),
     F: {name: f for name, f in vars(F).items() if type(f) is _FUNCTION and f.__globals__ is vars(F)},
 }
 
