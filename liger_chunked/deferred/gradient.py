@@ -229,7 +229,9 @@ class LazyGradient(Lazy):
     def _through(self, op: Op, key: Key | None, factor: Any) -> LazyGradient | None:
         """Return the gradient behind the node of an operation; None if its derivative needs the real gradient."""
         terms = [term.after(key, factor) for term in self.terms]
-        return None if any(term is None for term in terms) else self._behind(op, self._geometry[0], self._known[0], terms)
+        if any(term is None for term in terms):
+            return None
+        return self._behind(op, self._geometry[0], self._known[0], terms)
 
     def _behind(self, op: Op, size: Any, dtype: torch.dtype, terms: list[Any]) -> LazyGradient:
         """Return the gradient behind an operation that is linear in it."""
