@@ -157,7 +157,7 @@ def _head_rows(
         return x if x is None or plan.n_ids == plan.vocabulary else x[: plan.n_ids]
 
     def of_rows(x: Tensor) -> Tensor:
-        x = plan.select(x.flatten(0, -2))
+        x = plan.select(x)
         return x.flatten(0, -2) if x.ndim > 3 else x
 
     rows, weight, bias = of_rows(hidden), of_ids(weight), of_ids(bias)
@@ -190,9 +190,9 @@ class _Fused(torch.autograd.Function):
     """A value of a pass, which has a graph of its own, in the graph behind logits."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, terms: Any, stock: Any, z: Any) -> Tensor:
+    def forward(ctx: Any, value: tuple[Tensor], terms: Any, stock: Any, z: Any) -> Tensor:
         ctx.kept = terms, stock, z, version_of(z), z._cell.node, z._geometry
-        return value.detach()
+        return value[0].detach()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -217,8 +217,8 @@ class _Fused(torch.autograd.Function):
 
         if not graph_is_retained():
             ctx.kept = None
-        dz = functools.partial(with_autograd, dense)
-        return None, None, None, LazyGradient.make(z.shape, z.dtype, z.device, terms(g), dz, None)
+        dz, (dtype, device) = functools.partial(with_autograd, dense), z._known
+        return None, None, None, LazyGradient.make(z._geometry[0], dtype, device, terms(g), dz, None)
 
 
 def _gradient_of_stock(stock: Callable[[Tensor], Tensor], z: Tensor, g: Tensor, create_graph: bool = False) -> Tensor:
@@ -235,7 +235,8 @@ def link(value: Tensor, z: Any, terms: Callable[[Tensor], list[Any]], stock: Cal
 
     `terms` gives the gradient of the logits, for an upstream gradient; `stock` the same value of real logits.
     """
-    return _Fused.apply(value.detach(), terms, stock, z) if wants_grad(z) else value.detach()
+    # In a tuple, autograd does not see the value's own graph.
+    return _Fused.apply((value,), terms, stock, z) if wants_grad(z) else value.detach()
 
 
 def fuse(run: Pass, result: Tensor, z: Any, plan: Plan, stock: Callable[[Tensor], Tensor]) -> Tensor:

@@ -123,13 +123,14 @@ class Plan(NamedTuple):
         return len(passed) == len(expected) and all(passed.count(k) == expected.count(k) for k in expected)
 
     def select(self, x: Tensor, done: int = 0) -> Tensor:
-        """Return the rows of x (n, K) that belong to these logits: (rows of the logits..., K).
+        """Return the rows of x (..., K) that belong to these logits: (rows of the logits..., K).
 
         x has a row for each of the hidden states, or for each that the first `done` of `rows` take.
         """
-        for take in self.rows[done:]:
-            x = take(x)
-        return x.view(*self.row_shape, x.shape[1])
+        for i, take in enumerate(self.rows[done:]):
+            x = take(x if i else _in_rows(x))
+        shape = (*self.row_shape, x.shape[-1])
+        return x if x.shape == shape else x.reshape(shape)
 
     def seen(self, size: Any, strides: Any, offset: int, class_dim: int) -> Plan | None:
         """Return the plan of a view of these logits, in a memory of whole rows; None if no loss takes it."""

@@ -97,7 +97,8 @@ def _cross_entropy(
         return func(z, target, **options)
 
     result = fuse(run, run.results, input, plan, stock)
-    return result.reshape(target.shape if reduction == "none" else ()).to(input.device, result_dtype(func, input))
+    result = result.reshape(target.shape) if reduction == "none" else result
+    return result.to(input.device, result_dtype(func, input))
 
 
 def result_dtype(func: Any, z: DeferredLogits) -> torch.dtype:
