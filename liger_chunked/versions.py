@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-OLDEST = {"torch": "2.9", "transformers": "5.5", "trl": "1.13"}  # pyproject.toml says the same to pip
+OLDEST = {"torch": "2.9", "transformers": "5.5", "trl": "1.15"}  # pyproject.toml says the same to pip
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ import re
 from collections import defaultdict
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -432,8 +431,8 @@ PRIVATE = (
     Private(
         "_generate_and_score_completions _get_per_token_logps_and_entropies",
         "TRL: GRPOTrainer, RLOOTrainer",
-        "train on kept ids; leave out sequences of zero advantage; with TRL before 1.15, score rollouts from stand-ins",
-        "a RuntimeError with `kept_ids=True`; nothing is left out; scored from logits",
+        "train on kept ids; leave out sequences of zero advantage",
+        "a RuntimeError with `kept_ids=True`; nothing is left out",
         "grpo_trainer",
     ),
     Private(
@@ -449,13 +448,6 @@ PRIVATE = (
         "count the tokens that multi-token prediction accepts",
         "nothing is counted, as in earlier releases",
         "multi_token",
-    ),
-    Private(
-        "_patch_chunked_ce_lm_head",
-        "TRL before 1.15: SFTTrainer's module",
-        "keep TRL from replacing a model's forward",
-        "there is nothing to keep it from",
-        "sft_trainer",
     ),
     Private(
         "_compute_kl_logps",
@@ -486,20 +478,6 @@ PRIVATE = (
         "gold_trainer",
     ),
 )
-# What only older trainers have. The table of the documentation lists it with every version.
-OLDER = (
-    Private(
-        "_precompute_ref_logps",
-        "TRL before 1.15: trainers",
-        "score references from stand-ins",
-        "they are scored from logits",
-        "grpo_trainer",
-    ),
-)
-LISTED = (*PRIVATE, *OLDER)
-if tuple(map(int, version("trl").split(".")[:2])) < (1, 15):
-    PRIVATE = LISTED
-
 # The names in the source
 
 
@@ -755,7 +733,7 @@ class _Renaming(SourceFileLoader):
 
 def table() -> str:
     lines = ["| name | of | for | without it |", "|---|---|---|---|"]
-    lines += [f"| `{x.names.replace(' ', '`, `')}` | {x.owner} | {x.use} | {x.without} |" for x in LISTED]
+    lines += [f"| `{x.names.replace(' ', '`, `')}` | {x.owner} | {x.use} | {x.without} |" for x in PRIVATE]
     return "\n".join(lines)
 
 

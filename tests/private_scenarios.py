@@ -626,8 +626,6 @@ def second_trainer() -> None:
 
     from liger_chunked.integrations.trl import add_chunked_lm_head
 
-    if not hasattr(utils, "add_fused_lm_head"):  # TRL before 1.15
-        return
     model = llama()
     utils.add_fused_lm_head(model)
     expected = model(IDS, labels=IDS, fused_lm_head=True).log_probs

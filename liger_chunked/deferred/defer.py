@@ -78,7 +78,7 @@ def _called_with_layouts(
 ) -> Any:
     """Call a layer that has hooks or a forward of its own, without those that lay out logits on several ranks."""
     layouts = sharded.layouts_of(layer)
-    if layouts is not None and _defers(layer) and len(args) == 1 and not kwargs and _takes(args[0]):
+    if layouts is not None and _defers(layer, args, kwargs):
         try:
             with sharded.without(layer, layouts, args[0]):
                 return stock_call(layer, *args)
@@ -89,8 +89,7 @@ def _called_with_layouts(
 
 @outside_graphs
 def _called(layer: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    served = _defers(layer) and not kwargs and len(args) == 1 and _takes(args[0])
-    if not served or _is_sampling(args[0]):
+    if not _defers(layer, args, kwargs) or _is_sampling(args[0]):
         return stock(layer, *args, **kwargs)
     made = _stand_in(layer, stock, args[0])
     if made is None and sharded.skipped(layer) is not None:
@@ -98,11 +97,12 @@ def _called(layer: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs
     return stock(layer, args[0]) if made is None else made
 
 
-def _defers(layer: Any) -> bool:
-    """Whether a layer defers in this call."""
+def _defers(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a layer defers in this call, if a fused loss takes its weight."""
     asked = request.current().defer
     settings: Deferral = vars(layer)[SETTINGS]
-    return HAS_STAND_INS and (settings.defers(layer.training) if asked is None else asked)
+    defers = HAS_STAND_INS and (settings.defers(layer.training) if asked is None else asked)
+    return defers and len(args) == 1 and not kwargs and _takes(args[0])
 
 
 def _is_sampling(hidden: Tensor) -> bool:
@@ -116,42 +116,35 @@ def _is_sampling(hidden: Tensor) -> bool:
 
 def _stand_in(layer: Any, stock: Callable[..., Any], hidden: Any) -> Any:
     """Return the stand-in for a layer's logits; None if no loss takes what the layer multiplies."""
-    settings, asked = vars(layer)[SETTINGS], request.current()
-    weight, bias = layer.weight, layer.bias
+    settings: Deferral = vars(layer)[SETTINGS]
+    weight, bias, layouts = layer.weight, layer.bias, sharded.skipped(layer)
+    options: dict[str, Any] = {}
+    reason = None
     if sharded.is_distributed(weight):
-        return _of_distributed(layer, hidden, weight, bias, settings, asked)
-    if not all_plain([hidden]) or sharded.skipped(layer) is not None:
+        if layouts is None and not (all_plain([hidden]) and sharded.is_bare(layer)):
+            return None
+        if not sharded.serves(weight, bias) or not _same_dtype(hidden, weight):
+            return None
+        if layouts is not None and not settings.whole and not sharded.gives_whole(layer, layouts, weight, hidden.ndim):
+            reason = "its layout keeps logits sharded: for a fused loss, use output_layouts=Replicate()"
+        options["forward"] = sharded.real_product(weight.detach(), None if bias is None else bias.detach())
+        hidden = sharded.plain(hidden)
+    elif not all_plain([hidden]) or layouts is not None:
         return None
-    if quantized.is_quantized(layer):
-        if (reason := refusal_of(layer)) is not None:  # quantized since `set_deferral`
-            _log_reason(layer, reason)
-            return stock(layer, hidden)
-        return _of_quantized(layer, stock, hidden, weight, bias, settings, asked)
-    if not all_plain([weight]):
-        _log_reason(layer, f"its weight is a {type(weight).__name__}, and a fused loss needs a plain tensor")
+    elif quantized.is_quantized(layer):
+        reason = refusal_of(layer)  # quantized since `set_deferral`
+        options["n_ids"], options["forward"] = layer.out_features, functools.partial(stock, layer)
+        options["dequantize"] = functools.partial(quantized.dequantized, layer)
+    elif not all_plain([weight]):
+        reason = f"its weight is a {type(weight).__name__}, and a fused loss needs a plain tensor"
+    elif not _same_dtype(hidden, weight):
         return None
-    if not _same_dtype(hidden, weight):
-        return None
-    if (reason := sharded.keep_gathered(layer, weight)) is not None:
+    if reason is None and "dequantize" not in options:
+        reason = sharded.keep_gathered(layer, weight)
+    if reason is not None:
         _log_reason(layer, reason)
         return None
-    return product(layer, hidden, weight, bias, settings, asked)
-
-
-def _of_distributed(layer: Any, hidden: Any, weight: Any, bias: Any, settings: Deferral, asked: Any) -> Any:
-    """Return the stand-in for a layer of tensor parallelism; None for a call that does not skip its layouts."""
-    layouts = sharded.skipped(layer)
-    takes = all_plain([hidden]) and sharded.is_bare(layer) if layouts is None else True
-    if not takes or not sharded.serves(weight, bias) or not _same_dtype(hidden, weight):
-        return None
-    if layouts is not None and not settings.whole and not sharded.gives_whole(layer, layouts, weight, hidden.ndim):
-        _log_reason(layer, "its layout keeps logits sharded: for a fused loss, use output_layouts=Replicate()")
-        return None
-    if (reason := sharded.keep_gathered(layer, weight)) is not None:
-        _log_reason(layer, reason)
-        return None
-    forward = sharded.real_product(weight.detach(), None if bias is None else bias.detach())
-    return product(layer, sharded.plain(hidden), weight, bias, settings, asked, forward=forward)
+    return product(layer, hidden, weight, bias, settings, request.current(), **options)
 
 
 def _same_dtype(hidden: Tensor, weight: Tensor) -> bool:
@@ -166,20 +159,6 @@ def _takes(hidden: Any) -> bool:
         return False
     known = all_plain([hidden]) or sharded.is_distributed(hidden)
     return known and torch.autograd.forward_ad._current_level < 0
-
-
-def _of_quantized(layer: Any, stock: Any, hidden: Any, weight: Any, bias: Any, settings: Any, asked: Any) -> Any:
-    return product(
-        layer,
-        hidden,
-        weight,
-        bias,
-        settings,
-        asked,
-        n_ids=layer.out_features,
-        forward=functools.partial(stock, layer),
-        dequantize=functools.partial(quantized.dequantized, layer),
-    )
 
 
 def _layers(head: nn.Module) -> list[nn.Module]:

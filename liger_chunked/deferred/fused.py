@@ -4,7 +4,7 @@ A `Pass` runs a loss of the library on what a `Plan` says, with leaves outside o
 result into the graph, behind the logits. The backward sends a `LazyGradient`; the head's backward asks the pass for dX,
 dW and db.
 
-    run = Pass([plan_of(logits)], lambda head: loss(head.weight, head.rows, ids, head.bias), wants_grad(logits))
+    run = Pass([logits._plan], lambda head: loss(head.weight, head.rows, ids, head.bias), wants_grad(logits))
     value = fuse(run, run.results, logits, plan, stock)
 """
 
@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_chunked.deferred.adapters import down
 from liger_chunked.deferred.gradient import LazyGradient, Term
-from liger_chunked.deferred.logits import DeferredLogits, Source, seen
-from liger_chunked.deferred.plan import Plan, plan_of
+from liger_chunked.deferred.logits import DeferredLogits, Source
+from liger_chunked.deferred.plan import Plan
 from liger_chunked.dtensor import any_dtensor, distributed_like
 from liger_chunked.engine.hooks import isolated
 from liger_chunked.private import graph_is_retained, version_of, with_autograd, without_torch_function
@@ -59,7 +60,7 @@ class Pass:
         for source in sources:
             source.holds_gradient |= self._holds
         self.results = self._run(wants_grad and not self._late)
-        self._memo: tuple[list[Any], Any] | None = None
+        self._memo: tuple[list[Any], Any, Any] | None = None
 
     def _run(self, wants_grad: bool) -> Any:
         self._leaves: list[list[tuple[Source, list[Tensor | None]]]] = []
@@ -74,18 +75,22 @@ class Pass:
 
     def gradients(self, pairs: list[tuple[Any, Tensor, Any]], side: int, source: Source) -> list[Tensor | None]:
         """Return dX, dW, db of a source, for (result, upstream, factor); computed once for all sources."""
-        known = self._memo
-        again = (
-            known is not None
-            and len(known[0]) == len(pairs)
-            and all(
-                a is b and g is h and (f is e or f == e) for (a, g, f), (b, h, e) in zip(pairs, known[0], strict=True)
+        called_for = [(id(result), id(g), f if isinstance(f, (int, float)) else id(f)) for result, g, f in pairs]
+        if self._memo is None or self._memo[0] != called_for:
+            # The pairs stay alive with it, so that no other tensor is taken for one of them.
+            self._memo = called_for, pairs, self._backward(pairs)
+        found = self._memo[2][side][id(source)]
+        if not self._several:
+            self._memo = None
+        return found
+
+    def check_captured(self) -> None:
+        """Raise RuntimeError if a tensor that the loss reads, other than those of the head, changed since the loss."""
+        if any(version_of(x) != version for x, version in self._captured):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                "tensor that a fused loss of deferred logits reads"
             )
-        )
-        found = known[1] if again and known is not None else self._backward(pairs)
-        # The pairs stay alive with it, so that no other tensor is taken for one of them.
-        self._memo = (pairs, found) if self._several else None
-        return found[side][id(source)]
 
     @property
     def _several(self) -> bool:
@@ -94,11 +99,7 @@ class Pass:
 
     def _backward(self, pairs: list[tuple[Any, Tensor, Any]]) -> Any:
         if self._late:
-            if any(version_of(x) != version for x, version in self._captured):
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                    "tensor that a fused loss of deferred logits reads"
-                )
+            self.check_captured()
             results = [self._run(True)]
         else:
             results = [result for result, _, _ in pairs]
@@ -153,7 +154,7 @@ def _head_rows(
     hidden, weight, bias = leaves[0]
 
     def of_ids(x: Any) -> Any:
-        return x if x is None or plan.n_ids is None else x[: plan.n_ids]
+        return x if x is None or plan.n_ids == plan.vocabulary else x[: plan.n_ids]
 
     def of_rows(x: Tensor) -> Tensor:
         x = plan.select(x)
@@ -185,53 +186,39 @@ def _head_rows(
     return HeadRows(AdaptedWeight(weight, ups[0] if len(ups) == 1 else torch.cat(ups, 1), down), bias, rows)
 
 
-class Link(NamedTuple):
-    """A result in the graph behind logits.
-
-    - `value`: of a pass, with the pass's own graph
-    - `terms`: the gradient of the logits, for an upstream gradient
-    - `stock`: the same result of real logits
-    """
-
-    value: Tensor
-    terms: Callable[[Tensor], list[Any]]
-    stock: Callable[[Tensor], Tensor]
-
-
 class _Fused(torch.autograd.Function):
-    """The value of a `Link`."""
+    """A value of a pass, which has a graph of its own, in the graph behind logits."""
 
     @staticmethod
-    def forward(ctx: Any, link: Link, z: Any) -> Tensor:
-        ctx.link, ctx.z, ctx.at = link, z, (version_of(z), z._cell.node, z._views)
-        return link.value.detach()
+    def forward(ctx: Any, value: tuple[Tensor], terms: Any, stock: Any, z: Any) -> Tensor:
+        ctx.kept = terms, stock, z, version_of(z), z._cell.node, z._geometry
+        return value[0].detach()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        link, z = ctx.link, ctx.z
-        if link is None:
+        if ctx.kept is None:
             raise RuntimeError(
                 "Trying to backward through the graph a second time: a fused loss of deferred logits has freed what it "
                 "saved. Specify retain_graph=True in the first backward"
             )
-        version, node, views = ctx.at
+        terms, stock, z, version, node, geometry = ctx.kept
         if torch.is_grad_enabled():
             if version_of(z) != version:
                 raise RuntimeError(
                     "deferred logits were changed in place after a loss, whose second derivative reads them"
                 )
-            return None, _gradient_of_stock(link.stock, z.tensor(), g, create_graph=True)
+            return None, None, None, _gradient_of_stock(stock, z.tensor(), g, create_graph=True)
 
         def dense() -> Tensor:
-            real = seen(node.value(), views).detach()
+            real = node.view(geometry).detach()
             # Autocast, which would widen them, is off here.
             wide = real.to(torch.promote_types(real.dtype, torch.float32)).requires_grad_()
-            return _gradient_of_stock(link.stock, wide, g).to(real.dtype)
+            return _gradient_of_stock(stock, wide, g).to(real.dtype)
 
-        dz = functools.partial(with_autograd, dense)
         if not graph_is_retained():
-            ctx.link = ctx.z = ctx.at = None
-        return None, LazyGradient.make(z._geometry[0], z.dtype, z.device, link.terms(g), dz, None)
+            ctx.kept = None
+        dz, (dtype, device) = functools.partial(with_autograd, dense), z._known
+        return None, None, None, LazyGradient.make(z._geometry[0], dtype, device, terms(g), dz, None)
 
 
 def _gradient_of_stock(stock: Callable[[Tensor], Tensor], z: Tensor, g: Tensor, create_graph: bool = False) -> Tensor:
@@ -244,8 +231,12 @@ def wants_grad(z: Any) -> bool:
 
 
 def link(value: Tensor, z: Any, terms: Callable[[Tensor], list[Any]], stock: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the value of a `Link` behind logits; detached, if these have no gradient."""
-    return _Fused.apply(Link(value, terms, stock), z) if wants_grad(z) else value.detach()
+    """Return the value of a pass as a function of logits; detached, if these have no gradient.
+
+    `terms` gives the gradient of the logits, for an upstream gradient; `stock` the same value of real logits.
+    """
+    # In a tuple, autograd does not see the value's own graph.
+    return _Fused.apply((value,), terms, stock, z) if wants_grad(z) else value.detach()
 
 
 def fuse(run: Pass, result: Tensor, z: Any, plan: Plan, stock: Callable[[Tensor], Tensor]) -> Tensor:
@@ -268,20 +259,19 @@ class _Open(torch.autograd.Function):
     """The hidden states and weights behind logits, as functions of them: hooks on the way see the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, z: DeferredLogits, plan: Plan, parts: list[tuple[Source, int, Tensor]]) -> tuple[Tensor, ...]:
-        ctx.plan, ctx.places = plan, [(source, i) for source, i, _ in parts]
-        ctx.like = z._geometry[0], z.dtype, z.device
+    def forward(ctx: Any, z: DeferredLogits, plan: Plan, places: list[tuple[int, int]], leaves: Any) -> Any:
+        ctx.plan, ctx.places, ctx.like = plan, places, (z._geometry[0], z.dtype, z.device)
         ctx.set_materialize_grads(False)
-        return tuple(x.detach() for _, _, x in parts)
+        return tuple(leaves[k][i].detach() for k, i in places)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         opened = _Opened({id(source): [None, None, None] for source, _ in ctx.plan.sources})
-        for (source, i), g in zip(ctx.places, grads, strict=True):
-            opened.found[id(source)][i] = g
+        for (k, i), g in zip(ctx.places, grads, strict=True):
+            opened.found[id(ctx.plan.sources[k][0])][i] = g
         term = Term(opened, 0, ctx.plan, None, torch.empty(0))
         size, dtype, device = ctx.like
-        return LazyGradient.make(size, dtype, device, [term], _without_values, None), None, None
+        return LazyGradient.make(size, dtype, device, [term], _without_values, None), None, None, None
 
 
 def _without_values() -> Tensor:
@@ -291,34 +281,22 @@ def _without_values() -> Tensor:
     )
 
 
-def run_live(z: DeferredLogits, compute: Callable[[Head, Tensor], Any], recompute: Callable[[Tensor], Tensor]) -> Any:
-    """Return `compute(head, hidden_states)` in place of logits of a call with `head_fn`, in the graph behind them.
-
-    `recompute` is the adapters' product of other hidden states than those of the call.
-    """
-    plan = plan_of(z)
+def run_live(z: DeferredLogits, compute: Callable[[Head, Tensor], Any]) -> Any:
+    """Return `compute(head, hidden_states)` in place of logits of a call with `head_fn`, in the graph behind them."""
+    plan = z._plan
     # A factor of the layer's own product, such as a hook's, would make hidden states of the adapter's.
-    if plan is None or plan.sources[0][0] is not next(z._cell.node.sources()):
+    if plan is None or plan.sources[0][0] is not z._cell.node.sources[0]:
         raise ValueError(f"a head_fn needs logits that are those of a head, got {z!r}")
     first = plan.sources[0][0]
     with first.as_called():
-        live: dict[tuple[int, int], Any] = {}
-        trained = []
-        for source, _ in plan.sources:
-            for i, x in enumerate(source.matrices()):
-                live[id(source), i] = x
-                if x is not None and source.needs[i] and z.requires_grad:
-                    trained.append((source, i, x))
-        if trained:
+        leaves = [list(source.matrices()) for source, _ in plan.sources]
+        places = [(k, i) for k, (source, _) in enumerate(plan.sources) for i in range(3) if source.needs[i]]
+        if places and z.requires_grad:
             with without_torch_function():
-                opened = _Open.apply(z, plan, trained)
-            live |= {(id(source), i): x for (source, i, _), x in zip(trained, opened, strict=True)}
-        leaves = [[live[id(source), i] for i in range(3)] for source, _ in plan.sources]
-        weight, bias, rows = _head_rows(plan, leaves, recompute)
-        _refuse_merged(first, rows)
+                opened = _Open.apply(z, plan, places, leaves)
+            for (k, i), x in zip(places, opened, strict=True):
+                leaves[k][i] = x
+        weight, bias, rows = _head_rows(plan, leaves, functools.partial(down, first.owner))
+        if first.owner is not None and rows.requires_grad:
+            rows.register_hook(lambda g: first.check_merged())
         return compute(Head(weight, bias), rows)
-
-
-def _refuse_merged(source: Source, rows: Tensor) -> None:
-    if source.owner is not None and rows.requires_grad:
-        rows.register_hook(lambda g: source.check_merged())

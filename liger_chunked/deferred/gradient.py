@@ -18,9 +18,13 @@ import torch
 from torch import Tensor
 
 from liger_chunked.deferred.lazy import (
+    COPIES,
+    KEEPS_GEOMETRY,
     PLAIN,
     READS_MEMORY,
+    RESHAPES,
     SHAPED_LIKE,
+    TURNS,
     Lazy,
     Op,
     aten,
@@ -31,15 +35,12 @@ from liger_chunked.deferred.lazy import (
     run_on_values,
     values,
 )
-from liger_chunked.deferred.logits import SAME_SHAPE_VIEWS, SCALES, DeferredLogits, Node
+from liger_chunked.deferred.logits import DeferredLogits
+from liger_chunked.deferred.plan import SCALES, Key, Plan
 from liger_chunked.private import tree_map_only, without_torch_function
 
 # Formulas that move the gradient of whole rows, or round it. What terms carry does not change with them.
-_MOVES = SAME_SHAPE_VIEWS | {
-    aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.clone.default,
-    aten._to_copy.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
-    aten.transpose.int, aten.t.default, aten.permute.default, aten.slice_backward.default, aten.select_backward.default,
-}  # fmt: skip
+_MOVES = KEEPS_GEOMETRY | RESHAPES | TURNS | COPIES | {aten.slice_backward.default, aten.select_backward.default}
 _CURVE_BACKWARDS = {
     aten.tanh_backward.default, aten._log_softmax_backward_data.default, aten._softmax_backward_data.default,
 }  # fmt: skip
@@ -58,35 +59,39 @@ _KEEPS_TERMS = {
 _OVERLOAD = type(aten.alias.default)
 _SHARES_MEMORY = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag", "grad")}
 
-Key = tuple[str, float] | Node
-
 
 class Term(NamedTuple):
     """The gradient of one result of a pass.
 
     - `run`: the `Pass`
-    - `side`: which of the pass's logits this is the gradient of; `plan`: what they are of a head
+    - `side`: which of the pass's logits this is the gradient of; `plan`: what the logits are that have it here
     - `result`, `upstream`: a result of the pass and its gradient
     - `factor`: what multiplied the gradient since
     - `passed`: the operations whose derivative the pass contains, and whose nodes the gradient has passed
+    - `path`: of a product's gradient, which factor it goes through, and that factor's plan; then the same again
     """
 
     run: Any
     side: int
-    plan: Any
+    plan: Plan
     result: Any
     upstream: Tensor
     factor: Any = 1
     passed: tuple[Key, ...] = ()
+    path: tuple[tuple[int, Plan], ...] = ()
 
-    def after(self, key: Key) -> Term | None:
-        """Return the term behind the node of an operation; None if the pass does not contain it."""
-        if self.passed.count(key) < self.plan.count(key):
+    def after(self, key: Key | None, factor: Any) -> Term | None:
+        """Return the term behind the node of an operation, which the pass contains or which multiplies by a factor."""
+        if key is not None and self.passed.count(key) < self.plan.passes(key):
             return self._replace(passed=(*self.passed, key))
-        return None
+        return None if factor is None else self._replace(factor=self.factor * factor)
 
-    def times(self, factor: Any) -> Term:
-        return self._replace(factor=self.factor * factor)
+    def through(self, i: int) -> list[Term] | None:
+        """Return the terms of factor i of a product; None if the gradient is not that of the product itself."""
+        if not self.path or len(self.passed) != len(self.plan.keys[0]):
+            return None
+        at, plan = self.path[0]
+        return [self._replace(plan=plan, path=self.path[1:], passed=())] if at == i else []
 
 
 class LazyGradient(Lazy):
@@ -106,34 +111,49 @@ class LazyGradient(Lazy):
         dense: Callable[[], Tensor],
         extra: Tensor | None,
     ) -> LazyGradient:
-        made = cls._wrap(size, contiguous(size), 0, dtype, device)
+        made = cls._wrap((size, contiguous(size), 0), dtype, device)
         made.terms, made.dense, made.extra = terms, dense, extra
         return made
 
-    def value(self) -> Tensor:
+    @classmethod
+    def linear(
+        cls, function: Callable[..., Tensor], parts: Any, size: Any, dtype: torch.dtype, device: Any, terms: Any = None
+    ) -> LazyGradient:
+        """Return a function that is linear in gradients, lazy ones and others.
+
+        The function gets None in place of zeros. The terms are those of the gradients, unless given.
+        """
+        denses = [x.dense if isinstance(x, LazyGradient) else None for x in parts]  # of now: one may become real later
+        extras = [x.extra if isinstance(x, LazyGradient) else values(x) for x in parts]
+        if terms is None:
+            terms = [term for x in parts if isinstance(x, LazyGradient) for term in x.terms]
+
+        def dense() -> Tensor:
+            return function(*(None if get is None else get() for get in denses))
+
+        extra = None if all(x is None for x in extras) else function(*extras)
+        return cls.make(tuple(size), dtype, device, terms, dense, extra)
+
+    def _value(self) -> Tensor:
         if not self.terms and self.extra is not None:
             return self.extra
         real = self.dense()
         return real if self.extra is None else real + self.extra
 
-    def memory(self) -> Tensor:
+    def _memory(self) -> Tensor:
         """Return the real gradient, which is this one from now on."""
         if self.terms or self.extra is None:
-            self._become(self.value())
-        return self.value()
+            self._become(self._value())
+        return self._value()
 
     def _become(self, real: Tensor) -> None:
         self.terms, self.extra, self.dense = [], real, lambda: torch.zeros_like(real)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return repr(self.value())
+        return repr(self._value())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.value().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self)] = copied = self.value().clone()
-        return copied
+        return self._value().__reduce_ex__(protocol)
 
     @classmethod
     @outside_graphs
@@ -153,7 +173,7 @@ class LazyGradient(Lazy):
                 return func(*args, **(kwargs or {}))
             if func in READS_MEMORY:
                 return read_memory(func, args, kwargs or {})
-            return func(*tree_map_only(cls, cls.memory, args), **tree_map_only(cls, cls.memory, kwargs or {}))
+            return func(*tree_map_only(cls, cls._memory, args), **tree_map_only(cls, cls._memory, kwargs or {}))
 
     @classmethod
     @outside_graphs
@@ -174,29 +194,23 @@ class LazyGradient(Lazy):
     def _lazily(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _MOVES and kwargs.get("device") in (None, self.device):
             dtype = kwargs.get("dtype") or self.dtype
-            return self._behind(Op(func, args[1:], kwargs), self.terms) if dtype.is_floating_point else None
+            if not dtype.is_floating_point:
+                return None
+            op = Op(func, args[1:], kwargs)
+            size, _, _, dtype = self._after(op)
+            return self._behind(op, size, dtype, self.terms)
         if func in SHAPED_LIKE:
             if func is aten.new_zeros.default and kwargs.get("dtype") in (None, self.dtype):
-                return self._zeros(args[1])
+                size, (dtype, device) = tuple(args[1]), self._known
+                return self.make(size, dtype, device, [], lambda: torch.zeros(size, dtype=dtype, device=device), None)
             return self._filled(func, args, kwargs)
         if func in SCALES and not kwargs:
             return self._scaled(Op(func, args[1:]))
         if func is aten.neg.default:
             return self._through(Op(func), ("mul", -1.0), -1)
         if func in _CURVE_BACKWARDS and type(args[1]) is DeferredLogits:
-            return self._through(Op(func, args[1:], kwargs), _key(args[1]), None)
+            return self._through(Op(func, args[1:], kwargs), args[1]._cell.node.key, None)
         return None
-
-    def _behind(self, op: Op, terms: list[Any]) -> LazyGradient:
-        """Return the gradient behind an operation that is linear in it."""
-        extra = None if self.extra is None else op.func(self.extra, *values(op.args), **op.kwargs)
-        size, dtype = self._geometry[0], self._known[0]
-        if op.func in _MOVES:
-            size, _, _, dtype = self._after(op)
-        dense = self.dense  # of now: this gradient may become real later
-        return self.make(
-            size, dtype, self._known[1], terms, lambda: op.func(dense(), *values(op.args), **op.kwargs), extra
-        )
 
     def _scaled(self, op: Op) -> LazyGradient | None:
         factor = op.args[0]
@@ -204,7 +218,7 @@ class LazyGradient(Lazy):
         name = SCALES[op.func]
         if number is None:
             if type(factor) is DeferredLogits and name == "mul":  # the backward of exp
-                return self._through(op, _key(factor), None)
+                return self._through(op, factor._cell.node.key, None)
             if type(factor) not in PLAIN or factor.ndim > 0 or factor.device != self.device:
                 return None
             number = factor
@@ -214,17 +228,16 @@ class LazyGradient(Lazy):
 
     def _through(self, op: Op, key: Key | None, factor: Any) -> LazyGradient | None:
         """Return the gradient behind the node of an operation; None if its derivative needs the real gradient."""
-        terms = [
-            (None if key is None else term.after(key)) or (None if factor is None else term.times(factor))
-            for term in self.terms
-        ]
+        terms = [term.after(key, factor) for term in self.terms]
         if any(term is None for term in terms):
             return None
-        return self._behind(op, terms)
+        return self._behind(op, self._geometry[0], self._known[0], terms)
 
-    def _zeros(self, size: Any) -> LazyGradient:
-        dtype, device = self._known
-        return self.make(tuple(size), dtype, device, [], lambda: torch.zeros(size, dtype=dtype, device=device), None)
+    def _behind(self, op: Op, size: Any, dtype: torch.dtype, terms: list[Any]) -> LazyGradient:
+        """Return the gradient behind an operation that is linear in it."""
+        return self.linear(
+            lambda g: op.func(g, *values(op.args), **op.kwargs), [self], size, dtype, self._known[1], terms
+        )
 
 
 def _placed(func: Any, args: Any) -> LazyGradient | None:
@@ -241,59 +254,38 @@ def _placed(func: Any, args: Any) -> LazyGradient | None:
         x = torch.zeros(shape, dtype=dtype, device=device)
         return func(x, args[1], g, True) if func is aten.index_put.default else func(x, args[1], args[2], g)
 
-    extra = None if given.extra is None else placed(given.extra)
-    dense = given.dense
-    return LazyGradient.make(tuple(shape), dtype, device, given.terms, lambda: placed(dense()), extra)
-
-
-def _key(z: DeferredLogits) -> Node:
-    return z._cell.node
+    return LazyGradient.linear(placed, [given], shape, dtype, device)
 
 
 def _sum(a: Any, b: Any, in_place: bool) -> Any:
     same = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
-    lazy: list[Any] = [x for x in (a, b) if isinstance(x, LazyGradient)]
     if not same or (in_place and not isinstance(a, LazyGradient)):
         return None
-    found = [x.extra if isinstance(x, LazyGradient) else values(x) for x in (a, b)]
-    extras = [x for x in found if x is not None]
-    denses = [x.dense for x in lazy]
+    lazy: Any = a if isinstance(a, LazyGradient) else b
 
-    def dense() -> Tensor:
-        return denses[0]() if len(denses) == 1 else denses[0]() + denses[1]()
+    def added(x: Tensor | None, y: Tensor | None) -> Any:
+        return y if x is None else x if y is None else x + y
 
-    made: Any = lazy[0]
-    extra = None if not extras else extras[0] if len(extras) == 1 else extras[0] + extras[1]
-    terms = [term for x in lazy for term in x.terms]
-    made = made.make(made._geometry[0], made.dtype, made.device, terms, dense, extra)
-    if in_place:
-        target: Any = a
-        target.terms, target.dense, target.extra = made.terms, made.dense, made.extra
-        return a
-    return made
+    made = LazyGradient.linear(added, [a, b], a.shape, a.dtype, lazy.device)
+    if not in_place:
+        return made
+    a.terms, a.dense, a.extra = made.terms, made.dense, made.extra
+    return a
 
 
 def _concatenated(join: Any, parts: Any, dim: int = 0) -> LazyGradient | None:
     """Return the backward of `split` and `unbind`: rows of several gradients, which are zeros where nothing came."""
     if not all(isinstance(x, Tensor) and x.dtype == parts[0].dtype for x in parts):
         return None
-    lazy = [x for x in parts if isinstance(x, LazyGradient)]
-    device, dtype = lazy[0].device, lazy[0].dtype
-    metas = [x._meta if isinstance(x, LazyGradient) else torch.empty_like(x, device="meta") for x in parts]
+    lazy = next(x for x in parts if isinstance(x, LazyGradient))
+    shapes, dtype, device = [x.shape for x in parts], lazy.dtype, lazy.device
 
-    def joined(tensors: list[Tensor | None]) -> Tensor:
-        shapes = [x.shape for x in metas]
+    def joined(*tensors: Tensor | None) -> Tensor:
         filled = [
-            torch.zeros(n, dtype=dtype, device=device) if x is None else x for x, n in zip(tensors, shapes, strict=True)
+            torch.zeros(shape, dtype=dtype, device=device) if x is None else x
+            for x, shape in zip(tensors, shapes, strict=True)
         ]
         return join(filled, dim)
 
-    denses = [x.dense if isinstance(x, LazyGradient) else None for x in parts]
-
-    def dense() -> Tensor:
-        return joined([None if get is None else get() for get in denses])
-
-    extras = [x.extra if isinstance(x, LazyGradient) else values(x) for x in parts]
-    extra = None if all(x is None for x in extras) else joined(extras)
-    size = tuple(join(metas, dim).shape)
-    return LazyGradient.make(size, dtype, device, [t for x in lazy for t in x.terms], dense, extra)
+    size = join([torch.empty(shape, device="meta") for shape in shapes], dim).shape
+    return LazyGradient.linear(joined, parts, size, dtype, device)

@@ -39,7 +39,7 @@ class _Product(torch.autograd.Function):
         if isinstance(g, LazyGradient):
             of_terms = _of_terms(g, source)
             total = of_terms or total
-            real = g.value() if of_terms is None else g.extra
+            real = g._value() if of_terms is None else g.extra
         if real is not None or not ctx.hooked:
             hidden, weight = ctx.saved_tensors  # raises if one changed, or the graph was freed
         if real is not None:

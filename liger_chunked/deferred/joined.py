@@ -6,9 +6,9 @@
     (p * (logp - logq)).sum(-1)                 KL(p || q)
     F.kl_div(logq, p, reduction=...)            the same
 
-`_Joined` is the product, lazy as its factors are. A sum computes it by a pass. Its gradient, a `Split`, has a term for
-each factor: what the sum's derivative through that factor is. The factors' gradients are then as independent as those
-of real tensors.
+`_Joined` is the product, lazy as its factors are. A sum computes it by a pass. Its gradient has terms with a path
+through one factor each: what the sum's derivative through that factor is. The factors' gradients are then as
+independent as those of real tensors.
 """
 
 from __future__ import annotations
@@ -23,96 +23,50 @@ from torch import Tensor
 
 from liger_chunked.calls import once
 from liger_chunked.deferred.fused import HeadRows, Pass, link, wants_grad
-from liger_chunked.deferred.gradient import Key, LazyGradient, Term
-from liger_chunked.deferred.lazy import Lazy, Op, aten, contiguous, number_of
-from liger_chunked.deferred.logits import RULES, SCALES, Cell, DeferredLogits, Node, seen
-from liger_chunked.deferred.plan import LOGITS, LOGPS, PROBS, Plan, add_views, continues, plan_of_node
+from liger_chunked.deferred.gradient import LazyGradient, Term
+from liger_chunked.deferred.lazy import Lazy
+from liger_chunked.deferred.logits import RULES, DeferredLogits
+from liger_chunked.deferred.plan import DIFFERENCE, LOGITS, LOGPS, PROBS, PRODUCT, Plan, joined
 from liger_chunked.deferred.rules import reduction, result_dtype, statistics
 from liger_chunked.losses import LigerFusedLinearKLDivLoss
 from liger_chunked.private import with_autograd
 from liger_chunked.types import LogitOptions
 
-MULTIPLY, SUBTRACT = torch.mul, torch.sub
-
-
-class Split:
-    """The gradient of a product: terms for each factor, none where the factor's own formula makes it zero."""
-
-    def __init__(
-        self, sides: tuple[list[Any], list[Any]], keys: list[Key], passed: tuple[Key, ...] = (), factor: Any = 1
-    ) -> None:
-        self.sides, self.keys, self.passed, self.factor = sides, keys, passed, factor
-
-    def after(self, key: Key) -> Split | None:
-        if self.passed.count(key) < self.keys.count(key):
-            return Split(self.sides, self.keys, (*self.passed, key), self.factor)
-        return None
-
-    def times(self, factor: Any) -> Split:
-        return Split(self.sides, self.keys, self.passed, self.factor * factor)
-
-    def side(self, i: int) -> list[Any] | None:
-        """Return the terms of a factor; None if the gradient has not passed what the sum's pass contains."""
-        if len(self.passed) != len(self.keys):
-            return None
-        return [term.times(self.factor) for term in self.sides[i]]
+Path = tuple[tuple[int, Plan], ...]  # of `Term`
 
 
 class _Joined(torch.autograd.Function):
     """`function(a, b)` of two stand-ins, without values."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[[Tensor, Tensor], Tensor], a: Any, b: Any) -> Any:
-        ctx.function = function
-        ctx.factors = [(x._cell.node, x._views, x._geometry[0], x.dtype, x.device) for x in (a, b)]
-        dtype = torch.promote_types(a.dtype, b.dtype)
-        size = a._geometry[0]
-        node = Node(None, a._cell.node, a._views, Op(function), b, size[a._class_dim])
-        return DeferredLogits._make(Cell(node), (), (size, contiguous(size), 0), dtype, a._class_dim, a.device)
+    def forward(ctx: Any, function: Callable[[Tensor, Tensor], Tensor], kind: str, a: Any, b: Any) -> Any:
+        ctx.function, ctx.factors = function, [(x._cell.node, x._geometry, x.dtype, x.device) for x in (a, b)]
+        plans = a._plan, b._plan
+        plan = None if plans[0] is None or plans[1] is None else joined(function, kind, *plans, a.shape)
+        return a._joined(function, b, plan)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        need = ctx.needs_input_grad[1:]
-        if torch.is_grad_enabled() or not isinstance(g, LazyGradient):
-            return None, *_of_values(ctx.function, ctx.factors, g, need)
-        grads: list[Any] = []
-        for i, (_, _, size, dtype, device) in enumerate(ctx.factors):
-            terms: list[Any] = [t.side(i) if isinstance(t, Split) else None for t in g.terms]
-            if not need[i]:
-                grads.append(None)
-            elif any(found is None for found in terms):
-                grads.append(_of_values(ctx.function, ctx.factors, g.value(), [j == i for j in range(2)])[i])
-            else:
-                dense = functools.partial(_of_terms, ctx.function, ctx.factors, g.dense, i)
-                extra = (
-                    None
-                    if g.extra is None
-                    else _of_values(ctx.function, ctx.factors, g.extra, [j == i for j in range(2)])[i]
-                )
-                flat = [term for found in terms for term in found or []]
-                grads.append(LazyGradient.make(size, dtype, device, flat, dense, extra))
-        return None, *grads
+        return None, None, *(_through(ctx, g, i) if ctx.needs_input_grad[2 + i] else None for i in range(2))
 
 
-def _of_terms(function: Any, factors: Any, dense: Callable[[], Tensor], i: int) -> Tensor:
-    found = _of_values(function, factors, dense(), [j == i for j in range(2)])[i]
-    assert found is not None
-    return found
+def _through(ctx: Any, g: Any, i: int) -> Tensor:
+    """Return the gradient of factor i."""
+    of_values = functools.partial(_of_values, ctx.function, ctx.factors, i)
+    terms = [term.through(i) for term in g.terms] if isinstance(g, LazyGradient) else [None]
+    if torch.is_grad_enabled() or any(found is None for found in terms):
+        return of_values(g._value() if isinstance(g, Lazy) else g)
+    _, (size, *_), dtype, device = ctx.factors[i]
+    return LazyGradient.linear(of_values, [g], size, dtype, device, [term for found in terms for term in found or []])
 
 
-def _of_values(function: Any, factors: Any, g: Any, need: Any) -> list[Tensor | None]:
-    """Return the gradients of the factors, made of real values."""
+def _of_values(function: Any, factors: Any, i: int, g: Tensor) -> Tensor:
+    """Return the gradient of factor i, made of real values."""
 
-    def run() -> list[Tensor | None]:
-        reals = [
-            seen(node.value(), views).detach().requires_grad_(n)
-            for (node, views, *_), n in zip(factors, need, strict=True)
-        ]
-        out = function(*reals)
-        wanted = [x for x, n in zip(reals, need, strict=True) if n]
-        upstream = (g.value() if isinstance(g, Lazy) else g).to(out.dtype)
-        found = iter(torch.autograd.grad(out, wanted, upstream)) if wanted else iter(())
-        return [next(found) if n else None for n in need]
+    def run() -> Tensor:
+        reals = [node.view(geometry).detach() for node, geometry, *_ in factors]
+        out = function(*(x.requires_grad_(j == i) for j, x in enumerate(reals)))
+        return torch.autograd.grad(out, reals[i], g.to(out.dtype))[0]
 
     return with_autograd(run)
 
@@ -120,196 +74,123 @@ def _of_values(function: Any, factors: Any, g: Any, need: Any) -> list[Tensor | 
 # What a product is of
 
 
-class Factor(NamedTuple):
-    """A factor: logits, log-probabilities or probabilities, or the difference of two log-probabilities."""
-
-    plan: Plan
-    minus: Plan | None = None
-
-
-def _factor(node: Node, views: Any, n_ids: int) -> Factor | None:
-    if node.op is not None and node.op.func is SUBTRACT:
-        assert node.base is not None and node.other is not None
-        first, second = _factor(node.base, node.views, node.n_ids), _factor(*node.other, node.n_ids)
-        if first is None or second is None or first.minus is not None or second.minus is not None:
-            return None
-        plans = first.plan, second.plan
-        fits = all(plan.kind == LOGPS and plan.sign == 1 and add_views(plan, views, n_ids) for plan in plans)
-        return Factor(*plans) if fits else None
-    plan = plan_of_node(node)
-    return None if plan is None or not add_views(plan, views, n_ids) else Factor(plan)
-
-
 class Sum(NamedTuple):
     """The sum over the vocabulary of a product, times `sign`.
 
-    - `kind`: "entropy" of `p`, "logits" (p z), or of `p` and `q` "kl" or "cross"
-    - `through_p`, `through_q`: the path to each in the tree of factors: which factor, and which of its difference
+    - `kind`: "entropy" of p, "logits" (p z), or of p and q "kl" or "cross"
+    - `to_p`, `to_q`: the paths to p, and to q or z
+    - `p`, `q`: what these are, with the rows of the product
     """
 
     kind: str
-    p: Plan
-    q: Plan | None
     sign: float
-    q_side: tuple[int, ...]
-    p_side: tuple[int, ...]
-    z_side: tuple[int, ...] | None = None
-    z: Plan | None = None
+    to_p: Path
+    to_q: Path
+    p: Plan
+    q: Plan
+
+
+def _sum_of(product: Plan) -> Sum | None:
+    """Return what the sum of a product is; None if no pass computes it."""
+
+    def made(kind: str, sign: float, to_p: Path, to_q: Path) -> Sum | None:
+        p, q = _end(product, to_p), _end(product, to_q)
+        return Sum(kind, sign * product.sign, to_p, to_q, p, q) if p.n_ids == q.n_ids else None
+
+    first, second = product.parts
+    if isinstance(product.function, functools.partial):  # F.kl_div(logq, p)
+        kinds = LOGPS, LOGPS if product.function.keywords["log_target"] else PROBS
+        fits = (first.kind, second.kind) == kinds and first.sign == second.sign == 1
+        return made("kl", 1.0, ((1, second),), ((0, first),)) if fits else None
+    at = 0 if first.kind == PROBS else 1
+    p, other = product.parts[at], product.parts[1 - at]
+    if p.kind != PROBS:
+        return None
+    to_p: Path = ((at, p),)
+    if other.kind == DIFFERENCE:
+        if any(part.kind != LOGPS or part.sign != 1 for part in other.parts):
+            return None
+        to_both: list[Path] = [((1 - at, other), (j, part)) for j, part in enumerate(other.parts)]
+        alike = [_alike(_end(product, to_p), _end(product, path)) for path in to_both]
+        if not any(alike):
+            return None
+        return made("kl", p.sign, to_p, to_both[1]) if alike[0] else made("kl", -p.sign, to_p, to_both[0])
+    to_other: Path = ((1 - at, other),)
+    sign = p.sign * other.sign
+    if _alike(p, other) and other.kind in (LOGPS, LOGITS):
+        return made(*(("entropy", -sign) if other.kind == LOGPS else ("logits", sign)), to_p, to_other)
+    return made("cross", -sign, to_p, to_other) if other.kind == LOGPS else None
+
+
+def _end(product: Plan, path: Path) -> Plan:
+    """Return what a path leads to, with the rows of the product."""
+    rows = (*(row for _, plan in reversed(path) for row in plan.rows), *product.rows)
+    return path[-1][1]._replace(rows=rows, shape=product.shape, class_dim=product.class_dim)
 
 
 def _alike(a: Plan, b: Plan) -> bool:
-    same = a.signature == b.signature and len(a.rows) == len(b.rows) and continues(a.rows, b.rows)
-    return same
-
-
-def _sum_of(node: Node) -> Sum | None:
-    """Return what the sum of a product is; None if no pass computes it."""
-    assert node.op is not None and node.base is not None and node.other is not None
-    first, second = _factor(node.base, node.views, node.n_ids), _factor(*node.other, node.n_ids)
-    if first is None or second is None:
-        return None
-    if isinstance(node.op.func, functools.partial):  # F.kl_div(logq, p)
-        q, p = first.plan, second.plan
-        kinds = (LOGPS if node.op.func.keywords.get("log_target") else PROBS, LOGPS)
-        fits = first.minus is None and second.minus is None and (p.kind, q.kind) == kinds and p.sign == q.sign == 1
-        return Sum("kl", p, q, 1.0, (0,), (1,)) if fits else None
-    if node.op.func is not MULTIPLY:
-        return None
-    at = 0 if first.plan.kind == PROBS and first.minus is None else 1
-    p, other = (first.plan, second) if at == 0 else (second.plan, first)
-    if p.kind != PROBS or (second if at else first).minus is not None:
-        return None
-    if other.minus is not None:
-        a, b = other.plan, other.minus
-        if _alike(p, a):
-            return Sum("kl", p, b, p.sign, (1 - at, 1), (at,))
-        return Sum("kl", p, a, -p.sign, (1 - at, 0), (at,)) if _alike(p, b) else None
-    q, sign = other.plan, p.sign * other.plan.sign
-    if _alike(p, q):
-        if q.kind == LOGPS:
-            return Sum("entropy", p, None, -sign, (), (at,))
-        return Sum("logits", p, None, sign, (), (at,), (1 - at,), q) if q.kind == LOGITS else None
-    return Sum("cross", p, q, -sign, (1 - at,), (at,)) if q.kind == LOGPS else None
-
-
-def _found(z: Any) -> tuple[Sum, list[Op], float, list[Key], DeferredLogits] | None:
-    """Return the sum of a product, with views, and numbers that scale it, behind it."""
-    if type(z) is not DeferredLogits or z.is_computed or z._class_dim is None or z.ndim < 2:
-        return None
-    rows: list[Op] = list(z._views)
-    sign, node = 1.0, z._cell.node
-    keys: list[Key] = []
-    while node.other is None:
-        if node.op is None or node.base is None:
-            return None
-        func = node.op.func
-        if func in SCALES:
-            number = number_of(node.op.args[0])
-            assert number is not None
-            sign *= number if SCALES[func] == "mul" else 1 / number
-            keys.append((SCALES[func], number))
-        elif func is aten.neg.default:
-            sign, keys = -sign, [*keys, ("mul", -1.0)]
-        elif func is not aten.clone.default and not (func is aten._to_copy.default and z.dtype.itemsize >= 4):
-            return None
-        rows = [*node.views, *rows]
-        node = node.base
-    found = _sum_of(node) if node.op is not None and node.op.func is not aten.add.Tensor else None
-    if found is None:
-        return None
-    for plan in (found.p, found.q):
-        if plan is not None:
-            if not add_views(plan, tuple(rows), z.shape[z._class_dim]):
-                return None
-            plan.shape, plan.class_dim = z.shape, z._class_dim
-    if found.q is not None and (found.q.row_shape != found.p.row_shape or found.q.n_ids != found.p.n_ids):
-        return None
-    return found, rows, sign, keys, z
-
-
-class Through(NamedTuple):
-    """What of a sum's gradient goes through one factor: that of `result`, by one side of a pass.
-
-    `path`: to the factor, 0 or 1 in the product, and then in a difference.
-    """
-
-    path: tuple[int, ...]
-    run: Pass
-    side: int
-    plan: Plan
-    result: Tensor
-
-
-def _terms(found: list[Through], g: Tensor, keys: list[Key]) -> list[Any]:
-    """Return the gradient of a product, whose factors may be differences."""
-    here = [Term(x.run, x.side, x.plan, x.result, g) for x in found if not x.path]
-    if len(here) == len(found):
-        return here
-    sides = [_terms([x._replace(path=x.path[1:]) for x in found if x.path[:1] == (i,)], g, []) for i in range(2)]
-    return [*here, Split((sides[0], sides[1]), keys)]
+    return a.signature == b.signature and a.rows == b.rows
 
 
 def sum_of_product(z: Any, dim: Any, keepdim: bool, mean: bool, dtype: Any = None) -> Any:
     """Compute the sum or mean over the vocabulary, or over everything, of a product; NotImplemented if no pass does."""
-    found = _found(z)
-    if found is None or dtype is not None:
-        return NotImplemented
-    total, _, sign, keys, _ = found
+    product = z._plan if type(z) is DeferredLogits and dtype is None else None
+    total = _sum_of(product) if product is not None and product.kind == PRODUCT else None
     whole = dim is None and not keepdim
-    if not whole and (not isinstance(dim, int) or dim % z.ndim != z._class_dim):
+    if product is None or total is None or product.row_shape.numel() == 0:
         return NotImplemented
-    if total.p.row_shape.numel() == 0:
+    if not whole and (not isinstance(dim, int) or dim % z.ndim != product.class_dim):
         return NotImplemented
-    n_rows, n_ids = total.p.row_shape.numel(), z.shape[z._class_dim]
-    scale = total.sign * sign / ((n_ids if mean else 1) * (n_rows if mean and whole else 1))
+    scale = total.sign / ((product.n_ids if mean else 1) * (product.row_shape.numel() if mean and whole else 1))
     reduce = torch.mean if mean else torch.sum
-    stock = functools.partial(_reduced, reduce, None if whole else z._class_dim)
-    runs: list[Through] = []
+    stock = functools.partial(_reduced, reduce, None if whole else product.class_dim)
+    terms: list[Term] = []  # without their upstream gradient
     with torch.set_grad_enabled(wants_grad(z)):
-        value = _value(z, total, scale, whole, runs)
-    result = link(value, z, lambda g: _terms(runs, g, keys), stock)
+        value = _value(z, product, total, scale, whole, terms)
+    result = link(value, z, lambda g: [term._replace(upstream=g) for term in terms], stock)
     result = result.to(z.device, result_dtype(reduce, z))
-    return result.unsqueeze(z._class_dim) if keepdim else result
+    return result.unsqueeze(product.class_dim) if keepdim else result
 
 
 def _reduced(reduce: Any, dim: int | None, x: Tensor) -> Tensor:
     return reduce(x) if dim is None else reduce(x, dim)
 
 
-def _value(z: DeferredLogits, total: Sum, scale: float, whole: bool, runs: list[Through]) -> Tensor:
-    p, q = total.p, total.q
+def _value(z: DeferredLogits, product: Plan, total: Sum, scale: float, whole: bool, terms: list[Term]) -> Tensor:
+    """Return a sum of a product, and append the terms of its gradient."""
+    kind, _, to_p, to_q, p, q = total
 
     def placed(x: Tensor) -> Tensor:
-        return x.sum() * scale if whole else p.place(x) * scale
+        return x.sum() * scale if whole else x.reshape(product.row_shape) * scale
 
-    if q is None:
-        names = ("entropy",) if total.kind == "entropy" else ("entropy", "lse")
-        run, stats = statistics(z, p, None, *names)
-        assert stats.entropy is not None
-        entropy = placed(stats.entropy) if total.kind == "entropy" else -placed(stats.entropy)
+    def note(run: Pass | None, side: int, path: Path, result: Tensor) -> None:
         if run is not None:
-            runs.append(Through(total.p_side, run, 0, p, entropy))
-        if total.kind == "entropy":
+            terms.append(Term(run, side, product, result, result, path=path))
+
+    if kind in ("entropy", "logits"):
+        run, stats = statistics(z, p, None, *(("entropy",) if kind == "entropy" else ("entropy", "lse")))
+        entropy: Any = stats.entropy
+        entropy = placed(entropy) if kind == "entropy" else -placed(entropy)
+        note(run, 0, to_p, entropy)
+        if kind == "entropy":
             return entropy
-        assert stats.lse is not None and total.z_side is not None and total.z is not None
-        lse = placed(stats.lse)
-        if run is not None:
-            runs.append(Through(total.z_side, run, 0, total.z, lse))
+        lse: Any = stats.lse
+        lse = placed(lse)
+        note(run, 0, to_q, lse)
         return lse + entropy
     run, kl = _kl(z, p, q, whole)
-    value = kl * scale if whole else p.place(kl) * scale
-    if total.kind == "cross":
-        grads = _needs(p) and torch.is_grad_enabled()
-        with torch.set_grad_enabled(grads):
-            of_p, stats = statistics(z, p, None, "entropy") if grads else (None, _entropy_alone(z, p))
-            assert stats.entropy is not None
-            entropy = placed(stats.entropy)
-        if of_p is not None and grads:
-            runs.append(Through(total.p_side, of_p, 0, p, entropy))
+    value = kl * scale if whole else placed(kl)
+    if kind == "cross":
+        with torch.set_grad_enabled(_needs(p) and torch.is_grad_enabled()):
+            of_p, stats = statistics(z, p, None, "entropy")
+            entropy = stats.entropy
+            entropy = placed(entropy)
+            if torch.is_grad_enabled():
+                note(of_p, 0, to_p, entropy)
         value = value + entropy.detach()
-    runs.append(Through(total.q_side, run, 0, q, value))
+    note(run, 0, to_q, value)
     if _needs(p):
-        runs.append(Through(total.p_side, run, 1, p, value))
+        note(run, 1, to_p, value)
     return value
 
 
@@ -317,29 +198,16 @@ def _needs(plan: Plan) -> bool:
     return any(any(source.needs) for source, _ in plan.sources)
 
 
-def _entropy_alone(z: DeferredLogits, p: Plan) -> Any:
-    with torch.no_grad():
-        return statistics(z, p, None, "entropy")[1]
-
-
 def _kl(z: DeferredLogits, p: Plan, q: Plan, whole: bool) -> tuple[Pass, Tensor]:
     """Return KL(p || q), of all rows or (`whole`) their sum, and its pass: sides q and p."""
     through_p = _needs(p)
     n_rows = p.row_shape.numel() if whole else 1
-    reduction = "mean" if whole else "none"
 
     def loss(reverse: bool, student: Plan, teacher: Plan) -> Any:
-        of_teacher = LogitOptions(softcap=teacher.options.softcap, logit_scale=teacher.options.logit_scale)
         settings = {**vars(student.options), "ignore_index": -(2**31), "logits_dtype": None}
-        settings = {
-            "weight_hard_loss": 0.0,
-            "weight_soft_loss": 1.0,
-            "reduction": reduction,
-            "reverse": reverse,
-            "teacher_options": of_teacher,
-            **settings,
-        }
-        return once(LigerFusedLinearKLDivLoss, **settings)
+        of_teacher = LogitOptions(softcap=teacher.options.softcap, logit_scale=teacher.options.logit_scale)
+        settings |= {"teacher_options": of_teacher, "reverse": reverse, "reduction": "mean" if whole else "none"}
+        return once(LigerFusedLinearKLDivLoss, weight_hard_loss=0.0, weight_soft_loss=1.0, **settings)
 
     forward, backward = loss(False, q, p), loss(True, p, q)
 
@@ -364,22 +232,22 @@ def _kl(z: DeferredLogits, p: Plan, q: Plan, whole: bool) -> tuple[Pass, Tensor]
 
 
 def _multiplied(func: Any, input: Any, other: Any, **kwargs: Any) -> Any:
-    return _joined(MULTIPLY, input, other, kwargs, {PROBS})
+    return _joined(torch.mul, PRODUCT, input, other, kwargs, PROBS)
 
 
 def _subtracted(func: Any, input: Any, other: Any, **kwargs: Any) -> Any:
-    return _joined(SUBTRACT, input, other, kwargs, {LOGPS})
+    return _joined(torch.sub, DIFFERENCE, input, other, kwargs, LOGPS)
 
 
-def _joined(function: Any, a: Any, b: Any, kwargs: Any, kinds: set[str]) -> Any:
-    both = type(a) is DeferredLogits and type(b) is DeferredLogits and not kwargs
-    if not both or a.shape != b.shape or a._class_dim != b._class_dim or a._class_dim is None or a.device != b.device:
+def _joined(function: Any, kind: str, a: Any, b: Any, kwargs: Any, has: str) -> Any:
+    """Return a difference or a product of which one part is of the kind `has`."""
+    if kwargs or type(a) is not DeferredLogits or type(b) is not DeferredLogits or a.is_computed or b.is_computed:
         return NotImplemented
-    if a.is_computed or b.is_computed:
+    if a.shape != b.shape or a._class_dim is None or a._class_dim != b._class_dim or a.device != b.device:
         return NotImplemented
-    if not any((plan := plan_of_node(x._cell.node)) is not None and plan.kind in kinds for x in (a, b)):
+    if all(x._plan is None or x._plan.kind != has for x in (a, b)):
         return NotImplemented
-    return _Joined.apply(function, a, b)
+    return _Joined.apply(function, kind, a, b)
 
 
 def _kl_div(
@@ -396,7 +264,8 @@ def _kl_div(
     device = input.device.type if isinstance(input, Tensor) else "cpu"
     if torch.is_autocast_enabled(device):
         return NotImplemented
-    product = _joined(functools.partial(F.kl_div, reduction="none", log_target=log_target), input, target, {}, {LOGPS})
+    divergence = functools.partial(F.kl_div, reduction="none", log_target=log_target)
+    product = _joined(divergence, PRODUCT, input, target, {}, LOGPS)
     if product is NotImplemented:
         return NotImplemented
     if reduction == "none":

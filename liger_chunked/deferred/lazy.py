@@ -57,8 +57,20 @@ class Op(NamedTuple):
         return self.func(x, *self.args, **self.kwargs)
 
 
+Geometry = tuple[Any, Any, int]  # size, strides, offset
+
+# Views: the result shares the memory.
 RESHAPES = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
 KEEPS_GEOMETRY = {aten.alias.default, aten.detach.default}
+SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
+TURNS = {
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.transpose.int,
+    aten.t.default, aten.permute.default,
+}  # fmt: skip
+# Copies, with the same values for each row.
+COPIES = {aten.clone.default, aten._to_copy.default}
+_KEEPS_ORDER = (None, torch.preserve_format, torch.contiguous_format)
+VIEWS = KEEPS_GEOMETRY | RESHAPES | SPLITS | TURNS | {aten.slice.Tensor, aten.select.int, aten.expand.default}
 
 
 def contiguous(size: Any) -> tuple[int, ...]:
@@ -87,54 +99,73 @@ def number_of(x: Any) -> float | None:
     return None
 
 
+def _on_meta(op: Op, geometry: Geometry, dtype: torch.dtype) -> Any:
+    """Return an operation's result for a tensor of this size and strides, on the device "meta"."""
+    size, strides, _ = geometry
+    kwargs = {name: x for name, x in op.kwargs.items() if name != "device"} if op.kwargs else {}
+    return op.func(torch.empty_strided(size, strides, dtype=dtype, device="meta"), *op.args, **kwargs)
+
+
+def after(op: Op, geometry: Geometry) -> Any:
+    """Return the geometry of a view of memory, or a list of them for an operation that splits."""
+    size, strides, offset = geometry
+    if op.func in KEEPS_GEOMETRY:
+        return geometry
+    if op.func in RESHAPES and strides == contiguous(size):
+        result = known_size(op.args[0], size)
+        if math.prod(result) == math.prod(size):  # else torch says what is wrong
+            return result, contiguous(result), offset
+    meta = _on_meta(op, geometry, torch.uint8)
+    if op.func in SPLITS:
+        return [(tuple(x.shape), x.stride(), offset + x.storage_offset()) for x in meta]
+    return tuple(meta.shape), meta.stride(), offset + meta.storage_offset()
+
+
+def strided(x: Tensor, of: Geometry, geometry: Geometry) -> Tensor:
+    """Return a view of x, which has the geometry `of`."""
+    size, strides, offset = geometry
+    return x if geometry == of else x.as_strided(size, strides, x.storage_offset() + offset)
+
+
 class Lazy(Tensor):
     """A tensor whose values are computed when something reads them."""
 
-    _geometry: tuple[Any, Any, int]  # size, strides, offset
+    _geometry: Geometry
     _known: tuple[torch.dtype, torch.device]
 
     @classmethod
-    def _wrap(cls, size: Any, strides: Any, offset: int, dtype: torch.dtype, device: torch.device) -> Any:
+    def _wrap(cls, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Any:
+        size, strides, offset = geometry
         made = Tensor._make_wrapper_subclass(
             cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=device
         )
-        made._geometry, made._known = (size, strides, offset), (dtype, device)
+        made._geometry, made._known = geometry, (dtype, device)
         return made
 
-    @property
-    def _meta(self) -> Tensor:
-        """Shape and strides, as a tensor on the device "meta"."""
-        size, strides, _ = self._geometry
-        return torch.empty_strided(size, strides, dtype=self._known[0], device="meta")
-
-    def value(self) -> Tensor:
+    def _value(self) -> Tensor:
         """Return the values, as a plain tensor outside of the autograd graph."""
         raise NotImplementedError
 
-    def memory(self) -> Tensor:
+    def _memory(self) -> Tensor:
         """Return the values as memory of this tensor, which may be written."""
         raise NotImplementedError
 
     def _after(self, op: Op) -> tuple[Any, Any, int, torch.dtype]:
-        """Return size, strides, offset and dtype of a result."""
-        size, strides, offset = self._geometry
-        dtype = self._known[0]
-        if op.func in KEEPS_GEOMETRY:
-            return size, strides, offset, dtype
-        if op.func in RESHAPES and strides == contiguous(size):
-            result = known_size(op.args[0], size)
-            if math.prod(result) == math.prod(size):  # else torch says what is wrong
-                return result, contiguous(result), offset, dtype
-        kwargs = {name: x for name, x in op.kwargs.items() if name != "device"} if op.kwargs else {}
-        meta = op.func(self._meta, *op.args, **kwargs)
-        return tuple(meta.shape), meta.stride(), offset + meta.storage_offset(), meta.dtype
+        """Return size, strides, offset and dtype of the result of an operation."""
+        (size, strides, _), dtype = self._geometry, self._known[0]
+        if op.func in VIEWS:
+            return *after(op, self._geometry), dtype
+        if op.func in COPIES and strides == contiguous(size) and op.kwargs.get("memory_format") in _KEEPS_ORDER:
+            return size, strides, 0, op.kwargs.get("dtype") or dtype
+        meta = _on_meta(op, self._geometry, dtype)
+        return tuple(meta.shape), meta.stride(), 0, meta.dtype
 
     def _filled(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         like = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
         return func(like, *args[1:], **kwargs)
 
     def tolist(self) -> Any:  # C++ that does not ask __torch_function__
-        return self.value().tolist()
+        return self._value().tolist()
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:  # also where hooks run without __torch_function__
         return read_memory(Tensor.numpy, (self, *args), kwargs)
@@ -157,12 +188,13 @@ def read_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if func in _REFUSES_GRADIENTS and x.requires_grad and not kwargs.get("force"):
         # Raises what torch raises for a result of the graph.
         return func(torch.empty(1, requires_grad=True) * 1, *args[1:], **kwargs)
-    return func(x.memory(), *args[1:], **kwargs)
+    result = func(x._memory(), *args[1:], **kwargs)
+    return result.requires_grad_(x.requires_grad) if func is Tensor.__deepcopy__ else result
 
 
 def values(tree: Any) -> Any:
     """Return arguments with real tensors in place of lazy ones."""
-    return tree_map_only(Lazy, lambda x: x.value(), tree)
+    return tree_map_only(Lazy, lambda x: x._value(), tree)
 
 
 def run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -177,12 +209,12 @@ def run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if argument.alias_info is not None and argument.alias_info.is_write:
             for x in tree_leaves(given):
                 if isinstance(x, Lazy):
-                    real[id(x)] = x.memory()
+                    real[id(x)] = x._memory()
                     if isinstance(given, (list, tuple)):  # `_foreach_` operations count in their kernels
                         torch.autograd.graph.increment_version(x)
 
     def of(x: Lazy) -> Tensor:
-        return real[id(x)] if id(x) in real else x.value()
+        return real[id(x)] if id(x) in real else x._value()
 
     out = func(*tree_map_only(Lazy, of, args), **tree_map_only(Lazy, of, kwargs))
     # Autograd expects the tensor that it passed in.

@@ -20,7 +20,7 @@ import math
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -30,48 +30,39 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from liger_chunked.deferred.lazy import (
+    COPIES,
     PLAIN,
     READS_MEMORY,
     RESHAPES,
     SHAPED_LIKE,
+    SPLITS,
+    VIEWS,
+    Geometry,
     Lazy,
     Op,
+    after,
     aten,
     contiguous,
     number_of,
     outside_graphs,
     read_memory,
     run_on_values,
+    strided,
     values,
 )
+from liger_chunked.deferred.plan import ROWS, SCALES, Plan
 from liger_chunked.deferred.sharded import is_freed
 from liger_chunked.engine.hooks import isolated
-from liger_chunked.private import tree_leaves, version_of, without_torch_function
+from liger_chunked.private import tree_leaves, tree_map_only, version_of, without_torch_function
 from liger_chunked.types import Head, LogitOptions, StandIn
 
 _LOGGER = logging.getLogger("liger_chunked")
 
-# Views: the result shares the memory.
-SAME_SHAPE_VIEWS = {aten.alias.default, aten.detach.default}
-VIEWS = SAME_SHAPE_VIEWS | {
-    aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.slice.Tensor, aten.select.int,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.transpose.int, aten.t.default,
-    aten.permute.default, aten.expand.default,
-}  # fmt: skip
-# Copies with the same values for each row.
-COPIES = {aten.clone.default, aten._to_copy.default}
-ROWS = {aten.index.Tensor, aten.index_select.default}
-SCALES = {aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.div.Tensor: "div", aten.div.Scalar: "div"}
 SCALES_IN_PLACE = {
     aten.mul_.Tensor: aten.mul.Tensor, aten.mul_.Scalar: aten.mul.Scalar,
     aten.div_.Tensor: aten.div.Tensor, aten.div_.Scalar: aten.div.Scalar,
 }  # fmt: skip
-_ELEMENTWISE = {
-    aten.clone.default, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.tanh.default,
-    aten.exp.default, aten.neg.default, aten.add.Tensor,
-}  # fmt: skip
-# The backward of these reads values: a lazy gradient passes them if it is already multiplied by their derivative.
-CURVES = {aten.tanh.default, aten._log_softmax.default, aten._softmax.default, aten.exp.default}
+_SOFTMAXES = {aten._log_softmax.default, aten._softmax.default}
 
 
 _NOTHING = nullcontext()
@@ -187,71 +178,55 @@ def _merged_in(layer: Any) -> list[str]:
 
 
 class Node:
-    """An expression: a source's product, or an operation on a view of another expression.
+    """An expression: a source's product, or an operation on views of other expressions.
 
     Attributes:
-        source: of a product; else None.
-        base, views, op: `op(views(base))`.
-        other: what `op` adds: a second expression.
-        n_ids: how many logits a row has.
+        key: of its operation, in plans.
+        sources: whose products it has, first that of the layer itself, then those of adapters.
+        geometry: sizes and strides of its values.
+        plan: what it is for a loss; None if no loss takes it.
         real: its values, once they were read.
     """
 
-    __slots__ = ("base", "n_ids", "op", "other", "real", "source", "views")
+    __slots__ = ("_compute", "_keeps", "geometry", "key", "plan", "real", "sources")
 
     def __init__(
         self,
-        source: Source | None = None,
-        base: Node | None = None,
-        views: tuple[Op, ...] = (),
-        op: Op | None = None,
-        other: DeferredLogits | None = None,
-        n_ids: int = 0,
+        sources: tuple[Source, ...],
+        geometry: Geometry,
+        compute: Callable[[], Tensor],
+        plan: Plan | None = None,
+        keeps: bool = False,
     ) -> None:
-        self.source, self.base, self.views, self.op, self.n_ids = source, base, views, op, n_ids
-        self.other = None if other is None else (other._cell.node, other._views)
+        self.sources, self.geometry, self._compute, self.plan, self._keeps = sources, geometry, compute, plan, keeps
         self.real: Tensor | None = None
+        self.key = object()  # not the node itself: its plan has the key
 
     def value(self) -> Tensor:
-        if self.real is not None:
-            return self.real
-        if self.base is None:
-            assert self.source is not None
-            self.real = self.source.product()  # every other expression starts with it
-            return self.real
-        assert self.op is not None
-        x = seen(self.base.value(), self.views)
-        if self.other is not None:
-            node, views = self.other
-            return self.op.func(x, seen(node.value(), views), *self.op.args, **self.op.kwargs)
-        x = self.op(x)
-        return x.contiguous() if self.op.func in ROWS else x  # as the stand-in says
+        real = self.real
+        if real is None:
+            real = self._compute()
+            size, strides, _ = self.geometry
+            if any(a != b for n, a, b in zip(size, strides, real.stride(), strict=True) if n > 1):
+                real = torch.empty_strided(size, strides, dtype=real.dtype, device=real.device).copy_(real)
+            if self._keeps:
+                self.real = real
+        return real
 
-    def sources(self) -> Iterator[Source]:
-        """Yield the sources, first that of the layer itself, then those of adapters."""
-        if self.source is not None:
-            yield self.source
-        if self.base is not None:
-            yield from self.base.sources()
-        if self.other is not None:
-            yield from self.other[0].sources()
-
-
-def seen(x: Tensor, views: tuple[Op, ...]) -> Tensor:
-    for view in views:
-        x = view(x)
-    return x
+    def view(self, geometry: Geometry) -> Tensor:
+        """Return a view of the values."""
+        return strided(self.value(), self.geometry, geometry)
 
 
 class Cell:
     """The memory of logits and of all their views: an expression, or real values."""
 
-    __slots__ = ("__weakref__", "changed", "node", "real")
+    __slots__ = ("__weakref__", "changed", "n_ids", "node", "real")
 
-    def __init__(self, node: Node) -> None:
-        self.node, self.changed = node, False
+    def __init__(self, node: Node, n_ids: int) -> None:
+        self.node, self.n_ids, self.changed = node, n_ids, False
         self.real: Tensor | None = None
-        next(node.sources()).cells.append(weakref.ref(self))
+        node.sources[0].cells.append(weakref.ref(self))
 
     def values(self) -> Tensor:
         if self.real is None:
@@ -262,23 +237,14 @@ class Cell:
         """Return values that may be written: copies that were made before get theirs first."""
         if not self.changed:
             self.changed = True
-            for source in self.node.sources():
+            for source in self.node.sources:
                 for reference in list(source.cells):
                     if (cell := reference()) is not None and cell is not self:
                         cell.values()
         real = self.values()
-        node: Node | None = self.node
-        while node is not None:
-            if node.real is not None and _share_memory(node.real, real):
-                node.real = None
-            node = node.base
+        if self.node.real is real:
+            self.node.real = None
         return real
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    return a is b or (
-        type(a) is Tensor and type(b) is Tensor and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-    )
 
 
 class DeferredLogits(Lazy, StandIn):
@@ -292,57 +258,67 @@ class DeferredLogits(Lazy, StandIn):
     in the log names the first such use.
     """
 
+    # `_geometry` is a view of the cell's memory. `_in_rows` is the same view of a memory where each row is contiguous,
+    # which is another one if the vocabulary is not the last dimension of a copy. `_class_dim` is the dimension of the
+    # vocabulary; None if the rows are not whole, from their first id, any more.
     _cell: Cell
-    _views: tuple[Op, ...]
+    _in_rows: Geometry | None
     _class_dim: int | None
 
     @classmethod
-    def _make(
-        cls,
-        cell: Cell,
-        views: tuple[Op, ...],
-        geometry: Any,
-        dtype: torch.dtype,
-        class_dim: int | None,
-        device: torch.device,
-    ) -> Any:
-        size, strides, offset = geometry
-        made = cls._wrap(size, strides, offset, dtype, device)
-        # `_class_dim`: the dimension of the vocabulary; None if it is no dimension of its own any more.
-        made._cell, made._views, made._class_dim = cell, views, class_dim
+    def _made(cls, cell: Cell, geometry: Geometry, in_rows: Geometry | None, dtype: torch.dtype, device: Any) -> Any:
+        made = cls._wrap(geometry, dtype, device)
+        made._cell, made._in_rows = cell, in_rows
+        made._class_dim = None if in_rows is None else _class_dim(in_rows, cell.n_ids)
         return made
+
+    @classmethod
+    def _of_node(cls, node: Node, class_dim: int, dtype: torch.dtype, device: Any) -> Any:
+        """Return an expression's logits, in memory of their own."""
+        size = node.geometry[0]
+        in_rows = node.geometry
+        if class_dim != len(size) - 1 or in_rows[1] != contiguous(size):
+            rows = contiguous((*size[:class_dim], *size[class_dim + 1 :], size[class_dim]))
+            in_rows = size, (*rows[:class_dim], 1, *rows[class_dim:-1]), 0
+        return cls._made(Cell(node, size[class_dim]), node.geometry, in_rows, dtype, device)
 
     @classmethod
     def _of(cls, source: Source, n_ids: int) -> Any:
         """Return the result of a layer's call."""
-        hidden = source.tensors[0]
-        assert hidden is not None
+        hidden: Any = source.tensors[0]
         source.n_ids = n_ids
-        size = (*hidden.shape[:-1], n_ids)
-        cell = Cell(Node(source, n_ids=n_ids))
-        return cls._make(cell, (), (size, contiguous(size), 0), source.dtype, len(size) - 1, hidden.device)
+        size = torch.Size((*hidden.shape[:-1], n_ids))
+        plan = Plan(((source, 1.0),), ((),), size, len(size) - 1, n_ids, source.dtype)
+        node = Node((source,), (size, contiguous(size), 0), source.product, plan, keeps=True)  # all begin with it
+        return cls._of_node(node, len(size) - 1, source.dtype, hidden.device)
+
+    @property
+    def _plan(self) -> Plan | None:
+        """What these logits are for a loss; None if real ones exist, or no loss takes them."""
+        return None if self.is_computed or self.ndim < 2 else self._planned()
+
+    def _planned(self) -> Plan | None:
+        plan, class_dim = self._cell.node.plan, self._class_dim
+        if plan is None or class_dim is None or self._in_rows is None:
+            return None
+        return plan.seen(*self._in_rows, class_dim)
 
     # What a loss and a reader may ask
 
     @property
     def is_computed(self) -> bool:
         """Whether the real logits exist: something asked for them."""
-        return self._cell.changed or any(source.asked_by is not None for source in self._cell.node.sources())
-
-    @property
-    def is_modified(self) -> bool:
-        """Whether real logits were changed in place, so that no transform describes them."""
-        return self._cell.changed
+        return self._cell.changed or any(source.asked_by is not None for source in self._cell.node.sources)
 
     @property
     def asked_by(self) -> str | None:
         """What asked for real logits, and where; None if nothing did."""
-        return next((s.asked_by for s in self._cell.node.sources() if s.asked_by is not None), None)
+        return next((s.asked_by for s in self._cell.node.sources if s.asked_by is not None), None)
 
     @property
     def gave_zero(self) -> bool:
         """Whether a cross entropy of these logits was withheld: it returned 0."""
-        return any(source.gave_zero for source in self._cell.node.sources())
+        return any(source.gave_zero for source in self._cell.node.sources)
 
     def tensor(self) -> Tensor:
         """Return the real logits, in the autograd graph. The head computes them once, for all that need them."""
@@ -351,7 +327,9 @@ class DeferredLogits(Lazy, StandIn):
 
     def logit_options(self, ignore_index: int = -100) -> LogitOptions:
         """Return the transform of these logits, as a loss takes it; ValueError if no loss can express them."""
-        return METHODS["logit_options"](self, ignore_index)
+        from liger_chunked.deferred.rules import logit_options
+
+        return logit_options(self, ignore_index)
 
     def run(self, compute: Callable[[Head, Tensor], Any]) -> Any:
         """Return `compute(head, hidden_states)`, a loss in place of these logits.
@@ -359,41 +337,18 @@ class DeferredLogits(Lazy, StandIn):
         `hidden_states` (..., H) are the rows of these logits. `head` is what multiplies them, adapters too. Hooks on
         the way from the head to these logits see a gradient without values, and may multiply it by a number.
         """
-        return METHODS["run"](self, compute)
+        from liger_chunked.deferred.fused import run_live
 
-    def statistics(self, target: Tensor, *outputs: str) -> dict[str, Tensor]:
-        """Return statistics of each row, as `linear_token_stats` does, in one pass and without logits.
+        return run_live(self, compute)
 
-        Later calls of `statistic`, `logsumexp`, `mean` and `argmax` reuse them.
-
-        Args:
-            target: (...) ids, one for each row of the logits (..., V). None is ignored.
-            outputs: names of fields of `TokenStats`.
-
-        Returns:
-            Tensors (...) by name, in the dtype of the statistics, on the device of the logits.
-
-        Raises:
-            ValueError: no loss can express these logits.
-        """
-        return METHODS["statistics"](self, target, *outputs)
-
-    def statistic(self, name: str) -> Tensor:
-        """Return one of `statistics` that needs no target, such as "entropy", without a pass if it is known already.
-
-        Raises:
-            ValueError: as `statistics`.
-        """
-        return METHODS["statistics"](self, None, name)[name]
-
-    def value(self) -> Tensor:
+    def _value(self) -> Tensor:
         self._ask("tensor")
-        return seen(self._cell.values(), self._views)
+        return strided(self._cell.values(), self._cell.node.geometry, self._geometry)
 
-    def memory(self) -> Tensor:
+    def _memory(self) -> Tensor:
         """Return the real logits for a reader of memory, who may write there too."""
         self._ask("memory")
-        return seen(self._cell.own_values(), self._views)
+        return strided(self._cell.own_values(), self._cell.node.geometry, self._geometry)
 
     def asked(self, name: str) -> Tensor:
         """Return the real logits for the function or argument `name`, which the log names."""
@@ -406,7 +361,7 @@ class DeferredLogits(Lazy, StandIn):
     def _ask(self, name: str) -> None:
         """Remember, and say in the log, what needs real logits."""
         if self._cell.real is None:
-            for source in self._cell.node.sources():
+            for source in self._cell.node.sources:
                 if source.asked_by is None:
                     source.asked_by = _log_use(source, _ASKING[-1] if _ASKING else name)
 
@@ -465,14 +420,10 @@ class DeferredLogits(Lazy, StandIn):
         op = Op(func, args[1:], kwargs)
         if func in VIEWS:
             return self._viewed(op)
-        if func in _SPLITS:
-            return [self._viewed(part) for part in _SPLITS[func](self, *args[1:], **kwargs)]
         if func in SHAPED_LIKE:
             return self._filled(func, args, kwargs)
         if self._cell.changed or self._class_dim is None:
             return None
-        if func is aten.argmax.default:
-            return METHODS["argmax"](self, *args[1:], **kwargs)
         if func in SCALES_IN_PLACE:
             return self._scaled_in_place(SCALES_IN_PLACE[func], args[1])
         if func in ROWS:
@@ -485,18 +436,19 @@ class DeferredLogits(Lazy, StandIn):
             op = Op(func, (number_of(args[1]),))
         elif func is aten.add.Tensor:
             op = Op(func, (args[1].clone(),))  # its values are those of now
-        size, strides, _, dtype = (*self._geometry, self._known[0]) if func in _ELEMENTWISE else self._after(op)
-        if func in _ELEMENTWISE and strides != contiguous(size):
-            # Any function of each element keeps the order of dimensions as a clone does.
-            like = op if func is aten.clone.default else Op(aten.clone.default)
-            size, strides, _, dtype = self._after(like)
-        geometry = size, strides, 0
         device = kwargs.get("device") or self._known[1]
-        return self._make(Cell(self._node(op)), (), geometry, dtype, self._class_dim, device)
+        # Any function of each element keeps the order of dimensions as a clone does.
+        shaped = op if func in COPIES or func in _SOFTMAXES else Op(aten.clone.default)
+        size, strides, _, dtype = self._after(shaped)
+        return self._expressed(op, (size, strides, 0), self._class_dim, dtype, device)
 
-    def _node(self, op: Op, other: DeferredLogits | None = None) -> Node:
-        assert self._class_dim is not None
-        return Node(None, self._cell.node, self._views, op, other, self._geometry[0][self._class_dim])
+    def _expressed(self, op: Op, geometry: Geometry, class_dim: Any, dtype: torch.dtype, device: Any) -> Any:
+        """Return the logits of an operation on these."""
+        base, seen = self._cell.node, self._geometry
+        node = Node(base.sources, geometry, lambda: op(base.view(seen)))
+        plan = self._planned()
+        node.plan = None if plan is None else plan.after(op, geometry[0], node.key)
+        return self._of_node(node, class_dim, dtype, device)
 
     def _stays(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the result has lazy values: an operation on each row by itself that a loss may express."""
@@ -506,7 +458,7 @@ class DeferredLogits(Lazy, StandIn):
         if func in SCALES:
             factor = number_of(args[1])
             return factor is not None and math.isfinite(factor) and factor != 0 and not kwargs
-        if func in (aten._log_softmax.default, aten._softmax.default):
+        if func in _SOFTMAXES:
             return args[1] % self.ndim == self._class_dim
         if func is aten.add.Tensor:
             return not kwargs and self._is_bias(args[1])
@@ -514,7 +466,7 @@ class DeferredLogits(Lazy, StandIn):
 
     def _is_bias(self, x: Any) -> bool:
         """Whether adding x is what a bias of the head does: a constant for each id of the vocabulary."""
-        dtypes = {source.dtype for source in self._cell.node.sources()}
+        dtypes = {source.dtype for source in self._cell.node.sources}
         plain = type(x) in PLAIN and not x.requires_grad and {x.dtype, self.dtype} == dtypes and x.device == self.device
         return (
             plain
@@ -524,52 +476,65 @@ class DeferredLogits(Lazy, StandIn):
         )
 
     def _viewed(self, op: Op) -> Any:
-        size, strides, offset, dtype = self._after(op)
-        if op.func in RESHAPES and size == self._geometry[0]:  # hooks of frameworks return `x.view_as(x)`
+        if op.func in RESHAPES and tuple(op.args[0]) == tuple(self._geometry[0]):  # hooks return `x.view_as(x)`
             op = Op(aten.alias.default)
-        class_dim = self._class_dim
-        if class_dim is not None:
-            class_dim = class_dim_after(op, self._geometry[0], class_dim, size)
-        if class_dim is None and math.prod(size):
+        geometries = after(op, self._geometry)
+        in_rows: Any = geometries
+        if self._in_rows is not self._geometry:
+            try:
+                in_rows = None if self._in_rows is None else after(op, self._in_rows)
+            except RuntimeError:  # a reshape that merges the vocabulary with other dimensions
+                in_rows = None
+        if op.func in SPLITS:
+            pairs = zip(geometries, in_rows or [None] * len(geometries), strict=True)
+            return [self._view(geometry, rows, op) for geometry, rows in pairs]
+        return self._view(geometries, in_rows, op)
+
+    def _view(self, geometry: Geometry, in_rows: Geometry | None, op: Op) -> Any:
+        made = self._made(self._cell, geometry, in_rows, *self._known)
+        if made._class_dim is None and math.prod(geometry[0]):
             # No loss can use it: its reader wants values, and so do later ones of these logits.
             self._ask(op.func.overloadpacket.__name__)
             self._cell.values()
-        return self._make(self._cell, (*self._views, op), (size, strides, offset), dtype, class_dim, self._known[1])
+        return made
 
     def _selected(self, op: Op) -> Any:
         """Return selected rows, such as `z[mask]`; None if the selection reads the dimension of the vocabulary."""
         if self._class_dim != self.ndim - 1 or not _selects_rows(op, self.ndim):
             return None
         one = torch.empty((), device=self.device, dtype=torch.bool).expand(self.shape[:-1])
-        size = (*op(one).shape, self.shape[-1])
+        size = torch.Size((*op(one).shape, self.shape[-1]))
         # A copy of the index: its values are those of now.
-        frozen = Op(op.func, _copied(op.args), op.kwargs)
-        cell = Cell(self._node(frozen))
-        return self._make(cell, (), (size, contiguous(size), 0), self.dtype, len(size) - 1, self.device)
+        frozen = Op(op.func, tree_map_only(Tensor, Tensor.clone, op.args), op.kwargs)
+        return self._expressed(frozen, (size, contiguous(size), 0), len(size) - 1, *self._known)
 
     def _plus(self, other: DeferredLogits, kwargs: dict[str, Any]) -> Any:
         """Return the sum of two heads' logits, as of a layer and its adapter."""
-        if (
-            kwargs
-            or other._cell.changed
-            or other.shape != self.shape
-            or other._class_dim != self._class_dim
-            or other.device != self.device
-        ):
+        a, b = self._planned(), other._planned()
+        return None if kwargs or other._cell.changed else self._joined(torch.add, other, a and b and a.plus(b))
+
+    def _joined(self, function: Any, other: DeferredLogits, plan: Plan | None) -> Any:
+        """Return `function` of these logits and others, element by element; None if they do not fit."""
+        if other.shape != self.shape or other._class_dim != self._class_dim or other.device != self.device:
             return None
-        dtype = torch.promote_types(self.dtype, other.dtype)
-        size = self._geometry[0]
-        cell = Cell(self._node(Op(aten.add.Tensor), other))
-        return self._make(cell, (), (size, contiguous(size), 0), dtype, self._class_dim, self.device)
+        size, dtype = self._geometry[0], torch.promote_types(self.dtype, other.dtype)
+        parts = [(z._cell.node, z._geometry) for z in (self, other)]
+        sources = dict.fromkeys((*self._cell.node.sources, *other._cell.node.sources))
+        node = Node(tuple(sources), (size, contiguous(size), 0), lambda: function(*(n.view(g) for n, g in parts)), plan)
+        assert self._class_dim is not None
+        return self._of_node(node, self._class_dim, dtype, self.device)
 
     def _scaled_in_place(self, func: Any, factor: Any) -> Any:
         """Scale all logits of a cell, and with them their views; None if some of them are left out."""
-        number = number_of(factor)
-        whole = all(view.func in SAME_SHAPE_VIEWS | RESHAPES for view in self._views)
-        if number is None or not math.isfinite(number) or number == 0 or not whole or self._cell.real is not None:
+        cell, number = self._cell, number_of(factor)
+        base = cell.node
+        if number is None or not math.isfinite(number) or number == 0 or cell.real is not None:
             return None
-        cell = self._cell
-        cell.node = Node(None, cell.node, (), Op(func, (number,)), None, cell.node.n_ids)
+        if self.numel() != math.prod(base.geometry[0]) or self._geometry[1:] != (contiguous(self._geometry[0]), 0):
+            return None
+        op = Op(func, (number,))
+        cell.node = Node(base.sources, base.geometry, lambda: op(base.value()))
+        cell.node.plan = base.plan and base.plan.after(op, base.plan.shape, cell.node.key)
         return self
 
     def _set_data(self, data: Tensor) -> None:
@@ -580,7 +545,8 @@ class DeferredLogits(Lazy, StandIn):
                 f"deferred logits: z.data must be set to a tensor like z, {tuple(self.shape)} {self.dtype} on "
                 f"{self.device}, got {tuple(real.shape)} {real.dtype} on {real.device}"
             )
-        self._cell, self._views = Cell(self._cell.node), ()
+        node = Node(self._cell.node.sources, (self._geometry[0], real.stride(), 0), real.clone)
+        self._cell, self._geometry = Cell(node, self._cell.n_ids), node.geometry
         self._cell.real, self._cell.changed = real, True
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -588,17 +554,10 @@ class DeferredLogits(Lazy, StandIn):
         return f"DeferredLogits({tuple(self.shape)}, {self.dtype}, {self.device}, {state})"
 
     def __format__(self, spec: str) -> str:
-        return repr(self) if not spec else format(self.value(), spec)
+        return repr(self) if not spec else format(self._value(), spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.tensor().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self.requires_grad and not self.is_leaf:
-            return (torch.empty(1, requires_grad=True) * 1).__deepcopy__(memo)  # raises what torch raises
-        copied = self.value().clone().requires_grad_(self.requires_grad)
-        memo[id(self)] = copied
-        return copied
 
 
 class _Values(torch.autograd.Function):
@@ -606,7 +565,7 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: DeferredLogits) -> Tensor:
-        return z.memory()
+        return z._memory()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
@@ -639,8 +598,13 @@ _FUNCTION = types.FunctionType
 
 # Functions of torch -> what computes them of deferred logits; filled by `rules.py`.
 RULES: dict[Any, Any] = {}
-# What `rules.py` does for methods of this file, which knows no loss.
-METHODS: dict[str, Any] = {}
+
+
+# The functions and methods of torch, by name, where nobody had replaced them when this file was imported.
+_STOCK: dict[Any, dict[str, Any]] = {
+    Tensor: dict(vars(Tensor.__base__)),
+    F: {name: f for name, f in vars(F).items() if type(f) is _FUNCTION and f.__globals__ is vars(F)},
+}
 
 
 def _wrapped_function(func: Any) -> Any:
@@ -650,80 +614,23 @@ def _wrapped_function(func: Any) -> Any:
     with what has their name in `torch.Tensor`. Where somebody replaced it, that is the wrapper, which runs already:
     running it again would count or change things twice.
     """
-    name = next((name for name, x in vars(Tensor).items() if x is func), None)
-    if name is not None and hasattr(_Base, name):
-        return getattr(_Base, name)
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
-        frame = frame.f_back
-    if frame is None or frame.f_globals is not vars(F):
-        return func
-    known = _STOCK.get(frame.f_code)
-    if known is None:
-        known = _STOCK[frame.f_code] = _FUNCTION(frame.f_code, frame.f_globals, frame.f_code.co_name)
-    return known
+    for owner, stock in _STOCK.items():
+        for name, function in vars(owner).items():
+            if function is func and name in stock:
+                return stock[name]
+    return func
 
 
-_Base: Any = Tensor.__base__  # its methods of C
-_BETWEEN = {__name__, "liger_chunked.deferred.lazy", "torch.overrides"}
-_STOCK: dict[Any, Any] = {f.__code__: f for f in vars(F).values() if type(f) is _FUNCTION and f.__globals__ is vars(F)}
-
-
-def _split_parts(z: Any, size: Any, dim: int = 0) -> list[Op]:
-    n = z.shape[dim]
-    sizes = [min(size, n - start) for start in range(0, n, size)] if isinstance(size, int) else list(size)
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [Op(aten.slice.Tensor, (dim, start, start + length)) for start, length in zip(starts, sizes, strict=True)]
-
-
-def _unbind_parts(z: Any, dim: int = 0) -> list[Op]:
-    return [Op(aten.select.int, (dim, i)) for i in range(z.shape[dim])]
-
-
-_SPLITS: dict[Any, Callable[..., list[Op]]] = {
-    aten.split.Tensor: _split_parts,
-    aten.split_with_sizes.default: _split_parts,
-    aten.unbind.int: _unbind_parts,
-}
-
-
-def class_dim_after(op: Op, shape: Any, dim: int, result: Any) -> int | None:
-    """Return where a view puts dimension `dim`, whole or (a slice) from its start; None if it is none of its own."""
-    func, args, ndim = op.func, op.args, len(shape)
-    if func in SAME_SHAPE_VIEWS:
-        return dim
-    if func in RESHAPES:
-        if dim == ndim - 1 and result and result[-1] == shape[-1] and 0 not in result:
-            return len(result) - 1
-        before = math.prod(shape[:dim])
-        ends = [i for i in range(len(result)) if math.prod(result[:i]) == before and result[i] == shape[dim]]
-        ends = [i for i in ends if math.prod(result[i + 1 :]) == math.prod(shape[dim + 1 :])]
-        return ends[-1] if ends and math.prod(shape) else None
-    if func is aten.slice.Tensor:
-        on = (args[0] if args else 0) % ndim
-        start, step = (args[1] if len(args) > 1 else None), (args[3] if len(args) > 3 else 1)
-        return dim if on != dim or (start in (None, 0) and step == 1 and result[dim] > 0) else None
-    if func is aten.select.int:
-        on = args[0] % ndim
-        return None if on == dim else dim - (on < dim)
-    if func is aten.unsqueeze.default:
-        return dim + (args[0] % (ndim + 1) <= dim)
-    if func is aten.squeeze.dim:
-        on = args[0] % ndim
-        gone = shape[on] == 1
-        return None if gone and on == dim else dim - (gone and on < dim)
-    if func is aten.squeeze.default:
-        return None if shape[dim] == 1 else dim - sum(n == 1 for n in shape[:dim])
-    if func is aten.expand.default:
-        return dim + len(result) - ndim
-    if func is aten.t.default:
-        return dim if ndim < 2 else 1 - dim
-    if func is aten.transpose.int:
-        a, b = args[0] % ndim, args[1] % ndim
-        return {a: b, b: a}.get(dim, dim)
-    if func is aten.permute.default:
-        return [i % ndim for i in args[0]].index(dim)
-    return None
+def _class_dim(in_rows: Geometry, n_ids: int) -> int | None:
+    """Return the dimension of the vocabulary, whole or from its first id, in a view of rows of `n_ids` ids each."""
+    size, strides, offset = in_rows
+    found = None
+    for i, (n, stride) in enumerate(zip(size, strides, strict=True)):
+        if stride == 1 and 0 < n <= n_ids and (n > 1 or found is None or size[found] == 1):
+            found = i
+        elif n > 1 and stride % n_ids:
+            return None
+    return found if offset % n_ids == 0 else None
 
 
 def _selects_rows(op: Op, ndim: int) -> bool:
@@ -731,17 +638,6 @@ def _selects_rows(op: Op, ndim: int) -> bool:
         return op.args[0] % ndim < ndim - 1
     used = sum(x.ndim if x is not None and x.dtype in (torch.bool, torch.uint8) else 1 for x in op.args[0])
     return used < ndim or (used == ndim and op.args[0][-1] is None)
-
-
-def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(
-        [None if x is None else x.clone() for x in a]
-        if isinstance(a, (list, tuple))
-        else a.clone()
-        if isinstance(a, Tensor)
-        else a
-        for a in args
-    )
 
 
 _LOGGED: set[tuple[str, str, int]] = set()

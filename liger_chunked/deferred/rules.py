@@ -17,15 +17,13 @@ from torch import Tensor
 
 from liger_chunked.calls import once
 from liger_chunked.deferred import request
-from liger_chunked.deferred.adapters import down
-from liger_chunked.deferred.fused import HeadRows, Pass, fuse, run_live, wants_grad
-from liger_chunked.deferred.lazy import Op
-from liger_chunked.deferred.logits import METHODS, RULES, DeferredLogits
-from liger_chunked.deferred.plan import LOGITS, LOGPS, PROBS, Plan, continues, plan_of
+from liger_chunked.deferred.fused import HeadRows, Pass, fuse, wants_grad
+from liger_chunked.deferred.logits import RULES, DeferredLogits
+from liger_chunked.deferred.plan import DIFFERENCE, LOGITS, LOGPS, PROBS, PRODUCT, Plan
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
-from liger_chunked.private import version_of, without_torch_function
-from liger_chunked.types import Head, LogitOptions, TokenStats
+from liger_chunked.private import version_of
+from liger_chunked.types import LogitOptions, TokenStats
 
 # No target is ignored: `gather` refuses negative ids.
 _NO_TARGET = -(2**31)
@@ -55,12 +53,12 @@ def _cross_entropy(
     if type(input) is not DeferredLogits or size_average is not None or reduce is not None:
         return NotImplemented
     kind = LOGITS if func is _CROSS_ENTROPY else LOGPS
-    sources = list(input._cell.node.sources())
+    sources = input._cell.node.sources
     if sources[0].withheld and isinstance(target, Tensor) and not target.is_floating_point():
         sources[0].gave_zero = True
         dtype = result_dtype(func, input)
         return torch.zeros(target.shape if reduction == "none" else (), dtype=dtype, device=input.device)
-    plan = plan_of(input)
+    plan = input._plan
     fits = plan is not None and plan.kind == kind and plan.sign == 1 and plan.class_dim == 1
     fits = fits and (weight is None or weight.dtype == result_dtype(func, input))  # else torch says what is wrong
     if not fits or reduction not in ("mean", "sum", "none") or (weight is not None and weight.requires_grad):
@@ -81,42 +79,26 @@ def _cross_entropy(
     def compute(head: HeadRows) -> Any:
         ids = target.to(head.weight.device).reshape(head.rows.shape[:-1])
         # Not the module's call: global hooks of modules are for those of the caller.
-        return loss_fn.forward(head.weight, head.rows, ids, head.bias, ce_weight=weight)
+        result = loss_fn.forward(head.weight, head.rows, ids, head.bias, ce_weight=weight)
+        if accuracy is None:
+            return result
+        result, metrics = result
+        accuracy.append(metrics.token_accuracy)
+        return result
 
     captured = [target] if weight is None else [target, weight]
-    run = Pass(
-        [plan], _first(compute, accuracy), wants_grad(input), keeps_gradient=reduction != "none", captured=captured
-    )
+    run = Pass([plan], compute, wants_grad(input), keeps_gradient=reduction != "none", captured=captured)
     options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
     if func is _CROSS_ENTROPY:
         options["label_smoothing"] = label_smoothing
-    frozen = target  # a real gradient is of the target then; autograd's own loss would refuse a changed one
-    version = version_of(target)
 
     def stock(z: Tensor) -> Tensor:
-        if version_of(frozen) != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
-                "target of a fused loss"
-            )
-        return func(z, frozen, **options)
+        run.check_captured()
+        return func(z, target, **options)
 
     result = fuse(run, run.results, input, plan, stock)
-    if reduction == "none":
-        result = result.reshape(target.shape)
-    dtype = result_dtype(func, input)
-    return result if (result.device, result.dtype) == (input.device, dtype) else result.to(input.device, dtype)
-
-
-def _first(compute: Callable[[HeadRows], Any], accuracy: list[Any] | None) -> Callable[[HeadRows], Any]:
-    def loss(head: HeadRows) -> Any:
-        result = compute(head)
-        if accuracy is not None:
-            result, metrics = result
-            accuracy.append(metrics.token_accuracy)
-        return result
-
-    return loss if accuracy is not None else compute
+    result = result.reshape(target.shape) if reduction == "none" else result
+    return result.to(input.device, result_dtype(func, input))
 
 
 def result_dtype(func: Any, z: DeferredLogits) -> torch.dtype:
@@ -145,7 +127,7 @@ def _asked_dtype(func: Any, dtype: torch.dtype, device: str, autocast: torch.dty
 class _Known(NamedTuple):
     """Statistics of rows that a pass gave: for later readers of these rows, or of some of them."""
 
-    rows: list[Op]
+    rows: tuple[Any, ...]
     target: Tensor | None
     target_version: int
     values: dict[str, Tensor]
@@ -153,7 +135,7 @@ class _Known(NamedTuple):
     run: Any  # a weak reference to the pass, if there is a gradient
 
     def serves(self, plan: Plan, target: Tensor | None, names: tuple[str, ...]) -> bool:
-        if not continues(plan.rows, self.rows):
+        if plan.rows[: len(self.rows)] != self.rows:
             return False
         if target is not None and not (target is self.target and version_of(target) == self.target_version):
             return False
@@ -173,7 +155,8 @@ def statistics(z: DeferredLogits, plan: Plan, target: Tensor | None, *names: str
             given: Any = run
             values = {name: getattr(given.results, name) if grad else entry.values[name] for name in names}
             # Copies: readers may change them.
-            return run, TokenStats(**{name: plan.select_from(entry.rows, x).clone() for name, x in values.items()})
+            values = {name: plan.select(x.reshape(-1, 1), len(entry.rows)) for name, x in values.items()}
+            return run, TokenStats(**{name: x.flatten().clone() for name, x in values.items()})
     outputs = tuple(dict.fromkeys((*names, *(("lse",) if grad or target is not None else ()))))
     options = plan.options
 
@@ -201,7 +184,7 @@ def statistics(z: DeferredLogits, plan: Plan, target: Tensor | None, *names: str
     values = {name: x.detach() for name in outputs if (x := getattr(stats, name)) is not None}
     versions = {name: version_of(x) for name, x in values.items()}
     version = 0 if target is None else version_of(target)
-    known.append(_Known(plan.selects(), target, version, values, versions, weakref.ref(run) if grad else None))
+    known.append(_Known(plan.rows, target, version, values, versions, weakref.ref(run) if grad else None))
     return run, stats
 
 
@@ -217,7 +200,7 @@ def _of_stats(
     grad = wants_grad(z)
     run, stats = statistics(z, plan, target, *names)
     with torch.set_grad_enabled(grad):
-        result = plan.place(read(stats))
+        result = read(stats).reshape(plan.row_shape)
     if run is None or not grad:
         return result.to(z.device)
     return fuse(run, result, z, plan, stock).clone().to(z.device)
@@ -263,8 +246,10 @@ def _plan_on(z: Any, dim: Any) -> Plan | None:
         or not -z.ndim <= dim < z.ndim
     ):
         return None
-    plan = plan_of(z)
-    return plan if plan is not None and plan.class_dim == dim % z.ndim and plan.row_shape.numel() > 0 else None
+    plan = z._plan
+    if plan is None or plan.kind in (DIFFERENCE, PRODUCT) or plan.class_dim != dim % z.ndim:
+        return None
+    return plan if plan.row_shape.numel() > 0 else None
 
 
 def _logsumexp(func: Any, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
@@ -293,9 +278,9 @@ def reduction(name: str) -> Callable[..., Any]:
             return NotImplemented
         dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
         whole = dim is None and not keepdim
-        plan = plan_of(input) if whole else _plan_on(input, dim)
+        plan = input._plan if whole else _plan_on(input, dim)
         takes = dtype is None or (dtype == torch.float32 and input.dtype != torch.float64)
-        if plan is None or not takes or plan.row_shape.numel() == 0 or plan.kind == PROBS:
+        if plan is None or not takes or plan.row_shape.numel() == 0 or plan.kind not in (LOGITS, LOGPS):
             return NotImplemented
         size = input.shape[plan.class_dim]
         factor = plan.sign * (size if name != "mean" else 1)
@@ -319,67 +304,33 @@ def reduction(name: str) -> Callable[..., Any]:
     return rule
 
 
-def _argmax(z: DeferredLogits, dim: Any = None, keepdim: bool = False) -> Any:
-    """Return `argmax`, below autograd; None if it needs real logits."""
-    plan = _plan_on(z, dim)
+def _argmax(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    plan = _plan_on(input, dim)
     if plan is None:
-        return None
+        return NotImplemented
     # Real logits round after each scale, which can make the largest two equal.
     scaled = plan.transform.outer is not None or plan.transform.inner != 1
-    if plan.kind != LOGITS or plan.sign != 1 or (scaled and z.dtype not in (torch.float32, torch.float64)):
-        return None
+    if plan.kind != LOGITS or plan.sign != 1 or (scaled and input.dtype not in (torch.float32, torch.float64)):
+        return NotImplemented
     with torch.no_grad():
-        _, stats = statistics(z, plan, None, "argmax")
-    result = plan.place(stats.argmax).to(z.device)  # type: ignore[arg-type]
+        _, stats = statistics(input, plan, None, "argmax")
+    result = stats.argmax.reshape(plan.row_shape).to(input.device)  # type: ignore[union-attr]
     return result.unsqueeze(plan.class_dim) if keepdim else result
 
 
-def _planned(z: DeferredLogits) -> Plan:
-    plan = plan_of(z)
-    if plan is None or plan.kind != LOGITS or z.is_computed:
+def logit_options(z: DeferredLogits, ignore_index: int) -> LogitOptions:
+    """Return the transform of logits, as a loss takes it; ValueError if no loss can express them."""
+    plan = z._plan
+    if plan is None or plan.kind != LOGITS:
         raise ValueError(f"expected rows of logits which a loss can express and which are not computed yet, got {z!r}")
-    return plan
+    return plan.transform.options(ignore_index=ignore_index)
 
 
-def _logit_options(z: DeferredLogits, ignore_index: int) -> LogitOptions:
-    return _planned(z).transform.options(ignore_index=ignore_index)
-
-
-def _run(z: DeferredLogits, compute: Callable[[Head, Tensor], Any]) -> Any:
-    owner = next(z._cell.node.sources()).owner
-    return run_live(z, compute, functools.partial(down, owner))
-
-
-def _statistics(z: DeferredLogits, target: Tensor | None, *names: str) -> dict[str, Tensor]:
-    plan = _planned(z)
-    with without_torch_function():
-        run, stats = statistics(z, plan, target, *names)
-        found: dict[str, Tensor] = {}
-        for name in names:
-            x: Any = getattr(stats, name)
-            if run is not None and x.requires_grad:
-                x = fuse(run, x, z, plan, functools.partial(_stock_statistic, plan, target, name))
-            found[name] = plan.place(x).to(z.device)
-    return found
-
-
-def _stock_statistic(plan: Plan, target: Tensor | None, name: str, z: Tensor) -> Tensor:
-    logps = z.log_softmax(plan.class_dim)
-    if name == "entropy":
-        return -(logps.exp() * logps).sum(plan.class_dim)
-    if name == "lse":
-        return z.logsumexp(plan.class_dim)
-    if name == "mean_logits":
-        return z.mean(plan.class_dim)
-    assert target is not None
-    return logps.gather(plan.class_dim, target.unsqueeze(plan.class_dim)).squeeze(plan.class_dim)
-
-
-METHODS.update(argmax=_argmax, logit_options=_logit_options, run=_run, statistics=_statistics)
 for _name, _rule in {
     "gather": _gathered,
     "take_along_dim": _take_along_dim,
     "logsumexp": _logsumexp,
+    "argmax": _argmax,
     "mean": reduction("mean"),
     "sum": reduction("sum"),
     "nansum": reduction("nansum"),

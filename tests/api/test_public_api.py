@@ -76,8 +76,7 @@ def constructor(cls: type) -> str:
     if hasattr(cls, "_fields"):
         return signature(cls.__new__)
     ours = [base for base in cls.__mro__ if is_ours(base) and "__init__" in vars(base)]
-    # Passes every argument on, in trainers of TRL before 1.15.
-    inits = [vars(base)["__init__"] for base in ours if base.__name__ != "ReadsLogitsMixin"]
+    inits = [vars(base)["__init__"] for base in ours]
     if not inits:
         return ""
     if cls.__name__.endswith("Trainer"):  # the keywords of its mixins too

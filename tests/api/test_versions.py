@@ -172,8 +172,8 @@ def test_a_source_tree_has_a_version_too(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ("from liger_chunked.integrations.trl import LigerDPOTrainer", "transformers=5.4.0", "transformers >= 5.5"),
         (
             "from liger_chunked.integrations.trl import LigerDPOTrainer",
-            "trl=1.12.0",
-            "liger_chunked.integrations.trl needs trl >= 1.13, found 1.12.0: pip install 'trl>=1.13'",
+            "trl=1.14.2",
+            "liger_chunked.integrations.trl needs trl >= 1.15, found 1.14.2: pip install 'trl>=1.15'",
         ),
         ("from liger_chunked import LigerFusedLinearDPOLoss", "torch=2.8.0", "needs torch >= 2.9, found 2.8.0"),
         ("import liger_chunked.functional", "torch=2.8.0", "needs torch >= 2.9, found 2.8.0"),

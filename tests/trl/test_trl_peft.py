@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from spies import Memory
 from test_trl_trainers import KINDS, Log, assert_same, build, rare, run
 
 from liger_chunked import LigerFusedLinearDPOLoss
-from liger_chunked.integrations.trl import heads, older
+from liger_chunked.integrations.trl import heads
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*is deprecated and will be removed in v6:FutureWarning",
@@ -96,16 +95,6 @@ def test_prompt_tuning(assert_logs_what_trl_logs, tmp_path, loss):
         peft_config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
         return {"peft_config": peft_config, "ref_model": None}
 
-    if not older.HAS_FUSED_HEAD:
-        # TRL before 1.15 compares the logits of virtual tokens too with the labels. So does our trainer without a loss.
-        for ours in (False, *([True] if loss is None else [])):
-            with pytest.raises(RuntimeError, match="must match the size"):
-                run(tmp_path, "DPO", ours, **own())
-        if loss is None:
-            return
-        logged = run(tmp_path, "DPO", True, loss=loss, **own())
-        assert all(math.isfinite(entry["loss"]) for entry in logged if "loss" in entry)
-        return
     assert_logs_what_trl_logs("DPO", own, loss=loss)
 
 

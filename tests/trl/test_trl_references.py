@@ -26,7 +26,6 @@ from transformers import PreTrainedModel
 
 from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearKTOLoss
 from liger_chunked.integrations.transformers import apply_liger_kernel, detach_head
-from liger_chunked.integrations.trl import older
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
@@ -205,8 +204,8 @@ def test_a_policy_whose_forward_runs_the_reference(tmp_path):
 
 
 def test_a_copy_of_a_model_that_trl_trained(tmp_path):
-    """TRL's own trainers set a forward that stays bound to the original. Before 1.15, only SFT's "chunked_nll" does."""
-    model = Chain(tmp_path, False).sft(**({} if older.HAS_FUSED_HEAD else {"loss_type": "chunked_nll"})).model
+    """TRL's own trainers set a forward that stays bound to the original."""
+    model = Chain(tmp_path, False).sft().model
     with pytest.raises(ValueError, match="runs another model"):
         build(tmp_path, "DPO", True, model=model, ref_model=copy.deepcopy(model))
     model.save_pretrained(tmp_path / "trained")

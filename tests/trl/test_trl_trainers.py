@@ -50,7 +50,7 @@ from liger_chunked import (
 from liger_chunked.deferred import rules
 from liger_chunked.integrations import trl as integration
 from liger_chunked.integrations.transformers import apply_liger_kernel, layers
-from liger_chunked.integrations.trl import add_chunked_lm_head, heads, older
+from liger_chunked.integrations.trl import add_chunked_lm_head, heads
 from liger_chunked.layers import liger_rms_norm
 
 pytestmark = [
@@ -102,7 +102,7 @@ GENERATION = {"num_generations": 2, "max_completion_length": 6}
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("SFT", "text", config={"loss_type": "nll"}),  # not TRL's default before 1.15
+        Kind("SFT", "text", config={"loss_type": "nll"}),
         Kind("DPO", "pairs", reference),
         Kind("KTO", "unpaired", reference),
         Kind("GRPO", "prompts", rewards, GENERATION),
@@ -227,15 +227,11 @@ def assert_same(ours: Log, stock: Log, common: bool = False, entries: int = 5) -
         assert {k: mine[k] for k in keys} == pytest.approx({k: theirs[k] for k in keys}, rel=2e-5, abs=1e-5)
 
 
-replaces_trls_head = pytest.mark.skipif(not older.HAS_FUSED_HEAD, reason="TRL has no fused head before 1.15")
-
-
 def rare(*values: Any) -> Any:
     """Settings that change what TRL's own code does, or a second value of one: not in every run."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
-@replaces_trls_head
 @pytest.mark.parametrize("name", ["GRPO", rare("SFT"), rare("DPO"), rare("KTO"), rare("RLOO")])
 def test_chunked_heads(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's own trainer, and a subclass, with our head; afterwards TRL's functions are in their places."""
@@ -324,11 +320,11 @@ def of_family(kind: str, family: str) -> dict[str, Any]:
     [
         *((kind, "softcap") for kind in ("ORPO", "GKD")),
         *(rare(kind, "softcap") for kind in ("SFT", "DPO", "CPO", "Distillation")),
-        pytest.param("Distillation", "scaled", marks=replaces_trls_head),  # older ones ignore `logits_scaling`
+        ("Distillation", "scaled"),
         *(rare(kind, "scaled") for kind in ("SFT", "CPO")),
         *((kind, "experts") for kind in ("SFT", "GRPO")),
         *(rare(kind, "experts") for kind in ("DPO", "KTO", "ORPO", "CPO")),
-        pytest.param("SFT-smoothed", "softcap", marks=replaces_trls_head),  # older ones take Gemma 2 for a mixture
+        ("SFT-smoothed", "softcap"),
         rare("SFT-smoothed", "experts"),
         rare("SFT-smoothed", "scaled"),
     ],
@@ -366,8 +362,7 @@ def test_beside_the_base_kernels(train, monkeypatch, kind, loss):
         pytest.fail("the fused cross entropy ran")
 
     monkeypatch.setattr(layers, "liger_rms_norm", counted)
-    if older.HAS_FUSED_HEAD:  # else TRL reads logits
-        monkeypatch.setattr(rules, "once", asked)  # what builds it
+    monkeypatch.setattr(rules, "once", asked)  # what builds it
     ours = train(kind, ours=True, config=PLAIN, model=model, loss=loss)
     assert len(norms) >= 5 * 8  # five norms, eight micro-batches
     assert_same(ours, train(kind, ours=False, config=PLAIN), common=loss is not None)
@@ -666,7 +661,7 @@ def test_kto_without_a_reference_needs_none(train):
 @pytest.mark.parametrize(
     ("kind", "family"),
     [
-        pytest.param("DPO", "softcap", marks=replaces_trls_head),  # older ones take Gemma 2 for a mixture
+        ("DPO", "softcap"),
         rare("GRPO", "softcap"),
         rare("KTO", "experts"),
         ("ORPO", "experts"),
@@ -1162,7 +1157,6 @@ def test_budget_of_a_head_in_the_place_of_trls(tmp_path, monkeypatch, given, exp
     assert budgets == [expected] * 2  # for the policy and for the reference
 
 
-@replaces_trls_head
 def test_a_trl_without_fused_heads(tmp_path, monkeypatch):
     """Trainers that get no fused head of TRL, as perhaps those of a later one: their models have ours all the same."""
     for kind in KINDS.values():
@@ -1178,21 +1172,6 @@ def test_a_trl_without_fused_heads(tmp_path, monkeypatch):
             output = model(ids, labels=ids, fused_lm_head=True)
         assert output.log_probs.shape == (1, 2) and not asked
     build(tmp_path, "ORPO", ours=True)
-
-
-@pytest.mark.skipif(older.HAS_FUSED_HEAD, reason="of trainers that read logits")
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO", "RLOO"])
-def test_trainers_that_read_logits_get_none(train, kind):
-    """Their losses and metrics are computed from stand-ins, of the policy and of the reference."""
-    with asked_logits() as asked:
-        train(kind, ours=True, config={"max_steps": 1}, evaluate=True)
-    assert not asked
-
-
-@pytest.mark.skipif(older.HAS_FUSED_HEAD, reason="of TRL before 1.15")
-def test_the_older_default_of_sft_is_the_same_loss(train):
-    config = {"loss_type": "chunked_nll", **PLAIN}
-    assert_same(train("SFT", ours=True, config=config), train("SFT", ours=False, config=config))
 
 
 def test_imports(fresh_process):
@@ -1229,7 +1208,6 @@ class FewArguments(LlamaForCausalLM):
         return CausalLMOutput(logits=self.lm_head(hidden))
 
 
-@replaces_trls_head  # older ones pass `labels` and `use_cache` to the model
 @pytest.mark.parametrize(("kind", "own"), [("SFT", {}), ("DPO", {"share_prefix": False})], ids=["SFT", "DPO"])
 def test_a_forward_of_few_arguments(train, kind, own):
     """TRL passes `use_cache` to backbones; ours runs the model's own forward."""
@@ -1243,7 +1221,6 @@ def test_a_forward_of_few_arguments(train, kind, own):
     assert_same(train(kind, ours=True, config=PLAIN, model=model(), **own), stock)
 
 
-@replaces_trls_head
 def test_trl_keeps_its_own_head(train):
     """TRL's function is restored after a trainer is built, even if that fails."""
     module = importlib.import_module("trl.trainer.dpo_trainer")

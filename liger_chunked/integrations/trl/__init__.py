@@ -50,12 +50,7 @@ def __getattr__(name: str) -> Any:
         found = versions.installed("trl")
         raise kind_of_error(f"{name} needs {kind}Trainer from {module}, not found in TRL {found}: {error}") from error
     doc = f"{mixin.__doc__.rstrip()}\n\n    For the arguments, see TRL's trainer and `LigerTrainerMixin`."
-    bases: tuple[type[Any], ...] = (mixin, of_trl)
-    older, heads = (importlib.import_module(f"{__name__}.{file}") for file in ("older", "heads"))
-    if heads.reads_logits(of_trl, mixin.models_without_head):
-        older.let_functions_take_stand_ins(of_trl)
-        bases = (older.ReadsLogitsMixin, mixin, of_trl)
-    trainer = type(name, bases, {"__module__": __name__, "__doc__": doc})
+    trainer = type(name, (mixin, of_trl), {"__module__": __name__, "__doc__": doc})
     return globals().setdefault(name, trainer)
 
 

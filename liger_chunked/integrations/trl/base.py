@@ -335,8 +335,7 @@ class SharedPromptsMixin(LigerTrainerMixin):
 
     Args:
         share_prefix: compute a prompt once for its sequences: "auto" if the model allows it and a tenth of a batch's
-            tokens is saved; True raises ValueError for other models (docs/shared_prefix.md). TRL before 1.15 shares
-            with `loss=` only.
+            tokens is saved; True raises ValueError for other models (docs/shared_prefix.md).
     """
 
     def __init__(self, *args: Any, share_prefix: bool | str = "auto", **kwargs: Any) -> None:
@@ -351,7 +350,7 @@ class SharedPromptsMixin(LigerTrainerMixin):
             if share_prefix is True:
                 raise ValueError(
                     f"share_prefix=True needs loss= with TRL {trl.__version__}, whose own loss reads the logits of "
-                    "whole sequences; TRL 1.15 and later share prompts without it"
+                    "whole sequences; TRL 1.15 and 1.16 share prompts without it"
                 )
             if share_prefix:
                 reads = f"the loss of TRL {trl.__version__} reads the logits of whole sequences"

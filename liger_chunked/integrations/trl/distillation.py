@@ -230,7 +230,7 @@ class GOLDMixin(TeacherMixin):
         of_teacher: dict[str, Tensor] = {}
         if self._teacher_processor is None:
             build = gold_trainer().build_teacher_inputs_from_texts
-            # TRL 1.13 always computes the offsets.
+            # A function without this argument always computes the offsets.
             names = {"use_extended_uld"} & inspect.signature(build).parameters.keys()
             ids, labels, mask, offsets = build(
                 self.teacher_tokenizer,

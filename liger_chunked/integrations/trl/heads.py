@@ -23,11 +23,10 @@ from liger_chunked.integrations.transformers.attach import check_head, update
 from liger_chunked.integrations.transformers.detect import STOCK, head_of
 from liger_chunked.integrations.transformers.forward import STATE, add_keywords
 from liger_chunked.integrations.transformers.shared_prefix import share_pass
-from liger_chunked.integrations.trl import older
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.types import Head, TokenStats, budget_bytes
 
-FusedCausalLMOutput: Any = getattr(utils, "FusedCausalLMOutput", older.FusedCausalLMOutput)
+FusedCausalLMOutput: Any = utils.FusedCausalLMOutput
 
 HEAD_BUDGET = 512 * 2**20  # docs/tuning.md
 
@@ -269,7 +268,7 @@ def fused_output(
     return FusedCausalLMOutput(loss=loss, label_mask=label_mask, aux_loss=input.aux_loss, **fields)
 
 
-_THEIRS: Any = getattr(utils, "add_fused_lm_head", None)
+_THEIRS: Any = utils.add_fused_lm_head
 
 
 def _head_of(name: str, module: Any) -> Any:
@@ -291,8 +290,6 @@ def chunked_heads(
             trainer = GRPOTrainer(...)
 
     For the arguments, see `add_chunked_lm_head`; `logits_budget` is 512 MiB by default.
-
-    TRL before 1.15 has no such head: nothing happens.
     """
     budget = HEAD_BUDGET if logits_budget is None else budget_bytes(logits_budget)
     settings: Any = {"logits_budget": budget, "logits_dtype": logits_dtype, "share_prefix": share_prefix}
@@ -303,9 +300,6 @@ def chunked_heads(
 @contextmanager
 def replaced_heads(add_head: Callable[..., None]) -> Iterator[None]:
     """Replace TRL's `add_fused_lm_head` by a function with its arguments, inside the block."""
-    if _THEIRS is None:
-        yield
-        return
 
     def add(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         hand_over(model)  # TRL prepares it after this
@@ -336,7 +330,7 @@ def check_has_methods(trainer: type[Any], names: tuple[str, ...]) -> None:
     if missing:
         raise RuntimeError(
             f"TRL {trl.__version__} does not call {', '.join(missing)} of {trainer.__name__}, which would be "
-            "replaced; TRL 1.13 to 1.16 do"
+            "replaced; TRL 1.15 and 1.16 do"
         )
 
 

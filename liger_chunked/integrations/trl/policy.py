@@ -189,7 +189,7 @@ class GRPOMixin(RolloutsMixin):
         all_tokens, all_sequences = tokens, sequences
         if batch.mask is not None and batch.entropies is not None:
             all_tokens, all_sequences = batch.mask.sum(), torch.full_like(sequences, len(batch.mask))
-            unseen = torch.where(batch.mask, batch.entropies, 0.0).sum()  # TRL before 1.15 has values at padding too
+            unseen = torch.where(batch.mask, batch.entropies, 0.0).sum()  # values at padding do not count
         # Advantages per token, of a trainer's subclass, make the clipping per token at every level.
         one_advantage = advantages.ndim == 1 or advantages.shape[1] == 1
         per_sequence = IMPORTANCE_LEVELS[loss.importance_level].per_sequence and one_advantage

@@ -116,8 +116,8 @@ class RolloutsMixin(SharedPromptsMixin):
 
     Args:
         kept_ids: record the ids that `generate` kept of each token (top-p, top-k, min-p). Log-probabilities and
-            entropies of the policy, the old policy and the reference are then of the softmax over these. Needs TRL 1.15
-            and transformers' `generate`, without tools and `rollout_func`. A sampler that changes logits otherwise than
+            entropies of the policy, the old policy and the reference are then of the softmax over these. Needs
+            transformers' `generate`, without tools and `rollout_func`. A sampler that changes logits otherwise than
             by temperature and filters, such as with a `repetition_penalty`, raises ValueError: ratios would be wrong.
             One without a filter warns: it keeps all ids.
         skip_zero_advantage: leave sequences whose advantages are all zero out of the model's forward and backward, and
@@ -155,9 +155,7 @@ class RolloutsMixin(SharedPromptsMixin):
         if refused:
             raise ValueError(f"kept_ids=True records transformers' generate, got {' and '.join(refused)}")
         if heads.reads_logits(type(self), self.models_without_head):
-            raise ValueError(
-                "kept_ids=True needs TRL 1.15 or later, whose trainers ask the model for log-probabilities"
-            )
+            raise ValueError("kept_ids=True needs a trainer of TRL that asks the model for log-probabilities")
         names = ("_generate_and_score_completions", "_get_per_token_logps_and_entropies")
         heads.check_has_methods(type(self), names)
         self._check_sampler()
