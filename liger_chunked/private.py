@@ -290,7 +290,7 @@ def without_modes_of(module: str) -> AbstractContextManager[Any]:
 
     The fallback suspends none.
     """
-    modes = getattr(_dispatch, "_get_current_dispatch_mode_stack", list)()
+    modes: list[Any] = getattr(_dispatch, "_get_current_dispatch_mode_stack", list)()
     if not any(type(mode).__module__ == module for mode in modes):
         return nullcontext()
     return _only([mode for mode in modes if type(mode).__module__ != module])

@@ -221,7 +221,8 @@ def _kl(z: DeferredLogits, p: Plan, q: Plan, whole: bool) -> tuple[Pass, Tensor]
         if through_p and torch.is_grad_enabled():
             weight, rows, bias = detached(of_q)
             same, _ = backward.forward(of_p.weight, of_p.rows, weight, rows, None, of_p.bias, bias)
-            value = value + (same - same.detach())
+            # The same value, for its gradient alone. An infinite divergence has none, and must stay infinite.
+            value = value + torch.where(same.isfinite(), same - same.detach(), 0.0)
         return value * n_rows if whole else value
 
     run = Pass([q, p], compute, wants_grad(z), keeps_gradient=whole)

@@ -6,6 +6,7 @@ Autograd, hooks, FSDP, DDP and checkpoints see a tensor. Below autograd, `__torc
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -95,7 +96,8 @@ def number_of(x: Any) -> float | None:
     if isinstance(x, (int, float)):
         return float(x)
     if type(x) in PLAIN and x.ndim == 0 and x.device.type == "cpu" and not x.is_complex() and not x.requires_grad:
-        return float(x)
+        with contextlib.suppress(RuntimeError):  # a tensor that is traced has no value
+            return float(x)
     return None
 
 

@@ -53,7 +53,13 @@ from liger_chunked.deferred.lazy import (
 from liger_chunked.deferred.plan import ROWS, SCALES, Plan
 from liger_chunked.deferred.sharded import is_freed
 from liger_chunked.engine.hooks import isolated
-from liger_chunked.private import tree_leaves, tree_map_only, version_of, without_torch_function
+from liger_chunked.private import (
+    transforms_are_active,
+    tree_leaves,
+    tree_map_only,
+    version_of,
+    without_torch_function,
+)
 from liger_chunked.types import Head, LogitOptions, StandIn
 
 _LOGGER = logging.getLogger("liger_chunked")
@@ -373,7 +379,8 @@ class DeferredLogits(Lazy, StandIn):
         kwargs = kwargs or {}
         if func not in RULES and type(func) is _FUNCTION and not func.__globals__["__name__"].startswith("torch."):
             func = _wrapped_function(func)
-        rule = RULES.get(func)
+        # Transforms and traces take functions apart themselves: they get real logits.
+        rule = None if transforms_are_active() or torch.jit.is_tracing() else RULES.get(func)  # type: ignore[no-untyped-call]
         if func == _SET_DATA and type(args[0]) is cls:
             return args[0]._set_data(args[1])
         if func is torch.autograd.grad:
