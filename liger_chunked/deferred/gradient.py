@@ -1,4 +1,4 @@
-"""Gradients of deferred logits, themselves without values.
+"""Gradients of deferred logits. Like the logits, they have a shape and no values.
 
 The backward of a fused loss knows the gradients of hidden states and weight: its own pass computes them. So it sends a
 `LazyGradient` in place of dL/dlogits, whose `Term`s say which pass. Autograd's own formulas for slices, views, casts
@@ -46,7 +46,7 @@ _CURVE_BACKWARDS = {
 }  # fmt: skip
 _ADDS = {aten.add.Tensor, aten.add_.Tensor}
 
-# What Python may do to a gradient that keeps its terms: ask for what a tensor is, copy it, or scale it.
+# Calls after which a gradient still has its terms: they ask for its shape or dtype, copy it, or scale it.
 _KEEPS_TERMS = {
     getattr(Tensor, name)
     for name in (

@@ -200,7 +200,7 @@ def values(tree: Any) -> Any:
 
 
 def run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on real values. What it writes is the memory of the lazy tensors from then on."""
+    """Run an operation on real values. A lazy tensor that it writes to keeps the written values as its memory."""
     schema = func._schema
     if not schema.is_mutable:
         return func(*values(args), **values(kwargs))

@@ -31,8 +31,8 @@ class Measured(NamedTuple):
     by_scale: Tensor | None = None  # of `Ranked`: the derivative of the divergence by the student's scale
 
 
-# The steepest slopes that divergences without a bound are assumed to have. In float16 a steeper one overflows, and a
-# larger assumption costs as much room for small gradients.
+# The largest slopes assumed of divergences whose slope has no bound. In float16 a gradient steeper than assumed
+# overflows. Assuming twice as much makes gradients underflow that are up to twice as large.
 _STEEPEST = 1024.0
 _STEEPEST_KL = 128.0  # of reverse KL, a quarter of the largest gap between log p and log q
 _STEEPEST_COSINE = 16.0  # 1 / |z|

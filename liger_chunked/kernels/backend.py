@@ -126,7 +126,10 @@ def on_host(x: Tensor) -> bool:
 
 
 def torch_on_host(x: Any) -> bool:
-    """Whether torch computes on this tensor's device, a CPU. Where Triton's interpreter does, it stands for a GPU."""
+    """Whether the tensor is on a CPU and PyTorch code computes on it.
+
+    False under Triton's interpreter, which runs the kernels on the CPU: tests take the paths of a GPU there.
+    """
     return on_host(x) and not INTERPRETED
 
 
