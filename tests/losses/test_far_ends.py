@@ -252,7 +252,10 @@ def test_clipped_tokens_have_no_gradient(surrogate, level, far, dtype):
     near, _ = stale_at(batch, math.copysign(40.0, far))
     expected = evaluate(partial(policy, **settings), moved(near, dtype))
     for name, value in expected.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-6 if dtype == torch.float32 else 1e-13, atol=1e-16)
+        # A row without a gradient takes no product, so that the sums over rows have another order: an element that is
+        # small beside its terms differs by roundings of these.
+        rounding = torch.finfo(dtype).eps * value.abs().max().item()
+        torch.testing.assert_close(ours[name], value, rtol=1e-6 if dtype == torch.float32 else 1e-13, atol=rounding)
     of_token = ours["input"][token] if level == "token" else ours["input"][token[0]]
     if surrogate in ("clip", "clip_cov"):
         assert (of_token == 0).all()
