@@ -173,25 +173,11 @@ PRIVATE = (
         "known_counts",
     ),
     Private(
-        "_python_dispatch TorchDispatchMode",
-        "torch.utils",
-        "count the bytes of a dry run",
-        "`estimate_memory` raises and says why",
-        "memory",
-    ),
-    Private(
         "_disable_current_modes",
         "torch.utils._python_dispatch",
-        "hide a dry run from the caller's modes",
-        "they see it",
-        "memory",
-    ),
-    Private(
-        "_to_copy",
-        "torch.ops.aten",
-        "count a cast of hidden states as theirs",
-        "it counts as other memory",
-        "memory",
+        "hide the steps of `warmup` from the caller's modes",
+        "they see them",
+        "warm",
     ),
     Private(
         "_functional_collectives",
