@@ -14,7 +14,7 @@ from liger_chunked.engine.cutting import Budget, Tiles
 from liger_chunked.engine.plan import Path
 from liger_chunked.engine.ranked import Ranked
 from liger_chunked.kernels.backend import has_wide_tiles, wide_tiles
-from liger_chunked.kernels.tuning.hopper import PRODUCT
+from liger_chunked.kernels.tuning.hopper import PRODUCT, Tiling
 from liger_chunked.losses import LigerFusedLinearDistillationBase, LigerFusedLinearULDLoss
 from liger_chunked.types import LogitOptions, LossHead, MemoryEstimate, accumulation_dtype, shown
 from liger_chunked.typical import Loss, TypicalCall
@@ -45,12 +45,13 @@ def estimate_memory(
     | logits        | n V s    |          | within `logits_budget`; with their wider dtype, or a tile of a teacher's |
     | dW            | V H s    | V H s    | 4 V H, and at the end + V H d, if several chunks are summed, in float16  |
     | dX            | N H d    | N H d    | 4 N H in float16, and at the end + N H d                                 |
-    | dX of a chunk | n H s    |          | 0 if in its place in dX; 4 n H if a chunk has several tiles              |
+    | dX of a chunk | n H s    |          | 0 if in its place in dX; 4 n H if a chunk has several tiles, + n H d cast |
     | hidden states | n H s    | n H s    | 0 unless tokens are left out, reordered or cast                          |
     | head          | V H s    | V H s    | 0 without autocast                                                       |
 
     Not counted: a few numbers per token, db, gradients of an adapter, cuBLAS's workspace. A reference's statistics come
-    first and take less. A divergence without a kernel takes at most what it is counted with.
+    first and take less. A divergence without a kernel takes at most what it is counted with, and so does a forward
+    alone of `linear_token_stats` or with a `logits_dtype`.
 
     Args:
         loss: `linear_token_stats`, or an instance of the cross entropy or of a loss of preferences, policies or
@@ -94,23 +95,34 @@ def estimate_memory(
     size, wide, of_parameter = products.itemsize, accumulation_dtype(products).itemsize, dtype.itemsize
     is_half, is_cast, n_rows = products == torch.float16, products != dtype, cut.n_rows
     of_input = wide if is_half else of_parameter  # of dX
-    copies_rows = is_cast or cut.reorders or sum(call.lengths) < prod(call.shape)
-    hidden, cast_head = copies_rows * n_rows * hidden_size * size, is_cast * vocab_size * hidden_size * size
+    scatters_rows = cut.reorders or sum(call.lengths) < prod(call.shape)
+    hidden, cast_head = (
+        (is_cast or scatters_rows) * n_rows * hidden_size * size,
+        is_cast * vocab_size * hidden_size * size,
+    )
+    of_teacher = cast_head if cut.teacher else 0  # as wide as the student's
     if not (trainable_head or trainable_input):
-        return MemoryEstimate(logits=cut.logits + cut.teacher, hidden=hidden, other=cast_head)
+        return MemoryEstimate(cut.logits + cut.teacher, hidden=hidden, other=cast_head + of_teacher + cut.product)
     is_summed = cut.n_sums > 1 or is_half or is_cast
     weight_grad = trainable_head * vocab_size * hidden_size * (wide if is_summed else size)
     row_sum = trainable_head * cut.sums_rows * (size < wide and not is_summed) * cut.n_columns * hidden_size * wide
     input_grad = trainable_input * prod(call.shape) * hidden_size * of_input
     of_row = wide if is_half or cut.n_columns < vocab_size else size
-    of_chunk = trainable_input * (copies_rows or of_row != of_input) * n_rows * hidden_size * of_row
+    cast_row = (
+        of_input if of_row != of_input and scatters_rows else 0
+    )  # rows are put in their places in the dtype of dX
+    of_chunk = trainable_input * (scatters_rows or of_row != of_input) * n_rows * hidden_size * (of_row + cast_row)
     running = MemoryEstimate(
-        cut.logits + cut.teacher, weight_grad + row_sum, input_grad + of_chunk, hidden, cast_head + cut.product
+        cut.logits + cut.teacher,
+        weight_grad + row_sum,
+        input_grad + of_chunk,
+        hidden,
+        cast_head + of_teacher + cut.product,
     )
     moments = [running]
     if cut.teacher and cut.n_sums == 1:  # gradients are allocated once the teacher's logits are gone
-        before = MemoryEstimate(logits=running.logits, hidden=hidden, other=cast_head)
-        moments = [before, dataclasses.replace(running, logits=cut.logits)]
+        before = MemoryEstimate(logits=running.logits, hidden=hidden, other=running.other)
+        moments = [before, dataclasses.replace(running, logits=cut.logits, other=cast_head)]
     # At the end what is wider than its parameter is rounded: a copy.
     rounded = weight_grad // wide * of_parameter if is_summed and wide > of_parameter else 0
     of_inputs = input_grad // wide * of_parameter if of_input > of_parameter else 0
@@ -128,7 +140,7 @@ class _Cut(NamedTuple):
         sums_rows: whether several of them have the same columns.
         reorders: whether the rows of a chunk are not consecutive in the batch.
         logits, teacher, product: bytes of its logits with their gradient, of a tile of the teacher's with what is
-            computed of it, and of a float32 product of the fused epilogue.
+            computed of it, and of a float32 product of the fused epilogue, or in a forward alone its partial sums.
     """
 
     n_sums: int
@@ -196,7 +208,8 @@ def _cut(call: TypicalCall, options: LogitOptions, products: torch.dtype) -> _Cu
     if layout.path is Path.EPILOGUE and (layout.n_contributions > 1 or not call.trainable_head):
         is_forward = not (call.trainable_head or call.trainable_input)
         logits = 0 if is_forward else n_rows * epilogue.padded(vocab_size) * size
-        product = 0 if is_forward else 4 * min(n_rows * call.hidden_size, PRODUCT)
+        n_sums = -(-vocab_size // Tiling.of(call.hidden_size).cols) * (1 + ("entropy" in outputs))  # of a row
+        product = 4 * (n_rows * n_sums if is_forward else min(n_rows * call.hidden_size, PRODUCT))
     return _Cut(layout.n_contributions, n_rows, columns, False, reorders, logits, product=product)
 
 

@@ -173,8 +173,8 @@ PRIVATE = (
         "known_counts",
     ),
     Private(
-        "_disable_current_modes",
-        "torch.utils._python_dispatch",
+        "_python_dispatch _disable_current_modes",
+        "torch.utils",
         "hide the steps of `warmup` from the caller's modes",
         "they see them",
         "warm",
@@ -208,7 +208,7 @@ PRIVATE = (
         "deferred",
     ),
     Private(
-        "_unsafe_view _reshape_alias _log_softmax _softmax _log_softmax_backward_data _softmax_backward_data",
+        "_to_copy _unsafe_view _reshape_alias _log_softmax _softmax _log_softmax_backward_data _softmax_backward_data",
         "torch.ops.aten",
         "follow logits and their gradients",
         "the operation gets real logits, or the real gradient",

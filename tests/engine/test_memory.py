@@ -113,6 +113,7 @@ FAMILIES = {
     "grpo", "grpo-kl", "gspo", "grpo-top-entropy", "stats-all",
     "on-policy-distillation-old-clipped", "on-policy-distillation-logps-advantages",
 }  # fmt: skip
+WITHOUT_KERNEL = {"uld", "squared-error"}  # take at most what they are counted with
 ENGINES = {"ce", "dpo-sigmoid", "jsd", "stats-all"}
 TRAINABLE = {
     "all": {},
@@ -187,7 +188,7 @@ def test_agrees_with_steps_on_a_cpu(row, part, trainable, monkeypatch):
     with measured:
         step(row, batch, leaves, budget)
     assert 0.95 * (measured.peak - blocks) <= estimate.peak, f"{estimate}, not {measured.peak}"
-    if row.id not in ("uld", "squared-error"):  # these have no kernel, and take at most what they are counted with
+    if row.id not in WITHOUT_KERNEL:
         assert estimate.peak <= 1.05 * measured.peak, f"{estimate}, not {measured.peak}"
 
 
@@ -248,9 +249,10 @@ def test_agrees_with_the_allocator(row, part, trainable):
     leaves, budget = leaves_of(batch, **TRAINABLE[trainable]), budget_of(batch, part)
     estimate = predicted(row, batch, budget, **TRAINABLE[trainable])
     peak = peak_on_gpu(row, batch, leaves, budget)
-    assert estimate.peak == pytest.approx(peak, rel=0.05), (
-        f"predicted/measured {estimate.peak / peak:.3f}: {peak / MIB:.1f} MiB, not {estimate}"
-    )
+    message = f"predicted/measured {estimate.peak / peak:.3f}: {peak / MIB:.1f} MiB, not {estimate}"
+    assert 0.95 * peak <= estimate.peak, message
+    if row.id not in WITHOUT_KERNEL:
+        assert estimate.peak <= 1.05 * peak, message
 
 
 @pytest.mark.gpu
