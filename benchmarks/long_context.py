@@ -1,7 +1,7 @@
 """Long sequences on one GPU: stock, Liger-Kernel with its tiled MLP, and ours with tiles and checkpoints on the host.
 
 python -m benchmarks.long_context                            the rows of "Longest sequences", steps and then lengths
-python -m benchmarks.long_context --steps                    steps alone: times, peaks and their estimates
+python -m benchmarks.long_context --steps                    steps alone: times and peaks
 python -m benchmarks.long_context --longest GRPO:llama-3.2-1b:8:8192       lengths alone, of one row
 
 A row is `trainer:model:sequences:length`. SFT is a plain loop of forward, backward and AdamW; DPO and GRPO are TRL's
@@ -13,10 +13,9 @@ trainer shares it. All layers are checkpointed (not reentrant). Contenders:
     whole, tiled        ours, with `tiled_mlp` None and "auto"
     host                "auto", and checkpoints on the host, by TRL's `OffloadActivations`, or torch's without TRL
 
-Steps are measured at the row's length: the time, the peak, and the peak that `estimate_step` gives. Then the longest
-sequence is searched that fits, to within 5%, from the length that `longest_sequence` gives; every trial is a whole
-step. With checkpoints on the host, the first trial has twice the tokens that fit with whole MLPs; `--start` begins
-elsewhere. A trial that would take longer than what is left of `--seconds` does not start. Set
+Steps are measured at the row's length: the time and the peak. Then the longest sequence is searched that fits, to
+within 5%, from that length or `--start`; every trial is a whole step. A trial that would take longer than what is left
+of `--seconds` does not start. Set
 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: tensors of gigabytes leave holes otherwise. Attention runs in cuDNN
 for all contenders, which is faster on Hopper than torch's FlashAttention 2 (`--attention flash`); shared prompts run in
 FlexAttention.
@@ -44,12 +43,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import models
 from benchmarks.harness import DEVICE, DTYPE, OURS, STOCK, Row, Skipped, Table, check_triton, median_ms, synchronize
 from benchmarks.steps import HEADROOM_MIB, StepRow, TrainingStep, allocated_mib, length_at, peak_of, steps_parser
-from liger_chunked import (
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    estimate_step,
-    longest_sequence,
-)
 
 ROWS = [
     "SFT:llama-3-8b:4:8192",
@@ -71,17 +64,14 @@ WHOLE, TILED, HOST = (f"{OURS} {how}" for how in ("whole", "tiled", "host"))
 class Contender:
     """A contender.
 
-    - `tiles`, `checkpoints`: arguments of the estimates
+    - `checkpoints`: where the inputs of the layers are between forward and backward
     - `kernels`: a context manager that patches models
-    - `is_ours`: whether the trainer is ours, and the estimates are meant for it
-    - `first_trial`: first length of the search, over that of the estimate
+    - `is_ours`: whether the trainer is ours
     """
 
-    tiles: bool | str | None = None
     checkpoints: str = "device"
     kernels: Callable[..., AbstractContextManager[Any]] = models.nobody
     is_ours: bool = False
-    first_trial: float = 1.0
 
 
 @contextmanager
@@ -104,15 +94,15 @@ def tiled_by_liger(mlp: Any, config: Any) -> Any:
 
 
 def ours(tiles: bool | str | None, checkpoints: str = "device") -> Contender:
-    return Contender(tiles, checkpoints, partial(models.ours, tiled_mlp=tiles), is_ours=True)
+    return Contender(checkpoints, partial(models.ours, tiled_mlp=tiles), is_ours=True)
 
 
 CONTENDERS = {
     WHOLE: ours(None),
     TILED: ours("auto"),
     HOST: ours("auto", "host"),
-    LIGER: Contender(True, kernels=liger_tiled),
-    STOCK: Contender(first_trial=0.75),
+    LIGER: Contender(kernels=liger_tiled),
+    STOCK: Contender(),
 }
 
 
@@ -152,32 +142,6 @@ class Training:
             return self.sequences, length
         prompt = int(length * self.prompt)
         return 1, prompt + self.sequences * (length - prompt)
-
-    def settings(self, contender: Contender) -> dict[str, Any]:
-        """Return arguments of the estimates."""
-        losses: dict[str, Callable[[], Any]] = {
-            "SFT": lambda: None,
-            "DPO": LigerFusedLinearDPOLoss,
-            "GRPO": partial(LigerFusedLinearGRPOLoss.from_loss_type, "dapo"),
-        }
-        of_models = {"tiled_mlp": contender.tiles, "checkpoints": contender.checkpoints, "dtype": DTYPE}
-        return {**of_models, "loss": losses[self.kind]()}
-
-    def estimated_mib(self, contender: Contender, length: int) -> float:
-        estimate = estimate_step(self.config(), shape=self.shape(length), **self.settings(contender))
-        return (estimate.peak + self.reference_bytes(estimate.weights)) / 2**20
-
-    def estimated_longest(self, contender: Contender) -> int:
-        free = capacity_mib() * 2**20
-        weights = estimate_step(self.config(), shape=(1, 1), dtype=DTYPE).weights
-        settings = {**self.settings(contender), "free": free - self.reference_bytes(weights)}
-        if not self.shares:
-            return longest_sequence(self.config(), n_sequences=self.sequences, **settings)
-        packed = longest_sequence(self.config(), **settings)
-        return int(packed / (self.prompt + self.sequences * (1 - self.prompt)))
-
-    def reference_bytes(self, weights: int) -> int:
-        return weights if self.kind == "DPO" else 0
 
     def config(self) -> Any:
         return models.config_of(self.model)
@@ -283,10 +247,9 @@ def trainer_steps(
 
 @dataclass
 class LongStepRow(StepRow):
-    """A step and the estimate of its peak; `peak_mib` is the peak with what stays allocated."""
+    """A step; `peak_mib` is the peak with what stays allocated."""
 
     peak_mib: float | None = None
-    estimated_mib: float | None = None
 
     def fill(self, step: TrainingStep, tokens: int, repeats: int, before_mib: float) -> None:
         """Measure a step as `StepRow` does, but time and memory in the same runs, because each takes seconds."""
@@ -302,14 +265,6 @@ class LongStepRow(StepRow):
             self.peak_mib = round(torch.cuda.max_memory_allocated() / 2**20 - before_mib, 1)
             self.mib = round(self.peak_mib - self.resident_mib, 1)
 
-    def measured(self, first: StepRow) -> str:
-        estimate = ""
-        if self.estimated_mib is not None:
-            estimate = f"  estimated {self.estimated_mib / 1024:.2f} GiB"
-            if self.peak_mib is not None:
-                estimate += f" ({self.estimated_mib / self.peak_mib - 1:+.1%})"
-        return super().measured(first) + estimate
-
 
 @dataclass
 class LongRow(Row):
@@ -317,31 +272,22 @@ class LongRow(Row):
 
     - `length`: the longest that fit, with its peak `mib`; 0 if none did
     - `too_long`: the shortest that did not fit; None if none was tried
-    - `estimated`: by `longest_sequence`, for ours
-    - `estimated_mib`: the peak that `estimate_step` gives at `length`
     - `trials`: length, peak in MiB or None, and seconds of each step
     """
 
     length: int = 0
     too_long: int | None = None
-    estimated: int | None = None
-    estimated_mib: float | None = None
     trials: list[tuple[int, float | None, float]] = field(default_factory=list)
 
     def measured(self, first: LongRow) -> str:
         peak = "" if self.mib is None else f" at {self.mib / 1024:.2f} GiB"
-        if self.estimated_mib is not None and self.mib is not None:
-            peak += f", estimated {self.estimated_mib / 1024:.2f} ({self.estimated_mib / self.mib - 1:+.1%})"
         end = "none longer was tried" if self.too_long is None else f"{self.too_long} does not fit"
-        estimate = "" if self.estimated is None else f"; estimated {self.estimated}"
         ratio = f"  x{self.length / first.length:.2f} {first.name}" if first.length and first is not self else ""
-        return f"{self.length} tokens{peak}; {end}{estimate}{ratio}"
+        return f"{self.length} tokens{peak}; {end}{ratio}"
 
 
 def fill_step(training: Training, contender: Contender, repeats: int, row: LongStepRow) -> None:
     before = allocated_mib()
-    if contender.is_ours:
-        row.estimated_mib = round(training.estimated_mib(contender, training.length), 3)
     with prepared(training, contender) as step_of:
         row.fill(step_of(training.length), training.sequences * training.length, repeats, before)
 
@@ -351,7 +297,7 @@ class Limits:
     """Limits of a search.
 
     - `seconds`: no trial starts that would end later
-    - `start`: tokens of the first long trial; None for those of the estimate
+    - `start`: tokens of the first long trial; None for those of the row
     - `host_gib`: pinned memory that checkpoints may take. torch rounds each tensor there up to a power of two.
     """
 
@@ -363,20 +309,9 @@ class Limits:
 def fill_longest(training: Training, contender: Contender, limits: Limits, row: LongRow) -> None:
     if DEVICE == "cpu":
         raise Skipped("memory is only measured on a GPU")
-    estimated = training.estimated_longest(contender)
-    if contender.is_ours:
-        row.estimated = estimated
-    guess = estimated * contender.first_trial
-    if training.kind == "SFT" and contender.kernels is models.nobody:
-        guess = training.length / 2  # its logits decide
-    if contender.checkpoints == "host":  # twice what fits with whole MLPs, and 5% for the estimate's error
-        guess = min(guess, 2 * PRECISION * training.estimated_longest(CONTENDERS[WHOLE]))
-    if limits.start is not None:
-        guess = limits.start
+    guess = training.length if limits.start is None else limits.start
     with prepared(training, contender) as step_of:
         search(training, contender, step_of, guess, limits, row)
-    if contender.is_ours and row.length:
-        row.estimated_mib = round(training.estimated_mib(contender, row.length), 1)
 
 
 def search(
@@ -432,7 +367,7 @@ def next_trial(row: LongRow) -> int:
         following = math.sqrt(fits * too_long)
     else:
         failures = sum(peak is None for _, peak, _ in row.trials)
-        following = too_long / 1.08 ** (2 ** (failures - 1))  # close to the estimate first
+        following = too_long / 1.08 ** (2 ** (failures - 1))  # close to the first length first
     return max(int(following) // GRID * GRID, (fits // GRID + 1) * GRID)
 
 
@@ -444,7 +379,7 @@ def capacity_mib() -> float:
 def main(arguments: Sequence[str] | None = None) -> Path:
     parse = steps_parser(__doc__ or "", "trainer:model:sequences:length", repeats=2, seconds=60.0)
     parse.add_argument("--steps", action="store_true", help="steps at the rows' lengths alone")
-    parse.add_argument("--start", type=int, help="tokens of the first trial of a search (by the estimate)")
+    parse.add_argument("--start", type=int, help="tokens of the first trial of a search (by the row)")
     parse.add_argument("--host-gib", type=float, default=96.0, help="pinned memory for checkpoints (%(default)s)")
     parse.add_argument("--attention", choices=ATTENTION, default="cudnn", help="of torch's SDPA (%(default)s)")
     args = parse.parse_args(arguments)

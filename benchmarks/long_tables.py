@@ -59,7 +59,7 @@ def tables(folder: Path = RESULTS) -> str:
     for device in sorted({device for device, _ in (*lengths, *steps)}):
         kinds = (
             ("Tokens of each sequence, and the peak of the step", lengths, _length),
-            ("Milliseconds of a step, its peak, and the error of the estimated peak", steps, _step),
+            ("Milliseconds of a step, and its peak", steps, _step),
         )
         for title, of_kind, cell in kinds:
             chosen = {task: rows for (d, task), rows in of_kind.items() if d == device}
@@ -84,17 +84,13 @@ def _name(fact: Row, is_search: bool) -> str:
 
 def _length(row: Row) -> str:
     least = "" if row["too_long"] is not None else "≥ "
-    return f"{least}{row['length']} · {row['mib'] / 1024:.1f} GiB{_error(row['mib'], row['estimated_mib'])}"
+    return f"{least}{row['length']} · {row['mib'] / 1024:.1f} GiB"
 
 
 def _step(row: Row) -> str:
     if row["failure"] is not None:
         return str(row["failure"])
-    return f"{row['ms']:.0f} · {row['peak_mib'] / 1024:.1f} GiB{_error(row['peak_mib'], row['estimated_mib'])}"
-
-
-def _error(mib: float, estimated: float | None) -> str:
-    return "" if estimated is None else f" · {100 * (estimated / mib - 1):+.1f}%".replace("-", "−")
+    return f"{row['ms']:.0f} · {row['peak_mib'] / 1024:.1f} GiB"
 
 
 def main() -> None:

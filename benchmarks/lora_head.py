@@ -1,4 +1,4 @@
-"""Benchmark losses on an `lm_head` with LoRA: time, peak memory and its estimate, and products of matrices.
+"""Benchmark losses on an `lm_head` with LoRA: time, peak memory, and products of matrices.
 
 python -m benchmarks.lora_head SFT:1:8192:2048:128256:16 DPO:2:2048:2048:128256:16
                                loss:sequences or pairs:length:hidden:vocabulary:rank
@@ -8,7 +8,6 @@ logits. Half of each DPO sequence is a prompt, and the reference is the head wit
 
     products     FLOPs over those of one product of the tokens that have a target with the head, 2 N H V: a frozen head
                  needs two and a reference one more, and the products of the adapter are of its rank
-    estimate     `estimate_memory(lora_rank=...)` of the step, in MiB, for the same `logits_budget`
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.harness import (
     BASELINE,
     DEVICE,
-    DTYPE,
     OURS,
     Loss,
     LossRow,
@@ -46,7 +44,6 @@ from liger_chunked import (
     AdaptedWeight,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
-    estimate_memory,
 )
 
 SHAPES = ["SFT:1:8192:2048:128256:16", "DPO:2:2048:2048:128256:16"]
@@ -66,16 +63,14 @@ COUNTED = {torch.ops.aten.addmm_: _addmm_flops, torch.ops.aten.addmm: _addmm_flo
 
 @dataclass
 class LoraRow(LossRow):
-    """`products` and `estimated_mib` are above; `budget` is the `logits_budget`, None for the automatic one."""
+    """`products` are above; `budget` is the `logits_budget`, None for the automatic one."""
 
     products: float | None = None
-    estimated_mib: float | None = None
     budget: int | None = None
 
     def measured(self, first: LossRow) -> str:
-        estimate = "" if self.estimated_mib is None else f"  estimate {self.estimated_mib:.0f} MiB"
         products = "" if self.products is None else f"  {self.products:.3f} products"
-        return f"{super().measured(first)}{products}{estimate}"
+        return f"{super().measured(first)}{products}"
 
 
 class Batch:
@@ -185,19 +180,7 @@ def fill_ours(
     row: LoraRow, task: Task, batch: Batch, budget: int | None, floor_ms: float, exact: Mapping[str, Tensor] | None
 ) -> None:
     loss = task.module(logits_budget=budget)
-    vocab, hidden = batch.base.shape
-    estimate = estimate_memory(
-        loss,
-        vocab_size=vocab,
-        hidden_size=hidden,
-        shape=tuple(batch.target.shape),
-        valid=batch.lengths.tolist(),
-        dtype=DTYPE,
-        trainable_head=False,
-        lora_rank=batch.up.shape[1],
-        ref_hidden_size=hidden if task.has_reference else None,
-    )
-    row.budget, row.estimated_mib = budget, round(estimate.peak / 2**20, 1)
+    row.budget = budget
     fill(row, lambda: partial(task.ours, loss, batch), batch, floor_ms, exact)
 
 

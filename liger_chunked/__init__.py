@@ -25,13 +25,7 @@ if TYPE_CHECKING:
         detach_head as detach_head,
     )
     from liger_chunked.integrations.transformers import (
-        estimate_step as estimate_step,
-    )
-    from liger_chunked.integrations.transformers import (
         logit_options as logit_options,
-    )
-    from liger_chunked.integrations.transformers import (
-        longest_sequence as longest_sequence,
     )
     from liger_chunked.integrations.transformers import (
         register_layer as register_layer,
@@ -195,9 +189,7 @@ _OF_TRANSFORMERS = (
     "apply_liger_kernel",
     "attach_head",
     "detach_head",
-    "estimate_step",
     "logit_options",
-    "longest_sequence",
     "register_layer",
     "revert_liger_kernel",
     "run_head",

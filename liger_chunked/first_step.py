@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_chunked.memory import ordinary_autograd
+from liger_chunked.engine.hooks import isolated
+from liger_chunked.private import without_modes
 from liger_chunked.types import TokenStats, described
 from liger_chunked.typical import Loss, TypicalCall
 
@@ -14,7 +16,19 @@ from liger_chunked.typical import Loss, TypicalCall
 _MULTIPLE = 16
 
 
-@ordinary_autograd()
+@contextmanager
+def _ordinary_autograd() -> Iterator[None]:
+    with (
+        without_modes(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.set_detect_anomaly(False),
+        isolated(),
+    ):
+        yield
+
+
+@_ordinary_autograd()
 def warmup(
     loss: Loss,
     *,
@@ -107,7 +121,7 @@ def _device(device: torch.device | str | None) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"device must be a device such as 'cuda', got {device!r}: {error}") from None
     if found.type == "meta":
-        raise ValueError("device must have memory, got 'meta': estimate_memory runs a step without memory")
+        raise ValueError("device must have memory, got 'meta': estimate_memory needs no device")
     return found
 
 

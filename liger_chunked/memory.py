@@ -1,45 +1,27 @@
+"""The memory of a loss, by a formula of sizes: nothing runs."""
+
 from __future__ import annotations
 
 import dataclasses
-import functools
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from liger_chunked.calls import altered
-from liger_chunked.engine import Differentiated, Fused, Objective, Rows
-from liger_chunked.engine.choose import logit_bytes
-from liger_chunked.engine.estimated import Estimated, Part, estimated, part_of_next
-from liger_chunked.engine.hooks import isolated
+from liger_chunked.engine import choose, cutting, epilogue, linear_token_stats
+from liger_chunked.engine.cutting import Budget, Tiles
+from liger_chunked.engine.plan import Path
+from liger_chunked.engine.ranked import Ranked
 from liger_chunked.kernels.backend import has_wide_tiles, wide_tiles
-from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
-from liger_chunked.losses.base import StatsLoss
-from liger_chunked.private import DispatchMode, tree_leaves, without_modes
-from liger_chunked.types import LogitOptions, LossHead, MemoryEstimate, TokenStats, shown
+from liger_chunked.kernels.tuning.hopper import PRODUCT, Tiling
+from liger_chunked.losses import LigerFusedLinearDistillationBase, LigerFusedLinearULDLoss
+from liger_chunked.types import LogitOptions, LossHead, MemoryEstimate, accumulation_dtype, shown
 from liger_chunked.typical import Loss, TypicalCall
 
-_MOST_PIECES = 1 << 16  # each takes milliseconds
 _HOPPER = (9, 0)
-_META = torch.device("meta")
 
 
-@contextmanager
-def ordinary_autograd() -> Iterator[None]:
-    with (
-        without_modes(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autograd.set_detect_anomaly(False),
-        isolated(),
-    ):
-        yield
-
-
-@ordinary_autograd()
 def estimate_memory(
     loss: Loss,
     *,
@@ -49,216 +31,192 @@ def estimate_memory(
     valid: int | Sequence[int] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     autocast: torch.dtype | None = None,
-    bias: bool = False,
     trainable_head: bool = True,
     trainable_input: bool = True,
-    lora_rank: int | None = None,
-    ref_hidden_size: int | None = None,
-    teacher_hidden_size: int | None = None,
-    teacher_top_k: int | None = None,
-    teacher_vocab_size: int | None = None,
     logits_budget: int | float | str | None = None,
-    capability: tuple[int, int] | None = None,
 ) -> MemoryEstimate:
-    """Estimate the peak GPU memory of a step of `loss` above its inputs, gradients included.
+    """Return the peak GPU memory of a forward and backward of `loss` above its inputs, gradients included.
 
-    Runs the step on meta tensors, without a GPU. Does not count cuBLAS's workspace, values per token, or `kl_input`.
+    A formula: with V and H of the head, N tokens, n of the longest chunk of those that have a target, and s and d bytes
+    of an element of the products and of a parameter, the peak is the larger sum of the moments "chunk" and "end".
+
+    |               | chunk    | end      |                                                                         |
+    |---------------|----------|----------|-------------------------------------------------------------------------|
+    | logits        | n V s    |          | within `logits_budget`; with their wider dtype, or a tile of a teacher's |
+    | dW            | V H s    | V H s    | 4 V H, and at the end + V H d, if several chunks are summed, in float16  |
+    | dX            | N H d    | N H d    | 4 N H in float16, and at the end + N H d                                 |
+    | dX of a chunk | n H s    |          | 0 if in its place in dX; 4 n H if a chunk has several tiles, + n H d cast |
+    | hidden states | n H s    | n H s    | 0 unless tokens are left out, reordered or cast                          |
+    | head          | V H s    | V H s    | 0 without autocast                                                       |
+
+    Not counted: a few numbers per token, db, gradients of an adapter, cuBLAS's workspace. A reference's statistics come
+    first and take less. A divergence without a kernel takes at most what it is counted with, and so does a forward
+    alone of `linear_token_stats` or with a `logits_dtype`.
 
     Args:
-        loss: `linear_token_stats`, or an instance of the cross entropy or of a subclass of
-            `LigerFusedLinearPolicyBase`, `LigerFusedLinearPreferenceBase`, `LigerFusedLinearUnpairedPreferenceBase` or
-            `LigerFusedLinearDistillationBase`, also your own, or of ULD or on-policy distillation.
-        vocab_size: V, the rows of the head's weight.
-        hidden_size: H, its columns.
+        loss: `linear_token_stats`, or an instance of the cross entropy or of a loss of preferences, policies or
+            distillation, also your own. Distillation counts with a teacher of hidden states.
+        vocab_size, hidden_size: V and H.
         shape: of the target, (B, T) or (N,); (B, T) for losses of sequences, and with an even B for losses of pairs.
         valid: tokens with a target: an int, the number in the batch, spread evenly, or a sequence of B ints. None: all.
-        dtype: of weight, bias and hidden states.
+        dtype: of weight and hidden states.
         autocast: the dtype of an active autocast. None: it is off.
-        bias: whether the head has a bias.
-        trainable_head: whether weight and bias need a gradient.
+        trainable_head: whether the weight needs a gradient.
         trainable_input: whether the hidden states need one; if neither they nor the head do, only a forward runs.
-        lora_rank: r of a trainable float32 adapter on the head (`AdaptedWeight`). None: no adapter.
-        ref_hidden_size: the columns of the reference's weight. None: calls pass `ref_logps`, or no reference.
-        teacher_hidden_size: the columns of the teacher's weight. None: calls pass `teacher_logps`, or no teacher.
-        teacher_top_k: k of `teacher_logps`; distillation needs this or `teacher_hidden_size`. None: there are none.
-        teacher_vocab_size: the rows of the teacher's weight. None: `vocab_size`.
         logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: the loss's own.
-        capability: the GPU's compute capability, such as (9, 0) for Hopper, which decides whether the fused epilogue
-            runs. None: that of this machine's GPU, or without one Hopper's.
 
     Returns:
-        A `MemoryEstimate`: bytes by part, and their sum `peak`.
+        A `MemoryEstimate`, bytes by part at the peak, for this machine's GPU, or without one for Hopper, which may cut
+        a step that others run in one chunk.
 
     Raises:
-        TypeError: `loss` is of another kind, or a size, `dtype`, `autocast`, `shape`, `capability` or `logits_budget`
-            has the wrong type.
-        ValueError: a size is not positive, `shape` or `valid` does not fit the loss, or the loss takes no such
-            reference or teacher, or needs one. Or a `logits_budget` is invalid, or so small that it cuts the step into
-            more than 65,536 pieces.
+        TypeError, ValueError: an argument has the wrong type or value, or `shape` or `valid` does not fit the loss.
 
     >>> from liger_chunked import LigerFusedLinearDPOLoss
     >>> batch = {"vocab_size": 128256, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}
-    >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, ref_hidden_size=4096))
-    3263 MiB: logits 2004, weight_grad 1002, input_grad 192, hidden 64, other 1
-    >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, trainable_head=False, logits_budget=256 << 20))
-    444 MiB: logits 251, input_grad 176, hidden 16, other 1
-
-    >>> from liger_chunked import LigerFusedLinearCrossEntropyLoss
-    >>> batch = {"vocab_size": 151936, "hidden_size": 896, "shape": (32768,)}
-    >>> print(estimate_memory(LigerFusedLinearCrossEntropyLoss(), **batch, capability=(8, 0)))
-    1763 MiB: logits 1187, weight_grad 519, input_grad 56
-    >>> print(estimate_memory(LigerFusedLinearCrossEntropyLoss(), **batch, capability=(9, 0)))
-    1781 MiB: logits 1187, weight_grad 519, input_grad 56, other 19
+    >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch))
+    3262 MiB: logits 2004, weight_grad 1002, input_grad 192, hidden 64
+    >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, trainable_head=False, logits_budget="256MiB"))
+    443 MiB: logits 251, input_grad 176, hidden 16
     """
+    has_teacher = isinstance(loss, (LigerFusedLinearDistillationBase, LigerFusedLinearULDLoss))
     call = TypicalCall(
-        loss, vocab_size, hidden_size, shape, valid, dtype, bias, trainable_head, trainable_input, lora_rank,
-        ref_hidden_size, teacher_hidden_size, teacher_vocab_size, teacher_top_k,
+        loss, vocab_size, hidden_size, shape, valid, dtype, trainable_head=trainable_head,
+        trainable_input=trainable_input, teacher_hidden_size=hidden_size if has_teacher else None,
     )  # fmt: skip
-    if capability is not None and not (isinstance(capability, tuple) and len(capability) == 2):
-        raise TypeError(f"capability must be two ints, (9, 0) for Hopper, got {shown(capability)}")
     if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
         raise TypeError(f"autocast must be a floating-point torch.dtype or None, got {shown(autocast)}")
     options = call.options
     if logits_budget is not None:
         options = dataclasses.replace(options, logits_budget=logits_budget)
-    _check_pieces(options, sum(call.lengths), vocab_size, autocast or dtype)
-    given, trainable = call.arguments(_META)
-    given["n_valid"] = call.n_valid
-    if sum(call.lengths) < given["input"].shape[:-1].numel():
-        given |= call.marked(given, call.lengths)
-    counted = _Bytes(hidden=[x for name, x in given.items() if name.endswith("input")])
-    token = estimated.set(Estimated(_has_wide_tiles(capability), autocast))
-    try:
-        with counted:
-            value = _value(loss, options, given)
-            if trainable:
-                torch.autograd.grad(value, trainable)
-    finally:
-        estimated.reset(token)
-    return counted.most
+    products = dtype if autocast is None or dtype == torch.float64 else autocast
+    cut = _cut(call, options, products)
+
+    size, wide, of_parameter = products.itemsize, accumulation_dtype(products).itemsize, dtype.itemsize
+    is_half, is_cast, n_rows = products == torch.float16, products != dtype, cut.n_rows
+    of_input = wide if is_half else of_parameter  # of dX
+    scatters_rows = cut.reorders or sum(call.lengths) < prod(call.shape)
+    hidden, cast_head = (
+        (is_cast or scatters_rows) * n_rows * hidden_size * size,
+        is_cast * vocab_size * hidden_size * size,
+    )
+    of_teacher = cast_head if cut.teacher else 0  # as wide as the student's
+    if not (trainable_head or trainable_input):
+        return MemoryEstimate(cut.logits + cut.teacher, hidden=hidden, other=cast_head + of_teacher + cut.product)
+    is_summed = cut.n_sums > 1 or is_half or is_cast
+    weight_grad = trainable_head * vocab_size * hidden_size * (wide if is_summed else size)
+    row_sum = trainable_head * cut.sums_rows * (size < wide and not is_summed) * cut.n_columns * hidden_size * wide
+    input_grad = trainable_input * prod(call.shape) * hidden_size * of_input
+    of_row = wide if is_half or cut.n_columns < vocab_size else size
+    cast_row = (
+        of_input if of_row != of_input and scatters_rows else 0
+    )  # rows are put in their places in the dtype of dX
+    of_chunk = trainable_input * (scatters_rows or of_row != of_input) * n_rows * hidden_size * (of_row + cast_row)
+    running = MemoryEstimate(
+        cut.logits + cut.teacher,
+        weight_grad + row_sum,
+        input_grad + of_chunk,
+        hidden,
+        cast_head + of_teacher + cut.product,
+    )
+    moments = [running]
+    if cut.teacher and cut.n_sums == 1:  # gradients are allocated once the teacher's logits are gone
+        before = MemoryEstimate(logits=running.logits, hidden=hidden, other=running.other)
+        moments = [before, dataclasses.replace(running, logits=cut.logits, other=cast_head)]
+    # At the end what is wider than its parameter is rounded: a copy.
+    rounded = weight_grad // wide * of_parameter if is_summed and wide > of_parameter else 0
+    of_inputs = input_grad // wide * of_parameter if of_input > of_parameter else 0
+    moments.append(MemoryEstimate(0, weight_grad + rounded, input_grad + of_inputs, hidden, cast_head))
+    return max(moments, key=lambda moment: moment.peak)
 
 
-class _Fused(Exception):
-    """Carries a loss () out of the call, whose rest reads values of tokens."""
+class _Cut(NamedTuple):
+    """How a step is cut.
 
-
-def _value(loss: Any, options: LogitOptions, given: dict[str, Any]) -> Tensor:
-    """Call a loss, or `linear_token_stats`, on meta tensors."""
-    if not isinstance(loss, torch.nn.Module):
-        return loss(**given, logits_budget=options.logits_budget).logps.sum()
-    own: Any = altered(loss, options=options)
-    if isinstance(loss, LigerFusedLinearCrossEntropyLoss) and loss.ce_weight is not None:
-        given = {**given, "ce_weight": loss.ce_weight.to(_META)}
-
-    def fuse(
-        head: LossHead, input: Tensor, rows: Rows, objective: Objective, class_weight: Tensor | None = None
-    ) -> Fused:
-        """Fuse a sum in place of the objective, which may be a user's and read values."""
-
-        def summed(stats: TokenStats, index: slice | Tensor) -> Tensor:
-            return functools.reduce(torch.add, (getattr(stats, name).sum() for name in own._differentiates))
-
-        raise _Fused(fuse_as_planned(head, input, rows, Differentiated(summed), class_weight).loss)
-
-    if isinstance(loss, StatsLoss):
-        fuse_as_planned, own._fuse = own._fuse, fuse
-    try:
-        result = own.forward(**given)
-    except _Fused as fused:
-        return fused.args[0]
-    return result[0].sum() if isinstance(result, tuple) else result.sum()
-
-
-@ordinary_autograd()
-def count_bytes(step: Callable[[], object]) -> MemoryEstimate:
-    counted = _Bytes()
-    with counted:
-        step()
-    return counted.most
-
-
-def peak_bytes(step: Callable[[], object]) -> int:
-    """Return the most bytes of new tensors that `step` has at once."""
-    return count_bytes(step).peak
-
-
-# Some versions of torch lack the first.
-_COPYING = ("_to_copy", "clone", "index_select")
-_COPIES = tuple(op.default for name in _COPYING if (op := getattr(torch.ops.aten, name, None)))
-
-
-def most_that_fits(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to `most` that fits, 0 if none does. All numbers below one that fits must fit.
-
-    Doubles before it halves, because estimates of larger numbers take longer.
+    Attributes:
+        n_sums: how often a chunk is added to dW.
+        n_rows: of the longest chunk.
+        n_columns: of its tiles.
+        sums_rows: whether several of them have the same columns.
+        reorders: whether the rows of a chunk are not consecutive in the batch.
+        logits, teacher, product: bytes of its logits with their gradient, of a tile of the teacher's with what is
+            computed of it, and of a float32 product of the fused epilogue, or in a forward alone its partial sums.
     """
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)  # `low` fits, `high` does not or is too large
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+
+    n_sums: int
+    n_rows: int
+    n_columns: int
+    sums_rows: bool
+    reorders: bool
+    logits: int
+    teacher: int = 0
+    product: int = 0
 
 
-class _Bytes(DispatchMode):  # type: ignore[misc]
-    """Counts the bytes of new tensors, by part; `most` is the peak. Copies of `hidden` are hidden states."""
-
-    def __init__(self, hidden: Sequence[Tensor] = ()) -> None:
-        super().__init__()
-        self.most = MemoryEstimate()
-        self._alive = dataclasses.asdict(self.most)
-        self._parts: weakref.WeakKeyDictionary[torch.UntypedStorage, Part | None] = weakref.WeakKeyDictionary()
-        for x in hidden:
-            self._parts[x.untyped_storage()] = "hidden"
-
-    def __enter__(self) -> _Bytes:
-        part_of_next.set("other")
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        for storage in given:
-            self._parts.setdefault(storage, None)
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            # No scalars: the engine caches one.
-            if isinstance(x, Tensor) and x.ndim and x.untyped_storage() not in self._parts:
-                of_source = self._parts[given[0]] if func in _COPIES else None
-                self._count(x.untyped_storage(), of_source or part_of_next.get())
-                part_of_next.set("other")
-        return result
-
-    def _count(self, storage: torch.UntypedStorage, part: Part) -> None:
-        self._parts[storage] = part
-        self._alive[part] += storage.nbytes()
-        weakref.finalize(storage, self._free, part, storage.nbytes())
-        moment = MemoryEstimate(**self._alive)
-        if moment.peak > self.most.peak:
-            self.most = moment
-
-    def _free(self, part: Part, n_bytes: int) -> None:
-        self._alive[part] -= n_bytes
-
-
-def _check_pieces(options: LogitOptions, n_valid: int, vocab_size: int, dtype: torch.dtype) -> None:
-    budget = options.logits_budget
-    if budget is None:
-        return
-    assert isinstance(budget, int)
-    row = vocab_size * logit_bytes(options, dtype)
-    pieces = n_valid * row // budget
-    if pieces > _MOST_PIECES:
-        raise ValueError(
-            f"logits_budget={budget} bytes cuts this step into about {pieces} pieces, and an estimate goes through at "
-            f"most {_MOST_PIECES}: one row of logits takes {row} bytes. Pass a larger budget, "
-            "such as '256MiB'"
+def _cut(call: TypicalCall, options: LogitOptions, products: torch.dtype) -> _Cut:
+    """Cut a batch as `engine.choose` does for this loss."""
+    loss: Any = call.loss
+    n_valid, vocab_size, size = sum(call.lengths), call.vocab_size, products.itemsize
+    assert options.logits_budget is None or isinstance(options.logits_budget, int)
+    budget = Budget(options.logits_budget, vocab_size, call.hidden_size, size)
+    if isinstance(loss, (LigerFusedLinearDistillationBase, LigerFusedLinearULDLoss)):
+        route = (
+            loss._route_of_logits()
+            if isinstance(loss, LigerFusedLinearDistillationBase)
+            else Ranked(options, options, 1.0, None, None)
         )
+        bytes_per_logit = route.bytes_per_logit(products, products)
+        most, most_of_tile = cutting.chunk_and_tile(budget, n_valid, bytes_per_logit, call.trainable_head)
+        chunks = cutting.chunks_of_tokens(n_valid, most)
+        n_rows = chunks[0].length
+        of_tile = cutting.largest(cutting.whole_rows(n_rows, vocab_size, most_of_tile))
+        of_teacher = of_tile * (bytes_per_logit - size)
+        return _Cut(len(chunks), n_rows, vocab_size, False, False, n_rows * vocab_size * size, of_teacher)
+    bytes_per_logit = choose.logit_bytes(options, products)
+    if loss is linear_token_stats or getattr(loss, "reduction", None) == "none":
+        tiles = cutting.tiles(n_valid, vocab_size, budget.logits(0, bytes_per_logit), square=True)
+        columns, sums_rows = _columns(tiles, vocab_size), cutting.row_blocks(tiles) > 1
+        return _Cut(1, n_valid, columns, sums_rows, False, cutting.largest(tiles) * bytes_per_logit)
+    head = LossHead(torch.empty(0, call.hidden_size, dtype=call.dtype))  # the epilogue asks for its layout
+    outputs, differentiates = (getattr(loss, name, ("logps",)) for name in ("_outputs", "_differentiates"))
+    class_weight = getattr(loss, "ce_weight", None)
+    group, lengths = getattr(loss, "_group", "token"), tuple(call.lengths)
+    if group == "pair":
+        n_pairs = len(lengths) // 2
+        lengths = tuple(map(sum, zip(lengths[:n_pairs], lengths[n_pairs:], strict=True)))
+    layout = choose.layout_of_loss(
+        choose.Counts(n_valid) if group == "token" else choose.Counts(n_valid, lengths, lengths),
+        budget,
+        vocab_size,
+        bytes_per_logit,
+        options,
+        outputs,
+        differentiates,
+        getattr(loss, "_whole_batch", False),
+        ranks_cut_alike=False,
+        may_use_epilogue=(
+            epilogue.is_large(n_valid * vocab_size, call.hidden_size)
+            and _has_wide_tiles()
+            and epilogue.can_hold(products)
+            and epilogue.computes(head, products, options, class_weight, outputs)
+        ),
+    )
+    n_rows = max(chunk.length for chunk in layout.chunks)
+    columns = _columns(max(layout.tiles, key=cutting.largest), vocab_size)
+    reorders = group == "pair" and len(layout.chunks) > 1
+    logits, product = layout.largest_tile * bytes_per_logit, 0
+    if layout.path is Path.EPILOGUE and (layout.n_contributions > 1 or not call.trainable_head):
+        is_forward = not (call.trainable_head or call.trainable_input)
+        logits = 0 if is_forward else n_rows * epilogue.padded(vocab_size) * size
+        n_sums = -(-vocab_size // Tiling.of(call.hidden_size).cols) * (1 + ("entropy" in outputs))  # of a row
+        product = 4 * (n_rows * n_sums if is_forward else min(n_rows * call.hidden_size, PRODUCT))
+    return _Cut(layout.n_contributions, n_rows, columns, False, reorders, logits, product=product)
 
 
-def _has_wide_tiles(capability: tuple[int, int] | None) -> bool:
+def _columns(tiles: Tiles, vocab_size: int) -> int:
+    return tiles[0].vocab_slice.stop if tiles else vocab_size
+
+
+def _has_wide_tiles() -> bool:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if capability is None and accelerator is not None:
-        return has_wide_tiles(accelerator)
-    return wide_tiles(capability or _HOPPER)
+    return wide_tiles(_HOPPER) if accelerator is None else has_wide_tiles(accelerator)

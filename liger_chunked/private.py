@@ -276,7 +276,7 @@ def _no_modes() -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-# The fallback hides nothing: the modes of a caller see a dry run too.
+# The fallback hides nothing: the modes of a caller see the steps of `warmup` too.
 without_modes: Callable[[], AbstractContextManager[Any]] = (
     find("torch.utils._python_dispatch._disable_current_modes") or _no_modes
 )
@@ -306,17 +306,6 @@ def _only(others: list[Any]) -> Iterator[None]:
         finally:
             for _ in others:
                 _dispatch._pop_mode()
-
-
-class _NoDispatchMode:
-    def __init__(self) -> None:
-        raise RuntimeError(
-            f"estimates of memory need torch.utils._python_dispatch.TorchDispatchMode, which torch {torch.__version__} "
-            "lacks: measure a step instead"
-        )
-
-
-DispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode") or _NoDispatchMode
 
 
 # Trees of arguments. `torch.utils._pytree` is private, and knows more kinds than torch's functions take.

@@ -177,10 +177,14 @@ def losses(target: Target) -> Iterator[Task]:
 
     import liger_chunked as lc
     from benchmarks import cross_entropy, distillation, lora_head, policy, preference
-    from liger_chunked.memory import estimate_memory
+    from liger_chunked.typical import TypicalCall
 
-    capability = divmod(int(target.name[3:]), 10) if target.is_nvidia else (0, 0)
-    step = partial(estimate_memory, capability=capability)
+    def step(loss: Any, **sizes: Any) -> None:
+        call = TypicalCall(loss, **sizes)
+        given, trainable = call.arguments(torch.device("meta"))
+        value = loss(**given, n_valid=call.n_valid)
+        torch.autograd.grad((value[0] if isinstance(value, tuple) else value).sum(), trainable)
+
     plain = lc.LigerFusedLinearCrossEntropyLoss
     for shape, (n, h, v) in sizes(cross_entropy.SHAPES):
         given = {"vocab_size": v, "hidden_size": h, "shape": (n,)}
@@ -218,19 +222,16 @@ def statistics(target: Target) -> Iterator[Task]:
 
     from benchmarks.token_stats import SHAPES
     from liger_chunked import linear_token_stats
-    from liger_chunked.engine.estimated import Estimated, estimated
     from liger_chunked.typical import TypicalCall
 
     is_hopper = target.name == "sm_90"
 
     def run(n: int, h: int, v: int, outputs: tuple[str, ...], differentiated: tuple[str, ...], **options: Any) -> None:
         given, _ = TypicalCall(linear_token_stats, v, h, (n,)).arguments(torch.device("meta"))
-        token = estimated.set(Estimated(wide_tiles=is_hopper, autocast=None))
         stats = linear_token_stats(**given, **options, n_valid=n, outputs=outputs, logits_budget="256MiB")
         sums = [getattr(stats, name).sum() for name in differentiated]
         if sums:
             sum(sums).backward()
-        estimated.reset(token)
 
     for shape, (n, h, v) in sizes(SHAPES):
         yield f"linear_token_stats {shape}", partial(run, n, h, v, ("logps",), ("logps",))
@@ -476,19 +477,25 @@ def collect(target: Target, quick: bool) -> list[tuple[str, Any, tuple[Any, ...]
     from liger_chunked.kernels.tuning import TUNING, table_of
 
     TUNING[torch.device("meta")] = table_of(target.name)
+    backend.runs_triton = lambda x: True
     folders = ("liger_chunked.kernels", "liger_chunked.layers")
-    for module in [module for name, module in sys.modules.items() if name.startswith(folders)]:
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("liger_chunked.") and "has_wide_tiles" in vars(module):
+            module.has_wide_tiles = lambda device: target.name == "sm_90"
+        if not name.startswith(folders):
+            continue
         if hasattr(module, "processors"):
             module.processors = lambda device: target.processors
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):  # sizes of the target before
                 function.cache_clear()
     found: dict[Any, tuple[str, Any, tuple[Any, ...]]] = {}
-    for name, run in tasks(target):
-        with collected_launches() as launches:
-            run()
-        for kernel, call in launches:
-            found.setdefault((name_of(kernel), repr(call[1:])), (name, kernel, call))
+    with collected_launches():  # tasks that prepare their tensors by kernels run none either
+        for name, run in tasks(target):
+            with collected_launches() as launches:
+                run()
+            for kernel, call in launches:
+                found.setdefault((name_of(kernel), repr(call[1:])), (name, kernel, call))
     launches = list(found.values())
     if not quick:
         return launches

@@ -172,25 +172,11 @@ PRIVATE = (
         "known_counts",
     ),
     Private(
-        "_python_dispatch TorchDispatchMode",
+        "_python_dispatch _disable_current_modes",
         "torch.utils",
-        "count the bytes of a dry run",
-        "`estimate_memory` raises and says why",
-        "memory",
-    ),
-    Private(
-        "_disable_current_modes",
-        "torch.utils._python_dispatch",
-        "hide a dry run from the caller's modes",
-        "they see it",
-        "memory",
-    ),
-    Private(
-        "_to_copy",
-        "torch.ops.aten",
-        "count a cast of hidden states as theirs",
-        "it counts as other memory",
-        "memory",
+        "hide the steps of `warmup` from the caller's modes",
+        "they see them",
+        "warm",
     ),
     Private(
         "_functional_collectives",
@@ -221,7 +207,7 @@ PRIVATE = (
         "deferred",
     ),
     Private(
-        "_unsafe_view _reshape_alias _log_softmax _softmax _log_softmax_backward_data _softmax_backward_data",
+        "_to_copy _unsafe_view _reshape_alias _log_softmax _softmax _log_softmax_backward_data _softmax_backward_data",
         "torch.ops.aten",
         "follow logits and their gradients",
         "the operation gets real logits, or the real gradient",

@@ -21,8 +21,6 @@ class Results(TorchDispatchMode):
     plain tensors that they run.
     """
 
-    counts_meta = False  # tensors on the device "meta" have no memory
-
     def see(self, x: Tensor) -> None:
         raise NotImplementedError
 
@@ -31,21 +29,16 @@ class Results(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if type(x) in PLAIN and (self.counts_meta or not x.is_meta):
+            if type(x) in PLAIN and not x.is_meta:
                 self.see(x)
         return result
 
 
 class Memory(Results):
-    """Track the bytes of tensors created under this mode: their peak, and the largest tensor.
+    """Track the bytes of tensors created under this mode: their peak, and the largest tensor."""
 
-    Args:
-        meta: whether tensors on the device "meta" count, as in steps that run there.
-    """
-
-    def __init__(self, meta: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.counts_meta = meta
         self.alive = self.peak = self.largest = 0
         self._known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 

@@ -29,7 +29,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 INTEGRATIONS = ("transformers", "trl", "peft", "accelerate")
 
 Loss = enum.Enum("Loss", {name: name for name in LOSSES}, type=str)  # type: ignore[misc]
-Checkpoints = enum.Enum("Checkpoints", {name: name for name in ("device", "host")}, type=str)  # type: ignore[misc]
 Dtype = enum.Enum("Dtype", {name: name for name in DTYPES}, type=str)  # type: ignore[misc]
 
 app = typer.Typer(
@@ -120,7 +119,7 @@ def env() -> None:
 
 @app.command()
 def memory(
-    loss: Annotated[Loss, typer.Argument(help="a distillation loss also needs --teacher-…", show_default=False)],
+    loss: Annotated[Loss, typer.Argument(show_default=False)],
     shape: Annotated[
         str,
         typer.Option(help="of the target: sequences x length, as 8x2048, pairs as 4x2x2048, or tokens", metavar="BxT"),
@@ -131,72 +130,18 @@ def memory(
     valid: Annotated[str | None, typer.Option(help="tokens with a target: in total, or per sequence: 512,700")] = None,
     dtype: Annotated[Dtype, typer.Option(help="of weight and hidden states")] = Dtype["bfloat16"],
     autocast: Annotated[Dtype | None, typer.Option(help="the dtype of torch.autocast")] = None,
-    bias: Annotated[bool, typer.Option("--bias", help="the head has a bias")] = False,
     frozen_head: Annotated[bool, typer.Option("--frozen-head", help="as under PEFT")] = False,
     frozen_input: Annotated[bool, typer.Option("--frozen-input", help="hidden states need no gradient")] = False,
-    lora_rank: Annotated[
-        int | None, typer.Option(help="of an adapter on the head; with --step, on all linear layers but the head")
-    ] = None,
-    ref_hidden_size: Annotated[int | None, typer.Option(help="a reference given as hidden states")] = None,
-    teacher_hidden_size: Annotated[int | None, typer.Option(help="a teacher given as hidden states")] = None,
-    teacher_top_k: Annotated[int | None, typer.Option(help="a teacher given as log-probabilities")] = None,
     logits_budget: Annotated[str | None, typer.Option(help="bytes, or with a unit: 256MiB; default: automatic")] = None,
-    capability: Annotated[str | None, typer.Option(help="of the GPU: 9.0 is Hopper; default: this machine's")] = None,
-    free: Annotated[str | None, typer.Option(help="memory for this step, as 20GiB: also print what fits")] = None,
-    step: Annotated[bool, typer.Option("--step", help="of a whole step of --model, with checkpointed layers")] = False,
-    tiled_mlp: Annotated[
-        str | None, typer.Option(help="with --step: auto, true, or the tokens of a tile", metavar="TILES")
-    ] = None,
-    checkpoints: Annotated[Checkpoints, typer.Option(help="with --step: where layers' inputs are")] = Checkpoints[
-        "device"
-    ],
-    optimizer_bytes: Annotated[
-        float | None, typer.Option(help="with --step: of a trainable parameter's states; default: two in --dtype")
-    ] = None,
-    frozen: Annotated[bool, typer.Option("--frozen", help="with --step: no weight trains, as under PEFT")] = False,
-    reference: Annotated[
-        bool, typer.Option("--reference", help="with --step: a second, frozen model gives the reference")
-    ] = False,
-    accumulates: Annotated[
-        bool, typer.Option("--accumulates", help="with --step: an earlier micro-batch has left gradients")
-    ] = False,
+    free: Annotated[str | None, typer.Option(help="memory for the loss, as 20GiB: also print what fits")] = None,
 ) -> None:
-    """Peak memory of a loss, forward and backward above its inputs, fused and eager; with --step, of a whole step."""
-    of_loss = {
-        "valid": valid, "vocab-size": vocab_size, "hidden-size": hidden_size, "autocast": autocast, "bias": bias,
-        "frozen-head": frozen_head, "frozen-input": frozen_input, "ref-hidden-size": ref_hidden_size,
-        "teacher-hidden-size": teacher_hidden_size, "teacher-top-k": teacher_top_k,
-    }  # fmt: skip
-    of_step = {
-        "tiled-mlp": tiled_mlp, "checkpoints": checkpoints.value != "device", "optimizer-bytes": optimizer_bytes,
-        "frozen": frozen, "reference": reference, "accumulates": accumulates,
-    }  # fmt: skip
-    if unread := [
-        name for name, value in (of_loss if step else of_step).items() if value is not None and value is not False
-    ]:
-        why = "is of the loss alone: leave it out with --step" if step else "needs --step"
-        raise ValueError(f"--{unread[0]} {why}")
+    """Peak memory of a loss, forward and backward above its inputs."""
     parsed = sizes.parse_shape(shape, of_pairs=loss.value in PAIRS)
     most = None if free is None else sizes.parse_bytes(free)
     if most is not None and most < 1 << 20:
         raise ValueError(f"--free must be at least 1MiB, got {most} bytes: add a unit, as in 20GiB")
-    if warning := sizes.source_of_sizes(model if vocab_size is None or hidden_size is None or step else None):
+    if warning := sizes.source_of_sizes(model if vocab_size is None or hidden_size is None else None):
         print(f"liger-chunked: {warning}", file=sys.stderr)
-    if step:
-        settings = {
-            "tiled_mlp": sizes.parse_tiles(tiled_mlp),
-            "checkpoints": checkpoints.value,
-            "dtype": DTYPES[dtype.value],
-            "trainable": not frozen,
-            "adapter": None if lora_rank is None else sizes.lora(lora_rank),
-            "reference": reference,
-            "optimizer_bytes": optimizer_bytes,
-            "accumulates": accumulates,
-            "logits_budget": logits_budget,
-            "capability": None if capability is None else sizes.parse_capability(capability),
-        }
-        sizes.show_step(sizes.Step(sizes.full_config(model), loss.value, parsed, settings), most)
-        return
     case = sizes.Case(
         loss=loss.value,
         shape=parsed,
@@ -205,15 +150,9 @@ def memory(
             "valid": None if valid is None else sizes.parse_valid(valid),
             "dtype": DTYPES[dtype.value],
             "autocast": None if autocast is None else DTYPES[autocast.value],
-            "bias": bias,
             "trainable_head": not frozen_head,
             "trainable_input": not frozen_input,
-            "lora_rank": lora_rank,
-            "ref_hidden_size": ref_hidden_size,
-            "teacher_hidden_size": teacher_hidden_size,
-            "teacher_top_k": teacher_top_k,
             "logits_budget": logits_budget,
-            "capability": None if capability is None else sizes.parse_capability(capability),
         },
     )
     sizes.show(case, most)

@@ -20,6 +20,4 @@ LOSSES: dict[str, Callable[[], Loss]] = {
     "cosine": library.LigerFusedLinearCosineSimilarityLoss,
     "token-stats": lambda: library.linear_token_stats,
 }
-DISTILLATION = ("kl", "jsd", "tvd", "cosine")
 PAIRS = ("dpo", "orpo", "cpo", "simpo")
-REFERENCED = ("dpo", "kto", "bco")  # by default

@@ -380,7 +380,7 @@ class DeferredLogits(Lazy, StandIn):
         if func not in RULES and type(func) is _FUNCTION and not func.__globals__["__name__"].startswith("torch."):
             func = _wrapped_function(func)
         # Transforms and traces take functions apart themselves: they get real logits.
-        rule = None if transforms_are_active() or torch.jit.is_tracing() else RULES.get(func)  # type: ignore[no-untyped-call]
+        rule = None if transforms_are_active() or torch.jit.is_tracing() else RULES.get(func)  # type: ignore[attr-defined]
         if func == _SET_DATA and type(args[0]) is cls:
             return args[0]._set_data(args[1])
         if func is torch.autograd.grad:

@@ -23,7 +23,6 @@ precision, hooks, side_stream    what surrounds products: no autocast, no hooks 
 candidates                       log-probabilities of ids that the caller names
 divergences, top_k, ranked       divergences of a tile of logits
 checks, once                     what a caller gave, and what ranks must agree on
-estimated                        what estimate_memory, which runs these on the meta device, tells them and is told
 """
 
 from liger_chunked.engine.checks import (

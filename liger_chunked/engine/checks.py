@@ -11,11 +11,11 @@ from torch import Tensor
 
 from liger_chunked.arguments import COMPAT
 from liger_chunked.engine.collectives import gather_tensor
-from liger_chunked.engine.estimated import estimated
 from liger_chunked.engine.known import Counts, assert_later, check_ids, host_may_sync
 from liger_chunked.engine.once import OncePerGroup
 from liger_chunked.kernels import survey_top_k
 from liger_chunked.kernels.backend import has_wide_tiles
+from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.operands import check_class_ids, described
 from liger_chunked.types import AdaptedWeight, LossHead, RankFacts, VocabShard
 
@@ -28,8 +28,7 @@ _has_autocast = functools.cache(torch.amp.is_autocast_available)
 def autocast_dtype(device: str) -> torch.dtype | None:
     """Return autocast's dtype on a type of device, or None if it is off."""
     if not _has_autocast(device):
-        estimate = estimated.get() if device == "meta" else None
-        return None if estimate is None else estimate.autocast
+        return None
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
@@ -209,7 +208,7 @@ def _check_tensors(head: LossHead, input: Tensor, prefix: str, input_name: str) 
             raise ValueError(
                 f"{prefix}{name} is on {x.device}, {prefix}{input_name} on {input.device}: expected one device"
             )
-    if input.is_meta and not prefix and estimated.get() is None:
+    if input.is_meta and not prefix and not is_dry():
         raise ValueError(
             f"{prefix}{input_name} and {prefix}weight are on the meta device and have no values: pass real tensors; "
             "estimate_memory predicts a step's memory without tensors"

@@ -22,7 +22,6 @@ from torch import Tensor
 from liger_chunked.engine import cutting, epilogue
 from liger_chunked.engine.cutting import Budget, Chunk, Tiles
 from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
-from liger_chunked.engine.estimated import estimated
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass, Pass
 from liger_chunked.engine.invariant import InvariantPass
@@ -60,13 +59,11 @@ def budget_of(head: LossHead, options: LogitOptions, dtype: torch.dtype) -> Budg
 
 
 def _runs_epilogue(head: LossHead) -> bool:
-    """Whether the GPU, or the GPUs of all ranks, or the one that is estimated for, run the fused epilogue."""
-    estimate = estimated.get()
-    here = has_wide_tiles(head.weight.device) if estimate is None else estimate.wide_tiles
-    return here and (head.rank_facts is None or head.rank_facts.have_wide_tiles)
+    """Whether the GPU, or the GPUs of all ranks, run the fused epilogue."""
+    return has_wide_tiles(head.weight.device) and (head.rank_facts is None or head.rank_facts.have_wide_tiles)
 
 
-class _Counts(NamedTuple):
+class Counts(NamedTuple):
     """The numbers of tokens that decide where chunks end: those of `Groups`, or None if groups are tokens."""
 
     n_valid: int
@@ -83,7 +80,7 @@ class _Cut:
     tiles: tuple[Tiles, ...]
 
 
-def _cut_batch(counts: _Counts, budget: Budget, n_tokens: int, bytes_per_logit: int, whole_batch: bool) -> _Cut:
+def _cut_batch(counts: Counts, budget: Budget, n_tokens: int, bytes_per_logit: int, whole_batch: bool) -> _Cut:
     limit = budget.logits(n_tokens, bytes_per_logit)
     tokens = max(1, limit // budget.vocab_size)
     n_valid, host_counts, cut_counts = counts
@@ -112,8 +109,8 @@ class _Layout(NamedTuple):
     differentiates: tuple[str, ...]
 
 
-def _layout_of_loss(
-    counts: _Counts,
+def layout_of_loss(
+    counts: Counts,
     budget: Budget,
     columns: int,
     bytes_per_logit: int,
@@ -162,7 +159,7 @@ def _layout_of_loss(
 
 
 # For steps on which the GPU waits for the host. Batches of one size are common.
-_remembered_layout = functools.lru_cache(maxsize=cutting.REMEMBERED)(_layout_of_loss)
+_remembered_layout = functools.lru_cache(maxsize=cutting.REMEMBERED)(layout_of_loss)
 
 
 def for_loss(
@@ -198,8 +195,8 @@ def for_loss(
         and epilogue.computes(head, dtype, options, class_weight, outputs)
     )
     groups = rows.groups
-    layout = (_layout_of_loss if may_use_epilogue else _remembered_layout)(
-        _Counts(rows.n_valid) if groups is None else _Counts(rows.n_valid, groups.host_counts, groups.cut_counts),
+    layout = (layout_of_loss if may_use_epilogue else _remembered_layout)(
+        Counts(rows.n_valid) if groups is None else Counts(rows.n_valid, groups.host_counts, groups.cut_counts),
         budget,
         budget.vocab_size if head.shard is None else head.columns,
         bytes_per_logit,

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from liger_chunked.engine.collectives import gather_tensor
 from liger_chunked.engine.cutting import Tile, Tiles, largest
-from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.engine.live_rows import LiveCount
 from liger_chunked.engine.plan import Tokens
@@ -76,7 +75,6 @@ def tile_buffer(weight: Tensor, *shape: int, dtype: torch.dtype | None = None) -
 
     oneDNN's bfloat16 products on AMX read that padding too, as a factor of zero: NaN there would reach the result.
     """
-    part_of_next.set("logits")
     new = weight.new_zeros if weight.device.type == "cpu" else weight.new_empty
     return new(shape, dtype=dtype)
 

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from liger_chunked.device import is_on_gpu
 from liger_chunked.engine.cutting import Tile, Tiles, row_blocks
-from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.plan import Plan
 from liger_chunked.kernels import add_rows_, place_rows, scale_, sorted_rows
 from liger_chunked.kernels.launch import is_dry
@@ -41,8 +40,8 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         out: (n, m), in the operands' dtype or a wider one. Uninitialised if `first`.
         a, b: (n, k) and (k, m), in one dtype.
     """
-    if out.is_meta or is_dry():
-        return  # a product on a GPU allocates nothing
+    if is_dry():
+        return
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if first else out.addmm_(a, b)
     elif is_on_gpu(out) and out.dtype == torch.float32:
@@ -137,13 +136,11 @@ class InputGradient:
         """
         if self.total is None:
             # Not before the first chunk: the GPU is idle until its product.
-            part_of_next.set("input_grad")
             self.total = self._create(self._input.shape, dtype=self._dtype, device=self._input.device)
         total, dtype = self.total, self._product_dtype if one_product else self._wide
         if self._is_in_order and live is None and dtype == total.dtype:
             dx = total if x.shape[0] == total.shape[0] else total[row_slice]
         else:
-            part_of_next.set("input_grad")
             dx = torch.empty(x.shape, dtype=dtype, device=x.device)
         self._dx, self._row_slice, self._live = dx, row_slice, live
         return dx
@@ -191,7 +188,6 @@ class InputGradient:
         """Return dX times `unit` (None: 1), in the input's dtype, or float32 for float16. Holds it no longer."""
         total, self.total = self.total, None
         if total is None:  # no row had a gradient
-            part_of_next.set("input_grad")
             return torch.zeros(self._input.shape, dtype=self._dtype, device=self._input.device)
         return total if unit is None else total.mul_(unit)
 
@@ -287,7 +283,6 @@ class WeightGradient:
     def allocate(self) -> Tensor:
         """Return dW, on the current stream. The first tile does this: a teacher's logits may be free by then."""
         if self.total is None:
-            part_of_next.set("weight_grad")
             self.total = self._create(self._weight.shape, dtype=self._dtype, device=self._weight.device)
         return self.total
 
@@ -306,7 +301,6 @@ class WeightGradient:
         else:
             # Several products make up a rounded dW: they are added in float32, and the sum is rounded once.
             if opens:
-                part_of_next.set("weight_grad")
                 self._row_sum = torch.empty(total.shape, dtype=self._wide, device=total.device)
             assert self._row_sum is not None
             accumulate(self._row_sum, dz.t(), along(x, rows), first=opens)
@@ -341,7 +335,6 @@ class WeightGradient:
         """Return dW times `unit` (None: 1), in the weight's dtype, or float32 for float16. Holds it no longer."""
         total, self.total = self.total, None
         if total is None:  # no row had a gradient
-            part_of_next.set("weight_grad")
             total = torch.zeros(self._weight.shape, dtype=self._dtype, device=self._weight.device)
         elif unit is not None:
             total.mul_(unit)
@@ -388,7 +381,6 @@ class HeadGradients:
         if needs.bias:
             assert head.bias is not None
             # float64, because db is small and each element sums all tokens.
-            part_of_next.set("weight_grad")
             self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
         self._is_half = plan.dtype == torch.float16
         self._bias_dtype = None if head.bias is None or self._is_half else head.bias.dtype  # None: as it is summed

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from liger_chunked.engine.candidates import Candidates
 from liger_chunked.engine.cutting import Tile
-from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.engine.live_rows import LiveCount, LiveRows
 from liger_chunked.engine.plan import Tokens
@@ -92,7 +91,6 @@ class HeadPass:
         return self.options.logits_dtype or self.head.weight.dtype
 
     def reserve(self, elements: int) -> None:
-        part_of_next.set("logits")
         self._buffer = self.head.weight.new_empty(elements, dtype=self.logits_dtype)
 
     def release(self) -> None:
@@ -110,7 +108,7 @@ class HeadPass:
         if n_rows * n_columns != buffer.shape[0]:
             buffer = buffer[: n_rows * n_columns]
         logits = buffer.view(n_rows, n_columns)
-        if logits.is_meta or is_dry():
+        if is_dry():
             return logits  # a dry run, as in `accumulate`
         first, matrix = x, weight
         if u is not None:
@@ -258,7 +256,6 @@ class HeadPass:
         if logits.dtype != self.head.weight.dtype:
             assert self._buffer is not None
             if self._rounded is None:
-                part_of_next.set("logits")
                 self._rounded = self.head.weight.new_empty(self._buffer.numel())
             out = along(self._rounded, slice(0, logits.numel())).view(logits.shape)
         head, first_column, class_weight = self.head, tile.vocab_slice.start, self.class_weight

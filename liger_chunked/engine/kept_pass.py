@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.engine.collectives import mapped
-from liger_chunked.engine.estimated import part_of_next
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.live_rows import LiveCount
 from liger_chunked.engine.plan import Tokens
@@ -96,7 +95,6 @@ class KeptPass(HeadPass):
         spread = {name: self._spread(g, positions, 0.0) for name, g in gradients.items()}
         cotangents = normalisers._replace(**spread, temperature=self._temperature(tokens))
         dz = kept_logits_grad(z, entries, cotangents, self.options)
-        part_of_next.set("logits")
         buffer = x.new_empty(self._largest)  # in the products' dtype
         grads.open_chunk(self.head, x, row_slice, tiles, u, None if live is None else live.rows)
         for tile in reversed(tiles):

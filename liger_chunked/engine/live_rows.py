@@ -73,14 +73,9 @@ class LiveCount:
 
     @classmethod
     def start(cls, gradients: Mapping[str, Tensor]) -> LiveCount | None:
-        """Find the live rows of upstream gradients (rows,) or (rows, K).
-
-        None on the meta device, where rows are unknown, and on a CPU if all rows are live.
-        """
+        """Find the live rows of upstream gradients (rows,) or (rows, K). None on a CPU if all rows are live."""
         first = next(iter(gradients.values()))
         n, device = first.shape[0], first.device
-        if first.is_meta:
-            return None
         if is_dry():  # kernels that read `rows` are compiled
             return cls(torch.empty(n, dtype=torch.int64, device=device), None, None)
         is_live = torch.zeros(n, dtype=torch.bool, device=device)

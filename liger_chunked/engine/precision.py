@@ -50,7 +50,7 @@ def refused(dtypes: tuple[torch.dtype | None, ...]) -> tuple[Refused, ...]:
 
 def gemms(device: torch.device, *dtypes: torch.dtype | None) -> AbstractContextManager[None]:
     """Run a block on `device`, without autocast; products accumulate in float32."""
-    permissions, autocast = refused(dtypes), autocast_dtype(device.type) is not None and device.type != "meta"
+    permissions, autocast = refused(dtypes), autocast_dtype(device.type) is not None
     elsewhere = is_elsewhere(device)
     if len(permissions) == 1 and not (autocast or elsewhere):
         return permissions[0]

@@ -82,34 +82,13 @@ def _sorted(p: Tensor) -> tuple[Tensor, Tensor]:
     step = -(-n_rows // 2) if 1 < n_rows < _BY_SEGMENT else max(1, n_rows)
     for start in range(0, n_rows, step):
         block = slice(start, start + step)
-        workspace = _workspace(p[block]) if p.is_meta else None  # for `estimate_memory`, which counts tensors
         torch.sort(p[block], -1, descending=True, out=(values[block], order[block]))
-        del workspace
     return values, order
 
 
-# From the source of torch 2.6 to 2.13 (`aten/src/ATen/native/cuda/SortStable.cu`, `Sort.cpp`): rows of up to
-# `_IN_PLACE` values are sorted in place; from `_BY_SEGMENT` rows on, each row by a program of its own; rows of
-# `_ROW_BY_ROW` values one after another.
-_IN_PLACE, _BY_SEGMENT, _ROW_BY_ROW = 4096, 128, 1_000_000
-
-
-def _workspace(p: Tensor) -> Tensor | None:
-    """Return a tensor as large as what CUDA's sort of rows (n, V) allocates beside its result, None if nothing.
-
-    Of each value: the indices 0, 1, ..., and a second buffer of values and indices, between which cub's passes go to
-    and fro. Fewer than `_BY_SEGMENT` rows are sorted as one list, and then by row: this takes a second list of
-    indices, and the sorted values of all rows.
-    """
-    n_rows, n_columns = p.shape
-    if n_columns <= _IN_PLACE:
-        return None
-    n_bytes = 2 * _INDEX + p.dtype.itemsize
-    if n_rows == 1 or n_columns >= _ROW_BY_ROW:
-        n_rows = 1
-    elif n_rows < _BY_SEGMENT:
-        n_bytes += _INDEX + p.dtype.itemsize
-    return p.new_empty(n_rows * n_columns * n_bytes, dtype=torch.uint8)
+# From the source of torch 2.6 to 2.13 (`aten/src/ATen/native/cuda/SortStable.cu`): from so many rows on, each is sorted
+# by a program of its own. Fewer are sorted as one list, which takes more memory.
+_BY_SEGMENT = 128
 
 
 def _probabilities(logits: Tensor, options: LogitOptions, dtype: torch.dtype) -> Tensor:

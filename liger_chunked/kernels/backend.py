@@ -85,11 +85,9 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def use_triton(x: Tensor) -> bool:
-    """Whether `x` takes the Triton path; meta tensors only allocate."""
+    """Whether `x` takes the Triton path."""
     if x.dtype == torch.float64:
         return False
-    if x.is_meta:
-        return True
     if triton is None:
         if runs_triton(x) and not torch.compiler.is_compiling():
             say_what_triton_lacks(x.device.type)

@@ -201,8 +201,6 @@ class Kernel:
         if collected is not None:
             collected[0].append((self, _without_values(call)))
             return
-        if tensors[0].is_meta:  # type: ignore[union-attr]
-            return
         device = tensors[0].get_device()  # type: ignore[union-attr]
         if _HAS_CURRENT_DEVICE and device != accelerator.current_device():
             with on_device(device):

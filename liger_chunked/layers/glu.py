@@ -305,8 +305,7 @@ def _are_free(gate: Tensor, up: Tensor | None) -> bool:
     if up is None:
         return is_intermediate(gate)
     apart = is_intermediate(gate) and is_intermediate(up)
-    # Meta tensors, which estimates of memory run on, have no addresses.
-    return apart and (gate.is_meta or abs(gate.data_ptr() - up.data_ptr()) >= gate.nbytes)
+    return apart and abs(gate.data_ptr() - up.data_ptr()) >= gate.nbytes
 
 
 def _glu(gate: Tensor, up: Tensor | None, options: _Options, inplace: bool) -> Tensor:

@@ -497,7 +497,6 @@ def test_a_head_with_lora(tmp_path: Path) -> None:
         automatic, small = ours
         assert automatic["products"] == pytest.approx(expected), task
         assert small["products"] <= expected + 1 + rank / hidden, task
-        assert small["estimated_mib"] < automatic["estimated_mib"], task
 
 
 def tokens(task: str) -> int:
@@ -701,7 +700,7 @@ def test_long_contexts(tmp_path: Path) -> None:
     assert len(longest) == len(shapes)
     for of_row in steps:
         ours = [row for name, row in of_row.items() if name.startswith(long_context.OURS)]
-        assert all(row["failure"] is None and row["estimated_mib"] > 0 for row in ours)
+        assert all(row["failure"] is None for row in ours)
         assert {round(row["loss"], 5) for row in ours} == {round(ours[0]["loss"], 5)}
 
 

@@ -354,7 +354,7 @@ def test_work_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     head, x = nn.Linear(h, v, dtype=torch.bfloat16), torch.randn(4, n // 4, h).bfloat16().requires_grad_()
     target = torch.randint(v, (4, n // 4))
     defer_logits(head, logits_budget=2 * v * 20)
-    memory = Memory(meta=False)
+    memory = Memory()
     memory.expect(x, target, *head.parameters())
     with memory:
         F.cross_entropy(head(x).view(-1, v), target.view(-1)).backward()
@@ -373,7 +373,7 @@ def test_metrics_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     head, x = nn.Linear(h, v), torch.randn(4, n // 4, h).requires_grad_()
     defer_logits(head, logits_budget=4 * v * 20)
     for use in (lambda z: z.argmax(-1), lambda z: z.mean(-1), lambda z: z[:2].mean(), lambda z: z.nansum()):
-        memory = Memory(meta=False)
+        memory = Memory()
         memory.expect(x, *head.parameters())
         with memory, FlopCounterMode(display=False) as counter:
             use(head(x))

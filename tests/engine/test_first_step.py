@@ -19,9 +19,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import liger_chunked
 from liger_chunked import (
+    LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
     LigerFusedLinearKLDivLoss,
     LigerFusedLinearOnPolicyDistillationLoss,
     LigerFusedLinearPolicyBase,
@@ -30,13 +32,14 @@ from liger_chunked import (
     linear_token_stats,
     warmup,
 )
-from liger_chunked.cli.losses import DISTILLATION, LOSSES
+from liger_chunked.cli.losses import LOSSES
 from liger_chunked.engine import compile_ahead
 from liger_chunked.kernels import backend, launch
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning.generic import Launch
 from liger_chunked.testing import Sizes, evaluate, random_batch
 
+DISTILLATION = ("kl", "jsd", "tvd", "cosine")
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "shape": (4, 20), "dtype": torch.float32}
 
 
@@ -140,6 +143,40 @@ def test_the_call_is_the_one_of_training(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"device": "gpu0"}, ValueError, "device must be a device such as 'cuda', got 'gpu0'"),
         ({"device": "meta"}, ValueError, "device must have memory, got 'meta'"),
         ({"loss": LigerFusedLinearKLDivLoss(), "teacher_top_k": 65}, ValueError, "teacher_top_k must be at most"),
+        (
+            {"loss": LigerFusedLinearCrossEntropyLoss(), "ref_hidden_size": 8},
+            ValueError,
+            "CrossEntropyLoss takes no ref",
+        ),
+        (
+            {"loss": LigerFusedLinearDPOLoss(use_ref_model=False), "ref_hidden_size": 8},
+            ValueError,
+            "DPOLoss takes no ref",
+        ),
+        ({"loss": linear_token_stats, "teacher_top_k": 8}, ValueError, "takes no teacher, got .*teacher_top_k=8"),
+        ({"loss": LigerFusedLinearJSDLoss()}, ValueError, "takes one of teacher_hidden_size and .*"),
+        (
+            {"loss": LigerFusedLinearCosineSimilarityLoss(), "teacher_top_k": 8},
+            ValueError,
+            "needs the teacher's logits",
+        ),
+        (
+            {"loss": LigerFusedLinearULDLoss()},
+            ValueError,
+            "takes teacher_hidden_size, and no teacher_top_k",
+        ),
+        (
+            {"loss": LigerFusedLinearOnPolicyDistillationLoss(), "teacher_top_k": 8},
+            ValueError,
+            "takes no teacher_top_k",
+        ),
+        (
+            {"loss": LigerFusedLinearJSDLoss(), "teacher_hidden_size": 8, "teacher_vocab_size": 9},
+            ValueError,
+            "at least vocab_size=64",
+        ),
+        ({"teacher_vocab_size": 8}, ValueError, "teacher_vocab_size=8 is given without teacher_hidden_size"),
+        ({"lora_rank": 0}, ValueError, "lora_rank must be positive"),
         ({"hiden_size": 16}, TypeError, "hiden_size"),
     ],
     ids=lambda x: None if isinstance(x, str) else repr(x)[:40],
@@ -443,7 +480,7 @@ def test_a_dry_run_computes_no_products(budget: int | None, monkeypatch: pytest.
 COUNTED = """
 import torch, triton
 from liger_chunked import warmup
-from liger_chunked.cli.losses import DISTILLATION, LOSSES
+from liger_chunked.cli.losses import LOSSES
 from liger_chunked.testing import Sizes, evaluate
 from liger_chunked.cli.bench import _batch
 
@@ -453,7 +490,7 @@ import sys
 name, length = sys.argv[1], int(sys.argv[2])
 loss = LOSSES[name]()
 sizes = {"vocab_size": 151936, "hidden_size": 1024, "shape": (8, length)}
-teacher = {"teacher_hidden_size": 1024} if name in DISTILLATION else {}
+teacher = {"teacher_hidden_size": 1024} if name in ("kl", "jsd", "tvd", "cosine") else {}
 warmup(loss, **sizes, **teacher)
 print(f"warmup compiled {len(compiled)} variants")
 assert compiled

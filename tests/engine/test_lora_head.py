@@ -26,7 +26,6 @@ from liger_chunked import (
     LigerFusedLinearDPOLoss,
     LigerFusedLinearJSDLoss,
     LogitOptions,
-    estimate_memory,
     functional,
     linear_token_stats,
 )
@@ -684,7 +683,7 @@ def test_products_and_largest_tensor_of_a_peft_model(loss):
         return input.hidden_states.sum()
 
     counts = []
-    memory = Memory(meta=False)
+    memory = Memory()
     memory.expect(*model.parameters(), *model.buffers(), *batch.values())
     for arguments in ((sums, sums), (statistics, fused)):
         with flop_counter() as counter, memory:
@@ -708,7 +707,7 @@ def test_a_frozen_weight_has_no_copy(row, dtype, monkeypatch):
     batch = moved(batch, dtype) | {name: x.float() for name, x in batch.items() if name.endswith(("down", "up"))}
     leaves = {name: batch[name].clone().requires_grad_() for name in ("input", "bias", "down", "up") if name in batch}
     budget = 75 * sizes.vocab * dtype.itemsize
-    with Memory(meta=False) as memory:
+    with Memory() as memory:
         memory.expect(*batch.values(), *leaves.values())
         row.ours(with_weights({**batch, **leaves}, adapted), logits_budget=budget).backward()
     assert memory.largest <= max(budget, sizes.vocab * 3 * RANK * 4)
@@ -718,18 +717,6 @@ def test_a_frozen_weight_has_no_copy(row, dtype, monkeypatch):
     assert memory.peak <= budget + 12 * n * sizes.hidden * 4 + of_adapter + per_token + 12 * (4 << 12)
     if dtype == torch.float32:  # with 16 bits, the copies above are larger
         assert memory.peak < budget + sizes.vocab * sizes.hidden * 4 * 3
-
-
-def test_estimated_memory():
-    """The adapter adds hidden states in its dtype, the parts of `up` in two dtypes, and their gradient."""
-    batch = {"vocab_size": 32000, "hidden_size": 2048, "shape": (4, 512), "trainable_head": False}
-    loss, rank = LigerFusedLinearCrossEntropyLoss(), 16
-    plain = estimate_memory(loss, **batch, capability=(8, 0)).peak
-    more = estimate_memory(loss, **batch, capability=(8, 0), lora_rank=rank).peak - plain
-    expected = 4 * 512 * 2048 * 4 + 3 * rank * 32000 * (4 + 2 + 4)
-    assert expected < more < 1.1 * expected
-    with pytest.raises(ValueError, match="lora_rank must be positive"):
-        estimate_memory(loss, **batch, lora_rank=0)
 
 
 # Other dtypes

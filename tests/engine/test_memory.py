@@ -1,4 +1,4 @@
-"""Memory estimates, compared with the measured peaks of steps of every family."""
+"""The formula of a loss's memory, compared with the measured peaks of steps of every family."""
 
 from __future__ import annotations
 
@@ -13,18 +13,15 @@ import torch
 from spies import Memory
 from table import Batch, Row, Sizes, moved, rows
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from liger_chunked import (
-    LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearCPOLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKTOLoss,
-    LigerFusedLinearOnPolicyDistillationLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearSimPOLoss,
@@ -32,6 +29,7 @@ from liger_chunked import (
     MemoryEstimate,
     estimate_memory,
     linear_token_stats,
+    memory,
 )
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
@@ -42,16 +40,15 @@ QWEN, LLAMA = 151936, 128256
 
 CrossEntropy, DPO = LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss
 PAIRS = {"vocab_size": LLAMA, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}  # half of each is prompt
-STUDENT = {"vocab_size": QWEN, "hidden_size": 1536, "teacher_hidden_size": 4096, "shape": (8192,)}
+STUDENT = {"vocab_size": QWEN, "hidden_size": 1536, "shape": (8192,)}
 LLAMA_TOKENS = {"vocab_size": LLAMA, "hidden_size": 4096, "shape": (8192,)}
 QWEN_TOKENS = {"vocab_size": QWEN, "hidden_size": 1536, "shape": (8192,)}
 SMALL_TOKENS = {"vocab_size": QWEN, "hidden_size": 896, "shape": (32768,)}
 MANY_TOKENS = {"vocab_size": QWEN, "hidden_size": 2048, "shape": (65536,)}
-LONG_PAIR = {"vocab_size": QWEN, "hidden_size": 2048, "shape": (2, 16384), "ref_hidden_size": 2048}
+LONG_PAIR = {"vocab_size": QWEN, "hidden_size": 2048, "shape": (2, 16384)}
 ROLLOUTS = {"vocab_size": QWEN, "hidden_size": 2048, "shape": (8, 2048)}
 STATS_BUDGET = {"logits_budget": 256 * MIB}
-# A GPU without the fused epilogue, for tests of the path over logits.
-OVER_LOGITS = {"capability": (8, 0)}
+OVER_LOGITS = {"wide_tiles": False}  # a GPU without the fused epilogue
 # Peaks in MiB on an H200, bfloat16, from the benchmarks.
 MEASURED = [
     (3070, CrossEntropy(), LLAMA_TOKENS),
@@ -67,8 +64,8 @@ MEASURED = [
     (755, linear_token_stats, QWEN_TOKENS | STATS_BUDGET),
     (698, linear_token_stats, SMALL_TOKENS | STATS_BUDGET),
     (1681, linear_token_stats, MANY_TOKENS | STATS_BUDGET),
-    (3262, DPO(), PAIRS | {"ref_hidden_size": 4096}),
-    (3150, DPO(logits_budget=256 * MIB), PAIRS | {"ref_hidden_size": 4096}),  # one pair exceeds the budget
+    (3262, DPO(), PAIRS),
+    (3150, DPO(logits_budget=256 * MIB), PAIRS),  # one pair exceeds the budget
     (2034, DPO(), LONG_PAIR),
     (3262, LigerFusedLinearORPOLoss(), PAIRS),
     (3262, LigerFusedLinearCPOLoss(), PAIRS),
@@ -91,8 +88,9 @@ MEASURED = [
     MEASURED,
     ids=[f"{getattr(loss, '__name__', type(loss).__name__)}-{mib}" for mib, loss, _ in MEASURED],
 )
-def test_agrees_with_benchmarks(mib, loss, batch):
-    estimate = estimate_memory(loss, **{"capability": (9, 0), **batch})
+def test_agrees_with_benchmarks(mib, loss, batch, monkeypatch):
+    monkeypatch.setattr(memory, "_has_wide_tiles", lambda: batch.get("wide_tiles", True))
+    estimate = estimate_memory(loss, **{name: x for name, x in batch.items() if name != "wide_tiles"})
     assert estimate.peak / MIB == pytest.approx(mib, rel=0.005), str(estimate)
 
 
@@ -112,9 +110,10 @@ ULD = Row("uld", _uld, _uld, _of_other_vocabulary)  # compared with its own peak
 FAMILIES = {
     "ce", "ce-none", "dpo-sigmoid", "dpo-aot", "dpo-ref_logps-of-tokens", "orpo-nll_target", "cpo-sigmoid", "simpo",
     "kto", "kto-kl-of-mismatched", "bco", "kl", "jsd", "jsd-padded-teacher", "tvd", "cosine", "squared-error",
-    "kl-top-k", "grpo", "grpo-kl", "gspo", "grpo-top-entropy", "stats-all",
+    "grpo", "grpo-kl", "gspo", "grpo-top-entropy", "stats-all",
     "on-policy-distillation-old-clipped", "on-policy-distillation-logps-advantages",
 }  # fmt: skip
+WITHOUT_KERNEL = {"uld", "squared-error"}  # take at most what they are counted with
 ENGINES = {"ce", "dpo-sigmoid", "jsd", "stats-all"}
 TRAINABLE = {
     "all": {},
@@ -142,7 +141,6 @@ def predicted(row: Row, batch: Batch, budget: int | None, **settings: Any) -> Me
         row.ours(batch, logits_budget=budget)
     hook.remove()
     vocab_size, hidden_size = batch["weight"].shape
-    hidden = {name: batch[f"{name}_input"].shape[-1] for name in ("ref", "teacher") if f"{name}_input" in batch}
     return estimate_memory(
         modules[0] if modules else linear_token_stats,
         vocab_size=vocab_size,
@@ -150,11 +148,6 @@ def predicted(row: Row, batch: Batch, budget: int | None, **settings: Any) -> Me
         shape=batch["target"].shape,
         valid=(batch["target"] != -100).sum(-1).tolist(),
         dtype=batch["weight"].dtype,
-        bias="bias" in batch,
-        ref_hidden_size=hidden.get("ref"),
-        teacher_hidden_size=hidden.get("teacher"),
-        teacher_vocab_size=batch["teacher_weight"].shape[0] if "teacher_weight" in batch else None,
-        teacher_top_k=batch["teacher_ids"].shape[-1] if "teacher_ids" in batch else None,
         logits_budget=budget,
         **settings,
     )
@@ -181,44 +174,22 @@ def budget_of(batch: Batch, part: float) -> int:
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize(("row", "part", "trainable"), CASES)
 def test_agrees_with_steps_on_a_cpu(row, part, trainable, monkeypatch):
-    assert_agrees_on_a_cpu(row, part, trainable, monkeypatch, length=96)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_teacher_of_twice_the_vocabulary_fits_the_budget(dtype):
-    """With the workspace of CUDA's sort, which the budget counts."""
-    loss = LigerFusedLinearULDLoss(logits_budget=512 * MIB)
-    sizes: dict[str, Any] = {"hidden_size": 8, "teacher_hidden_size": 8, "shape": (4, 1000), "dtype": dtype}
-    estimate = estimate_memory(loss, vocab_size=20000, teacher_vocab_size=40000, trainable_head=False, **sizes)
-    of_tokens = 64 * 4000  # what is not logits: gradients of hidden states, and some numbers of each token
-    assert 0.95 * 512 * MIB < estimate.peak <= 512 * MIB + of_tokens
-
-
-@pytest.mark.sampled
-@pytest.mark.ordinary_memory
-@pytest.mark.parametrize("trainable", TRAINABLE)
-@pytest.mark.parametrize("part", [1.0, 0.3])
-@pytest.mark.parametrize("row", rows("kl", "jsd", "squared-error"), ids=repr)
-def test_agrees_with_steps_of_several_blocks(row, part, trainable, monkeypatch, cut_with):
-    cut_with(FEWEST_TEACHER_TOKENS=16, TEACHER_TOKENS=16, TEACHER_VOCAB=16)
-    assert_agrees_on_a_cpu(row, part, trainable, monkeypatch, length=160)
-
-
-def assert_agrees_on_a_cpu(row: Row, part: float, trainable: str, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
-    """Compare in float32, where a CPU accumulates products as a GPU does."""
-    sizes = Sizes(sequences=4, length=length, hidden=48, vocab=2053, ref_hidden=64)
-    # Subtract the CPU path's blocks, about a dozen of one row each, which a GPU does not have.
+    """In float32, where a CPU accumulates products as a GPU does."""
+    sizes = Sizes(sequences=4, length=96, hidden=128, vocab=4099, ref_hidden=160)
+    # The CPU path's blocks, about a dozen of one row each, which a GPU does not have.
     monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", sizes.vocab)
     blocks = 12 * 4 * sizes.vocab
     batch = moved(row.sample(sizes, seed=0), torch.float32)
     leaves = leaves_of(batch, **TRAINABLE[trainable])
     budget = budget_of(batch, part)
     estimate = predicted(row, batch, budget, **TRAINABLE[trainable])
-    memory = Memory()
-    memory.expect(*batch.values(), *leaves.values())
-    with memory:
+    measured = Memory()
+    measured.expect(*batch.values(), *leaves.values())
+    with measured:
         step(row, batch, leaves, budget)
-    assert 0.95 * (memory.peak - blocks) <= estimate.peak <= 1.05 * memory.peak, f"{estimate}, not {memory.peak}"
+    assert 0.95 * (measured.peak - blocks) <= estimate.peak, f"{estimate}, not {measured.peak}"
+    if row.id not in WITHOUT_KERNEL:
+        assert estimate.peak <= 1.05 * measured.peak, f"{estimate}, not {measured.peak}"
 
 
 @pytest.mark.ordinary_memory
@@ -278,9 +249,10 @@ def test_agrees_with_the_allocator(row, part, trainable):
     leaves, budget = leaves_of(batch, **TRAINABLE[trainable]), budget_of(batch, part)
     estimate = predicted(row, batch, budget, **TRAINABLE[trainable])
     peak = peak_on_gpu(row, batch, leaves, budget)
-    assert estimate.peak == pytest.approx(peak, rel=0.05), (
-        f"predicted/measured {estimate.peak / peak:.3f}: {peak / MIB:.1f} MiB, not {estimate}"
-    )
+    message = f"predicted/measured {estimate.peak / peak:.3f}: {peak / MIB:.1f} MiB, not {estimate}"
+    assert 0.95 * peak <= estimate.peak, message
+    if row.id not in WITHOUT_KERNEL:
+        assert estimate.peak <= 1.05 * peak, message
 
 
 @pytest.mark.gpu
@@ -313,26 +285,9 @@ BY_EPILOGUE = [
     pytest.param(SMALL_TOKENS, "all", id="chunks"),
     pytest.param(SMALL_TOKENS, "frozen-head", id="chunks-frozen-head"),
     pytest.param(SMALL_TOKENS | {"valid": 20000}, "all", id="chunks-ignored"),
-    # One chunk needs 140 MiB, so the allocator's rounding of two tensors does not matter.
-    pytest.param(SMALL_TOKENS | {"logits_budget": 32768 * QWEN * 2}, "nothing", id="nothing"),
     pytest.param(QWEN_TOKENS | {"logits_budget": 2048 * QWEN * 2}, "all", id="budget"),
     pytest.param(QWEN_TOKENS | {"logits_budget": 8192 * QWEN * 2}, "frozen-head", id="one-chunk-frozen-head"),
 ]
-
-
-@pytest.mark.parametrize(("batch", "trainable"), BY_EPILOGUE)
-def test_hopper_takes_its_own_path(batch, trainable):
-    over_logits, hopper = (
-        estimate_memory(CrossEntropy(), **batch, **TRAINABLE[trainable], capability=c) for c in ((8, 0), (9, 0))
-    )
-    assert hopper.weight_grad == over_logits.weight_grad and hopper.hidden == over_logits.hidden
-    if trainable == "nothing":
-        assert hopper.logits == 0
-    else:
-        assert hopper.logits == over_logits.logits  # QWEN is a multiple of 8
-        assert over_logits.other < hopper.other < 0.03 * hopper.logits
-    if not torch.accelerator.is_available():
-        assert hopper == estimate_memory(CrossEntropy(), **batch, **TRAINABLE[trainable])
 
 
 @pytest.mark.gpu
@@ -366,6 +321,21 @@ def test_agrees_with_the_allocator_by_the_epilogue(batch, trainable, monkeypatch
     )
 
 
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_teacher", [20000, 40000])
+def test_the_budget_of_sorted_logits_holds_the_workspace_of_a_sort(of_teacher, dtype):
+    n, budget = 4000, 512 * MIB
+    weight, teacher_weight = (torch.randn(rows, 8, device="cuda", dtype=dtype) for rows in (20000, of_teacher))
+    input = torch.randn(n, 8, device="cuda", dtype=dtype, requires_grad=True)
+    loss = LigerFusedLinearULDLoss(logits_budget=budget)
+    peak = peak_of(lambda: loss(weight, input, teacher_weight, input.detach())[0].backward(), [input])
+    of_tokens = 64 * n  # what is not logits: gradients of hidden states, and some numbers of each token
+    assert peak <= budget + of_tokens + 4 * MIB  # by which the allocator rounds
+
+
 FIXED = {"vocab_size": 32000, "hidden_size": 512, "shape": (8, 512)}
 
 
@@ -381,36 +351,14 @@ def test_the_budget_holds():
         assert estimate == estimate_memory(CrossEntropy(), **FIXED, trainable_head=False, logits_budget=budget)
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        torch.no_grad,
-        torch.inference_mode,
-        torch.autograd.detect_anomaly,
-        torch.autograd.graph.save_on_cpu,
-        FakeTensorMode,
-    ],
-)
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
-def test_the_callers_modes_change_nothing(mode):
-    losses = {CrossEntropy(): {}, LigerFusedLinearJSDLoss(): {"teacher_hidden_size": 256}, linear_token_stats: {}}
-    for loss, arguments in losses.items():
-        expected = estimate_memory(loss, **FIXED, **arguments)
-        with mode():
-            assert estimate_memory(loss, **FIXED, **arguments) == expected
-        assert estimate_memory(loss, **FIXED, **arguments) == expected
-
-
 def test_what_is_frozen_takes_nothing():
-    fixed = FIXED | OVER_LOGITS
-    whole = estimate_memory(CrossEntropy(), **fixed)
-    frozen = estimate_memory(CrossEntropy(), **fixed, trainable_head=False)
+    whole = estimate_memory(CrossEntropy(), **FIXED)
+    frozen = estimate_memory(CrossEntropy(), **FIXED, trainable_head=False)
     assert whole.weight_grad == 2 * 32000 * 512 and frozen.weight_grad == 0
     assert whole.peak - frozen.peak == whole.weight_grad
-    forward = estimate_memory(CrossEntropy(), **fixed, trainable_head=False, trainable_input=False)
-    by_logps = 4 * 8 * 512  # the gradient of each token's log-probability
+    forward = estimate_memory(CrossEntropy(), **FIXED, trainable_head=False, trainable_input=False)
     assert frozen.input_grad == 2 * 8 * 512 * 512
-    assert frozen.peak - forward.peak == frozen.input_grad + by_logps
+    assert frozen.peak - forward.peak == frozen.input_grad
 
 
 def test_a_batch_may_give_its_lengths():
@@ -427,9 +375,7 @@ def test_a_loss_of_ones_own():
         def preference_loss(self, pairs):
             return -pairs.logps.diff(dim=-1).squeeze(-1)
 
-    # A callable, because DPO's own formulas run in a kernel with a few more numbers for each pair.
-    own_formula = DPO(loss_type=lambda pairs: -pairs.logps.diff(dim=-1).squeeze(-1))
-    assert estimate_memory(Margin(), **FIXED) == estimate_memory(own_formula, **FIXED)
+    assert estimate_memory(Margin(), **FIXED) == estimate_memory(DPO(), **FIXED)
 
 
 def test_readable():
@@ -447,15 +393,6 @@ def test_readable():
         (CrossEntropy(), {"valid": [512] * 7}, "one up to 512 for each of 8 sequences, got "),
         (CrossEntropy(), {"vocab_size": 0}, "vocab_size must be positive, got 0"),
         (CrossEntropy(), {"logits_budget": 0}, "logits_budget must be a positive number of bytes or None, got 0"),
-        (CrossEntropy(), {"ref_hidden_size": 512}, "CrossEntropyLoss takes no reference, got ref_hidden_size=512"),
-        (DPO(use_ref_model=False), {"ref_hidden_size": 512}, "DPOLoss takes no reference"),
-        (linear_token_stats, {"teacher_top_k": 8}, "linear_token_stats takes no teacher, got .*teacher_top_k=8"),
-        (LigerFusedLinearJSDLoss(), {}, "takes one of teacher_hidden_size and teacher_top_k, got .*None"),
-        (LigerFusedLinearCosineSimilarityLoss(), {"teacher_top_k": 8}, "needs the teacher's logits, got teacher_top_k"),
-        (LigerFusedLinearULDLoss(), {}, "takes teacher_hidden_size, and no teacher_top_k, got .*=None"),
-        (LigerFusedLinearOnPolicyDistillationLoss(), {"teacher_top_k": 8}, "takes no teacher_top_k, got "),
-        (LigerFusedLinearJSDLoss(), {"teacher_hidden_size": 8, "teacher_vocab_size": 9}, "at least vocab_size=32000"),
-        (CrossEntropy(), {"teacher_vocab_size": 8}, "teacher_vocab_size=8 is given without teacher_hidden_size"),
     ],
 )  # fmt: skip
 def test_refuses(loss, settings, message):

@@ -628,9 +628,6 @@ def settings() -> dict[str, Callable[[Any], Any]]:
         "vocab_size": lambda value: lc.estimate_memory(
             lc.linear_token_stats, vocab_size=value, hidden_size=8, shape=(2, 4)
         ),
-        "capability": lambda value: lc.estimate_memory(
-            lc.linear_token_stats, vocab_size=8, hidden_size=8, shape=(2, 4), capability=value
-        ),
     }
 
 

@@ -10,7 +10,6 @@ versions.require(__name__, "transformers")
 
 from liger_chunked.integrations.transformers.attach import attach_head, detach_head, run_head
 from liger_chunked.integrations.transformers.check import ModelReport, check_model
-from liger_chunked.integrations.transformers.estimate import StepEstimate, estimate_step, longest_sequence
 from liger_chunked.integrations.transformers.forward import logit_options
 from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput
 from liger_chunked.integrations.transformers.kept_ids import KeptIdsRecorder, record_kept_ids
@@ -53,14 +52,11 @@ __all__ = [
     "KeptIdsRecorder",
     "ModelReport",
     "SharedBatch",
-    "StepEstimate",
     "apply_liger_kernel",
     "attach_head",
     "check_model",
     "detach_head",
-    "estimate_step",
     "logit_options",
-    "longest_sequence",
     "record_kept_ids",
     "register_layer",
     "revert_liger_kernel",
