@@ -473,6 +473,7 @@ def collect(target: Target, quick: bool) -> list[tuple[str, Any, tuple[Any, ...]
     """Return the launches of all tasks on a target: task, kernel and call; with `quick`, the largest of each kernel."""
     import torch
 
+    from liger_chunked.kernels import backend
     from liger_chunked.kernels.launch import collected_launches
     from liger_chunked.kernels.tuning import TUNING, table_of
 

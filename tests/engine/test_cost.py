@@ -9,7 +9,7 @@ from table import ROWS, Batch, Row, Sizes, live_fraction, moved, n_valid
 
 from liger_chunked import linear_token_stats
 from liger_chunked.engine import gradients
-from liger_chunked.kernels import backend, kept
+from liger_chunked.kernels import add_rows, backend
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 by_row_of_products = pytest.mark.parametrize("row", [row for row in ROWS if row.products], ids=repr)
@@ -120,7 +120,7 @@ def test_memory(row, dtype, tokens_in_budget, monkeypatch):
     # The CPU path works in blocks of a constant size: keep them smaller than these shapes.
     monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
     monkeypatch.setattr(gradients, "UPCAST_BLOCK", 1 << 12)
-    monkeypatch.setattr(kept, "UPCAST_BLOCK", 1 << 12)
+    monkeypatch.setattr(add_rows, "UPCAST_BLOCK", 1 << 12)
     batch = moved(row.sample(MEMORY_SIZES, seed=0), dtype)
     leaves = {name: batch[name].clone().requires_grad_() for name in ("weight", "input", "bias") if name in batch}
     n, v, h = n_valid(batch), MEMORY_SIZES.vocab, MEMORY_SIZES.hidden

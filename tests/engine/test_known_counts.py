@@ -228,7 +228,7 @@ def candidates_of(target: Tensor) -> Tensor:
 
 def statistics(batch: Batch, **settings: Any) -> Tensor:
     stats = linear_token_stats(**batch, **settings)
-    found = [x for x in stats if x is not None]
+    found = [x for x in stats._replace(candidate_logps=None) if x is not None]
     return sum(x.exp().sum() for x in found)
 
 
