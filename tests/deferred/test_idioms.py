@@ -122,6 +122,12 @@ def loss_and_entropy(w: World) -> Any:
     return ce(z, w.y) - 0.01 * entropy(z).mean()
 
 
+def entropy_of_some_tokens(w: World) -> Any:
+    """The product is made of all tokens, and its rows are selected before the sum."""
+    logp = F.log_softmax(w.z(), -1)
+    return -(logp.exp() * logp)[w.mask].sum(-1).mean()
+
+
 def entropy_of_probabilities(w: World) -> Any:
     z = w.z()
     p = F.softmax(z, dim=-1)
@@ -313,6 +319,7 @@ EXACT: dict[str, Callable[[World], Any]] = {
     "masked-fill": masked_vocabulary,
     "entropy": loss_and_entropy,
     "entropy-softmax": entropy_of_probabilities,
+    "entropy-of-some-tokens": entropy_of_some_tokens,
     "entropy-categorical": lambda w: torch.distributions.Categorical(logits=w.z()).entropy(),
     "categorical-log-prob": lambda w: torch.distributions.Categorical(logits=w.z()).log_prob(w.ids),
     "distillation": distillation(False),
