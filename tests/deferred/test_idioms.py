@@ -245,6 +245,7 @@ CLASS_WEIGHT = torch.linspace(0.2, 2, V, dtype=torch.float64)
 FUSED: dict[str, Callable[[World], Any]] = {
     "view": lambda w: F.cross_entropy(w.z().view(-1, V), w.y.view(-1)),
     "flatten": lambda w: F.cross_entropy(w.z().flatten(0, 1), w.y.flatten()),
+    "entropy-of-some-tokens": entropy_of_some_tokens,
     "flatten-end": lambda w: F.cross_entropy(w.z().flatten(end_dim=-2), w.y.flatten()),
     "reshape-size": lambda w: (lambda z: F.cross_entropy(z.reshape(-1, z.size(-1)), w.y.reshape(-1)))(w.z()),
     "module": lambda w: nn.CrossEntropyLoss(ignore_index=-100)(w.rows(), w.y.view(-1)),
@@ -319,7 +320,6 @@ EXACT: dict[str, Callable[[World], Any]] = {
     "masked-fill": masked_vocabulary,
     "entropy": loss_and_entropy,
     "entropy-softmax": entropy_of_probabilities,
-    "entropy-of-some-tokens": entropy_of_some_tokens,
     "entropy-categorical": lambda w: torch.distributions.Categorical(logits=w.z()).entropy(),
     "categorical-log-prob": lambda w: torch.distributions.Categorical(logits=w.z()).log_prob(w.ids),
     "distillation": distillation(False),
