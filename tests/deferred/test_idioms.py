@@ -122,6 +122,12 @@ def loss_and_entropy(w: World) -> Any:
     return ce(z, w.y) - 0.01 * entropy(z).mean()
 
 
+def entropy_of_some_tokens(w: World) -> Any:
+    """The product is made of all tokens, and its rows are selected before the sum."""
+    logp = F.log_softmax(w.z(), -1)
+    return -(logp.exp() * logp)[w.mask].sum(-1).mean()
+
+
 def entropy_of_probabilities(w: World) -> Any:
     z = w.z()
     p = F.softmax(z, dim=-1)
@@ -239,6 +245,7 @@ CLASS_WEIGHT = torch.linspace(0.2, 2, V, dtype=torch.float64)
 FUSED: dict[str, Callable[[World], Any]] = {
     "view": lambda w: F.cross_entropy(w.z().view(-1, V), w.y.view(-1)),
     "flatten": lambda w: F.cross_entropy(w.z().flatten(0, 1), w.y.flatten()),
+    "entropy-of-some-tokens": entropy_of_some_tokens,
     "flatten-end": lambda w: F.cross_entropy(w.z().flatten(end_dim=-2), w.y.flatten()),
     "reshape-size": lambda w: (lambda z: F.cross_entropy(z.reshape(-1, z.size(-1)), w.y.reshape(-1)))(w.z()),
     "module": lambda w: nn.CrossEntropyLoss(ignore_index=-100)(w.rows(), w.y.view(-1)),
