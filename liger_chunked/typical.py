@@ -1,4 +1,4 @@
-"""A loss's call on a batch of given sizes: `estimate_memory` runs it without values, and `warmup` on random ones."""
+"""A loss's call on a batch of given sizes, which `estimate_memory` runs without values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from liger_chunked.losses import (
     LigerFusedLinearULDLoss,
     LigerFusedLinearUnpairedPreferenceBase,
 )
-from liger_chunked.losses.settings import is_set
 from liger_chunked.types import AdaptedWeight, LogitOptions, check_number, shown
 
 Loss = nn.Module | Callable[..., Any]
@@ -195,18 +194,6 @@ class TypicalCall:
         if not isinstance(loss, LigerFusedLinearULDLoss):
             given["target"] = random.ids(self.vocab_size, *shape)
         return given, [x for x in (given["input"], *leaves) if x.requires_grad]
-
-    @property
-    def optional(self) -> list[str]:
-        """The arguments of `arguments` that a call may leave out, and without which it launches other kernels.
-
-        None of a loss whose formula no kernel knows: it launches the same ones, and a subclass may need the argument.
-        """
-        loss = self.loss
-        if not isinstance(loss, LigerFusedLinearPolicyBase) or loss._term_of_step() is None:
-            return []
-        has_reference = self.ref_hidden_size is not None or loss.needs_reference or is_set(loss.beta)
-        return ["old_logps"] if has_reference else ["old_logps", "ref_logps"]
 
     def marked(self, given: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
         """Return the argument that marks the first tokens of each sequence as those that count."""

@@ -1,8 +1,7 @@
-"""`warmup` compiles all that a step launches, and leaves nothing behind."""
+"""A first step compiles its kernels together, and later ones compile nothing."""
 
 from __future__ import annotations
 
-import gc
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -17,154 +16,16 @@ from table import ROWS, SMALL, Row
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-import liger_chunked
 from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearKLDivLoss,
-    LigerFusedLinearOnPolicyDistillationLoss,
-    LigerFusedLinearPolicyBase,
-    LigerFusedLinearPreferenceBase,
-    LigerFusedLinearULDLoss,
     linear_token_stats,
-    warmup,
 )
-from liger_chunked.cli.losses import DISTILLATION, LOSSES
+from liger_chunked.cli.losses import LOSSES
 from liger_chunked.engine import compile_ahead
 from liger_chunked.kernels import backend, launch
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning.generic import Launch
 from liger_chunked.testing import Sizes, evaluate, random_batch
-
-SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "shape": (4, 20), "dtype": torch.float32}
-
-
-def sizes_of(name: str, **others: Any) -> dict[str, Any]:
-    teacher = {"teacher_hidden_size": 24} if name in DISTILLATION else {}
-    return {**SIZES, **teacher, **others}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_every_loss(name: str, device: str) -> None:
-    state = torch.get_rng_state()
-    warmup(LOSSES[name](), **sizes_of(name), device=device)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize(
-    "others",
-    [
-        {"bias": True},
-        {"lora_rank": 4, "trainable_head": False},
-        {"trainable_head": False},
-        {"trainable_head": False, "trainable_input": False},
-        {"autocast": torch.bfloat16},
-        {"dtype": torch.bfloat16, "bias": True, "lora_rank": 4},
-        {"valid": 7},
-        {"valid": [20, 0, 1, 17]},
-        {"ref_hidden_size": 24, "bias": True},
-    ],
-    ids=repr,
-)
-def test_options(others: dict[str, Any]) -> None:
-    warmup(LigerFusedLinearDPOLoss(), **{**SIZES, **others}, device="cpu")
-
-
-def test_other_calls() -> None:
-    warmup(LigerFusedLinearKLDivLoss(), **SIZES, teacher_top_k=5, device="cpu")
-    warmup(LigerFusedLinearULDLoss(), **SIZES, teacher_hidden_size=8, teacher_vocab_size=70, device="cpu")
-    warmup(LigerFusedLinearOnPolicyDistillationLoss(), **SIZES, device="cpu")
-    warmup(LigerFusedLinearOnPolicyDistillationLoss(), **SIZES, teacher_hidden_size=8, device="cpu")
-    warmup(LigerFusedLinearCrossEntropyLoss(reduction="none"), **SIZES | {"shape": (33,)}, device="cpu")
-    warmup(linear_token_stats, **SIZES, outputs=("logps", "entropy", "argmax"), logits_budget=4096, device="cpu")
-
-
-def test_rollouts_get_what_their_formula_reads() -> None:
-    """A formula that no kernel knows runs three times, with all arguments: it may read a reference without a KL."""
-    seen: list[bool] = []
-
-    class Loss(LigerFusedLinearPolicyBase):
-        def policy_loss(self, rollouts: Any) -> Tensor:
-            seen.append(torch.equal(rollouts.old_logps, rollouts.logps.detach()))
-            return (rollouts.logps - rollouts.ref_logps).square() - rollouts.ratio * rollouts.advantages
-
-    warmup(Loss(), **SIZES, device="cpu")
-    assert seen == [False, False, False]
-
-
-def test_the_call_is_the_one_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss itself runs, with a forward and a backward, on tokens of three numbers."""
-    seen: list[tuple[dict[str, Any], int]] = []
-
-    class Loss(LigerFusedLinearPreferenceBase):
-        def preference_loss(self, pairs: Any) -> Tensor:
-            return -(self.beta * (pairs.logps[:, 0] - pairs.logps[:, 1]))
-
-        def forward(self, *args: Any, **given: Any) -> Any:
-            assert not args
-            seen.append(({k: (x.dtype, tuple(x.shape)) for k, x in given.items()}, int((given["target"] >= 0).sum())))
-            return super().forward(**given)
-
-    backwards: list[int] = []
-    grad = torch.autograd.grad
-
-    def counted(outputs: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        backwards.append(sum(x.shape in ((4, 32, 16), (64, 16)) for x in inputs))
-        return grad(outputs, inputs, *args, **options)
-
-    monkeypatch.setattr(torch.autograd, "grad", counted)
-    warmup(Loss(), **SIZES | {"shape": (4, 32), "dtype": torch.bfloat16}, device="cpu")
-    assert [n for _, n in seen] == [128, 127, 126]
-    assert backwards.count(2) == 3  # of hidden states and weight
-    assert seen[0][0] == {
-        "weight": (torch.bfloat16, (64, 16)),
-        "input": (torch.bfloat16, (4, 32, 16)),
-        "ref_logps": (torch.float32, (4, 32)),
-        "target": (torch.int64, (4, 32)),
-    }
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"loss": LigerFusedLinearDPOLoss}, TypeError, "loss must be .* got the class LigerFusedLinearDPOLoss"),
-        ({"vocab_size": 0}, ValueError, "vocab_size must be positive, got 0"),
-        ({"hidden_size": 16.0}, TypeError, "hidden_size must be an int.* got 16.0"),
-        ({"dtype": "bfloat16"}, TypeError, "dtype must be a torch.dtype, got 'bfloat16'"),
-        ({"shape": (3, 8)}, ValueError, "as many chosen as rejected .* odd 3"),
-        ({"shape": (8,)}, ValueError, r"shape must be \(B, T\)"),
-        ({"shape": 8}, TypeError, "shape must be a tuple of ints"),
-        ({"valid": 1000}, ValueError, "valid must be a count up to 80"),
-        ({"teacher_hidden_size": 8}, ValueError, "takes no teacher, got teacher_hidden_size=8"),
-        ({"device": "gpu0"}, ValueError, "device must be a device such as 'cuda', got 'gpu0'"),
-        ({"device": "meta"}, ValueError, "device must have memory, got 'meta'"),
-        ({"loss": LigerFusedLinearKLDivLoss(), "teacher_top_k": 65}, ValueError, "teacher_top_k must be at most"),
-        ({"hiden_size": 16}, TypeError, "hiden_size"),
-    ],
-    ids=lambda x: None if isinstance(x, str) else repr(x)[:40],
-)
-def test_refuses(given: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments = {"loss": LigerFusedLinearDPOLoss(), **SIZES, "device": "cpu", **given}
-    with pytest.raises(error, match=message):
-        warmup(**arguments)
-
-
-@pytest.mark.ordinary_memory
-def test_leaves_nothing_behind() -> None:
-    """No tensors, and no gradients of those that the loss holds."""
-    class_weight = torch.ones(64, requires_grad=True)
-    loss = LigerFusedLinearCrossEntropyLoss(ce_weight=class_weight.detach())
-
-    def alive() -> int:
-        gc.collect()
-        return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
-
-    warmup(loss, **SIZES, device="cpu")  # fills caches
-    before = alive()
-    warmup(loss, **SIZES, device="cpu")
-    assert alive() == before
-    assert class_weight.grad is None
 
 
 def variant(kernel: Kernel, tensors: Any, numbers: Any, num_warps: int, num_stages: Any, descriptors: Any) -> Any:
@@ -185,9 +46,6 @@ def variant(kernel: Kernel, tensors: Any, numbers: Any, num_warps: int, num_stag
     return tuple(key + [x is None for x in descriptors])
 
 
-INTERPRETED = {("cross-entropy", 3), ("dpo", 1)}
-
-
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Any]]:
     found: set[Any] = set()
@@ -199,71 +57,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Any]]:
 
     monkeypatch.setattr(Kernel, "_launch", watched)
     yield found
-
-
-@pytest.mark.triton
-@pytest.mark.ordinary_memory
-@pytest.mark.skipif(not backend.INTERPRETED, reason="records launches: runs with TRITON_INTERPRET=1")
-@pytest.mark.filterwarnings("ignore:logits_budget=:UserWarning")
-@pytest.mark.parametrize(
-    ("name", "chunks"),
-    [
-        # The interpreter takes seconds for each.
-        pytest.param(name, chunks, marks=[] if (name, chunks) in INTERPRETED else [pytest.mark.exhaustive])
-        for name in LOSSES
-        if name != "token-stats"
-        for chunks in (1, 3)
-    ],
-)
-def test_every_variant_of_later_steps(name: str, chunks: int, launched: set[Any]) -> None:
-    """Steps on batches of many lengths launch no variant of a kernel that the warmup did not."""
-    shape, vocab, hidden = (6, 16), 32, 16
-    loss: Any = LOSSES[name]()
-    if chunks > 1:
-        loss = type(loss)(logits_budget=shape[0] // chunks * shape[1] * vocab * 4)
-    teacher = {"teacher_hidden_size": hidden} if name in DISTILLATION else {}
-    warmup(loss, vocab_size=vocab, hidden_size=hidden, shape=shape, dtype=torch.float32, device="cpu", **teacher)
-    warm = set(launched)
-    assert warm
-    for seed in range(2):
-        launched.clear()
-        batch = random_batch(loss, seed, Sizes(*shape, hidden, vocab, hidden))
-        del batch["bias"]
-        given = {
-            key: x.float() if isinstance(x, Tensor) and x.dtype == torch.float64 else x for key, x in batch.items()
-        }
-        evaluate(loss, given)
-        assert launched <= warm, launched - warm
-
-
-@pytest.mark.triton
-@pytest.mark.ordinary_memory
-@pytest.mark.skipif(not backend.INTERPRETED, reason="records launches: runs with TRITON_INTERPRET=1")
-@pytest.mark.parametrize(
-    ("settings", "left_out"),
-    [
-        ({}, ["ref_logps"]),
-        ({}, ["old_logps", "ref_logps"]),
-        pytest.param({}, ["old_logps"], marks=pytest.mark.exhaustive),
-        pytest.param({"beta": 0.1}, ["old_logps"], marks=pytest.mark.exhaustive),
-    ],
-    ids=["no-reference", "on-policy", "on-policy-reference", "kl"],
-)
-@pytest.mark.parametrize("counts", [False, True], ids=["", "n_valid"])
-def test_every_variant_of_rollouts(
-    settings: dict[str, float], left_out: list[str], counts: bool, launched: set[Any]
-) -> None:
-    """A policy's kernels are compiled with and without the log-probabilities that a call may leave out."""
-    shape, vocab, hidden = (4, 16), 64, 32  # of `batch_of`
-    loss = LigerFusedLinearGRPOLoss(**settings)
-    warmup(loss, vocab_size=vocab, hidden_size=hidden, shape=shape, dtype=torch.float32, device="cpu")
-    warm = set(launched)
-    launched.clear()
-    given = batch_of(loss, torch.float32)
-    given |= {"n_valid": (given["target"] != -100).sum(1).tolist()} if counts else {}
-    evaluate(loss, {name: x for name, x in given.items() if name not in left_out})
-    assert launched
-    assert launched <= warm, launched - warm
 
 
 @pytest.fixture
@@ -440,47 +233,6 @@ def test_a_dry_run_computes_no_products(budget: int | None, monkeypatch: pytest.
     assert flops[0] == flops[1] > 0
 
 
-COUNTED = """
-import torch, triton
-from liger_chunked import warmup
-from liger_chunked.cli.losses import DISTILLATION, LOSSES
-from liger_chunked.testing import Sizes, evaluate
-from liger_chunked.cli.bench import _batch
-
-compiled = []
-triton.knobs.runtime.jit_cache_hook = lambda **call: compiled.append(call["repr"]) and None
-import sys
-name, length = sys.argv[1], int(sys.argv[2])
-loss = LOSSES[name]()
-sizes = {"vocab_size": 151936, "hidden_size": 1024, "shape": (8, length)}
-teacher = {"teacher_hidden_size": 1024} if name in DISTILLATION else {}
-warmup(loss, **sizes, **teacher)
-print(f"warmup compiled {len(compiled)} variants")
-assert compiled
-allocated = torch.cuda.memory_allocated()
-compiled.clear()
-batch = _batch(loss, Sizes(8, length, 1024, 151936, 1024), "cuda", torch.bfloat16)
-for lengths in ([length] * 8, [length - 5 * i for i in range(8)], [length - 16 * i - 1 for i in range(8)]):
-    ignored = torch.arange(length, device="cuda") >= torch.tensor(lengths, device="cuda")[:, None]
-    batch["target"] = batch["target"].masked_fill(ignored, -100)
-    evaluate(loss, batch)
-if name == "grpo":
-    for side in ("ref_logps", "old_logps"):
-        del batch[side]
-        evaluate(loss, batch)
-assert not compiled, compiled
-assert allocated < 65 << 20, allocated  # two streams' workspaces of cuBLAS, 32 MiB each, and cached scalars
-"""
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("length", [256, 2048], ids=["one-chunk", "several"])
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "token-stats"])
-def test_later_steps_compile_nothing(name: str, length: int, fresh_process: Any) -> None:
-    fresh_process.run(COUNTED, name, str(length))
-
-
 TOGETHER = """
 import sys, torch, triton
 from liger_chunked.cli.bench import _batch
@@ -549,7 +301,3 @@ for loss in (LigerFusedLinearDPOLoss(), LigerFusedLinearGRPOLoss()):
 def test_a_step_imports_nothing(fresh_process: Any) -> None:
     """Autograd imports sympy for a given upstream gradient: seconds, if its bytecode is not cached."""
     fresh_process.run(STEP)
-
-
-def test_is_public() -> None:
-    assert "warmup" in liger_chunked.__all__
