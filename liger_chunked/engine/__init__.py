@@ -6,7 +6,6 @@ step                             the loop over chunks, and the autograd Function
 stats, saved                     linear_token_stats, and tensors that autograd keeps for its backward
 distillation                     a loop of its own, of a student and a teacher
 choose, cutting                  the one place that decides what runs; chunks and tiles within the budget, integers only
-compile_ahead                    a dry run that compiles the kernels of a new kind of step
 head, epilogue                   passes over a chunk: plain logits, fused epilogue
 filtered, token_pass, shard      plain logits that a sampler keeps, of one token at a time, of a rank's ids
 invariant                        plain logits whose bits do not depend on the batch

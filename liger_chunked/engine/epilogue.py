@@ -289,7 +289,7 @@ class EpiloguePass:
         assert self.grads is not None and exponentials is not None and target is not None
         gradients = gradients or {"logps": torch.zeros_like(exponentials.centre)}
         count = LiveCount.start(gradients) if self.skips_rows else None
-        live = None if count is None else count.read(exponentials.values)
+        live = None if count is None else count.read()
         if live is not None:
             values = None if exponentials.values is None else live.compact_(exponentials.values)
             of_rows = (None if f is None else f[live.rows] for f in exponentials[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -54,10 +53,6 @@ class ExampleKernel(GroupKernel):
             reference=self.reference,
             with_gradient=with_gradient,
         )
-
-    def kernels(self, rows: Rows) -> Hashable:
-        of_reference = None if self.reference is None else (self.reference.ndim, self.reference.dtype)
-        return self.formula.desirable.curve, self.formula.average, of_reference
 
     def metrics(self) -> UnpairedPreferenceMetrics:
         """Return views of what the kernels wrote."""

@@ -25,7 +25,6 @@ from liger_chunked.engine.cutting import Tile, Tiles
 from liger_chunked.engine.plan import Tokens
 from liger_chunked.kernels import move_rows_
 from liger_chunked.kernels.backend import torch_on_host
-from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.tuning.generic import ONE_DEAD_ROW_OF
 
 
@@ -68,7 +67,7 @@ class LiveCount:
     """
 
     rows: Tensor
-    _n_live: Tensor | None  # () int64, pinned on a GPU; None in a dry run
+    _n_live: Tensor  # () int64, pinned on a GPU
     _event: Any  # of the copy to the host; None without one
 
     @classmethod
@@ -81,8 +80,6 @@ class LiveCount:
         n, device = first.shape[0], first.device
         if first.is_meta:
             return None
-        if is_dry():  # kernels that read `rows` are compiled
-            return cls(torch.empty(n, dtype=torch.int64, device=device), None, None)
         is_live = torch.zeros(n, dtype=torch.bool, device=device)
         for g in gradients.values():
             is_live |= (g != 0) if g.ndim == 1 else (g != 0).any(1)  # NaN counts
@@ -104,16 +101,8 @@ class LiveCount:
         event.record(current_stream(device))
         return cls(rows, pinned, event)
 
-    def read(self, moved: Tensor | None = None) -> LiveRows | None:
-        """Wait for the count, and return the live rows, or None if leaving the others out does not pay.
-
-        Args:
-            moved: what the caller compacts then. A dry run has no live rows, and compiles this move.
-        """
-        if self._n_live is None:
-            if moved is not None:
-                move_rows_(moved, self.rows)
-            return None
+    def read(self) -> LiveRows | None:
+        """Wait for the count, and return the live rows, or None if leaving the others out does not pay."""
         if self._event is not None:
             self._event.synchronize()
         n, n_live = self.rows.shape[0], int(self._n_live)

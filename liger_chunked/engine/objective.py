@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -76,13 +76,6 @@ class Objective:
         gradients = {name: rows.from_objective(g, chunk) for name, g in share.gradients.items()}
         return share._replace(gradients=gradients, values=values)
 
-    def kernels(self, rows: Rows) -> Hashable:
-        """Return what decides which kernels of its own `evaluate` launches on a step's rows; None: none."""
-        return None
-
-    def rehearse(self, rows: Rows, device: torch.device, with_gradient: bool) -> None:
-        """Launch these kernels, in a dry run."""
-
     def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
         """Return some groups' differentiable share of the loss, ().
 
@@ -124,11 +117,6 @@ class GroupKernel(Objective):
         loss, rounded, gradient = self.launch(stats, rows, chunk, with_gradient)
         return Share(loss, {} if gradient is None else {"logps": gradient}, rounded=rounded)
 
-    def rehearse(self, rows: Rows, device: torch.device, with_gradient: bool) -> None:
-        values = torch.empty(rows.n_valid, dtype=torch.float32, device=device)
-        batch = Chunk(slice(0, rows.n_valid), slice(0, rows.dense_shape[0]))
-        self.evaluate(TokenStats(**dict.fromkeys(self.statistics, values)), rows, batch, with_gradient)
-
 
 @dataclass(frozen=True)
 class Differentiated(Objective):
@@ -158,14 +146,6 @@ class NegativeLogLikelihood(Objective):
             return Share(loss, {} if gradient is None else {"logps": gradient}, rounded=rounded)
         gradients = {"logps": torch.empty_like(logps).fill_(-1 / self.items)} if with_gradient else {}
         return Share(self.loss(values, index), gradients)
-
-    def kernels(self, rows: Rows) -> Hashable:
-        return "nll", self.items.dtype if isinstance(self.items, Tensor) else None
-
-    def rehearse(self, rows: Rows, device: torch.device, with_gradient: bool) -> None:
-        logps = torch.empty(rows.n_valid, dtype=torch.float32, device=device)
-        if nll_has_kernel(logps):
-            nll(logps, self.items, with_gradient)
 
 
 class SequenceLogps(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -54,13 +53,6 @@ class PairKernel(GroupKernel):
             reference=self.reference,
             with_gradient=with_gradient,
         )
-
-    def kernels(self, rows: Rows) -> Hashable:
-        formula, reference, groups = self.formula, self.reference, rows.groups
-        assert groups is not None
-        names = tuple([(term.curve, term.of) for term in formula.terms])
-        of_reference = None if reference is None else (reference.ndim, reference.dtype)
-        return names, formula.nll_weight is None, formula.average, groups.stacked, of_reference
 
     def metrics(self) -> PreferenceMetrics:
         """Return views of what the kernels wrote."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from liger_chunked.engine.cutting import Chunk
@@ -62,13 +60,6 @@ class PolicyKernel(GroupKernel):
             return rows.groups.token_counts
         assert rows.token_counts is not None
         return rows.token_counts
-
-    def kernels(self, rows: Rows) -> Hashable:
-        formula, sides = self.formula, self.sides
-        dtypes = tuple([x.dtype if isinstance(x, torch.Tensor) else None for x in (*sides, formula.divisor)])
-        of_formula = formula.term.curve, formula.level, formula.kl_estimator, formula.corrects_kl, formula.by_length
-        of_tokens = sides.advantages_of_tokens, sides.weights_of_tokens, sides.ref_is_compact
-        return of_formula, dtypes, of_tokens, rows.dense_index is None
 
     def metrics(self) -> PolicyMetrics:
         """Return views of what the kernels wrote."""

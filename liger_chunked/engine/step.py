@@ -13,11 +13,10 @@ from liger_chunked.engine import choose
 from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.checks import compute_dtype, named, other_leaves
 from liger_chunked.engine.collectives import mapped
-from liger_chunked.engine.compile_ahead import compile_ahead
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.hooks import isolated
-from liger_chunked.engine.objective import Objective, Share
+from liger_chunked.engine.objective import Objective
 from liger_chunked.engine.packed import Sequences, whole
 from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.precision import gemms
@@ -74,7 +73,6 @@ class StatisticsStep:
         self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         plan, rows = self.plan, self.plan.rows
-        compile_ahead(_dry_run, plan, input, head, u, needs, self.objective)
         flat, flat_u = flattened(input, u)
         grads = HeadGradients(plan, flat, head, needs, flat_u) if True in needs else None
         head_pass = choose.pass_of_loss(plan, head.for_products(plan.dtype), grads)
@@ -141,22 +139,6 @@ def _refuse_parameters_of_split_sequences(parameters: Iterable[Tensor], owner: A
             f"the loss depends on a tensor that requires a gradient, {named(parameter, owner)}, and ranks of a "
             "sequence_group split its tokens: freeze or detach that tensor, or pass whole sequences"
         )
-
-
-@dataclass(frozen=True)
-class _EveryStatistic(Objective):
-    """Any loss of a plan's statistics, for a dry run."""
-
-    differentiates: tuple[str, ...]
-
-    def value_and_grad(self, values: TokenStats, index: slice | Tensor, with_gradient: bool) -> Share:
-        gradients = {name: torch.empty_like(getattr(values, name)) for name in self.differentiates}
-        return Share(next(f for f in values if f is not None).sum(), gradients)
-
-
-def _dry_run(plan: Plan, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs) -> None:
-    loss, grads = StatisticsStep(plan, _EveryStatistic(plan.differentiates)).run(input, head, u, needs)
-    scale_([g for g in grads if g is not None], loss)
 
 
 class GradientInForward(torch.autograd.Function):

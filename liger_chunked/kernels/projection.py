@@ -21,7 +21,7 @@ from torch import Tensor
 
 from liger_chunked.device import processors
 from liger_chunked.kernels.backend import TensorDescriptor, block_size, exp2, factor, jit, log1p, tl
-from liger_chunked.kernels.launch import Kernel, is_dry
+from liger_chunked.kernels.launch import Kernel, is_collecting
 from liger_chunked.kernels.operands import along
 from liger_chunked.kernels.transform import load_block
 from liger_chunked.kernels.tuning import TUNING
@@ -376,7 +376,7 @@ def _project(
     part_stride = -(-n // tiling.rows) * tiling.rows  # padded: no masks, and vector loads for every n
     parts = _buffer(x, n_parts * part_stride)
     moments = None if stats.entropy is None else _buffer(x, n_parts * part_stride)
-    if x.is_meta and not is_dry():  # nothing to compute
+    if x.is_meta and not is_collecting():  # nothing to compute
         return
     most, num_warps = TUNING[x.device].hidden
     _centre_kernel(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from liger_chunked.device import processors
 from liger_chunked.kernels.backend import TensorDescriptor, jit, tl
-from liger_chunked.kernels.launch import Kernel, is_dry
+from liger_chunked.kernels.launch import Kernel, is_collecting
 from liger_chunked.kernels.projection import LOG2_E, LOG_2, Exponentials, _halves, _place, _product
 from liger_chunked.kernels.tuning.hopper import EXPONENTIALS, EXPONENTIALS_WARPS, GRADIENT_ROWS, Tiling
 
@@ -173,7 +173,7 @@ def project_grad(
     """
     n, hidden = x.shape
     n_cols = weight.shape[0]
-    if (x.is_meta and not is_dry()) or not n_cols:  # nothing to compute
+    if (x.is_meta and not is_collecting()) or not n_cols:  # nothing to compute
         return out
     tiling = tiling or Tiling.of(hidden)
     blocks = -(-n // tiling.rows) * -(-n_cols // tiling.cols)

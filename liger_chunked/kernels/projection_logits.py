@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_chunked.device import processors
 from liger_chunked.kernels.backend import TensorDescriptor, tl
-from liger_chunked.kernels.launch import Kernel, is_dry
+from liger_chunked.kernels.launch import Kernel, is_collecting
 from liger_chunked.kernels.projection import _halves, _place, _product
 from liger_chunked.kernels.tuning.hopper import Tiling
 
@@ -61,7 +61,7 @@ def project_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) 
         out: (N, V) in the dtype of `x` or float32, 16-byte aligned, with a row stride of a multiple of 16 bytes.
     """
     (n, hidden), n_cols = x.shape, weight.shape[0]
-    if (x.is_meta and not is_dry()) or not n or not n_cols:  # nothing to compute
+    if (x.is_meta and not is_collecting()) or not n or not n_cols:  # nothing to compute
         return out
     tiling = tiling_of_logits(hidden, out.dtype)
     blocks = -(-n // tiling.rows) * -(-n_cols // tiling.cols)

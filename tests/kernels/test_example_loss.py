@@ -172,7 +172,6 @@ def test_steps(name: str, options: dict[str, Any], kind: str, device: str, monke
     first_examples = set()
 
     def watched(*given: Any, **options: Any) -> Any:
-        # A set, because the first step of a kind launches the kernel in a dry run too.
         first_examples.add(options["examples"].start)
         return example_loss(*given, **options)
 
