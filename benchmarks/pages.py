@@ -121,19 +121,6 @@ def lora_head(folder: Path) -> str:
 _STEP_NAMES = {"llama-3.2-1b": "Llama-3.2-1B", "qwen2.5-0.5b": "Qwen2.5-0.5B"}
 
 
-def first_steps(folder: Path) -> str:
-    run = whole_run(folder, "first_step")
-    columns = {f"{OURS}, empty cache": "empty cache", f"{OURS}, filled cache": "filled cache"}
-    rows = []
-    for task, found in run.cells.items():
-        what, shape = name_and_shape(task)
-        warmed = found[f"{OURS}, after warmup"]
-        times = [found[name]["ms"] for name in columns] + [warmed["ms"], warmed["warmup_ms"]]
-        rows.append([f"{what} {shape}", *(f"{ms / 1e3:.2f} s" for ms in times)])
-    header = ["loss", *columns.values(), "after `warmup`", "`warmup` itself"]
-    return f"{table(header, rows)}\n\n{named(run)}"
-
-
 def budgets(folder: Path) -> str:
     """Time and memory of a cross entropy by budget."""
     of_loss, of_stats = whole_run(folder, "cross_entropy"), whole_run(folder, "token_stats")
@@ -216,7 +203,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
         variants,
         token_stats,
         lora_head,
-        first_steps,
         budgets,
         errors,
         trainer_steps,

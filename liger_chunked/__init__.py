@@ -8,7 +8,6 @@ from liger_chunked import versions
 if TYPE_CHECKING:
     from liger_chunked.deferred import DeferHandle, DeferredLogits, defer_logits
     from liger_chunked.engine import linear_token_stats, shifted
-    from liger_chunked.first_step import warmup
     from liger_chunked.integrations.transformers import (
         AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM,
     )
@@ -163,7 +162,6 @@ __all__ = [
     "rollout_metrics",
     "rollout_rejection_mask",
     "shifted",
-    "warmup",
     "with_sampled_token",
 ]
 
@@ -171,7 +169,6 @@ __all__ = [
 _MODULES = (
     "deferred",
     "engine",
-    "first_step",
     "functional",
     "kept_ids",
     "kernels",
@@ -182,7 +179,7 @@ _MODULES = (
     "testing",
     "types",
 )
-_HOMES = ("types", "kept_ids", "engine", "losses", "kernels", "layers", "modules", "memory", "first_step", "deferred")
+_HOMES = ("types", "kept_ids", "engine", "losses", "kernels", "layers", "modules", "memory", "deferred")
 _OF_TRANSFORMERS = (
     "AutoLigerKernelForCausalLM",
     "AutoLigerKernelForImageTextToText",

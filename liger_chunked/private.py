@@ -276,7 +276,7 @@ def _no_modes() -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-# The fallback hides nothing: the modes of a caller see the steps of `warmup` too.
+# The fallback suspends none.
 without_modes: Callable[[], AbstractContextManager[Any]] = (
     find("torch.utils._python_dispatch._disable_current_modes") or _no_modes
 )

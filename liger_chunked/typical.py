@@ -1,4 +1,4 @@
-"""A loss's call on a batch of given sizes: `warmup` runs it on random values, and `estimate_memory` reads the sizes."""
+"""A loss's call on a batch of given sizes, which `estimate_memory` reads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LOSSES = (
 
 @dataclass(frozen=True)
 class TypicalCall:
-    """The sizes of a batch; see `warmup`. `arguments` makes tensors of them.
+    """The sizes of a batch; see `estimate_memory`. `arguments` makes tensors of them.
 
         call = TypicalCall(LigerFusedLinearDPOLoss(), vocab_size=512, hidden_size=64, shape=(4, 32))
         given, trainable = call.arguments(torch.device("cuda"))

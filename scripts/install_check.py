@@ -197,7 +197,7 @@ def use(python: Path, archive: Path, extra: str, log: Path, cwd: Path, torch: st
 def resolve(python: Path, archive: Path, extra: str, log: Path, cwd: Path, torch: str | None) -> tuple[str, str]:
     """Install the archive alone, and let pip choose the rest."""
     pip(python, log, cwd, "install", "--no-deps", str(archive))
-    run([str(python), "-c", "import liger_chunked; assert 'warmup' in dir(liger_chunked)"], log, cwd)
+    run([str(python), "-c", "import liger_chunked; assert 'linear_token_stats' in dir(liger_chunked)"], log, cwd)
     package = run([str(python), "-c", "import liger_chunked; print(liger_chunked.__path__[0])"], log, cwd).strip()
     run([str(python), "-W", "error", "-m", "compileall", "-q", "-f", package], log, cwd)
     report = log.with_suffix(".json")

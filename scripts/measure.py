@@ -96,7 +96,6 @@ JOBS = (
     # Several GPUs.
     job("distributed", 300, *ALL_PEERS, "--ranks", "2", gpus=2),
     # The host.
-    job("first_step", 75, alone=True),
     job("host_time", 150, alone=True),
 )  # fmt: skip
 

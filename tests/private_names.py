@@ -172,11 +172,11 @@ PRIVATE = (
         "known_counts",
     ),
     Private(
-        "_python_dispatch _disable_current_modes",
+        "_python_dispatch _disable_current_modes _get_current_dispatch_mode_stack _push_mode _pop_mode",
         "torch.utils",
-        "hide the steps of `warmup` from the caller's modes",
-        "they see them",
-        "warm",
+        "suspend selective checkpoints in a step",
+        "they say that what they keep was changed",
+        "selective",
     ),
     Private(
         "_functional_collectives",
@@ -297,27 +297,6 @@ PRIVATE = (
         "CompiledKernel",
         "compare a launch of ours with one of Triton's",
         "Triton launches",
-        "launches",
-    ),
-    Private(
-        "AsyncCompileMode",
-        "triton",
-        "compile kernels together, in threads",
-        "each at its first launch",
-        "launches",
-    ),
-    Private(
-        "cache triton_key",
-        "triton.runtime",
-        "hash Triton while kernels compile",
-        "the first launch hashes it",
-        "launches",
-    ),
-    Private(
-        "experimental gluon nvidia hopper",
-        "triton",
-        "import this front end while kernels compile",
-        "the first launch imports it",
         "launches",
     ),
     # accelerate and PEFT

@@ -7,7 +7,6 @@ stats, saved                     linear_token_stats, and tensors that autograd k
 distillation                     a loop of its own, of a student and a teacher
 step                             the autograd Function of a loss whose gradients are known
 choose, cutting                  the one place that decides what runs; chunks and tiles within the budget, integers only
-compile_ahead                    a dry run that compiles the kernels of a new kind of step
 head, epilogue                   passes over a chunk: plain logits, fused epilogue
 token_pass, shard                plain logits of one token at a time, of a rank's ids
 invariant                        plain logits whose bits do not depend on the batch

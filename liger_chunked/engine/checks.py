@@ -15,7 +15,7 @@ from liger_chunked.engine.known import Counts, assert_later, check_ids, host_may
 from liger_chunked.engine.once import OncePerGroup
 from liger_chunked.kernels import survey_top_k
 from liger_chunked.kernels.backend import has_wide_tiles
-from liger_chunked.kernels.launch import is_dry
+from liger_chunked.kernels.launch import is_collecting
 from liger_chunked.kernels.operands import check_class_ids, described
 from liger_chunked.types import AdaptedWeight, LossHead, RankFacts, VocabShard
 
@@ -208,7 +208,7 @@ def _check_tensors(head: LossHead, input: Tensor, prefix: str, input_name: str) 
             raise ValueError(
                 f"{prefix}{name} is on {x.device}, {prefix}{input_name} on {input.device}: expected one device"
             )
-    if input.is_meta and not prefix and not is_dry():
+    if input.is_meta and not prefix and not is_collecting():
         raise ValueError(
             f"{prefix}{input_name} and {prefix}weight are on the meta device and have no values: pass real tensors; "
             "estimate_memory predicts a step's memory without tensors"

@@ -33,7 +33,6 @@ from liger_chunked.kernels import (
     slopes_of_stats,
     unround_logps_,
 )
-from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.logits_stats import concatenate
 from liger_chunked.kernels.operands import along
 from liger_chunked.types import HeadTensors, LogitOptions, Slopes, TokenStats
@@ -108,8 +107,6 @@ class HeadPass:
         if n_rows * n_columns != buffer.shape[0]:
             buffer = buffer[: n_rows * n_columns]
         logits = buffer.view(n_rows, n_columns)
-        if is_dry():
-            return logits  # a dry run, as in `accumulate`
         first, matrix = x, weight
         if u is not None:
             # First the smaller term, which rounds less.

@@ -23,7 +23,6 @@ from liger_chunked.device import accelerator, current_stream, is_on_gpu
 from liger_chunked.engine.cutting import Tile, Tiles
 from liger_chunked.engine.plan import Tokens
 from liger_chunked.kernels.backend import torch_on_host
-from liger_chunked.kernels.launch import is_dry
 from liger_chunked.kernels.tuning.generic import MOST_GATHERED, ONE_DEAD_ROW_OF
 
 
@@ -68,7 +67,7 @@ class LiveCount:
     """
 
     rows: Tensor
-    _n_live: Tensor | None  # () int64, pinned on a GPU; None in a dry run
+    _n_live: Tensor  # () int64, pinned on a GPU
     _event: Any  # of the copy to the host; None without one
 
     @classmethod
@@ -76,8 +75,6 @@ class LiveCount:
         """Find the live rows of upstream gradients (rows,) or (rows, K). None on a CPU if all rows are live."""
         first = next(iter(gradients.values()))
         n, device = first.shape[0], first.device
-        if is_dry():  # kernels that read `rows` are compiled
-            return cls(torch.empty(n, dtype=torch.int64, device=device), None, None)
         is_live = torch.zeros(n, dtype=torch.bool, device=device)
         for g in gradients.values():
             is_live |= (g != 0) if g.ndim == 1 else (g != 0).any(1)  # NaN counts
@@ -101,8 +98,6 @@ class LiveCount:
 
     def read(self) -> LiveRows | None:
         """Wait for the count, and return the live rows, or None if leaving the others out does not pay."""
-        if self._n_live is None:
-            return None
         if self._event is not None:
             self._event.synchronize()
         n, n_live = self.rows.shape[0], int(self._n_live)

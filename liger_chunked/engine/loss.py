@@ -12,10 +12,9 @@ from torch import Tensor
 from liger_chunked.engine import choose
 from liger_chunked.engine.checks import compute_dtype, named, other_leaves
 from liger_chunked.engine.collectives import mapped
-from liger_chunked.engine.compile_ahead import compile_ahead
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.gradients import HeadGradients, Needs
-from liger_chunked.engine.objective import Objective, Share
+from liger_chunked.engine.objective import Objective
 from liger_chunked.engine.packed import Sequences, whole
 from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.precision import gemms
@@ -24,7 +23,6 @@ from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.engine.stats import stats_of_kept
 from liger_chunked.engine.step import Fused, Result, run_step
 from liger_chunked.kept_ids import KeptIds
-from liger_chunked.kernels import scale_
 from liger_chunked.types import (
     DIFFERENTIABLE,
     OUTPUTS,
@@ -55,7 +53,6 @@ class StatisticsStep:
 
     def run(self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs) -> Result:
         plan, rows = self.plan, self.plan.rows
-        compile_ahead(_dry_run, plan, input, head, u, needs)
         flat, flat_u = flattened(input, u)
         grads = HeadGradients(plan, flat, head, needs, flat_u) if True in needs else None
         head_pass = choose.pass_of_loss(plan, head.for_products(plan.dtype), grads)
@@ -112,22 +109,6 @@ def _refuse_parameters_of_split_sequences(parameters: Iterable[Tensor], owner: A
             f"the loss depends on a tensor that requires a gradient, {named(parameter, owner)}, and ranks of a "
             "sequence_group split its tokens: freeze or detach that tensor, or pass whole sequences"
         )
-
-
-@dataclass(frozen=True)
-class _EveryStatistic(Objective):
-    """Any loss of a plan's statistics, for a dry run."""
-
-    differentiates: tuple[str, ...]
-
-    def value_and_grad(self, values: TokenStats, index: slice | Tensor, with_gradient: bool) -> Share:
-        gradients = {name: torch.empty_like(getattr(values, name)) for name in self.differentiates}
-        return Share(next(f for f in values if f is not None).sum(), gradients)
-
-
-def _dry_run(plan: Plan, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs) -> None:
-    result = StatisticsStep(plan, _EveryStatistic(plan.differentiates)).run(input, head, u, needs)
-    scale_([g for g in result.gradients if g is not None], result.loss)
 
 
 _KNOWN = frozenset(OUTPUTS)

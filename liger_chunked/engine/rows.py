@@ -142,7 +142,7 @@ class Rows(abc.ABC):
     split: Split | None = None
     host_may_sync: bool = False
 
-    # Whether ranks exchange statistics, so that a dry run of one rank would wait for the others.
+    # Whether ranks exchange statistics.
     gathers_statistics: ClassVar[bool] = False
     # Whether all ranks compute the same groups in chunks, and so must cut after the same ones.
     ranks_cut_alike: ClassVar[bool] = False

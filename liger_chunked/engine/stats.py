@@ -16,7 +16,6 @@ from liger_chunked.engine.checks import (
     check_temperature_values,
     compute_dtype,
 )
-from liger_chunked.engine.compile_ahead import compile_ahead
 from liger_chunked.engine.epilogue import StatisticsPass
 from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass
@@ -54,7 +53,6 @@ StatsPass = HeadPass | StatisticsPass
 def _statistics(
     plan: Plan, head: HeadTensors, input: Tensor, u: Tensor | None, needs: Needs = NOTHING_NEEDED, compact: bool = False
 ) -> tuple[StatsPass, TokenStats]:
-    compile_ahead(_dry_run, plan, input, head, u, needs)
     head_pass = choose.pass_of_statistics(plan, head.for_products(plan.dtype), True in needs and not hooks_active())
     with gemms(input.device, plan.dtype):
         stats = head_pass.statistics(plan.tokens(0, *flattened(input, u)))
@@ -79,16 +77,6 @@ def _run_backward(
             head_pass.backward(plan.tokens(0, flat, flat_u), gradients)
     head_pass.release()
     return grads.finish()
-
-
-def _dry_run(plan: Plan, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs) -> None:
-    """Run forward and backward, as if a loss used log-probabilities alone."""
-    head_pass, stats = _statistics(plan, head, input, u, needs)
-    if True in needs:
-        head_pass.restore(head_pass.pop_tensors())
-        names = ("logps",) if "logps" in plan.outputs else DIFFERENTIABLE
-        gradients = {name: g for name in names if (g := getattr(stats, name)) is not None}
-        _run_backward(head_pass, plan, head, input, u, needs, gradients)
 
 
 def _returned(plan: Plan) -> tuple[str, ...]:

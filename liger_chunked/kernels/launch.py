@@ -5,19 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_chunked.device import HAS_ACCELERATOR, IS_NVIDIA, accelerator, is_on_gpu, on_device
+from liger_chunked.device import HAS_ACCELERATOR, IS_NVIDIA, accelerator, on_device
 from liger_chunked.kernels.backend import INTERPRETED, UNSPECIALIZED, TensorDescriptor, has_own_memory, jit
 from liger_chunked.kernels.tuning.generic import REMEMBERED
 from liger_chunked.types import described
@@ -28,15 +24,6 @@ try:
     from triton.runtime import driver
 except Exception:
     hooks = driver = None
-try:
-    from triton import AsyncCompileMode
-except Exception:
-    AsyncCompileMode = None
-try:
-    from triton.runtime.cache import triton_key
-except Exception:
-    triton_key = None
-
 _HAS_CURRENT_DEVICE = not INTERPRETED and HAS_ACCELERATOR
 # AMD's variants depend on a tensor's size too.
 _REMEMBERS = IS_NVIDIA and not INTERPRETED and hooks is not None
@@ -45,20 +32,12 @@ _MOST_REMEMBERED = REMEMBERED
 _Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
 
 
-# Of a first compilation: build a driver with gcc, hash Triton, import a front end.
-_PREPARATIONS: tuple[Callable[[], object], ...] = (
-    lambda: driver.active,
-    lambda: triton_key(),
-    lambda: import_module("triton.experimental.gluon.nvidia.hopper"),
-)
-
 # A kernel, and its call without values: grid, dtypes, numbers, warps, stages, descriptors.
 Launch = tuple["Kernel", tuple[Any, ...]]
-# Where launches of a dry run go, a list in a tuple, which is true as long as it is set.
+# Where `collected_launches` puts them, a list in a tuple, which is true as long as it is set.
 _collected: ContextVar[tuple[list[Launch]] | None] = ContextVar("_collected", default=None)
-# Whether launches are only compiled. No Python function, because every product asks.
-is_dry: Callable[[], object] = _collected.get
-_postponed: list[Launch] = []
+# Whether launches are collected. No Python function, because every product asks.
+is_collecting: Callable[[], object] = _collected.get
 
 
 @contextmanager
@@ -70,44 +49,6 @@ def collected_launches() -> Iterator[list[Launch]]:
         yield launches
     finally:
         _collected.reset(token)
-
-
-@contextmanager
-def compiled_together(device: torch.device) -> Iterator[None]:
-    """Compile in threads what the block would launch, and postponed launches. None runs: results are not set.
-
-    A kernel that does not compile raises at its launch.
-    """
-    with collected_launches() as launches:
-        yield
-    if AsyncCompileMode is None or not launches:
-        return
-    launches += _postponed
-    _postponed.clear()  # shared by threads
-    launches.sort(key=lambda launch: not launch[1][-1])  # products, which have descriptors, take longest
-    n_threads = min(len(launches), os.cpu_count() or 1)
-    with on_device(device), ThreadPoolExecutor(n_threads) as threads:
-        wait([threads.submit(prepare) for prepare in _PREPARATIONS])
-        with AsyncCompileMode(_Compiler(threads, device), ignore_errors=True):
-            for kernel, call in launches:
-                kernel.compile(*call)
-
-
-@dataclass(frozen=True)
-class _Compiler:
-    """An executor that also loads what it compiles."""
-
-    threads: ThreadPoolExecutor
-    device: torch.device
-
-    def submit(self, compile: Callable[[], Any]) -> Future[Any]:
-        def run() -> Any:
-            with on_device(self.device):
-                compiled = compile()
-                _ = compiled.run  # builds the launcher with gcc
-                return compiled
-
-        return self.threads.submit(run)
 
 
 def _readable(x: Tensor, strided: bool) -> bool:
@@ -147,7 +88,6 @@ class Kernel:
     """
 
     _is_proven = False
-    _is_new = True
 
     def __init__(self, function: Callable[..., Any], asserts: bool = False) -> None:
         self.kernel = jit(function)
@@ -257,17 +197,6 @@ class Kernel:
         run, function, options, stream = variant
         arguments = self._in_order((*addresses, *numbers, *descriptors))
         run(*grid, stream(device), function, options, None, None, None, *arguments)
-
-    def postpone(
-        self, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...], num_warps: int
-    ) -> bool:
-        """Compile the first launch with a later `compiled_together`; return False if the caller must launch."""
-        by_others = self._is_new and _REMEMBERS and AsyncCompileMode is not None
-        if not by_others or not is_on_gpu(tensors[0]):  # type: ignore[arg-type]
-            return False
-        self._is_new = False
-        _postponed.append((self, _without_values((grid, tensors, numbers, num_warps, None, ()))))
-        return True
 
     def _launch_and_remember(self, key: Any, call: tuple[Any, ...], device: int) -> None:
         for remembered in (self.variants, self._unproven):

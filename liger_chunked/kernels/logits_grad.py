@@ -23,7 +23,7 @@ from liger_chunked.kernels.backend import (
     tl,
     use_triton,
 )
-from liger_chunked.kernels.launch import Kernel, is_dry
+from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.transform import (
     load_block,
     transform_and_slope,
@@ -143,10 +143,10 @@ def _logits_grad_torch_(
     vocab_start: int, class_weight: Tensor | None, out: Tensor, live: Tensor | None,
 ) -> Tensor:  # fmt: skip
     n_rows, n_cols = logits.shape
-    if live is not None and not is_dry():
+    if live is not None:
         n_rows = int((live >= 0).sum())
     for places in row_blocks(logits[:n_rows]):
-        rows = places if live is None or is_dry() else live[places]
+        rows = places if live is None else live[places]
         z = logits[rows].to(accumulation_dtype(logits.dtype), copy=True)
         row = cotangents.at((rows, None))
         temperature = options.temperature if row.temperature is None else row.temperature.to(z.dtype)

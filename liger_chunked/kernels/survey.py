@@ -69,11 +69,7 @@ def _survey_triton(target: Tensor, ignore_index: int, to_read: bool) -> Survey:
     on_host = None
     if to_read and is_on_gpu(target):
         on_host = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True)
-    launch = (n_rows, shape[2], 1), (target, mask, summary, on_host), (n_cols, ignore_index, block), num_warps
-    # The first survey runs in torch, so that its kernel compiles in a thread, together with those of the step.
-    if to_read and _survey_kernel.postpone(*launch):
-        return _survey_torch(target, ignore_index)
-    _survey_kernel(*launch)
+    _survey_kernel((n_rows, shape[2], 1), (target, mask, summary, on_host), (n_cols, ignore_index, block), num_warps)
     return Survey(mask, summary, on_host)
 
 
@@ -147,28 +143,18 @@ def _find_tokens_kernel(
 
 def find_tokens(target: Tensor, surveyed: Survey, ignore_index: int, n_valid: int) -> Found:
     """Return where the `n_valid` tokens of a surveyed target (R, C) are, in order, without a wait."""
-    by_kernel = target.numel() > 0 and use_triton(target)
-    if by_kernel:
-        (n_rows, n_cols), (most, num_warps) = target.shape, TUNING[target.device].survey
-        block = block_size(n_cols, most)
-        n_blocks = -(-n_cols // block)
-        places, ids = (torch.empty(n_valid, dtype=torch.int64, device=target.device) for _ in range(2))
-        token_at = torch.empty(target.numel(), dtype=torch.int32, device=target.device)
-        tensors = target, surveyed.summary, places, ids, token_at
-        launch = (n_rows, n_blocks, 1), tensors, (n_cols, n_valid, ignore_index, block, COUNTED_BLOCKS), num_warps
-        # Asked first, so that a kernel whose survey ran in torch compiles in this step, and not alone in a later one.
-        postponed = _find_tokens_kernel.postpone(*launch)
-        # The counts of a survey that ran in torch are of whole rows.
-        if not postponed and surveyed.summary.shape[2] == n_blocks:
-            _find_tokens_kernel(*launch)
-            return Found(places, ids, token_at)
-    # `nonzero` would wait for the device to count what the host knows.
-    places = torch.nonzero_static(surveyed.mask.view(-1), size=n_valid).view(-1)
-    of_places = None
-    if by_kernel:  # as in later steps, so that a first step compiles the kernels that read it
-        of_places = torch.full((target.numel(),), -1, dtype=torch.int32, device=target.device)
-        of_places[places] = torch.arange(n_valid, dtype=torch.int32, device=target.device)
-    return Found(places, target.view(-1)[places], of_places)
+    if not (target.numel() and use_triton(target)):
+        # `nonzero` would wait for the device to count what the host knows.
+        places = torch.nonzero_static(surveyed.mask.view(-1), size=n_valid).view(-1)
+        return Found(places, target.view(-1)[places], None)
+    (n_rows, n_cols), (most, num_warps) = target.shape, TUNING[target.device].survey
+    block = block_size(n_cols, most)
+    places, ids = (torch.empty(n_valid, dtype=torch.int64, device=target.device) for _ in range(2))
+    token_at = torch.empty(target.numel(), dtype=torch.int32, device=target.device)
+    tensors = target, surveyed.summary, places, ids, token_at
+    numbers = n_cols, n_valid, ignore_index, block, COUNTED_BLOCKS
+    _find_tokens_kernel((n_rows, -(-n_cols // block), 1), tensors, numbers, num_warps)
+    return Found(places, ids, token_at)
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:

@@ -23,7 +23,6 @@ from benchmarks import (
     distillation,
     distributed,
     figures,
-    first_step,
     harness,
     oracle,
     pages,
@@ -99,17 +98,6 @@ def test_rows(results: Path, family: str) -> None:
             # The float64 gradients belong to the loss that our code and eager code compute.
             assert row["errors"].keys() == {"input", "weight"}
             assert max(row["errors"].values()) < 1e-4, row
-
-
-@pytest.mark.exhaustive
-def test_first_steps_run_in_fresh_processes(tmp_path: Path) -> None:
-    content = json.loads(first_step.main(["--out", str(tmp_path), "--task", "DPO"]).read_text())
-    names = [first_step.COLD, first_step.CACHED, first_step.WARMED]
-    assert [row["name"] for row in content["rows"]] == names
-    for row in content["rows"]:
-        assert row["failure"] is None, row
-        assert min(row["ms"], row["second_ms"]) > 0
-        assert (row["warmup_ms"] is not None) == (row["name"] == first_step.WARMED)
 
 
 def test_a_rank_of_a_split_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

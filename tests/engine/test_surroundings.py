@@ -803,3 +803,27 @@ def test_backward_in_another_thread(row: Row) -> None:
     thread.join()
     ours = {"loss": loss.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
     assert_equal(ours, evaluate(row.ours, batch))
+
+
+IMPORTS = """
+import sys
+import torch
+from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
+from liger_chunked.testing import Sizes, evaluate, random_batch
+
+# Since torch 2.15, the first backward of a process imports torch.nested: milliseconds, and eager code pays them too.
+torch.autograd.grad((x := torch.ones((), requires_grad=True)) * 1, x)
+assert "sympy" not in sys.modules
+sizes = Sizes(4, 8, 16, 64, 16)
+for loss in (LigerFusedLinearDPOLoss(), LigerFusedLinearGRPOLoss()):
+    batch = random_batch(loss, 0, sizes)
+    before = set(sys.modules)
+    evaluate(loss, batch)
+    imported = {name.partition(".")[0] for name in set(sys.modules) - before}
+    assert imported <= {"liger_chunked"}, imported
+"""
+
+
+def test_a_step_imports_nothing(fresh_process: Any) -> None:
+    """Autograd imports sympy for a given upstream gradient: seconds, if its bytecode is not cached."""
+    fresh_process.run(IMPORTS)

@@ -23,7 +23,7 @@ NAMED = re.compile(
 # They print what a GPU is called, or measure on it.
 PRINT = {"cli/app.py", "cli/bench.py", "cli/check.py"}
 # The accelerator that this machine has, if any, for an estimate: no name.
-ASKS = {"memory.py", "first_step.py", *PRINT}
+ASKS = {"memory.py", *PRINT}
 
 FAKE = """
 import sys

@@ -30,7 +30,6 @@ from liger_chunked.kernels import (
 )
 from liger_chunked.kernels.backend import INTERPRETED, use_triton
 from liger_chunked.kernels.divergence_sums import merge_sums, sums
-from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import OUTPUTS
 
 pytestmark = pytest.mark.triton
@@ -423,10 +422,8 @@ def surveyed_target(shape: tuple[int, int], ignore_index: int, device: str) -> t
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (1, 1), (3, 129), (2, 4097), (1, 9000)], ids=str)
 @pytest.mark.parametrize("ignore_index", [-100, 7], ids=str)
-@pytest.mark.parametrize("postponed", [False, True])
-def test_survey(shape, ignore_index, postponed, device, monkeypatch):
+def test_survey(shape, ignore_index, device):
     """Rows of several blocks, and a row with ignored tokens only."""
-    monkeypatch.setattr(Kernel, "postpone", lambda *_: postponed)
     target = surveyed_target(shape, ignore_index, device)
     found = survey(target, ignore_index)
     mask = found.mask
@@ -442,10 +439,8 @@ def test_survey(shape, ignore_index, postponed, device, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(2, 0), (1, 1), (3, 129), (300, 3), (2, 4097), (1, 9000)], ids=str)
 @pytest.mark.parametrize("ignore_index", [-100, 7], ids=str)
-@pytest.mark.parametrize("postponed", [False, True])
-def test_find_tokens(shape, ignore_index, postponed, device, monkeypatch):
+def test_find_tokens(shape, ignore_index, device):
     """Rows of several blocks, more blocks than a program adds at a time, and a row with ignored tokens only."""
-    monkeypatch.setattr(Kernel, "postpone", lambda *_: postponed)
     target = surveyed_target(shape, ignore_index, device)
     surveyed = survey(target, ignore_index)
     expected = (target != ignore_index).view(-1).nonzero().view(-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -389,93 +389,6 @@ def test_memory_of_launches_ends(kernel: launch.Kernel, monkeypatch: pytest.Monk
         kernel(**{**CALL, "numbers": (rows,)})
     assert kernel.kernel.launched == ["jitted", "jitted", "jitted", "compiled"]
     assert len(kernel.variants) == 1
-
-
-class CompilesAhead:
-    """Replaces a jitted function and Triton's mode of compilation in threads."""
-
-    def __init__(self, fails: tuple[int, ...] = ()) -> None:
-        self.fails = fails
-        self.asked: list[tuple[Any, ...]] = []
-        self.loaded: set[int] = set()
-        self.threads: set[int] = set()
-
-    def mode(self, executor: Any, *, ignore_errors: bool) -> CompilesAhead:
-        assert ignore_errors
-        self.executor, self.futures = executor, []
-        return self
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: Any) -> None:
-        for future in self.futures:
-            future.exception()
-
-    def warmup(self, *arguments: Any, **options: Any) -> None:
-        n = len(self.asked)
-        self.asked.append((arguments, options))
-        self.futures.append(self.executor.submit(lambda: Loads(self, n)))
-
-
-class Loads(NamedTuple):
-    owner: CompilesAhead
-    n: int
-
-    @property
-    def run(self) -> None:
-        self.owner.threads.add(threading.get_ident())
-        if self.n in self.owner.fails:
-            raise RuntimeError("out of resources")
-        self.owner.loaded.add(self.n)
-
-
-def test_collected_launches_compile_in_threads(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = CompilesAhead(fails=(1,))
-    kernel.kernel = compiler
-    monkeypatch.setattr(launch, "AsyncCompileMode", compiler.mode)
-    entered: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
-    x, y = torch.empty(32), torch.empty(32, dtype=torch.half)
-    device = torch.device("cuda", 3)
-    prepared: list[int] = []
-    monkeypatch.setattr(launch, "_PREPARATIONS", (lambda: 1 // 0, lambda: prepared.append(len(compiler.asked))))
-    assert not launch.is_dry()
-    with launch.compiled_together(device):
-        assert launch.is_dry()
-        for n in (32, 48, 64):
-            kernel((4, 1, 1), (x, None, y), (n, 1e-6, True, 128), 4, 3)
-        assert not compiler.asked
-    arguments = (torch.float32, None, torch.half, 48, 1e-6, True, 128)
-    options = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
-    assert compiler.asked[1] == (arguments, {"grid": (4, 1, 1), **options})
-    assert compiler.loaded == {0, 2}
-    assert prepared == [0]
-    assert threading.get_ident() not in compiler.threads
-    assert entered == [device] * 4
-    assert not launch.is_dry()
-
-
-def test_a_postponed_launch_compiles_with_others(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = CompilesAhead()
-    kernel.kernel = compiler
-    monkeypatch.setattr(launch, "AsyncCompileMode", compiler.mode)
-    monkeypatch.setattr(launch, "_postponed", [])
-    monkeypatch.setattr(launch, "_PREPARATIONS", ())
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    x = torch.empty(32)
-
-    def call(n: int, is_cuda: bool) -> tuple[Any, ...]:
-        return (4, 1, 1), (SimpleNamespace(is_cuda=is_cuda, dtype=x.dtype), None, x), (n, 1e-6, True, 128), 4
-
-    assert not kernel.postpone(*call(16, is_cuda=False))
-    assert kernel.postpone(*call(32, is_cuda=True))
-    assert not kernel.postpone(*call(48, is_cuda=True))  # once
-    for n in (64, 80):
-        with launch.compiled_together(torch.device("cuda", 3)):
-            kernel((4, 1, 1), (x, None, x), (n, 1e-6, True, 128), 4, 3)
-    assert [arguments[3] for arguments, _ in compiler.asked] == [64, 32, 80]
-    assert compiler.asked[1][0] == (torch.float32, None, torch.float32, 32, 1e-6, True, 128)
 
 
 class Compiled:
