@@ -20,6 +20,7 @@ LISTED = Path(__file__).with_suffix("").with_name("public_api.txt")
 MODULES = (
     "liger_chunked",
     "liger_chunked.functional",
+    "liger_chunked.losses.surrogates",
     "liger_chunked.testing",
     "liger_chunked.compat",
     "liger_chunked.compat.chunked_loss",
