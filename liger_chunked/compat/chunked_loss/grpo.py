@@ -192,7 +192,10 @@ class LigerFusedLinearGRPOLoss(Loss):
 def _by_token(surrogate: Surrogate) -> Callable[[Rollouts], Clipped | None]:
     def by_token(rollouts: Rollouts) -> Clipped | None:
         clipped = surrogate.clipped(rollouts)
-        return clipped and Clipped(*(None if x is None else x.expand_as(rollouts.mask) for x in clipped))
+        if clipped is None:
+            return None
+        low, high = clipped
+        return Clipped(None if low is None else low.expand_as(rollouts.mask), high.expand_as(rollouts.mask))
 
     return by_token
 
