@@ -20,7 +20,7 @@ from liger_chunked.kept_ids import KeptIds
 from liger_chunked.losses.base import FusedLoss
 from liger_chunked.losses.policy import LigerFusedLinearPolicyBase, masked
 from liger_chunked.losses.settings import check_finite, check_positive, options_of_teacher
-from liger_chunked.losses.surrogates import Clip, LogProb, Surrogate, surrogate_of
+from liger_chunked.losses.surrogates import Clip, LogProb, Surrogate, settings_of, surrogate_of
 from liger_chunked.types import (
     Clipped,
     LogitOptions,
@@ -201,6 +201,9 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
     ) -> None:
         super().__init__()
         settings = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high, "ratio_max": ratio_max}
+        if isinstance(surrogate, Surrogate):  # which refuses any that is given
+            defaults = settings_of(_Clip) | settings_of(_Truncate)
+            settings = {name: x for name, x in settings.items() if x != defaults[name]}
         chosen, _ = surrogate_of(surrogate, settings, _SURROGATES)
         self.options = LogitOptions.of(type(self), options)
         self.teacher_options = options_of_teacher(teacher_options, self.options)

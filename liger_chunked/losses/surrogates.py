@@ -731,7 +731,7 @@ class SurrogateOptions(LogitOptionsDict, total=False):
     a2po_beta: float
 
 
-def settings_of(kind: type[Surrogate]) -> Mapping[str, Any]:
+def settings_of(kind: type[Surrogate]) -> dict[str, Any]:
     """Return the settings of a built-in surrogate with their defaults, by name."""
     return {field.name: field.default for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
 
@@ -743,7 +743,8 @@ def surrogate_of(
 
     Args:
         surrogate: a name of `table`, or a `Surrogate`, which has its own settings.
-        settings: keywords of the loss that are settings of surrogates of `table`. A default counts as not given.
+        settings: keywords of the loss that are settings of surrogates of `table`. With a name, one at its default
+            counts as not given, whatever reads it: a sweep over names may pass it to all.
 
     Raises:
         TypeError: `surrogate` is a class, or a setting has the wrong type.
@@ -751,19 +752,23 @@ def surrogate_of(
     """
     if isinstance(surrogate, type) and issubclass(surrogate, Surrogate):
         raise TypeError(f"surrogate must be an object, {surrogate.__name__}(...), got the class {surrogate.__name__}")
-    own = isinstance(surrogate, Surrogate)
-    if not (own or (isinstance(surrogate, str) and surrogate in table)):
+    if isinstance(surrogate, Surrogate):
+        own = type(surrogate).__name__
+        for setting, value in settings.items():
+            raise ValueError(
+                f"{setting}={shown(value)} is not read by a surrogate that is an object: pass it to {own}(...)"
+            )
+        return surrogate, f"surrogate {own}"
+    if not isinstance(surrogate, str) or surrogate not in table:
         raise ValueError(
             f"unknown surrogate {shown(surrogate)}, expected one of {sorted(table)}, or a Surrogate, such as Clip()"
         )
-    by = f"surrogate {type(surrogate).__name__}(...), which has its own settings" if own else f"surrogate {surrogate!r}"
-    read = {} if own else settings_of(table[surrogate])
+    by, read = f"surrogate {surrogate!r}", settings_of(table[surrogate])
     for setting, value in settings.items():
+        if setting in read:
+            continue
         readers = {name: settings_of(table[name]) for name in sorted(table) if setting in settings_of(table[name])}
-        default = next(iter(readers.values()))[setting]
-        is_default = value is default or (isinstance(value, (int, float)) and value == default)
-        if setting not in read and not is_default:
+        default = next(iter(readers.values()))[setting]  # of every reader
+        if not (value is default or (isinstance(value, (int, float)) and value == default)):
             raise ValueError(f"{setting}={shown(value)} is not read by {by}, only by {list(readers)}")
-    if own:
-        return surrogate, f"surrogate {type(surrogate).__name__}"
     return table[surrogate](**{name: x for name, x in settings.items() if name in read}), by

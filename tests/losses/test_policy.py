@@ -883,7 +883,7 @@ def test_on_policy_distillation_takes_a_surrogate():
     for surrogate in (Clip(epsilon_low=0.1, epsilon_high=0.1), Own(epsilon=0.1)):
         assert_same(evaluate(lambda b, s=surrogate: loss(surrogate=s)(**b)[0], batch), by_name)
     with pytest.raises(
-        ValueError, match=r"ratio_max=3.0 is not read by surrogate Own\(\.\.\.\), which has its own settings"
+        ValueError, match=r"ratio_max=3.0 is not read by a surrogate that is an object: pass it to Own\(\.\.\.\)"
     ):
         loss(surrogate=Own(), ratio_max=3.0)
 
@@ -900,9 +900,9 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "class": ({"surrogate": Clip}, TypeError, r"surrogate must be an object, Clip\(\.\.\.\), got the class Clip"),
     "name": ({"surrogate": "clipp"}, ValueError, r"unknown surrogate 'clipp', .*, or a Surrogate, such as Clip\(\)"),
     "keyword": (
-        {"surrogate": Clip(), "epsilon_low": 0.1},
+        {"surrogate": Clip(epsilon_low=0.1), "epsilon_low": 0.2},  # also at its default
         ValueError,
-        r"epsilon_low=0.1 is not read by surrogate Clip\(\.\.\.\), which has its own settings, only by \['clip', ",
+        r"epsilon_low=0.2 is not read by a surrogate that is an object: pass it to Clip\(\.\.\.\)",
     ),
     "level": (
         {"surrogate": OfTokens(), "importance_level": "sequence"},
