@@ -21,6 +21,7 @@ from torch import Tensor
 from liger_chunked import arguments, losses
 from liger_chunked.calls import entry_point, once
 from liger_chunked.engine import linear_token_stats
+from liger_chunked.losses.surrogates import SURROGATES
 from liger_chunked.types import LogitOptions
 
 __all__ = [
@@ -66,9 +67,9 @@ def signature_of(cls: Any, as_text: bool = False) -> inspect.Signature:
 
 
 def _settings(cls: Any, read: Callable[[Any], inspect.Signature]) -> Iterator[inspect.Parameter]:
-    """Yield the constructor's parameters, and those of bases and of `LogitOptions` that its `**options` take."""
+    """Yield the constructor's parameters, and those of bases, surrogates and `LogitOptions` that `**options` take."""
     left = dict.fromkeys(arguments.of_constructor(cls).names)
-    for base in (*cls.__mro__, LogitOptions):
+    for base in (*cls.__mro__, *SURROGATES.values(), LogitOptions):
         if left and "__init__" in vars(base):
             for p in read(vars(base)["__init__"]).parameters.values():
                 if p.name in left:

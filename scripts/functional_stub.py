@@ -32,6 +32,7 @@ from liger_chunked.engine import linear_token_stats
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.losses.cross_entropy import WithMetrics
 from liger_chunked.losses.dpo import LossOfPairs
+from liger_chunked.losses.surrogates import Surrogate
 from liger_chunked.types import (
     DistillationMetrics,
     LogitOptions,

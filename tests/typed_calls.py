@@ -7,6 +7,7 @@ mypy warns of one that reports nothing, so types that are lost fail here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -48,6 +49,7 @@ from liger_chunked import (
     PolicyMetrics,
     PreferenceMetrics,
     Rollouts,
+    Surrogate,
     TokenStats,
     UnpairedPreferenceMetrics,
     apply_liger_kernel,
@@ -86,6 +88,7 @@ from liger_chunked.integrations.trl import (
     LigerSFTTrainer,
     chunked_heads,
 )
+from liger_chunked.losses.surrogates import Clip
 from liger_chunked.testing import LossReport, check_loss, check_model
 from liger_chunked.types import Head
 
@@ -108,6 +111,15 @@ class Reinforce(LigerFusedLinearPolicyBase):
         return -rollouts.advantages * rollouts.logps
 
 
+@dataclass(frozen=True)
+class Cubed(Surrogate):
+    power: int = 3
+    scope = "token"
+
+    def cost(self, rollouts: Rollouts) -> Tensor:
+        return -rollouts.advantages * rollouts.ratio**self.power
+
+
 class Squared(LigerFusedLinearDistillationBase):
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         return (student_logits - teacher_logits).square().sum(-1)
@@ -121,6 +133,9 @@ def losses(weight: Tensor, x: Tensor, target: Tensor, labels: Tensor) -> None:
     assert_type(loss, Tensor)
     assert_type(metrics, PreferenceMetrics)
     assert_type(metrics.reward_margins, Tensor)
+    assert_type(LigerFusedLinearGRPOLoss(epsilon_high=0.28, logits_budget="1GiB").surrogate, Surrogate)
+    grpo = LigerFusedLinearGRPOLoss(surrogate=Clip(epsilon_low=0.1), reduction="dapo")
+    grpo = LigerFusedLinearGRPOLoss(surrogate=Cubed(power=5))
     grpo = LigerFusedLinearGRPOLoss.from_loss_type("dapo")
     assert_type(grpo, LigerFusedLinearGRPOLoss)
     assert_type(grpo(weight, x, target, torch.ones(4)), tuple[Tensor, PolicyMetrics])
@@ -251,6 +266,10 @@ def mistakes(model: PreTrainedModel, weight: Tensor, x: Tensor, target: Tensor) 
     LigerFusedLinearDPOLoss(beta="large")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     LigerFusedLinearDPOLoss()(weight, x)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     LigerFusedLinearDPOLoss()(weight, x, target, 3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    LigerFusedLinearGRPOLoss(epsilon_lo=0.1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    LigerFusedLinearGRPOLoss(delta="2")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    LigerFusedLinearGRPOLoss(surrogate=Clip)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    Clip(fipo_half_life=3.0)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     dpo_loss(weight, x, target, loss_kind="ipo")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     print(dpo_loss(weight, x, target)[1].margins)  # type: ignore[attr-defined]  # pyright: ignore
     cross_entropy_loss(weight, x, target, softcap="30")  # type: ignore[call-overload]  # pyright: ignore

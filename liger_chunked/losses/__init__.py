@@ -1,6 +1,7 @@
 """Losses on an `lm_head`: formulas on token statistics, without weights or chunks.
 
-The bases are in preference.py (pairs), unpaired.py (labels), policy.py (rollouts) and distillation.py.
+The bases are in preference.py (pairs), unpaired.py (labels), policy.py (rollouts) and distillation.py; surrogates of
+policy losses in surrogates.py.
 """
 
 from liger_chunked.losses.bco import LigerFusedLinearBCOLoss
@@ -25,6 +26,7 @@ from liger_chunked.losses.rollout_control import (
     rollout_rejection_mask,
 )
 from liger_chunked.losses.simpo import LigerFusedLinearSimPOLoss
+from liger_chunked.losses.surrogates import Surrogate
 from liger_chunked.losses.tvd import LigerFusedLinearTVDLoss
 from liger_chunked.losses.uld import LigerFusedLinearULDLoss
 from liger_chunked.losses.unpaired import LigerFusedLinearUnpairedPreferenceBase
@@ -49,6 +51,7 @@ __all__ = [
     "LigerFusedLinearULDLoss",
     "LigerFusedLinearUnpairedPreferenceBase",
     "RolloutMetrics",
+    "Surrogate",
     "adaptive_entropy_coef",
     "rollout_importance_weights",
     "rollout_metrics",

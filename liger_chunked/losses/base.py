@@ -5,14 +5,13 @@ The checks run after `__init__`, because a subclass may set attributes after the
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from liger_chunked.arguments import of_constructor
 from liger_chunked.calls import FixedSettings, LossType
 from liger_chunked.engine import Fused, Group, Objective, Rows, fused_loss
 from liger_chunked.types import OUTPUTS, LogitOptions, LossHead
@@ -36,15 +35,18 @@ def check_declared(loss: Any, name: str, statistics: tuple[str, ...], scopes: tu
         raise ValueError(f"{name}.scope must be one of {scopes}, got {scope!r}")
 
 
-# Attributes that hold settings, and fields of `options`, which a user may take for attributes.
-_HOLDERS = frozenset(("options", "settings", "loss_types", *(field.name for field in dataclasses.fields(LogitOptions))))
+# Attributes that hold settings.
+_HOLDERS = frozenset(("options", "settings", "loss_types"))
 
 
 @functools.cache
 def _settings_of(cls: type) -> frozenset[str]:
-    """Return the names of the settings of a class: the arguments of the library's constructors among its bases."""
+    """Return the names of the settings of a class: the arguments of the library's constructors among its bases.
+
+    These include the keywords of `**options`, such as `temperature`, which a user may take for attributes.
+    """
     own = [base for base in cls.__mro__ if base.__module__.startswith("liger_chunked.") and "__init__" in vars(base)]
-    return _HOLDERS.union(*(inspect.signature(base.__init__).parameters for base in own))  # type: ignore[misc]
+    return _HOLDERS.union(*(of_constructor(base).names for base in own))
 
 
 class FusedLoss(FixedSettings, metaclass=LossType):

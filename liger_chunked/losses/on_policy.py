@@ -6,9 +6,9 @@ The teacher is part of the advantage, so the loss needs its log-probabilities of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from liger_chunked.engine import as_counts, check_projection, check_target, line
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.losses.base import FusedLoss
 from liger_chunked.losses.policy import LigerFusedLinearPolicyBase, masked
-from liger_chunked.losses.settings import check_finite, check_positive, options_of_teacher, refuse_unread
+from liger_chunked.losses.settings import check_finite, check_positive, options_of_teacher
+from liger_chunked.losses.surrogates import Clip, LogProb, Surrogate, settings_of, surrogate_of
 from liger_chunked.types import (
     Clipped,
     LogitOptions,
@@ -31,74 +32,45 @@ from liger_chunked.types import (
     VocabShard,
     Weight,
     accumulation_dtype,
-    check_number,
     described,
     shown,
 )
 
 
-@dataclass(frozen=True)
-class _Settings:
-    kl_coef: float = 1.0
+@dataclass(frozen=True, kw_only=True)
+class _Clip(Clip):
+    """`Clip` without bounds by default, and without the metrics of a bound that is infinite."""
+
     epsilon_low: float = math.inf
     epsilon_high: float = math.inf
-    surrogate: str = "clip"
+
+    def clipped(self, rollouts: Rollouts) -> Clipped | None:
+        low, high = self._clipped(rollouts, self.delta)
+        if math.isfinite(self.epsilon_low):
+            return Clipped(low, high)
+        return Clipped(None, high) if math.isfinite(self.epsilon_high) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Truncate(Surrogate):
+    """A token costs `-sg(min(r, ratio_max)) A log p(y)`."""
+
+    scope = "token"
     ratio_max: float = 2.0
-    student: str = "old"
-    prefix_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        check_finite("kl_coef", self.kl_coef, minimum=0)
-        for name in ("epsilon_low", "epsilon_high"):
-            value = getattr(self, name)
-            check_number(name, value)
-            if not value >= 0:
-                raise ValueError(f"{name} must not be negative, got {value}")
-        if self.surrogate not in _SURROGATES:
-            raise ValueError(f"unknown surrogate {shown(self.surrogate)}, expected one of {sorted(_SURROGATES)}")
         check_positive("ratio_max", self.ratio_max)
-        if self.student not in ("old", "current"):
-            raise ValueError(f"student must be 'old' or 'current', got {shown(self.student)}")
-        check_finite("prefix_weight", self.prefix_weight, minimum=0)
-        refuse_unread(self, _SURROGATES[self.surrogate].reads, f"surrogate {self.surrogate!r}", _SURROGATES)
+
+    def cost(self, rollouts: Rollouts) -> Tensor:
+        r = rollouts
+        # The logarithm is bounded, so that exp() cannot overflow.
+        return -r.log_ratio.detach().clamp(max=math.log(self.ratio_max)).exp() * r.advantages * r.logps
+
+    def clipped(self, rollouts: Rollouts) -> Clipped:
+        return Clipped(low=None, high=rollouts.ratio > self.ratio_max)
 
 
-def _clip(r: Rollouts, advantages: Tensor, s: _Settings) -> Tensor:
-    bounded = r.ratio.clamp(1 - s.epsilon_low, 1 + s.epsilon_high)
-    return -torch.minimum(r.ratio * advantages, bounded * advantages)
-
-
-def _clipped_by_clip(r: Rollouts, advantages: Tensor, s: _Settings) -> Clipped:
-    low = None
-    if math.isfinite(s.epsilon_low):
-        low = (r.ratio < 1 - s.epsilon_low) & (advantages < 0)
-    return Clipped(low=low, high=(r.ratio > 1 + s.epsilon_high) & (advantages > 0))
-
-
-def _truncate(r: Rollouts, advantages: Tensor, s: _Settings) -> Tensor:
-    # The logarithm is bounded, so that exp() cannot overflow.
-    return -r.log_ratio.detach().clamp(max=math.log(s.ratio_max)).exp() * advantages * r.logps
-
-
-def _clipped_by_truncate(r: Rollouts, advantages: Tensor, s: _Settings) -> Clipped:
-    return Clipped(low=None, high=r.ratio > s.ratio_max)
-
-
-def _log_prob(r: Rollouts, advantages: Tensor, s: _Settings) -> Tensor:
-    return -advantages * r.logps
-
-
-class _Surrogate(NamedTuple):
-    loss: Callable[[Rollouts, Tensor, _Settings], Tensor]
-    reads: tuple[str, ...] = ()  # fields of _Settings
-    clipped: Callable[[Rollouts, Tensor, _Settings], Clipped] | None = None
-
-
-_SURROGATES: Mapping[str, _Surrogate] = {
-    "clip": _Surrogate(_clip, reads=("epsilon_low", "epsilon_high"), clipped=_clipped_by_clip),
-    "truncate": _Surrogate(_truncate, reads=("ratio_max",), clipped=_clipped_by_truncate),
-    "log_prob": _Surrogate(_log_prob),
-}
+_SURROGATES: Mapping[str, type[Surrogate]] = {"clip": _Clip, "truncate": _Truncate, "log_prob": LogProb}
 
 
 def _prefix_weights(distance: Tensor, weight: float) -> Tensor:
@@ -112,39 +84,44 @@ def _prefix_weights(distance: Tensor, weight: float) -> Tensor:
 class _SampledReverseKL(LigerFusedLinearPolicyBase):
     """A policy loss of the advantages below; the teacher is the reference."""
 
-    scope: Literal["token", "sequence", "batch"] = "token"
-
-    def __init__(self, settings: _Settings, reduction: str, max_completion_length: int | None) -> None:
-        bounds = _SURROGATES[settings.surrogate].clipped is not None
-        if settings.surrogate == "clip":
-            bounds = math.isfinite(settings.epsilon_low) or math.isfinite(settings.epsilon_high)
+    def __init__(
+        self,
+        surrogate: Surrogate,
+        *,
+        kl_coef: float,
+        student: str,
+        prefix_weight: float,
+        reduction: str,
+        max_completion_length: int | None,
+    ) -> None:
         super().__init__(
             reduction=reduction,
             max_completion_length=max_completion_length,
             kl_estimator="k1",
             use_bias_correction_kl=False,
-            clipped=self._clipped if bounds else None,
+            clipped=self._clipped,
         )
-        self.settings = settings
-        self.clips_low = math.isfinite(settings.epsilon_low)
-        if settings.prefix_weight:
-            self.scope = "sequence"
+        check_finite("kl_coef", kl_coef, minimum=0)
+        if student not in ("old", "current"):
+            raise ValueError(f"student must be 'old' or 'current', got {shown(student)}")
+        check_finite("prefix_weight", prefix_weight, minimum=0)
+        self.surrogate, self.kl_coef, self.student, self.prefix_weight = surrogate, kl_coef, student, prefix_weight
+        self.scope = "sequence" if prefix_weight and surrogate.scope == "token" else surrogate.scope
+        self.weighs, self.token_outputs = surrogate.weighs, surrogate.token_outputs
 
-    def _advantages(self, r: Rollouts) -> Tensor:
+    def _with_teacher(self, r: Rollouts) -> Rollouts:
+        """Return the rollouts with the teacher in their advantages."""
         assert r.ref_logps is not None
-        s = self.settings
-        distance = r.ref_logps - (r.old_logps if s.student == "old" else r.logps.detach())
-        if s.prefix_weight:
-            distance = _prefix_weights(distance, s.prefix_weight) * distance
-        return r.advantages + s.kl_coef * distance
+        distance = r.ref_logps - (r.old_logps if self.student == "old" else r.logps.detach())
+        if self.prefix_weight:
+            distance = _prefix_weights(distance, self.prefix_weight) * distance
+        return replace(r, advantages=r.advantages + self.kl_coef * distance)
 
     def policy_loss(self, rollouts: Rollouts) -> Tensor:
-        return _SURROGATES[self.settings.surrogate].loss(rollouts, self._advantages(rollouts), self.settings)
+        return self.surrogate.cost(self._with_teacher(rollouts))
 
-    def _clipped(self, r: Rollouts) -> Clipped:
-        clipped = _SURROGATES[self.settings.surrogate].clipped
-        assert clipped is not None
-        return clipped(r, self._advantages(r), self.settings)
+    def _clipped(self, rollouts: Rollouts) -> Clipped | None:
+        return self.surrogate.clipped(self._with_teacher(rollouts))
 
 
 class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
@@ -181,7 +158,8 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
     Args:
         kl_coef: weight of the teacher in the advantage, not negative.
         epsilon_low, epsilon_high: of `clip`, not negative; infinity is no bound.
-        surrogate: a name from the table.
+        surrogate: a name from the table, or a `Surrogate`, such as one of `liger_chunked.losses.surrogates`, which gets
+            the advantage `A`.
         ratio_max: of `truncate`, positive; TRL's `distillation_is_clip`.
         student: "old", the policy that sampled, or "current".
         prefix_weight: not negative; TRL's `iw_opd_gamma`. Above 0, costs one more GEMM for a sequence over budget.
@@ -212,7 +190,7 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         kl_coef: float = 1.0,
         epsilon_low: float = math.inf,
         epsilon_high: float = math.inf,
-        surrogate: str = "clip",
+        surrogate: str | Surrogate = "clip",
         ratio_max: float = 2.0,
         student: str = "old",
         prefix_weight: float = 0.0,
@@ -222,11 +200,22 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         **options: Unpack[LogitOptionsDict],
     ) -> None:
         super().__init__()
-        settings = _Settings(kl_coef, epsilon_low, epsilon_high, surrogate, ratio_max, student, prefix_weight)
+        settings = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high, "ratio_max": ratio_max}
+        if isinstance(surrogate, Surrogate):  # which refuses any that is given
+            defaults = settings_of(_Clip) | settings_of(_Truncate)
+            settings = {name: x for name, x in settings.items() if x != defaults[name]}
+        chosen, _ = surrogate_of(surrogate, settings, _SURROGATES)
         self.options = LogitOptions.of(type(self), options)
         self.teacher_options = options_of_teacher(teacher_options, self.options)
         self._transforms_teacher = teacher_options is not None
-        self._policy = _SampledReverseKL(settings, reduction, max_completion_length)
+        self._policy = _SampledReverseKL(
+            chosen,
+            kl_coef=kl_coef,
+            student=student,
+            prefix_weight=prefix_weight,
+            reduction=reduction,
+            max_completion_length=max_completion_length,
+        )
 
     @entry_point
     def forward(

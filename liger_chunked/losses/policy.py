@@ -1,6 +1,7 @@
 """The base of losses of rollouts: it owns ratios, KL and entropy terms, masks, reductions and metrics.
 
-A subclass has the surrogate alone, so that each surrogate works with each reduction and importance level.
+A subclass has the surrogate alone, so that each surrogate works with each reduction and importance level. The library's
+subclass takes it as an object: grpo.py, and surrogates.py for the objects.
 """
 
 from __future__ import annotations
@@ -235,8 +236,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         top_entropy_quantile: in [0, 1]; only this share of the call's tokens, at least one, with the highest entropy
             keeps cost and bonus (https://arxiv.org/abs/2506.01939). Below 1, costs one more GEMM if logits exceed the
             budget; large steps leave the other tokens out of the backward.
-        clipped: a function from `Rollouts` of the whole batch to `Clipped` that says where ratios are clipped, for the
-            metrics. None: nowhere.
+        clipped: a function from `Rollouts` of the whole batch to `Clipped` or None that says where ratios are clipped,
+            for the metrics. None: nowhere.
         **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
             `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
             (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
@@ -247,7 +248,6 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     token_outputs: tuple[str, ...] = ()
     weighs: bool = False
     needs_reference: bool = False
-    clips_low: bool = True
     _statistics: ClassVar[tuple[str, ...]] = ("logps", "entropy")
     _scopes: ClassVar[tuple[str, ...]] = ("token", "sequence", "batch")
     _skips_rows: ClassVar[bool] = True  # clipped, filtered by entropy, or without an advantage
@@ -265,7 +265,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         sampler_kl_coef: float = 0.0,
         entropy_coef: float = 0.0,
         top_entropy_quantile: float = 1.0,
-        clipped: Callable[[Rollouts], Clipped] | None = None,
+        clipped: Callable[[Rollouts], Clipped | None] | None = None,
         **options: Unpack[LogitOptionsDict],
     ) -> None:
         super().__init__()
@@ -566,8 +566,9 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         mask = batch.mask
         per_sequence = IMPORTANCE_LEVELS[self.importance_level].per_sequence
         flags: dict[str, Tensor] = {}
-        if self.clipped is not None:
-            low, high = self.clipped(rollouts)
+        clipped = None if self.clipped is None else self.clipped(rollouts)
+        if clipped is not None:
+            low, high = clipped
             flags = {"high": high} if low is None else {"low": low, "high": high, "either": low | high}
         # With advantages per token, flags are per token also where ratios are per sequence.
         of_sequences = {

@@ -20,6 +20,7 @@ import pytest
 from torch import nn
 
 import liger_chunked
+from liger_chunked.losses.surrogates import SURROGATES
 
 _PACKED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
@@ -35,6 +36,8 @@ _ONLY_A_REFERENCE = re.compile(r"(?:see|as in|like)\b[^;.:]*[.]?")
 def _public() -> Iterator[tuple[str, Any]]:
     for name in sorted(liger_chunked.__all__):
         yield name, getattr(liger_chunked, name)
+    for kind in SURROGATES.values():
+        yield kind.__name__, kind
 
 
 def _is_described_by_fields(x: Any) -> bool:

@@ -5,6 +5,7 @@ python tests/api/test_public_api.py        writes public_api.txt
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import sys
@@ -20,6 +21,7 @@ LISTED = Path(__file__).with_suffix("").with_name("public_api.txt")
 MODULES = (
     "liger_chunked",
     "liger_chunked.functional",
+    "liger_chunked.losses.surrogates",
     "liger_chunked.testing",
     "liger_chunked.compat",
     "liger_chunked.compat.chunked_loss",
@@ -88,7 +90,8 @@ def constructor(cls: type) -> str:
 def members(cls: type, bases: tuple[type, ...]) -> Iterator[str]:
     """Yield what users call, set or override. A trainer has TRL's methods."""
     names = {name for base in bases if is_ours(base) for name in vars(base) if not name.startswith("_")}
-    names -= {"extra_repr", *getattr(cls, "_fields", ()), *getattr(cls, "__dataclass_fields__", ())}
+    of_dataclass = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else ()
+    names -= {"extra_repr", *getattr(cls, "_fields", ()), *of_dataclass}
     for name in names if not cls.__name__.endswith("Trainer") else ():
         x = inspect.getattr_static(cls, name)
         x = x.__func__ if isinstance(x, (staticmethod, classmethod)) else x

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import liger_chunked as lc
 from liger_chunked import functional
 from liger_chunked.arguments import of_constructor
+from liger_chunked.losses.surrogates import SURROGATES
 from liger_chunked.types import LogitOptionsDict
 
 V, H = SMALL.vocab, SMALL.hidden
@@ -222,6 +223,9 @@ def expected_parameters(cls: Any) -> dict[str, tuple[Any, Any, Any]]:
         for name, p in inspect.signature(base.__init__).parameters.items():
             if p.kind is p.KEYWORD_ONLY and name in of_constructor(cls).names:
                 expected.setdefault(name, (p.kind, p.default, hints[name]))
+    for kind in SURROGATES.values() if cls is lc.LigerFusedLinearGRPOLoss else ():
+        for name, p in inspect.signature(kind).parameters.items():
+            expected[name] = (p.kind, p.default, get_type_hints(kind)[name])
     types = get_type_hints(LogitOptionsDict)
     for name, type_ in types.items():
         # A number goes to the constructor, a tensor to the call.

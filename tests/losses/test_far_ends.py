@@ -42,9 +42,9 @@ from liger_chunked import (
 )
 from liger_chunked.losses.cpo import _alphapo
 from liger_chunked.losses.dpo import LOSS_TYPES, DPOSettings
-from liger_chunked.losses.grpo import SURROGATES
 from liger_chunked.losses.policy import KL_ESTIMATORS
 from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS
+from liger_chunked.losses.surrogates import SURROGATES
 from liger_chunked.types import LARGEST, saturating_exp
 
 # What a call gives beside heads and hidden states.

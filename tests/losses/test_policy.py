@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
+import pickle
 import weakref
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -16,10 +18,21 @@ from table import POLICY, SMALL, Batch, Sizes, evaluate, moved, n_valid, relativ
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, Rollouts, linear_token_stats
-from liger_chunked.losses.grpo import LOSS_TYPES, SURROGATES
+from liger_chunked import (
+    Clipped,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearOnPolicyDistillationLoss,
+    LigerFusedLinearPolicyBase,
+    Rollouts,
+    Surrogate,
+    linear_token_stats,
+)
+from liger_chunked.functional import grpo_loss
+from liger_chunked.losses.grpo import LOSS_TYPES
 from liger_chunked.losses.policy import KL_ESTIMATORS
+from liger_chunked.losses.surrogates import SURROGATES, Clip, SurrogateOptions
 from liger_chunked.testing import check_loss
+from liger_chunked.types import LogitOptionsDict
 
 EXACT = 1e-12
 PACKS = 8 * 9 * SMALL.vocab  # a budget of nine tokens in float64
@@ -371,7 +384,7 @@ def test_loss_types_are_compositions(loss_type):
     settings = {"max_completion_length": 9} if loss_type == "dr_grpo" else {}
     loss = LigerFusedLinearGRPOLoss.from_loss_type(loss_type, entropy_coef=0.1, **settings)
     composition = {name: getattr(loss, name) for name in LOSS_TYPES[loss_type]}
-    assert composition == LOSS_TYPES[loss_type]
+    assert composition == {**LOSS_TYPES[loss_type], "surrogate": SURROGATES[LOSS_TYPES[loss_type]["surrogate"]]()}
     batch = rollouts(SMALL, seed=12)
     assert loss(**batch)[0] == grpo(batch, entropy_coef=0.1, **composition, **settings)
 
@@ -761,6 +774,174 @@ def test_subclass_of_the_batch(budget):
     centred = {**batch, "advantages": advantages - (advantages * mask).sum() / mask.sum()}
     assert_same(ours, evaluate(partial(grpo, surrogate="reinforce"), centred))
     check_loss(Centred())
+
+
+# Surrogates as objects
+
+
+@by_surrogate
+def test_a_surrogate_as_an_object(surrogate):
+    batch = rollouts(SMALL, seed=16, ref="tokens", weights="tokens")
+    settings = {"group_size": 2} if surrogate == "real" else {}
+    by_name = LigerFusedLinearGRPOLoss(surrogate=surrogate, **settings)
+    loss = LigerFusedLinearGRPOLoss(surrogate=SURROGATES[surrogate](**settings))
+    expected, metrics = evaluate(lambda batch: by_name(**batch)[0], batch), by_name(**batch)[1]
+    for ours in (loss, pickle.loads(pickle.dumps(loss))):
+        found = evaluate(lambda batch, ours=ours: ours(**batch)[0], batch)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        for value, other in zip(ours(**batch)[1], metrics, strict=True):
+            assert value is other is None or torch.equal(value, other)
+        assert repr(ours) == repr(by_name) and ours.surrogate == by_name.surrogate
+
+
+def test_keywords_are_the_settings_of_the_surrogates():
+    """Type checkers read `SurrogateOptions`. Surrogates that share a name share its type and its default."""
+    found: dict[str, Any] = {}
+    for kind in SURROGATES.values():
+        for field in fields(kind):  # type: ignore[arg-type]
+            assert found.setdefault(field.name, (field.type, field.default)) == (field.type, field.default), field.name
+    keywords = {name: x.__forward_arg__ for name, x in SurrogateOptions.__annotations__.items()}
+    of_logits = LogitOptionsDict.__annotations__
+    assert {k: x for k, x in keywords.items() if k not in of_logits} == {k: kind for k, (kind, _) in found.items()}
+
+
+@dataclass(frozen=True)
+class Own(Surrogate):
+    """A user's, with a setting: PPO's clip."""
+
+    epsilon: float = 0.2
+    scope = "token"
+
+    def cost(self, rollouts):
+        bounded = rollouts.ratio.clamp(1 - self.epsilon, 1 + self.epsilon)
+        return -torch.min(rollouts.ratio * rollouts.advantages, bounded * rollouts.advantages)
+
+    def clipped(self, rollouts):
+        good, bad = rollouts.advantages > 0, rollouts.advantages < 0
+        return Clipped((rollouts.ratio < 1 - self.epsilon) & bad, (rollouts.ratio > 1 + self.epsilon) & good)
+
+
+@by_level
+@pytest.mark.parametrize("budget", [None, PACKS], ids=["auto", "packs"])
+def test_a_surrogate_of_a_user(level, budget):
+    batch = rollouts(SMALL, seed=15, ref="tokens", weights="tokens")
+    settings = {"importance_level": level, "beta": 0.1, "entropy_coef": 0.2}
+    loss = LigerFusedLinearGRPOLoss(surrogate=Own(epsilon=0.1), logits_budget=budget, **settings)
+    exact = partial(eager.grpo, epsilon_low=0.1, epsilon_high=0.1, **settings)
+    assert_same(evaluate(lambda b: loss(**b)[0], batch), evaluate(lambda b: exact(**b)[0], batch))
+    ours, expected = loss(**batch)[1], exact(**batch)[1]
+    for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio"):
+        torch.testing.assert_close(getattr(ours, name), expected[name], rtol=EXACT, atol=0)
+    check_loss(loss)
+
+
+def test_a_surrogate_of_a_user_as_a_function():
+    """Losses of functions are cached: another setting, or another object without a comparison, is another loss."""
+
+    class Scaled(Surrogate):
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def cost(self, rollouts):
+            return -self.factor * rollouts.ratio * rollouts.advantages
+
+    batch = rollouts(SMALL, seed=15)
+    once, twice = (grpo_loss(**batch, surrogate=Scaled(factor))[0] for factor in (1, 2))
+    torch.testing.assert_close(twice, 2 * once, rtol=EXACT, atol=0)
+    assert grpo_loss(**batch, surrogate=Own(0.01))[0] != grpo_loss(**batch, surrogate=Own(0.3))[0]
+    assert grpo_loss(**batch, surrogate=Scaled(1))[1].clip_ratio is None
+
+
+class OfTheBatch(Surrogate):
+    """What the loss must know: the whole batch, weights, a reference, and a gradient by the entropy."""
+
+    scope, weighs, needs_reference, token_outputs = "batch", True, True, ("entropy",)
+
+    def cost(self, rollouts):
+        assert rollouts.mask.sum() == rollouts.batch_tokens
+        distance = rollouts.ref_logps - rollouts.logps
+        return distance * rollouts.importance_weights.sqrt() - 0.1 * rollouts.entropy
+
+
+@pytest.mark.parametrize("budget", [None, PACKS], ids=["auto", "packs"])
+def test_what_a_surrogate_declares(budget):
+    batch = rollouts(SMALL, seed=15, ref="tokens", weights="tokens")
+    loss = LigerFusedLinearGRPOLoss(surrogate=OfTheBatch(), logits_budget=budget, reduction="bnpo")
+
+    def oracle(batch: Batch) -> Tensor:
+        head = {name: batch[name] for name in ("weight", "input", "target", "bias")}
+        stats, valid = eager.token_stats(**head, outputs=("logps", "entropy")), batch["target"] != -100
+        cost = (batch["ref_logps"] - stats["logps"]) * batch["importance_weights"].sqrt() - 0.1 * stats["entropy"]
+        return torch.where(valid, cost, 0.0).sum() / valid.sum()
+
+    batch["importance_weights"] = batch["importance_weights"].detach()
+    assert_same(evaluate(lambda b: loss(**b)[0], batch), evaluate(oracle, batch))
+    with pytest.raises(ValueError, match="needs a reference: pass ref_input and ref_weight, or ref_logps"):
+        loss(**{name: x for name, x in batch.items() if name != "ref_logps"})
+
+
+def test_on_policy_distillation_takes_a_surrogate():
+    batch = rollouts(SMALL, seed=15, ref="tokens")
+    batch["teacher_logps"] = batch.pop("ref_logps")
+    loss = LigerFusedLinearOnPolicyDistillationLoss
+    by_name = evaluate(lambda b: loss(epsilon_low=0.1, epsilon_high=0.1)(**b)[0], batch)
+    for surrogate in (Clip(epsilon_low=0.1, epsilon_high=0.1), Own(epsilon=0.1)):
+        assert_same(evaluate(lambda b, s=surrogate: loss(surrogate=s)(**b)[0], batch), by_name)
+    with pytest.raises(
+        ValueError, match=r"ratio_max=3.0 is not read by a surrogate that is an object: pass it to Own\(\.\.\.\)"
+    ):
+        loss(surrogate=Own(), ratio_max=3.0)
+
+
+class OfTokens(Own):
+    needs_tokens = True
+
+
+class WithoutRatio(Own):
+    reads_ratio = False
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "class": ({"surrogate": Clip}, TypeError, r"surrogate must be an object, Clip\(\.\.\.\), got the class Clip"),
+    "name": ({"surrogate": "clipp"}, ValueError, r"unknown surrogate 'clipp', .*, or a Surrogate, such as Clip\(\)"),
+    "keyword": (
+        {"surrogate": Clip(epsilon_low=0.1), "epsilon_low": 0.2},  # also at its default
+        ValueError,
+        r"epsilon_low=0.2 is not read by a surrogate that is an object: pass it to Clip\(\.\.\.\)",
+    ),
+    "level": (
+        {"surrogate": OfTokens(), "importance_level": "sequence"},
+        ValueError,
+        "surrogate OfTokens takes its ratios per token: importance_level must be 'token', got 'sequence'",
+    ),
+    "unread level": (
+        {"surrogate": WithoutRatio(), "importance_level": "sequence"},
+        ValueError,
+        "importance_level='sequence' is not read by surrogate WithoutRatio, whose cost has no ratio of that level",
+    ),
+    "misspelt": (
+        {"fipo_half_live": 8.0},
+        TypeError,
+        "LigerFusedLinearGRPOLoss has no argument 'fipo_half_live': did you mean 'fipo_half_life'?",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_surrogate(case):
+    settings, error, message = WRONG[case]
+    with pytest.raises(error, match=f"^{message}"):
+        LigerFusedLinearGRPOLoss(**settings)
+
+
+def test_a_wrong_scope_of_a_surrogate():
+    with pytest.raises(
+        ValueError, match=r"^Misspelt.scope must be one of \('token', 'sequence', 'batch'\), got 'tokens'"
+    ):
+        type("Misspelt", (Surrogate,), {"scope": "tokens"})
+
+
+# What a loss is shown
 
 
 @pytest.mark.parametrize("scope", ["token", "sequence"])

@@ -47,7 +47,14 @@ from liger_chunked import (
 )
 from liger_chunked.engine import choose
 from liger_chunked.losses import cpo, dpo, kto
-from liger_chunked.losses.grpo import SURROGATES, SurrogateSettings
+from liger_chunked.losses.surrogates import SURROGATES
+
+
+def parameters_of(loss: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a constructor, and those of the surrogates that it takes by name."""
+    kinds = SURROGATES.values() if loss is LigerFusedLinearGRPOLoss else ()
+    return {name: p for kind in (loss, *kinds) for name, p in inspect.signature(kind).parameters.items()}
+
 
 # By a subclass, and after construction
 
@@ -132,16 +139,18 @@ def test_a_setting_of_a_finished_loss_cannot_be_set():
     for loss in (*made, *others, copy.copy(made[0]), copy.deepcopy(made[0]), pickle.loads(pickle.dumps(made[0]))):
         before = repr(loss)
         buffers = {name for name, _ in loss.named_buffers()} | {"weight", "ce_weight"}  # of classes, read by each call
-        for name in {*inspect.signature(type(loss)).parameters, "options", "temperature"} - buffers:
+        for name in {*parameters_of(type(loss)), "options", "temperature"} - buffers:
             if name == "temperature" and name not in repr(loss) and loss in others:
                 continue
             message = f"^{type(loss).__name__}.{name} cannot be set: build a new {type(loss).__name__}"
             with pytest.raises(AttributeError, match=message):
                 setattr(loss, name, 0.5)
         assert repr(loss) == before
-    for loss, name in ((LigerFusedLinearDPOLoss(), "loss_types"), (LigerFusedLinearGRPOLoss(), "settings")):
+    for loss, name in ((LigerFusedLinearDPOLoss(), "loss_types"), (LigerFusedLinearCPOLoss(), "settings")):
         with pytest.raises(AttributeError, match=f"{name} cannot be set"):
             setattr(loss, name, getattr(loss, name))
+    with pytest.raises(AttributeError, match="cannot assign to field 'epsilon_low'"):
+        LigerFusedLinearGRPOLoss().surrogate.epsilon_low = 0.1  # type: ignore[attr-defined]
 
 
 def test_what_else_is_set_of_a_finished_loss():
@@ -345,9 +354,9 @@ def test_an_option_has_an_effect_or_is_refused(loss, kind, batches):
         made = loss(**settings)
         return [evaluate(value, batch) for batch in batches()]
 
-    taken = [*inspect.signature(loss).parameters, "ignore_index", "softcap", "logit_scale", "temperature"]
+    taken = [*parameters_of(loss), "ignore_index", "softcap", "logit_scale", "temperature"]
     taken = [name for name in taken if name not in OTHER_OPTIONS | kind.keys() | {"options", "settings"}]
-    plain, parameters = results(kind), inspect.signature(loss).parameters
+    plain, parameters = results(kind), parameters_of(loss)
     for name in taken:
         for changed in CHANGES[name]:
             if name in parameters and changed is parameters[name].default:
@@ -388,7 +397,6 @@ def test_a_setting_that_one_of_several_loss_types_reads():
     [
         (LigerFusedLinearDPOLoss, dpo.DPOSettings),
         (LigerFusedLinearCPOLoss, cpo.CPOSettings),
-        (LigerFusedLinearGRPOLoss, SurrogateSettings),
     ],
 )
 def test_defaults_are_those_of_the_constructor(loss, settings):
@@ -486,7 +494,7 @@ def test_every_number_is_checked():
     """Every float argument of a constructor must be in `NUMBERS`."""
     checked = {(loss, name) for loss, name, *_ in NUMBERS}
     for loss in {loss for loss, _ in checked}:
-        for name, parameter in inspect.signature(loss).parameters.items():
+        for name, parameter in parameters_of(loss).items():
             if str(parameter.annotation) in ("float", "float | None") and not name.startswith("epsilon"):
                 assert (loss, name) in checked, (loss.__name__, name)
 

@@ -25,9 +25,10 @@ from test_trl_trainers import PLAIN, assert_same, build, rare, replaces_trls_hea
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, Rollouts
+from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, Rollouts, Surrogate
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.trl.base import LigerTrainerMixin
+from liger_chunked.losses.surrogates import Clip
 
 # Four completions of two prompts a step, in four micro-batches that mix them.
 ROLLOUTS = {
@@ -216,6 +217,13 @@ class Weighted(LigerFusedLinearPolicyBase):
         return -rollouts.advantages * rollouts.ratio
 
 
+class OwnSurrogate(Surrogate):
+    """Not zero where advantages are."""
+
+    def cost(self, rollouts: Rollouts) -> Tensor:
+        return (rollouts.advantages - rollouts.ratio) ** 2
+
+
 WITH_A_GRADIENT: dict[str, tuple[dict[str, Any], Callable[[], Any], str]] = {
     "KL": ({"beta": 0.1}, lambda: None, "a KL term"),
     "entropy": ({"entropy_coef": 0.1}, lambda: None, "an entropy bonus"),
@@ -250,7 +258,11 @@ def test_router_losses_keep_all_sequences(tmp_path: Path) -> None:
 def test_losses_of_a_user(tmp_path: Path) -> None:
     """Whether they are zero at advantages of zero, only their author knows."""
     config = {"max_steps": 1}
-    for loss, skip, skips in ((Squared(), "auto", False), (Weighted(), "auto", False), (Weighted(), True, True)):
+    surrogates = [LigerFusedLinearGRPOLoss(surrogate=surrogate) for surrogate in (OwnSurrogate(), Clip())]
+    for loss, skip, skips in (
+        *((Squared(), "auto", False), (Weighted(), "auto", False), (Weighted(), True, True)),
+        *((surrogates[0], "auto", False), (surrogates[1], "auto", True)),
+    ):
         arguments = {"reward_funcs": [all_tied], "loss": loss, "skip_zero_advantage": skip}
         _, widths, _ = trained(tmp_path, "GRPO", config, **arguments)
         assert ((1, 2) in widths.with_gradient) == skips

@@ -14,8 +14,9 @@ from liger_chunked import losses
 from liger_chunked.calls import altered, typed_like
 from liger_chunked.compat.settings import Loss
 from liger_chunked.engine import linear_token_stats
-from liger_chunked.losses.grpo import LOSS_TYPES, SURROGATES
+from liger_chunked.losses.grpo import LOSS_TYPES
 from liger_chunked.losses.policy import REDUCTIONS
+from liger_chunked.losses.surrogates import SURROGATES, Surrogate, settings_of
 from liger_chunked.types import Clipped, Rollouts, shown
 
 
@@ -61,12 +62,12 @@ class LigerFusedLinearGRPOLoss(Loss):
         if loss_type not in LOSS_TYPES:
             raise ValueError(f"unknown loss_type {shown(loss_type)}, expected one of {sorted(LOSS_TYPES)}")
         kind = LOSS_TYPES[loss_type]
-        read = SURROGATES[kind["surrogate"]].reads
+        surrogate = SURROGATES[kind["surrogate"]]
         self.reduction = REDUCTIONS[kind["reduction"]]
         beta = beta if use_ref_model else 0.0
         # Liger-Kernel takes options that it does not read.
         corrects_kl = use_bias_correction_kl if beta else True
-        if not (SURROGATES[kind["surrogate"]].reads_ratio or (beta and use_bias_correction_kl)):
+        if not (surrogate.reads_ratio or (beta and use_bias_correction_kl)):
             importance_sampling_level = "token"
         self.loss: Any = losses.LigerFusedLinearGRPOLoss.from_loss_type(
             loss_type,
@@ -75,10 +76,10 @@ class LigerFusedLinearGRPOLoss(Loss):
             max_completion_length=max_completion_length if self.reduction.needs_length else None,
             temperature=float(temperature),
             use_bias_correction_kl=corrects_kl,
-            **{name: value for name, value in settings.items() if name in read},
+            **{name: value for name, value in settings.items() if name in settings_of(surrogate)},
         )
         if importance_sampling_level == "sequence":
-            self.loss = altered(self.loss, clipped=_by_token(self.loss.clipped))
+            self.loss = altered(self.loss, clipped=_by_token(self.loss.surrogate))
 
     def forward(
         self,
@@ -188,12 +189,12 @@ class LigerFusedLinearGRPOLoss(Loss):
         return (cost * lengths).mean(), (kl * mask).sum().detach() / tokens, (clipped * mask).sum() / tokens
 
 
-def _by_token(clipped: Callable[[Rollouts], Clipped] | None) -> Callable[[Rollouts], Clipped] | None:
-    if clipped is None:
-        return None
-
-    def by_token(rollouts: Rollouts) -> Clipped:
-        low, high = clipped(rollouts)
+def _by_token(surrogate: Surrogate) -> Callable[[Rollouts], Clipped | None]:
+    def by_token(rollouts: Rollouts) -> Clipped | None:
+        clipped = surrogate.clipped(rollouts)
+        if clipped is None:
+            return None
+        low, high = clipped
         return Clipped(None if low is None else low.expand_as(rollouts.mask), high.expand_as(rollouts.mask))
 
     return by_token

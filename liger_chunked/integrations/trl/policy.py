@@ -12,6 +12,7 @@ from liger_chunked.integrations.trl.rollouts import RolloutsMixin, positions_of
 from liger_chunked.losses import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase
 from liger_chunked.losses.policy import REDUCTIONS, extreme
 from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS
+from liger_chunked.losses.surrogates import CISPO, REAL, SURROGATES
 from liger_chunked.types import LogitOptions
 
 # TRL's names of the metrics, and how ranks' values become one. "token" and "ratio" are means: over tokens, or over
@@ -49,8 +50,8 @@ class GRPOMixin(RolloutsMixin):
         "loss_type": None,
         "beta": "beta",
         "epsilon": None,  # TRL's sets both bounds, unless epsilon_high is given
-        "epsilon_high": "settings.epsilon_high",
-        "delta": "settings.delta",
+        "epsilon_high": "surrogate.epsilon_high",
+        "delta": "surrogate.delta",
         "importance_sampling_level": "importance_level",
         "use_bias_correction_kl": "use_bias_correction_kl",
         "top_entropy_quantile": "top_entropy_quantile",
@@ -61,12 +62,12 @@ class GRPOMixin(RolloutsMixin):
         "entropy_coef_delta": None,
         "entropy_target": None,
         "off_policy_mask_threshold": None,
-        "sapo_temperature_pos": "settings.sapo_temperature_pos",
-        "sapo_temperature_neg": "settings.sapo_temperature_neg",
-        "vespo_k_pos": "settings.vespo_k_pos",
-        "vespo_lambda_pos": "settings.vespo_lambda_pos",
-        "vespo_k_neg": "settings.vespo_k_neg",
-        "vespo_lambda_neg": "settings.vespo_lambda_neg",
+        "sapo_temperature_pos": "surrogate.sapo_temperature_pos",
+        "sapo_temperature_neg": "surrogate.sapo_temperature_neg",
+        "vespo_k_pos": "surrogate.vespo_k_pos",
+        "vespo_lambda_pos": "surrogate.vespo_lambda_pos",
+        "vespo_k_neg": "surrogate.vespo_k_neg",
+        "vespo_lambda_neg": "surrogate.vespo_lambda_neg",
         "cast_lm_head_to_fp32": None,
     }
 
@@ -86,10 +87,10 @@ class GRPOMixin(RolloutsMixin):
     @classmethod
     def _check_loss(cls, loss: Any) -> None:
         super()._check_loss(loss)
-        size = getattr(getattr(loss, "settings", None), "group_size", None)
-        if size is not None:
+        if isinstance(surrogate := getattr(loss, "surrogate", None), REAL):
+            size = surrogate.group_size
             raise ValueError(
-                f"surrogate {loss.surrogate!r} compares the group_size={size} completions of a prompt, but TRL "
+                f"surrogate 'real' compares the group_size={size} completions of a prompt, but TRL "
                 "shuffles the completions of all prompts over the micro-batches: call the loss in a loop of your own"
             )
 
@@ -173,7 +174,10 @@ class GRPOMixin(RolloutsMixin):
             "a loss of your own": (
                 loss is not None
                 and self.skip_zero_advantage is not True
-                and getattr(loss.policy_loss, "__func__", None) is not LigerFusedLinearGRPOLoss.policy_loss
+                and not (
+                    getattr(loss.policy_loss, "__func__", None) is LigerFusedLinearGRPOLoss.policy_loss
+                    and type(loss.surrogate) in SURROGATES.values()
+                )
             ),
         }
         found = [name for name, given in reasons.items() if given]
@@ -195,7 +199,9 @@ class GRPOMixin(RolloutsMixin):
         per_sequence = IMPORTANCE_LEVELS[loss.importance_level].per_sequence and one_advantage
         # Skipped sequences clip nothing.
         skips = batch.skips(with_empty=per_sequence)
-        for name, (field, over) in (_OF_CISPO if getattr(loss, "surrogate", "") == "cispo" else _LOGGED).items():
+        for name, (field, over) in (
+            _OF_CISPO if isinstance(getattr(loss, "surrogate", None), CISPO) else _LOGGED
+        ).items():
             metric = getattr(step.metrics, field)
             if metric is None:
                 continue
