@@ -269,6 +269,7 @@ def _sum(a: Any, b: Any, in_place: bool) -> Any:
     made = LazyGradient.linear(added, [a, b], a.shape, a.dtype, lazy.device)
     if not in_place:
         return made
+    assert isinstance(a, LazyGradient)
     a.terms, a.dense, a.extra = made.terms, made.dense, made.extra
     return a
 

@@ -191,14 +191,13 @@ class Plan(NamedTuple):
         for p in (self, other):
             if p.kind != LOGITS or p.rows or p.bias is not None or p.transform.outer is not None:
                 return None
-        if len(other.sources) > 1 or any(s is other.sources[0][0] for s, _ in self.sources):
+        if len(other.sources) != 1 or any(s is other.sources[0][0] for s, _ in self.sources):
             return None
         if self.transform != Transform():
             # Only one of the two products may have a factor: that of the adapter.
             return None if len(self.sources) > 1 or other.transform != Transform() else other.plus(self)
-        ((source, _),) = other.sources
         return self._replace(
-            sources=(*self.sources, (source, other.transform.inner)),
+            sources=(*self.sources, (other.sources[0][0], other.transform.inner)),
             keys=self.keys + other.keys,
             dtype=torch.promote_types(self.dtype, other.dtype),
         )
