@@ -1,8 +1,8 @@
 """Losses of deferred logits, computed chunk by chunk in place of the logits.
 
-A `Pass` runs a loss of the library on the rows and weights of a `Plan`, in a graph of its own. `fuse` makes the result a
-function of the logits in the caller's graph. The backward sends a `LazyGradient`; the head's backward asks the pass for dX,
-dW and db.
+A `Pass` runs a loss of the library on the rows and weights of a `Plan`, in a graph of its own. `fuse` makes the result
+a function of the logits in the caller's graph. The backward sends a `LazyGradient`; the head's backward asks the pass
+for dX, dW and db.
 
     run = Pass([logits._plan], lambda head: loss(head.weight, head.rows, ids, head.bias), wants_grad(logits))
     value = fuse(run, run.results, logits, plan, stock)
