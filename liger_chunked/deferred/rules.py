@@ -151,7 +151,7 @@ class _Known(NamedTuple):
 def statistics(z: DeferredLogits, plan: Plan, target: Tensor | None, *names: str) -> tuple[Pass | None, TokenStats]:
     """Return a pass and its statistics of the rows of logits. An earlier pass of these rows is used again.
 
-    The pass is None if an earlier one without a gradient gave the statistics.
+    It may be None if z has no gradient: nothing keeps a pass without one.
     """
     grad = wants_grad(z)
     known: list[_Known] = plan.sources[0][0].passes.setdefault(plan.signature, [])

@@ -151,7 +151,8 @@ def fused_loss(
     """Return the loss of an objective, and what its metrics read.
 
     Args:
-        skips_rows: whether a GPU looks for tokens without a gradient, which makes the host wait. A CPU always looks.
+        skips_rows: whether to look for tokens without a gradient on a GPU, where the host may wait for the count. On a
+            CPU the step always looks for them.
         owner: the module of the loss, for messages.
     """
     if not _KNOWN.issuperset(outputs):
