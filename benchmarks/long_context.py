@@ -218,7 +218,7 @@ def trainer_steps(
     kind = trainers.KINDS[training.kind]
     others = kind.others(training.model)
     if contender.is_ours:
-        others["share_prefix"] = training.shares  # True raises where nothing can be shared, as with TRL before 1.15
+        others["share_prefix"] = training.shares
     patched = [policy, *(x for x in others.values() if isinstance(x, torch.nn.Module))]
     trainer_class = kind.ours if contender.is_ours else kind.stock
     with tempfile.TemporaryDirectory() as folder, contender.kernels(*patched, fused=False):

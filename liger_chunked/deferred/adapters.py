@@ -15,8 +15,8 @@ from liger_chunked.private import hooks_of
 def down(lm_head: nn.Module, x: Tensor) -> Tensor:
     """Return `lora_A(dropout(x)) * scaling` of the adapters in use (..., r), side by side.
 
-    For rows of hidden states that a `head_fn` made itself. Raises ValueError if hooks of the user change what the
-    parts of the layer compute.
+    For hidden states that a `head_fn` made itself, other than those of the head's call. Raises ValueError if hooks of
+    the user change what the parts of the layer compute.
     """
     projection = projections_in(lm_head)[0]
     layer: Any = projection.layer

@@ -1,8 +1,8 @@
 """Losses of deferred logits, computed chunk by chunk in place of the logits.
 
-A `Pass` runs a loss of the library on what a `Plan` says, with leaves outside of the caller's graph. `fuse` puts its
-result into the graph, behind the logits. The backward sends a `LazyGradient`; the head's backward asks the pass for dX,
-dW and db.
+A `Pass` runs a loss of the library on the rows and weights of a `Plan`, in a graph of its own. `fuse` makes the result
+a function of the logits in the caller's graph. The backward sends a `LazyGradient`; the head's backward asks the pass
+for dX, dW and db.
 
     run = Pass([logits._plan], lambda head: loss(head.weight, head.rows, ids, head.bias), wants_grad(logits))
     value = fuse(run, run.results, logits, plan, stock)
@@ -28,7 +28,7 @@ from liger_chunked.types import AdaptedWeight, Head
 
 
 class HeadRows(NamedTuple):
-    """What a pass gives a loss: the head, and the rows of hidden states that belong to logits."""
+    """What a pass gives a loss: the head, and the hidden states (..., H) of the rows of logits."""
 
     weight: Any
     bias: Tensor | None
@@ -37,6 +37,12 @@ class HeadRows(NamedTuple):
 
 class Pass:
     """One run of a loss on hidden states and a head, in a graph of its own.
+
+    Args:
+        plans: of the logits that the loss reads.
+        compute: the loss, a function of one `HeadRows` for each plan.
+        keeps_gradient: whether the loss computes dW in its forward and keeps it until its backward.
+        captured: other tensors that the loss reads, which must not change before its backward.
 
     Attributes:
         results: what `compute` returned, with the inner graph.
@@ -54,7 +60,7 @@ class Pass:
         self.plans, self._compute = plans, compute
         self._captured = [(x, version_of(x)) for x in captured]
         sources = [source for plan in plans for source, _ in plan.sources]
-        # A second gradient of the same weight would double what the first keeps until its backward.
+        # Another loss keeps a dW of this weight: compute this one's in its backward, so that only one is in memory.
         self._late = keeps_gradient and wants_grad and any(source.holds_gradient for source in sources)
         self._holds = keeps_gradient and wants_grad and not self._late
         for source in sources:
@@ -77,7 +83,7 @@ class Pass:
         """Return dX, dW, db of a source, for (result, upstream, factor); computed once for all sources."""
         called_for = [(id(result), id(g), f if isinstance(f, (int, float)) else id(f)) for result, g, f in pairs]
         if self._memo is None or self._memo[0] != called_for:
-            # The pairs stay alive with it, so that no other tensor is taken for one of them.
+            # The pairs are kept alive, so that no other tensor gets one of their ids.
             self._memo = called_for, pairs, self._backward(pairs)
         found = self._memo[2][side][id(source)]
         if not self._several:
@@ -147,9 +153,11 @@ def _leaves(source: Source, wants_grad: bool) -> list[Tensor | None]:
 def _head_rows(
     plan: Plan, leaves: Sequence[Sequence[Any]], recompute: Callable[[Tensor], Tensor] | None = None
 ) -> HeadRows:
-    """Return the head and the rows of a plan, made of (hidden, weight, bias) of its sources.
+    """Return the head and the rows of a plan.
 
-    `recompute` is the adapters' product of other hidden states.
+    Args:
+        leaves: (hidden, weight, bias) of each of its sources.
+        recompute: the adapters' `down` for other hidden states than those of the call. None: the loss reads no others.
     """
     hidden, weight, bias = leaves[0]
 
@@ -187,7 +195,7 @@ def _head_rows(
 
 
 class _Fused(torch.autograd.Function):
-    """A value of a pass, which has a graph of its own, in the graph behind logits."""
+    """The value of a pass as a function of logits in the caller's graph."""
 
     @staticmethod
     def forward(ctx: Any, value: tuple[Tensor], terms: Any, stock: Any, z: Any) -> Tensor:
@@ -211,7 +219,7 @@ class _Fused(torch.autograd.Function):
 
         def dense() -> Tensor:
             real = node.view(geometry).detach()
-            # Autocast, which would widen them, is off here.
+            # Computed in float32, as under autocast, which is off in a backward.
             wide = real.to(torch.promote_types(real.dtype, torch.float32)).requires_grad_()
             return _gradient_of_stock(stock, wide, g).to(real.dtype)
 
@@ -231,9 +239,11 @@ def wants_grad(z: Any) -> bool:
 
 
 def link(value: Tensor, z: Any, terms: Callable[[Tensor], list[Any]], stock: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the value of a pass as a function of logits; detached, if these have no gradient.
+    """Return the value of a pass as a function of logits z; detached, if z has no gradient.
 
-    `terms` gives the gradient of the logits, for an upstream gradient; `stock` the same value of real logits.
+    Args:
+        terms: returns the terms of the gradient of z for an upstream gradient.
+        stock: computes the same value from real logits, where their real gradient or a second derivative is needed.
     """
     # In a tuple, autograd does not see the value's own graph.
     return _Fused.apply((value,), terms, stock, z) if wants_grad(z) else value.detach()
@@ -245,7 +255,10 @@ def fuse(run: Pass, result: Tensor, z: Any, plan: Plan, stock: Callable[[Tensor]
 
 
 class _Opened(NamedTuple):
-    """The gradients of hidden states, weights and biases that a loss of the caller gave, in the role of a `Pass`."""
+    """Stands for a `Pass` in terms: the gradients that the caller's own loss gave, of `run_live`.
+
+    `found`: dX, dW and db by the id of a source.
+    """
 
     found: dict[int, list[Tensor | None]]
 
@@ -256,7 +269,10 @@ class _Opened(NamedTuple):
 
 
 class _Open(torch.autograd.Function):
-    """The hidden states and weights behind logits, as functions of them: hooks on the way see the gradient."""
+    """Hidden states, weights and biases as functions of the logits, for `run_live`.
+
+    Their gradient thus passes the hooks between the head and these logits.
+    """
 
     @staticmethod
     def forward(ctx: Any, z: DeferredLogits, plan: Plan, places: list[tuple[int, int]], leaves: Any) -> Any:
@@ -284,7 +300,7 @@ def _without_values() -> Tensor:
 def run_live(z: DeferredLogits, compute: Callable[[Head, Tensor], Any]) -> Any:
     """Return `compute(head, hidden_states)` in place of logits of a call with `head_fn`, in the graph behind them."""
     plan = z._plan
-    # A factor of the layer's own product, such as a hook's, would make hidden states of the adapter's.
+    # After a scale of the layer's own product, such as a hook's, the adapter comes first, and its hidden states too.
     if plan is None or plan.sources[0][0] is not z._cell.node.sources[0]:
         raise ValueError(f"a head_fn needs logits that are those of a head, got {z!r}")
     first = plan.sources[0][0]

@@ -39,7 +39,7 @@ from liger_chunked.deferred.logits import DeferredLogits
 from liger_chunked.deferred.plan import SCALES, Key, Plan
 from liger_chunked.private import tree_map_only, without_torch_function
 
-# Formulas that move the gradient of whole rows, or round it. What terms carry does not change with them.
+# Backward formulas that move whole rows of the gradient, or round it. They leave its terms as they are.
 _MOVES = KEEPS_GEOMETRY | RESHAPES | TURNS | COPIES | {aten.slice_backward.default, aten.select_backward.default}
 _CURVE_BACKWARDS = {
     aten.tanh_backward.default, aten._log_softmax_backward_data.default, aten._softmax_backward_data.default,
@@ -64,11 +64,14 @@ class Term(NamedTuple):
     """The gradient of one result of a pass.
 
     - `run`: the `Pass`
-    - `side`: which of the pass's logits this is the gradient of; `plan`: what the logits are that have it here
+    - `side`: index of the logits in `Pass.plans` that this is the gradient of
+    - `plan`: of the logits that the gradient has reached: those that the loss got, or a factor of a product of them
     - `result`, `upstream`: a result of the pass and its gradient
     - `factor`: what multiplied the gradient since
-    - `passed`: the operations whose derivative the pass contains, and whose nodes the gradient has passed
-    - `path`: of a product's gradient, which factor it goes through, and that factor's plan; then the same again
+    - `passed`: the operations whose nodes the gradient has passed without effect, because the pass contains their
+      derivative
+    - `path`: for the gradient of a product (`joined.py`), the factors that it goes through from there: each the index
+      of a factor, and its plan
     """
 
     run: Any
@@ -81,7 +84,12 @@ class Term(NamedTuple):
     path: tuple[tuple[int, Plan], ...] = ()
 
     def after(self, key: Key | None, factor: Any) -> Term | None:
-        """Return the term behind the node of an operation, which the pass contains or which multiplies by a factor."""
+        """Return the term after the backward of an operation; None if that needs the real gradient.
+
+        Args:
+            key: of the operation in `Plan.keys`; None: the pass cannot contain its derivative.
+            factor: what its backward multiplies by; None: no number.
+        """
         if key is not None and self.passed.count(key) < self.plan.passes(key):
             return self._replace(passed=(*self.passed, key))
         return None if factor is None else self._replace(factor=self.factor * factor)
@@ -95,7 +103,10 @@ class Term(NamedTuple):
 
 
 class LazyGradient(Lazy):
-    """dL/dlogits: the sum of terms and of `extra`, a real tensor or None. `dense()` computes that of the terms."""
+    """dL/dlogits without values: the sum of `terms` and of `extra`, a real tensor or None.
+
+    `dense()` computes the real sum of the terms.
+    """
 
     terms: list[Any]
     extra: Tensor | None
@@ -119,11 +130,12 @@ class LazyGradient(Lazy):
     def linear(
         cls, function: Callable[..., Tensor], parts: Any, size: Any, dtype: torch.dtype, device: Any, terms: Any = None
     ) -> LazyGradient:
-        """Return a function that is linear in gradients, lazy ones and others.
+        """Return `function(*parts)`, which is linear in the gradients `parts`, lazy ones and others.
 
-        The function gets None in place of zeros. The terms are those of the gradients, unless given.
+        The function gets None in place of a part that is zero. `terms` are those of the result; None: those of `parts`.
         """
-        denses = [x.dense if isinstance(x, LazyGradient) else None for x in parts]  # of now: one may become real later
+        # The parts' functions are read here, because a part that becomes real later has another one.
+        denses = [x.dense if isinstance(x, LazyGradient) else None for x in parts]
         extras = [x.extra if isinstance(x, LazyGradient) else values(x) for x in parts]
         if terms is None:
             terms = [term for x in parts if isinstance(x, LazyGradient) for term in x.terms]
@@ -141,7 +153,7 @@ class LazyGradient(Lazy):
         return real if self.extra is None else real + self.extra
 
     def _memory(self) -> Tensor:
-        """Return the real gradient, which is this one from now on."""
+        """Return the real gradient, and keep it in place of the terms."""
         if self.terms or self.extra is None:
             self._become(self._value())
         return self._value()
@@ -163,7 +175,7 @@ class LazyGradient(Lazy):
         Autograd's own formulas do not come here.
         """
         with without_torch_function():
-            # A mode of dispatch calls operations of ATen again.
+            # A `TorchDispatchMode` that is on calls the operation again from Python, so that it comes here.
             of_aten = type(func) is _OVERLOAD
             if (
                 of_aten
@@ -241,7 +253,7 @@ class LazyGradient(Lazy):
 
 
 def _placed(func: Any, args: Any) -> LazyGradient | None:
-    """Return the backward of indexing: zeros with the rows of a gradient added."""
+    """Return the result of the backward of indexing: zeros, to which the rows of a gradient are added."""
     given = args[2] if func is aten.index_put.default else args[3]
     zeros = args[0]
     added = func is aten.index_add.default or (len(args) > 3 and args[3])
@@ -275,7 +287,7 @@ def _sum(a: Any, b: Any, in_place: bool) -> Any:
 
 
 def _concatenated(join: Any, parts: Any, dim: int = 0) -> LazyGradient | None:
-    """Return the backward of `split` and `unbind`: rows of several gradients, which are zeros where nothing came."""
+    """Return the result of the backward of `split` and `unbind`: several gradients side by side, some of them zeros."""
     if not all(isinstance(x, Tensor) and x.dtype == parts[0].dtype for x in parts):
         return None
     lazy = next(x for x in parts if isinstance(x, LazyGradient))

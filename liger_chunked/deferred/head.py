@@ -25,7 +25,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, source: Source, n_ids: int) -> Any:
         source.needs = tuple(ctx.needs_input_grad[:3])
         ctx.source, ctx.hooked = source, hooks_active()
-        # What a Linear saves, so that a change of anything else between forward and backward is allowed.
+        # Saved as by a Linear: backward raises if one of these changed, and other tensors may change.
         needs_x, needs_w, _ = source.needs
         ctx.save_for_backward(hidden if needs_w else None, weight if needs_x else None)
         return DeferredLogits._of(source, n_ids)

@@ -6,9 +6,9 @@
     (p * (logp - logq)).sum(-1)                 KL(p || q)
     F.kl_div(logq, p, reduction=...)            the same
 
-`_Joined` is the product, lazy as its factors are. A sum computes it by a pass. Its gradient has terms with a path
-through one factor each: what the sum's derivative through that factor is. The factors' gradients are then as
-independent as those of real tensors.
+`_Joined` is the product or difference, without values. A sum over the vocabulary computes it by a pass. The gradient of
+that sum has one `Term` for each factor, whose `path` leads to the factor: the term is the derivative of the sum through
+that factor alone. So a factor may be detached, scaled or hooked by itself, as with real tensors.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ def _of_values(function: Any, factors: Any, i: int, g: Tensor) -> Tensor:
     return with_autograd(run)
 
 
-# What a product is of
+# What the sum of a product is
 
 
 class Sum(NamedTuple):
-    """The sum over the vocabulary of a product, times `sign`.
+    """What the sum of a product over the vocabulary is, up to the factor `sign`.
 
-    - `kind`: "entropy" of p, "logits" (p z), or of p and q "kl" or "cross"
+    - `kind`: "entropy" of p, "logits" (the sum of p z), "kl" (of p and q) or "cross" (the cross entropy of p and q)
     - `to_p`, `to_q`: the paths to p, and to q or z
-    - `p`, `q`: what these are, with the rows of the product
+    - `p`, `q`: the plans of p, and of q or z, with the rows of the product
     """
 
     kind: str
@@ -123,7 +123,7 @@ def _sum_of(product: Plan) -> Sum | None:
 
 
 def _end(product: Plan, path: Path) -> Plan:
-    """Return what a path leads to, with the rows of the product."""
+    """Return the plan that a path leads to, with the rows of the product."""
     rows = (*(row for _, plan in reversed(path) for row in plan.rows), *product.rows)
     return path[-1][1]._replace(rows=rows, shape=product.shape, class_dim=product.class_dim)
 

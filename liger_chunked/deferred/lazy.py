@@ -21,7 +21,7 @@ from liger_chunked.private import skip_frame, tracing_callback, tree_leaves, tre
 # The classes of PyTorch's plain tensors.
 PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
-# New tensors of which an argument only gives the shape, dtype and device.
+# Operations that read only the shape, dtype and device of their first argument.
 SHAPED_LIKE = {
     getattr(aten, name).default
     for name in "empty_like zeros_like ones_like rand_like randn_like new_empty new_zeros new_ones".split()
@@ -124,7 +124,7 @@ def after(op: Op, geometry: Geometry) -> Any:
 
 
 def strided(x: Tensor, of: Geometry, geometry: Geometry) -> Tensor:
-    """Return a view of x, which has the geometry `of`."""
+    """Return the view of x that has a geometry; x itself has the geometry `of`."""
     size, strides, offset = geometry
     return x if geometry == of else x.as_strided(size, strides, x.storage_offset() + offset)
 

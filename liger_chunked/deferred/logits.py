@@ -80,13 +80,16 @@ class Source:
     It holds tensors outside of the autograd graph, so that kept logits do not keep the graph.
 
     Attributes:
-        needs: which of hidden states, weight and bias have a gradient.
+        tensors: (hidden, weight, bias), detached. `versions`: their version counters at the call.
+        needs: which of hidden states, weight and bias require a gradient.
         settings: the `Deferral` of the layer.
         asked_by: what needed real logits, and where; None if nothing did.
         withheld: cross entropies return 0 (`Request.withhold`). `gave_zero`: one did.
-        holds_gradient: a loss keeps its gradient of the weight until its backward: a second one would double that.
-        n_ids: how many logits a row has. `cells`: all memory of logits that were made of this call.
-        passes: statistics of rows that were computed, by what they are of (`rules.py`).
+        holds_gradient: whether a loss holds dW, which it computed in its forward, until its backward. A second such
+            loss waits with its dW until its own backward, so that only one dW is in memory (`Pass`).
+        n_ids: how many logits a row has.
+        cells: weak references to the memory of all logits that were made from this call.
+        passes: statistics of rows that were computed, by `Plan.signature` (`rules.statistics`).
         owner, merged: the layer of PEFT around this one, and the adapters that were merged into the weight, which PEFT
             does through `weight.data`, unnoticed by autograd.
         forward: computes the real product of a layer that is no plain `nn.Linear`; else None.
@@ -187,11 +190,11 @@ class Node:
     """An expression: a source's product, or an operation on views of other expressions.
 
     Attributes:
-        key: of its operation, in plans.
-        sources: whose products it has, first that of the layer itself, then those of adapters.
+        key: names its operation in the `keys` of plans.
+        sources: the calls whose products are in the expression: of the layer itself first, then of its adapters.
         geometry: sizes and strides of its values.
-        plan: what it is for a loss; None if no loss takes it.
-        real: its values, once they were read.
+        plan: how a loss computes it from the head; None if no loss can.
+        real: its values, if they were read and are kept.
     """
 
     __slots__ = ("_compute", "_keeps", "geometry", "key", "plan", "real", "sources")
@@ -225,7 +228,10 @@ class Node:
 
 
 class Cell:
-    """The memory of logits and of all their views: an expression, or real values."""
+    """The memory of logits and of all their views: an expression, or real values.
+
+    `changed` says whether somebody may have written to the real values: they are no longer those of the expression.
+    """
 
     __slots__ = ("__weakref__", "changed", "n_ids", "node", "real")
 
@@ -240,7 +246,10 @@ class Cell:
         return self.real
 
     def own_values(self) -> Tensor:
-        """Return values that may be written: copies that were made before get theirs first."""
+        """Return values that may be written.
+
+        Lazy copies of these logits are computed first, because their expressions read the values before the change.
+        """
         if not self.changed:
             self.changed = True
             for source in self.node.sources:
@@ -264,9 +273,11 @@ class DeferredLogits(Lazy, StandIn):
     in the log names the first such use.
     """
 
-    # `_geometry` is a view of the cell's memory. `_in_rows` is the same view of a memory where each row is contiguous,
-    # which is another one if the vocabulary is not the last dimension of a copy. `_class_dim` is the dimension of the
-    # vocabulary; None if the rows are not whole, from their first id, any more.
+    # `_geometry`: sizes, strides and offset in the cell's memory.
+    # `_in_rows`: the same view, as if the memory held one row of logits after another. It differs from `_geometry` if
+    # the memory is laid out otherwise, as that of a clone of transposed logits. None: a reshape merged the vocabulary
+    # with other dimensions.
+    # `_class_dim`: the dimension of the vocabulary. None: a view left out the first ids of rows, or merged rows.
     _cell: Cell
     _in_rows: Geometry | None
     _class_dim: int | None
@@ -300,7 +311,7 @@ class DeferredLogits(Lazy, StandIn):
 
     @property
     def _plan(self) -> Plan | None:
-        """What these logits are for a loss; None if real ones exist, or no loss takes them."""
+        """How a loss computes these logits from the head; None if real ones exist, or if no loss can."""
         return None if self.is_computed or self.ndim < 2 else self._planned()
 
     def _planned(self) -> Plan | None:
@@ -500,7 +511,7 @@ class DeferredLogits(Lazy, StandIn):
     def _view(self, geometry: Geometry, in_rows: Geometry | None, op: Op) -> Any:
         made = self._made(self._cell, geometry, in_rows, *self._known)
         if made._class_dim is None and math.prod(geometry[0]):
-            # No loss can use it: its reader wants values, and so do later ones of these logits.
+            # No loss takes such a view, so its reader wants values. They are computed once, for later readers too.
             self._ask(op.func.overloadpacket.__name__)
             self._cell.values()
         return made
@@ -580,7 +591,11 @@ class _Values(torch.autograd.Function):
 
 
 def _differentiated(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `torch.autograd.grad` for places in the graph: hooks in it would not be asked about gradients otherwise."""
+    """Run `torch.autograd.grad` by the graph edges of lazy inputs.
+
+    torch calls `__torch_function__` of a lazy input, which runs the call inside `without_torch_function`. In there, a
+    hook of the graph that reads a `LazyGradient` would not reach its `__torch_function__`. Edges are no tensors.
+    """
     with without_torch_function():
         one = isinstance(inputs, Tensor)
         edges = [get_gradient_edge(x) if isinstance(x, Lazy) else x for x in ([inputs] if one else inputs)]
@@ -590,7 +605,7 @@ def _differentiated(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: 
         return func(outputs, edges, *args, **kwargs)
 
 
-# Functions with a lazy result, which autograd saves.
+# Functions with a lazy result, which autograd saves for their backward.
 _SAVE_RESULT = {
     getattr(owner, name)
     for owner in (torch, Tensor, F, torch.special)
@@ -615,11 +630,11 @@ _STOCK: dict[Any, dict[str, Any]] = {
 
 
 def _wrapped_function(func: Any) -> Any:
-    """Return the function of torch that a wrapper around it hides.
+    """Return torch's own function, if `func` is a wrapper that somebody put in its place; else `func`.
 
-    `F.cross_entropy` asks `__torch_function__` with what has the name `cross_entropy` in its module, and methods of C
-    with what has their name in `torch.Tensor`. Where somebody replaced it, that is the wrapper, which runs already:
-    running it again would count or change things twice.
+    `F.cross_entropy` looks its own name up in its module, and passes what it finds to `__torch_function__`; methods in
+    C do so in `torch.Tensor`. If somebody replaced that name, they pass the wrapper, which is running already: to run
+    it again would count or change things twice.
     """
     for owner, stock in _STOCK.items():
         for name, function in vars(owner).items():

@@ -1,6 +1,7 @@
-"""What stand-in logits are of a head, in the terms that a loss takes: hidden states, weights and a transform.
+"""How a loss computes stand-in logits from a head: which rows of hidden states, which weights, which transform.
 
-Each expression of logits has its plan from the start: `after` an operation on the values, `seen` through a view.
+Each expression of logits gets its `Plan` when it is made. `Plan.after` is the plan of an operation's result, and
+`Plan.seen` that of a view.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from liger_chunked.dtensor import any_dtensor
 ROWS = {aten.index.Tensor, aten.index_select.default}
 SCALES = {aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.div.Tensor: "div", aten.div.Scalar: "div"}
 
-# What logits became: themselves, functions of whole rows, or the difference or the product of two of these.
+# Kinds of plans: logits, their log-softmax or softmax, and the difference or the product of two stand-ins.
 LOGITS, LOGPS, PROBS, DIFFERENCE, PRODUCT = "logits", "logps", "probs", "difference", "product"
 
-# An operation that a gradient passes: a scale, or the key of the `Node` of a function that bends.
+# Names an operation whose backward multiplies the gradient: a scale by its name and number, others by `Node.key`.
 Key = tuple[str, float] | Any
 
 
@@ -31,7 +32,7 @@ def _in_rows(x: Tensor) -> Tensor:
 
 
 class View(NamedTuple):
-    """Takes rows by a size, strides and an offset, all counted in rows."""
+    """Takes rows as `as_strided` does: by a size, strides and an offset, all counted in rows."""
 
     size: tuple[int, ...]
     strides: tuple[int, ...]
@@ -62,15 +63,15 @@ class Selection:
 
 
 class Plan(NamedTuple):
-    """What stand-in logits are, in the terms of a loss.
+    """How a loss computes stand-in logits from a head.
 
-    - `sources`: of the layer, then of adapters, each with the factor of its product
-    - `keys`: for each source, the operations behind it whose backward multiplies or bends
-    - `shape`: of the logits; `class_dim`: the dimension of the vocabulary, of which `n_ids` ids are left
-    - `rows`: what takes the rows of these logits, in the order of their dimensions, of those of the hidden states
-    - `transform`: scale and softcap; `bias`: what is added before
-    - `kind`: one of `LOGITS` to `PRODUCT`, times `sign`
-    - `parts`: the two plans that a difference or a product has, and `function`, which joins them
+    - `sources`: the layer's call, then its adapters', each with the factor of its product
+    - `keys`: for each source, the operations between it and these logits whose backward multiplies the gradient
+    - `shape`: of the logits; `class_dim`: the dimension of the vocabulary; `n_ids`: how many ids it has, the first ones
+    - `rows`: functions that, one after another, take the rows of these logits from the rows of the hidden states
+    - `transform`: scale and softcap; `bias`: is added before the transform
+    - `kind`: one of `LOGITS` to `PRODUCT`; `sign`: a factor of log-probabilities, probabilities or a product
+    - `parts`, `function`: a difference or a product is `function(*parts)`, of two plans
     """
 
     sources: tuple[tuple[Any, float], ...]
@@ -115,7 +116,7 @@ class Plan(NamedTuple):
         return max(keys.count(key) for keys in self.keys)
 
     def arrived(self, passed: tuple[Key, ...], source: Any) -> bool:
-        """Whether a gradient has passed all operations behind a source, and no other that these logits have."""
+        """Whether a gradient has passed all operations between these logits and a source, and no others."""
         found = [keys for (s, _), keys in zip(self.sources, self.keys, strict=True) if s is source]
         if not found:  # a reentrant checkpoint ran the head again
             return False
@@ -179,7 +180,7 @@ class Plan(NamedTuple):
         return None if scaled is None else self._replace(transform=scaled)
 
     def _cast(self, dtype: torch.dtype) -> Plan | None:
-        """Return the plan of a cast; None if it rounds what a loss would not, or asks for more digits than it gives."""
+        """Return the plan of a cast; None if the cast rounds more than a loss does, or asks for float64."""
         before, loss = self.dtype, self.sources[0][0].dtype if self.kind != PRODUCT else None
         rounds = dtype.itemsize < min(4, before.itemsize) and dtype != loss
         if dtype != before and (rounds or dtype == torch.float64 or self.kind == DIFFERENCE):

@@ -1,7 +1,8 @@
 """Functions of torch that are fused on deferred logits.
 
-A rule gets the arguments of the function, the first of them logits. It returns the result, in the graph behind the
-logits, or `NotImplemented`: then the function runs, and gets real logits where it reads them.
+A rule gets the function and its arguments, of which the first one are logits. It returns the result as a function of
+the logits in the autograd graph, or `NotImplemented`: then torch's function runs, and gets real logits where it reads
+them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from liger_chunked.types import LogitOptions, TokenStats
 
 # No target is ignored: `gather` refuses negative ids.
 _NO_TARGET = -(2**31)
-# A user may put a wrapper in the place of these names.
+# Kept, because a user may put a wrapper under these names in `F`.
 _CROSS_ENTROPY, _NLL_LOSS = F.cross_entropy, F.nll_loss
 
 
@@ -125,14 +126,19 @@ def _asked_dtype(func: Any, dtype: torch.dtype, device: str, autocast: torch.dty
 
 
 class _Known(NamedTuple):
-    """Statistics of rows that a pass gave: for later readers of these rows, or of some of them."""
+    """Statistics of rows that a pass computed, for later readers of these rows or of a selection of them.
+
+    - `rows`: of the pass's plan
+    - `values`: the statistics, by name, detached; `versions`: their version counters, which show in-place changes
+    - `run`: a weak reference to the pass; None if it has no gradient
+    """
 
     rows: tuple[Any, ...]
     target: Tensor | None
     target_version: int
     values: dict[str, Tensor]
     versions: dict[str, int]
-    run: Any  # a weak reference to the pass, if there is a gradient
+    run: Any
 
     def serves(self, plan: Plan, target: Tensor | None, names: tuple[str, ...]) -> bool:
         if plan.rows[: len(self.rows)] != self.rows:
@@ -143,9 +149,9 @@ class _Known(NamedTuple):
 
 
 def statistics(z: DeferredLogits, plan: Plan, target: Tensor | None, *names: str) -> tuple[Pass | None, TokenStats]:
-    """Return statistics of the rows of logits, and the pass that gave them, an earlier one if it knows them.
+    """Return a pass and its statistics of the rows of logits. An earlier pass of these rows is used again.
 
-    Without a gradient there is no pass to remember.
+    It may be None if z has no gradient: nothing keeps a pass without one.
     """
     grad = wants_grad(z)
     known: list[_Known] = plan.sources[0][0].passes.setdefault(plan.signature, [])
@@ -196,7 +202,7 @@ def _of_stats(
     read: Callable[..., Tensor],
     stock: Callable[..., Tensor],
 ) -> Tensor:
-    """Return `read(statistics)`, with a value for each row, in the graph behind z."""
+    """Return `read(statistics)`, with a value for each row, as a function of z. `stock(z)` is the same of real z."""
     grad = wants_grad(z)
     run, stats = statistics(z, plan, target, *names)
     with torch.set_grad_enabled(grad):

@@ -33,7 +33,7 @@ _OWNERS: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]] = weakref.WeakKey
 
 
 def keep_gathered(layer: nn.Module, weight: Tensor) -> str | None:
-    """Let FSDP keep a layer's weight from this call to its backward. Return why it cannot; None if the weight stays.
+    """Let FSDP keep a layer's weight gathered from this call to its backward. Return why it cannot, or None.
 
     For FSDP2 this calls `set_reshard_after_forward(False, recurse=False)` on the module whose group holds the weight,
     at each deferring call: the group then stays gathered after later forwards of the module, in evaluation too. A unit
@@ -109,9 +109,9 @@ class Layouts(NamedTuple):
 
 # The layer whose call skips its layouts, by thread, and the layouts.
 _SKIPPING = threading.local()
-# Which layers give plain logits of the whole vocabulary, and the layouts that was found for.
+# By layer: the layouts for which `gives_whole` was computed, and its result.
 _WHOLE: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], bool]] = weakref.WeakKeyDictionary()
-# Calls of one layer in several threads take turns: what lays it out is on the module.
+# Calls of one layer in several threads take turns, because `without` changes the module's own hooks.
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
@@ -131,9 +131,10 @@ def layouts_of(layer: nn.Module) -> Layouts | None:
 
 
 def is_bare(layer: nn.Module) -> bool:
-    """Whether the weight of a layer is a DTensor by hand: nothing lays out its logits, and no group of FSDP2 holds it.
+    """Whether the user made a layer's weight a DTensor: no hook lays out its logits, and no group of FSDP2 holds it.
 
-    A weight that FSDP2 has not gathered is a DTensor too. Its ranks have other hidden states: no loss may take it.
+    A weight that FSDP2 has not gathered is a DTensor too. There each rank has hidden states of its own, so no loss may
+    take the weight as one that is split over the vocabulary.
     """
     if "torch.distributed.fsdp" in sys.modules and (
         composable_states() is None or _owner(layer, layer.weight) is not None

@@ -72,7 +72,7 @@ class StatisticsStep:
                     _refuse_parameters_of_split_sequences(share.of_parameters, self.owner)
                 for parameter, g in share.of_parameters.items():
                     total = of_parameters.get(parameter, 0)
-                    of_parameters[parameter] = total + g.to(accumulation_dtype(g.dtype))  # of several chunks
+                    of_parameters[parameter] = total + g.to(accumulation_dtype(g.dtype))  # summed over chunks
                 if grads is not None:
                     if not share.gradients.keys() <= declared:
                         self._refuse_undeclared(share.gradients)
@@ -100,9 +100,10 @@ class StatisticsStep:
 
 
 def _refuse_parameters_of_split_sequences(parameters: Iterable[Tensor], owner: Any) -> None:
-    """Raise ValueError for the first tensor that a loss holds and that requires a gradient.
+    """Raise ValueError if the loss holds a tensor that requires a gradient.
 
-    dW of a rank is its share, which trainers sum over ranks. The gradient by a parameter may be whole on each.
+    Trainers sum gradients over ranks. dW of a rank is its share of the sum, but the gradient by a tensor of the loss
+    may be the whole sum on each rank, because each evaluates the loss of whole sequences.
     """
     for parameter in parameters:
         raise ValueError(
@@ -131,7 +132,8 @@ def fused_loss(
     """Return the loss of an objective, and what its metrics read.
 
     Args:
-        skips_rows: whether to look for tokens without a gradient on a GPU, if the host may wait. A CPU always does.
+        skips_rows: whether to look for tokens without a gradient on a GPU, where the host may wait for the count. On a
+            CPU the step always looks for them.
         owner: the module of the loss, for messages.
     """
     if not _KNOWN.issuperset(outputs):
@@ -191,7 +193,7 @@ def loss_of_kept(
     if rows.groups is None and (places := rows.dense_index) is not None:
         values = mapped(lambda x: x[places], dense)
     if isinstance(sequences, SequenceSplit):
-        # Its graph has neither weight nor input, so its leaves are what the loss itself holds.
+        # From detached statistics, so that the leaves of the graph are the tensors that the loss itself holds.
         loss_without_head = objective.loss(mapped(Tensor.detach, values), rows.group_index(whole_batch))
         _refuse_parameters_of_split_sequences(other_leaves(loss_without_head, ()), owner)
     loss = objective.loss(values, rows.group_index(whole_batch)).to(accumulation_dtype(input.dtype))

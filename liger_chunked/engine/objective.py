@@ -90,17 +90,17 @@ def leaves_of(values: TokenStats) -> dict[str, Tensor]:
 
 
 def gradients_of(loss: Tensor, leaves: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[Tensor, Tensor]]:
-    """Return the gradients by the leaves that `loss` depends on, by name, and by all other leaves.
+    """Return the gradients of `loss` by `leaves`, by name, and by all other leaves of its graph.
 
-    `leaves` require none afterwards.
+    Leaves on which `loss` does not depend are missing. `leaves` require no gradient afterwards.
     """
     parameters = other_leaves(loss, list(leaves.values()))
     computed: tuple[Tensor | None, ...] = ()
     if loss.requires_grad:
         # Single-threaded, because handing this small graph to autograd's worker thread takes longer than running it.
-        # Without the hooks of parameters, which run in the backward of the loss, on the whole gradient.
+        # Hooks of parameters are off here: they run once, in the backward of the loss, on the gradient of all chunks.
         with torch.autograd.set_multithreading_enabled(False), without_hooks(parameters):
-            # A tensor that the caller computed from a parameter has a graph that the next chunk needs again.
+            # The next chunk needs the graph again between a parameter and a tensor that the caller computed from it.
             retained = True if parameters else None
             # No upstream gradient is passed, because torch would import sympy for one.
             computed = torch.autograd.grad(loss, [*leaves.values(), *parameters], None, retained, allow_unused=True)

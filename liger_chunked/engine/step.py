@@ -44,7 +44,7 @@ class Step(Protocol):
 
 
 class GradientInForward(torch.autograd.Function):
-    """`apply(loss, gradients, *tensors)`: the loss, as a function of tensors by which its gradients are known.
+    """`apply(loss, gradients, *tensors)`: the loss as a function of `tensors`; `gradients` are its gradients by these.
 
     Backward reads only gradients, so the caller may change tensors in between.
     """
@@ -55,7 +55,7 @@ class GradientInForward(torch.autograd.Function):
         ctx.gradients = gradients
         ctx.shapes_and_dtypes = [(None, None) if x is None else (x.shape, x.dtype) for x in tensors]
         result = loss.data  # unlike a view, callers may change it in place
-        # No gradient needs it: with a saved tensor torch notices a backward of a freed graph, and a second derivative.
+        # The backward does not read it. A saved tensor lets torch raise for a second backward of a freed graph.
         ctx.save_for_backward(result)
         return result
 

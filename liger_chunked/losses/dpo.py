@@ -44,6 +44,8 @@ def _js(logratios: Tensor, alpha: float) -> Tensor:
 
 
 class _FDivergence(NamedTuple):
+    """A row of `F_DIVERGENCES`."""
+
     score: Callable[[Tensor, float], Tensor]  # (log-ratios, alpha) -> `f'(pi / pi_ref)`, up to a constant
     reads: tuple[str, ...] = ()  # fields of DPOSettings
 
@@ -58,6 +60,8 @@ F_DIVERGENCES: Mapping[str, _FDivergence] = {
 
 @dataclass(frozen=True)
 class DPOSettings:
+    """The arguments of `LigerFusedLinearDPOLoss` that single losses read besides beta."""
+
     label_smoothing: float = 0.0
     discopop_tau: float = 0.05
     f_divergence_type: str = "reverse_kl"
@@ -73,7 +77,7 @@ class DPOSettings:
         check_finite("f_alpha_divergence_coef", self.f_alpha_divergence_coef)
 
     def scores(self, pairs: Pairs) -> Tensor:
-        """Return (n, 2): log-ratios for the reverse KL."""
+        """Return the scores (n, 2) of the f-divergence; the log-ratios for the reverse KL."""
         return F_DIVERGENCES[self.f_divergence_type].score(pairs.logratios, self.f_alpha_divergence_coef)
 
 
@@ -104,7 +108,7 @@ def _ipo(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 
 
 def _robust(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    # Unbiased if labels are flipped with probability epsilon. A smoothing of this size, which is negative.
+    # Unbiased if a share `label_smoothing` of the labels is flipped: the formula is a smoothing by a negative number.
     return logistic(beta * _margin(pairs, s), -s.label_smoothing / (1 - 2 * s.label_smoothing))
 
 
@@ -154,13 +158,13 @@ def _aot_unpaired(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 def _discopop(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     logits = beta * _margin(pairs, s)
     scaled = logits / s.discopop_tau
-    # m exp(-x) by its logarithm: at a very negative x, m rounds to 0 and exp(-x) overflows.
+    # m exp(-x) as exp(log(m) - x): at a very negative x, m rounds to 0 and exp(-x) overflows.
     exponential = saturating_exp(F.logsigmoid(scaled) - logits)
     return torch.sigmoid(-scaled) * -F.logsigmoid(logits) + exponential
 
 
 def _sft(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    # The base divides by batch_size.
+    # The base takes the mean of these over the batch_size pairs, and an NLL is a mean over tokens.
     chosen = torch.where(pairs.mask[:, 0], pairs.token_logps[:, 0], 0.0).sum(-1)
     return -chosen * pairs.batch_size / pairs.batch_lengths[0]
 
@@ -173,12 +177,14 @@ def _wpo_weights(pairs: Pairs) -> Tensor:
 
 
 class _LossType(NamedTuple):
-    loss: Callable[[Pairs, float, DPOSettings], Tensor]  # of beta
-    reads: tuple[str, ...] = ()
-    whole_batch: bool = False  # sorts the batch
-    averages: bool = False  # refuses average_log_prob
-    takes_f_divergence: bool = False  # reads scores or no reference
-    weighable: bool = True  # a loss belongs to one pair
+    """A row of `LOSS_TYPES`."""
+
+    loss: Callable[[Pairs, float, DPOSettings], Tensor]  # (pairs, beta, settings) -> (n,)
+    reads: tuple[str, ...] = ()  # fields of DPOSettings
+    whole_batch: bool = False  # whether it sorts the batch
+    averages: bool = False  # whether it takes means over tokens itself, and so refuses average_log_prob
+    takes_f_divergence: bool = False  # whether it reads `scores`, or compares with no reference
+    weighable: bool = True  # whether each value belongs to one pair, which use_weighting multiplies
 
 
 _SCORES = ("f_divergence_type", "f_alpha_divergence_coef")

@@ -1,6 +1,6 @@
 """The base of losses of pairs: it owns sums over sequences, the reference, the NLL term, the mean and metrics.
 
-A subclass has the loss of a pair alone, differentiated by autograd.
+A subclass has only `preference_loss`, the loss of a pair, which autograd differentiates.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class _PairBatch:
 
     Attributes:
         mask: (n, 2, T) bool, True at the tokens of `target`.
-        lengths: (n, 2) their numbers, at least 1.
-        batch_lengths: (2,) those of all chosen and of all rejected sequences, at least 1.
+        lengths: (n, 2) numbers of tokens of each sequence, at least 1.
+        batch_lengths: (2,) numbers of tokens of all chosen and of all rejected sequences, at least 1.
         average_log_prob: whether log-probabilities of sequences are means.
         reference: log-probabilities of the reference, (n, 2, T) one a token or (n, 2) one a sequence.
         token_weights: (n, 2, T). None: all are 1.
         has_tokens: (n,) bool, False at pairs without a token, whose loss is 0. None: all have some.
-        host_counts: n numbers of tokens of each pair. None: known to the device alone.
+        host_counts: the n pairs' numbers of tokens, on the host. None: only the device knows them.
         nll_mask: (n, T) bool, True at the chosen tokens of the NLL term. None: those of `mask`.
         nll_only: (n, 2, T) bool, True at tokens that only the NLL term reads. None: there are none.
         example_weights: (n,) float64 factors of pairs. None: all are 1.

@@ -83,25 +83,25 @@ class Record:
         """Count from now on."""
         import torch
 
-        from liger_chunked.deferred import call
+        from liger_chunked.deferred.fused import Pass
+        from liger_chunked.deferred.logits import Source
 
-        backward, run, logits = torch.Tensor.backward, call.Call.run, call.Call.logits
+        backward, run, product = torch.Tensor.backward, Pass._run, Source.product
 
         def backward_of_loss(loss: Any, *args: Any, **kwargs: Any) -> None:
             self.losses.append(float(loss))
             backward(loss, *args, **kwargs)
 
-        def fused_loss(self_: Any, compute: Any) -> Any:
-            # `apply_liger_kernel(model)` tries the forward on the meta device.
-            self.fused_losses += not self_.hidden.is_meta
-            return run(self_, compute)
+        def fused_loss(self_: Pass, wants_grad: bool) -> Any:
+            self.fused_losses += 1
+            return run(self_, wants_grad)
 
-        def real_logits(self_: Any) -> Any:
-            self.computed_logits += self_.real is None and not self_.hidden.is_meta
-            return logits(self_)
+        def real_logits(self_: Source) -> torch.Tensor:
+            self.computed_logits += 1
+            return product(self_)
 
         torch.Tensor.backward = backward_of_loss
-        call.Call.run, call.Call.logits = fused_loss, real_logits
+        Pass._run, Source.product = fused_loss, real_logits
         record = self
 
         class Lines(logging.Handler):

@@ -8,7 +8,7 @@ Environment: the packages of the header. The oldest ones that were run are Pytho
 5.5.4: make such an environment and name it with `--keep`.
 
 Trains Llama and Qwen 3, with gradient checkpointing, with LoRA on the head, with a `compute_loss_func`, and with
-`label_smoothing_factor`, which needs real logits. See hf_common.py for what is compared.
+`label_smoothing_factor`. See hf_common.py for what is compared.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def run(folder: Path, fused: bool, family: str, *, own: bool = False, lora: bool
     print(trainer.evaluate())
 
 
-def case(name: str, family: str = "llama", real_logits: tuple[str, ...] = (), **options: Any) -> Case:
-    return Case(name, lambda folder, fused: run(folder, fused, family, **options), real_logits, model=family)
+def case(name: str, family: str = "llama", **options: Any) -> Case:
+    return Case(name, lambda folder, fused: run(folder, fused, family, **options), model=family)
 
 
 CASES = [
@@ -88,7 +88,7 @@ CASES = [
     case("checkpointing", gradient_checkpointing=True),
     case("lora", lora=True),
     case("own-loss", own=True),
-    case("label-smoothing", real_logits=("__neg__ at",), label_smoothing_factor=0.1),
+    case("label-smoothing", label_smoothing_factor=0.1),
 ]
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@
 Environment: the packages of the header. This release is older than the `Liger*Trainer` classes need.
 
 Trains SFT with `loss_type="nll"`, DPO, KTO, ORPO, SimPO and GRPO. SFT's default, "chunked_nll", is TRL's own fused
-loss, which does not call the head. The trainers that log an entropy read logits for it, and so does GRPO's generation.
+loss, which does not call the head. The entropy that trainers log is fused too.
 See hf_common.py for what is compared.
 """
 
@@ -65,10 +65,8 @@ def run(folder: Path, fused: bool, trainer: str, rows: list[dict[str, Any]], **o
     ).train()
 
 
-def case(
-    name: str, trainer: str, rows: list[dict[str, Any]], real_logits: tuple[str, ...] = (), **options: Any
-) -> Case:
-    return Case(name, lambda folder, fused: run(folder, fused, trainer, rows, **options), real_logits)
+def case(name: str, trainer: str, rows: list[dict[str, Any]], **options: Any) -> Case:
+    return Case(name, lambda folder, fused: run(folder, fused, trainer, rows, **options))
 
 
 SFT = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in sums()]
@@ -77,14 +75,13 @@ RATED = [
     for i, r in enumerate(sums())
 ]
 GRPO = {"num_generations": 4, "max_completion_length": 8, "beta": 0.0, "num_iterations": 2}
-ENTROPY = ("exp at",)  # of `entropy_from_logits`, a metric
 CASES = [
-    case("sft", "SFTTrainer", SFT, ENTROPY, loss_type="nll"),
-    case("dpo", "DPOTrainer", sums(), ENTROPY),
-    case("kto", "KTOTrainer", RATED, ENTROPY),
+    case("sft", "SFTTrainer", SFT, loss_type="nll"),
+    case("dpo", "DPOTrainer", sums()),
+    case("kto", "KTOTrainer", RATED),
     case("orpo", "ORPOTrainer", sums()),
     case("simpo", "CPOTrainer", sums(), loss_type="simpo", cpo_alpha=0.0),
-    case("grpo", "GRPOTrainer", [{"prompt": row["prompt"]} for row in sums()], (*ENTROPY, "softmax at"), **GRPO),
+    case("grpo", "GRPOTrainer", [{"prompt": row["prompt"]} for row in sums()], **GRPO),
 ]
 
 if __name__ == "__main__":

@@ -8,13 +8,11 @@ import math
 import re
 import shutil
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 
 pytest.importorskip("matplotlib")
 
@@ -679,8 +677,6 @@ def test_long_contexts(tmp_path: Path) -> None:
     from benchmarks import long_context
 
     shapes = ["SFT:tiny-llama:2:64", "GRPO-shared:tiny-llama:2:64"]
-    if Version(version("trl")) < Version("1.15"):  # its own loss, which is timed here, cannot share prompts
-        shapes.pop()
     content = json.loads(long_context.main([*shapes, "--out", str(tmp_path)]).read_text())
     rows = {task: {r["name"]: r for r in content["rows"] if r["task"] == task} for task in content["tasks"]}
     steps, longest = [*rows.values()][: len(shapes)], [*rows.values()][len(shapes) :]

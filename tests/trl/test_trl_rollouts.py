@@ -21,7 +21,7 @@ import tiny
 import torch.distributed as dist
 from datasets import disable_progress_bars
 from fresh_process import FreshProcesses
-from test_trl_trainers import PLAIN, assert_same, build, rare, replaces_trls_head, run
+from test_trl_trainers import PLAIN, assert_same, build, rare, run
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -179,7 +179,6 @@ def test_metrics_of_a_loss(name: str, tmp_path: Path) -> None:
     assert_same(*map(without_times, logs))
 
 
-@replaces_trls_head
 def test_entropy_between_logging_steps(tmp_path: Path) -> None:
     """At other steps no pass runs for metrics, and the entropy is that of the logging steps."""
     log, widths, _ = trained(tmp_path, "GRPO", {"logging_steps": 2}, reward_funcs=[tied])
@@ -354,7 +353,6 @@ def test_an_adapter(tmp_path: Path) -> None:
 FILTERS = {"top_p": 0.7, "temperature": 0.9}
 
 
-@replaces_trls_head
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 @pytest.mark.parametrize("name", ["none", "dapo"])
 def test_ratios_to_the_sampler_are_one(kind: str, name: str, tmp_path: Path) -> None:
@@ -401,7 +399,6 @@ def test_ratios_to_the_sampler_are_one(kind: str, name: str, tmp_path: Path) -> 
     assert log["clip_ratio/region_mean"] == 0
 
 
-@replaces_trls_head
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["none", "dapo", "grpo"])
 @pytest.mark.parametrize("share_prefix", [False, "auto"])
@@ -426,7 +423,6 @@ def test_gradients_over_kept_ids(name: str, share_prefix: bool | str, tmp_path: 
     assert any((a - b).abs().max() > 1e-3 for a, b in zip(found[0][0], found[2][0], strict=True) if a is not None)
 
 
-@replaces_trls_head
 def test_a_reference_over_kept_ids(tmp_path: Path) -> None:
     """Of the same model, at the first step: the KL is zero over kept ids."""
     tiny.model().save_pretrained(tmp_path / "model")
@@ -454,7 +450,6 @@ def test_a_sampler_that_changes_logits(kind: str, tmp_path: Path) -> None:
         build(tmp_path, kind, True, {**ROLLOUTS, **FILTERS}, kept_ids=True, model=model)
 
 
-@replaces_trls_head
 def test_a_sampler_without_a_filter(tmp_path: Path) -> None:
     """It is said once, at construction, and gradients are those without kept ids."""
     with warnings.catch_warnings(record=True) as said:

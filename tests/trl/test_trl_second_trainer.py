@@ -15,7 +15,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import tiny
 import torch
 from peft import LoraConfig, get_peft_model
-from test_trl_trainers import assert_same, build, replaces_trls_head, run
+from test_trl_trainers import assert_same, build, run
 from torch import nn
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
@@ -25,7 +25,6 @@ from liger_chunked.integrations.trl import add_chunked_lm_head
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
-    replaces_trls_head,
 ]
 
 # Another temperature, more outputs and another precision than those of the first trainer.

@@ -113,21 +113,6 @@ LOSSES = {
 }
 
 
-def reads_logits(kind: str) -> bool:
-    """Whether this TRL reads logits of whole sequences without `loss=`, as TRL before 1.15 does."""
-    trainer = KINDS[kind].ours()
-    return heads.reads_logits(trainer, trainer.models_without_head)
-
-
-def needed_loss(kind: str) -> dict[str, Any]:
-    return {"loss": LOSSES[kind]()} if reads_logits(kind) else {}
-
-
-def needs_no_loss(kind: str) -> None:
-    if reads_logits(kind):
-        pytest.skip(f"with this TRL, {kind} shares prompts with loss= only: test_same_logs_of_a_loss")
-
-
 CONFIGS = {
     "GRPO": {"beta": 0.1, **SEQUENCES},  # with a reference, and an old policy
     "RLOO": {"beta": 0.1, "num_iterations": 2},
@@ -143,7 +128,6 @@ RARELY = [
 @pytest.mark.parametrize("kind", RARELY)
 def test_same_logs(compare, kind, tmp_path):
     """Policy, old policy and reference, in training and evaluation; GRPO pads prompts on the left, DPO on the right."""
-    needs_no_loss(kind)
     tiny.model(seed=2).save_pretrained(tmp_path / "reference")
 
     def own() -> dict[str, Any]:
@@ -165,8 +149,6 @@ def test_same_logs_of_a_loss(compare, kind):
 
 @pytest.mark.parametrize("kind", RARELY)
 def test_same_logs_with_gradient_checkpointing_and_adapters(compare, kind):
-    needs_no_loss(kind)
-
     def own() -> dict[str, Any]:
         adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         return {"peft_config": adapter, **({"ref_model": None} if kind == "DPO" else {})}
@@ -178,7 +160,6 @@ def test_same_logs_with_gradient_checkpointing_and_adapters(compare, kind):
 @pytest.mark.parametrize("family", ["softcap", "experts", "scaled"])
 @pytest.mark.parametrize("kind", ["GRPO", "ORPO"])
 def test_families(compare, kind, family):
-    needs_no_loss(kind)
     config = {"router_aux_loss_coef": 0.0} if kind == "GRPO" and family == "experts" else {}
     passes = compare(kind, config, lambda: {"model": tiny.model(family)}, share_prefix="auto")
     # A router loss weighs tokens, and the padding that ORPO's metrics read may be beyond a window.
@@ -193,10 +174,6 @@ def test_no_tensor_of_the_size_of_the_logits(tmp_path, monkeypatch, kind):
     models = {"model": tiny.model(vocab_size=vocabulary)}
     models |= {"ref_model": tiny.model(seed=1, vocab_size=vocabulary)} if kind == "DPO" else {}
     options = {"logits_budget": budget, "share_prefix": "auto"}
-    if kind not in LOSSES:
-        needs_no_loss(kind)
-    if reads_logits(kind):
-        options = {"loss": type(LOSSES[kind]())(logits_budget=budget), "share_prefix": "auto"}
     # The check of a model allocates too, once for each config.
     facts = shared_prefix._measured(tiny.model(), "sdpa")
     monkeypatch.setattr(shared_prefix, "_measured", lambda *_: facts)
@@ -213,7 +190,7 @@ def test_no_tensor_of_the_size_of_the_logits(tmp_path, monkeypatch, kind):
 def test_log_of_the_saving(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="liger_chunked")
     data = long_prompts("DPO")
-    run(tmp_path, "DPO", True, PLAIN, train_dataset=data, share_prefix="auto", **needed_loss("DPO"))
+    run(tmp_path, "DPO", True, PLAIN, train_dataset=data, share_prefix="auto")
     ours = [record.getMessage() for record in caplog.records if record.name.startswith("liger_chunked")]
     assert len(ours) == 2  # policy and reference
     assert all(text.startswith("LlamaForCausalLM computes shared prompts once: ") for text in ours)
@@ -222,7 +199,7 @@ def test_log_of_the_saving(tmp_path, caplog):
 def test_auto_steps_aside_where_little_is_saved(tmp_path, monkeypatch):
     short = Dataset.from_list([{**row, "prompt": row["prompt"][:1]} for row in tiny.rows(scale=2)])
     passes = Passes(monkeypatch)
-    run(tmp_path, "DPO", True, PLAIN, train_dataset=short, share_prefix="auto", **needed_loss("DPO"))
+    run(tmp_path, "DPO", True, PLAIN, train_dataset=short, share_prefix="auto")
     assert passes.n >= 8 and not passes.shared
 
 
@@ -233,22 +210,7 @@ def test_off(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["DPO", "GRPO", "ORPO"])
 def test_auto_is_the_default(tmp_path, kind):
-    assert build(tmp_path, kind, True, **needed_loss(kind)).share_prefix == "auto"
-
-
-@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
-def test_a_loss_that_reads_logits_shares_nothing(tmp_path, monkeypatch, caplog, kind):
-    """As those of TRL before 1.15. "auto" says so in the log, and True raises an error."""
-    caplog.set_level(logging.INFO, logger="liger_chunked")
-    monkeypatch.setattr(heads, "reads_logits", lambda *_: True)
-    monkeypatch.setattr(base.LigerTrainerMixin, "__init__", lambda *_, **__: None)
-    trainer = KINDS[kind].ours()
-    built = trainer.__new__(trainer)
-    SharedPromptsMixin.__init__(built, share_prefix="auto")
-    assert built.share_prefix is False
-    assert "shares no prompts without loss=" in caplog.text
-    with pytest.raises(ValueError, match=r"share_prefix=True needs loss= with TRL"):
-        SharedPromptsMixin.__init__(built, share_prefix=True)
+    assert build(tmp_path, kind, True).share_prefix == "auto"
 
 
 @pytest.mark.parametrize("size", ["cp_size", "sp_size"])
@@ -272,8 +234,7 @@ def test_what_cannot_be_shared(tmp_path):
         build(tmp_path, "SFT", True, share_prefix=True)
     prompt_tuning = {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "ref_model": None}
     with pytest.raises(ValueError, match=r"cannot share prompts: its adapter .* adds virtual tokens"):
-        build(tmp_path, "DPO", True, share_prefix=True, **prompt_tuning, **needed_loss("DPO"))
-    needs_no_loss("GRPO")
+        build(tmp_path, "DPO", True, share_prefix=True, **prompt_tuning)
     with pytest.raises(ValueError, match=r"its router loss"):
         run(tmp_path, "GRPO", True, {"router_aux_loss_coef": 0.1}, share_prefix=True, model=tiny.model("experts"))
 
@@ -346,7 +307,7 @@ def test_a_forward_that_drops_positions_is_not_shared(tmp_path, of):
         model.load_state_dict(tiny.model().state_dict())
         return model
 
-    given = {"train_dataset": long_prompts("DPO"), "config": {**PLAIN, "max_steps": 1}, **needed_loss("DPO")}
+    given = {"train_dataset": long_prompts("DPO"), "config": {**PLAIN, "max_steps": 1}}
     plain, shared = (run(tmp_path, "DPO", True, model=own(), share_prefix=s, **given) for s in (False, "auto"))
     assert shared[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-6)
     with pytest.raises(ValueError, match="cannot share prompts"):
@@ -357,7 +318,7 @@ def test_a_forward_that_drops_positions_is_not_shared(tmp_path, of):
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
 def test_hook_of_the_head(tmp_path, register, share_prefix):
     """A hook that looks at shapes changes nothing. One that needs logits, or their gradient, is refused in words."""
-    given = {"train_dataset": long_prompts("DPO"), "share_prefix": share_prefix, **needed_loss("DPO")}
+    given = {"train_dataset": long_prompts("DPO"), "share_prefix": share_prefix}
     config = {**PLAIN, "max_steps": 1}
     expected = run(tmp_path, "DPO", True, config, model=tiny.model(), **given)
     model, shapes = tiny.model(), []

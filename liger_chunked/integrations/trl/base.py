@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
-import trl
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 from trl.models.utils import disable_gradient_checkpointing
@@ -190,9 +189,6 @@ class LigerTrainerMixin(_Trainer):
 
     def add_heads(self) -> None:
         """Give chunked heads to the models that have none of TRL's."""
-        if heads.reads_logits(type(self), self.models_without_head):
-            for inner in self._inner_models("model", "ref_model"):
-                self._replace_head(inner)
         for inner in self._inner_models(*self.models_without_head):
             self._add_head(inner, self.logits_budget)
 
@@ -345,16 +341,6 @@ class SharedPromptsMixin(LigerTrainerMixin):
         if getattr(parallelism, "cp_size", 1) > 1 or getattr(parallelism, "sp_size", 1) > 1:
             if share_prefix is True:
                 raise ValueError("share_prefix=True needs whole sequences, and parallelism_config splits them")
-            share_prefix = False
-        if heads.reads_logits(type(self), self.models_without_head) and kwargs.get("loss") is None:
-            if share_prefix is True:
-                raise ValueError(
-                    f"share_prefix=True needs loss= with TRL {trl.__version__}, whose own loss reads the logits of "
-                    "whole sequences; TRL 1.15 and 1.16 share prompts without it"
-                )
-            if share_prefix:
-                reads = f"the loss of TRL {trl.__version__} reads the logits of whole sequences"
-                _LOGGER.info("%s shares no prompts without loss=: %s", type(self).__name__, reads)
             share_prefix = False
         self.share_prefix = share_prefix
         super().__init__(*args, **kwargs)

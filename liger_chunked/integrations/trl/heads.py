@@ -317,12 +317,6 @@ def replaced_heads(add_head: Callable[..., None]) -> Iterator[None]:
                 module.add_fused_lm_head = before.get(name, before[utils.__name__])  # type: ignore[attr-defined]
 
 
-def reads_logits(trainer: type[Any], models_without_head: tuple[str, ...]) -> bool:
-    """Whether a trainer computes its loss from logits, and neither TRL's head nor ours takes their place."""
-    names = [cls.__module__ for cls in trainer.__mro__]
-    return all(_head_of(name, sys.modules[name]) is None for name in names) and "model" not in models_without_head
-
-
 def check_has_methods(trainer: type[Any], names: tuple[str, ...]) -> None:
     """Raise RuntimeError unless TRL's trainer has these methods: it would not call those that replace them."""
     theirs = [vars(cls) for cls in trainer.__mro__ if not cls.__module__.startswith("liger_chunked.")]

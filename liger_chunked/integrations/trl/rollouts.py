@@ -154,8 +154,6 @@ class RolloutsMixin(SharedPromptsMixin):
         refused = [name for name, given in others.items() if given]
         if refused:
             raise ValueError(f"kept_ids=True records transformers' generate, got {' and '.join(refused)}")
-        if heads.reads_logits(type(self), self.models_without_head):
-            raise ValueError("kept_ids=True needs a trainer of TRL that asks the model for log-probabilities")
         names = ("_generate_and_score_completions", "_get_per_token_logps_and_entropies")
         heads.check_has_methods(type(self), names)
         self._check_sampler()
