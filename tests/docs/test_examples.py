@@ -17,7 +17,7 @@ pytest.importorskip("accelerate")
 
 from transformers import Trainer
 
-from liger_chunked.deferred import fused, rules
+from liger_chunked.deferred import fused
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -46,7 +46,7 @@ def run(toy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
 def head_outputs(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """Collect the shape of what each head computes: () for a loss in place of logits."""
     shapes: list[torch.Size] = []
-    run, run_live, linear = fused.Pass._run, rules.run_live, F.linear
+    run, run_live, linear = fused.Pass._run, fused.run_live, F.linear
 
     def in_a_pass(self: fused.Pass, wants_grad: bool) -> Any:
         shapes.append(torch.Size())
@@ -62,7 +62,7 @@ def head_outputs(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         return linear(x, weight, bias)
 
     monkeypatch.setattr(fused.Pass, "_run", in_a_pass)
-    monkeypatch.setattr(rules, "run_live", in_place)
+    monkeypatch.setattr(fused, "run_live", in_place)
     monkeypatch.setattr(F, "linear", multiplied)
     return shapes
 
