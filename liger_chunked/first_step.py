@@ -51,10 +51,10 @@ def warmup(
 ) -> None:
     """Compile the Triton kernels of `loss` before the first step: seconds of work, unless Triton's cache has them.
 
-    Runs three steps on random tensors of these sizes, because Triton compiles one variant for sizes that are multiples
-    of 16 and others for the rest. Call it on each rank before training, after `torch.cuda.set_device`. It needs the
-    memory of the inputs and of `estimate_memory`, and frees it. It changes no random state, and does not compile a
-    patched model's layers.
+    Runs three steps on random tensors of these sizes, and of losses on rollouts whose formula a kernel knows others
+    without `old_logps`, and without `ref_logps` where these are not needed: Triton compiles a variant for each. Call it
+    on each rank before training, after `torch.cuda.set_device`. It needs the memory of the inputs and of
+    `estimate_memory`, and frees it. It changes no random state, and does not compile a patched model's layers.
 
     Args:
         loss: `linear_token_stats`, or an instance of the cross entropy or of a subclass of
