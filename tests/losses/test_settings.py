@@ -42,7 +42,6 @@ from liger_chunked import (
     LigerFusedLinearTVDLoss,
     LigerFusedLinearULDLoss,
     LogitOptions,
-    estimate_memory,
     linear_token_stats,
 )
 from liger_chunked.engine import choose
@@ -596,8 +595,8 @@ def test_a_budget_of_a_few_rows(call):
 
 def test_a_budget_of_less_than_a_row():
     choose._warn_once_of_few_rows.cache_clear()
-    sizes = {"vocab_size": 8192, "hidden_size": 8, "shape": (40,)}
+    weight, input, target = torch.zeros(8192, 8), torch.zeros(40, 8), torch.zeros(40, dtype=torch.int64)
     with pytest.warns(UserWarning, match=r"logits_budget=16000 bytes holds less than one row of logits"):
-        estimate_memory(LigerFusedLinearCrossEntropyLoss(logits_budget=16000), **sizes)
+        LigerFusedLinearCrossEntropyLoss(logits_budget=16000)(weight, input, target)
     # Few tokens need only a few rows.
-    estimate_memory(LigerFusedLinearCrossEntropyLoss(logits_budget=16001), **{**sizes, "shape": (8,)})
+    LigerFusedLinearCrossEntropyLoss(logits_budget=16001)(weight, input[:8], target[:8])
