@@ -189,6 +189,9 @@ class LigerTrainerMixin(_Trainer):
 
     def add_heads(self) -> None:
         """Give chunked heads to the models that have none of TRL's."""
+        if heads.reads_logits(type(self), self.models_without_head):
+            for inner in self._inner_models("model", "ref_model"):
+                self._replace_head(inner)
         for inner in self._inner_models(*self.models_without_head):
             self._add_head(inner, self.logits_budget)
 

@@ -317,6 +317,16 @@ def replaced_heads(add_head: Callable[..., None]) -> Iterator[None]:
                 module.add_fused_lm_head = before.get(name, before[utils.__name__])  # type: ignore[attr-defined]
 
 
+def reads_logits(trainer: type[Any], models_without_head: tuple[str, ...]) -> bool:
+    """Whether neither TRL's head nor ours takes the place of the logits that a trainer would read.
+
+    No trainer of TRL 1.15 and 1.16 does: this is for one of a later release, which would train without a word on real
+    logits.
+    """
+    names = [cls.__module__ for cls in trainer.__mro__]
+    return all(_head_of(name, sys.modules[name]) is None for name in names) and "model" not in models_without_head
+
+
 def check_has_methods(trainer: type[Any], names: tuple[str, ...]) -> None:
     """Raise RuntimeError unless TRL's trainer has these methods: it would not call those that replace them."""
     theirs = [vars(cls) for cls in trainer.__mro__ if not cls.__module__.startswith("liger_chunked.")]
