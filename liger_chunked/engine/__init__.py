@@ -47,7 +47,6 @@ from liger_chunked.engine.kept import check_kept
 from liger_chunked.engine.known import as_counts, assert_later, host_may_sync, sequence_counts, token_count
 from liger_chunked.engine.loss import fused_loss, loss_of_kept
 from liger_chunked.engine.objective import (
-    Differentiated,
     Objective,
     Share,
 )
@@ -65,7 +64,6 @@ __all__ = [
     "ByAutograd",
     "Chunk",
     "ClosedForm",
-    "Differentiated",
     "DistillationStep",
     "Fused",
     "Group",

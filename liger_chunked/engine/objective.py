@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -72,16 +71,6 @@ class Objective:
             loss = self.loss(values, index)
         gradients, of_parameters = gradients_of(loss, leaves)
         return Share(loss.detach(), gradients, of_parameters=of_parameters)
-
-
-@dataclass(frozen=True)
-class Differentiated(Objective):
-    """A function as an objective."""
-
-    function: Callable[[TokenStats, slice | Tensor], Tensor]
-
-    def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
-        return self.function(values, index)
 
 
 def leaves_of(values: TokenStats) -> dict[str, Tensor]:

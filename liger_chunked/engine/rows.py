@@ -116,8 +116,6 @@ class Rows(abc.ABC):
             values, or the target's while `Groups.stacked`; None: all places, in order.
         token_at: (N,) int32, of each row of the flattened input the number of its token in the order of the step, -1
             where none counts. None: unknown.
-        token_counts: (B,) int64, the tokens of each sequence that count, where groups are tokens and
-            `select_rows(counts_sequences=True)` has counted these. Of other groups, `groups` has them.
         side: by name, (n_valid, ...) inputs of tokens that travel with them, because the head reads them:
             "temperature", float32, in which case that of `LogitOptions` is 1, and "candidates", int64 ids. What only an
             objective reads, such as advantages, is no side input: it stays dense, and `group_index` selects from it.
@@ -135,7 +133,6 @@ class Rows(abc.ABC):
     input_index: Tensor | None = None
     dense_index: Tensor | None = None
     token_at: Tensor | None = None
-    token_counts: Tensor | None = None
     side: dict[str, Tensor] = field(default_factory=dict)
     groups: Groups | None = None
     sequence_length: int = 1
@@ -185,7 +182,6 @@ class Rows(abc.ABC):
             input_index=None,
             dense_index=None,
             token_at=None,
-            token_counts=None,
             side={},
         )
 
@@ -349,7 +345,6 @@ def select_rows(
     name: str = "target",
     sequences: Sequences = None,
     n_valid: Counts = None,
-    counts_sequences: bool = False,
 ) -> Rows:
     """Return the tokens of a target that are not `ignore_index`. Waits for the device once, unless it has `n_valid`.
 
@@ -359,7 +354,6 @@ def select_rows(
         name: of the target, for messages.
         sequences: how the input holds these sequences, if not like the target.
         n_valid: the number of tokens that count, or of those of each sequence, if the caller knows.
-        counts_sequences: whether `Rows.token_counts` are wanted, if groups are tokens.
 
     Raises:
         ValueError: an id is outside the vocabulary, or `n_valid` is wrong.
@@ -368,7 +362,7 @@ def select_rows(
     ids, may_sync, length = target.view(-1), host_may_sync(target, n_valid), target.shape[-1]
     # One kernel counts tokens and finds the smallest and the largest id, so that the host waits once at most. It keeps
     # counts by sequence where groups or the caller's counts have them, else one for all.
-    by_sequence = group != "token" or counts_sequences or isinstance(n_valid, tuple)
+    by_sequence = group != "token" or isinstance(n_valid, tuple)
     surveyed_target = target if by_sequence else ids.view(1, -1)
     surveyed = survey(surveyed_target, ignore_index, may_sync)
     if may_sync:
@@ -381,7 +375,6 @@ def select_rows(
     if group == "token":
         rows: Rows = TokenRows(
             n_tokens, (target.numel(),), ids, mask, index, index, token_at,
-            token_counts=_of_blocks(surveyed.summary[0]) if counts_sequences else None,
             sequence_length=length, host_may_sync=may_sync,
         )  # fmt: skip
     else:

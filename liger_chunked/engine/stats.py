@@ -51,13 +51,11 @@ StatsPass = HeadPass | StatisticsPass
 
 
 def _statistics(
-    plan: Plan, head: HeadTensors, input: Tensor, u: Tensor | None, needs: Needs = NOTHING_NEEDED, compact: bool = False
+    plan: Plan, head: HeadTensors, input: Tensor, u: Tensor | None, needs: Needs = NOTHING_NEEDED
 ) -> tuple[StatsPass, TokenStats]:
     head_pass = choose.pass_of_statistics(plan, head.for_products(plan.dtype), True in needs and not hooks_active())
     with gemms(input.device, plan.dtype):
         stats = head_pass.statistics(plan.tokens(0, *flattened(input, u)))
-    if compact:
-        return head_pass, stats
     return head_pass, plan.rows.stats_to_dense({name: getattr(stats, name) for name in _returned(plan)})
 
 
@@ -166,13 +164,11 @@ def token_stats(
     options: LogitOptions,
     class_weight: Tensor | None = None,
     batch_invariant: bool = False,
-    compact: bool = False,
     kept: Entries | None = None,
 ) -> TokenStats:
     """Return `linear_token_stats` of checked inputs, dense; `class_weight` weighs `mean_logits`.
 
     Args:
-        compact: return one value for each of `rows` instead, in their order. Only without a gradient, and on one rank.
         kept: the ids that statistics are of, by products of whole rows, see `choose.for_kept`. None: all ids.
     """
     dtype = compute_dtype(head, input)
@@ -193,7 +189,7 @@ def token_stats(
             batch_invariant=batch_invariant,
         )
     if not needs_grad:
-        return _statistics(plan, tensors, input, u, compact=compact)[1]
+        return _statistics(plan, tensors, input, u)[1]
     values = _LinearTokenStats.apply(*given, plan)
     return TokenStats(**dict(zip(_returned(plan), values, strict=True)))
 

@@ -72,8 +72,7 @@ REACH = 30.0 if tl is None else tl.constexpr(30.0)
 
 # Differ from batch to batch, or from chunk to chunk: Triton compiles one variant for all values.
 UNSPECIALIZED = (
-    "n_tokens", "n_pairs", "first_pair", "stop_pair", "n_examples", "first_example", "stop_example",
-    "first_token", "stop_token", "n_valid", "low_bits", "high_bits",
+    "n_tokens", "n_valid", "low_bits", "high_bits",
 )  # fmt: skip
 
 

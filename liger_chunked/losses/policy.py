@@ -431,7 +431,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             n_valid = sequence_counts(n_valid, whole_target, sequence_group, vocab_shard)
         rows = select_rows(
             whole_target, self._group, ignore_index, head.vocab_size,
-            sequences=sequences, n_valid=n_valid, counts_sequences=True,
+            sequences=sequences, n_valid=n_valid,
         )  # fmt: skip
         if temperature is not None:
             rows = rows.with_side("temperature", whole(temperature, sequences, 1.0).reshape(-1))
