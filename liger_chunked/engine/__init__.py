@@ -44,7 +44,7 @@ from liger_chunked.engine.distillation import (
 )
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.kept import check_kept
-from liger_chunked.engine.known import as_counts, assert_later, host_may_sync, sequence_counts, token_count
+from liger_chunked.engine.known import host_may_sync, refuse_capture
 from liger_chunked.engine.loss import fused_loss, loss_of_kept
 from liger_chunked.engine.objective import (
     Objective,
@@ -53,7 +53,7 @@ from liger_chunked.engine.objective import (
 from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
 from liger_chunked.engine.rank_rows import on_this_rank
 from liger_chunked.engine.ranked import Ranked
-from liger_chunked.engine.rows import Group, Rows, all_rows, select_rows
+from liger_chunked.engine.rows import Group, Rows, all_rows, at_least_1, select_rows
 from liger_chunked.engine.sequence import SequenceSplit, check_group
 from liger_chunked.engine.stats import linear_token_stats, stats_of_kept, token_stats
 from liger_chunked.engine.step import Fused, run_step
@@ -79,8 +79,7 @@ __all__ = [
     "TopK",
     "all_rows",
     "along",
-    "as_counts",
-    "assert_later",
+    "at_least_1",
     "check_group",
     "check_kept",
     "check_projection",
@@ -99,13 +98,12 @@ __all__ = [
     "loss_of_kept",
     "on_this_rank",
     "plain",
+    "refuse_capture",
     "run_step",
     "select_rows",
-    "sequence_counts",
     "sequences_of",
     "shifted",
     "stats_of_kept",
-    "token_count",
     "token_stats",
     "whole",
 ]

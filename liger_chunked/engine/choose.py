@@ -230,7 +230,7 @@ def _skips_rows(head: LossHead, rows: Rows, budget: Budget, n_chunks: int, on_gp
     Args:
         on_gpu: whether rows without a gradient are common enough for a GPU, and its pass leaves them out.
     """
-    if not rows.host_may_sync:
+    if rows.counted is not None:
         return False
     if torch_on_host(head.weight):
         return True

@@ -24,7 +24,7 @@ from liger_chunked.engine.hooks import isolated
 from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.precision import gemms
 from liger_chunked.engine.ranked import Ranked
-from liger_chunked.engine.rows import Rows
+from liger_chunked.engine.rows import Rows, hide_ignored
 from liger_chunked.engine.saved import savable, save, saved
 from liger_chunked.engine.step import Result
 from liger_chunked.engine.top_k import TopK
@@ -185,7 +185,7 @@ class DistillationStep:
                     grads.close_chunk()
         student.release()
         del logits
-        values = plan.rows.join_compact(parts)
+        values = hide_ignored(plan.rows.join_compact(parts), plan.rows.counted)
         loss = self.weights.loss(values).to(accumulation_dtype(plan.dtype))
         return Result(loss, (None,) * len(needs) if grads is None else grads.finish(), values)
 
@@ -292,7 +292,9 @@ def divergences_of_tokens(step: DistillationStep, head: LossHead, input: Tensor)
     Both are 0 at ignored positions. Takes the products of the forward once more in the backward.
     """
     (weight, bias, up, _), u = apply_down(head, input, step.plan.dtype)
-    return _DivergencesOfTokens.apply(input, weight, bias, u, up, step)
+    divergence, logps = _DivergencesOfTokens.apply(input, weight, bias, u, up, step)
+    rows = step.plan.rows
+    return rows.fill_ignored(divergence), None if logps is None else rows.fill_ignored(logps)
 
 
 class _TeacherLogits:
@@ -341,4 +343,7 @@ def distillation_step(
     if plan.scattered is not None and isinstance(route, TopK):
         order = plan.scattered.order
         route = replace(route, logps=route.logps[order], ids=route.ids[order])
+    if plan.rows.counted is not None:
+        counted = plan.rows.counted.to(accumulation_dtype(dtype))
+        weights = LossWeights(counted * weights.divergence, None if weights.logps is None else counted * weights.logps)
     return DistillationStep(plan, weights, route, teacher, has_target)

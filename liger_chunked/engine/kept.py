@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_chunked.device import current_stream, is_accelerator, is_capturing, is_on_gpu
+from liger_chunked.device import current_stream, is_accelerator
 from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.checks import check_same_temperature
-from liger_chunked.engine.known import assert_later
+from liger_chunked.engine.known import refuse_capture
 from liger_chunked.engine.saved import savable, save, saved
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.kernels import LogitsCotangents, SortedRows, add_rows_
@@ -148,9 +148,6 @@ def _versions(kept: KeptIds) -> tuple[int, int]:
 
 
 def _layout_of(kept: KeptIds) -> _Layout:
-    if is_on_gpu(kept.ids) and is_capturing():
-        # Every replay sorts: the tensors may hold other ids by then. Until the first one, there is no order yet.
-        return _Layout(kept)
     layout = _LAYOUTS.get(kept)
     if layout is None or layout.versions != _versions(kept):  # changed in place: the order is that of other ids
         # The next call may have a backward, which cannot save tensors of inference mode.
@@ -163,17 +160,16 @@ def _layout_of(kept: KeptIds) -> _Layout:
     return layout
 
 
-def place(kept: KeptIds, target: Tensor, ignore_index: int, vocab_size: int, n_valid: int | None) -> Placed:
-    """Check kept ids, and find each target among those of its position.
+def place(kept: KeptIds, target: Tensor, ignore_index: int, vocab_size: int) -> Placed:
+    """Check kept ids, and find each target among those of its position. Waits for the device once.
 
     Args:
         target: (N,) int64, or `ignore_index`.
-        n_valid: how many positions have a target, if the host may not wait. The device then asserts what the host
-            would check, and that none of these has the whole vocabulary. None: the host waits once.
 
     Raises:
         ValueError: offsets or ids are no kept ids of these positions, or miss a target.
     """
+    refuse_capture(target, "kept")
     n, m, device = target.shape[0], kept.ids.shape[0], target.device
     if kept.positions != n:
         raise ValueError(
@@ -189,26 +185,14 @@ def place(kept: KeptIds, target: Tensor, ignore_index: int, vocab_size: int, n_v
     layout = _layout_of(kept)
     counts = layout.counts_and_facts.clone()
     read_ids, places = kept_places(layout.ids, layout.offsets, layout.tokens, target, ignore_index, counts)
-    if n_valid is None:
-        n_targets, n_whole, n_missing, *facts = counts.tolist()
-        _check_facts(facts, m, vocab_size)
-        if n_missing:
-            missing = (target != ignore_index) & layout.has_entries & (places < 0)
-            first_missing = int(missing.nonzero()[0])
-            raise ValueError(
-                f"kept has no id {int(target[first_missing])} at position {first_missing} of the flattened target, "
-                "which that token was sampled from: kept ids are those of the sampler, in the order of the target"
-            )
-    else:
-        n_targets, n_whole = n_valid, 0
-        _, any_whole, any_missing, ordered, repeated, low, high = counts.unbind()
-        fits = (ordered != 0) & (repeated == 0) & (any_whole == 0) & (any_missing == 0)
-        if m:
-            fits = fits & (low >= 0) & (high < vocab_size)
-        assert_later(
-            fits,
-            "kept must hold, at each position with a target, distinct ids of the vocabulary with the target among "
-            "them, and its offsets must rise from 0 to the number of ids",
+    n_targets, n_whole, n_missing, *facts = counts.tolist()
+    _check_facts(facts, m, vocab_size)
+    if n_missing:
+        missing = (target != ignore_index) & layout.has_entries & (places < 0)
+        first_missing = int(missing.nonzero()[0])
+        raise ValueError(
+            f"kept has no id {int(target[first_missing])} at position {first_missing} of the flattened target, "
+            "which that token was sampled from: kept ids are those of the sampler, in the order of the target"
         )
     entries = Entries(read_ids, layout.offsets, layout.tokens, places)
     return Placed(entries, layout.has_entries, n_targets - n_whole, n_whole, layout)

@@ -173,7 +173,6 @@ def loss_of_kept(
     outputs: tuple[str, ...],
     options: LogitOptions,
     temperature: Tensor | None,
-    n_valid: int | None,
     owner: Any = None,
 ) -> Fused:
     """Return what `fused_loss` returns, of the softmax over the ids that a sampler kept.
@@ -183,10 +182,9 @@ def loss_of_kept(
     Args:
         target: as the caller gave it, so that `kept` are the ids of its positions in order.
         rows: of the padded target.
-        n_valid: as in `place`.
         owner: the module of the loss, for messages.
     """
-    flat = stats_of_kept(head, input, target, kept, outputs, options, temperature, n_valid=n_valid)
+    flat = stats_of_kept(head, input, target, kept, outputs, options, temperature)
     dense = mapped(lambda x: _whole_with_gradient(x.view(target.shape), sequences).reshape(rows.dense_shape), flat)
     whole_batch = Chunk(slice(0, rows.n_valid), slice(0, rows.dense_shape[0]))
     values = dense

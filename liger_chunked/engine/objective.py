@@ -11,7 +11,8 @@ from torch import Tensor
 
 from liger_chunked.engine.checks import other_leaves
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.rows import Rows
+from liger_chunked.engine.rows import Rows, hide_ignored
+from liger_chunked.kernels.operands import along
 from liger_chunked.private import without_hooks
 from liger_chunked.types import DIFFERENTIABLE, TokenStats
 
@@ -50,9 +51,12 @@ class Objective:
             rows: the step's.
             with_gradient: whether gradients are wanted.
         """
-        values = rows.for_objective(stats, chunk)
+        counted = None if rows.counted is None else along(rows.counted, chunk.row_slice)
+        values = rows.for_objective(hide_ignored(stats, counted), chunk)
         share = self.value_and_grad(values, rows.group_index(chunk), with_gradient)
         gradients = {name: rows.from_objective(g, chunk) for name, g in share.gradients.items()}
+        if counted is not None:
+            gradients = {name: g.where(counted, 0) for name, g in gradients.items()}
         return share._replace(gradients=gradients, values=values)
 
     def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:

@@ -17,6 +17,10 @@ A tensor of tokens has one of two layouts:
 
 The objective sees compact values of tokens (`TokenRows`), and dense ones of sequences and pairs (`GroupRows`). Where
 ranks split sequences, `rank_rows` has rows whose objective sees the values of all ranks.
+
+In the capture of a CUDA graph the host cannot know how many tokens count. `select_rows` then returns rows of all
+positions, with a mask: objectives see 0 at ignored tokens, whose gradients are 0. All products take these along, so
+their hidden states must be finite.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from typing_extensions import Self
 
 from liger_chunked.engine.collectives import Values, mapped
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.known import Counts, host_may_sync, read_counts, trusted_counts
+from liger_chunked.engine.known import host_may_sync, read_counts
 from liger_chunked.engine.packed import Packing, Sequences
 from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.kernels import find_tokens, survey
@@ -49,6 +53,24 @@ def joined(parts: Sequence[Values]) -> Values:
     if len(parts) == 1:
         return parts[0]
     return parts[0]._make(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True))
+
+
+def at_least_1(count: int | Tensor, dtype: torch.dtype) -> int | Tensor:
+    """Return a count, at least 1; a tensor becomes one of `dtype`."""
+    return count.clamp(min=1).to(dtype) if isinstance(count, Tensor) else max(1, count)
+
+
+def hide_ignored(values: Values, counted: Tensor | None) -> Values:
+    """Return a NamedTuple of tensors (...) or (..., K) with 0 where `counted` (...) is False, and -1 in `argmax`."""
+    if counted is None:
+        return values
+
+    def hidden(name: str, x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        return torch.where(counted if x.ndim == counted.ndim else counted[..., None], x, -1 if name == "argmax" else 0)
+
+    return values._make(map(hidden, values._fields, values))
 
 
 def _placed(values: Tensor, index: Tensor, n_positions: int, fill: float = 0) -> Tensor:
@@ -107,7 +129,7 @@ class Rows(abc.ABC):
     """The tokens that count, in the order in which a step computes them.
 
     Attributes:
-        n_valid: their number.
+        n_valid: their number; with `counted`, that of all positions.
         dense_shape: of dense values.
         target: (n_valid,) ids; None if the loss has none, and all tokens count.
         target_mask: True at the tokens that count, in the target's order; None without a target.
@@ -123,7 +145,8 @@ class Rows(abc.ABC):
         sequence_length: rows of a sequence of the input, or all rows of a packed one: ranks that split hidden states
             split these evenly.
         split: None unless ranks split sequences. All other fields then describe the whole batch.
-        host_may_sync: whether the host may wait for the device, because the caller has given no counts.
+        counted: (n_valid,) bool, True at the tokens that count, if the rows are all positions because the host does not
+            know which count (`select_rows`). `target` is then 0 at the others. None: all count.
     """
 
     n_valid: int
@@ -137,7 +160,7 @@ class Rows(abc.ABC):
     groups: Groups | None = None
     sequence_length: int = 1
     split: Split | None = None
-    host_may_sync: bool = False
+    counted: Tensor | None = None
 
     # Whether ranks exchange statistics.
     gathers_statistics: ClassVar[bool] = False
@@ -154,6 +177,22 @@ class Rows(abc.ABC):
         """`dense_shape`, True at the tokens that count; None without a target."""
         return None if self.target_mask is None else self.arrange(self.target_mask)
 
+    @property
+    def n_counted(self) -> int | Tensor:
+        """The number of tokens that count; a tensor () int64 if the device alone knows it."""
+        return self.n_valid if self.counted is None else self.counted.sum()
+
+    def divisor(self, dtype: torch.dtype) -> int | Tensor:
+        """Return `n_counted`, at least 1; a tensor () of `dtype` if the device alone knows it."""
+        return at_least_1(self.n_counted, dtype)
+
+    def fill_ignored(self, x: Tensor, fill: float = 0) -> Tensor:
+        """Return `x` (n_positions, ...), in the target's order, with `fill` at ignored tokens if rows hold those."""
+        if self.counted is None:
+            return x
+        assert self.target_mask is not None
+        return torch.where(self.target_mask.view(-1, *[1] * (x.ndim - 1)), x, fill)
+
     def take(self, input: Tensor, row_slice: slice) -> Tensor:
         """Return some tokens' rows of a flattened input (N, ...)."""
         if self.input_index is None:
@@ -162,6 +201,7 @@ class Rows(abc.ABC):
 
     def with_side(self, name: str, values: Tensor) -> Self:
         """Add an input of tokens that travels with them. `values` (n_positions, ...) are in the target's order."""
+        values = self.fill_ignored(values, 1 if name == "temperature" else 0)  # they may hold anything there
         side = {**self.side, name: values if self.dense_index is None else values[self.dense_index]}
         split = self.split
         if split is not None:
@@ -174,7 +214,7 @@ class Rows(abc.ABC):
         return {"target": self.target, **indices, **self.side}
 
     def without_tensors(self) -> Self:
-        """Return rows that hold none of `tensors`, nor the mask, which no backward reads."""
+        """Return rows that hold none of `tensors`, nor masks, which no backward reads."""
         return replace(
             self,
             target=None,
@@ -182,6 +222,7 @@ class Rows(abc.ABC):
             input_index=None,
             dense_index=None,
             token_at=None,
+            counted=None,
             side={},
         )
 
@@ -203,6 +244,7 @@ class Rows(abc.ABC):
             input_index=order if self.input_index is None else self.input_index[order],
             dense_index=order if self.dense_index is None else self.dense_index[order],
             token_at=None,
+            counted=None if self.counted is None else self.counted[order],
             side={name: x[order] for name, x in self.side.items()},
         )
 
@@ -337,6 +379,18 @@ class GroupRows(Rows):
         return self._unflatten(x, self.dense_shape[0])
 
 
+def _masked_rows(target: Tensor, group: Group, ignore_index: int) -> Rows:
+    """Return all positions of a target, with ignored ones masked."""
+    mask, length = target != ignore_index, target.shape[-1]
+    ids, counted = target.where(mask, 0).view(-1), mask.view(-1)
+    if group == "token":
+        return TokenRows(target.numel(), (target.numel(),), ids, mask, counted=counted, sequence_length=length)
+    groups = _groups_of(mask.sum(1), [length] * target.shape[0], SEQUENCES_PER_GROUP[group])
+    groups = groups._replace(shortest=0)  # sequences may be empty
+    dense_shape = len(groups.host_counts), groups.per_group, length
+    return GroupRows(target.numel(), dense_shape, ids, mask, counted=counted, groups=groups, sequence_length=length)
+
+
 def select_rows(
     target: Tensor,
     group: Group,
@@ -344,46 +398,40 @@ def select_rows(
     vocab_size: int,
     name: str = "target",
     sequences: Sequences = None,
-    n_valid: Counts = None,
 ) -> Rows:
-    """Return the tokens of a target that are not `ignore_index`. Waits for the device once, unless it has `n_valid`.
+    """Return the tokens of a target that are not `ignore_index`. Waits for the device once.
+
+    In the capture of a CUDA graph it returns all positions, with a mask, and neither waits nor checks ids.
 
     Args:
         target: (B, T) ids of whole sequences, padded, chosen before rejected ones; or (N,) if groups are tokens.
         group: what a chunk must not split.
         name: of the target, for messages.
         sequences: how the input holds these sequences, if not like the target.
-        n_valid: the number of tokens that count, or of those of each sequence, if the caller knows.
 
     Raises:
-        ValueError: an id is outside the vocabulary, or `n_valid` is wrong.
+        ValueError: an id is outside the vocabulary.
     """
     given, target = target, target.contiguous()
-    ids, may_sync, length = target.view(-1), host_may_sync(target, n_valid), target.shape[-1]
-    # One kernel counts tokens and finds the smallest and the largest id, so that the host waits once at most. It keeps
-    # counts by sequence where groups or the caller's counts have them, else one for all.
-    by_sequence = group != "token" or isinstance(n_valid, tuple)
-    surveyed_target = target if by_sequence else ids.view(1, -1)
-    surveyed = survey(surveyed_target, ignore_index, may_sync)
-    if may_sync:
-        host_counts = read_counts(surveyed, ignore_index, vocab_size, name, n_valid)
-    else:
-        host_counts = trusted_counts(surveyed, n_valid, vocab_size, name)
+    if not host_may_sync(target):
+        return _masked_rows(target, group, ignore_index)
+    ids, length = target.view(-1), target.shape[-1]
+    # One kernel counts tokens and finds the smallest and the largest id, so that the host waits once. It keeps counts
+    # by sequence where groups have them, else one for all.
+    surveyed_target = target if group != "token" else ids.view(1, -1)
+    surveyed = survey(surveyed_target, ignore_index)
+    host_counts = read_counts(surveyed, ignore_index, vocab_size, name)
     n_tokens, mask, index, token_at = sum(host_counts), surveyed.mask, None, None
     if n_tokens != ids.numel():
         index, ids, token_at = find_tokens(surveyed_target, surveyed, ignore_index, n_tokens)
     if group == "token":
-        rows: Rows = TokenRows(
-            n_tokens, (target.numel(),), ids, mask, index, index, token_at,
-            sequence_length=length, host_may_sync=may_sync,
-        )  # fmt: skip
+        rows: Rows = TokenRows(n_tokens, (target.numel(),), ids, mask, index, index, token_at, sequence_length=length)
     else:
         groups = _groups_of(_of_blocks(surveyed.summary[0]), host_counts, SEQUENCES_PER_GROUP[group])
         dense_shape = len(groups.host_counts), groups.per_group, length
         rows = GroupRows(
-            n_tokens, dense_shape, ids, mask, index, index, token_at,
-            groups=groups, sequence_length=length, host_may_sync=may_sync,
-        )  # fmt: skip
+            n_tokens, dense_shape, ids, mask, index, index, token_at, groups=groups, sequence_length=length
+        )
     if sequences is None:
         return rows
     if isinstance(sequences, Packing):
@@ -440,11 +488,9 @@ def _groups_of(token_counts: Tensor, sequence_counts: list[int], per_group: int)
     )
 
 
-def all_rows(shape: Sequence[int], split: SequenceSplit | None = None, n_valid: int | None = None) -> Rows:
+def all_rows(shape: Sequence[int], split: SequenceSplit | None = None) -> Rows:
     """Return all tokens (B, T) or (N,) of a loss without a target; groups are tokens."""
     n, length = math.prod(shape), shape[-1]
-    if n_valid is not None and n_valid != n:
-        raise ValueError(f"n_valid must be {n}, all positions of input, without a target or mask, got {n_valid}")
     local = TokenRows(n, (n,), None, None, sequence_length=length)
     if split is None:
         return local

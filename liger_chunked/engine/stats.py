@@ -25,10 +25,9 @@ from liger_chunked.engine.kept import (
     kept_token_stats,
     place,
 )
-from liger_chunked.engine.known import host_may_sync, token_count
 from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.precision import gemms
-from liger_chunked.engine.rows import Rows, select_rows
+from liger_chunked.engine.rows import Rows, hide_ignored, select_rows
 from liger_chunked.engine.saved import savable, save, saved
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.kernels.backend import first_derivative, graph_is_retained
@@ -189,9 +188,11 @@ def token_stats(
             batch_invariant=batch_invariant,
         )
     if not needs_grad:
-        return _statistics(plan, tensors, input, u)[1]
-    values = _LinearTokenStats.apply(*given, plan)
-    return TokenStats(**dict(zip(_returned(plan), values, strict=True)))
+        stats = _statistics(plan, tensors, input, u)[1]
+    else:
+        values = _LinearTokenStats.apply(*given, plan)
+        stats = TokenStats(**dict(zip(_returned(plan), values, strict=True)))
+    return hide_ignored(stats, None if rows.counted is None else rows.mask)
 
 
 def stats_of_kept(
@@ -203,7 +204,6 @@ def stats_of_kept(
     options: LogitOptions,
     temperature: Tensor | None = None,
     *,
-    n_valid: int | None = None,
     batch_invariant: bool = False,
     by_products: bool | None = None,
 ) -> TokenStats:
@@ -215,17 +215,16 @@ def stats_of_kept(
     Args:
         target: (N,) or (B, T) int64.
         temperature: float32 like `target`, instead of that of `options`, which is then 1.
-        n_valid: as in `place`.
         by_products: whether kept ids take products of whole rows. None: chosen by their number.
     """
     flat, dtype = target.reshape(-1), compute_dtype(head, input)
-    placed = place(kept, flat, options.ignore_index, head.vocab_size, n_valid)
+    placed = place(kept, flat, options.ignore_index, head.vocab_size)
     flat_temperature = None if temperature is None else temperature.reshape(-1).contiguous()
 
-    def of_part(ignored: Tensor, count: int | None, **given: Any) -> TokenStats:
+    def of_part(ignored: Tensor, **given: Any) -> TokenStats:
         """Return statistics of the tokens that are left, by products."""
         part = flat.masked_fill(ignored, options.ignore_index).view(target.shape)
-        rows = select_rows(part, "token", options.ignore_index, head.vocab_size, n_valid=count)
+        rows = select_rows(part, "token", options.ignore_index, head.vocab_size)
         if flat_temperature is not None:
             rows = rows.with_side("temperature", flat_temperature)
         if "kept" in given:
@@ -236,13 +235,12 @@ def stats_of_kept(
     if by_products is None:
         by_products = not batch_invariant and choose.kept_ids_take_products(n_ids, placed.n_kept, head, dtype)
     if by_products:
-        found = of_part(~placed.has_entries, placed.n_kept, kept=placed.entries)
+        found = of_part(~placed.has_entries, kept=placed.entries)
     else:
         found = kept_token_stats(head, input, placed, outputs, options, flat_temperature, dtype)
     if not placed.n_whole:
         return found
-    # Without a count from the caller the host reads the range of these targets, to name one outside the vocabulary.
-    others = of_part(placed.has_entries, None if n_valid is None else placed.n_whole, batch_invariant=batch_invariant)
+    others = of_part(placed.has_entries, batch_invariant=batch_invariant)
     pairs, is_kept = zip(found, others, strict=True), placed.has_entries
     return TokenStats(*(None if a is None or b is None else a.where(is_kept, b.reshape(-1)) for a, b in pairs))
 
@@ -263,7 +261,6 @@ def linear_token_stats(
     ignore_index: int = -100,
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
-    n_valid: int | None = None,
     deterministic: Literal["batch"] | None = None,
     vocab_shard: VocabShard | None = None,
 ) -> TokenStats:
@@ -274,7 +271,7 @@ def linear_token_stats(
 
     The transform is `softcap * tanh(logit_scale * z / softcap) / temperature`, or without a softcap
     `logit_scale * z / temperature`. Takes three matrix products, or at most four if logits exceed `logits_budget`: the
-    backward recomputes them. Tokens without a gradient take no part in a large backward, unless `n_valid` is given.
+    backward recomputes them. Tokens without a gradient take no part in a large backward.
 
     Args:
         weight: (V, H), the head's matrix, such as `lm_head.weight`, or an `AdaptedWeight`.
@@ -301,14 +298,12 @@ def linear_token_stats(
         kept: the ids that a sampler kept of each position, see `KeptIds`: statistics of the softmax over these, after
             the temperature. Only their rows of the head are read, unless lists are long ("Kept ids" in
             `docs/tuning.md`): then three products are taken, within `logits_budget`. Not with "mean_logits",
-            "log_sum_sq_probs", `candidates`, or `input_grad="reduce_scatter"` of `vocab_shard`. With
-            `n_valid`, no position with a target may have the whole vocabulary. None: all ids.
+            "log_sum_sq_probs", `candidates`, `input_grad="reduce_scatter"` of `vocab_shard`, or in the capture of a
+            CUDA graph. None: all ids.
         ignore_index: the target, -100 by default, of tokens that are skipped.
         logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: automatic.
         logits_dtype: torch.float32 keeps the float32 sums of 16-bit products; logits and their rounded gradient then
             take 6 bytes instead of 2. None: the sums are rounded to the products' dtype.
-        n_valid: the number of tokens that have a target, so that the host does not wait; the device asserts it and the
-            range of targets ("Without waiting" in `docs/how-it-works.md`). None: the host reads it from the device.
         deterministic: "batch" gives a token's values, not gradients, the same bits in any batch, place and budget.
             On a GPU it needs Hopper, bfloat16 or float16, a contiguous weight with H a multiple of 8, and no adapter
             ("The same bits in any batch" in `docs/numerics.md`). It excludes `vocab_shard`. None: results are
@@ -354,30 +349,25 @@ def linear_token_stats(
     check_target(target, input, head=head)
     if per_token is not None:
         check_temperature(per_token, target)
-    if n_valid is not None:
-        n_valid = token_count(n_valid, target.numel(), shard=vocab_shard)
     if kept is not None:
         of_all = None if per_token is not None else options.temperature
         check_kept(kept, head, outputs, of_all)
         if candidates is not None:
             raise ValueError("kept says which ids count, got candidates as well")
-        if n_valid is not None:
-            # Asserts the count. Without one nothing is selected, for which the host would wait: targets are among ids.
-            select_rows(target.long(), "token", ignore_index, head.vocab_size, n_valid=n_valid)
         if per_token is not None:
             ignored, drawn_at = target == ignore_index, kept.temperature
-            check_temperature_values(per_token.masked_fill(ignored, drawn_at or 1.0), n_valid, drawn_at)
+            check_temperature_values(per_token.masked_fill(ignored, drawn_at or 1.0), drawn_at)
         stats = stats_of_kept(
             head, input, target.long(), kept, outputs, options, per_token,
-            n_valid=None if host_may_sync(target, n_valid) else n_valid, batch_invariant=deterministic is not None,
+            batch_invariant=deterministic is not None,
         )  # fmt: skip
         return TokenStats(*(None if x is None else x.view(target.shape) for x in stats))
-    rows = select_rows(target.long(), "token", ignore_index, head.vocab_size, n_valid=n_valid)
+    rows = select_rows(target.long(), "token", ignore_index, head.vocab_size)
     if per_token is not None:
         rows = rows.with_side("temperature", per_token.reshape(-1))
-        check_temperature_values(rows.side["temperature"], n_valid)
+        check_temperature_values(rows.side["temperature"])
     if candidates is not None:
-        rows = rows.with_side("candidates", check_candidates(candidates, target, head.vocab_size, n_valid))
+        rows = rows.with_side("candidates", check_candidates(candidates, target, head.vocab_size))
     batch_invariant = deterministic is not None
     stats = token_stats(head, input, rows, outputs, options, batch_invariant=batch_invariant)
     if target.ndim == 1:

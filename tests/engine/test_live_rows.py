@@ -257,8 +257,8 @@ def test_results_of_other_losses(name, budget):
     assert dead.any() and (ours["input"][dead] == 0).all()
 
 
-def test_known_counts_are_not_waited_for(monkeypatch):
-    """With `n_valid` on a GPU, a step waits for nothing, so it cannot know how many rows are live."""
+def test_a_capture_does_not_wait(monkeypatch):
+    """In the capture of a CUDA graph a step waits for nothing, so it cannot know how many rows are live."""
     asked = []
     monkeypatch.setattr(LiveCount, "start", classmethod(lambda cls, gradients: asked.append(1)))
     batch = with_advantages(0.2)
@@ -266,9 +266,10 @@ def test_known_counts_are_not_waited_for(monkeypatch):
     LigerFusedLinearGRPOLoss()(**{**batch, **leaves})
     assert asked
     asked.clear()
-    monkeypatch.setattr(known, "on_host", lambda x: False)
-    LigerFusedLinearGRPOLoss()(**{**batch, **leaves}, n_valid=[SIZES.length] * SIZES.sequences)
-    linear_token_stats(leaves["weight"], leaves["input"], batch["target"], n_valid=TOKENS).logps.sum().backward()
+    monkeypatch.setattr(known, "is_on_gpu", lambda x: True)
+    monkeypatch.setattr(known, "is_capturing", lambda: True)
+    LigerFusedLinearGRPOLoss()(**{**batch, **leaves})
+    linear_token_stats(leaves["weight"], leaves["input"], batch["target"]).logps.sum().backward()
     assert not asked
 
 

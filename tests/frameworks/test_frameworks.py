@@ -1019,12 +1019,17 @@ def stub_torchtitan() -> None:
 
 
 class Waits(TorchDispatchMode):
-    """Takes the path of a GPU, and collects the operations that its host would wait for."""
+    """Takes the path of a GPU, which may capture a graph, and collects the operations that its host would wait for."""
+
+    def __init__(self, is_capturing: bool) -> None:
+        super().__init__()
+        self.is_capturing = is_capturing
 
     def __enter__(self) -> Waits:
         self.found: list[str] = []
         self.patch, tolist = pytest.MonkeyPatch(), Tensor.tolist
-        self.patch.setattr("liger_chunked.engine.known.on_host", lambda x: False)
+        self.patch.setattr("liger_chunked.engine.known.is_on_gpu", lambda x: True)
+        self.patch.setattr("liger_chunked.engine.known.is_capturing", lambda: self.is_capturing)
         self.patch.setattr("liger_chunked.kernels.scale.on_host", lambda x: False)
         self.patch.setattr(Tensor, "tolist", lambda x: self.found.append("tolist") or tolist(x))
         super().__enter__()
@@ -1090,7 +1095,7 @@ def torchtitan_worker(rank: int, folder: str) -> None:
     loss, head = titan_loss(logits_budget="1KiB", cuda_graphs=True), titan_head(case.weight.clone())
     loss.set_lm_head(head)
     hidden = case.hidden.clone().requires_grad_()
-    with Waits() as waits:
+    with Waits(is_capturing=True) as waits:
         found, _ = loss(hidden, case.target, valid)
         found.backward()
     assert not waits.found, waits.found
@@ -1098,7 +1103,7 @@ def torchtitan_worker(rank: int, folder: str) -> None:
     check(head.weight.grad, expected.weight_grad, "dW")
     check(hidden.grad, expected.hidden_grad, "dX")
     loss.config.cuda_graphs = False
-    with Waits() as waits:
+    with Waits(is_capturing=False) as waits:
         loss(hidden, case.target, valid)
     assert waits.found
     head.forward = sharded = partial(head.forward)  # as torchtitan's Module.parallelize sets it
@@ -1133,7 +1138,7 @@ def torchtitan_worker(rank: int, folder: str) -> None:
     with pytest.raises(ValueError, match="spmd_backend must be 'spmd_types' or 'partial_dtensor'"):
         loss(whole, case.target, valid)
     set_spmd_backend("spmd_types")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="set cuda_graphs=True in the loss"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="cuda_graphs=True in the loss"):
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         loss(SimpleNamespace(is_cuda=True), case.target, valid)
 
