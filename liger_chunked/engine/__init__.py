@@ -36,10 +36,10 @@ from liger_chunked.engine.checks import (
 )
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.distillation import (
-    DistillationStep,
+    Distillation,
     LossWeights,
     Teacher,
-    distillation_step,
+    distillation_loss,
     divergences_of_tokens,
 )
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
@@ -64,7 +64,7 @@ __all__ = [
     "ByAutograd",
     "Chunk",
     "ClosedForm",
-    "DistillationStep",
+    "Distillation",
     "Fused",
     "Group",
     "LossWeights",
@@ -90,7 +90,7 @@ __all__ = [
     "check_values",
     "compute_dtype",
     "count",
-    "distillation_step",
+    "distillation_loss",
     "divergences_of_tokens",
     "fused_loss",
     "host_may_sync",

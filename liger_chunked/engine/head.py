@@ -8,9 +8,8 @@ backward     for each tile, last first: project unless in memory,
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -38,18 +37,22 @@ from liger_chunked.kernels.operands import along
 from liger_chunked.types import HeadTensors, LogitOptions, Slopes, TokenStats
 
 
-class Pass(Protocol):
-    """Runs the head of one step: for each chunk `statistics`, then `backward` unless nothing has a gradient."""
+class Source(Protocol):
+    """Computes values of tokens from the head of one step, and their gradients.
 
-    def statistics(self, tokens: Tokens) -> TokenStats:
-        """Return the statistics (n,) of the chunk's tokens."""
+    For each chunk `statistics`, then `backward` unless nothing has a gradient.
+    """
+
+    def statistics(self, tokens: Tokens) -> tuple[Any, Any]:
+        """Return values (n,) of the chunk's tokens, a NamedTuple, and a memo, what `backward` needs of them."""
         ...
 
-    def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
+    def backward(self, tokens: Tokens, memo: Any, gradients: dict[str, Tensor]) -> None:
         """Add the chunk's dX, dW and db.
 
         Args:
-            gradients: (n,) upstream gradients of statistics, by name; empty if the loss ignores the chunk.
+            memo: that of `statistics` of these tokens.
+            gradients: (n,) upstream gradients of values, by name; empty if the loss ignores the chunk.
         """
         ...
 
@@ -58,13 +61,9 @@ class Pass(Protocol):
         ...
 
 
-# What a backward reads of the reduced rows, fields of `LogitsCotangents`.
-_NORMALISERS = ("max", "sum_exp", "logps_scale", "entropy_value")
-
-
 @dataclass
 class HeadPass:
-    """A `Pass` with one buffer for the logits of all tiles."""
+    """A `Source` with one buffer for the logits of all tiles."""
 
     # Whether the launch that reduces whole rows may correct their log-probabilities too.
     unrounds_at_once: ClassVar[bool] = True
@@ -75,7 +74,6 @@ class HeadPass:
     class_weight: Tensor | None = None  # (V,) of `mean_logits`
     grads: HeadGradients | None = None
     skips_rows: bool = False  # whether rows without a gradient take no part in the backward's products
-    normalisers: LogitsCotangents | None = field(default=None, repr=False)  # of the chunk's rows
     _candidates: Candidates | None = field(default=None, init=False, repr=False)  # of the chunk that is measured
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Tensor | None = field(default=None, init=False, repr=False)  # logits of the last tile
@@ -132,7 +130,7 @@ class HeadPass:
         start = self.head.vocab_start
         return along(self.class_weight, slice(start + tile.vocab_slice.start, start + tile.vocab_slice.stop))
 
-    def statistics(self, tokens: Tokens) -> TokenStats:
+    def statistics(self, tokens: Tokens) -> tuple[TokenStats, LogitsCotangents]:
         side = tokens.side
         if "candidates" in side:
             self._candidates = Candidates(side["candidates"], self.logits_dtype)
@@ -141,12 +139,12 @@ class HeadPass:
         # in float32 (docs/numerics.md).
         if scale is None and stats.logps is not None and self.logits_dtype in (torch.bfloat16, torch.float16):
             scale = self._unround(stats.logps, tokens, partial)
-        self.normalisers = LogitsCotangents(partial.max, partial.sum_exp, scale, entropy_value=stats.entropy)
+        memo = LogitsCotangents(partial.max, partial.sum_exp, scale, entropy_value=stats.entropy)
         if self._candidates is not None:
             of_ids = self._candidates.logps(partial.max, partial.sum_exp, self.options, side.get("temperature"))
             self._candidates = None
             stats = stats._replace(candidate_logps=of_ids)
-        return stats
+        return stats, memo
 
     def _project_and_hold(self, x: Tensor, tile: Tile, u: Tensor | None) -> Tensor:
         """Return a tile's logits, after candidates read theirs. A backward finds those of the last tile in `_held`."""
@@ -194,25 +192,14 @@ class HeadPass:
             return concatenate(list(by_rows.values()))
         return logits_stats(x.new_empty(0, 1), target[:0], self.options, self.outputs)
 
-    def pop_tensors(self) -> dict[str, Tensor | None]:
-        """Return, by name, what a later `backward` needs except logits, and hold it no longer."""
-        assert self.normalisers is not None
-        tensors = {name: getattr(self.normalisers, name) for name in _NORMALISERS}
-        self.normalisers = None
-        return tensors
-
-    def restore(self, tensors: Mapping[str, Tensor | None]) -> None:
-        """Take the tensors of `pop_tensors` back."""
-        self.normalisers = LogitsCotangents(**{name: tensors[name] for name in _NORMALISERS})  # type: ignore[arg-type]
-
-    def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
-        assert self.grads is not None and self.normalisers is not None
+    def backward(self, tokens: Tokens, memo: LogitsCotangents, gradients: dict[str, Tensor]) -> None:
+        assert self.grads is not None
         # A chunk that the loss ignores runs too: its rows of dX, and maybe all of dW, may be uninitialised.
-        gradients = gradients or {"logps": torch.zeros_like(self.normalisers.max)}
+        gradients = gradients or {"logps": torch.zeros_like(memo.max)}
         count = LiveCount.start(gradients) if self.skips_rows else None
         gradients = self.grads.normalize(gradients, self._slopes, tokens.side.get("temperature"))
         x, target, row_slice, tiles, u, side = tokens
-        cotangents = self.normalisers._replace(**gradients, temperature=side.get("temperature"))
+        cotangents = memo._replace(**gradients, temperature=side.get("temperature"))
         last: Tensor | None = None  # the gradient of the held tile, if it is known before the loop
         live: LiveRows | None = None
         if count is not None:

@@ -12,7 +12,14 @@ from liger_chunked.engine.epilogue import for_descriptor, padded, tile_buffer
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.plan import Tokens
 from liger_chunked.engine.rows import joined
-from liger_chunked.kernels import ExactTarget, PartialStats, project_logits, row_stats, row_stats_are_exact
+from liger_chunked.kernels import (
+    ExactTarget,
+    LogitsCotangents,
+    PartialStats,
+    project_logits,
+    row_stats,
+    row_stats_are_exact,
+)
 from liger_chunked.kernels.operands import along
 from liger_chunked.types import TokenStats
 
@@ -47,11 +54,11 @@ class InvariantPass(HeadPass):
         rows = elements // self.columns
         self._buffer = tile_buffer(self.head.weight, rows * padded(self.columns), dtype=self.logits_dtype)
 
-    def statistics(self, tokens: Tokens) -> TokenStats:
+    def statistics(self, tokens: Tokens) -> tuple[TokenStats, LogitsCotangents]:
         return super().statistics(_alike_tokens(tokens))
 
-    def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
-        super().backward(_alike_tokens(tokens), gradients)
+    def backward(self, tokens: Tokens, memo: LogitsCotangents, gradients: dict[str, Tensor]) -> None:
+        super().backward(_alike_tokens(tokens), memo, gradients)
 
     def project(self, x: Tensor, tile: Tile, u: Tensor | None = None) -> Tensor:
         buffer, (rows, _), stride = self._buffer, tile, padded(self.columns)

@@ -12,7 +12,6 @@ from torch import Tensor
 from liger_chunked.engine.checks import other_leaves
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.rows import Rows, hide_ignored
-from liger_chunked.kernels.operands import along
 from liger_chunked.private import without_hooks
 from liger_chunked.types import DIFFERENTIABLE, TokenStats
 
@@ -22,42 +21,24 @@ class Share(NamedTuple):
 
     Attributes:
         loss: (), detached.
-        gradients: of `loss`, by name of the statistic, shaped like the statistics that the objective got. Empty if it
-            depends on none, or none is wanted.
-        values: the chunk's dense statistics, which the step joins over chunks.
+        gradients: of `loss`, compact, by name of the statistic. Empty if it depends on none, or none is wanted. None:
+            the source knew them when it computed the values.
+        values: of the chunk's tokens, which `Objective.join` joins over chunks.
         of_parameters: gradients of `loss` by tensors that the loss holds and that require one.
     """
 
     loss: Tensor
-    gradients: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor] | None
     values: Any = None
     of_parameters: Mapping[Tensor, Tensor] = MappingProxyType({})
 
 
 class Objective:
-    """A loss of token statistics. The default differentiates `loss` by autograd.
-
-    A step calls `evaluate`, which arranges statistics by groups for `value_and_grad`.
+    """A loss of token statistics, which autograd differentiates.
 
     A loss may hold tensors that require a gradient, such as a parameter of its module. In grad mode it is
     differentiated by these too, even if nothing wants the gradient by statistics.
     """
-
-    def evaluate(self, stats: TokenStats, rows: Rows, chunk: Chunk, with_gradient: bool) -> Share:
-        """Return a chunk's share, with compact gradients.
-
-        Args:
-            stats: compact statistics (len,) of the chunk's tokens.
-            rows: the step's.
-            with_gradient: whether gradients are wanted.
-        """
-        counted = None if rows.counted is None else along(rows.counted, chunk.row_slice)
-        values = rows.for_objective(hide_ignored(stats, counted), chunk)
-        share = self.value_and_grad(values, rows.group_index(chunk), with_gradient)
-        gradients = {name: rows.from_objective(g, chunk) for name, g in share.gradients.items()}
-        if counted is not None:
-            gradients = {name: g.where(counted, 0) for name, g in gradients.items()}
-        return share._replace(gradients=gradients, values=values)
 
     def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
         """Return some groups' differentiable share of the loss, ().
@@ -68,13 +49,28 @@ class Objective:
         """
         raise NotImplementedError
 
-    def value_and_grad(self, values: TokenStats, index: slice | Tensor, with_gradient: bool) -> Share:
-        """Return `loss`, detached, with dense gradients."""
-        leaves = leaves_of(values) if with_gradient else {}
+    def share(self, values: Any, rows: Rows, chunk: Chunk, with_gradient: bool) -> Share:
+        """Return a chunk's share, with compact gradients.
+
+        Args:
+            values: compact statistics (n,) of the chunk's tokens.
+            rows: the step's.
+            with_gradient: whether gradients are wanted.
+        """
+        counted = rows.counted_in(chunk)
+        dense = rows.for_objective(hide_ignored(values, counted), chunk)
+        leaves = leaves_of(dense) if with_gradient else {}
         with torch.set_grad_enabled(with_gradient or torch.is_grad_enabled()):
-            loss = self.loss(values, index)
+            loss = self.loss(dense, rows.group_index(chunk))
         gradients, of_parameters = gradients_of(loss, leaves)
-        return Share(loss.detach(), gradients, of_parameters=of_parameters)
+        gradients = {name: rows.from_objective(g, chunk) for name, g in gradients.items()}
+        if counted is not None:
+            gradients = {name: g.where(counted, 0) for name, g in gradients.items()}
+        return Share(loss.detach(), gradients, dense, of_parameters)
+
+    def join(self, rows: Rows, parts: list[Any]) -> Any:
+        """Return the batch's values, from those of the shares."""
+        return rows.join(parts)
 
 
 def leaves_of(values: TokenStats) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
     rows = select_rows(target, "pair", ...)         the tokens that have a target
     rows = rows.with_side("temperature", x)         a tensor that travels with them
-    rows = rows.in_group_order()                    for a step of several chunks
 
     x = rows.take(hidden, chunk.row_slice)          (n, H), a chunk's hidden states
     v = rows.for_objective(statistics, chunk)       what the objective of the chunk's groups sees
@@ -84,14 +83,12 @@ class Groups(NamedTuple):
     """The sequences or pairs of a batch.
 
     Attributes:
-        token_counts: (B,) int64, the tokens of each sequence that count, in the target's order, on its device.
+        token_counts: (B,) int64, the tokens of each sequence that count, group by group, on the target's device.
         per_group: sequences of a group.
         host_counts: the tokens of each group, known to the host.
         cut_counts: the counts that decide where chunks end. If ranks split sequences, these are the counts of the rank
             that has most tokens of a group, because all ranks must cut after the same groups; else `host_counts`.
         shortest: the smallest of `lengths`.
-        stacked: whether tokens are in the target's order, all chosen sequences before all rejected ones. Chunks of
-            pairs need the two of a pair side by side (`Rows.in_group_order`).
     """
 
     token_counts: Tensor
@@ -99,12 +96,11 @@ class Groups(NamedTuple):
     host_counts: tuple[int, ...]
     cut_counts: tuple[int, ...]
     shortest: int
-    stacked: bool
 
     @property
     def lengths(self) -> Tensor:
         """(groups, sequences of a group): tokens that count."""
-        return self.token_counts.view(self.per_group, -1).t()
+        return self.token_counts.view(-1, self.per_group)
 
     @property
     def divisors(self) -> Tensor:
@@ -114,7 +110,7 @@ class Groups(NamedTuple):
     @property
     def batch_lengths(self) -> Tensor:
         """(2,) tokens of all chosen and of all rejected sequences, of pairs."""
-        return self.token_counts.view(self.per_group, -1).sum(1)
+        return self.lengths.sum(0)
 
 
 class Split(NamedTuple):
@@ -132,10 +128,9 @@ class Rows(abc.ABC):
         n_valid: their number; with `counted`, that of all positions.
         dense_shape: of dense values.
         target: (n_valid,) ids; None if the loss has none, and all tokens count.
-        target_mask: True at the tokens that count, in the target's order; None without a target.
+        mask: `dense_shape`, True at the tokens that count; None without a target.
         input_index: (n_valid,) each token's row of the flattened input; None: all rows, in order.
-        dense_index: (n_valid,) each token's place among the batch's flattened positions, which have the order of dense
-            values, or the target's while `Groups.stacked`; None: all places, in order.
+        dense_index: (n_valid,) each token's place among the flattened dense values; None: all places, in order.
         token_at: (N,) int32, of each row of the flattened input the number of its token in the order of the step, -1
             where none counts. None: unknown.
         side: by name, (n_valid, ...) inputs of tokens that travel with them, because the head reads them:
@@ -152,7 +147,7 @@ class Rows(abc.ABC):
     n_valid: int
     dense_shape: tuple[int, ...]
     target: Tensor | None
-    target_mask: Tensor | None
+    mask: Tensor | None
     input_index: Tensor | None = None
     dense_index: Tensor | None = None
     token_at: Tensor | None = None
@@ -173,11 +168,6 @@ class Rows(abc.ABC):
         return math.prod(self.dense_shape)
 
     @property
-    def mask(self) -> Tensor | None:
-        """`dense_shape`, True at the tokens that count; None without a target."""
-        return None if self.target_mask is None else self.arrange(self.target_mask)
-
-    @property
     def n_counted(self) -> int | Tensor:
         """The number of tokens that count; a tensor () int64 if the device alone knows it."""
         return self.n_valid if self.counted is None else self.counted.sum()
@@ -186,12 +176,16 @@ class Rows(abc.ABC):
         """Return `n_counted`, at least 1; a tensor () of `dtype` if the device alone knows it."""
         return at_least_1(self.n_counted, dtype)
 
+    def counted_in(self, chunk: Chunk) -> Tensor | None:
+        """Return `counted` of a chunk's rows."""
+        return None if self.counted is None else along(self.counted, chunk.row_slice)
+
     def fill_ignored(self, x: Tensor, fill: float = 0) -> Tensor:
-        """Return `x` (n_positions, ...), in the target's order, with `fill` at ignored tokens if rows hold those."""
+        """Return `x` (n_positions, ...), flattened dense values, with `fill` at ignored tokens if rows hold those."""
         if self.counted is None:
             return x
-        assert self.target_mask is not None
-        return torch.where(self.target_mask.view(-1, *[1] * (x.ndim - 1)), x, fill)
+        assert self.mask is not None
+        return torch.where(self.mask.view(-1, *[1] * (x.ndim - 1)), x, fill)
 
     def take(self, input: Tensor, row_slice: slice) -> Tensor:
         """Return some tokens' rows of a flattened input (N, ...)."""
@@ -201,40 +195,12 @@ class Rows(abc.ABC):
 
     def with_side(self, name: str, values: Tensor) -> Self:
         """Add an input of tokens that travels with them. `values` (n_positions, ...) are in the target's order."""
-        values = self.fill_ignored(values, 1 if name == "temperature" else 0)  # they may hold anything there
-        side = {**self.side, name: values if self.dense_index is None else values[self.dense_index]}
+        dense = self.fill_ignored(self._by_group(values), 1 if name == "temperature" else 0)  # or anything is there
+        side = {**self.side, name: self.to_compact(dense)}
         split = self.split
         if split is not None:
             split = split._replace(local=split.local.with_side(name, split.ranks.local_positions(values)))
         return replace(self, side=side, split=split)
-
-    def tensors(self) -> dict[str, Tensor | None]:
-        """Return, by name, what a later backward reads: ids, indices and side inputs."""
-        indices = {"input_index": self.input_index, "dense_index": self.dense_index, "token_at": self.token_at}
-        return {"target": self.target, **indices, **self.side}
-
-    def without_tensors(self) -> Self:
-        """Return rows that hold none of `tensors`, nor masks, which no backward reads."""
-        return replace(
-            self,
-            target=None,
-            target_mask=None,
-            input_index=None,
-            dense_index=None,
-            token_at=None,
-            counted=None,
-            side={},
-        )
-
-    def with_tensors(self, tensors: Mapping[str, Tensor | None]) -> Self:
-        """Return the rows of `without_tensors` with what `tensors` returned before."""
-        side = {name: x for name, x in tensors.items() if x is not None}
-        target, input_index, dense_index, token_at = (
-            side.pop(name, None) for name in ("target", "input_index", "dense_index", "token_at")
-        )
-        return replace(
-            self, target=target, input_index=input_index, dense_index=dense_index, token_at=token_at, side=side
-        )
 
     def reordered(self, order: Tensor) -> Self:
         """Return the tokens in another order. `order` (n_valid,) holds their places in this one."""
@@ -248,9 +214,9 @@ class Rows(abc.ABC):
             side={name: x[order] for name, x in self.side.items()},
         )
 
-    def in_group_order(self) -> Rows:
-        """Return the tokens group by group, as chunks of several groups need them."""
-        return self
+    def _by_group(self, x: Tensor) -> Tensor:
+        """Return flattened dense values (n_positions, ...) from those of the target's positions."""
+        return x
 
     @abc.abstractmethod
     def arrange(self, x: Tensor) -> Tensor:
@@ -279,6 +245,10 @@ class Rows(abc.ABC):
     @abc.abstractmethod
     def to_dense(self, x: Tensor, fill: float = 0) -> Tensor:
         """Return dense values from compact ones (n_valid, ...)."""
+
+    def to_compact(self, x: Tensor) -> Tensor:
+        """Return compact values from dense ones of the batch's positions, flattened."""
+        return x if self.dense_index is None else x[self.dense_index]
 
     def stats_to_dense(self, stats: Mapping[str, Tensor | None]) -> TokenStats:
         """Return dense statistics from compact ones, by name; tokens that do not count have 0, and argmax -1."""
@@ -321,28 +291,8 @@ class GroupRows(Rows):
 
     groups: Groups = field(kw_only=True)  # never None
 
-    def in_group_order(self) -> GroupRows:
-        if not self.groups.stacked:
-            return self
-        device, dense_index = self.groups.token_counts.device, None
-        # The target's position at each place of the dense values: (i, s, t) comes from its sequence s * n_pairs + i.
-        order = self._unflatten(torch.arange(self.n_positions, device=device), self.dense_shape[0]).reshape(-1)
-        if self.dense_index is not None:
-            mask = self.mask
-            assert mask is not None
-            # As in `select_rows`, without a wait.
-            dense_index = torch.nonzero_static(mask.reshape(-1), size=self.n_valid).view(-1)
-            tokens = torch.arange(self.n_valid, device=device)
-            token_at = torch.empty_like(order).scatter_(0, self.dense_index, tokens)  # by the target's position
-            order = token_at[order[dense_index]]
-        return replace(self.reordered(order), dense_index=dense_index, groups=self.groups._replace(stacked=False))
-
-    def _unflatten(self, flat: Tensor, n_groups: int) -> Tensor:
-        """Return (n_groups, sequences of a group, T) from these groups' flattened values, in the order of tokens."""
-        _, sequences, length = self.dense_shape
-        if self.groups.stacked:
-            return flat.view(sequences, n_groups, length).transpose(0, 1)
-        return flat.view(n_groups, sequences, length)
+    def _by_group(self, x: Tensor) -> Tensor:
+        return self.arrange(x.unflatten(0, (-1, self.dense_shape[-1]))).flatten(0, 2)
 
     def _index_in_chunk(self, chunk: Chunk) -> Tensor | None:
         """Return (n,), the tokens' places among the flattened dense values of the chunk's groups. None: all places."""
@@ -355,16 +305,12 @@ class GroupRows(Rows):
         return x.unflatten(0, (self.dense_shape[1], -1)).transpose(0, 1)
 
     def for_objective(self, values: Values, chunk: Chunk) -> Values:
-        n_groups = chunk.group_slice.stop - chunk.group_slice.start
+        shape = chunk.group_slice.stop - chunk.group_slice.start, *self.dense_shape[1:]
         index = self._index_in_chunk(chunk)
-        if index is not None:
-            n_positions = n_groups * math.prod(self.dense_shape[1:])
-            values = mapped(lambda x: _placed(x, index, n_positions), values)
-        return values._make([None if x is None else self._unflatten(x, n_groups) for x in values])
+        return mapped(lambda x: (x if index is None else _placed(x, index, math.prod(shape))).view(shape), values)
 
     def from_objective(self, x: Tensor, chunk: Chunk) -> Tensor:
-        flat = (x.transpose(0, 1) if self.groups.stacked else x).reshape(-1)
-        index = self._index_in_chunk(chunk)
+        flat, index = x.reshape(-1), self._index_in_chunk(chunk)
         return (flat if index is None else flat.index_select(0, index)).contiguous()
 
     def group_index(self, chunk: Chunk) -> slice | Tensor:
@@ -376,7 +322,7 @@ class GroupRows(Rows):
     def to_dense(self, x: Tensor, fill: float = 0) -> Tensor:
         if self.dense_index is not None:
             x = _placed(x, self.dense_index, self.n_positions, fill)
-        return self._unflatten(x, self.dense_shape[0])
+        return x.view(self.dense_shape)
 
 
 def _masked_rows(target: Tensor, group: Group, ignore_index: int) -> Rows:
@@ -384,11 +330,41 @@ def _masked_rows(target: Tensor, group: Group, ignore_index: int) -> Rows:
     mask, length = target != ignore_index, target.shape[-1]
     ids, counted = target.where(mask, 0).view(-1), mask.view(-1)
     if group == "token":
-        return TokenRows(target.numel(), (target.numel(),), ids, mask, counted=counted, sequence_length=length)
+        return TokenRows(target.numel(), counted.shape, ids, counted, counted=counted, sequence_length=length)
     groups = _groups_of(mask.sum(1), [length] * target.shape[0], SEQUENCES_PER_GROUP[group])
     groups = groups._replace(shortest=0)  # sequences may be empty
-    dense_shape = len(groups.host_counts), groups.per_group, length
-    return GroupRows(target.numel(), dense_shape, ids, mask, counted=counted, groups=groups, sequence_length=length)
+    return _group_rows(target.numel(), ids, counted, None, None, groups, length, counted)
+
+
+def _group_rows(
+    n_tokens: int,
+    ids: Tensor,
+    mask: Tensor,
+    dense_index: Tensor | None,
+    token_at: Tensor | None,
+    groups: Groups,
+    length: int,
+    counted: Tensor | None = None,
+) -> GroupRows:
+    """Return rows of a target whose sequences are in the order of groups.
+
+    Args:
+        ids: (n_tokens,) at `dense_index`, or at all places.
+        mask, token_at: (B * T,), by place.
+        counted: see `Rows`.
+    """
+    n_groups, per_group, input_index = len(groups.host_counts), groups.per_group, dense_index
+    if n_groups > 1 < per_group:
+        # The input stacks all first sequences of groups, then all second ones.
+        places = torch.arange(mask.numel(), device=mask.device)
+        row = places.view(per_group, n_groups, length).transpose(0, 1).reshape(-1)
+        input_index = row if dense_index is None else row[dense_index]
+        token_at = None if token_at is None else token_at.view(n_groups, per_group, length).transpose(0, 1).reshape(-1)
+    mask = mask.view(n_groups, per_group, length)
+    return GroupRows(
+        n_tokens, tuple(mask.shape), ids, mask, input_index, dense_index, token_at,
+        groups=groups, sequence_length=length, counted=counted,
+    )  # fmt: skip
 
 
 def select_rows(
@@ -412,7 +388,10 @@ def select_rows(
     Raises:
         ValueError: an id is outside the vocabulary.
     """
-    given, target = target, target.contiguous()
+    given, per_group = target, SEQUENCES_PER_GROUP.get(group, 1)
+    if per_group > 1:  # one order for all that follows: group by group
+        target = target.unflatten(0, (per_group, len(target) // per_group)).transpose(0, 1).flatten(0, 1)
+    target = target.contiguous()
     if not host_may_sync(target):
         return _masked_rows(target, group, ignore_index)
     ids, length = target.view(-1), target.shape[-1]
@@ -424,14 +403,12 @@ def select_rows(
     n_tokens, mask, index, token_at = sum(host_counts), surveyed.mask, None, None
     if n_tokens != ids.numel():
         index, ids, token_at = find_tokens(surveyed_target, surveyed, ignore_index, n_tokens)
+    mask = mask.view(-1)
     if group == "token":
-        rows: Rows = TokenRows(n_tokens, (target.numel(),), ids, mask, index, index, token_at, sequence_length=length)
+        rows: Rows = TokenRows(n_tokens, mask.shape, ids, mask, index, index, token_at, sequence_length=length)
     else:
-        groups = _groups_of(_of_blocks(surveyed.summary[0]), host_counts, SEQUENCES_PER_GROUP[group])
-        dense_shape = len(groups.host_counts), groups.per_group, length
-        rows = GroupRows(
-            n_tokens, dense_shape, ids, mask, index, index, token_at, groups=groups, sequence_length=length
-        )
+        groups = _groups_of(_of_blocks(surveyed.summary[0]), host_counts, per_group)
+        rows = _group_rows(n_tokens, ids, mask, index, token_at, groups, length)
     if sequences is None:
         return rows
     if isinstance(sequences, Packing):
@@ -471,20 +448,17 @@ def _groups_of(token_counts: Tensor, sequence_counts: list[int], per_group: int)
     """Return the groups of counted sequences.
 
     Args:
-        token_counts: (B,), the tokens that count in each sequence.
+        token_counts: (B,), the tokens that count in each sequence, group by group.
         sequence_counts: the same B numbers.
         per_group: sequences of a group.
     """
-    n_groups = len(sequence_counts) // per_group
-    # A pair's sequences are `n_groups` apart.
-    host_counts = tuple([sum(sequence_counts[i::n_groups]) for i in range(n_groups)])
+    host_counts = tuple([sum(sequence_counts[i : i + per_group]) for i in range(0, len(sequence_counts), per_group)])
     return Groups(
         token_counts=token_counts,
         per_group=per_group,
         host_counts=host_counts,
         cut_counts=host_counts,
         shortest=min(sequence_counts, default=0),
-        stacked=per_group > 1 and n_groups > 1,
     )
 
 

@@ -1,13 +1,16 @@
+"""`linear_token_stats`: statistics of tokens, whose gradients are computed in the backward."""
+
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_chunked.calls import entry_point
 from liger_chunked.engine import choose
-from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.candidates import check_candidates
 from liger_chunked.engine.checks import (
     check_projection,
@@ -16,10 +19,7 @@ from liger_chunked.engine.checks import (
     check_temperature_values,
     compute_dtype,
 )
-from liger_chunked.engine.epilogue import StatisticsPass
-from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
-from liger_chunked.engine.head import HeadPass
-from liger_chunked.engine.hooks import hooks_active, outside_selective_checkpoints
+from liger_chunked.engine.gradients import HeadGradients, Needs
 from liger_chunked.engine.kept import (
     check_kept,
     kept_token_stats,
@@ -28,15 +28,12 @@ from liger_chunked.engine.kept import (
 from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.precision import gemms
 from liger_chunked.engine.rows import Rows, hide_ignored, select_rows
-from liger_chunked.engine.saved import savable, save, saved
+from liger_chunked.engine.saved import Unsaved
+from liger_chunked.engine.step import Operands, differentiable, operands_of
 from liger_chunked.kept_ids import KeptIds
-from liger_chunked.kernels.backend import first_derivative, graph_is_retained
 from liger_chunked.kernels.kept import Entries
-from liger_chunked.private import is_view
 from liger_chunked.types import (
-    DIFFERENTIABLE,
     OUTPUTS,
-    HeadTensors,
     LogitOptions,
     LossHead,
     TokenStats,
@@ -46,113 +43,52 @@ from liger_chunked.types import (
     shown,
 )
 
-StatsPass = HeadPass | StatisticsPass
 
+@dataclass(frozen=True, eq=False)
+class _StatisticsRule:
+    """The statistics of a plan of one chunk, dense, and their gradients."""
 
-def _statistics(
-    plan: Plan, head: HeadTensors, input: Tensor, u: Tensor | None, needs: Needs = NOTHING_NEEDED
-) -> tuple[StatsPass, TokenStats]:
-    head_pass = choose.pass_of_statistics(plan, head.for_products(plan.dtype), True in needs and not hooks_active())
-    with gemms(input.device, plan.dtype):
-        stats = head_pass.statistics(plan.tokens(0, *flattened(input, u)))
-    return head_pass, plan.rows.stats_to_dense({name: getattr(stats, name) for name in _returned(plan)})
+    plan: Plan
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        outputs = self.plan.outputs
+        return (*outputs, "candidate_logps") if "candidates" in self.plan.rows.side else outputs
 
-def _run_backward(
-    head_pass: StatsPass,
-    plan: Plan,
-    head: HeadTensors,
-    input: Tensor,
-    u: Tensor | None,
-    needs: Needs,
-    gradients: dict[str, Tensor],
-) -> tuple[Tensor | None, ...]:
-    flat, flat_u = flattened(input, u)
-    grads = head_pass.grads = HeadGradients(plan, flat, head, needs, flat_u)
-    if plan.rows.n_valid:
-        with gemms(input.device, plan.dtype):
-            head_pass.backward(plan.tokens(0, flat, flat_u), gradients)
-    head_pass.release()
-    return grads.finish()
+    def forward(self, operands: Operands, needs: Needs, may_hold: bool) -> tuple[Sequence[Tensor], Any]:
+        plan, holds = self.plan, may_hold and True in needs
+        head, flat = operands.head(plan), flattened(operands.input, operands.u)
+        source = choose.source_of_statistics(plan, head.for_products(plan.dtype), holds)
+        with gemms(operands.input.device, plan.dtype):
+            stats, memo = source.statistics(plan.tokens(0, *flat))
+        dense = plan.rows.stats_to_dense({name: getattr(stats, name) for name in self.names})
+        # The source holds the last tile of logits, for one backward.
+        return [getattr(dense, name) for name in self.names], _Memo(memo, Unsaved(source if holds else None))
 
-
-def _returned(plan: Plan) -> tuple[str, ...]:
-    return plan.outputs if "candidates" not in plan.rows.side else (*plan.outputs, "candidate_logps")
-
-
-class _LinearTokenStats(torch.autograd.Function):
-    """`apply(input, weight, bias, u, up, plan)`: the plan's fields of `TokenStats`.
-
-    All tensors that the backward reads are saved by autograd, which notices if the caller changes them, shows them to
-    hooks, and frees them with the graph. `ctx` keeps the plan without its tensors. Without hooks it keeps the pass too,
-    for the last tile's logits.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        u: Tensor | None,
-        up: Tensor | None,
-        plan: Plan,
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        needs = Needs(*ctx.needs_input_grad[:5])
-        with outside_selective_checkpoints():
-            head_pass, dense = _statistics(plan, HeadTensors(weight, bias, up, plan.shard), input, u, needs)
-        of_pass = head_pass.pop_tensors()
-        inputs = {"input": input, "weight": weight, "bias": bias, "u": u, "up": up}
-        save(ctx, inputs=inputs, head_pass=of_pass, plan=savable(plan.tensors()))
-        # The pass holds the last tile of logits, which hooks on saved tensors, as of a checkpoint, do not see. Under
-        # hooks the backward projects it again.
-        ctx.head_pass = None if hooks_active() else head_pass
-        ctx.plan = plan.without_tensors()
-        # Copies of views, on which autograd refuses `logps *= mask`, and of what the backward reads.
-        read_later = {id(x) for x in of_pass.values()}
-        returned = {name: getattr(dense, name) for name in _returned(plan)}
-        for name, x in returned.items():
-            if is_view(x) or id(x) in read_later:
-                returned[name] = x.clone()
-        # A gradient of candidates reaches the backward, which refuses it: otherwise it would be lost without a word.
-        differentiable = (*DIFFERENTIABLE, "candidate_logps")
-        ctx.mark_non_differentiable(*[x for name, x in returned.items() if name not in differentiable])
-        return tuple(returned.values())
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        if all(g is None for g in upstream):
-            ctx.head_pass = None
-            return (None,) * 6
-        tensors = saved(ctx)
-        inputs, plan = tensors["inputs"], ctx.plan.with_tensors(tensors["plan"])
-        input, weight, bias, u, up = inputs.values()
-        assert input is not None and weight is not None
-        rows, head = plan.rows, HeadTensors(weight, bias, up, plan.shard)
-        head_pass, ctx.head_pass = ctx.head_pass, None  # the last tile serves one backward
-        if head_pass is None:
-            head_pass = choose.pass_of_statistics(plan, head.for_products(plan.dtype))
-        head_pass.restore(tensors["head_pass"])
-        if not graph_is_retained():
-            ctx.plan = None  # else the results hold what is left of it, such as the order of scattered rows
-
-        def compact(g: Tensor) -> Tensor:
-            g = g.reshape(-1)
-            g = g if rows.dense_index is None else g[rows.dense_index]
-            return g.to(accumulation_dtype(plan.dtype)).contiguous()
-
-        named = {name: g for name, g in zip(_returned(plan), upstream, strict=True) if g is not None}
-        if "candidate_logps" in named:
+    def backward(
+        self, operands: Operands, memo: _Memo, upstream: dict[str, Tensor], needs: Needs
+    ) -> tuple[Tensor | None, ...]:
+        if "candidate_logps" in upstream:
             raise RuntimeError(
                 "candidate_logps have no gradient: .detach() them, or, for a student's loss over a teacher's top k, "
                 "pass teacher_ids and teacher_logps to a distillation loss"
             )
-        gradients = {name: compact(g) for name, g in named.items()}
-        grads = _run_backward(head_pass, plan, head, input, u, Needs(*ctx.needs_input_grad[:5]), gradients)
-        pairs = zip(grads, inputs.values(), strict=True)
-        return *(None if g is None or x is None else g.view(x.shape).to(x.dtype) for g, x in pairs), None
+        plan, rows = self.plan, self.plan.rows
+        head, (flat, flat_u) = operands.head(plan), flattened(operands.input, operands.u)
+        source = memo.held.take() or choose.source_of_statistics(plan, head.for_products(plan.dtype))
+        grads = source.grads = HeadGradients(plan, flat, head, needs, flat_u)
+        if rows.n_valid:
+            dtype = accumulation_dtype(plan.dtype)
+            gradients = {name: rows.to_compact(g.reshape(-1)).to(dtype).contiguous() for name, g in upstream.items()}
+            with gemms(flat.device, plan.dtype):
+                source.backward(plan.tokens(0, flat, flat_u), memo.of_source, gradients)
+        source.release()
+        return grads.finish()
+
+
+class _Memo(NamedTuple):
+    of_source: Any
+    held: Unsaved
 
 
 def token_stats(
@@ -171,12 +107,11 @@ def token_stats(
         kept: the ids that statistics are of, by products of whole rows, see `choose.for_kept`. None: all ids.
     """
     dtype = compute_dtype(head, input)
-    tensors, u = apply_down(head, input, dtype)
-    given = (input, tensors.weight, tensors.bias, u, tensors.up)
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    operands = operands_of(head, input, dtype)
     if kept is not None:
         plan = choose.for_kept(head, rows, dtype, kept, outputs, options)
     else:
+        needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
         plan = choose.for_statistics(
             head,
             rows,
@@ -187,11 +122,7 @@ def token_stats(
             needs_grad=needs_grad,
             batch_invariant=batch_invariant,
         )
-    if not needs_grad:
-        stats = _statistics(plan, tensors, input, u)[1]
-    else:
-        values = _LinearTokenStats.apply(*given, plan)
-        stats = TokenStats(**dict(zip(_returned(plan), values, strict=True)))
+    stats = TokenStats(**differentiable(_StatisticsRule(plan), operands))
     return hide_ignored(stats, None if rows.counted is None else rows.mask)
 
 

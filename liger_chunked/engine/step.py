@@ -1,21 +1,53 @@
-"""Run a step, whose gradients are computed in the forward, and put its loss into the autograd graph."""
+"""Run a step, and put what it computed into the autograd graph.
+
+    GradientInForward    of a loss (): its gradients are known, and the backward multiplies them by the upstream one
+    GradientInBackward   of values with an upstream gradient each: the backward computes the second half
+
+`Step.run` is the loop over chunks of the first. Drivers of the second are a `Rule`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from liger_chunked.engine.adapter import apply_down
-from liger_chunked.engine.gradients import Needs
-from liger_chunked.engine.hooks import isolated
-from liger_chunked.engine.plan import Plan
+from liger_chunked.engine.checks import named
+from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
+from liger_chunked.engine.head import Source
+from liger_chunked.engine.hooks import hooks_active, isolated
+from liger_chunked.engine.objective import Objective
+from liger_chunked.engine.plan import Plan, flattened
+from liger_chunked.engine.precision import gemms
+from liger_chunked.engine.saved import save, saved
 from liger_chunked.kernels import scale_
 from liger_chunked.kernels.backend import first_derivative, graph_is_retained
-from liger_chunked.types import HeadTensors, LossHead
+from liger_chunked.private import is_view
+from liger_chunked.types import DIFFERENTIABLE, OUTPUTS, HeadTensors, LossHead, accumulation_dtype
+
+
+class Operands(NamedTuple):
+    """The tensors of a step's products, in the order of `Needs`; `u` and `up` are an adapter's."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    u: Tensor | None
+    up: Tensor | None
+
+    def head(self, plan: Plan) -> HeadTensors:
+        return HeadTensors(self.weight, self.bias, self.up, plan.shard)
+
+
+def operands_of(head: LossHead, input: Tensor, dtype: torch.dtype) -> Operands:
+    """Return the tensors of a head, whose adapter projects the hidden states with a graph."""
+    (weight, bias, up, _), u = apply_down(head, input, dtype)
+    return Operands(input, weight, bias, u, up)
 
 
 class Result(NamedTuple):
@@ -34,13 +66,87 @@ class Result(NamedTuple):
     of_parameters: Mapping[Tensor, Tensor] = MappingProxyType({})
 
 
-class Step(Protocol):
-    """A loss and its gradients, chunk by chunk."""
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A loss, with its gradients in the forward.
 
-    @property
-    def plan(self) -> Plan: ...
+    For each chunk: project the hidden states and reduce their logits to values of tokens, evaluate the objective and
+    its gradient by these, and turn that into the chunk's part of dX, dW and db.
 
-    def run(self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs) -> Result: ...
+    Attributes:
+        open_source: from the plan, the head in the products' dtype and what accumulates gradients (None: none is
+            needed) to what computes values of tokens.
+        trains_objective: whether to differentiate the loss by tensors that the objective holds: the caller's grad mode.
+        owner: the loss's module, whose parameters have names in messages.
+    """
+
+    plan: Plan
+    objective: Objective
+    open_source: Callable[[Plan, HeadTensors, HeadGradients | None], Source]
+    trains_objective: bool = False
+    owner: Any = None
+
+    def run(self, operands: Operands, needs: Needs) -> Result:
+        plan, rows = self.plan, self.plan.rows
+        head, (flat, flat_u) = operands.head(plan), flattened(operands.input, operands.u)
+        grads = HeadGradients(plan, flat, head, needs, flat_u) if True in needs else None
+        source = self.open_source(plan, head.for_products(plan.dtype), grads)
+
+        parts = []
+        loss: Tensor | None = None
+        declared, has_gradient = set(plan.differentiates), False
+        of_parameters: dict[Tensor, Tensor] = {}
+        with gemms(flat.device, plan.dtype, plan.teacher_dtype):
+            for i, chunk in enumerate(plan.chunks):
+                tokens = plan.tokens(i, flat, flat_u)
+                values, memo = source.statistics(tokens)
+                with torch.set_grad_enabled(self.trains_objective):
+                    share = self.objective.share(values, rows, chunk, grads is not None)
+                parts.append(share.values)
+                if share.of_parameters and rows.gathers_statistics:
+                    refuse_parameters_of_split_sequences(share.of_parameters, self.owner)
+                for parameter, g in share.of_parameters.items():
+                    total = of_parameters.get(parameter, 0)
+                    of_parameters[parameter] = total + g.to(accumulation_dtype(g.dtype))  # summed over chunks
+                if grads is not None:
+                    gradients = share.gradients
+                    if gradients is not None and not gradients.keys() <= declared:
+                        self._refuse_undeclared(gradients)
+                    has_gradient |= gradients is None or bool(gradients)
+                    if tokens.x.shape[0]:
+                        source.backward(tokens, memo, dict(gradients or {}))  # a copy, which the source may change
+                del memo  # it may be large
+                # Added in float64, so that many chunks lose no digits. The sum is rounded once, below.
+                loss = share.loss if loss is None else loss.double() + share.loss
+        source.release()
+        if grads is not None and rows.n_valid and not has_gradient:
+            raise ValueError(
+                "the loss has no gradient: it does not depend on the statistics it was given, or is detached from them"
+            )
+        assert loss is not None
+        loss = rows.sum_of_shares(loss).to(accumulation_dtype(plan.dtype))
+        of_operands = (None,) * len(needs) if grads is None else grads.finish()
+        return Result(loss, of_operands, self.objective.join(rows, parts), of_parameters)
+
+    def _refuse_undeclared(self, gradients: Mapping[str, Tensor]) -> NoReturn:
+        undeclared = tuple(name for name in gradients if name not in self.plan.differentiates)
+        raise ValueError(
+            f"the gradient of the loss reaches {', '.join(undeclared)}, which the loss does not declare: add it to "
+            f"token_outputs, as in token_outputs = {undeclared}"
+        )
+
+
+def refuse_parameters_of_split_sequences(parameters: Iterable[Tensor], owner: Any) -> None:
+    """Raise ValueError if the loss holds a tensor that requires a gradient.
+
+    Trainers sum gradients over ranks. dW of a rank is its share of the sum, but the gradient by a tensor of the loss
+    may be the whole sum on each rank, because each evaluates the loss of whole sequences.
+    """
+    for parameter in parameters:
+        raise ValueError(
+            f"the loss depends on a tensor that requires a gradient, {named(parameter, owner)}, and ranks of a "
+            "sequence_group split its tokens: freeze or detach that tensor, or pass whole sequences"
+        )
 
 
 class GradientInForward(torch.autograd.Function):
@@ -88,13 +194,88 @@ class Fused(NamedTuple):
 
 def run_step(step: Step, head: LossHead, input: Tensor) -> Fused:
     """Run a step, and put its loss into the graph."""
-    (weight, bias, up, shard), u = apply_down(head, input, step.plan.dtype)
-    tensors = input, weight, bias, u, up
+    operands = operands_of(head, input, step.plan.dtype)
     trains = torch.is_grad_enabled()
-    needs = Needs(*[trains and x is not None and x.requires_grad for x in tensors])
+    needs = Needs(*[trains and x is not None and x.requires_grad for x in operands])
     with torch.no_grad(), isolated():
-        loss, gradients, values, of_parameters = step.run(input, HeadTensors(weight, bias, up, shard), u, needs)
+        loss, gradients, values, of_parameters = step.run(operands, needs)
     if True in needs or of_parameters:
         gradients = *gradients, *of_parameters.values()
-        loss = GradientInForward.apply(loss, gradients, *tensors, *of_parameters)
+        loss = GradientInForward.apply(loss, gradients, *operands, *of_parameters)
     return Fused(loss, values)
+
+
+class Rule(Protocol):
+    """How to compute values of tokens, and their gradients later. A dataclass, whose tensors autograd keeps.
+
+    Attributes:
+        names: of the values.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    def forward(self, operands: Operands, needs: Needs, may_hold: bool) -> tuple[Sequence[Tensor], Any]:
+        """Return the values, and a memo for `backward`, whose tensors autograd keeps.
+
+        Args:
+            may_hold: whether logits may stay in memory until the backward (`Unsaved`). Hooks on saved tensors, as of a
+                checkpoint, would not see them.
+        """
+        ...
+
+    def backward(
+        self, operands: Operands, memo: Any, upstream: dict[str, Tensor], needs: Needs
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients by the operands, from upstream gradients of some of the values."""
+        ...
+
+
+class _Kept(NamedTuple):
+    operands: Any
+    rule: Any
+    memo: Any
+
+
+_CONSTANT = frozenset(OUTPUTS).difference(DIFFERENTIABLE)
+
+
+class GradientInBackward(torch.autograd.Function):
+    """`apply(rule, *operands)`: the rule's values. Under a name of `TokenStats` they have gradients as these do."""
+
+    @staticmethod
+    def forward(ctx: Any, rule: Rule, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        operands, may_hold = Operands(*tensors), not hooks_active()  # type: ignore[arg-type]
+        with isolated():
+            values, memo = rule.forward(operands, Needs(*ctx.needs_input_grad[1:]), may_hold)
+        kept = save(ctx, _Kept(operands, rule, memo))
+        # Autograd refuses in-place changes of views, such as `logps *= mask`, and the backward reads what it keeps.
+        values = [x.clone() if is_view(x) or id(x) in kept else x for x in values]
+        ctx.names = rule.names
+        ctx.mark_non_differentiable(*[x for name, x in zip(ctx.names, values, strict=True) if name in _CONSTANT])
+        return tuple(values)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = {name: g for name, g in zip(ctx.names, upstream, strict=True) if g is not None}
+        operands, rule, memo = saved(ctx) if given else _Kept(None, None, None)
+        if not graph_is_retained():
+            ctx.tree = None  # else the results hold what autograd does not free, such as held logits
+        if not given:
+            return (None,) * (1 + len(Operands._fields))
+        with isolated():
+            gradients = rule.backward(operands, memo, given, Needs(*ctx.needs_input_grad[1:]))
+        pairs = zip(gradients, operands, strict=True)
+        return None, *(None if g is None or x is None else g.view(x.shape).to(x.dtype) for g, x in pairs)
+
+
+def differentiable(rule: Rule, operands: Operands) -> dict[str, Tensor]:
+    """Return the rule's values, in the autograd graph if an operand has a gradient."""
+    if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)):
+        with isolated():
+            values, _ = rule.forward(operands, NOTHING_NEEDED, False)
+    else:
+        values = GradientInBackward.apply(rule, *operands)
+    return dict(zip(rule.names, values, strict=True))

@@ -17,7 +17,7 @@ from liger_chunked.calls import check_constants, entry_point, typed_like
 from liger_chunked.engine import (
     ByAutograd,
     ClosedForm,
-    DistillationStep,
+    Distillation,
     Group,
     LossWeights,
     Rows,
@@ -30,7 +30,7 @@ from liger_chunked.engine import (
     check_target,
     check_top_k,
     compute_dtype,
-    distillation_step,
+    distillation_loss,
     divergences_of_tokens,
     on_this_rank,
     refuse_capture,
@@ -221,10 +221,10 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             )
         weights = LossWeights(self.weight_soft_loss / n_items, -hard / n_items if hard else None)
         dtype, has_target = compute_dtype(head, input), target is not None
-        step = distillation_step(head, dtype, teacher, rows, weights, route, self.options, has_target)
+        fused = distillation_loss(head, dtype, teacher, rows, weights, route, self.options, has_target)
         if by_token:
-            return self._per_token(step, head, input, hard)
-        loss, (divergence, logps, _) = run_step(step, head, input)
+            return self._per_token(fused, head, input, hard)
+        loss, (divergence, logps, _) = run_step(fused.step, head, input)
         soft_loss = divergence.sum() / n_items
         hard_loss = torch.zeros_like(soft_loss) if logps is None else -logps.sum() / n_items
         return loss, DistillationMetrics(soft_loss, hard_loss)
@@ -235,10 +235,10 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _per_token(
-        self, step: DistillationStep, head: LossHead, input: Tensor, hard: float
+        self, fused: Distillation, head: LossHead, input: Tensor, hard: float
     ) -> tuple[Tensor, DistillationMetrics]:
-        divergence, logps = divergences_of_tokens(step, head, input)
-        shape, wide = head.token_shape(input), accumulation_dtype(step.plan.dtype)
+        divergence, logps = divergences_of_tokens(fused, head, input)
+        shape, wide = head.token_shape(input), accumulation_dtype(fused.plan.dtype)
         soft_loss = divergence.to(wide).view(shape)
         hard_loss = torch.zeros_like(soft_loss) if logps is None else -logps.view(shape)
         loss = self.weight_soft_loss * soft_loss

@@ -16,7 +16,7 @@ from liger_chunked.engine import (
     all_rows,
     check_projection,
     compute_dtype,
-    distillation_step,
+    distillation_loss,
     run_step,
     select_rows,
 )
@@ -152,8 +152,8 @@ class LigerFusedLinearULDLoss(FusedLoss):
             self.teacher_options,
         )
         weights = LossWeights(1.0 / n_items, None)
-        step = distillation_step(head, dtype, teacher, rows, weights, route, self.options, has_target=False)
-        loss, (distance, _, by_scale) = run_step(step, head, input)
+        fused = distillation_loss(head, dtype, teacher, rows, weights, route, self.options, has_target=False)
+        loss, (distance, _, by_scale) = run_step(fused.step, head, input)
         if own is not None and own.requires_grad and by_scale is not None:
             # Zero, with the gradient by the scale.
             loss = loss + (by_scale * (own - own.detach())).sum().to(loss.dtype) / n_items

@@ -363,4 +363,4 @@ def test_a_plan_of_single_rows() -> None:
         batch_invariant=True,
     )
     assert plan.path is choose.Path.BY_TOKEN
-    assert isinstance(choose.pass_of_statistics(plan, HeadTensors(torch.ones(11, 4))), TokenPass)
+    assert isinstance(choose.source_of_statistics(plan, HeadTensors(torch.ones(11, 4))), TokenPass)

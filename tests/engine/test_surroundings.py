@@ -26,10 +26,11 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import liger_chunked as lc
-from liger_chunked.engine import gradients, head, stats
+from liger_chunked.engine import gradients, head
 from liger_chunked.engine import hooks as engine_hooks
-from liger_chunked.engine.distillation import DistillationStep
-from liger_chunked.engine.loss import StatisticsStep
+from liger_chunked.engine.kept import _KeptRule
+from liger_chunked.engine.stats import _StatisticsRule
+from liger_chunked.engine.step import Step
 from liger_chunked.losses.base import FusedLoss
 
 by_path = pytest.mark.parametrize("row", on_paths())
@@ -96,9 +97,9 @@ def hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ho
 
         return marking
 
-    for step in (StatisticsStep, DistillationStep):
-        monkeypatch.setattr(step, "run", marked(step.run))
-    monkeypatch.setattr(stats, "_statistics", marked(stats._statistics))
+    monkeypatch.setattr(Step, "run", marked(Step.run))
+    for rule in (_StatisticsRule, _KeptRule):
+        monkeypatch.setattr(rule, "forward", marked(rule.forward))
     return hooks
 
 
