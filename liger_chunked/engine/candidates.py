@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_chunked.engine.checks import check_ids, host_may_sync
 from liger_chunked.engine.cutting import Tile
-from liger_chunked.engine.known import check_ids, host_may_sync
 from liger_chunked.kernels.operands import along
 from liger_chunked.kernels.transform import transform
 from liger_chunked.types import LogitOptions, accumulation_dtype, described

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.arguments import COMPAT
-from liger_chunked.engine.collectives import gather_tensor
-from liger_chunked.engine.known import check_ids, host_may_sync
-from liger_chunked.engine.once import OncePerGroup
+from liger_chunked.device import is_capturing, is_on_gpu
+from liger_chunked.engine.collectives import OncePerGroup, gather_tensor
 from liger_chunked.kernels import survey_top_k
 from liger_chunked.kernels.backend import has_wide_tiles
 from liger_chunked.kernels.launch import is_collecting
@@ -22,6 +21,36 @@ from liger_chunked.types import AdaptedWeight, LossHead, RankFacts, VocabShard
 
 # What ranks have checked together: the parts of a vocabulary, and that their targets are equal.
 CHECKED = OncePerGroup()
+
+
+def host_may_sync(x: Tensor) -> bool:
+    """Whether the host may wait for values of `x`: not in the capture of a CUDA graph, and not on the meta device."""
+    return not x.is_meta and not (is_on_gpu(x) and is_capturing())
+
+
+def refuse_capture(x: Tensor, what: str) -> None:
+    """Raise ValueError in the capture of a CUDA graph of the device of `x`: `what` makes the host wait for it."""
+    if not x.is_meta and not host_may_sync(x):
+        raise ValueError(
+            f"{what} cannot be captured in a CUDA graph, because the host waits for the device: leave it out, or run "
+            "the step eagerly"
+        )
+
+
+def check_ids(name: str, low: int, high: int, vocab_size: int, ignore_index: int | None = None) -> None:
+    """Raise ValueError if an id is no index into the vocabulary. `ignore_index` marks tokens to skip, if ids may."""
+    if 0 <= low and high < vocab_size:
+        return
+    ignored = hint = ""
+    if ignore_index is not None:
+        ignored = f"ignore_index ({ignore_index}) or "
+        if high < vocab_size:  # the usual mistake: padding with another mark
+            hint = f". If {low} marks tokens to skip, set ignore_index={low}"
+    raise ValueError(
+        f"{name} holds {low if low < 0 else high}, expected {ignored}an index into the vocabulary of weight, "
+        f"0 to {vocab_size - 1}{hint}"
+    )
+
 
 _has_autocast = functools.cache(torch.amp.is_autocast_available)
 

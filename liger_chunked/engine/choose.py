@@ -21,17 +21,15 @@ from torch import Tensor
 
 from liger_chunked.engine import cutting, epilogue
 from liger_chunked.engine.cutting import Budget, Chunk, Tiles
-from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
-from liger_chunked.engine.gradients import HeadGradients
-from liger_chunked.engine.head import HeadPass, Source
-from liger_chunked.engine.invariant import InvariantPass
-from liger_chunked.engine.kept_pass import KeptPass
+from liger_chunked.engine.epilogue import EpilogueSource, EpilogueStatistics
+from liger_chunked.engine.invariant import ByTokenSource, InvariantSource
+from liger_chunked.engine.kept_products import KeptProducts
 from liger_chunked.engine.plan import Path, Plan
 from liger_chunked.engine.rank_rows import on_this_rank
 from liger_chunked.engine.rows import Rows
 from liger_chunked.engine.scattered import scatter_rows
-from liger_chunked.engine.shard import ShardedPass
-from liger_chunked.engine.token_pass import TokenPass
+from liger_chunked.engine.sink import Sink
+from liger_chunked.engine.source import LogitsSource, ShardedSource, Source
 from liger_chunked.kernels.backend import has_wide_tiles, torch_on_host
 from liger_chunked.kernels.kept import Entries
 from liger_chunked.kernels.tuning.generic import KEPT_OF_VOCAB, SMALLEST_OF_KEPT, SMALLEST_OF_LIVE_ROWS
@@ -228,7 +226,7 @@ def _skips_rows(head: LossHead, rows: Rows, budget: Budget, n_chunks: int, on_gp
     launches of the count, and where the host may wait for the number.
 
     Args:
-        on_gpu: whether rows without a gradient are common enough for a GPU, and its pass leaves them out.
+        on_gpu: whether rows without a gradient are common enough for a GPU, and its source leaves them out.
     """
     if rows.counted is not None:
         return False
@@ -410,41 +408,41 @@ def for_distillation(
     )
 
 
-def source_of_loss(plan: Plan, head: HeadTensors, grads: HeadGradients | None) -> Source:
+def source_of_loss(plan: Plan, head: HeadTensors, sink: Sink | None) -> Source:
     """Return what computes a loss's chunks.
 
     Args:
         head: in the products' dtype.
-        grads: None: nothing has a gradient.
+        sink: None: nothing has a gradient.
     """
     # The epilogue adds rows of targets to dW in float32, and cannot add them to a rounded one.
-    if plan.path is Path.EPILOGUE and (grads is None or grads.weight is None or grads.weight.is_wide):
-        source = EpiloguePass(epilogue.readable(head), plan.options, plan.outputs, grads, plan.skips_rows)
+    if plan.path is Path.EPILOGUE and (sink is None or sink.weight is None or sink.weight.is_wide):
+        source = EpilogueSource(epilogue.readable(head), plan.options, plan.outputs, sink, plan.skips_rows)
         source.reserve(plan.largest_tile)
         return source
-    return _source_of_logits(plan, head, grads)
+    return _source_of_logits(plan, head, sink)
 
 
-def source_of_statistics(plan: Plan, head: HeadTensors, holds: bool = False) -> HeadPass | StatisticsPass:
+def source_of_statistics(plan: Plan, head: HeadTensors, holds: bool = False) -> LogitsSource | EpilogueStatistics:
     """Return what computes `linear_token_stats`. `holds` keeps the last tile in memory for the backward."""
     if plan.path is Path.EPILOGUE:
         readable, tile = epilogue.readable(head), plan.largest_tile
         holds = holds and epilogue.can_hold(plan.dtype)
-        return StatisticsPass(readable, plan.options, plan.outputs, tile, holds, skips_rows=plan.skips_rows)
+        return EpilogueStatistics(readable, plan.options, plan.outputs, tile, holds, skips_rows=plan.skips_rows)
     return _source_of_logits(plan, head, None)
 
 
-_BATCH_INVARIANT: Mapping[Path, type[HeadPass]] = {Path.BY_TOKEN: TokenPass, Path.INVARIANT: InvariantPass}
+_BATCH_INVARIANT: Mapping[Path, type[LogitsSource]] = {Path.BY_TOKEN: ByTokenSource, Path.INVARIANT: InvariantSource}
 
 
-def _source_of_logits(plan: Plan, head: HeadTensors, grads: HeadGradients | None) -> HeadPass:
+def _source_of_logits(plan: Plan, head: HeadTensors, sink: Sink | None) -> LogitsSource:
     if plan.kept is not None:
-        source: HeadPass = KeptPass(
-            head, plan.options, plan.outputs, grads=grads, skips_rows=plan.skips_rows, entries=plan.kept
+        source: LogitsSource = KeptProducts(
+            head, plan.options, plan.outputs, sink=sink, skips_rows=plan.skips_rows, entries=plan.kept
         )
     else:
-        kind = _BATCH_INVARIANT.get(plan.path, HeadPass if head.shard is None else ShardedPass)
-        source = kind(head, plan.options, plan.outputs, plan.class_weight, grads, plan.skips_rows)
+        kind = _BATCH_INVARIANT.get(plan.path, LogitsSource if head.shard is None else ShardedSource)
+        source = kind(head, plan.options, plan.outputs, plan.class_weight, sink, plan.skips_rows)
     source.reserve(plan.largest_tile)
     return source
 

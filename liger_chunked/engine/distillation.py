@@ -18,13 +18,12 @@ from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.checks import compute_dtype
 from liger_chunked.engine.cutting import Chunk, Tile
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
-from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
-from liger_chunked.engine.head import HeadPass
-from liger_chunked.engine.objective import Objective, Share
 from liger_chunked.engine.plan import Plan, Tokens
 from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.rows import Rows, hide_ignored, joined
-from liger_chunked.engine.step import Operands, Step, differentiable, operands_of
+from liger_chunked.engine.sink import NOTHING_NEEDED, Needs, Sink
+from liger_chunked.engine.source import LogitsSource
+from liger_chunked.engine.step import Objective, Operands, Share, Step, differentiable, operands_of
 from liger_chunked.engine.top_k import TopK
 from liger_chunked.kernels.backend import torch_on_host
 from liger_chunked.kernels.operands import along
@@ -143,27 +142,27 @@ class DivergenceSource:
     loss: Distillation
     plan: Plan
     head: HeadTensors
-    grads: HeadGradients | None
-    _student: HeadPass = field(init=False)
+    sink: Sink | None
+    _student: LogitsSource = field(init=False)
     _teacher: _TeacherLogits | None = field(init=False)
     _upstream: dict[str, Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         plan, teacher = self.plan, self.loss.teacher
-        self._student = HeadPass(self.head, plan.options)
+        self._student = LogitsSource(self.head, plan.options)
         self._student.reserve(max(chunk.length for chunk in plan.chunks) * self._student.columns)
         self._teacher = None if teacher is None else _TeacherLogits(plan, teacher)
 
     def statistics(self, tokens: Tokens) -> tuple[Divergences, Tensor]:
-        chunk, grads = tokens.row_slice, self.grads
+        chunk, sink = tokens.row_slice, self.sink
         logits = self._student.project_all(tokens.x, tokens.u)  # (n, V)
-        if grads is not None and not self._upstream:
+        if sink is not None and not self._upstream:
             self._upstream = self._equal_gradients()  # now: the GPU is idle until the first product
         if self._teacher is not None:
             self._teacher.open(chunk)
         given = None
-        if grads is not None and tokens.x.shape[0]:
-            given = grads.normalize(
+        if sink is not None and tokens.x.shape[0]:
+            given = sink.normalize(
                 {k: self._at(k, g, chunk) for k, g in self._upstream.items()}, self.loss.route.slopes
             )
         parts = []
@@ -176,11 +175,11 @@ class DivergenceSource:
         return joined(parts), logits
 
     def backward(self, tokens: Tokens, memo: Tensor, gradients: dict[str, Tensor]) -> None:
-        assert self.grads is not None
+        assert self.sink is not None
         whole = Tile(slice(0, tokens.x.shape[0]), slice(0, self._student.columns))
-        self.grads.open_chunk(self._student.head, tokens.x, tokens.row_slice, (whole,), tokens.u)
-        self.grads.add(whole, memo)
-        self.grads.close_chunk()
+        self.sink.open_chunk(self._student.head, tokens.x, tokens.row_slice, (whole,), tokens.u)
+        self.sink.add(whole, memo)
+        self.sink.close_chunk()
 
     def release(self) -> None:
         self._student.release()
@@ -267,7 +266,7 @@ class _TeacherLogits:
 
     def __init__(self, plan: Plan, teacher: Teacher) -> None:
         self._plan, self._teacher = plan, teacher
-        self._head_pass: HeadPass | None = None
+        self._head_pass: LogitsSource | None = None
         self._readers: list[Callable[[slice], Tensor]] = []
 
     def open(self, row_slice: slice) -> None:
@@ -278,7 +277,7 @@ class _TeacherLogits:
         """Return the untransformed logits (n, V) of rows of the chunk, until the next call."""
         if self._head_pass is None:
             # Not earlier: the GPU is idle until the student's first product.
-            self._head_pass = HeadPass(self._teacher.head.for_products(self._teacher.dtype), self._teacher.options)
+            self._head_pass = LogitsSource(self._teacher.head.for_products(self._teacher.dtype), self._teacher.options)
             self._head_pass.reserve(self._plan.most_rows * self._head_pass.columns)
         return self._head_pass.project_all(*(read(row_slice) for read in self._readers))
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from liger_chunked.engine.collectives import gather_tensor
 from liger_chunked.engine.cutting import Tile, Tiles, largest
-from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.engine.live_rows import LiveCount
 from liger_chunked.engine.plan import Tokens
 from liger_chunked.engine.rows import joined
 from liger_chunked.engine.side_stream import SideStream
+from liger_chunked.engine.sink import Sink, accumulate
 from liger_chunked.kernels import (
     Exponentials,
     RowScales,
@@ -108,10 +108,10 @@ def is_large(logits: int, hidden_size: int) -> bool:
 
 
 def serves(hidden_size: int, options: LogitOptions, differentiates: tuple[str, ...], chunks: tuple[Tiles, ...]) -> bool:
-    """Whether `EpiloguePass` can replace `HeadPass`, and is faster, where the fused product `computes` the outputs."""
+    """Whether `EpilogueSource` can replace `LogitsSource`, and is faster, if the fused product `computes` them."""
     return (
         not _too_wide(hidden_size, options)
-        and set(EpiloguePass.differentiable).issuperset(differentiates)
+        and set(EpilogueSource.differentiable).issuperset(differentiates)
         and all(len(tiles) == 1 for tiles in chunks)
         and is_large(max(map(largest, chunks)), hidden_size)
     )
@@ -127,7 +127,7 @@ def serves_statistics(
     needs_grad: bool,
     at_any_size: bool = False,
 ) -> bool:
-    """Whether `StatisticsPass` can replace `HeadPass` on a large head, and is faster."""
+    """Whether `EpilogueStatistics` can replace `LogitsSource` on a large head, and is faster."""
     if not computes(head, dtype, options, class_weight, outputs):
         return False
     if at_any_size:
@@ -158,7 +158,7 @@ def reads(head: LossHead, dtype: torch.dtype) -> bool:
     if isinstance(head.weight, AdaptedWeight):
         return False
     if head.shard is not None:
-        fits = True  # `readable` copies: all ranks must choose the same pass
+        fits = True  # `readable` copies: all ranks must choose the same source
     elif head.weight.dtype == dtype:
         fits = _fits_descriptor(head.weight)
     else:  # a cast makes an aligned copy
@@ -226,7 +226,7 @@ def instead_of_one_chunk(chunks: tuple[Tiles, ...], hidden_size: int) -> bool:
 
 
 @dataclass
-class EpiloguePass:
+class EpilogueSource:
     """A `Source` with the fused epilogue, for chunks of one tile.
 
     dX and dW are products of the exponentials E (`kernels/projection.py`), plus the target's rows in float32
@@ -247,7 +247,7 @@ class EpiloguePass:
     head: HeadTensors
     options: LogitOptions
     outputs: tuple[str, ...]
-    grads: HeadGradients | None = None
+    sink: Sink | None = None
     skips_rows: bool = False  # whether rows without a gradient take no part in the backward's products
     differentiable: ClassVar[tuple[str, ...]] = ("logps", "lse")
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
@@ -257,7 +257,7 @@ class EpiloguePass:
         return self.head.weight.shape[0]
 
     def reserve(self, elements: int) -> None:
-        if self.grads is not None and self.columns:
+        if self.sink is not None and self.columns:
             self._buffer = tile_buffer(self.head.weight, elements // self.columns, padded(self.columns))
 
     def release(self) -> None:
@@ -280,7 +280,7 @@ class EpiloguePass:
 
     def backward(self, tokens: Tokens, memo: Exponentials, gradients: dict[str, Tensor]) -> None:
         exponentials, target = memo, _rows_of(tokens.target, self.head)
-        assert self.grads is not None
+        assert self.sink is not None
         gradients = gradients or {"logps": torch.zeros_like(exponentials.centre)}
         count = LiveCount.start(gradients) if self.skips_rows else None
         live = None if count is None else count.read()
@@ -291,10 +291,10 @@ class EpiloguePass:
             gradients = {name: g[live.rows] for name, g in gradients.items()}
             tokens = live.tokens(tokens)
         x, values, index = tokens.x.contiguous(), exponentials.values, None if live is None else live.rows
-        d_input, d_weight = self.grads.input, self.grads.weight
-        dx = self.grads.open_chunk(self.head, x, tokens.row_slice, tokens.tiles, live=index)
+        d_input, d_weight = self.sink.input, self.sink.weight
+        dx = self.sink.open_chunk(self.head, x, tokens.row_slice, tokens.tiles, live=index)
         if not x.shape[0]:
-            self.grads.close_chunk()
+            self.sink.close_chunk()
             return
         ranks_sum = d_input is not None and self.head.shard is not None
         scaled: Tensor | None = None
@@ -312,7 +312,7 @@ class EpiloguePass:
                     d_weight.add_exponentials(values, scaled, target, scales.target, x)
             if dx is not None and not ranks_sum:
                 self._form_input_gradient(dx, values, target, scales, before_writing=aside.join)
-        self.grads.close_chunk()
+        self.sink.close_chunk()
 
     def _form_input_gradient(
         self,
@@ -350,14 +350,14 @@ class EpiloguePass:
 
 
 class _Rows(NamedTuple):
-    """What the backward of `StatisticsPass` reads of all rows: their sums without exponentials, and their entropy."""
+    """What the backward of `EpilogueStatistics` reads of all rows: sums without exponentials, and their entropy."""
 
     sums: Exponentials
     entropy: Tensor | None
 
 
 @dataclass
-class StatisticsPass:
+class EpilogueStatistics:
     """Statistics with the fused epilogue, whose backward comes later (docs/tuning.md).
 
     The forward keeps the last tile's exponentials, but none in float16 (`can_hold`); the backward projects the others
@@ -369,7 +369,7 @@ class StatisticsPass:
     outputs: tuple[str, ...]
     tile_size: int  # most logits of a tile
     holds: bool = False  # the last tile for the backward
-    grads: HeadGradients | None = None
+    sink: Sink | None = None
     skips_rows: bool = False  # whether rows without a gradient take no part in the backward's products
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Tensor | None = field(default=None, init=False, repr=False)  # exponentials of the last tile
@@ -411,11 +411,11 @@ class StatisticsPass:
     def backward(self, tokens: Tokens, memo: _Rows, gradients: dict[str, Tensor]) -> None:
         x, target, row_slice, tiles, *_ = tokens
         rows, entropy = memo
-        assert self.grads is not None
+        assert self.sink is not None
         x, weight = for_descriptor(x), self.head.weight
         target = _rows_of(target, self.head)
         count = LiveCount.start(gradients) if self.skips_rows else None
-        gradients = self.grads.normalize(gradients, self._slopes)
+        gradients = self.sink.normalize(gradients, self._slopes)
         factors = row_factors(rows, entropy, gradients, _scale(self.options), self.head.vocab_size)
         # With a gradient of the entropy, the last tile is projected again: log p + entropy cancels near certainty, and
         # from rounded exponentials its error was up to 3 times eager code's (docs/tuning.md).
@@ -433,7 +433,7 @@ class StatisticsPass:
             x, target, factors = x.index_select(0, live.rows), target[live.rows], factors.at(live.rows)
             tiles = live.tiles(tiles)
         index = None if live is None else live.rows
-        self.grads.open_chunk(self.head, x, row_slice, tiles, live=index)
+        self.sink.open_chunk(self.head, x, row_slice, tiles, live=index)
         if tiles:
             self.reserve(tiles)
         for tile in reversed(tiles):
@@ -449,8 +449,8 @@ class StatisticsPass:
                     _scale(self.options),
                     tile.vocab_slice.start,
                 )
-            self.grads.add(tile, dz)
-        self.grads.close_chunk()
+            self.sink.add(tile, dz)
+        self.sink.close_chunk()
 
     def _slopes(self) -> Slopes:
         return slopes_of_stats(self.options, self.head.vocab_size)

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.device import current_stream, is_accelerator
-from liger_chunked.engine.checks import check_same_temperature
-from liger_chunked.engine.gradients import Needs
-from liger_chunked.engine.known import refuse_capture
+from liger_chunked.engine.checks import check_same_temperature, refuse_capture
+from liger_chunked.engine.sink import Needs
 from liger_chunked.engine.step import Operands, differentiable, operands_of
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.kernels import LogitsCotangents, SortedRows, add_rows_

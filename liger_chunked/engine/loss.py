@@ -11,12 +11,11 @@ from liger_chunked.engine import choose
 from liger_chunked.engine.checks import compute_dtype, other_leaves
 from liger_chunked.engine.collectives import mapped
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.objective import Objective
 from liger_chunked.engine.packed import Sequences, whole
 from liger_chunked.engine.rows import Rows
 from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.engine.stats import stats_of_kept
-from liger_chunked.engine.step import Fused, Step, refuse_parameters_of_split_sequences, run_step
+from liger_chunked.engine.step import Fused, Objective, Step, refuse_parameters_of_split_sequences, run_step
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.types import (
     DIFFERENTIABLE,

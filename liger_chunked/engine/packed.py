@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.known import refuse_capture
+from liger_chunked.engine.checks import refuse_capture
 from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.types import LossHead, ProcessGroup, described
 

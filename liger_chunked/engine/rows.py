@@ -34,13 +34,14 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from liger_chunked.engine.checks import check_ids, host_may_sync
 from liger_chunked.engine.collectives import Values, mapped
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.known import host_may_sync, read_counts
 from liger_chunked.engine.packed import Packing, Sequences
 from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.kernels import find_tokens, survey
 from liger_chunked.kernels.operands import along
+from liger_chunked.kernels.survey import Survey
 from liger_chunked.types import TokenStats
 
 Group = Literal["token", "sequence", "pair"]
@@ -399,7 +400,7 @@ def select_rows(
     # by sequence where groups have them, else one for all.
     surveyed_target = target if group != "token" else ids.view(1, -1)
     surveyed = survey(surveyed_target, ignore_index)
-    host_counts = read_counts(surveyed, ignore_index, vocab_size, name)
+    host_counts = _read_counts(surveyed, ignore_index, vocab_size, name)
     n_tokens, mask, index, token_at = sum(host_counts), surveyed.mask, None, None
     if n_tokens != ids.numel():
         index, ids, token_at = find_tokens(surveyed_target, surveyed, ignore_index, n_tokens)
@@ -414,6 +415,22 @@ def select_rows(
     if isinstance(sequences, Packing):
         return _packed(rows, sequences)
     return replace(rows, split=Split(_local(given, rows, sequences, group, ignore_index, vocab_size, name), sequences))
+
+
+def _read_counts(surveyed: Survey, ignore_index: int, vocab_size: int, name: str) -> list[int]:
+    """Wait for the counts of a target's tokens, one for each row of the survey, and check its ids.
+
+    Args:
+        name: of the target, for messages.
+
+    Raises:
+        ValueError: an id is outside the vocabulary.
+    """
+    counts, lows, highs = surveyed.read()
+    low, high = min(map(min, lows), default=0), max(map(max, highs), default=0)
+    if low < 0 or high >= vocab_size:
+        check_ids(name, low, high, vocab_size, ignore_index)
+    return list(map(sum, counts))  # of a row's blocks
 
 
 def _packed(rows: Rows, packing: Packing) -> Rows:

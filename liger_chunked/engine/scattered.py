@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_chunked.engine.checks import refuse_capture
 from liger_chunked.engine.collectives import gather_tensor
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.known import refuse_capture
 from liger_chunked.engine.rows import Rows
 from liger_chunked.kernels.operands import along
 from liger_chunked.kernels.survey import on_device

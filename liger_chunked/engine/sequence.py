@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_chunked.engine.checks import refuse_capture
 from liger_chunked.engine.collectives import Values, gather, gather_tensor, mapped
-from liger_chunked.engine.known import refuse_capture
 from liger_chunked.types import LossHead, described
 
 

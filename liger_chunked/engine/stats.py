@@ -19,17 +19,17 @@ from liger_chunked.engine.checks import (
     check_temperature_values,
     compute_dtype,
 )
-from liger_chunked.engine.gradients import HeadGradients, Needs
 from liger_chunked.engine.kept import (
     check_kept,
     kept_token_stats,
     place,
 )
 from liger_chunked.engine.plan import Plan, flattened
-from liger_chunked.engine.precision import gemms
 from liger_chunked.engine.rows import Rows, hide_ignored, select_rows
 from liger_chunked.engine.saved import Unsaved
+from liger_chunked.engine.sink import Needs, Sink
 from liger_chunked.engine.step import Operands, differentiable, operands_of
+from liger_chunked.engine.surroundings import gemms
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.kernels.kept import Entries
 from liger_chunked.types import (
@@ -76,14 +76,14 @@ class _StatisticsRule:
         plan, rows = self.plan, self.plan.rows
         head, (flat, flat_u) = operands.head(plan), flattened(operands.input, operands.u)
         source = memo.held.take() or choose.source_of_statistics(plan, head.for_products(plan.dtype))
-        grads = source.grads = HeadGradients(plan, flat, head, needs, flat_u)
+        sink = source.sink = Sink(plan, flat, head, needs, flat_u)
         if rows.n_valid:
             dtype = accumulation_dtype(plan.dtype)
             gradients = {name: rows.to_compact(g.reshape(-1)).to(dtype).contiguous() for name, g in upstream.items()}
             with gemms(flat.device, plan.dtype):
                 source.backward(plan.tokens(0, flat, flat_u), memo.of_source, gradients)
         source.release()
-        return grads.finish()
+        return sink.finish()
 
 
 class _Memo(NamedTuple):

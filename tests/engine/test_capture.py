@@ -30,7 +30,7 @@ from liger_chunked import (
     functional,
     linear_token_stats,
 )
-from liger_chunked.engine import known
+from liger_chunked.engine import checks
 from liger_chunked.kernels import backend
 from liger_chunked.kernels.launch import Kernel
 
@@ -100,8 +100,8 @@ def capturing() -> Iterator[Waits]:
 
     list_of = Tensor.tolist
     with pytest.MonkeyPatch.context() as patch, Waits() as waits:
-        patch.setattr(known, "is_on_gpu", lambda x: True)
-        patch.setattr(known, "is_capturing", lambda: True)
+        patch.setattr(checks, "is_on_gpu", lambda x: True)
+        patch.setattr(checks, "is_capturing", lambda: True)
         patch.setattr("liger_chunked.engine.choose.torch_on_host", lambda head: False)
         patch.setattr("liger_chunked.engine.distillation.torch_on_host", lambda head: False)
         patch.setattr("liger_chunked.kernels.scale.on_host", lambda x: False)
@@ -145,7 +145,7 @@ def test_what_waits_for_a_count_is_refused(row: Row) -> None:
 def test_an_eager_step_waits(row: Row) -> None:
     """The tests above could fail."""
     with capturing() as waits, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(known, "is_capturing", lambda: False)
+        patch.setattr(checks, "is_capturing", lambda: False)
         evaluate(row.ours, row.sample(SMALL, 1))
     assert waits.found
 

@@ -33,7 +33,7 @@ from liger_chunked import (
 )
 from liger_chunked.engine import choose
 from liger_chunked.engine import kept as kept_engine
-from liger_chunked.engine.kept_pass import KeptPass
+from liger_chunked.engine.kept_products import KeptProducts
 from liger_chunked.types import LossHead
 
 B, T, H, V, R = 2, 5, 8, 23, 3
@@ -159,8 +159,8 @@ def test_long_lists_take_products(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(choose, "kept_ids_take_products", lambda *given: asked.append(given) or len(asked) == 2)
     ran: list[int] = []
-    stock = KeptPass.statistics
-    monkeypatch.setattr(KeptPass, "statistics", lambda *given: ran.append(len(asked)) or stock(*given))
+    stock = KeptProducts.statistics
+    monkeypatch.setattr(KeptProducts, "statistics", lambda *given: ran.append(len(asked)) or stock(*given))
     given = batch()
     call, lists = (given["weight"], given["input"], given["target"]), drawn_lists(given["target"])
     n_ids, n_tokens = sum(map(len, lists)), int((given["target"] >= 0).sum()) - 2

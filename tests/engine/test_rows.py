@@ -13,8 +13,8 @@ from conftest import FreshProcesses
 from torch import Tensor
 
 from liger_chunked.engine import all_rows, select_rows
+from liger_chunked.engine.collectives import OncePerGroup
 from liger_chunked.engine.cutting import Chunk, chunks_of_groups, chunks_of_tokens
-from liger_chunked.engine.once import OncePerGroup
 from liger_chunked.engine.rows import Group, Rows
 from liger_chunked.engine.saved import save, saved
 from liger_chunked.types import TokenStats

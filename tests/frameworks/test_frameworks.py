@@ -1028,8 +1028,8 @@ class Waits(TorchDispatchMode):
     def __enter__(self) -> Waits:
         self.found: list[str] = []
         self.patch, tolist = pytest.MonkeyPatch(), Tensor.tolist
-        self.patch.setattr("liger_chunked.engine.known.is_on_gpu", lambda x: True)
-        self.patch.setattr("liger_chunked.engine.known.is_capturing", lambda: self.is_capturing)
+        self.patch.setattr("liger_chunked.engine.checks.is_on_gpu", lambda x: True)
+        self.patch.setattr("liger_chunked.engine.checks.is_capturing", lambda: self.is_capturing)
         self.patch.setattr("liger_chunked.kernels.scale.on_host", lambda x: False)
         self.patch.setattr(Tensor, "tolist", lambda x: self.found.append("tolist") or tolist(x))
         super().__enter__()

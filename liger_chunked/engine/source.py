@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine.candidates import Candidates
+from liger_chunked.engine.collectives import gather, sum_disjoint_
 from liger_chunked.engine.cutting import Tile
-from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.engine.live_rows import LiveCount, LiveRows
 from liger_chunked.engine.plan import Tokens
+from liger_chunked.engine.sink import Sink, accumulate
 from liger_chunked.kernels import (
     ExactTarget,
     LogitsCotangents,
@@ -34,7 +35,7 @@ from liger_chunked.kernels import (
 )
 from liger_chunked.kernels.logits_stats import concatenate
 from liger_chunked.kernels.operands import along
-from liger_chunked.types import HeadTensors, LogitOptions, Slopes, TokenStats
+from liger_chunked.types import HeadTensors, LogitOptions, Slopes, TokenStats, VocabShard
 
 
 class Source(Protocol):
@@ -62,7 +63,7 @@ class Source(Protocol):
 
 
 @dataclass
-class HeadPass:
+class LogitsSource:
     """A `Source` with one buffer for the logits of all tiles."""
 
     # Whether the launch that reduces whole rows may correct their log-probabilities too.
@@ -72,7 +73,7 @@ class HeadPass:
     options: LogitOptions
     outputs: tuple[str, ...] = ()
     class_weight: Tensor | None = None  # (V,) of `mean_logits`
-    grads: HeadGradients | None = None
+    sink: Sink | None = None
     skips_rows: bool = False  # whether rows without a gradient take no part in the backward's products
     _candidates: Candidates | None = field(default=None, init=False, repr=False)  # of the chunk that is measured
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
@@ -193,11 +194,11 @@ class HeadPass:
         return logits_stats(x.new_empty(0, 1), target[:0], self.options, self.outputs)
 
     def backward(self, tokens: Tokens, memo: LogitsCotangents, gradients: dict[str, Tensor]) -> None:
-        assert self.grads is not None
+        assert self.sink is not None
         # A chunk that the loss ignores runs too: its rows of dX, and maybe all of dW, may be uninitialised.
         gradients = gradients or {"logps": torch.zeros_like(memo.max)}
         count = LiveCount.start(gradients) if self.skips_rows else None
-        gradients = self.grads.normalize(gradients, self._slopes, tokens.side.get("temperature"))
+        gradients = self.sink.normalize(gradients, self._slopes, tokens.side.get("temperature"))
         x, target, row_slice, tiles, u, side = tokens
         cotangents = memo._replace(**gradients, temperature=side.get("temperature"))
         last: Tensor | None = None  # the gradient of the held tile, if it is known before the loop
@@ -212,7 +213,7 @@ class HeadPass:
             last = None if last is None else last[: live.length]
             x, target, row_slice, tiles, u, side = live.tokens(tokens)
             cotangents = cotangents.at(live.rows)
-        self.grads.open_chunk(self.head, x, row_slice, tiles, u, None if live is None else live.rows)
+        self.sink.open_chunk(self.head, x, row_slice, tiles, u, None if live is None else live.rows)
         for tile in reversed(tiles):
             dz, last = last, None
             if dz is None:
@@ -222,8 +223,8 @@ class HeadPass:
                 of_rows = cotangents if has_all_rows else cotangents.at(tile.row_slice)
                 of_tile = target if has_all_rows else target[tile.row_slice]
                 dz = self._gradient(logits, of_tile, tile, of_rows)
-            self.grads.add(tile, dz)
-        self.grads.close_chunk()
+            self.sink.add(tile, dz)
+        self.sink.close_chunk()
 
     def _slopes(self) -> Slopes:
         return slopes_of_stats(self.options, self.head.vocab_size, self.class_weight)
@@ -254,3 +255,32 @@ class HeadPass:
             out=out,
             live=live,
         )
+
+
+@dataclass
+class ShardedSource(LogitsSource):
+    @property
+    def _shard(self) -> VocabShard:
+        assert self.head.shard is not None
+        return self.head.shard
+
+    def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats, Tensor | None]:
+        # In rank order on every rank, so that all get the same bits.
+        partial = functools.reduce(merge, gather(self._partial(tokens), self._shard.group))
+        if self._candidates is not None:
+            sum_disjoint_(self._candidates.logits, self._shard.group)
+        return partial, finish(partial, tokens.target, self._shard.vocab_size, self.outputs), None
+
+    def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
+        """Correct `logps` on the rank with the target's row; send the result to all."""
+        columns = self.columns
+        both = logps.new_zeros(2, logps.shape[0])
+        if columns:
+            target = tokens.target - self._shard.start
+            # A clone: the correction is in place, and targets of other ranks are clamped to a row that is not theirs.
+            own = logps.clone()
+            scale = super()._unround(own, tokens._replace(target=target.clamp(0, columns - 1)), partial)
+            both = torch.where((target >= 0) & (target < columns), torch.stack([own, scale]), 0.0)
+        sum_disjoint_(both, self._shard.group)
+        logps.copy_(both[0])
+        return both[1]

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.engine.collectives import mapped
-from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.live_rows import LiveCount
 from liger_chunked.engine.plan import Tokens
+from liger_chunked.engine.source import LogitsSource
 from liger_chunked.kernels import LogitsCotangents
 from liger_chunked.kernels.kept import Entries, kept_logits_grad, kept_stats
 from liger_chunked.kernels.kept_tile import read_kept_, spread_kept_
@@ -34,8 +34,8 @@ class _Memo(NamedTuple):
 
 
 @dataclass
-class KeptPass(HeadPass):
-    """`HeadPass` on the entries of a batch. `Tokens.side` has each token's "position" among those of the entries."""
+class KeptProducts(LogitsSource):
+    """A `LogitsSource` on the entries of a batch. `Tokens.side` has each token's "position" among the entries'."""
 
     entries: Entries | None = None  # ids in the whole vocabulary
     _largest: int = field(default=0, init=False, repr=False)  # logits of a tile
@@ -73,8 +73,8 @@ class KeptPass(HeadPass):
         return TokenStats(**{name: x for name, x in found._asdict().items() if name in self.outputs}), _Memo(z, memo)
 
     def backward(self, tokens: Tokens, memo: Any, gradients: dict[str, Tensor]) -> None:
-        grads, entries, (z, normalisers) = self.grads, self.entries, memo
-        assert grads is not None and entries is not None
+        sink, entries, (z, normalisers) = self.sink, self.entries, memo
+        assert sink is not None and entries is not None
         count = LiveCount.start(gradients) if self.skips_rows else None
         live = None if count is None else count.read()
         if live is not None:
@@ -82,18 +82,18 @@ class KeptPass(HeadPass):
             gradients = {name: g[live.rows] for name, g in gradients.items()}
         x, _, row_slice, tiles, u, side = tokens
         positions = side["position"]
-        gradients = grads.normalize(gradients, self._slopes, side.get("temperature"))
+        gradients = sink.normalize(gradients, self._slopes, side.get("temperature"))
         spread = {name: self._spread(g, positions, 0.0) for name, g in gradients.items()}
         cotangents = normalisers._replace(**spread, temperature=self._temperature(tokens))
         dz = kept_logits_grad(z, entries, cotangents, self.options)
         buffer = x.new_empty(self._largest)  # in the products' dtype
-        grads.open_chunk(self.head, x, row_slice, tiles, u, None if live is None else live.rows)
+        sink.open_chunk(self.head, x, row_slice, tiles, u, None if live is None else live.rows)
         for tile in reversed(tiles):
             rows, columns = tile
             dlogits = buffer[: tile.size].view(rows.stop - rows.start, columns.stop - columns.start)
             spread_kept_(dlogits, dz, entries, along(positions, rows), self._column(columns))
-            grads.add(tile, dlogits)
-        grads.close_chunk()
+            sink.add(tile, dlogits)
+        sink.close_chunk()
 
     def _column(self, vocab_slice: slice) -> int:
         return self.head.vocab_start + vocab_slice.start
