@@ -262,11 +262,13 @@ class GradientInForward(torch.autograd.Function):
             gradients = tuple(None if g is None else g.clone() for g in gradients)
         else:
             ctx.gradients = None  # else dX and dW live as long as the loss
-        # A parameter that the loss holds may be on another device than the loss.
         scale_([g for g in gradients if g is not None and g.device == upstream.device], upstream)
-        gradients = [g if g is None or g.device == upstream.device else g * upstream.to(g.device) for g in gradients]
-        pairs = zip(gradients, ctx.shapes_and_dtypes, strict=True)
-        return None, None, *(None if g is None else g.view(shape).to(dtype) for g, (shape, dtype) in pairs)
+        found: list[Tensor | None] = [None, None]
+        for g, (shape, dtype) in zip(gradients, ctx.shapes_and_dtypes, strict=True):
+            if g is not None and g.device != upstream.device:  # of a parameter that the loss holds
+                g = g * upstream.to(g.device)
+            found.append(None if g is None else g.view(shape).to(dtype))
+        return tuple(found)
 
 
 class Fused(NamedTuple):
