@@ -704,7 +704,7 @@ def multi_token() -> None:
     import sys
     from types import ModuleType
 
-    from liger_chunked.integrations.megatron import chunked_heads
+    from liger_chunked.integrations.frameworks.megatron import chunked_heads
 
     path = "megatron.core.transformer.multi_token_prediction"
     parts = path.split(".")

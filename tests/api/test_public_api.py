@@ -28,15 +28,15 @@ MODULES = (
     "liger_chunked.compat.chunked_loss.functional",
     "liger_chunked.compat.transformers",
     "liger_chunked.compat.transformers.functional",
-    "liger_chunked.integrations.cut_cross_entropy",
-    "liger_chunked.integrations.megatron",
-    "liger_chunked.integrations.nemo_rl",
-    "liger_chunked.integrations.prime_rl",
-    "liger_chunked.integrations.skyrl",
+    "liger_chunked.integrations.frameworks.cut_cross_entropy",
+    "liger_chunked.integrations.frameworks.megatron",
+    "liger_chunked.integrations.frameworks.nemo_rl",
+    "liger_chunked.integrations.frameworks.prime_rl",
+    "liger_chunked.integrations.frameworks.skyrl",
     "liger_chunked.integrations.transformers",
     "liger_chunked.integrations.trl",
-    "liger_chunked.integrations.verl",
-    "liger_chunked.integrations.verl_megatron",
+    "liger_chunked.integrations.frameworks.verl",
+    "liger_chunked.integrations.frameworks.verl_megatron",
 )
 # Names that a module serves on request and does not list in `__all__`.
 ON_REQUEST = {"liger_chunked": ("__version__", "functional"), "liger_chunked.testing": ("check_model",)}

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_chunked import LigerFusedLinearKLDivLoss, VocabShard, linear_token_stats
 from liger_chunked.functional import dpo_loss, kl_div_loss
-from liger_chunked.integrations import cut_cross_entropy, megatron, nemo_rl, skyrl, verl
+from liger_chunked.integrations.frameworks import cut_cross_entropy, megatron, nemo_rl, skyrl, verl
 from liger_chunked.integrations.tensor_parallel import even_shard
 
 WORLD = 2
@@ -426,7 +426,7 @@ def verl_processor_worker(rank: int, folder: str) -> None:
     """Packed sequences of 7, 4 and 10 tokens, whose padded rows are 8, 4 and 10, on two tensor-parallel ranks."""
     group, case = initialize(rank, folder), make_case(rank, WORLD)
     of_verl = stub_verl_megatron()
-    from liger_chunked.integrations import verl_megatron
+    from liger_chunked.integrations.frameworks import verl_megatron
 
     offsets = torch.tensor([0, 7, 11, 21])
     ids = torch.nested.nested_tensor_from_jagged(case.target.clamp(min=0).flatten()[:21], offsets)
@@ -1047,7 +1047,7 @@ class Waits(TorchDispatchMode):
 
 
 def titan_loss(**options: Any) -> Any:
-    from liger_chunked.integrations.torchtitan import FusedLinearCrossEntropyLoss
+    from liger_chunked.integrations.frameworks.torchtitan import FusedLinearCrossEntropyLoss
 
     return FusedLinearCrossEntropyLoss(FusedLinearCrossEntropyLoss.Config(**options), compile_config=None)
 
@@ -1196,7 +1196,7 @@ def titan_in_place() -> Iterator[None]:
         yield
     finally:
         for name in {*sys.modules} - before:
-            if name.startswith(("torchtitan", "spmd_types", "liger_chunked.integrations.torchtitan")):
+            if name.startswith(("torchtitan", "spmd_types", "liger_chunked.integrations.frameworks.torchtitan")):
                 del sys.modules[name]
 
 
@@ -1338,7 +1338,7 @@ class TunedDecoder(nn.Module):
 
 def torchtune_worker(rank: int, folder: str) -> None:
     stub_torchtune()
-    from liger_chunked.integrations.torchtune import FusedLinearCrossEntropyLoss
+    from liger_chunked.integrations.frameworks.torchtune import FusedLinearCrossEntropyLoss
 
     initialize(rank, folder)
     mesh = init_device_mesh("cpu", (WORLD,))
@@ -1408,7 +1408,7 @@ def stub_slime() -> Any:
 
 def slime_worker(rank: int, folder: str) -> None:
     stub = stub_slime()
-    from liger_chunked.integrations import slime
+    from liger_chunked.integrations.frameworks import slime
 
     group = initialize(rank, folder)
     case = make_case(rank, WORLD)
@@ -1562,7 +1562,7 @@ def openrlhf() -> Iterator[Any]:
     before = set(sys.modules)
     yield stub_openrlhf()
     for name in set(sys.modules) - before:
-        if name.startswith("openrlhf") or name == "liger_chunked.integrations.openrlhf":
+        if name.startswith("openrlhf") or name == "liger_chunked.integrations.frameworks.openrlhf":
             del sys.modules[name]
 
 
@@ -1572,7 +1572,7 @@ def test_openrlhf(openrlhf: Any, packing_samples: bool, temperature: float) -> N
     pytest.importorskip("transformers")
     from tiny_models import build
 
-    from liger_chunked.integrations.openrlhf import FusedActor
+    from liger_chunked.integrations.frameworks.openrlhf import FusedActor
 
     model = build("Gemma2ForCausalLM").double().eval()  # its logits have a softcap
     model.config.use_cache = False  # as OpenRLHF sets it
@@ -1708,14 +1708,14 @@ def stub_automodel(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nemo_automodel", "nemo_automodel.components", "nemo_automodel.components.loss"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.delitem(sys.modules, "liger_chunked.integrations.nemo_automodel", raising=False)
+    monkeypatch.delitem(sys.modules, "liger_chunked.integrations.frameworks.nemo_automodel", raising=False)
 
 
 def test_nemo_automodel(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = installed("nemo_automodel.components.loss.linear_ce")
     if theirs is None:
         stub_automodel(monkeypatch)
-    ours = importlib.import_module("liger_chunked.integrations.nemo_automodel").FusedLinearCrossEntropy
+    ours = importlib.import_module("liger_chunked.integrations.frameworks.nemo_automodel").FusedLinearCrossEntropy
     call = ["hidden_states", "labels", "lm_weight", "num_label_tokens", "grad_reduce_group", "loss_weights"]
     assert names(ours.forward) == call
     assert names(ours.__init__) == ["ignore_index", "logit_softcapping", "reduction", "impl"]

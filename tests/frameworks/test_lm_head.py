@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from liger_chunked import ChunkedLMHead
 from liger_chunked.engine import sink
-from liger_chunked.integrations import prime_rl
+from liger_chunked.integrations.frameworks import prime_rl
 from liger_chunked.kernels import backend
 
 B, T, H, V = 3, 10, 8, 23

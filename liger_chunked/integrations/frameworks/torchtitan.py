@@ -1,4 +1,7 @@
-"""torchtitan, from 0.3."""
+"""torchtitan, from 0.3.
+
+Run with torchtitan 0.3.0.
+"""
 
 from __future__ import annotations
 
