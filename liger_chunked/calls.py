@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
+import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar, cast, overload
@@ -27,6 +29,16 @@ def typed_like(forward: Function) -> Callable[[Callable[..., Any]], Function]:
     return lambda _: forward
 
 
+# Modules by number, which a compiled graph holds in place of the module (`whole_graph`).
+MODULES: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def _number(module: nn.Module) -> None:
+    number = vars(module)["_number"] = next(_numbers)
+    MODULES[number] = module
+
+
 class FixedSettings(nn.Module):
     """A module whose settings are those that it was built with.
 
@@ -34,6 +46,10 @@ class FixedSettings(nn.Module):
     effect, or none. Names in `_fixed`, which the end of construction puts on the module, cannot be set: that raises
     AttributeError. Parameters and buffers can, whatever their names.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        _number(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
@@ -44,6 +60,10 @@ class FixedSettings(nn.Module):
                 "subclass"
             )
         super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _number(self)  # of its own: a copy is another module
 
 
 def altered(module: T, **attributes: Any) -> T:
@@ -146,13 +166,25 @@ class _Eager:
 #   3. From then on Dynamo skips `call`, but not what it calls: `tracing_callback` tells, and the disabled one runs.
 _EAGER = _Eager()
 _REASON = "a fused loss waits for the device to count its tokens; compile without fullgraph=True"
-_ENTRY_POINTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+_ENTRY_POINTS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {}
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """Return the function of an entry point."""
+    return _ENTRY_POINTS[name][2]
+
+
+def _whole_graph() -> Any:
+    """Return the module with operators, which takes a while to import and is for compiled graphs alone."""
+    from liger_chunked import whole_graph
+
+    return whole_graph
 
 
 def _kept_out_of_graphs(name: str) -> str:
     """Put a disabled entry point on `_EAGER`, and return its name."""
     if not hasattr(_EAGER, name):
-        call, checked = _ENTRY_POINTS[name]
+        call, checked, _ = _ENTRY_POINTS[name]
         setattr(_EAGER, name, torch.compiler.disable(checked, reason=_REASON))
         skip_frame(call)  # and with it all entry points, because they share its code
     return name
@@ -212,18 +244,17 @@ def entry_point(function: Function) -> Function:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            if torch.compiler.is_exporting():
-                raise RuntimeError(
-                    "torch.export cannot trace a fused loss: it waits for the device to count its tokens"
-                )
-            return getattr(_EAGER, _kept_out_of_graphs(name))(*args, **kwargs)
+            whole = _whole_graph()
+            results = whole.in_graph(name, positional, args, kwargs)
+            if results is NotImplemented:
+                return getattr(_EAGER, _kept_out_of_graphs(name))(*args, **kwargs)
+            return results
         if tracing_callback() is not None:
             _kept_out_of_graphs(name)
         return getattr(_EAGER, name, checked)(*args, **kwargs)
 
     functools.update_wrapper(call, function)
-    call._torchdynamo_disable, call._torchdynamo_disable_msg = True, _REASON  # type: ignore[attr-defined]
-    _ENTRY_POINTS[name] = call, checked
+    _ENTRY_POINTS[name] = call, checked, function
     return cast(Function, call)
 
 

@@ -17,6 +17,7 @@ from liger_chunked.kernels.backend import has_wide_tiles
 from liger_chunked.kernels.launch import is_collecting
 from liger_chunked.kernels.operands import check_class_ids, described
 from liger_chunked.private import assert_async
+from liger_chunked.shapes import shapes_only
 from liger_chunked.types import AdaptedWeight, LossHead, RankFacts, VocabShard
 
 # What ranks have checked together: the parts of a vocabulary, and that their targets are equal.
@@ -25,12 +26,12 @@ CHECKED = OncePerGroup()
 
 def host_may_sync(x: Tensor) -> bool:
     """Whether the host may wait for values of `x`: not in the capture of a CUDA graph, and not on the meta device."""
-    return not x.is_meta and not (is_on_gpu(x) and is_capturing())
+    return not (x.is_meta or shapes_only() or (is_on_gpu(x) and is_capturing()))
 
 
 def refuse_capture(x: Tensor, what: str) -> None:
     """Raise ValueError in the capture of a CUDA graph of the device of `x`: `what` makes the host wait for it."""
-    if not x.is_meta and not host_may_sync(x):
+    if not (x.is_meta or shapes_only() or host_may_sync(x)):
         raise ValueError(
             f"{what} cannot be captured in a CUDA graph, because the host waits for the device: leave it out, or run "
             "the step eagerly"

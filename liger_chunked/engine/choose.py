@@ -33,6 +33,7 @@ from liger_chunked.engine.source import LogitsSource, ShardedSource, Source
 from liger_chunked.kernels.backend import has_wide_tiles, torch_on_host
 from liger_chunked.kernels.kept import Entries
 from liger_chunked.kernels.tuning.generic import KEPT_OF_VOCAB, SMALLEST_OF_KEPT, SMALLEST_OF_LIVE_ROWS
+from liger_chunked.shapes import shapes_only
 from liger_chunked.types import DIFFERENTIABLE, HeadTensors, LogitOptions, LossHead, accumulation_dtype
 
 
@@ -180,6 +181,8 @@ def for_loss(
         class_weight: (V,) weights of `mean_logits`.
         skips_rows: whether to look for rows without a gradient on a GPU, where that pays. A CPU always does.
     """
+    if shapes_only():
+        return _of_shapes(rows, dtype, options, outputs)
     if rows.split is not None:
         rows = on_this_rank(rows, whole_batch)
     budget, bytes_per_logit = budget_of(head, options, dtype), logit_bytes(options, dtype)
@@ -219,6 +222,11 @@ def for_loss(
     )
 
 
+def _of_shapes(rows: Rows, dtype: torch.dtype, options: LogitOptions, outputs: tuple[str, ...] = ()) -> Plan:
+    """Plan a call that computes shapes alone, which may be symbols: in one chunk, without tiles."""
+    return Plan(rows, (rows.every,), ((),), dtype, 0, 0, options, outputs=outputs)
+
+
 def _skips_rows(head: LossHead, rows: Rows, budget: Budget, n_chunks: int, on_gpu: bool) -> bool:
     """Whether the backward of a chunk counts its rows with a gradient, and leaves the others out.
 
@@ -256,6 +264,8 @@ def for_statistics(
     Raises:
         ValueError: nothing computes such statistics independently of the batch on this GPU.
     """
+    if shapes_only():
+        return _of_shapes(rows, dtype, options, outputs)
     if rows.split is not None:
         rows = on_this_rank(rows)
     budget, bytes_per_logit = budget_of(head, options, dtype), logit_bytes(options, dtype)
@@ -385,6 +395,8 @@ def for_distillation(
         bytes_per_logit: of a student's logit with all that lives beside it for a tile.
         wants_weight: whether dW is computed.
     """
+    if shapes_only():
+        return _of_shapes(rows, dtype, options)
     if rows.split is not None:
         rows = on_this_rank(rows)
     budget, n_valid = budget_of(head, options, dtype), rows.n_valid

@@ -27,6 +27,7 @@ from liger_chunked.engine.step import Objective, Operands, Share, Step, differen
 from liger_chunked.engine.top_k import TopK
 from liger_chunked.kernels.backend import torch_on_host
 from liger_chunked.kernels.operands import along
+from liger_chunked.shapes import shapes_only
 from liger_chunked.types import HeadTensors, LogitOptions, LossHead, accumulation_dtype
 
 # Each computes a divergence per token from untransformed logits (n, V).
@@ -117,6 +118,10 @@ class Distillation(Objective):
 
     def join(self, rows: Rows, parts: list[Divergences]) -> Divergences:
         return rows.join_compact(parts)
+
+    def without_values(self, plan: Plan, device: torch.device) -> Divergences:
+        x = torch.empty(plan.rows.n_valid, dtype=accumulation_dtype(plan.dtype), device=device)
+        return Divergences(x, x if self.has_target else None, x if isinstance(self.route, Ranked) else None)
 
     def of_live_rows(self) -> Distillation:
         """Return the step of the rows whose `weights`, of single tokens, are not all 0. Waits for the device."""
@@ -256,6 +261,9 @@ def divergences_of_tokens(loss: Distillation, head: LossHead, input: Tensor) -> 
 
     Both are 0 at ignored positions. Takes the products of the forward once more in the backward.
     """
+    if shapes_only():
+        empty, _, _ = loss.without_values(loss.plan, input.device)
+        return loss.plan.rows.to_dense(empty), loss.plan.rows.to_dense(empty) if loss.has_target else None
     values = differentiable(_DivergencesRule(loss), operands_of(head, input, loss.plan.dtype))
     values = {name: loss.plan.rows.fill_ignored(x) for name, x in values.items()}
     return values["divergence"], values.get("logps")

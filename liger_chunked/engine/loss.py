@@ -10,7 +10,6 @@ from torch import Tensor
 from liger_chunked.engine import choose
 from liger_chunked.engine.checks import compute_dtype, other_leaves
 from liger_chunked.engine.collectives import mapped
-from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.packed import Sequences, whole
 from liger_chunked.engine.rows import Rows
 from liger_chunked.engine.sequence import SequenceSplit
@@ -99,7 +98,7 @@ def loss_of_kept(
     """
     flat = stats_of_kept(head, input, target, kept, outputs, options, temperature)
     dense = mapped(lambda x: _whole_with_gradient(x.view(target.shape), sequences).reshape(rows.dense_shape), flat)
-    whole_batch = Chunk(slice(0, rows.n_valid), slice(0, rows.dense_shape[0]))
+    whole_batch = rows.every
     values = dense
     if rows.groups is None and (places := rows.dense_index) is not None:
         values = mapped(lambda x: x[places], dense)

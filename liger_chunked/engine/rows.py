@@ -42,6 +42,7 @@ from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.kernels import find_tokens, survey
 from liger_chunked.kernels.operands import along
 from liger_chunked.kernels.survey import Survey
+from liger_chunked.shapes import shapes_only
 from liger_chunked.types import TokenStats
 
 Group = Literal["token", "sequence", "pair"]
@@ -256,6 +257,11 @@ class Rows(abc.ABC):
         found = [(name, x) for name, x in stats.items() if x is not None]
         return TokenStats(**{name: self.to_dense(x, fill=-1 if name == "argmax" else 0) for name, x in found})
 
+    @property
+    def every(self) -> Chunk:
+        """All tokens and groups, as one chunk."""
+        return Chunk(slice(0, self.n_valid), slice(0, self.dense_shape[0]))
+
     def sum_of_shares(self, loss: Tensor) -> Tensor:
         """Return the batch's loss from what this rank's chunks sum to."""
         return loss
@@ -332,7 +338,9 @@ def _masked_rows(target: Tensor, group: Group, ignore_index: int) -> Rows:
     ids, counted = target.where(mask, 0).view(-1), mask.view(-1)
     if group == "token":
         return TokenRows(target.numel(), counted.shape, ids, counted, counted=counted, sequence_length=length)
-    groups = _groups_of(mask.sum(1), [length] * target.shape[0], SEQUENCES_PER_GROUP[group])
+    # The shapes of a compiled graph may be symbols, of which Python makes no list.
+    lengths = [] if shapes_only() else [length] * target.shape[0]
+    groups = _groups_of(mask.sum(1), lengths, SEQUENCES_PER_GROUP[group])
     groups = groups._replace(shortest=0)  # sequences may be empty
     return _group_rows(target.numel(), ids, counted, None, None, groups, length, counted)
 
@@ -354,7 +362,8 @@ def _group_rows(
         mask, token_at: (B * T,), by place.
         counted: see `Rows`.
     """
-    n_groups, per_group, input_index = len(groups.host_counts), groups.per_group, dense_index
+    per_group, input_index = groups.per_group, dense_index
+    n_groups = groups.token_counts.shape[0] // per_group
     if n_groups > 1 < per_group:
         # The input stacks all first sequences of groups, then all second ones.
         places = torch.arange(mask.numel(), device=mask.device)

@@ -28,10 +28,11 @@ from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.rows import Rows, hide_ignored, select_rows
 from liger_chunked.engine.saved import Unsaved
 from liger_chunked.engine.sink import Needs, Sink
-from liger_chunked.engine.step import Operands, differentiable, operands_of
+from liger_chunked.engine.step import Operands, differentiable, empty_stats, operands_of
 from liger_chunked.engine.surroundings import gemms
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.kernels.kept import Entries
+from liger_chunked.shapes import shapes_only
 from liger_chunked.types import (
     OUTPUTS,
     LogitOptions,
@@ -122,6 +123,8 @@ def token_stats(
             needs_grad=needs_grad,
             batch_invariant=batch_invariant,
         )
+    if shapes_only():
+        return rows.stats_to_dense(empty_stats(plan, input.device)._asdict())
     stats = TokenStats(**differentiable(_StatisticsRule(plan), operands))
     return hide_ignored(stats, None if rows.counted is None else rows.mask)
 

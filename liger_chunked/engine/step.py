@@ -28,7 +28,18 @@ from liger_chunked.engine.surroundings import gemms, hooks_active, isolated
 from liger_chunked.kernels import scale_
 from liger_chunked.kernels.backend import first_derivative, graph_is_retained
 from liger_chunked.private import is_view, without_hooks
+from liger_chunked.shapes import shapes_only
 from liger_chunked.types import DIFFERENTIABLE, OUTPUTS, HeadTensors, LossHead, TokenStats, accumulation_dtype
+
+
+def empty_stats(plan: Plan, device: torch.device) -> TokenStats:
+    """Return compact statistics of a plan's tokens without values."""
+    n, dtype, side = plan.rows.n_valid, accumulation_dtype(plan.dtype), plan.rows.side
+    dtypes = {"argmax": torch.int64, "is_top1": torch.bool}
+    stats = TokenStats(**{x: torch.empty(n, dtype=dtypes.get(x, dtype), device=device) for x in plan.outputs})
+    if "candidates" not in side:
+        return stats
+    return stats._replace(candidate_logps=torch.empty(side["candidates"].shape, dtype=dtype, device=device))
 
 
 class Share(NamedTuple):
@@ -86,6 +97,10 @@ class Objective:
     def join(self, rows: Rows, parts: list[Any]) -> Any:
         """Return the batch's values, from those of the shares."""
         return rows.join(parts)
+
+    def without_values(self, plan: Plan, device: torch.device) -> Any:
+        """Return what a source gives of all tokens, without values, for a call that computes shapes alone."""
+        return empty_stats(plan, device)
 
 
 def leaves_of(values: TokenStats) -> dict[str, Tensor]:
@@ -280,6 +295,10 @@ class Fused(NamedTuple):
 
 def run_step(step: Step, head: LossHead, input: Tensor) -> Fused:
     """Run a step, and put its loss into the graph."""
+    if shapes_only():
+        rows = step.plan.rows
+        share = step.objective.share(step.objective.without_values(step.plan, input.device), rows, rows.every, False)
+        return Fused(share.loss.to(accumulation_dtype(step.plan.dtype)), step.objective.join(rows, [share.values]))
     operands = operands_of(head, input, step.plan.dtype)
     trains = torch.is_grad_enabled()
     needs = Needs(*[trains and x is not None and x.requires_grad for x in operands])
