@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import itertools
-import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar, cast, overload
@@ -14,10 +12,11 @@ from typing import Any, TypeVar, cast, overload
 import torch
 from torch import Tensor, nn
 
-from liger_chunked import arguments
+from liger_chunked import arguments, whole_graph
 from liger_chunked.dtensor import any_dtensor, localized
 from liger_chunked.kernels.operands import all_plain, plain
 from liger_chunked.private import skip_frame, tracing_callback
+from liger_chunked.shapes import shapes_only
 from liger_chunked.types import AdaptedWeight, Weight
 
 T = TypeVar("T")
@@ -27,16 +26,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def typed_like(forward: Function) -> Callable[[Callable[..., Any]], Function]:
     """Give `__call__` the type of `forward`; nn.Module's is Callable[..., Any]."""
     return lambda _: forward
-
-
-# Modules by number, which a compiled graph holds in place of the module (`whole_graph`).
-MODULES: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def _number(module: nn.Module) -> None:
-    number = vars(module)["_number"] = next(_numbers)
-    MODULES[number] = module
 
 
 class FixedSettings(nn.Module):
@@ -49,7 +38,7 @@ class FixedSettings(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        _number(self)
+        whole_graph.number(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
@@ -63,7 +52,7 @@ class FixedSettings(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        _number(self)  # of its own: a copy is another module
+        whole_graph.number(self)  # of its own: a copy is another module
 
 
 def altered(module: T, **attributes: Any) -> T:
@@ -158,33 +147,22 @@ class _Eager:
     """Holds untraced entry points, by name. An object, because Dynamo cannot take functions from constants."""
 
 
-# Entry points are not `torch.compiler.disable`d from the start, because that imports the compiler, which takes seconds,
-# and because each call of a disabled function takes microseconds. Instead:
-#
-#   1. Attributes of an entry point `call` tell Dynamo, while it traces a caller, to break the graph there.
-#   2. Then `call` runs. Dynamo may trace it too: `torch.compiler.is_compiling()`, and a disabled `checked` runs.
-#   3. From then on Dynamo skips `call`, but not what it calls: `tracing_callback` tells, and the disabled one runs.
+# Under Dynamo an entry point is an operator of the graph (`whole_graph`), or, if an argument cannot be part of a graph,
+# breaks it. Entry points are not `torch.compiler.disable`d from the start, because that imports the
+# compiler, which takes seconds, and because each call of a disabled function takes microseconds. Instead, `call` runs a
+# disabled `checked` if Dynamo traces it, and from then on (`tracing_callback`), as Dynamo would trace what it calls.
 _EAGER = _Eager()
-_REASON = "a fused loss waits for the device to count its tokens; compile without fullgraph=True"
-_ENTRY_POINTS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {}
-
-
-def function_of(name: str) -> Callable[..., Any]:
-    """Return the function of an entry point."""
-    return _ENTRY_POINTS[name][2]
-
-
-def _whole_graph() -> Any:
-    """Return the module with operators, which takes a while to import and is for compiled graphs alone."""
-    from liger_chunked import whole_graph
-
-    return whole_graph
+_REASON = (
+    "this call of a fused loss has an argument that no graph holds (KeptIds, an AdaptedWeight, a shard or group of "
+    "ranks), or a loss with parameters; compile without fullgraph=True"
+)
+_ENTRY_POINTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
 def _kept_out_of_graphs(name: str) -> str:
     """Put a disabled entry point on `_EAGER`, and return its name."""
     if not hasattr(_EAGER, name):
-        call, checked, _ = _ENTRY_POINTS[name]
+        call, checked = _ENTRY_POINTS[name]
         setattr(_EAGER, name, torch.compiler.disable(checked, reason=_REASON))
         skip_frame(call)  # and with it all entry points, because they share its code
     return name
@@ -229,7 +207,7 @@ def entry_point(function: Function) -> Function:
             if kwargs.keys() - known and (explained := explain(owner, args, kwargs)) is not None:
                 raise explained from None
             raise
-        if not all_plain((*args, *kwargs.values())):
+        if not (shapes_only() or all_plain((*args, *kwargs.values()))):
             args, kwargs = as_plain(args, kwargs)
         try:
             return function(*args, **kwargs)
@@ -244,8 +222,11 @@ def entry_point(function: Function) -> Function:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            whole = _whole_graph()
-            results = whole.in_graph(name, positional, args, kwargs)
+            if torch.compiler.is_exporting():
+                raise RuntimeError(
+                    "torch.export cannot trace a fused loss: the program would name a call of this process"
+                )
+            results = whole_graph.in_graph(name, positional, args, kwargs)
             if results is NotImplemented:
                 return getattr(_EAGER, _kept_out_of_graphs(name))(*args, **kwargs)
             return results
@@ -254,7 +235,8 @@ def entry_point(function: Function) -> Function:
         return getattr(_EAGER, name, checked)(*args, **kwargs)
 
     functools.update_wrapper(call, function)
-    _ENTRY_POINTS[name] = call, checked, function
+    _ENTRY_POINTS[name] = call, checked
+    whole_graph.FUNCTIONS[name] = checked
     return cast(Function, call)
 
 

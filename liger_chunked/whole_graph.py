@@ -15,17 +15,20 @@ code for it.
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from liger_chunked.kernels.backend import refuse_second_derivative
 from liger_chunked.private import with_autograd
-from liger_chunked.shapes import computing_shapes
+from liger_chunked.shapes import computing_shapes, shapes_only
 from liger_chunked.types import (
     CrossEntropyMetrics,
     DistillationMetrics,
@@ -63,10 +66,20 @@ class Call:
         self.module = None if module is None else weakref.ref(module)
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        own = () if self.module is None else (self.module(),)
+        own = () if self.module is None else (self._own(),)
         result = self.function(*own, **dict(zip(self.names, tensors, strict=True)), **self.constants)
         values, self.form = _flat(result)
         return values
+
+    def _own(self) -> Any:
+        """Return the module, or for shapes alone a copy whose buffers have no values, as the arguments have none."""
+        module = None if self.module is None else self.module()
+        if module is None or not shapes_only():
+            return module
+        module = copy.copy(module)
+        buffers = {k: None if x is None else torch.empty_like(x, device=x.device) for k, x in module._buffers.items()}
+        vars(module)["_buffers"] = buffers
+        return module
 
     def surroundings(self, device: torch.device) -> AbstractContextManager[Any]:
         """Compiled code has no autocast at run time: it traced one."""
@@ -94,19 +107,31 @@ def _formed(values: Any, form: tuple[Any, ...]) -> Any:
         return next(values)
     if form[0] == "tuple":
         return tuple([_formed(values, part) for part in form[1:]])
-    return _METRICS[form[0]](*[next(values) if is_present else None for is_present in form[1]])
+    cls: Any = _METRICS[form[0]]
+    found = [next(values) if is_present else None for is_present in form[1]]
+    if cls is not TokenStats:  # metrics have no gradient
+        found = [None if x is None else x.detach() for x in found]
+    return cls(*found)
 
 
 _calls: list[Call] = []
+# Entry points without what concerns compilers, by name, and modules by number. A graph holds the number as a constant.
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+MODULES: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def number(module: nn.Module) -> None:
+    """Give a module its number."""
+    vars(module)["_number"] = own = next(_numbers)
+    MODULES[own] = module
 
 
 @functools.cache
 def _call_number(
     function: str, module: int | None, names: tuple[str, ...], constants: tuple[Any, ...], autocast: Any
 ) -> int:
-    from liger_chunked.calls import MODULES, function_of
-
-    _calls.append(Call(function_of(function), None if module is None else MODULES[module], names, constants, autocast))
+    _calls.append(Call(FUNCTIONS[function], None if module is None else MODULES[module], names, constants, autocast))
     return len(_calls) - 1
 
 
@@ -120,9 +145,8 @@ def form_of_call(number: int) -> tuple[Any, ...]:
     return _calls[number].form
 
 
-for _constant in (number_of_call, form_of_call):
-    # torch.compiler.assume_constant_result says so, but imports the compiler.
-    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# torch.compiler.assume_constant_result says so, but imports the compiler.
+number_of_call._dynamo_marked_constant = form_of_call._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def in_graph(function: str, positional: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,7 +167,7 @@ def in_graph(function: str, positional: Sequence[str], args: tuple[Any, ...], kw
             names.append(name)
             tensors.append(torch.full((), x, dtype=torch.float64, device=device))
         elif x is None or isinstance(x, _CONSTANTS):
-            constants.append((name, x))
+            constants.append((name, tuple(x) if isinstance(x, list) else x))
         else:
             return NotImplemented
     if device is None or (module is not None and any(p.requires_grad for p in module.parameters())):
@@ -199,8 +223,9 @@ def fused(number: int, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list
 @fused.register_fake
 def _(number: int, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
     call = _calls[number]
-    with torch.no_grad(), computing_shapes(), call.surroundings(tensors[0].device):
-        values = call([x.detach() for x in tensors])
+    own, leaves = _leaves(tensors, needs)
+    with torch.set_grad_enabled(bool(leaves)), computing_shapes(), call.surroundings(tensors[0].device):
+        values = call(own)
     values = [x.new_empty(x.shape) for x in values]
     if not _is_reduced(tensors, values):
         return values
@@ -226,6 +251,13 @@ def fused_backward(
 @fused_backward.register_fake
 def _(number: int, tensors: Sequence[Tensor], needs: Sequence[bool], upstream: Sequence[Tensor]) -> list[Tensor]:
     return [x.new_empty(x.shape) for x, need in zip(tensors, needs, strict=True) if need]
+
+
+def _refuse(*_: Any) -> Any:
+    refuse_second_derivative()
+
+
+fused_backward.register_autograd(_refuse)
 
 
 def _save(ctx: Any, inputs: tuple[int, Sequence[Tensor], Sequence[bool]], output: list[Tensor]) -> None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_chunked import (
     Examples,
+    KeptIds,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearUnpairedPreferenceBase,
@@ -239,15 +240,24 @@ def test_export_is_refused():
 
 
 @pytest.mark.parametrize("call", ["module", "function", "stats"])
-def test_a_whole_graph_is_refused(call):
+def test_a_whole_graph(call):
     batch = tokens(SMALL, seed=0)
     functions = {
         "module": LigerFusedLinearCrossEntropyLoss(),
         "function": lambda input, **rest: functional.cross_entropy_loss(input=input, **rest),
         "stats": linear_token_stats,
     }
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="a fused loss waits for the device"):
-        torch.compile(lambda: functions[call](**batch), backend="eager", fullgraph=True)()
+    found = torch.compile(lambda: functions[call](**batch), backend="eager", fullgraph=True)()
+    expected = functions[call](**batch)
+    assert torch.equal(*(x if isinstance(x, Tensor) else x.logps for x in (found, expected)))
+
+
+def test_no_graph_holds_kept_ids():
+    batch = tokens(SMALL, seed=0)
+    kept = KeptIds.from_lists([[int(y)] if y >= 0 else [] for y in batch["target"].flatten()])
+    call = torch.compile(lambda: linear_token_stats(**batch, kept=kept), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="an argument that no graph holds"):
+        call()
 
 
 # Models
