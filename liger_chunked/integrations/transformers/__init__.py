@@ -23,12 +23,6 @@ from liger_chunked.integrations.transformers.patch import (
     revert_liger_kernel,
 )
 from liger_chunked.integrations.transformers.report import Applied
-from liger_chunked.integrations.transformers.shared_prefix import (
-    SharedBatch,
-    share_batch,
-    shared_prefix_hidden_states,
-    why_not_shared,
-)
 
 _APPLY_TO = "apply_liger_kernel_to_"
 
@@ -51,7 +45,6 @@ __all__ = [
     "HeadInput",
     "KeptIdsRecorder",
     "ModelReport",
-    "SharedBatch",
     "apply_liger_kernel",
     "attach_head",
     "check_model",
@@ -61,7 +54,4 @@ __all__ = [
     "register_layer",
     "revert_liger_kernel",
     "run_head",
-    "share_batch",
-    "shared_prefix_hidden_states",
-    "why_not_shared",
 ]
