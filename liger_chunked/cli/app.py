@@ -9,9 +9,7 @@ import enum
 import platform
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +31,7 @@ Dtype = enum.Enum("Dtype", {name: name for name in DTYPES}, type=str)  # type: i
 
 app = typer.Typer(
     name="liger-chunked",
-    help="What runs here, how much memory a loss takes, which models are served, and how fast and exact it is.",
+    help="What runs here, how much memory a loss takes, and how fast and exact it is.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -156,22 +154,6 @@ def memory(
         },
     )
     sizes.show(case, most)
-
-
-@app.command()
-def models(
-    classes: Annotated[
-        list[str] | None, typer.Argument(help="names, or patterns such as 'Qwen*'; default: all")
-    ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="as the page docs/supported-models.md")] = False,
-) -> None:
-    """Heads and layers that are served of each class of transformers."""
-    if find_spec("transformers") is None:
-        raise ValueError("models needs transformers: pip install 'liger_chunked[transformers]'")
-    survey = import_module("liger_chunked.integrations.transformers.survey")
-    names = survey.class_names(classes or [])
-    for line in [survey.page(names)] if markdown else survey.lines(names):
-        print(line, flush=True)
 
 
 @app.command()

@@ -10,17 +10,15 @@ versions.require(__name__, "transformers")
 
 from liger_chunked.integrations.transformers.attach import attach_head, detach_head, run_head
 from liger_chunked.integrations.transformers.check import ModelReport, check_model
+from liger_chunked.integrations.transformers.family import FamilyFunction, family_function, revert_liger_kernel
 from liger_chunked.integrations.transformers.forward import logit_options
 from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput
 from liger_chunked.integrations.transformers.kept_ids import KeptIdsRecorder, record_kept_ids
 from liger_chunked.integrations.transformers.patch import (
     AutoLigerKernelForCausalLM,
     AutoLigerKernelForImageTextToText,
-    FamilyFunction,
     apply_liger_kernel,
-    family_function,
     register_layer,
-    revert_liger_kernel,
 )
 from liger_chunked.integrations.transformers.report import Applied
 
