@@ -902,7 +902,7 @@ def test_a_family_before_its_models_are_built(family):
     reference = built(tiny.name)
     stock, before = step(reference, arguments), state_of(reference)
     apply = getattr(liger_chunked, f"apply_liger_kernel_to_{family}")
-    assert set(inspect.signature(apply).parameters) == {*SWITCHES, "tiled_mlp", "logits_budget", "model"}
+    assert set(inspect.signature(apply).parameters) == {*SWITCHES, *overrides.OPTIONS, "model"}
     classes = overrides.model_classes(family_modeling(family))
     constructors = [vars(cls).get("__init__") for cls in classes]
     assert apply() is None

@@ -117,6 +117,7 @@ class FamilyFunction(Protocol):
         cross_entropy: bool | None = None,
         fused_linear_cross_entropy: bool | None = None,
         tiled_mlp: bool | int | Literal["auto"] | None = None,
+        defer_in_evaluation: bool = True,
     ) -> Applied | None: ...
 
 
@@ -132,8 +133,8 @@ def family_function(name: str) -> FamilyFunction:
             raise ValueError(f"model is a {found}, not a {family}: use apply_liger_kernel")
         return apply_liger_kernel(model, **options)
 
-    options = (*overrides.SWITCHES, *overrides.OPTIONS, "model")
-    keywords = [inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None) for option in options]
+    _, *keywords = inspect.signature(apply_liger_kernel).parameters.values()
+    keywords.append(inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, default=None))
     apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{name}"
     apply.__doc__ = f"""Patch `model`, or if it is None every model of {name} that is built from now on.
 

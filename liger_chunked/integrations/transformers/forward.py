@@ -44,6 +44,7 @@ class Fusion:
     """Settings of the fused loss."""
 
     logits_budget: int | None = None
+    in_evaluation: bool = True
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ class ForwardState:
 
     @property
     def deferral(self) -> Deferral:
-        budget = self.logits_budget if self.fusion is None else self.fusion.logits_budget
-        return Deferral(budget, in_training=self.fusion is not None, whole=True)
+        if self.fusion is None:
+            return Deferral(self.logits_budget, in_training=False, whole=True)
+        return Deferral(self.fusion.logits_budget, in_evaluation=self.fusion.in_evaluation, whole=True)
 
 
 def state_of(model: nn.Module) -> ForwardState | None:

@@ -68,13 +68,14 @@ def apply_liger_kernel(
     cross_entropy: bool | None = None,
     fused_linear_cross_entropy: bool | None = None,
     tiled_mlp: bool | int | Literal["auto"] | None = None,
+    defer_in_evaluation: bool = True,
 ) -> Applied:
     """Patch the base kernels and the fused loss into one model, in place.
 
-    The model's own forward runs. In training its head returns `DeferredLogits`, and the loss of that forward is fused;
-    a call takes three more keywords:
+    The model's own forward runs. In training, and without gradients, its head returns `DeferredLogits`, and the loss of
+    that forward is fused. `generate` gets real logits. A call takes three more keywords:
 
-    - `skip_logits`: True defers in evaluation too, and returns `logits=None`; False gets real logits
+    - `skip_logits`: True defers in each mode, and returns `logits=None`; False gets real logits
     - `return_token_accuracy`: adds `token_accuracy` to the output of a fused step
     - `head_fn`: a function of head and hidden states that replaces the logits and the loss; see `attach_head`
 
@@ -92,6 +93,7 @@ def apply_liger_kernel(
         tiled_mlp: run the gated MLPs in tiles of tokens, for long sequences (`docs/long-contexts.md`): a backward holds
             the activations of one tile. An int: the most tokens of a tile. True: max(4096, 2·H). "auto": so, where a
             sequence's activations take more than twice the memory. None or False: off. Experts are never tiled.
+        defer_in_evaluation: whether calls in evaluation mode that record no gradient defer their logits too.
 
     Returns:
         An `Applied`. `print` shows it; `replaced` counts the patched classes by switch, and `left` maps what is left
@@ -134,7 +136,10 @@ def apply_liger_kernel(
         "cross_entropy": cross_entropy,
         FUSED: fused_linear_cross_entropy,
     }
-    check_options({**switches, "logits_budget": logits_budget, overrides.TILED: tiled_mlp})
+    options = {
+        "logits_budget": logits_budget, overrides.TILED: tiled_mlp, "defer_in_evaluation": defer_in_evaluation,
+    }  # fmt: skip
+    check_options(switches | options)
     tokens: Tokens = False if tiled_mlp is None else tiled_mlp
     found = found_in(inner)
     on = found.chosen(family, switches)
@@ -161,7 +166,7 @@ def apply_liger_kernel(
         vars(inner)["_loss_function"] = causal_lm_loss
         applied.count("cross_entropy", "loss_function")
     if FUSED in on:
-        fuse(inner, Fusion(budget_bytes(logits_budget)))
+        fuse(inner, Fusion(budget_bytes(logits_budget), defer_in_evaluation))
         rebind(model, inner)
         applied.count(FUSED, owner_of(inner).__name__)
     vars(inner)[APPLIED] = applied
@@ -175,6 +180,8 @@ def check_options(options: dict[str, Any]) -> None:
             raise TypeError(f"{switch} must be True, False or None, got {options[switch]!r}")
     if all(options.get(switch) for switch in overrides.HEAD_SWITCHES):
         raise ValueError("cross_entropy works on logits and fused_linear_cross_entropy builds none: choose one")
+    if not isinstance(in_evaluation := options.get("defer_in_evaluation", True), bool):
+        raise TypeError(f"defer_in_evaluation must be True or False, got {in_evaluation!r}")
     budget_bytes(options.get("logits_budget"))
     if (tokens := options.get(overrides.TILED)) is not None:
         check_tokens(overrides.TILED, tokens)
