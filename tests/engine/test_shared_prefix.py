@@ -36,7 +36,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
 from liger_chunked.integrations.transformers import attach_head
-from liger_chunked.integrations.transformers.detect import backbone_of
 from liger_chunked.integrations.transformers.head_input import HeadInput
 from liger_chunked.kernels.tuning.hopper import HOPPER
 from liger_chunked.shared_prefix import SharedBatch, share, share_batch, shared_prefix_hidden_states, why_not_shared
@@ -123,7 +122,7 @@ def positions(mask: Tensor) -> Tensor:
 
 
 def padded_hidden_states(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
-    backbone = backbone_of(stock(model))
+    backbone = stock(model).base_model
     output = backbone(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False)
     return output.last_hidden_state * mask[..., None]
 

@@ -290,7 +290,10 @@ def test_evaluation_and_generation(tiny, fresh, device):
 
 
 def state_of(model: PreTrainedModel) -> Any:
-    """Return the identity of everything that patching may change: modules, classes and their attributes."""
+    """Return the identity of everything that patching may change: modules, classes and their attributes.
+
+    A function of ours that a modeling module has beside its rotary one stays there, and nobody else calls it.
+    """
     modeling = sys.modules[type(model).__module__]
     instances = [(name, type(m), {key: id(x) for key, x in vars(m).items()}) for name, m in model.named_modules()]
     classes = {
@@ -299,7 +302,8 @@ def state_of(model: PreTrainedModel) -> Any:
         if issubclass(cls, torch.nn.Module)
         for key, value in vars(cls).items()
     }
-    return instances, classes, {name: id(value) for name, value in vars(modeling).items()}
+    stock = {name: id(value) for name, value in vars(modeling).items() if not name.startswith("_liger_")}
+    return instances, classes, stock
 
 
 @by_kind
@@ -962,6 +966,21 @@ def test_a_family_with_a_class_of_ones_own():
         revert_liger_kernel("llama")
     assert isinstance(model, Own) and "fused_linear_cross_entropy" in model._liger_applied.replaced
     assert list(classifier._liger_applied.replaced) == ["rms_norm", "swiglu", "rope"]
+
+
+def test_a_constructor_that_somebody_wrapped(monkeypatch):
+    """As DeepSpeed wraps those of all modules: after the patch of the family ends, it is a stock model's."""
+    cls = transformers.LlamaForCausalLM
+    liger_chunked.apply_liger_kernel_to_llama()
+    try:
+        ours = cls.__init__
+        monkeypatch.setattr(cls, "__init__", lambda self, *args: ours(self, *args))
+        assert is_patched(BY_ID["llama"].build())
+    finally:
+        revert_liger_kernel("llama")
+    assert not is_patched(BY_ID["llama"].build())
+    monkeypatch.undo()
+    cls.__init__ = inspect.unwrap(ours)
 
 
 def test_a_family_is_loaded_patched(tmp_path):

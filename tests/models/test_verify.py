@@ -19,6 +19,8 @@ from test_sweep import EARLIER, NOT_BUILT
 from tiny_models import CAUSAL, IMAGE_TEXT, small_model
 from transformers import PreTrainedModel
 
+from liger_chunked import versions
+from liger_chunked.integrations.transformers import patch
 from liger_chunked.integrations.transformers.found import found_in
 from liger_chunked.integrations.transformers.overrides import rope_of
 
@@ -52,3 +54,16 @@ def test_layers(name):
             raise
         pytest.skip(f"transformers {transformers.__version__} cannot build it: {error}")
     compare(model)
+
+
+def test_a_transformers_that_was_not_compared_is_named(monkeypatch, caplog):
+    """The table names stock classes of the installed release, which may compute something else in a later one."""
+    assert transformers.__version__.startswith(versions.NEWEST_COMPARED) or EARLIER
+    model = small_model("LlamaForCausalLM")
+    for version, warned in ((versions.NEWEST_COMPARED + ".9", False), ("99.0.0", True)):
+        patch._warn_of_newer.cache_clear()
+        monkeypatch.setattr(transformers, "__version__", version)
+        caplog.clear()
+        patch.apply_liger_kernel(model)
+        assert any("check_model(model) once" in record.getMessage() for record in caplog.records) == warned
+    patch._warn_of_newer.cache_clear()

@@ -50,14 +50,6 @@ def head_of(model: PreTrainedModel) -> nn.Module | None:
     return heads[0] if len(heads) == 1 else None
 
 
-def backbone_of(model: PreTrainedModel) -> nn.Module:
-    # MllamaForCausalLM is its own base_model.
-    backbone = model.base_model if model.base_model is not model else getattr(model, "model", None)
-    if backbone is None:
-        raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
-    return backbone
-
-
 def parsed(function: Any) -> ast.stmt:
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     return tree

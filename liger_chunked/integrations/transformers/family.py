@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
@@ -19,8 +20,11 @@ from liger_chunked.integrations.transformers.overrides import family_modeling, f
 from liger_chunked.integrations.transformers.patch import apply_liger_kernel, check_options, revert_model
 from liger_chunked.integrations.transformers.report import Applied
 
-# Classes of models by family, and their constructors: those that they had, and ours.
-_PATCHED: dict[str, list[tuple[Any, Any, Any]]] = {}
+_LOGGER = logging.getLogger(__name__)
+
+# By family: the options of its models, and classes with the constructors that they had, and ours.
+_OPTIONS: dict[str, dict[str, Any]] = {}
+_REPLACED: dict[str, list[tuple[Any, Any, Any]]] = {}
 _ABSENT = object()
 
 
@@ -31,18 +35,20 @@ def patch_family(name: str, **options: Any) -> None:
     modeling = family_modeling(name)
     revert_family(name)
     family = overrides.family_name(modeling.__name__)
-    _PATCHED[family] = []
+    _OPTIONS[family], _REPLACED[family] = options, []
     for cls in overrides.model_classes(modeling):
-        ours = _patching(cls.__init__, options)
-        _PATCHED[family].append((cls, vars(cls).get("__init__", _ABSENT), ours))
+        ours = _patching(cls.__init__, family)
+        _REPLACED[family].append((cls, vars(cls).get("__init__", _ABSENT), ours))
         cls.__init__ = ours
 
 
 def revert_family(name: str) -> None:
     """Let models of a family be built as those of transformers again. Models that exist keep what they have."""
-    for cls, before, ours in _PATCHED.pop(overrides.family_name(family_modeling(name).__name__), ()):
+    family = overrides.family_name(family_modeling(name).__name__)
+    _OPTIONS.pop(family, None)
+    for cls, before, ours in _REPLACED.pop(family, ()):
         if vars(cls).get("__init__") is not ours:
-            continue  # somebody wrapped it, and calls ours
+            continue  # somebody wrapped ours, which finds no options any more
         if before is _ABSENT:
             del cls.__init__
         else:
@@ -82,12 +88,12 @@ def _building() -> Iterator[bool]:
         _BUILDING.depth = depth
 
 
-def _patching(init: Callable[..., None], options: dict[str, Any]) -> Callable[..., None]:
+def _patching(init: Callable[..., None], family: str) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         with _building() as is_whole:
             init(self, *args, **kwargs)
-        if is_whole:
+        if is_whole and (options := _OPTIONS.get(family)) is not None:
             _patch_built(self, options)
 
     return __init__
@@ -97,7 +103,7 @@ def _patch_built(model: PreTrainedModel, options: dict[str, Any]) -> None:
     if head_of(model) is None:  # a backbone in a model of another family, or a classifier
         options = {name: x for name, x in options.items() if name not in overrides.HEAD_SWITCHES}
     if set(found_in(model).switches) - {"cross_entropy"}:
-        apply_liger_kernel(model, **options)
+        _LOGGER.info("%s", apply_liger_kernel(model, **options))
 
 
 class FamilyFunction(Protocol):
@@ -127,7 +133,8 @@ def family_function(name: str) -> FamilyFunction:
 
     def apply(*, model: PreTrainedModel | None = None, **options: Any) -> Applied | None:
         if model is None:
-            return patch_family(name, **options)
+            patch_family(name, **options)
+            return None
         found, family = family_of(type(inner_model(model))), overrides.family_name(family_modeling(name).__name__)
         if found != family:
             raise ValueError(f"model is a {found}, not a {family}: use apply_liger_kernel")

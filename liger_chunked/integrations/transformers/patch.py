@@ -9,10 +9,12 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from liger_chunked import versions
 from liger_chunked.deferred.code import own_forward
 from liger_chunked.integrations.transformers import overrides
 from liger_chunked.integrations.transformers.attach import fuse, rebind, remove_trainers_head
@@ -141,6 +143,7 @@ def apply_liger_kernel(
     }  # fmt: skip
     check_options(switches | options)
     tokens: Tokens = False if tiled_mlp is None else tiled_mlp
+    _warn_of_newer()
     found = found_in(inner)
     on = found.chosen(family, switches)
     found.check_tiles(family, on, tokens)
@@ -171,6 +174,17 @@ def apply_liger_kernel(
         applied.count(FUSED, owner_of(inner).__name__)
     vars(inner)[APPLIED] = applied
     return applied
+
+
+@functools.cache
+def _warn_of_newer() -> None:
+    """Say once that stock code, which classes are compared with, may be other than what the tests saw."""
+    if versions.release(transformers.__version__)[:2] > versions.release(versions.NEWEST_COMPARED):
+        _LOGGER.warning(
+            "transformers %s is newer than %s, whose layers were compared with the kernels that replace them: run "
+            "liger_chunked.testing.check_model(model) once",
+            transformers.__version__, versions.NEWEST_COMPARED,
+        )  # fmt: skip
 
 
 def check_options(options: dict[str, Any]) -> None:
