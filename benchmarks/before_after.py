@@ -2,13 +2,13 @@
 
     python -m benchmarks.before_after ../before                     # this checkout against the one in ../before
     python -m benchmarks.before_after ../before --task DPO --rounds 20
-    python -m benchmarks.before_after . --task n_valid              # the same step, without counts and with them
+    python -m benchmarks.before_after . --task graph                # the same step, without a CUDA graph and with it
 
 Each checkout runs in its own process. The two processes take turns on the same task, a few steps each, so that both see
 the same clocks and the same temperature of the card. `ratio` is the median over the rounds of after / before.
 
-Tasks with n_valid give the counts to this checkout alone, and tasks with a CUDA graph capture the step of this checkout
-alone. Steps of these tasks follow each other without a wait, as in training; the other tasks wait after each step.
+Tasks with a CUDA graph capture the step of this checkout alone. Steps of these tasks follow each other without a wait,
+as in training; the other tasks wait after each step.
 """
 
 from __future__ import annotations
@@ -88,14 +88,13 @@ def _head(*shape: int, v: int) -> tuple[Tensor, Tensor]:
     return _randn(*shape).requires_grad_(), _randn(v, shape[-1], scale=shape[-1] ** -0.5).requires_grad_()
 
 
-def cross_entropy(n: int, h: int, v: int, *, counts: bool = False, **options: Any) -> Step:
+def cross_entropy(n: int, h: int, v: int, **options: Any) -> Step:
     from liger_chunked import LigerFusedLinearCrossEntropyLoss
 
     x, w = _head(n, h, v=v)
     t = torch.randint(v, (n,), device=DEVICE)
     loss = LigerFusedLinearCrossEntropyLoss(**options)
-    given = {"n_valid": n} if counts else {}
-    return Step(lambda: loss(w, x, t, **given), (x, w))
+    return Step(lambda: loss(w, x, t), (x, w))
 
 
 def token_stats(n: int, h: int, v: int, *, entropy: bool = False, **options: Any) -> Step:
@@ -120,7 +119,6 @@ def preference(
     v: int,
     *,
     prompt: float = 0.0,
-    counts: bool = False,
     **options: Any,
 ) -> Step:
     import liger_chunked
@@ -131,8 +129,7 @@ def preference(
     module = getattr(liger_chunked, f"LigerFusedLinear{name}Loss")(beta=BETA, **options)
     if name == "DPO":
         ref_x, ref_w = x.detach() + 0.1 * _randn(*x.shape), w.detach().clone()
-        given = {"n_valid": [length - int(length * prompt)] * 2 * pairs} if counts else {}
-        return Step(lambda: module(w, x, t, None, ref_x, ref_w, **given)[0], (x, w))
+        return Step(lambda: module(w, x, t, None, ref_x, ref_w)[0], (x, w))
     if name == "KTO":
         desirable = torch.arange(2 * pairs, device=DEVICE) < pairs
         return Step(lambda: module(w, x, t, desirable, kl=0.0)[0], (x, w))
@@ -210,9 +207,9 @@ ON_GPU: Mapping[str, Callable[[], Step]] = {
     "TVD 8192x(1536, 4096)x151936": lambda: distillation("TVD", 8192, 1536, 4096, 151936),
     "KL, teacher's top 64 8192x1536x151936": lambda: top_k_distillation(8192, 1536, 151936),
 }
-SMALL: Mapping[str, Callable[..., Step]] = {
-    "cross entropy 4096x1024x32000": lambda **given: cross_entropy(4096, 1024, 32000, **given),
-    "DPO 2x2x512x1024x32000": lambda **given: preference("DPO", 2, 512, 1024, 32000, **given),
+SMALL: Mapping[str, Callable[[], Step]] = {
+    "cross entropy 4096x1024x32000": lambda: cross_entropy(4096, 1024, 32000),
+    "DPO 2x2x512x1024x32000": lambda: preference("DPO", 2, 512, 1024, 32000),
 }
 ON_CPU: Mapping[str, Callable[[], Step]] = {
     "cross entropy 128x32x1024": lambda: cross_entropy(128, 32, 1024),
@@ -220,19 +217,19 @@ ON_CPU: Mapping[str, Callable[[], Step]] = {
     "JSD 32x(32, 48)x1024": lambda: distillation("JSD", 32, 32, 48, 1024),
 }
 IN_A_ROW = 10
-WITH_COUNTS, WITH_GRAPH = ", n_valid", ", n_valid and a CUDA graph"
-TASKS = [*ON_GPU, *SMALL, *(name + how for how in (WITH_COUNTS, WITH_GRAPH) for name in SMALL)]
+WITH_GRAPH = ", a CUDA graph"
+TASKS = [*ON_GPU, *SMALL, *(name + WITH_GRAPH for name in SMALL)]
 if DEVICE == "cpu":
     TASKS = list(ON_CPU)
 
 
 def build(task: str, plain: bool) -> Step | Captured:
-    """Return a task's step. `plain`: without the counts and the graph that its name has."""
-    name, _, how = task.partition(WITH_COUNTS)
+    """Return a task's step. `plain`: without the graph that its name has."""
+    name = task.removesuffix(WITH_GRAPH)
     if name not in SMALL:
         return (ON_GPU if DEVICE == "cuda" else ON_CPU)[task]()
-    step = SMALL[name](counts=WITH_COUNTS in task and not plain)
-    return step.captured() if how and not plain else step
+    step = SMALL[name]()
+    return step.captured() if name != task and not plain else step
 
 
 def digest(tensors: list[Tensor]) -> list[int]:
@@ -292,7 +289,7 @@ def worker() -> None:
                 torch.cuda.empty_cache()
             torch.manual_seed(0)
             step = build(request["task"], request["plain"])
-            in_a_row = IN_A_ROW if WITH_COUNTS in request["task"] else 1
+            in_a_row = IN_A_ROW if WITH_GRAPH in request["task"] else 1
             loss = step()
             answer: dict[str, Any] = {"imported": sys.modules["liger_chunked"].__file__}
             answer["digest"] = digest([loss, *(x.grad for x in step.leaves if x.grad is not None)])

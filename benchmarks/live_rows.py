@@ -7,9 +7,8 @@ looking for rows costs. `step_gpu_ms` are the kernels of the step alone, which a
 gradient are drawn at random, the worst case for moving them.
 
 These steps start on an idle GPU, which then waits for the first product. In training the host runs ahead. So
-`back_to_back` has steps that are issued without a wait between them: `step_ms`, `all_rows_ms`, and with `n_valid`,
-where nothing waits and all rows take part; `products_ms` are the 1 + 2 f products, `three_products_ms` all three, timed
-in the same way.
+`back_to_back` has steps that are issued without a wait between them: `step_ms` and `all_rows_ms`; `products_ms` are the
+1 + 2 f products, `three_products_ms` all three, timed in the same way.
 """
 
 from __future__ import annotations
@@ -48,26 +47,20 @@ MOST_ROWS = 8192  # of the products alone, whose logits are in memory
 Step = Callable[[], Tensor]
 
 
-def steps(x: Tensor, weight: Tensor, fraction: float, knows_count: bool = False) -> dict[str, Step]:
-    """Return losses on hidden states (B, T, H) of which a fraction of the rows has a gradient.
-
-    Args:
-        knows_count: whether calls pass `n_valid`.
-    """
-    of_sequences = {"n_valid": [x.shape[1]] * x.shape[0]} if knows_count else {}
-    of_tokens = {"n_valid": x.shape[0] * x.shape[1]} if knows_count else {}
+def steps(x: Tensor, weight: Tensor, fraction: float) -> dict[str, Step]:
+    """Return losses on hidden states (B, T, H) of which a fraction of the rows has a gradient."""
     target = torch.randint(weight.shape[0], x.shape[:2], device=DEVICE)
     live = (torch.rand(x.shape[:2], device=DEVICE).argsort(1) < fraction * x.shape[1]).float()
     grpo = LigerFusedLinearGRPOLoss()
-    found: dict[str, Step] = {"GRPO": lambda: grpo(weight, x, target, live, **of_sequences)[0]}
+    found: dict[str, Step] = {"GRPO": lambda: grpo(weight, x, target, live)[0]}
     if fraction < 1:
         of_entropy = LigerFusedLinearGRPOLoss(top_entropy_quantile=fraction)
         advantages = torch.ones(x.shape[0], device=DEVICE)
-        found["GRPO, top entropy"] = lambda: of_entropy(weight, x, target, advantages, **of_sequences)[0]
+        found["GRPO, top entropy"] = lambda: of_entropy(weight, x, target, advantages)[0]
     for outputs in (("logps",), ("logps", "entropy")):
 
         def statistics(outputs: tuple[str, ...] = outputs) -> Tensor:
-            stats = linear_token_stats(weight, x, target, outputs=outputs, **of_tokens)
+            stats = linear_token_stats(weight, x, target, outputs=outputs)
             values = [value for value in (stats.logps, stats.entropy) if value is not None]
             return sum(((value * live).sum() for value in values), torch.zeros((), device=DEVICE))
 
@@ -144,14 +137,12 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         for fraction in args.fractions:
             products = floor.logits + fraction * (floor.all - floor.logits)
             issued = products_back_to_back_ms(n, h, v, fraction)
-            with_count = steps(x, weight, fraction, knows_count=True)
             for name, loss in steps(x, weight, fraction).items():
                 live, every = (timed(loss, (x, weight), smallest, median_ms) for smallest in (0, 1 << 62))
                 of_gpu = timed(loss, (x, weight), 0, lambda run: kernels_of(run)[0])
                 ran_ahead = {
                     "step_ms": timed(loss, (x, weight), 0, back_to_back_ms),
                     "all_rows_ms": timed(loss, (x, weight), 1 << 62, back_to_back_ms),
-                    "n_valid_ms": timed(with_count[name], (x, weight), 0, back_to_back_ms),
                     "products_ms": issued,
                     "three_products_ms": three,
                 }
@@ -167,7 +158,6 @@ def main(arguments: Sequence[str] | None = None) -> Path:
                     "gpu_over_products": of_gpu / products,
                     "back_to_back": ran_ahead,
                     "back_to_back_over_products": ran_ahead["step_ms"] / issued,
-                    "n_valid_over_three_products": ran_ahead["n_valid_ms"] / three,
                 }
                 rows.add(found)
                 print(rounded(found), flush=True)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import DEVICE, LossRow, Table, benchmark, head_weight, hidden_states, median_ms, synchronize
-from liger_chunked.engine.gradients import accumulate
 from liger_chunked.engine.side_stream import SideStream
+from liger_chunked.engine.sink import accumulate
 from liger_chunked.kernels import project_exp
 from liger_chunked.kernels.backend import has_wide_tiles
 

@@ -33,8 +33,8 @@ class KeptIds:
     The fields are copies, so that nothing changes a `KeptIds` when a caller fills its buffers with the next ids. Calls
     keep the order of the ids that they sorted for the first one, and sort again where a torch operation changed a field
     in place. A write to a field that torch does not count has no effect on later calls: through `.data`, NumPy or
-    DLPack, or to a tensor that was made in inference mode. A captured CUDA graph sorts in each replay. A call on
-    another stream waits for the sort; it is yours to wait for `ids` and `offsets` themselves.
+    DLPack, or to a tensor that was made in inference mode. A call on another stream waits for the sort; it is yours to
+    wait for `ids` and `offsets` themselves.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, shape or device, or the temperature is not positive.

@@ -203,7 +203,7 @@ def _cut(call: TypicalCall, options: LogitOptions, products: torch.dtype) -> _Cu
     )
     n_rows = max(chunk.length for chunk in layout.chunks)
     columns = _columns(max(layout.tiles, key=cutting.largest), vocab_size)
-    reorders = group == "pair" and len(layout.chunks) > 1
+    reorders = group == "pair" and len(lengths) > 1
     logits, product = layout.largest_tile * bytes_per_logit, 0
     if layout.path is Path.EPILOGUE and (layout.n_contributions > 1 or not call.trainable_head):
         is_forward = not (call.trainable_head or call.trainable_input)

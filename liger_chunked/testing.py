@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from liger_chunked.calls import altered
 from liger_chunked.engine import Rows
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.objective import Objective
-from liger_chunked.engine.step import Fused
+from liger_chunked.engine.step import Fused, Objective
 from liger_chunked.losses import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDistillationBase,

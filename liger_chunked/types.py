@@ -534,7 +534,7 @@ class Rollouts:
     - `mask` (n, T): bool, True at valid tokens
     - `lengths` (n, 1): the number of valid tokens, at least 1
     - `batch_size`: an int, the number of sequences of the batch
-    - `batch_tokens`: an int, the number of valid tokens of the batch
+    - `batch_tokens`: an int, the number of valid tokens of the batch; in the capture of a CUDA graph a tensor ()
     """
 
     logps: Tensor
@@ -547,7 +547,7 @@ class Rollouts:
     mask: Tensor
     lengths: Tensor
     batch_size: int
-    batch_tokens: int
+    batch_tokens: int | Tensor
 
     @property
     def ratio(self) -> Tensor:

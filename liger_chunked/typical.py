@@ -150,11 +150,6 @@ class TypicalCall:
             )
         return lengths
 
-    @property
-    def n_valid(self) -> int | list[int]:
-        """The argument of the same name."""
-        return sum(self.lengths) if self.group == "token" else self.lengths
-
     def arguments(self, device: torch.device) -> tuple[dict[str, Any], list[Tensor]]:
         """Return the arguments of the call except which tokens count (`marked`), and the trainable tensors.
 

@@ -160,16 +160,16 @@ PRIVATE = (
     Private(
         "_assert_async",
         "torch",
-        "check `n_valid` on the device",
+        "check on the device that ranks have equal targets",
         "the host waits, and checks it",
-        "known_counts",
+        "numbers_of_the_host",
     ),
     Private(
         "_foreach_add_",
         "torch",
         "write numbers to the device without a copy",
         "a launch for each number",
-        "known_counts",
+        "numbers_of_the_host",
     ),
     Private(
         "_python_dispatch _disable_current_modes _get_current_dispatch_mode_stack _push_mode _pop_mode",

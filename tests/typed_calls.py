@@ -77,8 +77,8 @@ from liger_chunked.functional import (
     on_policy_distillation_loss,
     uld_loss,
 )
-from liger_chunked.integrations.cut_cross_entropy import linear_cross_entropy
-from liger_chunked.integrations.prime_rl import FusedOutputLinear
+from liger_chunked.integrations.frameworks.cut_cross_entropy import linear_cross_entropy
+from liger_chunked.integrations.frameworks.prime_rl import FusedOutputLinear
 from liger_chunked.integrations.transformers import Applied, HeadInput, ModelReport
 from liger_chunked.integrations.trl import (
     LigerDPOTrainer,

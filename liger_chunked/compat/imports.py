@@ -46,28 +46,42 @@ _SERVED: dict[str, tuple[str, ...]] = {
         """.split()
     },
 }
-_SERVED = {f"{_ROOT}.{name}".removesuffix("."): served for name, served in _SERVED.items()}
 
 
 class _Finder(MetaPathFinder, Loader):
+    """Finds Liger-Kernel's modules below the name of a package.
+
+    Below `liger_kernel` it finds all and refuses others. Below this package it finds the modules inside `chunked_loss`,
+    `transformers` and `ops`, which are no files here.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname in _SERVED:
+        if fullname != self.root and not fullname.startswith(f"{self.root}."):
+            return None
+        if self._name_of(fullname) in _SERVED:
             return spec_from_loader(fullname, self, is_package=True)
-        if fullname.startswith(f"{_ROOT}."):
+        if self.root == _ROOT:
+            served = ", ".join(f"{_ROOT}.{name}".removesuffix(".") for name in _SERVED if "." not in name)
             raise ModuleNotFoundError(
-                f"{fullname} is not served: liger_chunked.compat stands for liger_kernel and has "
-                f"{', '.join(name for name in _SERVED if name.count('.') <= 1)}; see docs/migration.md",
+                f"{fullname} is not served: liger_chunked.compat stands for liger_kernel and has {served}; see "
+                "docs/migration.md",
                 name=fullname,
             )
         return None
+
+    def _name_of(self, fullname: str) -> str:
+        return fullname.removeprefix(self.root).removeprefix(".")
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        served = [import_module(name) for name in _SERVED[module.__name__]]
+        served = [import_module(name) for name in _SERVED[self._name_of(module.__name__)]]
 
         def lookup(name: str) -> Any:
             unknown = []
@@ -87,7 +101,9 @@ class _Finder(MetaPathFinder, Loader):
         vars(module)["__dir__"] = lambda: sorted({name for source in served for name in dir(source)})
 
 
-_finder = _Finder()
+_finder = _Finder(_ROOT)
+# Last, so that it is asked for what is no file alone.
+sys.meta_path.append(_Finder(_HERE))
 
 
 def _imported() -> list[str]:

@@ -22,7 +22,7 @@ from liger_chunked.deferred.gradient import LazyGradient, Term
 from liger_chunked.deferred.logits import DeferredLogits, Source
 from liger_chunked.deferred.plan import Plan
 from liger_chunked.dtensor import any_dtensor, distributed_like
-from liger_chunked.engine.hooks import isolated
+from liger_chunked.engine.surroundings import isolated
 from liger_chunked.private import graph_is_retained, version_of, with_autograd, without_torch_function
 from liger_chunked.types import AdaptedWeight, Head
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from liger_chunked.deferred import sharded
 from liger_chunked.deferred.gradient import LazyGradient, Term
 from liger_chunked.deferred.logits import DeferredLogits, Source
-from liger_chunked.engine.hooks import hooks_active
+from liger_chunked.engine.surroundings import hooks_active
 from liger_chunked.private import without_torch_function
 
 OWNER = "_liger_owner"  # attribute of a layer that defers: the head around it, if it is another module

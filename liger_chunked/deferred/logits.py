@@ -52,7 +52,7 @@ from liger_chunked.deferred.lazy import (
 )
 from liger_chunked.deferred.plan import ROWS, SCALES, Plan
 from liger_chunked.deferred.sharded import is_freed
-from liger_chunked.engine.hooks import isolated
+from liger_chunked.engine.surroundings import isolated
 from liger_chunked.private import (
     transforms_are_active,
     tree_leaves,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_chunked.engine.checks import check_ids, host_may_sync
 from liger_chunked.engine.cutting import Tile
-from liger_chunked.engine.known import Counts, assert_later, check_ids, host_may_sync
 from liger_chunked.kernels.operands import along
 from liger_chunked.kernels.transform import transform
 from liger_chunked.types import LogitOptions, accumulation_dtype, described
@@ -56,7 +56,7 @@ class Candidates:
         return z - (maximum + sum_exp.log())[:, None]
 
 
-def check_candidates(candidates: Any, target: Tensor, vocab_size: int, n_valid: Counts = None) -> Tensor:
+def check_candidates(candidates: Any, target: Tensor, vocab_size: int) -> Tensor:
     whole = isinstance(candidates, Tensor) and not (candidates.is_floating_point() or candidates.is_complex())
     if not whole or candidates.dtype == torch.bool:
         raise TypeError(f"candidates must be a tensor of token ids (int64), got {described(candidates)}")
@@ -66,17 +66,11 @@ def check_candidates(candidates: Any, target: Tensor, vocab_size: int, n_valid: 
             f"{described(candidates)}"
         )
     ids = candidates.reshape(-1, candidates.shape[-1]).long()
-    if not ids.numel():
+    if not ids.numel() or not host_may_sync(ids):
         return ids
+    low, high = (int(x) for x in ids.aminmax())
+    check_ids("candidates", low, high, vocab_size)
     ordered = ids.sort(-1).values
-    distinct = (ordered[:, 1:] != ordered[:, :-1]).all()
-    if host_may_sync(ids, n_valid):
-        low, high = (int(x) for x in ids.aminmax())
-        check_ids("candidates", low, high, vocab_size)
-        if not distinct:
-            raise ValueError("candidates holds an id twice for one target, expected distinct ids")
-    else:
-        within = ((ids >= 0) & (ids < vocab_size)).all()
-        assert_later(within, f"candidates must be indices into the vocabulary of weight, 0 to {vocab_size - 1}")
-        assert_later(distinct, "candidates holds an id twice for one target")
+    if not (ordered[:, 1:] != ordered[:, :-1]).all():
+        raise ValueError("candidates holds an id twice for one target, expected distinct ids")
     return ids

@@ -10,17 +10,47 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.arguments import COMPAT
-from liger_chunked.engine.collectives import gather_tensor
-from liger_chunked.engine.known import Counts, assert_later, check_ids, host_may_sync
-from liger_chunked.engine.once import OncePerGroup
+from liger_chunked.device import is_capturing, is_on_gpu
+from liger_chunked.engine.collectives import OncePerGroup, gather_tensor
 from liger_chunked.kernels import survey_top_k
 from liger_chunked.kernels.backend import has_wide_tiles
 from liger_chunked.kernels.launch import is_collecting
 from liger_chunked.kernels.operands import check_class_ids, described
+from liger_chunked.private import assert_async
 from liger_chunked.types import AdaptedWeight, LossHead, RankFacts, VocabShard
 
 # What ranks have checked together: the parts of a vocabulary, and that their targets are equal.
 CHECKED = OncePerGroup()
+
+
+def host_may_sync(x: Tensor) -> bool:
+    """Whether the host may wait for values of `x`: not in the capture of a CUDA graph, and not on the meta device."""
+    return not x.is_meta and not (is_on_gpu(x) and is_capturing())
+
+
+def refuse_capture(x: Tensor, what: str) -> None:
+    """Raise ValueError in the capture of a CUDA graph of the device of `x`: `what` makes the host wait for it."""
+    if not x.is_meta and not host_may_sync(x):
+        raise ValueError(
+            f"{what} cannot be captured in a CUDA graph, because the host waits for the device: leave it out, or run "
+            "the step eagerly"
+        )
+
+
+def check_ids(name: str, low: int, high: int, vocab_size: int, ignore_index: int | None = None) -> None:
+    """Raise ValueError if an id is no index into the vocabulary. `ignore_index` marks tokens to skip, if ids may."""
+    if 0 <= low and high < vocab_size:
+        return
+    ignored = hint = ""
+    if ignore_index is not None:
+        ignored = f"ignore_index ({ignore_index}) or "
+        if high < vocab_size:  # the usual mistake: padding with another mark
+            hint = f". If {low} marks tokens to skip, set ignore_index={low}"
+    raise ValueError(
+        f"{name} holds {low if low < 0 else high}, expected {ignored}an index into the vocabulary of weight, "
+        f"0 to {vocab_size - 1}{hint}"
+    )
+
 
 _has_autocast = functools.cache(torch.amp.is_autocast_available)
 
@@ -327,24 +357,19 @@ def check_temperature(temperature: Tensor, target: Tensor) -> None:
         )
 
 
-def check_temperature_values(temperature: Tensor, n_valid: Counts = None, drawn_at: float | None = None) -> None:
-    """Check the temperatures (n_valid,) of tokens that count; on the device if the host must not wait.
+def check_temperature_values(temperature: Tensor, drawn_at: float | None = None) -> None:
+    """Check the temperatures (n_valid,) of tokens that count, if the host may wait for them.
 
     Args:
         drawn_at: the temperature of a sampler, which they must be. None: they may be any.
     """
-    expected = "temperature must be positive and finite at each token that counts"
-    if not host_may_sync(temperature, n_valid):
-        assert_later(((temperature > 0) & (temperature < math.inf)).all(), expected)
-        if drawn_at is not None:
-            is_same = (temperature - drawn_at).abs() <= _SAME_TEMPERATURE * drawn_at
-            assert_later(is_same.all(), f"temperature must be {drawn_at:g}, at which the ids of kept were drawn")
-    elif temperature.numel():
-        low, high = torch.stack(temperature.aminmax()).tolist()
-        if not 0 < low <= high < math.inf:  # NaN too
-            raise ValueError(f"{expected}, got {low:g} to {high:g}")
-        if drawn_at is not None:
-            check_same_temperature(drawn_at, low, high)
+    if not temperature.numel() or not host_may_sync(temperature):
+        return
+    low, high = torch.stack(temperature.aminmax()).tolist()
+    if not 0 < low <= high < math.inf:  # NaN too
+        raise ValueError(f"temperature must be positive and finite at each token that counts, got {low:g} to {high:g}")
+    if drawn_at is not None:
+        check_same_temperature(drawn_at, low, high)
 
 
 # Relative: temperatures of tokens are float32.
@@ -369,7 +394,7 @@ def _check_same_targets(group: dist.ProcessGroup | None, target: Tensor, name: s
     if target.device.type != "cpu":
         # Launches alone, about 0.1 ms of the host, while the device is busy with what came before.
         checksums = gather_tensor(checksum, group)
-        assert_later((checksums == checksums[0]).all(), expected)
+        assert_async((checksums == checksums[0]).all(), expected)
         return
     numbers = gather_tensor(torch.stack([torch.tensor(ids.numel()), checksum]), group)
     if not bool((numbers == numbers[0]).all()):
@@ -420,18 +445,11 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return hidden[:, :-1], labels[:, 1:]
 
 
-def check_top_k(logps: Tensor, ids: Tensor, vocab_size: int, n_valid: Counts = None) -> None:
-    """Check a teacher's top-k (N, k), -inf where missing."""
-    found = survey_top_k(logps, ids)
-    if not host_may_sync(found, n_valid):
-        within = (found[0] < 0) & (found[1] < vocab_size)
-        assert_later(within, f"teacher_ids must be indices into the vocabulary of weight, 0 to {vocab_size - 1}")
-        assert_later(
-            (found[2:] == 0).all(),
-            "teacher_ids holds a token twice, or teacher_logps a positive number, NaN, or only -inf for a row",
-        )
+def check_top_k(logps: Tensor, ids: Tensor, vocab_size: int) -> None:
+    """Check a teacher's top-k (N, k), -inf where missing, if the host may wait for it."""
+    if not host_may_sync(ids):
         return
-    not_low, high, twice, positive, empty = found.tolist()
+    not_low, high, twice, positive, empty = survey_top_k(logps, ids).tolist()
     check_ids("teacher_ids", ~not_low, high, vocab_size)
     if twice:
         raise ValueError("teacher_ids holds a token twice for one row of input, expected distinct tokens")

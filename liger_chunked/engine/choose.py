@@ -4,8 +4,8 @@
     for_statistics    `linear_token_stats`, whose backward comes later, in one chunk
     for_distillation  two heads, in chunks of the student and tiles of the teacher
 
-Each returns a `Plan`. `pass_of_loss` and `pass_of_statistics` then make what runs it. They come later, because whether
-dW is float32 is known only then.
+Each returns a `Plan`. `source_of_loss` and `source_of_statistics` then make what runs it. They come later, because
+whether dW is float32 is known only then.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ from torch import Tensor
 
 from liger_chunked.engine import cutting, epilogue
 from liger_chunked.engine.cutting import Budget, Chunk, Tiles
-from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
-from liger_chunked.engine.gradients import HeadGradients
-from liger_chunked.engine.head import HeadPass, Pass
-from liger_chunked.engine.invariant import InvariantPass
-from liger_chunked.engine.kept_pass import KeptPass
+from liger_chunked.engine.epilogue import EpilogueSource, EpilogueStatistics
+from liger_chunked.engine.invariant import ByTokenSource, InvariantSource
+from liger_chunked.engine.kept_products import KeptProducts
 from liger_chunked.engine.plan import Path, Plan
 from liger_chunked.engine.rank_rows import on_this_rank
 from liger_chunked.engine.rows import Rows
 from liger_chunked.engine.scattered import scatter_rows
-from liger_chunked.engine.shard import ShardedPass
-from liger_chunked.engine.token_pass import TokenPass
+from liger_chunked.engine.sink import Sink
+from liger_chunked.engine.source import LogitsSource, ShardedSource, Source
 from liger_chunked.kernels.backend import has_wide_tiles, torch_on_host
 from liger_chunked.kernels.kept import Entries
 from liger_chunked.kernels.tuning.generic import KEPT_OF_VOCAB, SMALLEST_OF_KEPT, SMALLEST_OF_LIVE_ROWS
@@ -207,7 +205,7 @@ def for_loss(
         rows.ranks_cut_alike,
         may_use_epilogue,
     )
-    rows, scattered = scatter_rows(rows if len(layout.chunks) == 1 else rows.in_group_order(), layout.chunks, head)
+    rows, scattered = scatter_rows(rows, layout.chunks, head)
     return Plan(
         rows=rows,
         dtype=dtype,
@@ -228,9 +226,9 @@ def _skips_rows(head: LossHead, rows: Rows, budget: Budget, n_chunks: int, on_gp
     launches of the count, and where the host may wait for the number.
 
     Args:
-        on_gpu: whether rows without a gradient are common enough for a GPU, and its pass leaves them out.
+        on_gpu: whether rows without a gradient are common enough for a GPU, and its source leaves them out.
     """
-    if not rows.host_may_sync:
+    if rows.counted is not None:
         return False
     if torch_on_host(head.weight):
         return True
@@ -379,6 +377,7 @@ def for_distillation(
     bytes_per_logit: int,
     options: LogitOptions,
     wants_weight: bool,
+    teacher_dtype: torch.dtype | None = None,
 ) -> Plan:
     """Plan a distillation loss. Tiles are whole rows, for which the teacher's logits are computed.
 
@@ -405,41 +404,47 @@ def for_distillation(
         n_contributions=len(chunks) if n_valid else 0,
         options=options,
         shard=head.shard,
+        teacher_dtype=teacher_dtype,
     )
 
 
-def pass_of_loss(plan: Plan, head: HeadTensors, grads: HeadGradients | None) -> Pass:
-    """Return what runs a loss's chunks. `head` is in the products' dtype; without `grads`, nothing has a gradient."""
+def source_of_loss(plan: Plan, head: HeadTensors, sink: Sink | None) -> Source:
+    """Return what computes a loss's chunks.
+
+    Args:
+        head: in the products' dtype.
+        sink: None: nothing has a gradient.
+    """
     # The epilogue adds rows of targets to dW in float32, and cannot add them to a rounded one.
-    if plan.path is Path.EPILOGUE and (grads is None or grads.weight is None or grads.weight.is_wide):
-        epilogue_pass = EpiloguePass(epilogue.readable(head), plan.options, plan.outputs, grads, plan.skips_rows)
-        epilogue_pass.reserve(plan.largest_tile)
-        return epilogue_pass
-    return _pass_of_logits(plan, head, grads)
+    if plan.path is Path.EPILOGUE and (sink is None or sink.weight is None or sink.weight.is_wide):
+        source = EpilogueSource(epilogue.readable(head), plan.options, plan.outputs, sink, plan.skips_rows)
+        source.reserve(plan.largest_tile)
+        return source
+    return _source_of_logits(plan, head, sink)
 
 
-def pass_of_statistics(plan: Plan, head: HeadTensors, holds: bool = False) -> HeadPass | StatisticsPass:
-    """Return what runs `linear_token_stats`. `holds` keeps the last tile in memory for the backward."""
+def source_of_statistics(plan: Plan, head: HeadTensors, holds: bool = False) -> LogitsSource | EpilogueStatistics:
+    """Return what computes `linear_token_stats`. `holds` keeps the last tile in memory for the backward."""
     if plan.path is Path.EPILOGUE:
         readable, tile = epilogue.readable(head), plan.largest_tile
         holds = holds and epilogue.can_hold(plan.dtype)
-        return StatisticsPass(readable, plan.options, plan.outputs, tile, holds, skips_rows=plan.skips_rows)
-    return _pass_of_logits(plan, head, None)
+        return EpilogueStatistics(readable, plan.options, plan.outputs, tile, holds, skips_rows=plan.skips_rows)
+    return _source_of_logits(plan, head, None)
 
 
-_BATCH_INVARIANT: Mapping[Path, type[HeadPass]] = {Path.BY_TOKEN: TokenPass, Path.INVARIANT: InvariantPass}
+_BATCH_INVARIANT: Mapping[Path, type[LogitsSource]] = {Path.BY_TOKEN: ByTokenSource, Path.INVARIANT: InvariantSource}
 
 
-def _pass_of_logits(plan: Plan, head: HeadTensors, grads: HeadGradients | None) -> HeadPass:
-    kind = _BATCH_INVARIANT.get(plan.path, HeadPass if head.shard is None else ShardedPass)
+def _source_of_logits(plan: Plan, head: HeadTensors, sink: Sink | None) -> LogitsSource:
     if plan.kept is not None:
-        logits_pass: HeadPass = KeptPass(
-            head, plan.options, plan.outputs, grads=grads, skips_rows=plan.skips_rows, entries=plan.kept
+        source: LogitsSource = KeptProducts(
+            head, plan.options, plan.outputs, sink=sink, skips_rows=plan.skips_rows, entries=plan.kept
         )
     else:
-        logits_pass = kind(head, plan.options, plan.outputs, plan.class_weight, grads, plan.skips_rows)
-    logits_pass.reserve(plan.largest_tile)
-    return logits_pass
+        kind = _BATCH_INVARIANT.get(plan.path, LogitsSource if head.shard is None else ShardedSource)
+        source = kind(head, plan.options, plan.outputs, plan.class_weight, sink, plan.skips_rows)
+    source.reserve(plan.largest_tile)
+    return source
 
 
 # Products of fewer rows are slow; small vocabularies and few chunks cost little in all.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from liger_chunked.engine.collectives import gather_tensor
 from liger_chunked.engine.cutting import Tile, Tiles, largest
-from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.engine.live_rows import LiveCount
 from liger_chunked.engine.plan import Tokens
 from liger_chunked.engine.rows import joined
 from liger_chunked.engine.side_stream import SideStream
+from liger_chunked.engine.sink import Sink, accumulate
 from liger_chunked.kernels import (
     Exponentials,
     RowScales,
@@ -108,10 +108,10 @@ def is_large(logits: int, hidden_size: int) -> bool:
 
 
 def serves(hidden_size: int, options: LogitOptions, differentiates: tuple[str, ...], chunks: tuple[Tiles, ...]) -> bool:
-    """Whether `EpiloguePass` can replace `HeadPass`, and is faster, where the fused product `computes` the outputs."""
+    """Whether `EpilogueSource` can replace `LogitsSource`, and is faster, if the fused product `computes` them."""
     return (
         not _too_wide(hidden_size, options)
-        and set(EpiloguePass.differentiable).issuperset(differentiates)
+        and set(EpilogueSource.differentiable).issuperset(differentiates)
         and all(len(tiles) == 1 for tiles in chunks)
         and is_large(max(map(largest, chunks)), hidden_size)
     )
@@ -127,7 +127,7 @@ def serves_statistics(
     needs_grad: bool,
     at_any_size: bool = False,
 ) -> bool:
-    """Whether `StatisticsPass` can replace `HeadPass` on a large head, and is faster."""
+    """Whether `EpilogueStatistics` can replace `LogitsSource` on a large head, and is faster."""
     if not computes(head, dtype, options, class_weight, outputs):
         return False
     if at_any_size:
@@ -158,7 +158,7 @@ def reads(head: LossHead, dtype: torch.dtype) -> bool:
     if isinstance(head.weight, AdaptedWeight):
         return False
     if head.shard is not None:
-        fits = True  # `readable` copies: all ranks must choose the same pass
+        fits = True  # `readable` copies: all ranks must choose the same source
     elif head.weight.dtype == dtype:
         fits = _fits_descriptor(head.weight)
     else:  # a cast makes an aligned copy
@@ -226,8 +226,8 @@ def instead_of_one_chunk(chunks: tuple[Tiles, ...], hidden_size: int) -> bool:
 
 
 @dataclass
-class EpiloguePass:
-    """A `Pass` with the fused epilogue, for chunks of one tile.
+class EpilogueSource:
+    """A `Source` with the fused epilogue, for chunks of one tile.
 
     dX and dW are products of the exponentials E (`kernels/projection.py`), plus the target's rows in float32
     (`kernels/target_rows.py`), which cannot be added to a rounded dW: it must be float32, or not needed. No logits are
@@ -247,30 +247,28 @@ class EpiloguePass:
     head: HeadTensors
     options: LogitOptions
     outputs: tuple[str, ...]
-    grads: HeadGradients | None = None
+    sink: Sink | None = None
     skips_rows: bool = False  # whether rows without a gradient take no part in the backward's products
     differentiable: ClassVar[tuple[str, ...]] = ("logps", "lse")
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
-    _held: Exponentials | None = field(default=None, init=False, repr=False)
-    _target: Tensor | None = field(default=None, init=False, repr=False)  # see `_rows_of`
 
     @property
     def columns(self) -> int:
         return self.head.weight.shape[0]
 
     def reserve(self, elements: int) -> None:
-        if self.grads is not None and self.columns:
+        if self.sink is not None and self.columns:
             self._buffer = tile_buffer(self.head.weight, elements // self.columns, padded(self.columns))
 
     def release(self) -> None:
-        self._buffer = self._held = self._target = None
+        self._buffer = None
 
     # The mean logit is a product with this sum. Another sum in the epilogue made the product a quarter slower.
     @functools.cached_property
     def _weight_sum(self) -> Tensor:
         return self.head.weight.sum(0, dtype=torch.float32)
 
-    def statistics(self, tokens: Tokens) -> TokenStats:
+    def statistics(self, tokens: Tokens) -> tuple[TokenStats, Exponentials]:
         x, target, _, tiles, *_ = tokens
         assert len(tiles) == 1
         x, target = for_descriptor(x), _rows_of(target, self.head)
@@ -278,14 +276,11 @@ class EpiloguePass:
         weight_sum = self._weight_sum if "mean_logits" in self.outputs else None
         every = [_Block(slice(0, x.shape[0]), out)]
         exponentials, stats = _project(self.head, x, target, weight_sum, _scale(self.options), self.outputs, every)
-        if self.grads is not None:
-            self._held, self._target = exponentials, target
-        return stats
+        return stats, exponentials
 
-    def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
-        exponentials, target = self._held, self._target
-        self._held = self._target = None
-        assert self.grads is not None and exponentials is not None and target is not None
+    def backward(self, tokens: Tokens, memo: Exponentials, gradients: dict[str, Tensor]) -> None:
+        exponentials, target = memo, _rows_of(tokens.target, self.head)
+        assert self.sink is not None
         gradients = gradients or {"logps": torch.zeros_like(exponentials.centre)}
         count = LiveCount.start(gradients) if self.skips_rows else None
         live = None if count is None else count.read()
@@ -296,10 +291,10 @@ class EpiloguePass:
             gradients = {name: g[live.rows] for name, g in gradients.items()}
             tokens = live.tokens(tokens)
         x, values, index = tokens.x.contiguous(), exponentials.values, None if live is None else live.rows
-        d_input, d_weight = self.grads.input, self.grads.weight
-        dx = self.grads.open_chunk(self.head, x, tokens.row_slice, tokens.tiles, live=index)
+        d_input, d_weight = self.sink.input, self.sink.weight
+        dx = self.sink.open_chunk(self.head, x, tokens.row_slice, tokens.tiles, live=index)
         if not x.shape[0]:
-            self.grads.close_chunk()
+            self.sink.close_chunk()
             return
         ranks_sum = d_input is not None and self.head.shard is not None
         scaled: Tensor | None = None
@@ -317,7 +312,7 @@ class EpiloguePass:
                     d_weight.add_exponentials(values, scaled, target, scales.target, x)
             if dx is not None and not ranks_sum:
                 self._form_input_gradient(dx, values, target, scales, before_writing=aside.join)
-        self.grads.close_chunk()
+        self.sink.close_chunk()
 
     def _form_input_gradient(
         self,
@@ -354,8 +349,15 @@ class EpiloguePass:
             )
 
 
+class _Rows(NamedTuple):
+    """What the backward of `EpilogueStatistics` reads of all rows: sums without exponentials, and their entropy."""
+
+    sums: Exponentials
+    entropy: Tensor | None
+
+
 @dataclass
-class StatisticsPass:
+class EpilogueStatistics:
     """Statistics with the fused epilogue, whose backward comes later (docs/tuning.md).
 
     The forward keeps the last tile's exponentials, but none in float16 (`can_hold`); the backward projects the others
@@ -367,14 +369,12 @@ class StatisticsPass:
     outputs: tuple[str, ...]
     tile_size: int  # most logits of a tile
     holds: bool = False  # the last tile for the backward
-    grads: HeadGradients | None = None
+    sink: Sink | None = None
     skips_rows: bool = False  # whether rows without a gradient take no part in the backward's products
-    _rows: Exponentials | None = field(default=None, init=False, repr=False)  # without `values`
-    _entropy: Tensor | None = field(default=None, init=False, repr=False)
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Tensor | None = field(default=None, init=False, repr=False)  # exponentials of the last tile
 
-    def statistics(self, tokens: Tokens) -> TokenStats:
+    def statistics(self, tokens: Tokens) -> tuple[TokenStats, _Rows]:
         x, target, _, tiles, *_ = tokens
         x, weight = for_descriptor(x), self.head.weight
         weight_sum = weight.sum(0, dtype=torch.float32) if "mean_logits" in self.outputs else None
@@ -384,9 +384,7 @@ class StatisticsPass:
             self._hold_last(tiles, tiling)
         blocks = self._blocks(x.shape[0], tiles, tiling)
         rows, stats = _project(self.head, x, target, weight_sum, _scale(self.options), self.outputs, blocks, tiling)
-        self._rows = rows._replace(values=None)
-        self._entropy = stats.entropy
-        return stats
+        return stats, _Rows(rows._replace(values=None), stats.entropy)
 
     def _hold_last(self, tiles: Tiles, tiling: Tiling) -> None:
         """Allocate the last tile if the kernel's blocks can start there."""
@@ -410,34 +408,22 @@ class StatisticsPass:
                 blocks[i] = _Block(rows, part, (max(0, row - rows.start), col))
         return blocks
 
-    def pop_tensors(self) -> dict[str, Tensor | None]:
-        """Return, by name, what a later `backward` needs except exponentials, and hold it no longer."""
-        assert self._rows is not None
-        tensors = {**self._rows._asdict(), "entropy": self._entropy}
-        self._rows = self._entropy = None
-        return tensors
-
-    def restore(self, tensors: Mapping[str, Tensor | None]) -> None:
-        """Take the tensors of `pop_tensors` back."""
-        rows = dict(tensors)
-        self._entropy = rows.pop("entropy")
-        self._rows = Exponentials(**rows)  # type: ignore[arg-type]
-
-    def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
+    def backward(self, tokens: Tokens, memo: _Rows, gradients: dict[str, Tensor]) -> None:
         x, target, row_slice, tiles, *_ = tokens
-        assert self.grads is not None and self._rows is not None
+        rows, entropy = memo
+        assert self.sink is not None
         x, weight = for_descriptor(x), self.head.weight
         target = _rows_of(target, self.head)
         count = LiveCount.start(gradients) if self.skips_rows else None
-        gradients = self.grads.normalize(gradients, self._slopes)
-        factors = row_factors(self._rows, self._entropy, gradients, _scale(self.options), self.head.vocab_size)
+        gradients = self.sink.normalize(gradients, self._slopes)
+        factors = row_factors(rows, entropy, gradients, _scale(self.options), self.head.vocab_size)
         # With a gradient of the entropy, the last tile is projected again: log p + entropy cancels near certainty, and
         # from rounded exponentials its error was up to 3 times eager code's (docs/tuning.md).
         if factors.slope is not None:
             self._held = None
         last: Tensor | None = None  # the gradient of the held tile, before the host waits for the count of live rows
         if self._held is not None:
-            part, scale = tiles[-1].row_slice, self._rows.values_scale
+            part, scale = tiles[-1].row_slice, rows.values_scale
             scale = None if scale is None else along(scale, part)
             of_held = along(target, part), factors.at(part), scale, tiles[-1].vocab_slice.start
             last, self._held = grad_from_exponentials_(self._held, *of_held), None
@@ -447,7 +433,7 @@ class StatisticsPass:
             x, target, factors = x.index_select(0, live.rows), target[live.rows], factors.at(live.rows)
             tiles = live.tiles(tiles)
         index = None if live is None else live.rows
-        self.grads.open_chunk(self.head, x, row_slice, tiles, live=index)
+        self.sink.open_chunk(self.head, x, row_slice, tiles, live=index)
         if tiles:
             self.reserve(tiles)
         for tile in reversed(tiles):
@@ -463,8 +449,8 @@ class StatisticsPass:
                     _scale(self.options),
                     tile.vocab_slice.start,
                 )
-            self.grads.add(tile, dz)
-        self.grads.close_chunk()
+            self.sink.add(tile, dz)
+        self.sink.close_chunk()
 
     def _slopes(self) -> Slopes:
         return slopes_of_stats(self.options, self.head.vocab_size)

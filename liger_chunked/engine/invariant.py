@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.epilogue import for_descriptor, padded, tile_buffer
-from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.plan import Tokens
 from liger_chunked.engine.rows import joined
-from liger_chunked.kernels import ExactTarget, PartialStats, project_logits, row_stats, row_stats_are_exact
+from liger_chunked.engine.source import LogitsSource
+from liger_chunked.kernels import (
+    ExactTarget,
+    LogitsCotangents,
+    PartialStats,
+    project_logits,
+    row_stats,
+    row_stats_are_exact,
+)
 from liger_chunked.kernels.operands import along
 from liger_chunked.types import TokenStats
 
@@ -29,16 +36,16 @@ def _alike_tokens(tokens: Tokens) -> Tokens:
     return tokens._replace(x=_alike(tokens.x))
 
 
-class InvariantPass(HeadPass):
-    """A `HeadPass` on tiles of whole rows, whose product and reductions treat each row alike.
+class InvariantSource(LogitsSource):
+    """A `LogitsSource` on tiles of whole rows, whose product and reductions treat each row alike.
 
-    Where a step of `HeadPass` follows the batch, this does not:
+    Where a step of `LogitsSource` follows the batch, this does not:
 
         product      `project_logits` has one tile size and one order of sums; a matrix library picks them by rows
         statistics   one launch reduces whole rows, also if tiles are several
         variants     operands have one alignment and one stride for a row
 
-    The backward's products are those of `HeadPass`: gradients may depend on the batch.
+    The backward's products are those of `LogitsSource`: gradients may depend on the batch.
 
     Bytes: a tile of logits, whose rows are padded to a multiple of 16 bytes.
     """
@@ -47,11 +54,11 @@ class InvariantPass(HeadPass):
         rows = elements // self.columns
         self._buffer = tile_buffer(self.head.weight, rows * padded(self.columns), dtype=self.logits_dtype)
 
-    def statistics(self, tokens: Tokens) -> TokenStats:
+    def statistics(self, tokens: Tokens) -> tuple[TokenStats, LogitsCotangents]:
         return super().statistics(_alike_tokens(tokens))
 
-    def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
-        super().backward(_alike_tokens(tokens), gradients)
+    def backward(self, tokens: Tokens, memo: LogitsCotangents, gradients: dict[str, Tensor]) -> None:
+        super().backward(_alike_tokens(tokens), memo, gradients)
 
     def project(self, x: Tensor, tile: Tile, u: Tensor | None = None) -> Tensor:
         buffer, (rows, _), stride = self._buffer, tile, padded(self.columns)
@@ -80,3 +87,35 @@ class InvariantPass(HeadPass):
             found.append(row_stats(logits, _alike(along(target, rows)), *given))
         partial, stats = (joined(list(parts)) for parts in zip(*found, strict=True))
         return partial, stats, torch.cat(factors) if factors else None
+
+
+def _copy(x: Any, rows: slice) -> Any:
+    """Copy rows, unless None: products may depend on alignment and strides."""
+    return None if x is None else x[rows].clone(memory_format=torch.contiguous_format)
+
+
+class ByTokenSource(LogitsSource):
+    """A `LogitsSource` on tiles of one token and all columns.
+
+    Products and sums of several rows may add in an order that follows their number and place.
+    """
+
+    unrounds_at_once: ClassVar[bool] = False
+
+    def project(self, x: Tensor, tile: Tile, u: Tensor | None = None) -> Tensor:
+        return super().project(_copy(x, tile.row_slice), Tile(slice(0, 1), tile.vocab_slice), _copy(u, tile.row_slice))
+
+    def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
+        if not tokens.tiles:
+            return super()._unround(logps, tokens, partial)
+        factors = []
+        for rows, _ in tokens.tiles:
+            one = tokens._replace(
+                x=_copy(tokens.x, rows),
+                target=_copy(tokens.target, rows),
+                u=_copy(tokens.u, rows),
+                side={name: _copy(x, rows) for name, x in tokens.side.items()},
+            )
+            of_row = partial._replace(max=partial.max[rows], sum_exp=partial.sum_exp[rows])
+            factors.append(super()._unround(logps[rows], one, of_row))
+        return torch.cat(factors)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_chunked.device import current_stream, is_accelerator, is_capturing, is_on_gpu
-from liger_chunked.engine.adapter import apply_down
-from liger_chunked.engine.checks import check_same_temperature
-from liger_chunked.engine.known import assert_later
-from liger_chunked.engine.saved import savable, save, saved
+from liger_chunked.device import current_stream, is_accelerator
+from liger_chunked.engine.checks import check_same_temperature, refuse_capture
+from liger_chunked.engine.sink import Needs
+from liger_chunked.engine.step import Operands, differentiable, operands_of
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.kernels import LogitsCotangents, SortedRows, add_rows_
-from liger_chunked.kernels.backend import first_derivative
 from liger_chunked.kernels.kept import (
     Entries,
     KeptStats,
@@ -148,9 +148,6 @@ def _versions(kept: KeptIds) -> tuple[int, int]:
 
 
 def _layout_of(kept: KeptIds) -> _Layout:
-    if is_on_gpu(kept.ids) and is_capturing():
-        # Every replay sorts: the tensors may hold other ids by then. Until the first one, there is no order yet.
-        return _Layout(kept)
     layout = _LAYOUTS.get(kept)
     if layout is None or layout.versions != _versions(kept):  # changed in place: the order is that of other ids
         # The next call may have a backward, which cannot save tensors of inference mode.
@@ -163,17 +160,16 @@ def _layout_of(kept: KeptIds) -> _Layout:
     return layout
 
 
-def place(kept: KeptIds, target: Tensor, ignore_index: int, vocab_size: int, n_valid: int | None) -> Placed:
-    """Check kept ids, and find each target among those of its position.
+def place(kept: KeptIds, target: Tensor, ignore_index: int, vocab_size: int) -> Placed:
+    """Check kept ids, and find each target among those of its position. Waits for the device once.
 
     Args:
         target: (N,) int64, or `ignore_index`.
-        n_valid: how many positions have a target, if the host may not wait. The device then asserts what the host
-            would check, and that none of these has the whole vocabulary. None: the host waits once.
 
     Raises:
         ValueError: offsets or ids are no kept ids of these positions, or miss a target.
     """
+    refuse_capture(target, "kept")
     n, m, device = target.shape[0], kept.ids.shape[0], target.device
     if kept.positions != n:
         raise ValueError(
@@ -189,26 +185,14 @@ def place(kept: KeptIds, target: Tensor, ignore_index: int, vocab_size: int, n_v
     layout = _layout_of(kept)
     counts = layout.counts_and_facts.clone()
     read_ids, places = kept_places(layout.ids, layout.offsets, layout.tokens, target, ignore_index, counts)
-    if n_valid is None:
-        n_targets, n_whole, n_missing, *facts = counts.tolist()
-        _check_facts(facts, m, vocab_size)
-        if n_missing:
-            missing = (target != ignore_index) & layout.has_entries & (places < 0)
-            first_missing = int(missing.nonzero()[0])
-            raise ValueError(
-                f"kept has no id {int(target[first_missing])} at position {first_missing} of the flattened target, "
-                "which that token was sampled from: kept ids are those of the sampler, in the order of the target"
-            )
-    else:
-        n_targets, n_whole = n_valid, 0
-        _, any_whole, any_missing, ordered, repeated, low, high = counts.unbind()
-        fits = (ordered != 0) & (repeated == 0) & (any_whole == 0) & (any_missing == 0)
-        if m:
-            fits = fits & (low >= 0) & (high < vocab_size)
-        assert_later(
-            fits,
-            "kept must hold, at each position with a target, distinct ids of the vocabulary with the target among "
-            "them, and its offsets must rise from 0 to the number of ids",
+    n_targets, n_whole, n_missing, *facts = counts.tolist()
+    _check_facts(facts, m, vocab_size)
+    if n_missing:
+        missing = (target != ignore_index) & layout.has_entries & (places < 0)
+        first_missing = int(missing.nonzero()[0])
+        raise ValueError(
+            f"kept has no id {int(target[first_missing])} at position {first_missing} of the flattened target, "
+            "which that token was sampled from: kept ids are those of the sampler, in the order of the target"
         )
     entries = Entries(read_ids, layout.offsets, layout.tokens, places)
     return Placed(entries, layout.has_entries, n_targets - n_whole, n_whole, layout)
@@ -226,68 +210,53 @@ def _check_facts(facts: list[int], n_ids: int, vocab_size: int) -> None:
         raise ValueError("kept.ids must be distinct within a position")
 
 
-class _KeptTokenStats(torch.autograd.Function):
-    """`apply(input, weight, bias, u, up, entries, by_id, temperature, shard, options, outputs)`: outputs, (N,).
+@dataclass(frozen=True, eq=False)
+class _KeptRule:
+    """Statistics (N,) of kept ids, and their gradients.
 
-    `by_id` is the order of the entries if a matrix or the bias has a gradient, else None.
+    Attributes:
+        by_id: the order of the entries, if a matrix or the bias has a gradient. None: none has.
+        temperature: (N,).
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        u: Tensor | None,
-        up: Tensor | None,
-        entries: Entries,
-        by_id: ById | None,
-        temperature: Tensor | None,
-        shard: VocabShard | None,
-        options: LogitOptions,
-        outputs: tuple[str, ...],
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
+    entries: Entries
+    by_id: ById | None
+    temperature: Tensor | None
+    shard: VocabShard | None
+    options: LogitOptions
+    names: tuple[str, ...]
+
+    def forward(self, operands: Operands, needs: Needs, may_hold: bool) -> tuple[Sequence[Tensor], Any]:
+        input, weight, bias, u, up = operands
+        entries, shard = self.entries, self.shard
         own = _own_entries(entries, shard)
         z = kept_logits(_rows(input), _strided(weight), bias, own)
         if u is not None and up is not None:
             z = z + kept_logits(_rows(u), _strided(up), None, own)
         if shard is not None and z.numel():
             dist.all_reduce(z, group=shard.group)  # each entry is one rank's: the others add zeros
-        stats = kept_stats(z, entries, options, temperature)
-        ctx.shard, ctx.options, ctx.outputs = shard, options, outputs
-        inputs = {"input": input, "weight": weight, "bias": bias, "u": u, "up": up}
-        of_tokens = {"z": z, "max": stats.max, "sum_exp": stats.sum_exp, "entropy": stats.entropy}
-        of_caller = savable({"temperature": temperature, **entries._asdict()})
-        of_order = {} if by_id is None else savable(by_id._asdict())
-        save(ctx, inputs=inputs, tokens=of_tokens, caller=of_caller, order=of_order)
-        returned = _returned(stats, entries, outputs)
-        ctx.mark_non_differentiable(*[x for name, x in returned.items() if name in ("argmax", "is_top1")])
-        # Copies, because the backward reads the entropy.
-        return tuple(x.clone() if name == "entropy" else x for name, x in returned.items())
+        stats = kept_stats(z, entries, self.options, self.temperature)
+        memo = _Memo(z, LogitsCotangents(stats.max, stats.sum_exp, entropy_value=stats.entropy))
+        return list(_returned(stats, entries, self.names).values()), memo
 
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        if all(g is None for g in upstream):
-            return (None,) * 11
-        tensors: dict[str, dict[str, Any]] = saved(ctx)
-        input, weight, bias, u, up = tensors["inputs"].values()
-        z, largest, sum_exp, entropy = tensors["tokens"].values()
-        temperature, *of_entries = tensors["caller"].values()
-        entries, shard = Entries(*of_entries), ctx.shard
-        g = {name: g.to(z.dtype).contiguous() for name, g in zip(ctx.outputs, upstream, strict=True) if g is not None}
-        cotangents = LogitsCotangents(largest, sum_exp, **g, entropy_value=entropy, temperature=temperature)
-        needs = ctx.needs_input_grad
+    def backward(
+        self, operands: Operands, memo: _Memo, upstream: dict[str, Tensor], needs: Needs
+    ) -> tuple[Tensor | None, ...]:
+        input, weight, bias, u, up = operands
+        entries, shard, z = self.entries, self.shard, memo.z
+        g = {name: x.to(z.dtype).contiguous() for name, x in upstream.items()}
+        cotangents = memo.rows._replace(**g, temperature=self.temperature)
         weight_grad = None
-        if needs[1]:
+        if needs.weight:
             # First, because it keeps the device busy for longer than the host takes to launch the rest.
             weight_grad = torch.zeros_like(weight, memory_format=torch.contiguous_format)
-        dz = kept_logits_grad(z, entries, cotangents, ctx.options)
+        dz = kept_logits_grad(z, entries, cotangents, self.options)
         own = _own_entries(entries, shard)
-        by_id = _sorted(ById(**tensors["order"]), shard, dz) if tensors["order"] else None
+        by_id = None if self.by_id is None else _sorted(self.by_id, shard, dz)
         grads: list[Tensor | None] = [None] * 5
         for at_x, at_matrix, x, matrix in ((0, 1, input, weight), (3, 4, u, up)):
+            if x is None or matrix is None:
+                continue
             if needs[at_x]:
                 grads[at_x] = _input_gradient(x, dz, matrix, own, shard)
             if not needs[at_matrix]:
@@ -298,12 +267,17 @@ class _KeptTokenStats(torch.autograd.Function):
                 of_matrix = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
             grads[at_matrix] = of_matrix
             add_rows_(of_matrix, _rows(x), by_id)
-        if needs[2] and bias is not None:
+        if needs.bias and bias is not None:
             assert by_id is not None
             of_bias = torch.zeros(bias.shape[0], 1, dtype=z.dtype, device=z.device)
             add_rows_(of_bias, z.new_ones(entries.offsets.shape[0] - 1, 1), by_id)
-            grads[2] = of_bias[:, 0].to(bias.dtype)
-        return *grads, *(None,) * 6
+            grads[2] = of_bias[:, 0]
+        return tuple(grads)
+
+
+class _Memo(NamedTuple):
+    z: Tensor  # (M,) untransformed logits of the entries
+    rows: LogitsCotangents  # of tokens
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -360,10 +334,9 @@ def kept_token_stats(
 
     Sums are float32, or float64 for float64 inputs, of operands as they are: autocast rounds none.
     """
-    (weight, bias, up, shard), u = apply_down(head, input, dtype)
-    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (weight, bias, up))
+    operands = operands_of(head, input, dtype)
+    matrices = operands.weight, operands.bias, operands.up
+    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in matrices)
     by_id = placed.layout.by_id if trains else None
-    values = _KeptTokenStats.apply(
-        input, weight, bias, u, up, placed.entries, by_id, temperature, shard, options, outputs
-    )
-    return TokenStats(**dict(zip(outputs, values, strict=True)))
+    rule = _KeptRule(placed.entries, by_id, temperature, head.shard, options, outputs)
+    return TokenStats(**differentiable(rule, operands))

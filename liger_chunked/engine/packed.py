@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_chunked.engine.checks import refuse_capture
 from liger_chunked.engine.sequence import SequenceSplit
-from liger_chunked.kernels.survey import on_device
 from liger_chunked.types import LossHead, ProcessGroup, described
 
 
@@ -21,13 +21,11 @@ class Packing:
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, cu_seqlens: Any, n_rows: int, device: torch.device, waits: bool = True) -> Packing:
-        """Check `cu_seqlens`, and copy it to the host, where it must be already unless `waits`."""
+    def of(cls, cu_seqlens: Any, n_rows: int, device: torch.device) -> Packing:
+        """Check `cu_seqlens`, and copy it to the host."""
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
             got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
             raise TypeError(f"cu_seqlens must be an int32 or int64 tensor, got {got}")
-        if not waits and cu_seqlens.device.type != "cpu":
-            raise ValueError(f"cu_seqlens must be on the CPU with n_valid, got it on {cu_seqlens.device}")
         ends = cu_seqlens.tolist() if cu_seqlens.ndim == 1 else []
         lengths = tuple(stop - start for start, stop in itertools.pairwise(ends))
         if not ends or ends[0] != 0 or ends[-1] != n_rows or min(lengths, default=0) < 0:
@@ -40,7 +38,7 @@ class Packing:
                 f"cu_seqlens has as many sequences as input has rows, {n_rows}, and some are empty: values a token and "
                 "values a sequence would have one shape. Drop the empty ones"
             )
-        return cls(cu_seqlens.to(device, torch.int64) if waits else on_device(ends, device), lengths)
+        return cls(cu_seqlens.to(device, torch.int64), lengths)
 
     @functools.cached_property
     def rows(self) -> Tensor:
@@ -64,7 +62,6 @@ def sequences_of(
     cu_seqlens: Tensor | None,
     sequence_group: ProcessGroup | None,
     padded: str,
-    n_valid: Any = None,
 ) -> Sequences:
     """Check how hidden states hold sequences; return None for padded ones."""
     if cu_seqlens is None:
@@ -75,7 +72,8 @@ def sequences_of(
         raise ValueError(f"input must be (N, H), the rows of all sequences, with cu_seqlens, got {tuple(input.shape)}")
     if sequence_group is not None:
         raise ValueError("cu_seqlens and sequence_group are given: ranks can split padded sequences only")
-    return Packing.of(cu_seqlens, head.token_shape(input)[-1], input.device, n_valid is None)
+    refuse_capture(input, "cu_seqlens")
+    return Packing.of(cu_seqlens, head.token_shape(input)[-1], input.device)
 
 
 def whole(x: Tensor, sequences: Sequences, fill: float = 0) -> Tensor:

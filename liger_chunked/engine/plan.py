@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -62,6 +62,7 @@ class Plan:
         path: what computes statistics. A loss leaves `Path.EPILOGUE` for logits if its dW is rounded (`pass_of_loss`).
         outputs, differentiates: the statistics to compute, and those that the gradient may reach.
         class_weight: (V,) weights of `mean_logits`.
+        teacher_dtype: of a teacher's products.
         kept: the ids that statistics are of, if not all. `rows` then have each token's "position" among them.
         scattered: which rows each rank holds, if ranks split both vocabulary and hidden states.
         skips_rows: whether the backward of a chunk counts its rows with a gradient, and leaves the others out.
@@ -79,6 +80,7 @@ class Plan:
     differentiates: tuple[str, ...] = ()
     class_weight: Tensor | None = None
     shard: VocabShard | None = None
+    teacher_dtype: torch.dtype | None = None
     kept: Entries | None = None
     scattered: ScatteredRows | None = None
     skips_rows: bool = False
@@ -86,10 +88,10 @@ class Plan:
     def tokens(self, i: int, flat: Tensor, flat_u: Tensor | None) -> Tokens:
         """Return chunk `i` of flattened hidden states (N, H), and of an adapter's `u` (N, r)."""
         row_slice, target, side = self.chunks[i].row_slice, self.rows.target, self.rows.side
-        assert target is not None
+        # Without a target only a teacher's divergence is computed, which reads none.
         return Tokens(
             x=self.take(flat, row_slice),
-            target=target if len(self.chunks) == 1 else target[row_slice],
+            target=target if target is None or len(self.chunks) == 1 else target[row_slice],  # type: ignore[arg-type]
             row_slice=row_slice,
             tiles=self.tiles[i],
             u=None if flat_u is None else self.take(flat_u, row_slice),
@@ -112,22 +114,6 @@ class Plan:
             return lambda part: self.rows.take(flat, part).to(dtype)
         chunk, start = self.scattered.gather(flat, row_slice, dtype), row_slice.start
         return lambda part: along(chunk, slice(part.start - start, part.stop - start))
-
-    def tensors(self) -> dict[str, Tensor | None]:
-        """Return, by name, what a later backward reads of the plan."""
-        of_kept = {} if self.kept is None else {f"kept_{name}": x for name, x in self.kept._asdict().items()}
-        return {"class_weight": self.class_weight, **of_kept, **self.rows.tensors()}
-
-    def without_tensors(self) -> Plan:
-        """Return a plan that holds none of `tensors`; `with_tensors` gives them back."""
-        return replace(self, rows=self.rows.without_tensors(), class_weight=None, kept=None)
-
-    def with_tensors(self, tensors: Mapping[str, Tensor | None]) -> Plan:
-        of_rows = dict(tensors)
-        class_weight, kept = of_rows.pop("class_weight"), None
-        if "kept_ids" in of_rows:
-            kept = Entries(*[of_rows.pop(f"kept_{name}") for name in Entries._fields])  # type: ignore[arg-type]
-        return replace(self, class_weight=class_weight, kept=kept, rows=self.rows.with_tensors(of_rows))
 
     def of_rows(self, index: Tensor) -> Plan:
         """Return the plan of some rows (n,), in chunks of whole rows no longer than these, with tiles no longer."""

@@ -2,7 +2,6 @@
 
     rows = select_rows(target, "pair", ...)         the tokens that have a target
     rows = rows.with_side("temperature", x)         a tensor that travels with them
-    rows = rows.in_group_order()                    for a step of several chunks
 
     x = rows.take(hidden, chunk.row_slice)          (n, H), a chunk's hidden states
     v = rows.for_objective(statistics, chunk)       what the objective of the chunk's groups sees
@@ -17,6 +16,10 @@ A tensor of tokens has one of two layouts:
 
 The objective sees compact values of tokens (`TokenRows`), and dense ones of sequences and pairs (`GroupRows`). Where
 ranks split sequences, `rank_rows` has rows whose objective sees the values of all ranks.
+
+In the capture of a CUDA graph the host cannot know how many tokens count. `select_rows` then returns rows of all
+positions, with a mask: objectives see 0 at ignored tokens, whose gradients are 0. All products take these along, so
+their hidden states must be finite.
 """
 
 from __future__ import annotations
@@ -31,13 +34,14 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from liger_chunked.engine.checks import check_ids, host_may_sync
 from liger_chunked.engine.collectives import Values, mapped
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.known import Counts, host_may_sync, read_counts, trusted_counts
 from liger_chunked.engine.packed import Packing, Sequences
 from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.kernels import find_tokens, survey
 from liger_chunked.kernels.operands import along
+from liger_chunked.kernels.survey import Survey
 from liger_chunked.types import TokenStats
 
 Group = Literal["token", "sequence", "pair"]
@@ -51,6 +55,24 @@ def joined(parts: Sequence[Values]) -> Values:
     return parts[0]._make(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True))
 
 
+def at_least_1(count: int | Tensor, dtype: torch.dtype) -> int | Tensor:
+    """Return a count, at least 1; a tensor becomes one of `dtype`."""
+    return count.clamp(min=1).to(dtype) if isinstance(count, Tensor) else max(1, count)
+
+
+def hide_ignored(values: Values, counted: Tensor | None) -> Values:
+    """Return a NamedTuple of tensors (...) or (..., K) with 0 where `counted` (...) is False, and -1 in `argmax`."""
+    if counted is None:
+        return values
+
+    def hidden(name: str, x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        return torch.where(counted if x.ndim == counted.ndim else counted[..., None], x, -1 if name == "argmax" else 0)
+
+    return values._make(map(hidden, values._fields, values))
+
+
 def _placed(values: Tensor, index: Tensor, n_positions: int, fill: float = 0) -> Tensor:
     """Return (n_positions, ...): `values` (n, ...) at `index` (n,), and `fill` elsewhere."""
     placed = values.new_full((n_positions, *values.shape[1:]), fill)
@@ -62,14 +84,12 @@ class Groups(NamedTuple):
     """The sequences or pairs of a batch.
 
     Attributes:
-        token_counts: (B,) int64, the tokens of each sequence that count, in the target's order, on its device.
+        token_counts: (B,) int64, the tokens of each sequence that count, group by group, on the target's device.
         per_group: sequences of a group.
         host_counts: the tokens of each group, known to the host.
         cut_counts: the counts that decide where chunks end. If ranks split sequences, these are the counts of the rank
             that has most tokens of a group, because all ranks must cut after the same groups; else `host_counts`.
         shortest: the smallest of `lengths`.
-        stacked: whether tokens are in the target's order, all chosen sequences before all rejected ones. Chunks of
-            pairs need the two of a pair side by side (`Rows.in_group_order`).
     """
 
     token_counts: Tensor
@@ -77,12 +97,11 @@ class Groups(NamedTuple):
     host_counts: tuple[int, ...]
     cut_counts: tuple[int, ...]
     shortest: int
-    stacked: bool
 
     @property
     def lengths(self) -> Tensor:
         """(groups, sequences of a group): tokens that count."""
-        return self.token_counts.view(self.per_group, -1).t()
+        return self.token_counts.view(-1, self.per_group)
 
     @property
     def divisors(self) -> Tensor:
@@ -92,7 +111,7 @@ class Groups(NamedTuple):
     @property
     def batch_lengths(self) -> Tensor:
         """(2,) tokens of all chosen and of all rejected sequences, of pairs."""
-        return self.token_counts.view(self.per_group, -1).sum(1)
+        return self.lengths.sum(0)
 
 
 class Split(NamedTuple):
@@ -107,13 +126,12 @@ class Rows(abc.ABC):
     """The tokens that count, in the order in which a step computes them.
 
     Attributes:
-        n_valid: their number.
+        n_valid: their number; with `counted`, that of all positions.
         dense_shape: of dense values.
         target: (n_valid,) ids; None if the loss has none, and all tokens count.
-        target_mask: True at the tokens that count, in the target's order; None without a target.
+        mask: `dense_shape`, True at the tokens that count; None without a target.
         input_index: (n_valid,) each token's row of the flattened input; None: all rows, in order.
-        dense_index: (n_valid,) each token's place among the batch's flattened positions, which have the order of dense
-            values, or the target's while `Groups.stacked`; None: all places, in order.
+        dense_index: (n_valid,) each token's place among the flattened dense values; None: all places, in order.
         token_at: (N,) int32, of each row of the flattened input the number of its token in the order of the step, -1
             where none counts. None: unknown.
         side: by name, (n_valid, ...) inputs of tokens that travel with them, because the head reads them:
@@ -123,13 +141,14 @@ class Rows(abc.ABC):
         sequence_length: rows of a sequence of the input, or all rows of a packed one: ranks that split hidden states
             split these evenly.
         split: None unless ranks split sequences. All other fields then describe the whole batch.
-        host_may_sync: whether the host may wait for the device, because the caller has given no counts.
+        counted: (n_valid,) bool, True at the tokens that count, if the rows are all positions because the host does not
+            know which count (`select_rows`). `target` is then 0 at the others. None: all count.
     """
 
     n_valid: int
     dense_shape: tuple[int, ...]
     target: Tensor | None
-    target_mask: Tensor | None
+    mask: Tensor | None
     input_index: Tensor | None = None
     dense_index: Tensor | None = None
     token_at: Tensor | None = None
@@ -137,7 +156,7 @@ class Rows(abc.ABC):
     groups: Groups | None = None
     sequence_length: int = 1
     split: Split | None = None
-    host_may_sync: bool = False
+    counted: Tensor | None = None
 
     # Whether ranks exchange statistics.
     gathers_statistics: ClassVar[bool] = False
@@ -150,9 +169,24 @@ class Rows(abc.ABC):
         return math.prod(self.dense_shape)
 
     @property
-    def mask(self) -> Tensor | None:
-        """`dense_shape`, True at the tokens that count; None without a target."""
-        return None if self.target_mask is None else self.arrange(self.target_mask)
+    def n_counted(self) -> int | Tensor:
+        """The number of tokens that count; a tensor () int64 if the device alone knows it."""
+        return self.n_valid if self.counted is None else self.counted.sum()
+
+    def divisor(self, dtype: torch.dtype) -> int | Tensor:
+        """Return `n_counted`, at least 1; a tensor () of `dtype` if the device alone knows it."""
+        return at_least_1(self.n_counted, dtype)
+
+    def counted_in(self, chunk: Chunk) -> Tensor | None:
+        """Return `counted` of a chunk's rows."""
+        return None if self.counted is None else along(self.counted, chunk.row_slice)
+
+    def fill_ignored(self, x: Tensor, fill: float = 0) -> Tensor:
+        """Return `x` (n_positions, ...), flattened dense values, with `fill` at ignored tokens if rows hold those."""
+        if self.counted is None:
+            return x
+        assert self.mask is not None
+        return torch.where(self.mask.view(-1, *[1] * (x.ndim - 1)), x, fill)
 
     def take(self, input: Tensor, row_slice: slice) -> Tensor:
         """Return some tokens' rows of a flattened input (N, ...)."""
@@ -162,38 +196,12 @@ class Rows(abc.ABC):
 
     def with_side(self, name: str, values: Tensor) -> Self:
         """Add an input of tokens that travels with them. `values` (n_positions, ...) are in the target's order."""
-        side = {**self.side, name: values if self.dense_index is None else values[self.dense_index]}
+        dense = self.fill_ignored(self._by_group(values), 1 if name == "temperature" else 0)  # or anything is there
+        side = {**self.side, name: self.to_compact(dense)}
         split = self.split
         if split is not None:
             split = split._replace(local=split.local.with_side(name, split.ranks.local_positions(values)))
         return replace(self, side=side, split=split)
-
-    def tensors(self) -> dict[str, Tensor | None]:
-        """Return, by name, what a later backward reads: ids, indices and side inputs."""
-        indices = {"input_index": self.input_index, "dense_index": self.dense_index, "token_at": self.token_at}
-        return {"target": self.target, **indices, **self.side}
-
-    def without_tensors(self) -> Self:
-        """Return rows that hold none of `tensors`, nor the mask, which no backward reads."""
-        return replace(
-            self,
-            target=None,
-            target_mask=None,
-            input_index=None,
-            dense_index=None,
-            token_at=None,
-            side={},
-        )
-
-    def with_tensors(self, tensors: Mapping[str, Tensor | None]) -> Self:
-        """Return the rows of `without_tensors` with what `tensors` returned before."""
-        side = {name: x for name, x in tensors.items() if x is not None}
-        target, input_index, dense_index, token_at = (
-            side.pop(name, None) for name in ("target", "input_index", "dense_index", "token_at")
-        )
-        return replace(
-            self, target=target, input_index=input_index, dense_index=dense_index, token_at=token_at, side=side
-        )
 
     def reordered(self, order: Tensor) -> Self:
         """Return the tokens in another order. `order` (n_valid,) holds their places in this one."""
@@ -203,12 +211,13 @@ class Rows(abc.ABC):
             input_index=order if self.input_index is None else self.input_index[order],
             dense_index=order if self.dense_index is None else self.dense_index[order],
             token_at=None,
+            counted=None if self.counted is None else self.counted[order],
             side={name: x[order] for name, x in self.side.items()},
         )
 
-    def in_group_order(self) -> Rows:
-        """Return the tokens group by group, as chunks of several groups need them."""
-        return self
+    def _by_group(self, x: Tensor) -> Tensor:
+        """Return flattened dense values (n_positions, ...) from those of the target's positions."""
+        return x
 
     @abc.abstractmethod
     def arrange(self, x: Tensor) -> Tensor:
@@ -237,6 +246,10 @@ class Rows(abc.ABC):
     @abc.abstractmethod
     def to_dense(self, x: Tensor, fill: float = 0) -> Tensor:
         """Return dense values from compact ones (n_valid, ...)."""
+
+    def to_compact(self, x: Tensor) -> Tensor:
+        """Return compact values from dense ones of the batch's positions, flattened."""
+        return x if self.dense_index is None else x[self.dense_index]
 
     def stats_to_dense(self, stats: Mapping[str, Tensor | None]) -> TokenStats:
         """Return dense statistics from compact ones, by name; tokens that do not count have 0, and argmax -1."""
@@ -279,28 +292,8 @@ class GroupRows(Rows):
 
     groups: Groups = field(kw_only=True)  # never None
 
-    def in_group_order(self) -> GroupRows:
-        if not self.groups.stacked:
-            return self
-        device, dense_index = self.groups.token_counts.device, None
-        # The target's position at each place of the dense values: (i, s, t) comes from its sequence s * n_pairs + i.
-        order = self._unflatten(torch.arange(self.n_positions, device=device), self.dense_shape[0]).reshape(-1)
-        if self.dense_index is not None:
-            mask = self.mask
-            assert mask is not None
-            # As in `select_rows`, without a wait.
-            dense_index = torch.nonzero_static(mask.reshape(-1), size=self.n_valid).view(-1)
-            tokens = torch.arange(self.n_valid, device=device)
-            token_at = torch.empty_like(order).scatter_(0, self.dense_index, tokens)  # by the target's position
-            order = token_at[order[dense_index]]
-        return replace(self.reordered(order), dense_index=dense_index, groups=self.groups._replace(stacked=False))
-
-    def _unflatten(self, flat: Tensor, n_groups: int) -> Tensor:
-        """Return (n_groups, sequences of a group, T) from these groups' flattened values, in the order of tokens."""
-        _, sequences, length = self.dense_shape
-        if self.groups.stacked:
-            return flat.view(sequences, n_groups, length).transpose(0, 1)
-        return flat.view(n_groups, sequences, length)
+    def _by_group(self, x: Tensor) -> Tensor:
+        return self.arrange(x.unflatten(0, (-1, self.dense_shape[-1]))).flatten(0, 2)
 
     def _index_in_chunk(self, chunk: Chunk) -> Tensor | None:
         """Return (n,), the tokens' places among the flattened dense values of the chunk's groups. None: all places."""
@@ -313,16 +306,12 @@ class GroupRows(Rows):
         return x.unflatten(0, (self.dense_shape[1], -1)).transpose(0, 1)
 
     def for_objective(self, values: Values, chunk: Chunk) -> Values:
-        n_groups = chunk.group_slice.stop - chunk.group_slice.start
+        shape = chunk.group_slice.stop - chunk.group_slice.start, *self.dense_shape[1:]
         index = self._index_in_chunk(chunk)
-        if index is not None:
-            n_positions = n_groups * math.prod(self.dense_shape[1:])
-            values = mapped(lambda x: _placed(x, index, n_positions), values)
-        return values._make([None if x is None else self._unflatten(x, n_groups) for x in values])
+        return mapped(lambda x: (x if index is None else _placed(x, index, math.prod(shape))).view(shape), values)
 
     def from_objective(self, x: Tensor, chunk: Chunk) -> Tensor:
-        flat = (x.transpose(0, 1) if self.groups.stacked else x).reshape(-1)
-        index = self._index_in_chunk(chunk)
+        flat, index = x.reshape(-1), self._index_in_chunk(chunk)
         return (flat if index is None else flat.index_select(0, index)).contiguous()
 
     def group_index(self, chunk: Chunk) -> slice | Tensor:
@@ -334,7 +323,49 @@ class GroupRows(Rows):
     def to_dense(self, x: Tensor, fill: float = 0) -> Tensor:
         if self.dense_index is not None:
             x = _placed(x, self.dense_index, self.n_positions, fill)
-        return self._unflatten(x, self.dense_shape[0])
+        return x.view(self.dense_shape)
+
+
+def _masked_rows(target: Tensor, group: Group, ignore_index: int) -> Rows:
+    """Return all positions of a target, with ignored ones masked."""
+    mask, length = target != ignore_index, target.shape[-1]
+    ids, counted = target.where(mask, 0).view(-1), mask.view(-1)
+    if group == "token":
+        return TokenRows(target.numel(), counted.shape, ids, counted, counted=counted, sequence_length=length)
+    groups = _groups_of(mask.sum(1), [length] * target.shape[0], SEQUENCES_PER_GROUP[group])
+    groups = groups._replace(shortest=0)  # sequences may be empty
+    return _group_rows(target.numel(), ids, counted, None, None, groups, length, counted)
+
+
+def _group_rows(
+    n_tokens: int,
+    ids: Tensor,
+    mask: Tensor,
+    dense_index: Tensor | None,
+    token_at: Tensor | None,
+    groups: Groups,
+    length: int,
+    counted: Tensor | None = None,
+) -> GroupRows:
+    """Return rows of a target whose sequences are in the order of groups.
+
+    Args:
+        ids: (n_tokens,) at `dense_index`, or at all places.
+        mask, token_at: (B * T,), by place.
+        counted: see `Rows`.
+    """
+    n_groups, per_group, input_index = len(groups.host_counts), groups.per_group, dense_index
+    if n_groups > 1 < per_group:
+        # The input stacks all first sequences of groups, then all second ones.
+        places = torch.arange(mask.numel(), device=mask.device)
+        row = places.view(per_group, n_groups, length).transpose(0, 1).reshape(-1)
+        input_index = row if dense_index is None else row[dense_index]
+        token_at = None if token_at is None else token_at.view(n_groups, per_group, length).transpose(0, 1).reshape(-1)
+    mask = mask.view(n_groups, per_group, length)
+    return GroupRows(
+        n_tokens, tuple(mask.shape), ids, mask, input_index, dense_index, token_at,
+        groups=groups, sequence_length=length, counted=counted,
+    )  # fmt: skip
 
 
 def select_rows(
@@ -344,51 +375,62 @@ def select_rows(
     vocab_size: int,
     name: str = "target",
     sequences: Sequences = None,
-    n_valid: Counts = None,
 ) -> Rows:
-    """Return the tokens of a target that are not `ignore_index`. Waits for the device once, unless it has `n_valid`.
+    """Return the tokens of a target that are not `ignore_index`. Waits for the device once.
+
+    In the capture of a CUDA graph it returns all positions, with a mask, and neither waits nor checks ids.
 
     Args:
         target: (B, T) ids of whole sequences, padded, chosen before rejected ones; or (N,) if groups are tokens.
         group: what a chunk must not split.
         name: of the target, for messages.
         sequences: how the input holds these sequences, if not like the target.
-        n_valid: the number of tokens that count, or of those of each sequence, if the caller knows.
 
     Raises:
-        ValueError: an id is outside the vocabulary, or `n_valid` is wrong.
+        ValueError: an id is outside the vocabulary.
     """
-    given, target = target, target.contiguous()
-    ids, may_sync, length = target.view(-1), host_may_sync(target, n_valid), target.shape[-1]
-    # One kernel counts tokens and finds the smallest and the largest id, so that the host waits once at most. It keeps
-    # counts by sequence where groups or the caller's counts have them, else one for all.
-    by_sequence = group != "token" or isinstance(n_valid, tuple)
-    surveyed_target = target if by_sequence else ids.view(1, -1)
-    surveyed = survey(surveyed_target, ignore_index, may_sync)
-    if may_sync:
-        host_counts = read_counts(surveyed, ignore_index, vocab_size, name, n_valid)
-    else:
-        host_counts = trusted_counts(surveyed, n_valid, vocab_size, name)
+    given, per_group = target, SEQUENCES_PER_GROUP.get(group, 1)
+    if per_group > 1:  # one order for all that follows: group by group
+        target = target.unflatten(0, (per_group, len(target) // per_group)).transpose(0, 1).flatten(0, 1)
+    target = target.contiguous()
+    if not host_may_sync(target):
+        return _masked_rows(target, group, ignore_index)
+    ids, length = target.view(-1), target.shape[-1]
+    # One kernel counts tokens and finds the smallest and the largest id, so that the host waits once. It keeps counts
+    # by sequence where groups have them, else one for all.
+    surveyed_target = target if group != "token" else ids.view(1, -1)
+    surveyed = survey(surveyed_target, ignore_index)
+    host_counts = _read_counts(surveyed, ignore_index, vocab_size, name)
     n_tokens, mask, index, token_at = sum(host_counts), surveyed.mask, None, None
     if n_tokens != ids.numel():
         index, ids, token_at = find_tokens(surveyed_target, surveyed, ignore_index, n_tokens)
+    mask = mask.view(-1)
     if group == "token":
-        rows: Rows = TokenRows(
-            n_tokens, (target.numel(),), ids, mask, index, index, token_at,
-            sequence_length=length, host_may_sync=may_sync,
-        )  # fmt: skip
+        rows: Rows = TokenRows(n_tokens, mask.shape, ids, mask, index, index, token_at, sequence_length=length)
     else:
-        groups = _groups_of(_of_blocks(surveyed.summary[0]), host_counts, SEQUENCES_PER_GROUP[group])
-        dense_shape = len(groups.host_counts), groups.per_group, length
-        rows = GroupRows(
-            n_tokens, dense_shape, ids, mask, index, index, token_at,
-            groups=groups, sequence_length=length, host_may_sync=may_sync,
-        )  # fmt: skip
+        groups = _groups_of(_of_blocks(surveyed.summary[0]), host_counts, per_group)
+        rows = _group_rows(n_tokens, ids, mask, index, token_at, groups, length)
     if sequences is None:
         return rows
     if isinstance(sequences, Packing):
         return _packed(rows, sequences)
     return replace(rows, split=Split(_local(given, rows, sequences, group, ignore_index, vocab_size, name), sequences))
+
+
+def _read_counts(surveyed: Survey, ignore_index: int, vocab_size: int, name: str) -> list[int]:
+    """Wait for the counts of a target's tokens, one for each row of the survey, and check its ids.
+
+    Args:
+        name: of the target, for messages.
+
+    Raises:
+        ValueError: an id is outside the vocabulary.
+    """
+    counts, lows, highs = surveyed.read()
+    low, high = min(map(min, lows), default=0), max(map(max, highs), default=0)
+    if low < 0 or high >= vocab_size:
+        check_ids(name, low, high, vocab_size, ignore_index)
+    return list(map(sum, counts))  # of a row's blocks
 
 
 def _packed(rows: Rows, packing: Packing) -> Rows:
@@ -423,28 +465,23 @@ def _groups_of(token_counts: Tensor, sequence_counts: list[int], per_group: int)
     """Return the groups of counted sequences.
 
     Args:
-        token_counts: (B,), the tokens that count in each sequence.
+        token_counts: (B,), the tokens that count in each sequence, group by group.
         sequence_counts: the same B numbers.
         per_group: sequences of a group.
     """
-    n_groups = len(sequence_counts) // per_group
-    # A pair's sequences are `n_groups` apart.
-    host_counts = tuple([sum(sequence_counts[i::n_groups]) for i in range(n_groups)])
+    host_counts = tuple([sum(sequence_counts[i : i + per_group]) for i in range(0, len(sequence_counts), per_group)])
     return Groups(
         token_counts=token_counts,
         per_group=per_group,
         host_counts=host_counts,
         cut_counts=host_counts,
         shortest=min(sequence_counts, default=0),
-        stacked=per_group > 1 and n_groups > 1,
     )
 
 
-def all_rows(shape: Sequence[int], split: SequenceSplit | None = None, n_valid: int | None = None) -> Rows:
+def all_rows(shape: Sequence[int], split: SequenceSplit | None = None) -> Rows:
     """Return all tokens (B, T) or (N,) of a loss without a target; groups are tokens."""
     n, length = math.prod(shape), shape[-1]
-    if n_valid is not None and n_valid != n:
-        raise ValueError(f"n_valid must be {n}, all positions of input, without a target or mask, got {n_valid}")
     local = TokenRows(n, (n,), None, None, sequence_length=length)
     if split is None:
         return local

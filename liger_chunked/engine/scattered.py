@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_chunked.engine.checks import refuse_capture
 from liger_chunked.engine.collectives import gather_tensor
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.rows import Rows
@@ -93,6 +94,8 @@ def scatter_rows(rows: Rows, chunks: Sequence[Chunk], head: LossHead) -> tuple[R
     if shard is None or shard.input_grad != "reduce_scatter":
         return rows, None
     ranks, rank, device = shard.ranks, dist.get_rank(shard.group), head.weight.device
+    if rows.target is not None:
+        refuse_capture(rows.target, "input_grad='reduce_scatter' of vocab_shard")
     lengths = [chunk.length for chunk in chunks]
     if rows.groups is None:
         order, (of_batch,) = _by_rank(rows, [rows.n_valid], ranks, device)

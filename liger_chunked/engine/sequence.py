@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_chunked.engine.checks import refuse_capture
 from liger_chunked.engine.collectives import Values, gather, gather_tensor, mapped
 from liger_chunked.types import LossHead, described
 
@@ -39,6 +40,7 @@ class SequenceSplit:
         if group is None:
             return None
         check_group(group)
+        refuse_capture(input, "sequence_group")
         *batch, length = head.token_shape(input)
         mine = torch.tensor([math.prod(batch), length], device=input.device)
         sizes, lengths = zip(*gather_tensor(mine, group).tolist(), strict=True)

@@ -1,13 +1,16 @@
+"""`linear_token_stats`: statistics of tokens, whose gradients are computed in the backward."""
+
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_chunked.calls import entry_point
 from liger_chunked.engine import choose
-from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.candidates import check_candidates
 from liger_chunked.engine.checks import (
     check_projection,
@@ -16,28 +19,21 @@ from liger_chunked.engine.checks import (
     check_temperature_values,
     compute_dtype,
 )
-from liger_chunked.engine.epilogue import StatisticsPass
-from liger_chunked.engine.gradients import NOTHING_NEEDED, HeadGradients, Needs
-from liger_chunked.engine.head import HeadPass
-from liger_chunked.engine.hooks import hooks_active, outside_selective_checkpoints
 from liger_chunked.engine.kept import (
     check_kept,
     kept_token_stats,
     place,
 )
-from liger_chunked.engine.known import host_may_sync, token_count
 from liger_chunked.engine.plan import Plan, flattened
-from liger_chunked.engine.precision import gemms
-from liger_chunked.engine.rows import Rows, select_rows
-from liger_chunked.engine.saved import savable, save, saved
+from liger_chunked.engine.rows import Rows, hide_ignored, select_rows
+from liger_chunked.engine.saved import Unsaved
+from liger_chunked.engine.sink import Needs, Sink
+from liger_chunked.engine.step import Operands, differentiable, operands_of
+from liger_chunked.engine.surroundings import gemms
 from liger_chunked.kept_ids import KeptIds
-from liger_chunked.kernels.backend import first_derivative, graph_is_retained
 from liger_chunked.kernels.kept import Entries
-from liger_chunked.private import is_view
 from liger_chunked.types import (
-    DIFFERENTIABLE,
     OUTPUTS,
-    HeadTensors,
     LogitOptions,
     LossHead,
     TokenStats,
@@ -47,113 +43,52 @@ from liger_chunked.types import (
     shown,
 )
 
-StatsPass = HeadPass | StatisticsPass
 
+@dataclass(frozen=True, eq=False)
+class _StatisticsRule:
+    """The statistics of a plan of one chunk, dense, and their gradients."""
 
-def _statistics(
-    plan: Plan, head: HeadTensors, input: Tensor, u: Tensor | None, needs: Needs = NOTHING_NEEDED
-) -> tuple[StatsPass, TokenStats]:
-    head_pass = choose.pass_of_statistics(plan, head.for_products(plan.dtype), True in needs and not hooks_active())
-    with gemms(input.device, plan.dtype):
-        stats = head_pass.statistics(plan.tokens(0, *flattened(input, u)))
-    return head_pass, plan.rows.stats_to_dense({name: getattr(stats, name) for name in _returned(plan)})
+    plan: Plan
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        outputs = self.plan.outputs
+        return (*outputs, "candidate_logps") if "candidates" in self.plan.rows.side else outputs
 
-def _run_backward(
-    head_pass: StatsPass,
-    plan: Plan,
-    head: HeadTensors,
-    input: Tensor,
-    u: Tensor | None,
-    needs: Needs,
-    gradients: dict[str, Tensor],
-) -> tuple[Tensor | None, ...]:
-    flat, flat_u = flattened(input, u)
-    grads = head_pass.grads = HeadGradients(plan, flat, head, needs, flat_u)
-    if plan.rows.n_valid:
-        with gemms(input.device, plan.dtype):
-            head_pass.backward(plan.tokens(0, flat, flat_u), gradients)
-    head_pass.release()
-    return grads.finish()
+    def forward(self, operands: Operands, needs: Needs, may_hold: bool) -> tuple[Sequence[Tensor], Any]:
+        plan, holds = self.plan, may_hold and True in needs
+        head, flat = operands.head(plan), flattened(operands.input, operands.u)
+        source = choose.source_of_statistics(plan, head.for_products(plan.dtype), holds)
+        with gemms(operands.input.device, plan.dtype):
+            stats, memo = source.statistics(plan.tokens(0, *flat))
+        dense = plan.rows.stats_to_dense({name: getattr(stats, name) for name in self.names})
+        # The source holds the last tile of logits, for one backward.
+        return [getattr(dense, name) for name in self.names], _Memo(memo, Unsaved(source if holds else None))
 
-
-def _returned(plan: Plan) -> tuple[str, ...]:
-    return plan.outputs if "candidates" not in plan.rows.side else (*plan.outputs, "candidate_logps")
-
-
-class _LinearTokenStats(torch.autograd.Function):
-    """`apply(input, weight, bias, u, up, plan)`: the plan's fields of `TokenStats`.
-
-    All tensors that the backward reads are saved by autograd, which notices if the caller changes them, shows them to
-    hooks, and frees them with the graph. `ctx` keeps the plan without its tensors. Without hooks it keeps the pass too,
-    for the last tile's logits.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        u: Tensor | None,
-        up: Tensor | None,
-        plan: Plan,
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        needs = Needs(*ctx.needs_input_grad[:5])
-        with outside_selective_checkpoints():
-            head_pass, dense = _statistics(plan, HeadTensors(weight, bias, up, plan.shard), input, u, needs)
-        of_pass = head_pass.pop_tensors()
-        inputs = {"input": input, "weight": weight, "bias": bias, "u": u, "up": up}
-        save(ctx, inputs=inputs, head_pass=of_pass, plan=savable(plan.tensors()))
-        # The pass holds the last tile of logits, which hooks on saved tensors, as of a checkpoint, do not see. Under
-        # hooks the backward projects it again.
-        ctx.head_pass = None if hooks_active() else head_pass
-        ctx.plan = plan.without_tensors()
-        # Copies of views, on which autograd refuses `logps *= mask`, and of what the backward reads.
-        read_later = {id(x) for x in of_pass.values()}
-        returned = {name: getattr(dense, name) for name in _returned(plan)}
-        for name, x in returned.items():
-            if is_view(x) or id(x) in read_later:
-                returned[name] = x.clone()
-        # A gradient of candidates reaches the backward, which refuses it: otherwise it would be lost without a word.
-        differentiable = (*DIFFERENTIABLE, "candidate_logps")
-        ctx.mark_non_differentiable(*[x for name, x in returned.items() if name not in differentiable])
-        return tuple(returned.values())
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        if all(g is None for g in upstream):
-            ctx.head_pass = None
-            return (None,) * 6
-        tensors = saved(ctx)
-        inputs, plan = tensors["inputs"], ctx.plan.with_tensors(tensors["plan"])
-        input, weight, bias, u, up = inputs.values()
-        assert input is not None and weight is not None
-        rows, head = plan.rows, HeadTensors(weight, bias, up, plan.shard)
-        head_pass, ctx.head_pass = ctx.head_pass, None  # the last tile serves one backward
-        if head_pass is None:
-            head_pass = choose.pass_of_statistics(plan, head.for_products(plan.dtype))
-        head_pass.restore(tensors["head_pass"])
-        if not graph_is_retained():
-            ctx.plan = None  # else the results hold what is left of it, such as the order of scattered rows
-
-        def compact(g: Tensor) -> Tensor:
-            g = g.reshape(-1)
-            g = g if rows.dense_index is None else g[rows.dense_index]
-            return g.to(accumulation_dtype(plan.dtype)).contiguous()
-
-        named = {name: g for name, g in zip(_returned(plan), upstream, strict=True) if g is not None}
-        if "candidate_logps" in named:
+    def backward(
+        self, operands: Operands, memo: _Memo, upstream: dict[str, Tensor], needs: Needs
+    ) -> tuple[Tensor | None, ...]:
+        if "candidate_logps" in upstream:
             raise RuntimeError(
                 "candidate_logps have no gradient: .detach() them, or, for a student's loss over a teacher's top k, "
                 "pass teacher_ids and teacher_logps to a distillation loss"
             )
-        gradients = {name: compact(g) for name, g in named.items()}
-        grads = _run_backward(head_pass, plan, head, input, u, Needs(*ctx.needs_input_grad[:5]), gradients)
-        pairs = zip(grads, inputs.values(), strict=True)
-        return *(None if g is None or x is None else g.view(x.shape).to(x.dtype) for g, x in pairs), None
+        plan, rows = self.plan, self.plan.rows
+        head, (flat, flat_u) = operands.head(plan), flattened(operands.input, operands.u)
+        source = memo.held.take() or choose.source_of_statistics(plan, head.for_products(plan.dtype))
+        sink = source.sink = Sink(plan, flat, head, needs, flat_u)
+        if rows.n_valid:
+            dtype = accumulation_dtype(plan.dtype)
+            gradients = {name: rows.to_compact(g.reshape(-1)).to(dtype).contiguous() for name, g in upstream.items()}
+            with gemms(flat.device, plan.dtype):
+                source.backward(plan.tokens(0, flat, flat_u), memo.of_source, gradients)
+        source.release()
+        return sink.finish()
+
+
+class _Memo(NamedTuple):
+    of_source: Any
+    held: Unsaved
 
 
 def token_stats(
@@ -172,12 +107,11 @@ def token_stats(
         kept: the ids that statistics are of, by products of whole rows, see `choose.for_kept`. None: all ids.
     """
     dtype = compute_dtype(head, input)
-    tensors, u = apply_down(head, input, dtype)
-    given = (input, tensors.weight, tensors.bias, u, tensors.up)
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    operands = operands_of(head, input, dtype)
     if kept is not None:
         plan = choose.for_kept(head, rows, dtype, kept, outputs, options)
     else:
+        needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
         plan = choose.for_statistics(
             head,
             rows,
@@ -188,10 +122,8 @@ def token_stats(
             needs_grad=needs_grad,
             batch_invariant=batch_invariant,
         )
-    if not needs_grad:
-        return _statistics(plan, tensors, input, u)[1]
-    values = _LinearTokenStats.apply(*given, plan)
-    return TokenStats(**dict(zip(_returned(plan), values, strict=True)))
+    stats = TokenStats(**differentiable(_StatisticsRule(plan), operands))
+    return hide_ignored(stats, None if rows.counted is None else rows.mask)
 
 
 def stats_of_kept(
@@ -203,7 +135,6 @@ def stats_of_kept(
     options: LogitOptions,
     temperature: Tensor | None = None,
     *,
-    n_valid: int | None = None,
     batch_invariant: bool = False,
     by_products: bool | None = None,
 ) -> TokenStats:
@@ -215,17 +146,16 @@ def stats_of_kept(
     Args:
         target: (N,) or (B, T) int64.
         temperature: float32 like `target`, instead of that of `options`, which is then 1.
-        n_valid: as in `place`.
         by_products: whether kept ids take products of whole rows. None: chosen by their number.
     """
     flat, dtype = target.reshape(-1), compute_dtype(head, input)
-    placed = place(kept, flat, options.ignore_index, head.vocab_size, n_valid)
+    placed = place(kept, flat, options.ignore_index, head.vocab_size)
     flat_temperature = None if temperature is None else temperature.reshape(-1).contiguous()
 
-    def of_part(ignored: Tensor, count: int | None, **given: Any) -> TokenStats:
+    def of_part(ignored: Tensor, **given: Any) -> TokenStats:
         """Return statistics of the tokens that are left, by products."""
         part = flat.masked_fill(ignored, options.ignore_index).view(target.shape)
-        rows = select_rows(part, "token", options.ignore_index, head.vocab_size, n_valid=count)
+        rows = select_rows(part, "token", options.ignore_index, head.vocab_size)
         if flat_temperature is not None:
             rows = rows.with_side("temperature", flat_temperature)
         if "kept" in given:
@@ -236,13 +166,12 @@ def stats_of_kept(
     if by_products is None:
         by_products = not batch_invariant and choose.kept_ids_take_products(n_ids, placed.n_kept, head, dtype)
     if by_products:
-        found = of_part(~placed.has_entries, placed.n_kept, kept=placed.entries)
+        found = of_part(~placed.has_entries, kept=placed.entries)
     else:
         found = kept_token_stats(head, input, placed, outputs, options, flat_temperature, dtype)
     if not placed.n_whole:
         return found
-    # Without a count from the caller the host reads the range of these targets, to name one outside the vocabulary.
-    others = of_part(placed.has_entries, None if n_valid is None else placed.n_whole, batch_invariant=batch_invariant)
+    others = of_part(placed.has_entries, batch_invariant=batch_invariant)
     pairs, is_kept = zip(found, others, strict=True), placed.has_entries
     return TokenStats(*(None if a is None or b is None else a.where(is_kept, b.reshape(-1)) for a, b in pairs))
 
@@ -263,7 +192,6 @@ def linear_token_stats(
     ignore_index: int = -100,
     logits_budget: int | float | str | None = None,
     logits_dtype: torch.dtype | None = None,
-    n_valid: int | None = None,
     deterministic: Literal["batch"] | None = None,
     vocab_shard: VocabShard | None = None,
 ) -> TokenStats:
@@ -274,7 +202,7 @@ def linear_token_stats(
 
     The transform is `softcap * tanh(logit_scale * z / softcap) / temperature`, or without a softcap
     `logit_scale * z / temperature`. Takes three matrix products, or at most four if logits exceed `logits_budget`: the
-    backward recomputes them. Tokens without a gradient take no part in a large backward, unless `n_valid` is given.
+    backward recomputes them. Tokens without a gradient take no part in a large backward.
 
     Args:
         weight: (V, H), the head's matrix, such as `lm_head.weight`, or an `AdaptedWeight`.
@@ -301,14 +229,12 @@ def linear_token_stats(
         kept: the ids that a sampler kept of each position, see `KeptIds`: statistics of the softmax over these, after
             the temperature. Only their rows of the head are read, unless lists are long ("Kept ids" in
             `docs/tuning.md`): then three products are taken, within `logits_budget`. Not with "mean_logits",
-            "log_sum_sq_probs", `candidates`, or `input_grad="reduce_scatter"` of `vocab_shard`. With
-            `n_valid`, no position with a target may have the whole vocabulary. None: all ids.
+            "log_sum_sq_probs", `candidates`, `input_grad="reduce_scatter"` of `vocab_shard`, or in the capture of a
+            CUDA graph. None: all ids.
         ignore_index: the target, -100 by default, of tokens that are skipped.
         logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: automatic.
         logits_dtype: torch.float32 keeps the float32 sums of 16-bit products; logits and their rounded gradient then
             take 6 bytes instead of 2. None: the sums are rounded to the products' dtype.
-        n_valid: the number of tokens that have a target, so that the host does not wait; the device asserts it and the
-            range of targets ("Without waiting" in `docs/how-it-works.md`). None: the host reads it from the device.
         deterministic: "batch" gives a token's values, not gradients, the same bits in any batch, place and budget.
             On a GPU it needs Hopper, bfloat16 or float16, a contiguous weight with H a multiple of 8, and no adapter
             ("The same bits in any batch" in `docs/numerics.md`). It excludes `vocab_shard`. None: results are
@@ -354,30 +280,25 @@ def linear_token_stats(
     check_target(target, input, head=head)
     if per_token is not None:
         check_temperature(per_token, target)
-    if n_valid is not None:
-        n_valid = token_count(n_valid, target.numel(), shard=vocab_shard)
     if kept is not None:
         of_all = None if per_token is not None else options.temperature
         check_kept(kept, head, outputs, of_all)
         if candidates is not None:
             raise ValueError("kept says which ids count, got candidates as well")
-        if n_valid is not None:
-            # Asserts the count. Without one nothing is selected, for which the host would wait: targets are among ids.
-            select_rows(target.long(), "token", ignore_index, head.vocab_size, n_valid=n_valid)
         if per_token is not None:
             ignored, drawn_at = target == ignore_index, kept.temperature
-            check_temperature_values(per_token.masked_fill(ignored, drawn_at or 1.0), n_valid, drawn_at)
+            check_temperature_values(per_token.masked_fill(ignored, drawn_at or 1.0), drawn_at)
         stats = stats_of_kept(
             head, input, target.long(), kept, outputs, options, per_token,
-            n_valid=None if host_may_sync(target, n_valid) else n_valid, batch_invariant=deterministic is not None,
+            batch_invariant=deterministic is not None,
         )  # fmt: skip
         return TokenStats(*(None if x is None else x.view(target.shape) for x in stats))
-    rows = select_rows(target.long(), "token", ignore_index, head.vocab_size, n_valid=n_valid)
+    rows = select_rows(target.long(), "token", ignore_index, head.vocab_size)
     if per_token is not None:
         rows = rows.with_side("temperature", per_token.reshape(-1))
-        check_temperature_values(rows.side["temperature"], n_valid)
+        check_temperature_values(rows.side["temperature"])
     if candidates is not None:
-        rows = rows.with_side("candidates", check_candidates(candidates, target, head.vocab_size, n_valid))
+        rows = rows.with_side("candidates", check_candidates(candidates, target, head.vocab_size))
     batch_invariant = deterministic is not None
     stats = token_stats(head, input, rows, outputs, options, batch_invariant=batch_invariant)
     if target.ndim == 1:

@@ -1,1 +1,1 @@
-"""Adapters for training frameworks."""
+"""Integrations: Hugging Face models, TRL, and training frameworks."""

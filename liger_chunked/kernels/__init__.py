@@ -32,7 +32,7 @@ from liger_chunked.kernels.projection import Exponentials, project_exp, project_
 from liger_chunked.kernels.projection_grad import RowFactors, grad_from_exponentials_, project_grad, row_factors
 from liger_chunked.kernels.projection_logits import project_logits
 from liger_chunked.kernels.scale import scale_
-from liger_chunked.kernels.survey import assert_counts, counts_match, find_tokens, survey, survey_top_k
+from liger_chunked.kernels.survey import find_tokens, survey, survey_top_k
 from liger_chunked.kernels.target_logit import unround_logps_
 from liger_chunked.kernels.target_rows import (
     RowScales,
@@ -51,8 +51,6 @@ __all__ = [
     "SortedRows",
     "add_rows_",
     "add_target_rows_of_weight",
-    "assert_counts",
-    "counts_match",
     "divergence_grad_",
     "divergence_stats",
     "find_tokens",

@@ -71,9 +71,7 @@ REACH = 30.0 if tl is None else tl.constexpr(30.0)
 
 
 # Differ from batch to batch, or from chunk to chunk: Triton compiles one variant for all values.
-UNSPECIALIZED = (
-    "n_tokens", "n_valid", "low_bits", "high_bits",
-)  # fmt: skip
+UNSPECIALIZED = ("n_tokens",)
 
 
 def jit(function: Callable[..., Any]) -> Any:

@@ -80,8 +80,6 @@ class Kernel:
       variants for 1 and for multiples of 16, but not of numbers named in `UNSPECIALIZED`. Floats are rounded to
       float32, except those annotated as `tl.float64`, of which there are no variants either.
 
-    `Kernel(function, asserts=True)` compiles its `tl.device_assert`, which others leave out.
-
     Equal dtypes and numbers except these, with 16-byte aligned tensors, share a variant. Cached launches use
     Triton's private interface, after a check in the second launch. Otherwise, or with a hook or
     `triton.knobs.runtime.debug`, Triton launches.
@@ -89,10 +87,8 @@ class Kernel:
 
     _is_proven = False
 
-    def __init__(self, function: Callable[..., Any], asserts: bool = False) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self.kernel = jit(function)
-        # Triton compiles assertions for `debug` alone, and would add some of its own against overflowing integers.
-        self._asserting = {"debug": True, "sanitize_overflow": False} if asserts and not INTERPRETED else {}
         self.variants: dict[Any, _Variant] = {}
         self._unproven: dict[Any, tuple[_Variant, Any]] = {}
         self._remembers = _REMEMBERS
@@ -269,8 +265,8 @@ class Kernel:
                 raise ValueError(f"{name} has no memory that a kernel could read: {described(x)}")
             if not _readable(x, strided):
                 raise ValueError(f"{name} has strides {x.stride()}, which the kernel does not support")
-        options = {**_options(num_warps, num_stages), **self._asserting}
-        return self.kernel[grid](*self._in_order((*tensors, *numbers, *descriptors)), **options)
+        arguments = self._in_order((*tensors, *numbers, *descriptors))
+        return self.kernel[grid](*arguments, **_options(num_warps, num_stages))
 
     def compile(
         self,
@@ -283,7 +279,7 @@ class Kernel:
     ) -> Any:
         """Return Triton's compiled variant of a collected launch on aligned tensors, for the active target."""
         arguments = self._in_order((*dtypes, *numbers, *descriptors))
-        return self.kernel.warmup(*arguments, grid=grid, **_options(num_warps, num_stages), **self._asserting)
+        return self.kernel.warmup(*arguments, grid=grid, **_options(num_warps, num_stages))
 
 
 def _without_values(call: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -49,8 +49,10 @@ class LogitsCotangents(NamedTuple):
     temperature: Tensor | None = None  # as in `logits_stats`
 
     def at(self, rows: slice | Tensor | tuple[slice | Tensor, None]) -> LogitsCotangents:
-        optional = (None if field is None else field[rows] for field in self[2:])
-        return LogitsCotangents(self.max[rows], self.sum_exp[rows], *optional)
+        fields: list[Tensor | None] = []
+        for field in self:
+            fields.append(None if field is None else field[rows])
+        return LogitsCotangents._make(fields)
 
 
 def slopes_of_stats(

@@ -5,8 +5,6 @@ Bytes: a survey reads each target once and writes a mask; `find_tokens` reads th
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,14 +15,14 @@ from liger_chunked.device import current_stream, is_on_gpu
 from liger_chunked.kernels.backend import block_size, jit, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning import TUNING
-from liger_chunked.kernels.tuning.generic import AGREES, COUNTED_BLOCKS
-from liger_chunked.private import assert_async, foreach_add_
+from liger_chunked.kernels.tuning.generic import COUNTED_BLOCKS
+from liger_chunked.private import foreach_add_
 
 
 class Survey(NamedTuple):
     mask: Tensor  # (R, C) bool
     summary: Tensor  # (3, R, blocks) int64: valid tokens, lowest target, highest
-    on_host: Tensor | None = None  # pinned, if on a GPU and to be read
+    on_host: Tensor | None = None  # the same, pinned, if on a GPU
 
     def read(self) -> list[list[list[int]]]:
         if self.on_host is None:
@@ -57,7 +55,7 @@ def _survey_kernel(target_ptr, mask_ptr, summary_ptr, on_host_ptr, n_tokens, ign
         _store_summary(on_host_ptr + block, n_blocks, count, lowest, highest)
 
 
-def _survey_triton(target: Tensor, ignore_index: int, to_read: bool) -> Survey:
+def _survey_triton(target: Tensor, ignore_index: int) -> Survey:
     n_rows, n_cols = target.shape
     mask = torch.empty_like(target, dtype=torch.bool)
     most, num_warps = TUNING[target.device].survey
@@ -67,7 +65,7 @@ def _survey_triton(target: Tensor, ignore_index: int, to_read: bool) -> Survey:
     # The kernel writes to the host's memory: a copy would take half of the 80 µs between launch and answer
     # (docs/tuning.md).
     on_host = None
-    if to_read and is_on_gpu(target):
+    if is_on_gpu(target):
         on_host = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True)
     _survey_kernel((n_rows, shape[2], 1), (target, mask, summary, on_host), (n_cols, ignore_index, block), num_warps)
     return Survey(mask, summary, on_host)
@@ -79,12 +77,12 @@ def _survey_torch(target: Tensor, ignore_index: int) -> Survey:
     return Survey(mask, torch.stack([mask.sum(1), low, high])[..., None])
 
 
-def survey(target: Tensor, ignore_index: int, to_read: bool = True) -> Survey:
+def survey(target: Tensor, ignore_index: int) -> Survey:
     """Survey a target, (R, C) int64 contiguous; ignored tokens count as 0."""
     if not target.numel():
         return Survey(torch.empty_like(target, dtype=torch.bool), target.new_zeros(3, target.shape[0], 1))
     if use_triton(target):
-        return _survey_triton(target, ignore_index, to_read)
+        return _survey_triton(target, ignore_index)
     return _survey_torch(target, ignore_index)
 
 
@@ -115,11 +113,10 @@ def _sum_counts(counts_ptr, start, stop, BLOCK: tl.constexpr):
 
 @Kernel
 def _find_tokens_kernel(
-    target_ptr, counts_ptr, places_ptr, ids_ptr, token_at_ptr, n_tokens, n_valid, ignore_index,
+    target_ptr, counts_ptr, places_ptr, ids_ptr, token_at_ptr, n_tokens, ignore_index,
     BLOCK: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    n_blocks = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     block = row * tl.num_programs(1) + part
     cols = part * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_tokens
@@ -128,17 +125,10 @@ def _find_tokens_kernel(
     valid = target != ignore_index
     first = _sum_counts(counts_ptr, 0, block, COUNTS)  # of the block's tokens
     of_block = tl.cumsum(valid.to(tl.int32), axis=0) - 1
-    # A caller's `n_valid` may be wrong, which the device asserts elsewhere: nothing is written beyond.
-    counted = valid & (of_block < n_valid - first)
-    tl.store(places_ptr + first + of_block, row * n_tokens + cols, mask=counted)
-    tl.store(ids_ptr + first + of_block, target, mask=counted)
+    tl.store(places_ptr + first + of_block, row * n_tokens + cols, mask=valid)
+    tl.store(ids_ptr + first + of_block, target, mask=valid)
     token_at_ptr += row * n_tokens
-    tl.store(token_at_ptr + cols, tl.where(counted, first.to(tl.int32) + of_block, -1), mask=inside)
-    if block == n_blocks - 1:  # too large an `n_valid` leaves no entry uninitialised
-        for start in range(first + tl.sum(valid.to(tl.int32), axis=0), n_valid, BLOCK):
-            rest = start + tl.arange(0, BLOCK)
-            tl.store(places_ptr + rest, tl.zeros_like(rest), mask=rest < n_valid)
-            tl.store(ids_ptr + rest, tl.zeros_like(rest), mask=rest < n_valid)
+    tl.store(token_at_ptr + cols, tl.where(valid, first.to(tl.int32) + of_block, -1), mask=inside)
 
 
 def find_tokens(target: Tensor, surveyed: Survey, ignore_index: int, n_valid: int) -> Found:
@@ -152,7 +142,7 @@ def find_tokens(target: Tensor, surveyed: Survey, ignore_index: int, n_valid: in
     places, ids = (torch.empty(n_valid, dtype=torch.int64, device=target.device) for _ in range(2))
     token_at = torch.empty(target.numel(), dtype=torch.int32, device=target.device)
     tensors = target, surveyed.summary, places, ids, token_at
-    numbers = n_cols, n_valid, ignore_index, block, COUNTED_BLOCKS
+    numbers = n_cols, ignore_index, block, COUNTED_BLOCKS
     _find_tokens_kernel((n_rows, -(-n_cols // block), 1), tensors, numbers, num_warps)
     return Found(places, ids, token_at)
 
@@ -163,104 +153,6 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     if numbers:
         foreach_add_(found.unbind(), numbers)
     return found
-
-
-# Counts of rows reach the kernel as a checksum, two numbers: as a tensor they would take two launches and more. Of
-# other lists of counts, one in 2^62 has the same.
-_FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd, with bits set at random
-_FIRST_FACTOR, _SECOND_FACTOR = _FACTORS if tl is None else map(tl.constexpr, _FACTORS)
-_MASK_64, _MASK_31 = (1 << 64) - 1, (1 << 31) - 1
-
-
-@functools.lru_cache(maxsize=8)
-def _weights(n_rows: int) -> tuple[int, ...]:
-    """Return what each row's count is multiplied by, 64 bits each."""
-    found = []
-    for row in range(1, n_rows + 1):
-        x = row * _FACTORS[0] & _MASK_64
-        x = (x ^ x >> 32) * _FACTORS[1] & _MASK_64
-        found.append(x ^ x >> 29)
-    return tuple(found)
-
-
-def _checksum(counts: Sequence[int]) -> tuple[int, int]:
-    """Return the lower two times 31 bits of the weighted sum of the rows' counts."""
-    total = sum(map(operator.mul, counts, _weights(len(counts))))
-    return total & _MASK_31, total >> 31 & _MASK_31
-
-
-@functools.partial(Kernel, asserts=True)
-def _counts_match_kernel(
-    summary_ptr, match_ptr, n_rows, n_blocks, low_bits, high_bits, vocab_size, OF_ROWS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    within = tl.full((ROWS, BLOCKS), 1, tl.int32)
-    total = tl.zeros([ROWS], tl.uint64)
-    for first in range(0, n_rows, ROWS):
-        rows = first + tl.arange(0, ROWS)
-        counts = tl.zeros([ROWS], tl.int64)
-        for start in range(0, n_blocks, BLOCKS):
-            blocks = start + tl.arange(0, BLOCKS)
-            inside = (rows < n_rows)[:, None] & (blocks < n_blocks)[None, :]
-            places = summary_ptr + rows[:, None] * n_blocks + blocks[None, :]
-            counts += tl.sum(tl.load(places, mask=inside, other=0), axis=1)
-            lowest = tl.load(places + n_rows * n_blocks, mask=inside, other=0)
-            highest = tl.load(places + 2 * n_rows * n_blocks, mask=inside, other=0)
-            within &= ((lowest >= 0) & (highest < vocab_size)).to(tl.int32)
-        weighted = counts.to(tl.uint64)
-        if OF_ROWS:  # as in `_weights`
-            weight = (rows + 1).to(tl.uint64) * tl.full([], _FIRST_FACTOR, tl.uint64)
-            weight = (weight ^ (weight >> 32)) * tl.full([], _SECOND_FACTOR, tl.uint64)
-            weighted *= weight ^ (weight >> 29)
-        total += weighted
-    checksum = tl.sum(total, axis=0).to(tl.int64)
-    same = ((checksum & 0x7FFFFFFF) == low_bits) & (((checksum >> 31) & 0x7FFFFFFF) == high_bits)
-    match = (tl.min(tl.min(within, axis=1), axis=0) != 0) & same
-    if match_ptr is not None:
-        tl.store(match_ptr, match)
-    else:
-        tl.device_assert(
-            match,
-            "targets must be ignore_index or indices into the vocabulary, and n_valid must count those that are not "
-            "ignore_index",
-        )
-
-
-def _compare(summary: Tensor, counts: Sequence[int] | int, vocab_size: int, match: Tensor | None) -> None:
-    _, n_rows, n_blocks = summary.shape
-    of_rows = not isinstance(counts, int)
-    expected = (counts & _MASK_31, counts >> 31) if isinstance(counts, int) else _checksum(counts)
-    numbers = n_rows, n_blocks, *expected, vocab_size, of_rows, *AGREES
-    _counts_match_kernel((1, 1, 1), (summary, match), numbers, num_warps=4)
-
-
-def counts_match(summary: Tensor, counts: Sequence[int] | int, vocab_size: int) -> Tensor:
-    """Return, as a bool () on the device, whether targets are below `vocab_size`, and there are `counts` of them.
-
-    `counts` are the valid tokens of each of R rows, or of all rows.
-    """
-    if summary.numel() and use_triton(summary):
-        found = torch.empty((), dtype=torch.bool, device=summary.device)
-        _compare(summary, counts, vocab_size, found)
-        return found
-    within = (summary[1] >= 0) & (summary[2] < vocab_size)
-    if isinstance(counts, int):
-        same = summary[0].sum() == counts
-    else:
-        same = summary[0].sum(1) == on_device(counts, summary.device)
-    return within.all() & same.all()
-
-
-def assert_counts(summary: Tensor, counts: Sequence[int] | int, vocab_size: int, message: str) -> None:
-    """Assert `counts_match` on its device without waiting. A failure ends the process's use of the device.
-
-    On a GPU the kernel that compares asserts too, because a small step with `n_valid` waits for the host: torch's
-    assertion would be another launch. The kernel prints a message of its own, without the target's name.
-    """
-    if not (summary.numel() and is_on_gpu(summary) and use_triton(summary)):
-        assert_async(counts_match(summary, counts, vocab_size), message)
-        return
-    _compare(summary, counts, vocab_size, None)
 
 
 @Kernel

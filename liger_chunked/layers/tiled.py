@@ -43,8 +43,8 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from liger_chunked.device import ACCELERATOR
 from liger_chunked.dtensor import any_dtensor
-from liger_chunked.engine.gradients import accumulate
-from liger_chunked.engine.hooks import in_checkpoint, isolated
+from liger_chunked.engine.sink import accumulate
+from liger_chunked.engine.surroundings import in_checkpoint, isolated
 from liger_chunked.kernels.backend import first_derivative
 from liger_chunked.kernels.operands import all_plain
 from liger_chunked.private import HAS_VERSIONS, graph_task_id, own_tensors, version_of

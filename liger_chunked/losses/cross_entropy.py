@@ -23,7 +23,6 @@ from liger_chunked.engine import (
     check_target,
     plain,
     select_rows,
-    token_count,
     token_stats,
     whole,
 )
@@ -289,7 +288,6 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
         num_items: float | Tensor | None = None,
         token_weights: Tensor | None = None,
         ce_weight: Tensor | None = None,
-        n_valid: int | None = None,
         vocab_shard: VocabShard | None = None,
         sequence_group: ProcessGroup | None = None,
     ) -> Result:
@@ -307,9 +305,6 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
             token_weights: floating-point factors of tokens, shaped like `target`. "mean" without `num_items` divides by
                 their sum (for the cross entropy, times `ce_weight`), or by 1 if that is 0. None: 1.
             ce_weight: (V,), floating-point class weights. None: the constructor's.
-            n_valid: the number of tokens that have a target, so that the host does not wait; the device asserts it and
-                the range of targets ("Without waiting" in `docs/how-it-works.md`). None: the host reads it from the
-                device.
             vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
                 None: this rank has the whole vocabulary.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`). Loss and metrics cover whole
@@ -342,17 +337,15 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
         )
         if sequence_group is not None:
             check_group(sequence_group)
-        if n_valid is not None:
-            n_valid = token_count(n_valid, target.numel(), sequence_group, vocab_shard)
         target, split = target.long(), None
         if sequence_group is not None and self.reduction != "none":
             split = SequenceSplit.of(sequence_group, head, input)
             target = whole(target, split)
         if weights is not None:
             weights = whole(weights, split).reshape(-1)
-        rows = select_rows(
-            target, self._group, self.options.ignore_index, head.vocab_size, sequences=split, n_valid=n_valid
-        )
+        rows = select_rows(target, self._group, self.options.ignore_index, head.vocab_size, sequences=split)
+        if weights is not None:
+            weights = rows.fill_ignored(weights)
         if self.reduction == "none":
             loss, z_loss, stats = self._per_token(head, input, target, rows, definition, weights)
         else:
@@ -421,8 +414,8 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
         weights: Tensor | None,
         num_items: float | Tensor | None,
     ) -> tuple[Tensor, Tensor | None, TokenStats]:
-        per_token, per_class = self._denominators(rows, definition, weights, num_items)
-        objective = _WeighedTokens(definition, target.reshape(-1), weights, per_token, per_class)
+        per_token, per_class = self._denominators(head, rows, definition, weights, num_items)
+        objective = _WeighedTokens(definition, rows.fill_ignored(target.reshape(-1)), weights, per_token, per_class)
         loss, stats = self._fuse(head, input, rows, objective, self._smoothing_weight(definition))
         z_loss = None
         if is_set(self.lse_square_scale):
@@ -431,19 +424,28 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
         return loss, z_loss, stats
 
     def _denominators(
-        self, rows: Rows, definition: _CrossEntropy, weights: Tensor | None, num_items: float | Tensor | None
+        self,
+        head: LossHead,
+        rows: Rows,
+        definition: _CrossEntropy,
+        weights: Tensor | None,
+        num_items: float | Tensor | None,
     ) -> tuple[float | Tensor, float | Tensor]:
         if num_items is not None:
             return num_items, num_items
         if self.reduction == "sum":
             return 1, 1
         class_weight = definition.class_weight
+        n_items = rows.divisor(accumulation_dtype(head.weight.dtype))
         if not rows.n_valid or (weights is None and class_weight is None):
-            return max(1, rows.n_valid), max(1, rows.n_valid)
+            return n_items, n_items
         assert rows.target is not None
         if weights is None:
             assert class_weight is not None
-            return rows.n_valid, class_weight[rows.target].sum()
+            per_class = rows.fill_ignored(class_weight[rows.target]).sum()
+            if isinstance(rows.n_counted, Tensor):
+                per_class = per_class.where(rows.n_counted > 0, 1)  # no token may count
+            return n_items, per_class
         valid = weights if rows.dense_index is None else weights[rows.dense_index]
         by_class = valid if class_weight is None else valid * class_weight[rows.target]
         per_token, per_class = valid.sum(), by_class.sum()
@@ -455,7 +457,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
         accuracy = predicted = None
         if self.return_token_accuracy:
             assert stats.is_top1 is not None
-            accuracy = stats.is_top1.sum() / max(1, rows.n_valid)
+            accuracy = stats.is_top1.sum() / rows.divisor(torch.get_default_dtype())
         if self.return_predicted_tokens:
             assert stats.argmax is not None
             predicted = stats.argmax.view(target.shape)

@@ -17,7 +17,7 @@ from liger_chunked.calls import check_constants, entry_point, typed_like
 from liger_chunked.engine import (
     ByAutograd,
     ClosedForm,
-    DistillationStep,
+    Distillation,
     Group,
     LossWeights,
     Rows,
@@ -30,12 +30,12 @@ from liger_chunked.engine import (
     check_target,
     check_top_k,
     compute_dtype,
-    distillation_step,
+    distillation_loss,
     divergences_of_tokens,
     on_this_rank,
+    refuse_capture,
     run_step,
     select_rows,
-    token_count,
     whole,
 )
 from liger_chunked.losses.base import FusedLoss
@@ -161,7 +161,6 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         teacher_ids: Tensor | None = None,
         mask: Tensor | None = None,
         num_items: float | Tensor | None = None,
-        n_valid: int | None = None,
         vocab_shard: VocabShard | None = None,
         sequence_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, DistillationMetrics]:
@@ -184,8 +183,6 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             mask: (B, T) or (N,) bool, False at more ignored tokens. None: none.
             num_items: divisor of both terms, a number or (): the tokens that count in all steps that accumulate
                 gradients. None: those of this call. Refused with `reduction="none"`.
-            n_valid: the number of tokens that have a target and that `mask` keeps, so that the host does not wait for
-                the device ("Without waiting" in `docs/how-it-works.md`). None: the host reads it from the device.
             vocab_shard: this rank's rows of both models' heads, if ranks split the vocabulary (`docs/distributed.md`).
                 None: this rank has the whole vocabulary.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
@@ -201,25 +198,22 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             ValueError: shapes, devices, target ids or options do not fit. The message says what was expected and found.
         """
         head = check_projection(LossHead(weight, bias, vocab_shard), input)
-        if n_valid is not None:
-            n_valid = token_count(n_valid, math.prod(head.token_shape(input)), sequence_group, vocab_shard)
-            if vocab_shard is not None and teacher_ids is not None:
-                raise ValueError("n_valid is given with vocab_shard and teacher_ids: ranks wait to find their own ids")
+        if vocab_shard is not None and teacher_ids is not None:
+            refuse_capture(input, "teacher_ids with vocab_shard")  # ranks find their own ids
         by_token = self.reduction == "none"
         if by_token and num_items is not None:
             raise ValueError("num_items divides a mean, but reduction is 'none'")
         split = None if by_token else SequenceSplit.of(sequence_group, head, input)
-        rows = self._rows(head, input, target, mask, split, n_valid)
+        rows = self._rows(head, input, target, mask, split)
         given = _Given(teacher_weight, teacher_input, teacher_bias, teacher_logps, teacher_ids)
         teacher = self._teacher(head, input, given)
         route = (
-            self._route_of_top_k(head, on_this_rank(rows), given, n_valid)
+            self._route_of_top_k(head, on_this_rank(rows), given)
             if teacher is None
             else self._route_of_logits(vocab_shard)
         )
-        n_items: float | Tensor = max(1, rows.n_valid)
-        if num_items is not None:
-            n_items = checked_items(num_items, input, accumulation_dtype(weight.dtype))
+        wide = accumulation_dtype(weight.dtype)
+        n_items = rows.divisor(wide) if num_items is None else checked_items(num_items, input, wide)
         hard = self.weight_hard_loss if target is not None else 0.0
         if not by_token:  # else autograd differentiates by them
             check_constants(
@@ -227,10 +221,10 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             )
         weights = LossWeights(self.weight_soft_loss / n_items, -hard / n_items if hard else None)
         dtype, has_target = compute_dtype(head, input), target is not None
-        step = distillation_step(head, dtype, teacher, rows, weights, route, self.options, has_target)
+        fused = distillation_loss(head, dtype, teacher, rows, weights, route, self.options, has_target)
         if by_token:
-            return self._per_token(step, head, input, hard)
-        loss, (divergence, logps, _) = run_step(step, head, input)
+            return self._per_token(fused, head, input, hard)
+        loss, (divergence, logps, _) = run_step(fused.step, head, input)
         soft_loss = divergence.sum() / n_items
         hard_loss = torch.zeros_like(soft_loss) if logps is None else -logps.sum() / n_items
         return loss, DistillationMetrics(soft_loss, hard_loss)
@@ -241,10 +235,10 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _per_token(
-        self, step: DistillationStep, head: LossHead, input: Tensor, hard: float
+        self, fused: Distillation, head: LossHead, input: Tensor, hard: float
     ) -> tuple[Tensor, DistillationMetrics]:
-        divergence, logps = divergences_of_tokens(step, head, input)
-        shape, wide = head.token_shape(input), accumulation_dtype(step.plan.dtype)
+        divergence, logps = divergences_of_tokens(fused, head, input)
+        shape, wide = head.token_shape(input), accumulation_dtype(fused.plan.dtype)
         soft_loss = divergence.to(wide).view(shape)
         hard_loss = torch.zeros_like(soft_loss) if logps is None else -logps.view(shape)
         loss = self.weight_soft_loss * soft_loss
@@ -259,7 +253,6 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         target: Tensor | None,
         mask: Tensor | None,
         split: SequenceSplit | None,
-        n_valid: int | None,
     ) -> Rows:
         shape = head.token_shape(input)
         if mask is not None:
@@ -273,17 +266,15 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
                 )
         if target is None:
             if mask is None:
-                return all_rows(shape, split, n_valid)
+                return all_rows(shape, split)
             kept = whole(mask.long() - 1, split)
-            return select_rows(kept, self._group, -1, head.vocab_size, sequences=split, n_valid=n_valid)
+            return select_rows(kept, self._group, -1, head.vocab_size, sequences=split)
         check_target(target, input, head=head)
         target = target.long()
         if mask is not None:
             target = target.where(mask, self.options.ignore_index)
         ignore_index = self.options.ignore_index
-        return select_rows(
-            whole(target, split), self._group, ignore_index, head.vocab_size, sequences=split, n_valid=n_valid
-        )
+        return select_rows(whole(target, split), self._group, ignore_index, head.vocab_size, sequences=split)
 
     def _teacher(self, head: LossHead, input: Tensor, given: _Given) -> Teacher | None:
         """Return the teacher's V rows, or None for a top-k."""
@@ -331,7 +322,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             )
         return ByAutograd(self.divergence, self.options, self.teacher_options)
 
-    def _route_of_top_k(self, head: LossHead, rows: Rows, given: _Given, n_valid: int | None) -> TopK:
+    def _route_of_top_k(self, head: LossHead, rows: Rows, given: _Given) -> TopK:
         if not self.of_distributions:
             raise ValueError(
                 f"{type(self).__name__} needs the teacher's logits, got teacher_logps: set of_distributions = True "
@@ -339,7 +330,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             )
         if self._transforms_teacher:
             raise ValueError("teacher_options are for teacher_input, got teacher_logps, which have no transform")
-        logps, ids = _top_k(head, rows, given, n_valid)
+        logps, ids = _top_k(head, rows, given)
         return TopK(self.divergence, self.options, logps, ids, head.shard)
 
     def extra_repr(self) -> str:
@@ -349,7 +340,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         return f"{weights}, {self.options}{own}"
 
 
-def _top_k(head: LossHead, rows: Rows, given: _Given, n_valid: int | None) -> tuple[Tensor, Tensor]:
+def _top_k(head: LossHead, rows: Rows, given: _Given) -> tuple[Tensor, Tensor]:
     """Return the valid tokens' checked top-k, (n_valid, k) each."""
     logps, ids = given.teacher_logps, given.teacher_ids
     device, vocab_size = head.weight.device, head.vocab_size
@@ -370,10 +361,8 @@ def _top_k(head: LossHead, rows: Rows, given: _Given, n_valid: int | None) -> tu
         if x.device != device:
             raise ValueError(f"{name} is on {x.device}, weight on {device}: expected one device")
     k, every = logps.shape[-1], slice(0, rows.n_valid)
-    logps = rows.take(logps.detach().reshape(-1, k), every)
-    ids = rows.take(ids.reshape(-1, k), every).long()
-    if ids.numel() == 0:
-        return logps, ids
-
-    check_top_k(logps, ids, vocab_size, n_valid)
+    logps = rows.take(rows.fill_ignored(logps.detach().reshape(-1, k), -math.log(2 * k)), every)
+    ids = rows.take(rows.fill_ignored(ids.reshape(-1, k)), every).long()
+    if ids.numel():
+        check_top_k(logps, ids, vocab_size)
     return logps, ids

@@ -5,7 +5,6 @@ Each is a function of `Pairs`, in the table `LOSS_TYPES`.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -385,10 +384,13 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         return self.loss_types != ["sft"]
 
     def preference_loss(self, pairs: Pairs) -> Tensor:
-        losses = (self._loss(kind, pairs) for kind in self.loss_types)
-        weighted = (x if is_number(w, 1) else w * x for x, w in zip(losses, self.loss_weights, strict=True))
-        loss = functools.reduce(torch.add, weighted)
-        return loss * _wpo_weights(pairs) if self.use_weighting else loss
+        total: Tensor | None = None
+        for kind, weight in zip(self.loss_types, self.loss_weights, strict=True):
+            loss = self._loss(kind, pairs)
+            loss = loss if is_number(weight, 1) else weight * loss
+            total = loss if total is None else total + loss
+        assert total is not None  # there is at least one
+        return total * _wpo_weights(pairs) if self.use_weighting else total
 
     def _loss(self, kind: str | LossOfPairs, pairs: Pairs) -> Tensor:
         if not callable(kind):

@@ -6,7 +6,7 @@ The teacher is part of the advantage, so the loss needs its log-probabilities of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.calls import altered, entry_point, typed_like
-from liger_chunked.engine import as_counts, check_projection, check_target, linear_token_stats
+from liger_chunked.engine import check_projection, check_target, linear_token_stats
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.losses.base import FusedLoss
 from liger_chunked.losses.policy import LigerFusedLinearPolicyBase, masked
@@ -235,7 +235,6 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         importance_weights: Tensor | None = None,
         num_items: float | Tensor | None = None,
         kept: KeptIds | None = None,
-        n_valid: Sequence[int] | None = None,
         vocab_shard: VocabShard | None = None,
         cu_seqlens: Tensor | None = None,
         sequence_group: ProcessGroup | None = None,
@@ -264,13 +263,10 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
                 log-probabilities are of the softmax over these ids, and only their rows of its head are read; the
                 teacher's are of the whole vocabulary. Pass `old_logps` of the same softmax; with `sequence_group`, the
                 ids of this rank's positions. None: the whole vocabulary.
-            n_valid: B ints, the numbers of each sequence's tokens that have a target and that `attention_mask` keeps,
-                so that the host does not wait for the device ("Without waiting" in `docs/how-it-works.md`). None: the
-                host reads them from the device.
             vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
                 None: this rank has the whole vocabulary.
             cu_seqlens: (B + 1,), int32 or int64, for packed sequences without padding: the first row of each sequence,
-                then N. Tensors of tokens are then (N, ...). With `n_valid`, on the CPU. None: the batch is padded.
+                then N. Tensors of tokens are then (N, ...). None: the batch is padded.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
                 and metrics are those of whole sequences. None: this rank has whole sequences.
 
@@ -288,8 +284,7 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
             raise ValueError("target must be the sampled tokens, got None")
         check_target(target, input, head=head)
         if attention_mask is not None:  # for the teacher too
-            target = masked(target, attention_mask, self.options.ignore_index, n_valid)
-        total = None if n_valid is None else sum(as_counts(n_valid))
+            target = masked(target, attention_mask, self.options.ignore_index)
         states = {"teacher_weight": teacher_weight, "teacher_input": teacher_input, "teacher_bias": teacher_bias}
         given = [name for name, x in states.items() if x is not None]
         if teacher_logps is not None and given:
@@ -301,7 +296,7 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
                     f"got {', '.join(given) or 'none'}"
                 )
             teacher = LossHead(teacher_weight, teacher_bias, vocab_shard)
-            teacher_logps = self._teacher_logps(head, teacher, teacher_input, target, total)
+            teacher_logps = self._teacher_logps(head, teacher, teacher_input, target)
         elif self._transforms_teacher:
             raise ValueError("teacher_options are for teacher_input, got teacher_logps, which have no transform")
         elif not isinstance(teacher_logps, Tensor) or teacher_logps.shape != target.shape:
@@ -320,7 +315,6 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
             importance_weights=importance_weights,
             num_items=num_items,
             kept=kept,
-            n_valid=n_valid,
             vocab_shard=vocab_shard,
             cu_seqlens=cu_seqlens,
             sequence_group=sequence_group,
@@ -332,9 +326,7 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     @torch.no_grad()
-    def _teacher_logps(
-        self, head: LossHead, teacher: LossHead, teacher_input: Tensor, target: Tensor, n_valid: int | None
-    ) -> Tensor:
+    def _teacher_logps(self, head: LossHead, teacher: LossHead, teacher_input: Tensor, target: Tensor) -> Tensor:
         check_projection(teacher, teacher_input, "teacher_")
         if teacher.token_shape(teacher_input) != target.shape or teacher_input.device != target.device:
             raise ValueError(
@@ -362,7 +354,6 @@ class LigerFusedLinearOnPolicyDistillationLoss(FusedLoss):
             ignore_index=options.ignore_index,
             logits_budget=options.logits_budget,
             logits_dtype=transform.logits_dtype,
-            n_valid=n_valid,
             vocab_shard=teacher.shard,
         ).logps
         assert logps is not None

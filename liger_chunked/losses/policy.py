@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ from liger_chunked.engine import (
     Group,
     Objective,
     Rows,
-    assert_later,
+    at_least_1,
     check_kept,
     check_projection,
     check_target,
@@ -31,8 +31,8 @@ from liger_chunked.engine import (
     count,
     host_may_sync,
     loss_of_kept,
+    refuse_capture,
     select_rows,
-    sequence_counts,
     sequences_of,
     whole,
 )
@@ -73,26 +73,26 @@ from liger_chunked.types import (
 class _Reduction(NamedTuple):
     """What a sum over the tokens of a batch is divided by: `divisor`, and `by_length` each sequence's tokens too."""
 
-    # (sequences, valid tokens, num_items, max_completion_length) -> a number, or a tensor () of `num_items`
-    divisor: Callable[[int, int, float | Tensor | None, int | None], float | Tensor]
+    # (sequences, valid tokens or 1, num_items, max_completion_length) -> a number, or a tensor ()
+    divisor: Callable[[int, int | Tensor, float | Tensor | None, int | None], float | Tensor]
     by_length: bool = False
     counts_items: bool = False
     needs_length: bool = False
 
 
-def _sequences(n: int, tokens: int, items: float | Tensor | None, longest: int | None) -> int:
+def _sequences(n: int, tokens: int | Tensor, items: float | Tensor | None, longest: int | None) -> int:
     return max(1, n)
 
 
-def _tokens(n: int, tokens: int, items: float | Tensor | None, longest: int | None) -> int:
-    return max(1, tokens)
+def _tokens(n: int, tokens: int | Tensor, items: float | Tensor | None, longest: int | None) -> int | Tensor:
+    return tokens
 
 
-def _items(n: int, tokens: int, items: float | Tensor | None, longest: int | None) -> float | Tensor:
-    return max(1, tokens) if items is None else items
+def _items(n: int, tokens: int | Tensor, items: float | Tensor | None, longest: int | None) -> float | Tensor:
+    return tokens if items is None else items
 
 
-def _longest(n: int, tokens: int, items: float | Tensor | None, longest: int | None) -> int:
+def _longest(n: int, tokens: int | Tensor, items: float | Tensor | None, longest: int | None) -> int:
     assert longest is not None
     return max(1, n) * longest
 
@@ -148,7 +148,7 @@ def _high_entropy(rollouts: Rollouts, valid: Tensor, share: float) -> Tensor:
     if not rollouts.batch_tokens:
         return valid
     entropy = rollouts.entropy.detach()
-    places = torch.nonzero_static(valid.reshape(-1), size=rollouts.batch_tokens).view(-1)
+    places = torch.nonzero_static(valid.reshape(-1), size=int(rollouts.batch_tokens)).view(-1)
     return valid & ~(entropy < torch.quantile(entropy.reshape(-1)[places], 1 - share))  # True of NaN
 
 
@@ -168,14 +168,11 @@ def extreme(shares: Tensor, sign: int) -> Tensor:
     return torch.where(found == of_none, math.nan, found)
 
 
-def masked(target: Tensor, attention_mask: Tensor, ignore_index: int, n_valid: Any) -> Tensor:
+def masked(target: Tensor, attention_mask: Tensor, ignore_index: int) -> Tensor:
     check_side("attention_mask", attention_mask, target)
-    if attention_mask.is_floating_point():
+    if attention_mask.is_floating_point() and host_may_sync(target):
         # An additive mask would mean the opposite.
-        right = ((attention_mask == 0) | (attention_mask == 1)).all()
-        if not host_may_sync(target, n_valid):
-            assert_later(right, "attention_mask must be 0 or 1 at every token")
-        elif not bool(right):
+        if not ((attention_mask == 0) | (attention_mask == 1)).all():
             low, high = (x.item() for x in attention_mask.aminmax())
             raise ValueError(f"attention_mask must be 0 or 1 at every token, got {low:g} to {high:g}")
     return target.masked_fill(attention_mask == 0, ignore_index)
@@ -356,7 +353,6 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         accumulation_steps: int | None = None,
         temperature: Tensor | None = None,
         kept: KeptIds | None = None,
-        n_valid: Sequence[int] | None = None,
         vocab_shard: VocabShard | None = None,
         cu_seqlens: Tensor | None = None,
         sequence_group: ProcessGroup | None = None,
@@ -390,13 +386,10 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 entropies, also those of `ref_input`, are then of the softmax over these ids, and only their rows of the
                 head are read. Pass `old_logps` and `ref_logps` of the same softmax; with `sequence_group`, the ids of
                 this rank's positions. None: the whole vocabulary.
-            n_valid: B ints, the numbers of each sequence's tokens that have a target and that `attention_mask` keeps,
-                so that the host does not wait for the device ("Without waiting" in `docs/how-it-works.md`). None: the
-                host reads them from the device.
             vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
                 None: this rank has the whole vocabulary.
             cu_seqlens: (B + 1,), int32 or int64, for packed sequences without padding: the first row of each sequence,
-                then N. Tensors of tokens are then (N, ...). With `n_valid`, on the CPU. None: the batch is padded.
+                then N. Tensors of tokens are then (N, ...). None: the batch is padded.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
                 and metrics are those of whole sequences. None: this rank has whole sequences.
 
@@ -409,9 +402,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         """
         head = check_projection(LossHead(weight, bias, vocab_shard), input)
         check_target(target, input, head=head)
-        sequences = sequences_of(
-            head, input, cu_seqlens, sequence_group, "(B, T, H), one sequence a completion", n_valid=n_valid
-        )
+        sequences = sequences_of(head, input, cu_seqlens, sequence_group, "(B, T, H), one sequence a completion")
         n = count(input, sequences)
         check_side("advantages", advantages, target, n)
         if importance_weights is not None:
@@ -423,27 +414,23 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         if kept is not None:
             of_all = None if temperature is not None else self.options.temperature
             check_kept(kept, head, self._outputs, of_all)
-        ignore_index, may_wait = self.options.ignore_index, host_may_sync(target, n_valid)
+        if self.top_entropy_quantile < 1:
+            refuse_capture(target, "top_entropy_quantile")  # the quantile is of as many entropies as tokens count
+        ignore_index = self.options.ignore_index
         if attention_mask is not None:
-            target = masked(target, attention_mask, ignore_index, n_valid)
+            target = masked(target, attention_mask, ignore_index)
         whole_target = whole(target.long(), sequences, ignore_index)
-        if n_valid is not None:
-            n_valid = sequence_counts(n_valid, whole_target, sequence_group, vocab_shard)
-        rows = select_rows(
-            whole_target, self._group, ignore_index, head.vocab_size,
-            sequences=sequences, n_valid=n_valid,
-        )  # fmt: skip
+        rows = select_rows(whole_target, self._group, ignore_index, head.vocab_size, sequences=sequences)
         if temperature is not None:
             rows = rows.with_side("temperature", whole(temperature, sequences, 1.0).reshape(-1))
-            check_temperature_values(rows.side["temperature"], n_valid, None if kept is None else kept.temperature)
+            check_temperature_values(rows.side["temperature"], None if kept is None else kept.temperature)
         shape, dtype = whole_target.shape, accumulation_dtype(weight.dtype)
         divisor = self._divisor(num_items, rows, whole_target, dtype)
         steps = self._steps(num_items, accumulation_steps)
-        known_count = None if may_wait else rows.n_valid
         all_ref_logps = reference_logps(
             Reference(ref_input, ref_weight, ref_bias, ref_logps), self, head, target, rows, sequences,
             required=True if is_set(self.beta) or self.needs_reference else None,
-            kept=kept, temperature=temperature, n_valid=known_count,
+            kept=kept, temperature=temperature,
         )  # fmt: skip
         sides = RolloutSides(
             advantages=whole_side("advantages", advantages, target, sequences),
@@ -461,7 +448,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             loss, stats = loss_of_kept(
                 head, input, target.long(), kept, rows, objective, sequences=sequences,
                 outputs=self._outputs, options=self.options, temperature=temperature,
-                n_valid=known_count, owner=self,
+                owner=self,
             )  # fmt: skip
         return loss, self._metrics(objective.batch, objective.batch.rollouts(stats, slice(None)), shape)
 
@@ -494,7 +481,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             cost = cost + self.sampler_kl_coef * torch.where(mask, rollouts.logps - rollouts.old_logps, 0.0).square()
         loss = (cost * batch.weights[index]).sum(dtype=torch.float64)
         if is_set(self.entropy_coef):
-            n_acting = max(1, batch.batch_tokens) if acting is mask else acting.sum().clamp(min=1)
+            n_acting = at_least_1(batch.batch_tokens if acting is mask else acting.sum(), torch.float64)
             bonus = torch.where(acting, rollouts.entropy, 0.0).sum(dtype=torch.float64) / n_acting
             loss = loss - self.entropy_coef * (bonus / accumulation_steps)
         return loss
@@ -529,7 +516,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 readers = sorted(name for name, kind in REDUCTIONS.items() if kind.counts_items)
                 raise ValueError(f"num_items is not read by reduction {self.reduction!r}, only by {readers}")
             num_items = checked_items(num_items, target, dtype)
-        return reduction.divisor(target.shape[0], rows.n_valid, num_items, self.max_completion_length)
+        return reduction.divisor(target.shape[0], rows.divisor(dtype), num_items, self.max_completion_length)
 
     def _steps(self, num_items: float | Tensor | None, accumulation_steps: int | None) -> int:
         """Return the number of steps of which the entropy bonus is a mean."""

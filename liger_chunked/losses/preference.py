@@ -21,14 +21,13 @@ from liger_chunked.engine import (
     Objective,
     Rows,
     along,
-    assert_later,
     check_projection,
     check_target,
     check_values,
     count,
     host_may_sync,
+    refuse_capture,
     select_rows,
-    sequence_counts,
     sequences_of,
     whole,
 )
@@ -252,7 +251,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         ref_logps: Tensor | None = None,
         nll_target: Tensor | None = None,
         example_weights: Tensor | None = None,
-        n_valid: Sequence[int] | None = None,
         vocab_shard: VocabShard | None = None,
         cu_seqlens: Tensor | None = None,
         sequence_group: ProcessGroup | None = None,
@@ -277,14 +275,10 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
                 sum `s` of the NLL of its chosen tokens, the loss is `sum_i w_i l_i / n + alpha sum_i w_i s_i / N`. The
                 divisors stay the n pairs and the batch's N chosen tokens, so that a pair's gradient is proportional to
                 its weight. Metrics are not weighted. Not for losses of the whole batch ("aot"). None: 1.
-            n_valid: 2 n ints, the numbers of each sequence's tokens that `target` or `nll_target` counts, so that the
-                host does not wait for the device ("Without waiting" in `docs/how-it-works.md`). None: the host reads
-                them from the device.
             vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
                 None: this rank has the whole vocabulary.
             cu_seqlens: (2 n + 1,), int32 or int64, for packed sequences without padding: the first row of each
-                sequence, then N. Tensors of tokens are then (N, ...). With `n_valid`, on the CPU. None: the batch is
-                padded.
+                sequence, then N. Tensors of tokens are then (N, ...). None: the batch is padded.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
                 and metrics are those of whole sequences. None: this rank has whole sequences.
 
@@ -297,9 +291,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         """
         head = check_projection(LossHead(weight, bias, vocab_shard), input)
         check_target(target, input, head=head)
-        sequences = sequences_of(
-            head, input, cu_seqlens, sequence_group, "(2 n, T, H), chosen then rejected sequences", n_valid=n_valid
-        )
+        sequences = sequences_of(head, input, cu_seqlens, sequence_group, "(2 n, T, H), chosen then rejected sequences")
         n = input.shape[0] if sequences is None else count(input, sequences)
         if n % 2:
             raise ValueError(
@@ -308,16 +300,14 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             )
         if example_weights is not None:
             self._check_example_weights(example_weights, n // 2, input)
+        if self._whole_batch:
+            refuse_capture(input, f"{type(self).__name__} of the whole batch")  # it leaves out empty pairs
         # Tokens of `target` and of `nll_target` go through the head together: `_PairBatch` tells them apart. Masks and
         # counts are of whole sequences, also where this rank has a part of each.
         target, ignore_index = target.long(), self.options.ignore_index
-        union = target if nll_target is None else self._union(target, nll_target, input, head, n_valid)
+        union = target if nll_target is None else self._union(target, nll_target, input, head)
         whole_union = union if sequences is None else whole(union, sequences, ignore_index)
-        if n_valid is not None:
-            n_valid = sequence_counts(n_valid, whole_union, sequence_group, vocab_shard)
-        rows = select_rows(
-            whole_union, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid
-        )
+        rows = select_rows(whole_union, self._group, ignore_index, head.vocab_size, sequences=sequences)
 
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         ref_logps = reference_logps(reference, self, head, target, rows, sequences, required=self.use_ref_model)
@@ -343,21 +333,14 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
                 "out, or use a loss of single pairs"
             )
 
-    def _union(self, target: Tensor, nll_target: Tensor, input: Tensor, head: LossHead, n_valid: Any) -> Tensor:
+    def _union(self, target: Tensor, nll_target: Tensor, input: Tensor, head: LossHead) -> Tensor:
         """Return the target of all tokens that the loss or its NLL term reads, after checks of `nll_target`."""
-        if n_valid is not None and self._whole_batch:
-            raise ValueError(
-                "n_valid and nll_target are given, but a loss of the whole batch must count the pairs of target alone"
-            )
         if not self.compute_nll_loss:
             raise ValueError("nll_target is for the NLL term, but compute_nll_loss is False")
         check_target(nll_target, input, "nll_target", head=head)
         ignore_index = self.options.ignore_index
         in_both = (nll_target != ignore_index) & (target != ignore_index)
-        differ = (in_both & (target != nll_target)).any()
-        if not host_may_sync(target, n_valid):
-            assert_later(~differ, _DISAGREE)
-        elif bool(differ):
+        if host_may_sync(target) and (in_both & (target != nll_target)).any():
             raise ValueError(_DISAGREE)
         return target.where(target != ignore_index, nll_target.long())
 
@@ -383,7 +366,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         if nll_target is None:
             lengths, at_least_1, batch_lengths = groups.lengths, groups.divisors, groups.batch_lengths
             host_counts = groups.host_counts
-            may_be_empty, some_are_empty = not groups.shortest, 0 in groups.host_counts
+            may_be_empty = not groups.shortest
         else:
             # `rows` also hold tokens that only the NLL term reads, so the host does not know those of `target`.
             ignore_index = self.options.ignore_index
@@ -393,7 +376,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             at_least_1 = lengths.clamp(min=1)
             nll_mask = rows.arrange(nll_target != ignore_index)[:, 0]
             nll_only = union & ~mask
-            may_be_empty = some_are_empty = True
+            may_be_empty = True
         return _PairBatch(
             mask=mask,
             lengths=at_least_1,
@@ -401,7 +384,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             average_log_prob=self.average_log_prob,
             reference=self._reference(target, ref_logps, at_least_1),
             token_weights=None if self.ld_alpha is None else _tail_weights(mask, lengths, self.ld_alpha, dtype),
-            has_tokens=lengths.sum(-1) > 0 if some_are_empty else None,
+            has_tokens=lengths.sum(-1) > 0 if may_be_empty else None,
             host_counts=host_counts,
             nll_mask=nll_mask,
             nll_only=nll_only,

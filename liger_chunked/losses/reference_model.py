@@ -33,14 +33,13 @@ def reference_logps(
     infix: str = "",
     kept: KeptIds | None = None,
     temperature: Tensor | None = None,
-    n_valid: int | None = None,
 ) -> Tensor | None:
     """Return the reference's dense log-probabilities, detached.
 
     They are per token, zero at ignored tokens, or per sequence like `ref_logps`; -inf is -1e18.
 
     Args:
-        kept, temperature, n_valid: of `stats_of_kept`, for a reference over the ids that a sampler kept.
+        kept, temperature: of `stats_of_kept`, for a reference over the ids that a sampler kept.
     """
     ref_input, ref_weight, ref_bias, ref_logps = reference
     input_name, logps_name, target_name = f"ref_{infix}input", f"ref_{infix}logps", f"{infix}target"
@@ -74,9 +73,7 @@ def reference_logps(
         with torch.no_grad():
             if kept is None:
                 return token_stats(ref_head, ref_input, rows, ("logps",), loss.options).logps
-            logps = stats_of_kept(
-                ref_head, ref_input, target.long(), kept, ("logps",), loss.options, temperature, n_valid=n_valid
-            ).logps
+            logps = stats_of_kept(ref_head, ref_input, target.long(), kept, ("logps",), loss.options, temperature).logps
             assert logps is not None
             return whole(logps.view(target.shape), sequences).reshape(rows.dense_shape)
     if ref_logps is None:

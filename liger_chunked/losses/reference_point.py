@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ from liger_chunked.engine import (
     check_projection,
     check_target,
     select_rows,
-    sequence_counts,
     token_stats,
     whole,
 )
@@ -32,7 +30,6 @@ class Mismatched(NamedTuple):
     kl_target: Tensor | None
     ref_kl_input: Tensor | None
     ref_kl_logps: Tensor | None
-    kl_n_valid: Sequence[int] | None
 
 
 def as_scalar(name: str, value: object, device: torch.device, lowest: float = -math.inf) -> Tensor:
@@ -57,10 +54,9 @@ def mismatched_kl(
     mismatched: Mismatched,
     average_log_prob: bool,
     sequence_group: ProcessGroup | None,
-    waits: bool,
 ) -> Tensor:
     """Return KTO's estimate of `KL(pi || pi_ref)`, at least 0, float64 ()."""
-    kl_input, kl_target, ref_kl_input, ref_kl_logps, n_valid = mismatched
+    kl_input, kl_target, ref_kl_input, ref_kl_logps = mismatched
     if kl_input is None or kl_target is None:
         given = [name for name, value in mismatched._asdict().items() if value is not None]
         raise ValueError(
@@ -71,18 +67,10 @@ def mismatched_kl(
     check_target(kl_target, kl_input, "kl_target", "kl_input", head=head)
     if kl_input.ndim != 3:
         raise ValueError(f"kl_input must be (m, T, H), a completion a row, got {tuple(kl_input.shape)}")
-    if waits != (n_valid is None):
-        missing, given_name = ("n_valid", "kl_n_valid") if waits else ("kl_n_valid", "n_valid")
-        raise ValueError(f"{given_name} is given without {missing}: with kl_input, pass both or neither")
     target = kl_target.long()
     split = SequenceSplit.of(sequence_group, head, kl_input, "kl_input")
     target_of_all, ignore_index = whole(target, split), loss.options.ignore_index
-    counts = None
-    if n_valid is not None:
-        counts = sequence_counts(n_valid, target_of_all, sequence_group, head.shard, "kl_n_valid")
-    rows = select_rows(
-        target_of_all, "sequence", ignore_index, head.vocab_size, "kl_target", sequences=split, n_valid=counts
-    )
+    rows = select_rows(target_of_all, "sequence", ignore_index, head.vocab_size, "kl_target", sequences=split)
     assert rows.groups is not None
     lengths = rows.groups.divisors[:, 0]
     ref_weight, ref_bias = (None, None) if ref_kl_input is None else (reference.weight, reference.bias)
@@ -117,7 +105,6 @@ def reference_point(
     mismatched: Mismatched,
     average_log_prob: bool,
     sequence_group: ProcessGroup | None,
-    waits: bool,
 ) -> Tensor:
     """Return `max(0, kl)`, `delta`, or zero."""
     estimate = [name for name, value in mismatched._asdict().items() if value is not None]
@@ -136,7 +123,7 @@ def reference_point(
             raise ValueError(f"{type(loss).__name__} needs a reference point: pass delta")
         return as_scalar("delta", delta, device)
     if kl is None:
-        return mismatched_kl(loss, head, reference, mismatched, average_log_prob, sequence_group, waits)
+        return mismatched_kl(loss, head, reference, mismatched, average_log_prob, sequence_group)
     if estimate:
         raise ValueError(f"the reference point is given twice: as kl and as {', '.join(estimate)}")
     return as_scalar("kl", kl, device, lowest=0.0)

@@ -146,7 +146,7 @@ class RolloutBatch:
     importance_weights: Tensor | None
     importance_level: str
     batch_size: int
-    batch_tokens: int
+    batch_tokens: int | Tensor
 
     @classmethod
     def of(
@@ -194,7 +194,7 @@ class RolloutBatch:
             importance_weights=None if importance_weights is None else side(importance_weights, 1.0),
             importance_level=importance_level,
             batch_size=shape[0],
-            batch_tokens=rows.n_valid,
+            batch_tokens=rows.n_counted,
         )
 
     def rollouts(self, stats: TokenStats, index: slice | Tensor) -> Rollouts:

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from liger_chunked.engine import refuse_capture
 from liger_chunked.losses.formulas import complement
 from liger_chunked.losses.rollouts import sum_of_logs
 from liger_chunked.losses.settings import check_finite, check_positive, check_scope
@@ -200,6 +201,7 @@ def _covariance(r: Rollouts) -> Tensor:
 
 def _highest(values: Tensor, share: float, r: Rollouts, candidates: Tensor) -> Tensor:
     """Return (n, T), True at the candidates with the highest values, a `share` of the call's tokens."""
+    refuse_capture(values, "a surrogate that ranks tokens by their covariance")
     ranked = values.masked_fill(~candidates, -math.inf).flatten()
     top = ranked.topk(min(max(1, int(share * r.batch_tokens)), ranked.numel())).indices
     return torch.zeros_like(ranked, dtype=torch.bool).index_fill(0, top, True).view_as(candidates) & candidates

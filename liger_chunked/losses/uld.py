@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,10 +16,9 @@ from liger_chunked.engine import (
     all_rows,
     check_projection,
     compute_dtype,
-    distillation_step,
+    distillation_loss,
     run_step,
     select_rows,
-    token_count,
 )
 from liger_chunked.losses.base import FusedLoss
 from liger_chunked.losses.settings import checked_items, options_of_teacher
@@ -90,7 +88,6 @@ class LigerFusedLinearULDLoss(FusedLoss):
         teacher_scale: Tensor | None = None,
         mask: Tensor | None = None,
         num_items: float | Tensor | None = None,
-        n_valid: int | None = None,
         vocab_shard: VocabShard | None = None,
     ) -> tuple[Tensor, DistillationMetrics]:
         """Return loss and metrics.
@@ -106,8 +103,6 @@ class LigerFusedLinearULDLoss(FusedLoss):
                 gradient.
             mask: (B, T) or (N,) bool, False at rows to ignore. None: all rows count.
             num_items: divisor of the sum, a number or (). None: the rows that count.
-            n_valid: the number of rows that count, so that the host does not wait for the device ("Without waiting" in
-                `docs/how-it-works.md`). None: the host reads it from the device.
             vocab_shard: must be None, because ranks cannot sort one vocabulary together.
 
         Returns:
@@ -127,13 +122,11 @@ class LigerFusedLinearULDLoss(FusedLoss):
                 f"teacher_input must be {(*shape, 'H_teacher')} on {input.device}, a row for each of input, got "
                 f"{described(teacher_input)}"
             )
-        if n_valid is not None:
-            n_valid = token_count(n_valid, math.prod(shape))
         if mask is None:
-            rows = all_rows(shape, n_valid=n_valid)
+            rows = all_rows(shape)
         else:
             _check_rows("mask", mask, shape, input, mask.dtype == torch.bool if isinstance(mask, Tensor) else False)
-            rows = select_rows(mask.long() - 1, "token", -1, head.vocab_size, n_valid=n_valid)
+            rows = select_rows(mask.long() - 1, "token", -1, head.vocab_size)
         every = slice(0, rows.n_valid)
         dtype = compute_dtype(head, input)
 
@@ -141,7 +134,7 @@ class LigerFusedLinearULDLoss(FusedLoss):
             if x is None:
                 return None
             _check_rows(name, x, shape, input, isinstance(x, Tensor) and x.is_floating_point())
-            return rows.take(x.reshape(-1, 1), every)[:, 0]
+            return rows.take(rows.fill_ignored(x.reshape(-1), 1.0)[:, None], every)[:, 0]
 
         own, of_teacher = side("scale", scale), side("teacher_scale", teacher_scale)
         route = Ranked(
@@ -151,17 +144,16 @@ class LigerFusedLinearULDLoss(FusedLoss):
             None if own is None else own.detach(),
             None if of_teacher is None else of_teacher.detach(),
         )
-        n_items: float | Tensor = max(1, rows.n_valid)
-        if num_items is not None:
-            n_items = checked_items(num_items, input, accumulation_dtype(weight.dtype))
+        wide = accumulation_dtype(weight.dtype)
+        n_items = rows.divisor(wide) if num_items is None else checked_items(num_items, input, wide)
         teacher = Teacher.of(
             LossHead(teacher_weight.detach(), None if teacher_bias is None else teacher_bias.detach()),
             teacher_input.detach(),
             self.teacher_options,
         )
         weights = LossWeights(1.0 / n_items, None)
-        step = distillation_step(head, dtype, teacher, rows, weights, route, self.options, has_target=False)
-        loss, (distance, _, by_scale) = run_step(step, head, input)
+        fused = distillation_loss(head, dtype, teacher, rows, weights, route, self.options, has_target=False)
+        loss, (distance, _, by_scale) = run_step(fused.step, head, input)
         if own is not None and own.requires_grad and by_scale is not None:
             # Zero, with the gradient by the scale.
             loss = loss + (by_scale * (own - own.detach())).sum().to(loss.dtype) / n_items

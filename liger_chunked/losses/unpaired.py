@@ -6,7 +6,6 @@ A subclass has the loss of a sequence alone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,14 +19,12 @@ from liger_chunked.engine import (
     Objective,
     Rows,
     along,
-    assert_later,
     check_projection,
     check_target,
     check_values,
     count,
     host_may_sync,
     select_rows,
-    sequence_counts,
     sequences_of,
     whole,
 )
@@ -156,8 +153,6 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         ref_kl_logps: Tensor | None = None,
         delta: float | Tensor | None = None,
         example_weights: Tensor | None = None,
-        n_valid: Sequence[int] | None = None,
-        kl_n_valid: Sequence[int] | None = None,
         vocab_shard: VocabShard | None = None,
         cu_seqlens: Tensor | None = None,
         sequence_group: ProcessGroup | None = None,
@@ -186,14 +181,10 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             delta: a number or (), in units of rewards; required by losses with this reference point, and None for
                 others.
             example_weights: (n,), floating-point factors of sequences; the mean divides by n. None: 1.
-            kl_n_valid: m ints, the numbers of tokens of each sequence of `kl_target`. With `kl_target`, pass both
-                `n_valid` and this, or neither. None: the host reads them from the device.
-            n_valid: n ints, the numbers of each sequence's tokens that have a target, so that the host does not wait
-                for the device ("Without waiting" in `docs/how-it-works.md`). None: the host reads them from the device.
             vocab_shard: this rank's rows of `weight` and `bias`, if ranks split the vocabulary (`docs/distributed.md`).
                 None: this rank has the whole vocabulary.
             cu_seqlens: (n + 1,), int32 or int64, for packed sequences without padding: the first row of each sequence,
-                then N. Tensors of tokens are then (N, ...). With `n_valid`, on the CPU. None: the batch is padded.
+                then N. Tensors of tokens are then (N, ...). None: the batch is padded.
             sequence_group: the ranks that split the sequences (`docs/distributed.md`); each passes its positions. Loss
                 and metrics are those of whole sequences. None: this rank has whole sequences.
 
@@ -207,20 +198,14 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         """
         head = check_projection(LossHead(weight, bias, vocab_shard), input)
         check_target(target, input, head=head)
-        sequences = sequences_of(
-            head, input, cu_seqlens, sequence_group, "(n, T, H), a sequence a row", n_valid=n_valid
-        )
+        sequences = sequences_of(head, input, cu_seqlens, sequence_group, "(n, T, H), a sequence a row")
         n = count(input, sequences)
-        preference_labels = _labels(preference_labels, n, input, n_valid)
+        preference_labels = _labels(preference_labels, n, input)
         if example_weights is not None:
             check_example_weights(example_weights, n, input, "sequence")
         target, ignore_index = target.long(), self.options.ignore_index
         whole_target = whole(target, sequences, ignore_index)
-        if n_valid is not None:
-            n_valid = sequence_counts(n_valid, whole_target, sequence_group, vocab_shard)
-        rows = select_rows(
-            whole_target, self._group, ignore_index, head.vocab_size, sequences=sequences, n_valid=n_valid
-        )
+        rows = select_rows(whole_target, self._group, ignore_index, head.vocab_size, sequences=sequences)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         point = reference_point(
             self.reference_point,
@@ -229,15 +214,14 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             reference,
             kl=kl,
             delta=delta,
-            mismatched=Mismatched(kl_input, kl_target, ref_kl_input, ref_kl_logps, kl_n_valid),
+            mismatched=Mismatched(kl_input, kl_target, ref_kl_input, ref_kl_logps),
             average_log_prob=self.average_log_prob,
             sequence_group=sequence_group,
-            waits=n_valid is None,
         )
         logps = reference_logps(reference, self, head, target, rows, sequences, required=self.use_ref_model)
         batch = self._batch(rows, preference_labels, example_weights, point, logps)
         assert rows.groups is not None
-        objective = _MeanOverExamples(self, batch, max(1, n), some_are_empty=0 in rows.groups.host_counts)
+        objective = _MeanOverExamples(self, batch, max(1, n), some_are_empty=not rows.groups.shortest)
         loss, stats = self._fuse(head, input, rows, objective)
         return loss, self._metrics(batch, stats)
 
@@ -331,7 +315,7 @@ class _MeanOverExamples(Objective):
         return share_of_mean(losses, self.n)
 
 
-def _labels(labels: Tensor, n: int, input: Tensor, n_valid: Any) -> Tensor:
+def _labels(labels: Tensor, n: int, input: Tensor) -> Tensor:
     of_integers = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.is_complex())
     if not of_integers:
         got = f"{labels.dtype}".removeprefix("torch.") if isinstance(labels, Tensor) else type(labels).__name__
@@ -341,9 +325,7 @@ def _labels(labels: Tensor, n: int, input: Tensor, n_valid: Any) -> Tensor:
     check_each("preference_labels", labels, n, input, "sequence")
     if labels.dtype == torch.bool:
         return labels
-    if not host_may_sync(labels, n_valid):
-        assert_later(((labels == 0) | (labels == 1)).all(), "preference_labels must be bool, or integers 0 and 1")
-    elif bool(((labels != 0) & (labels != 1)).any()):
+    if host_may_sync(labels) and ((labels != 0) & (labels != 1)).any():
         raise ValueError(
             "preference_labels must be bool, or integers 0 and 1 with 1 for a desirable sequence: got "
             f"{labels.dtype} with another number in it. For labels of -1 and 1 pass preference_labels > 0"

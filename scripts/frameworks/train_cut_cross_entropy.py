@@ -22,7 +22,7 @@ from common import compare
 from cut_cross_entropy import linear_cross_entropy as apples
 from torch import nn
 
-from liger_chunked.integrations.cut_cross_entropy import linear_cross_entropy
+from liger_chunked.integrations.frameworks.cut_cross_entropy import linear_cross_entropy
 
 V, H = 512, 64
 

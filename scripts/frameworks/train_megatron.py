@@ -29,7 +29,7 @@ RANKS, STEPS, BATCH = 2, 8, 4
 
 def train(tied: bool, ours: bool) -> list[float]:
     """Return the loss of each step, from equal random weights."""
-    from liger_chunked.integrations.megatron import OutputProcessor
+    from liger_chunked.integrations.frameworks.megatron import OutputProcessor
 
     model = build(RANKS, tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -50,7 +50,7 @@ def train(tied: bool, ours: bool) -> list[float]:
 
 
 def worker(rank: int, folder: str) -> None:
-    from liger_chunked.integrations.megatron import OutputProcessor
+    from liger_chunked.integrations.frameworks.megatron import OutputProcessor
 
     initialize(rank, RANKS, folder)
     calls = count_calls(OutputProcessor, "__call__")

@@ -29,7 +29,7 @@ from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
 from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
 from nemo_automodel.components.loss.utils import calculate_loss
 
-from liger_chunked.integrations.nemo_automodel import FusedLinearCrossEntropy
+from liger_chunked.integrations.frameworks.nemo_automodel import FusedLinearCrossEntropy
 
 STEPS, VOCAB, BATCH, LENGTH = 8, 512, 4, 24
 SIZES = {

@@ -34,7 +34,7 @@ import torch
 from common import compare, count_calls, stub
 from megatron_common import LENGTH, VOCAB, build, initialize, inputs
 
-from liger_chunked.integrations.nemo_rl import (
+from liger_chunked.integrations.frameworks.nemo_rl import (
     ChunkedDistributedHiddenStatesToKL,
     ChunkedDistributedHiddenStatesToLogprobs,
 )

@@ -41,7 +41,7 @@ from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer  # noqa: E402
 from openrlhf.trainer.sft_trainer import SFTTrainer  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from liger_chunked.integrations import openrlhf as adapter  # noqa: E402
+from liger_chunked.integrations.frameworks import openrlhf as adapter  # noqa: E402
 
 VOCAB, BATCH, LENGTH, MICRO_BATCHES, PPO_STEPS = 512, 4, 24, 12, 8
 

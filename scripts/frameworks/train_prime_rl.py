@@ -38,7 +38,7 @@ from prime_rl.configs.trainer import DefaultLossConfig  # noqa: E402
 from prime_rl.trainer.models.layers import lm_head, lm_head_gemma  # noqa: E402
 from prime_rl.trainer.rl import loss as prime_loss  # noqa: E402
 
-from liger_chunked.integrations.prime_rl import FusedOutputLinear, GemmaFusedOutputLinear  # noqa: E402
+from liger_chunked.integrations.frameworks.prime_rl import FusedOutputLinear, GemmaFusedOutputLinear  # noqa: E402
 
 STEPS, VOCAB, LENGTHS = 8, 512, [14, 20, 9]
 SIZES = {

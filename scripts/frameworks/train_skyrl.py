@@ -79,7 +79,7 @@ def worker(rank: int, folder: str) -> None:
     initialize(rank, RANKS, folder)
     from skyrl.backends.skyrl_train.distributed.megatron import model_utils
 
-    from liger_chunked.integrations.skyrl import FusedLinearChunkedDistributedLogprob
+    from liger_chunked.integrations.frameworks.skyrl import FusedLinearChunkedDistributedLogprob
 
     stock = train(tied=False) + train(tied=True)
     calls = count_calls(FusedLinearChunkedDistributedLogprob, "apply")

@@ -90,7 +90,7 @@ def worker(rank: int, folder: str) -> None:
     initialize(rank, RANKS, folder)
     stub("ray", "torch_memory_saver", "megatron.training", "megatron.bridge", "mbridge", "sglang", "sglang_router")
     stub("wandb")
-    from liger_chunked.integrations import slime as adapter
+    from liger_chunked.integrations.frameworks import slime as adapter
 
     stock = train(tied=False) + train(tied=True)
     calls = count_calls(adapter, "linear_token_stats")

@@ -55,7 +55,7 @@ def configuration(ours: bool, parallelism: dict[str, int], folder: str) -> Any:
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-    from liger_chunked.integrations.torchtitan import FusedLinearCrossEntropyLoss
+    from liger_chunked.integrations.frameworks.torchtitan import FusedLinearCrossEntropyLoss
 
     class Tokenizer(BaseTokenizer):
         @dataclasses.dataclass(kw_only=True, slots=True)
@@ -122,7 +122,7 @@ def worker(rank: int, ranks: int, ours: bool, parallelism: dict[str, int], folde
     on_cpu()
     from torchtitan.trainer import Trainer
 
-    from liger_chunked.integrations.torchtitan import FusedLinearCrossEntropyLoss
+    from liger_chunked.integrations.frameworks.torchtitan import FusedLinearCrossEntropyLoss
 
     torch.set_num_threads(1)
     calls = count_calls(FusedLinearCrossEntropyLoss, "__call__")

@@ -128,12 +128,12 @@ def train(loss: str, tied: bool, folder: str) -> list[float]:
 
 
 def main() -> None:
-    from liger_chunked.integrations.torchtune import FusedLinearCrossEntropyLoss
+    from liger_chunked.integrations.frameworks.torchtune import FusedLinearCrossEntropyLoss
 
     calls = count_calls(FusedLinearCrossEntropyLoss, "forward")
     names = (
         "torchtune.modules.loss.LinearCrossEntropyLoss",
-        "liger_chunked.integrations.torchtune.FusedLinearCrossEntropyLoss",
+        "liger_chunked.integrations.frameworks.torchtune.FusedLinearCrossEntropyLoss",
     )
     with tempfile.TemporaryDirectory() as folder:
         stock, ours = ([x for tied in (False, True) for x in train(name, tied, folder)] for name in names)

@@ -48,7 +48,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from liger_chunked.integrations.verl import FusedLinearForPPO, distill_from_hidden_states
+from liger_chunked.integrations.frameworks.verl import FusedLinearForPPO, distill_from_hidden_states
 from liger_chunked.losses import LigerFusedLinearKLDivLoss
 
 STEPS, BATCH, PROMPT, RESPONSE, VOCAB, H_TEACHER = 8, 8, 5, 12, 512, 48

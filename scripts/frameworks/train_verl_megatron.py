@@ -151,7 +151,7 @@ def worker(rank: int, folder: str) -> None:
     import verl.models.mcore.model_forward_fused as of_megatron
     from verl.workers.engine.megatron import transformer_impl
 
-    from liger_chunked.integrations.verl_megatron import FusedOutputProcessor, distill_from_hidden_states
+    from liger_chunked.integrations.frameworks.verl_megatron import FusedOutputProcessor, distill_from_hidden_states
     from liger_chunked.losses import LigerFusedLinearKLDivLoss
 
     initialize(rank, RANKS, folder)

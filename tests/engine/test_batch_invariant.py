@@ -14,8 +14,7 @@ from torch import Tensor
 
 from liger_chunked import AdaptedWeight, VocabShard, linear_token_stats
 from liger_chunked.engine import all_rows, choose
-from liger_chunked.engine.invariant import InvariantPass
-from liger_chunked.engine.token_pass import TokenPass
+from liger_chunked.engine.invariant import ByTokenSource, InvariantSource
 from liger_chunked.kernels import backend
 from liger_chunked.types import HeadTensors, LogitOptions, LossHead
 
@@ -182,13 +181,13 @@ OTHERS: dict[str, dict[str, Any]] = {
 def passes(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the tiles of each pass on rows that are treated alike."""
     tiles: list[int] = []
-    reduce = InvariantPass._reduce
+    reduce = InvariantSource._reduce
 
-    def watch(self: InvariantPass, tokens: Any) -> Any:
+    def watch(self: InvariantSource, tokens: Any) -> Any:
         tiles.append(len(tokens.tiles))
         return reduce(self, tokens)
 
-    monkeypatch.setattr(InvariantPass, "_reduce", watch)
+    monkeypatch.setattr(InvariantSource, "_reduce", watch)
     return tiles
 
 
@@ -363,4 +362,4 @@ def test_a_plan_of_single_rows() -> None:
         batch_invariant=True,
     )
     assert plan.path is choose.Path.BY_TOKEN
-    assert isinstance(choose.pass_of_statistics(plan, HeadTensors(torch.ones(11, 4))), TokenPass)
+    assert isinstance(choose.source_of_statistics(plan, HeadTensors(torch.ones(11, 4))), ByTokenSource)

@@ -24,8 +24,7 @@ from liger_chunked import (
     functional,
     linear_token_stats,
 )
-from liger_chunked.engine import gradients as accumulating
-from liger_chunked.engine import head
+from liger_chunked.engine import sink, source
 from liger_chunked.losses.base import FusedLoss, StatsLoss
 
 pytestmark = [
@@ -123,7 +122,7 @@ def test_subclass():
 def products(monkeypatch) -> list[int]:
     """Multiplications in each product of a head."""
     done: list[int] = []
-    project, accumulate = head.HeadPass.project, accumulating.accumulate
+    project, accumulate = source.LogitsSource.project, sink.accumulate
 
     def projected(self, x, *others):
         logits = project(self, x, *others)
@@ -134,8 +133,8 @@ def products(monkeypatch) -> list[int]:
         done.append(a.numel() * b.shape[1])
         accumulate(out, a, b, first)
 
-    monkeypatch.setattr(head.HeadPass, "project", projected)
-    monkeypatch.setattr(accumulating, "accumulate", accumulated)
+    monkeypatch.setattr(source.LogitsSource, "project", projected)
+    monkeypatch.setattr(sink, "accumulate", accumulated)
     return done
 
 

@@ -8,7 +8,7 @@ from spies import Memory, flop_counter
 from table import ROWS, Batch, Row, Sizes, live_fraction, moved, n_valid
 
 from liger_chunked import linear_token_stats
-from liger_chunked.engine import gradients
+from liger_chunked.engine import sink
 from liger_chunked.kernels import add_rows, backend
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
@@ -119,7 +119,7 @@ MEMORY_SIZES = Sizes(sequences=8, length=32, hidden=32, vocab=1009, ref_hidden=3
 def test_memory(row, dtype, tokens_in_budget, monkeypatch):
     # The CPU path works in blocks of a constant size: keep them smaller than these shapes.
     monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
-    monkeypatch.setattr(gradients, "UPCAST_BLOCK", 1 << 12)
+    monkeypatch.setattr(sink, "UPCAST_BLOCK", 1 << 12)
     monkeypatch.setattr(add_rows, "UPCAST_BLOCK", 1 << 12)
     batch = moved(row.sample(MEMORY_SIZES, seed=0), dtype)
     leaves = {name: batch[name].clone().requires_grad_() for name in ("weight", "input", "bias") if name in batch}

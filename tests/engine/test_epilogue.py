@@ -24,8 +24,8 @@ from liger_chunked import (
     estimate_memory,
 )
 from liger_chunked import memory as memory_of_losses
-from liger_chunked.engine import choose, cutting, epilogue, gradients, rows
-from liger_chunked.engine.epilogue import EpiloguePass
+from liger_chunked.engine import choose, cutting, epilogue, rows, sink
+from liger_chunked.engine.epilogue import EpilogueSource
 from liger_chunked.engine.rows import all_rows, select_rows
 from liger_chunked.kernels import add_rows, backend, projection, target_rows
 from liger_chunked.kernels.survey import Found, find_tokens
@@ -50,13 +50,13 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def passes(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the rows of each chunk that uses the fused epilogue."""
     rows = []
-    statistics = EpiloguePass.statistics
+    statistics = EpilogueSource.statistics
 
     def watch(self, tokens):
         rows.append(tokens.x.shape[0])
         return statistics(self, tokens)
 
-    monkeypatch.setattr(EpiloguePass, "statistics", watch)
+    monkeypatch.setattr(EpilogueSource, "statistics", watch)
     return rows
 
 
@@ -442,7 +442,7 @@ def test_a_wrong_setting_of_wide_tiles_is_refused(text):
 
 
 def test_serves_no_cpu(monkeypatch):
-    monkeypatch.setattr(EpiloguePass, "statistics", None)
+    monkeypatch.setattr(EpilogueSource, "statistics", None)
     batch = moved(tokens(), torch.bfloat16)
     loss = LigerFusedLinearCrossEntropyLoss(logits_budget=BUDGET)
     assert not backend.has_wide_tiles(torch.device("cpu"))
@@ -472,7 +472,7 @@ def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (projection, target_rows, add_rows):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, NotLaunched())
-    for module in (gradients, epilogue):
+    for module in (sink, epilogue):
         monkeypatch.setattr(module, "accumulate", lambda *args, **kwargs: None)
 
     def with_token_at(target: Tensor, *args: Any) -> Found:

@@ -13,7 +13,7 @@ from torch import Tensor
 from liger_chunked import LogitOptions, linear_token_stats
 from liger_chunked.engine import epilogue
 from liger_chunked.engine.cutting import Tile
-from liger_chunked.engine.epilogue import StatisticsPass, serves_statistics
+from liger_chunked.engine.epilogue import EpilogueStatistics, serves_statistics
 from liger_chunked.kernels import grad_from_exponentials_, projection
 from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.kernels.projection import _regions
@@ -36,13 +36,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def passes(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the tiles of each pass that uses the fused epilogue."""
     tiles = []
-    statistics = StatisticsPass.statistics
+    statistics = EpilogueStatistics.statistics
 
     def watch(self, tokens):
         tiles.append(len(tokens.tiles))
         return statistics(self, tokens)
 
-    monkeypatch.setattr(StatisticsPass, "statistics", watch)
+    monkeypatch.setattr(EpilogueStatistics, "statistics", watch)
     return tiles
 
 
@@ -358,7 +358,7 @@ def test_serves_not(change):
 def test_places_of_partial_sums_fit_32_bits(hidden, outputs):
     """With a budget of 16 GiB and millions of tokens. A place beyond would wrap, to memory before the sums."""
     head = HeadTensors(torch.empty(262_144, hidden, device="meta"), None)
-    statistics = StatisticsPass(head, LogitOptions(), outputs, tile_size=1 << 33)
+    statistics = EpilogueStatistics(head, LogitOptions(), outputs, tile_size=1 << 33)
     n_tokens, tiling = 1 << 22, Tiling.of(hidden)
     blocks = [rows for rows, *_ in statistics._blocks(n_tokens, (), tiling)]
     assert [rows.start for rows in blocks] == [0, *(rows.stop for rows in blocks[:-1])] and blocks[-1].stop == n_tokens

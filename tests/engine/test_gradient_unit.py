@@ -27,8 +27,8 @@ from liger_chunked import (
     linear_token_stats,
 )
 from liger_chunked.engine import cutting
-from liger_chunked.engine.distillation import DistillationStep
 from liger_chunked.engine.divergences import ClosedForm
+from liger_chunked.engine.step import Step
 from liger_chunked.kernels import slopes_of_stats
 from liger_chunked.types import DIFFERENTIABLE, Divergence
 
@@ -229,13 +229,13 @@ def test_upstream_gradients_that_grow_within_a_chunk(name, device, monkeypatch):
     monkeypatch.setattr(cutting, "TEACHER_VOCAB", 1)
     monkeypatch.setattr(cutting, "FEWEST_TEACHER_TOKENS", 1)
     tiles: list[int] = []
-    run = DistillationStep.run
+    run = Step.run
 
-    def watch(self: DistillationStep, *args: Any) -> Any:
+    def watch(self: Step, *args: Any) -> Any:
         tiles.extend(map(len, self.plan.tiles))
         return run(self, *args)
 
-    monkeypatch.setattr(DistillationStep, "run", watch)
+    monkeypatch.setattr(Step, "run", watch)
     vocab, n = 499, 96
     upstream = torch.where(torch.arange(n) < 80, 0.25, 1.0).to(device)
     given, exact = (Given.draw(dtype, device, vocab, n) for dtype in (torch.float16, torch.float64))

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from liger_chunked.engine import cutting
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.gradients import HeadGradients, Needs
 from liger_chunked.engine.plan import Plan
 from liger_chunked.engine.rows import TokenRows
+from liger_chunked.engine.sink import Needs, Sink
 from liger_chunked.types import HeadTensors, LogitOptions
 
 N, H, V, R = 12, 5, 9, 2
@@ -46,7 +46,7 @@ def test_sums_of_tiles(dtype: torch.dtype, has_index: bool, has_live: bool, limi
     plan, head = plan_of(index, n_chunks, limit, dtype), HeadTensors(weight, bias, up)
     n = plan.rows.n_valid
     dz = torch.randn(n, V, generator=generator).to(dtype)
-    grads = HeadGradients(plan, x, head, Needs(True, True, True, True, True), u)
+    grads = Sink(plan, x, head, Needs(True, True, True, True, True), u)
     expected = torch.zeros(N, V, dtype=torch.float64)
     for i, chunk in enumerate(plan.chunks):
         tokens, live, tiles = plan.tokens(i, x, u), LIVE if has_live else None, plan.tiles[i]
@@ -72,6 +72,6 @@ def test_sums_of_tiles(dtype: torch.dtype, has_index: bool, has_live: bool, limi
 def test_without_a_chunk_all_gradients_are_zero() -> None:
     x, weight = torch.randn(N, H), torch.randn(V, H)
     plan = plan_of(torch.zeros(0, dtype=torch.int64), 1, V, torch.float32)
-    dx, dw, *others = HeadGradients(plan, x, HeadTensors(weight), Needs(True, True)).finish()
+    dx, dw, *others = Sink(plan, x, HeadTensors(weight), Needs(True, True)).finish()
     assert dx is not None and dw is not None and not dx.any() and not dw.any()
     assert dx.shape == x.shape and dw.shape == weight.shape and others == [None, None, None]

@@ -41,7 +41,7 @@ from liger_chunked import (
     linear_token_stats,
 )
 from liger_chunked.engine import choose
-from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.source import LogitsSource
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 by_path = pytest.mark.parametrize("row", on_paths())
@@ -716,7 +716,7 @@ def test_a_backward_without_gradients_frees_the_last_tile(device):
 
     weight, input = torch.randn(7, 4, device=device, requires_grad=True), torch.randn(3, 4, device=device)
     stats = linear_token_stats(weight, input, torch.tensor([1, 2, 3], device=device))
-    held = [weakref.ref(x) for x in gc.get_objects() if type(x) is HeadPass and x.head.weight.shape == (7, 4)]
+    held = [weakref.ref(x) for x in gc.get_objects() if type(x) is LogitsSource and x.head.weight.shape == (7, 4)]
     assert held
     Stop.apply(stats.logps).sum().backward()
     gc.collect()

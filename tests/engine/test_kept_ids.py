@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fresh_process import FreshProcesses
 from ranks import join, same_on_all_ranks, summed
 from table import products_for_kept_ids
-from test_known_counts import Waits
+from test_capture import Waits
 from test_learned import LearnedTemperature
 from torch import Tensor
 
@@ -31,9 +31,9 @@ from liger_chunked import (
     VocabShard,
     linear_token_stats,
 )
-from liger_chunked.engine import choose, known
+from liger_chunked.engine import choose
 from liger_chunked.engine import kept as kept_engine
-from liger_chunked.engine.kept_pass import KeptPass
+from liger_chunked.engine.kept_products import KeptProducts
 from liger_chunked.types import LossHead
 
 B, T, H, V, R = 2, 5, 8, 23, 3
@@ -159,8 +159,8 @@ def test_long_lists_take_products(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(choose, "kept_ids_take_products", lambda *given: asked.append(given) or len(asked) == 2)
     ran: list[int] = []
-    stock = KeptPass.statistics
-    monkeypatch.setattr(KeptPass, "statistics", lambda *given: ran.append(len(asked)) or stock(*given))
+    stock = KeptProducts.statistics
+    monkeypatch.setattr(KeptProducts, "statistics", lambda *given: ran.append(len(asked)) or stock(*given))
     given = batch()
     call, lists = (given["weight"], given["input"], given["target"]), drawn_lists(given["target"])
     n_ids, n_tokens = sum(map(len, lists)), int((given["target"] >= 0).sum()) - 2
@@ -377,24 +377,6 @@ def test_a_head_and_wide_logits_give_the_same() -> None:
     assert not gradient[given["target"] < 0].any() and gradient[given["target"] >= 0].any()
 
 
-@pytest.mark.parametrize("wrong", ["misses its target", "repeats an id", "whole vocabulary", "wrong offsets"])
-def test_with_a_known_count_the_device_asserts(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "on_host", lambda x: False)  # as on a GPU
-    given = batch(torch.float32)
-    target, n_valid = given["target"], int((given["target"] >= 0).sum())
-    lists = drawn_lists(target, mixed=False)
-    call = (given["weight"], given["input"], target)
-    stats = linear_token_stats(*call, kept=KeptIds.from_lists(lists), n_valid=n_valid)
-    assert stats.logps is not None
-    first = int(target[0, 0])
-    lists[0] = {"repeats an id": [first, first], "whole vocabulary": []}.get(wrong, [(first + 1) % V])
-    kept = KeptIds.from_lists(lists)
-    if wrong == "wrong offsets":
-        kept = KeptIds(kept.ids, kept.offsets.flip(0))
-    with pytest.raises(RuntimeError, match="at each position with a target, distinct ids"):
-        linear_token_stats(*call, kept=kept, n_valid=n_valid)
-
-
 def test_sources_agree() -> None:
     """`from_top_p` is what transformers' samplers keep, `from_mask` and `from_lists` hold the same ids."""
     warpers = pytest.importorskip("transformers.generation.logits_process")
@@ -465,11 +447,11 @@ def test_a_call_on_another_stream_waits_for_the_sort(monkeypatch: pytest.MonkeyP
 def test_streams_of_a_gpu() -> None:
     """A sort is still waiting on one stream when another one gets a call with its order."""
     given = {name: x.cuda() for name, x in batch(torch.float32).items()}
-    lists, n_valid = drawn_lists(given["target"], mixed=False), int((given["target"] >= 0).sum())
+    lists = drawn_lists(given["target"], mixed=False)
     weight = given["weight"].requires_grad_()
 
     def run(kept: KeptIds) -> Tensor:
-        logps = linear_token_stats(weight, given["input"], given["target"], kept=kept, n_valid=n_valid).logps
+        logps = linear_token_stats(weight, given["input"], given["target"], kept=kept).logps
         assert logps is not None
         return torch.autograd.grad(logps.sum(), weight)[0]
 
@@ -478,7 +460,7 @@ def test_streams_of_a_gpu() -> None:
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(200_000_000)  # about 0.1 s
-        run(kept)
+        kept_engine._layout_of(kept)  # a call would wait
     assert not side.query(), "the sort must not have begun"
     assert torch.equal(run(kept), expected)
 
@@ -606,7 +588,7 @@ def test_the_host_waits_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert stats.logps is not None and stats.entropy is not None
         (stats.logps + stats.entropy).sum().backward()
     assert not waits.found
-    # Products select rows by the counts: tensors of the host are read again, without waiting.
+    # Products select rows, for which these are counted too.
     assert len(read) == {"rows": 1, "products": 2}[way]
 
 

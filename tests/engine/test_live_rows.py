@@ -40,7 +40,7 @@ from liger_chunked import (
     LogitOptions,
     linear_token_stats,
 )
-from liger_chunked.engine import choose, distillation, epilogue, known, live_rows
+from liger_chunked.engine import checks, choose, distillation, epilogue, live_rows
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.live_rows import LiveCount
 from liger_chunked.kernels import LogitsCotangents, backend, logits_grad_
@@ -257,8 +257,8 @@ def test_results_of_other_losses(name, budget):
     assert dead.any() and (ours["input"][dead] == 0).all()
 
 
-def test_known_counts_are_not_waited_for(monkeypatch):
-    """With `n_valid` on a GPU, a step waits for nothing, so it cannot know how many rows are live."""
+def test_a_capture_does_not_wait(monkeypatch):
+    """In the capture of a CUDA graph a step waits for nothing, so it cannot know how many rows are live."""
     asked = []
     monkeypatch.setattr(LiveCount, "start", classmethod(lambda cls, gradients: asked.append(1)))
     batch = with_advantages(0.2)
@@ -266,9 +266,10 @@ def test_known_counts_are_not_waited_for(monkeypatch):
     LigerFusedLinearGRPOLoss()(**{**batch, **leaves})
     assert asked
     asked.clear()
-    monkeypatch.setattr(known, "on_host", lambda x: False)
-    LigerFusedLinearGRPOLoss()(**{**batch, **leaves}, n_valid=[SIZES.length] * SIZES.sequences)
-    linear_token_stats(leaves["weight"], leaves["input"], batch["target"], n_valid=TOKENS).logps.sum().backward()
+    monkeypatch.setattr(checks, "is_on_gpu", lambda x: True)
+    monkeypatch.setattr(checks, "is_capturing", lambda: True)
+    LigerFusedLinearGRPOLoss()(**{**batch, **leaves})
+    linear_token_stats(leaves["weight"], leaves["input"], batch["target"]).logps.sum().backward()
     assert not asked
 
 
@@ -588,13 +589,13 @@ def lengths(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.triton
 def test_the_fused_epilogue_of_a_loss(device, lengths, monkeypatch):
     passes: list[int] = []
-    backward = epilogue.EpiloguePass.backward
+    backward = epilogue.EpilogueSource.backward
 
-    def watch(self: epilogue.EpiloguePass, *args: Any) -> None:
+    def watch(self: epilogue.EpilogueSource, *args: Any) -> None:
         passes.append(1)
         backward(self, *args)
 
-    monkeypatch.setattr(epilogue.EpiloguePass, "backward", watch)
+    monkeypatch.setattr(epilogue.EpilogueSource, "backward", watch)
     live = (torch.arange(36).view(3, 12) % 3 == 1).double().to(device)
     live[0] = 0  # no row of a chunk
     loss = LigerFusedLinearGRPOLoss(logits_budget=12 * 603 * 2)

@@ -29,7 +29,7 @@ from liger_chunked import (
 )
 from liger_chunked.engine import epilogue
 from liger_chunked.engine.cutting import Tile
-from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.source import LogitsSource
 from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.types import LossHead
 
@@ -146,8 +146,8 @@ def test_the_budget_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """It covers float32 logits and their rounded gradient."""
     given = batch(dtype=torch.bfloat16)
     reserved: list[int] = []
-    reserve = HeadPass.reserve
-    monkeypatch.setattr(HeadPass, "reserve", lambda *a: reserved.append(a[1]) or reserve(*a))
+    reserve = LogitsSource.reserve
+    monkeypatch.setattr(LogitsSource, "reserve", lambda *a: reserved.append(a[1]) or reserve(*a))
     for budget in (6 * 60, 6 * V * 7, 6 * 30 * 20):
         reserved.clear()
         evaluate(ours, given, logits_budget=budget, **WIDE)

@@ -29,7 +29,7 @@ from liger_chunked import (
     functional,
     linear_token_stats,
 )
-from liger_chunked.engine import gradients
+from liger_chunked.engine import sink
 from liger_chunked.kernels import backend, finish, logits_stats, unround_logps_
 from liger_chunked.testing import check_loss
 from liger_chunked.types import HeadTensors
@@ -701,7 +701,7 @@ def test_products_and_largest_tensor_of_a_peft_model(loss):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_a_frozen_weight_has_no_copy(row, dtype, monkeypatch):
     monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
-    monkeypatch.setattr(gradients, "UPCAST_BLOCK", 1 << 12)
+    monkeypatch.setattr(sink, "UPCAST_BLOCK", 1 << 12)
     sizes = Sizes(sequences=8, length=32, hidden=32, vocab=1009, ref_hidden=32, ignored=False)
     batch = with_factors(row.sample(sizes, 0))
     batch = moved(batch, dtype) | {name: x.float() for name, x in batch.items() if name.endswith(("down", "up"))}

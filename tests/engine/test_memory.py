@@ -31,8 +31,8 @@ from liger_chunked import (
     linear_token_stats,
     memory,
 )
-from liger_chunked.engine.gradients import HeadGradients
-from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.sink import Sink
+from liger_chunked.engine.source import LogitsSource
 from liger_chunked.kernels import backend
 
 MIB = 1 << 20
@@ -198,7 +198,7 @@ def test_logits_are_gone_when_gradients_are_rounded(row, monkeypatch):
     """With several chunks, the rounding needs memory for both the float32 sum and its bfloat16 copy."""
     batch = moved(row.sample(Sizes(sequences=4, length=16, hidden=8, vocab=53, ref_hidden=8), seed=0), torch.bfloat16)
     buffers, finished = [], []
-    reserve, finish = HeadPass.reserve, HeadGradients.finish
+    reserve, finish = LogitsSource.reserve, Sink.finish
 
     def watch(self, elements):
         reserve(self, elements)
@@ -208,8 +208,8 @@ def test_logits_are_gone_when_gradients_are_rounded(row, monkeypatch):
         finished.append([buffer() is None for buffer in buffers])
         return finish(self)
 
-    monkeypatch.setattr(HeadPass, "reserve", watch)
-    monkeypatch.setattr(HeadGradients, "finish", check)
+    monkeypatch.setattr(LogitsSource, "reserve", watch)
+    monkeypatch.setattr(Sink, "finish", check)
     step(row, batch, leaves_of(batch), budget_of(batch, 0.3))
     assert len(finished) == 1 and buffers and all(finished[0])
 
@@ -298,7 +298,7 @@ def test_agrees_with_the_allocator_by_the_epilogue(batch, trainable, monkeypatch
     device = torch.device("cuda")
     if not backend.has_wide_tiles(device):
         pytest.skip("no tensor memory accelerator")
-    monkeypatch.setattr(HeadPass, "statistics", None)  # fails if a step computes logits
+    monkeypatch.setattr(LogitsSource, "statistics", None)  # fails if a step computes logits
     settings = {"trainable_head": True, "trainable_input": True} | TRAINABLE[trainable]
     vocab, hidden, n = batch["vocab_size"], batch["hidden_size"], batch["shape"][0]
     weight = torch.randn(vocab, hidden, device=device, dtype=torch.bfloat16).mul_(hidden**-0.5)

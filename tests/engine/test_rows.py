@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import types
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from conftest import FreshProcesses
 from torch import Tensor
 
 from liger_chunked.engine import all_rows, select_rows
+from liger_chunked.engine.collectives import OncePerGroup
 from liger_chunked.engine.cutting import Chunk, chunks_of_groups, chunks_of_tokens
-from liger_chunked.engine.once import OncePerGroup
 from liger_chunked.engine.rows import Group, Rows
+from liger_chunked.engine.saved import save, saved
 from liger_chunked.types import TokenStats
 
 VOCAB, LENGTH = 40, 6
@@ -38,7 +40,7 @@ def chunks_of(rows: Rows) -> tuple[Chunk, ...]:
 @pytest.mark.parametrize("group", ["token", "sequence", "pair"])
 def test_values_return_to_their_positions(group: Group, ignored: bool) -> None:
     target = targets(ignored)
-    rows = select_rows(target, group, -100, VOCAB).in_group_order()
+    rows = select_rows(target, group, -100, VOCAB)
     expected = target.where(target != -100, 0)
     if group == "pair":
         expected = torch.stack(expected.chunk(2), 1)
@@ -65,23 +67,26 @@ def test_side_inputs_follow_their_tokens(group: Group) -> None:
     pairs_of_ids = torch.stack([target, target + 1], -1).view(-1, 2)
     rows = select_rows(target, group, -100, VOCAB).with_side("candidates", pairs_of_ids)
     order = torch.randperm(rows.n_valid)
-    for moved in (
-        rows,
-        rows.in_group_order(),
-        rows.reordered(order),
-        rows.without_tensors().with_tensors(rows.tensors()),
-    ):
+    for moved in (rows, rows.reordered(order), through_autograd(rows)):
         assert moved.target is not None
         assert torch.equal(moved.side["candidates"], torch.stack([moved.target, moved.target + 1], -1))
-    assert not any(isinstance(x, Tensor) for x in rows.without_tensors().tensors().values())
+
+
+def through_autograd(rows: Rows) -> Rows:
+    """Return what a backward finds of rows that a forward saved, of which autograd alone holds the tensors."""
+    ctx = types.SimpleNamespace()
+    ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", [x.clone() for x in tensors])
+    save(ctx, {"rows": rows})
+    assert not any(isinstance(x, Tensor) for x in vars(ctx.tree["rows"]).values())
+    found = saved(ctx)["rows"]
+    assert type(found) is type(rows) and found.target is not rows.target
+    return found
 
 
 def test_without_a_target_all_rows_count() -> None:
     rows = all_rows((2, 3))
     assert rows.n_valid == rows.n_positions == 6 and rows.mask is None
-    assert set(rows.tensors().values()) == {None}
-    with pytest.raises(ValueError, match="n_valid must be 6"):
-        all_rows((2, 3), n_valid=5)
+    assert not any(isinstance(x, Tensor) for x in vars(rows).values())
 
 
 def of_groups(rank: int, folder: str) -> None:

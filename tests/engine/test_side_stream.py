@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from liger_chunked import LigerFusedLinearCrossEntropyLoss
-from liger_chunked.engine import epilogue, gradients
-from liger_chunked.engine.gradients import WeightGradient
+from liger_chunked.engine import epilogue, sink
 from liger_chunked.engine.side_stream import SideStream
+from liger_chunked.engine.sink import WeightGradient
 
 TOKENS, HIDDEN, VOCAB = 16, 72, 603
 BUDGET = 8 * VOCAB * 2  # two chunks
@@ -61,12 +61,12 @@ def log(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(module, name, watched)
 
-    watch(gradients, "accumulate", "dW")
-    watch(gradients, "add_rows_", "targets of dW")
+    watch(sink, "accumulate", "dW")
+    watch(sink, "add_rows_", "targets of dW")
     watch(epilogue, "accumulate", "product of dX")
     watch(epilogue, "add_target_rows_of_weight", "write dX")
     watch(epilogue, "scale_rows", "scale")
-    watch(gradients, "sorted_rows", "order of targets")
+    watch(sink, "sorted_rows", "order of targets")
     watch(epilogue, "project_exp", "exponentials")
     return entries
 

@@ -26,10 +26,10 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import liger_chunked as lc
-from liger_chunked.engine import gradients, head, stats
-from liger_chunked.engine import hooks as engine_hooks
-from liger_chunked.engine.distillation import DistillationStep
-from liger_chunked.engine.loss import StatisticsStep
+from liger_chunked.engine import sink, source, surroundings
+from liger_chunked.engine.kept import _KeptRule
+from liger_chunked.engine.stats import _StatisticsRule
+from liger_chunked.engine.step import Step
 from liger_chunked.losses.base import FusedLoss
 
 by_path = pytest.mark.parametrize("row", on_paths())
@@ -83,7 +83,7 @@ class Hooks:
 def hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Hooks:
     """Hooks, with torch's private function that finds active hooks, and without it."""
     if request.param == "public":
-        monkeypatch.setattr(engine_hooks, "_top_hooks", None)
+        monkeypatch.setattr(surroundings, "_top_hooks", None)
     hooks = Hooks()
 
     def marked(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,9 +96,9 @@ def hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ho
 
         return marking
 
-    for step in (StatisticsStep, DistillationStep):
-        monkeypatch.setattr(step, "run", marked(step.run))
-    monkeypatch.setattr(stats, "_statistics", marked(stats._statistics))
+    monkeypatch.setattr(Step, "run", marked(Step.run))
+    for rule in (_StatisticsRule, _KeptRule):
+        monkeypatch.setattr(rule, "forward", marked(rule.forward))
     return hooks
 
 
@@ -150,7 +150,7 @@ def test_contexts_of_torch(
     row: Row, context: Callable[[], AbstractContextManager], private: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not private:
-        monkeypatch.setattr(engine_hooks, "_top_hooks", None)
+        monkeypatch.setattr(surroundings, "_top_hooks", None)
     batch = row.sample(SMALL, seed=0)
     expected = evaluate(partial(row.ours, logits_budget=SEVERAL_CHUNKS), batch)
     with context():
@@ -225,8 +225,8 @@ class Interrupted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.products, self.fatal, self.error = 0, -1, KeyboardInterrupt
-        monkeypatch.setattr(head.HeadPass, "project", self.watched(head.HeadPass.project))
-        monkeypatch.setattr(gradients, "accumulate", self.watched(gradients.accumulate))
+        monkeypatch.setattr(source.LogitsSource, "project", self.watched(source.LogitsSource.project))
+        monkeypatch.setattr(sink, "accumulate", self.watched(sink.accumulate))
 
     def watched(self, product: Callable[..., Any]) -> Callable[..., Any]:
         def watching(*args: Any, **kwargs: Any) -> Any:
@@ -345,7 +345,7 @@ def test_checkpointed_statistics_keep_no_logits(
     outputs: tuple[str, ...], private: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not private:
-        monkeypatch.setattr(engine_hooks, "_top_hooks", None)
+        monkeypatch.setattr(surroundings, "_top_hooks", None)
     batch = moved(tokens(Sizes(8, 8, 16, 1009, ignored=False), seed=0), torch.float32)
     leaves = leaves_of(batch)
     n_logits = batch["target"].numel() * 1009 * 4

@@ -1573,3 +1573,28 @@ def test_importing_is_light(fresh_process) -> None:
         "import liger_chunked.compat.transformers; assert 'transformers' not in sys.modules"
     )
     fresh_process.run(code)
+
+
+@pytest.mark.parametrize("root", ["liger_chunked.compat", "liger_kernel"])
+def test_modules_inside_packages(root: str) -> None:
+    """Code that imports from Liger-Kernel's files works after a change of the package's name, and after `install`."""
+    if root == "liger_kernel":
+        compat.install(force=True)
+    try:
+        for module, name in (
+            ("chunked_loss.dpo_loss", "LigerFusedLinearDPOLoss"),
+            ("chunked_loss.fused_linear_unpaired_preference", "LigerFusedLinearKTOLoss"),
+            ("transformers.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyLoss"),
+            ("transformers.monkey_patch", "apply_liger_kernel_to_llama"),
+        ):
+            assert getattr(import_module(f"{root}.{module}"), name).__name__ == name
+        operators = import_module(f"{root}.ops.fused_linear_cross_entropy")
+        with pytest.raises(ImportError, match="forward and backward are not separate here"):
+            _ = operators.fused_linear_cross_entropy_forward
+        preferences = import_module(f"{root}.chunked_loss.fused_linear_preference")
+        with pytest.raises(ImportError, match=r"use liger_chunked\.LigerFusedLinearPreferenceBase"):
+            _ = preferences.LigerFusedLinearPreferenceBase
+        with pytest.raises(ModuleNotFoundError, match=r"ops\.unknown"):
+            import_module(f"{root}.ops.unknown")
+    finally:
+        compat.uninstall()

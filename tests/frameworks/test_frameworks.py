@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_chunked import LigerFusedLinearKLDivLoss, VocabShard, linear_token_stats
 from liger_chunked.functional import dpo_loss, kl_div_loss
-from liger_chunked.integrations import cut_cross_entropy, megatron, nemo_rl, skyrl, verl
+from liger_chunked.integrations.frameworks import cut_cross_entropy, megatron, nemo_rl, skyrl, verl
 from liger_chunked.integrations.tensor_parallel import even_shard
 
 WORLD = 2
@@ -426,7 +426,7 @@ def verl_processor_worker(rank: int, folder: str) -> None:
     """Packed sequences of 7, 4 and 10 tokens, whose padded rows are 8, 4 and 10, on two tensor-parallel ranks."""
     group, case = initialize(rank, folder), make_case(rank, WORLD)
     of_verl = stub_verl_megatron()
-    from liger_chunked.integrations import verl_megatron
+    from liger_chunked.integrations.frameworks import verl_megatron
 
     offsets = torch.tensor([0, 7, 11, 21])
     ids = torch.nested.nested_tensor_from_jagged(case.target.clamp(min=0).flatten()[:21], offsets)
@@ -1019,12 +1019,17 @@ def stub_torchtitan() -> None:
 
 
 class Waits(TorchDispatchMode):
-    """Takes the path of a GPU, and collects the operations that its host would wait for."""
+    """Takes the path of a GPU, which may capture a graph, and collects the operations that its host would wait for."""
+
+    def __init__(self, is_capturing: bool) -> None:
+        super().__init__()
+        self.is_capturing = is_capturing
 
     def __enter__(self) -> Waits:
         self.found: list[str] = []
         self.patch, tolist = pytest.MonkeyPatch(), Tensor.tolist
-        self.patch.setattr("liger_chunked.engine.known.on_host", lambda x: False)
+        self.patch.setattr("liger_chunked.engine.checks.is_on_gpu", lambda x: True)
+        self.patch.setattr("liger_chunked.engine.checks.is_capturing", lambda: self.is_capturing)
         self.patch.setattr("liger_chunked.kernels.scale.on_host", lambda x: False)
         self.patch.setattr(Tensor, "tolist", lambda x: self.found.append("tolist") or tolist(x))
         super().__enter__()
@@ -1042,7 +1047,7 @@ class Waits(TorchDispatchMode):
 
 
 def titan_loss(**options: Any) -> Any:
-    from liger_chunked.integrations.torchtitan import FusedLinearCrossEntropyLoss
+    from liger_chunked.integrations.frameworks.torchtitan import FusedLinearCrossEntropyLoss
 
     return FusedLinearCrossEntropyLoss(FusedLinearCrossEntropyLoss.Config(**options), compile_config=None)
 
@@ -1090,7 +1095,7 @@ def torchtitan_worker(rank: int, folder: str) -> None:
     loss, head = titan_loss(logits_budget="1KiB", cuda_graphs=True), titan_head(case.weight.clone())
     loss.set_lm_head(head)
     hidden = case.hidden.clone().requires_grad_()
-    with Waits() as waits:
+    with Waits(is_capturing=True) as waits:
         found, _ = loss(hidden, case.target, valid)
         found.backward()
     assert not waits.found, waits.found
@@ -1098,7 +1103,7 @@ def torchtitan_worker(rank: int, folder: str) -> None:
     check(head.weight.grad, expected.weight_grad, "dW")
     check(hidden.grad, expected.hidden_grad, "dX")
     loss.config.cuda_graphs = False
-    with Waits() as waits:
+    with Waits(is_capturing=False) as waits:
         loss(hidden, case.target, valid)
     assert waits.found
     head.forward = sharded = partial(head.forward)  # as torchtitan's Module.parallelize sets it
@@ -1133,7 +1138,7 @@ def torchtitan_worker(rank: int, folder: str) -> None:
     with pytest.raises(ValueError, match="spmd_backend must be 'spmd_types' or 'partial_dtensor'"):
         loss(whole, case.target, valid)
     set_spmd_backend("spmd_types")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="set cuda_graphs=True in the loss"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="cuda_graphs=True in the loss"):
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         loss(SimpleNamespace(is_cuda=True), case.target, valid)
 
@@ -1191,7 +1196,7 @@ def titan_in_place() -> Iterator[None]:
         yield
     finally:
         for name in {*sys.modules} - before:
-            if name.startswith(("torchtitan", "spmd_types", "liger_chunked.integrations.torchtitan")):
+            if name.startswith(("torchtitan", "spmd_types", "liger_chunked.integrations.frameworks.torchtitan")):
                 del sys.modules[name]
 
 
@@ -1333,7 +1338,7 @@ class TunedDecoder(nn.Module):
 
 def torchtune_worker(rank: int, folder: str) -> None:
     stub_torchtune()
-    from liger_chunked.integrations.torchtune import FusedLinearCrossEntropyLoss
+    from liger_chunked.integrations.frameworks.torchtune import FusedLinearCrossEntropyLoss
 
     initialize(rank, folder)
     mesh = init_device_mesh("cpu", (WORLD,))
@@ -1403,7 +1408,7 @@ def stub_slime() -> Any:
 
 def slime_worker(rank: int, folder: str) -> None:
     stub = stub_slime()
-    from liger_chunked.integrations import slime
+    from liger_chunked.integrations.frameworks import slime
 
     group = initialize(rank, folder)
     case = make_case(rank, WORLD)
@@ -1557,7 +1562,7 @@ def openrlhf() -> Iterator[Any]:
     before = set(sys.modules)
     yield stub_openrlhf()
     for name in set(sys.modules) - before:
-        if name.startswith("openrlhf") or name == "liger_chunked.integrations.openrlhf":
+        if name.startswith("openrlhf") or name == "liger_chunked.integrations.frameworks.openrlhf":
             del sys.modules[name]
 
 
@@ -1567,7 +1572,7 @@ def test_openrlhf(openrlhf: Any, packing_samples: bool, temperature: float) -> N
     pytest.importorskip("transformers")
     from tiny_models import build
 
-    from liger_chunked.integrations.openrlhf import FusedActor
+    from liger_chunked.integrations.frameworks.openrlhf import FusedActor
 
     model = build("Gemma2ForCausalLM").double().eval()  # its logits have a softcap
     model.config.use_cache = False  # as OpenRLHF sets it
@@ -1703,14 +1708,14 @@ def stub_automodel(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nemo_automodel", "nemo_automodel.components", "nemo_automodel.components.loss"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.delitem(sys.modules, "liger_chunked.integrations.nemo_automodel", raising=False)
+    monkeypatch.delitem(sys.modules, "liger_chunked.integrations.frameworks.nemo_automodel", raising=False)
 
 
 def test_nemo_automodel(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = installed("nemo_automodel.components.loss.linear_ce")
     if theirs is None:
         stub_automodel(monkeypatch)
-    ours = importlib.import_module("liger_chunked.integrations.nemo_automodel").FusedLinearCrossEntropy
+    ours = importlib.import_module("liger_chunked.integrations.frameworks.nemo_automodel").FusedLinearCrossEntropy
     call = ["hidden_states", "labels", "lm_weight", "num_label_tokens", "grad_reduce_group", "loss_weights"]
     assert names(ours.forward) == call
     assert names(ours.__init__) == ["ignore_index", "logit_softcapping", "reduction", "impl"]

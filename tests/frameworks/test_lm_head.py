@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_chunked import ChunkedLMHead
-from liger_chunked.engine import gradients
-from liger_chunked.integrations import prime_rl
+from liger_chunked.engine import sink
+from liger_chunked.integrations.frameworks import prime_rl
 from liger_chunked.kernels import backend
 
 B, T, H, V = 3, 10, 8, 23
@@ -112,7 +112,7 @@ def test_temperatures_add_no_matrix_product() -> None:
 def test_no_logits_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     # The CPU path works in blocks of a constant size: keep them smaller than these shapes.
     monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
-    monkeypatch.setattr(gradients, "UPCAST_BLOCK", 1 << 12)
+    monkeypatch.setattr(sink, "UPCAST_BLOCK", 1 << 12)
     n, h, v, budget_tokens = 256, 32, 1009, 20
     head = ChunkedLMHead(h, v, dtype=torch.bfloat16, logits_budget=2 * v * budget_tokens)
     hidden, labels = torch.randn(n, h).bfloat16().requires_grad_(), torch.randint(v, (n,))

@@ -65,7 +65,7 @@ torch.accelerator.current_accelerator = lambda check_available=False: torch.devi
 torch.get_device_module.cache_clear()
 
 from liger_chunked import device
-from liger_chunked.engine.precision import gemms
+from liger_chunked.engine.surroundings import gemms
 from liger_chunked.engine.side_stream import SideStream
 from liger_chunked.kernels import backend, launch, tuning
 

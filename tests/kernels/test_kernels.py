@@ -16,7 +16,6 @@ from liger_chunked import LogitOptions, TokenStats
 from liger_chunked.kernels import (
     LogitsCotangents,
     PartialStats,
-    counts_match,
     find_tokens,
     finish,
     logits_grad_,
@@ -454,21 +453,6 @@ def test_find_tokens(shape, ignore_index, device):
         assert torch.equal(found.token_at, places)
 
 
-@pytest.mark.parametrize("wrong", [-3, 5])
-def test_find_tokens_with_a_wrong_count(wrong, device):
-    """The device asserts the count elsewhere. Until then, each place is one of the target's."""
-    target = torch.arange(12, device=device).view(3, 4) % 5 - 1
-    expected = (target != -1).view(-1).nonzero().view(-1)
-    n_valid = expected.numel() + wrong
-    if n_valid > expected.numel() and not use_triton(target):
-        pytest.skip("nonzero_static fills the places that are missing with -1, which indexes the last id")
-    found = find_tokens(target, survey(target, -1), -1, n_valid)
-    n = min(n_valid, expected.numel())
-    assert found.places.numel() == found.ids.numel() == n_valid
-    assert torch.equal(found.places[:n], expected[:n])
-    assert not found.places[n:].any() and not found.ids[n:].any()
-
-
 @pytest.mark.parametrize("to", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("n_cols", [1, 24, 2100])
 @pytest.mark.parametrize("known", [True, False])
@@ -482,39 +466,6 @@ def test_place_rows(to, n_cols, known, device):
     expected = torch.zeros(11, n_cols, dtype=to, device=device)
     expected[index] = x.to(to)
     assert torch.equal(out, expected)
-
-
-def test_counts_that_are_exchanged_do_not_match(device):
-    """Of rows, not of their sum: with many rows too."""
-    target = torch.where(torch.arange(40, device=device) < torch.arange(1, 41, device=device)[:, None], 1, -100)
-    summary, counts = survey(target, -100).summary, list(range(1, 41))
-    assert bool(counts_match(summary, counts, 2))
-    for i, j in ((0, 39), (3, 4), (16, 32)):
-        other = list(counts)
-        other[i], other[j] = other[j], other[i]
-        assert not bool(counts_match(summary, other, 2))
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (1, 1), (3, 129), (17, 5), (1, 70_000)], ids=str)
-@pytest.mark.parametrize("by_row", [False, True])
-def test_agreement_with_a_survey(shape, by_row, device):
-    """Rows and blocks of more than one tile of the kernel."""
-    target = torch.arange(shape[0] * shape[1]).view(shape) % 50
-    target[1:] = torch.where(target[1:] < 9, -100, target[1:])
-    counts = (target != -100).sum(1)
-    given = counts.tolist() if by_row else int(counts.sum())
-
-    def found(target: Tensor, given: list[int] | int, vocab_size: int = 50) -> bool:
-        agreed = counts_match(survey(target.to(device), -100).summary, given, vocab_size)
-        assert agreed.shape == () and agreed.device == target.to(device).device
-        return bool(agreed)
-
-    assert found(target, given)
-    if target.numel():
-        assert not found(target, [*given[:-1], given[-1] + 1] if by_row else given - 1)
-        assert not found(target, given, vocab_size=int(target.max()))
-        target[-1, -1] = -1
-        assert not found(target, survey(target.to(device), -100).summary[0].sum(1).tolist() if by_row else given)
 
 
 @pytest.mark.sampled(interpreted=True)

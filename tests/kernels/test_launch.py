@@ -15,7 +15,7 @@ from conftest import expects_triton
 from torch import Tensor
 
 import liger_chunked as lc
-from liger_chunked.engine.precision import gemms
+from liger_chunked.engine.surroundings import gemms
 from liger_chunked.kernels import launch
 from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.layers import rms_norm

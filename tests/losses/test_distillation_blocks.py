@@ -7,8 +7,8 @@ from table import SMALL, evaluate, relative_error, students
 from test_distillation import LOSSES, SOFT, SymmetricKL
 
 from liger_chunked.engine import cutting
-from liger_chunked.engine.gradients import HeadGradients
-from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.sink import Sink
+from liger_chunked.engine.source import LogitsSource
 
 
 def test_blocks_of_a_chunk(monkeypatch, cut_with):
@@ -18,7 +18,7 @@ def test_blocks_of_a_chunk(monkeypatch, cut_with):
     whole = {name: evaluate(lambda b, loss=loss: loss(**b)[0], batch) for name, loss in losses.items()}
     cut_with(FEWEST_TEACHER_TOKENS=4, TEACHER_TOKENS=4, TEACHER_VOCAB=4)
     projected, added = [], []
-    project, add = HeadPass.project, HeadGradients.add
+    project, add = LogitsSource.project, Sink.add
 
     def watch_project(self, x, *others):
         projected.append(x.shape[0])
@@ -28,8 +28,8 @@ def test_blocks_of_a_chunk(monkeypatch, cut_with):
         added.append(dz.shape[0])
         add(self, tile, dz)
 
-    monkeypatch.setattr(HeadPass, "project", watch_project)
-    monkeypatch.setattr(HeadGradients, "add", watch_add)
+    monkeypatch.setattr(LogitsSource, "project", watch_project)
+    monkeypatch.setattr(Sink, "add", watch_add)
     for name, loss in losses.items():
         projected.clear()
         added.clear()

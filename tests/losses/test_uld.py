@@ -11,7 +11,7 @@ from table import relative_error
 from torch import Tensor
 
 from liger_chunked import AdaptedWeight, LigerFusedLinearULDLoss, LogitOptions
-from liger_chunked.engine import gradients, ranked
+from liger_chunked.engine import ranked, sink
 from liger_chunked.kernels import backend
 
 N, H, H_TEACHER, V = 14, 5, 8, 23
@@ -136,7 +136,7 @@ def test_rounding() -> None:
 def test_memory(v_teacher: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, probabilities and their sorted copies stay within the budget; no tensor holds all logits."""
     monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
-    monkeypatch.setattr(gradients, "UPCAST_BLOCK", 1 << 12)
+    monkeypatch.setattr(sink, "UPCAST_BLOCK", 1 << 12)
     n, h, v, budget = 256, 32, 1009, 1 << 20
     weight, hidden = torch.randn(v, h).bfloat16().requires_grad_(), torch.randn(n, h).bfloat16().requires_grad_()
     teacher = torch.randn(v_teacher, h).bfloat16(), torch.randn(n, h).bfloat16()

@@ -29,8 +29,8 @@ from liger_chunked import (
     linear_token_stats,
 )
 from liger_chunked.engine import checks, choose, collectives, epilogue
-from liger_chunked.engine.epilogue import EpiloguePass, StatisticsPass
-from liger_chunked.engine.shard import ShardedPass
+from liger_chunked.engine.epilogue import EpilogueSource, EpilogueStatistics
+from liger_chunked.engine.source import ShardedSource
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 
@@ -83,7 +83,7 @@ def fused() -> Iterator[Ran]:
         for module in (choose, checks):
             patch.setattr(module, "has_wide_tiles", lambda device: True)
         patch.setattr(epilogue, "SMALLEST", 0)
-        for kind in (EpiloguePass, StatisticsPass, ShardedPass):
+        for kind in (EpilogueSource, EpilogueStatistics, ShardedSource):
             of_kind = kind.statistics
 
             def watch(self, tokens, of_kind=of_kind, kind=kind):
@@ -156,7 +156,7 @@ def losses(rank: int, folder: str, device: str, every: str) -> None:
                 if every != "True" and i % len(LAYOUTS) != j:
                     continue
                 batch, (ours, oracle) = sample(), make(parts)
-                expected = "StatisticsPass" if make is of_statistics else "EpiloguePass"
+                expected = "EpilogueStatistics" if make is of_statistics else "EpilogueSource"
 
                 def of_shard(batch: Batch, ours=ours, parts=parts) -> Tensor:
                     return ours(cut(batch, parts) if batch["weight"].dtype == torch.bfloat16 else batch)
@@ -195,7 +195,7 @@ def contracts(rank: int, folder: str, device: str) -> None:
 
     with fused() as ran:
         whole = gradients()
-        assert ran == [("EpiloguePass", 13), ("EpiloguePass", 13), ("EpiloguePass", 10)]
+        assert ran == [("EpilogueSource", 13), ("EpilogueSource", 13), ("EpilogueSource", 10)]
 
         # A chunk exchanges three numbers for each token, padded to four tokens, and dX.
         sent: list[tuple[str, int]] = []
@@ -230,7 +230,7 @@ def contracts(rank: int, folder: str, device: str) -> None:
         # All ranks choose the same pass, though one rank's rows do not fit descriptors.
         ran.clear()
         unaligned = gradients(unaligned=rank == 1)
-        assert len(ran) == 3 and {kind for kind, _ in ran} == {"EpiloguePass"}
+        assert len(ran) == 3 and {kind for kind, _ in ran} == {"EpilogueSource"}
         assert all(torch.equal(x, whole[key]) for key, x in unaligned.items())
 
         # An entropy in the loss, and another statistic, need the logits.
@@ -238,7 +238,7 @@ def contracts(rank: int, folder: str, device: str) -> None:
         ours = LigerFusedLinearGRPOLoss(logits_budget=budget(parts, 13), entropy_coef=0.1)
         ran.clear()
         evaluate(lambda batch: ours(**cut(batch, parts))[0], rolls)
-        assert {kind for kind, _ in ran} == {"ShardedPass"}
+        assert {kind for kind, _ in ran} == {"ShardedSource"}
         _, metrics = LigerFusedLinearGRPOLoss(logits_budget=budget(parts, 13))(**cut(rolls, parts))
         exact = eager.grpo(**moved(rolls, torch.float64))[1]
         assert abs(float(metrics.entropy) - float(exact["entropy"])) < 1e-4
@@ -289,7 +289,7 @@ def contracts(rank: int, folder: str, device: str) -> None:
         checks.CHECKED.clear()
         patch.setattr(checks, "has_wide_tiles", lambda device: rank == 0)
         gradients()
-        assert {kind for kind, _ in ran} == {"ShardedPass"}
+        assert {kind for kind, _ in ran} == {"ShardedSource"}
     dist.destroy_process_group()
 
 
@@ -309,7 +309,7 @@ def of_scattered(rank: int, folder: str, device: str) -> None:
         whole = evaluate(lambda batch: loss(**cut(batch, parts)), batch)
         ran.clear()
         found = evaluate(lambda batch: loss(**cut(batch, parts, input_grad="reduce_scatter")), own)
-        assert len(ran) == 3 and {kind for kind, _ in ran} == {"EpiloguePass"}
+        assert len(ran) == 3 and {kind for kind, _ in ran} == {"EpilogueSource"}
     whole["input"] = whole["input"][half]
     for key, x in found.items():
         assert relative_error(x, whole[key].double()) < 2**-7, key

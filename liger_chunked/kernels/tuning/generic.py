@@ -67,7 +67,6 @@ UPCAST_BLOCK = 1 << 20  # elements at a time, on a CPU
 # Bytes of a column, and rows of a token, in a program of experts: more spill registers.
 MOST_SUMMED, MOST_SPREAD = 64, 8
 COUNTED_BLOCKS = 256  # blocks of a survey whose counts a program of `find_tokens` sums at once; most have fewer
-AGREES = (16, 16)  # rows and blocks of a survey that the kernel of `counts_match` compares at once
 REMEMBERED = 1 << 10  # variants per kernel, and shapes of norms: "Host time"
 
 # Chunks: "Chunk sizes"

@@ -1,4 +1,7 @@
-"""NeMo-Automodel, from 0.7: its loss on hidden states."""
+"""NeMo-Automodel, from 0.7: its loss on hidden states.
+
+Run with NeMo-Automodel 0.7.0.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""SkyRL, Megatron backend."""
+"""SkyRL, Megatron backend.
+
+Run with SkyRL 0.4.0.
+"""
 
 from __future__ import annotations
 

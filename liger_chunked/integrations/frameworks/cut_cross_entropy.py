@@ -1,4 +1,7 @@
-"""Apple's `cut_cross_entropy.linear_cross_entropy`."""
+"""Apple's `cut_cross_entropy.linear_cross_entropy`.
+
+Run with cut_cross_entropy 25.1.1 and commit d42911f.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""slime 0.3 with Megatron."""
+"""slime 0.3 with Megatron.
+
+Run with slime 0.3.1.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from slime.backends.megatron_utils import actor, loss, model
 from torch import Tensor
 
 from liger_chunked.functional import linear_token_stats
-from liger_chunked.integrations.megatron import OutputProcessor
+from liger_chunked.integrations.frameworks.megatron import OutputProcessor
 from liger_chunked.kept_ids import KeptIds
 
 __all__ = ["install"]

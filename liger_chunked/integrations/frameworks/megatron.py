@@ -1,4 +1,7 @@
-"""Megatron-Core, from 0.18: the `output_processor` of `GPTModel`, and the heads of multi-token prediction."""
+"""Megatron-Core, from 0.18: the `output_processor` of `GPTModel`, and the heads of multi-token prediction.
+
+Run with Megatron-Core 0.19.2.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 Read in verl 0.9.1: `verl/models/mcore/model_forward_fused.py`, `verl/workers/engine/megatron/transformer_impl.py`. verl
 calls the processor with Megatron-Core 0.18 or newer. With an older one it replaces the model's forward, which calls
-`liger_chunked.integrations.verl.linear_cross_entropy`.
+`liger_chunked.integrations.frameworks.verl.linear_cross_entropy`.
+
+Run with verl 0.9.1 and Megatron-Core 0.19.2.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.functional import linear_token_stats
-from liger_chunked.integrations.megatron import OutputProcessor
-from liger_chunked.integrations.verl import positions_before_responses, register_loss, teacher_states
+from liger_chunked.integrations.frameworks.megatron import OutputProcessor
+from liger_chunked.integrations.frameworks.verl import positions_before_responses, register_loss, teacher_states
 from liger_chunked.losses import LigerFusedLinearDistillationBase, LigerFusedLinearKLDivLoss
 from liger_chunked.types import LogitOptions, TokenStats, described
 
@@ -203,9 +205,9 @@ def distill_from_hidden_states(
 
     Call it in each process of verl, as from a module of `VERL_USE_EXTERNAL_MODULES`. It also sets a
     `FusedOutputProcessor`. Set `use_fused_kernels=True`, and `distillation.distillation_loss.loss_mode`. The batch and
-    the results are those of `liger_chunked.integrations.verl.distill_from_hidden_states`. Each rank computes with its
-    rows of both heads, and with its part of the tokens under context parallelism. With sequence parallelism it gathers
-    the states of both models. No logits are stored.
+    the results are those of `distill_from_hidden_states` in `verl.py`. Each rank computes with its rows of both heads,
+    and with its part of the tokens under context parallelism. With sequence parallelism it gathers the states of both
+    models. No logits are stored.
 
     Args:
         teacher_weight: (V_teacher, H_teacher), the teacher's head, or a function that loads it, called in the first

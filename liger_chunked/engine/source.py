@@ -8,18 +8,18 @@ backward     for each tile, last first: project unless in memory,
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from liger_chunked.engine.candidates import Candidates
+from liger_chunked.engine.collectives import gather, sum_disjoint_
 from liger_chunked.engine.cutting import Tile
-from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.engine.live_rows import LiveCount, LiveRows
 from liger_chunked.engine.plan import Tokens
+from liger_chunked.engine.sink import Sink, accumulate
 from liger_chunked.kernels import (
     ExactTarget,
     LogitsCotangents,
@@ -35,21 +35,25 @@ from liger_chunked.kernels import (
 )
 from liger_chunked.kernels.logits_stats import concatenate
 from liger_chunked.kernels.operands import along
-from liger_chunked.types import HeadTensors, LogitOptions, Slopes, TokenStats
+from liger_chunked.types import HeadTensors, LogitOptions, Slopes, TokenStats, VocabShard
 
 
-class Pass(Protocol):
-    """Runs the head of one step: for each chunk `statistics`, then `backward` unless nothing has a gradient."""
+class Source(Protocol):
+    """Computes values of tokens from the head of one step, and their gradients.
 
-    def statistics(self, tokens: Tokens) -> TokenStats:
-        """Return the statistics (n,) of the chunk's tokens."""
+    For each chunk `statistics`, then `backward` unless nothing has a gradient.
+    """
+
+    def statistics(self, tokens: Tokens) -> tuple[Any, Any]:
+        """Return values (n,) of the chunk's tokens, a NamedTuple, and a memo, what `backward` needs of them."""
         ...
 
-    def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
+    def backward(self, tokens: Tokens, memo: Any, gradients: dict[str, Tensor]) -> None:
         """Add the chunk's dX, dW and db.
 
         Args:
-            gradients: (n,) upstream gradients of statistics, by name; empty if the loss ignores the chunk.
+            memo: that of `statistics` of these tokens.
+            gradients: (n,) upstream gradients of values, by name; empty if the loss ignores the chunk.
         """
         ...
 
@@ -58,13 +62,9 @@ class Pass(Protocol):
         ...
 
 
-# What a backward reads of the reduced rows, fields of `LogitsCotangents`.
-_NORMALISERS = ("max", "sum_exp", "logps_scale", "entropy_value")
-
-
 @dataclass
-class HeadPass:
-    """A `Pass` with one buffer for the logits of all tiles."""
+class LogitsSource:
+    """A `Source` with one buffer for the logits of all tiles."""
 
     # Whether the launch that reduces whole rows may correct their log-probabilities too.
     unrounds_at_once: ClassVar[bool] = True
@@ -73,9 +73,8 @@ class HeadPass:
     options: LogitOptions
     outputs: tuple[str, ...] = ()
     class_weight: Tensor | None = None  # (V,) of `mean_logits`
-    grads: HeadGradients | None = None
+    sink: Sink | None = None
     skips_rows: bool = False  # whether rows without a gradient take no part in the backward's products
-    normalisers: LogitsCotangents | None = field(default=None, repr=False)  # of the chunk's rows
     _candidates: Candidates | None = field(default=None, init=False, repr=False)  # of the chunk that is measured
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Tensor | None = field(default=None, init=False, repr=False)  # logits of the last tile
@@ -132,7 +131,7 @@ class HeadPass:
         start = self.head.vocab_start
         return along(self.class_weight, slice(start + tile.vocab_slice.start, start + tile.vocab_slice.stop))
 
-    def statistics(self, tokens: Tokens) -> TokenStats:
+    def statistics(self, tokens: Tokens) -> tuple[TokenStats, LogitsCotangents]:
         side = tokens.side
         if "candidates" in side:
             self._candidates = Candidates(side["candidates"], self.logits_dtype)
@@ -141,12 +140,12 @@ class HeadPass:
         # in float32 (docs/numerics.md).
         if scale is None and stats.logps is not None and self.logits_dtype in (torch.bfloat16, torch.float16):
             scale = self._unround(stats.logps, tokens, partial)
-        self.normalisers = LogitsCotangents(partial.max, partial.sum_exp, scale, entropy_value=stats.entropy)
+        memo = LogitsCotangents(partial.max, partial.sum_exp, scale, entropy_value=stats.entropy)
         if self._candidates is not None:
             of_ids = self._candidates.logps(partial.max, partial.sum_exp, self.options, side.get("temperature"))
             self._candidates = None
             stats = stats._replace(candidate_logps=of_ids)
-        return stats
+        return stats, memo
 
     def _project_and_hold(self, x: Tensor, tile: Tile, u: Tensor | None) -> Tensor:
         """Return a tile's logits, after candidates read theirs. A backward finds those of the last tile in `_held`."""
@@ -194,25 +193,14 @@ class HeadPass:
             return concatenate(list(by_rows.values()))
         return logits_stats(x.new_empty(0, 1), target[:0], self.options, self.outputs)
 
-    def pop_tensors(self) -> dict[str, Tensor | None]:
-        """Return, by name, what a later `backward` needs except logits, and hold it no longer."""
-        assert self.normalisers is not None
-        tensors = {name: getattr(self.normalisers, name) for name in _NORMALISERS}
-        self.normalisers = None
-        return tensors
-
-    def restore(self, tensors: Mapping[str, Tensor | None]) -> None:
-        """Take the tensors of `pop_tensors` back."""
-        self.normalisers = LogitsCotangents(**{name: tensors[name] for name in _NORMALISERS})  # type: ignore[arg-type]
-
-    def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
-        assert self.grads is not None and self.normalisers is not None
+    def backward(self, tokens: Tokens, memo: LogitsCotangents, gradients: dict[str, Tensor]) -> None:
+        assert self.sink is not None
         # A chunk that the loss ignores runs too: its rows of dX, and maybe all of dW, may be uninitialised.
-        gradients = gradients or {"logps": torch.zeros_like(self.normalisers.max)}
+        gradients = gradients or {"logps": torch.zeros_like(memo.max)}
         count = LiveCount.start(gradients) if self.skips_rows else None
-        gradients = self.grads.normalize(gradients, self._slopes, tokens.side.get("temperature"))
+        gradients = self.sink.normalize(gradients, self._slopes, tokens.side.get("temperature"))
         x, target, row_slice, tiles, u, side = tokens
-        cotangents = self.normalisers._replace(**gradients, temperature=side.get("temperature"))
+        cotangents = memo._replace(**gradients, temperature=side.get("temperature"))
         last: Tensor | None = None  # the gradient of the held tile, if it is known before the loop
         live: LiveRows | None = None
         if count is not None:
@@ -225,7 +213,7 @@ class HeadPass:
             last = None if last is None else last[: live.length]
             x, target, row_slice, tiles, u, side = live.tokens(tokens)
             cotangents = cotangents.at(live.rows)
-        self.grads.open_chunk(self.head, x, row_slice, tiles, u, None if live is None else live.rows)
+        self.sink.open_chunk(self.head, x, row_slice, tiles, u, None if live is None else live.rows)
         for tile in reversed(tiles):
             dz, last = last, None
             if dz is None:
@@ -235,8 +223,8 @@ class HeadPass:
                 of_rows = cotangents if has_all_rows else cotangents.at(tile.row_slice)
                 of_tile = target if has_all_rows else target[tile.row_slice]
                 dz = self._gradient(logits, of_tile, tile, of_rows)
-            self.grads.add(tile, dz)
-        self.grads.close_chunk()
+            self.sink.add(tile, dz)
+        self.sink.close_chunk()
 
     def _slopes(self) -> Slopes:
         return slopes_of_stats(self.options, self.head.vocab_size, self.class_weight)
@@ -267,3 +255,32 @@ class HeadPass:
             out=out,
             live=live,
         )
+
+
+@dataclass
+class ShardedSource(LogitsSource):
+    @property
+    def _shard(self) -> VocabShard:
+        assert self.head.shard is not None
+        return self.head.shard
+
+    def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats, Tensor | None]:
+        # In rank order on every rank, so that all get the same bits.
+        partial = functools.reduce(merge, gather(self._partial(tokens), self._shard.group))
+        if self._candidates is not None:
+            sum_disjoint_(self._candidates.logits, self._shard.group)
+        return partial, finish(partial, tokens.target, self._shard.vocab_size, self.outputs), None
+
+    def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
+        """Correct `logps` on the rank with the target's row; send the result to all."""
+        columns = self.columns
+        both = logps.new_zeros(2, logps.shape[0])
+        if columns:
+            target = tokens.target - self._shard.start
+            # A clone: the correction is in place, and targets of other ranks are clamped to a row that is not theirs.
+            own = logps.clone()
+            scale = super()._unround(own, tokens._replace(target=target.clamp(0, columns - 1)), partial)
+            both = torch.where((target >= 0) & (target < columns), torch.stack([own, scale]), 0.0)
+        sum_disjoint_(both, self._shard.group)
+        logps.copy_(both[0])
+        return both[1]

@@ -1,4 +1,7 @@
-"""NeMo-RL, Megatron backend with `use_linear_ce_fusion_loss`."""
+"""NeMo-RL, Megatron backend with `use_linear_ce_fusion_loss`.
+
+Run with NeMo-RL, commit 7ea279a.
+"""
 
 from __future__ import annotations
 

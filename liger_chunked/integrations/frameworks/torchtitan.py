@@ -1,4 +1,7 @@
-"""torchtitan, from 0.3."""
+"""torchtitan, from 0.3.
+
+Run with torchtitan 0.3.0.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +72,8 @@ class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
             raise ValueError("spmd_backend must be 'spmd_types' or 'partial_dtensor', got 'full_dtensor'")
         if not self.config.cuda_graphs and is_on_gpu(pred) and is_capturing():
             raise RuntimeError(
-                "the loss reads the number of labels on the host: set cuda_graphs=True in the loss's Config, or set "
-                "training.disable_cuda_graphs"
+                "a captured step computes ignored labels too, by kernels that earlier steps may not have compiled: set "
+                "cuda_graphs=True in the loss's Config, or set training.disable_cuda_graphs"
             )
         if self.config.cuda_graphs and isinstance(self.lm_head, FSDPModule):
             # As ChunkedLossWrapper does: gathered inside the head's forward, the weight would leave an event for the
@@ -89,17 +92,16 @@ class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
         The loss divides, and not its caller: a division after it would round 16-bit gradients once more.
         """
         head: Any = self.lm_head
-        n_valid = token_weights = None
+        token_weights = None
         if self.config.cuda_graphs:
             counts = labels != IGNORE_INDEX
-            n_valid, token_weights, labels = labels.numel(), counts.to(torch.float32), labels.where(counts, 0)
+            token_weights, labels = counts.to(torch.float32), labels.where(counts, 0)
         loss = cross_entropy_loss(
             head.weight,
             hidden,
             labels,
             head.bias,
             vocab_shard=self._shard(head.weight),
-            n_valid=n_valid,
             token_weights=token_weights,
             reduction="sum" if global_valid_tokens is None else "mean",
             num_items=global_valid_tokens,

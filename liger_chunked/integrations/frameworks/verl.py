@@ -1,4 +1,7 @@
-"""verl: its FSDP backend, and what its Megatron backend calls for a head. Labels are shifted already."""
+"""verl: its FSDP backend, and what its Megatron backend calls for a head. Labels are shifted already.
+
+Run with verl 0.9.1.
+"""
 
 from __future__ import annotations
 

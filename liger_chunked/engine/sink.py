@@ -1,13 +1,13 @@
 """Accumulate the gradients of a head, tile by tile and chunk by chunk: dX, dW and db, and du and dup of an adapter.
 
-    grads = HeadGradients(plan, input, head, needs, u)
+    sink = Sink(plan, input, head, needs, u)
     for each chunk:
-        gradients = grads.normalize(gradients, slopes)      upstream gradients, in range for float16
-        dx = grads.open_chunk(head, x, row_slice, tiles)    memory for the chunk's dX
+        gradients = sink.normalize(gradients, slopes)      upstream gradients, in range for float16
+        dx = sink.open_chunk(head, x, row_slice, tiles)    memory for the chunk's dX
         for tile in reversed(tiles):
-            grads.add(tile, dz)                             dX += dz W, dW += dz^T X, db += sum of dz
-        grads.close_chunk()                                 dX goes to the rows of the input
-    dx, dw, db, du, dup = grads.finish()
+            sink.add(tile, dz)                             dX += dz W, dW += dz^T X, db += sum of dz
+        sink.close_chunk()                                 dX goes to the rows of the input
+    dx, dw, db, du, dup = sink.finish()
 
 `InputGradient` holds dX and du, `WeightGradient` dW and dup. Where ranks split the vocabulary, each has a part of the
 sum over ids: `SummedInputGradient` adds these parts, `ScatteredInputGradient` gives each rank the rows that it holds.
@@ -74,7 +74,7 @@ class Needs(NamedTuple):
     """Which gradients a step computes; `u` and `up` are an adapter's.
 
     Several tuples have this order: the tensors of the autograd Functions in `step` and `stats`, their
-    `ctx.needs_input_grad[:5]`, and what `HeadGradients.finish` returns.
+    `ctx.needs_input_grad[:5]`, and what `Sink.finish` returns.
     """
 
     input: bool
@@ -128,7 +128,7 @@ class InputGradient:
         """Return memory (n, H) for the dX of a chunk.
 
         Args:
-            x, row_slice, live: as in `HeadGradients.open_chunk`.
+            x, row_slice, live: as in `Sink.open_chunk`.
             one_product: whether one product writes each row. Several are added in `wide`, and rounded by `close`.
         """
         if self.total is None:
@@ -338,7 +338,7 @@ class WeightGradient:
         return total.to(self._result_dtype)
 
 
-class HeadGradients:
+class Sink:
     """All gradients of a step's head. The module's docstring shows its use.
 
     In float16, where the gradients of a mean would underflow, upstream gradients are divided by a power of two, the
@@ -350,7 +350,7 @@ class HeadGradients:
     than the unit does.
 
     Attributes:
-        input, weight: dX and dW, for a pass that forms them without `add`. None: not needed.
+        input, weight: dX and dW, for a source that forms them without `add`. None: not needed.
 
     Args:
         plan: of the step.

@@ -1,4 +1,7 @@
-"""torchtune, from 0.7."""
+"""torchtune, from 0.7.
+
+Run with torchtune, commit bd2a0fc.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""prime-rl's fused heads. Labels are shifted already."""
+"""prime-rl's fused heads. Labels are shifted already.
+
+Run with prime-rl 0.8.0.
+"""
 
 from __future__ import annotations
 

@@ -10,32 +10,35 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.engine.collectives import mapped
-from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.live_rows import LiveCount
 from liger_chunked.engine.plan import Tokens
+from liger_chunked.engine.source import LogitsSource
 from liger_chunked.kernels import LogitsCotangents
-from liger_chunked.kernels.kept import Entries, KeptStats, kept_logits_grad, kept_stats
+from liger_chunked.kernels.kept import Entries, kept_logits_grad, kept_stats
 from liger_chunked.kernels.kept_tile import read_kept_, spread_kept_
 from liger_chunked.kernels.operands import along
 from liger_chunked.types import TokenStats, accumulation_dtype
 
 
+class _Memo(NamedTuple):
+    z: Tensor  # (M,) untransformed logits of the entries
+    positions: LogitsCotangents  # of all positions
+
+
 @dataclass
-class KeptPass(HeadPass):
-    """`HeadPass` on the entries of a batch. `Tokens.side` has each token's "position" among those of the entries."""
+class KeptProducts(LogitsSource):
+    """A `LogitsSource` on the entries of a batch. `Tokens.side` has each token's "position" among the entries'."""
 
     entries: Entries | None = None  # ids in the whole vocabulary
     _largest: int = field(default=0, init=False, repr=False)  # logits of a tile
-    _z: Tensor | None = field(default=None, init=False, repr=False)  # (M,) untransformed logits
-    _stats: KeptStats | None = field(default=None, init=False, repr=False)  # of all positions
 
     @property
     def logits_dtype(self) -> torch.dtype:
@@ -45,7 +48,7 @@ class KeptPass(HeadPass):
     def reserve(self, elements: int) -> None:
         self._largest = elements  # the backward needs no memory for logits
 
-    def statistics(self, tokens: Tokens) -> TokenStats:
+    def statistics(self, tokens: Tokens) -> tuple[TokenStats, Any]:
         entries, positions = self.entries, tokens.side["position"]
         assert entries is not None
         super().reserve(self._largest)
@@ -57,7 +60,6 @@ class KeptPass(HeadPass):
         if self.head.shard is not None and z.numel():
             dist.all_reduce(z, group=self.head.shard.group)  # each entry is one rank's: the others add zeros
         stats = kept_stats(z, entries, self.options, self._temperature(tokens))
-        self._z, self._stats = z, stats
         of_tokens = mapped(lambda x: x[positions], stats)
         argmax, is_top1 = None, None
         if "argmax" in self.outputs or "is_top1" in self.outputs:
@@ -67,23 +69,12 @@ class KeptPass(HeadPass):
         found = TokenStats(
             logps=of_tokens.logps, lse=of_tokens.lse, entropy=of_tokens.entropy, argmax=argmax, is_top1=is_top1
         )
-        return TokenStats(**{name: x for name, x in found._asdict().items() if name in self.outputs})
+        memo = LogitsCotangents(stats.max, stats.sum_exp, entropy_value=stats.entropy)
+        return TokenStats(**{name: x for name, x in found._asdict().items() if name in self.outputs}), _Memo(z, memo)
 
-    def pop_tensors(self) -> dict[str, Tensor | None]:
-        assert self._stats is not None
-        max, sum_exp, _, _, entropy, _ = self._stats
-        tensors = {"z": self._z, "max": max, "sum_exp": sum_exp, "entropy_value": entropy}
-        self._z = self._stats = None
-        return tensors
-
-    def restore(self, tensors: Mapping[str, Tensor | None]) -> None:
-        of_positions = dict(tensors)
-        self._z = of_positions.pop("z")
-        self.normalisers = LogitsCotangents(**of_positions)  # type: ignore[arg-type]
-
-    def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
-        grads, entries, z, normalisers = self.grads, self.entries, self._z, self.normalisers
-        assert grads is not None and entries is not None and z is not None and normalisers is not None
+    def backward(self, tokens: Tokens, memo: Any, gradients: dict[str, Tensor]) -> None:
+        sink, entries, (z, normalisers) = self.sink, self.entries, memo
+        assert sink is not None and entries is not None
         count = LiveCount.start(gradients) if self.skips_rows else None
         live = None if count is None else count.read()
         if live is not None:
@@ -91,18 +82,18 @@ class KeptPass(HeadPass):
             gradients = {name: g[live.rows] for name, g in gradients.items()}
         x, _, row_slice, tiles, u, side = tokens
         positions = side["position"]
-        gradients = grads.normalize(gradients, self._slopes, side.get("temperature"))
+        gradients = sink.normalize(gradients, self._slopes, side.get("temperature"))
         spread = {name: self._spread(g, positions, 0.0) for name, g in gradients.items()}
         cotangents = normalisers._replace(**spread, temperature=self._temperature(tokens))
         dz = kept_logits_grad(z, entries, cotangents, self.options)
         buffer = x.new_empty(self._largest)  # in the products' dtype
-        grads.open_chunk(self.head, x, row_slice, tiles, u, None if live is None else live.rows)
+        sink.open_chunk(self.head, x, row_slice, tiles, u, None if live is None else live.rows)
         for tile in reversed(tiles):
             rows, columns = tile
             dlogits = buffer[: tile.size].view(rows.stop - rows.start, columns.stop - columns.start)
             spread_kept_(dlogits, dz, entries, along(positions, rows), self._column(columns))
-            grads.add(tile, dlogits)
-        grads.close_chunk()
+            sink.add(tile, dlogits)
+        sink.close_chunk()
 
     def _column(self, vocab_slice: slice) -> int:
         return self.head.vocab_start + vocab_slice.start

@@ -1,4 +1,7 @@
-"""OpenRLHF, from 0.11.1."""
+"""OpenRLHF, from 0.11.1.
+
+Run with OpenRLHF 0.11.2.
+"""
 
 from __future__ import annotations
 

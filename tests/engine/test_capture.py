@@ -1,0 +1,457 @@
+"""Steps in the capture of a CUDA graph: the host waits for nothing, all rows are computed, and ignored ones masked.
+
+On a CPU, the function that decides is told that the device is a GPU, and captures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from fresh_process import FreshProcesses
+from ranks import join
+from sampling import on_paths
+from table import ROWS, SMALL, Batch, Row, evaluate, moved, relative_error, rollouts, rows, students, tokens
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_chunked import (
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearKLDivLoss,
+    LigerFusedLinearULDLoss,
+    functional,
+    linear_token_stats,
+)
+from liger_chunked.engine import checks
+from liger_chunked.kernels import backend
+from liger_chunked.kernels.launch import Kernel
+
+BUDGETS = {"one": None, "several": 4 * SMALL.vocab * 8}  # a few rows of float64
+REFUSED = "cannot be captured in a CUDA graph"
+
+
+class Waits(TorchDispatchMode):
+    """Collects the operators that would wait for a device.
+
+    Those read values on the host, or find a shape from values. `lift_fresh` is a copy of the host's numbers.
+    """
+
+    NAMES = (
+        "_local_scalar_dense",
+        "bincount",
+        "equal",
+        "histc",
+        "is_nonzero",
+        "item",
+        "lift_fresh",
+        "masked_select",
+        "nonzero",
+        "repeat_interleave",
+        "unique",
+        "_unique2",
+        "unique_consecutive",
+        "unique_dim",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.of_torch = in_quantile()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        indices = args[1] if name.startswith("index") and len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
+        by_mask = any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in indices)
+        if (name in self.NAMES and name not in self.of_torch) or by_mask:
+            self.found.append(str(function))
+        return function(*args, **kwargs or {})
+
+
+@functools.cache
+def in_quantile() -> frozenset[str]:
+    """Return the operators in which torch's own quantile waits: `equal` in torch 2.9, none in torch 2.13."""
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.add(function.overloadpacket.__name__)
+            return function(*args, **kwargs or {})
+
+    names: set[str] = set()
+    with Names():
+        torch.quantile(torch.arange(3.0), 0.5)
+    return frozenset(names & set(Waits.NAMES))
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[Waits]:
+    """Take the path of a capture, and collect what waits for the device."""
+
+    def tolist(x: Tensor) -> Any:
+        waits.found.append("tolist")
+        return list_of(x)
+
+    list_of = Tensor.tolist
+    with pytest.MonkeyPatch.context() as patch, Waits() as waits:
+        patch.setattr(checks, "is_on_gpu", lambda x: True)
+        patch.setattr(checks, "is_capturing", lambda: True)
+        patch.setattr("liger_chunked.engine.choose.torch_on_host", lambda head: False)
+        patch.setattr("liger_chunked.engine.distillation.torch_on_host", lambda head: False)
+        patch.setattr("liger_chunked.kernels.scale.on_host", lambda x: False)
+        patch.setattr(Tensor, "tolist", tolist)
+        yield waits
+
+
+def close(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert ours.keys() == expected.keys()
+    for name, x in expected.items():
+        assert relative_error(ours[name], x) < 1e-12, name
+
+
+def waits_for_a_count(row: Row) -> bool:
+    """Whether kept ids, a loss of sorted pairs, or a share of the tokens needs a number on the host."""
+    return row.kept or any(name in row.id for name in ("aot", "top-entropy", "cov"))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("row", on_paths(row for row in ROWS if not waits_for_a_count(row)))
+def test_every_loss_masks_and_waits_for_nothing(row: Row, budget: str) -> None:
+    loss = partial(row.ours, logits_budget=BUDGETS[budget])
+    batch = row.sample(SMALL, 1)
+    with capturing() as waits:
+        ours = evaluate(loss, batch)
+    assert not waits.found
+    close(ours, evaluate(row.oracle, batch))
+    if "target" in batch:
+        assert not ours["input"][batch["target"] == -100].any()
+
+
+@pytest.mark.parametrize("row", on_paths(row for row in ROWS if waits_for_a_count(row)))
+def test_what_waits_for_a_count_is_refused(row: Row) -> None:
+    batch = row.sample(SMALL, 1)
+    with capturing(), pytest.raises(ValueError, match=REFUSED):
+        row.ours(batch)
+    row.ours(batch)
+
+
+@pytest.mark.parametrize("row", rows("ce", "dpo-sigmoid", "kto-kl", "grpo", "kl-top-k", "stats-logps"), ids=repr)
+def test_an_eager_step_waits(row: Row) -> None:
+    """The tests above could fail."""
+    with capturing() as waits, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "is_capturing", lambda: False)
+        evaluate(row.ours, row.sample(SMALL, 1))
+    assert waits.found
+
+
+def test_packed_sequences_are_refused() -> None:
+    (row,) = rows("dpo-sigmoid")
+    batch = row.sample(SMALL, 0)
+    flat = {key: x.flatten(0, 1) if key in ("input", "target", "ref_input") else x for key, x in batch.items()}
+    flat["cu_seqlens"] = torch.arange(SMALL.sequences + 1) * SMALL.length
+    with capturing(), pytest.raises(ValueError, match=f"cu_seqlens {REFUSED}"):
+        row.ours(flat)
+    row.ours(flat)
+
+
+def garbage_where_ignored(batch: Batch, **fills: float) -> Batch:
+    """Return a batch that holds these numbers at ignored tokens."""
+    ignored = batch["target"] == -100
+    assert ignored.any()
+
+    def filled(x: Tensor, fill: float) -> Tensor:
+        return torch.where(ignored if x.ndim == 2 else ignored[..., None], fill, x)
+
+    return batch | {name: filled(batch[name], fill) for name, fill in fills.items()}
+
+
+def statistics(batch: Batch) -> Tensor:
+    stats = linear_token_stats(**batch)
+    # Those of candidates have no gradient.
+    found = [x.detach() if name == "candidate_logps" else x for name, x in stats._asdict().items() if x is not None]
+    return sum(x.exp().sum() for x in found)
+
+
+def with_temperature(batch: Batch) -> Batch:
+    return batch | {"temperature": torch.linspace(0.5, 2.0, batch["target"].numel()).view(batch["target"].shape)}
+
+
+def with_candidates(batch: Batch) -> Batch:
+    return batch | {"candidates": (batch["target"].clamp(min=0)[..., None] + torch.arange(3)) % SMALL.vocab}
+
+
+def with_weights(batch: Batch) -> Batch:
+    return batch | {"token_weights": batch["target"].double() % 5 / 2}
+
+
+def top_k(seed: int) -> Batch:
+    (row,) = rows("kl-top-k")
+    return row.sample(SMALL, seed)
+
+
+def ragged(batch: Batch) -> Tensor:
+    batch = {name: x for name, x in batch.items() if name != "target"} | {"mask": batch["target"] != -100}
+    return LigerFusedLinearULDLoss()(**batch)[0]
+
+
+def ragged_batch(seed: int) -> Batch:
+    batch = students(SMALL, seed, padding=3)
+    given = {k: batch[k] for k in ("weight", "input", "teacher_weight", "teacher_input", "target")}
+    shape = batch["target"].shape
+    return given | {"scale": torch.ones(shape, dtype=torch.float64), "teacher_scale": torch.rand(shape).double()}
+
+
+OF_IGNORED: dict[str, tuple[Callable[..., Tensor], Callable[[int], Batch], dict[str, float]]] = {
+    "temperature": (statistics, lambda seed: with_temperature(tokens(SMALL, seed)), {"temperature": 0.0}),
+    "candidates": (statistics, lambda seed: with_candidates(tokens(SMALL, seed)), {"candidates": -7}),
+    "token_weights": (
+        lambda batch: LigerFusedLinearCrossEntropyLoss(lse_square_scale=0.1)(**batch),
+        lambda seed: with_weights(tokens(SMALL, seed)),
+        {"token_weights": float("nan")},
+    ),
+    "old_logps": (
+        lambda batch: LigerFusedLinearGRPOLoss(beta=0.1)(**batch)[0],
+        lambda seed: {
+            **rollouts(SMALL, seed),
+            "ref_logps": torch.full((SMALL.sequences, SMALL.length), -1.0, dtype=torch.float64),
+        },
+        {"old_logps": float("nan"), "ref_logps": float("nan")},
+    ),
+    "teacher_ids": (
+        lambda batch: functional.kl_div_loss(**batch, weight_hard_loss=0.5)[0],
+        top_k,
+        {"teacher_ids": -3, "teacher_logps": float("nan")},
+    ),
+    "scale": (ragged, ragged_batch, {"scale": float("nan"), "teacher_scale": float("nan")}),
+}
+
+
+@pytest.mark.parametrize("name", OF_IGNORED)
+def test_what_ignored_tokens_hold_has_no_effect(name: str) -> None:
+    loss, sample, fills = OF_IGNORED[name]
+    batch = sample(5)
+    filled = garbage_where_ignored(batch, **fills)
+    with capturing() as waits:
+        ours = evaluate(loss, filled)
+    assert not waits.found
+    close(ours, evaluate(loss, batch))
+
+
+def test_masks_labels_and_temperatures() -> None:
+    (row,) = rows("grpo-advantages-of-tokens")
+    batch = with_temperature(row.sample(SMALL, 6))
+    batch["attention_mask"] = torch.ones_like(batch["target"], dtype=torch.float64)
+    batch["attention_mask"][:, 3] = 0
+    (kto,) = rows("kto-kl")
+    labelled = kto.sample(SMALL, 7)
+    labelled["preference_labels"] = labelled["preference_labels"].long()
+    for loss, given in ((lambda x: LigerFusedLinearGRPOLoss()(**x)[0], batch), (kto.ours, labelled)):
+        with capturing() as waits:
+            ours = evaluate(loss, given)
+        assert not waits.found
+        close(ours, evaluate(loss, given))
+
+
+def of_metrics(result: tuple[Tensor, Any]) -> dict[str, Tensor]:
+    return {name: x for name, x in result[1]._asdict().items() if x is not None}
+
+
+METRICS: dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[[int], Batch]]] = {
+    "ce": (
+        LigerFusedLinearCrossEntropyLoss,
+        {
+            "return_z_loss": True,
+            "return_token_accuracy": True,
+            "return_predicted_tokens": True,
+            "lse_square_scale": 0.1,
+        },
+        lambda seed: tokens(SMALL, seed),
+    ),
+    "dpo": (LigerFusedLinearDPOLoss, {"use_ref_model": False}, lambda seed: tokens(SMALL, seed)),
+    "grpo": (
+        LigerFusedLinearGRPOLoss,
+        {"entropy_coef": 0.1, "reduction": "bnpo"},
+        lambda seed: rollouts(SMALL, seed),
+    ),
+    "gspo": (
+        LigerFusedLinearGRPOLoss,
+        {"entropy_coef": 0.1, "importance_level": "sequence"},
+        lambda seed: rollouts(SMALL, seed),
+    ),
+    "kl": (LigerFusedLinearKLDivLoss, {"weight_hard_loss": 0.5}, lambda seed: students(SMALL, seed)),
+}
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics(name: str, budget: str) -> None:
+    kind, settings, sample = METRICS[name]
+    loss, batch = kind(**settings, logits_budget=BUDGETS[budget]), sample(3)
+    with capturing() as waits:
+        ours = of_metrics(loss(**batch))
+    assert not waits.found
+    expected = of_metrics(loss(**batch))
+    assert ours.keys() == expected.keys()
+    for metric, x in expected.items():
+        assert ours[metric].dtype == x.dtype, metric
+        torch.testing.assert_close(ours[metric], x, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sample"),
+    [(LigerFusedLinearCrossEntropyLoss, tokens), (partial(LigerFusedLinearKLDivLoss, weight_hard_loss=0.5), students)],
+    ids=["ce", "kl"],
+)
+def test_losses_of_single_tokens(kind: Callable[..., Any], sample: Callable[..., Batch]) -> None:
+    def weighed(batch: Batch) -> Tensor:
+        result = kind(reduction="none")(**batch)
+        by_token = result[0] if isinstance(result, tuple) else result
+        return (by_token * torch.linspace(1, 2, by_token.numel(), dtype=torch.float64).view_as(by_token)).sum()
+
+    batch = sample(SMALL, 4)
+    assert (batch["target"] == -100).any()
+    with capturing() as waits:
+        ours = evaluate(weighed, batch)
+    assert not waits.found
+    close(ours, evaluate(weighed, batch))
+
+
+def test_nothing_has_a_target() -> None:
+    for row in rows("ce", "ce-smoothing-z_loss-class_weights", "dpo-sigmoid", "kto-kl", "grpo", "jsd", "stats-logps"):
+        batch = row.sample(SMALL, 0)
+        batch["target"].fill_(-100)
+        with capturing() as waits:
+            ours = evaluate(row.ours, batch)
+        assert not waits.found
+        assert not any(x.any() for x in ours.values()), row
+
+
+def test_some_pairs_and_sequences_are_empty() -> None:
+    for row in rows("dpo-sigmoid", "dpo-ipo", "orpo", "kto-kl", "grpo", "gspo"):
+        batch = row.sample(SMALL, 0)
+        batch["target"][[0, 3, 4]] = -100  # a pair, and a rejected sequence
+        with capturing() as waits:
+            ours = evaluate(row.ours, batch)
+        assert not waits.found
+        close(ours, evaluate(row.oracle, batch))
+
+
+def split_vocabulary(rank: int, world: str, folder: str) -> None:
+    import torch.distributed as dist
+    from test_vocab_shard import cut
+
+    join(rank, world, folder)
+    for row in rows("ce-smoothing", "dpo-sigmoid", "kto-kl", "grpo", "jsd", "stats-logps"):
+        batch = row.sample(SMALL, 1)
+        for budget in BUDGETS.values():
+            loss, own = partial(row.ours, logits_budget=budget), cut(batch, [(12, 0), (11, 1)])
+            expected = evaluate(loss, own)
+            with capturing():
+                ours = evaluate(loss, own)
+            close(ours, expected)
+    (row,) = rows("kl-top-k")
+    own = cut(row.sample(SMALL, 1), [(12, 0), (11, 1)])
+    with capturing(), pytest.raises(ValueError, match=f"teacher_ids with vocab_shard {REFUSED}"):
+        row.ours(own)
+    (row,) = rows("dpo-sigmoid")
+    with capturing(), pytest.raises(ValueError, match=f"sequence_group {REFUSED}"):
+        row.ours(row.sample(SMALL, 1) | {"sequence_group": dist.group.WORLD})
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+def test_split_vocabulary(fresh_process: FreshProcesses, tmp_path: Any) -> None:
+    fresh_process.spawn(split_vocabulary, 2, "2", str(tmp_path))
+
+
+def variant(kernel: Kernel, tensors: Any, numbers: Any, num_warps: int, num_stages: Any, descriptors: Any) -> Any:
+    """Return what Triton compiles a kernel for."""
+    parameters = inspect.signature(kernel.kernel.fn).parameters
+    key: list[Any] = [kernel.kernel.fn.__name__, num_warps, num_stages]
+    key += [None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors]
+    for name, x in zip(kernel._numbers, numbers, strict=True):
+        if "constexpr" in str(parameters[name].annotation):
+            key.append((type(x), x))
+        elif name in backend.UNSPECIALIZED:
+            key.append(x >= 1 << 31)
+        elif isinstance(x, bool) or not isinstance(x, int):
+            key.append(type(x))
+        else:
+            key.append("1" if x == 1 else x % 16 == 0)
+    return tuple(key + [x is None for x in descriptors])
+
+
+@pytest.mark.triton
+@pytest.mark.skipif(not backend.INTERPRETED, reason="records launches: runs with TRITON_INTERPRET=1")
+@pytest.mark.parametrize("row", rows("ce", "ce-smoothing", "dpo-sigmoid", "kto-kl", "grpo", "jsd"), ids=repr)
+@pytest.mark.parametrize("budget", ["one", "several"])
+def test_a_capture_launches_what_a_step_without_ignored_tokens_does(
+    row: Row, budget: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton cannot load a new kernel while a stream captures."""
+    found: set[Any] = set()
+    launch = Kernel._launch
+
+    def watched(self: Kernel, grid: Any, *rest: Any) -> Any:
+        found.add(variant(self, *rest))
+        return launch(self, grid, *rest)
+
+    monkeypatch.setattr(Kernel, "_launch", watched)
+    loss = partial(row.ours, logits_budget=BUDGETS[budget])
+    batch = moved(row.sample(SMALL, 1), torch.float32)
+    evaluate(loss, batch | {"target": batch["target"].clamp(min=0)})
+    warm = set(found)
+    assert warm
+    found.clear()
+    with capturing():
+        evaluate(loss, batch)
+    assert found and found <= warm, {key[0] for key in found - warm}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("id", ["ce", "ce-smoothing", "dpo-sigmoid", "kto-kl", "grpo", "jsd", "stats-logps"])
+@pytest.mark.parametrize("budget", [None, 4 * SMALL.vocab * 2], ids=["one", "several"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
+def test_cuda_graph(id: str, budget: int | None, dtype: torch.dtype) -> None:
+    """A graph of forward and backward, replayed with other values, and with other numbers of tokens that count."""
+    (row,) = rows(id)
+    batch = moved(row.sample(SMALL, 1), dtype, "cuda")
+    names = [name for name in ("weight", "input", "bias") if name in batch]
+    for name in names:
+        batch[name].requires_grad_()
+
+    def step() -> list[Tensor]:
+        loss = row.ours(batch, logits_budget=budget)
+        return [loss.detach(), *torch.autograd.grad(loss, [batch[name] for name in names])]
+
+    side, target = torch.cuda.Stream(), batch["target"].clone()
+    batch["target"].clamp_(min=0)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):  # compiles kernels, and proves their cached launch
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    batch["target"].copy_(target)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in (2, 3):
+        with torch.no_grad():
+            for name in names:
+                batch[name].copy_(torch.randn_like(batch[name]))
+            other = torch.randint_like(batch["target"], SMALL.vocab)
+            batch["target"].copy_(other.where(torch.rand(other.shape, device="cuda") < seed / 4, -100))
+        graph.replay()
+        replayed = [x.clone() for x in captured]
+        exact = evaluate(row.oracle, moved(batch, torch.float64), names)
+        eager = dict(zip(("loss", *names), step(), strict=True))
+        for name, ours in zip(("loss", *names), replayed, strict=True):
+            bound = 1e-12 if dtype == torch.float64 else 2 * relative_error(eager[name].double(), exact[name]) + 1e-3
+            assert relative_error(ours.double(), exact[name]) < bound, name
