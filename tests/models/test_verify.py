@@ -7,6 +7,7 @@ Layers with the same code, configuration and kernel are compared once.
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import Any
 
 import pytest
@@ -60,6 +61,7 @@ def test_a_transformers_that_was_not_compared_is_named(monkeypatch, caplog):
     """The table names stock classes of the installed release, which may compute something else in a later one."""
     assert transformers.__version__.startswith(versions.NEWEST_COMPARED) or EARLIER
     model = small_model("LlamaForCausalLM")
+    caplog.set_level(logging.WARNING, logger="liger_chunked")
     for version, warned in ((versions.NEWEST_COMPARED + ".9", False), ("99.0.0", True)):
         patch._warn_of_newer.cache_clear()
         monkeypatch.setattr(transformers, "__version__", version)
