@@ -64,7 +64,7 @@ def test_a_transformers_that_was_not_compared_is_named(monkeypatch, caplog):
     caplog.set_level(logging.WARNING, logger="liger_chunked")
     for version, warned in ((versions.NEWEST_COMPARED + ".9", False), ("99.0.0", True)):
         patch._warn_of_newer.cache_clear()
-        monkeypatch.setattr(transformers, "__version__", version)
+        monkeypatch.setattr(patch.transformers, "__version__", version)
         caplog.clear()
         patch.apply_liger_kernel(model)
         assert any("check_model(model) once" in record.getMessage() for record in caplog.records) == warned
