@@ -33,9 +33,9 @@ from benchmarks.harness import DEVICE, OURS, STOCK, Row, Table, median_ms, peak_
 from benchmarks.steps import StepRow, TrainingStep, allocated_mib, compare, parts, steps_parser
 from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
 from liger_chunked.integrations.transformers import HeadInput, attach_head
-from liger_chunked.integrations.transformers.shared_prefix import share_batch
-from liger_chunked.integrations.transformers.trie import gather_rows, pack_trie
-from liger_chunked.integrations.transformers.trie_attention import trie_mask
+from liger_chunked.shared_prefix import share_batch
+from liger_chunked.shared_prefix.attention import trie_mask
+from liger_chunked.shared_prefix.trie import gather_rows, pack_trie
 from liger_chunked.types import Head
 
 SHAPES = ["GRPO:qwen2.5-0.5b:16:2048:512", "GRPO:llama-3.2-1b:8:2048:512", "DPO:llama-3.2-1b:16:1024:512"]

@@ -64,7 +64,7 @@ from liger_chunked import (
     linear_token_stats,
     logit_options,
 )
-from liger_chunked.integrations.transformers import shared_prefix_hidden_states, why_not_shared
+from liger_chunked.shared_prefix import shared_prefix_hidden_states, why_not_shared
 
 # The losses.
 

@@ -22,14 +22,6 @@ from liger_chunked.integrations.transformers import HeadFn, HeadInput, attach_he
 from liger_chunked.types import Head
 
 
-class PatchedTrainer(Trainer):
-    """A Trainer for a patched model. Its evaluation builds logits only if something uses them, such as a metric."""
-
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        inputs = {**inputs, "skip_logits": prediction_loss_only}
-        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-
-
 class HeadTrainer(Trainer):
     """A Trainer with a `head_fn`, which replaces head and loss inside `model.forward`, also in evaluation."""
 
@@ -86,5 +78,5 @@ if __name__ == "__main__":
         trainer = HeadTrainer(model, head_fn=z_loss, **shared)
     else:
         print(apply_liger_kernel(model))
-        trainer = PatchedTrainer(model, **shared)
+        trainer = Trainer(model, **shared)
     trainer.train()

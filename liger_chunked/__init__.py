@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from liger_chunked.integrations.transformers import (
         run_head as run_head,
     )
-    from liger_chunked.integrations.transformers.patch import FamilyFunction
+    from liger_chunked.integrations.transformers.family import FamilyFunction
     from liger_chunked.kept_ids import KeptIds
     from liger_chunked.kernels import (
         liger_cross_entropy,

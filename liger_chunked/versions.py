@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+NEWEST_COMPARED = "5.23"  # of transformers, whose layers the tests compare with the kernels
 OLDEST = {"torch": "2.9", "transformers": "5.5", "trl": "1.15"}  # pyproject.toml says the same to pip
 
 

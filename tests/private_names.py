@@ -301,13 +301,6 @@ PRIVATE = (
     ),
     # accelerate and PEFT
     Private(
-        "_hf_hook",
-        "accelerate: modules",
-        "the device where a head's logits will be",
-        "the device of the hidden states",
-        "offloaded",
-    ),
-    Private(
         "_old_forward",
         "accelerate: modules",
         "patch what accelerate's forward calls",

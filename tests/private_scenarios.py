@@ -306,9 +306,9 @@ def compiled() -> None:
 def any_sizes() -> None:
     """FlexAttention that is compiled once for all sizes."""
     from liger_chunked import private
-    from liger_chunked.integrations.transformers import trie_attention
+    from liger_chunked.shared_prefix import attention
 
-    assert trie_attention.any_sizes is private.any_sizes
+    assert attention.any_sizes is private.any_sizes
     run = torch.compile(lambda x, y: x @ y.mT + y.shape[0], backend="eager", fullgraph=True)
     for n in (5, 5, 9):
         x, y = torch.randn(n, 3), torch.randn(5, 3)
@@ -558,14 +558,10 @@ def experts() -> None:
 
 def shared_prompts() -> None:
     """Prompts that are computed once for several sequences, or a reason why not."""
-    from liger_chunked.integrations.transformers.shared_prefix import why_not_shared
+    from liger_chunked.shared_prefix import why_not_shared
 
     model = llama(attn_implementation="sdpa").eval()
     assert why_not_shared(model) is None or "attention" in str(why_not_shared(model))
-    from liger_chunked.integrations.transformers import survey
-    from liger_chunked.integrations.transformers.survey import small_model
-
-    assert survey and small_model("LlamaForCausalLM").training
 
 
 def recorded() -> None:

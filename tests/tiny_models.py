@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("transformers")
 
 import torch
+import transformers
+from small_models import LENGTH, VOCAB, config_of
+from small_models import inputs_of as batch
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
-from liger_chunked.integrations.transformers.small import LENGTH, VOCAB
-from liger_chunked.integrations.transformers.small import inputs_of as batch
-from liger_chunked.integrations.transformers.survey import CAUSAL, IMAGE_TEXT, small_model
+__all__ = ["CAUSAL", "IMAGE_TEXT", "LENGTH", "VOCAB", "batch", "build", "small_model"]
 
-__all__ = ["CAUSAL", "IMAGE_TEXT", "LENGTH", "VOCAB", "batch", "build"]
+
+def _names(mapping: dict[str, Any]) -> list[str]:
+    values = [names if isinstance(names, (list, tuple)) else (names,) for names in mapping.values()]
+    return sorted({name for names in values for name in names})
+
+
+CAUSAL = _names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+IMAGE_TEXT = [name for name in _names(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) if name not in CAUSAL]
+
+
+def small_model(name: str) -> PreTrainedModel:
+    """Return a model in training mode. Raises what transformers raises."""
+    cls = getattr(transformers, name)
+    config = config_of(cls.config_class())
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        return cls(config).train()
 
 
 def build(name: str) -> PreTrainedModel:

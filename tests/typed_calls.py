@@ -203,7 +203,7 @@ def models(model: PreTrainedModel, lm_head: torch.nn.Linear, ids: Tensor) -> Non
     apply_liger_kernel(model, tiled_mlp="all")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     assert_type(applied, Applied)
     assert_type(applied.left, dict[str, str])
-    assert_type(liger_chunked.apply_liger_kernel_to_llama(rope=False), Applied)
+    assert_type(liger_chunked.apply_liger_kernel_to_llama(rope=False), Applied | None)
     revert_liger_kernel(model)
     handle = defer_logits(lm_head)
     assert_type(handle, DeferHandle)
@@ -258,7 +258,7 @@ def others(weight: Tensor, x: Tensor, target: Tensor) -> None:
     assert_type(liger_fused_linear_dpo(x, weight, target, beta=0.2), tuple[Tensor, PairMetrics])
     assert_type(LigerFusedLinearDPOFunction.apply(x, weight, target), tuple[Tensor, PairMetrics])
     assert_type(liger_layers.LigerLayerNorm(8)(x), Tensor)
-    assert_type(liger_layers.apply_liger_kernel_to_llama(False, True, model=None), Applied)
+    assert_type(liger_layers.apply_liger_kernel_to_llama(False, True, model=None), Applied | None)
 
 
 def mistakes(model: PreTrainedModel, weight: Tensor, x: Tensor, target: Tensor) -> None:

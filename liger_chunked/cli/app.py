@@ -9,9 +9,7 @@ import enum
 import platform
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +20,8 @@ import liger_chunked as library
 from liger_chunked.cli import bench as benchmark
 from liger_chunked.cli import check as self_test
 from liger_chunked.cli import memory as sizes
-from liger_chunked.cli.losses import LOSSES, PAIRS
+from liger_chunked.cli import step as whole_step
+from liger_chunked.cli.losses import LOSSES, PAIRS, TAUGHT
 from liger_chunked.kernels.backend import TRITON_ERROR, WIDE_TILES, triton, use_triton
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -33,7 +32,7 @@ Dtype = enum.Enum("Dtype", {name: name for name in DTYPES}, type=str)  # type: i
 
 app = typer.Typer(
     name="liger-chunked",
-    help="What runs here, how much memory a loss takes, which models are served, and how fast and exact it is.",
+    help="What runs here, how much memory a loss takes, and how fast and exact it is.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -137,9 +136,7 @@ def memory(
 ) -> None:
     """Peak memory of a loss, forward and backward above its inputs."""
     parsed = sizes.parse_shape(shape, of_pairs=loss.value in PAIRS)
-    most = None if free is None else sizes.parse_bytes(free)
-    if most is not None and most < 1 << 20:
-        raise ValueError(f"--free must be at least 1MiB, got {most} bytes: add a unit, as in 20GiB")
+    most = None if free is None else sizes.parse_bytes("--free", free)
     if warning := sizes.source_of_sizes(model if vocab_size is None or hidden_size is None else None):
         print(f"liger-chunked: {warning}", file=sys.stderr)
     case = sizes.Case(
@@ -159,19 +156,22 @@ def memory(
 
 
 @app.command()
-def models(
-    classes: Annotated[
-        list[str] | None, typer.Argument(help="names, or patterns such as 'Qwen*'; default: all")
-    ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="as the page docs/supported-models.md")] = False,
+def step(
+    loss: Annotated[Loss, typer.Argument(show_default=False)],
+    shape: Annotated[str, typer.Option(help="sequences x length, as 8x2048, or pairs, as 4x2x2048", metavar="BxT")],
+    model: Annotated[str, typer.Option(help="a config.json, its folder, or a class of transformers")],
+    gpu: Annotated[str, typer.Option(help="the memory of the GPU, as 80GiB")],
+    dtype: Annotated[Dtype, typer.Option(help="of the weights; float32 is TRL's default")] = Dtype["float32"],
+    lora_rank: Annotated[int, typer.Option(help="train LoRA on all linear layers; 0: train all weights", min=0)] = 0,
 ) -> None:
-    """Heads and layers that are served of each class of transformers."""
-    if find_spec("transformers") is None:
-        raise ValueError("models needs transformers: pip install 'liger_chunked[transformers]'")
-    survey = import_module("liger_chunked.integrations.transformers.survey")
-    names = survey.class_names(classes or [])
-    for line in [survey.page(names)] if markdown else survey.lines(names):
-        print(line, flush=True)
+    """Memory of a whole training step on one GPU, by a formula that says what it assumes, and whether it fits."""
+    if loss.value in TAUGHT or loss.value == "token-stats":
+        raise ValueError(f"the formula counts no teacher: expected a loss without one, got {loss.value}")
+    if warning := sizes.source_of_sizes(model):
+        print(f"liger-chunked: {warning}", file=sys.stderr)
+    parsed = sizes.parse_shape(shape, of_pairs=loss.value in PAIRS)
+    of_model, of_gpu = whole_step.Sizes.of(sizes.config_of(model)), sizes.parse_bytes("--gpu", gpu)
+    whole_step.show(whole_step.Step(loss.value, of_model, parsed, DTYPES[dtype.value], lora_rank), of_gpu)
 
 
 @app.command()

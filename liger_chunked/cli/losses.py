@@ -21,3 +21,5 @@ LOSSES: dict[str, Callable[[], Loss]] = {
     "token-stats": lambda: library.linear_token_stats,
 }
 PAIRS = ("dpo", "orpo", "cpo", "simpo")
+REFERENCED = ("dpo", "kto", "bco")  # by default with a reference model
+TAUGHT = ("kl", "jsd", "tvd", "cosine")

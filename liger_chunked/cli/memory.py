@@ -44,15 +44,22 @@ def parse_valid(text: str) -> int | list[int]:
     return int(text) if len(counts) == 1 else [int(count) for count in counts]
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(option: str, text: str) -> int:
     n = budget_bytes(text)
     assert n is not None
+    if n < 1 << 20:
+        raise ValueError(f"{option} must be at least 1MiB, got {n} bytes: add a unit, as in 20GiB")
     return n
 
 
+def config_of(model: str) -> dict[str, Any]:
+    """Return the config of a text model, or of the text model inside another."""
+    found = _config(model)
+    return found.get("text_config") or found
+
+
 def model_sizes(model: str | None, vocab_size: int | None, hidden_size: int | None) -> dict[str, int]:
-    found = {} if model is None else _config(model)
-    found = found.get("text_config") or found
+    found = {} if model is None else config_of(model)
     sizes: dict[str, Any] = {
         "vocab_size": vocab_size or found.get("vocab_size"),
         "hidden_size": hidden_size

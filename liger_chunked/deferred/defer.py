@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,17 +32,14 @@ class Deferral:
 
     - `logits_budget`: of the fused losses, in bytes; None: automatic
     - `in_training`: whether every call in training mode defers, or only those of a `Request`
-    - `while_true`: the head defers in training while this is so; None: always
+    - `in_evaluation`: whether calls in evaluation mode defer too, if they record no gradient
     - `whole`: under tensor parallelism, logits are of the whole vocabulary, also where a layout keeps them sharded
     """
 
     logits_budget: int | None = None
     in_training: bool = True
-    while_true: Callable[[], bool] | None = None
+    in_evaluation: bool = True
     whole: bool = False
-
-    def defers(self, training: bool) -> bool:
-        return training and self.in_training and (self.while_true is None or self.while_true())
 
 
 @dataclass(frozen=True)
@@ -52,12 +50,12 @@ class DeferringLayer(Patch):
         stock, stock_call = cls.forward, cls.__call__
 
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if (self.training or request.ACTIVE) and _is_changed(self):
+            if _may_defer(self) and _is_changed(self):
                 return _called_with_layouts(self, stock_call, args, kwargs)
             return stock_call(self, *args, **kwargs)
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.training or request.ACTIVE:
+            if _may_defer(self):
                 return _called(self, stock, args, kwargs)
             return stock(self, *args, **kwargs)
 
@@ -65,6 +63,16 @@ class DeferringLayer(Patch):
         forward.__name__, forward.__qualname__, forward.__doc__ = stock.__name__, stock.__qualname__, stock.__doc__
         vars(forward)[STOCK] = stock
         return {"forward": forward, "__call__": call, "_liger_defers": True}
+
+
+def _may_defer(layer: nn.Module) -> bool:
+    """Whether a call may defer: the quick part of `_defers`, which Dynamo traces.
+
+    Compiled evaluation, as of `generate` with a static cache, computes its logits: a head that defers breaks the graph.
+    """
+    if layer.training or request.ACTIVE:
+        return True
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
 def _is_changed(layer: nn.Module) -> bool:
@@ -89,7 +97,7 @@ def _called_with_layouts(
 
 @outside_graphs
 def _called(layer: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not _defers(layer, args, kwargs) or _is_sampling(args[0]):
+    if not _defers(layer, args, kwargs):
         return stock(layer, *args, **kwargs)
     made = _stand_in(layer, stock, args[0])
     if made is None and sharded.skipped(layer) is not None:
@@ -100,18 +108,33 @@ def _called(layer: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs
 def _defers(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a layer defers in this call, if a fused loss takes its weight."""
     asked = request.current().defer
+    defers = _defers_unasked(layer) if asked is None else asked
+    return HAS_STAND_INS and defers and len(args) == 1 and not kwargs and _takes(args[0])
+
+
+def _defers_unasked(layer: Any) -> bool:
     settings: Deferral = vars(layer)[SETTINGS]
-    defers = HAS_STAND_INS and (settings.defers(layer.training) if asked is None else asked)
-    return defers and len(args) == 1 and not kwargs and _takes(args[0])
+    if not settings.in_training:
+        return False
+    if torch.is_grad_enabled():
+        return layer.training
+    if _is_in_generate():
+        return False
+    # Under tensor parallelism, all ranks must read real logits, and in evaluation one rank may read them alone.
+    return layer.training or (settings.in_evaluation and not sharded.is_distributed(layer.weight))
 
 
-def _is_sampling(hidden: Tensor) -> bool:
-    """Whether this is a sampler's call, as in `generate`: it reads the logits of one position, without a gradient.
+def _is_in_generate() -> bool:
+    """Whether transformers' `generate` is around this call: it reads all logits that it gets.
 
-    Trainers that sample leave their model in training mode meanwhile. What a caller requests defers nevertheless.
+    Trainers that sample leave their model in training mode meanwhile.
     """
-    one_position = hidden.ndim > 2 and hidden.shape[-2] == 1
-    return one_position and not torch.is_grad_enabled() and request.current().defer is None
+    frame: Any = sys._getframe(1) if "transformers" in sys.modules else None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("transformers.generation."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _stand_in(layer: Any, stock: Callable[..., Any], hidden: Any) -> Any:
@@ -238,12 +261,15 @@ class DeferHandle:
         self.remove()
 
 
-def defer_logits(linear: nn.Module, *, logits_budget: int | float | str | None = None) -> DeferHandle:
-    """Let the last layer of any model return `DeferredLogits` in training, so that its loss is fused.
+def defer_logits(
+    linear: nn.Module, *, logits_budget: int | float | str | None = None, defer_in_evaluation: bool = True
+) -> DeferHandle:
+    """Let the last layer of any model return `DeferredLogits`, so that its loss is fused.
 
-    No other line changes. In training mode, `linear(x)` computes nothing. `F.cross_entropy` of its result, and
-    log-probabilities, run chunk by chunk, with no logits in memory. Every other use of the logits
-    gets them, computed once. Evaluation mode does not change.
+    No other line changes. In training mode, and where no gradient is recorded (`torch.no_grad`,
+    `torch.inference_mode`), `linear(x)` computes nothing. `F.cross_entropy` of its result, and log-probabilities, run
+    chunk by chunk, with no logits in memory. Every other use of the logits gets them, computed once. transformers'
+    `generate` gets real logits.
 
         handle = defer_logits(model.lm_head)
         loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())  # fused
@@ -256,6 +282,7 @@ def defer_logits(linear: nn.Module, *, logits_budget: int | float | str | None =
         linear: an `nn.Linear` (H -> V), with its parameters trainable or not, or an adapter's or a quantized layer.
         logits_budget: most bytes of logits alive at once in a fused loss: a number, or a string such as "512MiB". None:
             automatic.
+        defer_in_evaluation: whether calls in evaluation mode defer too, if they record no gradient.
 
     Returns:
         A `DeferHandle`: its `remove()` makes the layer an ordinary one again, as does leaving a `with` block of it.
@@ -283,5 +310,7 @@ def defer_logits(linear: nn.Module, *, logits_budget: int | float | str | None =
         raise ValueError(
             f"{refusal}. Pass the layer from hidden states to the vocabulary, such as model.lm_head"
         ) from None
-    set_deferral(linear, Deferral(budget_bytes(logits_budget)))
+    if not isinstance(defer_in_evaluation, bool):
+        raise TypeError(f"defer_in_evaluation must be True or False, got {defer_in_evaluation!r}")
+    set_deferral(linear, Deferral(budget_bytes(logits_budget), in_evaluation=defer_in_evaluation))
     return DeferHandle(linear)

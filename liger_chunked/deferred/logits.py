@@ -145,8 +145,8 @@ class Source:
             raise RuntimeError(
                 f"{what} after the model called it, and its deferred logits were not computed before. Compute the "
                 "loss, or read the logits, before the optimizer steps (and, with a head that a framework shards, "
-                "before the backward); or get logits at once: model(..., skip_logits=False), or handle.remove() of "
-                "defer_logits"
+                "before the backward); or get logits at once: model(..., skip_logits=False), handle.remove() of "
+                "defer_logits, or, for logits of an evaluation that are read later, defer_in_evaluation=False"
             )
         return self.tensors
 
@@ -677,7 +677,9 @@ def _log_use(source: Source, name: str) -> str:
         _LOGGED.add(place)
         hidden: Any = source.tensors[0]
         size = hidden.shape[:-1].numel() * source.n_ids * source.dtype.itemsize / 2**20
-        _LOGGER.warning(
+        # In an evaluation, a metric that reads logits is nothing to warn of.
+        _LOGGER.log(
+            logging.WARNING if source.grad else logging.INFO,
             "logits of %s were computed (%.0f MiB) for %s. Fused losses need none; this line comes once for each place",
             source.name, size, asked_by,
         )  # fmt: skip

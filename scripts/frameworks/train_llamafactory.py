@@ -36,7 +36,7 @@ def run(folder: Path, fused: bool, **options: Any) -> None:
     if fused:
         from liger_chunked import apply_liger_kernel_to_llama
 
-        print(apply_liger_kernel_to_llama())
+        apply_liger_kernel_to_llama()
     arguments = {
         "model_name_or_path": str(folder / "llama"),
         "do_train": True,

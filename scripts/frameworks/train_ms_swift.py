@@ -29,7 +29,7 @@ from hf_common import Case, main, sums, write_rows
 PLUGIN = """
 from liger_chunked import apply_liger_kernel_to_qwen3
 
-print(apply_liger_kernel_to_qwen3())
+apply_liger_kernel_to_qwen3()
 """
 
 

@@ -30,7 +30,7 @@ from hf_common import Case, main, sums, write_rows
 KERNELS = """
 from liger_chunked import apply_liger_kernel_to_llama
 
-print(apply_liger_kernel_to_llama({options}))
+apply_liger_kernel_to_llama({options})
 """
 
 # Only the answers count. The template is the beginning of a turn in the tokenizer's chat template.

@@ -24,7 +24,7 @@ from liger_chunked import (
     kernels,
     layers,
 )
-from liger_chunked.cli import app, bench, check, memory, tables
+from liger_chunked.cli import app, bench, check, memory, step, tables
 from liger_chunked.cli.losses import LOSSES
 from liger_chunked.kernels.backend import INTERPRETED
 
@@ -172,6 +172,61 @@ def test_sizes_of_a_class():
 def test_memory_refuses(capsys, arguments, message):
     sizes = ["--vocab-size", "32", "--hidden-size", "8"]
     assert message in refusal(capsys, "memory", "cross-entropy", *sizes, *arguments)
+
+
+LLAMA_8B = {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    (path := tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return str(path)
+
+
+def test_a_whole_step_ends_in_whether_it_fits(capsys, llama):
+    """TRL's default, float32, takes twice what bfloat16 weights take; an adapter leaves out reference and states."""
+    arguments = ("step", "dpo", "--model", llama, "--shape", "2x2x1024", "--gpu", "80GiB")
+    printed = out(capsys, *arguments)
+    assert "8.03 billion parameters" in printed and "its two states in float32, bfloat16 autocast" in printed
+    row = dict(zip(table(printed)[""], map(float, table(printed)["step"]), strict=True))
+    assert row["weights"] == row["reference"] == row["gradients"] == 29.9 and row["optimizer"] == 59.8
+    assert printed.splitlines()[-1] == f"does not fit: {row['total']} of 80.0 GiB" and 149 < row["total"] < 155
+    half = out(capsys, *arguments, "--dtype", "bfloat16").splitlines()[-1]
+    assert (found := re.fullmatch(r"fits: ([\d.]+) of 80.0 GiB", half)) and 74.5 < float(found[1]) < 78
+    lora = out(capsys, *arguments, "--dtype", "bfloat16", "--lora-rank", "16")
+    assert table(lora)["step"][2] == "0.0" and "LoRA of rank 16 on all linear layers" in lora
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mixtral", "Qwen3Moe"])
+def test_a_step_counts_the_parameters_of_its_model(name):
+    """Norms of heads, routers and biases are not counted: less than half a percent."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")()
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    expected = sum(p.numel() for p in model.parameters())
+    found = step.Sizes.of(config.to_dict())
+    assert found.parameters == pytest.approx(expected, rel=5e-3)
+    linear = [m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
+    if "Mo" not in name and name != "Mixtral":
+        assert found.lora == sum(m.in_features + m.out_features for m in linear)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["jsd", "--gpu", "80GiB"], "the formula counts no teacher: expected a loss without one, got jsd"),
+        (["dpo", "--gpu", "80"], "--gpu must be at least 1MiB, got 80 bytes: add a unit, as in 20GiB"),
+        (["dpo", "--gpu", "80GiB", "--model", "GPT2LMHeadModel"], "--model has no hidden_size, .* gated MLPs"),
+    ],
+)
+def test_step_refuses(capsys, llama, arguments, message):
+    pytest.importorskip("transformers")
+    assert cli.main(["step", "--model", llama, "--shape", "2x2x64", *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_bench(capsys, monkeypatch, tmp_path):

@@ -37,6 +37,7 @@ MODULES = (
     "liger_chunked.integrations.trl",
     "liger_chunked.integrations.frameworks.verl",
     "liger_chunked.integrations.frameworks.verl_megatron",
+    "liger_chunked.shared_prefix",
 )
 # Names that a module serves on request and does not list in `__all__`.
 ON_REQUEST = {"liger_chunked": ("__version__", "functional"), "liger_chunked.testing": ("check_model",)}

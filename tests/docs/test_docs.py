@@ -146,7 +146,8 @@ def run(block: Block, page: Path, scope: dict[str, Any], toy: ModuleType, calls:
             plugin().post_model_build({}, scope["model"])
         assert calls == (["run_exp"] if "run_exp" in block.code else [])
         if page.name == "frameworks.md" and "apply_liger_kernel" in block.code and "qwen3" not in block.code:
-            logits = scope["model"].train()(**toy.collate(scope["data"])).logits
+            model = toy.tiny_model() if "_to_llama" in block.code else scope["model"]  # those that are built later
+            logits = model.train()(**toy.collate(scope["data"])).logits
             assert isinstance(logits, DeferredLogits) and not logits.is_computed
     finally:
         for family in ("llama", "qwen3"):

@@ -35,19 +35,14 @@ from transformers.integrations.neftune import activate_neftune, deactivate_neftu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
-from liger_chunked.integrations.transformers import attach_head, shared_prefix, trie_attention
-from liger_chunked.integrations.transformers.detect import backbone_of
+from liger_chunked.integrations.transformers import attach_head
 from liger_chunked.integrations.transformers.head_input import HeadInput
-from liger_chunked.integrations.transformers.shared_prefix import (
-    SharedBatch,
-    maybe_share,
-    share_batch,
-    shared_prefix_hidden_states,
-    why_not_shared,
-)
-from liger_chunked.integrations.transformers.trie import pack_trie
-from liger_chunked.integrations.transformers.trie_attention import BLOCK, TrieMask, dense_mask, trie_mask
 from liger_chunked.kernels.tuning.hopper import HOPPER
+from liger_chunked.shared_prefix import SharedBatch, share, share_batch, shared_prefix_hidden_states, why_not_shared
+from liger_chunked.shared_prefix import attention as trie_attention
+from liger_chunked.shared_prefix.attention import BLOCK, TrieMask, dense_mask, trie_mask
+from liger_chunked.shared_prefix.inputs import model_inputs
+from liger_chunked.shared_prefix.trie import pack_trie
 from liger_chunked.types import Head
 
 GPT_OSS = Tiny(
@@ -127,7 +122,7 @@ def positions(mask: Tensor) -> Tensor:
 
 
 def padded_hidden_states(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
-    backbone = backbone_of(stock(model))
+    backbone = stock(model).base_model
     output = backbone(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False)
     return output.last_hidden_state * mask[..., None]
 
@@ -226,7 +221,7 @@ def test_positions_to_keep(keep: Any) -> None:
     batch = share_batch(model, ids, mask)
     fn = batch.head_fn(lambda head, input: input.hidden_states, logits_to_keep=keep)
     kept = torch.ones_like(mask) * mask
-    weights = shared_prefix.kept(kept[..., None], keep)
+    weights = share.kept(kept[..., None], keep)
     assert_same(model(**batch.inputs, head_fn=fn) * weights, expected * weights)
 
 
@@ -268,7 +263,7 @@ def test_any_forest(sequences: list[list[int]], side: str, dense: bool) -> None:
     """Random tries, in a model with a window of six tokens, on rows that are cut."""
     ids, mask = padded(sequences, side)
     trie = pack_trie(ids, mask, **({"multiple": 4, "row_tokens": 10} if dense else {}))
-    inputs = shared_prefix._inputs(SMALL, trie, "sdpa", dense)
+    inputs = model_inputs(SMALL, trie, "sdpa", dense)
     if not dense:
         trie_attention.serve("sdpa")
     got = SharedBatch(trie, inputs).hidden_states(SMALL.model(**inputs).last_hidden_state)
@@ -288,7 +283,7 @@ def test_hidden_states_of_trailing_padding(name: str) -> None:
     model = build(name)
     ids, mask = padded([s for s in SEQUENCES if s], extra=2, token=40)
     ids, mask = torch.cat([ids[:, -1:], ids], dim=1), torch.cat([0 * mask[:, -1:], mask], dim=1)
-    batch = shared_prefix._share(model, shared_prefix._plan(model, ids, mask, with_trailing=True))
+    batch = share._share(model, share._plan(model, ids, mask, with_trailing=True))
     got = batch.hidden_states(model.model(**batch.inputs).last_hidden_state)
     expected = model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
     assert_same(got[:, 1:], expected[:, 1:])
@@ -578,7 +573,7 @@ def test_refused(prefix: str, config: dict[str, Any], reason: str) -> None:
     ids = torch.tensor([[3, 4, 5], [3, 4, 6]])
     with pytest.raises(ValueError, match="cannot share prompts"):
         share_batch(model, ids)
-    assert maybe_share(model, ids) is None
+    assert share.share_pass(model, {"input_ids": ids}) is None
 
 
 def test_refused_for_now() -> None:
@@ -666,11 +661,11 @@ def test_padding_beyond_the_length_that_changes_positions(name: str) -> None:
         ids, mask = F.pad(ids, (left, right), value=1), F.pad(mask, (left, right))
         arguments = {"input_ids": ids, "attention_mask": mask}
         expected = padded_model.base_model(**arguments, use_cache=False).last_hidden_state * mask[..., None]
-        plain = shared_prefix._share(model, shared_prefix._plan(model, ids, mask))
+        plain = share._share(model, share._plan(model, ids, mask))
         found = plain.hidden_states(model.base_model(**plain.inputs).last_hidden_state)
         is_same = bool((found - expected).norm() <= 1e-9 * expected.norm())
         assert is_same == (not left and not (right and counts_right))
-        assert (shared_prefix.share_pass(model, arguments) is not None) == is_same
+        assert (share.share_pass(model, arguments) is not None) == is_same
 
 
 def test_a_config_that_changes_in_place_is_compared_again() -> None:
@@ -707,21 +702,21 @@ def test_a_model_that_ignores_positions_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_decision(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger=shared_prefix.__name__)
+    caplog.set_level(logging.INFO, logger=share.__name__)
     model = build("llama")
     torch.manual_seed(0)
     unrelated = torch.randint(3, 100, (4, 16))
-    assert maybe_share(model, unrelated) is None and not caplog.messages
+    assert share.share_pass(model, {"input_ids": unrelated}) is None and not caplog.messages
     alike = torch.cat([unrelated[:1, :12].expand(4, -1), unrelated[:, 12:]], dim=1)
     for _ in range(2):
-        batch = maybe_share(model, alike)
+        batch = share.share_pass(model, {"input_ids": alike})
         assert batch is not None and batch.trie.nodes == 12 + 16
     assert caplog.messages == [
         "LlamaForCausalLM computes shared prompts once: 32 tokens in place of 64 (50% saved) in this batch"
     ]
     mamba = _causal("Mamba", _LM)
     for _ in range(2):
-        assert maybe_share(mamba, alike % 64) is None
+        assert share.share_pass(mamba, {"input_ids": alike % 64}) is None
     assert caplog.messages[1:] == [
         "MambaForCausalLM computes shared prompts once for each sequence: its layers carry a state from token to token"
     ]

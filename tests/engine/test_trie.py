@@ -12,8 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from liger_chunked.integrations.transformers import trie
-from liger_chunked.integrations.transformers.trie import PackedTrie, gather_rows, pack_trie
+from liger_chunked.shared_prefix import trie
+from liger_chunked.shared_prefix.trie import PackedTrie, gather_rows, pack_trie
 
 Sequences = list[list[int]]
 

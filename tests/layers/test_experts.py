@@ -26,8 +26,7 @@ from transformers.integrations import moe
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from liger_chunked import apply_liger_kernel, register_layer, revert_liger_kernel
-from liger_chunked.compat.transformers import apply_liger_kernel_to_mixtral
-from liger_chunked.integrations.transformers import experts, layers, patch
+from liger_chunked.integrations.transformers import experts, layers
 from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.layers.experts import Routing, add_bias_, combine_rows, gather_tokens, route
 
@@ -169,7 +168,7 @@ def step(model: Any, device: str = "cpu") -> dict[str, Tensor]:
 
 @pytest.fixture(autouse=True)
 def afresh() -> Iterator[None]:
-    """No experts were compared, and no family is patched, by an earlier test."""
+    """No experts were compared by an earlier test."""
     _forget()
     yield
     _forget()
@@ -177,8 +176,6 @@ def afresh() -> Iterator[None]:
 
 def _forget() -> None:
     experts._is_known.cache_clear()
-    for family in list(patch.FAMILY_WIDE):
-        revert_liger_kernel(family)
 
 
 @pytest.fixture
@@ -314,18 +311,6 @@ def test_a_forward_that_is_set_on_the_class(later: bool, served: list[str], monk
     expected = step(model)
     assert not served
     assert all(error(found[key], expected[key]) <= 2e-5 for key in expected)
-
-
-def test_a_wrapper_around_a_patched_class(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["mixtral"]()
-    stock = step(model)
-    apply_liger_kernel_to_mixtral()
-    with monkeypatch.context() as wrapped:
-        ours = MixtralExperts.forward
-        wrapped.setattr(MixtralExperts, "forward", lambda self, *args: ours(self, *args))
-        found = step(model)
-    assert served
-    assert all(error(found[key], stock[key]) <= 2e-5 for key in stock)
 
 
 class Looped(torch.nn.Module):

@@ -34,15 +34,14 @@ from liger_chunked.integrations.transformers import (
     apply_liger_kernel,
     attach_head,
     detach_head,
+    overrides,
     revert_liger_kernel,
     run_head,
 )
 from liger_chunked.integrations.transformers.detect import calls_loss_function
 from liger_chunked.integrations.transformers.layers import rotate_halves, rotate_pairs, rotate_vision
-from liger_chunked.integrations.transformers.overrides import SWITCHES, family_modeling
-from liger_chunked.integrations.transformers.patch import is_patched, stock_class
-from liger_chunked.integrations.transformers.patched_class import RopePatch, patch_of
-from liger_chunked.integrations.transformers.replaced import OURS, rope_of_family, stock_rope
+from liger_chunked.integrations.transformers.overrides import SWITCHES, family_modeling, rope_of
+from liger_chunked.integrations.transformers.patched_class import RopePatch, is_patched, patch_of, stock_class
 from liger_chunked.kernels.backend import INTERPRETED
 
 # Some layers of transformers have no deterministic backward.
@@ -142,7 +141,9 @@ def ropes_of(family: str) -> dict[str, int]:
 def rotations(model: Any) -> set[Any]:
     """Return the functions of ours that a model's layers call."""
     patches = [patch for module in model.modules() if isinstance(patch := patch_of(module), RopePatch)]
-    return {vars(rope_of_family(stock_rope(*key)))[OURS] for patch in patches for key in patch.functions}
+    return {
+        rope_of(getattr(importlib.import_module(module), name)) for patch in patches for module, name in patch.functions
+    }
 
 
 @by_family
@@ -191,29 +192,27 @@ def calls(monkeypatch):
     return counts
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("way", ["model", "family"])
 @by_family
-def test_each_switch_alone(tiny, way, fresh, calls):
+def test_each_switch_alone(tiny, fresh, calls):
     """The switch reported as on runs its kernel and no other, with the results of the unpatched model."""
     model, arguments = fresh(tiny.name), labelled(tiny)
     apply = getattr(liger_chunked, f"apply_liger_kernel_to_{tiny.family}")
     stock = step(model, arguments)
-    everything = apply(**({"model": model} if way == "model" else {})).replaced
-    revert_liger_kernel(model if way == "model" else tiny.family)
+    everything = apply(model=model).replaced
+    revert_liger_kernel(model)
     of_logits = ["cross_entropy"] * calls_loss_function(type(model))
-    if not of_logits and way == "model":  # stock Gemma 3 of 5.5 computes its loss itself
+    if not of_logits:  # stock Gemma 3 of 5.5 computes its loss itself
         with pytest.raises(ValueError, match=r"\['cross_entropy'\] matches nothing in"):
             apply(cross_entropy=True, model=model)
     for switch in (*everything, *of_logits):
         on = {name: name == switch for name in SWITCHES if name == switch or name in everything}
         try:
-            applied = apply(**on, **({"model": model} if way == "model" else {}))
+            applied = apply(**on, model=model)
             assert list(applied.replaced) == [switch]
             calls.clear()
             ours = step(model, arguments)
         finally:
-            revert_liger_kernel(model if way == "model" else tiny.family)
+            revert_liger_kernel(model)
         assert calls.keys() == ({OPERATORS[switch][0]} if switch in OPERATORS else set())
         (assert_fused if switch == "fused_linear_cross_entropy" else assert_real_logits)(ours[0])
         assert_same_step(ours, stock)
@@ -239,15 +238,14 @@ def test_a_loss_function_is_found_in_inner_functions_and_mixins(mixin):
     assert not calls_loss_function(type("Model", (transformers.PreTrainedModel,), {}))
 
 
-@pytest.mark.parametrize("way", ["model", "family"])
-def test_a_model_that_calls_no_loss_function(way):
+def test_a_model_that_calls_no_loss_function():
     """Bart computes its loss itself: `cross_entropy` would change nothing, and is refused."""
     config = transformers.BartConfig(
         vocab_size=VOCAB, d_model=HIDDEN, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=32,
         max_position_embeddings=32,
     )  # fmt: skip
-    model = {"model": transformers.BartForCausalLM(config)} if way == "model" else {}
-    apply = functools.partial(liger_chunked.apply_liger_kernel_to_bart, **model)
+    model = transformers.BartForCausalLM(config)
+    apply = functools.partial(liger_chunked.apply_liger_kernel_to_bart, model=model)
     reason = "its code computes the loss itself and does not call loss_function"
     with pytest.raises(
         ValueError, match=rf"(?s)\['cross_entropy'\] matches nothing in bart.*BartForCausalLM: {reason}"
@@ -258,7 +256,7 @@ def test_a_model_that_calls_no_loss_function(way):
         assert "BartForCausalLM" not in apply(fused_linear_cross_entropy=False, cross_entropy=False).left
         assert "BartForCausalLM" not in apply().left  # fused
     finally:
-        revert_liger_kernel(model.get("model", "bart"))
+        revert_liger_kernel(model)
 
 
 def test_a_loss_function_that_is_not_the_causal_one():
@@ -292,7 +290,10 @@ def test_evaluation_and_generation(tiny, fresh, device):
 
 
 def state_of(model: PreTrainedModel) -> Any:
-    """Return the identity of everything that patching may change: modules, classes and their attributes."""
+    """Return the identity of everything that patching may change: modules, classes and their attributes.
+
+    A function of ours that a modeling module has beside its rotary one stays there, and nobody else calls it.
+    """
     modeling = sys.modules[type(model).__module__]
     instances = [(name, type(m), {key: id(x) for key, x in vars(m).items()}) for name, m in model.named_modules()]
     classes = {
@@ -301,7 +302,8 @@ def state_of(model: PreTrainedModel) -> Any:
         if issubclass(cls, torch.nn.Module)
         for key, value in vars(cls).items()
     }
-    return instances, classes, {name: id(value) for name, value in vars(modeling).items()}
+    stock = {name: id(value) for name, value in vars(modeling).items() if not name.startswith("_liger_")}
+    return instances, classes, stock
 
 
 @by_kind
@@ -898,36 +900,113 @@ def test_experts_that_apply_no_gate_are_left_alone(fresh, way, monkeypatch):
 
 @pytest.mark.parametrize("family", [exhaustive([f], f, f not in OF_THE_SUITE) for f in SERVED_CLASSES])
 def test_a_family_before_its_models_are_built(family):
-    """Patched classes give the results of a patched model, and are restored exactly."""
+    """Models that are built later are patched, and no other; the constructors are restored exactly."""
     tiny = next(tiny for tiny in ZOO if tiny.family == family)
     arguments = labelled(tiny)
     reference = built(tiny.name)
     stock, before = step(reference, arguments), state_of(reference)
     apply = getattr(liger_chunked, f"apply_liger_kernel_to_{family}")
-    assert set(inspect.signature(apply).parameters) == {*SWITCHES, "tiled_mlp", "logits_budget", "model"}
-    applied = apply()
+    assert set(inspect.signature(apply).parameters) == {*SWITCHES, *overrides.OPTIONS, "model"}
+    classes = overrides.model_classes(family_modeling(family))
+    constructors = [vars(cls).get("__init__") for cls in classes]
+    assert apply() is None
     try:
-        assert applied.replaced.pop("rope") == ropes_of(family)
-        assert {name for counts in applied.replaced.values() for name in counts} == SERVED_CLASSES[family]
         model = tiny.build()
+        applied = model._liger_applied
+        assert applied.replaced == {
+            **SERVED[tiny.name], "rope": ropes_of(family), "fused_linear_cross_entropy": {tiny.model_class: 1},
+        }  # fmt: skip
         ours = step(model, arguments)
         assert_same_step(ours, stock)
         assert_fused(ours[0])
-        assert apply_liger_kernel(model).replaced.items() >= SERVED[tiny.name].items(), "the classes are recognised"
-        revert_liger_kernel(model)
-        attach_head(model)
-        assert_fused(step(model, arguments)[0])  # the class is patched all the same
-        detach_head(model)
         apply(cross_entropy=True)
-        with_logits = step(model, arguments)
+        with_logits = step(tiny.build(), arguments)
         assert_same_step(with_logits, stock)
         assert_real_logits(with_logits[0])
+        assert not is_patched(reference)
     finally:
         revert_liger_kernel(family)
+    assert [vars(cls).get("__init__") for cls in classes] == constructors
+    assert not is_patched(tiny.build())
+    revert_liger_kernel(model)
+    assert_same_step(step(model, arguments), stock)
     assert state_of(reference) == before
-    if "layer_norm" in SERVED[tiny.name]:
-        with pytest.raises(ValueError, match=r"'layer_norm'.*matches nothing"):
-            apply(layer_norm=True)
+
+
+def test_a_family_inside_another_model():
+    """The language model of LLaVA is patched as it is built, as a backbone without a head."""
+    config = transformers.LlavaConfig(
+        text_config={**BY_ID["llama"].config, "model_type": "llama"},
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                       "image_size": 8, "patch_size": 4, "model_type": "clip_vision_model"},
+    )  # fmt: skip
+    liger_chunked.apply_liger_kernel_to_llama(fused_linear_cross_entropy=True, rms_norm=True)
+    try:
+        model = transformers.LlavaForConditionalGeneration(config)
+    finally:
+        revert_liger_kernel("llama")
+    backbone = model.model.language_model
+    assert list(backbone._liger_applied.replaced) == ["rms_norm", "swiglu", "rope"]
+    assert not is_patched(model) and is_patched(backbone.norm)
+
+
+def test_a_family_with_a_class_of_ones_own():
+    """A subclass is patched when the constructor of its base ends, and so are classes that transformers derives."""
+
+    class Own(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.extra = torch.nn.Linear(2, 2)
+
+    liger_chunked.apply_liger_kernel_to_llama()
+    try:
+        config = transformers.LlamaConfig(**BY_ID["llama"].config)
+        model, classifier = Own(config), transformers.LlamaForSequenceClassification(config)
+    finally:
+        revert_liger_kernel("llama")
+    assert isinstance(model, Own) and "fused_linear_cross_entropy" in model._liger_applied.replaced
+    assert list(classifier._liger_applied.replaced) == ["rms_norm", "swiglu", "rope"]
+
+
+def test_a_constructor_that_somebody_wrapped(monkeypatch):
+    """As DeepSpeed wraps those of all modules: after the patch of the family ends, it is a stock model's."""
+    cls = transformers.LlamaForCausalLM
+    liger_chunked.apply_liger_kernel_to_llama()
+    try:
+        ours = cls.__init__
+        monkeypatch.setattr(cls, "__init__", lambda self, *args: ours(self, *args))
+        assert is_patched(BY_ID["llama"].build())
+    finally:
+        revert_liger_kernel("llama")
+    assert not is_patched(BY_ID["llama"].build())
+    monkeypatch.undo()
+    cls.__init__ = inspect.unwrap(ours)
+
+
+def test_a_family_is_loaded_patched(tmp_path):
+    stock = BY_ID["llama"].build()
+    stock.save_pretrained(tmp_path)
+    liger_chunked.apply_liger_kernel_to_llama()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).train()
+    finally:
+        revert_liger_kernel("llama")
+    ours = step(model, labelled(BY_ID["llama"]))
+    assert_fused(ours[0])
+    assert_same_step(ours, step(stock.train(), labelled(BY_ID["llama"])))
+
+
+def test_options_of_a_family_are_checked_at_once():
+    for apply in (liger_chunked.apply_liger_kernel_to_llama,):
+        with pytest.raises(TypeError, match=r"unknown switches \['layernorm'\]"):
+            apply(layernorm=True)
+        with pytest.raises(TypeError, match="rope must be True, False or None, got 'no'"):
+            apply(rope="no")
+        with pytest.raises(ValueError, match="choose one"):
+            apply(cross_entropy=True, fused_linear_cross_entropy=True)
+        with pytest.raises(ValueError, match="logits_budget must be a positive number of bytes or None, got 0"):
+            apply(logits_budget=0)
+    assert not is_patched(BY_ID["llama"].build())
 
 
 # transformers has no causal model for the configurations of the other families.

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from liger_chunked import linear_token_stats
 from liger_chunked.integrations.transformers import attach_head
-from liger_chunked.integrations.transformers.patch import Fusion, fuse
+from liger_chunked.integrations.transformers.attach import Fusion, fuse
 
 pytestmark = [pytest.mark.ordinary_memory, pytest.mark.filterwarnings("ignore")]
 

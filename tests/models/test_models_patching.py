@@ -13,6 +13,7 @@ from ranks import join
 
 pytest.importorskip("transformers")
 
+import tiny_models
 import torch
 import torch.distributed as dist
 import transformers
@@ -26,8 +27,7 @@ from transformers.models.llama import modeling_llama
 
 import liger_chunked
 from liger_chunked.integrations.transformers import apply_liger_kernel, attach_head, detach_head, revert_liger_kernel
-from liger_chunked.integrations.transformers.patch import is_patched
-from liger_chunked.integrations.transformers.survey import small_model
+from liger_chunked.integrations.transformers.patched_class import is_patched
 
 pytestmark = [
     pytest.mark.ordinary_memory,
@@ -330,7 +330,7 @@ def test_hooks_on_the_activation_of_a_clamped_unit_run():
     """DeepSeek-V4's MLP and experts."""
     if not hasattr(transformers, "DeepseekV4ForCausalLM"):
         pytest.skip("this transformers has no DeepSeek-V4")
-    model = small_model("DeepseekV4ForCausalLM")
+    model = tiny_models.small_model("DeepseekV4ForCausalLM")
     for module in model.modules():
         if hasattr(module, "limit"):
             module.limit = 0.01
@@ -458,15 +458,14 @@ def test_a_model_whose_class_has_no_plain_subclass():
 
 def test_an_error_keeps_the_patch_of_a_family():
     apply = liger_chunked.apply_liger_kernel_to_llama
-    stock = modeling_llama.LlamaRMSNorm.forward
     try:
-        apply()
-        found = str(apply())
-        patched = modeling_llama.LlamaRMSNorm.forward, modeling_llama.apply_rotary_pos_emb
+        apply(rms_norm=False)
+        with pytest.raises(TypeError, match="unknown switches"):
+            apply(norm=True)
+        assert "rms_norm" not in BY_ID["llama"].build()._liger_applied.replaced
+        apply(geglu=True)
         with pytest.raises(ValueError, match=r"geglu.* matches nothing in llama"):
-            apply(geglu=True)
-        assert (modeling_llama.LlamaRMSNorm.forward, modeling_llama.apply_rotary_pos_emb) == patched
-        assert str(apply()) == found and modeling_llama.LlamaRMSNorm.forward is not stock
+            BY_ID["llama"].build()
     finally:
         revert_liger_kernel("llama")
-    assert modeling_llama.LlamaRMSNorm.forward is stock
+    assert not is_patched(BY_ID["llama"].build())

@@ -27,6 +27,7 @@ from liger_chunked.integrations.transformers import (
     revert_liger_kernel,
 )
 from liger_chunked.integrations.transformers.layers import GLU
+from liger_chunked.integrations.transformers.patched_class import is_patched
 
 pytestmark = [
     pytest.mark.ordinary_memory,
@@ -108,9 +109,10 @@ def test_each_way_to_ask():
     assert largest_mlp_input(model, arguments) == 7
     revert_liger_kernel(model)
     try:
-        applied = liger_chunked.apply_liger_kernel_to_llama(tiled_mlp=6)
-        assert applied.replaced["tiled_mlp"] == {"LlamaMLP": 1}
-        assert largest_mlp_input(BY_ID["llama"].build(), arguments) == 6
+        liger_chunked.apply_liger_kernel_to_llama(tiled_mlp=6)
+        model = BY_ID["llama"].build()
+        assert model._liger_applied.replaced["tiled_mlp"] == {"LlamaMLP": 2}
+        assert largest_mlp_input(model, arguments) == 6
     finally:
         revert_liger_kernel("llama")
     assert largest_mlp_input(BY_ID["llama"].build(), arguments) == 24
@@ -131,7 +133,7 @@ def test_what_is_refused_or_left_alone():
     experts = BY_ID["mixtral"].build()
     with pytest.raises(ValueError, match="tiled_mlp matches nothing in mixtral, which has no gated MLP beside experts"):
         apply_liger_kernel(experts, tiled_mlp=True)
-    assert not any(map(liger_chunked.integrations.transformers.patch.is_patched, experts.modules()))
+    assert not any(map(is_patched, experts.modules()))
     applied = apply_liger_kernel(experts, tiled_mlp="auto")
     assert "tiled_mlp" not in applied.replaced and applied.left["MixtralExperts"].startswith("not tiled: ")
     mixed = BY_ID["qwen3_moe"].build()

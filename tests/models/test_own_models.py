@@ -19,7 +19,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from liger_chunked import attach_head, liger_rms_norm, logit_options, run_head
-from liger_chunked.integrations.transformers import apply_liger_kernel, layers, overrides, register_layer, verify
+from liger_chunked.integrations.transformers import apply_liger_kernel, layers, overrides, register_layer
 from liger_chunked.integrations.transformers.check import check_model
 from liger_chunked.integrations.transformers.layers import Layer
 
@@ -346,11 +346,6 @@ class Louder(Norm):
         return 1.1 * y if self.training else y
 
 
-class Dropping(Norm):
-    def forward(self, x):
-        return F.dropout(super().forward(x), 0.1, self.training)
-
-
 class Detached(Norm):
     def mean(self, x):
         return super().mean(x).detach()
@@ -362,65 +357,11 @@ class Frozen(Norm):
         return (y * torch.rsqrt(self.mean(y) + self.eps)).to(x.dtype) * (1.5 + self.weight.detach())
 
 
-class Rounded(Norm):
-    def forward(self, x):
-        y = x.float()
-        y = y * torch.rsqrt(self.mean(y) + self.eps) * (1.5 + self.weight.float())
-        return y.to(torch.promote_types(x.dtype, self.weight.dtype))
-
-
-class Counting(Norm):
-    def __init__(self, size: int = HIDDEN) -> None:
-        super().__init__(size)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x)
-
-
-class Averaging(Norm):
-    def __init__(self, size: int = HIDDEN) -> None:
-        super().__init__(size)
-        self.register_buffer("average", torch.zeros(size))
-
-    def forward(self, x):
-        if self.training:
-            self.average.lerp_(x.detach().flatten(0, -2).mean(0), 0.1)
-        return super().forward(x)
-
-
 class Second(Norm):
     """The mean is over the second dimension: the columns of tokens, but the positions of a batch."""
 
     def mean(self, x):
         return x.pow(2).mean(1, keepdim=True)
-
-
-class Clamped(Norm):
-    def forward(self, x):
-        return super().forward(x).clamp(-50, 50)
-
-
-class Grouped(Norm):
-    """A norm of each group of columns; of a whole token by default."""
-
-    def __init__(self, size: int = HIDDEN, groups: int = 1) -> None:
-        super().__init__(size)
-        self.groups = groups
-
-    def mean(self, x):
-        groups = x.unflatten(-1, (self.groups, -1))
-        return groups.pow(2).mean(-1, keepdim=True).expand_as(groups).flatten(-2)
-
-
-class Configured(Norm):
-    def __init__(self, size: int = HIDDEN, config=None) -> None:
-        super().__init__(size)
-        self.config = config or transformers.LlamaConfig()
-
-    def forward(self, x):
-        return super().forward(x) * getattr(self.config, "factor", 1)
 
 
 def norm_1_5(x, weight, eps):
@@ -441,52 +382,26 @@ def test_a_layer_of_ones_own(table):
     model, arguments = with_norm(Norm), labelled(BY_ID["llama"])
     stock = step(model, arguments)
     for training in (False, True):
-        assert check_model(model.train(training)).layers["Norm"] is None
+        assert check_model(model.train(training)).patched.replaced["rms_norm"]["Norm"] == 1
     assert apply_liger_kernel(model).replaced["rms_norm"]["Norm"] == 1
     # float32: sums in another order
     torch.testing.assert_close(step(model, arguments)[0].loss, stock[0].loss, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("other", [Grouped(groups=2), Configured(config=transformers.LlamaConfig(factor=2))])
-def test_each_setting_of_a_class_is_compared(other, table):
-    cls = type(other)
-    register_layer(cls, OWN_NORM)
-    model = with_norm(cls)
-    model.model.layers[0].input_layernorm = other
-    applied = apply_liger_kernel(model)
-    assert applied.replaced["rms_norm"][cls.__name__ if cls is Configured else "Norm"] == 1
-    assert any("the results differ" in reason for reason in applied.left.values())
-
-
 LAYERS = [
-    (Louder, r"in training mode, the results differ by up to 0\.091 of their norm"),
-    (Dropping, "in training mode, the results differ"),
-    (Detached, "gradient of input 0: the results differ"),
-    (Frozen, "gradient of weight: the results differ"),
-    (Counting, "it changes calls"),
-    (Averaging, "in training mode, it changes average"),
-    (Second, "in training mode, the results differ"),
-    (Clamped, "in training mode, the results differ"),
-    (Rounded, "of the values are rounded differently: compute in the same dtype, and round at the same place"),
+    (Louder, "loss: error"),
+    (Detached, "gradient of "),
+    (Frozen, r"gradient of model\.norm\.weight: "),
+    (Second, "loss: error"),
 ]
 
 
 @pytest.mark.parametrize(("cls", "reason"), LAYERS, ids=[cls.__name__ for cls, _ in LAYERS])
-def test_a_layer_that_differs_is_refused(cls, reason, table):
-    with pytest.raises(ValueError, match=f"{cls.__name__} is not norm_1_5: .*{reason}"):
-        register_layer(cls, OWN_NORM)
-    overrides.register(cls, overrides.bound(OWN_NORM, {}))  # as a class that cannot be built
-    assert any(re.search(reason, left) for left in apply_liger_kernel(with_norm(cls)).left.values())
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(("cls", "reason"), LAYERS[:-1], ids=[cls.__name__ for cls, _ in LAYERS[:-1]])
-@pytest.mark.parametrize("training", [False, True])
-def test_check_model_finds_a_layer_that_differs(cls, reason, training, table, monkeypatch):
-    overrides.register(cls, overrides.bound(OWN_NORM, {}))
-    monkeypatch.setattr("liger_chunked.integrations.transformers.verify.difference", lambda *arguments: None)
-    with pytest.raises(AssertionError, match=f"layer {cls.__name__}: .*{reason}"):
-        check_model(with_norm(cls).train(training))
+def test_check_model_finds_a_layer_that_differs(cls, reason, table):
+    """A registered layer is taken at its word, and `check_model` compares the model that has it."""
+    register_layer(cls, OWN_NORM)
+    with pytest.raises(AssertionError, match=f"the patched model differs from stock:\n(.*\n)*{reason}"):
+        check_model(with_norm(cls).train())
 
 
 def test_check_model_runs_in_the_mode_of_the_model():
@@ -507,14 +422,19 @@ def test_check_model_runs_in_the_mode_of_the_model():
         (Layer(norm_1_5, "rope"), {}, r"switch of a Layer must be one of \['rms_norm', .*\], got 'rope'"),
         (Layer(norm_1_5), {}, r"give the Layer a switch, one of \['rms_norm', .*it reads \['weight', 'eps'\]"),
         (Layer(layers.RELU_SQUARED.run), {}, r"give the Layer a switch, .*it reads \[\]"),
-        (layers.SILU_GLU, {"up_proj": "weight"}, "; pass gate_proj='<its name>', down_proj='<its name>'$"),
-        (layers.RMS_NORM, {"eps": "epsilon"}, "no attribute 'epsilon'; pass eps='<its name>'$"),
+        (layers.RMS_NORM, {"epsilon": "eps"}, r"the layer reads \['weight', 'eps'\], not \['epsilon'\]"),
     ],
 )
 def test_a_layer_that_cannot_be_registered(layer, names, message, table):
     with pytest.raises(ValueError, match=message):
         register_layer(Norm, layer, **names)
     assert overrides.binding_of(Norm) is None
+
+
+def test_a_layer_that_is_laid_out_differently_is_left_alone(table):
+    register_layer(Norm, layers.RMS_NORM, eps="epsilon")
+    left = apply_liger_kernel(with_norm(Norm)).left["Norm"]
+    assert re.match("it is laid out differently: .*no attribute 'epsilon'", left)
 
 
 class Gated(nn.Module):
@@ -541,8 +461,7 @@ def test_an_activation_without_a_switch_is_left_alone(needed, table):
     assert "its activation is" in apply_liger_kernel(model).left["Gated"]
 
 
-def test_checks_do_not_depend_on_inference_mode(monkeypatch):
-    monkeypatch.setattr(verify, "_COMPARED", {})
+def test_checks_do_not_depend_on_inference_mode():
     with torch.inference_mode():
         applied = apply_liger_kernel(own())
         assert applied.left == {} and applied.replaced["rms_norm"]

@@ -24,6 +24,7 @@ pytest.importorskip("transformers")
 import torch
 import torch.distributed as dist
 from fresh_process import FreshProcesses
+from fused import is_deferred
 from model_zoo import BY_ID, Tiny
 from test_models_tensor_parallel import Watch
 from torch import Tensor, nn
@@ -226,6 +227,35 @@ NO_GLOO = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_availab
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_ddp_and_fsdp(tmp_path: Path, fresh_process: FreshProcesses, family: str, every: bool) -> None:
     fresh_process.spawn(worker, WORLD, str(tmp_path), family, str(every))
+
+
+def evaluating_worker(rank: int, folder: str) -> None:
+    """Evaluation without gradients defers, and one rank alone may read the logits."""
+    join(rank, WORLD, folder)
+    samples, _ = samples_of(VOCAB)
+    sample = samples[rank][1]
+    for name, wrapper in WRAPPERS.items():
+        with torch.no_grad():
+            expected = wrapper.wrap(prepared("llama", "stock")).eval()(**sample)
+        model = tiny("llama").build()
+        apply_liger_kernel(model, rms_norm=False, swiglu=False, rope=False)  # the head alone, whose logits are the same
+        model = wrapper.wrap(model)
+        for _ in range(2):
+            with torch.no_grad():
+                output = model.eval()(**sample)
+                assert is_deferred(output.logits), name
+                rtol = 1e-5 if wrapper.dtype == torch.float32 else 1e-3  # of logits that stock rounds
+                torch.testing.assert_close(output.loss, expected.loss, rtol=rtol, atol=0, check_dtype=False)
+                if rank == 0:
+                    torch.testing.assert_close(output.logits.tensor(), expected.logits, rtol=1e-5, atol=1e-6)
+            run(model.train(), sample, "fused", torch.tensor(7)).backward()
+    dist.destroy_process_group()
+
+
+@NO_GLOO
+@pytest.mark.ordinary_memory
+def test_evaluation(tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    fresh_process.spawn(evaluating_worker, WORLD, str(tmp_path))
 
 
 # Without prefetching and reuse, which depend on sizes.

@@ -31,11 +31,10 @@ from liger_chunked import (
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
 )
-from liger_chunked.integrations.transformers import shared_prefix
-from liger_chunked.integrations.transformers.shared_prefix import SharedBatch
-from liger_chunked.integrations.transformers.trie import TriePlan
 from liger_chunked.integrations.trl import LigerDPOTrainer, base, heads
 from liger_chunked.integrations.trl.base import SharedPromptsMixin
+from liger_chunked.shared_prefix import SharedBatch, served, share
+from liger_chunked.shared_prefix.trie import TriePlan
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
@@ -66,9 +65,9 @@ class Passes:
             self.saved.append(found.saved)
             return found
 
-        stock, plan = heads.share_pass, shared_prefix.plan_trie
+        stock, plan = heads.share_pass, share.plan_trie
         monkeypatch.setattr(heads, "share_pass", watched)
-        monkeypatch.setattr(shared_prefix, "plan_trie", planned)
+        monkeypatch.setattr(share, "plan_trie", planned)
 
     def check(self, least: float) -> None:
         """Check that a pass shared if and only if it saves `least` of its tokens, and that most passes shared."""
@@ -86,7 +85,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
         share_prefix: bool | str = True,
     ) -> Passes:
         """Train and evaluate with and without sharing, and return the passes of the former."""
-        shared_prefix.why_not_shared(tiny.model())  # whose tries would be counted
+        served.why_not_shared(tiny.model())  # whose tries would be counted
         evaluate = kind != "OnlineDPO"  # TRL's does not support it
 
         def seeded(share_prefix: bool | str) -> Log:
@@ -136,7 +135,7 @@ def test_same_logs(compare, kind, tmp_path):
         return {"model": model}
 
     passes = compare(kind, CONFIGS.get(kind), own, share_prefix="auto")
-    passes.check(least=shared_prefix.WORTHWHILE)
+    passes.check(least=share.WORTHWHILE)
     assert {trie.padding for trie in passes.shared} >= ({"left"} if KINDS[kind].data == "prompts" else {"right"})
 
 
@@ -175,8 +174,8 @@ def test_no_tensor_of_the_size_of_the_logits(tmp_path, monkeypatch, kind):
     models |= {"ref_model": tiny.model(seed=1, vocab_size=vocabulary)} if kind == "DPO" else {}
     options = {"logits_budget": budget, "share_prefix": "auto"}
     # The check of a model allocates too, once for each config.
-    facts = shared_prefix._measured(tiny.model(), "sdpa")
-    monkeypatch.setattr(shared_prefix, "_measured", lambda *_: facts)
+    facts = served._measured(tiny.model(), "sdpa")
+    monkeypatch.setattr(served, "_measured", lambda *_: facts)
     memory, passes = Memory(), Passes(monkeypatch)
     memory.expect(*(parameter for model in models.values() for parameter in model.parameters()))
     with memory:
@@ -256,10 +255,10 @@ def arguments(mask: list[list[int]]) -> dict[str, Tensor]:
 )
 def test_passes_that_are_left_alone(changes, reason):
     given = {**arguments([[1] * 8] * 2), "output_router_logits": False, "use_cache": False}
-    assert shared_prefix.share_pass(tiny.model(), given) is not None
-    assert shared_prefix.share_pass(tiny.model(), {**given, **changes}) is None
+    assert share.share_pass(tiny.model(), given) is not None
+    assert share.share_pass(tiny.model(), {**given, **changes}) is None
     with pytest.raises(ValueError, match=reason):
-        shared_prefix.share_pass(tiny.model(), {**given, **changes}, always=True)
+        share.share_pass(tiny.model(), {**given, **changes}, always=True)
 
 
 def test_positions_that_count_padding():
@@ -271,14 +270,14 @@ def test_positions_that_count_padding():
         )
     )
     right, left = [[1] * 16, [1] * 12 + [0] * 4], [[0] * 4 + [1] * 12] * 2
-    assert shared_prefix.share_pass(model, arguments(right)) is not None
-    assert shared_prefix.share_pass(model, arguments(left)) is None
+    assert share.share_pass(model, arguments(right)) is not None
+    assert share.share_pass(model, arguments(left)) is None
     with pytest.raises(ValueError, match="absolute"):
-        shared_prefix.share_pass(model, arguments(left), always=True)
+        share.share_pass(model, arguments(left), always=True)
     llama = tiny.model()
-    assert shared_prefix.share_pass(llama, arguments(left)) is not None
+    assert share.share_pass(llama, arguments(left)) is not None
     with pytest.raises(ValueError, match="between"):
-        shared_prefix.share_pass(llama, arguments([[1] * 8 + [0] * 4 + [1] * 4] * 2), always=True)
+        share.share_pass(llama, arguments([[1] * 8 + [0] * 4 + [1] * 4] * 2), always=True)
 
 
 class OwnForward(LlamaForCausalLM):

@@ -65,7 +65,7 @@ class FamilyFunction(Protocol):
         relu_squared: bool | None = None,
         cross_entropy: bool | None = None,
         fused_linear_cross_entropy: bool | None = None,
-    ) -> Applied: ...
+    ) -> Applied | None: ...
 
 
 def _positional(apply: Callable[..., Any], family: str) -> Callable[..., Any]:

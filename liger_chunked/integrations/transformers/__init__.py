@@ -10,25 +10,17 @@ versions.require(__name__, "transformers")
 
 from liger_chunked.integrations.transformers.attach import attach_head, detach_head, run_head
 from liger_chunked.integrations.transformers.check import ModelReport, check_model
+from liger_chunked.integrations.transformers.family import FamilyFunction, family_function, revert_liger_kernel
 from liger_chunked.integrations.transformers.forward import logit_options
 from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput
 from liger_chunked.integrations.transformers.kept_ids import KeptIdsRecorder, record_kept_ids
 from liger_chunked.integrations.transformers.patch import (
     AutoLigerKernelForCausalLM,
     AutoLigerKernelForImageTextToText,
-    FamilyFunction,
     apply_liger_kernel,
-    family_function,
     register_layer,
-    revert_liger_kernel,
 )
 from liger_chunked.integrations.transformers.report import Applied
-from liger_chunked.integrations.transformers.shared_prefix import (
-    SharedBatch,
-    share_batch,
-    shared_prefix_hidden_states,
-    why_not_shared,
-)
 
 _APPLY_TO = "apply_liger_kernel_to_"
 
@@ -51,7 +43,6 @@ __all__ = [
     "HeadInput",
     "KeptIdsRecorder",
     "ModelReport",
-    "SharedBatch",
     "apply_liger_kernel",
     "attach_head",
     "check_model",
@@ -61,7 +52,4 @@ __all__ = [
     "register_layer",
     "revert_liger_kernel",
     "run_head",
-    "share_batch",
-    "shared_prefix_hidden_states",
-    "why_not_shared",
 ]

@@ -1,9 +1,8 @@
-"""Patch a model, or all models of a class, for `head_fn` or a fused loss, and undo it."""
+"""Patch a model for `head_fn` or a fused loss, and undo it."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,22 +14,18 @@ from transformers import PreTrainedModel
 from liger_chunked.deferred import set_deferral
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.deferred.swap import patched_class, set_patch, stock_class
-from liger_chunked.integrations.transformers.detect import STOCK, head_of, inner_model
+from liger_chunked.integrations.transformers.detect import head_of, inner_model
 from liger_chunked.integrations.transformers.forward import (
     STATE,
     ForwardState,
     Fusion,
     ModelPatch,
-    deferral_for,
-    model_methods,
 )
 from liger_chunked.integrations.transformers.head_input import HeadInput
-from liger_chunked.integrations.transformers.replaced import Patches
 from liger_chunked.private import hooks_of
 from liger_chunked.types import Head
 
 T = TypeVar("T")
-_CLASS_PATCHES = "_liger_class_patches"
 
 
 def update(model: PreTrainedModel, **reasons: Any) -> None:
@@ -46,31 +41,12 @@ def update(model: PreTrainedModel, **reasons: Any) -> None:
         return
     head = head_of(model)
     if head is not None:
-        set_deferral(head, deferral_for(model))
+        set_deferral(head, state.deferral if STATE in vars(model) else None)
 
 
 def fuse(model: PreTrainedModel, fusion: Fusion | None) -> None:
     """Make a model train without logits; None undoes this."""
     update(model, fusion=fusion)
-
-
-def fuse_class(cls: type[PreTrainedModel], fusion: Fusion | None) -> None:
-    """Make all models of a class train without logits; None undoes this."""
-    if (before := vars(cls).get(_CLASS_PATCHES)) is not None:
-        before.undo()
-        delattr(cls, _CLASS_PATCHES)
-        delattr(cls, STATE)
-    if fusion is None:
-        return
-    patches = Patches()
-    for name, method in model_methods(cls, cls.__call__, functools.partial(_current, cls.forward)).items():
-        patches.set(cls, name, method)
-    setattr(cls, _CLASS_PATCHES, patches)
-    setattr(cls, STATE, ForwardState(fusion=fusion))
-
-
-def _current(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return getattr(forward, STOCK, forward)
 
 
 def attach_head(model: nn.Module) -> None:

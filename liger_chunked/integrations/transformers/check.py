@@ -3,7 +3,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,18 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from liger_chunked.deferred.defer import SETTINGS
-from liger_chunked.integrations.transformers import verify
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.forward import STATE
-from liger_chunked.integrations.transformers.overrides import rope_of
-from liger_chunked.integrations.transformers.patch import (
-    FAMILY_WIDE,
-    apply_liger_kernel,
-    lists_switches,
-    revert_liger_kernel,
-)
-from liger_chunked.integrations.transformers.patched_class import has_our_layer, patch_of, stock_class
-from liger_chunked.integrations.transformers.replaced import stock_rope
+from liger_chunked.integrations.transformers.patch import apply_liger_kernel, lists_switches, revert_model
 from liger_chunked.integrations.transformers.report import APPLIED, FUSED, Applied
 
 _CHANGED = (
@@ -56,25 +47,22 @@ class Comparison:
 
 @dataclass
 class ModelReport:
-    """Errors of loss and gradients, and differences by layer class."""
+    """Errors of a patched model's loss and of its gradients, by parameter."""
 
     patched: Applied
     loss: Comparison
     gradients: dict[str, Comparison] = field(default_factory=dict)
-    layers: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def failures(self) -> list[str]:
-        layers = [f"layer {name}: {reason}" for name, reason in self.layers.items() if reason is not None]
         loss = [] if self.loss.holds else [f"loss: {self.loss}"]
-        return layers + loss + [f"gradient of {name}: {g}" for name, g in self.gradients.items() if not g.holds]
+        return loss + [f"gradient of {name}: {g}" for name, g in self.gradients.items() if not g.holds]
 
     def __str__(self) -> str:
         worst = max(self.gradients.values(), key=lambda g: g.ours / (g.bound or 1.0), default=None)
         lines = [
             f"loss: {self.loss}",
             f"gradients of {len(self.gradients)} parameters" + ("" if worst is None else f", the worst: {worst}"),
-            *(f"layer {name}: {'as stock' if reason is None else reason}" for name, reason in self.layers.items()),
         ]
         return "\n".join([str(self.patched), *lines])
 
@@ -96,10 +84,10 @@ def check_model(
     cross_entropy: bool | None = None,
     fused_linear_cross_entropy: bool | None = None,
 ) -> ModelReport:
-    """Compare a model's loss, gradients and patched layers with the unpatched model's.
+    """Compare a model's loss and gradients with the unpatched model's.
 
-    Both run one step in the model's mode, without dropout. Layers are compared in both modes. Errors are distances from
-    a float64 copy, which must fit into memory.
+    Both run one step in the model's mode, without dropout. Errors are distances from a float64 copy, which must fit
+    into memory.
 
     Args:
         model: a transformers model, also in PEFT, not quantized, sharded or offloaded.
@@ -140,21 +128,10 @@ def check_model(
         if APPLIED not in vars(inner) or any(x is not None for x in options.values()):
             apply_liger_kernel(inner, **options)
         applied = vars(inner)[APPLIED]
-        if applied.family in FAMILY_WIDE:
-            raise ValueError(
-                f"the classes of {applied.family} are patched, so there is no stock model to compare with: "
-                f"revert_liger_kernel({applied.family!r}) first"
-            )
         arguments = _arguments(inner, input_ids, labels)
         without_logits: dict[str, Any] = {"skip_logits": True} if FUSED in applied.replaced else {}
         ours = _step(model, {**arguments, **without_logits})
-        layers = {type(module).__name__: module for module in filter(has_our_layer, inner.modules())}
-        found = {name: _difference(_check_patched, module) for name, module in layers.items()}
-        rotary = [module for module in inner.modules() if "Rotary" in type(module).__name__]
-        for key in applied.ropes:
-            rope = stock_rope(*key)
-            found[key[1]] = verify.rotary_difference(rope_of(rope), rope, rotary)
-        revert_liger_kernel(inner)
+        revert_model(inner)
         stock = _step(_in_dtype(model, torch.float32) if dtype == torch.float64 else model, arguments)
         with _Float64Softmax():
             exact = _step(_in_dtype(model, torch.float64), arguments)
@@ -171,7 +148,7 @@ def check_model(
         return Comparison(error, of_stock, size, factor * (of_stock + rounding))
 
     gradients = {name: compared(name) for name in {**exact, **ours} if name}
-    report = ModelReport(applied, compared(""), gradients, found)
+    report = ModelReport(applied, compared(""), gradients)
     if report.failures:
         raise AssertionError("\n".join(["the patched model differs from stock:", *report.failures]))
     return report
@@ -184,7 +161,7 @@ def _as_found(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        revert_liger_kernel(inner)
+        revert_model(inner)
         for module, cls, attributes in before:
             object.__setattr__(module, "__class__", cls)
             for name in _CHANGED:
@@ -244,16 +221,3 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     if getattr(inner.config, "_experts_implementation", None) not in (None, "eager"):
         inner.set_experts_implementation("eager")  # other implementations do not support float64
     return twin
-
-
-def _difference(check: Callable[[Any], None], subject: Any) -> str | None:
-    try:
-        check(subject)
-    except (verify.Difference, verify.Incomparable) as difference:
-        return str(difference)
-    return None
-
-
-def _check_patched(module: nn.Module) -> None:
-    found: Any = patch_of(module)
-    verify.check_layer(found.binding, module, stock_class(type(module)))

@@ -1,4 +1,4 @@
-"""Parts of a model, and the methods that patches replaced."""
+"""Parts of a model, and what its code reads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+
+from liger_chunked.deferred.swap import STOCK as STOCK
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
@@ -48,35 +50,19 @@ def head_of(model: PreTrainedModel) -> nn.Module | None:
     return heads[0] if len(heads) == 1 else None
 
 
-def backbone_of(model: PreTrainedModel) -> nn.Module:
-    # MllamaForCausalLM is its own base_model.
-    backbone = model.base_model if model.base_model is not model else getattr(model, "model", None)
-    if backbone is None:
-        raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
-    return backbone
-
-
 def parsed(function: Any) -> ast.stmt:
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     return tree
 
 
 def runs_code_of(found: type[nn.Module], cls: type[nn.Module], method: str) -> bool:
-    return all(stock_method(found, name) is stock_method(cls, name) for name in ("forward", method))
-
-
-STOCK = "_liger_stock"  # attribute of our methods: the originals
-
-
-def stock_method(cls: type, name: str) -> Any:
-    method = getattr(cls, name, None)
-    return getattr(method, STOCK, method)
+    return all(getattr(found, name, None) is getattr(cls, name, None) for name in ("forward", method))
 
 
 def calls_loss_function(cls: type) -> bool:
     """Whether a model's code reads its `loss_function`. Others compute their loss themselves (Bart, older Gemma 3)."""
     bases = set(cls.__mro__) - set(PreTrainedModel.__mro__)
-    methods = (getattr(x, STOCK, x) for base in bases for x in vars(base).values() if inspect.isfunction(x))
+    methods = (x for base in bases for x in vars(base).values() if inspect.isfunction(x))
     return any(_reads_loss_function(getattr(inspect.unwrap(method), "__code__", None)) for method in methods)
 
 

@@ -30,19 +30,18 @@ _WRAPPER = moe.use_experts_implementation(_Decorated).forward.__code__
 
 
 def experts_method(cls: Any) -> Callable[..., Tensor] | None:
-    """Return a forward for `cls`, or a subclass, that runs stock's code unless our kernels serve the call.
+    """Return a forward for a subclass of `cls` that runs stock's code unless our kernels serve the call.
 
     None if `cls` defines its own forward. A forward that is set on `cls` later runs too.
     """
-    stock = getattr(cls.forward, STOCK, cls.forward)
+    stock = cls.forward
     code, cells = getattr(stock, "__code__", None), getattr(stock, "__closure__", None) or ()
     if code is not _WRAPPER or not any(cell.cell_contents is moe.ALL_EXPERTS_FUNCTIONS for cell in cells):
         return None
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        # A wrapper on a patched `cls` calls this method itself.
-        if type(self).forward is method and cls.forward is not stock and cls.forward is not method:
+        if cls.forward is not stock:  # the user replaced it
             return cls.forward(self, *args, **kwargs)
         # Inductor fuses these operations itself.
         if kwargs or len(args) != 3 or torch.compiler.is_compiling() or not _serves(self, args):

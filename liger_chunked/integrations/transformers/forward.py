@@ -17,7 +17,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,13 +28,13 @@ from liger_chunked.deferred import Deferral, DeferredLogits, deferral_of, is_def
 from liger_chunked.deferred.defer import refusal_of
 from liger_chunked.deferred.lazy import REASON
 from liger_chunked.deferred.request import requested
-from liger_chunked.deferred.swap import Patch, stock_class
+from liger_chunked.deferred.swap import STOCK, Patch
 from liger_chunked.device import is_gpu
-from liger_chunked.integrations.transformers.detect import STOCK, head_of, inner_model
+from liger_chunked.integrations.transformers.detect import head_of, inner_model
 from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput, kept
 from liger_chunked.types import Head, LogitOptions
 
-STATE = "_liger_forward"  # attribute of a model or class
+STATE = "_liger_forward"  # attribute of a model
 
 Rewrite = Callable[[PreTrainedModel, dict[str, Any]], dict[str, Any]]
 
@@ -44,11 +44,12 @@ class Fusion:
     """Settings of the fused loss."""
 
     logits_budget: int | None = None
+    in_evaluation: bool = True
 
 
 @dataclass(frozen=True)
 class ForwardState:
-    """Why a model or class is patched.
+    """Why a model is patched.
 
     - `head_fn`: `attach_head` was called
     - `fusion`: training is fused
@@ -64,69 +65,45 @@ class ForwardState:
 
     @property
     def deferral(self) -> Deferral:
-        budget = self.logits_budget if self.fusion is None else self.fusion.logits_budget
-        return Deferral(budget, in_training=self.fusion is not None, whole=True)
+        if self.fusion is None:
+            return Deferral(self.logits_budget, in_training=False, whole=True)
+        return Deferral(self.fusion.logits_budget, in_evaluation=self.fusion.in_evaluation, whole=True)
 
 
 def state_of(model: nn.Module) -> ForwardState | None:
-    """Return the state of a model or, after `apply_liger_kernel_to_<family>`, of its class."""
-    return vars(model).get(STATE) or getattr(type(model), STATE, None)
-
-
-@dataclass(frozen=True)
-class _IsFused:
-    """Whether a class of models is patched as a whole, to be fused. Its heads defer until it is reverted."""
-
-    cls: type
-
-    def __call__(self) -> bool:
-        state = getattr(self.cls, STATE, None)
-        return state is not None and state.fusion is not None
-
-
-def deferral_for(model: PreTrainedModel) -> Deferral | None:
-    """Return how the head of a model is to defer; None: not at all."""
-    own, of_class = vars(model).get(STATE), _IsFused(stock_class(type(model)))
-    if (own is None or own.fusion is None) and of_class():
-        return replace(getattr(type(model), STATE).deferral, while_true=of_class)
-    return None if own is None else own.deferral
+    state: ForwardState | None = vars(model).get(STATE)
+    return state
 
 
 @dataclass(frozen=True)
 class ModelPatch(Patch):
-    """The class of a patched model."""
+    """The class of a patched model: `__call__` and `forward`, which runs the one that the class has at that moment."""
 
     def methods(self, cls: Any) -> dict[str, Any]:
-        return model_methods(cls, cls.__call__, lambda: cls.forward)
+        stock_call, stock = cls.__call__, cls.forward
+
+        def __call__(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+            if _KEYWORDS.isdisjoint(kwargs):
+                return stock_call(self, *args, **kwargs)
+            return _outside(self, stock_call, args, kwargs)
+
+        def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+            hold_head(self)
+            if (items := kwargs.get("num_items_in_batch")) is not None:
+                kwargs["num_items_in_batch"] = _at_least_one(items)
+            if _KEYWORDS.isdisjoint(kwargs) and _WAITING == 0:
+                return cls.forward(self, *args, **kwargs)
+            return _inside(self, cls.forward, args, kwargs)
+
+        # functools.wraps would set `__wrapped__`, and accelerate would unwrap this function.
+        forward.__name__, forward.__qualname__, forward.__doc__ = stock.__name__, stock.__qualname__, stock.__doc__
+        forward.__module__ = stock.__module__
+        vars(forward)["__signature__"] = inspect.signature(stock)
+        vars(forward)[STOCK] = stock
+        return {"__call__": __call__, "forward": forward}
 
     def key(self, cls: Any) -> Hashable:
         return cls.forward  # `forward` copies its signature
-
-
-def model_methods(cls: Any, stock_call: Callable[..., Any], stock_forward: Callable[[], Any]) -> dict[str, Any]:
-    """Return `__call__` and `forward` of a patched class; `stock_forward` gives the forward that is current then."""
-
-    def __call__(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        if _KEYWORDS.isdisjoint(kwargs):
-            return stock_call(self, *args, **kwargs)
-        return _outside(self, stock_call, args, kwargs)
-
-    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        hold_head(self)
-        if (items := kwargs.get("num_items_in_batch")) is not None:
-            kwargs["num_items_in_batch"] = _at_least_one(items)
-        if _KEYWORDS.isdisjoint(kwargs) and _WAITING == 0:
-            return stock_forward()(self, *args, **kwargs)
-        return _inside(self, stock_forward(), args, kwargs)
-
-    stock: Any = stock_forward()
-    stock = getattr(stock, STOCK, stock)
-    # functools.wraps would set `__wrapped__`, and accelerate would unwrap this function.
-    forward.__name__, forward.__qualname__, forward.__doc__ = stock.__name__, stock.__qualname__, stock.__doc__
-    forward.__module__ = stock.__module__
-    vars(forward)["__signature__"] = inspect.signature(stock)
-    vars(forward)[STOCK] = stock
-    return {"__call__": __call__, "forward": forward}
 
 
 def _at_least_one(items: Any) -> Any:
@@ -158,9 +135,9 @@ def hold_head(model: PreTrainedModel) -> None:
 
 @torch.compiler.disable(reason=REASON)  # type: ignore[untyped-decorator]
 def _hold(model: PreTrainedModel, head: nn.Module) -> None:
-    wanted = deferral_for(model)
-    if wanted is not None and deferral_of(head) != wanted:
-        set_deferral(head, wanted)
+    state = state_of(model)
+    if state is not None and deferral_of(head) != state.deferral:
+        set_deferral(head, state.deferral)
 
 
 # Calls that wait for their forward: a number that Dynamo can read, and the innermost of each thread.

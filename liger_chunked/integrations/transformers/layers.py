@@ -418,6 +418,10 @@ def rotate_complex_heads(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Rotated:
     return _rotate_complex(xq, xk, freqs_cis.to(xq.device), 1)
 
 
+# Those that read a half of `cos` as it is. The others read one of two equal halves, or of two equal neighbours.
+HALF_ANGLES = {rotate_halves_by_half, rotate_one_by_half, rotate_complex, rotate_complex_heads}
+
+
 def causal_lm_loss(
     logits: Tensor,
     labels: Tensor,

@@ -15,7 +15,7 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.activations import ReLUSquaredActivation
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
@@ -55,7 +55,13 @@ HEAD_SWITCHES = ("cross_entropy", "fused_linear_cross_entropy")
 LAYER_SWITCHES = ("rms_norm", "layer_norm", "swiglu", "geglu", "relu_squared")
 SWITCHES = ("rope", *LAYER_SWITCHES, *HEAD_SWITCHES)
 TILED = "tiled_mlp"
-OPTIONS = ("logits_budget", TILED)  # of `apply_liger_kernel`, beside the switches
+OPTIONS = ("logits_budget", TILED, "defer_in_evaluation")  # of `apply_liger_kernel`, beside the switches
+
+
+def check_switches(names: set[str]) -> None:
+    if unknown := names - {*SWITCHES, *OPTIONS}:
+        raise TypeError(f"unknown switches {sorted(unknown)}; there are {sorted(SWITCHES)}")
+
 
 # Class, layer, and the attributes named unlike the arguments of `Layer.run`. Frequent ones come first: a row's module
 # is imported if no earlier row matches. The last rows are for older versions of transformers. Some of their
@@ -153,7 +159,7 @@ def _read(path: str, method: str = "") -> source.Source | None:
     stock: Any = getattr(_modeling(family), name, None)
     if stock is None or not method:
         return stock and source.source_of(stock)
-    return source.source_of(detect.stock_method(stock, method), stock)
+    return source.source_of(getattr(stock, method, None), stock)
 
 
 def binding_of(cls: Any) -> Binding | None:
@@ -161,7 +167,7 @@ def binding_of(cls: Any) -> Binding | None:
     for known, binding in _REGISTERED.items():
         if detect.runs_code_of(cls, known, binding.layer.method):
             return binding
-    methods = ((name, detect.stock_method(cls, name)) for name in ("forward", "_apply_gate"))
+    methods = ((name, getattr(cls, name, None)) for name in ("forward", "_apply_gate"))
     counted = ((name, _inputs(method), method) for name, method in methods)
     return _recognised(tuple((name, n, source.source_of(method, cls)) for name, n, method in counted if n in (1, 2)))
 
@@ -225,6 +231,16 @@ def causal_classes(modeling: ModuleType) -> list[Any]:
         for name, cls in vars(modeling).items()
         if inspect.isclass(cls) and issubclass(cls, GenerationMixin) and cls.__module__ == modeling.__name__
         if name in heads or name.endswith("ForCausalLM")
+    ]
+
+
+def model_classes(modeling: ModuleType) -> list[Any]:
+    """Return the classes of models of a modeling module that can be built."""
+    return [
+        cls
+        for name, cls in vars(modeling).items()
+        if inspect.isclass(cls) and issubclass(cls, PreTrainedModel) and cls.__module__ == modeling.__name__
+        if not name.endswith("PreTrainedModel")
     ]
 
 

@@ -1,58 +1,35 @@
-"""Patch and restore a model, or all models of a family.
-
-Modules get a subclass of their class (`patched_class.py`, `forward.py`). A family's patch sets attributes of its
-classes.
-"""
+"""Patch and restore a model: its modules get a subclass of their class (`patched_class.py`, `forward.py`)."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
 import inspect
 import logging
 import os
-import sys
 from collections.abc import Callable
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from liger_chunked import versions
 from liger_chunked.deferred.code import own_forward
-from liger_chunked.integrations.transformers import overrides, verify
-from liger_chunked.integrations.transformers.attach import (
-    attach_head,
-    detach_head,
-    fuse,
-    fuse_class,
-    rebind,
-    remove_trainers_head,
-)
+from liger_chunked.integrations.transformers import overrides
+from liger_chunked.integrations.transformers.attach import fuse, rebind, remove_trainers_head
 from liger_chunked.integrations.transformers.detect import inner_model
-from liger_chunked.integrations.transformers.experts import EXPERTS_GATE, experts_method
 from liger_chunked.integrations.transformers.forward import Fusion
-from liger_chunked.integrations.transformers.found import (
-    Found,
-    check_switches,
-    found_in,
-    found_in_classes,
-    owner_of,
-)
+from liger_chunked.integrations.transformers.found import found_in, owner_of
 from liger_chunked.integrations.transformers.layers import Layer, causal_lm_loss, has_causal_loss
-from liger_chunked.integrations.transformers.overrides import family_modeling, family_of
+from liger_chunked.integrations.transformers.overrides import family_of
 from liger_chunked.integrations.transformers.patched_class import (
     LayerPatch,
     RopePatch,
     has_our_code,
-    is_patched,
-    layer_method,
     set_patch,
     stock_class,
 )
-from liger_chunked.integrations.transformers.replaced import rope_of_family, stock_rope
 from liger_chunked.integrations.transformers.report import APPLIED, FUSED, Applied
 from liger_chunked.integrations.transformers.source import rotary_functions
 from liger_chunked.layers.tiled import Tokens, check_tokens
@@ -61,26 +38,7 @@ from liger_chunked.types import budget_bytes, shown
 if TYPE_CHECKING:
     from transformers.models.auto.modeling_auto import _BaseModelWithGenerate as GenerativeModel
 
-__all__ = [
-    "Applied",
-    "AutoLigerKernelForCausalLM",
-    "AutoLigerKernelForImageTextToText",
-    "Fusion",
-    "apply_liger_kernel",
-    "apply_to_family",
-    "attach_head",
-    "detach_head",
-    "family_function",
-    "fuse",
-    "is_patched",
-    "register_layer",
-    "revert_liger_kernel",
-    "stock_class",
-]
-
 _LOGGER = logging.getLogger(__name__)
-
-FAMILY_WIDE: dict[str, Applied] = {}
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -92,7 +50,7 @@ def lists_switches(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        check_switches(kwargs.keys() - known)
+        overrides.check_switches(kwargs.keys() - known)
         return function(*args, **kwargs)
 
     return checked
@@ -112,18 +70,19 @@ def apply_liger_kernel(
     cross_entropy: bool | None = None,
     fused_linear_cross_entropy: bool | None = None,
     tiled_mlp: bool | int | Literal["auto"] | None = None,
+    defer_in_evaluation: bool = True,
 ) -> Applied:
     """Patch the base kernels and the fused loss into one model, in place.
 
-    The model's own forward runs. In training its head returns `DeferredLogits`, and the loss of that forward is fused;
-    a call takes three more keywords:
+    The model's own forward runs. In training, and without gradients, its head returns `DeferredLogits`, and the loss of
+    that forward is fused. `generate` gets real logits. A call takes three more keywords:
 
-    - `skip_logits`: True defers in evaluation too, and returns `logits=None`; False gets real logits
+    - `skip_logits`: True defers in each mode, and returns `logits=None`; False gets real logits
     - `return_token_accuracy`: adds `token_accuracy` to the output of a fused step
     - `head_fn`: a function of head and hidden states that replaces the logits and the loss; see `attach_head`
 
     No other model changes, also by `rope`: the model's own layers call another rotary function. The result says what is
-    left alone, and why; for the head, what a training step of a small copy did.
+    left alone, and why.
 
     Args:
         model: a transformers model, maybe wrapped (DDP, PEFT).
@@ -136,6 +95,7 @@ def apply_liger_kernel(
         tiled_mlp: run the gated MLPs in tiles of tokens, for long sequences (`docs/long-contexts.md`): a backward holds
             the activations of one tile. An int: the most tokens of a tile. True: max(4096, 2·H). "auto": so, where a
             sequence's activations take more than twice the memory. None or False: off. Experts are never tiled.
+        defer_in_evaluation: whether calls in evaluation mode that record no gradient defer their logits too.
 
     Returns:
         An `Applied`. `print` shows it; `replaced` counts the patched classes by switch, and `left` maps what is left
@@ -161,7 +121,6 @@ def apply_liger_kernel(
     (torch.Size([]), DeferredLogits((1, 8, 64), torch.float32, cpu, not computed))
     >>> revert_liger_kernel(model)
     """
-    logits_budget, tokens = budget_bytes(logits_budget), _tokens(tiled_mlp)  # raise before the first patch
     inner = inner_model(model)
     family = family_of(stock_class(type(inner)))
     if inner.use_kernels:
@@ -179,11 +138,17 @@ def apply_liger_kernel(
         "cross_entropy": cross_entropy,
         FUSED: fused_linear_cross_entropy,
     }
-    found = found_in(inner, fused_linear_cross_entropy)
+    options = {
+        "logits_budget": logits_budget, overrides.TILED: tiled_mlp, "defer_in_evaluation": defer_in_evaluation,
+    }  # fmt: skip
+    check_options(switches | options)
+    tokens: Tokens = False if tiled_mlp is None else tiled_mlp
+    _warn_of_newer()
+    found = found_in(inner)
     on = found.chosen(family, switches)
     found.check_tiles(family, on, tokens)
     reason = found.left.get(owner_of(inner).__name__)
-    if reason and FUSED not in on and fused_linear_cross_entropy is None:
+    if reason and FUSED not in found.switches and fused_linear_cross_entropy is None:
         _LOGGER.warning("%s trains with logits: %s", type(inner).__name__, reason)
     _revert(inner)
     applied = Applied(family, left=found.left)
@@ -197,23 +162,43 @@ def apply_liger_kernel(
                     applied.count(overrides.TILED, owner_of(module).__name__)
     if "rope" in on:
         _rotate(inner, found.ropes)
-        _count_ropes(found, applied)
+        applied.ropes = found.ropes
+        for _, name in found.ropes:
+            applied.count("rope", name)
     if "cross_entropy" in on:
         vars(inner)["_loss_function"] = causal_lm_loss
         applied.count("cross_entropy", "loss_function")
     if FUSED in on:
-        fuse(inner, Fusion(logits_budget))
+        fuse(inner, Fusion(budget_bytes(logits_budget), defer_in_evaluation))
         rebind(model, inner)
         applied.count(FUSED, owner_of(inner).__name__)
     vars(inner)[APPLIED] = applied
     return applied
 
 
-def _tokens(tiled_mlp: Any) -> Tokens:
-    if tiled_mlp is None:
-        return False
-    check_tokens(overrides.TILED, tiled_mlp)
-    return tiled_mlp
+@functools.cache
+def _warn_of_newer() -> None:
+    """Say once that stock code, which classes are compared with, may be other than what the tests saw."""
+    if versions.release(transformers.__version__)[:2] > versions.release(versions.NEWEST_COMPARED):
+        _LOGGER.warning(
+            "transformers %s is newer than %s, whose layers were compared with the kernels that replace them: run "
+            "liger_chunked.testing.check_model(model) once",
+            transformers.__version__, versions.NEWEST_COMPARED,
+        )  # fmt: skip
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raise before the first patch if a switch is no bool or None, both losses are on, or an option is invalid."""
+    for switch in options.keys() & {*overrides.SWITCHES}:
+        if not (options[switch] is None or isinstance(options[switch], bool)):
+            raise TypeError(f"{switch} must be True, False or None, got {options[switch]!r}")
+    if all(options.get(switch) for switch in overrides.HEAD_SWITCHES):
+        raise ValueError("cross_entropy works on logits and fused_linear_cross_entropy builds none: choose one")
+    if not isinstance(in_evaluation := options.get("defer_in_evaluation", True), bool):
+        raise TypeError(f"defer_in_evaluation must be True or False, got {in_evaluation!r}")
+    budget_bytes(options.get("logits_budget"))
+    if (tokens := options.get(overrides.TILED)) is not None:
+        check_tokens(overrides.TILED, tokens)
 
 
 def _rotate(model: nn.Module, functions: tuple[tuple[str, str], ...]) -> None:
@@ -225,28 +210,8 @@ def _rotate(model: nn.Module, functions: tuple[tuple[str, str], ...]) -> None:
             set_patch(module, RopePatch(called))
 
 
-def _count_ropes(found: Found, applied: Applied) -> None:
-    applied.ropes = found.ropes
-    for _, name in found.ropes:
-        applied.count("rope", name)
-
-
-def revert_liger_kernel(model: nn.Module | str) -> None:
-    """Undo `apply_liger_kernel(model)` or, for a name, `apply_liger_kernel_to_<family>()`.
-
-    The head that a trainer of `liger_chunked.integrations.trl` gave the model goes too, so revert after its last step;
-    `attach_head` stays. Forwards set after patching stay. Without a patch, nothing happens.
-
-    Args:
-        model: a patched transformers model, maybe wrapped (DDP, PEFT), or the name of a family, such as "llama".
-
-    Raises:
-        TypeError: `model` is neither a name nor contains a transformers model.
-        ValueError: transformers has no family of this name.
-    """
-    if isinstance(model, str):
-        _revert_family(family_modeling(model))
-        return
+def revert_model(model: nn.Module) -> None:
+    """Undo `apply_liger_kernel(model)`."""
     inner = inner_model(model)
     _revert(inner)
     remove_trainers_head(inner)
@@ -260,130 +225,14 @@ def _revert(inner: PreTrainedModel) -> None:
         del inner._loss_function
         if not has_causal_loss(inner):
             inner.loss_function = ForCausalLMLoss
-    _release(vars(inner).pop(APPLIED, None))
-
-
-def _revert_family(modeling: ModuleType) -> None:
-    for cls in overrides.causal_classes(modeling):
-        fuse_class(cls, None)
-    _release(FAMILY_WIDE.pop(overrides.family_name(modeling.__name__), None))
-
-
-def _release(applied: Applied | None) -> None:
-    if applied is not None:
-        applied.patches.undo()
-
-
-def apply_to_family(
-    name: str,
-    *,
-    logits_budget: int | float | str | None = None,
-    tiled_mlp: bool | int | Literal["auto"] | None = None,
-    **switches: bool | None,
-) -> Applied:
-    """Patch a family's classes, except torch's, and so all its models.
-
-    Unsupported activations raise when they run. Heads that no fused loss computes return logits, and a line in the log
-    says why.
-    """
-    logits_budget, tokens = budget_bytes(logits_budget), _tokens(tiled_mlp)
-    modeling = family_modeling(name)
-    family = overrides.family_name(modeling.__name__)
-    found = found_in_classes(modeling)
-    on = found.chosen(family, switches)
-    found.check_tiles(family, on, tokens)
-    _revert_family(modeling)
-    applied = Applied(family, left=found.left)
-    for chosen in on:
-        for switch, cls, binding in found.layers:
-            if switch == chosen:
-                method = binding.layer.method
-                tiles = tokens if binding.layer.is_mlp else False
-                applied.patches.set(cls, method, layer_method(binding, getattr(cls, method), tokens=tiles))
-                if method == EXPERTS_GATE and (of_experts := experts_method(cls)) is not None:
-                    applied.patches.set(cls, "forward", of_experts)
-                applied.count(switch, cls.__name__)
-                if tiles is not False:
-                    applied.count(overrides.TILED, cls.__name__)
-    if "rope" in on:
-        for module, name in found.ropes:
-            rope = rope_of_family(stock_rope(module, name))
-            applied.patches.set(importlib.import_module(module), name, rope)
-        _count_ropes(found, applied)
-    for owner in overrides.causal_classes(modeling):
-        if "cross_entropy" in on and owner.__name__ not in found.other_losses:
-            applied.patches.set(owner, "_loss_function", staticmethod(causal_lm_loss))
-            applied.count("cross_entropy", "loss_function")
-        if FUSED in on:
-            fuse_class(owner, Fusion(logits_budget))
-            applied.count(FUSED, owner.__name__)
-    FAMILY_WIDE[family] = applied
-    return applied
-
-
-class FamilyFunction(Protocol):
-    """The type of `apply_liger_kernel_to_<family>`: patches `model`, or the classes of the family if it is None."""
-
-    def __call__(
-        self,
-        *,
-        model: PreTrainedModel | None = None,
-        logits_budget: int | float | str | None = None,
-        rope: bool | None = None,
-        rms_norm: bool | None = None,
-        layer_norm: bool | None = None,
-        swiglu: bool | None = None,
-        geglu: bool | None = None,
-        relu_squared: bool | None = None,
-        cross_entropy: bool | None = None,
-        fused_linear_cross_entropy: bool | None = None,
-        tiled_mlp: bool | int | Literal["auto"] | None = None,
-    ) -> Applied: ...
-
-
-@functools.cache
-def family_function(name: str) -> FamilyFunction:
-    overrides.check_family(name)
-
-    def apply(*, model: PreTrainedModel | None = None, **options: Any) -> Applied:
-        if model is None:
-            return apply_to_family(name, **options)
-        found, family = family_of(type(inner_model(model))), overrides.family_name(family_modeling(name).__name__)
-        if found != family:
-            raise ValueError(f"model is a {found}, not a {family}: use apply_liger_kernel")
-        return apply_liger_kernel(model, **options)
-
-    options = (*overrides.SWITCHES, *overrides.OPTIONS, "model")
-    keywords = [inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None) for option in options]
-    apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{name}"
-    apply.__doc__ = f"""Patch `model`, or the classes of {name} if it is None, before or after models are built.
-
-    `revert_liger_kernel(model)` or `revert_liger_kernel("{name}")` undoes the patch.
-
-    Args:
-        rope, rms_norm, layer_norm, swiglu, geglu, relu_squared: switches of the layers. None: on for those that the
-            model or family has. True requires that it has them; False leaves them alone.
-        cross_entropy: the loss on logits. None: off. It excludes `fused_linear_cross_entropy`.
-        fused_linear_cross_entropy: the loss without logits. None: on if the head allows it.
-        logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: automatic.
-        tiled_mlp: run the gated MLPs in tiles of tokens: see `apply_liger_kernel`. None: off.
-        model: a transformers model of this family, maybe wrapped (DDP, PEFT). None: all models of its classes.
-
-    Returns:
-        An `Applied`, which says what is patched, and what is left alone and why.
-
-    Raises:
-        TypeError: a switch is unknown, or no bool or None, or `model` contains no transformers model.
-        ValueError: the model is of another family, a switch that is True matches nothing, or nothing matches at all.
-    """
-    vars(apply)["__signature__"] = inspect.Signature(keywords, return_annotation=Applied)
-    return apply
+    vars(inner).pop(APPLIED, None)
 
 
 def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
-    """Let `layer` serve a class unknown to `apply_liger_kernel`.
+    """Let `layer` serve a class whose code `apply_liger_kernel` does not recognise.
 
-    Compares both in each patched model, and here if a module can be built. Serves subclasses without own code too.
+    That both compute the same is yours to know, `check_model` compares a model with it. Serves subclasses without own
+    code too.
 
     Args:
         cls: a module class. The layer's method, `forward` unless it names another, takes the layer's inputs.
@@ -393,8 +242,7 @@ def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
 
     Raises:
         TypeError: `cls` is no class of modules, or `layer` no `Layer`.
-        ValueError: the layer has no such attribute or switch, takes other inputs than the class's method, or computes
-            something else.
+        ValueError: the layer has no such attribute or switch, or takes other inputs than the class's method.
 
     >>> import torch
     >>> from liger_chunked.integrations.transformers.layers import RMS_NORM
@@ -424,10 +272,7 @@ def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
     if len(inspect.signature(getattr(cls, layer.method, cls.forward)).parameters) != 1 + layer.inputs:
         tensors = "one tensor" if layer.inputs == 1 else f"{layer.inputs} tensors"
         raise ValueError(f"{layer.method} of {cls.__name__} must take {tensors}, as the Layer does")
-    binding = overrides.bound(layer, names)
-    with contextlib.suppress(verify.Incomparable):
-        verify.check_layer(binding, verify.built(binding, cls, sys.modules[cls.__module__]), cls)
-    overrides.register(cls, binding)
+    overrides.register(cls, overrides.bound(layer, names))
 
 
 class _Patched:

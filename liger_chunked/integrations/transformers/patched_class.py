@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from liger_chunked.deferred.swap import Patch, patch_of, patched_class, set_patch, stock_class
-from liger_chunked.integrations.transformers.detect import STOCK
+from liger_chunked.deferred.swap import STOCK, Patch, patch_of, patched_class, set_patch, stock_class
 from liger_chunked.integrations.transformers.experts import EXPERTS_GATE, experts_method
 from liger_chunked.integrations.transformers.layers import Binding
-from liger_chunked.integrations.transformers.replaced import add_rope
+from liger_chunked.integrations.transformers.overrides import rope_of
 from liger_chunked.integrations.transformers.source import rotary_methods, with_other_globals
 from liger_chunked.layers.tiled import Tokens, after_tiles, follows_tiles, tile_tokens, tiled
+from liger_chunked.private import transforms_are_active
 
 __all__ = ["LayerPatch", "has_our_layer", "is_patched", "patch_of", "patched_class", "set_patch", "stock_class"]
 
@@ -41,8 +43,7 @@ class LayerPatch(Patch):
         return getattr(cls, self.method), cls.forward
 
     def methods(self, cls: Any) -> dict[str, Any]:
-        method = getattr(cls, self.method)
-        namespace = {self.method: layer_method(self.binding, getattr(method, STOCK, method), cls, method, self.tokens)}
+        namespace = {self.method: layer_method(self.binding, cls, getattr(cls, self.method), self.tokens)}
         if self.method == EXPERTS_GATE and (of_experts := experts_method(cls)) is not None:
             namespace["forward"] = of_experts
         return namespace
@@ -68,6 +69,27 @@ class RopePatch(Patch):
         return {name: _rotating(cls, name, added) for name, of in rotary_methods(cls).items() if of & {*self.functions}}
 
 
+def add_rope(module: str, name: str) -> str:
+    """Add a rotary function of ours to a module, beside the stock one, and return its name there.
+
+    It calls what the module has in the place of the stock function: where somebody replaced that, where no kernel
+    computes it, because a pickled model met another version of its modeling file, and under transforms of torch.func.
+    """
+    owner = importlib.import_module(module)
+    stock = getattr(owner, name)
+    ours = rope_of(stock)
+
+    @functools.wraps(stock)
+    def rotated(*args: Any, **kwargs: Any) -> Any:
+        current = getattr(owner, name)
+        transformed = not torch.compiler.is_compiling() and transforms_are_active()
+        return (current if current is not stock or ours is None or transformed else ours)(*args, **kwargs)
+
+    added = f"_liger_{name}"
+    setattr(owner, added, rotated)
+    return added
+
+
 def _rotating(cls: Any, name: str, added: dict[str, str]) -> Any:
     current = getattr(cls, name)
     ours = with_other_globals(current, added)
@@ -82,13 +104,11 @@ def _rotating(cls: Any, name: str, added: dict[str, str]) -> Any:
 
 
 @functools.cache
-def layer_method(
-    binding: Binding, stock: Method, cls: Any = None, current: Method | None = None, tokens: Tokens = False
-) -> Method:
-    """Compile a method like `stock` that passes inputs and attributes to the layer, whole or in tiles.
+def layer_method(binding: Binding, cls: Any, stock: Method, tokens: Tokens) -> Method:
+    """Compile a method like `stock` of `cls` that passes inputs and attributes to the layer, whole or in tiles.
 
-    With `cls`, it runs the method of `cls` instead, once that is no longer `current`: the user replaced it. Each has
-    its own code, because Dynamo limits a code's compilations.
+    It runs the method of `cls` instead, once that is no longer `stock`: the user replaced it. Each has its own code,
+    because Dynamo limits a code's compilations.
     """
     name = binding.layer.method
     owner, *parameters = inspect.signature(stock).parameters.values()
@@ -98,8 +118,8 @@ def layer_method(
     attributes = "".join(
         f", {owner.name}.{n}" if needed else f", getattr({owner.name}, {n!r}, None)" for n, needed in reads
     )
-    replaced = f"    if _cls.{name} is not _current:\n        return _cls.{name}({owner.name}, {inputs})\n"
-    namespace: dict[str, Any] = {"_layer": binding.layer.run, "_cls": cls, "_current": current}
+    replaced = f"    if _cls.{name} is not _stock:\n        return _cls.{name}({owner.name}, {inputs})\n"
+    namespace: dict[str, Any] = {"_layer": binding.layer.run, "_cls": cls, "_stock": stock}
     in_tiles = ""
     if tokens is not False and binding.layer.is_norm:
         namespace |= {"_follows": follows_tiles, "_after": after_tiles}
@@ -114,7 +134,7 @@ def layer_method(
             f"    if _n is not None:\n"
             f"        return _tiles(lambda {inputs}: _layer({inputs}{attributes}), {owner.name}, {inputs}, _n)\n"
         )
-    body = f"{replaced if cls is not None else ''}{in_tiles}    return _layer({inputs}{attributes})"
+    body = f"{replaced}{in_tiles}    return _layer({inputs}{attributes})"
     exec(f"def {name}({taken}):\n{body}", namespace)
     method = namespace[name]
     vars(method)[STOCK] = stock

@@ -2,28 +2,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from liger_chunked.integrations.transformers.replaced import Patches
-
 FUSED = "fused_linear_cross_entropy"
 APPLIED = "_liger_applied"
 
 
 @dataclass
 class Applied:
-    """What `apply_liger_kernel` did to a model or a family; `print` shows it.
+    """What `apply_liger_kernel` did to a model; `print` shows it.
 
     - `family`: the model type, such as "llama"
     - `replaced`: for each switch that is on, the names of patched classes or functions, and how many modules have them
     - `left`: for each class or function that is left alone, the reason
     - `ropes`: the modules and names of the rotary functions that the model's own layers do not call any more
-    - `patches`: what `revert_liger_kernel` needs
     """
 
     family: str
     replaced: dict[str, dict[str, int]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     ropes: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    patches: Patches = field(default_factory=Patches, repr=False)
 
     def count(self, switch: str, name: str) -> None:
         counts = self.replaced.setdefault(switch, {})

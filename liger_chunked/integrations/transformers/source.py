@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from liger_chunked.deferred.code import foreign_code, unwrapped
-from liger_chunked.integrations.transformers.detect import STOCK, parsed
+from liger_chunked.integrations.transformers.detect import parsed
 
 _READ: dict[int, Any] = {}  # objects that texts refer to by id
 
@@ -133,7 +133,7 @@ class _Renamed(ast.NodeTransformer):
             if first in self.cells:
                 raise ValueError(f"{first} has no value yet")
             return None
-        function = getattr(value, STOCK, value) if _has_text(value) else None
+        function = value if _has_text(value) else None
         if function is not None and function not in self.reader.reading:
             text, lookups = _read(function, None, self.reader.reading)
             self.reader.lookups += lookups
@@ -191,6 +191,17 @@ def _other_cell(cell: Any, names: Mapping[str, str]) -> Any:
 def _with_names(code: types.CodeType, names: Mapping[str, str]) -> types.CodeType:
     constants = tuple(_with_names(x, names) if isinstance(x, types.CodeType) else x for x in code.co_consts)
     return code.replace(co_names=tuple(names.get(name, name) for name in code.co_names), co_consts=constants)
+
+
+_TWICE = re.compile(r"elts=\[(Name\(id='[^']*', ctx=Load\(\)\)), \1[],]")
+
+
+def repeats_angles(cls: Any) -> bool:
+    """Whether a rotary embedding's code gives each angle twice, as `cat((x, x), -1)` or by `repeat_interleave`."""
+    read = source_of(cls.forward, cls)
+    names = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    repeats = names is not None and "repeat_interleave" in names.co_names
+    return repeats or (read is not None and _TWICE.search(read[0]) is not None)
 
 
 def looks_like_layer(cls: Any) -> bool:

@@ -20,8 +20,8 @@ from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.transformers.attach import rebind
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.head_input import fitted
-from liger_chunked.integrations.transformers.shared_prefix import ROUTER, why_not_shared
 from liger_chunked.integrations.trl import heads, references
+from liger_chunked.shared_prefix.served import ROUTER, why_not_shared
 from liger_chunked.types import Head, budget_bytes, described
 
 _LOGGER = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.transformers.attach import check_head, update
 from liger_chunked.integrations.transformers.detect import STOCK, head_of
 from liger_chunked.integrations.transformers.forward import STATE, add_keywords
-from liger_chunked.integrations.transformers.shared_prefix import share_pass
 from liger_chunked.kept_ids import KeptIds
+from liger_chunked.shared_prefix.share import share_pass
 from liger_chunked.types import Head, TokenStats, budget_bytes
 
 FusedCausalLMOutput: Any = utils.FusedCausalLMOutput

@@ -1,4 +1,4 @@
-"""Compare kernels with the code that they replace, on small layers.
+"""Compare kernels with the code that they replace, on small layers of every class that is recognised by its code.
 
 Weights are random: a norm's initial ones and zeros would hide errors.
 """
@@ -21,10 +21,7 @@ from transformers import PreTrainedModel
 
 from liger_chunked.deferred.code import FORWARD_SLOTS
 from liger_chunked.integrations.transformers import layers as kinds
-from liger_chunked.integrations.transformers.detect import stock_method
 from liger_chunked.integrations.transformers.layers import Binding, Layer
-from liger_chunked.integrations.transformers.source import source_of
-from liger_chunked.private import HAS_PARTS
 
 _TOLERANCE = 1e-4  # relative to a token's norm, in float32
 _MOST_ROUNDED = 0.02  # of a norm's bfloat16 values; another casting order changes a tenth
@@ -41,34 +38,8 @@ class Incomparable(Exception):
     """The original code does not run here."""
 
 
-_COMPARED: dict[Any, str | None] = {}
-_PLAIN = (bool, int, float, str, tuple)
-
-
-def difference(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> str | None:
-    """Return how the layer differs from `cls`, cached by class, source and configuration."""
-    if not HAS_PARTS:
-        return "this torch does not show the parts of a module, so it cannot be compared"
-    owners = vars(module), getattr(getattr(module, "config", None), "__dict__", {})
-    plain = [{n: x for n, x in o.items() if isinstance(x, _PLAIN) and n != "training"} for o in owners]
-    parts = {n: (type(x), getattr(x, "ndim", 0)) for n, x in (*module._modules.items(), *module._parameters.items())}
-    stock = stock_method(cls, binding.layer.method)
-    key = (cls, stock, source_of(stock, cls), binding, repr(plain), repr(sorted(parts.items())))
-    if key not in _COMPARED:
-        try:
-            check_layer(binding, module, cls)
-            _COMPARED[key] = None
-        except Difference as found:
-            _COMPARED[key] = str(found)
-        except Incomparable as failure:
-            _COMPARED[key] = f"{cls.__name__} cannot be compared with {_name(binding.layer)} ({failure})"
-    return _COMPARED[key]
-
-
 def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> None:
     """Raise Difference unless a small copy of `module` has the same results and gradients with the layer."""
-    if not HAS_PARTS:
-        raise Incomparable("this torch does not show the parts of a module")
     layer = binding.layer
     with _quiet():
         is_small = not module._modules and all(len(_shape(p)) < 2 for p in module.parameters())
@@ -98,20 +69,15 @@ def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> No
     raise Difference(f"{cls.__name__} is not {_name(layer)}: {mode}{found}{advice}")
 
 
-_ROTATED: dict[Any, str | None] = {}
-
-
 def rotary_difference(ours: Callable[..., Any], function: Any, rotary: Iterable[nn.Module]) -> str | None:
+    """Return how a rotary function of ours differs from stock, with the angles of these modules and with plain ones."""
     modules = {type(module): module for module in rotary}
-    key = (ours, function, source_of(function), frozenset(modules))
-    if key not in _ROTATED:
-        with _quiet():
-            default = _default_angles(ours)
-            found = [_angles(module) for module in modules.values()]
-            fitting = [x for x in found if x.keys() == default.keys() and _ndim(x) == _ndim(default)]
-            differences = (_rotary_difference(ours, function, angles) for angles in (*fitting, default))
-            _ROTATED[key] = next(filter(None, differences), None)
-    return _ROTATED[key]
+    with _quiet():
+        default = _default_angles(ours)
+        found = [_angles(module) for module in modules.values()]
+        fitting = [x for x in found if x.keys() == default.keys() and _ndim(x) == _ndim(default)]
+        differences = (_rotary_difference(ours, function, angles) for angles in (*fitting, default))
+        return next(filter(None, differences), None)
 
 
 @contextlib.contextmanager
@@ -356,7 +322,7 @@ def _stock_step(layer: Layer, probe: Any, cls: Any) -> _Step:
     failures = []
     for inputs in tokens:
         try:
-            return _step(functools.partial(stock_method(cls, layer.method), probe), probe, inputs)
+            return _step(functools.partial(getattr(cls, layer.method), probe), probe, inputs)
         except Exception as failure:
             failures.append(_first_line(failure))
     raise Incomparable(failures[0] if failures else "the width of its input is not known")
@@ -412,7 +378,7 @@ def _rounding(binding: Binding, probe: Any, cls: Any, width: int) -> str | None:
     for dtype in (torch.float32, torch.bfloat16):
         probe = _cast(probe, dtype)
         try:
-            expected = stock_method(cls, binding.layer.method)(probe, *inputs)
+            expected = getattr(cls, binding.layer.method)(probe, *inputs)
         except RuntimeError:  # no mixed dtypes
             continue
         ours = binding.run(probe, *inputs)
