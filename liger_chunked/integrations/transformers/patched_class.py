@@ -73,7 +73,8 @@ def add_rope(module: str, name: str) -> str:
     """Add a rotary function of ours to a module, beside the stock one, and return its name there.
 
     It calls what the module has in the place of the stock function: where somebody replaced that, where no kernel
-    computes it, because a pickled model met another version of its modeling file, and under transforms of torch.func.
+    computes it, because a pickled model met another version of its modeling file, under transforms of torch.func, and
+    in compiled graphs, as layers do (`layer_method`).
     """
     owner = importlib.import_module(module)
     stock = getattr(owner, name)
@@ -82,8 +83,9 @@ def add_rope(module: str, name: str) -> str:
     @functools.wraps(stock)
     def rotated(*args: Any, **kwargs: Any) -> Any:
         current = getattr(owner, name)
-        transformed = not torch.compiler.is_compiling() and transforms_are_active()
-        return (current if current is not stock or ours is None or transformed else ours)(*args, **kwargs)
+        if current is not stock or ours is None or torch.compiler.is_compiling() or transforms_are_active():
+            return current(*args, **kwargs)
+        return ours(*args, **kwargs)
 
     added = f"_liger_{name}"
     setattr(owner, added, rotated)
@@ -107,8 +109,9 @@ def _rotating(cls: Any, name: str, added: dict[str, str]) -> Any:
 def layer_method(binding: Binding, cls: Any, stock: Method, tokens: Tokens) -> Method:
     """Compile a method like `stock` of `cls` that passes inputs and attributes to the layer, whole or in tiles.
 
-    It runs the method of `cls` instead, once that is no longer `stock`: the user replaced it. Each has its own code,
-    because Dynamo limits a code's compilations.
+    It runs the method of `cls` instead, once that is no longer `stock`: the user replaced it. So it does in a compiled
+    graph, unless in tiles: Inductor fuses stock code, while an operator of ours costs a call through Python. Each has
+    its own code, because Dynamo limits a code's compilations.
     """
     name = binding.layer.method
     owner, *parameters = inspect.signature(stock).parameters.values()
@@ -118,8 +121,10 @@ def layer_method(binding: Binding, cls: Any, stock: Method, tokens: Tokens) -> M
     attributes = "".join(
         f", {owner.name}.{n}" if needed else f", getattr({owner.name}, {n!r}, None)" for n, needed in reads
     )
-    replaced = f"    if _cls.{name} is not _stock:\n        return _cls.{name}({owner.name}, {inputs})\n"
+    compiled = " or _compiling()" if tokens is False else ""
+    replaced = f"    if _cls.{name} is not _stock{compiled}:\n        return _cls.{name}({owner.name}, {inputs})\n"
     namespace: dict[str, Any] = {"_layer": binding.layer.run, "_cls": cls, "_stock": stock}
+    namespace["_compiling"] = torch.compiler.is_compiling
     in_tiles = ""
     if tokens is not False and binding.layer.is_norm:
         namespace |= {"_follows": follows_tiles, "_after": after_tiles}
