@@ -2,7 +2,7 @@
 
     python scripts/compile_matrix.py                              every kernel and variant, seven targets
     python scripts/compile_matrix.py --quick --targets sm_80 gfx942       the largest variant of each kernel
-    python scripts/compile_matrix.py --markdown                   the table of docs/tuning.md
+    python scripts/compile_matrix.py --markdown                   a table of all kernels and GPUs
     python scripts/compile_matrix.py --json rows.json             every variant, with a hash of its code
 
 The losses and base kernels run on meta tensors, at the shapes of `benchmarks/`. What they would launch is collected.

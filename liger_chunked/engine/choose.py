@@ -336,9 +336,9 @@ def kept_ids_take_products(
 ) -> bool:
     """Whether kept ids are so many that three products of whole rows take less time than reading rows for each token.
 
-    On an H100 in bfloat16 (`benchmarks/results/kept_ids-3ec6eb9.json`), with V = 151936, both took equally long at 740
-    ids a token with H = 4096, 866 with 2048 and 910 with 896: V / 205, V / 175 and V / 167. Other dtypes are not
-    measured: products of float32 without TF32 take about 14 times as long, and rows twice.
+    On an H100 in bfloat16 (`benchmarks/results/kept_ids-01473b3.json`), with V = 151936, both take equally long at 734
+    ids a token with H = 4096, 869 with 2048 and 905 with 896, between two measured lengths: V / 207, V / 175, V / 168.
+    Other dtypes are not measured: products of float32 without TF32 take about 14 times as long, and rows twice.
 
     Args:
         n_ids: of all tokens.

@@ -52,7 +52,8 @@ _DESCRIPTOR_ELEMENTS = _DESCRIPTOR_BYTES // torch.bfloat16.itemsize
 _DTYPES = (torch.bfloat16, torch.float16)
 # The kernels count places of partial sums in int32.
 _MOST_PLACES = 2**31
-# The epilogue has no registers for an argmax or a sum of squares.
+# The epilogue has no registers for an argmax or a sum of squares. A fourth sum, of the logits, made the product a
+# quarter slower, so their mean is a dot product with the sum of the weights.
 _COMPUTABLE = {"logps", "lse", "entropy", "mean_logits"}
 
 
@@ -233,8 +234,8 @@ class EpilogueSource:
     (`kernels/target_rows.py`), which cannot be added to a rounded dW: it must be float32, or not needed. No logits are
     rounded, so `logits_dtype` has no effect.
 
-    dX and dW overlap on two streams (docs/tuning.md). If ranks sum dX, it is float32, on the side stream, and sent
-    while dW is computed.
+    dX and dW overlap on two streams (docs/tuning.md, "Products and chunks"). If ranks sum dX, it is float32, on the
+    side stream, and sent while dW is computed.
 
     Bytes for a chunk of n tokens, beyond the step's gradients:
 
@@ -358,10 +359,11 @@ class _Rows(NamedTuple):
 
 @dataclass
 class EpilogueStatistics:
-    """Statistics with the fused epilogue, whose backward comes later (docs/tuning.md).
+    """Statistics with the fused epilogue, whose backward comes later.
 
     The forward keeps the last tile's exponentials, but none in float16 (`can_hold`); the backward projects the others
-    again. Bytes: a tile, and in the forward partial sums, at most as large.
+    again. Without the kept tile a step of one tile takes 1.32 of the time (docs/tuning.md, "Fused epilogue"). Bytes: a
+    tile, and in the forward partial sums, at most as large.
     """
 
     head: HeadTensors
@@ -418,7 +420,7 @@ class EpilogueStatistics:
         gradients = self.sink.normalize(gradients, self._slopes)
         factors = row_factors(rows, entropy, gradients, _scale(self.options), self.head.vocab_size)
         # With a gradient of the entropy, the last tile is projected again: log p + entropy cancels near certainty, and
-        # from rounded exponentials its error was up to 3 times eager code's (docs/tuning.md).
+        # from rounded exponentials its error was up to 3 times eager code's.
         if factors.slope is not None:
             self._held = None
         last: Tensor | None = None  # the gradient of the held tile, before the host waits for the count of live rows

@@ -1,4 +1,4 @@
-"""A side stream, for two products that do not fill the GPU alone (docs/tuning.md).
+"""A side stream, for two products that do not fill the GPU alone (docs/tuning.md, "Products and chunks").
 
 Work inside `with side.stream()` starts after work enqueued before, and overlaps later work until `side.join()`.
 Memory allocated inside is the side stream's: create tensors that outlive the block before.

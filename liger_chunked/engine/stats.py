@@ -230,7 +230,7 @@ def linear_token_stats(
             log-probabilities, whose gradient is refused, such as a teacher's at the student's most likely ids. None:
                 none.
         kept: the ids that a sampler kept of each position, see `KeptIds`: statistics of the softmax over these, after
-            the temperature. Only their rows of the head are read, unless lists are long ("Kept ids" in
+            the temperature. Only their rows of the head are read, unless lists are long ("Rows and ids" in
             `docs/tuning.md`): then three products are taken, within `logits_budget`. Not with "mean_logits",
             "log_sum_sq_probs", `candidates`, `input_grad="reduce_scatter"` of `vocab_shard`, or in the capture of a
             CUDA graph. None: all ids.

@@ -97,8 +97,8 @@ class Refused:
                 setattr(matmul_settings, self.name, True)
 
 
-# cuBLAS may add parts of a sum in the product's dtype: in one shape the error was 1.17 times eager code's
-# (docs/tuning.md). TF32 is the user's choice.
+# cuBLAS may add parts of a sum in the product's dtype: in one shape the error was 1.17 times eager code's. TF32 is the
+# user's choice.
 _OF_DTYPE: dict[torch.dtype | None, tuple[Refused, ...]] = {
     torch.bfloat16: (Refused("allow_bf16_reduced_precision_reduction"),),
     torch.float16: (Refused("allow_fp16_reduced_precision_reduction"), Refused("allow_fp16_accumulation")),

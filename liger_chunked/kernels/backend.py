@@ -291,7 +291,10 @@ def row_blocks(x: Tensor) -> Iterator[slice]:
 
 
 def grid_of_rows(n_rows: int, blocks: int) -> tuple[int, int, int]:
-    """Return a grid, row by row: programs that run at once access nearby memory (docs/tuning.md, Order of blocks)."""
+    """Return a grid, row by row: programs that run at once access nearby memory.
+
+    This saves a sixth of the time of a kernel that reads and writes (docs/tuning.md, "Kernels over logits").
+    """
     y = min(n_rows, _MOST_ROWS)
     return blocks, y, -(-n_rows // y)
 

@@ -62,8 +62,7 @@ def _survey_triton(target: Tensor, ignore_index: int) -> Survey:
     block = block_size(n_cols, most)
     shape = 3, n_rows, -(-n_cols // block)
     summary = torch.empty(shape, dtype=torch.int64, device=target.device)
-    # The kernel writes to the host's memory: a copy would take half of the 80 µs between launch and answer
-    # (docs/tuning.md).
+    # The kernel writes to the host's memory: a copy would take half of the 80 µs between launch and answer.
     on_host = None
     if is_on_gpu(target):
         on_host = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True)

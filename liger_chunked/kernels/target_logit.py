@@ -4,7 +4,7 @@
     log(p'/(1 - p')) = log(p/(1 - p)) + z - z[y]          p: from rounded logits, p': corrected
     d log p'/dz_v = (1 - p')/(1 - p) d log p/dz_v
 
-Only the target's rounding errors add up (docs/tuning.md). Bytes: 4 N H.
+Only the target's rounding errors add up: those of the others average out over a vocabulary. Bytes: 4 N H.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from liger_chunked.kernels.transform import load_block, transform, transform_arg
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import HeadTensors, LogitOptions, accumulation_dtype
 
-# Larger corrections correlate in a row, and cancel (docs/tuning.md).
+# Errors of a row that large are correlated: to correct one logit makes a sum of log-probabilities worse.
 FARTHEST = 2.0
 
 

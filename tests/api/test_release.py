@@ -66,3 +66,11 @@ def test_readme_for_pypi_has_no_relative_link(release):
     assert "https://github.com/o/r/raw/v1/docs/headline.svg" in text
     links = re.findall(r'\]\(([^)\s]+)\)|(?:src|srcset)="([^"]+)"', text)
     assert links and all(re.match(r"https?://|#", a or b) for a, b in links)
+
+
+def test_commit_hooks_run_the_linters_of_make_lint():
+    """Hooks have environments of their own, in which a version could differ from the one that `make lint` runs."""
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    hooks = re.findall(r"additional_dependencies: \[(.*)\]", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert len(hooks) == 3 and set(hooks) <= set(pinned)
+    assert ".venv/" not in (ROOT / ".pre-commit-config.yaml").read_text()

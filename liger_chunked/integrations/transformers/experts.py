@@ -1,4 +1,9 @@
-"""The "grouped_mm" experts of transformers, with kernels that gather their rows and sum them (docs/tuning.md)."""
+"""The "grouped_mm" experts of transformers, with kernels that gather their rows and sum them.
+
+Stock code copies the tokens' rows by expert, and reads the second product three times and writes it twice to bring them
+back and sum them. Our kernels read it once, and sum in float32 (docs/benchmarks.md, "Experts"). Under torch.compile
+stock code runs, because Inductor fuses these operations too.
+"""
 
 from __future__ import annotations
 

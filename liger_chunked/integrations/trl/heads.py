@@ -28,7 +28,9 @@ from liger_chunked.types import Head, TokenStats, budget_bytes
 
 FusedCausalLMOutput: Any = utils.FusedCausalLMOutput
 
-HEAD_BUDGET = 512 * 2**20  # docs/tuning.md
+# With the automatic budget, DPO of Qwen2.5-0.5B on 8 x 2048 tokens took 0.55 GiB more than TRL's head on Liger-Kernel's
+# layers.
+HEAD_BUDGET = 512 * 2**20
 
 STATISTICS = {
     "log_probs": "logps",

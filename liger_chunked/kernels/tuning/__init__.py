@@ -8,8 +8,8 @@ from liger_chunked.device import architecture
 from liger_chunked.kernels.tuning.generic import GENERIC, Tuning
 from liger_chunked.kernels.tuning.hopper import HOPPER
 
-# By what Triton compiles for, as `device.architecture` names it. The others take GENERIC, which fits all of them:
-# docs/tuning.md, "Other GPUs".
+# By what Triton compiles for, as `device.architecture` names it. The others take GENERIC, because its sizes fit
+# everywhere (`scripts/compile_matrix.py`), and other sizes would be guesses without a measurement.
 TABLES = {"sm_90": HOPPER}
 
 
