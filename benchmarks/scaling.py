@@ -94,7 +94,10 @@ def of_statistics(loss: Exchange, n: int, ranks: int, itemsize: int) -> list[Col
 def of_split_vocabulary(
     loss: Exchange, n: int, h: int, ranks: int, itemsize: int, scattered: bool = False
 ) -> list[Collective]:
-    """Return the collectives of a step of n tokens. If `scattered`, ranks split the hidden states too."""
+    """Return the collectives of a step of n tokens, apart from 8 or 16 bytes that compare the ranks' targets.
+
+    If `scattered`, ranks split the hidden states too.
+    """
     found = of_statistics(loss, n, ranks, itemsize)
     if not scattered:
         return [*found, Collective("all_reduce", FLOAT32 * n * h, ranks)]
