@@ -78,7 +78,7 @@ LOSSES = {
     "cross entropy": Exchange([([3], True)], [1], share=True),
     "DPO": Exchange([([3], True), ([4], True)], [1, 2]),
     "GRPO": Exchange([([4], True)], [2], share=True),
-    "JSD": Exchange([([6, 2], False), ([], False)], [1], targets=False),
+    "JSD": Exchange([([6, 2], False), ([], False)], [1], targets=False, share=True),
 }
 
 

@@ -46,8 +46,9 @@ def _mapped(tree: Any, leaf_type: type, function: Any) -> Any:
     kind = type(tree)
     if kind is dict:
         return {name: _mapped(x, leaf_type, function) for name, x in tree.items()}
-    if isinstance(tree, tuple) and hasattr(kind, "_make"):
-        return kind._make([_mapped(x, leaf_type, function) for x in tree])
+    make: Any = getattr(kind, "_make", None)  # of NamedTuples
+    if make is not None:
+        return make([_mapped(x, leaf_type, function) for x in tree])
     if not is_dataclass(kind):
         return tree
     changed = {}
