@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from liger_chunked.engine import choose, cutting, epilogue, linear_token_stats
 from liger_chunked.engine.cutting import Budget, Tiles
@@ -15,11 +16,34 @@ from liger_chunked.engine.plan import Path
 from liger_chunked.engine.ranked import Ranked
 from liger_chunked.kernels.backend import has_wide_tiles, wide_tiles
 from liger_chunked.kernels.tuning.hopper import PRODUCT, Tiling
-from liger_chunked.losses import LigerFusedLinearDistillationBase, LigerFusedLinearULDLoss
-from liger_chunked.types import LogitOptions, LossHead, MemoryEstimate, accumulation_dtype, shown
-from liger_chunked.typical import Loss, TypicalCall
+from liger_chunked.losses import (
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDistillationBase,
+    LigerFusedLinearOnPolicyDistillationLoss,
+    LigerFusedLinearPolicyBase,
+    LigerFusedLinearPreferenceBase,
+    LigerFusedLinearULDLoss,
+    LigerFusedLinearUnpairedPreferenceBase,
+)
+from liger_chunked.types import (
+    LogitOptions,
+    LossHead,
+    MemoryEstimate,
+    accumulation_dtype,
+    check_number,
+    shown,
+)
+
+Loss = nn.Module | Callable[..., Any]
 
 _HOPPER = (9, 0)
+_OF_SEQUENCES = (
+    LigerFusedLinearPolicyBase,
+    LigerFusedLinearUnpairedPreferenceBase,
+    LigerFusedLinearOnPolicyDistillationLoss,
+)
+_OF_TEACHERS = LigerFusedLinearDistillationBase, LigerFusedLinearULDLoss
+_LOSSES = LigerFusedLinearCrossEntropyLoss, LigerFusedLinearPreferenceBase, *_OF_SEQUENCES, *_OF_TEACHERS
 
 
 def estimate_memory(
@@ -79,23 +103,27 @@ def estimate_memory(
     >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, trainable_head=False, logits_budget="256MiB"))
     443 MiB: logits 251, input_grad 176, hidden 16
     """
-    has_teacher = isinstance(loss, (LigerFusedLinearDistillationBase, LigerFusedLinearULDLoss))
-    call = TypicalCall(
-        loss, vocab_size, hidden_size, shape, valid, dtype, trainable_head=trainable_head,
-        trainable_input=trainable_input, teacher_hidden_size=hidden_size if has_teacher else None,
-    )  # fmt: skip
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {shown(dtype)}")
+    for name, of_head in (("vocab_size", vocab_size), ("hidden_size", hidden_size)):
+        check_number(name, of_head, whole=True)
+        if of_head < 1:
+            raise ValueError(f"{name} must be positive, got {of_head}")
+    lengths = _lengths(loss, shape, valid)
     if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
         raise TypeError(f"autocast must be a floating-point torch.dtype or None, got {shown(autocast)}")
-    options = call.options
+    of_loss: Any = loss
+    options: LogitOptions = LogitOptions() if loss is linear_token_stats else of_loss.options
     if logits_budget is not None:
         options = dataclasses.replace(options, logits_budget=logits_budget)
     products = dtype if autocast is None or dtype == torch.float64 else autocast
-    cut = _cut(call, options, products)
+    step = _Step(loss, vocab_size, hidden_size, lengths, dtype, trainable_head, trainable_input)
+    cut = _cut(step, options, products)
 
     size, wide, of_parameter = products.itemsize, accumulation_dtype(products).itemsize, dtype.itemsize
     is_half, is_cast, n_rows = products == torch.float16, products != dtype, cut.n_rows
     of_input = wide if is_half else of_parameter  # of dX
-    scatters_rows = cut.reorders or sum(call.lengths) < prod(call.shape)
+    scatters_rows = cut.reorders or sum(lengths) < prod(shape)
     hidden, cast_head = (
         (is_cast or scatters_rows) * n_rows * hidden_size * size,
         is_cast * vocab_size * hidden_size * size,
@@ -106,7 +134,7 @@ def estimate_memory(
     is_summed = cut.n_sums > 1 or is_half or is_cast
     weight_grad = trainable_head * vocab_size * hidden_size * (wide if is_summed else size)
     row_sum = trainable_head * cut.sums_rows * (size < wide and not is_summed) * cut.n_columns * hidden_size * wide
-    input_grad = trainable_input * prod(call.shape) * hidden_size * of_input
+    input_grad = trainable_input * prod(shape) * hidden_size * of_input
     of_row = wide if is_half or cut.n_columns < vocab_size else size
     cast_row = (
         of_input if of_row != of_input and scatters_rows else 0
@@ -128,6 +156,48 @@ def estimate_memory(
     of_inputs = input_grad // wide * of_parameter if of_input > of_parameter else 0
     moments.append(MemoryEstimate(0, weight_grad + rounded, input_grad + of_inputs, hidden, cast_head))
     return max(moments, key=lambda moment: moment.peak)
+
+
+class _Step(NamedTuple):
+    """What decides how a step is cut. `lengths` has the tokens with a target of each sequence."""
+
+    loss: Any
+    vocab_size: int
+    hidden_size: int
+    lengths: list[int]
+    dtype: torch.dtype
+    trainable_head: bool
+    trainable_input: bool
+
+
+def _lengths(loss: Loss, shape: Sequence[int], valid: int | Sequence[int] | None) -> list[int]:
+    """Check the loss and the target's shape, and return the tokens with a target of each sequence."""
+    if not isinstance(shape, Sequence) or not all(isinstance(n, int) for n in shape):
+        raise TypeError(f"shape must be a tuple of ints, the target's, got {shown(shape)}")
+    if loss is not linear_token_stats and not isinstance(loss, _LOSSES):
+        expected = ", ".join(base.__name__ for base in _LOSSES)
+        given = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
+        raise TypeError(f"loss must be linear_token_stats or an instance of {expected}, got {given}")
+    shape, of_pairs = tuple(shape), isinstance(loss, LigerFusedLinearPreferenceBase)
+    by_token = not of_pairs and not isinstance(loss, _OF_SEQUENCES)
+    if len(shape) not in (1, 2) or (not by_token and len(shape) != 2) or min(shape) < 1:
+        expected = "(B, T) or (N,)" if by_token else "(B, T)"
+        raise ValueError(f"shape must be {expected}, of positive sizes, for this loss, got {shape}")
+    if of_pairs and shape[0] % 2:
+        raise ValueError(f"shape must stack as many chosen as rejected sequences, got an odd {shape[0]} in {shape}")
+    n_sequences, length = shape if len(shape) == 2 else (1, *shape)
+    if valid is None:
+        return [length] * n_sequences
+    if isinstance(valid, int):
+        lengths = [valid // n_sequences + (i < valid % n_sequences) for i in range(n_sequences)]
+    else:
+        lengths = list(valid)
+    if len(lengths) != n_sequences or not all(0 <= n <= length for n in lengths):
+        raise ValueError(
+            f"valid must be a count up to {n_sequences * length}, or one up to {length} for each of {n_sequences} "
+            f"sequences, got {shown(valid)}"
+        )
+    return lengths
 
 
 class _Cut(NamedTuple):
@@ -153,20 +223,20 @@ class _Cut(NamedTuple):
     product: int = 0
 
 
-def _cut(call: TypicalCall, options: LogitOptions, products: torch.dtype) -> _Cut:
+def _cut(step: _Step, options: LogitOptions, products: torch.dtype) -> _Cut:
     """Cut a batch as `engine.choose` does for this loss."""
-    loss: Any = call.loss
-    n_valid, vocab_size, size = sum(call.lengths), call.vocab_size, products.itemsize
+    loss = step.loss
+    n_valid, vocab_size, size = sum(step.lengths), step.vocab_size, products.itemsize
     assert options.logits_budget is None or isinstance(options.logits_budget, int)
-    budget = Budget(options.logits_budget, vocab_size, call.hidden_size, size)
-    if isinstance(loss, (LigerFusedLinearDistillationBase, LigerFusedLinearULDLoss)):
+    budget = Budget(options.logits_budget, vocab_size, step.hidden_size, size)
+    if isinstance(loss, _OF_TEACHERS):
         route = (
             loss._route_of_logits()
             if isinstance(loss, LigerFusedLinearDistillationBase)
             else Ranked(options, options, 1.0, None, None)
         )
         bytes_per_logit = route.bytes_per_logit(products, products)
-        most, most_of_tile = cutting.chunk_and_tile(budget, n_valid, bytes_per_logit, call.trainable_head)
+        most, most_of_tile = cutting.chunk_and_tile(budget, n_valid, bytes_per_logit, step.trainable_head)
         chunks = cutting.chunks_of_tokens(n_valid, most)
         n_rows = chunks[0].length
         of_tile = cutting.largest(cutting.whole_rows(n_rows, vocab_size, most_of_tile))
@@ -177,10 +247,10 @@ def _cut(call: TypicalCall, options: LogitOptions, products: torch.dtype) -> _Cu
         tiles = cutting.tiles(n_valid, vocab_size, budget.logits(0, bytes_per_logit), square=True)
         columns, sums_rows = _columns(tiles, vocab_size), cutting.row_blocks(tiles) > 1
         return _Cut(1, n_valid, columns, sums_rows, False, cutting.largest(tiles) * bytes_per_logit)
-    head = LossHead(torch.empty(0, call.hidden_size, dtype=call.dtype))  # the epilogue asks for its layout
+    head = LossHead(torch.empty(0, step.hidden_size, dtype=step.dtype))  # the epilogue asks for its layout
     outputs, differentiates = (getattr(loss, name, ("logps",)) for name in ("_outputs", "_differentiates"))
     class_weight = getattr(loss, "ce_weight", None)
-    group, lengths = getattr(loss, "_group", "token"), tuple(call.lengths)
+    group, lengths = getattr(loss, "_group", "token"), tuple(step.lengths)
     if group == "pair":
         n_pairs = len(lengths) // 2
         lengths = tuple(map(sum, zip(lengths[:n_pairs], lengths[n_pairs:], strict=True)))
@@ -195,7 +265,7 @@ def _cut(call: TypicalCall, options: LogitOptions, products: torch.dtype) -> _Cu
         getattr(loss, "_whole_batch", False),
         ranks_cut_alike=False,
         may_use_epilogue=(
-            epilogue.is_large(n_valid * vocab_size, call.hidden_size)
+            epilogue.is_large(n_valid * vocab_size, step.hidden_size)
             and _has_wide_tiles()
             and epilogue.can_hold(products)
             and epilogue.computes(head, products, options, class_weight, outputs)
@@ -205,11 +275,11 @@ def _cut(call: TypicalCall, options: LogitOptions, products: torch.dtype) -> _Cu
     columns = _columns(max(layout.tiles, key=cutting.largest), vocab_size)
     reorders = group == "pair" and len(lengths) > 1
     logits, product = layout.largest_tile * bytes_per_logit, 0
-    if layout.path is Path.EPILOGUE and (layout.n_contributions > 1 or not call.trainable_head):
-        is_forward = not (call.trainable_head or call.trainable_input)
+    if layout.path is Path.EPILOGUE and (layout.n_contributions > 1 or not step.trainable_head):
+        is_forward = not (step.trainable_head or step.trainable_input)
         logits = 0 if is_forward else n_rows * epilogue.padded(vocab_size) * size
-        n_sums = -(-vocab_size // Tiling.of(call.hidden_size).cols) * (1 + ("entropy" in outputs))  # of a row
-        product = 4 * (n_rows * n_sums if is_forward else min(n_rows * call.hidden_size, PRODUCT))
+        n_sums = -(-vocab_size // Tiling.of(step.hidden_size).cols) * (1 + ("entropy" in outputs))  # of a row
+        product = 4 * (n_rows * n_sums if is_forward else min(n_rows * step.hidden_size, PRODUCT))
     return _Cut(layout.n_contributions, n_rows, columns, False, reorders, logits, product=product)
 
 

@@ -1,4 +1,4 @@
-"""Private functions of torch that the package calls, each with what takes its place in a torch that lacks it.
+"""Private functions of torch and Triton that the package calls, each with what takes its place where it is missing.
 
 Attributes of foreign objects, such as a module's hooks, are read where they are needed. `tests/private_names.py` lists
 both kinds, and `tests/frameworks/test_private_names.py` runs the package without each of them.
@@ -14,6 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from liger_chunked.versions import release
+
+# Not ImportError alone: a broken Triton raises its own error, and kernels/backend.py says so where it is needed.
+try:
+    import triton
+    from triton.knobs import runtime as _triton_settings
+    from triton.runtime import driver as _triton_driver
+except Exception:
+    triton = _triton_settings = _triton_driver = None
 
 
 def find(path: str) -> Any:
@@ -306,6 +316,51 @@ def _only(others: list[Any]) -> Iterator[None]:
         finally:
             for _ in others:
                 _dispatch._pop_mode()
+
+
+# Triton
+
+
+def _runs_as_we_know(version: str) -> bool:
+    """Whether this Triton runs a compiled kernel as `launch_again` does, which was read in the source of each release.
+
+    Triton 3.4 and older ones come with a torch that the package does not support.
+    """
+    return (3, 5) <= release(version) < (3, 10)
+
+
+KNOWS_TRITON = _triton_settings is not None and _runs_as_we_know(triton.__version__)
+
+
+def someone_watches_launches() -> bool:
+    """Whether a hook or a setting of Triton wants to see or change launches. Without the names: it does."""
+    try:
+        return bool(
+            _triton_settings.launch_enter_hook.calls
+            or _triton_settings.launch_exit_hook.calls
+            or _triton_settings.debug
+            or getattr(_triton_settings, "add_stages_inspection_hook", None)  # since Triton 3.6
+        )
+    except AttributeError:  # a plain function in place of Triton's chain of hooks
+        return True
+
+
+def launch_again(compiled: Any) -> Callable[[tuple[int, int, int], int, Sequence[Any]], None] | None:
+    """Return a function that launches a compiled kernel without Triton's search for it, if `KNOWS_TRITON`.
+
+    It takes the grid, the index of the current device, and all parameters of the kernel in order: addresses for
+    tensors, and constants too. None: Triton compiled nothing, because a hook of its own forbade it, or lacks a name.
+    """
+    try:
+        run, stream_of = compiled.run, _triton_driver.active.get_current_stream
+    except AttributeError:
+        return None
+
+    def launch(grid: tuple[int, int, int], device: int, arguments: Sequence[Any]) -> None:
+        # None for what hooks are told, and for both hooks. `compiled` stays alive: without it, its code is unloaded.
+        run(*grid, stream_of(device), compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+
+    return launch
 
 
 # Trees of arguments. `torch.utils._pytree` is private, and knows more kinds than torch's functions take.

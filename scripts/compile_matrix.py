@@ -30,6 +30,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -172,49 +173,68 @@ def sizes(shapes: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
         yield shape, [int(part) for part in shape.split(":") if part.isdigit()]
 
 
+def head_and_hidden(
+    vocab_size: int, hidden_size: int, shape: tuple[int, ...], dtype: Any = None, bias: bool = False
+) -> dict[str, Any]:
+    """Return weight, input, target and maybe a bias on the meta device, in bfloat16 or `dtype`. Each is trainable."""
+    import torch
+
+    meta = partial(torch.empty, device="meta", dtype=dtype or torch.bfloat16, requires_grad=True)
+    given = {
+        "weight": meta(vocab_size, hidden_size),
+        "input": meta(*shape, hidden_size),
+        "target": torch.empty(shape, dtype=torch.int64, device="meta"),
+    }
+    return given | ({"bias": meta(vocab_size)} if bias else {})
+
+
 def losses(target: Target) -> Iterator[Task]:
     import torch
 
     import liger_chunked as lc
     from benchmarks import cross_entropy, distillation, lora_head, policy, preference
-    from liger_chunked.typical import TypicalCall
 
-    def step(loss: Any, **sizes: Any) -> None:
-        call = TypicalCall(loss, **sizes)
-        given, trainable = call.arguments(torch.device("meta"))
-        value = loss(**given)
-        torch.autograd.grad((value[0] if isinstance(value, tuple) else value).sum(), trainable)
+    meta = partial(torch.empty, device="meta")
+    half = partial(meta, dtype=torch.bfloat16)
+
+    def step(loss: Any, v: int, h: int, shape: tuple[int, ...], /, *, lora_rank: int = 0, **more: Any) -> None:
+        """Run forward and backward. `more` has options of the head and further arguments of the loss."""
+        options = {name: more.pop(name) for name in ("dtype", "bias") if name in more}
+        given = head_and_hidden(v, h, shape, **options)
+        leaves = [x for x in given.values() if x.requires_grad]
+        if lora_rank:
+            base, up, down = given["weight"].detach(), meta(v, lora_rank), meta(lora_rank, h)
+            leaves = [given["input"], up.requires_grad_(), down.requires_grad_()]
+            given["weight"] = lc.AdaptedWeight(base, up, lambda x: x.float() @ down.t())
+        value = loss(**given, **more)
+        torch.autograd.grad((value[0] if isinstance(value, tuple) else value).sum(), leaves)
 
     plain = lc.LigerFusedLinearCrossEntropyLoss
     for shape, (n, h, v) in sizes(cross_entropy.SHAPES):
-        given = {"vocab_size": v, "hidden_size": h, "shape": (n,)}
-        yield f"cross entropy {shape}", partial(step, plain(), **given)
-        yield f"cross entropy {shape}, budget", partial(step, plain(logits_budget="256MiB"), **given)
+        yield f"cross entropy {shape}", partial(step, plain(), v, h, (n,))
+        yield f"cross entropy {shape}, budget", partial(step, plain(logits_budget="256MiB"), v, h, (n,))
     _, (n, h, v) = next(sizes(cross_entropy.SHAPES))
-    given = {"vocab_size": v, "hidden_size": h, "shape": (n,)}
-    yield "cross entropy, bias and softcap", partial(step, plain(softcap=30.0), bias=True, **given)
-    yield (
-        "cross entropy, smoothing and z-loss",
-        partial(step, plain(label_smoothing=0.1, lse_square_scale=1e-4), **given),
-    )
-    yield "cross entropy, float32 logits", partial(step, plain(logits_dtype=torch.float32), **given)
+    yield "cross entropy, bias and softcap", partial(step, plain(softcap=30.0), v, h, (n,), bias=True)
+    smoothed = plain(label_smoothing=0.1, lse_square_scale=1e-4)
+    yield "cross entropy, smoothing and z-loss", partial(step, smoothed, v, h, (n,))
+    yield "cross entropy, float32 logits", partial(step, plain(logits_dtype=torch.float32), v, h, (n,))
     for dtype in (torch.float16, torch.float32):
-        yield f"cross entropy, {dtype}", partial(step, plain(), dtype=dtype, **given)
+        yield f"cross entropy, {dtype}", partial(step, plain(), v, h, (n,), dtype=dtype)
     for shape, (b, t, h, v, *_) in sizes(preference.SHAPES):
-        given = {"vocab_size": v, "hidden_size": h, "shape": (2 * b, t), "ref_hidden_size": h}
-        yield f"DPO {shape}", partial(step, lc.LigerFusedLinearDPOLoss(), **given)
+        reference = {"ref_weight": half(v, h), "ref_input": half(2 * b, t, h)}
+        yield f"DPO {shape}", partial(step, lc.LigerFusedLinearDPOLoss(), v, h, (2 * b, t), **reference)
     for shape, (b, t, h, v) in sizes(policy.SHAPES):
-        given = {"vocab_size": v, "hidden_size": h, "shape": (b, t)}
-        yield f"GRPO {shape}", partial(step, lc.LigerFusedLinearGRPOLoss(), **given)
+        rollouts = {"advantages": meta(b), "old_logps": meta(b, t), "ref_logps": meta(b, t)}
+        yield f"GRPO {shape}", partial(step, lc.LigerFusedLinearGRPOLoss(), v, h, (b, t), **rollouts)
     for shape, (n, h, teacher_h, v) in sizes(distillation.SHAPES):
-        given = {"vocab_size": v, "hidden_size": h, "shape": (n,)}
+        teacher = {"teacher_weight": half(v, teacher_h), "teacher_input": half(n, teacher_h)}
         for name in ("KLDiv", "JSD", "TVD", "CosineSimilarity"):
             loss = getattr(lc, f"LigerFusedLinear{name}Loss")(weight_hard_loss=0.5)
-            yield f"{name} {shape}", partial(step, loss, teacher_hidden_size=teacher_h, **given)
-        yield f"KLDiv of a top-k {shape}", partial(step, lc.LigerFusedLinearKLDivLoss(), teacher_top_k=128, **given)
+            yield f"{name} {shape}", partial(step, loss, v, h, (n,), **teacher)
+        top_k = {"teacher_ids": meta(n, 128, dtype=torch.int64), "teacher_logps": meta(n, 128)}
+        yield f"KLDiv of a top-k {shape}", partial(step, lc.LigerFusedLinearKLDivLoss(), v, h, (n,), **top_k)
     for shape, (b, t, h, v, rank) in sizes(lora_head.SHAPES):
-        given = {"vocab_size": v, "hidden_size": h, "shape": (b * t,), "lora_rank": rank}
-        yield f"LoRA on the head {shape}", partial(step, plain(), trainable_head=False, **given)
+        yield f"LoRA on the head {shape}", partial(step, plain(), v, h, (b * t,), lora_rank=rank)
 
 
 def statistics(target: Target) -> Iterator[Task]:
@@ -222,12 +242,11 @@ def statistics(target: Target) -> Iterator[Task]:
 
     from benchmarks.token_stats import SHAPES
     from liger_chunked import linear_token_stats
-    from liger_chunked.typical import TypicalCall
 
     is_hopper = target.name == "sm_90"
 
     def run(n: int, h: int, v: int, outputs: tuple[str, ...], differentiated: tuple[str, ...], **options: Any) -> None:
-        given, _ = TypicalCall(linear_token_stats, v, h, (n,)).arguments(torch.device("meta"))
+        given = head_and_hidden(v, h, (n,))
         stats = linear_token_stats(**given, **options, outputs=outputs, logits_budget="256MiB")
         sums = [getattr(stats, name).sum() for name in differentiated]
         if sums:
@@ -425,6 +444,41 @@ def experts() -> Iterator[Task]:
         yield f"experts of {name}", partial(run, *layer)
 
 
+# Launches that are collected instead
+
+# A kernel, and its call without values: grid, dtypes, numbers, warps, stages, descriptors.
+Launch = tuple[Any, tuple[Any, ...]]
+
+
+@contextmanager
+def collected_launches() -> Iterator[list[Launch]]:
+    """Collect what the block would launch. Nothing runs: results are not set, and tensors may be on the meta device."""
+    from liger_chunked.engine import checks
+    from liger_chunked.kernels.launch import Kernel
+
+    launches: list[Launch] = []
+
+    def collect(
+        kernel: Kernel, grid: Any, tensors: Any, numbers: Any, num_warps: int, num_stages: Any = None, blocks: Any = ()
+    ) -> None:
+        dtypes = tuple(None if x is None else x.dtype for x in tensors)
+        launches.append((kernel, (grid, dtypes, numbers, num_warps, num_stages, blocks)))
+
+    before = Kernel.__call__, checks.refuse_meta
+    Kernel.__call__, checks.refuse_meta = collect, lambda *_: None  # type: ignore[method-assign]
+    try:
+        yield launches
+    finally:
+        Kernel.__call__, checks.refuse_meta = before  # type: ignore[method-assign]
+
+
+def compile_launch(kernel: Any, call: tuple[Any, ...]) -> Any:
+    """Return Triton's compiled variant of a collected launch on aligned tensors, for the active target."""
+    grid, dtypes, numbers, num_warps, num_stages, descriptors = call
+    arguments = kernel._in_order((*dtypes, *numbers, *descriptors))
+    return kernel.kernel.warmup(*arguments, grid=grid, **kernel.options(num_warps, num_stages))
+
+
 # A worker: one process for targets of one vendor
 
 
@@ -468,7 +522,6 @@ def collect(target: Target, quick: bool) -> list[tuple[str, Any, tuple[Any, ...]
     import torch
 
     from liger_chunked.kernels import backend
-    from liger_chunked.kernels.launch import collected_launches
     from liger_chunked.kernels.tuning import TUNING, table_of
 
     TUNING[torch.device("meta")] = table_of(target.name)
@@ -526,7 +579,7 @@ def compile_for(target: Target, driver: OtherDriver, quick: bool, only: Collecti
         arguments = f"{' '.join(types)}; {numbers}; {num_stages} stages"
         common = name_of(kernel), target.name, task, arguments, num_warps
         try:
-            compiled = kernel.compile(*call)
+            compiled = compile_launch(kernel, call)
         except Exception as error:
             lines = str(error).strip().splitlines()
             variants.append(Variant(*common, error=f"does not compile: {type(error).__name__}: {lines[-1:]}"))

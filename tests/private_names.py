@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 PACKAGE = Path(__file__).parents[1] / "liger_chunked"
 FOREIGN = {"torch", "triton", "transformers", "trl", "accelerate", "peft"}
 # What Triton documents. All else of it is private.
-OF_TRITON = ("triton.jit", "triton.language", "triton.next_power_of_2", "triton.cdiv")
+OF_TRITON = ("triton.__version__", "triton.jit", "triton.language", "triton.next_power_of_2", "triton.cdiv")
 # Documented, in spite of their names.
 OF_PYTHON = {"_asdict", "_replace", "_make", "_fields", "_getframe"}
 
@@ -292,13 +292,6 @@ PRIVATE = (
         "Triton launches",
         "launches",
     ),
-    Private(
-        "_run",
-        "CompiledKernel",
-        "compare a launch of ours with one of Triton's",
-        "Triton launches",
-        "launches",
-    ),
     # accelerate and PEFT
     Private(
         "_old_forward",
@@ -496,12 +489,6 @@ def shared_names() -> set[str]:
 
     kinds = [torch.Tensor, nn.Module, nn.Parameter, torch.autograd.Function, nn.parallel.DistributedDataParallel]
     classes = [cls for kind in kinds for cls in kind.__mro__ if cls is not object]
-    try:
-        from triton.compiler import CompiledKernel
-
-        classes.append(CompiledKernel)
-    except ImportError:
-        pass
     return IMITATED.union(vars(nn.Module()), *map(_attributes_of, classes))
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import liger_chunked as library
-from liger_chunked.typical import Loss
+from liger_chunked.memory import Loss
 
 LOSSES: dict[str, Callable[[], Loss]] = {
     "cross-entropy": library.LigerFusedLinearCrossEntropyLoss,

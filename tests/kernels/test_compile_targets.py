@@ -102,13 +102,14 @@ driver = matrix.pretend(True)
 driver.select(matrix.TARGETS["sm_90"])
 import torch
 from triton import knobs
-from liger_chunked.kernels import backend, launch, logits_stats
+from liger_chunked.kernels import backend, logits_stats
+from liger_chunked.kernels.launch import Kernel
 from liger_chunked.layers import liger_rms_norm
 from liger_chunked.types import LogitOptions
 
 backend.runs_triton = lambda x: True
 meta = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")
-with launch.collected_launches() as launches:
+with matrix.collected_launches() as launches:
     liger_rms_norm(meta(64, 256), meta(256), 1e-6)
     logits_stats(meta(64, 4096), meta(64, dtype=torch.int64), LogitOptions(), ("logps",))
 assert len(launches) == 2
@@ -116,14 +117,14 @@ assert len(launches) == 2
 def compiled():
     for kernel, _ in launches:
         kernel.kernel.device_caches.clear()
-    return [kernel.compile(*call).asm["cubin"] for kernel, call in launches]
+    return [matrix.compile_launch(kernel, call).asm["cubin"] for kernel, call in launches]
 
 now = compiled()
 knobs.language.default_fp_fusion = False
 later = compiled()
 assert now == later
-options = launch._options
-launch._options = lambda *sizes: {**options(*sizes), "enable_fp_fusion": False}
+options = Kernel.options
+Kernel.options = lambda *sizes: {**options(*sizes), "enable_fp_fusion": False}
 assert all(fused != apart for fused, apart in zip(now, compiled(), strict=True))
 """
 
