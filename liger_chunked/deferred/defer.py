@@ -31,6 +31,7 @@ class Deferral:
 
     - `logits_budget`: of the fused losses, in bytes; None: automatic
     - `in_training`: whether every call in training mode defers, or only those of a `Request`
+    - `in_evaluation`: the same in evaluation mode, as for the reference of a trainer
     - `while_true`: the head defers in training while this is so; None: always
     - `whole`: under tensor parallelism, logits are of the whole vocabulary, also where a layout keeps them sharded
     """
@@ -39,9 +40,11 @@ class Deferral:
     in_training: bool = True
     while_true: Callable[[], bool] | None = None
     whole: bool = False
+    in_evaluation: bool = False
 
     def defers(self, training: bool) -> bool:
-        return training and self.in_training and (self.while_true is None or self.while_true())
+        asked = self.in_training if training else self.in_evaluation
+        return asked and (self.while_true is None or self.while_true())
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,12 @@ class DeferringLayer(Patch):
         stock, stock_call = cls.forward, cls.__call__
 
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if (self.training or request.ACTIVE) and _is_changed(self):
+            if _may_defer(self) and _is_changed(self):
                 return _called_with_layouts(self, stock_call, args, kwargs)
             return stock_call(self, *args, **kwargs)
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.training or request.ACTIVE:
+            if _may_defer(self):
                 return _called(self, stock, args, kwargs)
             return stock(self, *args, **kwargs)
 
@@ -65,6 +68,10 @@ class DeferringLayer(Patch):
         forward.__name__, forward.__qualname__, forward.__doc__ = stock.__name__, stock.__qualname__, stock.__doc__
         vars(forward)[STOCK] = stock
         return {"forward": forward, "__call__": call, "_liger_defers": True}
+
+
+def _may_defer(layer: nn.Module) -> bool:
+    return layer.training or bool(request.ACTIVE) or layer.__dict__[SETTINGS].in_evaluation
 
 
 def _is_changed(layer: nn.Module) -> bool:

@@ -54,18 +54,22 @@ class ForwardState:
     - `fusion`: training is fused
     - `rewrite`: turns the arguments of a call with one of `add_keywords`, or with `head_fn`, into those of a call
       without the former
-    - `logits_budget`: of losses on stand-ins that a `Request` asked for; training that is fused has its own
+    - `logits_budget`: of losses on stand-ins that are not of fused training, which has its own
+    - `always`: calls without keywords defer too, in training and in evaluation
     """
 
     head_fn: bool = False
     fusion: Fusion | None = None
     rewrite: Rewrite | None = None
     logits_budget: int | None = None
+    always: bool = False
 
     @property
     def deferral(self) -> Deferral:
-        budget = self.logits_budget if self.fusion is None else self.fusion.logits_budget
-        return Deferral(budget, in_training=self.fusion is not None, whole=True)
+        own = self.fusion is None or self.always
+        budget = self.logits_budget if own or self.fusion is None else self.fusion.logits_budget
+        in_training = self.fusion is not None or self.always
+        return Deferral(budget, in_training=in_training, whole=True, in_evaluation=self.always)
 
 
 def state_of(model: nn.Module) -> ForwardState | None:
@@ -87,7 +91,7 @@ class _IsFused:
 def deferral_for(model: PreTrainedModel) -> Deferral | None:
     """Return how the head of a model is to defer; None: not at all."""
     own, of_class = vars(model).get(STATE), _IsFused(stock_class(type(model)))
-    if (own is None or own.fusion is None) and of_class():
+    if (own is None or (own.fusion is None and not own.always)) and of_class():
         return replace(getattr(type(model), STATE).deferral, while_true=of_class)
     return None if own is None else own.deferral
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_chunked.integrations.transformers.head_input import fitted
-from liger_chunked.integrations.trl.base import Step, loss_step, rollout_inputs
+from liger_chunked.integrations.trl.losses import Step, loss_step, rollout_inputs
 from liger_chunked.integrations.trl.rollouts import RolloutsMixin, positions_of
 from liger_chunked.losses import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase
 from liger_chunked.losses.policy import REDUCTIONS, extreme
@@ -34,7 +34,7 @@ _OF_CISPO = {
 
 
 class GRPOMixin(RolloutsMixin):
-    """TRL's `GRPOTrainer` on a chunked head.
+    """TRL's `GRPOTrainer` with `loss=`, `kept_ids` and `skip_zero_advantage`.
 
     `loss` is a `LigerFusedLinearPolicyBase`, at the config's `temperature`. For a KL term, set `beta` in the config
     too, or TRL keeps no reference. For a loss that needs a reference without a KL term, such as A*-PO, set any other
@@ -45,7 +45,6 @@ class GRPOMixin(RolloutsMixin):
     """
 
     loss_kind = LigerFusedLinearPolicyBase
-    replaced_by_loss: ClassVar = ("_compute_loss",)
     replaced_fields: ClassVar = {
         "loss_type": None,
         "beta": "beta",
@@ -71,8 +70,8 @@ class GRPOMixin(RolloutsMixin):
         "cast_lm_head_to_fp32": None,
     }
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def _check_made(self) -> None:
+        super()._check_made()
         loss = self.loss_override
         if loss is None or self.beta:
             return
@@ -101,10 +100,8 @@ class GRPOMixin(RolloutsMixin):
             config.beta = loss.beta  # TRL's has another purpose, to keep a reference
         super()._check_config(loss, config)
 
-    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    def _compute_own_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Any:
         loss = self.loss_override
-        if loss is None:
-            return super()._compute_loss(model, inputs)
         model_inputs, labels = rollout_inputs(inputs)
         batch, length = self._batch, inputs["completion_ids"].shape[1]
         kept, part = batch.kept, batch.part
@@ -149,7 +146,7 @@ class GRPOMixin(RolloutsMixin):
         value = step.loss if counts_items else step.loss / window
         if part is not None and not counts_items:
             value = value * self._share(step)
-        return self._with_aux_loss(value, step.aux_loss, accumulates=training)
+        return self._with_aux_loss(value, step.aux_loss, accumulates=training), model_inputs
 
     def _share(self, step: Step) -> float | Tensor:
         """Return the loss's denominator, of the part that was computed, over that of the whole batch."""
@@ -224,7 +221,7 @@ class GRPOMixin(RolloutsMixin):
 
 
 class RLOOMixin(RolloutsMixin):
-    """TRL's `RLOOTrainer` on a chunked head; it takes no `loss`."""
+    """TRL's `RLOOTrainer` with `kept_ids` and `skip_zero_advantage`; it takes no `loss`."""
 
     def _old_logps(self, inputs: dict[str, Any]) -> Tensor:
         # TRL has one sum a sequence. A first token that is not read belongs to a sequence without tokens, of sum 0.
