@@ -16,8 +16,9 @@ import tiny
 import torch
 from datasets import Dataset
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from transformers.generation import GenerationMixin
 
 from liger_chunked.deferred.lazy import PLAIN
 from liger_chunked.integrations import trl as integration
@@ -103,17 +104,22 @@ KINDS = {
         Kind(
             "IWOPD",
             "messages",
-            teacher,
-            {"lmbda": 0.0, "max_length": 64, "max_completion_length": 6},
+            lambda: {**teacher(), "teacher_processing_class": tiny.tokenizer()},
+            {"max_length": 64, "max_completion_length": 6},
             f"{_EXPERIMENTAL}iw_opd",
         ),
         Kind(
             "SDFT",
             "privileged",
-            config={"max_completion_length": 6, "distillation_mode": "full_logits", "distillation_topk": None},
+            config={
+                **GENERATION,
+                "distillation_mode": "full_logits",
+                "distillation_topk": None,
+                "teacher_model_kind": "live",
+            },
             module=f"{_EXPERIMENTAL}sdft",
         ),
-        Kind("SDPO", "privileged", rewards, GENERATION, f"{_EXPERIMENTAL}sdpo"),
+        Kind("SDPO", "privileged", rewards, {**GENERATION, "teacher_model_kind": "live"}, f"{_EXPERIMENTAL}sdpo"),
     )
 }
 
@@ -183,6 +189,24 @@ def run(folder: Path, name: str, ours: bool = False, *args: Any, evaluate: bool 
     return log_of(trainer)
 
 
+def measured(trainer: Any) -> Measured:
+    """Train, and measure the steps without their sampling, which reads logits of one position at a time."""
+    watched = Measured(trainer.model.config.vocab_size)
+    generate = GenerationMixin.generate
+
+    def unwatched(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return generate(*args, **kwargs)
+
+    GenerationMixin.generate = unwatched
+    try:
+        with watched:
+            trainer.train()
+    finally:
+        GenerationMixin.generate = generate
+    return watched
+
+
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
@@ -205,9 +229,9 @@ class Measured(TorchDispatchMode):
         name, size = func.overloadpacket.__name__, self.vocabulary
         for x in tree_leaves(result):
             # Weights and their gradients have as many columns as the model is wide.
-            if isinstance(x, Tensor) and x.ndim > 1 and x.is_floating_point() and x.shape[-1] == size:
+            if isinstance(x, Tensor) and not x.is_meta and x.ndim > 1 and x.is_floating_point() and x.shape[-1] == size:
                 rows = x.numel() // size
-                if not (name in ("t", "transpose", "detach", "alias", "view") and x.ndim == 2) and rows > self.rows:
+                if not (name in ("t", "transpose", "detach", "alias", "view", "expand") and x.ndim == 2) and rows > self.rows:
                     self.rows, self.where = rows, name
         if name in _PRODUCTS:
             a, b = [x for x in args if isinstance(x, Tensor)][-2:]

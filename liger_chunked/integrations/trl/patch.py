@@ -25,14 +25,13 @@ from transformers import PreTrainedModel, TrainingArguments
 from trl.trainer import utils
 from trl.trainer.base_trainer import _BaseTrainer
 
-from liger_chunked.deferred import DeferredLogits
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.integrations.transformers.attach import check_head
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.shared_prefix import ROUTER, why_not_shared
 from liger_chunked.integrations.trl.heads import HEAD_BUDGET, Heads, HeadSettings, language_models
-from liger_chunked.losses import LigerFusedLinearJSDLoss
-from liger_chunked.types import LogitOptions, budget_bytes, shown
+from liger_chunked.integrations.trl.stand_ins import divergence, swapped
+from liger_chunked.types import budget_bytes, shown
 
 # Settings of experimental trainers whose losses compare whole distributions in an order of their own: sorted, or the
 # largest ones. They would train on real logits without a word.
@@ -56,7 +55,8 @@ class ServedTrainer(_BaseTrainer):
         self._heads.set(language_models(vars(self).values()))
         self._depth += 1
         try:
-            yield
+            with swapped():
+                yield
         finally:
             self._depth -= 1
             if until_end and not self._depth:
@@ -100,43 +100,20 @@ class ServedTrainer(_BaseTrainer):
         beta: float = 0.5,
         temperature: float = 1.0,
         reduction: str = "batchmean",
+        *,
         num_items_in_batch: int | Tensor | None = None,
         **others: Any,
-    ) -> Tensor:
+    ) -> Any:
         """Compute the divergence of GKD, GOLD and IW-OPD, a static method of theirs, from two stand-ins."""
-        z = student_logits, teacher_logits
-        fused = all(isinstance(x, DeferredLogits) and not x.is_computed for x in z) and labels is not None
-        if not fused or reduction != "batchmean" or others.get("top_k") or others.get("logits_are_probs"):
+        result = NotImplemented
+        if reduction == "batchmean" and not others.get("top_k") and not others.get("logits_are_probs"):
+            settings: Any = {"temperature": temperature, "labels": labels, "num_items": num_items_in_batch}
+            result = divergence(student_logits, teacher_logits, beta, **settings)
+        if result is NotImplemented:
             stock: Any = super()
             settings = {"labels": labels, "beta": beta, "temperature": temperature, "reduction": reduction, **others}
-            result: Tensor = stock.generalized_jsd_loss(*z, num_items_in_batch=num_items_in_batch, **settings)
-            return result
-        student, teacher = (x.logit_options() for x in z)  # type: ignore[attr-defined]
-        loss = LigerFusedLinearJSDLoss(
-            beta=beta,
-            temperature=temperature,
-            softcap=student.softcap,
-            logit_scale=student.logit_scale,
-            teacher_options=LogitOptions(
-                softcap=teacher.softcap, logit_scale=teacher.logit_scale, temperature=temperature
-            ),
-            weight_hard_loss=0.0,
-            weight_soft_loss=1.0,
-            logits_budget=self._heads.plain.logits_budget,
-        )
-
-        def of_teacher(teacher_head: Any, teacher_rows: Tensor) -> Any:
-            own = teacher_head.weight, teacher_rows.detach()
-
-            def of_student(head: Any, rows: Tensor) -> Tensor:
-                result: Tensor = loss(
-                    head.weight, rows, *own, labels, head.bias, teacher_head.bias, num_items=num_items_in_batch
-                )[0]
-                return result
-
-            return z[0].run(of_student)  # type: ignore[attr-defined]
-
-        result = z[1].run(of_teacher)  # type: ignore[attr-defined]
+            settings["num_items_in_batch"] = num_items_in_batch
+            result = stock.generalized_jsd_loss(student_logits, teacher_logits, **settings)
         return result
 
 
