@@ -23,7 +23,7 @@ import tiny
 import torch
 from model_zoo import BY_ID, HIDDEN, LENGTH, VOCAB, Tiny
 from spies import Results
-from test_trl_trainers import KINDS, QUIET
+from trl_kinds import KINDS, QUIET
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 from transformers.modeling_outputs import CausalLMOutputWithPast

@@ -732,7 +732,7 @@ def multi_token() -> None:
 
 
 def _log(name: str, ours: bool, config: dict[str, Any] | None = None, **arguments: Any) -> list[dict[str, float]]:
-    from test_trl_trainers import run
+    from trl_kinds import run
 
     with tempfile.TemporaryDirectory() as folder:
         return run(Path(folder), name, ours, {"max_steps": 2, **(config or {})}, **arguments)
@@ -787,7 +787,7 @@ def online_trainer() -> None:
 def gold_trainer() -> None:
     """With the same tokenizer for both models, and with two."""
     import tiny
-    from test_trl_trainers import run
+    from trl_kinds import run
     from test_trl_uld import settings
 
     _assert_same_training("GOLD")

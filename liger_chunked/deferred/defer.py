@@ -71,7 +71,9 @@ class DeferringLayer(Patch):
 
 
 def _may_defer(layer: nn.Module) -> bool:
-    return layer.training or bool(request.ACTIVE) or layer.__dict__[SETTINGS].in_evaluation
+    # None: a forward that was bound before the head stopped deferring.
+    settings: Deferral | None = layer.__dict__.get(SETTINGS)
+    return settings is not None and (layer.training or bool(request.ACTIVE) or settings.in_evaluation)
 
 
 def _is_changed(layer: nn.Module) -> bool:

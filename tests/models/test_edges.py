@@ -22,7 +22,7 @@ from typing import Any
 import edge_cases as edge
 import peft
 import pytest
-import test_trl_trainers as trainers
+import trl_kinds as trainers
 import tiny
 import torch
 import torch.nn.functional as F

@@ -15,7 +15,7 @@ pytest.importorskip("trl")
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
-from test_trl_trainers import PLAIN, Log, assert_same, build
+from trl_kinds import PLAIN, Log, assert_same, build
 from torch import Tensor
 from trl.models import activation_offloading
 from trl.models.activation_offloading import OffloadActivations

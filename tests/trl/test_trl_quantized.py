@@ -13,7 +13,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import tiny
 from test_quantized_head import stand_in_torchao
 from test_trl_peft import lora
-from test_trl_trainers import Log, assert_same, rare, run
+from trl_kinds import Log, assert_same, rare, run
 from torch import nn
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import copy
 import dataclasses
+import functools
 import importlib
+import json
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,16 +17,17 @@ from typing import Any
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
+import pytest
 import tiny
-import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from transformers.generation import GenerationMixin
 
-from liger_chunked.deferred.lazy import PLAIN
+from liger_chunked.deferred.lazy import PLAIN as ORDINARY
 from liger_chunked.integrations import trl as integration
+from liger_chunked.integrations.trl.heads import Heads, HeadSettings
 
 
 def reward(completions: list[Any], **_: Any) -> list[float]:
@@ -31,6 +37,22 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
 
 def teacher() -> dict[str, Any]:
     return {"teacher_model": tiny.model("wide", seed=1)}
+
+
+@functools.cache
+def _folder() -> str:
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    tiny.model("wide", seed=1).save_pretrained(folder.name)
+    tiny.tokenizer().save_pretrained(folder.name)
+    return folder.name
+
+
+def saved_teacher() -> Any:
+    """Return a teacher with a path, from which TRL loads its tokenizer."""
+    model = tiny.model("wide", seed=1)
+    model.config._name_or_path = _folder()
+    return model
 
 
 def reference() -> dict[str, Any]:
@@ -64,9 +86,6 @@ class Kind:
 
     def stock(self) -> Any:
         return getattr(importlib.import_module(self.module), f"{self.name}Trainer")
-
-    def ours(self) -> Any:
-        return getattr(integration, f"Liger{self.name}Trainer")
 
     def config_class(self) -> Any:
         name = self.config_name or f"{self.name}Config"
@@ -104,7 +123,7 @@ KINDS = {
         Kind(
             "IWOPD",
             "messages",
-            lambda: {**teacher(), "teacher_processing_class": tiny.tokenizer()},
+            lambda: {"teacher_model": saved_teacher()},
             {"max_length": 64, "max_completion_length": 6},
             f"{_EXPERIMENTAL}iw_opd",
         ),
@@ -123,6 +142,11 @@ KINDS = {
     )
 }
 
+# Those with `loss=`, `kept_ids` or `skip_zero_advantage`, for which a subclass is needed.
+CLASSES = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation")
+PATCHED = "patched"
+SHARING = tuple(kind.name for kind in KINDS.values() if kind.shares)
+
 # Settings of every trainer here: one that computes on the CPU and writes nothing.
 QUIET = {
     "use_cpu": True,
@@ -140,12 +164,15 @@ Log = list[dict[str, float]]
 def build(
     folder: Path,
     name: str,
-    ours: bool = False,
+    ours: bool | str = False,
     config: dict[str, Any] | None = None,
     evaluate: bool = False,
     **arguments: Any,
 ) -> Any:
-    """Build a trainer of four steps with two micro-batches of two samples; `arguments` go to the trainer."""
+    """Build a trainer of four steps with two micro-batches of two samples; `arguments` go to the trainer.
+
+    `ours` is the class with `loss=`, if there is one, or else (and with `PATCHED`) TRL's under `patch_trl`.
+    """
     kind = KINDS[name]
     settings = {
         "output_dir": str(folder),
@@ -170,7 +197,13 @@ def build(
     }
     if evaluate:
         given["eval_dataset"] = given["train_dataset"].select(range(5))
-    return (kind.ours() if ours else kind.stock())(args=args, **given)
+    if not ours:
+        return kind.stock()(args=args, **given)
+    if name in CLASSES and ours is not PATCHED:
+        return getattr(integration, f"Liger{name}Trainer")(args=args, **given)
+    settings = {name: given.pop(name) for name in ("logits_budget", "share_prefix") if name in given}
+    with integration.patch_trl(**settings):
+        return kind.stock()(args=args, **given)
 
 
 def log_of(trainer: Any) -> Log:
@@ -180,31 +213,80 @@ def log_of(trainer: Any) -> Log:
     return [{k: v for k, v in entry.items() if not any(t in k for t in timed)} for entry in history]
 
 
-def run(folder: Path, name: str, ours: bool = False, *args: Any, evaluate: bool = False, **arguments: Any) -> Log:
+def run(
+    folder: Path,
+    name: str,
+    ours: bool | str = False,
+    config: dict[str, Any] | None = None,
+    evaluate: bool = False,
+    **arguments: Any,
+) -> Log:
     """Run a trainer, evaluate on five samples if requested, and return the log without times."""
-    trainer = build(folder, name, ours, *args, evaluate=evaluate, **arguments)
+    trainer = build(folder, name, ours, config, evaluate, **arguments)
     trainer.train()
     if evaluate:
         trainer.evaluate()
     return log_of(trainer)
 
 
-def measured(trainer: Any) -> Measured:
-    """Train, and measure the steps without their sampling, which reads logits of one position at a time."""
-    watched = Measured(trainer.model.config.vocab_size)
-    generate = GenerationMixin.generate
+@functools.cache
+def log_of_trl(name: str, config: str, evaluate: bool) -> Log:
+    """Return the log of TRL's own trainer with its usual arguments. Several tests compare with the same one."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run(Path(folder), name, False, json.loads(config), evaluate)
 
-    def unwatched(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return generate(*args, **kwargs)
 
-    GenerationMixin.generate = unwatched
-    try:
-        with watched:
-            trainer.train()
-    finally:
-        GenerationMixin.generate = generate
-    return watched
+def recorder(tmp_path: Path) -> Callable[..., Log]:
+    """Return `run` in a folder of the test. A process runs TRL's own trainer once for each config."""
+
+    def train(
+        name: str, ours: bool | str, config: dict[str, Any] | None = None, evaluate: bool = False, **arguments: Any
+    ) -> Log:
+        if ours or arguments:
+            return run(tmp_path, name, ours, config, evaluate, **arguments)
+        # An evaluation comes after the training, and adds the last entry.
+        evaluated = name != "OnlineDPO"  # TRL's does not support it
+        log = copy.deepcopy(log_of_trl(name, json.dumps(config or {}, sort_keys=True), evaluated))
+        return log if evaluate or not evaluated else log[:-1]
+
+    return train
+
+
+def assert_same(ours: Log, stock: Log, common: bool = False, entries: int = 5) -> None:
+    """Compare the keys and values of at least `entries` logs. With `common`, compare only the keys in both."""
+    assert len(ours) == len(stock) >= entries
+    for mine, theirs in zip(ours, stock, strict=True):
+        keys = mine.keys() & theirs.keys()
+        assert keys >= {"loss", "grad_norm"} or "train_loss" in keys or "eval_loss" in keys
+        if not common:
+            assert mine.keys() == theirs.keys()
+        assert {k: mine[k] for k in keys} == pytest.approx({k: theirs[k] for k in keys}, rel=2e-5, abs=1e-5)
+
+
+def rare(*values: Any) -> Any:
+    """Settings that change what TRL's own code does, or a second value of one: not in every run."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+SEQUENCES = {"temperature": 0.8, "importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2}
+
+
+# Not Adam: it divides a gradient by its size, so rounding of a zero gradient would become a step.
+PLAIN = {"optim": "sgd", "learning_rate": 0.02}
+
+
+def of_family(kind: str, family: str) -> dict[str, Any]:
+    model = tiny.model(family)
+    # ORPO and CPO add the auxiliary loss if the config requests router logits, the others if the model has them.
+    model.config.output_router_logits = family == "experts" and kind in ("ORPO", "CPO")
+    return {"model": model, **({"ref_model": tiny.model(family, seed=2)} if kind in ("DPO", "KTO") else {})}
+
+
+def set_head(model: Any, **settings: Any) -> Heads:
+    """Give a model the head of a trainer that has one, without the trainer."""
+    heads = Heads(HeadSettings())
+    heads.give(model, HeadSettings(**settings))
+    return heads
 
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
@@ -223,7 +305,7 @@ class Measured(TorchDispatchMode):
         self.where = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(t not in PLAIN for t in types):
+        if any(t not in ORDINARY for t in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         name, size = func.overloadpacket.__name__, self.vocabulary
@@ -242,3 +324,21 @@ class Measured(TorchDispatchMode):
                 others.remove(size)
                 self.products += batch * others[0] * others[1]
         return result
+
+
+def measured(trainer: Any) -> Measured:
+    """Train, and measure the steps without their sampling, which reads logits of one position at a time."""
+    watched = Measured(trainer.model.config.vocab_size)
+    generate = GenerationMixin.generate
+
+    def unwatched(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return generate(*args, **kwargs)
+
+    GenerationMixin.generate = unwatched
+    try:
+        with watched:
+            trainer.train()
+    finally:
+        GenerationMixin.generate = generate
+    return watched

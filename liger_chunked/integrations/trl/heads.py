@@ -93,6 +93,7 @@ class Heads:
         # What others left on each instance, while ours are set; and what this trainer left, while they are not.
         self._theirs: dict[nn.Module, dict[str, Any]] = {}
         self._ours: dict[nn.Module, dict[str, Any]] = {}
+        self._casts: dict[nn.Module, tuple[Any, Any]] = {}
 
     def set(self, models: Iterable[nn.Module]) -> None:
         """Set the heads of models, maybe wrapped (PEFT); those of another trainer come off first."""
@@ -101,8 +102,10 @@ class Heads:
             if not self._holds(inner):
                 self._set(inner)
                 rebind(model, inner)
-            for module in {model, inner} - self._theirs.keys():
-                self._set_apart(module)
+            for module in {model, inner}:
+                # A trainer of TRL's may have been made since.
+                if module not in self._theirs or newer_head(module) is not None:
+                    self._set_apart(module)
 
     def give(self, model: PreTrainedModel, settings: HeadSettings) -> None:
         """Set the head of a model with settings of its own."""
@@ -129,6 +132,11 @@ class Heads:
 
     def _update(self, model: PreTrainedModel) -> None:
         settings = self._settings.get(model, self.plain)
+        head: Any = head_of(model)
+        if getattr(function := vars(head).get("forward"), "__module__", "").startswith("trl."):
+            # TRL casts the head to float32, and multiplies by itself: a head that defers only needs the cast.
+            del head.forward
+            self._casts[head] = function, head.register_forward_pre_hook(_in_dtype_of_weight)
         rewrite = functools.partial(_rewritten, settings)
         update(model, head_fn=True, rewrite=rewrite, logits_budget=settings.logits_budget, always=True)
 
@@ -148,6 +156,9 @@ class Heads:
             update(model, **{field.name: getattr(state, field.name) for field in dataclasses.fields(state)})
             if (newest := _NEWEST.get(model)) is not None and newest() is self:
                 del _NEWEST[model]
+        for head, (function, hook) in self._casts.items():
+            hook.remove()
+            vars(head).setdefault("forward", function)
         for module, theirs in self._theirs.items():
             state = vars(module)
             # A newer trainer of TRL's has set its own head meanwhile.
@@ -155,7 +166,7 @@ class Heads:
                 continue
             self._ours[module] = {name: state.pop(name) for name in _SLOTS if name in state}
             state.update(theirs)
-        self._are_set, self._theirs = {}, {}
+        self._are_set, self._theirs, self._casts = {}, {}, {}
 
 
 def language_models(values: Iterable[Any]) -> Iterator[nn.Module]:
@@ -169,6 +180,10 @@ def language_models(values: Iterable[Any]) -> Iterator[nn.Module]:
             continue
         if head_of(inner) is not None:
             yield x
+
+
+def _in_dtype_of_weight(head: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.to(head.weight.dtype) for x in args)
 
 
 def is_sharded(model: nn.Module) -> bool:

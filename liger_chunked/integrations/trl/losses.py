@@ -139,6 +139,12 @@ class LossMixin(ServedTrainer):
             config = config_in(args, kwargs)
             self._check_loss(loss)
             self._check_config(loss, config)
+            owner = next((cls for cls in type(self).__mro__ if "_compute_loss" in vars(cls)), None)
+            if owner is not None and owner.__module__.partition(".")[0] not in ("trl", "liger_chunked"):
+                raise TypeError(
+                    f"with loss=, _compute_loss of {owner.__name__} would not be called: override compute_loss, which "
+                    "calls the loss by super(), or leave loss= out"
+                )
             if budget is not None:
                 raise ValueError(
                     f"with loss=, logits_budget={logits_budget!r} of the trainer would not be read: pass it to the "
@@ -667,15 +673,8 @@ class DistillationMixin(LossMixin):
             logits_budget=self._heads.plain.logits_budget,
         )
         model_inputs, labels = rollout_inputs(inputs)
-
-        def in_teacher(head: Head, input: HeadInput) -> Step:
-            of_pair = _with_teacher(loss, input.options)
-            teacher = {"teacher_weight": head.weight, "teacher_input": input.hidden_states, "teacher_bias": head.bias}
-            logged = ("entropy",)
-            return loss_step(model, of_pair, model_inputs, labels, num_items=num_items, logged=logged, **teacher)
-
-        # Heads are complete only inside their forwards.
-        step: Step = _inside_teacher(self.teacher_model, in_teacher, **model_inputs, labels=labels)
+        arguments: Any = {"num_items": num_items, "logged": ("entropy",)}
+        step = step_inside_teacher(model, self.teacher_model, loss, model_inputs, labels, **arguments)
         self.log_token_mean("entropy", step.logged.entropy, step.target)
         if own is not None:
             self.mode_metrics["soft_loss"].append(step.metrics.soft_loss.item())
@@ -685,30 +684,36 @@ class DistillationMixin(LossMixin):
         return step.loss, model_inputs
 
 
-def _with_teacher(loss: LigerFusedLinearDistillationBase, teacher: LogitOptions) -> LigerFusedLinearDistillationBase:
-    options = loss.teacher_options
-    if options is loss.options:  # the student's may differ
-        options = LogitOptions(temperature=options.temperature)
-    return altered(loss, teacher_options=with_transform(options, teacher))
+def step_inside_teacher(
+    model: nn.Module,
+    teacher: nn.Module,
+    loss: LigerFusedLinearDistillationBase,
+    inputs: dict[str, Any],
+    labels: Tensor,
+    **arguments: Any,
+) -> Step:
+    """Run `loss_step` inside the forward of a teacher: heads are complete only inside their models' forwards.
 
-
-def _inside_teacher(teacher: nn.Module, run: Callable[[Head, HeadInput], Any], **inputs: Any) -> Any:
-    """Return `run(head, input)`, called in the teacher's forward, but in the gradient and autocast modes of this call.
-
-    So the student in `run` is as it would be outside: it may have another precision than its teacher. Also, models that
-    are copies share the `torch.autocast` of their forwards, and such an object restores the modes that it found last.
+    The step has the gradient and autocast modes of this call, so that the student may have another precision than its
+    teacher. Also, models that are copies share the `torch.autocast` of their forwards, and such an object restores the
+    modes that it found last.
     """
     device = inputs["input_ids"].device.type
     modes = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), torch.is_autocast_cache_enabled()
     with_gradient = torch.is_grad_enabled()
-    results: list[Any] = []
+    steps: list[Step] = []
 
     def in_teacher(head: Head, input: HeadInput) -> None:
+        options = loss.teacher_options
+        if options is loss.options:  # the student's may differ
+            options = LogitOptions(temperature=options.temperature)
+        of_pair = altered(loss, teacher_options=with_transform(options, input.options))
+        own = {"teacher_weight": head.weight, "teacher_input": input.hidden_states, "teacher_bias": head.bias}
         with torch.autocast(device, *modes), torch.set_grad_enabled(with_gradient):
             # The teacher's hooks would treat a returned loss as its output.
-            results.append(run(head, input))
+            steps.append(loss_step(model, of_pair, inputs, labels, **own, **arguments))
 
     teacher.eval()
     with torch.no_grad():
-        teacher(**inputs, head_fn=in_teacher)
-    return results[0]
+        teacher(**inputs, labels=labels, head_fn=in_teacher)
+    return steps[0]

@@ -42,6 +42,9 @@ _READ_LOGITS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "SDPOTrainer": ("distillation_mode", lambda config: config.distillation_mode == "topk_logits"),
 }
 
+# Trainers with one sequence for a prompt.
+_ALONE = ("SFTTrainer", "KTOTrainer")
+
 
 class ServedTrainer(_BaseTrainer):
     """What a served trainer has in addition to TRL's: its heads, which are set while it works."""
@@ -171,6 +174,9 @@ def constructing(
     splits = getattr(parallelism, "cp_size", 1) > 1 or getattr(parallelism, "sp_size", 1) > 1
     if splits and share_prefix is True:
         raise ValueError("share_prefix=True needs whole sequences, and parallelism_config splits them")
+    alone = not {cls.__name__ for cls in type(trainer).__mro__}.isdisjoint(_ALONE)
+    if alone and share_prefix is True:
+        raise ValueError(f"share_prefix=True: the sequences of {type(trainer).__name__} have no prompts in common")
     budget = HEAD_BUDGET if logits_budget is None else logits_budget
     heads = Heads(HeadSettings(logits_budget=budget))
     shares: list[PreTrainedModel] = []
@@ -178,7 +184,7 @@ def constructing(
     def add_head(model: PreTrainedModel, *settings: Any, **named: Any) -> None:
         # A router loss counts shared tokens once. Then no model of the trainer shares them: the log-probabilities of a
         # policy and of its equal reference would differ by rounding. TRL sets this attribute before it adds heads.
-        share = False if splits or getattr(trainer, "aux_loss_enabled", False) else share_prefix
+        share = False if splits or alone or getattr(trainer, "aux_loss_enabled", False) else share_prefix
         named |= {"logits_budget": budget, "logits_dtype": logits_dtype, "share_prefix": share}
         heads.give(model, HeadSettings(*settings, **named))
         shares.append(model)
@@ -211,18 +217,22 @@ def _check_shares(trainer: Any, models: list[PreTrainedModel]) -> None:
 @contextmanager
 def _swapped(name: str, ours: Callable[..., Any]) -> Iterator[None]:
     """Replace a function of TRL's in every module that has it: its trainers import it by name."""
-    theirs = getattr(utils, name)
+    theirs: Any = getattr(utils, name)
     replacement = functools.wraps(theirs)(lambda *args, **kwargs: ours(*args, **kwargs))
-    holders = [module for module in [*sys.modules.values()] if getattr(module, "__dict__", {}).get(name) is theirs]
+    before: dict[Any, Any] = {}
+    for module_name, module in [*sys.modules.items()]:
+        function = getattr(module, "__dict__", {}).get(name)
+        if function is theirs or (function is not None and module_name.startswith("trl.")):
+            before[module] = function
     try:
-        for module in holders:
+        for module in before:
             setattr(module, name, replacement)
         yield
     finally:
-        # Also those that were imported meanwhile.
+        # Also in modules that were imported meanwhile.
         for module in [*sys.modules.values()]:
             if getattr(module, "__dict__", {}).get(name) is replacement:
-                setattr(module, name, theirs)
+                setattr(module, name, before.get(module, theirs))
 
 
 class _Unsupported(type):
@@ -273,9 +283,9 @@ class patch_trl:  # noqa: N801 - called like a function
         model: only serve trainers of this model (the argument `model` of the trainer, maybe wrapped by PEFT), with
             their references and teachers. None: all trainers of this process.
         logits_budget: most bytes of logits in memory at once, see `LogitOptions`. None: 512 MiB.
-        share_prefix: compute a prompt once for its sequences, in trainers that read log-probabilities (SFT, DPO, KTO,
-            GRPO, RLOO and their kin): "auto" if the model allows it and a tenth of a batch's tokens is saved; True
-            raises ValueError for other trainers and models; see docs/shared_prefix.md.
+        share_prefix: compute a prompt once for its sequences, in DPO, GRPO, RLOO and subclasses of these: "auto" if the
+            model allows it and a tenth of a batch's tokens is saved; True raises ValueError for other trainers and
+            models; see docs/shared_prefix.md.
 
     Raises:
         TypeError: `model` contains no transformers model.
