@@ -102,6 +102,7 @@ class Heads:
             if not self._holds(inner):
                 self._set(inner)
                 rebind(model, inner)
+            self._set_cast_apart(inner)
             for module in {model, inner}:
                 # A trainer of TRL's may have been made since.
                 if module not in self._theirs or newer_head(module) is not None:
@@ -132,11 +133,6 @@ class Heads:
 
     def _update(self, model: PreTrainedModel) -> None:
         settings = self._settings.get(model, self.plain)
-        head: Any = head_of(model)
-        if getattr(function := vars(head).get("forward"), "__module__", "").startswith("trl."):
-            # TRL casts the head to float32, and multiplies by itself: a head that defers only needs the cast.
-            del head.forward
-            self._casts[head] = function, head.register_forward_pre_hook(_in_dtype_of_weight)
         rewrite = functools.partial(_rewritten, settings)
         update(model, head_fn=True, rewrite=rewrite, logits_budget=settings.logits_budget, always=True)
 
@@ -148,6 +144,14 @@ class Heads:
         _clear(module)
         for name, x in self._ours.pop(module, {}).items():
             state[name] = x
+
+    def _set_cast_apart(self, model: PreTrainedModel) -> None:
+        """Let a head defer that TRL casts to float32 and multiplies by itself: a hook casts its input instead."""
+        head: Any = head_of(model)
+        function = vars(head).get("forward")
+        if getattr(function, "__module__", "").startswith("trl."):
+            del head.forward
+            self._casts[head] = function, head.register_forward_pre_hook(_in_dtype_of_weight)
 
     def take_off(self) -> None:
         """Restore the models as they were before `set`."""
