@@ -391,7 +391,11 @@ REFUSED = {
         "TRL shuffles the completions",
     ),
     "a-sum": ("SFT", LigerFusedLinearCrossEntropyLoss(reduction="sum"), "a mean over tokens, got reduction='sum'"),
-    "a-value-a-token": ("Distillation", LigerFusedLinearJSDLoss(reduction="none"), "a mean over tokens, got reduction='none'"),
+    "a-value-a-token": (
+        "Distillation",
+        LigerFusedLinearJSDLoss(reduction="none"),
+        "a mean over tokens, got reduction='none'",
+    ),
     "other-labels": ("Distillation", LigerFusedLinearJSDLoss(ignore_index=-1), "the loss has ignore_index=-1"),
 }
 

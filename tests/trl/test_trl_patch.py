@@ -7,7 +7,6 @@ import gc
 import importlib
 import math
 import sys
-
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -305,5 +304,3 @@ assert not any(name.startswith(("trl.trainer.grpo", "trl.experimental.")) for na
     assert set(dir(integration)) >= {*(f"Liger{kind}Trainer" for kind in ("SFT", "DPO", "GRPO")), "patch_trl"}
     with pytest.raises(AttributeError, match="LigerPPOTrainer"):
         _ = integration.LigerPPOTrainer
-
-

@@ -21,9 +21,9 @@ import tiny
 import torch.distributed as dist
 from datasets import disable_progress_bars
 from fresh_process import FreshProcesses
-from trl_kinds import PLAIN, assert_same, build, rare, run
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from trl_kinds import PLAIN, assert_same, build, rare, run
 
 from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, Rollouts, Surrogate
 from liger_chunked.integrations.transformers.detect import inner_model

@@ -15,10 +15,10 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import tiny
 import torch
 from peft import LoraConfig, get_peft_model
-from trl_kinds import PATCHED, assert_same, build, log_of, rare, run, set_head
 from torch import nn
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
+from trl_kinds import PATCHED, assert_same, build, log_of, rare, run, set_head
 
 from liger_chunked.integrations.transformers import apply_liger_kernel, revert_liger_kernel
 

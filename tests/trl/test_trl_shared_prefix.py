@@ -19,11 +19,11 @@ import tiny
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
 from spies import Memory
-from trl_kinds import KINDS, PLAIN, SEQUENCES, SHARING, Log, assert_same, build, run
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 from trl import DPOConfig
+from trl_kinds import KINDS, PLAIN, SEQUENCES, SHARING, Log, assert_same, build, run
 
 from liger_chunked import (
     LigerFusedLinearDPOLoss,
@@ -115,9 +115,7 @@ CONFIGS = {
 
 
 # Preference and policy; the other trainers only in the exhaustive run.
-RARELY = [
-    kind if kind in ("DPO", "GRPO") else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in SHARING
-]
+RARELY = [kind if kind in ("DPO", "GRPO") else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in SHARING]
 
 
 @pytest.mark.parametrize("kind", RARELY)
@@ -216,7 +214,7 @@ def test_split_sequences_are_not_shared(tmp_path, monkeypatch, size):
 def test_what_cannot_be_shared(tmp_path):
     with pytest.raises(ValueError, match=r"share_prefix must be 'auto', True or False, got 'on'"):
         build(tmp_path, "DPO", True, share_prefix="on")
-    with pytest.raises(ValueError, match="share_prefix=True: the sequences of LigerSFTTrainer have no prompts in common"):
+    with pytest.raises(ValueError, match="sequences of LigerSFTTrainer have no prompts in common"):
         build(tmp_path, "SFT", True, share_prefix=True)
     with pytest.raises(ValueError, match="share_prefix=True: ORPOTrainer reads the logits of whole batches"):
         build(tmp_path, "ORPO", True, share_prefix=True)

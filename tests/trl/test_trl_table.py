@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,7 +19,21 @@ from spies import Memory
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
-from trl_kinds import KINDS, PATCHED, PLAIN, SEQUENCES, SHARING, Log, assert_same, build, log_of, measured, of_family, rare, recorder, run
+from trl_kinds import (
+    KINDS,
+    PATCHED,
+    PLAIN,
+    SEQUENCES,
+    SHARING,
+    Log,
+    assert_same,
+    build,
+    log_of,
+    measured,
+    of_family,
+    rare,
+    recorder,
+)
 
 from liger_chunked import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, LigerFusedLinearKTOLoss
 from liger_chunked.integrations.trl import patch_trl

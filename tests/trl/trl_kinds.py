@@ -289,6 +289,7 @@ def set_head(model: Any, **settings: Any) -> Heads:
     return heads
 
 
+_OF_WEIGHTS = {"t", "transpose", "detach", "alias", "view", "expand"}  # and of what is no new tensor
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
@@ -313,7 +314,10 @@ class Measured(TorchDispatchMode):
             # Weights and their gradients have as many columns as the model is wide.
             if isinstance(x, Tensor) and not x.is_meta and x.ndim > 1 and x.is_floating_point() and x.shape[-1] == size:
                 rows = x.numel() // size
-                if not (name in ("t", "transpose", "detach", "alias", "view", "expand") and x.ndim == 2) and rows > self.rows:
+                if (
+                    not (name in ("t", "transpose", "detach", "alias", "view", "expand") and x.ndim == 2)
+                    and rows > self.rows
+                ):
                     self.rows, self.where = rows, name
         if name in _PRODUCTS:
             a, b = [x for x in args if isinstance(x, Tensor)][-2:]

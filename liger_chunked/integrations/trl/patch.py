@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from liger_chunked.integrations.transformers.shared_prefix import ROUTER, why_no
 from liger_chunked.integrations.trl.heads import HEAD_BUDGET, Heads, HeadSettings, language_models
 from liger_chunked.integrations.trl.stand_ins import divergence, swapped
 from liger_chunked.types import budget_bytes, shown
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Settings of experimental trainers whose losses compare whole distributions in an order of their own: sorted, or the
 # largest ones. They would train on real logits without a word.
@@ -261,7 +264,7 @@ def _lora_heads(trainer: type[Any]) -> Iterator[None]:
             module.BaseTunerLayer = of_peft
 
 
-class patch_trl:  # noqa: N801 - called like a function
+class patch_trl:
     """Let trainers of TRL compute their losses from hidden states, with no logits in memory.
 
     Each trainer of TRL that is made while the patch is active is served: the stable and the experimental ones, and
@@ -333,11 +336,11 @@ class patch_trl:  # noqa: N801 - called like a function
     def __exit__(self, *_: Any) -> None:
         self.undo()
 
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         self.undo()
 
         @functools.wraps(function)
-        def patched(*args: Any, **kwargs: Any) -> Any:
+        def patched(*args: P.args, **kwargs: P.kwargs) -> T:
             with patch_trl(self._model, **self._settings):
                 return function(*args, **kwargs)
 
