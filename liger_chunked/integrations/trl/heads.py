@@ -103,10 +103,11 @@ class Heads:
                 self._set(inner)
                 rebind(model, inner)
             self._set_cast_apart(inner)
+            # A trainer of TRL's may have been made since the first call.
+            of_trl = any(newer_head(module) is not None for module in {model, inner})
             for module in {model, inner}:
-                # A trainer of TRL's may have been made since.
-                if module not in self._theirs or newer_head(module) is not None:
-                    self._set_apart(module)
+                if of_trl or module not in self._theirs:
+                    self._set_apart(module, of_trl)
 
     def give(self, model: PreTrainedModel, settings: HeadSettings) -> None:
         """Set the head of a model with settings of its own."""
@@ -136,14 +137,19 @@ class Heads:
         rewrite = functools.partial(_rewritten, settings)
         update(model, head_fn=True, rewrite=rewrite, logits_budget=settings.logits_budget, always=True)
 
-    def _set_apart(self, module: nn.Module) -> None:
+    def _set_apart(self, module: nn.Module, of_trl: bool) -> None:
+        """Remember what is set on an instance, and take off what a trainer of TRL's left."""
         state = vars(module)
         self._theirs[module] = {name: state[name] for name in _SLOTS if name in state}
         if is_sharded(module):  # once for ever, and accelerate's mark says so
             return
-        _clear(module)
-        for name, x in self._ours.pop(module, {}).items():
-            state[name] = x
+        ours = self._ours.pop(module, None)
+        if ours is not None:
+            for name in self._theirs[module]:
+                del state[name]
+            state.update(ours)
+        elif of_trl:
+            _clear(module)
 
     def _set_cast_apart(self, model: PreTrainedModel) -> None:
         """Let a head defer that TRL casts to float32 and multiplies by itself: a hook casts its input instead."""
