@@ -70,15 +70,13 @@ def _sft(name: str, n: int, length: int, compiled: bool, stack: ExitStack) -> An
 def _trainer(name: str, model: str, n: int, length: int, stack: ExitStack) -> Any:
     from benchmarks import models, trainers
     from benchmarks.steps import TrainingStep
-    from liger_chunked.integrations.trl.base import SharedPromptsMixin
 
     kind = trainers.KINDS[name]
     policy = models.build(model)
     data = trainers.Completions.random(n, length, int(length * kind.prompt), models.vocabulary(model))
     batch, others = kind.batch(data, policy), kind.others(model)
     own = [policy, *(x for x in others.values() if isinstance(x, torch.nn.Module))]
-    if issubclass(kind.ours, SharedPromptsMixin):
-        others["share_prefix"] = False
+    others["share_prefix"] = False
     stack.enter_context(models.ours(*own, fused=False))
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     trainer = trainers.build(kind, kind.ours, policy, others, folder, n)

@@ -6,7 +6,7 @@ import atexit
 import copy
 import dataclasses
 import functools
-import importlib
+import importlib.util
 import json
 import os
 import tempfile
@@ -141,6 +141,8 @@ KINDS = {
         Kind("SDPO", "privileged", rewards, {**GENERATION, "teacher_model_kind": "live"}, f"{_EXPERIMENTAL}sdpo"),
     )
 }
+if importlib.util.find_spec("trl.experimental.ssd") is not None:  # of TRL 1.15
+    KINDS["SSD"] = Kind("SSD", "prompts", config={"max_completion_length": 6}, module=f"{_EXPERIMENTAL}ssd")
 
 # Those with `loss=`, `kept_ids` or `skip_zero_advantage`, for which a subclass is needed.
 CLASSES = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation")
@@ -290,7 +292,7 @@ def set_head(model: Any, **settings: Any) -> Heads:
 
 
 _OF_WEIGHTS = {"t", "transpose", "detach", "alias", "view", "expand"}  # and of what is no new tensor
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+_PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
 
 
 class Measured(TorchDispatchMode):

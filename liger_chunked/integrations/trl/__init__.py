@@ -1,6 +1,6 @@
 """TRL's trainers, without logits: `patch_trl` for all of them, and classes for what a subclass alone gives.
 
-docs/trl.md says which trainer computes what, and how.
+docs/trainers.md says which trainer computes what, and how.
 """
 
 from __future__ import annotations

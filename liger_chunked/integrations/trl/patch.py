@@ -30,7 +30,7 @@ from liger_chunked.integrations.transformers.attach import check_head
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.shared_prefix import ROUTER, why_not_shared
 from liger_chunked.integrations.trl.heads import HEAD_BUDGET, Heads, HeadSettings, language_models
-from liger_chunked.integrations.trl.stand_ins import divergence, swapped
+from liger_chunked.integrations.trl.stand_ins import divergence, logps_of, swapped
 from liger_chunked.types import budget_bytes, shown
 
 P = ParamSpec("P")
@@ -97,6 +97,24 @@ class ServedTrainer(_BaseTrainer):
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         with self._with_heads():
             return super()._prepare_inputs(*args, **kwargs)
+
+    def get_batch_logps(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        average_log_prob: bool = False,
+        label_pad_token_id: int = -100,
+        is_encoder_decoder: bool = False,
+    ) -> Any:
+        """Sum the log-probabilities of ORPO and CPO, a static method of theirs: of labelled tokens, others are 0."""
+        shift = not is_encoder_decoder
+        target = labels[:, 1:] if shift else labels
+        mask = target != label_pad_token_id
+        logps = logps_of(logits[:, :-1] if shift else logits, target.where(mask, 0), row_mask=mask)
+        if logps is NotImplemented:
+            stock: Any = super()
+            return stock.get_batch_logps(logits, labels, average_log_prob, label_pad_token_id, is_encoder_decoder)
+        return logps.sum(-1) / mask.sum(-1) if average_log_prob else logps.sum(-1)
 
     def generalized_jsd_loss(
         self,

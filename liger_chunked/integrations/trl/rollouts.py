@@ -412,7 +412,7 @@ class _WithKeptIds:
     """A model that passes kept ids to its head, for TRL's loop over the sequences of a batch.
 
     Args:
-        model: with the head of `add_chunked_lm_head`.
+        model: with the head of a served trainer.
         kept: of (n, K) completions, flattened.
         shape: (n, T) of the whole sequences, which end with the completions.
         completion_length: K.

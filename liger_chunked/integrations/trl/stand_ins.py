@@ -53,7 +53,11 @@ def _statistics(z: Any, index: Tensor, row_mask: Tensor | None, *outputs: str) -
     return stats
 
 
-def _logps(logits: Any, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None) -> Any:
+def logps_of(logits: Any, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None) -> Any:
+    """Return log-probabilities (...) of stand-ins (..., V) at ids `index` (...); NotImplemented for other tensors.
+
+    Rows where `row_mask` is zero are not computed, and have 0.
+    """
     if not _are_stand_ins(logits) or index.shape != logits.shape[:-1]:
         return NotImplemented
     return _statistics(logits / temperature, index, row_mask, "logps").logps
@@ -128,7 +132,7 @@ def _self_distillation(student_logits: Any, teacher_logits: Any, *, distillation
 
 
 _OURS: dict[str, Callable[..., Any]] = {
-    "selective_log_softmax": _logps,
+    "selective_log_softmax": logps_of,
     "selective_log_softmax_and_entropy": _logps_and_entropy,
     "compute_full_logit_self_distillation_loss": _self_distillation,
 }
