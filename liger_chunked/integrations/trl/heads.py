@@ -162,8 +162,8 @@ class Heads:
     def take_off(self) -> None:
         """Restore the models as they were before `set`."""
         for model, before in self._are_set.items():
-            state = before or ForwardState()
-            update(model, **{field.name: getattr(state, field.name) for field in dataclasses.fields(state)})
+            was = before or ForwardState()
+            update(model, **{field.name: getattr(was, field.name) for field in dataclasses.fields(was)})
             if (newest := _NEWEST.get(model)) is not None and newest() is self:
                 del _NEWEST[model]
         for head, (function, hook) in self._casts.items():

@@ -329,12 +329,7 @@ def _check_mean(trainer: type, loss: Any) -> None:
 
 
 class SFTMixin(LossMixin):
-    """TRL's `SFTTrainer` with `loss=`.
-
-    `loss` is a `LigerFusedLinearCrossEntropyLoss` with `reduction="mean"`, and excludes `compute_loss_func`.
-
-        LigerSFTTrainer(model, train_dataset=texts, loss=LigerFusedLinearCrossEntropyLoss(lse_square_scale=1e-4))
-    """
+    """See `LigerSFTTrainer`."""
 
     loss_kind = LigerFusedLinearCrossEntropyLoss
     replaced_fields: ClassVar = {"loss_type": None, "label_smoothing_factor": "label_smoothing"}
@@ -406,6 +401,9 @@ class ReferenceMixin(LossMixin):
 
     ref_columns: ClassVar[tuple[str, ...]]
     logged_stats: ClassVar[tuple[str, ...]] = ("entropy",)
+    # Of transformers' trainer.
+    data_collator: Any
+    _signature_columns: Any
 
     def __init__(
         self, model: Any, ref_model: Any = None, args: Any = None, *others: Any, loss: Any = None, **kwargs: Any
@@ -526,12 +524,7 @@ class ReferenceMixin(LossMixin):
 
 
 class DPOMixin(ReferenceMixin):
-    """TRL's `DPOTrainer` with `loss=`.
-
-    `loss` is a `LigerFusedLinearPreferenceBase`; if it rejects a reference, none is loaded.
-
-        LigerDPOTrainer(model, args=DPOConfig(...), train_dataset=pairs, loss=LigerFusedLinearSimPOLoss(beta=2.0))
-    """
+    """See `LigerDPOTrainer`."""
 
     loss_kind = LigerFusedLinearPreferenceBase
     replaced_fields: ClassVar = {
@@ -568,11 +561,7 @@ class DPOMixin(ReferenceMixin):
 
 
 class KTOMixin(ReferenceMixin):
-    """TRL's `KTOTrainer` with `loss=`.
-
-    `loss` is a `LigerFusedLinearUnpairedPreferenceBase` without a reference point, or with "kl", which needs
-    `KTOConfig(loss_type="kto")` for mismatched completions.
-    """
+    """See `LigerKTOTrainer`."""
 
     loss_kind = LigerFusedLinearUnpairedPreferenceBase
     replaced_fields: ClassVar = {
@@ -636,11 +625,7 @@ class KTOMixin(ReferenceMixin):
 
 
 class DistillationMixin(LossMixin):
-    """TRL's `DistillationTrainer` with `loss=`, a `LigerFusedLinearDistillationBase`.
-
-    Its temperature is the logged entropy's. TRL's own loss reads hidden states and weights, and not the models' heads:
-    without `loss`, a `LigerFusedLinearJSDLoss` takes its place too, within `logits_budget` for both models' logits.
-    """
+    """See `LigerDistillationTrainer`."""
 
     loss_kind = LigerFusedLinearDistillationBase
     replaced_fields: ClassVar = {"beta": "beta", "temperature": "options.temperature"}
@@ -708,7 +693,7 @@ def step_inside_teacher(
         if options is loss.options:  # the student's may differ
             options = LogitOptions(temperature=options.temperature)
         of_pair = altered(loss, teacher_options=with_transform(options, input.options))
-        own = {"teacher_weight": head.weight, "teacher_input": input.hidden_states, "teacher_bias": head.bias}
+        own: Any = {"teacher_weight": head.weight, "teacher_input": input.hidden_states, "teacher_bias": head.bias}
         with torch.autocast(device, *modes), torch.set_grad_enabled(with_gradient):
             # The teacher's hooks would treat a returned loss as its output.
             steps.append(loss_step(model, of_pair, inputs, labels, **own, **arguments))

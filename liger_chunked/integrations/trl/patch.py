@@ -49,7 +49,10 @@ _READ_LOGITS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 _ALONE = ("SFTTrainer", "KTOTrainer")
 
 
-class ServedTrainer(_BaseTrainer):
+_Trainer: Any = _BaseTrainer  # whose subclasses have attributes that it lacks
+
+
+class ServedTrainer(_Trainer):
     """What a served trainer has in addition to TRL's: its heads, which are set while it works."""
 
     _heads: Heads
@@ -142,7 +145,7 @@ class ServedTrainer(_BaseTrainer):
 
 
 @functools.cache
-def served_class(cls: type) -> type:
+def served_class(cls: Any) -> Any:
     """Return the subclass of a trainer's class that `ServedTrainer` serves, with the same name."""
     if issubclass(cls, ServedTrainer):
         return cls
@@ -150,7 +153,7 @@ def served_class(cls: type) -> type:
     return type(cls.__name__, (_server_of(cls), cls), namespace)
 
 
-def _server_of(cls: type) -> type:
+def _server_of(cls: Any) -> Any:
     """Return the mixin for a trainer's class: that of `DistillationTrainer`, unless a subclass has its own loss."""
     owners = [next((c for c in cls.__mro__ if name in vars(c)), None) for name in ("compute_loss", "_compute_loss")]
     if not all(owner is not None and owner.__module__ == "trl.trainer.distillation_trainer" for owner in owners):
@@ -385,11 +388,11 @@ def _wrap_trainers() -> None:
         left += cls.__subclasses__()
         _wrap(cls)
 
-    def __init_subclass__(cls: type, **kwargs: Any) -> None:
+    def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:
         super(_BaseTrainer, cls).__init_subclass__(**kwargs)
         _wrap(cls)
 
-    _BaseTrainer.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment]
+    _Trainer.__init_subclass__ = classmethod(__init_subclass__)
 
 
 def _wrap(cls: type) -> None:
@@ -403,7 +406,8 @@ def _wrap(cls: type) -> None:
         if patch is None or isinstance(self, ServedTrainer):
             stock(self, *args, **kwargs)
             return
-        self.__class__ = served_class(type(self))
+        kind: Any = type(self)
+        self.__class__ = served_class(kind)
         with constructing(self, args, kwargs, **patch._settings):
             stock(self, *args, **kwargs)
 
@@ -412,7 +416,7 @@ def _wrap(cls: type) -> None:
 
 
 def _unwrap_trainers() -> None:
-    del _BaseTrainer.__init_subclass__
+    del _Trainer.__init_subclass__
     for cls, stock in patch_trl._wrapped.items():
         cls.__init__ = stock  # type: ignore[misc]
     patch_trl._wrapped.clear()

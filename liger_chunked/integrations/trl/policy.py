@@ -34,15 +34,7 @@ _OF_CISPO = {
 
 
 class GRPOMixin(RolloutsMixin):
-    """TRL's `GRPOTrainer` with `loss=`, `kept_ids` and `skip_zero_advantage`.
-
-    `loss` is a `LigerFusedLinearPolicyBase`, at the config's `temperature`. For a KL term, set `beta` in the config
-    too, or TRL keeps no reference. For a loss that needs a reference without a KL term, such as A*-PO, set any other
-    `beta` than 0 in the config: only the loss's is read. With TRL's default divisor:
-
-        loss = LigerFusedLinearGRPOLoss(reduction="dapo")
-        LigerGRPOTrainer(model, reward_funcs=reward, train_dataset=prompts, loss=loss)
-    """
+    """See `LigerGRPOTrainer`."""
 
     loss_kind = LigerFusedLinearPolicyBase
     replaced_fields: ClassVar = {
@@ -129,18 +121,14 @@ class GRPOMixin(RolloutsMixin):
         items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         items = items * window / self.args.steps_per_generation if training else items
         counts_items = REDUCTIONS[loss.reduction].counts_items
+        arguments: dict[str, Any] = {"num_items": items if counts_items else None, **of_tokens}
+        if counts_items and loss.entropy_coef:
+            arguments["accumulation_steps"] = window
+        if kept is not None:
+            arguments["kept"] = kept
+        own = fitted(loss, LogitOptions(temperature=self.temperature), ("temperature",))
         with self.accelerator.autocast():
-            step = loss_step(
-                model,
-                fitted(loss, LogitOptions(temperature=self.temperature), ("temperature",)),
-                model_inputs | self._aux_inputs,
-                labels,
-                length=length,
-                num_items=items if counts_items else None,
-                **({"accumulation_steps": window} if counts_items and loss.entropy_coef else {}),
-                **({} if kept is None else {"kept": kept}),
-                **of_tokens,
-            )
+            step = loss_step(model, own, model_inputs | self._aux_inputs, labels, length=length, **arguments)
         self._log_metrics(step, inputs["advantages"])
         self.log_own_metrics(step.metrics, of_nothing=batch.n_live == 0)
         value = step.loss if counts_items else step.loss / window
@@ -221,7 +209,7 @@ class GRPOMixin(RolloutsMixin):
 
 
 class RLOOMixin(RolloutsMixin):
-    """TRL's `RLOOTrainer` with `kept_ids` and `skip_zero_advantage`; it takes no `loss`."""
+    """See `LigerRLOOTrainer`."""
 
     def _old_logps(self, inputs: dict[str, Any]) -> Tensor:
         # TRL has one sum a sequence. A first token that is not read belongs to a sequence without tokens, of sum 0.
