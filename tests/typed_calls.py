@@ -274,10 +274,7 @@ def mistakes(model: PreTrainedModel, weight: Tensor, x: Tensor, target: Tensor) 
     check_model(model, silu=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     defer_logits(model, budget=1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     liger_chunked.defer_logit(model)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-    LigerGRPOTrainer(model, lss=None)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-    LigerGRPOTrainer(model, loss=Hinge())  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    LigerDPOTrainer(model, share_prefix="always")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    LigerDPOTrainer(model, args=GRPOConfig())  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    patch_trl(model, budget="1GB")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     OwnTrainer(args=None)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     liger_fused_linear_dpo(x, weight)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 
