@@ -351,9 +351,14 @@ def _argmax(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> An
 
 
 def _split(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Split logits by slices: the backward of a split makes real zeros for the parts that no loss reads."""
+    """Split a trainer's logits by slices: the backward of a split makes real zeros for the parts that no loss reads.
+
+    Elsewhere parts are views of a split, which autograd does not let a user change in place.
+    """
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     if type(input) is not DeferredLogits or not isinstance(dim, int):
+        return NotImplemented
+    if not input._cell.node.sources[0].settings.in_evaluation:
         return NotImplemented
     lengths = [x.shape[dim] for x in func(torch.empty(input.shape, device="meta"), *args, **kwargs)]
     starts = itertools.accumulate([0, *lengths[:-1]])
