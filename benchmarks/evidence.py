@@ -56,12 +56,12 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 from benchmarks import models
 from benchmarks.evidence_data import MAX_ANSWER, Data, Judge, Row, Scores, exact
 from benchmarks.harness import DEVICE, OURS, STOCK, Skipped, environment, synchronize
+from benchmarks.trainers import patched
 from examples.pretrained import load
 from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
-    LigerFusedLinearJSDLoss,
     LigerFusedLinearKTOLoss,
 )
 from liger_chunked.integrations import trl as integration
@@ -102,14 +102,14 @@ class Method:
         curves: what TRL's log has of each step, to be kept.
         batch, timed_batch: rows of a training update, and of a timed one.
         settings: of the config.
-        loss: the library's loss that equals the trainer's.
+        loss: the library's loss that equals the trainer's. None: TRL's trainer under `patch_trl` takes none.
         options: of our trainer, without everything on.
         everything: of our trainer, with everything on.
         needs: other models: a reference, or a teacher and a smaller student.
     """
 
-    stock: type
-    ours: type
+    stock: Callable[..., Any]
+    ours: Callable[..., Any]
     config: type
     rows: Callable[[Data, int], list[Row]]
     score: Callable[[Judge, PreTrainedModel], Scores]
@@ -118,7 +118,7 @@ class Method:
     batch: int
     timed_batch: int
     settings: dict[str, Any]
-    loss: Callable[[], nn.Module]
+    loss: Callable[[], nn.Module] | None
     options: dict[str, Any] = field(default_factory=dict)
     everything: dict[str, Any] = field(default_factory=dict)
     needs: str = ""
@@ -202,7 +202,7 @@ METHODS = {
     ),
     "distillation": Method(
         GKDTrainer,
-        integration.LigerGKDTrainer,
+        patched(GKDTrainer),
         GKDConfig,
         Data.messages,
         Judge.divergence,
@@ -211,7 +211,7 @@ METHODS = {
         batch=16,
         timed_batch=32,  # so that stock has memory for the logits
         settings={"learning_rate": 5e-4, "lmbda": 0.0, "beta": 0.0, "temperature": 1.0},
-        loss=partial(LigerFusedLinearJSDLoss, beta=0.0, weight_hard_loss=0.0, weight_soft_loss=1.0),
+        loss=None,
         needs="teacher",
     ),
 }
@@ -353,7 +353,7 @@ class Bench:
             others["reward_funcs"] = exact
         if contender.ours:
             others |= method.everything if contender.all_on else method.options
-            if contender.all_on:
+            if contender.all_on and method.loss is not None:
                 others["loss"] = method.loss()
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder, contender.layers(*every, fused=False):

@@ -60,7 +60,7 @@ from benchmarks.harness import DEVICE, OURS, OURS_SHARED, STOCK, Table
 from benchmarks.steps import TrainingStep, allocated_mib, compare, parts, steps_parser
 from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearKTOLoss
 from liger_chunked.integrations import trl as integration
-from liger_chunked.integrations.trl.base import SharedPromptsMixin
+from liger_chunked.integrations.trl import patch_trl
 
 MODELS = ["llama-3.2-1b", "qwen2.5-0.5b"]
 LAYERS = "liger-kernel layers"
@@ -173,7 +173,7 @@ def nothing(name: str) -> Batch:
 
 @dataclass(frozen=True)
 class Kind:
-    """A trainer of TRL, and our subclass of it.
+    """A trainer of TRL, and our subclass of it, or what makes it under `patch_trl`.
 
     - `batch`: builds the input of its `compute_loss`
     - `rows`: rows of the dataset that its constructor needs, and never reads
@@ -185,8 +185,8 @@ class Kind:
     - `group`: sequences per prompt, with `--share`
     """
 
-    stock: type
-    ours: type
+    stock: Callable[..., Any]
+    ours: Callable[..., Any]
     config: type
     batch: Callable[[Completions, PreTrainedModel], Batch]
     rows: list[Batch]
@@ -196,6 +196,16 @@ class Kind:
     sequences: int = 8
     loss: Callable[[], torch.nn.Module] | None = None
     group: int = 2
+
+
+def patched(trainer: type) -> Callable[..., Any]:
+    """Return what makes a trainer of TRL's under `patch_trl`, whose settings it takes too."""
+
+    def make(*, share_prefix: bool | str = "auto", **arguments: Any) -> Any:
+        with patch_trl(share_prefix=share_prefix):
+            return trainer(**arguments)
+
+    return make
 
 
 _PAIRS = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
@@ -216,10 +226,10 @@ KINDS = {
         reference,
         loss=LigerFusedLinearKTOLoss,
     ),
-    "ORPO": Kind(ORPOTrainer, integration.LigerORPOTrainer, ORPOConfig, sides, _PAIRS, settings=_KEEP),
+    "ORPO": Kind(ORPOTrainer, patched(ORPOTrainer), ORPOConfig, sides, _PAIRS, settings=_KEEP),
     "SimPO": Kind(
         CPOTrainer,
-        integration.LigerCPOTrainer,
+        patched(CPOTrainer),
         CPOConfig,
         sides,
         _PAIRS,
@@ -238,7 +248,7 @@ KINDS = {
     ),
     "GKD": Kind(
         GKDTrainer,
-        integration.LigerGKDTrainer,
+        patched(GKDTrainer),
         GKDConfig,
         messages,
         _MESSAGES,
@@ -264,10 +274,9 @@ SHARED = [
     "GRPO:qwen2.5-0.5b:16:2560:2048",
     "GRPO:llama-3.2-1b:8:2560:2048",
     "DPO:llama-3.2-1b:16:1536:1024",
-    "ORPO:llama-3.2-1b:16:1536:1024",
 ]
 SHARED_LONGEST = ["GRPO:llama-3.2-1b:8:2560:2048"]
-SHARED_SMALL = ["GRPO:tiny-qwen2:8:40:32", "DPO:tiny-llama:4:40:24", "ORPO:tiny-llama:4:40:24"]
+SHARED_SMALL = ["GRPO:tiny-qwen2:8:40:32", "DPO:tiny-llama:4:40:24"]
 SMALL = [f"{name}:{model}:4:32" for name, model in zip(KINDS, ["tiny-llama", "tiny-qwen2"] * len(KINDS), strict=False)]
 
 
@@ -304,7 +313,9 @@ def dataset(rows: list[Batch]) -> Dataset:
     return Dataset(InMemoryTable.from_pylist(rows), fingerprint="benchmark")
 
 
-def build(kind: Kind, trainer_class: type, policy: PreTrainedModel, others: Batch, folder: str, n: int) -> Any:
+def build(
+    kind: Kind, trainer_class: Callable[..., Any], policy: PreTrainedModel, others: Batch, folder: str, n: int
+) -> Any:
     """Build a trainer in the state after `train()` has begun."""
     batch_size = {"per_device_train_batch_size": n}
     if kind.config is GRPOConfig:
@@ -352,7 +363,7 @@ def fill(row: Any, table: Table, name: str, model: str, n: int, length: int, pro
     if brings_loss:
         assert kind.loss is not None
         others["loss"] = kind.loss()
-    if issubclass(getattr(kind, side), SharedPromptsMixin):
+    if side == "ours":
         others["share_prefix"] = "auto" if shares else False
     with tempfile.TemporaryDirectory() as folder, kernels(*every, fused=False):
         trainer = build(kind, getattr(kind, side), policy, others, folder, n)

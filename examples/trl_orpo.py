@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from trl_common import preference_data, setup  # before trl.experimental, to silence its notice
 
-from liger_chunked.integrations.trl import LigerORPOTrainer
+from liger_chunked import patch_trl
 
 if __name__ == "__main__":
-    from trl.experimental.orpo import ORPOConfig
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
+    patch_trl()
     model, tokenizer, settings, _ = setup()
-    trainer = LigerORPOTrainer(
+    trainer = ORPOTrainer(
         model=model,
         args=ORPOConfig(**settings, beta=0.1, remove_unused_columns=False),
         processing_class=tokenizer,

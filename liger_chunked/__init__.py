@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         run_head as run_head,
     )
     from liger_chunked.integrations.transformers.family import FamilyFunction
+    from liger_chunked.integrations.trl import patch_trl as patch_trl
     from liger_chunked.kept_ids import KeptIds
     from liger_chunked.kernels import (
         liger_cross_entropy,
@@ -193,9 +194,12 @@ _OF_TRANSFORMERS = (
     "revert_liger_kernel",
     "run_head",
 )
+_OF_TRL = ("patch_trl",)
 # `from liger_chunked import *` resolves `__all__`, which fails for these without transformers, or with an older one.
 if versions.suffices("transformers"):
     __all__ += list(_OF_TRANSFORMERS)
+    if versions.suffices("trl"):
+        __all__ += list(_OF_TRL)
 
 
 # For type checkers every other name is an `apply_liger_kernel_to_<family>`: they report a wrong one where it is used.
@@ -206,6 +210,8 @@ def __getattr__(name: str) -> "FamilyFunction":
         return value
     if name in _OF_TRANSFORMERS or name.startswith("apply_liger_kernel_to_"):
         return getattr(import_module(f"{__name__}.integrations.transformers"), name)
+    if name in _OF_TRL:
+        return getattr(import_module(f"{__name__}.integrations.trl"), name)
     if name in __all__:
         for home in _HOMES:
             module = import_module(f"{__name__}.{home}")
@@ -220,4 +226,4 @@ def __getattr__(name: str) -> "FamilyFunction":
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_OF_TRANSFORMERS, *_MODULES})
+    return sorted({*globals(), *__all__, *_OF_TRANSFORMERS, *_OF_TRL, *_MODULES})

@@ -7,9 +7,7 @@ of logits that it held.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -19,14 +17,13 @@ import pytest
 pytest.importorskip("trl")
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
-import tiny
 import torch
 from model_zoo import BY_ID, HIDDEN, LENGTH, VOCAB, Tiny
 from spies import Results
-from test_trl_trainers import KINDS, QUIET
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from trl_kinds import set_head
 
 from liger_chunked import LigerFusedLinearCrossEntropyLoss, apply_liger_kernel, attach_head, run_head
 
@@ -228,32 +225,9 @@ class Way:
         return self.name
 
 
-@functools.cache
-def tokenized() -> Any:
-    return tiny.dataset("text").map(lambda row: {"input_ids": tiny.tokenizer()(row["text"])["input_ids"]})
-
-
 def trainer_patch(model: Any) -> None:
-    """Give a model to a trainer, which attaches its head."""
-    with tempfile.TemporaryDirectory() as folder:
-        sft_trainer(model, folder)
-
-
-def sft_trainer(model: Any, folder: str, ours: bool = True, **config: Any) -> Any:
-    kind = KINDS["SFT"]
-    settings = {
-        "output_dir": str(folder),
-        **QUIET,
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-        **config,
-    }
-    return (kind.ours() if ours else kind.stock())(
-        model=model,
-        args=kind.config_class()(**settings),
-        processing_class=tiny.tokenizer(),
-        train_dataset=tokenized(),
-        **({"logits_budget": BUDGET} if ours else {}),
-    )
+    """Give a model the head of a trainer, as while it trains."""
+    set_head(model, logits_budget=BUDGET, outputs=("log_probs", "entropy", "is_top1"))
 
 
 APPLY = Way("apply", patch_head, own_call)

@@ -33,12 +33,14 @@ class Deferral:
     - `logits_budget`: of the fused losses, in bytes; None: automatic
     - `in_training`: whether every call in training mode defers, or only those of a `Request`
     - `in_evaluation`: whether calls in evaluation mode defer too, if they record no gradient
+    - `of_trainer`: whether a trainer of TRL's set the head, whose code is known to change no part of a split in place
     - `whole`: under tensor parallelism, logits are of the whole vocabulary, also where a layout keeps them sharded
     """
 
     logits_budget: int | None = None
     in_training: bool = True
     in_evaluation: bool = True
+    of_trainer: bool = False
     whole: bool = False
 
 
@@ -113,8 +115,9 @@ def _defers(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _defers_unasked(layer: Any) -> bool:
-    settings: Deferral = vars(layer)[SETTINGS]
-    if not settings.in_training:
+    # None: a forward that was bound before the head stopped deferring.
+    settings: Deferral | None = vars(layer).get(SETTINGS)
+    if settings is None or not settings.in_training:
         return False
     if torch.is_grad_enabled():
         return layer.training

@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from torch import Tensor
 from liger_chunked.calls import once
 from liger_chunked.deferred import request
 from liger_chunked.deferred.fused import HeadRows, Pass, fuse, wants_grad
+from liger_chunked.deferred.lazy import PLAIN
 from liger_chunked.deferred.logits import RULES, DeferredLogits
 from liger_chunked.deferred.plan import DIFFERENCE, LOGITS, LOGPS, PROBS, PRODUCT, Plan
 from liger_chunked.engine import linear_token_stats
@@ -268,6 +270,26 @@ def _logsumexp(func: Any, input: Any, dim: Any = None, keepdim: bool = False, **
     return result.unsqueeze(plan.class_dim) if keepdim else result
 
 
+def _mean_without_product(z: DeferredLogits, plan: Plan) -> Tensor | None:
+    """Return the mean of logits over the vocabulary, by the mean of the weight; None for one that needs all logits.
+
+    A metric, without a gradient: a product with one row of a weight in place of all of them.
+    """
+    if wants_grad(z) or plan.kind != LOGITS or plan.transform.outer is not None or len(plan.sources) > 1:
+        return None
+
+    def compute(head: HeadRows) -> Tensor | None:
+        if type(head.weight) not in PLAIN:
+            return None
+        dtype = torch.promote_types(head.rows.dtype, torch.float32)
+        mean = (head.rows.to(dtype) * head.weight.mean(0, dtype=dtype)).sum(-1)
+        return mean if head.bias is None else mean + head.bias.mean(dtype=dtype)
+
+    mean = Pass([plan], compute, False).results
+    scale = plan.options.logit_scale
+    return None if mean is None else (mean * scale).reshape(plan.row_shape).to(z.device)
+
+
 def reduction(name: str) -> Callable[..., Any]:
     """Return the rule of a mean or sum over the vocabulary, or over everything: metrics that trainers log."""
 
@@ -299,7 +321,11 @@ def reduction(name: str) -> Callable[..., Any]:
             return x * factor if factor != 1 else x
 
         reduce = torch.mean if name == "mean" else torch.sum
-        result = _of_stats(input, plan, None, names, read, lambda z: reduce(z, plan.class_dim))
+        result = _mean_without_product(input, plan)
+        if result is None:
+            result = _of_stats(input, plan, None, names, read, lambda z: reduce(z, plan.class_dim))
+        elif factor != 1:
+            result = result * factor
         if name == "nansum" and not bool(result.isfinite().all()):
             return NotImplemented
         if whole:
@@ -324,6 +350,21 @@ def _argmax(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> An
     return result.unsqueeze(plan.class_dim) if keepdim else result
 
 
+def _split(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Split a trainer's logits by slices: the backward of a split makes real zeros for the parts that no loss reads.
+
+    Elsewhere parts are views of a split, which autograd does not let a user change in place.
+    """
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    if type(input) is not DeferredLogits or not isinstance(dim, int):
+        return NotImplemented
+    if not input._cell.node.sources[0].settings.of_trainer:
+        return NotImplemented
+    lengths = [x.shape[dim] for x in func(torch.empty(input.shape, device="meta"), *args, **kwargs)]
+    starts = itertools.accumulate([0, *lengths[:-1]])
+    return tuple(input.narrow(dim, start, n) for start, n in zip(starts, lengths, strict=True))
+
+
 def logit_options(z: DeferredLogits, ignore_index: int) -> LogitOptions:
     """Return the transform of logits, as a loss takes it; ValueError if no loss can express them."""
     plan = z._plan
@@ -340,6 +381,9 @@ for _name, _rule in {
     "mean": reduction("mean"),
     "sum": reduction("sum"),
     "nansum": reduction("nansum"),
+    "chunk": _split,
+    "split": _split,
+    "tensor_split": _split,
 }.items():
     RULES[getattr(torch, _name)] = RULES[getattr(Tensor, _name)] = _rule
 RULES[_CROSS_ENTROPY] = RULES[_NLL_LOSS] = _cross_entropy

@@ -194,38 +194,3 @@ def test_nothing_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "OLDEST", {"not_installed_at_all": "1.13"})
     with pytest.raises(ImportError, match=r"here needs not_installed_at_all >= 1.13, found none: pip install"):
         versions.require("here", "not_installed_at_all")
-
-
-MOVED = {
-    "a module": "import sys; sys.modules['trl.experimental.gkd'] = None",
-    "a class": "import trl.experimental.gkd as gkd; gkd.GKDTrainer; del gkd.GKDTrainer",
-    "an error": """
-import types, sys
-class Lazy(types.ModuleType):
-    def __getattr__(self, name):
-        raise RuntimeError('Failed to import trl.experimental.gkd.gkd_trainer')
-sys.modules['trl.experimental.gkd'] = Lazy('gkd')""",
-}
-
-
-@pytest.mark.parametrize("moved", MOVED)
-def test_a_moved_trainer_is_the_only_one_missing(fresh_process: Any, moved: str) -> None:
-    pytest.importorskip("trl")
-    code = """
-import warnings
-warnings.simplefilter("ignore")
-import liger_chunked.integrations.trl as ours
-assert "LigerGKDTrainer" in dir(ours) and not hasattr(ours, "LigerGKDTrainer")
-assert hasattr(ours, "LigerDPOTrainer") and hasattr(ours, "LigerGOLDTrainer")
-names = {}
-exec("from liger_chunked.integrations.trl import *", names)
-assert set(dir(ours)) - set(names) == {"LigerGKDTrainer"}
-for code in ("ours.LigerGKDTrainer", "from liger_chunked.integrations.trl import LigerGKDTrainer"):
-    try:
-        exec(code)
-    except (AttributeError, ImportError) as error:
-        print(type(error).__name__, str(error).partition(", not found in TRL ")[0])
-"""
-    needs = "LigerGKDTrainer needs GKDTrainer from trl.experimental.gkd"
-    printed = fresh_process.run_after("trl.trainer.dpo_trainer", MOVED[moved] + code).splitlines()
-    assert printed[-2:] == [f"AttributeError {needs}", f"ImportError {needs}"]

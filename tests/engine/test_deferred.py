@@ -920,6 +920,26 @@ def test_a_metric_without_grad_does_not_take_the_gradient_of_the_loss() -> None:
                 assert relative_error(ours, theirs) < BOUND
 
 
+def test_a_mean_that_needs_no_product() -> None:
+    """A metric without a gradient multiplies by the mean of the weight, unless a softcap bends the logits."""
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 40).double()
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+    expected = linear(x).detach()
+    handle = defer_logits(linear)
+    z = (linear(x) * 0.5).detach()
+    with FlopCounterMode(display=False) as flops:
+        found = z.mean(-1), z[:2, :-1].mean(), z.sum(-1), z.nansum()
+    assert flops.get_total_flops() == 0 and not z.is_computed
+    half = 0.5 * expected
+    for value, real in zip(found, (half.mean(-1), half[:2, :-1].mean(), half.sum(-1), half.sum()), strict=True):
+        torch.testing.assert_close(value, real)
+    capped = (30 * torch.tanh(linear(x) / 30)).detach()
+    torch.testing.assert_close(capped.mean(-1), (30 * torch.tanh(expected / 30)).mean(-1))
+    assert not capped.is_computed
+    handle.remove()
+
+
 def test_statistics_are_forgotten_with_a_scale() -> None:
     case = Case()
     exact = case.head(case.x).mul(2).logsumexp(-1)

@@ -34,7 +34,7 @@ target = torch.randint(50, (4, 6))
 for module in loaded:
     loss, _ = module.LigerFusedLinearDPOLoss(use_ref_model=False)(weight, x, target)
     loss.backward()
-    names = [name for name in module.__all__ if name not in module._OF_TRANSFORMERS]
+    names = [name for name in module.__all__ if name not in (*module._OF_TRANSFORMERS, *module._OF_TRL)]
     assert all(hasattr(module, name) for name in names) and len(names) > 30
     normed = torch.compile(module.liger_rms_norm, backend="eager", fullgraph=True)(x, torch.ones(8), 1e-6)
     print("loss", loss.item())

@@ -22,11 +22,11 @@ from typing import Any
 import edge_cases as edge
 import peft
 import pytest
-import test_trl_trainers as trainers
 import tiny
 import torch
 import torch.nn.functional as F
 import transformers
+import trl_kinds as trainers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from edge_cases import (
@@ -1479,91 +1479,7 @@ def test_a_copy_of_a_trained_model_generates(kind: str) -> None:
         assert not twin.generate(prompt, **greedy).equal(model.generate(prompt, **greedy))
 
 
-# 14. A reference that is the policy
-
-
-def reference_with(forward: Callable[..., Any]) -> Any:
-    """Return a model with weights of its own, whose `forward` is replaced."""
-    ref = tiny.model(seed=2)
-    ref.forward = forward
-    return ref
-
-
-def partial_of_policy(policy: Any) -> Any:
-    return reference_with(functools.partial(policy.forward))
-
-
-def method_of_policy(policy: Any) -> Any:
-    return reference_with(policy.forward)
-
-
-def closure_of_policy(policy: Any) -> Any:
-    inner = policy.forward
-    return reference_with(lambda *args, **kwargs: inner(*args, **kwargs))
-
-
-def closure_of_module(policy: Any) -> Any:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return policy(*args, **kwargs)
-
-    return reference_with(forward)
-
-
-def autocast_of_policy(policy: Any) -> Any:
-    return reference_with(torch.autocast("cpu", torch.bfloat16)(policy.forward))
-
-
-def nested_partial(policy: Any) -> Any:
-    return reference_with(functools.partial(torch.no_grad()(functools.partial(policy.forward))))
-
-
-def copy_of_a_wrapped_policy(policy: Any) -> Any:
-    """A function is not copied."""
-    policy.forward = torch.autocast("cpu", torch.bfloat16)(policy.forward)
-    return copy.deepcopy(policy)
-
-
-def shallow_copy(policy: Any) -> Any:
-    return copy.copy(policy)
-
-
-def shared_backbone(policy: Any) -> Any:
-    ref = tiny.model(seed=2)
-    ref.model = policy.model
-    return ref
-
-
-def shared_head(policy: Any) -> Any:
-    ref = tiny.model(seed=2)
-    ref.lm_head.weight = policy.lm_head.weight
-    return ref
-
-
-ALIASES = (
-    partial_of_policy,
-    method_of_policy,
-    closure_of_policy,
-    closure_of_module,
-    autocast_of_policy,
-    nested_partial,
-    copy_of_a_wrapped_policy,
-    shallow_copy,
-    shared_backbone,
-    shared_head,
-)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("with_loss", [False, True], ids=["trl", "loss"])
-@pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("alias", ALIASES, ids=lambda alias: alias.__name__)
-def test_a_reference_that_runs_the_policy(alias: Callable[[Any], Any], kind: str, with_loss: bool, tmp_path) -> None:
-    """It would leave the loss at its start, whatever is trained. It is refused when the trainer is made."""
-    policy = tiny.model()
-    loss = {"loss": LOSSES[kind]()} if with_loss else {}
-    ref = alias(policy)
-    with pytest.raises(ValueError, match=r"ref_model|reference"):
-        trainers.build(tmp_path, kind, True, model=policy, ref_model=ref, **loss)
+# 14. A reference with a forward of its own
 
 
 def own_autocast(policy: Any) -> Any:

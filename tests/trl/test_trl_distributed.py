@@ -23,12 +23,12 @@ from fresh_process import FreshProcesses
 from model_zoo import BY_ID, VOCAB
 from test_models_distributed import gradients_of
 from test_models_tensor_parallel import FIRST_DTENSORS, by_module, start
-from test_trl_trainers import KINDS, PLAIN, assert_same, run
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
+from trl_kinds import KINDS, PLAIN, assert_same, run, set_head
 
 from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
@@ -36,11 +36,8 @@ from liger_chunked import (
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKTOLoss,
-    LigerFusedLinearORPOLoss,
 )
-from liger_chunked.integrations.trl import add_chunked_lm_head
-from liger_chunked.integrations.trl.base import loss_step as preference_step
-from liger_chunked.integrations.trl.distillation import distillation_step
+from liger_chunked.integrations.trl.losses import loss_step, step_inside_teacher
 
 WORLD = 2
 # A replaced head, a trainer whose TRL version builds logits, gradients in forward; then two nested models.
@@ -53,18 +50,17 @@ CASES = {
     "other-losses": [
         ("Distillation", None),
         ("KTO", LigerFusedLinearKTOLoss(beta=0.1)),
-        ("ORPO", LigerFusedLinearORPOLoss(beta=0.1)),
         ("GRPO", LigerFusedLinearGRPOLoss(reduction="dapo")),
     ],
 }
-# TRL's ORPO includes prompts and padding in its mean logit. Its DPO counts the samples that fill up a last batch twice.
-NOT_TRLS = {"ORPO": "logits/", "DPO": "eval_"}
+# TRL's DPO counts the samples that fill up a last batch twice.
+NOT_TRLS = {"DPO": "eval_"}
 
 
 def train(folder: Path, cases: str) -> None:
     for kind, loss in CASES[cases]:
         stock = run(folder, kind, ours=False, evaluate=True)
-        ours = run(folder, kind, ours=True, evaluate=True, loss=loss)
+        ours = run(folder, kind, ours=True, evaluate=True, **({} if loss is None else {"loss": loss}))
         if loss is not None and kind in NOT_TRLS:
             for entry in (*stock, *ours):
                 for name in [name for name in entry if NOT_TRLS[kind] in name and name != "eval_loss"]:
@@ -81,7 +77,7 @@ def models(sharded: bool) -> tuple[nn.Module, nn.Module]:
     """Return a policy (or student) and a teacher."""
     pair = tiny.model(), tiny.model("wide", seed=1)
     for model in pair:
-        add_chunked_lm_head(model, logits_budget=2 * 4 * 300)
+        set_head(model, logits_budget=2 * 4 * 300)
         if sharded:
             for layer in model.model.layers:
                 fully_shard(layer)
@@ -93,8 +89,8 @@ def losses(model: nn.Module, teacher: nn.Module, ids: Tensor) -> Iterator[Tensor
     """Yield one loss for each way through a head."""
     inputs = {"input_ids": ids}
     yield model(**inputs, labels=ids, fused_lm_head=True).loss
-    yield preference_step(model, LigerFusedLinearDPOLoss(logits_budget=2 * 4 * 300), inputs, ids).loss
-    yield distillation_step(model, teacher, LigerFusedLinearJSDLoss(logits_budget=2 * 4 * 300), inputs, ids).loss
+    yield loss_step(model, LigerFusedLinearDPOLoss(logits_budget=2 * 4 * 300), inputs, ids).loss
+    yield step_inside_teacher(model, teacher, LigerFusedLinearJSDLoss(logits_budget=2 * 4 * 300), inputs, ids).loss
 
 
 def shard(rank: int) -> None:
@@ -139,7 +135,6 @@ SHARDED = {
         ("SFT", LigerFusedLinearCrossEntropyLoss()),
         ("KTO", LigerFusedLinearKTOLoss(beta=0.1)),
         ("ORPO", None),
-        ("ORPO", LigerFusedLinearORPOLoss(beta=0.1)),
         ("CPO", None),
         ("GKD", None),
     ],
@@ -152,7 +147,7 @@ def sequence() -> None:
     ids = torch.randint(10, VOCAB - 10, (2, 12), generator=torch.Generator().manual_seed(0))
     whole, sharded, teacher = row.build().train(), by_module(mesh, "sequence", "llama", torch.float32), row.build(1)
     for model in (whole, sharded, teacher):
-        add_chunked_lm_head(model, logits_budget=2 * 4 * VOCAB)
+        set_head(model, logits_budget=2 * 4 * VOCAB)
     for expected, found in zip(losses(whole, teacher, ids), losses(sharded, teacher, ids), strict=True):
         torch.testing.assert_close(found, expected)
         (expected / 3).backward()

@@ -15,10 +15,10 @@ pytest.importorskip("trl")
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
-from test_trl_trainers import PLAIN, Log, assert_same, build
 from torch import Tensor
 from trl.models import activation_offloading
 from trl.models.activation_offloading import OffloadActivations
+from trl_kinds import PLAIN, Log, assert_same, build
 
 from liger_chunked.integrations.transformers import apply_liger_kernel
 

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +19,10 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import tiny
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from spies import Memory
-from test_trl_trainers import KINDS, Log, assert_same, build, rare, run
+from trl.trainer.utils import FusedCausalLMOutput
+from trl_kinds import KINDS, Log, assert_same, build, rare, run
 
 from liger_chunked import LigerFusedLinearDPOLoss
-from liger_chunked.integrations.trl import heads
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*is deprecated and will be removed in v6:FutureWarning",
@@ -47,7 +46,8 @@ def assert_logs_what_trl_logs(tmp_path: Path) -> Callable[..., None]:
             torch.manual_seed(0)
             return run(tmp_path, kind, ours, config=config, **own(), **loss)
 
-        assert_same(seeded(ours=True, loss=loss), seeded(ours=False), common=loss is not None)
+        given = {} if loss is None else {"loss": loss}
+        assert_same(seeded(ours=True, **given), seeded(ours=False), common=loss is not None)
 
     return check
 
@@ -120,8 +120,8 @@ def head_on_logits(
         }
         values = {name: x.masked_fill(~mask, 0) for name, x in values.items()}
         n_items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        fields = dict.fromkeys(f.name for f in dataclasses.fields(heads.FusedCausalLMOutput)) | values
-        return heads.FusedCausalLMOutput(**fields | {"loss": -values["log_probs"].sum() / n_items, "label_mask": mask})
+        fields = dict.fromkeys(f.name for f in dataclasses.fields(FusedCausalLMOutput)) | values
+        return FusedCausalLMOutput(**fields | {"loss": -values["log_probs"].sum() / n_items, "label_mask": mask})
 
     model.forward = forward
 
@@ -192,25 +192,3 @@ def test_a_frozen_head_has_no_gradient(tmp_path, kind, trained):
         trainer.train()
     of_the_head = VOCABULARY * 32 * 4
     assert memory.largest >= of_the_head if trained else memory.largest < of_the_head / 3
-
-
-@pytest.mark.parametrize("kind", ["ORPO", "CPO"])
-def test_prompt_tuning_without_logits(kind, tmp_path):
-    """TRL's ORPO and CPO cannot take virtual tokens off their logits: their own code, after these are taken off."""
-    n_virtual = 3
-    torch.manual_seed(0)
-    peft_config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=n_virtual)
-    trainer = build(tmp_path, kind, True, peft_config=peft_config)
-    batch = next(iter(trainer.get_train_dataloader()))
-
-    def cut(*args, **kwargs):
-        return SimpleNamespace(logits=trainer.model(*args, **kwargs).logits[:, n_virtual:])
-
-    stock = KINDS[kind].stock().concatenated_forward(trainer, cut, batch)
-    ours = trainer.concatenated_forward(trainer.model, batch)
-    assert len(ours) == len(stock) == 5
-    for mine, theirs in zip(ours, stock, strict=True):
-        mine, theirs = (x.mean(-1) if x is theirs and x.ndim == 3 else x for x in (mine, theirs))
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-    trainer.train()
-    assert len(trainer.state.log_history) == 5

@@ -246,7 +246,7 @@ def test_metrics(loss_type, level):
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_logged_clip_ratios(loss_type, level, advantages, empty):
     """Keys and values of the trainer's log are TRL's, also with completions that a mask empties."""
-    from liger_chunked.integrations.trl.base import Step
+    from liger_chunked.integrations.trl.losses import Step
     from liger_chunked.integrations.trl.policy import GRPOMixin
 
     batch = rollouts(SMALL, seed=20, ref="tokens", advantages=advantages)
@@ -275,7 +275,7 @@ def test_logged_clip_ratios(loss_type, level, advantages, empty):
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
 def test_clip_ratios_of_ranks(loss_type, level):
     """Each rank logs what one process with all sequences would. A rank without tokens adds no extreme."""
-    from liger_chunked.integrations.trl.base import Step
+    from liger_chunked.integrations.trl.losses import Step
     from liger_chunked.integrations.trl.policy import GRPOMixin
 
     batch = rollouts(SMALL._replace(sequences=12), seed=21, ref="tokens")
@@ -331,7 +331,7 @@ def test_rloo():
 
 def test_the_accuracy_of_ranks_is_of_tokens():
     """Ranks have other numbers of tokens: SFT's `mean_token_accuracy` is the share of all that are right."""
-    from liger_chunked.integrations.trl.sft import SFTMixin
+    from liger_chunked.integrations.trl.losses import SFTMixin
 
     rights, sent = [[True, True, False, True, False], [True]], []
     results = []

@@ -13,8 +13,8 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import tiny
 from test_quantized_head import stand_in_torchao
 from test_trl_peft import lora
-from test_trl_trainers import Log, assert_same, rare, run
 from torch import nn
+from trl_kinds import Log, assert_same, rare, run
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")]
 

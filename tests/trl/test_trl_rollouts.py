@@ -21,13 +21,13 @@ import tiny
 import torch.distributed as dist
 from datasets import disable_progress_bars
 from fresh_process import FreshProcesses
-from test_trl_trainers import PLAIN, assert_same, build, rare, run
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from trl_kinds import PLAIN, assert_same, build, rare, run
 
 from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, Rollouts, Surrogate
 from liger_chunked.integrations.transformers.detect import inner_model
-from liger_chunked.integrations.trl.base import LigerTrainerMixin
+from liger_chunked.integrations.trl.losses import LossMixin
 from liger_chunked.losses.surrogates import Clip
 
 # Four completions of two prompts a step, in four micro-batches that mix them.
@@ -319,10 +319,10 @@ def test_metrics_of_several_ranks() -> None:
 
         loss = SimpleNamespace(logged_metrics=lambda metrics: {"own": metrics})
         accelerator = SimpleNamespace(device="cpu", gather_for_metrics=gather_for_metrics)
-        rank: Any = SimpleNamespace(loss_override=loss, accelerator=accelerator)
+        rank: Any = SimpleNamespace(loss_override=loss, accelerator=accelerator, mode_metrics={"own": []})
         for x in ranks:
-            found = LigerTrainerMixin.own_metrics(rank, torch.inf if x is None else x, of_nothing=x is None)
-        return found["own"]  # of the last one, which sees all
+            LossMixin.log_own_metrics(rank, torch.inf if x is None else x, of_nothing=x is None)
+        return rank.mode_metrics["own"][-1]  # of the last one, which sees all
 
     assert logged(1.0, None, 3.0) == logged(None, 2.0) == 2
     assert math.isnan(logged(None, None))

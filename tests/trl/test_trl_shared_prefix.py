@@ -19,20 +19,17 @@ import tiny
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
 from spies import Memory
-from test_trl_trainers import KINDS, PLAIN, SEQUENCES, SHARING, Log, assert_same, build, run
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 from trl import DPOConfig
+from trl_kinds import KINDS, PLAIN, SEQUENCES, SHARING, Log, assert_same, build, run
 
 from liger_chunked import (
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
-    LigerFusedLinearORPOLoss,
-    LigerFusedLinearSimPOLoss,
 )
-from liger_chunked.integrations.trl import LigerDPOTrainer, base, heads
-from liger_chunked.integrations.trl.base import SharedPromptsMixin
+from liger_chunked.integrations.trl import LigerDPOTrainer, heads
 from liger_chunked.shared_prefix import SharedBatch, served, share
 from liger_chunked.shared_prefix.trie import TriePlan
 
@@ -107,8 +104,6 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
 LOSSES = {
     "GRPO": lambda: LigerFusedLinearGRPOLoss(reduction="dapo"),
     "DPO": lambda: LigerFusedLinearDPOLoss(beta=0.1),
-    "ORPO": lambda: LigerFusedLinearORPOLoss(),
-    "CPO": lambda: LigerFusedLinearSimPOLoss(),
 }
 
 
@@ -118,10 +113,8 @@ CONFIGS = {
 }
 
 
-# Preference, policy and metrics over padding; the other trainers only in the exhaustive run.
-RARELY = [
-    kind if kind in ("DPO", "GRPO", "ORPO") else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in SHARING
-]
+# Preference and policy; the other trainers only in the exhaustive run.
+RARELY = [kind if kind in ("DPO", "GRPO") else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in SHARING]
 
 
 @pytest.mark.parametrize("kind", RARELY)
@@ -139,9 +132,7 @@ def test_same_logs(compare, kind, tmp_path):
     assert {trie.padding for trie in passes.shared} >= ({"left"} if KINDS[kind].data == "prompts" else {"right"})
 
 
-@pytest.mark.parametrize(
-    "kind", ["GRPO", "DPO", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("ORPO", "CPO"))]
-)
+@pytest.mark.parametrize("kind", LOSSES)
 def test_same_logs_of_a_loss(compare, kind):
     compare(kind, own=lambda: {"loss": LOSSES[kind]()}).check(least=0)
 
@@ -157,12 +148,15 @@ def test_same_logs_with_gradient_checkpointing_and_adapters(compare, kind):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("family", ["softcap", "experts", "scaled"])
-@pytest.mark.parametrize("kind", ["GRPO", "ORPO"])
+@pytest.mark.parametrize("kind", ["GRPO", "DPO"])
 def test_families(compare, kind, family):
-    config = {"router_aux_loss_coef": 0.0} if kind == "GRPO" and family == "experts" else {}
-    passes = compare(kind, config, lambda: {"model": tiny.model(family)}, share_prefix="auto")
-    # A router loss weighs tokens, and the padding that ORPO's metrics read may be beyond a window.
-    assert passes.shared or (kind, family) == ("GRPO", "experts")
+    config = {"router_aux_loss_coef": 0.0} if family == "experts" else {}
+
+    def own() -> dict[str, Any]:
+        references = {"ref_model": tiny.model(family, seed=2)} if kind == "DPO" else {}
+        return {"model": tiny.model(family), **references}
+
+    assert compare(kind, config, own, share_prefix="auto").shared or family == "experts"
 
 
 @pytest.mark.parametrize("kind", RARELY)
@@ -204,12 +198,7 @@ def test_auto_steps_aside_where_little_is_saved(tmp_path, monkeypatch):
 
 def test_off(tmp_path, monkeypatch):
     monkeypatch.setattr(heads, "share_pass", None)
-    run(tmp_path, "ORPO", True, PLAIN, train_dataset=long_prompts("ORPO"), share_prefix=False)
-
-
-@pytest.mark.parametrize("kind", ["DPO", "GRPO", "ORPO"])
-def test_auto_is_the_default(tmp_path, kind):
-    assert build(tmp_path, kind, True).share_prefix == "auto"
+    run(tmp_path, "DPO", True, PLAIN, train_dataset=long_prompts("DPO"), share_prefix=False)
 
 
 @pytest.mark.parametrize("size", ["cp_size", "sp_size"])
@@ -219,18 +208,15 @@ def test_split_sequences_are_not_shared(tmp_path, monkeypatch, size):
     config.parallelism_config = SimpleNamespace(**{"cp_size": 1, "sp_size": 1, size: 2})
     with pytest.raises(ValueError, match="share_prefix=True needs whole sequences, and parallelism_config splits them"):
         LigerDPOTrainer(tiny.model(), tiny.model(), config, share_prefix=True)
-    trainer = SharedPromptsMixin.__new__(SharedPromptsMixin)
-    with monkeypatch.context() as patch:
-        patch.setattr(base.LigerTrainerMixin, "__init__", lambda *_, **__: None)
-        trainer.__init__(tiny.model(), args=config)
-    assert trainer.share_prefix is False
 
 
 def test_what_cannot_be_shared(tmp_path):
     with pytest.raises(ValueError, match=r"share_prefix must be 'auto', True or False, got 'on'"):
         build(tmp_path, "DPO", True, share_prefix="on")
-    with pytest.raises(TypeError, match="share_prefix"):  # its sequences have no prompts in common
+    with pytest.raises(ValueError, match="sequences of LigerSFTTrainer have no prompts in common"):
         build(tmp_path, "SFT", True, share_prefix=True)
+    with pytest.raises(ValueError, match="share_prefix=True: ORPOTrainer reads the logits of whole batches"):
+        build(tmp_path, "ORPO", True, share_prefix=True)
     prompt_tuning = {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "ref_model": None}
     with pytest.raises(ValueError, match=r"cannot share prompts: its adapter .* adds virtual tokens"):
         build(tmp_path, "DPO", True, share_prefix=True, **prompt_tuning)

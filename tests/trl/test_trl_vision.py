@@ -14,7 +14,7 @@ pytest.importorskip("PIL")
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
-from test_trl_trainers import KINDS, PLAIN, Log, assert_same, build, run
+from trl_kinds import KINDS, PLAIN, Log, assert_same, build, run
 
 from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,

@@ -16,10 +16,10 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import tiny
 from peft import LoraConfig, get_peft_model
 from ranks import Gathering
-from test_trl_trainers import KINDS, PLAIN, Log, assert_same, build, run
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import TrainerCallback
+from trl_kinds import KINDS, PLAIN, Log, assert_same, build, run
 
 from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearKTOLoss
 

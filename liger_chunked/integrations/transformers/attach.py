@@ -157,14 +157,14 @@ def detach_head(model: nn.Module) -> None:
     Raises:
         TypeError: `model` contains no transformers model.
     """
-    update(inner_model(model), **_NO_HEAD)
+    update(inner_model(model), **NO_HEAD)
 
 
-_NO_HEAD: dict[str, Any] = {"head_fn": False, "rewrite": None, "logits_budget": None}
+NO_HEAD: dict[str, Any] = {"head_fn": False, "rewrite": None, "logits_budget": None, "always": False}
 
 
 def remove_trainers_head(model: PreTrainedModel) -> None:
     """Undo `attach_head` if it was a trainer that added keywords of its own."""
     state = vars(model).get(STATE)
     if state is not None and state.rewrite is not None:
-        update(model, **_NO_HEAD)
+        update(model, **NO_HEAD)

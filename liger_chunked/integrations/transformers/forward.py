@@ -55,18 +55,21 @@ class ForwardState:
     - `fusion`: training is fused
     - `rewrite`: turns the arguments of a call with one of `add_keywords`, or with `head_fn`, into those of a call
       without the former
-    - `logits_budget`: of losses on stand-ins that a `Request` asked for; training that is fused has its own
+    - `logits_budget`: of losses on stand-ins that are not of fused training, which has its own
+    - `always`: calls without keywords defer too, in training and in evaluation
     """
 
     head_fn: bool = False
     fusion: Fusion | None = None
     rewrite: Rewrite | None = None
     logits_budget: int | None = None
+    always: bool = False
 
     @property
     def deferral(self) -> Deferral:
-        if self.fusion is None:
-            return Deferral(self.logits_budget, in_training=False, whole=True)
+        """How the head defers: as `apply_liger_kernel` asked, or, for `always`, in training and evaluation."""
+        if self.fusion is None or self.always:
+            return Deferral(self.logits_budget, in_training=self.always, of_trainer=self.always, whole=True)
         return Deferral(self.fusion.logits_budget, in_evaluation=self.fusion.in_evaluation, whole=True)
 
 

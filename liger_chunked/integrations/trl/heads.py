@@ -1,37 +1,49 @@
+"""The heads of a trainer's models while it runs: how they are set, what they compute, and how they come off.
+
+A trainer has one `Heads`. Setting them changes the class of each of its models and of its `lm_head` (see
+`liger_chunked.deferred.swap`), and sets apart what another trainer left on the instance, TRL's head and accelerate's
+autocast. Taking them off restores both.
+
+    heads = Heads(HeadSettings(logits_budget=2**28))
+    heads.set([trainer.model, trainer.ref_model])
+    heads.give(trainer.model, HeadSettings(...))    # in place of TRL's `add_fused_lm_head`
+    model(**inputs, labels=labels, fused_lm_head=True)    # TRL's `FusedCausalLMOutput`, by `linear_token_stats`
+    model(**inputs).logits                                # a stand-in, see `defer_logits`
+    heads.take_off()
+"""
+
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
 import itertools
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import trl
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from trl.trainer import utils
 
 from liger_chunked.deferred.code import FORWARD_SLOTS, unwrapped
-from liger_chunked.deferred.projection import projections_in
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.transformers import HeadInput
-from liger_chunked.integrations.transformers.attach import check_head, update
-from liger_chunked.integrations.transformers.detect import STOCK, head_of
-from liger_chunked.integrations.transformers.forward import STATE, add_keywords
+from liger_chunked.integrations.transformers.attach import NO_HEAD, check_head, rebind, update
+from liger_chunked.integrations.transformers.detect import STOCK, head_of, inner_model
+from liger_chunked.integrations.transformers.forward import STATE, ForwardState, add_keywords
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.shared_prefix.share import share_pass
-from liger_chunked.types import Head, TokenStats, budget_bytes
-
-FusedCausalLMOutput: Any = utils.FusedCausalLMOutput
+from liger_chunked.types import Head, TokenStats
 
 # With the automatic budget, DPO of Qwen2.5-0.5B on 8 x 2048 tokens took 0.55 GiB more than TRL's head on Liger-Kernel's
 # layers.
 HEAD_BUDGET = 512 * 2**20
 
+# Fields of TRL's output, and of `TokenStats`.
 STATISTICS = {
     "log_probs": "logps",
     "entropy": "entropy",
@@ -41,61 +53,165 @@ STATISTICS = {
 }
 
 
-def add_chunked_lm_head(
-    model: PreTrainedModel,
-    temperature: float = 1.0,
-    cast_lm_head_to_fp32: bool = False,
-    outputs: tuple[str, ...] = ("log_probs",),
-    *,
-    logits_budget: int | float | str | None = None,
-    logits_dtype: torch.dtype | None = None,
-    share_prefix: bool | str = False,
-) -> None:
-    """Give `model` the head of TRL's `add_fused_lm_head`, computed by `linear_token_stats`.
+@dataclass(frozen=True)
+class HeadSettings:
+    """The arguments of TRL's `add_fused_lm_head`, and ours.
 
-    `model(..., labels=labels, fused_lm_head=True)` then returns TRL's `FusedCausalLMOutput`, and `model(...,
-    labels=labels, head_fn=fn)` returns `fn(head, input)`. Other calls do not change.
+    - `temperature`, `cast_lm_head_to_fp32`, `outputs` (keys of `STATISTICS`): TRL's
+    - `logits_budget`, `logits_dtype`: see `LogitOptions`
+    - `share_prefix`: see `patch_trl`
+    """
 
-    The newest head of a model computes, TRL's or this one; `detach_head` and `revert_liger_kernel` take this one off.
+    temperature: float = 1.0
+    cast_lm_head_to_fp32: bool = False
+    outputs: tuple[str, ...] = ("log_probs",)
+    logits_budget: int = HEAD_BUDGET
+    logits_dtype: torch.dtype | None = None
+    share_prefix: bool | str = False
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.outputs if name not in STATISTICS]
+        if unknown:
+            raise ValueError(f"outputs must be among {tuple(STATISTICS)}, got {unknown}")
+
+
+# The newest `Heads` of a model.
+_NEWEST: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Heads]] = weakref.WeakKeyDictionary()
+# What accelerate and TRL set on an instance.
+_SLOTS = ("forward", "_original_forward", "_is_accelerate_prepared")
+
+
+class Heads:
+    """The heads of one trainer's models.
 
     Args:
-        model: a causal language model; under PEFT its base model.
-        temperature, logits_budget, logits_dtype: see `LogitOptions`.
-        cast_lm_head_to_fp32: project in float32, outside autocast.
-        outputs: more fields of TRL's output: keys of `STATISTICS`.
-        share_prefix: see `SharedPromptsMixin`.
+        plain: settings of the models that get no others by `give`, because the trainer reads their logits.
     """
-    unknown = [name for name in outputs if name not in STATISTICS]
-    if unknown:
-        raise ValueError(f"outputs must be among {tuple(STATISTICS)}, got {unknown}")
-    check_head(model)
-    take_off(model)
-    _defer_in_float32(model)
-    statistics = functools.partial(
-        fused_output,
-        outputs=("log_probs", *(name for name in outputs if name != "log_probs")),
-        temperature=temperature,
-        float32=cast_lm_head_to_fp32,
-        logits_budget=logits_budget,
-        logits_dtype=logits_dtype,
-    )
-    rewrite = functools.partial(_rewritten, statistics, share_prefix)
-    update(model, head_fn=True, rewrite=rewrite, logits_budget=budget_bytes(logits_budget))
+
+    def __init__(self, plain: HeadSettings) -> None:
+        self.plain = plain
+        self._settings: dict[PreTrainedModel, HeadSettings] = {}
+        self._are_set: dict[PreTrainedModel, ForwardState | None] = {}
+        # What others left on each instance, while ours are set; and what this trainer left, while they are not.
+        self._theirs: dict[nn.Module, dict[str, Any]] = {}
+        self._ours: dict[nn.Module, dict[str, Any]] = {}
+        self._casts: dict[nn.Module, tuple[Any, Any]] = {}
+
+    def set(self, models: Iterable[nn.Module]) -> None:
+        """Set the heads of models, maybe wrapped (PEFT); those of another trainer come off first."""
+        for model in models:
+            inner = inner_model(model)
+            if not self._holds(inner):
+                self._set(inner)
+                rebind(model, inner)
+            self._set_cast_apart(inner)
+            # A trainer of TRL's may have been made since the first call.
+            of_trl = any(newer_head(module) is not None for module in {model, inner})
+            for module in {model, inner}:
+                if of_trl or module not in self._theirs:
+                    self._set_apart(module, of_trl)
+
+    def give(self, model: PreTrainedModel, settings: HeadSettings) -> None:
+        """Set the head of a model with settings of its own."""
+        self._settings[model] = settings
+        self.set([model])
+        self._update(model)
+
+    def _holds(self, model: PreTrainedModel) -> bool:
+        newest, state = _NEWEST.get(model), vars(model).get(STATE)
+        return newest is not None and newest() is self and state is not None and state.rewrite is not None
+
+    def _set(self, model: PreTrainedModel) -> None:
+        check_head(model)
+        newest = _NEWEST.get(model)
+        before = None if newest is None else newest()
+        if before is not None and before is not self:
+            before.take_off()
+        _NEWEST[model] = weakref.ref(self)
+        state = vars(model).get(STATE)
+        if state is not None and state.rewrite is not None:  # a copy of a model with a trainer's head
+            state = dataclasses.replace(state, **NO_HEAD)
+        self._are_set[model] = state
+        self._update(model)
+
+    def _update(self, model: PreTrainedModel) -> None:
+        settings = self._settings.get(model, self.plain)
+        rewrite = functools.partial(_rewritten, settings)
+        update(model, head_fn=True, rewrite=rewrite, logits_budget=settings.logits_budget, always=True)
+
+    def _set_apart(self, module: nn.Module, of_trl: bool) -> None:
+        """Remember what is set on an instance, and take off what a trainer of TRL's left."""
+        state = vars(module)
+        self._theirs[module] = {name: state[name] for name in _SLOTS if name in state}
+        if is_sharded(module):  # once for ever, and accelerate's mark says so
+            return
+        ours = self._ours.pop(module, None)
+        if ours is not None:
+            for name in self._theirs[module]:
+                del state[name]
+            state.update(ours)
+        elif of_trl:
+            _clear(module)
+
+    def _set_cast_apart(self, model: PreTrainedModel) -> None:
+        """Let a head defer that TRL casts to float32 and multiplies by itself: a hook casts its input instead."""
+        head: Any = head_of(model)
+        function = vars(head).get("forward")
+        if getattr(function, "__module__", "").startswith("trl."):
+            del head.forward
+            self._casts[head] = function, head.register_forward_pre_hook(_in_dtype_of_weight)
+
+    def take_off(self) -> None:
+        """Restore the models as they were before `set`."""
+        for model, before in self._are_set.items():
+            was = before or ForwardState()
+            update(model, **{field.name: getattr(was, field.name) for field in dataclasses.fields(was)})
+            if (newest := _NEWEST.get(model)) is not None and newest() is self:
+                del _NEWEST[model]
+        for head, (function, hook) in self._casts.items():
+            hook.remove()
+            vars(head).setdefault("forward", function)
+        for module, theirs in self._theirs.items():
+            state = vars(module)
+            # A newer trainer of TRL's has set its own head meanwhile.
+            if is_sharded(module) or newer_head(module) is not None:
+                continue
+            self._ours[module] = {name: state.pop(name) for name in _SLOTS if name in state}
+            state.update(theirs)
+        self._are_set, self._theirs, self._casts = {}, {}, {}
 
 
-add_keywords("fused_lm_head", "kept_ids", "reads_padding")
+def language_models(values: Iterable[Any]) -> Iterator[nn.Module]:
+    """Yield what are models with an lm_head, maybe wrapped (DDP, PEFT)."""
+    for x in values:
+        if not isinstance(x, nn.Module):
+            continue
+        try:
+            inner = inner_model(x)
+        except TypeError:
+            continue
+        if head_of(inner) is not None:
+            yield x
 
 
-def _rewritten(
-    statistics: Callable[..., Any], share_prefix: bool | str, model: PreTrainedModel, arguments: dict[str, Any]
-) -> dict[str, Any]:
+def _in_dtype_of_weight(head: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.to(head.weight.dtype) for x in args)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return any(cls.__name__ == "FSDPModule" for cls in type(model).__mro__)
+
+
+add_keywords("fused_lm_head", "kept_ids")
+
+
+def _rewritten(settings: HeadSettings, model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
     """Turn a trainer's call into one with `head_fn`, on the trie of its batch if prompts are shared."""
-    reads_padding = arguments.pop("reads_padding", False)
     kept = arguments.pop("kept_ids", None)
-    if "fused_lm_head" in arguments and _newer_head(model) is not None:
+    if "fused_lm_head" in arguments and newer_head(model) is not None:
         return arguments
     if arguments.pop("fused_lm_head", False):
-        arguments["head_fn"] = statistics if kept is None else functools.partial(statistics, kept=kept)
+        arguments["head_fn"] = functools.partial(fused_output, settings=settings, kept=kept)
     head_fn = arguments.pop("head_fn", None)
     if head_fn is None:
         return arguments
@@ -104,8 +220,8 @@ def _rewritten(
     else:
         arguments.pop("use_cache", None)  # which TRL passes to a backbone
     batch = None
-    if share_prefix is not False:
-        batch = share_pass(model, arguments, always=share_prefix is True, with_trailing=reads_padding)
+    if settings.share_prefix is not False:
+        batch = share_pass(model, arguments, always=settings.share_prefix is True)
     if batch is None:
         return {**arguments, "head_fn": head_fn}
     own = ("input_ids", "attention_mask", "logits_to_keep")
@@ -114,11 +230,65 @@ def _rewritten(
     return {**batch.inputs, **others, "head_fn": head_fn}
 
 
-def _newer_head(model: nn.Module) -> Any:
-    """Return the function that TRL's `add_fused_lm_head` set on a model, or None.
+@functools.cache
+def _takes(forward: Any, name: str) -> bool:
+    parameters = inspect.signature(forward).parameters.values()
+    return any(x.name == name or x.kind is x.VAR_KEYWORD for x in parameters)
 
-    It is newer than the head of ours, whose `add_chunked_lm_head` removes what was there before.
+
+def head_stats(
+    head: Head, input: HeadInput, outputs: tuple[str, ...], *, kept: KeptIds | None = None, **options: Any
+) -> TokenStats:
+    """Return statistics of a head's input at the model's softcap and scale; `options` as `linear_token_stats`."""
+    return linear_token_stats(
+        head.weight,
+        input.hidden_states,
+        input.target,
+        head.bias,
+        outputs=outputs,
+        softcap=input.options.softcap,
+        logit_scale=input.options.logit_scale,
+        kept=kept,
+        **options,
+    )
+
+
+def fused_output(head: Head, input: HeadInput, *, settings: HeadSettings, kept: KeptIds | None = None) -> Any:
+    """Return TRL's `FusedCausalLMOutput`: fields (B, T - 1), or (B, T) for `shift_labels`.
+
+    `kept`, the ids that a sampler kept at each position of `input.target`, is the argument `kept_ids` of the model.
+    `loss` is the NLL over `num_items_in_batch` or valid tokens, plus the auxiliary loss.
     """
+    autocast: Any = nullcontext()
+    if settings.cast_lm_head_to_fp32:
+        head = Head(head.weight.float(), None if head.bias is None else head.bias.float())
+        input = dataclasses.replace(input, hidden_states=input.hidden_states.float())
+        autocast = torch.autocast(input.hidden_states.device.type, enabled=False)
+    names = tuple(dict.fromkeys(("log_probs", *settings.outputs)))
+    options = {name: getattr(settings, name) for name in ("temperature", "logits_budget", "logits_dtype")}
+    with autocast:
+        stats = head_stats(head, input, tuple(STATISTICS[name] for name in names), kept=kept, **options)
+    end = None if input.shift_labels is not None else -1  # TRL drops the last position
+    fields = {name: getattr(stats, STATISTICS[name])[:, :end] for name in names}
+    if "mean_logits" in fields:
+        fields["mean_logits"] = fields["mean_logits"].detach()
+    label_mask = input.target[:, :end] != -100
+    num_items = input.num_items_in_batch
+    if isinstance(num_items, Tensor):
+        num_items = num_items.clamp(min=1)
+    loss = -fields["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
+    if input.added_loss is not None:
+        loss = loss + input.added_loss
+    return utils.FusedCausalLMOutput(loss=loss, label_mask=label_mask, aux_loss=input.aux_loss, **fields)
+
+
+# What TRL and accelerate leave on an instance
+
+_BELOW = "original_forward"  # of a closure of TRL's head: the forward that it took the place of
+
+
+def newer_head(model: nn.Module) -> Any:
+    """Return the function that TRL's own `add_fused_lm_head` set on a model, or None: ours is no instance's forward."""
     parts = (part for slot in FORWARD_SLOTS for part in unwrapped(vars(model).get(slot)))
     return next((part for part in parts if _is_trls_head(part)), None)
 
@@ -128,65 +298,30 @@ def _is_trls_head(function: Any) -> bool:
     return code is not None and function.__globals__ is vars(utils) and _BELOW in code.co_freevars
 
 
-_BELOW = "original_forward"  # of a closure of TRL's: the forward that it took the place of
-
-
-def hand_over(model: nn.Module) -> None:
-    """Prepare a model that a trainer had, if it had one, for the next: take off TRL's heads and accelerate's autocast.
-
-    accelerate's mark goes too, because it keeps the accelerator of the next trainer from setting its own precision.
-    """
-    if any(_newer_head(x) is not None or _has_trainers_head(x) for x in model.modules()):
-        for x in model.modules():
-            take_off(x, autocast=True)
-
-
-def _defer_in_float32(model: Any) -> None:
-    """Let a head defer that TRL cast to float32: a hook casts its input, in place of TRL's own product."""
-    head = head_of(model)
-    function = None if head is None else vars(head).get("forward")
-    if head is not None and getattr(function, "__module__", "").startswith("trl.") and hasattr(function, "__closure__"):
-        del head.forward
-        head.register_forward_pre_hook(_in_dtype_of_weight)
-
-
-def _in_dtype_of_weight(head: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(x.to(head.weight.dtype) for x in args)
-
-
-def _has_trainers_head(model: nn.Module) -> bool:
-    state = vars(model).get(STATE)
-    return state is not None and state.rewrite is not None
-
-
-def take_off(model: nn.Module, *, autocast: bool = False) -> None:
-    """Take off what TRL left on the instance: its heads, with accelerate's autocast around them.
+def _clear(model: nn.Module) -> None:
+    """Take off TRL's heads and accelerate's autocast of an earlier trainer, so that accelerate prepares a model anew.
 
     They would compute in place of a newer head. What somebody else put around them stays, and them with it.
-
-    Args:
-        autocast: see `hand_over`.
     """
     state = vars(model)
-    while (below := _below(model, autocast)) is not None:
+    while (below := _below(model)) is not None:
         state.pop("_original_forward", None)
         function = getattr(below, "__func__", None)
         if hasattr(function, STOCK) or any(vars(cls).get("forward") is function for cls in type(model).__mro__):
             del state["forward"]
         else:
             state["forward"] = below
-    if autocast and not any(cls.__name__ == "FSDPModule" for cls in type(model).__mro__):  # sharded once for ever
-        state.pop("_is_accelerate_prepared", None)
+    state.pop("_is_accelerate_prepared", None)
 
 
-def _below(model: nn.Module, autocast: bool) -> Any:
+def _below(model: nn.Module) -> Any:
     """Return the forward under TRL's outermost head, or under accelerate's autocast; None: nothing to take off."""
     parts = [*unwrapped(vars(model).get("forward"))]
-    head = _newer_head(model)
+    head = newer_head(model)
     if head is not None:
         below = inspect.getclosurevars(head).nonlocals[_BELOW]
     else:
-        below = vars(model).get("_original_forward") if autocast else None
+        below = vars(model).get("_original_forward")
         head = getattr(below, "__func__", below)
     around = itertools.takewhile(lambda part: part is not head, parts)
     return below if head in parts and all(map(_is_accelerates, around)) else None
@@ -197,196 +332,3 @@ def _is_accelerates(wrapper: Any) -> bool:
     function = getattr(wrapper, "__func__", wrapper)
     module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
     return module.partition(".")[0] in ("accelerate", "torch") or _is_trls_head(function)
-
-
-@functools.cache
-def _takes(forward: Any, name: str) -> bool:
-    parameters = inspect.signature(forward).parameters.values()
-    return any(x.name == name or x.kind is x.VAR_KEYWORD for x in parameters)
-
-
-def head_stats(
-    head: Head,
-    input: HeadInput,
-    outputs: tuple[str, ...],
-    *,
-    temperature: float = 1.0,
-    logits_budget: int | float | str | None = None,
-    logits_dtype: torch.dtype | None = None,
-    kept: KeptIds | None = None,
-) -> TokenStats:
-    return linear_token_stats(
-        head.weight,
-        input.hidden_states,
-        input.target,
-        head.bias,
-        outputs=outputs,
-        softcap=input.options.softcap,
-        logit_scale=input.options.logit_scale,
-        temperature=temperature,
-        logits_budget=logits_budget,
-        logits_dtype=logits_dtype,
-        kept=kept,
-    )
-
-
-def fused_output(
-    head: Head,
-    input: HeadInput,
-    *,
-    outputs: tuple[str, ...],
-    temperature: float,
-    float32: bool,
-    logits_budget: int | float | str | None,
-    logits_dtype: torch.dtype | None = None,
-    kept: KeptIds | None = None,
-) -> Any:
-    """Return TRL's `FusedCausalLMOutput` with the fields `outputs`: (B, T - 1), or (B, T) for `shift_labels`.
-
-    `kept`, the ids that a sampler kept at each position of `input.target`, is the argument `kept_ids` of the model.
-    `loss` is the NLL over `num_items_in_batch` or valid tokens, plus the auxiliary loss.
-    """
-    autocast: Any = nullcontext()
-    if float32:
-        head = Head(head.weight.float(), None if head.bias is None else head.bias.float())
-        input = dataclasses.replace(input, hidden_states=input.hidden_states.float())
-        autocast = torch.autocast(input.hidden_states.device.type, enabled=False)
-    with autocast:
-        names = tuple(STATISTICS[name] for name in outputs)
-        options: Any = {"temperature": temperature, "logits_budget": logits_budget, "logits_dtype": logits_dtype}
-        stats = head_stats(head, input, names, kept=kept, **options)
-    # TRL drops the last position.
-    end = None if input.shift_labels is not None else -1
-    fields = {name: getattr(stats, STATISTICS[name])[:, :end] for name in outputs}
-    if "mean_logits" in fields:
-        fields["mean_logits"] = fields["mean_logits"].detach()
-    label_mask = input.target[:, :end] != -100
-    num_items = input.num_items_in_batch
-    if isinstance(num_items, Tensor):
-        num_items = num_items.clamp(min=1)
-    loss = -fields["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
-    if input.added_loss is not None:
-        loss = loss + input.added_loss
-    return FusedCausalLMOutput(loss=loss, label_mask=label_mask, aux_loss=input.aux_loss, **fields)
-
-
-_THEIRS: Any = utils.add_fused_lm_head
-
-
-def _head_of(name: str, module: Any) -> Any:
-    """Return a module's `add_fused_lm_head`, TRL's or a replacement, or None."""
-    function = getattr(module, "__dict__", {}).get("add_fused_lm_head")
-    return function if name.partition(".")[0] == "trl" or function is _THEIRS else None
-
-
-@contextmanager
-def chunked_heads(
-    *,
-    logits_budget: int | float | str | None = None,
-    logits_dtype: torch.dtype | None = None,
-    share_prefix: bool | str = False,
-) -> Iterator[None]:
-    """Replace TRL's `add_fused_lm_head` by `add_chunked_lm_head`, for trainers made inside the block.
-
-        with chunked_heads():
-            trainer = GRPOTrainer(...)
-
-    For the arguments, see `add_chunked_lm_head`; `logits_budget` is 512 MiB by default.
-    """
-    budget = HEAD_BUDGET if logits_budget is None else budget_bytes(logits_budget)
-    settings: Any = {"logits_budget": budget, "logits_dtype": logits_dtype, "share_prefix": share_prefix}
-    with replaced_heads(functools.partial(add_chunked_lm_head, **settings)):
-        yield
-
-
-@contextmanager
-def replaced_heads(add_head: Callable[..., None]) -> Iterator[None]:
-    """Replace TRL's `add_fused_lm_head` by a function with its arguments, inside the block."""
-
-    def add(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-        hand_over(model)  # TRL prepares it after this
-        add_head(model, *args, **kwargs)
-
-    ours = functools.wraps(_THEIRS)(add)
-    before = {name: found for name, module in [*sys.modules.items()] if (found := _head_of(name, module)) is not None}
-    try:
-        for name in before:
-            sys.modules[name].add_fused_lm_head = ours  # type: ignore[attr-defined]
-        yield
-    finally:
-        for name, module in [*sys.modules.items()]:
-            if getattr(module, "__dict__", {}).get("add_fused_lm_head") is ours:
-                module.add_fused_lm_head = before.get(name, before[utils.__name__])  # type: ignore[attr-defined]
-
-
-def reads_logits(trainer: type[Any], models_without_head: tuple[str, ...]) -> bool:
-    """Whether neither TRL's head nor ours takes the place of the logits that a trainer would read.
-
-    No trainer of TRL 1.15 and 1.16 does: this is for one of a later release, which would train without a word on real
-    logits.
-    """
-    names = [cls.__module__ for cls in trainer.__mro__]
-    return all(_head_of(name, sys.modules[name]) is None for name in names) and "model" not in models_without_head
-
-
-def check_has_methods(trainer: type[Any], names: tuple[str, ...]) -> None:
-    """Raise RuntimeError unless TRL's trainer has these methods: it would not call those that replace them."""
-    theirs = [vars(cls) for cls in trainer.__mro__ if not cls.__module__.startswith("liger_chunked.")]
-    missing = [name for name in names if not any(name in members for members in theirs)]
-    if missing:
-        raise RuntimeError(
-            f"TRL {trl.__version__} does not call {', '.join(missing)} of {trainer.__name__}, which would be "
-            "replaced; TRL 1.15 and 1.16 do"
-        )
-
-
-def check_reads_loss(trainer: type[Any], ours: type[Any], names: tuple[str, ...]) -> None:
-    """Raise TypeError if a class before ours, written for TRL's trainer, overrides a method that runs `loss`.
-
-    Python would call that method, such as `_compute_loss` of TRL's `GMPOTrainer`, and leave the loss out. Subclasses of
-    ours know about it, and a method that calls `super()` gets here.
-    """
-    for name in names:
-        owner = next((cls for cls in trainer.__mro__ if name in vars(cls)), None)
-        replaced = any(name in vars(cls) for cls in trainer.__mro__ if issubclass(cls, ours))
-        if owner is None or not replaced or issubclass(owner, ours):
-            continue
-        code = getattr(vars(owner)[name], "__code__", None)
-        if code is None or "__class__" in code.co_freevars or "super" in code.co_names:
-            continue
-        before = next(cls.__name__ for cls in trainer.__mro__ if cls.__name__.startswith("Liger"))
-        raise TypeError(
-            f"{trainer.__name__} would not read loss=, because {owner.__name__} overrides {name} and comes before "
-            f"{before}: write class {trainer.__name__}({before}, {owner.__name__}), and the loss replaces that of "
-            f"{owner.__name__}. Or leave loss= out to train with the latter"
-        )
-
-
-class _Unsupported(type):
-    """Replaces PEFT's `BaseTunerLayer` where TRL checks `lm_head` for an adapter.
-
-    Raises ValueError for unsupported adapters.
-    """
-
-    def __instancecheck__(cls, lm_head: Any) -> bool:
-        projections_in(lm_head)
-        return False
-
-
-class _UnsupportedAdapter(metaclass=_Unsupported):
-    pass
-
-
-@contextmanager
-def lora_heads(trainer: type[Any]) -> Iterator[None]:
-    """Let a trainer's `__init__` accept LoRA on `lm_head`."""
-    name = "BaseTunerLayer"
-    modules: list[Any] = [sys.modules[cls.__module__] for cls in trainer.__mro__]
-    theirs = {module: getattr(module, name) for module in modules if name in vars(module)}
-    try:
-        for module in theirs:
-            setattr(module, name, _UnsupportedAdapter)
-        yield
-    finally:
-        for module, of_peft in theirs.items():
-            setattr(module, name, of_peft)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_chunked.integrations.transformers.head_input import fitted
-from liger_chunked.integrations.trl.base import Step, loss_step, rollout_inputs
+from liger_chunked.integrations.trl.losses import Step, loss_step, rollout_inputs
 from liger_chunked.integrations.trl.rollouts import RolloutsMixin, positions_of
 from liger_chunked.losses import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase
 from liger_chunked.losses.policy import REDUCTIONS, extreme
@@ -34,18 +34,9 @@ _OF_CISPO = {
 
 
 class GRPOMixin(RolloutsMixin):
-    """TRL's `GRPOTrainer` on a chunked head.
-
-    `loss` is a `LigerFusedLinearPolicyBase`, at the config's `temperature`. For a KL term, set `beta` in the config
-    too, or TRL keeps no reference. For a loss that needs a reference without a KL term, such as A*-PO, set any other
-    `beta` than 0 in the config: only the loss's is read. With TRL's default divisor:
-
-        loss = LigerFusedLinearGRPOLoss(reduction="dapo")
-        LigerGRPOTrainer(model, reward_funcs=reward, train_dataset=prompts, loss=loss)
-    """
+    """See `LigerGRPOTrainer`."""
 
     loss_kind = LigerFusedLinearPolicyBase
-    replaced_by_loss: ClassVar = ("_compute_loss",)
     replaced_fields: ClassVar = {
         "loss_type": None,
         "beta": "beta",
@@ -71,8 +62,8 @@ class GRPOMixin(RolloutsMixin):
         "cast_lm_head_to_fp32": None,
     }
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def _check_made(self) -> None:
+        super()._check_made()
         loss = self.loss_override
         if loss is None or self.beta:
             return
@@ -101,10 +92,8 @@ class GRPOMixin(RolloutsMixin):
             config.beta = loss.beta  # TRL's has another purpose, to keep a reference
         super()._check_config(loss, config)
 
-    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    def _compute_own_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Any:
         loss = self.loss_override
-        if loss is None:
-            return super()._compute_loss(model, inputs)
         model_inputs, labels = rollout_inputs(inputs)
         batch, length = self._batch, inputs["completion_ids"].shape[1]
         kept, part = batch.kept, batch.part
@@ -132,24 +121,20 @@ class GRPOMixin(RolloutsMixin):
         items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         items = items * window / self.args.steps_per_generation if training else items
         counts_items = REDUCTIONS[loss.reduction].counts_items
+        arguments: dict[str, Any] = {"num_items": items if counts_items else None, **of_tokens}
+        if counts_items and loss.entropy_coef:
+            arguments["accumulation_steps"] = window
+        if kept is not None:
+            arguments["kept"] = kept
+        own = fitted(loss, LogitOptions(temperature=self.temperature), ("temperature",))
         with self.accelerator.autocast():
-            step = loss_step(
-                model,
-                fitted(loss, LogitOptions(temperature=self.temperature), ("temperature",)),
-                model_inputs | self._aux_inputs,
-                labels,
-                length=length,
-                num_items=items if counts_items else None,
-                **({"accumulation_steps": window} if counts_items and loss.entropy_coef else {}),
-                **({} if kept is None else {"kept": kept}),
-                **of_tokens,
-            )
+            step = loss_step(model, own, model_inputs | self._aux_inputs, labels, length=length, **arguments)
         self._log_metrics(step, inputs["advantages"])
         self.log_own_metrics(step.metrics, of_nothing=batch.n_live == 0)
         value = step.loss if counts_items else step.loss / window
         if part is not None and not counts_items:
             value = value * self._share(step)
-        return self._with_aux_loss(value, step.aux_loss, accumulates=training)
+        return self._with_aux_loss(value, step.aux_loss, accumulates=training), model_inputs
 
     def _share(self, step: Step) -> float | Tensor:
         """Return the loss's denominator, of the part that was computed, over that of the whole batch."""
@@ -224,7 +209,7 @@ class GRPOMixin(RolloutsMixin):
 
 
 class RLOOMixin(RolloutsMixin):
-    """TRL's `RLOOTrainer` on a chunked head; it takes no `loss`."""
+    """See `LigerRLOOTrainer`."""
 
     def _old_logps(self, inputs: dict[str, Any]) -> Tensor:
         # TRL has one sum a sequence. A first token that is not read belongs to a sequence without tokens, of sum 0.

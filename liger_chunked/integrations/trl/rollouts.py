@@ -25,8 +25,7 @@ from liger_chunked.integrations.transformers.kept_ids import (
     record_kept_ids,
     why_not_recorded,
 )
-from liger_chunked.integrations.trl import heads
-from liger_chunked.integrations.trl.base import MULTIMODAL, SharedPromptsMixin, check_loads_reference
+from liger_chunked.integrations.trl.losses import MULTIMODAL, LossMixin
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.types import shown
 
@@ -111,7 +110,7 @@ class Batch:
 _OF_ALL_TOKENS = ("entropy", "vespo/phi_seq_mean")
 
 
-class RolloutsMixin(SharedPromptsMixin):
+class RolloutsMixin(LossMixin):
     """Trainers that sample their completions.
 
     Args:
@@ -137,11 +136,12 @@ class RolloutsMixin(SharedPromptsMixin):
         if not (isinstance(skip_zero_advantage, bool) or skip_zero_advantage == "auto"):
             raise ValueError(f"skip_zero_advantage must be 'auto', True or False, got {shown(skip_zero_advantage)}")
         self.kept_ids, self.skip_zero_advantage = kept_ids, skip_zero_advantage
-        check_loads_reference(type(self), args, kwargs)
         super().__init__(*args, **kwargs)
-        if kept_ids:
+
+    def _check_made(self) -> None:
+        if self.kept_ids:
             self._check_records()
-        if skip_zero_advantage is True and (reason := self._why_not_skipped()) is not None:
+        if self.skip_zero_advantage is True and (reason := self._why_not_skipped()) is not None:
             raise ValueError(f"skip_zero_advantage=True: {reason}")
 
     def _check_records(self) -> None:
@@ -154,8 +154,6 @@ class RolloutsMixin(SharedPromptsMixin):
         refused = [name for name, given in others.items() if given]
         if refused:
             raise ValueError(f"kept_ids=True records transformers' generate, got {' and '.join(refused)}")
-        names = ("_generate_and_score_completions", "_get_per_token_logps_and_entropies")
-        heads.check_has_methods(type(self), names)
         self._check_sampler()
 
     def _check_sampler(self) -> None:
@@ -180,7 +178,7 @@ class RolloutsMixin(SharedPromptsMixin):
                 "are those of kept_ids=False, and sampling is slower, because the host waits at each token. Set top_p, "
                 f"top_k or min_p of {type(self.args).__name__}, or leave kept_ids out",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
     # Sequences without a gradient
@@ -414,7 +412,7 @@ class _WithKeptIds:
     """A model that passes kept ids to its head, for TRL's loop over the sequences of a batch.
 
     Args:
-        model: with the head of `add_chunked_lm_head`.
+        model: with the head of a served trainer.
         kept: of (n, K) completions, flattened.
         shape: (n, T) of the whole sequences, which end with the completions.
         completion_length: K.

@@ -1,0 +1,704 @@
+"""`loss=` of the trainers: a loss of this library, or a user's, in place of TRL's.
+
+The loss runs as the `head_fn` of the model's own forward, where wrappers have gathered the head. A trainer's mixin says
+which tensors of a batch the loss gets, and what is logged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainingArguments
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
+
+from liger_chunked.calls import altered
+from liger_chunked.integrations.transformers import HeadInput
+from liger_chunked.integrations.transformers.head_input import fitted, with_transform
+from liger_chunked.integrations.trl.heads import head_stats
+from liger_chunked.integrations.trl.patch import ServedTrainer, checked_share_prefix, constructing
+from liger_chunked.losses import (
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDistillationBase,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearPreferenceBase,
+    LigerFusedLinearUnpairedPreferenceBase,
+)
+from liger_chunked.types import Head, LogitOptions, budget_bytes, described
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class Step(NamedTuple):
+    """What a loss gave inside a model's forward.
+
+    - `target` (B, T): the labels that the loss read
+    - `logged`: the `TokenStats` that were asked for the log, or None
+    """
+
+    loss: Tensor
+    metrics: Any
+    target: Tensor
+    aux_loss: Tensor | None
+    logged: Any = None
+
+
+def loss_step(
+    model: nn.Module,
+    loss: nn.Module,
+    inputs: dict[str, Any],
+    labels: Tensor | None,
+    *,
+    length: int | None = None,
+    logged: tuple[str, ...] = (),
+    **arguments: Any,
+) -> Step:
+    """Run `model` with `loss` as its head, at the model's logits transform.
+
+    Args:
+        inputs: of the model's forward.
+        labels: (B, T), unshifted.
+        length: how many of the last positions that predict the loss gets. None: all.
+        logged: fields of `TokenStats`, which a second projection computes without a gradient, for the log.
+        **arguments: of the loss.
+    """
+
+    def run(head: Head, input: HeadInput) -> Step:
+        positions = slice(None) if length is None else slice(-length - 1, -1)
+        target, hidden_states = input.target[:, positions], input.hidden_states[:, positions]
+        own = fitted(loss, input.options)
+        result = own(head.weight, hidden_states, target=target, bias=head.bias, **arguments)
+        value, metrics = result if isinstance(result, tuple) else (result, None)
+        stats = None
+        if logged:
+            own_input = dataclasses.replace(input, hidden_states=hidden_states, shift_labels=target)
+            options = {name: getattr(own.options, name) for name in ("temperature", "logits_budget", "logits_dtype")}
+            with torch.no_grad():
+                stats = head_stats(head, own_input, logged, **options)
+        return Step(value, metrics, target, input.aux_loss, stats)
+
+    step: Step = model(**inputs, labels=labels, head_fn=run)
+    return step
+
+
+MULTIMODAL = (
+    "pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "token_type_ids",
+    "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+
+
+def rollout_inputs(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """Return the model's arguments, and labels: -100 unless the model wrote the token."""
+    completion_mask = inputs["completion_mask"]
+    written = completion_mask * inputs.get("tool_mask", 1)
+    input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    not_written = torch.cat([torch.zeros_like(inputs["prompt_mask"]), written], dim=1) == 0
+    model_inputs = {
+        "input_ids": input_ids,
+        "attention_mask": torch.cat([inputs["prompt_mask"], completion_mask], dim=1),
+        **{name: inputs[name] for name in MULTIMODAL if name in inputs},
+    }
+    return model_inputs, input_ids.masked_fill(not_written, -100)
+
+
+class LossMixin(ServedTrainer):
+    """A trainer of TRL with the arguments `loss`, `logits_budget` and `share_prefix`.
+
+    Args:
+        loss: replaces the trainer's; a `loss_kind`. Config fields in `replaced_fields` must have TRL's defaults or
+            agree. None: TRL's own loss, as with `patch_trl`.
+        logits_budget, share_prefix: see `patch_trl`. With `loss`, the budget is the loss's.
+
+    Raises:
+        TypeError: a loss of another kind.
+        ValueError: contradicting arguments, or a setting that cannot be served.
+    """
+
+    loss_kind: ClassVar[type[Any] | None] = None
+    # Config fields of TRL's loss, and equivalent attributes of `loss`, or None.
+    replaced_fields: ClassVar[Mapping[str, str | None]] = {}
+
+    def __init__(
+        self,
+        *args: Any,
+        loss: nn.Module | None = None,
+        logits_budget: int | float | str | None = None,
+        share_prefix: bool | str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        budget, logits_dtype = budget_bytes(logits_budget), None  # raises before loading
+        if loss is not None:
+            config = config_in(args, kwargs)
+            self._check_loss(loss)
+            self._check_config(loss, config)
+            owner = next((cls for cls in type(self).__mro__ if "_compute_loss" in vars(cls)), None)
+            if owner is not None and owner.__module__.partition(".")[0] not in ("trl", "liger_chunked"):
+                raise TypeError(
+                    f"with loss=, _compute_loss of {owner.__name__} would not be called: override compute_loss, which "
+                    "calls the loss by super(), or leave loss= out"
+                )
+            if budget is not None:
+                raise ValueError(
+                    f"with loss=, logits_budget={logits_budget!r} of the trainer would not be read: pass it to the "
+                    f"loss, {type(loss).__name__}(..., logits_budget={logits_budget!r})"
+                )
+            options: Any = loss.options
+            # The heads' log-probabilities, of the old policy and the reference, are compared with those of the loss.
+            budget, logits_dtype = options.logits_budget, options.logits_dtype
+        self.loss_override: Any = loss
+        trained = [] if loss is None else [(name, x) for name, x in loss.named_parameters() if x.requires_grad]
+        settings: Any = {"logits_budget": budget, "logits_dtype": logits_dtype}
+        with constructing(self, args, kwargs, share_prefix=checked_share_prefix(share_prefix), **settings):
+            super().__init__(*args, **kwargs)
+            self._check_trains(trained)
+            self._check_made()
+
+    @classmethod
+    def _check_loss(cls, loss: Any) -> None:
+        if cls.loss_kind is None or not isinstance(loss, cls.loss_kind):
+            expected = "no loss" if cls.loss_kind is None else f"a {cls.loss_kind.__name__}"
+            got = f"the class {loss.__name__}" if isinstance(loss, type) else f"loss={type(loss).__name__}"
+            raise TypeError(f"{cls.__name__} takes {expected}, got {got}")
+        if (ignored := loss.options.ignore_index) != -100:
+            raise ValueError(f"TRL marks ignored tokens with the label -100, but the loss has ignore_index={ignored}")
+
+    @classmethod
+    def _check_config(cls, loss: Any, config: Any) -> None:
+        """Raise ValueError for fields of the config that set up TRL's loss, and neither are defaults nor agree."""
+        if config is None:
+            return
+        of_trl = next((c for c in type(config).__mro__ if c.__module__.partition(".")[0] == "trl"), type(config))
+        unread = []
+        for field in (field for field in dataclasses.fields(of_trl) if field.name in cls.replaced_fields):
+            factory: Any = field.default_factory
+            default = field.default if factory is dataclasses.MISSING else factory()
+            value, same = getattr(config, field.name), cls.replaced_fields[field.name]
+            if field.name == "loss_type" and value in ("nll", "chunked_nll"):  # SFT's, the second in chunks
+                continue
+            own = _MISSING if same is None else _alone(functools.reduce(_attribute, same.split("."), loss))
+            if value != default and _alone(value) != own:
+                of_loss = "" if own is _MISSING else f" (the loss has {same}={own!r})"
+                unread.append(f"{field.name}={value!r}{of_loss}")
+        if unread:
+            raise ValueError(
+                f"with loss=, {cls.__name__} does not read these fields of {type(config).__name__}: "
+                f"{', '.join(unread)}. Set the loss up as you want it, {type(loss).__name__}(...), and leave these "
+                "fields at their defaults"
+            )
+
+    def _check_trains(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
+        """Raise ValueError unless the model trains these parameters of the loss.
+
+        The optimizer, DDP and checkpoints know those of the model alone.
+        """
+        known = {id(x) for x in self.model.parameters() if x.requires_grad}
+        for name, x in parameters:
+            if id(x) not in known:
+                raise ValueError(
+                    f"{type(self.loss_override).__name__} has the trainable parameter {name} {described(x)}, which the "
+                    "model does not train, and so no optimizer would: register the loss on the model before, as in "
+                    "model.own_loss = loss, or freeze the parameter. An adapter freezes what the model had before it"
+                )
+
+    def _check_made(self) -> None:
+        """Raise ValueError for a loss that the trainer, which is made, cannot serve."""
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: int | Tensor | None = None,
+    ) -> Any:
+        if self.loss_override is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with self._with_heads():
+            value, model_inputs = self._compute_own_loss(model, inputs, num_items_in_batch)
+            if not return_outputs:
+                return value
+            with torch.no_grad():
+                return value, model(**model_inputs)
+
+    def _compute_own_loss(
+        self, model: nn.Module, inputs: dict[str, Any], num_items: int | Tensor | None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Return the loss of a batch, and the arguments of the model's forward. Metrics are logged."""
+        raise NotImplementedError
+
+    @property
+    def mode_metrics(self) -> dict[str, list[float]]:
+        metrics = getattr(self, "_metrics", None)  # of TRL, which logs them; a release without it logs none
+        return defaultdict(list) if metrics is None else metrics["train" if self.model.training else "eval"]
+
+    def gathered_mean(self, value: Tensor) -> float:
+        return self.accelerator.gather_for_metrics(value.detach()).mean().item()
+
+    def global_mean(
+        self,
+        mean: Tensor,
+        count: Tensor,
+        *,
+        with_repeated: bool = False,
+        others: Tensor | float = 0.0,
+        total: Tensor | None = None,
+    ) -> float:
+        """Average the ranks' means, weighted by `count`; by default without repeated samples.
+
+        Args:
+            others: the sum of the values that `mean` leaves out.
+            total: how many values there are with these. None: `count`.
+        """
+        gather = self.accelerator.gather if with_repeated else self.accelerator.gather_for_metrics
+        values = mean.detach() * count + others
+        sums = gather(torch.stack([values, (count if total is None else total).to(mean.dtype)])[None]).sum(0)
+        return (sums[0] / sums[1].clamp(min=1)).item()
+
+    def log_token_mean(self, name: str, values: Tensor, target: Tensor) -> None:
+        """Log the mean of `values` (B, T), 0 at ignored tokens, over the tokens of `target` (B, T) on all ranks."""
+        n_tokens = (target != -100).sum()
+        self.mode_metrics[name].append(self.global_mean(values.sum() / n_tokens.clamp(min=1), n_tokens))
+
+    def log_own_metrics(self, metrics: Any, *, of_nothing: bool | None = None) -> None:
+        """Log what the loss given as `loss` adds, see `logged_metrics`.
+
+        Args:
+            of_nothing: whether this rank skipped all sequences, so that its metrics have no value: the mean is that of
+                the other ranks, or NaN, which TRL does not log, if there is none. None: ranks skip none.
+        """
+        for name, x in self.loss_override.logged_metrics(metrics).items():
+            value = torch.as_tensor(x, dtype=torch.float32, device=self.accelerator.device).detach()
+            if of_nothing is None:
+                mean = self.gathered_mean(value)
+            else:
+                # Counted, because `nanmean` would hide the NaN of a rank with sequences.
+                value = torch.zeros_like(value).mean() if of_nothing else value.mean()
+                pair = torch.stack([value, torch.full_like(value, not of_nothing)])
+                total, n_ranks = self.accelerator.gather_for_metrics(pair[None]).sum(0)
+                mean = (total / n_ranks).item()
+            self.mode_metrics[name].append(mean)
+
+    @property
+    def _aux_inputs(self) -> dict[str, bool]:
+        return {"output_router_logits": True} if self.aux_loss_enabled else {}
+
+    def _with_aux_loss(self, value: Tensor, aux_loss: Tensor | None, *, accumulates: bool = False) -> Tensor:
+        """Add and log `aux_loss`; `accumulates`: averaged over micro-batches."""
+        if aux_loss is None:
+            return value
+        self.mode_metrics["aux_loss"].append(self.gathered_mean(aux_loss))
+        steps = self.current_gradient_accumulation_steps if accumulates else 1
+        return value + self.router_aux_loss_coef * aux_loss / steps
+
+    def _log_n_tokens(self, inputs: dict[str, Any]) -> None:
+        if not hasattr(self, "_total_train_tokens"):
+            return
+        if self.model.training:
+            tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].size(1)
+            tokens = torch.as_tensor(tokens, device=self.accelerator.device)
+            n_tokens = self.accelerator.gather_for_metrics(tokens).sum().item()
+            self._total_train_tokens += n_tokens // getattr(self.accelerator.parallelism_config, "tp_size", 1)
+        self.mode_metrics["num_tokens"] = [self._total_train_tokens]
+
+
+_MISSING: Any = object()
+
+
+def _attribute(x: Any, name: str) -> Any:
+    return getattr(x, name, _MISSING)
+
+
+def _alone(value: Any) -> Any:
+    return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+
+
+def config_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingArguments | None:
+    return next((x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)), None)
+
+
+def _check_mean(trainer: type, loss: Any) -> None:
+    if loss.reduction != "mean":
+        raise ValueError(f"{trainer.__name__} trains on a mean over tokens, got reduction={loss.reduction!r}")
+
+
+class SFTMixin(LossMixin):
+    """See `LigerSFTTrainer`."""
+
+    loss_kind = LigerFusedLinearCrossEntropyLoss
+    replaced_fields: ClassVar = {"loss_type": None, "label_smoothing_factor": "label_smoothing"}
+
+    @classmethod
+    def _check_loss(cls, loss: Any) -> None:
+        super()._check_loss(loss)
+        _check_mean(cls, loss)
+
+    def _check_made(self) -> None:
+        if self.loss_override is not None and self.compute_loss_func is not None:
+            raise ValueError("loss= and compute_loss_func both take the place of TRL's loss: pass one of them")
+
+    def _compute_own_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Any:
+        unlabelled = {name: x for name, x in inputs.items() if name != "labels"}
+        step = loss_step(
+            model,
+            self.loss_override,
+            unlabelled | self._aux_inputs,
+            inputs.get("labels"),
+            num_items=num_items,
+            logged=("entropy", "is_top1"),
+        )
+        self.log_token_mean("entropy", step.logged.entropy, step.target)
+        self.log_token_mean("mean_token_accuracy", step.logged.is_top1, step.target)
+        if step.metrics is not None and step.metrics.z_loss is not None:
+            self.mode_metrics["z_loss"].append(self.gathered_mean(step.metrics.z_loss))
+        self.log_own_metrics(step.metrics)
+        value = step.loss
+        # num_items counts all ranks; gradients are averaged.
+        if self.args.average_tokens_across_devices and num_items is not None:
+            value = value * (self.accelerator.num_processes // self.get_tp_size())
+        value = self._with_aux_loss(value, step.aux_loss, accumulates=num_items is not None)
+        self._log_n_tokens(unlabelled)
+        return value, unlabelled
+
+
+SAMPLE_WEIGHT = "sample_weight"  # a column, with the name that scikit-learn and Keras give such weights
+
+
+@dataclasses.dataclass
+class _WithWeights:
+    """A collator that adds the weights of examples to a batch, float32 (n,), because TRL's drop unknown columns."""
+
+    collate: Any
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.collate(examples)
+        weights = [example[SAMPLE_WEIGHT] for example in examples if example.get(SAMPLE_WEIGHT) is not None]
+        if not weights or SAMPLE_WEIGHT in batch:  # a collator of the user may add them
+            return batch
+        if len(weights) < len(examples):
+            raise ValueError(
+                f"{SAMPLE_WEIGHT} must be a number for each example, got None for {len(examples) - len(weights)} of "
+                f"{len(examples)}: write 1.0 for an example that counts once"
+            )
+        return {**batch, SAMPLE_WEIGHT: torch.tensor(weights, dtype=torch.float32)}
+
+
+# A trainer with a reference model loads none.
+_NONE: Any = object()
+
+
+class ReferenceMixin(LossMixin):
+    """Trainers whose loss compares with a reference: DPO and KTO.
+
+    With `loss=`, the column "sample_weight" of a data set, one number for an example, is the loss's `example_weights`.
+    """
+
+    ref_columns: ClassVar[tuple[str, ...]]
+    logged_stats: ClassVar[tuple[str, ...]] = ("entropy",)
+    # Of transformers' trainer.
+    data_collator: Any
+    _signature_columns: Any
+
+    def __init__(
+        self, model: Any, ref_model: Any = None, args: Any = None, *others: Any, loss: Any = None, **kwargs: Any
+    ) -> None:
+        if self.loss_kind is not None and isinstance(loss, self.loss_kind):
+            self._check_reference(loss, ref_model, args)
+            ref_model = _NONE if loss.use_ref_model is False else ref_model
+        super().__init__(model, ref_model, args, *others, loss=loss, **kwargs)
+        weighs = SAMPLE_WEIGHT in (getattr(self.train_dataset, "column_names", None) or ())
+        if loss is not None:
+            self.data_collator = _WithWeights(self.data_collator)
+            if weighs and not hasattr(self, "_signature_columns"):
+                raise RuntimeError(
+                    "this release of transformers chooses columns in another way than its Trainer did in 5.24, so the "
+                    f"column {SAMPLE_WEIGHT!r} of train_dataset would be dropped: remove it, or install an earlier "
+                    "release"
+                )
+        elif weighs:
+            _LOGGER.warning(
+                "%s trains without the column %r: TRL's loss takes no weights of examples, one given as loss= does",
+                type(self).__name__,
+                SAMPLE_WEIGHT,
+            )
+
+    @classmethod
+    def _check_reference(cls, loss: Any, ref_model: Any, args: Any) -> None:
+        """Raise ValueError, before any pass over the data set, for a reference that `loss` cannot read."""
+        precomputes = getattr(args, "precompute_ref_log_probs", False)
+        given = ["a ref_model"] if ref_model is not None else []
+        given += [
+            f"{name}=True" for name in ("precompute_ref_log_probs", "sync_ref_model") if getattr(args, name, False)
+        ]
+        if loss.use_ref_model is False and given:
+            raise ValueError(f"{type(loss).__name__} takes no reference, got {' and '.join(given)}")
+        if loss.needs_token_ref_logps and precomputes:
+            ld_alpha = getattr(loss, "ld_alpha", None)
+            setting = "" if ld_alpha is None else f"(ld_alpha={ld_alpha})"
+            raise ValueError(
+                f"{type(loss).__name__}{setting} needs reference log-probabilities per token, but "
+                "precompute_ref_log_probs=True keeps one sum a sequence: set precompute_ref_log_probs=False, so that "
+                f"the reference runs in each step{'' if ld_alpha is None else ', or leave ld_alpha out of the loss'}"
+            )
+
+    @classmethod
+    def _check_loss(cls, loss: Any) -> None:
+        super()._check_loss(loss)
+        temperature = loss.options.temperature
+        compares = loss.use_ref_model is not False or getattr(loss, "reference_point", None) == "kl"
+        if compares and temperature != 1.0:
+            raise ValueError(
+                f"{type(loss).__name__} has temperature={temperature}, and {cls.__name__} computes the reference's "
+                "log-probabilities at temperature 1: leave the temperature of the loss at 1"
+            )
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        columns = getattr(self, "_signature_columns", None)
+        if self.loss_override is not None and columns is not None and SAMPLE_WEIGHT not in columns:
+            self._signature_columns = [*columns, SAMPLE_WEIGHT]
+
+    @property
+    def ref_model(self) -> Any:
+        return self._ref_model
+
+    @ref_model.setter
+    def ref_model(self, model: Any) -> None:
+        self._ref_model = None if model is _NONE else model
+
+    def _compute_own_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Any:
+        loss, inputs = self.loss_override, dict(inputs)
+        weights = inputs.pop(SAMPLE_WEIGHT, None)
+        others = ("completion_mask", "label")
+        model_inputs = {
+            name: x for name, x in inputs.items() if name not in others and not name.startswith(("ref_", "KL_"))
+        }
+        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+        arguments = self._loss_arguments(model, inputs)
+        if weights is not None:
+            arguments["example_weights"] = torch.as_tensor(weights, device=labels.device)
+        if loss.use_ref_model is not False:
+            arguments["ref_logps"] = self._ref_logps(model_inputs, inputs, labels)
+        arguments |= {"logged": self.logged_stats, "length": labels.shape[1] - 1}
+        step = loss_step(model, loss, model_inputs | self._aux_inputs, labels, **arguments)
+        self.log_token_mean("entropy", step.logged.entropy, step.target)
+        self._log_metrics(step)
+        self.log_own_metrics(step.metrics)
+        self._log_n_tokens(model_inputs)
+        return self._with_aux_loss(step.loss, step.aux_loss), model_inputs
+
+    def _loss_arguments(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def _log_metrics(self, step: Step) -> None:
+        raise NotImplementedError
+
+    def _ref_logps(self, model_inputs: dict[str, Any], inputs: dict[str, Any], labels: Tensor) -> Tensor:
+        """Return (B, T - 1), one per label, or (B,) if precomputed."""
+        if self.precompute_ref_logps:
+            sums = torch.cat([inputs[name] for name in self.ref_columns])
+            return self._of_sequences(sums, inputs["completion_mask"])
+        with self._reference() as reference:
+            logps: Tensor = reference(**model_inputs, labels=labels, fused_lm_head=True).log_probs
+        return logps[:, 1 - labels.shape[1] :]
+
+    @contextmanager
+    def _reference(self) -> Iterator[Any]:
+        """Yield the reference without gradients: a model, or the policy with its adapter "ref" or without."""
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            if self.ref_model is not None:
+                yield self.ref_model
+                return
+            policy = self.accelerator.unwrap_model(self.model)
+            with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
+                yield self.model
+
+    def _of_sequences(self, sums: Tensor, mask: Tensor) -> Tensor:
+        return sums / mask[:, 1:].sum(-1).clamp(min=1) if self.loss_override.average_log_prob else sums
+
+
+class DPOMixin(ReferenceMixin):
+    """See `LigerDPOTrainer`."""
+
+    loss_kind = LigerFusedLinearPreferenceBase
+    replaced_fields: ClassVar = {
+        "beta": "beta",
+        "loss_type": "loss_types",
+        "loss_weights": "loss_weights",
+        "label_smoothing": "settings.label_smoothing",
+        "ld_alpha": "ld_alpha",
+        "f_divergence_type": "settings.f_divergence_type",
+        "f_alpha_divergence_coef": "settings.f_alpha_divergence_coef",
+        "discopop_tau": "settings.discopop_tau",
+        "use_weighting": "use_weighting",
+    }
+    ref_columns = ("ref_chosen_logps", "ref_rejected_logps")
+    logged_stats = ("entropy", "is_top1")
+
+    def _log_metrics(self, step: Step) -> None:
+        metrics, logs = step.metrics, self.mode_metrics
+        for name, value in {
+            "rewards/chosen": metrics.chosen_rewards,
+            "rewards/rejected": metrics.rejected_rewards,
+            "rewards/accuracies": metrics.reward_accuracies,
+            "rewards/margins": metrics.reward_margins,
+            "logps/chosen": metrics.chosen_logps,
+            "logps/rejected": metrics.rejected_logps,
+            **({"nll_loss": metrics.nll_loss} if self.loss_override.compute_nll_loss else {}),
+        }.items():
+            logs[name].append(self.gathered_mean(value))
+        chosen, rejected = (step.target != -100).sum(-1).view(2, -1).sum(-1)
+        logs["logits/chosen"].append(self.global_mean(metrics.chosen_logits_mean, chosen))
+        logs["logits/rejected"].append(self.global_mean(metrics.rejected_logits_mean, rejected))
+        n = len(step.target) // 2
+        self.log_token_mean("mean_token_accuracy", step.logged.is_top1[:n], step.target[:n])
+
+
+class KTOMixin(ReferenceMixin):
+    """See `LigerKTOTrainer`."""
+
+    loss_kind = LigerFusedLinearUnpairedPreferenceBase
+    replaced_fields: ClassVar = {
+        "beta": "beta",
+        "desirable_weight": "desirable_weight",
+        "undesirable_weight": "undesirable_weight",
+    }
+    ref_columns = ("ref_logps",)
+
+    def _check_made(self) -> None:
+        loss = self.loss_override
+        if loss is not None and loss.reference_point == "kl" and not self.calculate_KL:
+            raise ValueError(
+                f"{type(loss).__name__} asks for the reference point 'kl'; {type(self).__name__} needs "
+                "KTOConfig(loss_type='kto') for it"
+            )
+
+    @classmethod
+    def _check_loss(cls, loss: Any) -> None:
+        super()._check_loss(loss)
+        if loss.reference_point == "delta":
+            raise ValueError(
+                f"{type(loss).__name__} asks for the reference point 'delta'; {cls.__name__} estimates none"
+            )
+
+    def _loss_arguments(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+        desirable = torch.as_tensor(inputs["label"], dtype=torch.bool, device=self.accelerator.device)
+        kl = self._kl(model, inputs) if self.loss_override.reference_point == "kl" else None
+        return {"preference_labels": desirable, "kl": kl}
+
+    @torch.no_grad()
+    def _kl(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        logps = self._compute_kl_logps(model, inputs)
+        if self.loss_override.use_ref_model is False:
+            reference = torch.zeros_like(logps)
+        elif self.precompute_ref_logps:
+            reference = inputs["ref_KL_logps"]
+        else:
+            with self._reference() as reference_model:
+                reference = self._compute_kl_logps(reference_model, inputs)
+        kl = self._of_sequences(logps - reference, inputs["KL_completion_mask"]).mean()
+        return self.accelerator.gather_for_metrics(kl).mean()
+
+    def _log_metrics(self, step: Step) -> None:
+        logs, metrics = self.mode_metrics, step.metrics
+        sides = []
+        for side in ("chosen", "rejected"):
+            count, tokens = getattr(metrics, f"{side}_count"), getattr(metrics, f"{side}_tokens")
+            if self.accelerator.gather_for_metrics(count).sum().item():
+                sides.append(side)
+                for name, field, items in (
+                    ("rewards", "rewards", count),
+                    ("logps", "logps", count),
+                    ("logits", "logits_mean", tokens),
+                ):
+                    logs[f"{name}/{side}"].append(self.global_mean(getattr(metrics, f"{side}_{field}"), items))
+        if len(sides) == 2:
+            logs["rewards/margins"].append(logs["rewards/chosen"][-1] - logs["rewards/rejected"][-1])
+        if self.loss_override.reference_point == "kl":
+            logs["kl"].append(metrics.reference_point.item())
+
+
+class DistillationMixin(LossMixin):
+    """See `LigerDistillationTrainer`."""
+
+    loss_kind = LigerFusedLinearDistillationBase
+    replaced_fields: ClassVar = {"beta": "beta", "temperature": "options.temperature"}
+
+    @classmethod
+    def _check_loss(cls, loss: Any) -> None:
+        super()._check_loss(loss)
+        _check_mean(cls, loss)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: int | Tensor | None = None,
+    ) -> Any:
+        with self._with_heads():
+            value, _ = self._compute_own_loss(model, inputs, num_items_in_batch)
+        return (value, None) if return_outputs else value
+
+    def _compute_own_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Any:
+        if self.model.training and inputs.get("num_items_in_batch") is not None:  # TRL's count, of the generated tokens
+            num_items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        own: Any = getattr(self, "loss_override", None)
+        loss = own or LigerFusedLinearJSDLoss(
+            beta=self.beta,
+            temperature=self.temperature,
+            weight_hard_loss=0.0,
+            weight_soft_loss=1.0,
+            logits_budget=self._heads.plain.logits_budget,
+        )
+        model_inputs, labels = rollout_inputs(inputs)
+        arguments: Any = {"num_items": num_items, "logged": ("entropy",)}
+        step = step_inside_teacher(model, self.teacher_model, loss, model_inputs, labels, **arguments)
+        self.log_token_mean("entropy", step.logged.entropy, step.target)
+        if own is not None:
+            self.mode_metrics["soft_loss"].append(step.metrics.soft_loss.item())
+            if own.weight_hard_loss:
+                self.mode_metrics["hard_loss"].append(step.metrics.hard_loss.item())
+            self.log_own_metrics(step.metrics)
+        return step.loss, model_inputs
+
+
+def step_inside_teacher(
+    model: nn.Module,
+    teacher: nn.Module,
+    loss: LigerFusedLinearDistillationBase,
+    inputs: dict[str, Any],
+    labels: Tensor,
+    **arguments: Any,
+) -> Step:
+    """Run `loss_step` inside the forward of a teacher: heads are complete only inside their models' forwards.
+
+    The step has the gradient and autocast modes of this call, so that the student may have another precision than its
+    teacher. Also, models that are copies share the `torch.autocast` of their forwards, and such an object restores the
+    modes that it found last.
+    """
+    device = inputs["input_ids"].device.type
+    modes = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), torch.is_autocast_cache_enabled()
+    with_gradient = torch.is_grad_enabled()
+    steps: list[Step] = []
+
+    def in_teacher(head: Head, input: HeadInput) -> None:
+        options = loss.teacher_options
+        if options is loss.options:  # the student's may differ
+            options = LogitOptions(temperature=options.temperature)
+        of_pair = altered(loss, teacher_options=with_transform(options, input.options))
+        own: Any = {"teacher_weight": head.weight, "teacher_input": input.hidden_states, "teacher_bias": head.bias}
+        with torch.autocast(device, *modes), torch.set_grad_enabled(with_gradient):
+            # The teacher's hooks would treat a returned loss as its output.
+            steps.append(loss_step(model, of_pair, inputs, labels, **own, **arguments))
+
+    teacher.eval()
+    with torch.no_grad():
+        teacher(**inputs, labels=labels, head_fn=in_teacher)
+    return steps[0]

@@ -1,0 +1,422 @@
+"""`patch_trl`: every trainer of TRL computes its loss from hidden states.
+
+TRL's trainers read log-probabilities from the head of `add_fused_lm_head`, or logits. A served trainer gets both from
+`Heads`: the first by `linear_token_stats`, the second as stand-ins, whose losses are fused (see `defer_logits`).
+
+    patch_trl            wraps the `__init__` of TRL's trainer classes
+    the wrapped init     makes the trainer's class a subclass with `ServedTrainer`, and runs TRL's in `constructing`
+    constructing         swaps TRL's `add_fused_lm_head` while a trainer is made, in every module that has it
+    ServedTrainer        sets the heads when a public method of the trainer is called, and takes them off after `train`
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, TrainingArguments
+from trl.trainer import utils
+from trl.trainer.base_trainer import _BaseTrainer
+
+from liger_chunked.deferred.projection import projections_in
+from liger_chunked.integrations.transformers.attach import check_head
+from liger_chunked.integrations.transformers.detect import inner_model
+from liger_chunked.integrations.trl.heads import HEAD_BUDGET, Heads, HeadSettings, language_models
+from liger_chunked.integrations.trl.stand_ins import divergence, logps_of, swapped
+from liger_chunked.shared_prefix.served import ROUTER, why_not_shared
+from liger_chunked.types import budget_bytes, shown
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Settings of experimental trainers whose losses compare whole distributions in an order of their own: sorted, or the
+# largest ones. They would train on real logits without a word.
+_READ_LOGITS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "GOLDTrainer": ("use_uld_loss", lambda config: config.use_uld_loss),
+    "IWOPDTrainer": ("loss_top_k", lambda config: config.distillation_objective != "iw_opd" and config.loss_top_k),
+    "SDFTTrainer": ("distillation_mode", lambda config: config.distillation_mode == "topk_logits"),
+    "SDPOTrainer": ("distillation_mode", lambda config: config.distillation_mode == "topk_logits"),
+}
+
+# Trainers with one sequence for a prompt.
+_ALONE = ("SFTTrainer", "KTOTrainer")
+
+
+_Trainer: Any = _BaseTrainer  # whose subclasses have attributes that it lacks
+
+
+class ServedTrainer(_Trainer):
+    """What a served trainer has in addition to TRL's: its heads, which are set while it works."""
+
+    _heads: Heads
+    _depth = 0
+
+    @contextmanager
+    def _with_heads(self, *, until_end: bool = False) -> Iterator[None]:
+        """Set the heads; `until_end`: and take them off after the outermost call."""
+        self._heads.set(language_models(vars(self).values()))
+        self._depth += 1
+        try:
+            with swapped():
+                yield
+        finally:
+            self._depth -= 1
+            if until_end and not self._depth:
+                self._heads.take_off()
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with self._with_heads(until_end=True):
+            return super().train(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._with_heads(until_end=True):
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        with self._with_heads(until_end=True):
+            return super().predict(*args, **kwargs)
+
+    # Also called by loops of users.
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._with_heads():
+            return super().training_step(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._with_heads():
+            return super().prediction_step(*args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        with self._with_heads():
+            return super().compute_loss(*args, **kwargs)
+
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        with self._with_heads():
+            return super()._prepare_inputs(*args, **kwargs)
+
+    def get_batch_logps(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        average_log_prob: bool = False,
+        label_pad_token_id: int = -100,
+        is_encoder_decoder: bool = False,
+    ) -> Any:
+        """Sum the log-probabilities of ORPO and CPO, a static method of theirs: of labelled tokens, others are 0."""
+        shift = not is_encoder_decoder
+        target = labels[:, 1:] if shift else labels
+        mask = target != label_pad_token_id
+        logps = logps_of(logits[:, :-1] if shift else logits, target.where(mask, 0), row_mask=mask)
+        if logps is NotImplemented:
+            stock: Any = super()
+            return stock.get_batch_logps(logits, labels, average_log_prob, label_pad_token_id, is_encoder_decoder)
+        return logps.sum(-1) / mask.sum(-1) if average_log_prob else logps.sum(-1)
+
+    def generalized_jsd_loss(
+        self,
+        student_logits: Tensor,
+        teacher_logits: Tensor,
+        labels: Tensor | None = None,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        reduction: str = "batchmean",
+        *,
+        num_items_in_batch: int | Tensor | None = None,
+        **others: Any,
+    ) -> Any:
+        """Compute the divergence of GKD, GOLD and IW-OPD, a static method of theirs, from two stand-ins."""
+        result = NotImplemented
+        if reduction == "batchmean" and not others.get("top_k") and not others.get("logits_are_probs"):
+            settings: Any = {"temperature": temperature, "labels": labels, "num_items": num_items_in_batch}
+            result = divergence(student_logits, teacher_logits, beta, **settings)
+        if result is NotImplemented:
+            stock: Any = super()
+            settings = {"labels": labels, "beta": beta, "temperature": temperature, "reduction": reduction, **others}
+            settings["num_items_in_batch"] = num_items_in_batch
+            result = stock.generalized_jsd_loss(student_logits, teacher_logits, **settings)
+        return result
+
+
+@functools.cache
+def served_class(cls: Any) -> Any:
+    """Return the subclass of a trainer's class that `ServedTrainer` serves, with the same name."""
+    if issubclass(cls, ServedTrainer):
+        return cls
+    namespace = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (_server_of(cls), cls), namespace)
+
+
+def _server_of(cls: Any) -> Any:
+    """Return the mixin for a trainer's class: that of `DistillationTrainer`, unless a subclass has its own loss."""
+    owners = [next((c for c in cls.__mro__ if name in vars(c)), None) for name in ("compute_loss", "_compute_loss")]
+    if not all(owner is not None and owner.__module__ == "trl.trainer.distillation_trainer" for owner in owners):
+        return ServedTrainer
+    from liger_chunked.integrations.trl.losses import DistillationMixin  # imports this module
+
+    return DistillationMixin
+
+
+# While a trainer is made, TRL's modules have functions of ours.
+_MAKING = threading.RLock()
+
+
+@contextmanager
+def constructing(
+    trainer: ServedTrainer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    logits_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
+    share_prefix: bool | str = "auto",
+) -> Iterator[None]:
+    """Run the `__init__` of TRL's trainer with these arguments inside the block, with our heads.
+
+    Raises:
+        ValueError: a setting of the trainer or its config that cannot be served.
+    """
+    config = next((x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)), None)
+    if getattr(config, "use_liger_kernel", False):
+        raise ValueError(
+            "use_liger_kernel=True activates the package Liger-Kernel, whose losses would replace these heads: leave "
+            "it off, and call liger_chunked.apply_liger_kernel(model) for layer kernels"
+        )
+    for name, (field, reads) in _READ_LOGITS.items():
+        if config is not None and any(cls.__name__ == name for cls in type(trainer).__mro__) and reads(config):
+            raise ValueError(
+                f"{field}={getattr(config, field)!r} of {type(config).__name__} makes {name} read whole distributions, "
+                "which need their logits: change it, or make this trainer outside of patch_trl"
+            )
+    parallelism = getattr(config, "parallelism_config", None)
+    splits = getattr(parallelism, "cp_size", 1) > 1 or getattr(parallelism, "sp_size", 1) > 1
+    if splits and share_prefix is True:
+        raise ValueError("share_prefix=True needs whole sequences, and parallelism_config splits them")
+    alone = not {cls.__name__ for cls in type(trainer).__mro__}.isdisjoint(_ALONE)
+    if alone and share_prefix is True:
+        raise ValueError(f"share_prefix=True: the sequences of {type(trainer).__name__} have no prompts in common")
+    budget = HEAD_BUDGET if logits_budget is None else logits_budget
+    heads = Heads(HeadSettings(logits_budget=budget))
+    shares: list[PreTrainedModel] = []
+
+    def add_head(model: PreTrainedModel, *settings: Any, **named: Any) -> None:
+        # A router loss counts shared tokens once. Then no model of the trainer shares them: the log-probabilities of a
+        # policy and of its equal reference would differ by rounding. TRL sets this attribute before it adds heads.
+        share = False if splits or alone or getattr(trainer, "aux_loss_enabled", False) else share_prefix
+        named |= {"logits_budget": budget, "logits_dtype": logits_dtype, "share_prefix": share}
+        heads.give(model, HeadSettings(*settings, **named))
+        shares.append(model)
+
+    trainer._heads = heads
+    weakref.finalize(trainer, heads.take_off).atexit = False
+    try:
+        heads.set(language_models((*args, *kwargs.values())))  # before TRL prepares a reference or a teacher
+        casts = getattr(config, "cast_lm_head_to_fp32", False)  # TRL does so itself, without an adapter
+        with _MAKING, _swapped("add_fused_lm_head", add_head), nullcontext() if casts else _lora_heads(type(trainer)):
+            yield
+        heads.set(language_models(vars(trainer).values()))
+        if share_prefix is True:
+            _check_shares(trainer, shares)
+    except BaseException:
+        heads.take_off()
+        raise
+
+
+def _check_shares(trainer: Any, models: list[PreTrainedModel]) -> None:
+    if not models:
+        raise ValueError(
+            f"share_prefix=True: {type(trainer).__name__} reads the logits of whole batches, and cannot share prompts"
+        )
+    reason = ROUTER if getattr(trainer, "aux_loss_enabled", False) else why_not_shared(trainer.model)
+    if reason is not None:
+        raise ValueError(f"{type(inner_model(trainer.model)).__name__} cannot share prompts: {reason}")
+
+
+@contextmanager
+def _swapped(name: str, ours: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function of TRL's in every module that has it: its trainers import it by name."""
+    theirs: Any = getattr(utils, name)
+    replacement = functools.wraps(theirs)(lambda *args, **kwargs: ours(*args, **kwargs))
+    before: dict[Any, Any] = {}
+    for module_name, module in [*sys.modules.items()]:
+        function = getattr(module, "__dict__", {}).get(name)
+        if function is theirs or (function is not None and module_name.startswith("trl.")):
+            before[module] = function
+    try:
+        for module in before:
+            setattr(module, name, replacement)
+        yield
+    finally:
+        # Also in modules that were imported meanwhile.
+        for module in [*sys.modules.values()]:
+            if getattr(module, "__dict__", {}).get(name) is replacement:
+                setattr(module, name, before.get(module, theirs))
+
+
+class _Unsupported(type):
+    """Replaces PEFT's `BaseTunerLayer` where TRL refuses an adapter on `lm_head`; ValueError for those we refuse."""
+
+    def __instancecheck__(cls, lm_head: Any) -> bool:
+        projections_in(lm_head)
+        return False
+
+
+class _UnsupportedAdapter(metaclass=_Unsupported):
+    pass
+
+
+@contextmanager
+def _lora_heads(trainer: type[Any]) -> Iterator[None]:
+    """Let a trainer's `__init__` accept LoRA on `lm_head`."""
+    modules = [module for cls in trainer.__mro__ if "BaseTunerLayer" in vars(module := sys.modules[cls.__module__])]
+    theirs: dict[Any, Any] = {module: vars(module)["BaseTunerLayer"] for module in modules}
+    try:
+        for module in theirs:
+            module.BaseTunerLayer = _UnsupportedAdapter
+        yield
+    finally:
+        for module, of_peft in theirs.items():
+            module.BaseTunerLayer = of_peft
+
+
+class patch_trl:
+    """Let trainers of TRL compute their losses from hidden states, with no logits in memory.
+
+    Each trainer of TRL that is made while the patch is active is served: the stable and the experimental ones, and
+    subclasses of them. It trains and logs what it does without the patch, and leaves its models as it found them. The
+    patch is active at once, until `undo`. It is a context manager and a decorator too:
+
+        patch = patch_trl(); ...; patch.undo()
+
+        with patch_trl(logits_budget="256MiB"):
+            trainer = GRPOTrainer(...)
+        trainer.train()
+
+        @patch_trl()
+        def main(): ...
+
+    A trainer that was made under a patch is served for its whole life.
+
+    Args:
+        model: only serve trainers of this model (the argument `model` of the trainer, maybe wrapped by PEFT), with
+            their references and teachers. None: all trainers of this process.
+        logits_budget: most bytes of logits in memory at once, see `LogitOptions`. None: 512 MiB.
+        share_prefix: compute a prompt once for its sequences, in DPO, GRPO, RLOO and subclasses of these: "auto" if the
+            model allows it and a tenth of a batch's tokens is saved; True raises ValueError for other trainers and
+            models; see docs/shared_prefix.md.
+
+    Raises:
+        TypeError: `model` contains no transformers model.
+        ValueError: an argument that cannot be served; the trainer's `__init__` raises it for a setting of its own.
+    """
+
+    _active: list[patch_trl] = []  # noqa: RUF012 - of all instances
+    _wrapped: dict[type, Any] = {}  # noqa: RUF012
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        logits_budget: int | float | str | None = None,
+        share_prefix: bool | str = "auto",
+    ) -> None:
+        self._model = None if model is None else inner_model(model)
+        if self._model is not None:
+            check_head(self._model)
+        self._settings: dict[str, Any] = {
+            "logits_budget": budget_bytes(logits_budget),
+            "share_prefix": checked_share_prefix(share_prefix),
+        }
+        self._apply()
+
+    def _apply(self) -> None:
+        with _MAKING:
+            if not patch_trl._active:
+                _wrap_trainers()
+            patch_trl._active.append(self)
+
+    def undo(self) -> None:
+        """Leave TRL as it was. Trainers that were made before stay served."""
+        with _MAKING:
+            if self in patch_trl._active:
+                patch_trl._active.remove(self)
+                if not patch_trl._active:
+                    _unwrap_trainers()
+
+    def __enter__(self) -> patch_trl:
+        if self not in patch_trl._active:
+            self._apply()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.undo()
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
+        self.undo()
+
+        @functools.wraps(function)
+        def patched(*args: P.args, **kwargs: P.kwargs) -> T:
+            with patch_trl(self._model, **self._settings):
+                return function(*args, **kwargs)
+
+        return patched
+
+    def _serves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if self._model is None:
+            return True
+        given = kwargs.get("model", args[0] if args else None)
+        return isinstance(given, nn.Module) and any(inner_model(x) is self._model for x in language_models([given]))
+
+
+def checked_share_prefix(share_prefix: bool | str) -> bool | str:
+    if not (isinstance(share_prefix, bool) or share_prefix == "auto"):
+        raise ValueError(f"share_prefix must be 'auto', True or False, got {shown(share_prefix)}")
+    return share_prefix
+
+
+def _wrap_trainers() -> None:
+    """Wrap the `__init__` of TRL's trainers, and of those that are imported later."""
+    left = [_BaseTrainer]
+    while left:
+        cls = left.pop()
+        left += cls.__subclasses__()
+        _wrap(cls)
+
+    def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:
+        super(_BaseTrainer, cls).__init_subclass__(**kwargs)
+        _wrap(cls)
+
+    _Trainer.__init_subclass__ = classmethod(__init_subclass__)
+
+
+def _wrap(cls: type) -> None:
+    stock = vars(cls).get("__init__")
+    if stock is None or cls is _BaseTrainer or cls.__module__.partition(".")[0] != "trl":
+        return
+
+    @functools.wraps(stock)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        patch = next((x for x in reversed(patch_trl._active) if x._serves(args, kwargs)), None)
+        if patch is None or isinstance(self, ServedTrainer):
+            stock(self, *args, **kwargs)
+            return
+        kind: Any = type(self)
+        self.__class__ = served_class(kind)
+        with constructing(self, args, kwargs, **patch._settings):
+            stock(self, *args, **kwargs)
+
+    patch_trl._wrapped[cls] = stock
+    cls.__init__ = __init__  # type: ignore[misc]
+
+
+def _unwrap_trainers() -> None:
+    del _Trainer.__init_subclass__
+    for cls, stock in patch_trl._wrapped.items():
+        cls.__init__ = stock  # type: ignore[misc]
+    patch_trl._wrapped.clear()

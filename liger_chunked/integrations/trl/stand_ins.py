@@ -1,0 +1,177 @@
+"""TRL's functions of logits, for stand-ins of logits: the same values from hidden states, in one pass.
+
+Their own code would be fused as well where it is PyTorch. On a GPU they run kernels of TRL's, which need real logits,
+and a mixture of two distributions needs them anywhere. Arguments other than stand-ins go to TRL's functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_chunked.deferred import DeferredLogits
+from liger_chunked.engine import linear_token_stats
+from liger_chunked.losses import LigerFusedLinearJSDLoss
+from liger_chunked.types import LogitOptions, TokenStats
+
+
+def _are_stand_ins(*logits: Any) -> bool:
+    return all(isinstance(z, DeferredLogits) and not z.is_computed for z in logits)
+
+
+def _budget(z: Any) -> int | None:
+    budget: int | None = z._plan.options.logits_budget
+    return budget
+
+
+def _statistics(z: Any, index: Tensor, row_mask: Tensor | None, *outputs: str) -> TokenStats:
+    """Return statistics (...) of stand-ins (..., V) at the ids `index` (...), zero where `row_mask` is."""
+    target = index if row_mask is None else index.masked_fill(row_mask == 0, -100)
+    options = z.logit_options()
+
+    def run(head: Any, rows: Tensor) -> TokenStats:
+        return linear_token_stats(
+            head.weight,
+            rows,
+            target,
+            head.bias,
+            outputs=outputs,
+            softcap=options.softcap,
+            logit_scale=options.logit_scale,
+            logits_budget=_budget(z),
+        )
+
+    stats: TokenStats = z.run(run)
+    return stats
+
+
+def logps_of(logits: Any, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None) -> Any:
+    """Return log-probabilities (...) of stand-ins (..., V) at ids `index` (...); NotImplemented for other tensors.
+
+    Rows where `row_mask` is zero are not computed, and have 0.
+    """
+    if not _are_stand_ins(logits) or index.shape != logits.shape[:-1]:
+        return NotImplemented
+    return _statistics(logits / temperature, index, row_mask, "logps").logps
+
+
+def _logps_and_entropy(
+    logits: Any,
+    index: Tensor,
+    entropy_requires_grad: bool = True,
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,
+) -> Any:
+    if not _are_stand_ins(logits) or index.shape != logits.shape[:-1]:
+        return NotImplemented
+    stats = _statistics(logits / temperature, index, row_mask, "logps", "entropy")
+    assert stats.entropy is not None
+    return stats.logps, stats.entropy if entropy_requires_grad else stats.entropy.detach()
+
+
+def divergence(
+    student_logits: Any,
+    teacher_logits: Any,
+    beta: float,
+    *,
+    temperature: float = 1.0,
+    labels: Tensor | None = None,
+    num_items: int | Tensor | None = None,
+    reduction: str = "mean",
+) -> Any:
+    """Return TRL's generalized JSD of two stand-ins (..., V), of one vocabulary; NotImplemented for other tensors.
+
+    Args:
+        beta: 0 is the forward KL, 1 the reverse KL, others the JSD.
+        labels: (...), -100 where a row does not count. None: all count.
+        num_items: divisor of the sum. None: the rows that count.
+        reduction: "mean", or "none" for a value for each row.
+    """
+    z = student_logits, teacher_logits
+    if not _are_stand_ins(*z):
+        return NotImplemented
+    student, teacher = (x.logit_options() for x in z)
+    loss = LigerFusedLinearJSDLoss(
+        beta=beta,
+        temperature=temperature,
+        softcap=student.softcap,
+        logit_scale=student.logit_scale,
+        teacher_options=LogitOptions(softcap=teacher.softcap, logit_scale=teacher.logit_scale, temperature=temperature),
+        weight_hard_loss=0.0,
+        weight_soft_loss=1.0,
+        reduction=reduction,
+        logits_budget=_budget(student_logits),
+    )
+    target = torch.zeros(student_logits.shape[:-1], dtype=torch.long, device=student_logits.device)
+    target = target if labels is None else target.masked_fill(labels == -100, -100)
+    with_gradient = torch.is_grad_enabled()
+
+    def in_teacher(teacher_head: Any, teacher_rows: Tensor) -> Tensor:
+        def in_student(head: Any, rows: Tensor) -> Tensor:
+            arguments = teacher_head.weight, teacher_rows, target, head.bias, teacher_head.bias
+            result: Tensor = loss(head.weight, rows, *arguments, num_items=num_items)[0]
+            return result
+
+        with torch.set_grad_enabled(with_gradient):  # the teacher ran without
+            result: Tensor = student_logits.run(in_student)
+        return result
+
+    return teacher_logits.detach().run(in_teacher)
+
+
+def _self_distillation(student_logits: Any, teacher_logits: Any, *, distillation_alpha: float) -> Any:
+    return divergence(student_logits, teacher_logits, distillation_alpha, reduction="none")
+
+
+_OURS: dict[str, Callable[..., Any]] = {
+    "selective_log_softmax": logps_of,
+    "selective_log_softmax_and_entropy": _logps_and_entropy,
+    "compute_full_logit_self_distillation_loss": _self_distillation,
+}
+
+
+# The functions are swapped while a served trainer works.
+_LOCK = threading.RLock()
+_N_USERS = 0
+_SWAPPED: list[tuple[Any, str, Any]] = []
+
+
+@contextmanager
+def swapped() -> Iterator[None]:
+    """Let TRL's modules, which import these functions by name, call ours; they get TRL's arguments."""
+    global _N_USERS
+    with _LOCK:
+        if not _N_USERS:
+            modules = [module for name, module in [*sys.modules.items()] if name.partition(".")[0] == "trl"]
+            for module in modules:
+                for name, ours in _OURS.items():
+                    if inspect.isfunction(theirs := vars(module).get(name)):
+                        _SWAPPED.append((module, name, theirs))
+                        setattr(module, name, _either(ours, theirs))
+        _N_USERS += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _N_USERS -= 1
+            if not _N_USERS:
+                for module, name, theirs in _SWAPPED:
+                    setattr(module, name, theirs)
+                _SWAPPED.clear()
+
+
+def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        result = ours(*args, **kwargs)
+        return theirs(*args, **kwargs) if result is NotImplemented else result
+
+    return function

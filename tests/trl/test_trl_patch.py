@@ -1,0 +1,306 @@
+"""`patch_trl`: how it is applied and undone, which trainers it serves, and what it leaves of their models."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+
+import tiny
+import torch
+from fused import asked_logits, is_deferred
+from torch import nn
+from trl.trainer import utils
+from trl_kinds import KINDS, PATCHED, PLAIN, assert_same, build, log_of, run, set_head
+
+from liger_chunked.integrations import trl as integration
+from liger_chunked.integrations.transformers import apply_liger_kernel
+from liger_chunked.integrations.trl import patch, patch_trl
+from liger_chunked.integrations.trl.patch import ServedTrainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+]
+
+SHORT = {**PLAIN, "max_steps": 2}
+
+
+def state_of_trl() -> dict[tuple[str, str], Any]:
+    """Return what TRL's modules and trainer classes hold."""
+    found = {}
+    for name, module in sys.modules.items():
+        if name.partition(".")[0] == "trl":
+            for key, x in vars(module).items():
+                found[name, key] = x
+                if isinstance(x, type) and issubclass(x, patch._BaseTrainer):
+                    found |= {(x.__qualname__, member): value for member, value in vars(x).items()}
+    return found
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Return the classes of a model's modules, and what is set on its instance."""
+    classes = {name: type(module) for name, module in model.named_modules()}
+    slots = ("forward", "_original_forward", "_is_accelerate_prepared", "_liger_forward")
+    return {**classes, "set": {name: vars(model)[name] for name in slots if name in vars(model)}}
+
+
+def is_served(trainer: Any) -> bool:
+    return isinstance(trainer, ServedTrainer)
+
+
+def make(folder: Path, kind: str = "SFT", **arguments: Any) -> Any:
+    return build(folder, kind, False, SHORT, **arguments)
+
+
+def test_ways_to_apply_it(tmp_path: Path) -> None:
+    for kind in KINDS.values():
+        kind.stock()  # TRL imports its modules on first use
+    before = state_of_trl()
+    undone = patch_trl()
+    assert is_served(make(tmp_path))
+    undone.undo()
+    undone.undo()  # nothing is left to undo
+    assert not is_served(make(tmp_path))
+    with patch_trl() as entered:
+        assert is_served(make(tmp_path))
+        with patch_trl(logits_budget="1MiB"):
+            assert make(tmp_path)._heads.plain.logits_budget == 2**20
+        assert make(tmp_path)._heads.plain.logits_budget == 512 * 2**20
+    assert isinstance(entered, patch_trl) and not is_served(make(tmp_path))
+
+    @patch_trl(logits_budget="2MiB")
+    def main(name: str) -> Any:
+        """Train."""
+        return make(tmp_path, name)
+
+    assert (main.__name__, main.__doc__) == ("main", "Train.")
+    assert not is_served(make(tmp_path))  # decorating patches nothing
+    assert main("DPO")._heads.plain.logits_budget == 2**21
+    with pytest.raises(ZeroDivisionError), patch_trl():
+        _ = 1 / 0
+    trainer = main("ORPO")
+    trainer.train()
+    after = state_of_trl()
+    assert all(x is after[key] for key, x in before.items())
+    new = [x for key, x in after.items() if key not in before]  # what TRL has imported meanwhile
+    assert not any(getattr(x, "__module__", "").startswith("liger_chunked") for x in new)
+
+
+def test_one_model_alone(tmp_path: Path) -> None:
+    """Other models' trainers stay TRL's. The reference of a served trainer is served."""
+    ours, other = tiny.model(), tiny.model(seed=3)
+    before = state_of(other)
+    with patch_trl(ours):
+        assert is_served(make(tmp_path, "DPO", model=ours, ref_model=tiny.model(seed=2)))
+        trainer = make(tmp_path, model=other)
+        assert not is_served(trainer) and not is_served(make(tmp_path, "DPO", model=other, ref_model=ours))
+    assert state_of(other) != before and state_of(other)["lm_head"] is nn.Linear  # TRL's head
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(ours, LoraConfig(target_modules=["q_proj"]))
+    with patch_trl(adapted):
+        assert is_served(make(tmp_path, model=adapted)) and is_served(make(tmp_path, model=ours))
+    with pytest.raises(TypeError, match="model must be, or wrap, a transformers PreTrainedModel"):
+        patch_trl("meta-llama/Llama-3.2-1B")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="transformers PreTrainedModel"):
+        patch_trl(nn.Linear(2, 2))
+
+
+def test_subclasses_and_later_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trl = importlib.import_module("trl")
+
+    class Before(trl.DPOTrainer):  # type: ignore[misc, name-defined]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.own = True
+            super().__init__(*args, **kwargs)
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    name = "trl.experimental.orpo.orpo_trainer"
+    for module in (name, "trl.experimental.orpo"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    with patch_trl(logits_budget=8 * 1200):
+
+        class Inside(Before):
+            pass
+
+        assert is_served(make(tmp_path, "ORPO")) and name in sys.modules
+        monkeypatch.setattr(trl, "DPOTrainer", Inside)
+        trainer = make(tmp_path, "DPO")
+        assert trainer.own and isinstance(trainer, Inside) and type(trainer).__name__ == "Inside"
+        trainer.train()
+    monkeypatch.setattr(trl, "DPOTrainer", Inside)
+    stock = make(tmp_path, "DPO")
+    assert not is_served(stock)
+    stock.train()
+    assert_same(log_of(trainer), log_of(stock), entries=3)
+
+
+def test_modules_that_import_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has TRL's function by name gets ours while a trainer is made, and TRL's again, also after an error."""
+    theirs, seen = utils.add_fused_lm_head, []
+    holder, later = ModuleType("holder"), ModuleType("later")
+    holder.add_fused_lm_head = theirs  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "holder", holder)
+    give = patch.Heads.give
+
+    def noted(self: Any, model: Any, settings: Any) -> None:
+        seen.append(holder.add_fused_lm_head)
+        later.add_fused_lm_head = utils.add_fused_lm_head  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "later", later)
+        give(self, model, settings)
+
+    monkeypatch.setattr(patch.Heads, "give", noted)
+    build(tmp_path, "DPO", PATCHED)
+    assert len(seen) == 2 and all(function is not theirs for function in seen)
+    model = tiny.model()
+    with pytest.raises(ValueError, match="cannot be the same object"):
+        build(tmp_path, "DPO", PATCHED, model=model, ref_model=model)
+    held = [m.add_fused_lm_head for m in [*sys.modules.values()] if "add_fused_lm_head" in getattr(m, "__dict__", {})]
+    assert later in sys.modules.values() and all(function is theirs for function in held)
+
+
+@pytest.mark.parametrize("name", ["DPO", "ORPO", "GKD"])
+def test_a_model_is_left_as_it_was_found(tmp_path: Path, name: str) -> None:
+    """After training, after an error in it, after a trainer that never trained; and it is served again afterwards."""
+    kind = KINDS[name]
+    models = {"model": tiny.model(), **kind.arguments()}
+    before = {key: state_of(model) for key, model in models.items()}
+
+    def left() -> bool:
+        return all(state_of(model) == before[key] for key, model in models.items())
+
+    with patch_trl():
+        trainer = make(tmp_path, name, evaluate=True, **models)
+        assert not left()
+        trainer.train()
+        assert left()
+    trainer.evaluate()  # outside of the block: it was made inside
+    assert left()
+    batch = next(iter(trainer.get_train_dataloader()))
+    with asked_logits() as asked:
+        trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch)).backward()
+    assert not asked and not left()  # a loop of one's own has no end
+    with patch_trl():
+        second = make(tmp_path, name, **models)
+    second.get_train_dataloader = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        second.train()
+    assert left()
+    with patch_trl():
+        unused = make(tmp_path, name, **models)
+    assert not left()
+    del unused
+    gc.collect()
+    assert left()
+
+
+def test_an_evaluation_has_the_precision_of_the_training(tmp_path: Path) -> None:
+    """accelerate prepares the model once: its autocast is set aside with the head, and comes back with it."""
+    losses = []
+    for ours in (False, PATCHED):
+        trainer = build(tmp_path, "SFT", ours, {**SHORT, "bf16": True, "learning_rate": 0.0}, evaluate=True)
+        trainer.train()
+        assert ("forward" in vars(trainer.model)) == (not ours)
+        losses.append(trainer.evaluate()["eval_loss"])
+    exact = build(tmp_path, "SFT", PATCHED, {**SHORT, "learning_rate": 0.0}, evaluate=True).evaluate()["eval_loss"]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3) and losses[1] != exact
+
+
+def test_equal_models_have_margins_of_zero(tmp_path: Path) -> None:
+    log = run(tmp_path, "DPO", PATCHED, SHORT, model=tiny.model(), ref_model=tiny.model())
+    assert log[0]["rewards/margins"] == 0 and log[0]["rewards/chosen"] == 0
+    log = run(tmp_path, "DPO", PATCHED, {**SHORT, "precompute_ref_log_probs": True}, ref_model=None)
+    assert abs(log[0]["rewards/chosen"]) < 1e-5
+
+
+def test_beside_a_patch_of_the_model(tmp_path: Path) -> None:
+    """Layers stay patched, and the model's own loss stays fused after the trainer."""
+    model = tiny.model()
+    apply_liger_kernel(model)
+    before = state_of(model)
+    assert_same(run(tmp_path, "ORPO", PATCHED, SHORT, model=model), run(tmp_path, "ORPO", False, SHORT), entries=3)
+    assert state_of(model) == before
+    ids = torch.arange(4, 12)[None]
+    assert is_deferred(model(ids, labels=ids).logits)
+
+
+def test_a_copy_of_a_model_runs_on_its_own_weights() -> None:
+    model = tiny.model()
+    heads = set_head(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+    ids = torch.tensor([[5, 6, 7]])
+    assert twin(ids, labels=ids, fused_lm_head=True).loss.item() == pytest.approx(math.log(300))
+    assert not twin(ids).logits.any()
+    heads.take_off()
+    assert type(model.lm_head) is nn.Linear and model(ids).logits.any()
+    other = set_head(twin)  # a copy of a model with a head has no trainer to go back to
+    other.take_off()
+    assert type(twin.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize("name", ["ORPO", "A2PO", "TPO", "SDPO"])
+def test_kernels_of_trl_get_no_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """On a GPU TRL computes log-probabilities of logits by a kernel, which would need real ones."""
+    monkeypatch.setattr(utils, "is_triton_available", lambda: True)
+    monkeypatch.setattr(utils, "_supports_trl_loss_kernel", lambda *args: True)
+    monkeypatch.setattr(utils, "_fused_logprob_entropy", lambda *args, **kwargs: pytest.fail("TRL's kernel ran"))
+    run(tmp_path, name, PATCHED, SHORT)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "uld": ("GOLD", {"use_uld_loss": True}, "use_uld_loss=True of GOLDConfig makes GOLDTrainer read whole"),
+    "top-k": ("SDFT", {"distillation_mode": "topk_logits", "distillation_topk": 5}, "distillation_mode='topk_logits'"),
+    "top-1": ("IWOPD", {"distillation_objective": "jsd", "loss_top_k": 1}, "loss_top_k=1 of IWOPDConfig"),
+    "liger": ("SFT", {"use_liger_kernel": True}, "use_liger_kernel=True activates the package Liger-Kernel"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_cannot_be_served(tmp_path: Path, case: str) -> None:
+    """They are refused when the trainer is made, and its models stay as they were."""
+    name, config, message = REFUSED[case]
+    models = {"model": tiny.model(), **KINDS[name].arguments()}
+    before = [state_of(model) for model in models.values() if isinstance(model, nn.Module)]
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, name, PATCHED, config, **models)
+    assert [state_of(model) for model in models.values() if isinstance(model, nn.Module)] == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"logits_budget": "lots"}, "logits_budget"), ({"share_prefix": "on"}, "share_prefix must be 'auto', True or")],
+)
+def test_arguments_that_are_refused(settings: dict[str, Any], message: str) -> None:
+    before = state_of_trl()
+    with pytest.raises((TypeError, ValueError), match=message):
+        patch_trl(**settings)
+    assert all(x is before[key] for key, x in state_of_trl().items())
+
+
+def test_imports(fresh_process: Any) -> None:
+    """The package imports no framework, and the patch no trainer of TRL."""
+    code = """
+import sys, liger_chunked
+assert not {"trl", "transformers"} & sys.modules.keys()
+from liger_chunked.integrations.trl import patch_trl
+with patch_trl():
+    pass
+assert not any(name.startswith(("trl.trainer.grpo", "trl.experimental.")) for name in sys.modules)
+"""
+    fresh_process.run(code)
+    assert set(dir(integration)) >= {*(f"Liger{kind}Trainer" for kind in ("SFT", "DPO", "GRPO")), "patch_trl"}
+    with pytest.raises(AttributeError, match="LigerPPOTrainer"):
+        _ = integration.LigerPPOTrainer
