@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from liger_chunked import versions
 
 if TYPE_CHECKING:
+    from liger_chunked.cache import TokenCache, read_cache, write_cache
     from liger_chunked.deferred import DeferHandle, DeferredLogits, defer_logits
     from liger_chunked.engine import linear_token_stats, shifted
     from liger_chunked.integrations.transformers import (
@@ -86,6 +87,8 @@ if TYPE_CHECKING:
         ChunkedLMHead,
         LigerCrossEntropyLoss,
     )
+    from liger_chunked.scoring import Perplexity, next_tokens, perplexity, score, teacher_top_k
+    from liger_chunked.teachers import TopK
     from liger_chunked.types import (
         AdaptedWeight,
         Clipped,
@@ -141,12 +144,15 @@ __all__ = [
     "LogitOptions",
     "MemoryEstimate",
     "Pairs",
+    "Perplexity",
     "PolicyMetrics",
     "PreferenceMetrics",
     "RolloutMetrics",
     "Rollouts",
     "Surrogate",
+    "TokenCache",
     "TokenStats",
+    "TopK",
     "UnpairedPreferenceMetrics",
     "VocabShard",
     "adaptive_entropy_coef",
@@ -161,15 +167,22 @@ __all__ = [
     "liger_rotary_pos_emb",
     "liger_swiglu",
     "linear_token_stats",
+    "next_tokens",
+    "perplexity",
+    "read_cache",
     "rollout_importance_weights",
     "rollout_metrics",
     "rollout_rejection_mask",
+    "score",
     "shifted",
+    "teacher_top_k",
     "with_sampled_token",
+    "write_cache",
 ]
 
 # Imported on first use.
 _MODULES = (
+    "cache",
     "deferred",
     "engine",
     "functional",
@@ -179,10 +192,15 @@ _MODULES = (
     "losses",
     "memory",
     "modules",
+    "scoring",
+    "teachers",
     "testing",
     "types",
 )
-_HOMES = ("types", "kept_ids", "engine", "losses", "kernels", "layers", "modules", "memory", "deferred")
+_HOMES = (
+    "types", "kept_ids", "teachers", "engine", "losses", "kernels", "layers", "modules", "memory", "deferred",
+    "scoring", "cache",
+)  # fmt: skip
 _OF_TRANSFORMERS = (
     "AutoLigerKernelForCausalLM",
     "AutoLigerKernelForImageTextToText",

@@ -12,6 +12,7 @@ from liger_chunked.kept_ids import KeptIds
 from liger_chunked.losses.cross_entropy import WithMetrics
 from liger_chunked.losses.dpo import LossOfPairs
 from liger_chunked.losses.surrogates import Surrogate
+from liger_chunked.teachers import TopK as TeacherTopK
 from liger_chunked.types import (
     DistillationMetrics,
     LogitOptions,
@@ -95,6 +96,7 @@ def cosine_similarity_loss(
     *,
     teacher_logps: Tensor | None = None,
     teacher_ids: Tensor | None = None,
+    teacher: TeacherTopK | None = None,
     mask: Tensor | None = None,
     num_items: float | Tensor | None = None,
     vocab_shard: VocabShard | None = None,
@@ -496,6 +498,7 @@ def jsd_loss(
     *,
     teacher_logps: Tensor | None = None,
     teacher_ids: Tensor | None = None,
+    teacher: TeacherTopK | None = None,
     mask: Tensor | None = None,
     num_items: float | Tensor | None = None,
     vocab_shard: VocabShard | None = None,
@@ -535,6 +538,7 @@ def kl_div_loss(
     *,
     teacher_logps: Tensor | None = None,
     teacher_ids: Tensor | None = None,
+    teacher: TeacherTopK | None = None,
     mask: Tensor | None = None,
     num_items: float | Tensor | None = None,
     vocab_shard: VocabShard | None = None,
@@ -744,6 +748,7 @@ def tvd_loss(
     *,
     teacher_logps: Tensor | None = None,
     teacher_ids: Tensor | None = None,
+    teacher: TeacherTopK | None = None,
     mask: Tensor | None = None,
     num_items: float | Tensor | None = None,
     vocab_shard: VocabShard | None = None,

@@ -33,6 +33,7 @@ from liger_chunked.kept_ids import KeptIds
 from liger_chunked.losses.cross_entropy import WithMetrics
 from liger_chunked.losses.dpo import LossOfPairs
 from liger_chunked.losses.surrogates import Surrogate
+from liger_chunked.teachers import TopK as TeacherTopK
 from liger_chunked.types import (
     DistillationMetrics,
     LogitOptions,

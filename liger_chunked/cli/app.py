@@ -20,6 +20,7 @@ import liger_chunked as library
 from liger_chunked.cli import bench as benchmark
 from liger_chunked.cli import check as self_test
 from liger_chunked.cli import memory as sizes
+from liger_chunked.cli import score as scores
 from liger_chunked.cli import step as whole_step
 from liger_chunked.cli.losses import LOSSES, PAIRS, TAUGHT
 from liger_chunked.kernels.backend import TRITON_ERROR, WIDE_TILES, triton, use_triton
@@ -32,7 +33,7 @@ Dtype = enum.Enum("Dtype", {name: name for name in DTYPES}, type=str)  # type: i
 
 app = typer.Typer(
     name="liger-chunked",
-    help="What runs here, how much memory a loss takes, and how fast and exact it is.",
+    help="What runs here, how much memory a loss takes, how fast and exact it is, and scores of a model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -213,3 +214,26 @@ def check(
 ) -> int:
     """Compare every loss and base kernel on this machine's device with float64."""
     return self_test.show(seed)
+
+
+@app.command()
+def score(
+    model: Annotated[str, typer.Argument(help="a name, a folder or a .gguf file", show_default=False)],
+    data: Annotated[
+        str, typer.Argument(help="a .jsonl, .parquet, .csv or .txt file, a folder, or a name", show_default=False)
+    ],
+    column: Annotated[str, typer.Option(help="of texts, or of lists of messages")] = "text",
+    split: Annotated[str, typer.Option(help="of a data set with several")] = "train",
+    max_length: Annotated[int, typer.Option(help="of a window, to which documents are cut", min=2)] = 1024,
+    batch_size: Annotated[int, typer.Option(help="windows at once", min=1)] = 8,
+    limit: Annotated[int | None, typer.Option(help="so many documents; default: all", min=1)] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="default: bfloat16, on a CPU float32")] = None,
+) -> None:
+    """Perplexity and accuracy of a model on a data set, without logits in memory."""
+    documents = scores.load_data(data, split)
+    documents = documents if limit is None else documents.select(range(min(limit, len(documents))))
+    device, _ = _device()
+    default = torch.float32 if device.type == "cpu" else torch.bfloat16
+    loaded, tokenizer = scores.load_model(model, device, default if dtype is None else DTYPES[dtype.value])
+    found = scores.windows(documents, column, tokenizer, max_length)
+    scores.show(loaded, found, batch_size, f"{Path(model).name} on {Path(data).name}")

@@ -32,6 +32,7 @@ from liger_chunked.engine import (
     compute_dtype,
     distillation_loss,
     divergences_of_tokens,
+    host_may_sync,
     on_this_rank,
     refuse_capture,
     run_step,
@@ -40,6 +41,8 @@ from liger_chunked.engine import (
 )
 from liger_chunked.losses.base import FusedLoss
 from liger_chunked.losses.settings import check_finite, checked_items, options_of_teacher
+from liger_chunked.teachers import TopK as TeacherTopK
+from liger_chunked.teachers import warn_without_tail
 from liger_chunked.types import (
     DistillationMetrics,
     Divergence,
@@ -69,6 +72,7 @@ class _Given(NamedTuple):
     teacher_bias: Tensor | None
     teacher_logps: Tensor | None
     teacher_ids: Tensor | None
+    renormalizes: bool = False  # the softmaxes over the top k, `TopK.tail`
 
 
 def _check_unread(loss: Any, name: str) -> None:
@@ -159,6 +163,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         *,
         teacher_logps: Tensor | None = None,
         teacher_ids: Tensor | None = None,
+        teacher: TeacherTopK | None = None,
         mask: Tensor | None = None,
         num_items: float | Tensor | None = None,
         vocab_shard: VocabShard | None = None,
@@ -180,6 +185,9 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
                 computed from `teacher_input`.
             teacher_ids: their ids, integers (B, T, k) or (N, k), distinct in each row. None: there are no
                 `teacher_logps`.
+            teacher: a `TopK` in place of `teacher_logps` and `teacher_ids`, which states their temperature and what
+                becomes of all other tokens. A loss at another temperature refuses it. None: the teacher is given
+                otherwise.
             mask: (B, T) or (N,) bool, False at more ignored tokens. None: none.
             num_items: divisor of both terms, a number or (): the tokens that count in all steps that accumulate
                 gradients. None: those of this call. Refused with `reduction="none"`.
@@ -198,18 +206,20 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             ValueError: shapes, devices, target ids or options do not fit. The message says what was expected and found.
         """
         head = check_projection(LossHead(weight, bias, vocab_shard), input)
-        if vocab_shard is not None and teacher_ids is not None:
+        given = _Given(teacher_weight, teacher_input, teacher_bias, teacher_logps, teacher_ids)
+        if teacher is not None:
+            given = self._given_top_k(given, teacher)
+        if vocab_shard is not None and given.teacher_ids is not None:
             refuse_capture(input, "teacher_ids with vocab_shard")  # ranks find their own ids
         by_token = self.reduction == "none"
         if by_token and num_items is not None:
             raise ValueError("num_items divides a mean, but reduction is 'none'")
         split = None if by_token else SequenceSplit.of(sequence_group, head, input)
         rows = self._rows(head, input, target, mask, split)
-        given = _Given(teacher_weight, teacher_input, teacher_bias, teacher_logps, teacher_ids)
-        teacher = self._teacher(head, input, given)
+        teacher_head = self._teacher(head, input, given)
         route = (
             self._route_of_top_k(head, on_this_rank(rows), given)
-            if teacher is None
+            if teacher_head is None
             else self._route_of_logits(vocab_shard)
         )
         wide = accumulation_dtype(weight.dtype)
@@ -221,7 +231,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             )
         weights = LossWeights(self.weight_soft_loss / n_items, -hard / n_items if hard else None)
         dtype, has_target = compute_dtype(head, input), target is not None
-        fused = distillation_loss(head, dtype, teacher, rows, weights, route, self.options, has_target)
+        fused = distillation_loss(head, dtype, teacher_head, rows, weights, route, self.options, has_target)
         if by_token:
             return self._per_token(fused, head, input, hard)
         loss, (divergence, logps, _) = run_step(fused.step, head, input)
@@ -278,9 +288,9 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
     def _teacher(self, head: LossHead, input: Tensor, given: _Given) -> Teacher | None:
         """Return the teacher's V rows, or None for a top-k."""
-        weight, teacher_input, bias, _, _ = given
+        weight, teacher_input, bias, *_ = given
         given_states = [name for name, value in zip(given._fields[:3], given[:3], strict=True) if value is not None]
-        given_top_k = [name for name, value in zip(given._fields[3:], given[3:], strict=True) if value is not None]
+        given_top_k = [name for name, value in zip(given._fields[3:5], given[3:5], strict=True) if value is not None]
         if given_states and given_top_k:
             raise ValueError(
                 f"the teacher is given twice: as {', '.join(given_states)} and as {', '.join(given_top_k)}"
@@ -291,7 +301,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             got = f"got only {', '.join(given_states + given_top_k)}" if given_states + given_top_k else "got none"
             raise ValueError(
                 f"{type(self).__name__} needs a teacher: pass teacher_weight and teacher_input, or teacher_logps and "
-                f"teacher_ids, {got}"
+                f"teacher_ids, or teacher=TopK(...), {got}"
             )
         check_projection(LossHead(weight, bias, head.shard), teacher_input, "teacher_")
         if teacher_input.shape[:-1] != input.shape[:-1] or teacher_input.device != input.device:
@@ -310,6 +320,26 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             weight = weight[shared]
         cut = LossHead(weight, None if bias is None else along(bias.detach(), shared), head.shard)
         return Teacher.of(cut, teacher_input.detach(), self.teacher_options)
+
+    def _given_top_k(self, given: _Given, teacher: TeacherTopK) -> _Given:
+        """Return the arguments with those of `teacher`."""
+        if not isinstance(teacher, TeacherTopK):
+            raise TypeError(f"teacher must be a TopK(ids, logps, temperature=...) or None, got {shown(teacher)}")
+        if names := [name for name, value in zip(given._fields[:5], given[:5], strict=True) if value is not None]:
+            raise ValueError(f"the teacher is given twice: as teacher=TopK(...) and as {', '.join(names)}")
+        if teacher.temperature != self.options.temperature:
+            raise ValueError(
+                f"teacher has log-probabilities at temperature {teacher.temperature}, the loss has "
+                f"temperature={self.options.temperature}: compute the top k at the loss's temperature, because a top k "
+                "does not determine the softmax at another one"
+            )
+        return given._replace(
+            teacher_logps=teacher.logps, teacher_ids=teacher.ids, renormalizes=teacher.tail == "renormalize"
+        )
+
+    def _without_tail(self, student_logps: Tensor, teacher_logps: Tensor) -> Tensor:
+        """Return the divergence of the k tokens alone. It takes softmaxes, so this renormalizes them."""
+        return self.divergence(student_logps[:, :-1], teacher_logps[:, :-1])
 
     def _route_of_logits(self, shard: VocabShard | None = None) -> ClosedForm | ByAutograd:
         closed_form = self.closed_form()
@@ -331,7 +361,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         if self._transforms_teacher:
             raise ValueError("teacher_options are for teacher_input, got teacher_logps, which have no transform")
         logps, ids = _top_k(head, rows, given)
-        return TopK(self.divergence, self.options, logps, ids, head.shard)
+        divergence = self._without_tail if given.renormalizes else self.divergence
+        return TopK(divergence, self.options, logps, ids, head.shard)
 
     def extra_repr(self) -> str:
         weights = f"weight_hard_loss={self.weight_hard_loss}, weight_soft_loss={self.weight_soft_loss}"
@@ -365,4 +396,6 @@ def _top_k(head: LossHead, rows: Rows, given: _Given) -> tuple[Tensor, Tensor]:
     ids = rows.take(rows.fill_ignored(ids.reshape(-1, k)), every).long()
     if ids.numel():
         check_top_k(logps, ids, vocab_size)
+        if not given.renormalizes and host_may_sync(logps):
+            warn_without_tail(logps, vocab_size)
     return logps, ids

@@ -1,0 +1,141 @@
+"""A teacher's top k as one argument: its temperature is checked, and all other tokens are a bin, or left out."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_chunked import (
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLDivLoss,
+    LigerFusedLinearTVDLoss,
+    TopK,
+)
+
+V, K, N, H = 23, 4, 6, 5
+SOFT = {"weight_soft_loss": 1.0, "weight_hard_loss": 0.0}
+
+
+def tensors(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return weight, hidden states, targets, and the teacher's logits."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return random(V, H), random(N, H), torch.randint(V, (N,), generator=generator), random(N, V)
+
+
+def oracle(name: str, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return the mean divergence of log-probabilities (N, k)."""
+    p, q = log_p.exp(), log_q.exp()
+    if name == "reverse":
+        return (p * (log_p - log_q)).sum(-1).mean()
+    if name == "jsd":
+        m = ((p + q) / 2).log()
+        return ((p * (log_p - m)).sum(-1) + (q * (log_q - m)).sum(-1)).mean() / 2
+    if name == "tvd":
+        return (p - q).abs().sum(-1).mean() / 2
+    return (q * (log_q - log_p)).sum(-1).mean()
+
+
+LOSSES: dict[str, Any] = {
+    "forward": LigerFusedLinearKLDivLoss(**SOFT, temperature=2.0),
+    "reverse": LigerFusedLinearKLDivLoss(**SOFT, reverse=True, temperature=2.0),
+    "jsd": LigerFusedLinearJSDLoss(**SOFT, temperature=2.0),
+    "tvd": LigerFusedLinearTVDLoss(**SOFT, temperature=2.0),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("tail", ["bin", "renormalize"])
+def test_value_and_gradient_are_those_of_the_formula(name: str, tail: Any) -> None:
+    weight, hidden, target, teacher_logits = tensors()
+    logps, ids = (teacher_logits / 2.0).log_softmax(-1).topk(K)
+    leaves = [x.requires_grad_() for x in (weight, hidden)]
+    loss, _ = LOSSES[name](weight, hidden, target=target, teacher=TopK(ids, logps, 2.0, tail))
+    got = torch.autograd.grad(loss, leaves)
+
+    log_p = (hidden @ weight.T / 2.0).log_softmax(-1)
+    log_p, log_q = log_p.gather(-1, ids), logps
+    if tail == "bin":
+        log_p, log_q = (torch.cat([x, torch.log1p(-x.exp().sum(-1, keepdim=True))], -1) for x in (log_p, log_q))
+    else:
+        log_p, log_q = log_p.log_softmax(-1), log_q.log_softmax(-1)
+    expected = oracle(name, log_p, log_q)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(got, torch.autograd.grad(expected, leaves), rtol=1e-9, atol=1e-12)
+
+
+def test_missing_tokens_are_left_out_of_both_softmaxes() -> None:
+    weight, hidden, target, teacher_logits = tensors()
+    logps, ids = teacher_logits.log_softmax(-1).topk(K)
+    logps[0, 2:] = -torch.inf
+    ids[0, 2:] = ids[0, 0]
+    loss, _ = LigerFusedLinearKLDivLoss(**SOFT)(
+        weight, hidden[:1], target=target[:1], teacher=TopK(ids[:1], logps[:1], tail="renormalize")
+    )
+    log_p, log_q = ((hidden @ weight.T)[0, ids[0, :2]].log_softmax(-1), logps[0, :2].log_softmax(-1))
+    torch.testing.assert_close(loss, (log_q.exp() * (log_q - log_p)).sum(), rtol=1e-10, atol=1e-12)
+
+
+def test_a_loss_at_another_temperature_is_refused() -> None:
+    weight, hidden, target, teacher_logits = tensors()
+    logps, ids = teacher_logits.log_softmax(-1).topk(K)
+    with pytest.raises(ValueError, match=r"at temperature 1.0, the loss has temperature=2.0"):
+        LOSSES["forward"](weight, hidden, target=target, teacher=TopK(ids, logps))
+
+
+def test_renormalized_log_probabilities_warn_where_a_tail_is_expected() -> None:
+    """They would push all other tokens to probability 0, without a word: the tail's bin is 1e-7 for the teacher."""
+    weight, hidden, target, teacher_logits = tensors()
+    logps, ids = teacher_logits.log_softmax(-1).topk(K)
+    loss = LigerFusedLinearKLDivLoss(**SOFT)
+    renormalized = logps.log_softmax(-1)
+    with pytest.warns(UserWarning, match="sum to 1 over k=4 of 23 tokens"):
+        wrong = loss(weight, hidden, target=target, teacher=TopK(ids, renormalized))[0]
+    with pytest.warns(UserWarning, match="sum to 1 over k=4 of 23 tokens"):
+        loss(weight, hidden, target=target, teacher_logps=renormalized.half(), teacher_ids=ids)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        by_bin = loss(weight, hidden, target=target, teacher=TopK(ids, logps))[0]
+        loss(weight, hidden, target=target, teacher=TopK(ids, renormalized, tail="renormalize"))
+        sure = logps.clone()
+        sure[0] = torch.tensor([0.0, -50.0, -50.0, -50.0])  # one teacher that is sure is no reason to warn
+        loss(weight, hidden, target=target, teacher=TopK(ids, sure))
+        whole, every = teacher_logits.log_softmax(-1).topk(V)
+        loss(weight, hidden, target=target, teacher=TopK(every, whole))
+    assert wrong > 1.2 * by_bin
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"temperature": 0.0}, ValueError, "temperature must be positive"),
+        ({"tail": "drop"}, ValueError, "tail must be one of"),
+        ({"ids": torch.zeros(2, 3)}, TypeError, "ids must be a tensor of integers"),
+        ({"logps": torch.zeros(2, 4)}, ValueError, r"must be \(B, T, k\) or \(N, k\)"),
+        ({"logps": [0.0]}, TypeError, "logps must be a tensor of floating-point"),
+    ],
+)
+def test_a_wrong_top_k_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    given = {"ids": torch.zeros(2, 3, dtype=torch.int64), "logps": torch.zeros(2, 3)} | arguments
+    with pytest.raises(error, match=message):
+        TopK(**given)
+
+
+def test_a_teacher_given_twice_or_to_a_loss_of_logits_is_refused() -> None:
+    weight, hidden, target, teacher_logits = tensors()
+    logps, ids = teacher_logits.log_softmax(-1).topk(K)
+    teacher = TopK(ids, logps)
+    with pytest.raises(ValueError, match=r"given twice: as teacher=TopK.* and as teacher_ids"):
+        LigerFusedLinearKLDivLoss()(weight, hidden, target=target, teacher=teacher, teacher_ids=ids)
+    with pytest.raises(TypeError, match="teacher must be a TopK"):
+        LigerFusedLinearKLDivLoss()(weight, hidden, target=target, teacher=(ids, logps))
+    with pytest.raises(ValueError, match="needs the teacher's logits"):
+        LigerFusedLinearCosineSimilarityLoss()(weight, hidden, target=target, teacher=teacher)
