@@ -38,6 +38,8 @@ Where that is not known, tests that name the module come first.
 
 `--table` counts the mutants of several results by folder. A mutant that any of them kills is killed. One that changes
 nothing that a test could see is equivalent: whoever has read it adds `"equivalent": "why"` to it in the result.
+`--killers` names the tests that killed a mutant, a line each: scripts/quick_tests.py keeps those of
+tests/quick/killers.txt. Results are not committed, only the table and these names.
 
 Needs pytest, and pytest-xdist for `--jobs` above 1. As a pytest plugin, this file orders and reports tests.
 """
@@ -816,9 +818,13 @@ def main() -> int:
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="stop then, as if interrupted")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="print the counts of these results")
+    parser.add_argument("--killers", type=Path, nargs="+", metavar="FILE", help="print the tests that killed a mutant")
     options = parser.parse_args(own)
     if options.table:
         print(table(options.table))
+        return 0
+    if options.killers:
+        print(*sorted({test for test in killers_of(options.killers).values() if "::" in test}), sep="\n")
         return 0
     modules, counts = options.modules or [[*FOLDERS]], options.count or [300]
     if len(modules) != len(counts):

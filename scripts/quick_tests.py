@@ -12,7 +12,8 @@
 `record` runs the tests, and notes how long each takes. On Python 3.12 it also notes which lines of the library each one
 runs, in ranks and other child processes too. `choose` keeps, in this order:
 
-1. the tests named by `--keep`, and those that killed a mutant (tests/mutants), if they take less than two seconds;
+1. the tests named by `--keep`, and those that killed a mutant (tests/quick/killers.txt), if they take less than two
+   seconds;
 2. of each test function the fastest case, if it takes less than `--fastest-seconds`;
 3. of the other cases of a function as many as fit into a time, at equal distances in their order;
 4. tests that run lines which no kept test runs, the most lines a second first, down to two lines a second.
@@ -75,9 +76,8 @@ def function_of(test: str) -> str:
 
 
 def killers() -> set[str]:
-    """Return the tests that killed a mutant in the committed results."""
-    results = [json.loads(path.read_text()) for path in (ROOT / "tests" / "mutants").rglob("*.json")]
-    return {mutant["by"] for result in results for mutant in result["mutants"] if mutant.get("by")}
+    """Return the tests that killed a mutant, as `mutate.py --killers` prints them."""
+    return set((ROOT / "tests" / "quick" / "killers.txt").read_text().splitlines())
 
 
 def some_cases(tests: list[str], seconds: dict[str, float], allowed: float) -> list[str]:

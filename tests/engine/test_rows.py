@@ -59,6 +59,7 @@ def test_values_return_to_their_positions(group: Group, ignored: bool) -> None:
         assert torch.equal(rows.from_objective(seen.logps, chunk), ids)
         parts.append(seen)
     assert torch.equal(rows.join(parts).logps, expected.view(rows.dense_shape))
+    assert torch.equal(rows.to_dense(rows.target), expected.view(rows.dense_shape))
 
 
 @pytest.mark.parametrize("group", ["token", "sequence", "pair"])

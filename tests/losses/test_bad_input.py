@@ -519,6 +519,11 @@ UNPAIRED = {
         ValueError,
         "preference_labels must be bool, or integers 0 and 1 .* got torch.int64 with another number in it",
     ),
+    "labels-signed": (
+        lambda: kto(preference_labels=1 - 2 * (torch.arange(B) % 2)),  # some are 1
+        ValueError,
+        "with another number in it. For labels of -1 and 1 pass preference_labels > 0",
+    ),
     "labels-float": (
         lambda: kto(preference_labels=f64(B)),
         TypeError,

@@ -524,6 +524,9 @@ def mistakes_of_one_rank(rank: int, folder: str) -> None:
     with pytest.raises(ValueError, match=r"ranks 0 and 1 differ in values, of shape \(6, 8\)\. A weight"):
         group = dist.new_group([0, 1])
         losses[0](own, input + rank, target, None, dataclasses.replace(shard, group=group))
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 differ with shapes \(6, 8\) and \(5, 8\)\. A weight"):
+        group = dist.new_group([0, 1])
+        losses[0](own, input[rank:], target[rank:], None, dataclasses.replace(shard, group=group))
     dist.destroy_process_group()
 
 
