@@ -20,13 +20,13 @@ from liger_chunked.engine.cutting import Chunk, Tile
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.plan import Plan, Tokens
 from liger_chunked.engine.ranked import Ranked
-from liger_chunked.engine.rows import Rows, hide_ignored, joined
+from liger_chunked.engine.rows import Rows, hide_ignored
 from liger_chunked.engine.sink import NOTHING_NEEDED, Needs, Sink
 from liger_chunked.engine.source import LogitsSource
 from liger_chunked.engine.step import Objective, Operands, Share, Step, differentiable, operands_of
 from liger_chunked.engine.top_k import TopK
 from liger_chunked.kernels.backend import torch_on_host
-from liger_chunked.kernels.operands import along
+from liger_chunked.kernels.operands import along, joined
 from liger_chunked.shapes import shapes_only
 from liger_chunked.types import HeadTensors, LogitOptions, LossHead, accumulation_dtype
 

@@ -26,6 +26,7 @@ from liger_chunked.engine import (
     check_values,
     count,
     host_may_sync,
+    mapped,
     refuse_capture,
     select_rows,
     sequences_of,
@@ -458,7 +459,7 @@ class _MeanOverPairs(Objective):
         if loss_module._whole_batch and batch.has_tokens is not None:
             # A loss that sorts must not see empty pairs.
             index = _places(batch.has_tokens, batch.host_counts)
-            logps, values = logps[index], TokenStats(*(None if f is None else f[index] for f in values))
+            logps, values = logps[index], mapped(lambda x: x[index], values)
         pairs = batch.pairs(logps, values, index)
         losses = loss_module.preference_loss(pairs)
         check_values("preference_loss", losses, pairs.logps.shape[:1], "pairs")

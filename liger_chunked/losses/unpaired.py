@@ -24,6 +24,7 @@ from liger_chunked.engine import (
     check_values,
     count,
     host_may_sync,
+    mapped,
     select_rows,
     sequences_of,
     whole,
@@ -65,7 +66,7 @@ class _Batch:
         return sequence_logps(stats.logps.squeeze(1), along(self.lengths, index), self.average_log_prob)
 
     def examples(self, logps: Tensor, stats: TokenStats, index: slice | Tensor) -> Examples:
-        stats = TokenStats(*(None if f is None else f.squeeze(1) for f in stats))
+        stats = mapped(lambda x: x.squeeze(1), stats)
         return Examples(
             logps=logps,
             ref_logps=along(self.ref_logps, index),
