@@ -32,7 +32,7 @@ from liger_chunked.engine import (
     sequences_of,
     whole,
 )
-from liger_chunked.losses.base import StatsLoss
+from liger_chunked.losses.base import SequenceLoss
 from liger_chunked.losses.formulas import sequence_logps, share_of_mean
 from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
 from liger_chunked.losses.settings import check_example_weights, check_finite, check_scope
@@ -146,7 +146,7 @@ def _places(mask: Tensor, lengths: Sequence[int] | None) -> Tensor:
     return torch.nonzero_static(mask, size=sum(length > 0 for length in lengths)).view(-1)
 
 
-class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
+class LigerFusedLinearPreferenceBase(SequenceLoss, ABC):
     """Mean of a subclass's `preference_loss` over pairs; see `docs/writing-a-loss.md`.
 
     Pairs without valid tokens add 0, but count in the mean. If only one sequence is empty, it has probability 1: its
@@ -169,8 +169,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     """
 
     scope: Literal["pair", "batch"] = "pair"
-    _expects_reference: ClassVar[bool] = False  # warn if a call gives no reference
-    token_outputs: tuple[str, ...] = ()
     _group: ClassVar[Group] = "pair"
     _scopes: ClassVar[tuple[str, ...]] = ("pair", "batch")
 
@@ -211,10 +209,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     @property
     def needs_token_ref_logps(self) -> bool:
-        """Whether `ref_logps` must hold one value a token, because the loss weighs or compares single tokens.
-
-        Trainers refuse such a loss before they precompute one sum a sequence.
-        """
         return self.ld_alpha is not None
 
     @property
@@ -222,14 +216,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         if self.scope not in self._scopes:
             check_scope(type(self).__name__, self.scope, self._scopes)
         return self.scope == "batch"
-
-    @property
-    def _outputs(self) -> tuple[str, ...]:
-        return ("logps", "mean_logits", *self.token_outputs)
-
-    @property
-    def _differentiates(self) -> tuple[str, ...]:
-        return ("logps", *self.token_outputs)
 
     def reward(self, logratios: Tensor) -> Tensor:
         return self.beta * (logratios if self.reward_shape is None else self.reward_shape(logratios))
@@ -428,9 +414,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             chosen_rewards=chosen_rewards,
             rejected_rewards=rejected_rewards,
         )
-
-    def extra_repr(self) -> str:
-        return f"beta={self.beta}, {self.options}"
 
 
 @dataclass(frozen=True, eq=False)
