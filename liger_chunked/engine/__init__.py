@@ -56,7 +56,7 @@ from liger_chunked.engine.step import (
     run_step,
 )
 from liger_chunked.engine.top_k import TopK
-from liger_chunked.kernels.operands import along, plain
+from liger_chunked.kernels.operands import along, mapped, plain
 
 __all__ = [
     "ByAutograd",
@@ -94,6 +94,7 @@ __all__ = [
     "host_may_sync",
     "linear_token_stats",
     "loss_of_kept",
+    "mapped",
     "on_this_rank",
     "plain",
     "refuse_capture",

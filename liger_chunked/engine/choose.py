@@ -183,11 +183,9 @@ def for_loss(
     """
     if shapes_only():
         return _of_shapes(rows, dtype, options, outputs)
-    if rows.split is not None:
-        rows = on_this_rank(rows, whole_batch)
+    rows = on_this_rank(rows, whole_batch)
     budget, bytes_per_logit = budget_of(head, options, dtype), logit_bytes(options, dtype)
-    if budget.given is not None:
-        _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
+    _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
     may_use_epilogue = (
         not rows.side
         and epilogue.is_large(rows.n_valid * budget.vocab_size, budget.hidden_size)
@@ -266,11 +264,9 @@ def for_statistics(
     """
     if shapes_only():
         return _of_shapes(rows, dtype, options, outputs)
-    if rows.split is not None:
-        rows = on_this_rank(rows)
+    rows = on_this_rank(rows)
     budget, bytes_per_logit = budget_of(head, options, dtype), logit_bytes(options, dtype)
-    if budget.given is not None:
-        _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
+    _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
     n_valid, columns = rows.n_valid, head.columns
     path, tiles = Path.LOGITS, None
     if (
@@ -361,8 +357,7 @@ def for_kept(
         rows: of the tokens that have ids, with each one's "position".
     """
     budget, bytes_per_logit = budget_of(head, options, dtype), accumulation_dtype(dtype).itemsize
-    if budget.given is not None:
-        _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
+    _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
     tiles = cutting.tiles(rows.n_valid, head.columns, budget.logits(0, bytes_per_logit), square=True)
     return Plan(
         rows=rows,
@@ -397,11 +392,9 @@ def for_distillation(
     """
     if shapes_only():
         return _of_shapes(rows, dtype, options)
-    if rows.split is not None:
-        rows = on_this_rank(rows)
+    rows = on_this_rank(rows)
     budget, n_valid = budget_of(head, options, dtype), rows.n_valid
-    if budget.given is not None:
-        _warn_of_few_rows(budget, bytes_per_logit, n_valid)
+    _warn_of_few_rows(budget, bytes_per_logit, n_valid)
     chunk_tokens, tile_rows = cutting.chunk_and_tile(budget, n_valid, bytes_per_logit, wants_weight)
     chunks = cutting.chunks_of_tokens(n_valid, chunk_tokens)
     rows, scattered = scatter_rows(rows, chunks, head)
@@ -464,8 +457,7 @@ _FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
 
 
 def _warn_of_few_rows(budget: Budget, bytes_per_logit: int, n_valid: int) -> None:
-    assert budget.given is not None
-    if budget.vocab_size < _LARGE_VOCAB:
+    if budget.given is None or budget.vocab_size < _LARGE_VOCAB:
         return
     row = budget.vocab_size * bytes_per_logit
     n_rows = budget.given // row

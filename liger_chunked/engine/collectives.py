@@ -8,15 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Values = TypeVar("Values", bound=Any)
+from liger_chunked.kernels.operands import Values
 
 # The second name is deprecated since torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def mapped(function: Callable[[Tensor], Tensor], values: Values) -> Values:
-    """Apply a function to a NamedTuple's tensors."""
-    return values._make(None if f is None else function(f) for f in values)
 
 
 def gather_tensor(x: Tensor, group: Any) -> Tensor:

@@ -20,13 +20,13 @@ from liger_chunked.engine.cutting import Chunk, Tile
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.plan import Plan, Tokens
 from liger_chunked.engine.ranked import Ranked
-from liger_chunked.engine.rows import Rows, hide_ignored, joined
+from liger_chunked.engine.rows import Rows, hide_ignored
 from liger_chunked.engine.sink import NOTHING_NEEDED, Needs, Sink
 from liger_chunked.engine.source import LogitsSource
 from liger_chunked.engine.step import Objective, Operands, Share, Step, differentiable, operands_of
 from liger_chunked.engine.top_k import TopK
 from liger_chunked.kernels.backend import torch_on_host
-from liger_chunked.kernels.operands import along
+from liger_chunked.kernels.operands import along, joined
 from liger_chunked.shapes import shapes_only
 from liger_chunked.types import HeadTensors, LogitOptions, LossHead, accumulation_dtype
 
@@ -274,7 +274,7 @@ class _TeacherLogits:
 
     def __init__(self, plan: Plan, teacher: Teacher) -> None:
         self._plan, self._teacher = plan, teacher
-        self._head_pass: LogitsSource | None = None
+        self._logits: LogitsSource | None = None
         self._readers: list[Callable[[slice], Tensor]] = []
 
     def open(self, row_slice: slice) -> None:
@@ -283,11 +283,11 @@ class _TeacherLogits:
 
     def project(self, row_slice: slice) -> Tensor:
         """Return the untransformed logits (n, V) of rows of the chunk, until the next call."""
-        if self._head_pass is None:
+        if self._logits is None:
             # Not earlier: the GPU is idle until the student's first product.
-            self._head_pass = LogitsSource(self._teacher.head.for_products(self._teacher.dtype), self._teacher.options)
-            self._head_pass.reserve(self._plan.most_rows * self._head_pass.columns)
-        return self._head_pass.project_all(*(read(row_slice) for read in self._readers))
+            self._logits = LogitsSource(self._teacher.head.for_products(self._teacher.dtype), self._teacher.options)
+            self._logits.reserve(self._plan.most_rows * self._logits.columns)
+        return self._logits.project_all(*(read(row_slice) for read in self._readers))
 
 
 def distillation_loss(

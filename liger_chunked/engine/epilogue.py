@@ -16,7 +16,6 @@ from liger_chunked.engine.collectives import gather_tensor
 from liger_chunked.engine.cutting import Tile, Tiles, largest
 from liger_chunked.engine.live_rows import LiveCount
 from liger_chunked.engine.plan import Tokens
-from liger_chunked.engine.rows import joined
 from liger_chunked.engine.side_stream import SideStream
 from liger_chunked.engine.sink import Sink, accumulate
 from liger_chunked.kernels import (
@@ -32,7 +31,7 @@ from liger_chunked.kernels import (
     scale_rows,
     slopes_of_stats,
 )
-from liger_chunked.kernels.operands import along
+from liger_chunked.kernels.operands import along, joined
 from liger_chunked.kernels.tuning.hopper import (
     FEWEST_TILES,
     FEWEST_TILES_OF_ENTROPY,

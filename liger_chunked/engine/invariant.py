@@ -10,7 +10,6 @@ from torch import Tensor
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.epilogue import for_descriptor, padded, tile_buffer
 from liger_chunked.engine.plan import Tokens
-from liger_chunked.engine.rows import joined
 from liger_chunked.engine.source import LogitsSource
 from liger_chunked.kernels import (
     ExactTarget,
@@ -20,7 +19,7 @@ from liger_chunked.kernels import (
     row_stats,
     row_stats_are_exact,
 )
-from liger_chunked.kernels.operands import along
+from liger_chunked.kernels.operands import along, joined
 from liger_chunked.types import TokenStats
 
 

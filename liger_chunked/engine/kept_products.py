@@ -17,14 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_chunked.engine.collectives import mapped
 from liger_chunked.engine.live_rows import LiveCount
 from liger_chunked.engine.plan import Tokens
 from liger_chunked.engine.source import LogitsSource
 from liger_chunked.kernels import LogitsCotangents
 from liger_chunked.kernels.kept import Entries, kept_logits_grad, kept_stats
 from liger_chunked.kernels.kept_tile import read_kept_, spread_kept_
-from liger_chunked.kernels.operands import along
+from liger_chunked.kernels.operands import along, mapped
 from liger_chunked.types import TokenStats, accumulation_dtype
 
 

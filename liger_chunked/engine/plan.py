@@ -1,4 +1,4 @@
-"""What a step computes and how: what `choose` returns, and what passes, gradients and drivers read."""
+"""What a step computes and how: what `choose` returns, and what sources, sinks and drivers read."""
 
 from __future__ import annotations
 
@@ -57,9 +57,10 @@ class Plan:
         chunks: consecutive parts of `rows`.
         tiles: of each chunk; whole rows with a teacher.
         dtype: of the matrix products.
-        n_contributions: how often the step adds to each element of dW.
+        n_contributions: how many sums are added up in each element of dW: of a loss, one for each block of rows of a
+            chunk. 1 if the blocks are summed before dW is rounded, as for statistics. 0 without tokens.
         largest_tile: the most logits of a tile.
-        path: what computes statistics. A loss leaves `Path.EPILOGUE` for logits if its dW is rounded (`pass_of_loss`).
+        path: what computes statistics. `source_of_loss` takes logits instead of `Path.EPILOGUE` if dW is rounded.
         outputs, differentiates: the statistics to compute, and those that the gradient may reach.
         class_weight: (V,) weights of `mean_logits`.
         teacher_dtype: of a teacher's products.

@@ -14,10 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.collectives import Values, mapped
 from liger_chunked.engine.cutting import Chunk
-from liger_chunked.engine.rows import GroupRows, Rows, TokenRows, joined
+from liger_chunked.engine.rows import GroupRows, Rows, TokenRows
 from liger_chunked.engine.sequence import SequenceSplit
+from liger_chunked.kernels.operands import Values, joined, mapped
 from liger_chunked.types import TokenStats
 
 

@@ -35,25 +35,17 @@ from torch import Tensor
 from typing_extensions import Self
 
 from liger_chunked.engine.checks import check_ids, host_may_sync
-from liger_chunked.engine.collectives import Values, mapped
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.packed import Packing, Sequences
 from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.kernels import find_tokens, survey
-from liger_chunked.kernels.operands import along
+from liger_chunked.kernels.operands import Values, along, joined, mapped
 from liger_chunked.kernels.survey import Survey
 from liger_chunked.shapes import shapes_only
 from liger_chunked.types import TokenStats
 
 Group = Literal["token", "sequence", "pair"]
 SEQUENCES_PER_GROUP: Mapping[str, int] = {"sequence": 1, "pair": 2}
-
-
-def joined(parts: Sequence[Values]) -> Values:
-    """Concatenate NamedTuples of tensors, field by field."""
-    if len(parts) == 1:
-        return parts[0]
-    return parts[0]._make(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True))
 
 
 def at_least_1(count: int | Tensor, dtype: torch.dtype) -> int | Tensor:

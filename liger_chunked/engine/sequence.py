@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_chunked.engine.checks import refuse_capture
-from liger_chunked.engine.collectives import Values, gather, gather_tensor, mapped
+from liger_chunked.engine.collectives import gather, gather_tensor
+from liger_chunked.kernels.operands import Values, mapped
 from liger_chunked.types import LossHead, described
 
 

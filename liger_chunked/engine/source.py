@@ -33,8 +33,7 @@ from liger_chunked.kernels import (
     slopes_of_stats,
     unround_logps_,
 )
-from liger_chunked.kernels.logits_stats import concatenate
-from liger_chunked.kernels.operands import along
+from liger_chunked.kernels.operands import along, joined
 from liger_chunked.types import HeadTensors, LogitOptions, Slopes, TokenStats, VocabShard
 
 
@@ -190,7 +189,7 @@ class LogitsSource:
             earlier = by_rows.get(tile.row_slice.start)
             by_rows[tile.row_slice.start] = part if earlier is None else merge(earlier, part)
         if by_rows:
-            return concatenate(list(by_rows.values()))
+            return joined(list(by_rows.values()))
         return logits_stats(x.new_empty(0, 1), target[:0], self.options, self.outputs)
 
     def backward(self, tokens: Tokens, memo: LogitsCotangents, gradients: dict[str, Tensor]) -> None:

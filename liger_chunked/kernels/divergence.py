@@ -12,7 +12,7 @@ Bytes: both tiles once for KL and cosine, twice for JSD, skewed KL and TVD.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,11 +28,10 @@ from liger_chunked.kernels.divergence_sums import (
     widened,
 )
 from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.operands import Values
 from liger_chunked.kernels.transform import load_block, transform_block
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
-
-Values = TypeVar("Values", bound=Any)
 
 # Floor of log p: mixtures stay finite.
 LOG_ZERO = -1e4

@@ -24,6 +24,7 @@ from liger_chunked.kernels.backend import (
     use_triton,
 )
 from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.operands import mapped
 from liger_chunked.kernels.transform import (
     load_block,
     transform_and_slope,
@@ -49,10 +50,7 @@ class LogitsCotangents(NamedTuple):
     temperature: Tensor | None = None  # as in `logits_stats`
 
     def at(self, rows: slice | Tensor | tuple[slice | Tensor, None]) -> LogitsCotangents:
-        fields: list[Tensor | None] = []
-        for field in self:
-            fields.append(None if field is None else field[rows])
-        return LogitsCotangents._make(fields)
+        return mapped(lambda x: x[rows], self)
 
 
 def slopes_of_stats(

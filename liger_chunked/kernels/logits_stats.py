@@ -25,6 +25,7 @@ from liger_chunked.kernels.backend import (
     use_triton,
 )
 from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.operands import joined
 from liger_chunked.kernels.target_logit import FARTHEST, moved_logp
 from liger_chunked.kernels.transform import load_block, transform, transform_arguments, transform_block
 from liger_chunked.kernels.tuning import TUNING
@@ -295,7 +296,7 @@ def _logits_stats_torch(
         if wanted["argmax"]:
             optional["argmax"] = torch.empty_like(target)
         return PartialStats(max=empty, sum_exp=empty, target_logit=empty, **optional)
-    return concatenate(parts)
+    return joined(parts)
 
 
 def logits_stats(
@@ -367,13 +368,6 @@ def _of_no_columns(logits: Tensor, outputs: tuple[str, ...]) -> PartialStats:
     sums: dict[str, Tensor | None] = {name: nothing if wanted else None for name, wanted in _wanted(outputs).items()}
     argmax = sums.pop("argmax")
     return PartialStats(lowest, nothing, lowest, argmax=None if argmax is None else argmax.long(), **sums)
-
-
-def concatenate(parts: list[PartialStats]) -> PartialStats:
-    if len(parts) == 1:
-        return parts[0]
-    fields = (None if field[0] is None else torch.cat(field) for field in zip(*parts, strict=True))
-    return PartialStats(*fields)  # type: ignore[arg-type]
 
 
 def merge(a: PartialStats, b: PartialStats) -> PartialStats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from torch.autograd import forward_ad
 from liger_chunked.private import transforms_are_active
 from liger_chunked.types import AdaptedWeight, StandIn
 from liger_chunked.types import described as described
+
+Values = TypeVar("Values", bound=Any)  # a NamedTuple of tensors, some of which may be None
 
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _COMPLEX = ("complex32", "complex64", "complex128")
@@ -161,6 +163,18 @@ def check_labels(labels: Any, rows: Tensor, rows_name: str) -> None:
             f"shift_labels must be {tuple(shape)} on {rows.device}, one for each row of {rows_name}, got "
             f"{described(labels)}"
         )
+
+
+def mapped(function: Callable[[Tensor], Tensor], values: Values) -> Values:
+    """Apply a function to a NamedTuple's tensors."""
+    return values._make(None if f is None else function(f) for f in values)
+
+
+def joined(parts: Sequence[Values]) -> Values:
+    """Concatenate NamedTuples of tensors, field by field."""
+    if len(parts) == 1:
+        return parts[0]
+    return parts[0]._make(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True))
 
 
 def along(x: Tensor, part: slice | Tensor) -> Tensor:

@@ -133,3 +133,35 @@ class StatsLoss(FusedLoss):
             skips_rows=self._skips_rows,
             owner=self,
         )
+
+
+class SequenceLoss(StatsLoss):
+    """A loss of sequences' log-probabilities, which may compare with those of a reference.
+
+    - `use_ref_model`: True requires a reference in each call, False refuses one, None allows one
+    - `_expects_reference`: whether a call without a reference warns, unless `use_ref_model` is False
+    """
+
+    token_outputs: tuple[str, ...] = ()
+    beta: float
+    use_ref_model: bool | None
+    _expects_reference: ClassVar[bool] = False
+
+    @property
+    def needs_token_ref_logps(self) -> bool:
+        """Whether `ref_logps` must hold one value a token, because the loss weighs or compares single tokens.
+
+        Trainers refuse such a loss before they precompute one sum a sequence.
+        """
+        return False
+
+    @property
+    def _outputs(self) -> tuple[str, ...]:
+        return ("logps", "mean_logits", *self.token_outputs)
+
+    @property
+    def _differentiates(self) -> tuple[str, ...]:
+        return ("logps", *self.token_outputs)
+
+    def extra_repr(self) -> str:
+        return f"beta={self.beta}, {self.options}"

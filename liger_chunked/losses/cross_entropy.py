@@ -1,6 +1,6 @@
 """SFT cross entropy, with label smoothing, z-loss, focal loss, token weights and an entropy bonus.
 
-All are functions of the token statistics. The plain mean has a gradient known in advance, so it needs no autograd.
+All are functions of the token statistics, which autograd differentiates.
 """
 
 from __future__ import annotations
@@ -46,45 +46,6 @@ from liger_chunked.types import (
 _REDUCTIONS = ("mean", "sum", "none")
 
 
-@dataclass(eq=False)  # not frozen, which would take longer to create
-class _CrossEntropy:
-    """A token's loss, in two parts with different denominators."""
-
-    label_smoothing: float = 0.0
-    lse_square_scale: float = 0.0
-    entropy_weight: float = 0.0
-    focal_gamma: float = 0.0
-    dft: bool = False
-    class_weight: Tensor | None = None  # (V,)
-
-    def cross_entropy(self, stats: TokenStats, target: Tensor) -> Tensor:
-        assert stats.logps is not None
-        loss = -stats.logps if self.class_weight is None else -stats.logps * self.class_weight[target]
-        if is_set(self.focal_gamma):
-            loss = loss * complement(stats.logps) ** self.focal_gamma
-        if self.dft:
-            loss = loss * stats.logps.detach().exp()
-        if is_set(self.label_smoothing):
-            assert stats.lse is not None and stats.mean_logits is not None
-            # -1/V sum_v w_v log p_v = mean(w) lse - 1/V sum_v w_v z_v
-            lse = stats.lse if self.class_weight is None else stats.lse * self.class_weight.mean()
-            uniform = lse - stats.mean_logits
-            loss = (1 - self.label_smoothing) * loss + self.label_smoothing * uniform
-        return loss
-
-    def z_loss(self, stats: TokenStats) -> Tensor:
-        assert stats.lse is not None
-        return self.lse_square_scale * stats.lse.square()
-
-    def regularizer(self, stats: TokenStats) -> Tensor | None:
-        z_loss = self.z_loss(stats) if is_set(self.lse_square_scale) else None
-        if not is_set(self.entropy_weight):
-            return z_loss
-        assert stats.entropy is not None
-        bonus = -self.entropy_weight * stats.entropy
-        return bonus if z_loss is None else z_loss + bonus
-
-
 def _check_class_weight(ce_weight: Tensor) -> Tensor:
     check_constants("LigerFusedLinearCrossEntropyLoss", [("ce_weight", ce_weight)])  # of the constructor, too
     (ce_weight,) = plain(("ce_weight",), (ce_weight,))
@@ -109,17 +70,20 @@ def _weighed(x: Tensor, weights: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _WeighedTokens(Objective):
-    definition: _CrossEntropy
+    """The loss of a call: two sums over tokens, with different denominators."""
+
+    loss_module: LigerFusedLinearCrossEntropyLoss[Any]
     target: Tensor  # (N,)
+    class_weight: Tensor | None  # (V,)
     weights: Tensor | None  # (N,)
     per_token: float | Tensor  # divides the regularizer
     per_class: float | Tensor  # divides the cross entropy
 
     def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
         weights = None if self.weights is None else self.weights[index]
-        of_tokens = self.definition.cross_entropy(values, self.target[index])
+        of_tokens = self.loss_module._cross_entropy(values, self.target[index], self.class_weight)
         loss = _weighed(of_tokens, weights).sum(dtype=torch.float64) / self.per_class
-        regularizer = self.definition.regularizer(values)
+        regularizer = self.loss_module._regularizer(values)
         if regularizer is None:
             return loss
         return loss + _weighed(regularizer, weights).sum(dtype=torch.float64) / self.per_token
@@ -327,14 +291,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
             num_items = checked_items(num_items, input, accumulation_dtype(weight.dtype))
         weights = None if token_weights is None else self._token_weights(token_weights, target, weight)
         ce_weight = self.ce_weight if ce_weight is None else ce_weight
-        definition = _CrossEntropy(
-            label_smoothing=self.label_smoothing,
-            lse_square_scale=self.lse_square_scale,
-            entropy_weight=self.entropy_weight,
-            focal_gamma=self.focal_gamma,
-            dft=self.dft,
-            class_weight=None if ce_weight is None else _class_weight(ce_weight, head),
-        )
+        class_weight = None if ce_weight is None else _class_weight(ce_weight, head)
         if sequence_group is not None:
             check_group(sequence_group)
         target, split = target.long(), None
@@ -347,9 +304,9 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
         if weights is not None:
             weights = rows.fill_ignored(weights)
         if self.reduction == "none":
-            loss, z_loss, stats = self._per_token(head, input, target, rows, definition, weights)
+            loss, z_loss, stats = self._per_token(head, input, target, rows, class_weight, weights)
         else:
-            loss, z_loss, stats = self._reduced(head, input, target, rows, definition, weights, num_items)
+            loss, z_loss, stats = self._reduced(head, input, target, rows, class_weight, weights, num_items)
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return cast(Result, loss)
         return cast(Result, (loss, self._metrics(stats, target, rows, z_loss, split)))
@@ -379,8 +336,37 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
         wanted = {"lse": smooths or squares, "mean_logits": smooths, "entropy": bonus}
         return ("logps", *(name for name, is_wanted in wanted.items() if is_wanted))
 
-    def _smoothing_weight(self, definition: _CrossEntropy) -> Tensor | None:
-        return definition.class_weight if is_set(self.label_smoothing) else None
+    def _smoothing_weight(self, class_weight: Tensor | None) -> Tensor | None:
+        return class_weight if is_set(self.label_smoothing) else None
+
+    def _cross_entropy(self, stats: TokenStats, target: Tensor, class_weight: Tensor | None) -> Tensor:
+        """Return each token's cross entropy, which the sum of class weights divides in a mean."""
+        assert stats.logps is not None
+        loss = -stats.logps if class_weight is None else -stats.logps * class_weight[target]
+        if is_set(self.focal_gamma):
+            loss = loss * complement(stats.logps) ** self.focal_gamma
+        if self.dft:
+            loss = loss * stats.logps.detach().exp()
+        if is_set(self.label_smoothing):
+            assert stats.lse is not None and stats.mean_logits is not None
+            # -1/V sum_v w_v log p_v = mean(w) lse - 1/V sum_v w_v z_v
+            lse = stats.lse if class_weight is None else stats.lse * class_weight.mean()
+            uniform = lse - stats.mean_logits
+            loss = (1 - self.label_smoothing) * loss + self.label_smoothing * uniform
+        return loss
+
+    def _z_loss(self, stats: TokenStats) -> Tensor:
+        assert stats.lse is not None
+        return self.lse_square_scale * stats.lse.square()
+
+    def _regularizer(self, stats: TokenStats) -> Tensor | None:
+        """Return each token's z-loss and entropy bonus, which the number of tokens divides in a mean."""
+        z_loss = self._z_loss(stats) if is_set(self.lse_square_scale) else None
+        if not is_set(self.entropy_weight):
+            return z_loss
+        assert stats.entropy is not None
+        bonus = -self.entropy_weight * stats.entropy
+        return bonus if z_loss is None else z_loss + bonus
 
     def _per_token(
         self,
@@ -388,20 +374,20 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
         input: Tensor,
         target: Tensor,
         rows: Rows,
-        definition: _CrossEntropy,
+        class_weight: Tensor | None,
         weights: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, TokenStats]:
-        stats = token_stats(head, input, rows, self._outputs, self.options, self._smoothing_weight(definition))
+        stats = token_stats(head, input, rows, self._outputs, self.options, self._smoothing_weight(class_weight))
         valid = rows.mask
         assert valid is not None
 
         def shaped(x: Tensor) -> Tensor:
             return _weighed(x, weights).where(valid, 0).view(target.shape)
 
-        loss = definition.cross_entropy(stats, target.reshape(-1).where(valid, 0))
-        regularizer = definition.regularizer(stats)
+        loss = self._cross_entropy(stats, target.reshape(-1).where(valid, 0), class_weight)
+        regularizer = self._regularizer(stats)
         loss = loss if regularizer is None else loss + regularizer
-        z_loss = shaped(definition.z_loss(stats)) if is_set(self.lse_square_scale) else None
+        z_loss = shaped(self._z_loss(stats)) if is_set(self.lse_square_scale) else None
         return shaped(loss), z_loss, stats
 
     def _reduced(
@@ -410,24 +396,26 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
         input: Tensor,
         target: Tensor,
         rows: Rows,
-        definition: _CrossEntropy,
+        class_weight: Tensor | None,
         weights: Tensor | None,
         num_items: float | Tensor | None,
     ) -> tuple[Tensor, Tensor | None, TokenStats]:
-        per_token, per_class = self._denominators(head, rows, definition, weights, num_items)
-        objective = _WeighedTokens(definition, rows.fill_ignored(target.reshape(-1)), weights, per_token, per_class)
-        loss, stats = self._fuse(head, input, rows, objective, self._smoothing_weight(definition))
+        per_token, per_class = self._denominators(head, rows, class_weight, weights, num_items)
+        objective = _WeighedTokens(
+            self, rows.fill_ignored(target.reshape(-1)), class_weight, weights, per_token, per_class
+        )
+        loss, stats = self._fuse(head, input, rows, objective, self._smoothing_weight(class_weight))
         z_loss = None
         if is_set(self.lse_square_scale):
             assert rows.mask is not None
-            z_loss = _weighed(definition.z_loss(stats), weights).where(rows.mask, 0).sum() / per_token
+            z_loss = _weighed(self._z_loss(stats), weights).where(rows.mask, 0).sum() / per_token
         return loss, z_loss, stats
 
     def _denominators(
         self,
         head: LossHead,
         rows: Rows,
-        definition: _CrossEntropy,
+        class_weight: Tensor | None,
         weights: Tensor | None,
         num_items: float | Tensor | None,
     ) -> tuple[float | Tensor, float | Tensor]:
@@ -435,7 +423,6 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss, Generic[Result]):
             return num_items, num_items
         if self.reduction == "sum":
             return 1, 1
-        class_weight = definition.class_weight
         n_items = rows.divisor(accumulation_dtype(head.weight.dtype))
         if not rows.n_valid or (weights is None and class_weight is None):
             return n_items, n_items

@@ -432,15 +432,14 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             required=True if is_set(self.beta) or self.needs_reference else None,
             kept=kept, temperature=temperature,
         )  # fmt: skip
+        if importance_weights is not None:
+            importance_weights = whole_side("importance_weights", importance_weights, target, sequences)
         sides = RolloutSides(
             advantages=whole_side("advantages", advantages, target, sequences),
             old_logps=None if old_logps is None else whole(old_logps, sequences),
             ref_logps=all_ref_logps,
             importance_weights=importance_weights,
         )
-        if importance_weights is not None:
-            weights = whole_side("importance_weights", importance_weights, target, sequences)
-            sides = sides._replace(importance_weights=weights)
         objective = _OfRollouts(self, _BatchArguments(sides, rows, shape, dtype, divisor), steps)
         if kept is None:
             loss, stats = self._fuse(head, input, rows, objective)

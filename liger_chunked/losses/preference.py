@@ -26,12 +26,13 @@ from liger_chunked.engine import (
     check_values,
     count,
     host_may_sync,
+    mapped,
     refuse_capture,
     select_rows,
     sequences_of,
     whole,
 )
-from liger_chunked.losses.base import StatsLoss
+from liger_chunked.losses.base import SequenceLoss
 from liger_chunked.losses.formulas import sequence_logps, share_of_mean
 from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
 from liger_chunked.losses.settings import check_example_weights, check_finite, check_scope
@@ -145,7 +146,7 @@ def _places(mask: Tensor, lengths: Sequence[int] | None) -> Tensor:
     return torch.nonzero_static(mask, size=sum(length > 0 for length in lengths)).view(-1)
 
 
-class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
+class LigerFusedLinearPreferenceBase(SequenceLoss, ABC):
     """Mean of a subclass's `preference_loss` over pairs; see `docs/writing-a-loss.md`.
 
     Pairs without valid tokens add 0, but count in the mean. If only one sequence is empty, it has probability 1: its
@@ -168,8 +169,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     """
 
     scope: Literal["pair", "batch"] = "pair"
-    _expects_reference: ClassVar[bool] = False  # warn if a call gives no reference
-    token_outputs: tuple[str, ...] = ()
     _group: ClassVar[Group] = "pair"
     _scopes: ClassVar[tuple[str, ...]] = ("pair", "batch")
 
@@ -210,10 +209,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     @property
     def needs_token_ref_logps(self) -> bool:
-        """Whether `ref_logps` must hold one value a token, because the loss weighs or compares single tokens.
-
-        Trainers refuse such a loss before they precompute one sum a sequence.
-        """
         return self.ld_alpha is not None
 
     @property
@@ -221,14 +216,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         if self.scope not in self._scopes:
             check_scope(type(self).__name__, self.scope, self._scopes)
         return self.scope == "batch"
-
-    @property
-    def _outputs(self) -> tuple[str, ...]:
-        return ("logps", "mean_logits", *self.token_outputs)
-
-    @property
-    def _differentiates(self) -> tuple[str, ...]:
-        return ("logps", *self.token_outputs)
 
     def reward(self, logratios: Tensor) -> Tensor:
         return self.beta * (logratios if self.reward_shape is None else self.reward_shape(logratios))
@@ -428,9 +415,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             rejected_rewards=rejected_rewards,
         )
 
-    def extra_repr(self) -> str:
-        return f"beta={self.beta}, {self.options}"
-
 
 @dataclass(frozen=True, eq=False)
 class _MeanOverPairs(Objective):
@@ -458,7 +442,7 @@ class _MeanOverPairs(Objective):
         if loss_module._whole_batch and batch.has_tokens is not None:
             # A loss that sorts must not see empty pairs.
             index = _places(batch.has_tokens, batch.host_counts)
-            logps, values = logps[index], TokenStats(*(None if f is None else f[index] for f in values))
+            logps, values = logps[index], mapped(lambda x: x[index], values)
         pairs = batch.pairs(logps, values, index)
         losses = loss_module.preference_loss(pairs)
         check_values("preference_loss", losses, pairs.logps.shape[:1], "pairs")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_chunked.engine import Rows, Sequences, check_projection, stats_of_kept, token_stats, whole
 from liger_chunked.kept_ids import KeptIds
-from liger_chunked.losses.base import StatsLoss
+from liger_chunked.losses.base import SequenceLoss, StatsLoss
 from liger_chunked.types import LOWEST_LOGP, LossHead, Weight, accumulation_dtype
 
 
@@ -98,7 +98,7 @@ def reference_logps(
     return ref_logps.clamp(min=LOWEST_LOGP)
 
 
-def without_reference(loss: Any, lengths: Tensor) -> Tensor:
+def without_reference(loss: SequenceLoss, lengths: Tensor) -> Tensor:
     """Return zeros like `lengths`; warn if the formula has a reference."""
     if loss._expects_reference:
         warn_reference_free(loss)

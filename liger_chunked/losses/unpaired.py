@@ -24,11 +24,12 @@ from liger_chunked.engine import (
     check_values,
     count,
     host_may_sync,
+    mapped,
     select_rows,
     sequences_of,
     whole,
 )
-from liger_chunked.losses.base import StatsLoss
+from liger_chunked.losses.base import SequenceLoss
 from liger_chunked.losses.formulas import sequence_logps, share_of_mean
 from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
 from liger_chunked.losses.reference_point import Mismatched, ReferencePoint, reference_point
@@ -65,7 +66,7 @@ class _Batch:
         return sequence_logps(stats.logps.squeeze(1), along(self.lengths, index), self.average_log_prob)
 
     def examples(self, logps: Tensor, stats: TokenStats, index: slice | Tensor) -> Examples:
-        stats = TokenStats(*(None if f is None else f.squeeze(1) for f in stats))
+        stats = mapped(lambda x: x.squeeze(1), stats)
         return Examples(
             logps=logps,
             ref_logps=along(self.ref_logps, index),
@@ -79,7 +80,7 @@ class _Batch:
         )
 
 
-class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
+class LigerFusedLinearUnpairedPreferenceBase(SequenceLoss, ABC):
     """Mean of a subclass's `preference_loss` over sequences; see `docs/writing-a-loss.md`.
 
     Sequences without valid tokens add 0, but count in the mean.
@@ -94,8 +95,6 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     """
 
     reference_point: ReferencePoint | None = None
-    _expects_reference: ClassVar[bool] = False
-    token_outputs: tuple[str, ...] = ()
     _group: ClassVar[Group] = "sequence"
 
     def __init__(
@@ -112,22 +111,6 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         self.average_log_prob = average_log_prob
         self.use_ref_model = use_ref_model
         self.options = LogitOptions.of(type(self), options)
-
-    @property
-    def needs_token_ref_logps(self) -> bool:
-        """Whether `ref_logps` must hold one value a token, because the loss weighs or compares single tokens.
-
-        Trainers refuse such a loss before they precompute one sum a sequence.
-        """
-        return False
-
-    @property
-    def _outputs(self) -> tuple[str, ...]:
-        return ("logps", "mean_logits", *self.token_outputs)
-
-    @property
-    def _differentiates(self) -> tuple[str, ...]:
-        return ("logps", *self.token_outputs)
 
     @abstractmethod
     def preference_loss(self, examples: Examples) -> Tensor:
@@ -289,9 +272,6 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             chosen_tokens=tokens[0],
             rejected_tokens=tokens[1],
         )
-
-    def extra_repr(self) -> str:
-        return f"beta={self.beta}, {self.options}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -174,7 +174,21 @@ class LigerFusedLinearORPOLoss(Loss):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-class LigerFusedLinearCPOLoss(Loss):
+class _WithoutReference(Loss):
+    """A loss of pairs that compares with no reference."""
+
+    def forward(
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, PairMetrics]:
+        return _as_liger_kernel(self.loss(lin_weight, _input, target, bias), lin_weight, _input, bias)
+
+    if TYPE_CHECKING:
+
+        @typed_like(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class LigerFusedLinearCPOLoss(_WithoutReference):
     """`losses.LigerFusedLinearCPOLoss`; without `alpha`, the metric `nll_loss` is 0."""
 
     def __init__(
@@ -200,18 +214,8 @@ class LigerFusedLinearCPOLoss(Loss):
             **kind,
         )
 
-    def forward(
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
-    ) -> tuple[Tensor, PairMetrics]:
-        return _as_liger_kernel(self.loss(lin_weight, _input, target, bias), lin_weight, _input, bias)
 
-    if TYPE_CHECKING:
-
-        @typed_like(forward)
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-class LigerFusedLinearSimPOLoss(Loss):
+class LigerFusedLinearSimPOLoss(_WithoutReference):
     """`losses.LigerFusedLinearSimPOLoss`, with the NLL term by default."""
 
     def __init__(
@@ -233,16 +237,6 @@ class LigerFusedLinearSimPOLoss(Loss):
             gamma=gamma,
             **_nll_term(compute_nll_loss, alpha),
         )
-
-    def forward(
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
-    ) -> tuple[Tensor, PairMetrics]:
-        return _as_liger_kernel(self.loss(lin_weight, _input, target, bias), lin_weight, _input, bias)
-
-    if TYPE_CHECKING:
-
-        @typed_like(forward)
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class LigerFusedLinearKTOLoss(Loss):
