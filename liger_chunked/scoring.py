@@ -127,7 +127,7 @@ def score(
         outputs: statistics, as in `linear_token_stats`: "logps", "lse", "entropy", "mean_logits", "argmax", "is_top1",
             "log_sum_sq_probs".
         share_prefix: compute what sequences have in common at their start once, as `share_batch` of
-            `liger_chunked.integrations.transformers`.
+            `liger_chunked.shared_prefix`.
         **options: more arguments of `linear_token_stats`, such as `temperature`, `ignore_index`, `logits_budget`,
             `candidates`, `kept` and, for a weight, `vocab_shard`. Not `softcap` and
             `logit_scale` of a model, which are those of its forward.
@@ -349,8 +349,8 @@ def on_head(
         if share_prefix:
             if unknown := sorted(batch.keys() - _SHAREABLE):
                 raise ValueError(f"share_prefix takes batches of input_ids and attention_mask, got {unknown}")
-            patches = import_module("liger_chunked.integrations.transformers")
-            shared = patches.share_batch(model, batch["input_ids"], batch.get("attention_mask"))
+            shared_prefix = import_module("liger_chunked.shared_prefix")
+            shared = shared_prefix.share_batch(model, batch["input_ids"], batch.get("attention_mask"))
             inputs, of_hidden = shared.inputs, shared.hidden_states
     else:
         x, target = _pair(batch)
