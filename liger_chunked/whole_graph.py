@@ -100,8 +100,8 @@ class Call:
                 owner = None if self.module is None else self.module()
                 raise ValueError(
                     f"the loss depends on a tensor that requires a gradient, {named(leaf, owner)}, and a compiled "
-                    "graph computes none for it: make it a parameter of the loss, detach it, or call the loss outside of "
-                    "compiled code"
+                    "graph computes none for it: make it a parameter of the loss, detach it, or call the loss outside "
+                    "of compiled code"
                 )
 
     def surroundings(self, device: torch.device) -> AbstractContextManager[Any]:
