@@ -105,8 +105,6 @@ class LossType(ABCMeta):
         return loss
 
 
-# The arguments by which losses and statistics have gradients. `scale` is the student's in the ULD loss.
-_DIFFERENTIATED = frozenset(("weight", "input", "hidden", "bias", "scale"))
 # The heads of other models. Their own parameters may require a gradient, because a model that nobody trains is seldom
 # frozen. A matrix computed from trainable tensors may not.
 _OTHER_HEADS = frozenset(("ref_weight", "ref_bias", "teacher_weight", "teacher_bias"))
@@ -120,14 +118,14 @@ def check_constants(owner: str, arguments: Iterable[tuple[str, Any]]) -> None:
 
     Args:
         owner: the name of the loss or function, for the error.
-        arguments: names and values. Names in `_DIFFERENTIATED` and values that are no tensors pass.
+        arguments: names and values. Names in `DIFFERENTIATED` and values that are no tensors pass.
     """
     if not torch.is_grad_enabled():
         return
     for name, x in arguments:
         adapted = isinstance(x, AdaptedWeight)
         # getattr, because isinstance(x, Tensor) is slow for what is no tensor, and every step comes here.
-        if name in _DIFFERENTIATED or not (adapted or getattr(x, "requires_grad", False)):
+        if name in whole_graph.DIFFERENTIATED or not (adapted or getattr(x, "requires_grad", False)):
             continue
         tensors = [t for t in ((x.weight, x.up) if adapted else (x,)) if isinstance(t, Tensor) and t.requires_grad]
         if not tensors or (name in _OTHER_HEADS and all(t.is_leaf for t in tensors)):
@@ -165,6 +163,7 @@ def _kept_out_of_graphs(name: str) -> str:
         call, checked = _ENTRY_POINTS[name]
         setattr(_EAGER, name, torch.compiler.disable(checked, reason=_REASON))
         skip_frame(call)  # and with it all entry points, because they share its code
+        skip_frame(_kept_out_of_graphs)  # which a skipped `call` runs
     return name
 
 
@@ -197,9 +196,12 @@ def entry_point(function: Function) -> Function:
         constructor = arguments.of_constructor(type(args[0])) if is_method and args else arguments.Arguments(())
         return arguments.call_error(owner, function, args, kwargs, constructor)
 
+    def owner_of(args: tuple[Any, ...]) -> str:
+        return type(args[0]).__name__ if is_method and args else function.__name__
+
     def checked(*args: Any, **kwargs: Any) -> Any:
         # Before DTensors become local: the local tensor of a parameter is no leaf.
-        owner = type(args[0]).__name__ if is_method and args else function.__name__
+        owner = owner_of(args)
         try:
             check_constants(owner, (*zip(positional, args, strict=False), *kwargs.items()))
         except ValueError:
@@ -226,6 +228,9 @@ def entry_point(function: Function) -> Function:
                 raise RuntimeError(
                     "torch.export cannot trace a fused loss: the program would name a call of this process"
                 )
+            # Here, because the operator gets tensors without their graphs. A number may be a symbol of the compiler.
+            named = (*zip(positional, args, strict=False), *kwargs.items())
+            check_constants(owner_of(args), [(k, x) for k, x in named if isinstance(x, (Tensor, AdaptedWeight))])
             results = whole_graph.in_graph(name, positional, args, kwargs)
             if results is NotImplemented:
                 return getattr(_EAGER, _kept_out_of_graphs(name))(*args, **kwargs)

@@ -250,13 +250,24 @@ tracing_callback: Callable[[], Any] = find("torch._C._dynamo.eval_frame.get_eval
 
 
 def skip_frame(function: Callable[..., Any]) -> None:
-    """Make Dynamo run `function` uncompiled, but compile what it calls. Called while Dynamo traces, so it is loaded.
+    """Make Dynamo run the frame of `function` uncompiled, but compile what it calls. Functions that call it inline it.
 
-    The fallback does nothing: Dynamo traces the function too, and breaks the graph inside.
+    Called while Dynamo traces, so it is loaded. The fallback does nothing: Dynamo traces the frame too, and breaks the
+    graph inside.
     """
-    skip = find("torch._dynamo.decorators.skip")
-    if skip is not None:
-        skip(function)
+    skip_code = find("torch._dynamo.decorators.skip_code")
+    if skip_code is not None:
+        skip_code(function.__code__)
+
+
+def python_number(x: Any) -> Any:
+    """Return a number of a compiled function as a constant of the graph. Dynamo traces this.
+
+    Where a number changes from call to call, Dynamo makes a symbol of it. This takes it back, so that another number
+    compiles another graph. The fallback leaves the symbol: the graph breaks.
+    """
+    guard = find("torch.fx.experimental.symbolic_shapes.guard_scalar")
+    return x if guard is None else guard(x)
 
 
 def any_sizes(*tensors: tuple[Tensor, Sequence[int]]) -> AbstractContextManager[Any]:

@@ -2,9 +2,9 @@
 
 Dynamo inlines `in_graph` in place of an entry point. It sorts the arguments into tensors and constants, and calls
 
-    fused(number, tensors, needs) -> [*values, *gradients]
+    fused(name, tensors, needs) -> [*values, *gradients]
 
-with the number of a `Call`, which holds the function and its constants. At run time the operator computes loss and
+with the name of a `Call`, which holds the function and its constants. At run time the operator computes loss and
 gradients in its forward, as ever, so the compiled step takes the same products and has the same bits. A call whose
 results have an upstream gradient each, such as `linear_token_stats`, computes gradients in `fused_backward`, which runs
 the call again: one product more than without a compiler.
@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import itertools
+import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,10 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_chunked.engine.checks import named, other_leaves
 from liger_chunked.kernels.backend import refuse_second_derivative
-from liger_chunked.private import with_autograd
+from liger_chunked.private import python_number, with_autograd
 from liger_chunked.shapes import computing_shapes, shapes_only
 from liger_chunked.types import (
+    DIFFERENTIABLE,
+    OUTPUTS,
     CrossEntropyMetrics,
     DistillationMetrics,
     PolicyMetrics,
@@ -42,6 +47,8 @@ _METRICS = (
     CrossEntropyMetrics, DistillationMetrics, PolicyMetrics, PreferenceMetrics, TokenStats, UnpairedPreferenceMetrics,
 )  # fmt: skip
 _CONSTANTS = (bool, int, float, str, torch.dtype, tuple, list)
+# The arguments by which losses and statistics have gradients. `scale` is the student's in the ULD loss.
+DIFFERENTIATED = frozenset(("weight", "input", "hidden", "bias", "scale"))
 # Numbers that change from step to step: as constants of a graph they would compile it anew.
 _VARYING = frozenset(("num_items", "kl", "delta"))
 
@@ -53,6 +60,7 @@ class Call:
         function: takes the module, if it is a method, then keywords.
         names: of the tensors among the arguments.
         constants: the other arguments.
+        trains: the caller's grad mode.
         autocast: the dtype of an active autocast. None: it was off.
         form: what the results are, once their shapes are known: see `_flat`.
     """
@@ -60,9 +68,16 @@ class Call:
     form: tuple[Any, ...]
 
     def __init__(
-        self, function: Callable[..., Any], module: Any, names: tuple[str, ...], constants: Any, autocast: Any
+        self,
+        function: Callable[..., Any],
+        module: nn.Module | None,
+        names: tuple[str, ...],
+        constants: Any,
+        trains: bool,
+        autocast: Any,
     ) -> None:
-        self.function, self.names, self.constants, self.autocast = function, names, dict(constants), autocast
+        self.function, self.names, self.constants = function, names, dict(constants)
+        self.trains, self.autocast = trains, autocast
         self.module = None if module is None else weakref.ref(module)
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -71,19 +86,41 @@ class Call:
         values, self.form = _flat(result)
         return values
 
-    def _own(self) -> Any:
-        """Return the module, or for shapes alone a copy whose buffers have no values, as the arguments have none."""
+    def _own(self) -> nn.Module:
+        """Return the module, or for shapes alone a copy whose tensors have no values, as the arguments have none."""
         module = None if self.module is None else self.module()
-        if module is None or not shapes_only():
-            return module
-        module = copy.copy(module)
-        buffers = {k: None if x is None else torch.empty_like(x, device=x.device) for k, x in module._buffers.items()}
-        vars(module)["_buffers"] = buffers
-        return module
+        if module is None:
+            raise RuntimeError("the loss of this compiled graph no longer exists: keep it until the backward has run")
+        return _without_values(module) if shapes_only() else module
+
+    def check_gradients(self, values: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        """Raise ValueError if a result depends on other leaves than these: a graph would drop their gradients."""
+        for x in values:
+            for leaf in other_leaves(x, leaves) if x.requires_grad else ():
+                owner = None if self.module is None else self.module()
+                raise ValueError(
+                    f"the loss depends on a tensor that requires a gradient, {named(leaf, owner)}, and a compiled "
+                    "graph computes none for it: make it a parameter of the loss, detach it, or call the loss outside "
+                    "of compiled code"
+                )
 
     def surroundings(self, device: torch.device) -> AbstractContextManager[Any]:
         """Compiled code has no autocast at run time: it traced one."""
         return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
+
+
+def _without_values(module: nn.Module) -> nn.Module:
+    """Return a shallow copy of a module with empty tensors for its parameters and buffers, and those of its parts."""
+
+    def empty(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+    module = copy.copy(module)
+    own = vars(module)
+    own["_buffers"] = {name: empty(x) for name, x in module._buffers.items()}
+    own["_parameters"] = {name: empty(x) for name, x in module._parameters.items()}
+    own["_modules"] = {name: None if x is None else _without_values(x) for name, x in module._modules.items()}
+    return module
 
 
 def _flat(result: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
@@ -108,14 +145,18 @@ def _formed(values: Any, form: tuple[Any, ...]) -> Any:
     if form[0] == "tuple":
         return tuple([_formed(values, part) for part in form[1:]])
     cls: Any = _METRICS[form[0]]
-    found = [next(values) if is_present else None for is_present in form[1]]
-    if cls is not TokenStats:  # metrics have no gradient
-        found = [None if x is None else x.detach() for x in found]
+    found = []
+    for name, is_present in zip(cls._fields, form[1], strict=True):
+        x = next(values) if is_present else None
+        # Metrics have no gradient.
+        is_constant = cls is not TokenStats or name in _CONSTANT_STATISTICS
+        found.append(x.detach() if x is not None and is_constant else x)
     return cls(*found)
 
 
-_calls: list[Call] = []
-# Entry points without what concerns compilers, by name, and modules by number. A graph holds the number as a constant.
+_CONSTANT_STATISTICS = frozenset(OUTPUTS).difference(DIFFERENTIABLE)
+_calls: dict[str, Call] = {}
+# Entry points without what concerns compilers, by name, and modules by number.
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 MODULES: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -127,26 +168,50 @@ def number(module: nn.Module) -> None:
     MODULES[own] = module
 
 
+_PROCESS = uuid.uuid4().hex
+_OF_NN_MODULE = frozenset(vars(nn.Module())) - {"training"}
+
+
+def _settings_of(module: nn.Module) -> str:
+    """Describe what the number and the shapes of a loss's results follow from, beside its arguments.
+
+    A user's class may return what it likes, so its description is the process's own. So is that of a setting whose
+    `repr` has an address, such as a function.
+    """
+    cls = type(module)
+    if not cls.__module__.startswith("liger_chunked."):
+        return _PROCESS
+    settings = {name: x for name, x in vars(module).items() if name not in _OF_NN_MODULE | {"_fixed", "_number"}}
+    return f"{cls.__module__}.{cls.__qualname__} {settings}"
+
+
 @functools.cache
-def _call_number(
-    function: str, module: int | None, names: tuple[str, ...], constants: tuple[Any, ...], autocast: Any
-) -> int:
-    _calls.append(Call(FUNCTIONS[function], None if module is None else MODULES[module], names, constants, autocast))
-    return len(_calls) - 1
+def _call_name(function: str, module: int | None, *key: Any) -> str:
+    from liger_chunked import __version__  # which the package sets after its imports
+
+    own = None if module is None else MODULES[module]
+    described = f"{__version__} {function} {key} {'' if own is None else _settings_of(own)}"
+    name = f"{function}-{module}-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
+    _calls[name] = Call(FUNCTIONS[function], own, *key)
+    return name
 
 
-def number_of_call(*key: Any) -> int:
-    """Return the number of a call. Dynamo runs it while it traces, and puts the result into the graph."""
-    return _call_number(*key)
+def name_of_call(*key: Any) -> str:
+    """Return the name of a call. Dynamo runs this while it traces, and puts the name into the graph.
+
+    Compiled graphs are cached on disk by their code, and another process may have other calls. So calls of one name
+    have results of the same number and shapes.
+    """
+    return _call_name(*key)
 
 
-def form_of_call(number: int) -> tuple[Any, ...]:
+def form_of_call(name: str) -> tuple[Any, ...]:
     """Return the form of a call's results, which tracing the operator found."""
-    return _calls[number].form
+    return _calls[name].form
 
 
 # torch.compiler.assume_constant_result says so, but imports the compiler.
-number_of_call._dynamo_marked_constant = form_of_call._dynamo_marked_constant = True  # type: ignore[attr-defined]
+name_of_call._dynamo_marked_constant = form_of_call._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def in_graph(function: str, positional: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,31 +220,43 @@ def in_graph(function: str, positional: Sequence[str], args: tuple[Any, ...], kw
     Returns:
         The call's results, or NotImplemented if an argument cannot be part of a graph, such as a process group.
     """
-    named = {**dict(zip(positional, args)), **kwargs}  # noqa: B905, as entry points check the number of arguments
+    named = {**dict(zip(positional, args)), **kwargs}  # noqa: B905, because Dynamo cannot trace `strict`
+    if len(named) < len(args) + len(kwargs):
+        return NotImplemented  # too many: eager code says so
     module = named.pop("self", None)
+    if module is None and "hidden" in named and "input" not in named:
+        named["input"] = named.pop("hidden")
+    input = named.get("input")
+    trains = torch.is_grad_enabled()
+    has_parameters = module is not None and trains and any(p.requires_grad for p in module.parameters())
+    if has_parameters or not isinstance(input, Tensor):
+        return NotImplemented
+    device = input.device
     names, tensors, constants = [], [], []
-    device = named["input"].device if "input" in named else None
     for name, x in named.items():
         if isinstance(x, Tensor):
             names.append(name)
             tensors.append(x)
-        elif name in _VARYING and x is not None:
+        elif name in _VARYING and isinstance(x, (int, float)):
             names.append(name)
             tensors.append(torch.full((), x, dtype=torch.float64, device=device))
         elif x is None or isinstance(x, _CONSTANTS):
-            constants.append((name, tuple(x) if isinstance(x, list) else x))
+            constants.append((name, _constant(x)))
         else:
             return NotImplemented
-    if device is None or (module is not None and any(p.requires_grad for p in module.parameters())):
-        return NotImplemented
-    trains = torch.is_grad_enabled()
-    needs = [trains and x.requires_grad for x in tensors]
+    needs = [trains and x.requires_grad and name in DIFFERENTIATED for name, x in zip(names, tensors, strict=True)]
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    number = number_of_call(
-        function, None if module is None else module._number, tuple(names), tuple(constants), autocast
-    )
-    results = fused(number, tensors, needs)
-    return _formed(iter(results), form_of_call(number))
+    number = None if module is None else module._number
+    call = name_of_call(function, number, tuple(names), tuple(constants), trains, autocast)
+    results = fused(call, tensors, needs)
+    return _formed(iter(results), form_of_call(call))
+
+
+def _constant(x: Any) -> Any:
+    """Return an argument that a graph can hold."""
+    if isinstance(x, list):
+        return tuple(x)
+    return python_number(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
 
 
 def _leaves(tensors: Sequence[Tensor], needs: Sequence[bool]) -> tuple[list[Tensor], list[Tensor]]:
@@ -207,12 +284,13 @@ def _is_reduced(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
 
 
 @torch.library.custom_op("liger_chunked::fused", mutates_args=())
-def fused(number: int, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
-    call, (own, leaves) = _calls[number], _leaves(tensors, needs)
+def fused(name: str, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+    call, (own, leaves) = _calls[name], _leaves(tensors, needs)
 
     def run() -> tuple[list[Tensor], Sequence[Tensor]]:
-        with torch.set_grad_enabled(bool(leaves)), call.surroundings(tensors[0].device):
+        with torch.set_grad_enabled(call.trains), call.surroundings(tensors[0].device):
             values = call(own)
+            call.check_gradients(values, leaves)
             computes = leaves and _is_reduced(tensors, values)
             return values, torch.autograd.grad(values[0], leaves) if computes else ()
 
@@ -221,10 +299,9 @@ def fused(number: int, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list
 
 
 @fused.register_fake
-def _(number: int, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
-    call = _calls[number]
-    own, leaves = _leaves(tensors, needs)
-    with torch.set_grad_enabled(bool(leaves)), computing_shapes(), call.surroundings(tensors[0].device):
+def _(name: str, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+    call, (own, _) = _calls[name], _leaves(tensors, needs)
+    with torch.set_grad_enabled(call.trains), computing_shapes(), call.surroundings(tensors[0].device):
         values = call(own)
     values = [x.new_empty(x.shape) for x in values]
     if not _is_reduced(tensors, values):
@@ -234,9 +311,9 @@ def _(number: int, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Ten
 
 @torch.library.custom_op("liger_chunked::fused_backward", mutates_args=())
 def fused_backward(
-    number: int, tensors: Sequence[Tensor], needs: Sequence[bool], upstream: Sequence[Tensor]
+    name: str, tensors: Sequence[Tensor], needs: Sequence[bool], upstream: Sequence[Tensor]
 ) -> list[Tensor]:
-    call, (own, leaves) = _calls[number], _leaves(tensors, needs)
+    call, (own, leaves) = _calls[name], _leaves(tensors, needs)
 
     def run() -> list[Tensor]:
         with call.surroundings(tensors[0].device):
@@ -249,7 +326,7 @@ def fused_backward(
 
 
 @fused_backward.register_fake
-def _(number: int, tensors: Sequence[Tensor], needs: Sequence[bool], upstream: Sequence[Tensor]) -> list[Tensor]:
+def _(name: str, tensors: Sequence[Tensor], needs: Sequence[bool], upstream: Sequence[Tensor]) -> list[Tensor]:
     return [x.new_empty(x.shape) for x, need in zip(tensors, needs, strict=True) if need]
 
 
@@ -260,9 +337,9 @@ def _refuse(*_: Any) -> Any:
 fused_backward.register_autograd(_refuse)
 
 
-def _save(ctx: Any, inputs: tuple[int, Sequence[Tensor], Sequence[bool]], output: list[Tensor]) -> None:
-    number, tensors, needs = inputs
-    ctx.number, ctx.needs, ctx.n_values = number, needs, len(output)
+def _save(ctx: Any, inputs: tuple[str, Sequence[Tensor], Sequence[bool]], output: list[Tensor]) -> None:
+    name, tensors, needs = inputs
+    ctx.name, ctx.needs, ctx.n_values = name, needs, len(output)
     ctx.is_reduced = _is_reduced(tensors, output)
     if ctx.is_reduced:
         ctx.n_values -= sum(needs)
@@ -275,7 +352,7 @@ def _backward(ctx: Any, upstream: Sequence[Tensor]) -> tuple[None, list[Tensor |
     if ctx.is_reduced:
         found = [g * upstream[0].to(g.dtype) for g in ctx.saved_tensors]
     else:
-        found = fused_backward(ctx.number, ctx.saved_tensors, ctx.needs, upstream[: ctx.n_values])
+        found = fused_backward(ctx.name, ctx.saved_tensors, ctx.needs, upstream[: ctx.n_values])
     gradients = iter(found)
     return None, [next(gradients) if need else None for need in ctx.needs], None
 

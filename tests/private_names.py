@@ -101,7 +101,7 @@ PRIVATE = (
         "compiled",
     ),
     Private(
-        "decorators skip",
+        "decorators skip_code",
         "torch._dynamo",
         "keep the frame of an entry point out of graphs",
         "Dynamo traces the frame, and breaks the graph inside",

@@ -392,7 +392,7 @@ def select_rows(
     """
     given, per_group = target, SEQUENCES_PER_GROUP.get(group, 1)
     if per_group > 1:  # one order for all that follows: group by group
-        target = target.unflatten(0, (per_group, len(target) // per_group)).transpose(0, 1).flatten(0, 1)
+        target = target.unflatten(0, (per_group, target.shape[0] // per_group)).transpose(0, 1).flatten(0, 1)
     target = target.contiguous()
     if not host_may_sync(target):
         return _masked_rows(target, group, ignore_index)

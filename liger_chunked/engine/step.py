@@ -99,8 +99,8 @@ class Objective:
         return rows.join(parts)
 
     def without_values(self, plan: Plan, device: torch.device) -> Any:
-        """Return what a source gives of all tokens, without values, for a call that computes shapes alone."""
-        return empty_stats(plan, device)
+        """Return what `join` returns, without values, for a call that computes shapes alone."""
+        return self.join(plan.rows, [plan.rows.for_objective(empty_stats(plan, device), plan.rows.every)])
 
 
 def leaves_of(values: TokenStats) -> dict[str, Tensor]:
@@ -296,9 +296,9 @@ class Fused(NamedTuple):
 def run_step(step: Step, head: LossHead, input: Tensor) -> Fused:
     """Run a step, and put its loss into the graph."""
     if shapes_only():
-        rows = step.plan.rows
-        share = step.objective.share(step.objective.without_values(step.plan, input.device), rows, rows.every, False)
-        return Fused(share.loss.to(accumulation_dtype(step.plan.dtype)), step.objective.join(rows, [share.values]))
+        # Without the formula: a loss is (), and a user's formula may branch on values, or read tensors that have some.
+        loss = torch.empty((), dtype=accumulation_dtype(step.plan.dtype), device=input.device)
+        return Fused(loss, step.objective.without_values(step.plan, input.device))
     operands = operands_of(head, input, step.plan.dtype)
     trains = torch.is_grad_enabled()
     needs = Needs(*[trains and x is not None and x.requires_grad for x in operands])

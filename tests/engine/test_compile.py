@@ -1,12 +1,18 @@
-"""Losses that compiled code calls: the graph breaks at the call, and the results are those of eager code."""
+"""Losses that compiled code calls: operators of its graph, whose results are those of eager code."""
 
 from __future__ import annotations
 
 import copy
+import gc
+import os
 import pickle
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import table
@@ -21,10 +27,14 @@ from liger_chunked import (
     KeptIds,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearKLDivLoss,
+    LigerFusedLinearPreferenceBase,
     LigerFusedLinearUnpairedPreferenceBase,
+    Pairs,
     functional,
     linear_token_stats,
 )
+from liger_chunked import whole_graph as graphs
 from liger_chunked.engine import sink, source
 from liger_chunked.losses.base import FusedLoss, StatsLoss
 
@@ -34,7 +44,10 @@ pytestmark = [
     pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning"),  # by Dynamo
 ]
 
-whole = partial(torch.compile, backend="aot_eager")
+
+def whole(function: Callable, backend: str = "aot_eager", **options) -> Callable:
+    """Compile a function of one that is called, as models call losses, without breaks of its graph."""
+    return torch.compile(lambda *args, **kwargs: function(*args, **kwargs), backend=backend, fullgraph=True, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +67,15 @@ def checked(eager: Callable, seen: list) -> Callable:
     compiled = whole(eager)
 
     def run(*args, **kwargs):
-        seen.append(args)
+        if torch.compiler.is_compiling() or seen[-1:] == [None]:  # a loss calls another one
+            return eager(*args, **kwargs)
+        seen.append(None)
+        try:
+            return compared(*args, **kwargs)
+        finally:
+            seen[-1] = args
+
+    def compared(*args, **kwargs):
         returned, expected = compiled(*args, **kwargs), eager(*args, **kwargs)
         assert type(returned) is type(expected)
         for ours, exact in zip(flat(returned), flat(expected), strict=True):
@@ -148,8 +169,8 @@ def products(monkeypatch) -> list[int]:
         pytest.param("mean", ("bias",), True, 1, id="only-the-bias"),
         pytest.param("mean", (), True, 1, id="nothing-trainable"),
         pytest.param("mean", ("weight", "input"), False, 1, id="no_grad"),
-        pytest.param("none", ("weight", "input"), True, 3, id="per-token"),
-        pytest.param("none", ("input",), True, 2, id="per-token-frozen-head"),
+        pytest.param("none", ("weight", "input"), True, 4, id="per-token"),  # the backward runs the call again
+        pytest.param("none", ("input",), True, 3, id="per-token-frozen-head"),
         pytest.param("none", ("weight", "input"), False, 1, id="per-token-no_grad"),
     ],
 )
@@ -260,6 +281,200 @@ def test_no_graph_holds_kept_ids():
         call()
 
 
+def equal(eager: Callable[[Batch], object], batch: Batch, backend: str = "aot_eager") -> None:
+    """Check a compiled function of a batch: its results, which of them require gradients, and the gradients."""
+
+    def evaluated(call: Callable[[Batch], object]) -> list[object]:
+        leaves = {name: batch[name].detach().clone().requires_grad_() for name in ("weight", "input", "bias")}
+        results = [x for x in flat(call(batch | leaves)) if isinstance(x, Tensor)]
+        total = sum(x.double().sum() for x in results if x.requires_grad)
+        gradients = torch.autograd.grad(total, list(leaves.values())) if isinstance(total, Tensor) else ()
+        return [*((x.detach(), x.requires_grad) for x in results), *((g, None) for g in gradients)]
+
+    for (ours, requires_grad), (exact, expected) in zip(
+        evaluated(whole(eager, backend)), evaluated(eager), strict=True
+    ):
+        assert torch.equal(ours, exact) and ours.dtype == exact.dtype
+        assert requires_grad == expected
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("outputs", [("log_sum_sq_probs",), ("logps", "log_sum_sq_probs", "argmax")])
+def test_statistics_without_a_gradient(outputs, backend):
+    equal(lambda batch: linear_token_stats(**batch, outputs=outputs), tokens(SMALL, seed=0), backend)
+
+
+@pytest.mark.parametrize("name", ["ref_weight", "teacher_weight"])
+def test_a_trainable_head_of_another_model(name):
+    loss, sample = {
+        "ref_weight": (LigerFusedLinearDPOLoss(), pairs),
+        "teacher_weight": (LigerFusedLinearKLDivLoss(), table.students),
+    }[name]
+    batch = sample(SMALL, seed=0)
+    head = batch.pop(name).requires_grad_()
+    equal(lambda batch: loss(**batch, **{name: head}), batch)
+    with pytest.raises(Exception, match=f"treats {name} as a constant, but it requires a gradient"):
+        whole(lambda batch: loss(**batch, **{name: 2 * head}))(batch)
+
+
+def test_a_changing_setting_compiles_anew():
+    batch = tokens(SMALL, seed=0)
+
+    def smoothed(batch: Batch, smoothing: float, ignore_index: int) -> Tensor:
+        target = batch["target"].where(batch["target"] >= 0, ignore_index)
+        given = batch | {"target": target}
+        return functional.cross_entropy_loss(**given, label_smoothing=smoothing, ignore_index=ignore_index)
+
+    compiled = whole(smoothed)
+    for smoothing, ignore_index in ((0.1, -100), (0.2, -100), (0.3, -1), (0.4, -2), (0.1, -3)):
+        ours, exact = (call(batch, smoothing, ignore_index) for call in (compiled, smoothed))
+        assert torch.equal(ours, exact)
+
+
+@pytest.mark.parametrize("function", [functional.cross_entropy_loss, linear_token_stats])
+def test_hidden(function):
+    def call(batch: Batch) -> object:
+        return function(batch["weight"], hidden=batch["input"], target=batch["target"], bias=batch["bias"])
+
+    equal(call, tokens(SMALL, seed=0))
+
+
+def test_too_many_arguments():
+    batch, loss = tokens(SMALL, seed=0), LigerFusedLinearCrossEntropyLoss()
+    compiled = torch.compile(lambda *args, **kwargs: loss(*args, **kwargs), backend="aot_eager")
+    for more, named in (((batch["bias"],), {}), ((), {"weight": batch["weight"]})):
+        for call in (loss, compiled):
+            with pytest.raises(TypeError):
+                call(*batch.values(), *more, **named)
+
+
+class Branching(LigerFusedLinearPreferenceBase):
+    """A loss that reads values, holds tensors that are no arguments, and counts its calls."""
+
+    scope = "batch"
+
+    def __init__(self) -> None:
+        super().__init__(compute_nll_loss=False)
+        self.slope = nn.Parameter(torch.tensor(1.5, dtype=torch.float64), requires_grad=False)
+        self.linear = nn.Linear(1, 1, bias=False).double().requires_grad_(False)
+        self.plain = torch.tensor(0.5, dtype=torch.float64)
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.calls = 0
+
+    def preference_loss(self, pairs: Pairs) -> Tensor:
+        self.count += 1
+        self.calls += 1
+        margin = self.linear((pairs.logps[:, 0] - pairs.logps[:, 1])[:, None])[:, 0]
+        if bool(margin.median() > 0):  # not traceable
+            margin = 2 * margin
+        return torch.relu(1 - self.slope * margin) * self.plain
+
+
+def test_a_formula_may_branch_on_values_and_hold_tensors():
+    loss, batch = Branching(), pairs(SMALL, seed=0)
+    equal(lambda batch: loss(**batch), batch)
+    assert loss.count.item() == loss.calls == 2  # each evaluation once, and no trace
+
+
+@pytest.mark.parametrize("trainable", [("weight",), ()])
+def test_a_gradient_that_a_graph_cannot_pass_on_is_refused(trainable):
+    """Autograd does not see the leaves of a formula, because they are no arguments of the operator."""
+    factor, batch = torch.tensor(2.0, dtype=torch.float64, requires_grad=True), pairs(SMALL, seed=0)
+    for name in trainable:
+        batch[name].requires_grad_()
+    loss = LigerFusedLinearDPOLoss(loss_type=lambda pairs: factor * (pairs.logps[:, 1] - pairs.logps[:, 0]))
+    compiled = whole(lambda batch: loss(**batch)[0])
+    with pytest.raises(ValueError, match="depends on a tensor that requires a gradient"):
+        compiled(batch)
+    with torch.no_grad():
+        assert torch.equal(compiled(batch), loss(**batch)[0])
+
+
+def test_a_parameter_breaks_the_graph_of_its_loss_alone():
+    loss, batch = Branching(), pairs(SMALL, seed=0)
+    loss.slope.requires_grad_()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a loss with parameters"):
+        whole(loss)(**batch)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda batch: loss(**batch)[0], backend="aot_eager")
+    gradients = [torch.autograd.grad(call(batch), loss.slope)[0] for call in (compiled, lambda batch: loss(**batch)[0])]
+    assert torch.equal(*gradients)
+    loss.slope.requires_grad_(False)
+    equal(lambda batch: loss(**batch), batch)  # inside a graph again
+    equal(lambda batch: LOSS_BUILT_BEFORE(**batch), batch)
+    assert torch.equal(torch.compile(LOSS_BUILT_BEFORE, backend="aot_eager")(**batch)[0], LOSS_BUILT_BEFORE(**batch)[0])
+
+
+LOSS_BUILT_BEFORE = LigerFusedLinearDPOLoss(beta=0.3)
+
+
+def test_a_loss_in_the_place_of_a_deleted_one():
+    batch, holder = tokens(SMALL, seed=0), {}
+    compiled = whole(lambda batch: holder["loss"](**batch))
+    for i in range(5):
+        holder.clear()
+        gc.collect()
+        holder["loss"] = LigerFusedLinearCrossEntropyLoss(label_smoothing=i / 10, reduction=("mean", "none")[i % 2])
+        assert torch.equal(compiled(batch), holder["loss"](**batch))
+
+
+def test_a_loss_that_no_longer_exists():
+    batch, losses = tokens(SMALL, seed=0), [LigerFusedLinearCrossEntropyLoss(reduction="none")]
+    batch["weight"].requires_grad_()
+    value = whole(lambda loss, batch: loss(**batch))(losses[0], batch).sum()
+    losses.clear()
+    torch.compiler.reset()
+    gc.collect()
+    with pytest.raises(RuntimeError, match="the loss of this compiled graph no longer exists"):
+        value.backward()
+
+
+def call_of(loss: nn.Module) -> str:
+    """Return the name of a loss's call in a graph, without the number of the loss."""
+    torch.compiler.reset()
+    names = set(graphs._calls)
+    whole(loss)(**(tokens if isinstance(loss, LigerFusedLinearCrossEntropyLoss) else pairs)(SMALL, seed=0))
+    (name,) = set(graphs._calls) - names
+    return re.sub(r"-\d+-", "-", name)
+
+
+def test_names_of_calls(monkeypatch):
+    """Graphs are cached on disk by their code, so a name stands for results of the same number and shapes."""
+    mean, none = (partial(LigerFusedLinearCrossEntropyLoss, reduction=x) for x in ("mean", "none"))
+    assert call_of(mean()) == call_of(mean()) != call_of(none())
+    assert call_of(mean(ce_weight=torch.ones(SMALL.vocab))) == call_of(mean(ce_weight=torch.zeros(SMALL.vocab)))
+    ours, library = call_of(Branching()), call_of(mean())
+    monkeypatch.setattr(graphs, "_PROCESS", "another process")
+    assert call_of(Branching()) != ours and call_of(mean()) == library
+
+
+CXX = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
+CACHED = """
+import sys, torch
+from liger_chunked import LigerFusedLinearCrossEntropyLoss
+loss = LigerFusedLinearCrossEntropyLoss(reduction=sys.argv[1])
+weight, input = (torch.linspace(-1, 1, n * 5).view(n, 5).requires_grad_() for n in (7, 3))
+call = lambda weight, input: loss(weight, input.sin(), torch.tensor([1, 2, 3])).sum()
+for f in (call, torch.compile(call, fullgraph=True)):
+    print(*(x.sum().item() for x in torch.autograd.grad(f(weight, input), [weight, input])))
+print(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+@CXX
+@pytest.mark.exhaustive
+def test_graphs_of_other_processes(tmp_path):
+    """A second process takes the first one's graph, unless its loss has another setting."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    for reduction, hits in (("mean", 0), ("none", 0), ("mean", 1)):
+        command = [sys.executable, "-W", "ignore", "-c", CACHED, reduction]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        exact, ours, found = run.stdout.splitlines()
+        assert [float(x) for x in ours.split()] == pytest.approx([float(x) for x in exact.split()], abs=1e-5)
+        assert int(found) == hits
+
+
 # Models
 
 
@@ -272,9 +487,6 @@ def trained(model: nn.Module, call: Callable[[Tensor], Tensor], batches: list[Te
         optimizer.step()
         losses.append(value.item())
     return losses
-
-
-CXX = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # raised on import of torch.utils.mkldnn
@@ -379,9 +591,11 @@ def test_second_derivatives_are_refused(backend, reduction):
 def test_errors_are_those_of_eager_code(name, value, error):
     batch, loss = tokens(SMALL, seed=0), LigerFusedLinearCrossEntropyLoss()
     batch["weight"].requires_grad_()
-    for call in (loss, whole(loss)):
-        with pytest.raises((ValueError, TypeError), match=error):
-            call(**batch | {name: value})
+    with pytest.raises((ValueError, TypeError), match=error):
+        loss(**batch | {name: value})
+    # Dynamo computes shapes before the call runs. As for operations of torch, it raises an error of its own about them.
+    with pytest.raises((ValueError, TypeError, torch._dynamo.exc.TorchDynamoException), match=error):
+        whole(loss)(**batch | {name: value})
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
